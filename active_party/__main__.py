@@ -197,7 +197,7 @@ def _train(
     found = provenance_of_process(shows_host=settings.report.show_host)
     summary = replace(summary, transcript=end, version=VERSION, provenance=found)
     _leave_results(settings, folder, summary, stopped)
-    service.tried.forget()
+    service.settle()
     store.forget_finished()  # last: a process that ends before this does not train from scratch
 
 

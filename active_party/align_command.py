@@ -104,6 +104,7 @@ def _find_common_order(
         finally:
             service.tell_end(min(_LAST_WORDS_S, settings.reconnect.max_s), interruption)
             server.stop(_GRACE_S).wait()
+    kept.settle()
     tried.forget()
     return session.common_order()
 

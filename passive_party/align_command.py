@@ -77,12 +77,13 @@ def _find_common_order(
     contract, alignment = settings.contract, settings.contract.alignment
     folder = open_run_folder(settings.runs_dir / contract.run_name, FOLDER, settings.folder_name())
     command_line.save_resolved(settings, folder)
+    kept = KeptExchanges(folder, settings.alignment_memory_limit)
     aligner = Aligner(
         Participant(contract, settings.party, data.ids, data.table.splits),
         engine_of(settings),
         partial(command_line.draw_nonce, settings),
         TriedIds.beside(folder, alignment.max_set_size, settings.alignment_attempts),
-        KeptExchanges(folder, settings.alignment_memory_limit),
+        kept,
     )
 
     def show(done_ids: int, total_ids: int) -> None:
@@ -109,5 +110,6 @@ def _find_common_order(
         status.enter_stage("waiting")
         run = AlignmentRun(aligner, AlignmentObserver(status.name_run, show), interruption)
         run.run(peer)
+    kept.settle()
     aligner.tried.forget()
     return run.common_order()

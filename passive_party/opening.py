@@ -116,6 +116,7 @@ class Aligner:
             InvalidMessage: the active party's nonce has changed since the handshake.
         """
         has_companions = self.participant.has_companions
+        files = None if self.kept is None else self.kept.of(ACTIVE)
         alignment = align(
             self.engine,
             self.participant.ids,
@@ -126,9 +127,11 @@ class Aligner:
             agree=self._agreeing(opening, nonce, stop_if_interrupted) if has_companions else None,
             splits=self.participant.file_splits,
             counting=partial(self.tried.counted, ACTIVE),
-            files=None if self.kept is None else self.kept.of(ACTIVE),
+            files=files,
         )
         peer.close_alignment()
+        if files is not None:
+            files.settle()
         if alignment.peer_nonce != opening.nonce:
             raise InvalidMessage("the active party's nonce changed since the handshake")
         return alignment if has_companions else alignment._replace(nonces=(nonce,))

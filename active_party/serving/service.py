@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from splitveil.active_party.run.session import ActiveSession
-from splitveil.active_party.serving.stream_slots import StreamSlots
+from splitveil.active_party.serving.caller import Caller
 from splitveil.common.alignment import (
     WAIT_S,
     Agree,
@@ -38,9 +38,8 @@ from splitveil.common.errors import (
     SplitveilError,
 )
 from splitveil.common.run.contract import ACTIVE
-from splitveil.common.run.messages import Activation
+from splitveil.common.run.messages import Activation, LeaveReason
 from splitveil.common.run.phases import Phase
-from splitveil.common.status.presence import Presence
 from splitveil.common.status.run_status import RunStatus
 from splitveil.common.text.log_lines import log_fields
 from splitveil.common.wire.audit_codec import decode_question
@@ -61,54 +60,6 @@ GOODBYE_WAIT_S = 5.0
 INTERRUPTED_WORDS_S = 3.0
 """Time for which a party that was told to stop waits until its peers have heard of it."""
 _POLL_S = 0.2
-
-
-class _Caller:
-    """The state that all calls of one passive party share."""
-
-    def __init__(self, name: str, presence: Presence) -> None:
-        self.name = name
-        self._presence = presence
-        self._counting = threading.Lock()
-        self._open_streams = 0
-        self.heard_at = time.monotonic()
-        self.aligning = threading.Lock()
-        self.exchange_of_ids: StreamChannel | None = None
-        self.align_slots = StreamSlots()
-        self.train_slots = StreamSlots()
-        self.evaluate_slots = StreamSlots()
-
-    @property
-    def is_talking(self) -> bool:
-        """Whether a stream of this party is open, so that it can be told something."""
-        return self._open_streams > 0 or self.exchange_of_ids is not None
-
-    def hear(self) -> None:
-        """Restart the clock of this party's silence."""
-        self.heard_at = time.monotonic()
-
-    def arrive(self) -> None:
-        """Note that a message has arrived."""
-        self.hear()
-        self._presence.heard(self.name)
-
-    def opened_stream(self, context: grpc.ServicerContext, is_over: Callable[[], bool]) -> None:
-        """Note that a stream of tensors is open; if the last one ends too early, the peer is lost.
-
-        A killed peer's stream may look as if it had been closed.
-        """
-
-        def ended() -> None:
-            with self._counting:
-                self._open_streams -= 1
-                is_last = self._open_streams == 0
-            if is_last and not is_over():
-                self._presence.lost(self.name)
-
-        with self._counting:
-            self._open_streams += 1
-        if not context.add_callback(ended):
-            ended()
 
 
 class ActiveService:
@@ -139,12 +90,12 @@ class ActiveService:
         self._engine = engine
         self.tried = tried or TriedIds(session.contract.alignment.max_set_size)
         self._status = status or RunStatus(ACTIVE, session.contract)
-        self._kept = kept
         self._deadline_s = deadline_s
         self._limits = TensorLimits.of(session.contract)
         self._told_of_end = threading.Semaphore(0)
         self._callers = {
-            name: _Caller(name, self._status.peers) for name in session.contract.passive_parties
+            name: Caller(name, self._status.peers, None if kept is None else kept.of(name))
+            for name in session.contract.passive_parties
         }
 
     def silent_s(self, party: str) -> float:
@@ -171,6 +122,12 @@ class ActiveService:
                 and any(caller.is_talking for caller in self._callers.values())
             ):
                 return
+
+    def settle(self) -> None:
+        """Keep no exchange of ids and no count of the ids tried: the run has finished."""
+        for caller in self._callers.values():
+            caller.is_aligned()
+        self.tried.forget()
 
     def handshake(
         self, request: pb.HandshakeRequest, context: grpc.ServicerContext
@@ -210,7 +167,7 @@ class ActiveService:
                 caller.aligning.release()
 
     @staticmethod
-    def _wait_for_the_alignment_before(caller: _Caller, context: grpc.ServicerContext) -> None:
+    def _wait_for_the_alignment_before(caller: Caller, context: grpc.ServicerContext) -> None:
         # A peer that was lost may be back before the end of its earlier stream is noticed.
         until = time.monotonic() + GOODBYE_WAIT_S
         while context.is_active() and time.monotonic() < until:
@@ -219,7 +176,7 @@ class ActiveService:
         raise NotOpen("a second alignment at the same time")
 
     def _align(
-        self, caller: _Caller, requests: Iterator[pb.AlignFrame], context: grpc.ServicerContext
+        self, caller: Caller, requests: Iterator[pb.AlignFrame], context: grpc.ServicerContext
     ) -> Iterator[pb.AlignFrame]:
         self._session.require_aligning(party=caller.name)
         caller.align_slots.answered(context)
@@ -231,15 +188,16 @@ class ActiveService:
             self._status.phases(Phase.ALIGNMENT),
             ThreadPoolExecutor(1, thread_name_prefix="align") as executor,
         ):
-            ready = executor.submit(self._align_over, channel, caller.name)
+            ready = executor.submit(self._align_over, channel, caller)
             try:
                 yield from channel.outgoing
             finally:
                 channel.close()  # in case the stream has ended before the exchange
             ready.result()
 
-    def _align_over(self, channel: StreamChannel, party: str) -> None:
-        session, run_id = self._session, self._session.run_id
+    def _align_over(self, channel: StreamChannel, caller: Caller) -> None:
+        session, run_id, party = self._session, self._session.run_id, caller.name
+        caller.align_again()
 
         def progress(done_ids: int, total_ids: int) -> None:
             # An interrupted session says so now, and not only after all ids.
@@ -257,7 +215,7 @@ class ActiveService:
                 agree=agreeing(session, party) if self._is_multi_party else None,
                 splits=session.file_splits,
                 counting=partial(self.tried.counted, party),
-                files=None if self._kept is None else self._kept.of(party),
+                files=caller.exchange_files,
             )
         except AlignmentError as error:
             session.end(error)  # now: the peer is about to leave for the same reason
@@ -305,6 +263,8 @@ class ActiveService:
         caller.hear()
         reason = leave_reason_from_wire(request.reason)
         is_meant = request.run_id == self._session.run_id
+        if is_meant and reason is LeaveReason.FINISHED:
+            caller.is_aligned()
         # An alignment that fails does so on both sides: let this side finish, because its own error
         # says more than the goodbye.
         if is_meant and caller.aligning.acquire(timeout=GOODBYE_WAIT_S):
@@ -335,7 +295,7 @@ class ActiveService:
     def _is_multi_party(self) -> bool:
         return len(self._callers) > 1
 
-    def _caller(self, context: grpc.ServicerContext) -> _Caller:
+    def _caller(self, context: grpc.ServicerContext) -> Caller:
         """Return the calling party, which the interceptor has compared with any credentials."""
         if not self._is_multi_party:
             return next(iter(self._callers.values()))
@@ -344,15 +304,16 @@ class ActiveService:
             raise InvalidMessage("a call that names no passive party of the contract")
         return self._callers[str(named[0])]
 
-    def _activations(self, caller: _Caller, requests: Iterator[bytes]) -> Iterator[Activation]:
+    def _activations(self, caller: Caller, requests: Iterator[bytes]) -> Iterator[Activation]:
         """Yield the activations of which a stream's messages are the parts."""
         assembler = TensorAssembler.of_activations(self._limits)
         for frame in self._heard(caller, requests):
             activation = assembler.add(frame)
             if activation is not None:
+                caller.is_aligned()
                 yield activation
 
-    def _heard(self, caller: _Caller, requests: Iterator[Any]) -> Iterator[Any]:
+    def _heard(self, caller: Caller, requests: Iterator[Any]) -> Iterator[Any]:
         """Yield the messages of a stream; a broken one just ends, as the peer may reconnect."""
         while True:
             caller.hear()  # the peer's silence starts when this party is ready for a message

@@ -2,10 +2,11 @@
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from queue import SimpleQueue
 
 from splitveil.common.alignment.channel import AlignChannel
+from splitveil.common.alignment.heartbeats import Heartbeats
 from splitveil.common.alignment.interface import (
     Agree,
     Alignment,
@@ -46,8 +47,8 @@ def align(
         splits: the split that this party's column gives each id, if the contract splits by a
             column: the peer's column must give the same split for every common id.
         counting: the context in which everything that reveals something about the ids is sent.
-        files: keeps the exchange until its outcome is known, so that another call with the same
-            ids continues it; by default, another call begins afresh.
+        files: keeps the exchange, so that another call with the same ids continues it, until it
+            fails or ``files.settle`` is called; by default, another call begins afresh.
 
     Raises:
         AlignmentError: the intersection is too small or the parties disagree (raised on both
@@ -57,23 +58,28 @@ def align(
     """
     with ExitStack() as ending:
         ending.callback(channel.close)
-        exchange = engine.start(ids, nonce=nonce, run_id=run_id, splits=splits)
-        ending.callback(exchange.close)
-        if files is not None:
-            exchange.keep_in(files)
-        channel.send(exchange.hello())
-        for reply in exchange.receive(channel.receive()):
-            channel.send(reply)
-        try:
-            with counting(exchange):
-                _transfer(exchange, channel, progress or _ignore)
+        with Heartbeats(channel) as line:
+            exchange = engine.start(ids, nonce=nonce, run_id=run_id, splits=splits)
+            ending.callback(exchange.close)
+            if files is not None:
+                exchange.keep_in(files)
+            line.send(exchange.hello())
+            for reply in exchange.receive(line.receive()):
+                line.send(reply)
+            with _forgetting_failed(exchange), counting(exchange):
+                _transfer(exchange, line, progress or _ignore)
+        with _forgetting_failed(exchange):
             found = Alignment(exchange.result(), exchange.peer_nonce, exchange.peer_set_size)
-            agreed = found if agree is None else agree(found, channel)
-        except AlignmentError:
-            exchange.forget()
-            raise
+            return found if agree is None else agree(found, channel)
+
+
+@contextmanager
+def _forgetting_failed(exchange: AlignmentExchange) -> Iterator[None]:
+    try:
+        yield
+    except AlignmentError:
         exchange.forget()
-        return agreed
+        raise
 
 
 def _transfer(

@@ -9,9 +9,11 @@
     order, parts     with a memory limit: the shuffled order, and tags sorted into parts
 
 Who reads the scalar can test any id against the points, so the files lie in a folder of their own
-(mode 0700, files 0600) beside the run's results, one for each peer, and are deleted as soon as the
-outcome of the exchange is known. No tag is shown before everything that it follows from is on disk:
-a machine that loses its power in between would otherwise answer other points with the same scalar.
+(mode 0700, files 0600) beside the run's results, one for each peer, and are deleted as soon as both
+parties have the outcome: what tells a party so is the next message of the other one, because the
+last message of the exchange itself may be lost. No tag is shown before everything that it follows
+from is on disk: a machine that loses its power in between would otherwise answer other points with
+the same scalar.
 """
 
 import hashlib
@@ -250,6 +252,10 @@ class ExchangeFiles:
                 with storing(path), _opened(path, os.O_RDONLY) as descriptor:
                     os.fsync(descriptor)
 
+    def settle(self) -> None:
+        """Keep nothing any longer, because the other party has the outcome as well."""
+        self.discard()
+
     def discard(self) -> None:
         """Delete the files, the secrets first; what cannot be deleted is reported."""
         try:
@@ -309,6 +315,13 @@ class KeptExchanges:
     def of(self, peer: str) -> ExchangeFiles:
         """Return the files of the exchange with a peer."""
         return ExchangeFiles(self._folder / peer, self._memory_limit_bytes)
+
+    def settle(self) -> None:
+        """Settle all of them, because the run has finished; see ``ExchangeFiles.settle``."""
+        if self._folder.exists():
+            for folder in self._folder.iterdir():
+                self.of(folder.name).settle()
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def discard(self) -> None:
         """Delete all of them."""

@@ -22,7 +22,7 @@ from splitveil.protos.split_learning_pb2 import AlignFrame, AlignShare, AlignWai
 Mask = npt.NDArray[np.bool_]
 
 WAIT_S = 2.0
-"""Seconds between two wait frames to a party that waits for the other parties."""
+"""Seconds between two wait frames to a party that waits."""
 
 
 class Share(NamedTuple):

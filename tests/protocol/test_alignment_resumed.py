@@ -78,6 +78,15 @@ class Broken(Passing):
         super().send(frame)
 
 
+class WithoutLastFrame(Passing):
+    """A channel that breaks off instead of the last frame of an exchange."""
+
+    def send(self, frame: pb.AlignFrame) -> None:
+        if frame.WhichOneof("body") == "done":
+            raise PeerUnreachable("the line is gone")
+        super().send(frame)
+
+
 class Pair:
     """Two parties that keep their exchange in folders."""
 
@@ -89,6 +98,7 @@ class Pair:
         self.limits: list[int | None] = [None, None]
         self.tried = [TriedIds(200) for _ in ids]
         self.attempts = 0
+        self.loses_last_frame_of: int | None = None
         self._engines = [
             EcdhEngine(min_aligned=1, max_set_size=200, group=group) for group in self.groups
         ]
@@ -97,10 +107,13 @@ class Pair:
         """Align once, over a line that breaks off after so many frames of either party."""
         self.attempts += 1
         ends = channel_pair(deadline_s=LONG_S)
-        channels = [
+        channels: list[AlignChannel] = [
             end if frames is None else Broken(end, frames)
             for end, frames in zip(ends, breaks_at, strict=True)
         ]
+        if self.loses_last_frame_of is not None:
+            sender = self.loses_last_frame_of
+            channels[sender] = WithoutLastFrame(ends[sender])
         run_id = f"run {self.attempts}"
 
         def work(index: int) -> Alignment:
@@ -115,7 +128,11 @@ class Pair:
             )
 
         with ThreadPoolExecutor(2) as executor:
-            return list(executor.map(lambda index: Outcome(partial(work, index)), (0, 1)))
+            outcomes = list(executor.map(lambda index: Outcome(partial(work, index)), (0, 1)))
+        if all(outcome.error is None for outcome in outcomes):
+            for files in self.files:  # each has heard from the other after the exchange
+                files.settle()
+        return outcomes
 
     def is_kept(self) -> list[bool]:
         return [any(path.is_file() for path in files._folder.glob("*")) for files in self.files]
@@ -176,6 +193,26 @@ def test_what_the_peer_has_is_neither_computed_nor_sent_again(tmp_path: Path) ->
     whole = Pair(tmp_path / "whole")
     whole.attempt()
     assert pair.groups[1].multiplied == whole.groups[1].multiplied
+
+
+@pytest.mark.parametrize("loser", [0, 1])
+def test_a_last_message_that_is_lost_costs_neither_party_an_id(tmp_path: Path, loser: int) -> None:
+    """One party has the outcome, and the other cannot know it."""
+    pair = Pair(tmp_path)
+    pair.loses_last_frame_of = 1 - loser
+    outcomes = pair.attempt()
+    assert isinstance(outcomes[loser].error, PeerUnreachable)
+    assert pair.is_kept() == [True, True]
+    pair.loses_last_frame_of = None
+    pair.limits[loser] = 2**15
+    outcomes = pair.attempt()
+
+    assert common_ids(OWN, outcomes[0]) == common_ids(PEER, outcomes[1])
+    assert set(common_ids(OWN, outcomes[0])) == COMMON
+    assert [group.masked for group in pair.groups] == [len(OWN), len(PEER)]
+    assert [group.multiplied for group in pair.groups] == [len(PEER), len(OWN)]
+    assert [tried.of("peer").ids for tried in pair.tried] == [len(PEER), len(OWN)]
+    assert pair.is_kept() == [False, False]
 
 
 def test_without_files_each_attempt_begins_afresh(tmp_path: Path) -> None:

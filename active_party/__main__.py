@@ -60,6 +60,7 @@ from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.place import Place
 from splitveil.common.party.transcript import Transcript
 from splitveil.common.party.workers import Workers, act, joined
+from splitveil.common.privacy.cross_fitting import LIBRARIES
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.record.provenance import provenance_of_process
 from splitveil.common.record.run_record import write_summary
@@ -176,7 +177,7 @@ def _train(
         desk = ProbeDesk(contract, form_of(data.ids))
         server = start_server(service, contract, settings.listen, credentials, notes, desk)
         logger.info("waiting for %s at %s", _parties_of(contract), settings.listen)
-        import_while_waiting()
+        import_while_waiting(*(() if settings.leak_monitor is None else LIBRARIES))
         stopped: EndedForGood | None = None
         try:
             with status.serving(session):

@@ -15,15 +15,17 @@ thread per process. Each round runs, one after the other:
 - ``shipped without ...``: the same with one part left out.
 
 A figure is that of whole epochs after the first: steps, the evaluation of the held-out rows, and
-whatever lies between two epochs. CPU time is that of both processes together. With ``--threads``
-the threads that took most of it follow. Ratios are those of medians over the rounds. Aims: as
-shipped at least 0.80 of ``monolithic`` and 0.70 of ``gloo``; ``mtls`` at least ``monolithic``; CPU
-per step at most 1.35 of gloo's (insecure), 1.6 (mtls).
+whatever lies between two epochs. CPU time is that of both processes together, also until the first
+step and from the last evaluation to the end. With ``--threads`` the threads that took most of it
+follow. Ratios are those of medians over the rounds. Aims: as shipped at least 0.80 of
+``monolithic`` and 0.70 of ``gloo``; ``mtls`` at least ``monolithic``; CPU per step at most 1.35 of
+gloo's (insecure), 1.6 (mtls).
 """
 
 import argparse
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -52,6 +54,7 @@ LEFT_OUT: dict[str, dict[str, Any]] = {
     "transcript": {"transcript": False},
 }
 NAMES = {"active": "active.splitveil", "passive": "passive.splitveil"}
+ENDS = ("first_step_s", "first_step_cpu_s", "ending_s", "ending_cpu_s")
 POLL_S = 0.02
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -68,6 +71,10 @@ class Cost(NamedTuple):
     """From the last evaluation to the exit of the last process."""
     threads: Mapping[str, float] = MappingProxyType({})
     """CPU milliseconds for one step, by party and thread."""
+    first_step_cpu_s: float = 0.0
+    """Of both processes, until the first step."""
+    ending_cpu_s: float = 0.0
+    """Of both processes, from the last evaluation."""
 
 
 def cost_of(mark: str) -> Cost:
@@ -127,18 +134,21 @@ def cost_of_run(
             settings = yaml.safe_load((folder / f"{party}.yaml").read_text()) | own
             settings["security"] = security(folder, party) if secure else {"mode": "insecure"}
             (folder / f"{party}-now.yaml").write_text(yaml.safe_dump(settings))
-        begun = time.monotonic()
+        begun, ended_before_s = time.monotonic(), cpu_of_ended()
         parties = {party: start(party, folder, runs, depth) for party in values}
         try:
             watched = watch(parties, runs / "whole" / "active" / "metrics.jsonl")
-            ending = time.monotonic()
+            ending, spent_s = time.monotonic(), cpu_of(parties)
             for process in parties.values():
                 if process.wait(60):
                     raise SystemExit(f"a party ended with exit code {process.returncode}")
         finally:
             for process in parties.values():
                 process.kill()
-        return watched(begun)._replace(ending_s=time.monotonic() - ending)
+        return watched(begun)._replace(
+            ending_s=time.monotonic() - ending,
+            ending_cpu_s=cpu_of_ended() - ended_before_s - spent_s,
+        )
 
 
 def security(folder: Path, party: str) -> dict[str, str]:
@@ -162,6 +172,7 @@ class Watched(NamedTuple):
     """What was seen of a run's epochs."""
 
     first_step_at: float
+    first_step_cpu_s: float
     moments: list[float]
     """Ends of epochs."""
     cpu: list[dict[str, float]]
@@ -174,15 +185,17 @@ class Watched(NamedTuple):
             name: 1e3 * (total - before.get(name, 0.0)) / steps for name, total in after.items()
         }
         rate = steps / (self.moments[-1] - self.moments[0])
-        return Cost(rate, sum(threads.values()), self.first_step_at - begun, 0.0, threads)
+        first_step_s = self.first_step_at - begun
+        cpu_ms = sum(threads.values())
+        return Cost(rate, cpu_ms, first_step_s, 0.0, threads, self.first_step_cpu_s)
 
 
 def watch(parties: dict[str, subprocess.Popen[bytes]], metrics: Path) -> Watched:
     """Follow a run's metrics until its last epoch has ended."""
-    seen = Watched(0.0, [], [])
+    seen = Watched(0.0, 0.0, [], [])
     for kind in lines_of(metrics, parties):
         if kind == "train" and not seen.first_step_at:
-            seen = seen._replace(first_step_at=time.monotonic())
+            seen = seen._replace(first_step_at=time.monotonic(), first_step_cpu_s=cpu_of(parties))
         if kind == "test":
             seen.moments.append(time.monotonic())
             seen.cpu.append(cpu_by_thread(parties))
@@ -206,17 +219,32 @@ def lines_of(path: Path, parties: dict[str, subprocess.Popen[bytes]]) -> Iterato
             time.sleep(POLL_S)
 
 
+def cpu_of(parties: dict[str, subprocess.Popen[bytes]]) -> float:
+    """Return the CPU seconds of running processes, with those of threads that have ended."""
+    return sum(seconds_in(Path(f"/proc/{process.pid}/stat")) for process in parties.values())
+
+
+def cpu_of_ended() -> float:
+    """Return the CPU seconds of all processes that this one has started and that have ended."""
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return spent.ru_utime + spent.ru_stime
+
+
+def seconds_in(stat: Path) -> float:
+    """Return the CPU seconds in a process's or thread's file under /proc."""
+    rest = stat.read_text().rpartition(") ")[2]
+    return sum(map(int, rest.split()[11:13])) / CLOCK_TICKS
+
+
 def cpu_by_thread(parties: dict[str, subprocess.Popen[bytes]]) -> dict[str, float]:
     """Return CPU seconds by party and name of the thread."""
     found: dict[str, float] = defaultdict(float)
     for party, process in parties.items():
         for task in Path(f"/proc/{process.pid}/task").iterdir():
-            name, _, rest = (task / "stat").read_text().partition(") ")
-            ticks = rest.split()[11:13]
-            named = f"{party} {name.partition('(')[2]}"
+            named = f"{party} {(task / 'comm').read_text().strip()}"
             if task.name == str(process.pid):
                 named = f"{party} main"
-            found[named] += sum(map(int, ticks)) / CLOCK_TICKS
+            found[named] += seconds_in(task / "stat")
     return found
 
 
@@ -271,8 +299,9 @@ def main() -> None:
             for name in chosen:
                 found.setdefault(name, []).append(runs[name]())
                 print(f"{name}: {found[name][-1].steps_per_s:.1f} steps/s", flush=True)
-    print("\n| | steps/s | of monolithic | of gloo | CPU ms/step | of gloo's | first step | end |")
-    print("|---|---|---|---|---|---|---|---|")
+    heads = ("steps/s", "of monolithic", "of gloo", "CPU ms/step", "of gloo's")
+    print(f"\n| | {' | '.join(heads)} | first step | CPU | end | CPU |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     middle = {name: median_of(costs) for name, costs in found.items()}
     for name, cost in middle.items():
         whole, bare = middle.get("monolithic"), middle.get("gloo")
@@ -282,7 +311,7 @@ def main() -> None:
             f"{cost.steps_per_s / bare.steps_per_s:.2f}" if bare else "-",
             f"{cost.cpu_ms:.1f}",
             f"{cost.cpu_ms / bare.cpu_ms:.2f}" if bare else "-",
-            *(f"{s:.1f} s" if s else "-" for s in (cost.first_step_s, cost.ending_s)),
+            *(f"{getattr(cost, field):.1f} s" if cost.first_step_s else "-" for field in ENDS),
         ]
         print(f"| {name} | {' | '.join(cells)} |")
     if given.threads:
@@ -293,8 +322,9 @@ def main() -> None:
 
 
 def median_of(costs: list[Cost]) -> Cost:
-    fields = ("steps_per_s", "cpu_ms", "first_step_s", "ending_s")
-    return Cost(*(statistics.median(getattr(cost, field) for cost in costs) for field in fields))
+    fields = ("steps_per_s", "cpu_ms", *ENDS)
+    middle = {field: statistics.median(getattr(cost, field) for cost in costs) for field in fields}
+    return Cost(**middle)
 
 
 if __name__ == "__main__":

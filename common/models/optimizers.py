@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterator
 from typing import Any, overload
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.settings import AdamOptimizer, OptimizerSettings, SgdOptimizer
+from splitveil.common.models.uncompiled_optimizers import Adam, Sgd, SparseAdam, Uncompiled
 
 
 def build_optimizer(settings: OptimizerSettings, model: nn.Module) -> Optimizer:
@@ -31,7 +31,7 @@ def build_optimizer(settings: OptimizerSettings, model: nn.Module) -> Optimizer:
             sparse = [parameter for parameter in trainable if id(parameter) in large]
             return _build_adam(settings, dense, sparse)
         case SgdOptimizer():
-            return torch.optim.SGD(
+            return Sgd(
                 trainable,
                 lr=settings.learning_rate,
                 momentum=settings.momentum,
@@ -54,7 +54,7 @@ def _build_adam(
     parts: list[Optimizer] = []
     if dense:
         parts.append(
-            torch.optim.Adam(
+            Adam(
                 dense,
                 lr=settings.learning_rate,
                 betas=settings.betas,
@@ -63,13 +63,11 @@ def _build_adam(
             )
         )
     if sparse:
-        parts.append(
-            torch.optim.SparseAdam(sparse, lr=settings.learning_rate, betas=settings.betas)
-        )
+        parts.append(SparseAdam(sparse, lr=settings.learning_rate, betas=settings.betas))
     return parts[0] if len(parts) == 1 else JoinedOptimizer(parts)
 
 
-class JoinedOptimizer(Optimizer):
+class JoinedOptimizer(Uncompiled):
     """Several optimizers for disjoint parameters, used as one."""
 
     def __init__(self, parts: list[Optimizer]) -> None:

@@ -1,29 +1,34 @@
-"""Imports, while the parties align, what only training needs.
+"""Imports, while the parties align, what is needed only later.
 
-scipy is imported where it is first used, because a party that only aligns does without it; torch
-imports its compiler when the first optimizer is built, which takes more than a second of CPU
-time. While the parties align, this process mostly waits: for its peer, and for the processes that
-do the arithmetic.
+Libraries are imported where they are first used, because a party that only aligns does without
+them. While the parties align, a process mostly waits: for its peer, for processes that do the
+arithmetic, or for libsodium, which computes without the interpreter. What is imported then delays
+neither the first step nor the end.
 """
 
 import threading
+from importlib import import_module
 
-import torch
+FOR_TRAINING = (
+    "scipy.linalg",  # for attacks that look for the widest direction
+    "scipy.special",  # for bounds
+)
 
 
-def import_while_waiting() -> threading.Thread:
-    """Start a thread that imports what the first optimizer needs, and return it.
+def import_while_waiting(*later: str) -> threading.Thread:
+    """Start a thread that imports what training needs, and return it.
 
-    Call it after processes have been started by forking, and when nothing else imports parts of
-    torch. Whoever builds an optimizer meanwhile waits for the rest of the import.
+    Call it after processes have been started by forking. Whoever needs a module meanwhile waits
+    for the rest of its import.
+
+    Args:
+        later: further modules, which are needed at the end.
     """
-    thread = threading.Thread(target=_build_an_optimizer, name="early-imports", daemon=True)
+
+    def import_all() -> None:
+        for name in (*FOR_TRAINING, *later):
+            import_module(name)
+
+    thread = threading.Thread(target=import_all, name="early-imports", daemon=True)
     thread.start()
     return thread
-
-
-def _build_an_optimizer() -> None:
-    import scipy.linalg  # noqa: PLC0415 - for attacks that look for the widest direction
-    import scipy.special  # noqa: F401, PLC0415 - for bounds
-
-    torch.optim.Adam([torch.zeros(1, requires_grad=True)])

@@ -25,6 +25,16 @@ from splitveil.common.privacy.pair_aucs import ClassIndices, Floats
 
 ResultT = TypeVar("ResultT")
 
+LIBRARIES = (
+    "sklearn.ensemble",
+    "sklearn.exceptions",
+    "sklearn.linear_model",
+    "sklearn.model_selection",
+    "scipy.stats",
+)
+"""What is imported when it is first used, which takes a second: only a run that is measured should
+pay it."""
+
 FOLDS = 5
 SCORE_FOLDS = 3
 _TREES = 50
@@ -150,7 +160,6 @@ def _standardised(features: npt.NDArray[Any]) -> Floats:
 
 def _out_of_fold(features: Floats, indices: ClassIndices, fewest: int) -> Floats:
     """Return both base models' log-probabilities side by side, (rows, 2 classes)."""
-    # Importing them takes a second, which only a run that is measured should pay.
     from sklearn.ensemble import HistGradientBoostingClassifier  # noqa: PLC0415
     from sklearn.linear_model import LogisticRegression  # noqa: PLC0415
     from sklearn.model_selection import StratifiedKFold  # noqa: PLC0415

@@ -31,10 +31,8 @@ from splitveil.common.wire.limits import (
 from splitveil.common.wire.message_stream import Interruption, MessageStream
 from splitveil.common.wire.retrying import CallWatch, Retrying
 from splitveil.common.wire.status import error_from
-from splitveil.common.wire.tensor_codec import (
-    TensorAssembler,
-    TensorLimits,
-)
+from splitveil.common.wire.tensor_codec import TensorAssembler, TensorLimits
+from splitveil.common.wire.tensor_frame import Frame
 from splitveil.passive_party.activation_stream import ActivationStream, ReplyT
 from splitveil.protos import split_learning_pb2 as pb
 
@@ -74,7 +72,7 @@ class GrpcPeer:
             reconnect, interruption, connection.where, connection.renew, watch
         )
         self._train = ActivationStream(
-            lambda: self._open("Train", None), self._read_answer, self._limits
+            lambda: self._open("Train", Frame), self._read_answer, self._limits
         )
         self._evaluate = ActivationStream(
             lambda: self._open("Evaluate", reader(pb.EvaluateReply, SMALL_BYTES)),
@@ -250,10 +248,12 @@ class GrpcPeer:
     def _open(
         self,
         method: str,
-        read: Callable[[bytes], Any] | None,
+        read: Callable[[bytes], Any],
     ) -> MessageStream:
-        """Open a stream of tensors and their answers, which stay bytes without ``read``."""
-        call: Any = self._connected().stream_stream(method_path(method), response_deserializer=read)
+        """Open a stream of tensors, whose replies are parsed by ``read``."""
+        call: Any = self._connected().stream_stream(
+            method_path(method), Frame.serialised, response_deserializer=read
+        )
         named = partial(call, metadata=self._metadata)
         return MessageStream(
             named, self._reconnect.deadline_s, self._interruption, self.connection.error_of

@@ -24,6 +24,7 @@ from splitveil.common.wire.limits import (
 )
 from splitveil.common.wire.noted_calls import Notes, NotingServer
 from splitveil.common.wire.probe_desk import ProbeDesk
+from splitveil.common.wire.tensor_frame import Frame
 from splitveil.common.wire.tls import PartyInterceptor
 from splitveil.protos import split_learning_pb2 as pb
 
@@ -86,10 +87,10 @@ def method_handlers(
         "Align": grpc.stream_stream_rpc_method_handler(
             service.align, reader(pb.AlignFrame, ALIGN_FRAME_BYTES), pb.AlignFrame.SerializeToString
         ),
-        # Tensors pass as raw bytes, which tensor_codec encodes and decodes.
-        "Train": grpc.stream_stream_rpc_method_handler(service.train),
+        # Tensors pass as frames, which tensor_codec encodes and decodes.
+        "Train": grpc.stream_stream_rpc_method_handler(service.train, Frame, Frame.serialised),
         "Evaluate": grpc.stream_stream_rpc_method_handler(
-            service.evaluate, None, pb.EvaluateReply.SerializeToString
+            service.evaluate, Frame, pb.EvaluateReply.SerializeToString
         ),
     }
 

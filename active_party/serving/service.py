@@ -52,6 +52,7 @@ from splitveil.common.wire.limits import (
     believed,
 )
 from splitveil.common.wire.tensor_codec import TensorAssembler, TensorLimits, encode_answer
+from splitveil.common.wire.tensor_frame import Frame
 from splitveil.protos import split_learning_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -226,7 +227,7 @@ class ActiveService:
         if not self._is_multi_party:
             session.aligned(alignment.rows, alignment.peer_nonce)
 
-    def train(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+    def train(self, requests: Iterator[Frame], context: grpc.ServicerContext) -> Iterator[Frame]:
         """Answer activations with defended gradients; learn from each after its answer has left."""
         caller = self._caller(context)
         caller.opened_stream(context, lambda: self._session.over)
@@ -238,7 +239,7 @@ class ActiveService:
                 self._session.finish_step()
 
     def evaluate(
-        self, requests: Iterator[bytes], context: grpc.ServicerContext
+        self, requests: Iterator[Frame], context: grpc.ServicerContext
     ) -> Iterator[pb.EvaluateReply]:
         """Score the activations of held-out rows."""
         caller = self._caller(context)
@@ -304,7 +305,7 @@ class ActiveService:
             raise InvalidMessage("a call that names no passive party of the contract")
         return self._callers[str(named[0])]
 
-    def _activations(self, caller: Caller, requests: Iterator[bytes]) -> Iterator[Activation]:
+    def _activations(self, caller: Caller, requests: Iterator[Frame]) -> Iterator[Activation]:
         """Yield the activations of which a stream's messages are the parts."""
         assembler = TensorAssembler.of_activations(self._limits)
         for frame in self._heard(caller, requests):

@@ -18,7 +18,7 @@ from splitveil.common.run.contract import NAME_CHARACTERS
 from splitveil.common.wire.endpoint import INFERENCE_SERVICE, SERVICE
 from splitveil.common.wire.interceptor import HandlerInterceptor
 from splitveil.common.wire.limits import PARTY_KEY
-from splitveil.common.wire.tensor_codec import epoch_and_step_of
+from splitveil.common.wire.tensor_frame import Frame
 
 if TYPE_CHECKING:
     from splitveil.common.wire.interceptor import Handler
@@ -200,8 +200,12 @@ def _caller(context: grpc.ServicerContext) -> str | None:
 def _noting(notes: Notes) -> _NoteOf:
     def note(party: str | None, direction: Direction, kind: str, message: Any) -> Any:
         """Note a message, and return it."""
-        if isinstance(message, bytes):
-            data, (epoch, step) = message, epoch_and_step_of(message)
+        epoch: int | None
+        step: int | None
+        if isinstance(message, Frame):
+            data, (epoch, step) = message.data, message.place()
+        elif isinstance(message, bytes):  # refused by its parser
+            data, epoch, step = message, None, None
         else:
             data = message.SerializeToString(deterministic=True)
             epoch, step = getattr(message, "epoch", None), getattr(message, "step", None)

@@ -4,8 +4,7 @@
 only be defended gradients: mypy refuses to encode a raw one.
 
 A tensor travels as one ``TensorFrame``, or, above ``unchunked_bytes``, as several with rising
-offsets. The frames are legal protobuf messages. They are encoded and decoded here rather than by
-the generated class only because that class copies the payload two more times on each side.
+offsets.
 """
 
 import math
@@ -15,14 +14,13 @@ from typing import Generic, TypeVar
 
 import numpy as np
 import torch
-from google.protobuf.message import DecodeError
 from torch import Tensor
 
-from splitveil.common.errors import InvalidMessage, ProtocolError, TooLarge
+from splitveil.common.errors import InvalidMessage, TooLarge
 from splitveil.common.run.contract import DTYPE_BYTES, Contract, CutDtype
 from splitveil.common.run.messages import Activation, Answer, BatchId, DefendedGradient
 from splitveil.common.wire.enums import SPLIT_TO_WIRE, split_from_wire
-from splitveil.common.wire.limits import TENSOR_HEADER_BYTES, check_fields
+from splitveil.common.wire.tensor_frame import Frame
 from splitveil.protos import split_learning_pb2 as pb
 
 TORCH_DTYPES: dict[CutDtype, torch.dtype] = {
@@ -37,9 +35,6 @@ WIRE_DTYPES: dict[CutDtype, pb.DType] = {
 }
 
 MessageT = TypeVar("MessageT")
-
-_DATA_TAG = b"\x7a"  # field 15, wire type 2 (length-delimited)
-_VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
 
 
 @dataclass(frozen=True)
@@ -69,8 +64,8 @@ class TensorLimits:
         )
 
 
-def encode_activation(activation: Activation, limits: TensorLimits) -> Iterator[bytes]:
-    """Encode an activation as serialised ``TensorFrame`` messages.
+def encode_activation(activation: Activation, limits: TensorLimits) -> Iterator[Frame]:
+    """Encode an activation as frames.
 
     Args:
         activation: values of shape (rows, *cut_shape), of any float dtype and on any device.
@@ -79,8 +74,8 @@ def encode_activation(activation: Activation, limits: TensorLimits) -> Iterator[
     return _encode(activation.batch, activation.values, limits)
 
 
-def encode_answer(answer: Answer, limits: TensorLimits) -> Iterator[bytes]:
-    """Encode an answer as serialised ``TensorFrame`` messages.
+def encode_answer(answer: Answer, limits: TensorLimits) -> Iterator[Frame]:
+    """Encode an answer as frames.
 
     Args:
         answer: defended gradient of shape (rows, *cut_shape), of any float dtype and on any device.
@@ -89,7 +84,7 @@ def encode_answer(answer: Answer, limits: TensorLimits) -> Iterator[bytes]:
     return _encode(answer.batch, answer.values, limits)
 
 
-def _encode(batch: BatchId, tensor: Tensor, limits: TensorLimits) -> Iterator[bytes]:
+def _encode(batch: BatchId, tensor: Tensor, limits: TensorLimits) -> Iterator[Frame]:
     values = tensor.detach().to("cpu", TORCH_DTYPES[limits.dtype]).contiguous()
     payload = values.view(torch.uint8).numpy().reshape(-1).data
     size = len(payload) if len(payload) <= limits.unchunked_bytes else limits.chunk_bytes
@@ -107,16 +102,7 @@ def _encode(batch: BatchId, tensor: Tensor, limits: TensorLimits) -> Iterator[by
             offset=offset,
         )
         chunk = payload[offset : offset + size]
-        yield b"".join((fields.SerializeToString(), _DATA_TAG, _varint(len(chunk)), chunk))
-
-
-def epoch_and_step_of(frame: bytes) -> tuple[int | None, int | None]:
-    """Return the epoch and step of a serialised frame, None for junk. It checks nothing else."""
-    try:
-        fields, _ = _split_frame(frame)
-    except ProtocolError:
-        return None, None
-    return fields.epoch, fields.step
+        yield Frame.of(fields, chunk)
 
 
 class TensorAssembler(Generic[MessageT]):
@@ -147,8 +133,8 @@ class TensorAssembler(Generic[MessageT]):
         """Return an assembler for the answers that the active party sends."""
         return TensorAssembler(limits, _received_answer)
 
-    def add(self, frame: bytes) -> MessageT | None:
-        """Take one serialised frame, and return the message if this was its last frame.
+    def add(self, frame: Frame) -> MessageT | None:
+        """Take one frame, and return the message if this was its last frame.
 
         Raises:
             InvalidMessage: the frame is not a legal frame, or not the next one, or has wrong
@@ -156,7 +142,7 @@ class TensorAssembler(Generic[MessageT]):
             OutOfStep: the tensor does not belong to any split of the rows.
             TooLarge: the frame announces more rows than the contract allows.
         """
-        fields, data = _split_frame(frame)
+        fields, data = frame.parts()
         begun, self._begun = self._begun, None  # an error below drops the unfinished tensor
         if begun is None:
             self._check_first(fields)
@@ -227,69 +213,3 @@ def _received_answer(batch: BatchId, values: Tensor) -> Answer:
 
 def _identity(fields: pb.TensorFrame) -> tuple[object, ...]:
     return (fields.run_id, fields.epoch, fields.step, fields.split, fields.rows_digest)
-
-
-def _split_frame(frame: bytes) -> tuple[pb.TensorFrame, memoryview]:
-    """Split a frame into its small fields and its payload, without copying the payload."""
-    try:
-        start, end = _find_data(frame)
-        if end == len(frame):
-            fields = pb.TensorFrame.FromString(frame[: start[0]])
-            check_fields(fields)
-            return fields, memoryview(frame)[start[1] :]
-        if len(frame) - max(end - start[1], 0) > TENSOR_HEADER_BYTES:
-            raise InvalidMessage(f"more than {TENSOR_HEADER_BYTES} bytes beside a tensor's payload")
-        fields = pb.TensorFrame.FromString(frame)
-    except (DecodeError, IndexError, ValueError) as error:
-        raise InvalidMessage("not a TensorFrame message") from error
-    check_fields(fields)
-    data = memoryview(fields.data)
-    fields.ClearField("data")
-    return fields, data
-
-
-def _find_data(frame: bytes) -> tuple[tuple[int, int], int]:
-    """Find the payload field: (offset of its tag, offset of its bytes), end of its bytes.
-
-    The search stops where the field must have begun, so it never scans a megabyte of small fields.
-    """
-    at = 0
-    while at < min(len(frame), TENSOR_HEADER_BYTES):
-        tag_at = at
-        tag, at = _read_varint(frame, at)
-        if tag == _DATA_TAG[0]:
-            length, at = _read_varint(frame, at)
-            return (tag_at, at), at + length
-        kind = tag & 7
-        if kind == _VARINT:
-            _, at = _read_varint(frame, at)
-        elif kind == _LENGTH_DELIMITED:
-            length, at = _read_varint(frame, at)
-            at += length
-        elif kind in (_FIXED32, _FIXED64):
-            at += 4 if kind == _FIXED32 else 8
-        else:
-            raise ValueError("wire type")
-    return (at, at), -1
-
-
-def _read_varint(frame: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = frame[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-        shift += 7
-        if shift > 63:
-            raise ValueError("varint")
-
-
-def _varint(value: int) -> bytes:
-    encoded = bytearray()
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)

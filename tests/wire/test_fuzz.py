@@ -25,6 +25,7 @@ from splitveil.common.party.party_settings import ReconnectSettings
 from splitveil.common.run.messages import Activation, AuditQuestion, Course, LeaveReason, Offer
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.tensor_codec import TensorAssembler, TensorLimits
+from splitveil.common.wire.tensor_frame import Frame
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
 from tests.mutations import (
@@ -220,7 +221,9 @@ def question(run_id: str) -> AuditQuestion:
 
 
 def activation(parties: Parties, frame: bytes) -> Activation:
-    message = TensorAssembler.of_activations(TensorLimits.of(parties.run.contract)).add(frame)
+    message = TensorAssembler.of_activations(TensorLimits.of(parties.run.contract)).add(
+        Frame(frame)
+    )
     assert message is not None
     return message
 

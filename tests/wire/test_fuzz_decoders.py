@@ -27,6 +27,7 @@ from splitveil.common.wire.audit_codec import decode_question
 from splitveil.common.wire.limits import Refused, believed, check_fields, reader
 from splitveil.common.wire.status import error_from
 from splitveil.common.wire.tensor_codec import TensorAssembler, TensorLimits
+from splitveil.common.wire.tensor_frame import Frame
 from splitveil.protos import split_learning_pb2 as pb
 from tests.mutations import Mutator
 from tests.runs import CONTRACT
@@ -301,7 +302,7 @@ def test_any_scores_are_measured_or_refused(scores: bytes) -> None:
 def test_any_fields_make_a_right_tensor_or_none(frame: pb.TensorFrame) -> None:
     limits = TensorLimits((3,), "float32", 4, 1024, 256)
     try:
-        message = TensorAssembler.of_activations(limits).add(frame.SerializeToString())
+        message = TensorAssembler.of_activations(limits).add(Frame(frame.SerializeToString()))
     except ProtocolError:
         return
     if message is not None:

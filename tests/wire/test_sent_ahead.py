@@ -15,6 +15,7 @@ from splitveil.common.run.messages import Activation, Answer, LeaveReason
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import method_path
 from splitveil.common.wire.tensor_codec import TensorAssembler, TensorLimits, encode_activation
+from splitveil.common.wire.tensor_frame import Frame
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
 from tests.peers import Lost
@@ -60,14 +61,15 @@ class Ahead:
         for batch in batches:
             values = torch.full((len(batch.positions), VALUES), 1e-3 * (batch.step % 7))
             identity = batch.identity(self._run_id)
-            yield from encode_activation(Activation(identity, values), self._limits)
+            for frame in encode_activation(Activation(identity, values), self._limits):
+                yield frame.data
             self.sent += 1
 
 
 def answers_in(frames: Iterator[bytes], limits: TensorLimits) -> Iterator[Answer]:
     assembler = TensorAssembler.of_answers(limits)
     for frame in frames:
-        answer = assembler.add(frame)
+        answer = assembler.add(Frame(frame))
         if answer is not None:
             yield answer
             assembler = TensorAssembler.of_answers(limits)

@@ -309,7 +309,8 @@ def test_a_bad_message_gets_its_status_and_leaves_the_session_unharmed(
     code: grpc.StatusCode,
 ) -> None:
     parties, service, message, channel = at_first_step
-    (frame,) = encode_activation(message, TensorLimits.of(parties.run.contract))
+    (encoded,) = encode_activation(message, TensorLimits.of(parties.run.contract))
+    frame = encoded.data
     if len(spoil(frame)) > 1_200_000:
         with grpc.insecure_channel(f"127.0.0.1:{service_port(channel)}") as wide:
             refuse(wide, spoil(frame), code)
@@ -336,7 +337,8 @@ def test_the_peer_reads_fixed_sentences_only(
     at_first_step: tuple[Parties, ActiveService, Activation, grpc.Channel],
 ) -> None:
     parties, _, message, channel = at_first_step
-    (frame,) = encode_activation(message, TensorLimits.of(parties.run.contract))
+    (encoded,) = encode_activation(message, TensorLimits.of(parties.run.contract))
+    frame = encoded.data
     sentences = set()
     for step in (5, 6):
         with pytest.raises(grpc.RpcError) as caught:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from splitveil.common.errors import InvalidMessage, ProtocolError, TooLarge
 from splitveil.common.run.messages import Activation, BatchId
 from splitveil.common.wire.tensor_codec import TensorAssembler, TensorLimits, encode_activation
+from splitveil.common.wire.tensor_frame import Frame
 from splitveil.protos import split_learning_pb2 as pb
 
 HEADER = BatchId("run", 2, 7, "train", b"digest-of-rows--")
@@ -28,10 +29,15 @@ def values(rows: int = 5) -> torch.Tensor:
     return torch.randn(rows, 3, 2, generator=torch.Generator().manual_seed(rows))
 
 
+def encoded(sent: torch.Tensor, **changes: object) -> list[bytes]:
+    frames = encode_activation(Activation(HEADER, sent), limits(**changes))
+    return [part.data for part in frames]
+
+
 def frame(**changes: object) -> bytes:
     """One correct frame, with some fields changed."""
     fields = pb.TensorFrame.FromString(
-        next(encode_activation(Activation(HEADER, values()), limits()))
+        next(encode_activation(Activation(HEADER, values()), limits())).data
     )
     for name, value in changes.items():
         if name == "shape":
@@ -46,7 +52,7 @@ def assemble(frames: list[bytes], **changes: object) -> Activation | None:
     assembler = TensorAssembler.of_activations(limits(**changes))
     result = None
     for part in frames:
-        result = assembler.add(part)
+        result = assembler.add(Frame(part))
     return result
 
 
@@ -54,7 +60,7 @@ def assemble(frames: list[bytes], **changes: object) -> Activation | None:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_tensor_comes_back_bit_for_bit(rows: int, dtype: str) -> None:
     sent = values(rows).to(getattr(torch, dtype))
-    frames = list(encode_activation(Activation(HEADER, sent), limits(dtype=dtype)))
+    frames = encoded(sent, dtype=dtype)
     received = assemble(frames, dtype=dtype)
     assert received is not None
     assert received.batch == HEADER
@@ -63,7 +69,7 @@ def test_a_tensor_comes_back_bit_for_bit(rows: int, dtype: str) -> None:
 
 def test_the_frames_are_what_the_generated_class_reads_and_writes() -> None:
     message = Activation(HEADER, values())
-    (ours,) = encode_activation(message, limits())
+    (ours,) = encoded(message.values)
     generated = pb.TensorFrame.FromString(ours)
     assert generated.data == values().numpy().tobytes()
     assert list(generated.shape) == [5, 3, 2]
@@ -114,14 +120,14 @@ def test_a_wrong_frame_is_refused_and_the_next_right_one_is_not(
 ) -> None:
     assembler = TensorAssembler.of_activations(limits())
     with pytest.raises(error):
-        assembler.add(frame(**changes))
-    after = assembler.add(frame())
+        assembler.add(Frame(frame(**changes)))
+    after = assembler.add(Frame(frame()))
     assert after is not None
     assert torch.equal(after.values, values())
 
 
 def chunked() -> list[bytes]:
-    return list(encode_activation(Activation(HEADER, values(64)), limits()))
+    return encoded(values(64))
 
 
 def test_chunks_must_come_in_order_and_belong_together() -> None:
@@ -138,12 +144,12 @@ def test_chunks_must_come_in_order_and_belong_together() -> None:
 def test_a_stream_of_first_chunks_holds_one_tensor_at_most() -> None:
     assembler = TensorAssembler.of_activations(limits())
     for _ in range(100):
-        assert assembler.add(chunked()[0]) is None
+        assert assembler.add(Frame(chunked()[0])) is None
         with pytest.raises(InvalidMessage):
-            assembler.add(chunked()[0])
+            assembler.add(Frame(chunked()[0]))
     for part in chunked()[:-1]:
-        assert assembler.add(part) is None
-    whole = assembler.add(chunked()[-1])
+        assert assembler.add(Frame(part)) is None
+    whole = assembler.add(Frame(chunked()[-1]))
     assert whole is not None
     assert torch.equal(whole.values, values(64))
 
@@ -152,7 +158,7 @@ def test_a_stream_of_first_chunks_holds_one_tensor_at_most() -> None:
 @given(st.binary(max_size=300))
 def test_random_bytes_are_refused_not_believed(data: bytes) -> None:
     with pytest.raises(ProtocolError):
-        TensorAssembler.of_activations(limits()).add(data)
+        TensorAssembler.of_activations(limits()).add(Frame(data))
 
 
 @settings(max_examples=1000, deadline=None)
@@ -167,9 +173,23 @@ def test_a_mutated_frame_is_refused_or_still_a_legal_tensor(at: int, byte: int, 
         right[:place] + bytes([byte]) + right[place:],
     )[how]
     try:
-        received = TensorAssembler.of_activations(limits()).add(mutated)
+        received = TensorAssembler.of_activations(limits()).add(Frame(mutated))
     except ProtocolError:
         return
     assert received is None or (
         received.values.shape[1:] == (3, 2) and bool(torch.isfinite(received.values).all())
     )
+
+
+@pytest.mark.parametrize("rows", [5, 64])
+def test_a_frame_says_where_it_belongs_before_and_after_it_crossed(rows: int) -> None:
+    sent = next(encode_activation(Activation(HEADER, values(rows)), limits()))
+    received = Frame(sent.data)
+    assert sent.place() == received.place() == (HEADER.epoch, HEADER.step)
+    (fields, payload), (fields_there, payload_there) = sent.parts(), received.parts()
+    assert (fields, bytes(payload)) == (fields_there, bytes(payload_there))
+
+
+def test_bytes_that_are_no_frame_belong_nowhere() -> None:
+    assert Frame(frame()[:-1]).place() == (None, None)
+    assert Frame(b"").place() == (0, 0)

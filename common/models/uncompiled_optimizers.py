@@ -22,8 +22,20 @@ def _before_wrapping(method: MethodT) -> MethodT:
 
 
 def _step_of(optimizer: type[Optimizer]) -> Any:  # each optimizer's step is overloaded
-    """Return an optimizer's step, without gradients, as torch's wrapper has it."""
-    return torch.no_grad()(_before_wrapping(optimizer.step))
+    """Return an optimizer's step without gradients.
+
+    torch's wrapper, for its profiler and for hooks, takes longer than the step of a small model:
+    only an optimizer with hooks takes that way.
+    """
+    plain = torch.no_grad()(_before_wrapping(optimizer.step))
+    watched = Optimizer.profile_hook_step(plain)
+
+    def step(self: Optimizer, closure: Callable[[], float] | None = None) -> float | None:
+        has_hooks = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
+        return (watched if has_hooks else plain)(self, closure)
+
+    step.hooked = True  # type: ignore[attr-defined] # or torch would wrap it for every optimizer
+    return step
 
 
 class Uncompiled(Optimizer):
@@ -32,7 +44,15 @@ class Uncompiled(Optimizer):
     add_param_group = _before_wrapping(Optimizer.add_param_group)
     load_state_dict = _before_wrapping(Optimizer.load_state_dict)
     state_dict = _before_wrapping(Optimizer.state_dict)
-    zero_grad = _before_wrapping(Optimizer.zero_grad)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001 (torch's)
+        """Clear the gradients."""
+        if not set_to_none:
+            _before_wrapping(Optimizer.zero_grad)(self, set_to_none=False)
+            return
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
 
 
 class Adam(Uncompiled, torch.optim.Adam):

@@ -65,6 +65,27 @@ def test_a_closure_is_computed_with_gradients() -> None:
     assert torch.equal(weight.detach(), torch.zeros(2))
 
 
+def test_hooks_are_called_around_each_step() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = Sgd([weight], lr=0.5)
+    called: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: called.append(f"before {weight[0].item()}"))
+    optimizer.register_step_post_hook(lambda *_: called.append(f"after {weight[0].item()}"))
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    assert called == ["before 1.0", "after 0.5"]
+
+
+def test_gradients_are_cleared_as_torch_clears_them() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = Sgd([weight], lr=0.5)
+    weight.grad = torch.ones(2)
+    optimizer.zero_grad(set_to_none=False)
+    assert torch.equal(weight.grad, torch.zeros(2))
+    optimizer.zero_grad()
+    assert weight.grad is None
+
+
 def after_steps(
     kind: type[Optimizer], table: nn.Embedding, values: dict[str, Any], steps: int
 ) -> Tensor:

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from splitveil.common.data.features import Features
 from splitveil.common.models.blocks import predict_in_blocks
+from splitveil.common.models.modes import in_training_mode
 from splitveil.common.models.random_state import random_state, set_random_state
 from splitveil.common.run.host_copies import to_device
 from splitveil.common.run.progress import State
@@ -95,7 +96,7 @@ class BottomTrainer:
             features: of the batch.
             keeps_weights: whether the model may learn from other gradients before this batch's.
         """
-        self.model.train()
+        in_training_mode(self.model)
         with keeping_weights(self.model) if keeps_weights else nullcontext():
             activation: Tensor = self._compute(features)
         self._waiting.append(activation)

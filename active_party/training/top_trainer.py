@@ -28,6 +28,7 @@ from splitveil.active_party.training.refit import Fitting, KnownRows, predict_lo
 from splitveil.common.data.features import Features
 from splitveil.common.errors import SplitveilError
 from splitveil.common.models.blocks import predict_in_blocks
+from splitveil.common.models.modes import in_training_mode
 from splitveil.common.models.random_state import random_state, set_random_state
 from splitveil.common.run.host_copies import to_device
 from splitveil.common.run.phases import Phase, Phases
@@ -206,7 +207,7 @@ class TopTrainer:
         targets = self._targets(
             LabelledRows(rows, labels, values, lambda: self._logits(rows, values))
         )
-        self.model.train()
+        in_training_mode(self.model)
         own = self._own(rows)
         weights = None if self._weights.of_rows is None else self._weights.of_rows[rows]
         with self.phases(Phase.FORWARD):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from splitveil.common.data.features import Features, FeatureShapes, image_as_float
 from splitveil.common.errors import SettingsError
-from splitveil.common.models.mlp import FeatureInput, dense_relu, without_single
+from splitveil.common.models.mlp import FeatureInput, dense_relu, joined, without_single
 from splitveil.common.models.settings import ConvModel
 
 
@@ -88,7 +88,7 @@ class ConvTop(nn.Module):
         parts = [self.blocks(activation).flatten(1)]
         if self.input is not None and features is not None:
             parts.append(self.input(features))
-        logits: Tensor = self.output(self.layers(torch.cat(parts, dim=1)))
+        logits: Tensor = self.output(self.layers(joined(parts)))
         return without_single(logits)
 
 

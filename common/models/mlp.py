@@ -37,7 +37,12 @@ class FeatureInput(nn.Module):
             parts.append(self.embedding(slots).flatten(1))
         if features.image is not None:
             parts.append(image_as_float(features.image).flatten(1))
-        return torch.cat(parts, dim=1)
+        return joined(parts)
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return the columns of all parts side by side, without a copy if there is one part."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)
 
 
 class DenseBottom(nn.Module):
@@ -89,7 +94,7 @@ class MlpTop(nn.Module):
         parts = [activation.flatten(1)]
         if self.input is not None and features is not None:
             parts.append(self.input(features))
-        logits: Tensor = self.layers(torch.cat(parts, dim=1))
+        logits: Tensor = self.layers(joined(parts))
         return without_single(logits)
 
 

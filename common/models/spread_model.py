@@ -21,6 +21,7 @@ from torch.autograd.function import Function
 
 from splitveil.common.data.features import Features, FeatureShapes
 from splitveil.common.errors import SettingsError
+from splitveil.common.models.modes import in_training_mode
 from splitveil.common.models.worker_line import Order, Pending, WorkerLine, wait_for
 
 Inputs: TypeAlias = Sequence[Tensor | Features | None]
@@ -126,7 +127,7 @@ class Share(NamedTuple):
         given = [
             part.detach().requires_grad_() if isinstance(part, Tensor) else part for part in inputs
         ]
-        model.train()
+        in_training_mode(model)
         with torch.enable_grad(), keeping or nullcontext():
             return cls(given, model(*given))
 

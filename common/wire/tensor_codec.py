@@ -185,9 +185,10 @@ class TensorAssembler(Generic[MessageT]):
 
     def _finish(self, fields: pb.TensorFrame, data: memoryview) -> MessageT:
         dtype = TORCH_DTYPES[self._limits.dtype]
-        # The copy makes the tensor writable and independent of the message's memory.
-        flat = torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy()).view(dtype)
-        values = flat.view(fields.rows, *self._limits.cut_shape)
+        # The copy makes the tensor writable and independent of the message's memory, and gives it
+        # torch's alignment, on which the bits of a product may depend.
+        values = torch.empty(fields.rows, *self._limits.cut_shape, dtype=dtype)
+        values.view(torch.uint8).numpy().reshape(-1)[:] = np.frombuffer(data, dtype=np.uint8)
         if not _all_finite(values):
             raise InvalidMessage("values: expected finite numbers, got NaN or infinity")
         batch = BatchId(

@@ -12,9 +12,9 @@ other party's transcript shows the missing lines.
 import hashlib
 import json
 import logging
-import queue
 import threading
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -44,7 +44,15 @@ Direction = Literal["sent", "received"]
 _FIRST_LINK = 64 * "0"
 _QUEUED_BYTES = 8 * 2**20
 """Bytes that may wait to be hashed and written before the next message has to wait as well."""
+_HURRIED_BYTES = _QUEUED_BYTES // 2
+"""Bytes for which the thread does not wait any longer before it writes."""
+_GATHERED_S = 0.05
+"""Time for which messages are gathered: a thread that works while a step is computed takes the
+interpreter from it, and each time it is woken costs more than a line."""
 _OTHER: Mapping[str, Direction] = {"sent": "received", "received": "sent"}
+
+
+_to_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 
 class Crossing(NamedTuple):
@@ -87,9 +95,10 @@ class Transcript:
         """
         self._path = folder / FILE
         self._defenses = dict(defenses or {})
-        self._queue: queue.SimpleQueue[tuple[str, Crossing | Answered] | None] = queue.SimpleQueue()
+        self._waiting: deque[tuple[float, Crossing | Answered]] = deque()
         self._queued_bytes = 0
-        self._written = threading.Condition()
+        self._changed = threading.Condition()
+        self._hurry = threading.Event()
         self._error: OSError | None = None
         self._closed = False
         try:
@@ -98,7 +107,7 @@ class Transcript:
         except OSError as error:
             raise self._storage_error(error) from error
         try:
-            self._write({"event": "opened", "party": party, "version": VERSION}, _now())
+            self._write({"event": "opened", "party": party, "version": VERSION}, time.time())
         except OSError as error:
             self._close_file()
             raise self._storage_error(error) from error
@@ -121,10 +130,14 @@ class Transcript:
             raise self._storage_error(self._error)
         if self._closed:
             return
-        with self._written:
-            self._written.wait_for(lambda: self._queued_bytes < _QUEUED_BYTES)
+        now = time.time()
+        with self._changed:
+            while self._queued_bytes >= _QUEUED_BYTES:
+                self._changed.wait()
             self._queued_bytes += len(crossing.data)
-        self._queue.put((_now(), crossing))
+            self._put(now, crossing)
+            if self._queued_bytes >= _HURRIED_BYTES:
+                self._hurry.set()
 
     def note_answered(self, answered: Answered) -> None:
         """Record a request for predictions.
@@ -134,8 +147,9 @@ class Transcript:
         """
         self.check()
         if not self._closed:
-            for line in answered.lines():
-                self._queue.put((_now(), line))
+            with self._changed:
+                for line in answered.lines():
+                    self._put(time.time(), line)
 
     def check(self) -> None:
         """Notice without an entry that an earlier one could not be written.
@@ -158,26 +172,46 @@ class Transcript:
         """
         if self._closed:
             return
-        self._closed = True
-        self._queue.put(None)
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._hurry.set()
         self._thread.join()
         self._close_file()
         if self._error is not None:
             raise self._storage_error(self._error)
         logger.info("transcript: %d entries, the last link is %s", self._number, self._link)
 
+    def _put(self, when: float, what: Crossing | Answered) -> None:
+        self._waiting.append((when, what))
+        if len(self._waiting) == 1:
+            self._changed.notify_all()
+
     def _work(self) -> None:
-        while (noted := self._queue.get()) is not None:
-            when, what = noted
-            if self._error is None:
-                try:
-                    self._write(self._entry(what), when)
-                except OSError as error:
-                    self._error = error
-            if isinstance(what, Crossing):
-                with self._written:
-                    self._queued_bytes -= len(what.data)
-                    self._written.notify_all()
+        while entries := self._gathered():
+            for when, what in entries:
+                if self._error is None:
+                    try:
+                        self._write(self._entry(what), when)
+                    except OSError as error:
+                        self._error = error
+                if isinstance(what, Crossing):
+                    with self._changed:
+                        self._queued_bytes -= len(what.data)
+                        self._changed.notify_all()
+
+    def _gathered(self) -> list[tuple[float, Crossing | Answered]]:
+        """Wait for entries, and return all that have come; none once the transcript is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+        self._hurry.wait(_GATHERED_S)
+        with self._changed:
+            self._hurry.clear()
+            if self._closed:
+                self._hurry.set()
+            entries = list(self._waiting)
+            self._waiting.clear()
+        return entries
 
     def _entry(self, what: Crossing | Answered) -> dict[str, Any]:
         if isinstance(what, Answered):
@@ -195,9 +229,9 @@ class Transcript:
             entry["defense"] = self._defenses[crossing.kind]
         return entry
 
-    def _write(self, entry: dict[str, Any], when: str) -> None:
-        whole = {"number": self._number, "time": when} | entry | {"link": self._link}
-        line = json.dumps(whole, separators=(",", ":"), ensure_ascii=False).encode()
+    def _write(self, entry: dict[str, Any], when: float) -> None:
+        whole = {"number": self._number, "time": _in_words(when)} | entry | {"link": self._link}
+        line = _to_json(whole).encode()
         _write_whole(self._file, line + b"\n")
         self._number += 1
         self._link = hashlib.sha256(line).hexdigest()
@@ -327,5 +361,5 @@ def _continue(path: Path) -> tuple[int, str]:
     return number, link
 
 
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
+def _in_words(when: float) -> str:
+    return datetime.fromtimestamp(when, UTC).isoformat(timespec="milliseconds")

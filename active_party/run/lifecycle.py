@@ -306,6 +306,7 @@ class Lifecycle:
                     self._report_ledger(batch.epoch)
         if answering.progress.checkpoint_due and not answering.is_midway:
             self.save(soon=True)
+        answering.progress.ahead(1)  # its rows are known before a peer waits for an answer
 
     def note_audit(self, question: AuditQuestion, leak_auc: float, party: PassiveParty) -> None:
         """Report an audit that was answered."""

@@ -43,6 +43,7 @@ class TrainingProgress:
         self._steps_before = 0
         self._total_steps = total_steps
         self._console = console or printing_console(stderr=True)
+        self._has_bar = self._console.is_terminal  # asked at every step, and looks it up anew
         self._log_every_s = log_every_s
         self._logged = time.monotonic()
         self._end: float | None = None
@@ -56,7 +57,7 @@ class TrainingProgress:
             _FiguresColumn(self._console),
             console=self._console,
             refresh_per_second=4,
-            disable=not self._console.is_terminal,
+            disable=not self._has_bar,
         )
         self._task = self._bar.add_task(party, total=total_steps, numbers=())
 
@@ -69,7 +70,7 @@ class TrainingProgress:
         self._end = time.monotonic()
         self._bar.stop()
         self._tell(is_last=True)
-        if not self._console.is_terminal:
+        if not self._has_bar:
             self._log({})
 
     @property
@@ -88,7 +89,7 @@ class TrainingProgress:
         """Resume at a step; the speed is measured from here."""
         self.steps_done = self._steps_before = steps
         self._first_step = None
-        if self._console.is_terminal:
+        if self._has_bar:
             self._bar.update(self._task, completed=steps)
 
     def advance(self, steps: int = 1, /, **numbers: float | None) -> None:
@@ -102,7 +103,7 @@ class TrainingProgress:
             self._first_step = now
         self._numbers = numbers
         self._tell(is_last=False)
-        if self._console.is_terminal:
+        if self._has_bar:
             self._bar.update(self._task, advance=steps, numbers=_each_in_words(numbers))
         elif self._pipe is None and now - self._logged >= self._log_every_s:
             self._logged = now

@@ -157,4 +157,4 @@ def _block(
         return None
     index = torch.full((layout.size,), num_rows - 1)
     index[layout.places] = torch.arange(start, start + len(layout.places)).clamp_(max=num_rows - 1)
-    return rows[index] if isinstance(rows, Tensor) else rows.rows(index)
+    return rows.index_select(0, index) if isinstance(rows, Tensor) else rows.rows(index)

@@ -196,4 +196,17 @@ def split_rows(
 def _permutation(seed: bytes, epoch: int, length: int) -> Positions:
     key = hashlib.sha256(_EPOCH_DOMAIN + struct.pack("<Q", epoch) + seed).digest()
     philox = np.random.Philox(key=np.frombuffer(key, dtype="<u8", count=2))
-    return np.argsort(philox.random_raw(length), kind="stable").astype(np.int64, copy=False)
+    return stable_order(philox.random_raw(length)).astype(np.int64, copy=False)
+
+
+def stable_order(drawn: npt.NDArray[np.uint64]) -> npt.NDArray[np.intp]:
+    """Return the indices that sort numbers, equal ones in the order in which they are.
+
+    Sorting without regard to equal ones takes a quarter of the time, and of random numbers of 64
+    bits hardly ever are two equal.
+    """
+    order = np.argsort(drawn)
+    ordered = drawn[order]
+    if (ordered[1:] == ordered[:-1]).any():
+        return np.argsort(drawn, kind="stable")
+    return order

@@ -13,6 +13,7 @@ from splitveil.common.run.sample_order import (
     keyed_id_digests,
     positions_digest,
     split_rows,
+    stable_order,
 )
 
 _SEED = bytes(range(32))
@@ -194,3 +195,10 @@ def test_a_split_of_one_takes_all_and_of_zero_nothing(name: str) -> None:
 def test_fractions_that_do_not_add_up_are_refused(fractions: tuple[float, float, float]) -> None:
     with pytest.raises(ValueError, match="add up to 1"):
         split_rows(keyed_id_digests(["a"], _SEED), *fractions)
+
+
+@pytest.mark.parametrize("values", [2, 100, 2**62])
+def test_numbers_are_sorted_with_equal_ones_in_their_order(values: int) -> None:
+    drawn = np.random.default_rng(4).integers(0, values, 1000, dtype=np.uint64)
+    expected = sorted(range(len(drawn)), key=lambda at: (drawn[at], at))
+    assert stable_order(drawn).tolist() == expected

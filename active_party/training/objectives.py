@@ -10,6 +10,7 @@ from splitveil.active_party.defenses.objective import BatchLabels, StepOutcome, 
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
 from splitveil.active_party.training.predictions import LossWeights
 from splitveil.common.data.features import Features
+from splitveil.common.models.learning import trained_of
 from splitveil.common.run.progress import State
 
 TopCompute = Callable[[Tensor, Features | None], Tensor]
@@ -40,6 +41,7 @@ class OrdinaryObjective:
         self.model: nn.Module = top.model
         self._compute = compute or top.model
         self._optimizer = top.optimizer
+        self._trained = trained_of(top.model)
         self._schedule = LambdaLR(top.optimizer, top.schedule)
         self._learns_targets = learns_targets
         self._class_weights = class_weights
@@ -60,7 +62,7 @@ class OrdinaryObjective:
 
     def learn(self, outcome: StepOutcome, /) -> None:
         """Take an optimiser step."""
-        descend(outcome.loss, self.model.parameters(), self._optimizer)
+        descend(outcome.loss, self._trained, self._optimizer)
         self._schedule.step()
 
     def state_dict(self) -> State:

@@ -28,7 +28,7 @@ from splitveil.active_party.training.refit import Fitting, KnownRows, predict_lo
 from splitveil.common.data.features import Features
 from splitveil.common.errors import SplitveilError
 from splitveil.common.models.blocks import predict_in_blocks
-from splitveil.common.models.modes import in_training_mode
+from splitveil.common.models.learning import in_training_mode
 from splitveil.common.models.random_state import random_state, set_random_state
 from splitveil.common.run.host_copies import to_device
 from splitveil.common.run.phases import Phase, Phases
@@ -202,7 +202,7 @@ class TopTrainer:
         rows = torch.from_numpy(positions.copy()).to(self._device)
         cut = to_device(activation, self._device, torch.float32).requires_grad_()
         self._note(rows, cut)
-        labels = self._labels[rows]
+        labels = self._labels.index_select(0, rows)
         values = cut.detach()
         targets = self._targets(
             LabelledRows(rows, labels, values, lambda: self._logits(rows, values))

@@ -1,4 +1,4 @@
-"""Puts models into the mode for training."""
+"""What training asks of any model: its mode, and the weights that learn."""
 
 from torch import nn
 
@@ -11,3 +11,8 @@ def in_training_mode(model: nn.Module) -> None:
     """
     if not model.training:
         model.train()
+
+
+def trained_of(model: nn.Module) -> list[nn.Parameter]:
+    """Return the weights that are trained, in order; finding them takes a walk over all modules."""
+    return [weight for weight in model.parameters() if weight.requires_grad]

@@ -21,7 +21,7 @@ from torch.autograd.function import Function
 
 from splitveil.common.data.features import Features, FeatureShapes
 from splitveil.common.errors import SettingsError
-from splitveil.common.models.modes import in_training_mode
+from splitveil.common.models.learning import in_training_mode, trained_of
 from splitveil.common.models.worker_line import Order, Pending, WorkerLine, wait_for
 
 Inputs: TypeAlias = Sequence[Tensor | Features | None]
@@ -103,11 +103,6 @@ def check_spreadable(model: nn.Module, role: str) -> None:
 def weights_of(model: nn.Module) -> list[Tensor]:
     """Return all tensors of a model that may change, in order; other buffers are its constants."""
     return [*model.parameters(), *(one for one in model.buffers() if one.is_floating_point())]
-
-
-def trained_of(model: nn.Module) -> list[nn.Parameter]:
-    """Return the weights that are trained, in order."""
-    return [weight for weight in model.parameters() if weight.requires_grad]
 
 
 class Share(NamedTuple):

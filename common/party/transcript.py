@@ -44,7 +44,7 @@ Direction = Literal["sent", "received"]
 _FIRST_LINK = 64 * "0"
 _QUEUED_BYTES = 8 * 2**20
 """Bytes that may wait to be hashed and written before the next message has to wait as well."""
-_HURRIED_BYTES = _QUEUED_BYTES // 2
+_HURRIED_BYTES = _QUEUED_BYTES * 3 // 4
 """Bytes for which the thread does not wait any longer before it writes."""
 _GATHERED_S = 0.05
 """Time for which messages are gathered: a thread that works while a step is computed takes the

@@ -47,6 +47,7 @@ READS = (
     "numpy",
     "cpu",
     "nonzero",
+    "equal",
     "__bool__",
     "__float__",
     "__int__",

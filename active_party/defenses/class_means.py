@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from splitveil.active_party.defenses.class_statistics import KEPT_SHARE
-from splitveil.active_party.defenses.rows import as_unit, in_chunks, largest_size
+from splitveil.active_party.defenses.rows import RowsInDouble
 
 
 class ClassMeans(NamedTuple):
@@ -51,17 +51,17 @@ def measure_class_means(rows: Tensor, classes: Tensor, num_classes: int) -> Clas
         classes: class index of each row, (batch,) int64.
         num_classes: number of classes.
     """
-    unit = as_unit(largest_size(rows))
+    chunks = RowsInDouble(rows)
     counts = torch.bincount(classes, minlength=num_classes).double()
     means = torch.zeros(num_classes, rows.shape[1], dtype=torch.float64, device=rows.device)
-    for part, chunk in in_chunks(rows, unit):
+    for part, chunk in chunks:
         means.index_add_(0, classes[part], chunk)
     means /= counts.clamp(min=1)[:, None]
     norms, squares = [], torch.zeros((), dtype=torch.float64, device=rows.device)
-    for part, chunk in in_chunks(rows, unit):
+    for part, chunk in chunks:
         norms.append(torch.linalg.vector_norm(chunk, dim=1))
         squares += chunk.sub_(means[classes[part]]).square_().sum()
-    size = float(unit)
+    size = chunks.unit
     deviation = math.sqrt(float(squares) / rows.numel()) * size
     return ClassMeans(means * size, counts.cpu(), deviation, torch.cat(norms) * size)
 

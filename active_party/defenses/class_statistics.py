@@ -1,13 +1,14 @@
 """Means and spreads of the gradients of two classes, in a batch and over earlier batches."""
 
+import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses.rows import as_unit, in_chunks, largest_size
+from splitveil.active_party.defenses.rows import RowsInDouble
 
 KEPT_SHARE = 0.9
 """Weight of the past in all running statistics: about the last ten batches count."""
@@ -54,7 +55,9 @@ class ClassEstimate(NamedTuple):
     def between(cls, neg: ClassMoments, pos: ClassMoments, pos_fraction: float) -> Self:
         """Compare two classes."""
         gap = pos.mean - neg.mean
-        unit = max(float(largest_size(gap)), neg.deviation, pos.deviation) or 1.0
+        unit = (
+            max(float(torch.linalg.vector_norm(gap, math.inf)), neg.deviation, pos.deviation) or 1.0
+        )
         gap = gap / unit
         return cls(
             gap=gap,
@@ -78,30 +81,18 @@ def measure_classes(
             spread over workers. Every worker then gets the estimate of the whole batch.
     """
     shards = _identity if reduce is None else reduce
-    unit = as_unit(shards(largest_size(rows)))
+    chunks = RowsInDouble(rows, reduce)
     members = torch.stack((~positive, positive)).double()
     counts = shards(members.sum(dim=1))
-    shares = members.div_(counts.clamp(min=1)[:, None])
-    classes = positive.long()
-    means = torch.zeros(2, rows.shape[1], dtype=torch.float64, device=rows.device)
-    for part, chunk in in_chunks(rows, unit):
-        means.addmm_(shares[:, part], chunk)
-    means = shards(means)
-    squares = torch.zeros(2, dtype=torch.float64, device=rows.device)
-    for part, chunk in in_chunks(rows, unit):
-        distances = torch.linalg.vector_norm(
-            chunk.sub_(means.index_select(0, classes[part])), dim=1
-        )
-        squares.addmv_(shares[:, part], distances.square_())
-    squares = shards(squares)
+    sums = shards(_total(members[:, part] @ chunk for part, chunk in chunks))
+    means = sums.div_(counts.clamp(min=1)[:, None])
+    squares = shards(_total(_squares(members[:, part], means, chunk) for part, chunk in chunks))
     # A single transfer, because each one makes the processor wait for the device.
-    neg_rows, pos_rows, neg_square, pos_square, size = torch.cat(
-        (counts, squares, unit[None])
-    ).tolist()
-    means = means * unit
+    neg_rows, pos_rows, neg_square, pos_square = torch.cat((counts, squares)).tolist()
+    neg, pos = chunks.to_size(means)
     return BatchClasses(
-        neg=ClassMoments(means[0], _deviation(neg_square, rows) * size) if neg_rows else None,
-        pos=ClassMoments(means[1], _deviation(pos_square, rows) * size) if pos_rows else None,
+        neg=ClassMoments(neg, _deviation(neg_square, neg_rows, chunks)) if neg_rows else None,
+        pos=ClassMoments(pos, _deviation(pos_square, pos_rows, chunks)) if pos_rows else None,
         neg_rows=int(neg_rows),
         pos_rows=int(pos_rows),
     )
@@ -113,15 +104,14 @@ def measure_means(rows: Tensor, positive: Tensor) -> tuple[BatchClasses, Tensor]
     Returns:
         The classes, and the norms of the rows, (batch,) float64.
     """
-    unit = as_unit(largest_size(rows))
+    chunks = RowsInDouble(rows)
     members = torch.stack((~positive, positive)).double()
-    sums = torch.zeros(2, rows.shape[1], dtype=torch.float64, device=rows.device)
-    norms = []
-    for part, chunk in in_chunks(rows, unit):
-        sums.addmm_(members[:, part], chunk)
+    sums, norms = [], []
+    for part, chunk in chunks:
+        sums.append(members[:, part] @ chunk)
         norms.append(torch.linalg.vector_norm(chunk, dim=1))
     counts = members.sum(dim=1)
-    means = (sums / counts.clamp(min=1)[:, None]).mul_(unit)
+    means = chunks.to_size(_total(sums).div_(counts.clamp(min=1)[:, None]))
     neg_rows, pos_rows = (int(count) for count in counts.tolist())
     classes = BatchClasses(
         neg=ClassMoments(means[0], 0.0) if neg_rows else None,
@@ -129,15 +119,31 @@ def measure_means(rows: Tensor, positive: Tensor) -> tuple[BatchClasses, Tensor]
         neg_rows=neg_rows,
         pos_rows=pos_rows,
     )
-    return classes, torch.cat(norms).mul_(unit)
+    return classes, chunks.to_size(torch.cat(norms))
 
 
 def _identity(sums: Tensor) -> Tensor:
     return sums
 
 
-def _deviation(mean_squared_distance: float, rows: Tensor) -> float:
-    return math.sqrt(mean_squared_distance / rows.shape[1])
+def _total(parts: Iterable[Tensor]) -> Tensor:
+    return functools.reduce(Tensor.add_, parts)
+
+
+def _squares(members: Tensor, means: Tensor, rows: Tensor) -> Tensor:
+    """Return the sum of each class's squared distances from its mean, (2,).
+
+    Args:
+        members: 1 where a row belongs to a class, else 0, (2, rows).
+        means: of both classes, (2, cut_dim).
+        rows: (rows, cut_dim); overwritten.
+    """
+    rows.addmm_(members.T, means, alpha=-1)  # one of the two products is exactly zero
+    return members.mv(torch.linalg.vector_norm(rows, dim=1).square_())
+
+
+def _deviation(squares: float, rows: float, chunks: RowsInDouble) -> float:
+    return math.sqrt(squares / (rows * chunks.cut_dim)) * chunks.unit
 
 
 class RunningClasses:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from splitveil.active_party.defenses.projection.features import RowChunk
+from splitveil.active_party.defenses.rows import all_finite
 from splitveil.active_party.defenses.sum_kl import NoiseSolution
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.run import messages
@@ -311,7 +312,8 @@ def release(rows: Tensor, gradients: Tensor) -> DefendedGradient:
     Noise can overflow the dtype only where the raw gradient is close to its limit; such values
     become the largest finite ones.
     """
-    limit = torch.finfo(rows.dtype).max
-    return DefendedGradient(
-        torch.nan_to_num_(rows, nan=0.0, posinf=limit, neginf=-limit).reshape(gradients.shape)
-    )
+    # A GPU would have to be waited for; on the CPU, looking is quicker than replacing nothing.
+    if rows.is_cuda or not all_finite(rows):
+        limit = torch.finfo(rows.dtype).max
+        torch.nan_to_num_(rows, nan=0.0, posinf=limit, neginf=-limit)
+    return DefendedGradient(rows.reshape(gradients.shape))

@@ -299,20 +299,25 @@ class Marvell(RememberingDefense):
         """
         neg_along = math.sqrt(max(solution.neg_along - solution.neg_across, 0.0))
         pos_along = math.sqrt(max(solution.pos_along - solution.pos_across, 0.0))
-        along = _per_row(positive, pos_along * estimate.unit, neg_along * estimate.unit, rows)
-        along *= self._noise.standard_normal((rows.shape[0], 1), rows)
+        deviations = torch.tensor(
+            (
+                (neg_along * estimate.unit, math.sqrt(solution.neg_across) * estimate.unit),
+                (pos_along * estimate.unit, math.sqrt(solution.pos_across) * estimate.unit),
+            ),
+            dtype=rows.dtype,
+            device=rows.device,
+        )
+        along, across = torch.split(deviations.index_select(0, positive.long()), 1, dim=1)
         length = math.sqrt(estimate.gap_squared) or 1.0
         direction = (estimate.gap / length).to(rows.dtype)
         if solution.neg_across == 0 and solution.pos_across == 0:
-            return along * direction
-        across = _per_row(
-            positive,
-            math.sqrt(solution.pos_across) * estimate.unit,
-            math.sqrt(solution.neg_across) * estimate.unit,
-            rows,
-        )
-        noise = self._noise.standard_normal(tuple(rows.shape), rows)
-        return noise.mul_(across).addcmul_(along, direction)
+            return self._noise.standard_normal((len(rows), 1), rows).mul_(along) * direction
+        # One draw instead of two: at these sizes, what a draw begins with counts.
+        sizes = [len(rows), rows.numel()]
+        drawn = self._noise.standard_normal((sum(sizes),), rows)
+        scalars, numbers = torch.split(drawn, sizes)
+        noise = numbers.view(rows.shape).mul_(across)
+        return noise.addcmul_(scalars[:, None].mul_(along), direction)
 
 
 class PersistentMarvell(Defense):
@@ -370,9 +375,3 @@ def _in_units_of_one(solution: NoiseSolution, unit: float) -> NoiseSolution:
         pos_across=area * solution.pos_across,
         sum_kl=solution.sum_kl,
     )
-
-
-def _per_row(positive: Tensor, pos: float, neg: float, rows: Tensor) -> Tensor:
-    """Return each row's class-dependent number, as a column."""
-    numbers = torch.tensor((neg, pos), dtype=rows.dtype, device=rows.device)
-    return numbers[positive.long()][:, None]

@@ -35,7 +35,7 @@ _MT_OFFSET = 24
 
 _KEY_BYTES = 32
 
-_CHUNK_PAIRS = 2**15
+_CHUNK_PAIRS = 2**17
 """Pairs of numbers made at a time: few enough to stay in the processor's cache."""
 
 
@@ -188,10 +188,12 @@ def box_muller(radius_bits: Tensor, angle_bits: Tensor, out: Tensor) -> None:
     """
     bits = 8 * radius_bits.dtype.itemsize - 1
     radius = open_uniform(radius_bits, out.dtype).log_().mul_(-2).sqrt_()
-    angle = angle_bits.to(out.dtype).mul_(math.pi * 2.0**-bits)
-    first, second = out.chunk(2)
-    torch.cos(angle, out=first).mul_(radius)
-    torch.sin(angle, out=second).mul_(radius)
+    both = out.view(2, -1)
+    first, second = both
+    second.copy_(angle_bits).mul_(math.pi * 2.0**-bits)
+    torch.cos(second, out=first)
+    second.sin_()
+    both.mul_(radius)
 
 
 def open_uniform(words: Tensor, dtype: torch.dtype) -> Tensor:

@@ -46,10 +46,9 @@ from torch import Tensor
 from splitveil.active_party.defenses.example_keys import scalars
 from splitveil.active_party.defenses.interface import DefenseReport, LeakCharge, RawBatch
 from splitveil.active_party.defenses.rows import (
+    RowsInDouble,
     as_positive,
     as_rows,
-    in_chunks,
-    largest_size,
     row_norms,
 )
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
@@ -174,13 +173,12 @@ def _lengths_and_common_move(rows: Tensor, residuals: Tensor) -> tuple[Tensor, T
 
     Both float64, in one pass.
     """
-    largest = largest_size(rows)
-    unit = torch.where(largest > 0, largest, 1.0)
+    chunks = RowsInDouble(rows)
     size = torch.linalg.vector_norm(residuals).clamp(min=1e-200)
     weights = residuals / size
     move = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
     lengths = []
-    for part, chunk in in_chunks(rows, unit):
+    for part, chunk in chunks:
         lengths.append(torch.linalg.vector_norm(chunk, dim=1))
         move.addmv_(chunk.T, weights[part])
-    return torch.cat(lengths).mul_(unit), move * (unit / size)
+    return torch.cat(lengths).mul_(chunks.unit), move * (chunks.unit / size)

@@ -37,9 +37,8 @@ class NumberRowCovariates(RowCovariates):
         features = np.column_stack([known.activations, known.outlooks, known.own])
         return NumberCovariates(known.positions, features, known.labels.astype(np.float64))
 
-    @staticmethod
-    def _outlooks(probabilities: Tensor) -> Tensor:
-        return probabilities.float()[:, None]
+    def _outlooks(self, probabilities: Tensor) -> Tensor:
+        return probabilities
 
     def _told_in_training(self, outlooks: Tensor, labels: Tensor) -> float:
         """Return the R2 of predictions; NaN if all labels are the same."""

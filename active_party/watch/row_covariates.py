@@ -15,7 +15,8 @@ second, once.
 
 import functools
 import math
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +27,7 @@ from splitveil.active_party.training.predictions import measure_predictions
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.data.features import Features
 from splitveil.common.privacy.beyond_features import Covariates
-from splitveil.common.privacy.leakage import OneClass
+from splitveil.common.privacy.leakage import OneClass, auc, has_both_classes
 from splitveil.common.run.course import Batch
 from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions
@@ -57,6 +58,49 @@ class _Visited(NamedTuple):
     labels: npt.NDArray[Any]
 
 
+@dataclass
+class Latest:
+    """What the last visit of each row has left."""
+
+    activations: Tensor
+    """(rows, values), float16, as they came: perhaps not finite."""
+    outlooks: Tensor
+    """The prediction's logits, and the mean of those of all visits, (rows, 2 * logits), float16."""
+
+    @classmethod
+    def empty(cls, num_rows: int, num_logits: int) -> Self:
+        """Return that of rows without any visit, whose number of values is unknown."""
+        activations = torch.zeros(num_rows, 0, dtype=torch.float16)
+        return cls(activations, torch.zeros(num_rows, 2 * num_logits, dtype=torch.float16))
+
+    def note(self, rows: Tensor, activations: Tensor) -> None:
+        """Note the activations of some rows, each once, (rows, values)."""
+        num_values = activations.shape[1]
+        if self.activations.shape[1] != num_values:
+            self.activations = self.activations.new_zeros(len(self.activations), num_values)
+        self.activations.index_copy_(0, rows, activations.half())
+
+    def add(self, rows: Tensor, logits: Tensor, visits: Tensor) -> None:
+        """Note the predictions of some rows, each once.
+
+        Args:
+            rows: the rows.
+            logits: of their predictions, (rows, logits).
+            visits: the number of their visits, this one included, (rows, 1).
+        """
+        mean = self.outlooks[rows, logits.shape[1] :].float()
+        mean += (logits - mean) / visits
+        self.outlooks[rows] = _finite(torch.cat([logits, mean], dim=1)).half()
+
+    def copy(self) -> Self:
+        """Return a copy that later visits do not change."""
+        return type(self)(self.activations.clone(), self.outlooks.clone())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return both tensors."""
+        return {"activations": self.activations, "outlooks": self.outlooks}
+
+
 class RowCovariates:
     """What is known about some training rows.
 
@@ -70,16 +114,24 @@ class RowCovariates:
 
     def __init__(self, training: Positions, num_examples: int, num_classes: int) -> None:
         self._positions = training[: 2 * MAX_ROWS // num_classes]
-        self._slots = np.full(num_examples, -1, dtype=np.int32)
-        self._slots[self._positions] = np.arange(len(self._positions), dtype=np.int32)
+        num_rows = len(self._positions)
+        self._slots = np.full(num_examples, -1, dtype=np.int64)
+        self._slots[self._positions] = np.arange(num_rows)
         self._num_logits = 1 if num_classes == 2 else num_classes
-        self._labels = torch.full((len(self._positions),), -1, dtype=self._LABEL_TYPE)
-        self._visits = torch.zeros(len(self._positions), dtype=torch.int32)
-        self._own = torch.zeros(len(self._positions), 0, dtype=torch.float16)
-        self._latest: Tensor | None = None
-        """Activation, logits and mean logits of each row's last visit, (rows, values)."""
-        self._kept: Tensor | None = None
-        """The same as the last epoch left it that counts."""
+        self._labels = torch.full((num_rows,), -1, dtype=self._LABEL_TYPE)
+        self._own = torch.zeros(num_rows, 0, dtype=torch.float16)
+        self._knows_rows = False
+        """Whether every row was visited, so that its label and own features are known."""
+        self._visits = torch.zeros(num_rows, dtype=torch.int32)
+        self._unsummed = np.zeros(num_rows, dtype=np.bool_)
+        """The rows whose last prediction is not yet in ``_outlooks``."""
+        self._predictions = torch.zeros(num_rows, self._num_logits)
+        """Of these rows, as the model made them."""
+        self._latest = Latest.empty(num_rows, self._num_logits)
+        self._kept: Latest | None = None
+        """The latest visits as the last epoch left them that counts; never changed in place."""
+        self._is_kept = False
+        """Whether no row was visited since."""
         self._held_out = math.nan
 
     def note_step(self, batch: Batch, result: StepResult) -> None:
@@ -88,19 +140,17 @@ class RowCovariates:
         kept: npt.NDArray[np.intp] = np.flatnonzero(slots >= 0)
         if not len(kept):
             return
-        among = torch.from_numpy(kept)
-        rows = torch.from_numpy(slots[kept].astype(np.int64))
-        activations = _thinned(result.activation.detach().flatten(start_dim=1), among)
-        logits = self._outlooks(result.probabilities.detach().cpu()[among])
-        if self._latest is None:
-            width = activations.shape[1] + 2 * self._num_logits
-            self._latest = torch.zeros(len(self._positions), width, dtype=torch.float16)
-        self._visits[rows] += 1
-        mean = self._latest[rows, -self._num_logits :].float()
-        mean += (logits - mean) / self._visits[rows, None]
-        self._latest[rows] = _half(torch.cat([activations, logits, mean], dim=1))
-        self._note_own(rows, among, result.own)
-        self._labels[rows] = result.labels.detach().reshape(-1).cpu()[among].to(self._LABEL_TYPE)
+        visited = slots[kept]
+        rows, among = torch.from_numpy(visited), torch.from_numpy(kept)
+        self._latest.note(rows, _thinned(result.activation.detach().flatten(start_dim=1), among))
+        predictions = result.probabilities.detach().cpu().reshape(-1, self._num_logits)
+        self._predictions.index_copy_(0, rows, predictions.float().index_select(0, among))
+        self._unsummed[visited] = True
+        self._is_kept = False
+        if not self._knows_rows:
+            self._note_own(rows, among, result.own)
+            labels = result.labels.detach().reshape(-1).cpu()[among]
+            self._labels[rows] = labels.to(self._LABEL_TYPE)
 
     def note_held_out(self, figure: float) -> None:
         """Note how well the model tells the labels of held-out rows: AUC, or R2 of numbers."""
@@ -108,8 +158,11 @@ class RowCovariates:
 
     def end_epoch(self, epoch: int) -> None:
         """Keep the visits of an epoch, unless the model has learned labels by heart."""
-        if self._latest is not None and (epoch < _TRUSTED_EPOCHS or self._gap() <= MAX_GAP):
-            self._kept = self._latest.clone()
+        self._sum_up()
+        self._knows_rows = bool((self._visits > 0).all())
+        if epoch < _TRUSTED_EPOCHS or self._gap() <= MAX_GAP:
+            self._kept = self._latest.copy()
+            self._is_kept = True
 
     def result(self) -> Covariates | None:
         """Return what is known about the rows that were visited; None before the first one."""
@@ -119,24 +172,27 @@ class RowCovariates:
         return Covariates(*known[:-1], known.labels.astype(np.int64))
 
     def _visited(self) -> _Visited | None:
-        kept = self._latest if self._kept is None else self._kept
-        if kept is None:
-            return None
+        self._sum_up()
+        known = self._latest if self._kept is None else self._kept
         visited = self._visits.numpy() > 0
-        known = kept.float().numpy()[visited]
-        split = known.shape[1] - 2 * self._num_logits
+        if not visited.any():
+            return None
         labels = self._labels.numpy()[visited]
-        own = self._own.float().numpy()[visited]
-        return _Visited(self._positions[visited], known[:, :split], known[:, split:], own, labels)
+        activations, outlooks, own = (
+            _finite(part.float()).numpy()[visited]
+            for part in (known.activations, known.outlooks, self._own)
+        )
+        return _Visited(self._positions[visited], activations, outlooks, own, labels)
 
     def state_dict(self) -> State:
         """Return a copy of everything noted."""
+        self._sum_up()
         return {
             "labels": self._labels.clone(),
             "visits": self._visits.clone(),
             "own": self._own.clone(),
-            "latest": None if self._latest is None else self._latest.clone(),
-            "kept": None if self._kept is None else self._kept.clone(),
+            "latest": None if self._is_kept else self._latest.copy().state_dict(),
+            "kept": None if self._kept is None else self._kept.state_dict(),
             "held_out_auc": self._held_out,
         }
 
@@ -144,9 +200,26 @@ class RowCovariates:
         """Resume from a state that ``state_dict`` returned, and forget everything noted since."""
         self._labels, self._visits = state["labels"].clone(), state["visits"].clone()
         self._own = state["own"].clone()
-        self._latest = None if state["latest"] is None else state["latest"].clone()
-        self._kept = None if state["kept"] is None else state["kept"].clone()
+        self._knows_rows = bool((self._visits > 0).all())
+        self._unsummed[:] = False
+        self._kept = None if state["kept"] is None else Latest(**state["kept"]).copy()
+        latest = state["kept"] if state["latest"] is None else state["latest"]
+        self._latest = Latest(**latest).copy()
+        self._is_kept = state["latest"] is None
         self._held_out = state["held_out_auc"]
+
+    def _sum_up(self) -> None:
+        """Enter the predictions since the last time into the rows' outlooks.
+
+        An epoch visits a row once, so that it is enough to do this once an epoch.
+        """
+        if not self._unsummed.any():
+            return
+        rows = torch.from_numpy(np.flatnonzero(self._unsummed))
+        self._unsummed[:] = False
+        self._visits[rows] += 1
+        logits = self._outlooks(self._predictions[rows])
+        self._latest.add(rows, logits, self._visits[rows, None])
 
     def _note_own(self, rows: Tensor, among: Tensor, own: Features | None) -> None:
         """Note a batch's own features: numbers, and categories by the number of their slot."""
@@ -158,46 +231,45 @@ class RowCovariates:
         values = _thinned(torch.cat(parts, dim=1), among)
         if self._own.shape[1] != values.shape[1]:
             self._own = torch.zeros(len(self._positions), values.shape[1], dtype=torch.float16)
-        self._own[rows] = _half(values)
+        self._own[rows] = _finite(values).half()
 
     def _gap(self) -> float:
         """Return by how much the model tells training labels better; infinite if unknown."""
-        if self._latest is None or math.isnan(self._held_out):
+        if math.isnan(self._held_out):
             return math.inf
         visited = self._visits > 0
-        outlooks = self._latest[visited, -2 * self._num_logits : -self._num_logits].float()
+        outlooks = self._latest.outlooks[visited, : self._num_logits].float()
         in_training = self._told_in_training(outlooks, self._labels[visited])
         return math.inf if math.isnan(in_training) else in_training - self._held_out
 
-    @staticmethod
-    def _outlooks(probabilities: Tensor) -> Tensor:
+    def _outlooks(self, probabilities: Tensor) -> Tensor:
         """Return the predictions' logits, (rows, 1), or log-probabilities, (rows, classes)."""
-        if probabilities.ndim == 1:
-            logits = probabilities.double().logit()[:, None]
-        else:
-            logits = probabilities.double().log()
+        wide = probabilities.double()
+        logits = wide.logit() if self._num_logits == 1 else wide.log()
         return logits.clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT).float()
 
     def _told_in_training(self, outlooks: Tensor, labels: Tensor) -> float:
         """Return the AUC of predictions of training rows; NaN if it cannot be measured."""
-        logits = outlooks[:, 0] if self._num_logits == 1 else outlooks
+        if self._num_logits == 1:
+            return auc(outlooks[:, 0], labels) if has_both_classes(labels) else math.nan
         try:
-            return measure_predictions(logits, labels.float()).auc
+            return measure_predictions(outlooks, labels.float()).auc
         except OneClass:
             return math.nan
 
 
-def _half(values: Tensor) -> Tensor:
+def _finite(values: Tensor) -> Tensor:
     # A model that diverged predicts NaN, which would end the run where its figures are due.
-    return torch.nan_to_num(values).clamp(-_LARGEST_HALF, _LARGEST_HALF).half()
+    return torch.nan_to_num(values).clamp(-_LARGEST_HALF, _LARGEST_HALF)
 
 
 def _thinned(values: Tensor, rows: Tensor) -> Tensor:
     """Return some rows with at most ``MAX_VALUES`` columns, evenly spaced, on the CPU."""
     num_values = values.shape[1]
+    values = values.index_select(0, rows.to(values.device))
     if num_values > MAX_VALUES:
         values = values.index_select(1, _columns(num_values).to(values.device))
-    return values.index_select(0, rows.to(values.device)).cpu().float()
+    return values.cpu().float()
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from splitveil.active_party import defenses
 from splitveil.active_party.defenses import Defense, DefenseSettings, RawBatch
 from splitveil.active_party.defenses.class_statistics import RunningClasses, measure_classes
 from splitveil.active_party.defenses.noise import EntropyNoise, fill_state
+from splitveil.active_party.defenses.rows import all_finite
 from splitveil.active_party.defenses.strength import PowerRatio
 from splitveil.active_party.defenses.sum_kl import NoiseSolution
 from splitveil.common.privacy.leakage import leak_auc
@@ -319,6 +320,42 @@ def test_marvell_statistics_are_those_of_numpy() -> None:
         rows = gradients[labels == label].double().numpy()
         np.testing.assert_allclose(moments.mean.numpy(), rows.mean(axis=0), rtol=1e-12, atol=1e-14)
         assert moments.deviation == pytest.approx(float(rows.var(axis=0).mean() ** 0.5), rel=1e-12)
+
+
+@pytest.mark.parametrize("batch", [64, 3000])  # one chunk, and several
+def test_a_class_of_one_row_has_no_spread_at_all(batch: int) -> None:
+    """Rounding must not pass for a spread, on which the solver would rely."""
+    gradients, _ = binary_batch(batch=batch, cut_dim=70)
+    positive = torch.arange(batch) == batch // 2
+    measured = measure_classes(gradients, positive)
+    assert measured.pos is not None
+    assert measured.neg is not None
+    assert torch.equal(measured.pos.mean, gradients[batch // 2].double())
+    assert measured.pos.deviation == 0 < measured.neg.deviation
+
+
+@pytest.mark.parametrize("size", [1e-44, 1e37])
+def test_marvell_statistics_follow_the_size_of_float32_gradients(size: float) -> None:
+    signs = torch.tensor([1.0, -1.0, 3.0, 5.0])[:, None].expand(-1, 4)
+    labels = torch.tensor([0, 0, 1, 1])
+    rows = signs * torch.tensor(size)  # the smallest are subnormal
+    unit = float(rows[0, 0])
+    measured = measure_classes(rows, labels == 1)
+    assert measured.neg is not None
+    assert measured.pos is not None
+    assert (measured.neg.deviation, measured.pos.deviation) == pytest.approx((unit, unit), rel=1e-6)
+    assert measured.pos.mean.tolist() == pytest.approx([4 * unit] * 4, rel=1e-6)
+
+
+def test_gradients_whose_sum_overflows_are_finite() -> None:
+    assert all_finite(torch.full((4, 4), torch.finfo(torch.float32).max))
+
+
+@pytest.mark.parametrize("spoilt", [[math.nan], [math.inf], [-math.inf], [math.inf, -math.inf]])
+def test_one_value_that_is_not_finite_is_found(spoilt: list[float]) -> None:
+    rows = torch.ones(1024, 128)
+    rows[3, : len(spoilt)] = torch.tensor(spoilt)
+    assert not all_finite(rows)
 
 
 def empirical_sum_kl(rows: Tensor, labels: Tensor, gap: Tensor) -> float:

@@ -164,6 +164,40 @@ def test_a_state_brings_everything_back() -> None:
     assert same(other.state_dict(), kept.state_dict())
 
 
+def test_looking_within_an_epoch_changes_nothing() -> None:
+    """Predictions are summed up when somebody looks: each of them once."""
+    kept, watched = (RowCovariates(np.arange(ROWS), ROWS, 2) for _ in range(2))
+    for covariates in (kept, watched):
+        covariates.note_held_out(0.5)
+    for epoch in range(3):
+        for rows in np.split(np.random.default_rng(epoch).permutation(ROWS), 4):
+            predictions = torch.full((len(rows),), 0.2 + 0.1 * epoch)
+            seen = step(rows, torch.full((len(rows), 3), float(epoch)), predictions)
+            kept.note_step(batch_of(rows, epoch), seen)
+            watched.note_step(batch_of(rows, epoch), seen)
+            assert watched.result() is not None
+            watched.state_dict()
+        kept.end_epoch(epoch)
+        watched.end_epoch(epoch)
+    assert same(kept.state_dict(), watched.state_dict())
+
+
+def test_a_state_between_two_epochs_holds_visits_once() -> None:
+    """They are most of what a checkpoint of the monitor holds."""
+    kept, other = (RowCovariates(np.arange(ROWS), ROWS, 2) for _ in range(2))
+    kept.note_held_out(0.5)
+    visit(kept, 0, knowing(0.2), value=1.0)
+    state = kept.state_dict()
+    assert state["latest"] is None
+    other.load_state_dict(stored(state))
+    for covariates in (kept, other):
+        rows = np.arange(9)
+        seen = step(rows, torch.zeros(9, 3), torch.full((9,), 0.25))
+        covariates.note_step(batch_of(rows, 1), seen)
+    assert kept.state_dict()["latest"] is not None
+    assert same(kept.state_dict(), other.state_dict())
+
+
 # ---- the latest scores of attacks on single batches
 
 

@@ -192,7 +192,9 @@ class _Forgetful:
         if epoch == 0:
             state = copy.deepcopy(self._recorder.state_dict())
             covariates = self._recorder._watch._covariates
-            for tensor in (covariates._labels, covariates._visits, covariates._latest):
+            latest = covariates._latest
+            noted = covariates._labels, covariates._visits, latest.activations, latest.outlooks
+            for tensor in noted:
                 tensor.zero_()
             self._recorder.load_state_dict(state)
 

@@ -19,6 +19,9 @@ from splitveil.common.alignment.kept import ExchangeFiles
 from splitveil.common.errors import AlignmentError
 from splitveil.protos.split_learning_pb2 import AlignFrame
 
+_IN_TURN = frozenset({"commitment", "tags", "done"})
+"""Frames that end what a party sends unprompted, in an order that the peer checks."""
+
 
 def align(
     engine: AlignmentEngine,
@@ -124,6 +127,8 @@ def _send_all(
 ) -> None:
     for frame in own_frames:
         channel.send(frame)
+        if frame.WhichOneof("body") in _IN_TURN:
+            continue  # a reply was made after those that follow, and must not overtake them
         for _ in range(replies.qsize()):
             some = replies.get()
             if some is None:

@@ -67,7 +67,15 @@ class KeyInUse:
         """
         known = [one for one in self._extensions if number in {None, one.number}]
         found = choose(known, peer, self._num_ids)
-        if number is None and not found.number:
+        if found.number:
+            logger.info(
+                "new since the last alignment: %d of %d own ids, %d of %d of the other party",
+                found.num_new,
+                self._num_ids,
+                found.peer_new,
+                peer.set_size,
+            )
+        elif number is None:
             logger.info("all ids are exchanged: %s", reason_for_all(known, peer))
         return found
 

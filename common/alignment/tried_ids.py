@@ -185,9 +185,11 @@ class TriedIds:
 
     def _refusal(self, peer: str, before: Tried, announced: int) -> str:
         where = "this process" if self._path is None else str(self._path)
-        finishing = "since its keys are kept" if self._outlives_runs else "without finishing a run"
+        exchanges = "exchanges without finishing a run"
+        if self._outlives_runs:
+            exchanges = "exchanges since its keys are kept"
         return (
-            f"{peer} has tried {before.ids:,} ids in {before.exchanges} exchanges {finishing}, "
+            f"{peer} has tried {before.ids:,} ids in {before.exchanges} {exchanges}, "
             f"and announces {announced:,} more: expected at most {self._max.ids:,} "
             f"(alignment_attempts times alignment.max_set_size) in {self._max.exchanges}. It may "
             f"be guessing ids; if only its connection was bad, delete the count: {where}"

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from queue import SimpleQueue
 
@@ -61,13 +62,17 @@ def align(
     """
     with ExitStack() as ending:
         ending.callback(channel.close)
+        receiving = ending.enter_context(ThreadPoolExecutor(1, thread_name_prefix="align-hello"))
         with Heartbeats(channel) as line:
+            # Beside what follows, which may take long: signs of life that nobody takes would fill
+            # the line, and keep the peer from sending its hello.
+            hello = receiving.submit(line.receive)
             exchange = engine.start(ids, nonce=nonce, run_id=run_id, splits=splits)
             ending.callback(exchange.close)
             if files is not None:
                 exchange.keep_in(files)
             line.send(exchange.hello())
-            for reply in exchange.receive(line.receive()):
+            for reply in exchange.receive(hello.result()):
                 line.send(reply)
             with _forgetting_failed(exchange), counting(exchange):
                 _transfer(exchange, line, progress or _ignore)

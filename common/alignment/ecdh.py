@@ -7,11 +7,12 @@
     done    both    count and SHA-256 of the sorted common tags
 
 H is the uniform map of RFC 9496 from SHA-512(domain || id); a and b are the parties' scalars, fresh
-for every exchange. Since a b H(id) = b a H(id), two ids are equal exactly when their tags are, and
-sorting the common tags gives both parties the same pseudo-random order, independent of the order of
-their files. Two ids among n and m different ones share a tag with probability n m / 2^127 (the
-lowest bit of an encoding is always zero): 2^-87 for a million each. Huberman, Franklin, Hogg 1999;
-secure against parties that follow the protocol, under the decisional Diffie-Hellman assumption.
+for every exchange of all ids. Since a b H(id) = b a H(id), two ids are equal exactly when their
+tags are, and sorting the common tags gives both parties the same pseudo-random order, independent
+of the order of their files. Two ids among n and m different ones share a tag with probability
+n m / 2^127 (the lowest bit of an encoding is always zero): 2^-87 for a million each. Huberman,
+Franklin, Hogg 1999; secure against parties that follow the protocol, under the decisional
+Diffie-Hellman assumption.
 
 Both parties learn the intersection and the size of the other's set if both follow the protocol to
 its end. A party shows no tag before both are bound to all of theirs (``turns.py``): nobody can echo
@@ -23,6 +24,10 @@ ids that a peer tries, over all exchanges, is counted (``tried_ids.py``).
 
 An exchange that was kept (``kept.py``) continues where it broke off, if both hellos name it: with
 the same scalars, points and commitments, so that it can tell nothing but what it would have told.
+
+If the contract keeps keys, an exchange extends an earlier one (``extension.py``): it is of the ids
+that are new since then, with the scalars of then, and ends with a test that both parties have found
+the same ids (``list_test.py``), because tags are known by then.
 """
 
 import logging

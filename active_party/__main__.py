@@ -41,7 +41,7 @@ from splitveil.active_party.watch.active_status import ActiveStatus
 from splitveil.active_party.watch.recorder import ActiveRecorder
 from splitveil.active_party.watch.status_observer import StatusObserver
 from splitveil.active_party.workers import check_settings, work_for
-from splitveil.common.alignment import KeptExchanges, TriedIds, engine_checks, engine_of
+from splitveil.common.alignment import KeptExchanges, engine_checks, engine_of, records_of
 from splitveil.common.data.id_forms import form_of
 from splitveil.common.errors import (
     EndedForGood,
@@ -168,10 +168,7 @@ def _train(
         session.reopen()
         # From the first answer until this process ends, no file may pass for the whole account.
         delete_saved(folder, LEDGER)
-        tried = TriedIds.beside(
-            folder, contract.alignment.max_set_size, settings.alignment_attempts
-        )
-        kept = KeptExchanges(folder, settings.alignment_memory_limit)
+        kept, tried = records_of(settings, ACTIVE, folder)
         service = ActiveService(session, engine, settings.reconnect.deadline_s, tried, status, kept)
         notes = status if transcript is None else AllNotes(transcript, status)
         desk = ProbeDesk(contract, form_of(data.ids))

@@ -12,7 +12,7 @@ from splitveil.active_party.serving.service import ActiveService
 from splitveil.active_party.serving.supervisor import wait_for_end
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.watch.active_status import ActiveStatus
-from splitveil.common.alignment import KeptExchanges, TriedIds, engine_of
+from splitveil.common.alignment import engine_of, records_of
 from splitveil.common.data.id_forms import form_of
 from splitveil.common.party import command_line
 from splitveil.common.party.aligned_table import (
@@ -75,6 +75,7 @@ def _find_common_order(
     contract = settings.contract
     folder = open_run_folder(settings.runs_dir / contract.run_name, FOLDER, ACTIVE)
     command_line.save_resolved(settings, folder)
+    kept, tried = records_of(settings, ACTIVE, folder)
     engine = engine_of(settings)
     with ExitStack() as resources:
         resources.callback(engine.close)
@@ -85,9 +86,6 @@ def _find_common_order(
             OwnRows(data.ids, data.table.splits),
             partial(command_line.draw_nonce, settings),
         )
-        most = contract.alignment.max_set_size
-        tried = TriedIds.beside(folder, most, settings.alignment_attempts)
-        kept = KeptExchanges(folder, settings.alignment_memory_limit)
         service = ActiveService(session, engine, settings.reconnect.deadline_s, tried, status, kept)
         server = start_server(
             service,

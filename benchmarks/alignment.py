@@ -12,6 +12,9 @@ With ``--memory-limit none 128MB`` each size is aligned with each limit, the exc
 files of a temporary folder, and the common ids are compared with the true ones. ``grows by`` is
 the peak less what the process has in memory before the exchange, which includes its ids.
 
+With ``--new 1000`` the parties keep their keys, and each size is aligned once more with that many
+new ids at each party, half of them common: what this second alignment takes is printed, in all.
+
 With ``--openmined PYTHON``, an interpreter of an environment that has openmined-psi, each size is
 also aligned by that package (``other_psi.py``), right afterwards. With ``--rr22 PYTHON``, one that
 has spu, each size is also aligned by the engine ``rr22``, whose worker's time and memory count.
@@ -36,10 +39,11 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from queue import Queue
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import grpc
 import numpy as np
+import numpy.typing as npt
 from pydantic import ByteSize, TypeAdapter
 
 from splitveil.common.alignment import (
@@ -52,6 +56,7 @@ from splitveil.common.alignment import (
     build_engine,
     ristretto,
 )
+from splitveil.common.alignment.known import KeyFiles
 from splitveil.common.data.stored_ids import StoredIds
 from splitveil.common.run.contract import AlignmentSettings, EcdhAlignment, Rr22Alignment
 from splitveil.common.wire.http_proxy import without_proxy
@@ -59,6 +64,9 @@ from splitveil.protos.split_learning_pb2 import AlignFrame
 
 _METHOD = "/splitveil.v1.SplitLearning/Align"
 _FLOOR_IDS = 4096
+
+Party = Literal["active", "passive"]
+_OTHER: dict[Party, Party] = {"active": "passive", "passive": "active"}
 
 
 class PartyCost(NamedTuple):
@@ -88,6 +96,7 @@ class Task(NamedTuple):
     """One party's part, and its ways to the other and back."""
 
     num_ids: int
+    num_new: int  # of a second alignment, which is then the one that is measured
     workers: int
     memory_limit: int | None
     rr22: str | None  # the interpreter, or None for ecdh
@@ -106,6 +115,7 @@ def main() -> None:
     parser.add_argument(
         "--memory-limit", nargs="+", default=["none"], metavar="SIZE", help="such as 128MB, or none"
     )
+    parser.add_argument("--new", type=int, default=0, help="new ids of a second alignment")
     parser.add_argument("--openmined", metavar="PYTHON", help="interpreter with openmined-psi")
     parser.add_argument("--rr22", metavar="PYTHON", help="interpreter with spu")
     arguments = parser.parse_args()
@@ -114,6 +124,9 @@ def main() -> None:
         for workers, limit in product(arguments.workers, arguments.memory_limit):
             limit_bytes = None if limit == "none" else TypeAdapter(ByteSize).validate_python(limit)
             _print(num_ids, workers, limit, _align_once(num_ids, workers, limit_bytes))
+            if arguments.new:
+                costs = _align_once(num_ids, workers, limit_bytes, num_new=arguments.new)
+                _print_new(num_ids, arguments.new, workers, limit, costs)
         if arguments.rr22:
             costs = _align_once(num_ids, 0, None, arguments.rr22)
             _print(num_ids, 1, "none, engine rr22", costs)
@@ -122,13 +135,13 @@ def main() -> None:
 
 
 def _align_once(
-    num_ids: int, workers: int, limit: int | None, rr22: str | None = None
+    num_ids: int, workers: int, limit: int | None, rr22: str | None = None, num_new: int = 0
 ) -> dict[str, PartyCost]:
     context = multiprocessing.get_context("spawn")
     results: multiprocessing.Queue[tuple[str, PartyCost]] = context.Queue()
     ports: multiprocessing.Queue[int] = context.Queue()
     barrier = context.Barrier(2)
-    task = Task(num_ids, workers, limit, rr22, barrier, ports, results)
+    task = Task(num_ids, num_new, workers, limit, rr22, barrier, ports, results)
     parties = [context.Process(target=run, args=(task,)) for run in (_run_active, _run_passive)]
     for party in parties:
         party.start()
@@ -170,7 +183,7 @@ def _run_active(task: Task) -> None:
         server.stop(grace=5).wait()
         return result
 
-    task.results.put(("active", _measure(task, 0, exchange)))
+    task.results.put(("active", _measure(task, "active", exchange)))
 
 
 def _run_passive(task: Task) -> None:
@@ -182,21 +195,51 @@ def _run_passive(task: Task) -> None:
             )
             return run(CountingChannel(call))
 
-    task.results.put(("passive", _measure(task, task.num_ids // 2, exchange)))
+    task.results.put(("passive", _measure(task, "passive", exchange)))
 
 
 def _measure(
     task: Task,
-    first: int,
+    party: Party,
     exchange: Callable[[Callable[[CountingChannel], Alignment]], Alignment],
 ) -> PartyCost:
-    """Align the ids from a first number on, and return what it took."""
-    ids = _ids(first, task.num_ids)
+    """Align the ids of a party, and return what it took."""
+    with TemporaryDirectory() as folder:
+        key = KeyFiles(Path(folder) / "key") if task.num_new else None
+        files = ExchangeFiles(Path(folder) / "kept", task.memory_limit, key)
+        return _measure_with(files, task, party, exchange)
+
+
+def _measure_with(
+    files: ExchangeFiles,
+    task: Task,
+    party: Party,
+    exchange: Callable[[Callable[[CountingChannel], Alignment]], Alignment],
+) -> PartyCost:
+    numbers, others = (_numbers(task, one) for one in (party, _OTHER[party]))
+    ids = _ids(numbers)
     barrier = task.barrier
     barrier.wait()
     floors = [_floor_s() for _ in range(3)]
     barrier.wait()
     engine = _engine(task)
+    sent = [0]
+
+    def aligning(ids: StoredIds) -> Callable[[CountingChannel], Alignment]:
+        def run(channel: CountingChannel) -> Alignment:
+            found = align(
+                engine, ids, channel, nonce=os.urandom(32), run_id="benchmark", files=files
+            )
+            sent[0] = channel.sent_bytes
+            return found
+
+        return run
+
+    if task.num_new:
+        exchange(aligning(_ids(numbers[: task.num_ids])))
+        barrier.wait()
+        files.settle()
+        barrier.wait()
     # Workers count once they have been waited for; their start-up counts too.
     waited = resource.getrusage(resource.RUSAGE_CHILDREN)
     with suppress(OSError):  # begins a new peak, where that is allowed
@@ -204,23 +247,12 @@ def _measure(
     before_mib = _mib("self", "VmRSS")
     started_cpu, started = _own_cpu_s(), time.perf_counter()
 
-    sent = [0]
-
-    def run(channel: CountingChannel) -> Alignment:
-        with TemporaryDirectory() as folder:
-            files = ExchangeFiles(Path(folder) / "kept", task.memory_limit)
-            found = align(
-                engine, ids, channel, nonce=os.urandom(32), run_id="benchmark", files=files
-            )
-        sent[0] = channel.sent_bytes
-        return found
-
-    alignment = exchange(run)
+    alignment = exchange(aligning(ids))
     wall_s = time.perf_counter() - started
     cpu_s = _own_cpu_s() - started_cpu
     party_mib = _mib("self", "VmHWM")
     worker_mib = max((_mib(child, "VmHWM") for child in _children()), default=0.0)
-    _check(alignment, first, task.num_ids)
+    _check(alignment, numbers, others)
     barrier.wait()
     floors += [_floor_s() for _ in range(3)]
     engine.close()
@@ -275,20 +307,26 @@ def _own_cpu_s() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def _ids(first: int, count: int) -> StoredIds:
+def _numbers(task: Task, party: Party) -> npt.NDArray[np.int64]:
+    """Number the ids of a party, of which the other has half, the new ones at the end."""
+    is_second = party == "passive"
+    first, first_new = (task.num_ids // 2, task.num_new // 2) if is_second else (0, 0)
+    old, new = np.arange(task.num_ids), 2 * task.num_ids + np.arange(task.num_new)
+    return np.concatenate([first + old, first_new + new])
+
+
+def _ids(numbers: npt.NDArray[np.int64]) -> StoredIds:
     """Make ids, as a party reads them: one text, and the end of each."""
     text = bytearray()
-    for number in range(first, first + count):
+    for number in numbers.tolist():
         text += f"customer-{number:09d}".encode()
-    ends = np.arange(1, count + 1) * (len(text) // count)  # all of one length
+    ends = np.arange(1, len(numbers) + 1) * (len(text) // len(numbers))  # all of one length
     return StoredIds(np.frombuffer(text, np.uint8), ends)
 
 
-def _check(alignment: Alignment, first: int, num_ids: int) -> None:
-    """Compare the common rows with the true ones: the second half of one set is that of both."""
-    half = num_ids // 2
-    expected = np.arange(half, num_ids) - first
-    if not np.array_equal(np.sort(alignment.rows), expected):
+def _check(alignment: Alignment, own: npt.NDArray[np.int64], peer: npt.NDArray[np.int64]) -> None:
+    """Compare the common rows with the true ones."""
+    if not np.array_equal(np.sort(own[alignment.rows]), np.intersect1d(own, peer)):
         raise SystemExit("the common ids are not the true ones")
 
 
@@ -336,6 +374,22 @@ def _print(num_ids: int, workers: int, limit: str, costs: dict[str, PartyCost]) 
             f"grows by {(cost.party_mib - cost.before_mib) * 2**20 / 1e6:.0f} MB"
             + (f" + {workers} x {cost.worker_mib:.0f} MiB" if workers else "")
             + f"; {cost.num_common} common"
+        )
+
+
+def _print_new(
+    num_ids: int, num_new: int, workers: int, limit: str, costs: dict[str, PartyCost]
+) -> None:
+    print(
+        f"{num_ids} x {num_ids} ids, then {num_new} new ones at each party, {workers} workers per "
+        f"party, memory limit: {limit}"
+    )
+    for party, cost in sorted(costs.items()):
+        print(
+            f"{party:8}{cost.cpu_s:.2f} CPU seconds, of which {num_new * cost.floor_s:.2f} are the "
+            f"floor of the new ids; {cost.wall_s:.2f} s wall; sends {cost.sent_bytes:,} bytes; "
+            f"peak {cost.party_mib:.0f} MiB, grows by "
+            f"{(cost.party_mib - cost.before_mib) * 2**20 / 1e6:.0f} MB; {cost.num_common} common"
         )
 
 

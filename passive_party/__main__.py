@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from splitveil.common.alignment import KeptExchanges, TriedIds, engine_checks, engine_of
+from splitveil.common.alignment import engine_checks, engine_of, records_of
 from splitveil.common.errors import (
     ContractMismatch,
     PeerEndedForGood,
@@ -193,15 +193,14 @@ def _begin_to_wait(status: RunStatus) -> None:
 
 def _aligner(settings: PassiveSettings, data: PartyData, folder: Path, *, fresh: bool) -> Aligner:
     """Build the aligner. Call it before the first gRPC channel, because it may start processes."""
-    kept = KeptExchanges(folder, settings.alignment_memory_limit)
+    kept, tried = records_of(settings, settings.party, folder)
     if fresh:
         kept.discard()
-    alignment = settings.contract.alignment
     return Aligner(
         Participant(settings.contract, settings.party, data.ids, data.table.splits),
         engine_of(settings),
         partial(command_line.draw_nonce, settings),
-        TriedIds.beside(folder, alignment.max_set_size, settings.alignment_attempts),
+        tried,
         kept,
     )
 

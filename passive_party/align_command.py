@@ -5,7 +5,7 @@ import logging
 from contextlib import ExitStack, nullcontext
 from functools import partial
 
-from splitveil.common.alignment import KeptExchanges, TriedIds, engine_of
+from splitveil.common.alignment import engine_of, records_of
 from splitveil.common.party import command_line
 from splitveil.common.party.aligned_table import (
     FOLDER,
@@ -74,15 +74,15 @@ def _find_common_order(
     progress: AlignmentProgress,
     interruption: Interruption,
 ) -> CommonOrder:
-    contract, alignment = settings.contract, settings.contract.alignment
+    contract = settings.contract
     folder = open_run_folder(settings.runs_dir / contract.run_name, FOLDER, settings.folder_name())
     command_line.save_resolved(settings, folder)
-    kept = KeptExchanges(folder, settings.alignment_memory_limit)
+    kept, tried = records_of(settings, settings.party, folder)
     aligner = Aligner(
         Participant(contract, settings.party, data.ids, data.table.splits),
         engine_of(settings),
         partial(command_line.draw_nonce, settings),
-        TriedIds.beside(folder, alignment.max_set_size, settings.alignment_attempts),
+        tried,
         kept,
     )
 

@@ -27,6 +27,7 @@ from splitveil.common.alignment.interface import (
     Splits,
 )
 from splitveil.common.alignment.kept import ExchangeFiles, KeptExchanges
+from splitveil.common.alignment.records import Records, records_of
 from splitveil.common.alignment.share import (
     WAIT_S,
     Share,
@@ -47,6 +48,7 @@ __all__ = [
     "ExchangeFiles",
     "KeptExchanges",
     "QueueChannel",
+    "Records",
     "RowIndices",
     "Share",
     "Splits",
@@ -59,6 +61,7 @@ __all__ = [
     "engine_of",
     "file_of_count",
     "receive_share",
+    "records_of",
     "share_frames",
     "wait_frame",
 ]

@@ -7,11 +7,12 @@
     done    both    count and SHA-256 of the sorted common tags
 
 H is the uniform map of RFC 9496 from SHA-512(domain || id); a and b are the parties' scalars, fresh
-for every exchange. Since a b H(id) = b a H(id), two ids are equal exactly when their tags are, and
-sorting the common tags gives both parties the same pseudo-random order, independent of the order of
-their files. Two ids among n and m different ones share a tag with probability n m / 2^127 (the
-lowest bit of an encoding is always zero): 2^-87 for a million each. Huberman, Franklin, Hogg 1999;
-secure against parties that follow the protocol, under the decisional Diffie-Hellman assumption.
+for every exchange of all ids. Since a b H(id) = b a H(id), two ids are equal exactly when their
+tags are, and sorting the common tags gives both parties the same pseudo-random order, independent
+of the order of their files. Two ids among n and m different ones share a tag with probability
+n m / 2^127 (the lowest bit of an encoding is always zero): 2^-87 for a million each. Huberman,
+Franklin, Hogg 1999; secure against parties that follow the protocol, under the decisional
+Diffie-Hellman assumption.
 
 Both parties learn the intersection and the size of the other's set if both follow the protocol to
 its end. A party shows no tag before both are bound to all of theirs (``turns.py``): nobody can echo
@@ -23,6 +24,10 @@ ids that a peer tries, over all exchanges, is counted (``tried_ids.py``).
 
 An exchange that was kept (``kept.py``) continues where it broke off, if both hellos name it: with
 the same scalars, points and commitments, so that it can tell nothing but what it would have told.
+
+If the contract keeps keys, an exchange extends an earlier one (``extension.py``): it is of the ids
+that are new since then, with the scalars of then, and ends with a test that both parties have found
+the same ids (``list_test.py``), because tags are known by then.
 """
 
 import logging
@@ -30,21 +35,17 @@ import os
 from collections.abc import Iterator, Sequence
 
 from splitveil.common.alignment import ristretto
-from splitveil.common.alignment.hello import check_hello, number_of_exchange
+from splitveil.common.alignment.extension import Base, Nothing
+from splitveil.common.alignment.hello import check_hello
 from splitveil.common.alignment.interface import RowIndices, Splits
-from splitveil.common.alignment.kept import (
-    Begun,
-    ExchangeFiles,
-    Kept,
-    KeptTags,
-    digest_of_ids,
-    forgetting,
-)
-from splitveil.common.alignment.outcome import Sizes, agreed_rows, check_done
-from splitveil.common.alignment.room import Room, RoomInMemory, room_of
+from splitveil.common.alignment.keeping import Keeping, Secrets
+from splitveil.common.alignment.kept import ExchangeFiles, forgetting
+from splitveil.common.alignment.list_test import ListTest
+from splitveil.common.alignment.outcome import Sizes, agreed_rows, check_done, found_the_same
+from splitveil.common.alignment.room import Room, RoomInMemory
 from splitveil.common.alignment.tag_lists import SecretOrder
 from splitveil.common.alignment.tag_sets import tags_of
-from splitveil.common.alignment.turns import Frames, TagTurns, check_chunk, check_length, part_of
+from splitveil.common.alignment.turns import Frames, TagTurns, check_chunk, check_length
 from splitveil.common.alignment.workers import GroupOperations, WorkerPool
 from splitveil.common.data.ids import NORMALISATION
 from splitveil.common.errors import (
@@ -156,22 +157,22 @@ class EcdhExchange:
         self._ids = ids
         self._splits = splits
         self._hello = hello
-        self._scalar = scalar
+        self._secrets = Secrets(scalar, os.urandom(32))
         self._group = group
         self._min_aligned = min_aligned
         self._max_set_size = max_set_size
-        self._shuffle_seed = os.urandom(32)
         self._room: Room = RoomInMemory()
         self._order: SecretOrder | None = None
         self._peer_hello: pb.AlignHello | None = None
         self._tags = TagTurns(len(ids), CHUNK_IDS, lambda: pb.AlignFrame(done=self._intersect()))
-        self._files: ExchangeFiles | None = None
-        self._kept: Kept | None = None
-        self._ids_digest = b""
+        self._base: Base = Nothing(len(ids))
+        self._keeping: Keeping | None = None
         self._exchange = b""
         self._common_rows: RowIndices | None = None
         self._own_done: pb.AlignDone | None = None
         self._peer_done: pb.AlignDone | None = None
+        self._list_test: ListTest | None = None
+        self._is_tested = False
 
     @property
     def peer_nonce(self) -> bytes:
@@ -190,8 +191,13 @@ class EcdhExchange:
 
     @property
     def total_ids(self) -> int:
-        """The number of ids of both parties together."""
-        return len(self._ids) + self.peer_set_size
+        """The number of ids of both parties that are exchanged."""
+        return self._tags.num_own + self._tags.num_peer
+
+    @property
+    def announced_ids(self) -> int:
+        """The number of the peer's ids that are exchanged, as it has announced."""
+        return self._tags.num_peer
 
     @property
     def answered_ids(self) -> int:
@@ -206,27 +212,21 @@ class EcdhExchange:
     @property
     def is_complete(self) -> bool:
         """Whether nothing more will be sent or is expected."""
-        return self._own_done is not None and self._peer_done is not None
+        if self._own_done is None or self._peer_done is None:
+            return False
+        is_tested = self._list_test is None or self._is_tested
+        return is_tested or not found_the_same(self._own_done, self._peer_done)
 
     def keep_in(self, files: ExchangeFiles) -> None:
-        """Keep the exchange in files, and resume the one that they hold; call it first of all."""
-        self._files, self._ids_digest = files, digest_of_ids(self._ids)
-        self._room = room_of(files)
-        self._kept = files.load(self._ids_digest, CHUNK_IDS, part_of(CHUNK_IDS))
-        if self._kept is not None:
-            kept = self._kept
-            held = pb.AlignResume(
-                exchange=kept.begun.exchange,
-                points=kept.peer_points.num_points,
-                points_digest=kept.peer_points.all().digest(),
-                tags=kept.own_tags.num_tags,
-            )
-            self._hello.resume.CopyFrom(held)
+        """Keep the exchange in files, and go on from what they hold; call it first of all."""
+        self._keeping = Keeping(files, self._ids, CHUNK_IDS)
+        self._room = self._keeping.room
+        self._keeping.describe(self._hello)
 
     def forget(self) -> None:
-        """Delete what was kept, because the outcome is known or the exchange has failed."""
-        if self._files is not None:
-            self._files.discard()
+        """Delete what was kept, because the exchange has failed."""
+        if self._keeping is not None:
+            self._keeping.forget(self._base)
 
     def hello(self) -> pb.AlignFrame:
         """Return the frame that opens the exchange."""
@@ -235,10 +235,11 @@ class EcdhExchange:
     def own_frames(self) -> Iterator[pb.AlignFrame]:
         """Mask this party's ids, chunk by chunk. Call it after the peer's hello was received."""
         order = self._require_order()
-        for first in range(self._tags.num_sent, len(self._ids), CHUNK_IDS):
+        yield from self._base.gone_frames()
+        for first in range(self._tags.num_sent, self._tags.num_own, CHUNK_IDS):
             rows = order.rows(first, CHUNK_IDS).tolist()
             digests = ristretto.digest_ids([self._ids[row] for row in rows])
-            points = self._group.mask(digests, self._scalar)
+            points = self._group.mask(digests, self._secrets.scalar)
             self._tags.note_sent(points)
             chunk = first // CHUNK_IDS
             yield pb.AlignFrame(points=pb.MaskedPoints(chunk=chunk, points=points))
@@ -258,23 +259,29 @@ class EcdhExchange:
             return self._receive(frame)
 
     def _receive(self, frame: pb.AlignFrame) -> Frames:
-        match frame.WhichOneof("body"):
+        body = frame.WhichOneof("body")
+        if body != "hello":
+            self._require_hello()
+        match body:
             case "hello":
                 self._receive_hello(frame.hello)
-                return Frames()
+            case "gone":
+                self._base.receive_gone(frame.gone)
             case "points":
                 self._answer_points(frame.points)
                 return self._tags.commit()
             case "commitment":
-                self._require_hello()
+                self._base.require_gone()
                 return self._tags.receive_commitment(frame.commitment)
             case "tags":
                 return self._tags.receive(frame.tags)
             case "done":
-                self._receive_done(frame.done)
-                return Frames()
+                return self._receive_done(frame.done)
+            case "list_proof":
+                self._receive_proof(frame.list_proof)
             case _:
                 raise InvalidMessage("the alignment frame is empty")
+        return Frames()
 
     def result(self) -> RowIndices:
         """Return the rows of the common ids, in the order that both parties share.
@@ -284,7 +291,11 @@ class EcdhExchange:
             OutOfStep: the exchange is not complete.
         """
         sizes = Sizes(len(self._ids), self.peer_set_size, self._min_aligned)
-        return agreed_rows(sizes, self._common_rows, self._own_done, self._peer_done)
+        found = agreed_rows(sizes, self._common_rows, self._own_done, self._peer_done)
+        if self._keeping is not None:
+            order, scalar = self._require_order(), self._secrets.scalar
+            self._keeping.finish(self._exchange, scalar, self._base, self._tags, order)
+        return found
 
     def close(self) -> None:
         """Do nothing: the engine owns the workers, and files stay to be resumed."""
@@ -294,74 +305,61 @@ class EcdhExchange:
             raise OutOfStep("received a second alignment hello")
         check_hello(self._hello, peer, self._max_set_size)
         self._peer_hello = peer
-        self._tags.num_peer = int(peer.set_size)
-        if self._files is not None:
-            self._begin_or_resume(self._files, peer)
-        self._order = self._room.order(len(self._ids), self._shuffle_seed)
-
-    def _begin_or_resume(self, files: ExchangeFiles, peer: pb.AlignHello) -> None:
-        """Resume the kept exchange if the peer has kept it too, and keep a new one otherwise."""
-        kept = self._kept
-        if kept is None or peer.resume.exchange != kept.begun.exchange:
-            self._exchange = number_of_exchange(self._hello, peer)
-            begun = Begun(
-                self._exchange,
-                self._scalar,
-                self._shuffle_seed,
-                self._ids_digest,
-                len(self._ids),
-                int(peer.set_size),
-                CHUNK_IDS,
+        self._base.peer_new = int(peer.set_size)
+        if self._keeping is not None:
+            self._base = self._keeping.base(peer, self._base)
+        self._tags.num_own, self._tags.num_peer = self._base.num_new, self._base.peer_new
+        if self._keeping is not None:
+            self._exchange, self._secrets = self._keeping.start(
+                self._hello, peer, self._base, self._secrets, self._tags
             )
-            files.begin(begun)
-            self._tags.keeper = files
-            self._hold(KeptTags(files.path("own.tags"), 0), KeptTags(files.path("peer.tags"), 0))
-        else:
-            if peer.set_size != kept.begun.peer_size:
-                raise InvalidMessage("the other party resumes with another number of ids")
-            self._exchange, self._scalar = kept.begun.exchange, kept.begun.scalar
-            self._shuffle_seed = kept.begun.shuffle_seed
-            self._hold(kept.own_tags, kept.peer_tags)
-            self._tags.restore(kept, peer.resume, files)
-            logger.info(
-                "resuming an exchange of ids: %d of %d own points were sent, %d of %d answered",
-                self._tags.num_sent,
-                len(self._ids),
-                self._tags.num_computed,
-                self._tags.num_peer,
-            )
-
-    def _hold(self, own: KeptTags, of_peer: KeptTags) -> None:
-        self._tags.hold(self._room.tags(own), self._room.tags(of_peer))
+        order = self._room.order(self._base.num_new, self._secrets.shuffle_seed)
+        self._order = self._base.picked(order)
 
     def _answer_points(self, message: pb.MaskedPoints) -> None:
+        self._base.require_gone()
         received = self._tags.num_computed
-        expected = min(CHUNK_IDS, self.peer_set_size - received)
+        expected = min(CHUNK_IDS, self._tags.num_peer - received)
         if not expected:
             raise TooLarge("received more points than the other party announced")
         check_chunk("points", message.chunk, received // CHUNK_IDS)
         check_length("points", message.points, expected * ristretto.POINT_BYTES)
         try:
-            products = self._group.multiply(message.points, self._scalar)
+            products = self._group.multiply(message.points, self._secrets.scalar)
         except ristretto.NotInGroupError as error:
             raise InvalidMessage(f"points of chunk {message.chunk}: {error}") from error
         self._tags.note_answered(message.points, tags_of(products))
 
-    def _receive_done(self, message: pb.AlignDone) -> None:
+    def _receive_done(self, message: pb.AlignDone) -> Frames:
         check_done(self._own_done, self._peer_done, message)
         self._peer_done = message
+        if self._list_test is None or self.is_complete:
+            return Frames()
+        proof = pb.AlignFrame(list_proof=self._list_test.answer(message))
+        return Frames([lambda: proof])
+
+    def _receive_proof(self, message: pb.AlignListProof) -> None:
+        if self._list_test is None or self._peer_done is None or self._is_tested:
+            raise OutOfStep("received a proof about common ids that was not due")
+        self._list_test.check(message)
+        self._is_tested = True
 
     def _intersect(self) -> pb.AlignDone:
         """Find the common ids once all tags have arrived."""
-        order = self._require_order()
-        found = self._room.common_rows(self._tags.own, self._tags.of_peer, order)
+        own, of_peer = self._base.own(self._tags.own), self._base.of_peer(self._tags.of_peer)
+        rows = self._base.rows(self._require_order())
+        found = self._room.common_rows(own, of_peer, rows)
         self._common_rows = found.rows
-        self._own_done = pb.AlignDone(
+        done = pb.AlignDone(
             count=len(found.rows),
             digest=found.digest.digest(),
             split_digest=found.split_digest(self._splits),
         )
-        return self._own_done
+        if self._base.number:
+            self._list_test = ListTest(self._exchange, self._hello.nonce, self.peer_nonce)
+            done.list_point = self._list_test.point(self._ids[row] for row in found.rows)
+        self._own_done = done
+        return done
 
     def _require_order(self) -> SecretOrder:
         self._require_hello()

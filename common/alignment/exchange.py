@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from queue import SimpleQueue
 
@@ -18,6 +19,9 @@ from splitveil.common.alignment.interface import (
 from splitveil.common.alignment.kept import ExchangeFiles
 from splitveil.common.errors import AlignmentError
 from splitveil.protos.split_learning_pb2 import AlignFrame
+
+_IN_TURN = frozenset({"commitment", "tags", "done"})
+"""Frames that end what a party sends unprompted, in an order that the peer checks."""
 
 
 def align(
@@ -58,13 +62,17 @@ def align(
     """
     with ExitStack() as ending:
         ending.callback(channel.close)
+        receiving = ending.enter_context(ThreadPoolExecutor(1, thread_name_prefix="align-hello"))
         with Heartbeats(channel) as line:
+            # Beside what follows, which may take long: signs of life that nobody takes would fill
+            # the line, and keep the peer from sending its hello.
+            hello = receiving.submit(line.receive)
             exchange = engine.start(ids, nonce=nonce, run_id=run_id, splits=splits)
             ending.callback(exchange.close)
             if files is not None:
                 exchange.keep_in(files)
             line.send(exchange.hello())
-            for reply in exchange.receive(line.receive()):
+            for reply in exchange.receive(hello.result()):
                 line.send(reply)
             with _forgetting_failed(exchange), counting(exchange):
                 _transfer(exchange, line, progress or _ignore)
@@ -124,6 +132,8 @@ def _send_all(
 ) -> None:
     for frame in own_frames:
         channel.send(frame)
+        if frame.WhichOneof("body") in _IN_TURN:
+            continue  # a reply was made after those that follow, and must not overtake them
         for _ in range(replies.qsize()):
             some = replies.get()
             if some is None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from splitveil.common.alignment.kept import storing
+from splitveil.common.alignment.storing import storing
 from splitveil.common.errors import StorageError
 
 _NUM_RANGES = 2**16

@@ -6,7 +6,6 @@ broke off may be resumed with another limit or with none.
 """
 
 import hashlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -14,8 +13,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from splitveil.common.alignment.kept import storing
 from splitveil.common.alignment.partitions import Records, partitions
+from splitveil.common.alignment.storing import private, storing
 from splitveil.common.errors import StorageError
 from splitveil.common.wire.limits import TAG_BYTES
 
@@ -26,8 +25,10 @@ _KEYS_AT_ONCE = 2**13
 PIECE_TAGS = 2**14
 """Tags that are read from a list at a time."""
 
-_ROW = np.dtype("<i8")
-_KEYED_ROW = np.dtype([("key", ">u8"), ("row", _ROW)])
+ROW = np.dtype("<i8")
+"""A row number in a file."""
+
+_KEYED_ROW = np.dtype([("key", ">u8"), ("row", ROW)])
 _SORTED_BYTES = 64
 """Bytes that sorting takes for each key: the record, its key in native order, and the positions."""
 
@@ -99,7 +100,7 @@ class TagsInFile:
             StorageError: they cannot be read.
         """
         wanted = max(min(count, self._count - first), 0) * TAG_BYTES
-        return _read(self._path, first * TAG_BYTES, wanted) if wanted else b""
+        return read_part(self._path, first * TAG_BYTES, wanted) if wanted else b""
 
 
 def pieces(tags: TagList) -> Iterator[bytes]:
@@ -153,7 +154,7 @@ class OrderInFile:
 
         records = Records(_KEYED_ROW, blocks, _SORTED_BYTES)
         scratch = path.with_name(f"{path.name}.parts")
-        with storing(path), open(path, "wb", opener=_private) as file:
+        with storing(path), open(path, "wb", opener=private) as file:
             for (part,) in partitions([records], scratch, most_bytes):
                 order = np.argsort(part["key"].astype(np.uint64), kind="stable")
                 file.write(part["row"][order].tobytes())
@@ -164,9 +165,9 @@ class OrderInFile:
         Raises:
             StorageError: they cannot be read.
         """
-        wanted = max(min(count, self._size - first), 0) * _ROW.itemsize
-        data = _read(self._path, first * _ROW.itemsize, wanted)
-        return np.frombuffer(data, _ROW).astype(np.int64, copy=False)
+        wanted = max(min(count, self._size - first), 0) * ROW.itemsize
+        data = read_part(self._path, first * ROW.itemsize, wanted)
+        return np.frombuffer(data, ROW).astype(np.int64, copy=False)
 
 
 def secret_permutation(size: int, seed: bytes) -> Rows:
@@ -193,14 +194,15 @@ def _keys(size: int, seed: bytes) -> Iterator[tuple[int, npt.NDArray[np.uint64]]
         yield first, np.frombuffer(digest.digest(8 * count), np.uint64)
 
 
-def _read(path: Path, offset: int, length: int) -> bytes:
+def read_part(path: Path, offset: int, length: int) -> bytes:
+    """Return a part of a file.
+
+    Raises:
+        StorageError: it cannot be read, or is shorter.
+    """
     with storing(path), path.open("rb") as file:
         file.seek(offset)
         data = file.read(length)
     if len(data) < length:
         raise StorageError(f"{path}: is damaged")
     return data
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

@@ -44,7 +44,7 @@ class TagTurns:
     """The tags of one exchange. The threads that send and receive may use it at the same time.
 
     Args:
-        num_own: number of this party's ids.
+        num_own: number of this party's ids, all of which are exchanged by default.
         chunk_ids: largest number of points or tags in a message.
         finish: makes the frame that follows the last tags, once all have been received and shown.
     """
@@ -56,8 +56,11 @@ class TagTurns:
         self.of_peer: TagList = TagsInMemory()
         """Tags of the peer's ids, in the order of its points, computed by this party."""
 
+        self.num_own = num_own
+        """Number of this party's ids that are exchanged."""
+
         self.num_peer = 0
-        """Number of the peer's ids, once its hello is there."""
+        """Number of the peer's ids that are exchanged, once its hello is there."""
 
         self.num_shown = 0
         """Number of the peer's ids whose tags it was sent."""
@@ -65,7 +68,6 @@ class TagTurns:
         self.keeper: Keeper = NOTHING_KEPT
         """Keeps points and tags for an exchange that resumes this one."""
 
-        self._num_own = num_own
         self._chunk_ids = chunk_ids
         self._part = part_of(chunk_ids)
         self._finish = finish
@@ -136,7 +138,7 @@ class TagTurns:
         num_held, num_taken = int(peer.points), int(peer.tags)
         with self._lock:
             sent = kept.own_points.prefix(num_held)
-            are_whole = num_held == self._num_own or num_held % self._chunk_ids == 0
+            are_whole = num_held == self.num_own or num_held % self._chunk_ids == 0
             if sent is None or not are_whole or sent.digest() != peer.points_digest:
                 raise InvalidMessage("the other party has kept other points than were sent")
             part = self._part(self.num_peer)
@@ -158,11 +160,11 @@ class TagTurns:
             InvalidMessage: the peer has sent this party's points back.
         """
         with self._lock:
-            are_sent = self._points_sent == self._num_own * POINT_BYTES
+            are_sent = self._points_sent == self.num_own * POINT_BYTES
             are_computed = self.num_computed == self.num_peer
             if self._has_committed or not are_sent or not are_computed:
                 return Frames()
-            if self._own_points.digest() == self._peer_points.digest():
+            if self.num_own and self._own_points.digest() == self._peer_points.digest():
                 raise InvalidMessage("the other party sends this party's own points back")
             self._has_committed = True
             digest = _commitment(self._own_points.digest(), self.of_peer)
@@ -200,8 +202,8 @@ class TagTurns:
         with self._lock:
             if not self._has_committed or self._peer_commitment is None:
                 raise OutOfStep("received tags before both parties had committed to theirs")
-            part = self._part(self._num_own)
-            expected = min(part, self._num_own - self.num_received)
+            part = self._part(self.num_own)
+            expected = min(part, self.num_own - self.num_received)
             if not expected:
                 raise OutOfStep("received more tags than points were sent")
             check_chunk("tags", message.chunk, self.num_received // part)
@@ -225,14 +227,14 @@ class TagTurns:
         if not self._is_on_disk:
             self.keeper.sync()
             self._is_on_disk = True
-        if self.num_received == self._num_own:
+        if self.num_received == self.num_own:
             self._check_commitment()
         part = self._part(self.num_peer)
         for first in range(self.num_shown, self._due(self.num_shown), part):
             self.num_shown = min(first + part, self.num_peer)
             frames.append(partial(self._tags_frame, first, part))
         # In the same call as the last tags: another thread would send it before them.
-        if self.num_received == self._num_own and not self._is_finished:
+        if self.num_received == self.num_own and not self._is_finished:
             self._is_finished = True
             last = self._finish()
             frames.append(lambda: last)
@@ -245,14 +247,14 @@ class TagTurns:
     def _due(self, shown: int) -> int:
         """Return the number of tags that are to be shown by now, if so many have been."""
         part = self._part(self.num_peer)
-        while shown < self.num_peer and shown * self._num_own <= self.num_received * self.num_peer:
+        while shown < self.num_peer and shown * self.num_own <= self.num_received * self.num_peer:
             shown = min(shown + part, self.num_peer)
         return shown
 
 
 def part_of(chunk_ids: int) -> Callable[[int], int]:
     """Return the function from a number of tags to the number of those shown at a time."""
-    return lambda size: min(chunk_ids, -(-size // TURNS))
+    return lambda size: max(min(chunk_ids, -(-size // TURNS)), 1)
 
 
 def _commitment(points_digest: bytes, tags: TagList) -> bytes:

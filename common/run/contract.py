@@ -64,6 +64,12 @@ class EcdhAlignment(Section):
     """Most ids that either party may bring to one exchange. Each party limits the total over all
     exchanges by its own ``alignment_attempts``."""
 
+    keep_key: bool = False
+    """Whether both parties keep the secret key of a finished alignment, and the tags of all ids, in
+    their own ``alignment_keys``. The next alignment with the same key exchanges only ids that are
+    new at either party. Each party then sees which of the other's ids, common or not, are new, gone
+    or the same as before. The ids that a peer tries are added up over all runs."""
+
 
 class Rr22Alignment(Section):
     """Private set intersection by vector OLE (Raghuraman and Rindal, CCS 2022), for many ids.
@@ -82,6 +88,13 @@ class Rr22Alignment(Section):
     max_set_size: int = Field(default=10_000_000, ge=1, le=2**31)
     """Most ids that either party may bring to one exchange. Each party limits the total over all
     exchanges by its own ``alignment_attempts``."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keeps_no_key(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("keep_key"):
+            raise ValueError("keep_key: the engine rr22 has no key to keep; use the engine ecdh")
+        return values
 
 
 AlignmentSettings = Annotated[

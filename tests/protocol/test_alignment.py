@@ -2,9 +2,10 @@
 
 import random
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from splitveil.common.alignment import (
     ecdh,
 )
 from splitveil.common.alignment.ecdh import CHUNK_IDS, EcdhEngine, EcdhExchange
+from splitveil.common.alignment.exchange import _send_all
 from splitveil.common.alignment.tag_lists import secret_permutation
 from splitveil.common.data.ids import canonical_ids
 from splitveil.common.errors import (
@@ -38,6 +40,7 @@ from tests.aligned import (
     NUM_TWO_CHUNKS,
     Passing,
     align_both,
+    commitment_frame,
     common_ids,
     digests,
     engine,
@@ -47,6 +50,7 @@ from tests.aligned import (
     points_of,
     split,
     started,
+    tags_frame,
 )
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
@@ -160,7 +164,7 @@ def test_points_leave_in_shuffled_order() -> None:
 
     sent = split(b"".join(points_of(session)), 32)
 
-    in_file_order = split(ENGINE._library.mask(digests(ids), session._scalar), 32)
+    in_file_order = split(ENGINE._library.mask(digests(ids), session._secrets.scalar), 32)
     assert sorted(sent) == sorted(in_file_order)
     assert sent != in_file_order
 
@@ -360,3 +364,35 @@ def test_settings_build_the_default_engine() -> None:
     finally:
         built.close()
     assert (EcdhAlignment().min_aligned, EcdhAlignment().max_set_size) == (100, 10_000_000)
+
+
+class _Noting:
+    """A channel that notes what is sent, and lets something happen with the first frame."""
+
+    def __init__(self, first: Callable[[], None]) -> None:
+        self.sent: list[str] = []
+        self._first = first
+
+    def send(self, frame: pb.AlignFrame) -> None:
+        if not self.sent:
+            self._first()
+        self.sent.append(f"{frame.WhichOneof('body')} {frame.tags.chunk}")
+
+    def receive(self) -> pb.AlignFrame:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Close nothing."""
+
+
+def test_a_reply_never_overtakes_tags_that_were_made_before_it() -> None:
+    """The peer may answer the commitment before the first tags after it have left."""
+    replies: SimpleQueue[Iterable[pb.AlignFrame] | None] = SimpleQueue()
+
+    def peer_is_fast() -> None:
+        replies.put([tags_frame(1, b"")])
+        replies.put(None)
+
+    channel = _Noting(peer_is_fast)
+    _send_all(channel, iter([commitment_frame(b"", b""), tags_frame(0, b"")]), replies)
+    assert channel.sent == ["commitment 0", "tags 0", "tags 1"]

@@ -16,6 +16,7 @@ from tests.aligned import (
     LONG_S,
     NONCES,
     Outcome,
+    Passing,
     align_both,
     common_ids,
     done_frame,
@@ -119,6 +120,34 @@ def test_a_party_that_is_busy_for_longer_than_the_peer_waits_is_not_given_up(
     outcomes = align_both((OWN, PEER), (slow, ENGINE), (ends[0], Patient()))
     assert heard >= 10
     assert set(common_ids(OWN, outcomes[0])) == set(OWN) & set(PEER)
+    assert common_ids(OWN, outcomes[0]) == common_ids(PEER, outcomes[1])
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_parties_that_are_both_busy_before_their_hello_do_not_fill_the_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each goes on only after the other has sent more signs of life than the line holds."""
+    monkeypatch.setattr(Heartbeats.__init__, "__defaults__", (OFTEN_S, 10**6))
+    ends = channel_pair(deadline_s=LONG_S)
+    slow = [Slow(min_aligned=1, max_set_size=1000) for _ in ends]
+
+    class Noting(Passing):
+        """A channel that lets both go on once both have sent enough."""
+
+        sent = 0
+
+        def send(self, frame: pb.AlignFrame) -> None:
+            super().send(frame)
+            self.sent += 1
+            if all(line.sent > 20 for line in lines):
+                for one in slow:
+                    one.has_waited.set()
+
+    for one in slow:
+        one.has_waited = threading.Event()
+    lines = [Noting(end) for end in ends]
+    outcomes = align_both((OWN, PEER), (slow[0], slow[1]), (lines[0], lines[1]))
     assert common_ids(OWN, outcomes[0]) == common_ids(PEER, outcomes[1])
 
 

@@ -162,6 +162,11 @@ class Rr22Exchange:
         return int(self._require_hello().set_size)
 
     @property
+    def announced_ids(self) -> int:
+        """The number of the peer's ids that are exchanged: all of them."""
+        return self.peer_set_size
+
+    @property
     def done_ids(self) -> int:
         """The number of ids of both parties that have been processed: all of them, or none."""
         return self.total_ids if self._found is not None else 0

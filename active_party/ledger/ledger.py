@@ -93,6 +93,8 @@ class LeakLedger:
             positions: as for ``charge``.
             charge: the charge as ``logged`` returns it.
         """
+        if _tells_nothing(charge):  # as each answer that was computed from releases
+            return
         self._caveats[positions] |= np.uint8(charge.caveats)
         odds = odds_of_entry(charge)
         if not charge.identity:
@@ -300,6 +302,10 @@ def logged(charge: LeakCharge) -> ChargedAnswer:
         1.0 if charge.leak_auc is None else charge.leak_auc,
         math.inf if charge.dominating_mu is None else charge.dominating_mu,
     )
+
+
+def _tells_nothing(charge: ChargedAnswer) -> bool:
+    return not (charge.sum_kl or charge.epsilon or charge.caveats or charge.identity)
 
 
 def _digest(identity: str) -> bytes:

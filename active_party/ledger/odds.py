@@ -127,6 +127,12 @@ class ManyOdds(NamedTuple):
             becomes[pair] = indices.setdefault(both, len(indices))
         return ManyOdds(becomes[pairs], tuple(indices))
 
+    def contains(self, odds: Odds) -> bool:
+        """Return whether a charge with these odds would change nothing that is known."""
+        present = np.flatnonzero(np.bincount(self.kinds)).tolist()
+        known = (self.table[kind] for kind in present)
+        return all(found.and_also(odds) == found for found in known)
+
     def charged(self, positions: npt.NDArray[np.int64], more: "ManyOdds") -> "ManyOdds":
         """Return the odds after charges to some accounts; this object must not be used any more.
 
@@ -134,7 +140,10 @@ class ManyOdds(NamedTuple):
             positions: accounts, each once.
             more: the odds of the charges, in the order of the positions.
         """
-        part = self.at(positions).and_also(more)
+        part = self.at(positions)
+        if len(more.table) == 1 and part.contains(more.table[0]):
+            return self
+        part = part.and_also(more)
         self.kinds[positions] = part.kinds
         return ManyOdds(self.kinds, part.table)
 

@@ -132,6 +132,40 @@ def test_fresh_charges_add_up_and_of_repeated_noise_the_largest_counts() -> None
     assert account(LeakCharge(math.inf)) == math.inf
 
 
+def test_an_answer_that_tells_nobody_anything_changes_no_account() -> None:
+    """As a gradient that was computed from releases, which were charged when they were told."""
+    ledger = LeakLedger(6)
+    ledger.charge(np.array([0, 2, 4]), LeakCharge(0.25, covers=Covers.ANYBODY, is_gaussian=True))
+    before = save(ledger.state_dict())
+    nothing = LeakCharge(0.0, covers=Covers.ANYBODY, is_gaussian=True)
+    ledger.charge(np.arange(6), nothing)
+    assert save(ledger.state_dict()) == before
+    ledger.charge(np.arange(6), LeakCharge(0.0))  # this one holds for few peers
+    assert save(ledger.state_dict()) != before
+
+
+def test_charges_of_the_kinds_that_are_known_are_entered_like_the_first() -> None:
+    """Whether a charge changes what is known is asked of each account."""
+    gaussian = LeakCharge(0.25, covers=Covers.ANYBODY, is_gaussian=True)
+    other = LeakCharge(0.25, covers=Covers.ANYBODY)
+    ledger = LeakLedger(4)
+    for positions, charge in (([0, 1], gaussian), ([1, 2], other), ([0, 1, 2, 3], gaussian)):
+        ledger.charge(np.array(positions), charge)
+        ledger.charge(np.array(positions), charge)
+    bounds = [ledger.bounds(np.array([row])).guarantee.max for row in range(4)]
+    for expected, charges in (
+        (bounds[0], [gaussian] * 4),
+        (bounds[1], [gaussian] * 2 + [other] * 2 + [gaussian] * 2),
+        (bounds[2], [other] * 2 + [gaussian] * 2),
+        (bounds[3], [gaussian] * 2),
+    ):
+        alone = LeakLedger(1)
+        for charge in charges:
+            alone.charge(np.array([0]), charge)
+        assert alone.bounds(np.array([0])).guarantee.max == expected
+    assert bounds[3] < bounds[0] < bounds[1]
+
+
 def test_what_an_answer_would_reach_is_known_before_and_charges_nothing() -> None:
     ledger = LeakLedger(4)
     ledger.charge(np.array([0, 1]), LeakCharge(0.5))

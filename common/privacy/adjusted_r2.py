@@ -6,10 +6,10 @@
           labels that the score explains (Robinson, "Root-N-consistent semiparametric regression",
           Econometrica 1988)
 
-Every prediction comes from a regression that has not seen the row (`CrossFittedRegressions`, ridge
-and gradient boosting). A score that repeats what these regressions know of the features has 0,
-however high its raw R2; one that is the label has 1. A score that knows better than the regressions
-how features tell labels has more than 0 without any leak.
+Every prediction comes from a regression that has not seen the row (`FeatureModels`). A score that
+repeats what these regressions know of the features has 0, however high its raw R2; one that is the
+label has 1. A score that knows better than the regressions how features tell labels has more than 0
+without any leak.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from splitveil.common.privacy.accumulation import RunScores
-from splitveil.common.privacy.cross_fitting import CrossFittedRegressions
+from splitveil.common.privacy.cross_fitting import FeatureModels
 
 MIN_ROWS = 50
 """Rows below which regressions on features say nothing."""
@@ -69,9 +69,9 @@ def adjusted_r2(features: npt.NDArray[np.float32], labels: _Floats, scores: _Flo
     """
     if len(labels) < MIN_ROWS:
         raise ValueError(f"expected at least {MIN_ROWS} rows, got {len(labels)}")
-    regressions = CrossFittedRegressions(features)
+    models = FeatureModels.of(features)
     label, score = (
-        _standardised(values - regressions.explained(values, by_trees=True), float(values.var()))
+        _standardised(values - models.explained(values), float(values.var()))
         for values in (labels - labels.mean(), scores - scores.mean())
     )
     if label is None:

@@ -28,7 +28,7 @@ from splitveil.common.privacy.accumulation import (
 from splitveil.common.privacy.adjusted_auc import AdjustedLeak, adjusted_leak_auc
 from splitveil.common.privacy.attack_quality import Advantage, advantage_over
 from splitveil.common.privacy.attacks import ATTACKS
-from splitveil.common.privacy.cross_fitting import TooFewRows, cross_fitted_predictions
+from splitveil.common.privacy.cross_fitting import FeatureModels, TooFewRows
 from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
 from splitveil.common.privacy.label_classes import TWO_CLASSES, LabelClasses
 from splitveil.common.privacy.leakage import OneClass
@@ -100,8 +100,9 @@ def measure_beyond_features(
         ValueError: a score is NaN.
     """
     features = np.column_stack([covariates.activations, covariates.outlooks, covariates.own])
+    models = FeatureModels.of(features, covariates.labels)
     try:
-        predictions = cross_fitted_predictions(features, covariates.labels, classes.num_classes)
+        predictions = models.predictions(covariates.labels, classes.num_classes)
     except TooFewRows:
         return None
     named = {**batch_attacks, **run_attacks}
@@ -116,7 +117,7 @@ def measure_beyond_features(
         if one.attack in run_attacks and (found := _advantage(one, covariates)) is not None
     }
     audited = {one.attack: one.scored for one in pairs if one.attack not in told_classes}
-    epsilon = observe_epsilon(features, audited)
+    epsilon = observe_epsilon(models, audited)
     return BeyondFeatures(adjusted, advantage, epsilon)
 
 

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from splitveil.common.privacy.adjusted_auc import Mask
-from splitveil.common.privacy.cross_fitting import CrossFittedRegressions
+from splitveil.common.privacy.cross_fitting import FeatureModels
 from splitveil.common.privacy.epsilon_audit import (
     CONFIDENCE,
     DELTA,
@@ -41,9 +41,6 @@ from splitveil.common.privacy.pair_aucs import Floats
 
 SHARES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
 """Shares of the offered pairs on which a guess is made."""
-
-FINALISTS = 3
-"""Attacks whose scores are explained by trees, which takes longer."""
 
 FEWEST_PAIRS = 20
 """Offered pairs per half below which there is nothing to test."""
@@ -113,35 +110,25 @@ class _Choice(NamedTuple):
 
 
 def observe_epsilon(
-    features: npt.NDArray[np.floating], attacks: Mapping[str, ScoredRows]
+    models: FeatureModels, attacks: Mapping[str, ScoredRows]
 ) -> EpsilonBound | None:
     """Bound epsilon from below with the best of several attacks.
 
-    All are compared with what a linear model explains subtracted, and the ``FINALISTS`` again with
-    what trees explain, too.
-
     Args:
-        features: that explain labels and scores, (rows, features), finite.
+        models: of the features that explain labels and scores.
         attacks: attack -> its scores.
 
     Returns:
         None if no attack has enough offered pairs.
     """
-    offer = np.random.default_rng(_SEED_OF_OFFERS).random(len(features))
-    draws = _Draws(offer, ~choosing_half(len(features)))
-    explainer = _Explainer(features)
-
-    def best_of(names: Iterable[str], *, by_trees: bool) -> list[_Choice]:
-        prepared = (
-            _prepare(name, attacks[name], explainer, draws, by_trees=by_trees) for name in names
-        )
-        choices = [_choose(one) for one in prepared if one is not None]
-        return sorted(choices, key=lambda one: (one.bound, one.excess), reverse=True)
-
-    finalists = [one.guesses.attack for one in best_of(attacks, by_trees=False)[:FINALISTS]]
-    if not finalists:
+    offer = np.random.default_rng(_SEED_OF_OFFERS).random(models.num_rows)
+    draws = _Draws(offer, ~choosing_half(models.num_rows))
+    explainer = _Explainer(models, attacks.values())
+    prepared = (_prepare(name, one, explainer, draws) for name, one in attacks.items())
+    choices = [_choose(one) for one in prepared if one is not None]
+    if not choices:
         return None
-    best = best_of(finalists, by_trees=True)[0]
+    best = max(choices, key=lambda one: (one.bound, one.excess))
     scores, positive = best.guesses.tested
     guesses, correct = _guess(best.sign * scores, positive, best.share)
     epsilon = epsilon_lower_bound(guesses, correct, len(scores))
@@ -172,14 +159,12 @@ def _prepare(
     scored: ScoredRows,
     explainer: "_Explainer",
     draws: _Draws,
-    *,
-    by_trees: bool,
 ) -> _Guesses | None:
     """Return an attack's guesses of the offered pairs; None if there are too few."""
     rows, predictions = scored.rows, scored.predictions
     if len(rows) < 2 * FEWEST_PAIRS:
         return None
-    rest = explainer.unexplained(scored, by_trees=by_trees)
+    rest = explainer.unexplained(scored)
     offered = is_offered(predictions, scored.positive, draws.offer[rows])
     halves = [offered & (draws.is_tested[rows] == side) for side in (False, True)]
     if min(int(side.sum()) for side in halves) < FEWEST_PAIRS:
@@ -192,34 +177,39 @@ class _Explainer:
     """Subtracts from scores what features explain of them.
 
     Args:
-        features: (rows, features), finite.
+        models: of the features.
+        attacks: all scores that will be asked about.
     """
 
-    def __init__(self, features: npt.NDArray[np.floating]) -> None:
-        self._features = features
-        self._fitted: tuple[ScoredRows, CrossFittedRegressions] | None = None
-        """Of the attack before: most attacks score the same rows."""
+    def __init__(self, models: FeatureModels, attacks: Iterable[ScoredRows]) -> None:
+        known: list[Floats] = []
+        for scored in attacks:
+            group = next((one for one in known if _agree(one, scored)), None)
+            if group is None:
+                group = np.full(models.num_rows, np.nan)
+                known.append(group)
+            group[scored.rows] = scored.predictions
+        self._known = [(group, _with_predictions(models, group)) for group in known]
+        """Predictions of two classes, NaN where no attack has a score, and models that know them:
+        most attacks score the same rows, and of the others, few are missing."""
 
-    def unexplained(self, scored: ScoredRows, *, by_trees: bool) -> Floats:
+    def unexplained(self, scored: ScoredRows) -> Floats:
         """Return the rest of an attack's scores, as normal quantiles, (scored,)."""
+        models = next(models for group, models in self._known if _agree(group, scored))
         values = normal_scores(scored.scores)
-        rest: Floats = values - self._regressions(scored).explained(values, by_trees=by_trees)
+        rest: Floats = values - models.explained(values, scored.rows)
         return rest
 
-    def _regressions(self, scored: ScoredRows) -> CrossFittedRegressions:
-        if self._fitted is not None:
-            before, fitted = self._fitted
-            if np.array_equal(before.rows, scored.rows) and np.array_equal(
-                before.predictions, scored.predictions
-            ):
-                return fitted
-        predictions = scored.predictions
-        odds = np.log(predictions) - np.log1p(-predictions)
-        fitted = CrossFittedRegressions(
-            np.column_stack([self._features[scored.rows], odds, predictions])
-        )
-        self._fitted = scored, fitted
-        return fitted
+
+def _agree(predictions: Floats, scored: ScoredRows) -> bool:
+    known = predictions[scored.rows]
+    return bool(((known == scored.predictions) | np.isnan(known)).all())
+
+
+def _with_predictions(models: FeatureModels, predictions: Floats) -> FeatureModels:
+    known = np.where(np.isnan(predictions), 0.5, predictions)
+    odds = np.log(known) - np.log1p(-known)
+    return models.with_features(np.column_stack([odds, known]))
 
 
 def _choose(guesses: _Guesses) -> _Choice:

@@ -159,19 +159,19 @@ class RunAudit:
         An attack is absent if no two classes have examples. With more than two classes, the
         interval belongs to the AUC of the worst pair.
         """
-        figures = RunFigures({}, {})
         with self._lock:
-            for layer, attack, scores in self._found(hinted=True):
-                aucs = self._aucs(scores)
-                try:
-                    pair = aucs.worst_pair()
-                except OneClass:
-                    continue
-                chosen = scores[pair[0] if self._classes.is_multi_class and len(scores) > 1 else 0]
-                figures.leak.setdefault(layer, {})[attack] = self._interval(chosen, *pair)
-                if self._classes.is_multi_class:
-                    by_class = self._by_class(aucs, pair)
-                    figures.by_class.setdefault(layer, {})[attack] = by_class
+            found = list(self._found(hinted=True))
+        figures = RunFigures({}, {})
+        for layer, attack, scores in found:
+            aucs = self._aucs(scores)
+            try:
+                pair = aucs.worst_pair()
+            except OneClass:
+                continue
+            chosen = scores[pair[0] if self._classes.is_multi_class and len(scores) > 1 else 0]
+            figures.leak.setdefault(layer, {})[attack] = self._interval(chosen, *pair)
+            if self._classes.is_multi_class:
+                figures.by_class.setdefault(layer, {})[attack] = self._by_class(aucs, pair)
         return figures
 
     def scores(self, layer: str) -> dict[str, list[RunScores]]:

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -174,8 +175,11 @@ class LeakRecorder:
             covariates: what features tell about some rows; without them, what attacks tell beyond
                 features is not measured.
         """
-        run = self._audit.run_figures()
-        beyond = None if covariates is None else self._audit.beyond_features(covariates)
+        # Side by side, as a run's end waits for both.
+        with ThreadPoolExecutor(1) as executor:
+            measured = executor.submit(self._beyond_features, covariates)
+            run = self._audit.run_figures()
+            beyond = measured.result()
         by_class: LeakByClass | None = None
         if self._audit.is_multi_class:
             by_class = LeakByClass(
@@ -187,7 +191,7 @@ class LeakRecorder:
             worst_epoch=self._audit.worst_epochs(),
             run_level=_each(run.leak, _run_figures),
             by_class=by_class,
-            beyond=None if beyond is None else _beyond_figures(beyond),
+            beyond=beyond,
             counts=BatchCounts(*self._audit.counts()),
         )
 
@@ -234,6 +238,10 @@ class LeakRecorder:
             raise SettingsError(f"attacks cannot change within a run: {error}") from error
         self._next_epoch = state["next_epoch"]
         self._ended_epoch = state["ended_epoch"]
+
+    def _beyond_features(self, covariates: Covariates | None) -> BeyondFigures | None:
+        found = None if covariates is None else self._audit.beyond_features(covariates)
+        return None if found is None else _beyond_figures(found)
 
     def _with_clues(self, seen: Observation, sources: Mapping[str, Tensor]) -> Observation:
         return dataclasses.replace(seen, clues=self._audit.clues(seen, self._seed, sources))

@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from sklearn.linear_model import LogisticRegression
+from sklearn.linear_model import LinearRegression, LogisticRegression
 from sklearn.metrics import log_loss, roc_auc_score
 
 from splitveil.common.privacy.cross_fitting import (
+    FeatureModels,
     TooFewRows,
     cross_fitted_predictions,
-    explained_by,
 )
 
 
@@ -62,14 +62,45 @@ def test_features_of_other_rows_are_refused() -> None:
 
 
 def test_what_features_explain_of_a_score_leaves_its_noise() -> None:
-    """Trees explain what a linear model cannot, and neither explains noise."""
+    """Bends explain what a line cannot, and nothing explains noise."""
     generator = np.random.default_rng(4)
     features = generator.normal(size=(6_000, 3))
     shape, noise = np.abs(features[:, 0]) * 3, generator.normal(size=6_000)
-    left = [
-        (shape + noise - explained_by(features, shape + noise, by_trees=by_trees)).var()
-        for by_trees in (False, True)
-    ]
-    assert left[0] > 3
-    assert left[1] < 1.3
-    assert (noise - explained_by(features, noise, by_trees=True)).var() > 0.97 * noise.var()
+    by_lines = LinearRegression().fit(features, shape + noise).predict(features)
+    assert (shape + noise - by_lines).var() > 3
+    models = FeatureModels.of(features)
+    assert (shape + noise - models.explained(shape + noise)).var() < 1.1
+    assert (noise - models.explained(noise)).var() == pytest.approx(noise.var(), rel=0.03)
+
+
+def test_a_score_of_some_rows_is_explained_by_them_alone() -> None:
+    """As if there were no others: what those scored does not matter, and the figures are near."""
+    generator = np.random.default_rng(5)
+    features = generator.normal(size=(3_000, 3))
+    scores = features[:, 0] * features[:, 1] + generator.normal(size=3_000)
+    scored = np.flatnonzero(generator.random(3_000) < 0.9)
+    found = FeatureModels.of(features).explained(scores[scored], scored)
+    alone = FeatureModels.of(features[scored]).explained(scores[scored])
+    assert np.corrcoef(found, alone)[0, 1] > 0.95
+    left = (scores[scored] - found).var()
+    assert left == pytest.approx((scores[scored] - alone).var(), rel=0.03)
+    assert left < 1.3
+
+
+def test_no_model_sees_the_label_or_score_that_it_is_asked_about() -> None:
+    """One row's label or score changed: its own prediction stays, but for the calibration."""
+    generator = np.random.default_rng(6)
+    features = generator.normal(size=(2_000, 3))
+    scores = features[:, 0] + generator.normal(size=2_000)
+    changed = scores.copy()
+    changed[7] += 100
+    models = FeatureModels.of(features)
+    before, after = models.explained(scores), models.explained(changed)
+    moved = abs(after - before)
+    assert moved[7] < 0.02 * moved.max()
+    labels = (features[:, 0] + generator.normal(size=2_000) > 0).astype(np.int64)
+    other = labels.copy()
+    other[7] = 1 - labels[7]
+    known = FeatureModels.of(features, labels)
+    moved = abs(known.predictions(other) - known.predictions(labels))[:, 1]
+    assert moved[7] < 0.1 * moved.max()

@@ -7,7 +7,7 @@ import pytest
 from scipy.stats import binom
 
 from splitveil.common.privacy.adjusted_auc import Mask
-from splitveil.common.privacy.cross_fitting import cross_fitted_predictions
+from splitveil.common.privacy.cross_fitting import FeatureModels, cross_fitted_predictions
 from splitveil.common.privacy.epsilon_audit import (
     epsilon_lower_bound,
     p_value,
@@ -45,7 +45,8 @@ class Table:
 
     def audit(self, **attacks: Floats) -> EpsilonBound:
         found = observe_epsilon(
-            self.features, {name: self.scored(scores) for name, scores in attacks.items()}
+            FeatureModels.of(self.features),
+            {name: self.scored(scores) for name, scores in attacks.items()},
         )
         assert found is not None
         return found
@@ -110,7 +111,9 @@ def test_features_alone_make_no_bound() -> None:
         failures += table.audit(scores=scores).epsilon > 0
         even = np.full(4_000, table.labels.mean())
         wrong = ScoredRows(np.arange(4_000), scores, table.labels, even)
-        found = observe_epsilon(table.generator.normal(size=(4_000, 1)), {"scores": wrong})
+        found = observe_epsilon(
+            FeatureModels.of(table.generator.normal(size=(4_000, 1))), {"scores": wrong}
+        )
         assert found is not None
         uneven += found.epsilon > 0
     assert failures <= TOLERATED
@@ -130,11 +133,11 @@ def test_predictions_that_are_fitted_make_little_of_one() -> None:
         predictions = cross_fitted_predictions(features, labels.astype(np.int64))[:, 1]
         scores = np.log(truth / (1 - truth)) + 2 * generator.normal(size=4_000)
         scored = ScoredRows(np.arange(4_000), scores, labels, predictions)
-        found = observe_epsilon(features, {"scores": scored})
+        found = observe_epsilon(FeatureModels.of(features), {"scores": scored})
         assert found is not None
         assert found.epsilon < 0.2
         shares = scored._replace(predictions=np.full(4_000, labels.mean()))
-        found = observe_epsilon(np.zeros((4_000, 1)), {"scores": shares})
+        found = observe_epsilon(FeatureModels.of(np.zeros((4_000, 1))), {"scores": shares})
         assert found is not None
         assert found.epsilon > 0.8
 
@@ -155,7 +158,8 @@ def test_the_sign_of_a_score_does_not_matter() -> None:
 
 def test_few_rows_test_nothing() -> None:
     table = Table(60, seed=5)
-    assert observe_epsilon(table.features, {"a": table.scored(table.features[:, 0])}) is None
+    models = FeatureModels.of(table.features)
+    assert observe_epsilon(models, {"a": table.scored(table.features[:, 0])}) is None
 
 
 def test_an_offered_row_is_a_fair_coin_given_its_features() -> None:

@@ -46,7 +46,7 @@ _QUEUED_BYTES = 8 * 2**20
 """Bytes that may wait to be hashed and written before the next message has to wait as well."""
 _HURRIED_BYTES = _QUEUED_BYTES * 3 // 4
 """Bytes for which the thread does not wait any longer before it writes."""
-_GATHERED_S = 0.05
+_GATHERED_S = 0.02
 """Time for which messages are gathered: a thread that works while a step is computed takes the
 interpreter from it, and each time it is woken costs more than a line."""
 _OTHER: Mapping[str, Direction] = {"sent": "received", "received": "sent"}

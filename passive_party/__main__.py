@@ -23,7 +23,7 @@ from splitveil.common.errors import (
 from splitveil.common.models.factory import build_bottom_model
 from splitveil.common.party import command_line
 from splitveil.common.party.credentials import CredentialFiles, credential_files
-from splitveil.common.party.early_imports import import_while_waiting
+from splitveil.common.party.early_imports import FOR_ATTACKS, import_while_waiting
 from splitveil.common.party.ending import end_program, exit_code_of
 from splitveil.common.party.freed_memory import keep_freed_memory
 from splitveil.common.party.interruption import Interruption
@@ -160,6 +160,7 @@ def _train(
                 connection, settings.reconnect, interruption, settings.party, watch
             ) as peer:
                 _begin_to_wait(status)
+                import_while_waiting(*(() if settings.adversary is None else FOR_ATTACKS))
                 run.run(peer)
         except PeerEndedForGood as error:
             stopped = error  # it ends with a summary, like any other run
@@ -188,7 +189,6 @@ def _train(
 def _begin_to_wait(status: RunStatus) -> None:
     status.enter_stage("waiting")
     status.set_ready("waiting for the active party", ready=False)
-    import_while_waiting()
 
 
 def _aligner(settings: PassiveSettings, data: PartyData, folder: Path, *, fresh: bool) -> Aligner:

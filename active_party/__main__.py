@@ -48,6 +48,7 @@ from splitveil.common.errors import (
 )
 from splitveil.common.models.factory import build_top_model
 from splitveil.common.party import command_line
+from splitveil.common.party.absent_pandas import leave_pandas_out
 from splitveil.common.party.credentials import CredentialFiles, credential_files
 from splitveil.common.party.early_imports import FOR_ATTACKS, import_while_waiting
 from splitveil.common.party.ending import end_program, exit_code_of
@@ -95,6 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def perform(parsed: argparse.Namespace) -> int:
     """Do what parsed arguments say, and return the exit code."""
     configure_logging("active", parsed.verbose - parsed.quiet)
+    leave_pandas_out()
     actions = {
         "align": align,
         "run": _run,

@@ -52,7 +52,7 @@ from splitveil.common.party.absent_pandas import leave_pandas_out
 from splitveil.common.party.credentials import CredentialFiles, credential_files
 from splitveil.common.party.early_imports import FOR_ATTACKS, import_while_waiting
 from splitveil.common.party.ending import end_program, exit_code_of
-from splitveil.common.party.freed_memory import keep_freed_memory
+from splitveil.common.party.freed_memory import kept_once_built
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_data import PartyData
@@ -141,7 +141,6 @@ def _train(
 ) -> None:
     contract = settings.contract
     device = command_line.prepare(settings, workers.place)
-    keep_freed_memory()
     settings.defense.require_usable(settings.defense_context())
     data = PartyData.of(settings)
     logger.info("%d rows read from %s", len(data.ids), data.table.source)
@@ -161,7 +160,7 @@ def _train(
         session = build_session(
             settings,
             data,
-            build_trainer,
+            kept_once_built(build_trainer),
             StatusObserver(recorder, status),
             partial(command_line.draw_nonce, settings),
             store,

@@ -26,7 +26,7 @@ from splitveil.common.party.absent_pandas import leave_pandas_out
 from splitveil.common.party.credentials import CredentialFiles, credential_files
 from splitveil.common.party.early_imports import FOR_ATTACKS, import_while_waiting
 from splitveil.common.party.ending import end_program, exit_code_of
-from splitveil.common.party.freed_memory import keep_freed_memory
+from splitveil.common.party.freed_memory import kept_once_built
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_data import PartyData, open_earlier_model
@@ -119,7 +119,6 @@ def _train(
     workers: Workers,
 ) -> None:
     device = command_line.prepare(settings, workers.place)
-    keep_freed_memory()
     data = PartyData.of(settings)
     logger.info("%d rows read from %s", len(data.ids), data.table.source)
     labels = _evaluation_labels(settings)
@@ -146,7 +145,7 @@ def _train(
         store = resources.enter_context(RunStore(folder, keep, in_background=True))
         run = PassiveRun(
             aligner,
-            build_trainer,
+            kept_once_built(build_trainer),
             StatusObserver(recorder, status),
             store,
             recorder if settings.audits else None,

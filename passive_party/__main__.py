@@ -26,7 +26,7 @@ from splitveil.common.party.absent_pandas import leave_pandas_out
 from splitveil.common.party.credentials import CredentialFiles, credential_files
 from splitveil.common.party.early_imports import FOR_ATTACKS, import_while_waiting
 from splitveil.common.party.ending import end_program, exit_code_of
-from splitveil.common.party.freed_memory import kept_once_built
+from splitveil.common.party.freed_memory import kept_once_built, share_heaps
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_data import PartyData, open_earlier_model
@@ -100,6 +100,7 @@ def _run(parsed: argparse.Namespace) -> None:
     if place.rank:
         work_for(settings, place)
         return
+    share_heaps()
     interruption = Interruption()
     interruption.install()
     with joined(place, interruption) as workers:

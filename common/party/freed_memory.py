@@ -26,9 +26,24 @@ RETURNED_BYTES = 128 * 2**10
 """Size of blocks, and of freed memory at the end of a heap, that are returned at once on demand."""
 
 _NUM_HEAPS = 2
+"""Heaps that all threads share; by default there are eight for each core, and each of them keeps
+what its threads have freed. A thread that finds one in use takes the other."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
+_ARENAS = "MALLOC_ARENA_MAX"
 _CHOICES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+
+
+def share_heaps(environment: Mapping[str, str] = os.environ) -> bool:
+    """Let all threads of this process share few heaps, and return whether that was possible.
+
+    Call it before there are threads. Nothing happens without glibc, or where the environment says
+    how glibc allocates.
+    """
+    if _ARENAS in environment:
+        return False
+    mallopt = _mallopt(environment)
+    return mallopt is not None and bool(mallopt(_ARENA_MAX, _NUM_HEAPS))
 
 
 BuiltT = TypeVar("BuiltT")

@@ -52,7 +52,11 @@ from splitveil.common.party.absent_pandas import leave_pandas_out
 from splitveil.common.party.credentials import CredentialFiles, credential_files
 from splitveil.common.party.early_imports import FOR_ATTACKS, import_while_waiting
 from splitveil.common.party.ending import end_program, exit_code_of
-from splitveil.common.party.freed_memory import kept_once_built, share_heaps
+from splitveil.common.party.freed_memory import (
+    kept_once_built,
+    return_unused_memory,
+    share_heaps,
+)
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_data import PartyData
@@ -191,6 +195,7 @@ def _train(
             service.tell_end(min(patience_s, settings.reconnect.max_s), interruption)
             server.stop(GRACE_S).wait()
             engine.close()
+            return_unused_memory()  # of the last steps, before results take some
             recorder.note_refit(save_results(settings, folder, session, build_trainer))
             recorder.note_alone(save_alone(settings, folder, session, build_trainer))
     # The monitor measures the last batches only after the last answer has left.

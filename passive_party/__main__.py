@@ -26,7 +26,11 @@ from splitveil.common.party.absent_pandas import leave_pandas_out
 from splitveil.common.party.credentials import CredentialFiles, credential_files
 from splitveil.common.party.early_imports import FOR_ATTACKS, import_while_waiting
 from splitveil.common.party.ending import end_program, exit_code_of
-from splitveil.common.party.freed_memory import kept_once_built, share_heaps
+from splitveil.common.party.freed_memory import (
+    kept_once_built,
+    return_unused_memory,
+    share_heaps,
+)
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_data import PartyData, open_earlier_model
@@ -172,6 +176,7 @@ def _train(
             logger.warning("the active party does not resume this run: %s", error)
         finally:
             aligner.engine.close()
+            return_unused_memory()  # of the last steps, before results take some
             # A run that has ended for good and is not resumed keeps the model that it ended with.
             if run.trainer is not None and end_of(folder) is None:
                 identity = identity_metadata(run.model_identity, settings.contract)

@@ -30,7 +30,6 @@ from splitveil.active_party.inference.command import predict
 from splitveil.active_party.ledger.earlier_ledgers import LEDGER
 from splitveil.active_party.plan import show
 from splitveil.active_party.planned import plan_of
-from splitveil.active_party.report import write_comparison, write_report
 from splitveil.active_party.results import save_alone, save_results
 from splitveil.active_party.serving.probe_server import probe_checks
 from splitveil.active_party.serving.server import start_server
@@ -46,14 +45,18 @@ from splitveil.common.data.id_forms import form_of
 from splitveil.common.errors import (
     EndedForGood,
     SettingsError,
-    StorageError,
 )
 from splitveil.common.models.factory import build_top_model
 from splitveil.common.party import command_line
+from splitveil.common.party.absent_pandas import leave_pandas_out
 from splitveil.common.party.credentials import CredentialFiles, credential_files
-from splitveil.common.party.early_imports import import_while_waiting
+from splitveil.common.party.early_imports import FOR_ATTACKS, import_while_waiting
 from splitveil.common.party.ending import end_program, exit_code_of
-from splitveil.common.party.freed_memory import keep_freed_memory
+from splitveil.common.party.freed_memory import (
+    kept_once_built,
+    return_unused_memory,
+    share_heaps,
+)
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_data import PartyData
@@ -79,6 +82,8 @@ from splitveil.common.wire.probe_desk import ProbeDesk
 
 logger = logging.getLogger("splitveil.active_party")
 
+_FOR_MONITOR = (*FOR_ATTACKS, *LIBRARIES)
+
 GRACE_S = 5.0
 LAST_WORDS_S = 2.0
 """Time that a party that ends early waits for its peer's next call, whose status says so."""
@@ -95,6 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def perform(parsed: argparse.Namespace) -> int:
     """Do what parsed arguments say, and return the exit code."""
     configure_logging("active", parsed.verbose - parsed.quiet)
+    leave_pandas_out()
     actions = {
         "align": align,
         "run": _run,
@@ -116,6 +122,7 @@ def _run(parsed: argparse.Namespace) -> None:
     if place.rank:
         work_for(settings, place)
         return
+    share_heaps()
     interruption = Interruption()
     interruption.install()
     with joined(place, interruption) as workers:
@@ -139,7 +146,6 @@ def _train(
 ) -> None:
     contract = settings.contract
     device = command_line.prepare(settings, workers.place)
-    keep_freed_memory()
     settings.defense.require_usable(settings.defense_context())
     data = PartyData.of(settings)
     logger.info("%d rows read from %s", len(data.ids), data.table.source)
@@ -159,7 +165,7 @@ def _train(
         session = build_session(
             settings,
             data,
-            build_trainer,
+            kept_once_built(build_trainer),
             StatusObserver(recorder, status),
             partial(command_line.draw_nonce, settings),
             store,
@@ -174,7 +180,7 @@ def _train(
         desk = ProbeDesk(contract, form_of(data.ids))
         server = start_server(service, contract, settings.listen, credentials, notes, desk)
         logger.info("waiting for %s at %s", _parties_of(contract), settings.listen)
-        import_while_waiting(*(() if settings.leak_monitor is None else LIBRARIES))
+        import_while_waiting(*(() if settings.leak_monitor is None else _FOR_MONITOR))
         stopped: EndedForGood | None = None
         try:
             with status.serving(session):
@@ -186,6 +192,7 @@ def _train(
             service.tell_end(min(patience_s, settings.reconnect.max_s), interruption)
             server.stop(GRACE_S).wait()
             engine.close()
+            return_unused_memory()  # of the last steps, before results take some
             recorder.note_refit(save_results(settings, folder, session, build_trainer))
             recorder.note_alone(save_alone(settings, folder, session, build_trainer))
     # The monitor measures the last batches only after the last answer has left.
@@ -206,7 +213,10 @@ def _leave_results(
     if stopped is not None:
         mark_run_as_ended(settings, folder, stopped)
     print_summary("active party", summary)
-    _try_to_report(folder.parent)
+    # Imported at the end, as above.
+    from splitveil.active_party.report_command import try_to_report  # noqa: PLC0415
+
+    try_to_report(folder.parent)
     if stopped is not None:
         logger.warning("the run has ended for good: %s", WHAT_NOW)
         raise stopped
@@ -345,23 +355,10 @@ def _plan(parsed: argparse.Namespace) -> None:
 
 
 def _report(parsed: argparse.Namespace) -> None:
-    if parsed.run_dirs and parsed.compare:
-        raise SettingsError("report: expected runs' folders either before or after --compare")
-    folders = parsed.run_dirs or parsed.compare
-    target = parsed.target_leak_auc
-    if not folders:
-        raise SettingsError("report: expected a run's folder, or several to compare")
-    if target is not None and not 0.5 < target < 1:
-        raise SettingsError(f"--target-leak-auc: expected an AUC between 0.5 and 1, got {target}")
-    if len(folders) == 1 and parsed.compare is None:
-        written = write_report(folders[0], parsed.output, target)
-    elif target is not None:
-        raise SettingsError("--target-leak-auc: expected one run's folder")
-    else:
-        written = write_comparison(folders, parsed.output or Path("comparison.html"))
-    if parsed.json:
-        print_json({"report": str(written)})
-    logger.info("report written to %s", written)
+    # A run need not wait for what its report is made with, nor hold it in memory.
+    from splitveil.active_party.report_command import report  # noqa: PLC0415
+
+    report(parsed)
 
 
 def _serve(parsed: argparse.Namespace) -> None:
@@ -369,19 +366,6 @@ def _serve(parsed: argparse.Namespace) -> None:
     from splitveil.active_party.online.command import serve  # noqa: PLC0415
 
     serve(parsed)
-
-
-_REPORT_LATER = "once the cause is gone: active-party report"
-
-
-def _try_to_report(run_dir: Path) -> None:
-    """Write the report of a run that is over; its results are safe even if that fails."""
-    try:
-        logger.info("report written to %s", write_report(run_dir))
-    except StorageError as error:  # a full disk needs no traceback
-        logger.error("%s; %s %s", error, _REPORT_LATER, run_dir)
-    except Exception:
-        logger.exception("the report could not be written; %s %s", _REPORT_LATER, run_dir)
 
 
 def _check_listen(settings: ActiveSettings) -> None:

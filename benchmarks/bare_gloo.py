@@ -11,9 +11,11 @@ has the labels and listens, prints the seconds of a step.
 """
 
 import argparse
-import multiprocessing
+import json
 import socket
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -26,6 +28,8 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import TCPStore
 from torch.func import functional_call
 from torch.nn.functional import binary_cross_entropy_with_logits
+
+from benchmarks.processes import most_mib
 
 ROWS, FEATURES, CUT, BATCH, EPOCHS = 67_000, 64, 128, 1024, 20
 TRAINING = ROWS * 9 // 10
@@ -40,6 +44,8 @@ class Timed(NamedTuple):
     cpu_s: float
     step_s: float
     """Median over the epochs, from the first step's end to the last one's."""
+    memory_mib: float = 0.0
+    """The largest resident set of the process."""
 
 
 class Line(NamedTuple):
@@ -204,26 +210,17 @@ MARKS: dict[str, tuple[Mark, int]] = {
 }
 
 
-def in_process(name: str, rank: int, address: str, into: Any) -> None:
-    torch.set_num_threads(1)
-    into.put(MARKS[name][0](rank, address))
-
-
 def cost_of_mark(name: str) -> list[Timed]:
-    """Run a mark's processes, and return what each of them took."""
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    address = f"127.0.0.1:{free_port()}"
+    """Run a mark's processes, and return what each of them took, rank by rank."""
+    # Programs of their own, because a forked or spawned one would import this one's modules.
+    call = [sys.executable, "-m", "benchmarks.bare_gloo", "--mark", name]
+    call += ["--address", f"127.0.0.1:{free_port()}"]
     started = [
-        context.Process(target=in_process, args=(name, rank, address, results))
+        subprocess.Popen([*call, "--rank", str(rank)], stdout=subprocess.PIPE)
         for rank in range(MARKS[name][1])
     ]
-    for process in started:
-        process.start()
-    taken = [results.get(timeout=120) for _ in started]
-    for process in started:
-        process.join()
-    return taken
+    printed = [process.communicate(timeout=120)[0] for process in started]
+    return [Timed(**json.loads(text)) for text in printed]
 
 
 def free_port() -> int:
@@ -236,12 +233,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rank", type=int, choices=(0, 1), required=True)
     parser.add_argument("--address", required=True, help="HOST:PORT of rank 1")
+    parser.add_argument("--mark", choices=MARKS, help="print all figures of a process of this mark")
     parser.add_argument("--ahead", type=int, default=0)
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--write", type=Path, help="file that rank 1 writes the figure to")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    if given.mark is not None:
+        taken = MARKS[given.mark][0](given.rank, given.address)
+        print(json.dumps(taken._replace(memory_mib=most_mib())._asdict()))
+        return
     taken = gloo(given.rank, Line(given.address, given.ahead, DTYPES[given.dtype]), given.epochs)
     if given.rank and given.write is not None:
         given.write.write_text(str(taken.step_s))

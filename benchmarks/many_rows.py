@@ -29,8 +29,8 @@ import yaml
 
 from benchmarks.bare_gloo import free_port
 from benchmarks.environment import print_environment
+from benchmarks.processes import CLOCK_TICKS, most_mib
 from benchmarks.whole_run import (
-    CLOCK_TICKS,
     NAMES,
     security,
     start,
@@ -138,11 +138,9 @@ def larger(most: Most, pid: int) -> Most:
     """Return the larger of a party's memory so far and now."""
     try:
         sizes = [proportional(process) for process in family(pid)]
-        status = Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):  # one of them has ended meanwhile
         return most
-    peak = next((int(line.split()[1]) for line in status.splitlines() if "VmHWM" in line), 0)
-    return Most(max(most.own, peak / 1024), max(most.all, sum(sizes)))
+    return Most(max(most.own, most_mib(pid)), max(most.all, sum(sizes)))
 
 
 def proportional(process: Path) -> float:

@@ -17,21 +17,21 @@ thread per process. Each round runs, one after the other:
 A figure is that of whole epochs after the first: steps, the evaluation of the held-out rows, and
 whatever lies between two epochs. CPU time is that of both processes together, also until the first
 step and from the last evaluation to the end. With ``--threads`` the threads that took most of it
-follow. Ratios are those of medians over the rounds. Aims: as shipped at least 0.80 of
-``monolithic`` and 0.70 of ``gloo``; ``mtls`` at least ``monolithic``; CPU per step at most 1.35 of
-gloo's (insecure), 1.6 (mtls).
+follow. Memory is the largest resident set (VmHWM) of each process over its whole life, and its
+ratio is that to ``monolithic``, the 16.4 MiB of features taken off where they are. Ratios are those
+of medians over the rounds. Aims: as shipped at least 0.80 of ``monolithic`` and 0.70 of ``gloo``;
+``mtls`` at least ``monolithic``; CPU per step at most 1.35 of gloo's (insecure), 1.6 (mtls); memory
+at most 1.25 of ``monolithic``.
 """
 
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -43,8 +43,26 @@ import numpy as np
 import torch
 import yaml
 
-from benchmarks.bare_gloo import BATCH, EPOCHS, MARKS, ROWS, STEPS, cost_of_mark, free_port, table
+from benchmarks.bare_gloo import (
+    BATCH,
+    EPOCHS,
+    FEATURES,
+    MARKS,
+    ROWS,
+    STEPS,
+    cost_of_mark,
+    free_port,
+    table,
+)
 from benchmarks.environment import print_environment
+from benchmarks.processes import (
+    Parties,
+    cpu_by_thread,
+    cpu_of,
+    cpu_of_ended,
+    lines_of,
+    wait_for_end,
+)
 from splitveil.deploy.authority import PartyFolder, make_certificates
 
 NO_AUDITS: dict[str, Any] = {"leak_monitor": None}
@@ -55,8 +73,8 @@ LEFT_OUT: dict[str, dict[str, Any]] = {
 }
 NAMES = {"active": "active.splitveil", "passive": "passive.splitveil"}
 ENDS = ("first_step_s", "first_step_cpu_s", "ending_s", "ending_cpu_s")
-POLL_S = 0.02
-CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
+TABLE_MIB = ROWS * FEATURES * 4 / 2**20
+"""The features; the one process and the passive party have them."""
 
 
 class Cost(NamedTuple):
@@ -75,13 +93,16 @@ class Cost(NamedTuple):
     """Of both processes, until the first step."""
     ending_cpu_s: float = 0.0
     """Of both processes, from the last evaluation."""
+    memory_mib: tuple[float, ...] = ()
+    """The largest resident set of each process; the active party or rank 1 comes last."""
 
 
 def cost_of(mark: str) -> Cost:
     taken = cost_of_mark(mark)
     steps = STEPS * (EPOCHS - 1)
     wall_s, cpu_s = max(of.wall_s for of in taken), sum(of.cpu_s for of in taken)
-    return Cost(steps / wall_s, 1e3 * cpu_s / steps)
+    memory = tuple(of.memory_mib for of in taken)
+    return Cost(steps / wall_s, 1e3 * cpu_s / steps, memory_mib=memory)
 
 
 def write_settings(folder: Path) -> None:
@@ -139,15 +160,14 @@ def cost_of_run(
         try:
             watched = watch(parties, runs / "whole" / "active" / "metrics.jsonl")
             ending, spent_s = time.monotonic(), cpu_of(parties)
-            for process in parties.values():
-                if process.wait(60):
-                    raise SystemExit(f"a party ended with exit code {process.returncode}")
+            most = wait_for_end(parties, 60)
         finally:
             for process in parties.values():
                 process.kill()
         return watched(begun)._replace(
             ending_s=time.monotonic() - ending,
             ending_cpu_s=cpu_of_ended() - ended_before_s - spent_s,
+            memory_mib=(most["passive"], most["active"]),
         )
 
 
@@ -190,10 +210,11 @@ class Watched(NamedTuple):
         return Cost(rate, cpu_ms, first_step_s, 0.0, threads, self.first_step_cpu_s)
 
 
-def watch(parties: dict[str, subprocess.Popen[bytes]], metrics: Path) -> Watched:
+def watch(parties: Parties, metrics: Path) -> Watched:
     """Follow a run's metrics until its last epoch has ended."""
     seen = Watched(0.0, 0.0, [], [])
-    for kind in lines_of(metrics, parties):
+    for line in lines_of(metrics, parties):
+        kind = json.loads(line).get("kind")
         if kind == "train" and not seen.first_step_at:
             seen = seen._replace(first_step_at=time.monotonic(), first_step_cpu_s=cpu_of(parties))
         if kind == "test":
@@ -202,50 +223,6 @@ def watch(parties: dict[str, subprocess.Popen[bytes]], metrics: Path) -> Watched
         if len(seen.moments) == EPOCHS:
             break
     return seen
-
-
-def lines_of(path: Path, parties: dict[str, subprocess.Popen[bytes]]) -> Iterator[str]:
-    """Yield the kind of each line of a file as it is written."""
-    while not path.exists():
-        if any(process.poll() for process in parties.values()):
-            raise SystemExit("a party ended before the first step")
-        time.sleep(POLL_S)
-    with path.open() as file:
-        rest = ""
-        while True:
-            rest += file.read()
-            *whole, rest = rest.split("\n")
-            yield from (json.loads(line).get("kind", "") for line in whole)
-            time.sleep(POLL_S)
-
-
-def cpu_of(parties: dict[str, subprocess.Popen[bytes]]) -> float:
-    """Return the CPU seconds of running processes, with those of threads that have ended."""
-    return sum(seconds_in(Path(f"/proc/{process.pid}/stat")) for process in parties.values())
-
-
-def cpu_of_ended() -> float:
-    """Return the CPU seconds of all processes that this one has started and that have ended."""
-    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return spent.ru_utime + spent.ru_stime
-
-
-def seconds_in(stat: Path) -> float:
-    """Return the CPU seconds in a process's or thread's file under /proc."""
-    rest = stat.read_text().rpartition(") ")[2]
-    return sum(map(int, rest.split()[11:13])) / CLOCK_TICKS
-
-
-def cpu_by_thread(parties: dict[str, subprocess.Popen[bytes]]) -> dict[str, float]:
-    """Return CPU seconds by party and name of the thread."""
-    found: dict[str, float] = defaultdict(float)
-    for party, process in parties.items():
-        for task in Path(f"/proc/{process.pid}/task").iterdir():
-            named = f"{party} {(task / 'comm').read_text().strip()}"
-            if task.name == str(process.pid):
-                named = f"{party} main"
-            found[named] += seconds_in(task / "stat")
-    return found
 
 
 # ---- the table ----------------------------------------------------------------------------------
@@ -299,12 +276,22 @@ def main() -> None:
             for name in chosen:
                 found.setdefault(name, []).append(runs[name]())
                 print(f"{name}: {found[name][-1].steps_per_s:.1f} steps/s", flush=True)
+    middle = {name: median_of(costs) for name, costs in found.items()}
+    print_speed(middle)
+    print_memory(middle)
+    if given.threads:
+        for name, costs in found.items():
+            busiest = sorted(costs[-1].threads.items(), key=lambda item: -item[1])
+            for thread, cpu_ms in busiest[:8]:
+                print(f"{name}: {thread} {cpu_ms:.2f} ms/step")
+
+
+def print_speed(middle: dict[str, Cost]) -> None:
     heads = ("steps/s", "of monolithic", "of gloo", "CPU ms/step", "of gloo's")
     print(f"\n| | {' | '.join(heads)} | first step | CPU | end | CPU |")
     print("|---|---|---|---|---|---|---|---|---|---|")
-    middle = {name: median_of(costs) for name, costs in found.items()}
+    whole, bare = middle.get("monolithic"), middle.get("gloo")
     for name, cost in middle.items():
-        whole, bare = middle.get("monolithic"), middle.get("gloo")
         cells = [
             f"{cost.steps_per_s:.0f}",
             f"{cost.steps_per_s / whole.steps_per_s:.2f}" if whole else "-",
@@ -314,17 +301,28 @@ def main() -> None:
             *(f"{getattr(cost, field):.1f} s" if cost.first_step_s else "-" for field in ENDS),
         ]
         print(f"| {name} | {' | '.join(cells)} |")
-    if given.threads:
-        for name, costs in found.items():
-            busiest = sorted(costs[-1].threads.items(), key=lambda item: -item[1])
-            for thread, cpu_ms in busiest[:8]:
-                print(f"{name}: {thread} {cpu_ms:.2f} ms/step")
+
+
+def print_memory(middle: dict[str, Cost]) -> None:
+    print("\n| | MiB active | of monolithic | MiB passive | of monolithic |")
+    print("|---|---|---|---|---|")
+    whole = middle.get("monolithic")
+    for name, cost in middle.items():
+        cells: list[str] = []
+        # The active party has no features; the one process of monolithic has, and comes first.
+        for place, mib in enumerate(cost.memory_mib):
+            own = mib - (0 if place else TABLE_MIB)
+            ratio = f"{own / (whole.memory_mib[0] - TABLE_MIB):.2f}" if whole else "-"
+            cells = [f"{mib:.0f}", ratio, *cells]
+        cells = [*["-"] * (4 - len(cells)), *cells]
+        print(f"| {name} | {' | '.join(cells)} |")
 
 
 def median_of(costs: list[Cost]) -> Cost:
     fields = ("steps_per_s", "cpu_ms", *ENDS)
     middle = {field: statistics.median(getattr(cost, field) for cost in costs) for field in fields}
-    return Cost(**middle)
+    memory = zip(*(cost.memory_mib for cost in costs), strict=True)
+    return Cost(**middle, memory_mib=tuple(statistics.median(mib) for mib in memory))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import softmax
 
 from splitveil.active_party.training.held_out import StoredPredictions
 
@@ -83,7 +82,7 @@ def auc_terms(logits: _Numbers, labels: npt.NDArray[np.int64]) -> tuple[float, _
     Returns:
         None if no class has at least two members and two others.
     """
-    scores = logits[:, None] if logits.ndim == 1 else softmax(logits, axis=1)
+    scores = logits[:, None] if logits.ndim == 1 else _shares(logits)
     classes = [1] if logits.ndim == 1 else range(scores.shape[1])
     found = [
         _terms_of_class(scores[:, column], labels == label)
@@ -96,18 +95,34 @@ def auc_terms(logits: _Numbers, labels: npt.NDArray[np.int64]) -> tuple[float, _
 
 
 def _terms_of_class(scores: _Numbers, members: npt.NDArray[np.bool_]) -> tuple[float, _Numbers]:
-    # It takes half a second, which a run should not pay before its first step.
-    from scipy.stats import rankdata  # noqa: PLC0415
-
-    ranks = rankdata(scores)
+    ranks = _average_ranks(scores)
     won = np.empty_like(ranks)
     """Share of the other group that a row is ranked on the right side of."""
     num_members, num_others = int(members.sum()), int((~members).sum())
-    won[members] = (ranks[members] - rankdata(scores[members])) / num_others
-    won[~members] = 1 - (ranks[~members] - rankdata(scores[~members])) / num_members
+    won[members] = (ranks[members] - _average_ranks(scores[members])) / num_others
+    won[~members] = 1 - (ranks[~members] - _average_ranks(scores[~members])) / num_members
     auc = float(won[members].mean())
     size = np.where(members, num_members, num_others)
     return auc, (won - auc) / np.sqrt(size * (size - 1.0))
+
+
+# SciPy has both functions. Importing it takes half a second of CPU time and 50 MiB of memory.
+
+
+def _average_ranks(values: _Numbers) -> _Numbers:
+    """Return the ranks from 1, their mean among equal values; NaN if there is one."""
+    if np.isnan(values).any():
+        return np.full(len(values), np.nan)
+    ordered = np.sort(values)
+    below, not_above = (np.searchsorted(ordered, values, side) for side in ("left", "right"))
+    return (below + not_above + 1) / 2
+
+
+def _shares(logits: _Numbers) -> _Numbers:
+    """Return the softmax of each row."""
+    powers = np.exp(logits - logits.max(axis=1, keepdims=True))
+    shares: _Numbers = powers / powers.sum(axis=1, keepdims=True)
+    return shares
 
 
 def _estimate(value: float, terms: _Numbers) -> Estimate:

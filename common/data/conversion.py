@@ -135,7 +135,7 @@ class _Writer:
             self._settings, self._selection, part.columns, self._source, first_row
         )
         if numeric:
-            self._append("numeric.bin", np.column_stack(list(numeric.values())))
+            self._append("numeric.bin", np.column_stack(list(numeric.values())).astype(np.float64))
         self._add_categories(part, first_row)
         if part.image is not None:
             self._add_image(part.image, first_row)

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from splitveil.common.data.category_lists import count_members
+from splitveil.common.data.columns import Numbers
 from splitveil.common.data.settings import FeatureSettings
 from splitveil.common.data.table import Table
 
@@ -92,7 +93,7 @@ class Fitted:
             first = sorted(frequent, key=lambda text: (-found[text], text))
             yield name, tuple(sorted(first[: self._settings.max_list_categories]))
 
-    def _compressed(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _compressed(self, values: Numbers) -> NDArray[np.float64]:
         return compress(values, signed_log1p=self._settings.signed_log1p)
 
     def _present(self, name: str, values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -124,9 +125,10 @@ class Fitted:
         return found
 
 
-def compress(values: NDArray[np.float64], *, signed_log1p: bool) -> NDArray[np.float64]:
-    """Return sign(x) log(1 + |x|) if the settings say so."""
-    return np.sign(values) * np.log1p(np.abs(values)) if signed_log1p else values
+def compress(values: Numbers, *, signed_log1p: bool) -> NDArray[np.float64]:
+    """Return sign(x) log(1 + |x|) if the settings say so, in float64."""
+    wide = values.astype(np.float64, copy=False)
+    return np.sign(wide) * np.log1p(np.abs(wide)) if signed_log1p else wide
 
 
 class _Range:

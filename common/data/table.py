@@ -13,6 +13,7 @@ from splitveil.common.data.category_lists import read_lists
 from splitveil.common.data.columns import (
     CategoricalColumn,
     ChosenColumns,
+    Numbers,
     WrittenColumn,
     check_columns_exist,
     read_categories,
@@ -56,7 +57,7 @@ class Table:
     """0 or 1 per row; the class index of the row if there are more than two classes; or its share
     of the range if the label is a number."""
 
-    numeric: Mapping[str, NDArray[np.float64]]
+    numeric: Mapping[str, Numbers]
     """Finite numbers by column, and NaN for gaps if ``gaps`` says so; a timestamp has a column for
     each of its parts."""
 
@@ -287,7 +288,7 @@ def part_numeric(
     columns: Mapping[str, Any],
     source: str,
     first_row: int = 1,
-) -> dict[str, NDArray[np.float64]]:
+) -> dict[str, Numbers]:
     """Return the numbers of some rows, by column."""
     features = settings.features
     if features is None:

@@ -121,7 +121,8 @@ class PartySettings(Section):
     takes seconds to minutes; needs a C++ compiler, or a GPU. Not with several processes."""
 
     alignment_workers: int = Field(default=0, ge=0, le=1024)
-    """Number of worker processes for the alignment; with 0, this process does the arithmetic."""
+    """Number of worker processes for the alignment; with 0, this process does the arithmetic, on up
+    to two cores. More than two cores need workers."""
 
     alignment_memory_limit: ByteSize | None = Field(default=None, ge=LEAST_ALIGNMENT_MEMORY)
     """Memory that an exchange of ids may take, such as ``128MB`` or ``1GiB``; a number without a

@@ -213,3 +213,32 @@ def test_file_to_tensors(tmp_path: Path) -> None:
     numeric = transform(fit(own, list(range(400))), own).numeric
     assert numeric is not None
     np.testing.assert_allclose(numeric.numpy(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("missing", ["zero", "median"])
+def test_numbers_stored_as_float32_take_half_the_memory_and_give_the_same_bits(
+    tmp_path: Path, missing: str, *, log: bool
+) -> None:
+    x = np.random.default_rng(0).normal(scale=1e3, size=(200, 3)).astype(np.float32)
+    x[::7, 1] = np.nan
+    found = []
+    for name, kind in (("narrow", np.float32), ("wide", np.float64)):
+        np.savez(tmp_path / f"{name}.npz", id=np.arange(200), x=x.astype(kind))
+        features = {"numeric": "x*", "missing_numeric": missing, "signed_log1p": log}
+        values = {
+            "source": {"kind": "npz", "path": f"{name}.npz"},
+            "id_column": "id",
+            "features": features,
+        }
+        own = read_table(validate(DataSettings, values, "settings"), tmp_path)
+        assert {column.dtype for column in own.numeric.values()} == {np.dtype(kind)}
+        encoder = FeatureEncoder.fit(
+            validate(FeatureSettings, features, "settings"), own, np.arange(150)
+        )
+        numeric = transform(encoder, own).numeric
+        assert numeric is not None
+        found.append((encoder.state(), numeric))
+    (narrow, from_narrow), (wide, from_wide) = found
+    assert narrow == wide
+    assert torch.equal(from_narrow, from_wide)

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from sklearn.metrics import roc_auc_score
 
-from splitveil.active_party.__main__ import _try_to_report, main
+from splitveil.active_party.__main__ import main
 from splitveil.active_party.defenses.sum_kl import estimated_auc
 from splitveil.active_party.ledger.coverage import coverage_of
 from splitveil.active_party.report import read_run, write_comparison, write_report
@@ -23,6 +23,7 @@ from splitveil.active_party.report.distributions import auc_of_counts, random_q9
 from splitveil.active_party.report.figures import finding_of, windows
 from splitveil.active_party.report.run_files import leak_series
 from splitveil.active_party.report.verdict import is_oracle, judge, needs_of, run_levels
+from splitveil.active_party.report_command import try_to_report
 from splitveil.common.errors import SettingsError
 from splitveil.common.page.rendering import breakable
 from splitveil.common.privacy.attacks import BatchAttackName, RunAttackName
@@ -545,7 +546,7 @@ def test_a_report_that_fails_is_logged_and_loses_nothing(
 ) -> None:
     (tmp_path / "active").mkdir()
     with caplog.at_level(logging.ERROR):
-        _try_to_report(tmp_path)
+        try_to_report(tmp_path)
     assert "the report could not be written" in caplog.text
     with pytest.raises(SettingsError):
         write_report(tmp_path)

@@ -11,7 +11,7 @@ from splitveil.common.data.features import Features
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.settings import AdamOptimizer
 from splitveil.passive_party.bottom_trainer import BottomTrainer
-from splitveil.common.party.early_imports import import_while_waiting
+from splitveil.common.party.early_imports import FOR_ATTACKS, import_while_waiting
 from splitveil.common.privacy.cross_fitting import LIBRARIES, cross_fitted_predictions
 
 class Bottom(torch.nn.Linear):
@@ -39,7 +39,7 @@ print(bool((bottom.weight < before).all()), "sympy" in sys.modules, "torch._dyna
 """
 
 MEASURED = """
-import_while_waiting(*LIBRARIES).join()
+import_while_waiting(*FOR_ATTACKS, *LIBRARIES).join()
 before = len(sys.modules)
 generator = np.random.default_rng(0)
 rows = generator.normal(size=(60, 2))

@@ -63,6 +63,7 @@ class _Column(NamedTuple):
     common_values: Floats
     """Of a category, without the most frequent one; empty for a number."""
     values: Floats
+    """Empty for a number."""
     sample: Functions
     """Ranks of the rows that are looked at."""
 
@@ -105,9 +106,10 @@ def _column(looked_at: npt.NDArray[np.int64], feature: npt.NDArray[Any]) -> _Col
     rank = _standardised(np.interp(values, different[knots], ndtri(middle[knots])))
     by_count = np.argsort(-counts, kind="stable")[1:]
     often = different[by_count[counts[by_count] >= _FEWEST_OF_VALUE]]
-    is_category = len(different) <= _MOST_VALUES
     line = np.clip(_standardised(values), -_FARTHEST, _FARTHEST)
-    return _Column(line, rank, often if is_category else often[:0], values, rank[looked_at])
+    if len(different) > _MOST_VALUES:
+        often, values = often[:0], values[:0]
+    return _Column(line, rank, often, values, rank[looked_at])
 
 
 def _single(columns: list[_Column]) -> list[list[Functions]]:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from splitveil.common.record.lines import Line, to_json
+from splitveil.common.record.lines import Line, to_fields, to_json
 from splitveil.common.record.run_record import METRICS
 
 
@@ -15,4 +15,4 @@ def append_lines(folder: Path, *lines: Line, time_s: float = 0.1) -> None:
 
 
 def text_of(lines: Iterable[Line], time_s: float = 0.1) -> Iterable[str]:
-    return (json.dumps(to_json(line, time_s)) + "\n" for line in lines)
+    return (json.dumps(to_json(to_fields(line), time_s)) + "\n" for line in lines)

@@ -152,14 +152,14 @@ def to_fields(line: Line) -> LineFields:
     return _FORMS_BY_TYPE[type(line)].write(line)
 
 
-def to_json(line: Line, time_s: float) -> dict[str, Any]:
+def to_json(fields: LineFields, time_s: float) -> dict[str, Any]:
     """Return a line as a JSON object; a number that is not finite becomes null.
 
     Args:
-        line: the line.
+        fields: of the line, from ``to_fields``.
         time_s: seconds since the start of the run.
     """
-    kind, epoch, step, values = to_fields(line)
+    kind, epoch, step, values = fields
     head = {"time_s": round(time_s, 6), "kind": kind, "epoch": epoch, "step": step}
     finite: dict[str, Any] = finite_or_null(values)
     return head | finite

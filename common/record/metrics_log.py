@@ -76,12 +76,12 @@ class MetricsLog:
         fields = to_fields(line)
         if not isinstance(line, HistogramLine):
             _check_numbers(fields.values)
-        written = to_json(line, time.monotonic() - self._start)
+        written = to_json(fields, time.monotonic() - self._start)
         with self._lock:
             if self._file.closed:
                 return
             try:
-                self._file.write(json.dumps(written, allow_nan=False) + "\n")
+                self._file.write(_encoded(written) + "\n")
                 chart_step = self._chart_step(fields.epoch, fields.step)
                 if isinstance(line, HistogramLine):
                     self._chart_histograms(line, chart_step)
@@ -176,6 +176,9 @@ class MetricsLog:
 
     def _storage_error(self, error: OSError) -> StorageError:
         return StorageError(f"{self._path}: cannot be written: {error.strerror}")
+
+
+_encoded = json.JSONEncoder(allow_nan=False).encode  # json.dumps would make one for every line
 
 
 def _check_numbers(values: Mapping[str, object]) -> None:

@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def perform(parsed: argparse.Namespace) -> int:
     """Do what parsed arguments say, and return the exit code."""
     configure_logging("passive", parsed.verbose - parsed.quiet)
-    leave_pandas_out()
+    leave_pandas_out(parsed.command)
     actions = {
         "align": align,
         "run": _run,

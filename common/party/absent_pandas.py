@@ -13,13 +13,19 @@ import pyarrow as pa
 
 _PANDAS = "pandas"
 
+WITHOUT_TABLES = frozenset({"report", "verify-transcript"})
+"""Commands of a party that make no array of pyarrow."""
 
-def leave_pandas_out() -> None:
+
+def leave_pandas_out(command: str) -> None:
     """Let pyarrow find no pandas, this time; nothing happens if it has been imported.
 
     Call it before other threads run.
+
+    Args:
+        command: of the party that is about to do its work.
     """
-    if _PANDAS in sys.modules:
+    if _PANDAS in sys.modules or command in WITHOUT_TABLES:
         return
     finder = _NoPandas()
     sys.meta_path.insert(0, finder)

@@ -8,7 +8,7 @@ import pytest
 LEFT_OUT = """
 import sys
 from splitveil.common.party.absent_pandas import leave_pandas_out
-leave_pandas_out()
+leave_pandas_out("run")
 """
 
 TABLES = """

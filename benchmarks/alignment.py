@@ -29,6 +29,7 @@ import platform
 import resource
 import statistics
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -64,6 +65,7 @@ from splitveil.protos.split_learning_pb2 import AlignFrame
 
 _METHOD = "/splitveil.v1.SplitLearning/Align"
 _FLOOR_IDS = 4096
+_ENDED_S = 30.0
 
 Party = Literal["active", "passive"]
 _OTHER: dict[Party, Party] = {"active": "passive", "passive": "active"}
@@ -190,10 +192,21 @@ def _run_passive(task: Task) -> None:
     def exchange(run: Callable[[CountingChannel], Alignment]) -> Alignment:
         address = f"127.0.0.1:{task.ports.get()}"
         with grpc.insecure_channel(address, without_proxy()) as connection:
-            call = connection.stream_stream(
+            method = connection.stream_stream(
                 _METHOD, AlignFrame.SerializeToString, AlignFrame.FromString
             )
-            return run(CountingChannel(call))
+            calls: list[Any] = []
+
+            def connect(outgoing: Iterator[AlignFrame]) -> Any:
+                calls.append(method(outgoing))
+                return calls[0]
+
+            result = run(CountingChannel(connect))
+            # As a party does: the last frame is still on its way to the server.
+            ended = threading.Event()
+            if calls[0].add_callback(ended.set):
+                ended.wait(_ENDED_S)
+            return result
 
     task.results.put(("passive", _measure(task, "passive", exchange)))
 

@@ -88,13 +88,19 @@ def test_bare_gradients_exclude_every_small_epsilon(
 
 
 def test_a_stated_epsilon_stands_beside_the_measured_one(tmp_path: Path) -> None:
+    """One draw of labels in twenty may exclude what is stated; two of three hardly ever do."""
     mechanism = "{kind: randomized_response, epsilon: 1}"
-    active, _ = recorded(tmp_path, f"defense={{name: noisy_label, mechanism: {mechanism}}}")
-    details = active["epsilon_lower_bound_details"]
-    assert details["stated"] == active["ledger"]["epsilon"] == 1.0
-    assert details["stated_for"] == "anybody"
-    assert active["epsilon_lower_bound"] < 1.0
-    assert details["p_value_of_stated"] > 0.05
+    excluded = 0
+    for seed in (1, 2, 3):
+        drawn = f"{{name: noisy_label, mechanism: {mechanism}, insecure_noise_seed: {seed}}}"
+        active, _ = recorded(tmp_path / str(seed), f"defense={drawn}")
+        details = active["epsilon_lower_bound_details"]
+        assert details["stated"] == active["ledger"]["epsilon"] == 1.0
+        assert details["stated_for"] == "anybody"
+        is_excluded = active["epsilon_lower_bound"] >= 1.0
+        assert is_excluded == (details["p_value_of_stated"] <= 0.05)
+        excluded += is_excluded
+    assert excluded <= 1
 
 
 def test_several_classes_are_measured_by_the_pair_told_apart_best(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from splitveil.common.alignment.known import ID_HASH_BYTES, Lists
 from splitveil.common.alignment.partitions import Block, Records, UnevenError, partitions
+from splitveil.common.alignment.sorted_tags import SortedTags
 from splitveil.common.alignment.storing import private, storing
 from splitveil.common.alignment.tag_lists import PIECE_TAGS, ROW, SecretOrder, TagList, read_part
 from splitveil.common.errors import InvalidMessage, StorageError
@@ -98,9 +99,8 @@ def find_known(hashes: Path, own: Path, found: Found, most_bytes: int) -> None:
     with ExitStack() as files:
         tags, rows, new, gone = (files.enter_context(_written(path)) for path in found)
         for unsorted, tagged in _parts(kinds, found.tags.with_name("parts"), most_bytes):
-            ids = unsorted[
-                np.argsort(unsorted["id"])
-            ]  # so that their order depends on nothing else
+            # So that their order depends on nothing else.
+            ids = unsorted[SortedTags(unsorted["id"]).order]
             _, in_ids, in_tagged = np.intersect1d(
                 ids["id"], tagged["id"], assume_unique=True, return_indices=True
             )
@@ -183,13 +183,13 @@ def write_lists(
     kinds = Records(_TAGGED_ROW, own_blocks, _EACH_BYTES), Records(_TAG, peer_blocks, _EACH_BYTES)
     with _written(lists.own) as own_out, _written(lists.peer) as peer_out:
         for unsorted, tags in _parts(kinds, scratch, most_bytes):
-            tagged = unsorted[np.argsort(unsorted["tag"])]
+            tagged = unsorted[SortedTags(unsorted["tag"]).order]
             block = np.empty(len(tagged), _OWN)
             block["tag"], block["id"] = tagged["tag"], hash_of_row[tagged["row"]]
             own_tags.update(block["tag"].tobytes())
             for file, digest, data in (
                 (own_out, own_file, block.tobytes()),
-                (peer_out, peer_tags, np.sort(tags).tobytes()),
+                (peer_out, peer_tags, SortedTags(tags).tags.tobytes()),
             ):
                 digest.update(data)
                 file.write(data)

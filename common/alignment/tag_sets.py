@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from splitveil.common.alignment.partitions import Records, UnevenError, partitions
 from splitveil.common.alignment.ristretto import POINT_BYTES
+from splitveil.common.alignment.sorted_tags import SortedTags
 from splitveil.common.alignment.tag_lists import (
     PIECE_TAGS,
     Rows,
@@ -59,16 +60,11 @@ def common_tags(own: _Buffer, of_peer: _Buffer) -> CommonTags:
         InvalidMessage: a tag is twice in one of them. Ids are distinct and so are their tags,
             unless the peer repeats a point or invents a tag.
     """
-    own_tags, peer_tags = np.frombuffer(own, _TAG), np.frombuffer(of_peer, _TAG)
-    order = np.argsort(own_tags)
-    own_tags, peer_tags = own_tags[order], np.sort(peer_tags)
-    if (own_tags[1:] == own_tags[:-1]).any() or (peer_tags[1:] == peer_tags[:-1]).any():
+    own_tags, peer_tags = (SortedTags(np.frombuffer(tags, _TAG)) for tags in (own, of_peer))
+    if own_tags.has_repeats or peer_tags.has_repeats:
         raise InvalidMessage("two ids have the same tag")
-    if not len(peer_tags):
-        return CommonTags(own_tags[:0], order[:0].astype(np.int64, copy=False))
-    places = np.searchsorted(peer_tags, own_tags)
-    is_common = peer_tags[np.minimum(places, len(peer_tags) - 1)] == own_tags
-    return CommonTags(own_tags[is_common], order[is_common].astype(np.int64, copy=False))
+    is_common = peer_tags.find(own_tags) >= 0
+    return CommonTags(own_tags.tags[is_common], own_tags.order[is_common])
 
 
 class CommonRows(NamedTuple):

@@ -70,10 +70,14 @@ class StoredIds(CheckedIds):
         if isinstance(rows, int):
             return self._text[self._start(rows) : int(self._ends[rows])].tobytes().decode()
         if rows.step == 1:
-            return list(self._between(rows.start, rows.stop))
+            return list(map(bytes.decode, self._between(rows.start, rows.stop)))
         return [self[row] for row in rows]
 
     def __iter__(self) -> Iterator[str]:
+        return map(bytes.decode, self.encoded())
+
+    def encoded(self) -> Iterator[bytes]:
+        """Yield each id in UTF-8."""
         for first in range(0, len(self), _CHUNK):
             yield from self._between(first, min(first + _CHUNK, len(self)))
 
@@ -108,14 +112,19 @@ class StoredIds(CheckedIds):
     def _start(self, row: int) -> int:
         return int(self._ends[row - 1]) if row else 0
 
-    def _between(self, first: int, last: int) -> Iterator[str]:
+    def _between(self, first: int, last: int) -> Iterator[bytes]:
         """Yield the ids of consecutive rows, reading their text in one go."""
         origin = start = self._start(first)
         ends = self._ends[first:last].tolist()
         text = self._text[origin : ends[-1] if ends else origin].tobytes()
         for end in ends:
-            yield text[start - origin : end - origin].decode()
+            yield text[start - origin : end - origin]
             start = end
+
+
+def encoded(ids: Sequence[str]) -> Iterator[bytes]:
+    """Yield each id in UTF-8."""
+    return ids.encoded() if isinstance(ids, StoredIds) else map(str.encode, ids)
 
 
 def repeated_rows(ids: Sequence[str], hashes: NDArray[np.int64]) -> list[tuple[int, int]]:

@@ -55,7 +55,7 @@ def main(behaviour: str) -> None:
         listening.join()
     common = sorted(set(own) & set(found[0].decode().split()))
     if behaviour == "invents":
-        common.append("0" * 32)
+        common.append("A" * 22)
     if behaviour == "repeats":
         common.append(common[0])
     if behaviour == "misses":

@@ -22,9 +22,10 @@ import pytest
 from splitveil.common.alignment import AlignmentResources, align, build_engine, channel_pair
 from splitveil.common.alignment.rr22 import Rr22Engine, check_interpreter
 from splitveil.common.alignment.rr22 import exchange as rr22_exchange
-from splitveil.common.alignment.rr22.exchange import Tags, tags_of
-from splitveil.common.alignment.rr22.process import Worker
+from splitveil.common.alignment.rr22.exchange import tags_of
+from splitveil.common.alignment.rr22.process import Worker, lines_of, tags_in
 from splitveil.common.alignment.rr22.tunnel import Tunnel
+from splitveil.common.alignment.sorted_tags import Tags
 from splitveil.common.errors import (
     AlignmentError,
     InvalidMessage,
@@ -131,7 +132,7 @@ def test_hashes_of_an_id_differ_between_exchanges_and_have_one_length() -> None:
     ids = names(range(100))
     found = [tags_of(ids, run, NONCES) for run in ("one", "two")]
     assert len(set(found[0].tolist()) | set(found[1].tolist())) == 200
-    assert {len(tag) for tag in found[0].tolist()} == {32}
+    assert found[0].dtype == found[1].dtype == np.dtype("S16")
 
 
 def test_too_few_common_ids_are_refused_at_both_parties(engine: Build, scratch: Path) -> None:
@@ -210,6 +211,33 @@ def test_a_worker_ends_when_its_party_does(tmp_path: Path) -> None:
     os.close(given)
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) != 0
+
+
+@pytest.mark.parametrize("ends", [b"", b"\x00", b"\x00" * 16, b"\xff" * 15 + b"\x00"])
+def test_tags_come_back_from_their_lines_as_they_were(ends: bytes) -> None:
+    tags = np.frombuffer(random.Random(3).randbytes(16 * 999) + ends.rjust(16, b"x"), "S16")
+    lines = lines_of(tags)
+    assert tags_in(lines).tobytes() == tags.tobytes()
+    assert tags_in(b"").tobytes() == lines_of(tags[:0]) == b""
+    assert [len(line) for line in lines.splitlines()] == [22] * 1000
+    assert not set(lines) & set(b'", ')
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        b"A" * 22,
+        b"A" * 22 + b" ",
+        b"A" * 21 + b"B\n",
+        b"A" * 21 + b"+\n",
+        b"A" * 21 + b"\xff\n",
+        b"A" * 45 + b"\n",
+        b"A" * 22 + b"\n" * 2,
+    ],
+)
+def test_other_lines_are_no_tags(lines: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        tags_in(lines)
 
 
 # ---- peers that break the rules ----
@@ -374,9 +402,11 @@ def test_the_worker_takes_what_it_is_given(scratch: Path) -> None:
         "print('Error:', task['rank'], task['ports'], open(task['ids']).read().split())\n"
         "sys.exit(4)\n"
     )
-    worker = Worker(Path(sys.executable), 1, [5, 6], np.array([b"aa", b"bb"]), script)
+    tags = np.frombuffer(bytes(range(16)) + bytes(range(240, 256)), "S16")
+    worker = Worker(Path(sys.executable), 1, [5, 6], tags, script)
+    lines = "'AAECAwQFBgcICQoLDA0ODw', '8PHy8_T19vf4-fr7_P3-_w'"
     try:
-        with pytest.raises(SplitveilError, match=r"code 4: Error: 1 \[5, 6\] \['id', 'aa', 'bb'\]"):
+        with pytest.raises(SplitveilError, match=rf"code 4: Error: 1 \[5, 6\] \['id', {lines}\]"):
             worker.common()
     finally:
         worker.close()

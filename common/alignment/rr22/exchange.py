@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from splitveil.common.alignment.hello import check_hello
 from splitveil.common.alignment.interface import RowIndices, Splits
@@ -22,8 +21,10 @@ from splitveil.common.alignment.kept import ExchangeFiles
 from splitveil.common.alignment.outcome import Sizes, agreed_rows, check_digests
 from splitveil.common.alignment.rr22.process import Worker
 from splitveil.common.alignment.rr22.tunnel import Tunnel
+from splitveil.common.alignment.sorted_tags import SortedTags, Tags
 from splitveil.common.alignment.tag_sets import CommonRows
 from splitveil.common.data.ids import NORMALISATION
+from splitveil.common.data.stored_ids import encoded
 from splitveil.common.errors import AlignmentError, InvalidMessage, OutOfStep, SplitveilError
 from splitveil.common.party.loopback_ports import free_port
 from splitveil.common.wire.limits import TAG_BYTES
@@ -36,8 +37,6 @@ _DOMAIN = b"splitveil alignment rr22 1\x00"
 _BEAT_S = 2.0
 _LEAST_TIME_S, _TIME_PER_ID_S = 300.0, 1e-3
 _LEAST_BYTES, _BYTES_PER_ID = 64 * 2**20, 256
-
-Tags = npt.NDArray[np.bytes_]
 
 
 class RunningWorker(Protocol):
@@ -302,20 +301,11 @@ class Rr22Exchange:
 
     def _rows_of(self, common: Tags) -> CommonRows:
         """Look up the tags that the worker found; a tag that is not of an own id is its error."""
-        common = np.sort(common)
-        order = np.argsort(self._tags, kind="stable")
-        sorted_tags = self._tags[order]
-        places = np.searchsorted(sorted_tags, common)
-        inside = places < len(order)
-        is_wrong = (
-            not inside.all()
-            or (sorted_tags[places[inside]] != common[inside]).any()
-            or (common[1:] == common[:-1]).any()
-        )
-        if is_wrong:
+        found, own = SortedTags(common), SortedTags(self._tags)
+        places = own.find(found)
+        if found.has_repeats or (places < 0).any():
             raise SplitveilError("the rr22 worker's result holds other ids than this party's")
-        rows = order[places].astype(np.int64, copy=False)
-        return CommonRows(rows, hashlib.sha256(common.tobytes()))
+        return CommonRows(own.order[places], hashlib.sha256(found.tags.tobytes()))
 
     def _running(self) -> tuple[Tunnel, RunningWorker]:
         self._require_hello()
@@ -330,7 +320,7 @@ class Rr22Exchange:
 
 
 def tags_of(ids: Sequence[str], run_id: str, nonces: Sequence[bytes]) -> Tags:
-    """Return the keyed hash of each id as 32 hexadecimal digits, (ids,).
+    """Return the keyed hash of each id, (ids,).
 
     Args:
         ids: from ``canonical_ids``.
@@ -338,9 +328,9 @@ def tags_of(ids: Sequence[str], run_id: str, nonces: Sequence[bytes]) -> Tags:
         nonces: of both parties, in their order as bytes.
     """
     key = hashlib.sha256(_DOMAIN + run_id.encode() + b"\x00" + b"".join(nonces))
-    tags = np.empty(len(ids), f"S{2 * TAG_BYTES}")
-    for row, text in enumerate(ids):
-        state = key.copy()
-        state.update(text.encode())
-        tags[row] = state.hexdigest()[: 2 * TAG_BYTES].encode()
-    return tags
+    tags, copy = bytearray(), key.copy
+    for text in encoded(ids):
+        state = copy()
+        state.update(text)
+        tags += state.digest()[:TAG_BYTES]
+    return np.frombuffer(tags, f"S{TAG_BYTES}")

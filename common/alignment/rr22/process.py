@@ -1,5 +1,6 @@
 """Starts the worker of the engine ``rr22`` in a private folder, and leaves nothing of it behind."""
 
+import base64
 import contextlib
 import json
 import os
@@ -12,10 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
+from splitveil.common.alignment.sorted_tags import Tags
 from splitveil.common.errors import SettingsError, SplitveilError, StorageError
 from splitveil.common.text.visible_text import visible
+from splitveil.common.wire.limits import TAG_BYTES
 
 WORKER = Path(__file__).with_name("worker.py")
 HOW_TO_INSTALL = (
@@ -26,9 +28,10 @@ HOW_TO_INSTALL = (
 _CHECK_WITHIN_S = 60.0
 _SAID_BYTES = 4000
 _LINES_AT_ONCE = 2**16
+_PADDED_BYTES = 3 * -(-TAG_BYTES // 3)
+_PADDED_CHARACTERS = 4 * _PADDED_BYTES // 3
+_LINE_BYTES = -(-8 * TAG_BYTES // 6) + 1
 _TRACE = re.compile(rb"Trace has been written to (/tmp/psi_[\w-]+\.trace)\.")
-
-Tags = npt.NDArray[np.bytes_]
 
 
 def check_interpreter(python: Path | None) -> str:
@@ -65,6 +68,35 @@ def check_interpreter(python: Path | None) -> str:
     return checked.stdout.strip()
 
 
+def lines_of(tags: Tags) -> bytes:
+    """Return a line of text for each tag: base64 for addresses, without padding.
+
+    It is as short as text can be without quotes, which is what reading it costs the worker.
+    """
+    padded = np.zeros((len(tags), _PADDED_BYTES), np.uint8)
+    padded[:, :TAG_BYTES] = tags.view(np.uint8).reshape(-1, TAG_BYTES)
+    text = base64.urlsafe_b64encode(padded.tobytes())
+    lines = np.frombuffer(text, np.uint8).reshape(-1, _PADDED_CHARACTERS)[:, :_LINE_BYTES].copy()
+    lines[:, -1] = ord("\n")
+    return lines.tobytes()
+
+
+def tags_in(lines: bytes) -> Tags:
+    """Return the tags of lines of text.
+
+    Raises:
+        ValueError: they are not what ``lines_of`` makes.
+    """
+    rows = np.frombuffer(lines, np.uint8).reshape(-1, _LINE_BYTES)
+    text = np.full((len(rows), _PADDED_CHARACTERS), ord("A"), np.uint8)
+    text[:, : _LINE_BYTES - 1] = rows[:, :-1]
+    padded = np.frombuffer(base64.urlsafe_b64decode(text.tobytes()), np.uint8)
+    tags = np.ascontiguousarray(padded.reshape(-1, _PADDED_BYTES)[:, :TAG_BYTES])
+    if lines_of(found := tags.view(f"S{TAG_BYTES}").ravel()) != lines:
+        raise ValueError("not lines of tags")
+    return found
+
+
 class Worker:
     """One process and its folder, mode 0700, which holds this party's hashed ids meanwhile.
 
@@ -72,7 +104,7 @@ class Worker:
         python: the interpreter.
         rank: 0 or 1, the other one than the peer's.
         ports: of 127.0.0.1, at which rank 0 and rank 1 are found.
-        tags: of this party's ids, distinct, of one length, as text of letters and digits.
+        tags: of this party's ids, distinct.
         script: the program; tests have another.
 
     Raises:
@@ -110,12 +142,18 @@ class Worker:
         if code:
             raise SplitveilError(f"the rr22 worker ended with exit code {code}: {self._said()}")
         try:
-            lines = (self._folder / "common.csv").read_bytes().replace(b'"', b"").split()
+            text = (self._folder / "common.csv").read_bytes().replace(b'"', b"")
         except OSError as error:
             raise SplitveilError("the rr22 worker ended without a result") from error
-        if not lines or lines[0] != b"id":
-            raise SplitveilError("the rr22 worker's result is no column of ids")
-        return np.array(lines[1:], np.bytes_)
+        header, _, lines = text.partition(b"\n")
+        try:
+            if header != b"id":
+                raise ValueError
+            step = _LINES_AT_ONCE * _LINE_BYTES
+            parts = [tags_in(lines[start : start + step]) for start in range(0, len(lines), step)]
+            return np.concatenate([np.empty(0, f"S{TAG_BYTES}"), *parts])
+        except ValueError as error:
+            raise SplitveilError("the rr22 worker's result is no column of ids") from error
 
     def close(self) -> None:
         """Kill what still runs, and delete everything that it has written."""
@@ -136,8 +174,7 @@ class Worker:
             with path.open("wb") as file:  # nobody else can enter the folder
                 file.write(b"id\n")
                 for start in range(0, len(tags), _LINES_AT_ONCE):
-                    lines = tags[start : start + _LINES_AT_ONCE].tolist()
-                    file.write(b"\n".join(lines) + b"\n")
+                    file.write(lines_of(tags[start : start + _LINES_AT_ONCE]))
         except OSError as error:
             raise StorageError(f"{path}: {error.strerror}") from error
 

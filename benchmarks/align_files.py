@@ -6,8 +6,7 @@ Both parties run ``splitveil align`` as processes of their own, over the loopbac
 plain text. The two files that they write are compared with the true intersection, which comes from
 how the tables are made: the same ids in both, in one order, each with the rest of its own row.
 The figures are of whole processes, with reading and writing the files: seconds, CPU seconds and
-the largest resident memory of each. pyarrow imports pandas where it is installed, which takes 37 MB
-and is not needed: environments without it show what an installation takes.
+the largest resident memory of each.
 """
 
 import argparse

@@ -74,7 +74,7 @@ class EcdhAlignment(Section):
 class Rr22Alignment(Section):
     """Private set intersection by vector OLE (Raghuraman and Rindal, CCS 2022), for many ids.
 
-    At a million ids it takes a thirteenth of the processor time of ``ecdh``. It is that of
+    At a million ids it takes about a twentieth of the processor time of ``ecdh``. It is that of
     SecretFlow's package ``spu``, which each party keeps in an environment of its own
     (``alignment_rr22_python``). It protects parties that follow the protocol; ``ecdh`` also binds
     each party to its ids before anything is opened, and resumes.

@@ -156,7 +156,7 @@ def _train(
     folder = _open_folder(settings, fresh=parsed.fresh and not workers.place.restarts)
     if was_ended(settings, folder):
         return
-    engine = engine_of(settings)
+    engine = engine_of(settings, len(data.ids))
     build_trainer = TrainerBuilder(settings, data, device, status.phases, workers.line)
     with ExitStack() as resources:
         transcript = resources.enter_context(_transcript(settings, folder))

@@ -76,7 +76,7 @@ def _find_common_order(
     folder = open_run_folder(settings.runs_dir / contract.run_name, FOLDER, ACTIVE)
     command_line.save_resolved(settings, folder)
     kept, tried = records_of(settings, ACTIVE, folder)
-    engine = engine_of(settings)
+    engine = engine_of(settings, len(data.ids))
     with ExitStack() as resources:
         resources.callback(engine.close)
         wanted = Transcript(folder, ACTIVE) if settings.transcript else nullcontext()

@@ -205,7 +205,7 @@ def _aligner(settings: PassiveSettings, data: PartyData, folder: Path, *, fresh:
         kept.discard()
     return Aligner(
         Participant(settings.contract, settings.party, data.ids, data.table.splits),
-        engine_of(settings),
+        engine_of(settings, len(data.ids)),
         partial(command_line.draw_nonce, settings),
         tried,
         kept,

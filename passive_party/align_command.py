@@ -80,7 +80,7 @@ def _find_common_order(
     kept, tried = records_of(settings, settings.party, folder)
     aligner = Aligner(
         Participant(contract, settings.party, data.ids, data.table.splits),
-        engine_of(settings),
+        engine_of(settings, len(data.ids)),
         partial(command_line.draw_nonce, settings),
         tried,
         kept,

@@ -1,5 +1,6 @@
 """Builds the alignment engine that the contract names."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,11 @@ from splitveil.common.alignment.rr22 import Rr22Engine, check_interpreter
 from splitveil.common.party.party_settings import PartySettings
 from splitveil.common.run.contract import AlignmentSettings, Rr22Alignment
 from splitveil.common.settings import Section
+
+_FEW_IDS = 50_000
+"""With so many, two cores take some ten seconds, which is not worth the memory of workers."""
+
+_FEW_CORES, _MOST_WORKERS = 2, 8
 
 
 class AlignmentResources(Section):
@@ -24,13 +30,35 @@ class AlignmentResources(Section):
     """Interpreter that the engine ``rr22`` runs in."""
 
     @classmethod
-    def of(cls, settings: PartySettings) -> "AlignmentResources":
-        """Take the resources from a party's settings."""
-        python = settings.alignment_rr22_python
+    def of(cls, settings: PartySettings, num_ids: int) -> "AlignmentResources":
+        """Take the resources from a party's settings.
+
+        Args:
+            settings: of the party.
+            num_ids: number of the party's ids.
+        """
+        workers = settings.alignment_workers
         return cls(
-            workers=settings.alignment_workers,
-            rr22_python=None if python is None else settings.base_dir / python,
+            workers=default_workers(num_ids) if workers is None else workers,
+            rr22_python=rr22_python_of(settings),
         )
+
+
+def default_workers(num_ids: int) -> int:
+    """Return the number of workers for as many ids of a party, if it does not set one.
+
+    More than two cores need workers, and the threads of the party itself suffice for two.
+    """
+    cores = len(os.sched_getaffinity(0))
+    if num_ids <= _FEW_IDS or cores <= _FEW_CORES:
+        return 0
+    return min(cores, _MOST_WORKERS)
+
+
+def rr22_python_of(settings: PartySettings) -> Path | None:
+    """Return the path of the interpreter that a party names for the engine ``rr22``."""
+    python = settings.alignment_rr22_python
+    return None if python is None else settings.base_dir / python
 
 
 def build_engine(settings: AlignmentSettings, resources: AlignmentResources) -> AlignmentEngine:
@@ -53,9 +81,9 @@ def build_engine(settings: AlignmentSettings, resources: AlignmentResources) -> 
     )
 
 
-def engine_of(settings: PartySettings) -> AlignmentEngine:
-    """Build the engine of a party; see ``build_engine``."""
-    return build_engine(settings.contract.alignment, AlignmentResources.of(settings))
+def engine_of(settings: PartySettings, num_ids: int) -> AlignmentEngine:
+    """Build the engine of a party with as many ids; see ``build_engine``."""
+    return build_engine(settings.contract.alignment, AlignmentResources.of(settings, num_ids))
 
 
 def engine_checks(settings: PartySettings) -> list[Callable[[], str]]:
@@ -64,6 +92,6 @@ def engine_checks(settings: PartySettings) -> list[Callable[[], str]]:
     Each raises SettingsError if the engine cannot be had here.
     """
     if isinstance(settings.contract.alignment, Rr22Alignment):
-        python = AlignmentResources.of(settings).rr22_python
+        python = rr22_python_of(settings)
         return [lambda: f"alignment: rr22, spu {check_interpreter(python)}"]
     return []

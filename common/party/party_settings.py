@@ -120,9 +120,11 @@ class PartySettings(Section):
     """Whether torch compiles how this party's model computes training batches. The first batch then
     takes seconds to minutes; needs a C++ compiler, or a GPU. Not with several processes."""
 
-    alignment_workers: int = Field(default=0, ge=0, le=1024)
+    alignment_workers: int | None = Field(default=None, ge=0, le=1024)
     """Number of worker processes for the alignment; with 0, this process does the arithmetic, on up
-    to two cores. More than two cores need workers."""
+    to two cores. By default one for each core that the process may use, at most eight, if these are
+    more than two and the party has more than 50,000 ids, and otherwise 0. Each takes 16 MiB until
+    the party ends."""
 
     alignment_memory_limit: ByteSize | None = Field(default=None, ge=LEAST_ALIGNMENT_MEMORY)
     """Memory that an exchange of ids may take, such as ``128MB`` or ``1GiB``; a number without a

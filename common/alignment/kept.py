@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
 from splitveil.common.alignment.known import KeptKeys, KeyFiles
-from splitveil.common.alignment.storing import private, storing
+from splitveil.common.alignment.storing import discard, private, storing
 from splitveil.common.errors import AlignmentError, ProtocolError, StorageError
 from splitveil.common.storage.run_folder import write_bytes_atomically
 from splitveil.common.wire.limits import POINT_BYTES, TAG_BYTES
@@ -269,12 +269,7 @@ class ExchangeFiles:
 
     def discard(self) -> None:
         """Delete the files, the secrets first; what cannot be deleted is reported."""
-        try:
-            (self._folder / _STATE).unlink(missing_ok=True)
-            if self._folder.exists():
-                shutil.rmtree(self._folder)
-        except OSError as error:
-            logger.warning("%s: cannot be deleted: %s", self._folder, error.strerror)
+        discard(self._folder, _STATE)
 
     def _begun(self) -> Begun | None:
         path = self._folder / _STATE

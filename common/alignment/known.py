@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from splitveil.common.alignment.storing import storing
+from splitveil.common.alignment.storing import discard, storing
 from splitveil.common.errors import StorageError
 from splitveil.common.storage.run_folder import write_bytes_atomically
 from splitveil.common.text.files import sync
@@ -141,12 +141,7 @@ class KeyFiles:
 
     def discard(self) -> None:
         """Delete everything, the secrets first; what cannot be deleted is reported."""
-        try:
-            (self._folder / _STATE).unlink(missing_ok=True)
-            if self._folder.exists():
-                shutil.rmtree(self._folder)
-        except OSError as error:
-            logger.warning("%s: cannot be deleted: %s", self._folder, error.strerror)
+        discard(self._folder, _STATE)
 
     def _is_whole(self, known: Known) -> bool:
         own, peer = self.lists(known.number)

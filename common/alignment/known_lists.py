@@ -16,16 +16,22 @@ from splitveil.common.alignment.known import ID_HASH_BYTES, Lists
 from splitveil.common.alignment.partitions import Block, Records, UnevenError, partitions
 from splitveil.common.alignment.sorted_tags import SortedTags
 from splitveil.common.alignment.storing import private, storing
-from splitveil.common.alignment.tag_lists import PIECE_TAGS, ROW, SecretOrder, TagList, read_part
+from splitveil.common.alignment.tag_lists import (
+    ROW,
+    TAG,
+    TAGGED_ROW,
+    SecretOrder,
+    TagList,
+    read_part,
+    tag_blocks,
+    tagged_rows,
+)
 from splitveil.common.errors import InvalidMessage, StorageError
-from splitveil.common.wire.limits import TAG_BYTES
 
-_TAG = np.dtype(f"S{TAG_BYTES}")
 _HASH = np.dtype(f"S{ID_HASH_BYTES}")
-_OWN = np.dtype([("tag", _TAG), ("id", _HASH)])
+_OWN = np.dtype([("tag", TAG), ("id", _HASH)])
 _HASHED_ROW = np.dtype([("id", _HASH), ("row", ROW)])
-_HASHED_TAG = np.dtype([("id", _HASH), ("tag", _TAG)])
-_TAGGED_ROW = np.dtype([("tag", _TAG), ("row", ROW)])
+_HASHED_TAG = np.dtype([("id", _HASH), ("tag", TAG)])
 
 _EACH_BYTES = 144
 """Memory for each record of a part: the record, its copies in order, and what is found."""
@@ -118,7 +124,7 @@ def write_without(tags: Path, gone: Path, left: Path, most_bytes: int) -> None:
         StorageError: a file cannot be read or written.
     """
     kinds = [
-        Records(_TAG, lambda path=path: _blocks(path, _TAG), _EACH_BYTES)  # type: ignore[misc]
+        Records(TAG, lambda path=path: _blocks(path, TAG), _EACH_BYTES)  # type: ignore[misc]
         for path in (tags, gone)
     ]
     with _written(left) as file:
@@ -165,22 +171,13 @@ def write_lists(
     Raises:
         StorageError: a file cannot be read or written.
     """
-
-    def own_blocks() -> Iterator[npt.NDArray[np.void]]:
-        for first in range(0, len(own), PIECE_TAGS):
-            tags = np.frombuffer(own.read(first, PIECE_TAGS), _TAG)
-            block = np.empty(len(tags), _TAGGED_ROW)
-            block["tag"], block["row"] = tags, order.rows(first, len(tags))
-            yield block
-
-    def peer_blocks() -> Iterator[npt.NDArray[np.bytes_]]:
-        for first in range(0, len(of_peer), PIECE_TAGS):
-            yield np.frombuffer(of_peer.read(first, PIECE_TAGS), _TAG)
-
     with storing(hashes):
         hash_of_row = np.memmap(hashes, _HASH, "r")
     own_tags, peer_tags, own_file = hashlib.sha256(), hashlib.sha256(), hashlib.sha256()
-    kinds = Records(_TAGGED_ROW, own_blocks, _EACH_BYTES), Records(_TAG, peer_blocks, _EACH_BYTES)
+    kinds = (
+        Records(TAGGED_ROW, lambda: tagged_rows(own, order), _EACH_BYTES),
+        Records(TAG, lambda: tag_blocks(of_peer), _EACH_BYTES),
+    )
     with _written(lists.own) as own_out, _written(lists.peer) as peer_out:
         for unsorted, tags in _parts(kinds, scratch, most_bytes):
             tagged = unsorted[SortedTags(unsorted["tag"]).order]

@@ -22,12 +22,14 @@ Rows = npt.NDArray[np.int64]
 
 _SHUFFLE = b"splitveil alignment shuffle 2\x00"
 _KEYS_AT_ONCE = 2**13
-PIECE_TAGS = 2**14
+_PIECE_TAGS = 2**14
 """Tags that are read from a list at a time."""
 
 ROW = np.dtype("<i8")
 """A row number in a file."""
 
+TAG = np.dtype(f"S{TAG_BYTES}")
+TAGGED_ROW = np.dtype([("tag", TAG), ("row", ROW)])
 _KEYED_ROW = np.dtype([("key", ">u8"), ("row", ROW)])
 _SORTED_BYTES = 64
 """Bytes that sorting takes for each key: the record, its key in native order, and the positions."""
@@ -103,9 +105,29 @@ class TagsInFile:
         return read_part(self._path, first * TAG_BYTES, wanted) if wanted else b""
 
 
+def tag_blocks(tags: TagList) -> Iterator[npt.NDArray[np.bytes_]]:
+    """Yield all tags in their order, in small arrays."""
+    return (np.frombuffer(piece, TAG) for piece in pieces(tags))
+
+
+def tagged_rows(tags: TagList, order: "SecretOrder") -> Iterator[npt.NDArray[np.void]]:
+    """Yield all of a party's own tags with their rows, in small arrays of ``TAGGED_ROW``.
+
+    Args:
+        tags: in the secret order.
+        order: the party's secret order.
+    """
+    first = 0
+    for some in tag_blocks(tags):
+        block = np.empty(len(some), TAGGED_ROW)
+        block["tag"], block["row"] = some, order.rows(first, len(some))
+        first += len(some)
+        yield block
+
+
 def pieces(tags: TagList) -> Iterator[bytes]:
     """Yield all tags in their order, in pieces of at most 256 KiB."""
-    return (tags.read(first, PIECE_TAGS) for first in range(0, len(tags), PIECE_TAGS))
+    return (tags.read(first, _PIECE_TAGS) for first in range(0, len(tags), _PIECE_TAGS))
 
 
 class SecretOrder(Protocol):

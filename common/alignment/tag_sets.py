@@ -1,7 +1,6 @@
 """Finds the tags that two parties have in common, at once or part by part."""
 
 import hashlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,11 +11,14 @@ from splitveil.common.alignment.partitions import Records, UnevenError, partitio
 from splitveil.common.alignment.ristretto import POINT_BYTES
 from splitveil.common.alignment.sorted_tags import SortedTags
 from splitveil.common.alignment.tag_lists import (
-    PIECE_TAGS,
+    TAG,
+    TAGGED_ROW,
     Rows,
     SecretOrder,
     TagList,
     TagsInMemory,
+    tag_blocks,
+    tagged_rows,
 )
 from splitveil.common.errors import InvalidMessage
 from splitveil.common.wire.limits import TAG_BYTES
@@ -24,8 +26,6 @@ from splitveil.common.wire.limits import TAG_BYTES
 Splits = npt.NDArray[np.int8]
 _Buffer = bytes | bytearray | memoryview
 
-_TAG = np.dtype(f"S{TAG_BYTES}")
-_OWN = np.dtype([("tag", _TAG), ("row", "<i8")])
 _STEP = 16
 """First bytes that are compared at a time, so that copies in order are of a sixteenth of all."""
 
@@ -60,7 +60,7 @@ def common_tags(own: _Buffer, of_peer: _Buffer) -> CommonTags:
         InvalidMessage: a tag is twice in one of them. Ids are distinct and so are their tags,
             unless the peer repeats a point or invents a tag.
     """
-    own_tags, peer_tags = (SortedTags(np.frombuffer(tags, _TAG)) for tags in (own, of_peer))
+    own_tags, peer_tags = (SortedTags(np.frombuffer(tags, TAG)) for tags in (own, of_peer))
     if own_tags.has_repeats or peer_tags.has_repeats:
         raise InvalidMessage("two ids have the same tag")
     is_common = peer_tags.find(own_tags) >= 0
@@ -100,7 +100,7 @@ def common_rows(own: TagList, of_peer: TagList, order: SecretOrder) -> CommonRow
     Raises:
         InvalidMessage: a tag is twice in one of them.
     """
-    own_tags, peer_tags = (np.frombuffer(_all(tags), _TAG) for tags in (own, of_peer))
+    own_tags, peer_tags = (np.frombuffer(_all(tags), TAG) for tags in (own, of_peer))
     own_bytes, peer_bytes = (tags.view(np.uint8)[::TAG_BYTES] for tags in (own_tags, peer_tags))
     all_rows, digest, rows = order.rows(0, len(own)), hashlib.sha256(), []
     for first in range(0, 256, _STEP):
@@ -131,20 +131,11 @@ def common_rows_by_parts(
             tags of distinct ids.
         StorageError: tags cannot be read, or the file cannot be written.
     """
-
-    def own_blocks() -> Iterator[npt.NDArray[np.void]]:
-        for first in range(0, len(own), PIECE_TAGS):
-            tags = np.frombuffer(own.read(first, PIECE_TAGS), _TAG)
-            block = np.empty(len(tags), _OWN)
-            block["tag"], block["row"] = tags, order.rows(first, len(tags))
-            yield block
-
-    def peer_blocks() -> Iterator[npt.NDArray[np.bytes_]]:
-        for first in range(0, len(of_peer), PIECE_TAGS):
-            yield np.frombuffer(of_peer.read(first, PIECE_TAGS), _TAG)
-
     digest, rows = hashlib.sha256(), [np.empty(0, np.int64)]
-    kinds = Records(_OWN, own_blocks, _OWN_BYTES), Records(_TAG, peer_blocks, _PEER_BYTES)
+    kinds = (
+        Records(TAGGED_ROW, lambda: tagged_rows(own, order), _OWN_BYTES),
+        Records(TAG, lambda: tag_blocks(of_peer), _PEER_BYTES),
+    )
     try:
         for own_part, peer_part in partitions(kinds, scratch, most_bytes):
             found = common_tags(own_part["tag"].tobytes(), peer_part.data)

@@ -1,8 +1,8 @@
 """Sorts tags, and looks them up.
 
-NumPy sorts and compares numbers several times as fast as bytes. Tags are hashes, of which the first
-eight bytes are all different in practice. Those of a peer may be chosen, so that tags that begin
-alike cost time, but are in their places all the same.
+NumPy sorts and finds numbers several times as fast as bytes. Tags are hashes, and their first
+eight bytes hardly ever agree, so these are compared as numbers. A peer may choose its tags,
+however: where two begin alike, all of them are compared by all their bytes, which takes longer.
 """
 
 import numpy as np

@@ -14,7 +14,7 @@ from splitveil.common.run.contract import AlignmentSettings, Rr22Alignment
 from splitveil.common.settings import Section
 
 _FEW_IDS = 50_000
-"""With so many, two cores take some ten seconds, which is not worth the memory of workers."""
+"""Two cores align so many in about six seconds, which is not worth the memory of workers."""
 
 _FEW_CORES, _MOST_WORKERS = 2, 8
 

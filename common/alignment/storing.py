@@ -1,4 +1,4 @@
-"""Writes and reads the files of exchanges: for their owner only, with errors that name the file."""
+"""Opens files of exchanges for their owner only, names them in errors, and deletes them."""
 
 import logging
 import os

@@ -143,7 +143,7 @@ def test_text_is_wrapped_between_words_and_at_separators(
 
 
 def test_wrapping_loses_no_character_and_keeps_to_the_width() -> None:
-    text = "transcript: 591 entries, /work/a_b-c/report.html " + "76ca4f4f" * 8 + " 名前_名前名前"
+    text = "transcript: 591 entries, runs/a_b-c/report.html " + "76ca4f4f" * 8 + " 名前_名前名前"
     for width in range(4, 90):
         lines = wrapped(text, width)
         assert max(map(longest_word, lines)) <= width

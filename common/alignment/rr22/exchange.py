@@ -22,6 +22,7 @@ from splitveil.common.alignment.outcome import Sizes, agreed_rows, check_digests
 from splitveil.common.alignment.rr22.process import Worker
 from splitveil.common.alignment.rr22.tunnel import Tunnel
 from splitveil.common.alignment.sorted_tags import SortedTags, Tags
+from splitveil.common.alignment.tag_lists import TAG
 from splitveil.common.alignment.tag_sets import CommonRows
 from splitveil.common.data.ids import NORMALISATION
 from splitveil.common.data.stored_ids import encoded
@@ -333,4 +334,4 @@ def tags_of(ids: Sequence[str], run_id: str, nonces: Sequence[bytes]) -> Tags:
         state = copy()
         state.update(text)
         tags += state.digest()[:TAG_BYTES]
-    return np.frombuffer(tags, f"S{TAG_BYTES}")
+    return np.frombuffer(tags, TAG)

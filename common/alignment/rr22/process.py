@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from splitveil.common.alignment.sorted_tags import Tags
+from splitveil.common.alignment.tag_lists import TAG
 from splitveil.common.errors import SettingsError, SplitveilError, StorageError
 from splitveil.common.text.visible_text import visible
 from splitveil.common.wire.limits import TAG_BYTES
@@ -71,7 +72,7 @@ def check_interpreter(python: Path | None) -> str:
 def lines_of(tags: Tags) -> bytes:
     """Return a line of text for each tag: base64 for addresses, without padding.
 
-    It is as short as text can be without quotes, which is what reading it costs the worker.
+    The worker takes less time for shorter lines, and base64 is the shortest text without quotes.
     """
     padded = np.zeros((len(tags), _PADDED_BYTES), np.uint8)
     padded[:, :TAG_BYTES] = tags.view(np.uint8).reshape(-1, TAG_BYTES)
@@ -92,7 +93,7 @@ def tags_in(lines: bytes) -> Tags:
     text[:, : _LINE_BYTES - 1] = rows[:, :-1]
     padded = np.frombuffer(base64.urlsafe_b64decode(text.tobytes()), np.uint8)
     tags = np.ascontiguousarray(padded.reshape(-1, _PADDED_BYTES)[:, :TAG_BYTES])
-    if lines_of(found := tags.view(f"S{TAG_BYTES}").ravel()) != lines:
+    if lines_of(found := tags.view(TAG).ravel()) != lines:
         raise ValueError("not lines of tags")
     return found
 
@@ -151,7 +152,7 @@ class Worker:
                 raise ValueError
             step = _LINES_AT_ONCE * _LINE_BYTES
             parts = [tags_in(lines[start : start + step]) for start in range(0, len(lines), step)]
-            return np.concatenate([np.empty(0, f"S{TAG_BYTES}"), *parts])
+            return np.concatenate([np.empty(0, TAG), *parts])
         except ValueError as error:
             raise SplitveilError("the rr22 worker's result is no column of ids") from error
 

@@ -35,7 +35,6 @@ from splitveil.active_party.training.predictions import LossWeights
 from splitveil.active_party.training.top_trainer import TopTrainer, TrainingRows
 from splitveil.active_party.workers import spread
 from splitveil.common.data.features import FeatureEncoder
-from splitveil.common.data.label_columns import check_not_constant
 from splitveil.common.data.source_settings import expand_path
 from splitveil.common.data.subjects import read_subjects
 from splitveil.common.errors import DataError, SettingsError
@@ -95,9 +94,11 @@ class TrainerBuilder:
     def __call__(self, rows: AlignedRows) -> TopTrainer:
         """Build the trainer.
 
+        The peer has chosen its ids, and sees whether the run goes on: that must not depend on the
+        labels of the aligned rows.
+
         Raises:
-            DataError: a split has rows of one class only, or the training rows lack a class, or
-                have the same number as their label.
+            DataError: there are no validation rows, which early stopping needs.
         """
         settings, contract = self._settings, self._settings.contract
         if settings.stops_by_validation and not len(rows.splits["validation"]):
@@ -106,13 +107,6 @@ class TrainerBuilder:
                 f"aligned ones is"
             )
         labels = self._data.labels_at(rows.file_rows)
-        if settings.data.label_range is None:
-            self._check_classes(rows, labels)
-        else:
-            check_not_constant(
-                labels[rows.splits["train"]].numpy(),
-                f"{self._data.table.source}: the aligned training rows",
-            )
         self.encoder, features = self._data.encode(rows, self._earlier)
         model = build_top_model(
             settings.top_model,
@@ -162,21 +156,6 @@ class TrainerBuilder:
         if self._noise_key is None or not self._settings.defense.needs_example_keys:
             return None
         return example_keys(self._noise_key, ids, GRADIENT_NOISE)
-
-    def _check_classes(self, rows: AlignedRows, labels: Tensor) -> None:
-        source, names = self._data.table.source, self._settings.data.class_names
-        for name, positions in rows.splits.items():
-            counts = torch.bincount(labels[positions].long(), minlength=self._num_classes)
-            if len(positions) and int((counts > 0).sum()) == 1:
-                raise DataError(
-                    f"{source}: the {len(positions)} aligned {name} rows hold only one class"
-                )
-            absent = [one for one, count in zip(names, counts.tolist(), strict=False) if not count]
-            if absent and name == "train":
-                raise DataError(
-                    f"{source}: none of the {len(positions)} aligned training rows is of class "
-                    f"{', '.join(map(repr, absent))}"
-                )
 
     def _build_objective(
         self, model: nn.Module, total_steps: int, secrets: NoiseSecrets, examples: Examples

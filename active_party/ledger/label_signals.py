@@ -70,9 +70,9 @@ def label_signals(uses: LabelUses) -> tuple[LabelSignal, ...]:
         ): uses.begins_with_releases and not uses.counts_earlier_runs,
         LabelSignal(
             "early_stopping",
-            Covers.ANYBODY,
-            "With early_stopping the validation labels decide when the run ends. The ledger is "
-            "about training labels: it bounds nothing about those of validation rows.",
+            Covers.PASSIVE_AND_HONEST,
+            "With early_stopping the validation labels decide when the run ends, which no charge "
+            "counts: a peer that ranks one row first and then last reads its label from the end.",
         ): uses.has_early_stopping,
     }
     return tuple(signal for signal, is_given in signals.items() if is_given)

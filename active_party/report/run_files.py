@@ -163,6 +163,7 @@ def class_histograms(run: RunFiles) -> list[ClassHistogram]:
             {name: np.array(counts, dtype=np.float64) for name, counts in line.counts.items()},
         )
         for line in run.active.metrics.of(HistogramLine)
+        if any(map(any, line.counts.values()))
     ]
     # A resumed run may have counted a batch twice, with the same counts.
     by_step = {(one.step, one.figure): one for one in found}

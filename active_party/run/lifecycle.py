@@ -213,8 +213,11 @@ class Lifecycle:
         """Resume from a checkpoint with every party.
 
         Raises:
+            OutOfStep: the run has gone back over its answers too often.
             StorageError: it cannot be read.
         """
+        if batch_number < self.answering.batch_number:
+            self.answering.questions.note_resumption()
         self.run = self.run._replace(resumed_at=batch_number)
         self._restore(batch_number, self._store.load(batch_number))
         self.parties.resume()

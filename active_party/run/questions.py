@@ -19,12 +19,18 @@ from splitveil.common.errors import OutOfStep
 from splitveil.common.storage.answer_log import (
     FIRST_AUDIT_NUMBER,
     FIRST_RELEASE_NUMBER,
+    FIRST_RESUMPTION_NUMBER,
     NO_REPLY,
     NOTHING_TOLD,
     AnswerLog,
     ChargedAnswer,
     Record,
 )
+
+
+MAX_RESUMPTIONS = 100
+"""Times that a run goes back over answers that it has given: a peer that measures how long this
+party takes for the same work could average over more of them."""
 
 
 class QuestionNumber(NamedTuple):
@@ -167,7 +173,23 @@ class AnsweredQuestions:
         Raises:
             StorageError: the log holds fewer records than that, so that some are missing.
         """
-        return (record for record in self._log.since(count) if record.number < FIRST_AUDIT_NUMBER)
+        records = self._log.since(count)
+        return (record for record in records if record.number < FIRST_RESUMPTION_NUMBER)
+
+    def note_resumption(self) -> None:
+        """Note that the run goes back to a checkpoint.
+
+        Raises:
+            OutOfStep: it has done so ``MAX_RESUMPTIONS`` times.
+            StorageError: the log cannot be written.
+        """
+        count = self._log.num_resumptions()
+        if count >= MAX_RESUMPTIONS:
+            raise OutOfStep(
+                f"the run has gone back to a checkpoint {count} times, which is as often as it may: "
+                f"start over with --fresh at both parties"
+            )
+        self._log.record(FIRST_RESUMPTION_NUMBER + count, [])
 
     def note(self, number: QuestionNumber, values: Tensor, about: bytes = b"") -> None:
         """Ensure that no other audit is ever answered under a number.

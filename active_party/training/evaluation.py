@@ -1,5 +1,6 @@
 """Evaluates the held-out splits after each epoch and decides on early stopping."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -107,7 +108,9 @@ class Evaluator:
         reached = score_on_targets()
         if reached is None:
             reached = self._validation_score
-        return reached is not None and self._early_stop.should_stop(reached)
+        if reached is None or math.isnan(reached):  # of validation rows of one class
+            return False
+        return self._early_stop.should_stop(reached)
 
     def state_dict(self) -> State:
         """Return the progress so far."""

@@ -59,11 +59,7 @@ class LabelKind(Protocol):
         ...
 
     def measure(self, outputs: Tensor, labels: Tensor) -> PredictionFigures:
-        """Measure the predictions of a whole split.
-
-        Raises:
-            OneClass: labels are classes, and all are of one class.
-        """
+        """Measure the predictions of a whole split."""
         ...
 
     def agreement(self, outputs: Tensor, targets: Tensor) -> float:
@@ -99,11 +95,7 @@ class ClassLabels(NamedTuple):
         return probabilities_of(outputs)
 
     def measure(self, outputs: Tensor, labels: Tensor) -> PredictionFigures:
-        """Measure loss, AUC and calibration.
-
-        Raises:
-            OneClass: all labels are of one class.
-        """
+        """Measure loss, AUC and calibration."""
         return measure_predictions(outputs, labels)
 
     def agreement(self, outputs: Tensor, targets: Tensor) -> float:

@@ -8,6 +8,7 @@ rest; a class without examples, or without any others, does not have an AUC and 
 
 import math
 import statistics
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from torch.nn.functional import (
 )
 
 from splitveil.active_party.training.calibration import adaptive_calibration_error
-from splitveil.common.privacy.leakage import auc, has_both_classes
+from splitveil.common.privacy.leakage import areas
 from splitveil.common.record.figures import NumberFigures
 
 
@@ -83,7 +84,7 @@ class PredictionFigures(NamedTuple):
     units of the squared range."""
 
     auc: float
-    """NaN if labels are numbers."""
+    """NaN if labels are numbers, or all of one class."""
 
     calibration_error: float
     """With more than two classes, the mean of each class's error against the rest; NaN if labels
@@ -107,7 +108,7 @@ class PredictionFigures(NamedTuple):
 def figure_in_short(auc: float, number: NumberFigures | None) -> str:
     """Return the figure by which predictions are judged, for a log line."""
     if number is None:
-        return f"AUC {auc:.4f}"
+        return "AUC of rows of one class" if math.isnan(auc) else f"AUC {auc:.4f}"
     return f"RMSE {number.rmse:.4g}, R2 {number.r2:.4f}"
 
 
@@ -145,6 +146,10 @@ def auc_of_shares(logits: Tensor, shares: Tensor) -> float:
     scores = logits.double()[:, None] if logits.ndim == 1 else probabilities_of(logits.double())
     columns = zip(scores.T, shares.double().reshape(scores.shape).T, strict=True)
     aucs = [_auc_of_share(score, share) for score, share in columns]
+    return _mean_of_defined(aucs)
+
+
+def _mean_of_defined(aucs: Sequence[float]) -> float:
     defined = [area for area in aucs if not math.isnan(area)]
     return statistics.fmean(defined) if defined else math.nan
 
@@ -162,24 +167,21 @@ def _auc_of_share(scores: Tensor, shares: Tensor) -> float:
 def measure_predictions(logits: Tensor, labels: Tensor) -> PredictionFigures:
     """Measure the predictions of a whole split.
 
+    A peer waits for this, and may choose the rows: the operations depend on no label, and an AUC
+    of rows of one class is NaN.
+
     Args:
         logits: (rows,) or (rows, classes).
-        labels: (rows,), at least two classes.
-
-    Raises:
-        OneClass: all labels are of one class.
+        labels: (rows,).
     """
     loss = float(cross_entropy_of(logits, labels))
     if logits.ndim == 1:
         error = adaptive_calibration_error(logits.sigmoid(), labels)
-        return PredictionFigures(loss, auc(logits, labels), error, None)
+        return PredictionFigures(loss, _auc(logits, labels == 1), error, None)
     # In float64: a softmax in float32 makes ties of the most certain rows.
     probabilities = probabilities_of(logits.double())
     members = [labels == index for index in range(logits.shape[1])]
-    aucs = [
-        auc(scores, member) if has_both_classes(member) else math.nan
-        for scores, member in zip(probabilities.T, members, strict=True)
-    ]
+    aucs = [_auc(*one) for one in zip(probabilities.T, members, strict=True)]
     errors = [
         adaptive_calibration_error(scores, member.double())
         for scores, member in zip(probabilities.T, members, strict=True)
@@ -187,7 +189,11 @@ def measure_predictions(logits: Tensor, labels: Tensor) -> PredictionFigures:
     hits = probabilities.argmax(dim=1) == labels
     return PredictionFigures(
         loss,
-        statistics.fmean(area for area in aucs if not math.isnan(area)),
+        _mean_of_defined(aucs),
         statistics.fmean(errors),
         ClassFigures(float(hits.double().mean()), tuple(aucs)),
     )
+
+
+def _auc(scores: Tensor, positive: Tensor) -> float:
+    return float(areas(scores.detach().double()[None], positive)[0])

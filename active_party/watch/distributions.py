@@ -12,6 +12,8 @@ noise. After a defense, m is still the mean of raw gradients, as in the ``cosine
 
 Bins are 0.05 wide and have the same edges in every batch and run, so that classes, sides of the
 defense and steps can be compared. An example only leaves a count in a bin of its class.
+
+The peer waits for this: the operations and their shapes depend on no label.
 """
 
 from collections.abc import Mapping
@@ -26,7 +28,8 @@ BINS_PER_UNIT = 20
 """A bin of ``log10_norm`` is a twentieth of a decade, about 12 %, and one of ``cosine`` 0.05."""
 
 MIN_PER_CLASS = 5
-"""With fewer examples of a class, counts would list examples instead of showing a distribution."""
+"""With fewer examples of a class, counts would list examples instead of showing a distribution: all
+counts are 0."""
 
 _DECADES = 6
 """A norm more than this many decades below the largest is treated as this far below it."""
@@ -57,12 +60,14 @@ def gradient_distributions(
         labels: 0 or 1, (batch,).
 
     Returns:
-        ``log10_norm`` and ``cosine``; None where a class has fewer than ``MIN_PER_CLASS`` examples,
-        or all gradients are zero.
+        ``log10_norm`` and ``cosine``; None where a batch is too small for ``MIN_PER_CLASS`` examples
+        of both classes, or all gradients are zero.
     """
-    positive = labels.reshape(-1) == 1
-    if min(int(positive.sum()), int((~positive).sum())) < MIN_PER_CLASS:
+    if len(labels) < 2 * MIN_PER_CLASS:
         return None
+    positive = (labels.reshape(-1) == 1).long()
+    rarer = torch.minimum(positive.sum(), (1 - positive).sum())
+    counted = (rarer >= MIN_PER_CLASS).long()
     before = raw.detach().flatten(1).to(torch.float64)
     after = defended.detach().flatten(1).to(torch.float64)
     norms = {
@@ -78,8 +83,8 @@ def gradient_distributions(
     }
     cosines = {"before": _cosine(before, reference), "after": _cosine(after, reference)}
     return (
-        _histogram(LOG10_NORM, log_norms, positive),
-        _histogram(COSINE, cosines, positive, -1, 1),
+        _histogram(LOG10_NORM, log_norms, positive, counted),
+        _histogram(COSINE, cosines, positive, counted, -1, 1),
     )
 
 
@@ -91,9 +96,9 @@ def spread_epochs(num_epochs: int) -> frozenset[int]:
 
 def _mean_of_other_positives(gradients: Tensor, positive: Tensor) -> Tensor:
     """Return, for each example, the mean gradient of the positives without itself."""
-    total = gradients[positive].sum(dim=0)
     weight = positive.to(gradients.dtype)[:, None]
-    return (total - weight * gradients) / (positive.sum() - weight)
+    others = (positive.sum() - weight).clamp_min(1.0)
+    return ((weight * gradients).sum(dim=0) - weight * gradients) / others
 
 
 def _cosine(gradients: Tensor, reference: Tensor) -> Tensor:
@@ -107,6 +112,7 @@ def _histogram(
     figure: str,
     values: Mapping[str, Tensor],
     positive: Tensor,
+    counted: Tensor,
     low: int | None = None,
     high: int | None = None,
 ) -> Histogram:
@@ -115,11 +121,12 @@ def _histogram(
     everything = torch.cat(list(bins.values()))
     first = int(everything.min()) if low is None else low * BINS_PER_UNIT
     last = int(everything.max()) if high is None else high * BINS_PER_UNIT - 1
+    num_bins = last - first + 1
     counts = {}
     for side, indices in bins.items():
-        for name, chosen in (("negative", ~positive), ("positive", positive)):
-            inside = indices[chosen].clamp(first, last) - first
-            counted = torch.bincount(inside, minlength=last - first + 1)
-            counts[f"{side}/{name}"] = tuple(counted.tolist())
+        inside = indices.clamp(first, last) - first
+        of_both = torch.bincount(inside + num_bins * positive, minlength=2 * num_bins) * counted
+        counts[f"{side}/negative"] = tuple(of_both[:num_bins].tolist())
+        counts[f"{side}/positive"] = tuple(of_both[num_bins:].tolist())
     edges = tuple(edge / BINS_PER_UNIT for edge in range(first, last + 2))
     return Histogram(figure, edges, counts)

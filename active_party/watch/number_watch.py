@@ -10,7 +10,7 @@ direction that is found anew in each batch, with a sign of its own, does not.
 import copy
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -88,9 +88,8 @@ class NumberWatch:
                 found[INFORMED] = informed_r2(gradients, labels, *known)
                 self._informed[positions] = informed_scores(gradients, *known).float()
             for attack, r2 in found.items():
-                if not math.isnan(r2):
-                    by_epoch = self._r2.setdefault(attack, {})
-                    by_epoch.setdefault(batch.epoch, []).append(r2)
+                by_epoch = self._r2.setdefault(attack, {})
+                by_epoch.setdefault(batch.epoch, []).append(r2)
             self._random.append(1 / (len(labels) - 1))
         self._budget.pay(time.thread_time() - began_s)
 
@@ -103,16 +102,12 @@ class NumberWatch:
         """Write the line of an epoch."""
         self._covariates.end_epoch(epoch)
         found = {attack: by_epoch.get(epoch) for attack, by_epoch in self._r2.items()}
-        means = {attack: float(np.mean(r2)) for attack, r2 in found.items() if r2}
-        if not means:
-            return
-        figures = means | self._accumulated()
-        self._metrics.write(NumberLeakLine(epoch, figures))
+        means = {attack: _mean_of_defined(r2) for attack, r2 in found.items() if r2}
+        if means:
+            self._metrics.write(NumberLeakLine(epoch, means | self._accumulated()))
 
     def figures(self) -> Mapping[str, NumberLeak]:
         """Return attack -> its R2 over the run; empty if nothing was measured."""
-        if not self._r2:
-            return {}
         seen = self._sums.seen()
         examples = 0 if seen is None else len(seen.labels)
         chance = 1 / max(examples - 1, 1)
@@ -120,6 +115,7 @@ class NumberWatch:
             attack: NumberLeak(r2, random=chance, examples=examples)
             for attack, r2 in self._accumulated().items()
         }
+        found = {attack: one for attack, one in found.items() if not math.isnan(one.r2)}
         for attack, beyond in self._beyond_features().items():
             if attack in found:
                 found[attack] = found[attack]._replace(beyond=NumberBeyond(*beyond))
@@ -137,11 +133,11 @@ class NumberWatch:
         return measure_numbers_beyond_features(covariates, scores)
 
     def _of_batches(self, by_epoch: Mapping[int, list[float]]) -> NumberLeak:
-        every = np.concatenate([np.array(one) for one in by_epoch.values()])
+        every = [r2 for one in by_epoch.values() for r2 in one if not math.isnan(r2)]
         return NumberLeak(
-            float(np.mean(every)),
-            float(np.quantile(every, 0.95)),
-            float(np.mean(by_epoch[max(by_epoch)])),
+            _mean_of_defined(every),
+            float(np.quantile(every, 0.95)) if every else math.nan,
+            _mean_of_defined(by_epoch[max(by_epoch)]),
             float(np.mean(self._random)),
         )
 
@@ -167,8 +163,13 @@ class NumberWatch:
         seen = self._sums.seen()
         if seen is None:
             return {}
-        found = {
+        return {
             ACCUMULATED_TOP: seen.top_direction_r2(),
             ACCUMULATED_RIDGE: seen.ridge_r2(_HINT_SEED),
         }
-        return {attack: r2 for attack, r2 in found.items() if not math.isnan(r2)}
+
+
+def _mean_of_defined(r2: Sequence[float]) -> float:
+    """Return the mean over batches; NaN if the labels of each of them were all the same."""
+    defined = [one for one in r2 if not math.isnan(one)]
+    return float(np.mean(defined)) if defined else math.nan

@@ -1,7 +1,7 @@
 """Records a run at the active party: metrics, progress, their state in checkpoints, summary."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.active_party.training.predictions import PredictionFigures
 from splitveil.active_party.training.top_trainer import StepResult
-from splitveil.active_party.watch.gradient_counter import GradientCounter
+from splitveil.active_party.watch.distributions import gradient_distributions, spread_epochs
 from splitveil.active_party.watch.held_against import hold_against, log_beyond
 from splitveil.active_party.watch.leak_watch import LeakWatch
 from splitveil.active_party.watch.number_watch import NumberWatch
@@ -26,6 +26,7 @@ from splitveil.common.errors import LeakGateClosed
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.record.charting import ChartClock
 from splitveil.common.record.figures import AttackFigure, NumberFigures
+from splitveil.common.record.histogram_line import HistogramLine
 from splitveil.common.record.leak_figures import LeakFigures
 from splitveil.common.record.lines import (
     AuditLine,
@@ -80,7 +81,7 @@ class ActiveRecorder(RunRecorder):
         self._watch = LeakWatch(settings, self._metrics)
         self._numbers: NumberWatch | None = None
         self._charting = ChartClock()
-        self._counter = GradientCounter(settings, self._metrics)
+        self._epochs_to_count = _epochs_to_count(settings)
         self._epoch_losses: list[float] = []
         self._train_loss = float("nan")
         self._evaluations: dict[str, Evaluation] = {}
@@ -123,7 +124,8 @@ class ActiveRecorder(RunRecorder):
         self._watch.note_step(batch, result)
         if self._numbers is not None:
             self._numbers.note_step(batch, result)
-        self._counter.note_step(batch, result)
+        if batch.step == 0 and batch.epoch in self._epochs_to_count:
+            self._count_gradients(batch, result)
         if self._progress is not None:
             self._progress.advance(loss=loss, **self._shown_leak())
 
@@ -222,7 +224,6 @@ class ActiveRecorder(RunRecorder):
             "bounds": None if self._bounds is None else state_of_bounds(self._bounds),
             **watch,
             "numbers": None if self._numbers is None else self._numbers.state_dict(),
-            "uncounted_epochs": self._counter.state_dict(),
             "metrics": self._metrics.state_dict(),
         }
 
@@ -243,7 +244,6 @@ class ActiveRecorder(RunRecorder):
             for split, figures in state["evaluations"].items()
         }
         self._bounds = None if state["bounds"] is None else bounds_of_state(state["bounds"])
-        self._counter.load_state_dict(state["uncounted_epochs"])
         self._metrics.load_state_dict(state["metrics"])
         if self._progress is not None:
             self._progress.resume_at(self._steps)
@@ -285,6 +285,11 @@ class ActiveRecorder(RunRecorder):
         )
         counts = RunCounts(self.aligned_rows, epochs, self._steps, speed)
         return Summary(counts=counts, active=active, leak=self._leak_figures(told))
+
+    def _count_gradients(self, batch: Batch, result: StepResult) -> None:
+        found = gradient_distributions(result.raw, result.defended, result.labels)
+        for figure, edges, counts in found or ():
+            self._metrics.write(HistogramLine(batch.epoch, batch.step, figure, edges, counts))
 
     def _ledger_in_short(self) -> str:
         """Return the ledger's bound for anybody in short; empty where it has none."""
@@ -341,3 +346,10 @@ class ActiveRecorder(RunRecorder):
             told = self._bounds.or_more(self._ahead)
             shown = {"ledger_leak_auc": float(auc_at_most(told.guarantee.max))}
         return shown | self._watch.shown()
+
+
+def _epochs_to_count(settings: ActiveSettings) -> Collection[int]:
+    chosen = settings.distributions
+    if chosen is None or settings.data.num_classes != 2:
+        return ()
+    return spread_epochs(settings.contract.epochs) if chosen.epochs is None else chosen.epochs

@@ -27,7 +27,6 @@ from splitveil.active_party.training.predictions import measure_predictions
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.data.features import Features
 from splitveil.common.privacy.beyond_features import Covariates
-from splitveil.common.privacy.leakage import OneClass, auc, has_both_classes
 from splitveil.common.run.course import Batch
 from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions
@@ -130,8 +129,6 @@ class RowCovariates:
         self._latest = Latest.empty(num_rows, self._num_logits)
         self._kept: Latest | None = None
         """The latest visits as the last epoch left them that counts; never changed in place."""
-        self._is_kept = False
-        """Whether no row was visited since."""
         self._held_out = math.nan
 
     def note_step(self, batch: Batch, result: StepResult) -> None:
@@ -146,7 +143,6 @@ class RowCovariates:
         predictions = result.probabilities.detach().cpu().reshape(-1, self._num_logits)
         self._predictions.index_copy_(0, rows, predictions.float().index_select(0, among))
         self._unsummed[visited] = True
-        self._is_kept = False
         if not self._knows_rows:
             self._note_own(rows, among, result.own)
             labels = result.labels.detach().reshape(-1).cpu()[among]
@@ -160,9 +156,10 @@ class RowCovariates:
         """Keep the visits of an epoch, unless the model has learned labels by heart."""
         self._sum_up()
         self._knows_rows = bool((self._visits > 0).all())
-        if epoch < _TRUSTED_EPOCHS or self._gap() <= MAX_GAP:
-            self._kept = self._latest.copy()
-            self._is_kept = True
+        # The peer waits for this: the same work, whatever the gap, which depends on labels.
+        gap, latest = self._gap(), self._latest.copy()
+        if epoch < _TRUSTED_EPOCHS or gap <= MAX_GAP:
+            self._kept = latest
 
     def result(self) -> Covariates | None:
         """Return what is known about the rows that were visited; None before the first one."""
@@ -191,7 +188,7 @@ class RowCovariates:
             "labels": self._labels.clone(),
             "visits": self._visits.clone(),
             "own": self._own.clone(),
-            "latest": None if self._is_kept else self._latest.copy().state_dict(),
+            "latest": self._latest.copy().state_dict(),
             "kept": None if self._kept is None else self._kept.state_dict(),
             "held_out_auc": self._held_out,
         }
@@ -203,9 +200,7 @@ class RowCovariates:
         self._knows_rows = bool((self._visits > 0).all())
         self._unsummed[:] = False
         self._kept = None if state["kept"] is None else Latest(**state["kept"]).copy()
-        latest = state["kept"] if state["latest"] is None else state["latest"]
-        self._latest = Latest(**latest).copy()
-        self._is_kept = state["latest"] is None
+        self._latest = Latest(**state["latest"]).copy()
         self._held_out = state["held_out_auc"]
 
     def _sum_up(self) -> None:
@@ -235,12 +230,10 @@ class RowCovariates:
 
     def _gap(self) -> float:
         """Return by how much the model tells training labels better; infinite if unknown."""
-        if math.isnan(self._held_out):
-            return math.inf
         visited = self._visits > 0
         outlooks = self._latest.outlooks[visited, : self._num_logits].float()
-        in_training = self._told_in_training(outlooks, self._labels[visited])
-        return math.inf if math.isnan(in_training) else in_training - self._held_out
+        gap = self._told_in_training(outlooks, self._labels[visited]) - self._held_out
+        return math.inf if math.isnan(gap) else gap
 
     def _outlooks(self, probabilities: Tensor) -> Tensor:
         """Return the predictions' logits, (rows, 1), or log-probabilities, (rows, classes)."""
@@ -250,12 +243,8 @@ class RowCovariates:
 
     def _told_in_training(self, outlooks: Tensor, labels: Tensor) -> float:
         """Return the AUC of predictions of training rows; NaN if it cannot be measured."""
-        if self._num_logits == 1:
-            return auc(outlooks[:, 0], labels) if has_both_classes(labels) else math.nan
-        try:
-            return measure_predictions(outlooks, labels.float()).auc
-        except OneClass:
-            return math.nan
+        logits = outlooks[:, 0] if self._num_logits == 1 else outlooks
+        return measure_predictions(logits, labels.float()).auc
 
 
 def _finite(values: Tensor) -> Tensor:

@@ -264,14 +264,16 @@ class LeakAudit(BatchRecord):
         if not self.wants(observation.step):
             return None
         labels = self._classes.indices(observation.labels)
-        if not self._classes.is_mixed(labels):
-            self._skip()
-            if self._run.attacks:  # their sums need every batch, also one of a single class
-                self._gather(observation, self._scorer.score(observation, labels), labels)
-            return None
+        # A batch of a single class, too: a checkpoint, and so the peer, waits for this.
         scored = self._scorer.score(observation, labels)
         self._gather(observation, scored, labels)
-        return self._measure(observation, scored, labels)
+        measured = self._measure(observation, scored, labels)
+        if not self._classes.is_mixed(labels):
+            self._skip()
+            return None
+        with self._lock:
+            self._remember(measured)
+        return measured
 
     def classes(self) -> dict[str, dict[str, ClassLeak]]:
         """Return layer -> attack -> its figures class by class; empty for two classes."""
@@ -384,7 +386,6 @@ class LeakAudit(BatchRecord):
                         tally = MultiClassTally(self._classes.num_classes)
                         self._by_class[layer, attack] = tally
                     self._by_class[layer, attack].add(by_class.of(number), by_class.of(0))
-            self._remember(result)
         return result
 
     def _scores_of(self, found: LayerScores, attack: str) -> list[Score]:

@@ -58,7 +58,7 @@ def auc_many(scores: Tensor, labels: Tensor, kept: Tensor | None = None) -> Tens
     classes = _one_per_example(labels, "labels").to(values.device)
     if values.shape[1] != len(classes):
         raise ValueError(f"expected one label per score, got {len(classes)} for {values.shape[1]}")
-    if not has_both_classes(classes):
+    if not _has_both_classes(classes):
         _refuse_nan(values)
         raise OneClass(f"{len(classes)} labels of one class have no AUC")
     return areas(values, classes == 1, kept)
@@ -69,8 +69,12 @@ def areas(scores: Tensor, positive: Tensor, kept: Tensor | None = None) -> Tenso
 
     Args:
         scores: (scores, batch), float64.
-        positive: booleans, (batch,), some of them true and some false, on the scores' device.
+        positive: booleans, (batch,), on the scores' device.
         kept: which examples count for which score, (scores, batch); all by default.
+
+    Returns:
+        (scores,) in float64; NaN where the kept examples are all of one class. Which operations are
+        done depends on the scores alone.
 
     Raises:
         ValueError: a score is NaN.
@@ -86,7 +90,7 @@ def areas(scores: Tensor, positive: Tensor, kept: Tensor | None = None) -> Tenso
     return found
 
 
-def has_both_classes(labels: Tensor) -> bool:
+def _has_both_classes(labels: Tensor) -> bool:
     """Return whether there are positives and negatives.
 
     Raises:
@@ -164,11 +168,11 @@ def leak_auc_interval(
 def _by_sorted_keys(
     values: Tensor, positives: Tensor, kept: Tensor | None
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
-    """Return the AUCs by one plain sort of 64-bit keys, and which rows have ties that may count.
+    """Return the AUCs by one plain sort of 64-bit keys, and which rows have ties.
 
     A float64's bits, read as an integer, are in the order of the numbers, apart from the sign. The
     lowest bit makes room for the label, so that nothing has to be looked up in the order found: a
-    third of the time. Scores of two classes that differ in that bit alone count as tied.
+    third of the time. Scores that differ in that bit alone count as tied.
     """
     positive = positives.numpy()
     keys = (values.numpy() + 0.0).view(np.int64)  # turns -0.0 into 0.0
@@ -182,7 +186,7 @@ def _by_sorted_keys(
         num_positives = np.count_nonzero(uses & positive, axis=1)
         num_kept = np.count_nonzero(uses, axis=1)
     keys.sort(axis=1)
-    tied = ((keys[:, 1:] ^ keys[:, :-1]) == 1).any(axis=1)
+    tied = ((keys[:, 1:] ^ keys[:, :-1]) <= 1).any(axis=1)
     ranks = (keys & 1) @ np.arange(len(positive))
     below = ranks - num_positives * (num_positives - 1) // 2
     pairs = num_positives * (num_kept - num_positives)

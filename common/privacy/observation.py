@@ -24,10 +24,11 @@ class Clues(NamedTuple):
     """The attacks' side information about one class of a batch."""
 
     references: Mapping[str, Tensor] = MappingProxyType({})
-    """Layer name -> gradient of one example of the class; without it, ``cosine`` is not
-    measured."""
+    """Layer name -> gradient of one example of the class; of any other if there is none, so that
+    attacks take as long."""
     reference_row: int | None = None
-    """Row of that example. Its own cosine is meaningless and is left out of the AUC."""
+    """Row of that example, whose own cosine is left out of the AUC; None if there is none, and then
+    ``cosine`` has no score."""
     hint_rows: tuple[int, ...] = ()
     """Rows of the class that hint attacks know; they are left out of those attacks' AUC."""
     other_hint_rows: tuple[int, ...] = ()
@@ -87,7 +88,7 @@ def pick_clues(
     classes = set(labels.reshape(-1).tolist()) if num_hints else set()
     others = sorted(int(other) for other in classes - {class_index})
     return Clues(
-        references={} if row is None else {layer: rows[row] for layer, rows in sources.items()},
+        references={layer: rows[row or 0] for layer, rows in sources.items()},
         reference_row=row,
         hint_rows=pick_hint_rows(labels, seed, epoch, step, num_hints, class_index),
         other_hint_rows=tuple(

@@ -117,7 +117,10 @@ class BatchScorer:
             ]
             scores[name] = AttackScores(crossed, [()] * len(crossed))
         top = gradients.top if "spectral" in self._free else None
-        noisy = () if observation.references_are_clean else references
+        noisy = [
+            None if observation.references_are_clean or known.reference_row is None else reference
+            for known, reference in zip(clues, references, strict=True)
+        ]
         return LayerScores(scores, top, noisy, gradients.clusters if "kmeans" in scores else None)
 
 
@@ -168,7 +171,7 @@ def _score_told(
         told = (*told, *clues.other_hint_rows)
     knowledge = Knowledge(reference, hints, None, activations, other_hints=others)
     found = _score(attack, gradients, knowledge)
-    row = clues.reference_row
-    if SideInformation.POSITIVE_GRADIENT in attack.needs and row is not None:
-        told = (*told, row)
+    if SideInformation.POSITIVE_GRADIENT in attack.needs:
+        row = clues.reference_row
+        return (None, told) if row is None else (found, (*told, row))
     return found, told

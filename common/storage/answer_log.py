@@ -7,8 +7,8 @@ an answer leaves, and nothing in it is ever changed. It is a sequence of records
     record    number, fingerprints, reply, sum_kl, epsilon, noise identity, caveats, leak AUC, mu,
               link
 
-The number is that of a batch in the run, at least 2^62 for a release about all training rows, or at
-least 2^63 for an audit.
+The number is that of a batch in the run, at least 2^62 for a release about all training rows, at
+least 3 * 2^61 where the run went back to a checkpoint, or at least 2^63 for an audit.
 The reply is a fingerprint of the answer, because answers with other noise may have the same charge.
 The link is a hash of the previous link and of the record itself; the first link is a hash of the
 run's name. So a reader detects a byte that was changed, inserted or removed, and the log of another
@@ -27,6 +27,8 @@ from splitveil.common.errors import StorageError
 
 FIRST_RELEASE_NUMBER = 1 << 62
 """Numbers from here on belong to releases about all training rows, one for each stage."""
+FIRST_RESUMPTION_NUMBER = 3 << 61
+"""Numbers from here on belong to the times that a run went back to a checkpoint."""
 FIRST_AUDIT_NUMBER = 1 << 63
 """Numbers from here on belong to audits, not to batches of the run."""
 HOW_TO_RECOVER = (
@@ -146,6 +148,10 @@ class AnswerLog:
         """Return the records of audits, in no particular order."""
         return [record for number, record in self._known.items() if number >= FIRST_AUDIT_NUMBER]
 
+    def num_resumptions(self) -> int:
+        """Return how often the run went back to a checkpoint."""
+        return sum(FIRST_RESUMPTION_NUMBER <= number < FIRST_AUDIT_NUMBER for number in self._known)
+
     def record(
         self,
         number: int,
@@ -209,7 +215,7 @@ class AnswerLog:
 
     def forget_before(self, batch_number: int) -> None:
         """Drop the records of earlier batches from memory; the file keeps them."""
-        # Records of releases and audits stay: their numbers are larger than any batch's.
+        # Records of releases, resumptions and audits stay: their numbers are larger than any batch's.
         self._known = {
             number: known for number, known in self._known.items() if number >= batch_number
         }

@@ -231,7 +231,7 @@ def test_nothing_told_to_anybody_leaves_the_epsilon_of_earlier_answers() -> None
         (LabelUses(), ANYBODY, None),
         (LabelUses(allows_audits=True), HONEST, "allow_audits"),
         (LabelUses(has_stopping_gate=True), HONEST, "leak_gate"),
-        (LabelUses(has_early_stopping=True), ANYBODY, "early_stopping"),
+        (LabelUses(has_early_stopping=True), HONEST, "early_stopping"),
         (LabelUses(begins_with_labels=True), HONEST, "initial_weights"),
         (LabelUses(begins_with_labels=True, counts_earlier_runs=True), HONEST, "initial_weights"),
         (LabelUses(begins_with_releases=True), HONEST, "initial_weights"),

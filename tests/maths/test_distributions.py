@@ -76,7 +76,9 @@ def test_a_class_of_few_examples_is_not_counted(fewer: str) -> None:
     for number, counted in ((MIN_PER_CLASS, True), (MIN_PER_CLASS - 1, False), (0, False)):
         sizes = (number, 50) if fewer == "positives" else (50, number)
         raw, labels = batch_of(*sizes)
-        assert (gradient_distributions(raw, raw, labels) is not None) is counted
+        for found in distributions(raw, raw, labels):
+            total = sum(sum(series) for series in found.counts.values())
+            assert total == (2 * len(labels) if counted else 0)
 
 
 def test_gradients_of_zero_are_counted_and_make_no_endless_axis() -> None:

@@ -182,25 +182,6 @@ def test_looking_within_an_epoch_changes_nothing() -> None:
     assert same(kept.state_dict(), watched.state_dict())
 
 
-def test_a_state_between_two_epochs_holds_visits_once() -> None:
-    """They are most of what a checkpoint of the monitor holds."""
-    kept, other = (RowCovariates(np.arange(ROWS), ROWS, 2) for _ in range(2))
-    kept.note_held_out(0.5)
-    visit(kept, 0, knowing(0.2), value=1.0)
-    state = kept.state_dict()
-    assert state["latest"] is None
-    other.load_state_dict(stored(state))
-    for covariates in (kept, other):
-        rows = np.arange(9)
-        seen = step(rows, torch.zeros(9, 3), torch.full((9,), 0.25))
-        covariates.note_step(batch_of(rows, 1), seen)
-    assert kept.state_dict()["latest"] is not None
-    assert same(kept.state_dict(), other.state_dict())
-
-
-# ---- the latest scores of attacks on single batches
-
-
 def scores_of(*values: list[float] | None, told: tuple[int, ...] = ()) -> AttackScores:
     by_target = [None if one is None else torch.tensor(one).double() for one in values]
     return AttackScores(by_target, [told] * len(values))

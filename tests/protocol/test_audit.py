@@ -21,12 +21,14 @@ from splitveil.common.privacy.audit_worker import AuditWorker, CpuBudget
 from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
 from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.privacy.label_free import LABEL_FREE
+from splitveil.common.privacy.leakage import leak_auc
 from splitveil.common.privacy.observation import (
     Clues,
     Observation,
     pick_hint_rows,
     pick_reference_row,
 )
+from splitveil.common.privacy.scores import cosine
 from splitveil.common.privacy.settings import AuditSettings
 from splitveil.common.settings import validate
 from splitveil.passive_party.label_free_audit import LabelFreeAudit
@@ -95,12 +97,11 @@ def test_the_reference_itself_is_left_out_of_the_cosines_auc() -> None:
     """Three rows: the reference scores 1, the other positive below the negative."""
     gradients = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
     labels = torch.tensor([1, 1, 0])
-    counted, left_out = (
-        Observation(0, 0, {"cut": gradients}, labels, {1: Clues({"cut": gradients[0]}, row)})
-        for row in (None, 0)
-    )
-    leaks = [LeakAudit(["cosine"]).observe(item) for item in (counted, left_out)]
-    assert [leak.leak["cut"]["cosine"] for leak in leaks if leak] == [0.5, 1.0]
+    clues = {1: Clues({"cut": gradients[0]}, 0)}
+    found = LeakAudit(["cosine"]).observe(Observation(0, 0, {"cut": gradients}, labels, clues))
+    assert found is not None
+    assert found.leak["cut"]["cosine"] == 1.0
+    assert leak_auc(cosine(gradients, gradients[0]), labels) == 0.5
 
 
 def test_cosine_is_measured_only_where_there_is_a_reference_and_another_positive() -> None:

@@ -1,5 +1,6 @@
 """The rules of a run, on the session object itself, without a wire."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ from splitveil.active_party.run.stages import Stage
 from splitveil.common.errors import (
     AlignmentError,
     ContractMismatch,
-    DataError,
     Interrupted,
     OutOfStep,
     PeerLeft,
@@ -217,16 +217,18 @@ def test_a_peer_lost_before_the_first_answer_may_start_over_with_another_run(
         session.exchange(message)
 
 
-def test_a_class_missing_from_a_split_is_a_data_error_before_any_gradient(tmp_path: Path) -> None:
+def test_a_run_does_not_depend_on_the_classes_of_the_rows_that_a_peer_brings(
+    tmp_path: Path,
+) -> None:
     write_example(tmp_path)
     lines = (tmp_path / "active.csv").read_text().splitlines()
     positives = [line for line in lines[1:] if line.split(",")[1] == "1"][:1]
     negatives = [line for line in lines[1:] if line.split(",")[1] == "0"]
     (tmp_path / "active.csv").write_text("\n".join([lines[0], *positives, *negatives]) + "\n")
     parties = build_parties(tmp_path)
-    with pytest.raises(DataError, match="only one class"):
-        run_in_process(parties)
-    assert parties.active.sent == []
+    run_in_process(parties)
+    assert parties.session.stage is Stage.FINISHED
+    assert {one.split for one in parties.active.evaluations if math.isnan(one.auc)}
 
 
 def test_too_small_an_intersection_stops_both_with_the_counts(example: Path) -> None:

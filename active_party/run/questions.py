@@ -27,7 +27,6 @@ from splitveil.common.storage.answer_log import (
     Record,
 )
 
-
 MAX_RESUMPTIONS = 100
 """Times that a run goes back over answers that it has given: a peer that measures how long this
 party takes for the same work could average over more of them."""
@@ -186,8 +185,8 @@ class AnsweredQuestions:
         count = self._log.num_resumptions()
         if count >= MAX_RESUMPTIONS:
             raise OutOfStep(
-                f"the run has gone back to a checkpoint {count} times, which is as often as it may: "
-                f"start over with --fresh at both parties"
+                f"the run has gone back to a checkpoint {count} times, as often as it may: start "
+                f"over with --fresh at both parties"
             )
         self._log.record(FIRST_RESUMPTION_NUMBER + count, [])
 

@@ -60,8 +60,8 @@ def gradient_distributions(
         labels: 0 or 1, (batch,).
 
     Returns:
-        ``log10_norm`` and ``cosine``; None where a batch is too small for ``MIN_PER_CLASS`` examples
-        of both classes, or all gradients are zero.
+        ``log10_norm`` and ``cosine``; None where a batch is too small for ``MIN_PER_CLASS`` of both
+        classes, or all gradients are zero.
     """
     if len(labels) < 2 * MIN_PER_CLASS:
         return None

@@ -12,7 +12,8 @@ same way for comparison.
 
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypedDict
 
@@ -107,7 +108,7 @@ class BatchRecord:
         """Summarise the run so far; an attack that was never measured is absent."""
         result: dict[str, dict[str, AttackSummary]] = {}
         with self._lock:
-            for (layer, attack), tally in self._tallies.items():
+            for layer, attack, tally in self._measured():
                 result.setdefault(layer, {})[attack] = AttackSummary(
                     q95=tally.quantile(0.95),
                     mean=tally.mean,
@@ -136,7 +137,7 @@ class BatchRecord:
         """
         worst: LeakByAttack = {}
         with self._lock:
-            for (layer, attack), tally in self._tallies.items():
+            for layer, attack, tally in self._measured():
                 worst.setdefault(layer, {})[attack] = tally.worst_epoch
         return worst
 
@@ -159,13 +160,26 @@ class BatchRecord:
         with self._lock:
             self._skipped_one_class += 1
 
+    def _measured(self) -> Iterator[tuple[str, str, AttackTally]]:
+        """Yield layer, attack and tally of what was measured; the caller holds the lock."""
+        for (layer, attack), tally in self._tallies.items():
+            if tally.batches:
+                yield layer, attack, tally
+
+    def _begin(self, layers: Iterable[str]) -> None:
+        """Have a tally of everything; the caller holds the lock.
+
+        The size of a state must not depend on what could be measured, and so on labels.
+        """
+        for layer, attack in product(layers, self._attacks):
+            if (layer, attack) not in self._tallies:
+                self._tallies[layer, attack] = AttackTally()
+
     def _remember(self, measured: BatchLeak) -> None:
         """Add a batch's figures; the caller holds the lock."""
         self._observed += 1
         for layer, attacks in measured.leak.items():
             for attack, value in attacks.items():
-                if (layer, attack) not in self._tallies:
-                    self._tallies[layer, attack] = AttackTally()
                 self._tallies[layer, attack].add(measured.epoch, value, measured.random)
         self._latest = measured
 
@@ -279,8 +293,9 @@ class LeakAudit(BatchRecord):
         """Return layer -> attack -> its figures class by class; empty for two classes."""
         result: dict[str, dict[str, ClassLeak]] = {}
         with self._lock:
-            for (layer, attack), found in self._by_class.items():
-                result.setdefault(layer, {})[attack] = found.result(self._classes.names)
+            for layer, attack, _ in self._measured():
+                found = self._by_class[layer, attack].result(self._classes.names)
+                result.setdefault(layer, {})[attack] = found
         return result
 
     def end_run(self) -> None:
@@ -377,16 +392,21 @@ class LeakAudit(BatchRecord):
         leak: LeakByAttack = {layer: {} for layer in scored}
         result = BatchLeak(observation.epoch, observation.step, leak, of_random)
         with self._lock:
+            self._begin(scored)
             for number, ((layer, attack), value) in enumerate(zip(measured, worst, strict=True), 1):
                 if math.isnan(value):  # the attack knew too little, or every row of a class
                     continue
                 leak[layer][attack] = value
                 if by_class is not None:
-                    if (layer, attack) not in self._by_class:
-                        tally = MultiClassTally(self._classes.num_classes)
-                        self._by_class[layer, attack] = tally
                     self._by_class[layer, attack].add(by_class.of(number), by_class.of(0))
         return result
+
+    def _begin(self, layers: Iterable[str]) -> None:
+        super()._begin(layers)
+        if self.is_multi_class:
+            for place in self._tallies:
+                if place not in self._by_class:
+                    self._by_class[place] = MultiClassTally(self._classes.num_classes)
 
     def _scores_of(self, found: LayerScores, attack: str) -> list[Score]:
         by_target, left_out = found.scores[attack]

@@ -148,8 +148,8 @@ class MetricsLog:
         found = {
             f"{fields.kind}/{name}": number for name, number in finite.items() if number is not None
         }
-        if found:
-            self._charts.file_writer.add_summary(_charted(found), chart_step)
+        # Also if there is none: how many figures can be measured depends on labels.
+        self._charts.file_writer.add_summary(_charted(found), chart_step)
 
     def _chart_histograms(self, line: HistogramLine, chart_step: int) -> None:
         centres = [(low + high) / 2 for low, high in pairwise(line.edges)]

@@ -215,7 +215,7 @@ class AnswerLog:
 
     def forget_before(self, batch_number: int) -> None:
         """Drop the records of earlier batches from memory; the file keeps them."""
-        # Records of releases, resumptions and audits stay: their numbers are larger than any batch's.
+        # All other records stay: their numbers are larger than any batch's.
         self._known = {
             number: known for number, known in self._known.items() if number >= batch_number
         }

@@ -216,8 +216,9 @@ class Lifecycle:
             OutOfStep: the run has gone back over its answers too often.
             StorageError: it cannot be read.
         """
-        if batch_number < self.answering.batch_number:
-            self.answering.questions.note_resumption()
+        questions = self.answering.questions
+        if questions.is_answered(batch_number):
+            questions.note_resumption()
         self.run = self.run._replace(resumed_at=batch_number)
         self._restore(batch_number, self._store.load(batch_number))
         self.parties.resume()

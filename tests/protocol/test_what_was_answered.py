@@ -18,7 +18,7 @@ from splitveil.active_party.report.run_files import read_run
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.watch.recorder import ActiveRecorder
 from splitveil.active_party.watch.stored_figures import ledger_figures
-from splitveil.common.errors import BudgetExhausted, OtherAnswer, PeerLeft
+from splitveil.common.errors import BudgetExhausted, OtherAnswer, OutOfStep, PeerLeft
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.run.messages import LeaveReason, Offer
 from splitveil.common.storage.model_files import save_tensors
@@ -205,6 +205,25 @@ class Steps(InProcessPeer):
 
     def leave(self, run_id: str, reason: LeaveReason) -> None:
         """Say nothing: it was killed."""
+
+
+def test_a_run_goes_back_over_its_answers_only_so_often(
+    example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("splitveil.active_party.run.questions.MAX_RESUMPTIONS", 3)
+    parties = answered(example, tmp_path)
+    for restarts in (False, False, True, False):
+        for state in states(tmp_path)[1:]:
+            state.unlink()
+        again = parties_in(example, tmp_path)
+        if restarts:
+            again.session.reopen()
+            parties = again
+        again.session, Steps.left = parties.session, 1
+        is_last = again.session.answering.questions._log.num_resumptions() == 3
+        with pytest.raises(OutOfStep if is_last else Lost):
+            run_in_process(again, Steps)
+    assert is_last
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -18,7 +18,7 @@ from splitveil.active_party.report.run_files import read_run
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.watch.recorder import ActiveRecorder
 from splitveil.active_party.watch.stored_figures import ledger_figures
-from splitveil.common.errors import BudgetExhausted, OtherAnswer, OutOfStep, PeerLeft
+from splitveil.common.errors import BudgetExhausted, OtherAnswer, PeerLeft, ProtocolError
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.run.messages import LeaveReason, Offer
 from splitveil.common.storage.model_files import save_tensors
@@ -221,7 +221,7 @@ def test_a_run_goes_back_over_its_answers_only_so_often(
             parties = again
         again.session, Steps.left = parties.session, 1
         is_last = again.session.answering.questions._log.num_resumptions() == 3
-        with pytest.raises(OutOfStep if is_last else Lost):
+        with pytest.raises(ProtocolError if is_last else Lost):
             run_in_process(again, Steps)
     assert is_last
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from splitveil.active_party.defenses import AnswerKeys, Examples, NoiseSecrets
-from splitveil.active_party.defenses.example_keys import GRADIENT_NOISE, example_keys
+from splitveil.active_party.defenses.example_keys import GRADIENT_NOISE, example_keys, key_name
 from splitveil.active_party.defenses.objective import Objective, TopModel
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.budget import Allowance
@@ -24,6 +24,7 @@ from splitveil.active_party.ledger.released_targets import (
     ReleasedTargets,
     read_targets,
 )
+from splitveil.active_party.ledger.used_labels import labels_first_used
 from splitveil.active_party.run.observer import SessionObserver
 from splitveil.active_party.run.preparation import OwnRows, OwnRules
 from splitveil.active_party.run.session import ActiveSession
@@ -130,7 +131,11 @@ class TrainerBuilder:
         # Only if noise belongs to ids: many millions of texts take gigabytes.
         with_ids = self._noise_key is not None
         ids = [self._data.ids[row] for row in rows.file_rows] if with_ids else []
-        training = torch.from_numpy(rows.splits["train"]) if rows.has_survey else None
+        train = rows.splits["train"]
+        if self._noise_key is not None and settings.defense.noise_seed is None:
+            path, trained = settings.noise_key_file(), [ids[position] for position in train]
+            labels[train] = labels_first_used(path, self._noise_key, trained, labels[train])
+        training = torch.from_numpy(train) if rows.has_survey else None
         known = (
             None
             if self._known_targets is None
@@ -148,6 +153,7 @@ class TrainerBuilder:
                 self._num_classes,
                 self._example_keys(ids),
                 self._data.digest(self.encoder),
+                "" if self._noise_key is None else key_name(self._noise_key),
                 self._loss_weights(rows),
                 training,
                 self._kind_of(rows, labels),

@@ -15,6 +15,7 @@ from splitveil.active_party.training.early_stopping import EarlyStop
 from splitveil.active_party.training.evaluation import Evaluator
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.alignment import Splits
+from splitveil.common.errors import SettingsError
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.progress import CheckpointStore, Progress, RunIdentity, State
@@ -123,12 +124,13 @@ class Preparation:
         return Answering(run_id, parties, setup, questions, evaluator, releases)
 
 
-def state_of(identity: RunIdentity, secret: bytes) -> State:
+def state_of(identity: RunIdentity, secret: bytes, noise_key: str) -> State:
     """Return the state that is stored when a run begins.
 
     Args:
         identity: of the run.
         secret: from which its answers and fingerprints are keyed.
+        noise_key: names the key of the noise that belongs to examples; empty if there is none.
     """
     return {
         "run_id": identity.run_id,
@@ -138,7 +140,21 @@ def state_of(identity: RunIdentity, secret: bytes) -> State:
         "file_rows": torch.from_numpy(identity.file_rows),
         "data": identity.data_digest,
         "survey": identity.has_survey,
+        "noise_key": noise_key,
     }
+
+
+def check_noise_key(state: State, noise_key: str) -> None:
+    """Check that a stored run goes on with the noise with which it began.
+
+    Raises:
+        SettingsError: its key is another one.
+    """
+    if state.get("noise_key", noise_key) != noise_key:
+        raise SettingsError(
+            "noise_key_path: this is not the noise key with which the run began; restore that one, "
+            "or start over with --fresh at both parties: what a new key draws is charged on top"
+        )
 
 
 def identity_in(state: State) -> RunIdentity:

@@ -54,6 +54,9 @@ class TrainingRows(NamedTuple):
     digest: str = ""
     """Distinguishes these data from other data when the run is resumed later."""
 
+    noise_key: str = ""
+    """Names the key of the noise that belongs to examples; empty if there is none."""
+
     weights: LossWeights = LossWeights()
     """What the aligned rows and the classes count in the loss."""
 
@@ -122,6 +125,7 @@ class TopTrainer:
         tells_slopes: bool = False,
     ) -> None:
         self.data_digest = rows.digest
+        self.noise_key = rows.noise_key
         self.num_classes = rows.num_classes
         self.kind = rows.kind
         self.defense = defense

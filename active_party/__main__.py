@@ -42,6 +42,7 @@ from splitveil.active_party.watch.status_observer import StatusObserver
 from splitveil.active_party.workers import check_settings, work_for
 from splitveil.common.alignment import KeptExchanges, engine_checks, engine_of, records_of
 from splitveil.common.data.id_forms import form_of
+from splitveil.common.data.subjects import numbered
 from splitveil.common.errors import (
     EndedForGood,
     SettingsError,
@@ -303,7 +304,7 @@ def _check(parsed: argparse.Namespace) -> None:
         if earlier is not None:
             earlier.put_into(model)
         subjects = subjects_of(settings, data)
-        persons = "" if subjects is None else f" of {len(np.unique(subjects))} persons"
+        persons = "" if subjects is None else f" of {len(np.unique(numbered(subjects)))} persons"
         fits = "the top model fits them"
         return f"data: {data.summary()}{persons}; {fits}; {data.report.in_words()}"
 

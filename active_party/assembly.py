@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from splitveil.active_party.defenses import AnswerKeys, Examples, NoiseSecrets
 from splitveil.active_party.defenses.example_keys import GRADIENT_NOISE, example_keys, key_name
 from splitveil.active_party.defenses.objective import Objective, TopModel
-from splitveil.active_party.ledger.account_book import AccountBook
+from splitveil.active_party.ledger.account_book import AccountBook, persons_of
 from splitveil.active_party.ledger.budget import Allowance
 from splitveil.active_party.ledger.label_signals import (
     LabelSignal,
@@ -38,7 +38,7 @@ from splitveil.active_party.workers import spread
 from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.data.label_columns import check_not_constant
 from splitveil.common.data.source_settings import expand_path
-from splitveil.common.data.subjects import read_subjects
+from splitveil.common.data.subjects import numbered, read_subjects
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.models.factory import build_top_model
 from splitveil.common.models.optimizers import build_optimizer
@@ -142,7 +142,11 @@ class TrainerBuilder:
             else self._known_targets.of(self._data.ids[row] for row in rows.file_rows)
         )
         of_file = self._subjects
-        subjects = None if of_file is None else torch.from_numpy(of_file[rows.file_rows])
+        persons = subjects = None
+        if of_file is not None:
+            of_rows = of_file[rows.file_rows]
+            subjects = torch.from_numpy(numbered(of_rows))
+            persons = persons_of(of_rows, (self._data.ids[row] for row in rows.file_rows))
         examples = Examples(ids, labels, self._device, training, subjects, known)
         return TopTrainer(
             self._build_objective(model, rows.total_steps(contract), secrets, examples),
@@ -154,6 +158,7 @@ class TrainerBuilder:
                 self._example_keys(ids),
                 self._data.digest(self.encoder),
                 "" if self._noise_key is None else key_name(self._noise_key),
+                persons,
                 self._loss_weights(rows),
                 training,
                 self._kind_of(rows, labels),
@@ -229,8 +234,10 @@ def _knows_predictions(settings: ActiveSettings) -> bool:
     return monitor is not None and (is_of_numbers or monitor.needs_predictions)
 
 
-def subjects_of(settings: ActiveSettings, data: PartyData) -> NDArray[np.int64] | None:
-    """Return a number for each row of the data, equal for rows of one person; None if none is read.
+def subjects_of(settings: ActiveSettings, data: PartyData) -> NDArray[np.object_] | None:
+    """Return the person whom each row of the data is about, "" for a row of its own.
+
+    None if the defense reads no persons.
 
     Raises:
         DataError: there is no such column.

@@ -92,13 +92,9 @@ class Preparation:
         rows = AlignedRows.derive(
             self.contract, seed, ids, file_rows, splits, has_survey=has_survey
         )
-        return TrainingSetup(
-            self.contract,
-            rows,
-            Progress(self.contract, rows, store),
-            self.build_trainer(rows),
-            LeakBudget(self.rules.allowance, ids, rows),
-        )
+        progress, trainer = Progress(self.contract, rows, store), self.build_trainer(rows)
+        budget = LeakBudget(self.rules.allowance, ids, rows, trainer.persons)
+        return TrainingSetup(self.contract, rows, progress, trainer, budget)
 
     def answering(
         self,
@@ -119,7 +115,8 @@ class Preparation:
         """
         rows = setup.trainer.released_rows
         about = setup.rows.splits["train"] if rows is None else rows.cpu().numpy()
-        releases = Releases(file, questions, setup.budget, about)
+        charged = setup.budget.sharing_accounts(about)
+        releases = Releases(file, questions, setup.budget, charged)
         evaluator = Evaluator(self.rules.early_stop, setup.trainer.kind)
         return Answering(run_id, parties, setup, questions, evaluator, releases)
 

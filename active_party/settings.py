@@ -154,10 +154,10 @@ class ActiveSettings(PartySettings):
     The path is relative to this settings file. By default the file lies beside the checkpoint: a
     run that resumes keeps its noise, and a new run draws new noise. Give a path to keep the noise
     over several runs with the same defense on the same label column, which together then reveal no
-    more than the first one: an example keeps the label with which it was first used, whatever the
-    column says now. These labels lie beside the key, in a file with the ending ``.labels``: move
-    both. With another strength or column, the information in the runs adds up. Anyone who can read
-    this file can subtract the noise. Needs ``data.id_column``.
+    more than the first one: an example is trained on the label with which it was first used,
+    whatever the column says now. These labels lie beside the key, in a file with the ending
+    ``.labels``: move both. With another strength or column, the information in the runs adds up.
+    Anyone who can read this file can subtract the noise. Needs ``data.id_column``.
     """
 
     leak_monitor: LeakMonitorSettings | None = LeakMonitorSettings()

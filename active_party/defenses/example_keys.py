@@ -51,7 +51,7 @@ def load_or_create_key(path: Path) -> NoiseKey:
     elif not used.exists():
         raise SettingsError(
             f"{path}: expected {used.name} beside the noise key: the same noise on another label "
-            f"would tell both labels. Restore it, or name another noise_key_path; what a new key "
+            f"would reveal both labels. Restore it, or name another noise_key_path; what a new key "
             f"draws is charged on top"
         )
     return _load(path)

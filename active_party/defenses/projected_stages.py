@@ -57,8 +57,8 @@ class StagePlan(NamedTuple):
         """Return the charge of a stage: the first pays for all.
 
         A peer that sees a stage's release and then decides whether to leave makes the runs in which
-        it leaves tell more than their stages do. No such choice makes a run tell more than the plan
-        that stood before it.
+        it leaves reveal more than their stages do. No such choice makes all runs together reveal
+        more than the plan.
         """
         sum_kl = 0.0 if stage else self.mu**2
         return LeakCharge(sum_kl, covers=Covers.ANYBODY, is_gaussian=True)

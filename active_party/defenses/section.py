@@ -230,7 +230,7 @@ class DefenseSection(Section):
 
         The file at ``path``, created if it does not exist, yields a key of its own for each
         strength, see ``noise_key_strength``, and for each meaning of the labels: the same noise on
-        two labels would tell their difference.
+        two labels would reveal their difference.
 
         Raises:
             SettingsError: the file is not a key, or others may know it.

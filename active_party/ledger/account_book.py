@@ -6,9 +6,9 @@ them starts where they ended. Accounts of examples that the later run lacks stay
 chain of runs needs only the newest book.
 
 An example is named by a hash of its canonical id. A person whom several rows are about has an
-account besides, named by a hash of its entry: what any run has told of one of these rows counts for
-all of them. The hashes need not be secret: the book belongs to the label owner, as do ids and
-entries.
+account besides, named by a hash of its entry: what any run has revealed about one of these rows
+counts for all of them. The hashes need not be secret: the book belongs to the label owner, as do
+ids and entries.
 """
 
 import hashlib

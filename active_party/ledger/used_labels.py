@@ -1,16 +1,17 @@
 """The labels for which a noise key has drawn noise: an example keeps the one that it had first.
 
 Noise of a key belongs to an example. Two runs with the same noise on two labels of an example would
-tell their difference exactly. So a later run with the same key trains on the label that was used
-first, whatever the label is now: it repeats what the first run told of the example and nothing
-else. New noise for a changed label would tell that it has changed, which no charge covers; and so
-would a refusal, or leaving out the row.
+reveal their difference exactly. So a later run with the same key trains on the label that was used
+first, whatever the label is now: it repeats what the first run released about the example and
+nothing else. New noise for a changed label would reveal that it has changed, which no charge
+covers; and so would a refusal, or leaving out the row.
 
 The labels lie beside the key, which undoes its noise: whoever may not read the one may not read
 the other. Examples are named by digests under the derived key, so that each strength and each
 meaning of the labels has labels of its own.
 """
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,6 +27,8 @@ from splitveil.common.errors import SettingsError, StorageError
 from splitveil.common.run.sample_order import keyed_digests
 from splitveil.common.storage.run_folder import write_bytes_atomically
 from splitveil.common.text.files import only_one_process
+
+_logger = logging.getLogger(__name__)
 
 _PURPOSE = b"first used label"
 
@@ -50,6 +53,13 @@ def labels_first_used(path: Path, key: NoiseKey, ids: Sequence[str], labels: Ten
         with only_one_process(path):
             known, used = _read(file)
             is_new = indices_of(names, known) < 0
+            if not is_new.all():
+                _logger.info(
+                    "noise key: %d of %d training rows were used with it before, and are "
+                    "trained on the labels that they had then",
+                    int((~is_new).sum()),
+                    len(ids),
+                )
             if is_new.any():
                 known = np.concatenate([known, names[is_new]])
                 used = torch.cat([used, labels[torch.from_numpy(is_new)]])

@@ -47,7 +47,7 @@ def test_charges_of_fresh_noise_add_up_for_the_same_id_wherever_it_stands() -> N
     assert len(wednesday) == 5
 
 
-def test_what_was_told_of_a_person_counts_for_all_of_its_rows_in_any_run() -> None:
+def test_what_is_charged_to_a_person_counts_for_all_of_its_rows_in_any_run() -> None:
     def after(book: AccountBook, ids: list[str], people: list[str]) -> AccountBook:
         """Return the book of a run that answers about its last row, and so about that person."""
         persons = persons_of(np.array(people, dtype=object), ids)

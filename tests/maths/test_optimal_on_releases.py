@@ -105,7 +105,7 @@ def test_noise_a_fifth_too_low_is_noticed(chosen: str) -> None:
 
 
 def test_who_leaves_with_strong_evidence_has_more_than_its_stages_and_not_than_the_plan() -> None:
-    """Its runs of one stage know the label better than one stage tells.
+    """Its runs of one stage know the label better than one stage allows.
 
     So the ledger states from the first stage on what holds of all runs together, long and short.
     """

@@ -179,9 +179,9 @@ def subjects_of(parties: Parties, folder: Path) -> torch.Tensor:
 def test_a_person_with_a_new_row_in_each_of_four_runs_has_one_account_over_all_of_them(
     tmp_path: Path,
 ) -> None:
-    """The exact likelihood ratio of a person's label tells what the last ledger says.
+    """The exact likelihood ratio of a person's label reaches what the last ledger says.
 
-    By rows each of them was told once, at .600.
+    By rows each of them was charged once, at .600.
     An AUC of 20,000 labels of each kind has a standard error below .003.
     """
     write_example(tmp_path)
@@ -217,7 +217,7 @@ def test_a_person_with_a_new_row_in_each_of_four_runs_has_one_account_over_all_o
     assert found == pytest.approx(accounts[-1], abs=0.009)
     assert found > accounts[0] + 0.05
 
-    # Without the column, the rows keep what was charged to their persons.
+    # Without the column, the rows have what was charged to their persons.
     alone = f"defense={{name: projected_labels, stages: 2, rank: 8, earlier: [{earlier}]}}"
     later = run(tmp_path, alone, f"earlier_ledgers=[{earlier}]")
     assert later.session.leak_bounds().guarantee.max == accounts[-1]

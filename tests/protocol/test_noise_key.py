@@ -325,7 +325,7 @@ def by_id(parties: Parties) -> dict[str, tuple[float, ...]]:
 
 @pytest.mark.parametrize("defense", KEYED)
 @pytest.mark.parametrize("column", ["label", "corrected"])
-def test_a_second_run_on_other_labels_tells_what_its_ledger_says(
+def test_a_second_run_on_other_labels_reveals_what_its_ledger_says(
     example: Path, tmp_path: Path, defense: str, column: str
 ) -> None:
     """In the same column nothing new; in another one a second draw.
@@ -366,7 +366,7 @@ def test_a_second_run_on_other_labels_tells_what_its_ledger_says(
 
 
 @pytest.mark.parametrize("name", ["noisy_label", "noisy_label of numbers"])
-def test_who_has_the_noisy_labels_of_two_columns_tells_what_two_draws_tell(
+def test_the_noisy_labels_of_two_columns_reveal_what_two_draws_do(
     tmp_path: Path, name: str
 ) -> None:
     """One column is the opposite of the other, so that their difference is the best score.

@@ -16,6 +16,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from splitveil.active_party.__main__ import perform
+from splitveil.active_party.command import parser
 from splitveil.active_party.defenses import Examples, NoiseSecrets, noisy_label
 from splitveil.active_party.defenses.build_inputs import DefenseContext
 from splitveil.active_party.defenses.exact_auc import gaussian_auc
@@ -233,6 +235,19 @@ def test_a_key_at_a_path_of_its_own_is_used_there(example: Path, tmp_path: Path)
     path.chmod(0o644)
     with pytest.raises(SettingsError, match="expected 0600"):
         parties_of(example, tmp_path, KEYED[3], [f"noise_key_path={path}"])
+
+
+def test_a_lost_key_is_found_by_check(
+    example: Path, tmp_path: Path, port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.key"
+    used_labels_file(path).write_bytes(b"used")
+    settings = [f"noise_key_path={path}", f"defense={KEYED[3]}", f"listen=127.0.0.1:{port}"]
+    arguments = [part for setting in settings for part in ("--set", setting)]
+    assert perform(parser().parse_args(["check", str(example / "active.yaml"), *arguments])) == 2
+    printed = capsys.readouterr()
+    assert "the noise key is missing" in printed.out + printed.err
+    assert not path.exists()
 
 
 def test_an_insecure_seed_makes_no_file_and_warns(

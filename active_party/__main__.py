@@ -25,6 +25,7 @@ from splitveil.active_party.assembly import (
     subjects_of,
 )
 from splitveil.active_party.command import parser
+from splitveil.active_party.defenses.example_keys import used_labels_file
 from splitveil.active_party.ended import WHAT_NOW, mark_run_as_ended, was_ended
 from splitveil.active_party.inference.command import predict
 from splitveil.active_party.ledger.earlier_ledgers import LEDGER
@@ -42,6 +43,7 @@ from splitveil.active_party.watch.status_observer import StatusObserver
 from splitveil.active_party.workers import check_settings, work_for
 from splitveil.common.alignment import KeptExchanges, engine_checks, engine_of, records_of
 from splitveil.common.data.id_forms import form_of
+from splitveil.common.data.subjects import numbered
 from splitveil.common.errors import (
     EndedForGood,
     SettingsError,
@@ -303,7 +305,7 @@ def _check(parsed: argparse.Namespace) -> None:
         if earlier is not None:
             earlier.put_into(model)
         subjects = subjects_of(settings, data)
-        persons = "" if subjects is None else f" of {len(np.unique(subjects))} persons"
+        persons = "" if subjects is None else f" of {len(np.unique(numbered(subjects)))} persons"
         fits = "the top model fits them"
         return f"data: {data.summary()}{persons}; {fits}; {data.report.in_words()}"
 
@@ -340,7 +342,8 @@ def _check_files_and_address(settings: ActiveSettings) -> None:
 def _check_noise_key(settings: ActiveSettings) -> None:
     # A key in the run's own folder is drawn by the run itself.
     path = settings.noise_key_file()
-    if settings.noise_key_path is not None and path.exists():
+    is_there = path.exists() or used_labels_file(path).exists()
+    if settings.noise_key_path is not None and is_there:
         settings.defense.open_noise_key(settings.defense_context(), path)
 
 

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from splitveil.active_party.defenses import AnswerKeys, Examples, NoiseSecrets
-from splitveil.active_party.defenses.example_keys import GRADIENT_NOISE, example_keys
+from splitveil.active_party.defenses.example_keys import GRADIENT_NOISE, example_keys, key_name
 from splitveil.active_party.defenses.objective import Objective, TopModel
-from splitveil.active_party.ledger.account_book import AccountBook
+from splitveil.active_party.ledger.account_book import AccountBook, persons_of
 from splitveil.active_party.ledger.budget import Allowance
 from splitveil.active_party.ledger.label_signals import (
     LabelSignal,
@@ -24,6 +24,7 @@ from splitveil.active_party.ledger.released_targets import (
     ReleasedTargets,
     read_targets,
 )
+from splitveil.active_party.ledger.used_labels import labels_first_used
 from splitveil.active_party.run.observer import SessionObserver
 from splitveil.active_party.run.preparation import OwnRows, OwnRules
 from splitveil.active_party.run.session import ActiveSession
@@ -36,7 +37,7 @@ from splitveil.active_party.training.top_trainer import TopTrainer, TrainingRows
 from splitveil.active_party.workers import spread
 from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.data.source_settings import expand_path
-from splitveil.common.data.subjects import read_subjects
+from splitveil.common.data.subjects import numbered, read_subjects
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.models.factory import build_top_model
 from splitveil.common.models.optimizers import build_optimizer
@@ -124,14 +125,22 @@ class TrainerBuilder:
         # Only if noise belongs to ids: many millions of texts take gigabytes.
         with_ids = self._noise_key is not None
         ids = [self._data.ids[row] for row in rows.file_rows] if with_ids else []
-        training = torch.from_numpy(rows.splits["train"]) if rows.has_survey else None
+        train = rows.splits["train"]
+        if self._noise_key is not None and settings.defense.noise_seed is None:
+            path, trained = settings.noise_key_file(), [ids[position] for position in train]
+            labels[train] = labels_first_used(path, self._noise_key, trained, labels[train])
+        training = torch.from_numpy(train) if rows.has_survey else None
         known = (
             None
             if self._known_targets is None
             else self._known_targets.of(self._data.ids[row] for row in rows.file_rows)
         )
         of_file = self._subjects
-        subjects = None if of_file is None else torch.from_numpy(of_file[rows.file_rows])
+        persons = subjects = None
+        if of_file is not None:
+            of_rows = of_file[rows.file_rows]
+            subjects = torch.from_numpy(numbered(of_rows))
+            persons = persons_of(of_rows, (self._data.ids[row] for row in rows.file_rows))
         examples = Examples(ids, labels, self._device, training, subjects, known)
         return TopTrainer(
             self._build_objective(model, rows.total_steps(contract), secrets, examples),
@@ -142,6 +151,8 @@ class TrainerBuilder:
                 self._num_classes,
                 self._example_keys(ids),
                 self._data.digest(self.encoder),
+                "" if self._noise_key is None else key_name(self._noise_key),
+                persons,
                 self._loss_weights(rows),
                 training,
                 self._kind_of(rows, labels),
@@ -202,8 +213,10 @@ def _knows_predictions(settings: ActiveSettings) -> bool:
     return monitor is not None and (is_of_numbers or monitor.needs_predictions)
 
 
-def subjects_of(settings: ActiveSettings, data: PartyData) -> NDArray[np.int64] | None:
-    """Return a number for each row of the data, equal for rows of one person; None if none is read.
+def subjects_of(settings: ActiveSettings, data: PartyData) -> NDArray[np.object_] | None:
+    """Return the person whom each row of the data is about, "" for a row of its own.
+
+    None if the defense reads no persons.
 
     Raises:
         DataError: there is no such column.

@@ -153,9 +153,11 @@ class ActiveSettings(PartySettings):
 
     The path is relative to this settings file. By default the file lies beside the checkpoint: a
     run that resumes keeps its noise, and a new run draws new noise. Give a path to keep the noise
-    over several runs on the same labels with the same defense, which together then reveal no more
-    than the first one. With another strength, the information in the runs adds up. Anyone who can
-    read this file can subtract the noise.
+    over several runs with the same defense on the same label column, which together then reveal no
+    more than the first one: an example is trained on the label with which it was first used,
+    whatever the column says now. These labels lie beside the key, in a file with the ending
+    ``.labels``: move both. With another strength or column, the information in the runs adds up.
+    Anyone who can read this file can subtract the noise. Needs ``data.id_column``.
     """
 
     leak_monitor: LeakMonitorSettings | None = LeakMonitorSettings()
@@ -222,13 +224,15 @@ class ActiveSettings(PartySettings):
         Args:
             pos_fraction: share of positives; it matters only for forecasts.
         """
-        within = self.data.label_range
+        data, within = self.data, self.data.label_range
+        bounds = None if within is None else (within.low, within.high)
         return DefenseContext(
             self.contract.aggregate_shape,
-            self.data.num_classes,
+            data.num_classes,
             pos_fraction,
             self.contract.epochs,
-            None if within is None else (within.low, within.high),
+            bounds,
+            repr((data.label_column, data.positive_label, data.class_names, bounds)),
         )
 
     def label_uses(self) -> LabelUses:
@@ -273,11 +277,12 @@ class ActiveSettings(PartySettings):
         if self.stops_by_validation and split.kind == "hash" and split.validation == 0:
             raise ValueError("early_stopping needs contract.split.validation > 0")
         self._check_run_budget()
-        if self.earlier_ledgers and self.data.id_column is None:
-            raise ValueError(
-                "earlier_ledgers: needs data.id_column: in another file, a row's number belongs to "
-                "another example"
-            )
+        for name in ("earlier_ledgers", "noise_key_path"):
+            if getattr(self, name) and self.data.id_column is None:
+                raise ValueError(
+                    f"{name}: needs data.id_column: in another file, a row's number belongs to "
+                    f"another example"
+                )
         if self.defense.earlier_targets and not self.earlier_ledgers:
             raise ValueError(
                 "defense.earlier: needs earlier_ledgers: what earlier targets tell of labels is in "

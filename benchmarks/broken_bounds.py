@@ -76,7 +76,7 @@ def outcome(arguments: argparse.Namespace, defense: str, peer: PeerName) -> Atta
     example = EXAMPLES / arguments.example
     both = [f"contract.epochs={arguments.epochs}", f"model_seed={arguments.seed}"]
     with tempfile.TemporaryDirectory() as folder:
-        active = [*both, f"defense={defense}", f"noise_key_path={folder}/noise.key"]
+        active = [*both, f"defense={defense}", f"runs_dir={folder}"]
         active += [f"insecure_nonce_seed={arguments.seed}"]
         if arguments.deal_labels:
             active += deal_labels(example, Path(folder), arguments.seed)

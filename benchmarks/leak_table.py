@@ -94,7 +94,7 @@ def run(task: Task) -> AttackedRun:
             *both,
             f"insecure_nonce_seed={task.seed}",
             f"defense={DEFENSES[task.defense]}",
-            f"noise_key_path={folder}/noise.key",  # else all runs of an example share one
+            f"runs_dir={folder}",  # with the noise key, which all runs of an example would share
         ]
         passive = [*both, f"insecure_nonce_seed={task.seed + 1000}"]
         example = EXAMPLES / task.example

@@ -177,7 +177,9 @@ def build_parties(
         active_seen: the active party's observer.
         passive_seen: the passive party's.
     """
-    settings = simulation.read_settings(folder, active, passive)
+    # Persistent noise keeps its key with the run: tests in other folders have other labels.
+    own = [f"runs_dir={folder / 'runs'}", *active]
+    settings = simulation.read_settings(folder, own, passive)
     (passive_settings,) = settings.passive.values()
     seen = PassiveRecording() if passive_seen is None else passive_seen
     one = simulation.build_active(settings.active, runs=runs, device=device, seen=active_seen)

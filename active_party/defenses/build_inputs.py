@@ -30,8 +30,10 @@ class DefenseContext(NamedTuple):
     """Number of epochs of the run."""
 
     label_bounds: tuple[float, float] | None = None
-    """The bounds of labels that are numbers, in their unit; None for classes. Persistent noise
-    belongs to them: on the same labels in another unit, the same noise would tell the labels."""
+    """The bounds of labels that are numbers, in their unit; None for classes."""
+
+    labels: str = ""
+    """Says what the labels are: their column, and what 0, 1 or a class in it stands for."""
 
     @property
     def is_number(self) -> bool:

@@ -37,12 +37,32 @@ def load_or_create_key(path: Path) -> NoiseKey:
 
     Raises:
         SettingsError: the file is not a key, or a user other than this process's owns it or may
-            read or write it.
+            read or write it; or only one of the key and `used_labels_file` is there.
         StorageError: the file does not exist and cannot be written.
     """
+    used = used_labels_file(path)
     if not path.exists():
+        if used.exists() and used.stat().st_size:
+            raise SettingsError(
+                f"{path}: the noise key is missing, and {used.name} says that it was used: restore "
+                f"it, or name another noise_key_path; what a new key draws is charged on top"
+            )
         _create(path)
+    elif not used.exists():
+        raise SettingsError(
+            f"{path}: expected {used.name} beside the noise key: the same noise on another label "
+            f"would reveal both labels. Restore it, or name another noise_key_path; what a new key "
+            f"draws is charged on top"
+        )
     return _load(path)
+
+
+def used_labels_file(path: Path) -> Path:
+    """Return the path of the labels that a key's noise was drawn for, beside the key at ``path``.
+
+    It is there before the key, and empty until the key is used.
+    """
+    return path.with_name(f"{path.name}.labels")
 
 
 def key_from_insecure_seed(seed: int) -> NoiseKey:
@@ -130,6 +150,7 @@ def _create(path: Path) -> None:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        used_labels_file(path).touch(0o600)
         descriptor = os.open(
             temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
         )

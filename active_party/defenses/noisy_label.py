@@ -144,14 +144,11 @@ class NoisyLabelDefense(SeededDefense):
             ).to(examples.device)
         return NoisyLabel(self, mechanism, key, num_classes, noisy)
 
-    def noise_key_strength(self, context: DefenseContext, /) -> str | None:
+    def noise_key_strength(self, _context: DefenseContext, /) -> str | None:
         """Name the strength for which the noise key is derived; what is done with it is not one."""
         if isinstance(self.mechanism, ResponseWithPrior | ProjectedBatches):
             return None
-        of_several = f" of {context.num_classes}" if context.num_classes > 2 else ""
-        if context.is_number:  # in another unit, the same noise would be another equation
-            of_several = f" of a number within {context.label_bounds!r}"
-        return f"noisy_label {strength_name(self.mechanism)}{of_several}"
+        return f"noisy_label {strength_name(self.mechanism)}"
 
     def charge(self, num_classes: int, noise_identity: str | None = None) -> LeakCharge:
         """Return the charge of an answer, which the mechanism determines.

@@ -139,7 +139,8 @@ class ProjectedLabelsDefense(SeededDefense):
 
     subject_column: str | None = None
     """Column of this party's file that names the person whom a row is about; rows of one person
-    then share one bound. ``null`` if each row has a person of its own."""
+    then share one bound, and one account over all runs that name it. ``null`` if each row has a
+    person of its own."""
 
     earlier: tuple[str, ...] = Field(default=(), max_length=1000)
     """Folders of earlier runs with this defense: the active party's ``checkpoint`` folder of each,

@@ -54,8 +54,13 @@ class StagePlan(NamedTuple):
     memory_bytes: int
 
     def charge(self, stage: int) -> LeakCharge:
-        """Return the charge of a stage."""
-        sum_kl = self.mu**2 * stage_shares(len(self.epochs))[stage]
+        """Return the charge of a stage: the first pays for all.
+
+        A peer that sees a stage's release and then decides whether to leave makes the runs in which
+        it leaves reveal more than their stages do. No such choice makes all runs together reveal
+        more than the plan.
+        """
+        sum_kl = 0.0 if stage else self.mu**2
         return LeakCharge(sum_kl, covers=Covers.ANYBODY, is_gaussian=True)
 
 

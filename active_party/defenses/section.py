@@ -229,7 +229,8 @@ class DefenseSection(Section):
         """Return the key from which the defense draws its noise; None if it needs none.
 
         The file at ``path``, created if it does not exist, yields a key of its own for each
-        strength, see ``noise_key_strength``.
+        strength, see ``noise_key_strength``, and for each meaning of the labels: the same noise on
+        two labels would reveal their difference.
 
         Raises:
             SettingsError: the file is not a key, or others may know it.
@@ -238,10 +239,11 @@ class DefenseSection(Section):
         strength = self.noise_key_strength(context)
         if strength is None:
             return None
+        drawn = f"{strength} of {context.labels}"
         if self.noise_seed is None:
-            return key_for(load_or_create_key(path), strength)
+            return key_for(load_or_create_key(path), drawn)
         warn_about_seed()
-        return key_for(key_from_insecure_seed(self.noise_seed), strength)
+        return key_for(key_from_insecure_seed(self.noise_seed), drawn)
 
 
 class SeededDefense(DefenseSection):

@@ -5,8 +5,10 @@ each run leaves its accounts together with names of their examples, and a later 
 them starts where they ended. Accounts of examples that the later run lacks stay in its book, so a
 chain of runs needs only the newest book.
 
-An example is named by a hash of its canonical id. The hash need not be secret: the book belongs to
-the label owner, as do the ids.
+An example is named by a hash of its canonical id. A person whom several rows are about has an
+account besides, named by a hash of its entry: what any run has revealed about one of these rows
+counts for all of them. The hashes need not be secret: the book belongs to the label owner, as do
+ids and entries.
 """
 
 import hashlib
@@ -101,28 +103,47 @@ class AccountBook:
         ledger.add(at, other.ledger, np.arange(len(other)))
         return AccountBook(np.concatenate([self.names, other.names[new]]), ledger, self.id_rules)
 
-    def begun(self, ids: Iterable[str], num_examples: int) -> LeakLedger:
+    def begun(
+        self, ids: Iterable[str], num_examples: int, persons: Names | None = None
+    ) -> LeakLedger:
         """Return the ledger with which a run begins.
 
         Args:
             ids: canonical ids in the common order.
             num_examples: number of ids.
+            persons: of the same rows, as ``persons_of`` returns them; a row of a person of whom the
+                book has no account begins with its own.
         """
         ledger = LeakLedger(num_examples)
         if len(self):
             of = indices_of(names_of(ids), self.names)
+            if persons is not None:
+                of_person = indices_of(persons, self.names)
+                of = np.where(of_person < 0, of, of_person)
             known = np.flatnonzero(of >= 0)
             ledger.add(known, self.ledger, of[known])
         return ledger
 
-    def closed(self, ids: Iterable[str], ledger: LeakLedger) -> "AccountBook":
+    def closed(
+        self, ids: Iterable[str], ledger: LeakLedger, persons: Names | None = None
+    ) -> "AccountBook":
         """Return the book that a run leaves if it began with this one.
 
         Args:
             ids: canonical ids in the common order.
             ledger: of the run, as ``begun`` returned it and with all charges since.
+            persons: as for ``begun``; a person's account is that of its most exposed row.
         """
         names = names_of(ids)
+        if persons is not None:
+            largest_first = np.argsort(-ledger.exposure(np.arange(len(names))).sum_kl)
+            _, first = np.unique(persons[largest_first], axis=0, return_index=True)
+            rows = largest_first[first]
+            rows = rows[indices_of(persons[rows], names) < 0]
+            of = np.concatenate([np.arange(len(names)), rows])
+            names, alone = np.concatenate([names, persons[rows]]), ledger
+            ledger = LeakLedger(len(names))
+            ledger.add(np.arange(len(names)), alone, of)
         others = np.flatnonzero(indices_of(self.names, names) < 0)
         return AccountBook(
             np.concatenate([names, self.names[others]]),
@@ -164,10 +185,21 @@ def check_id_rules(found: bytes, expected: bytes, where: str) -> None:
         )
 
 
-def names_of(ids: Iterable[str]) -> Names:
+def persons_of(subjects: npt.NDArray[np.object_], ids: Iterable[str]) -> Names:
+    """Return the name of the person whom each row is about, (rows, 16).
+
+    Args:
+        subjects: (rows,); a row without one, "", is named by its id.
+        ids: canonical ids of the same rows.
+    """
+    without = (subjects == "")[:, None]
+    return np.where(without, names_of(ids), names_of(subjects, b"leak person"))
+
+
+def names_of(ids: Iterable[str], purpose: bytes = b"leak account") -> Names:
     """Return a digest of each canonical id, (ids, 16)."""
     digests = (
-        hashlib.blake2b(one.encode(), digest_size=_DIGEST_BYTES, person=b"leak account").digest()
+        hashlib.blake2b(one.encode(), digest_size=_DIGEST_BYTES, person=purpose).digest()
         for one in ids
     )
     texts = np.fromiter(digests, dtype=f"S{_DIGEST_BYTES}")  # one by one: there may be millions

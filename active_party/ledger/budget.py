@@ -7,8 +7,10 @@ present position: a run that resumes from an earlier checkpoint gets back none o
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from splitveil.active_party.defenses.interface import LeakCharge
-from splitveil.active_party.ledger.account_book import AccountBook
+from splitveil.active_party.ledger.account_book import AccountBook, Names, indices_of
 from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.active_party.ledger.ledger import logged
 from splitveil.active_party.ledger.limit import Limit
@@ -42,13 +44,22 @@ class LeakBudget:
         allowance: the limit, and the accounts of earlier runs.
         ids: this party's canonical ids, by row of its file.
         rows: the rows that all parties have in common.
+        persons: the person whom each of them is about, in the common order; None if every row has
+            a person of its own.
     """
 
-    def __init__(self, allowance: Allowance, ids: Sequence[str], rows: AlignedRows) -> None:
+    def __init__(
+        self,
+        allowance: Allowance,
+        ids: Sequence[str],
+        rows: AlignedRows,
+        persons: Names | None = None,
+    ) -> None:
         self._allowance = allowance
         self._ids = ids
         self._rows = rows
-        begun = allowance.earlier.begun(self._ids_in_order(), len(rows))
+        self._persons = persons
+        begun = allowance.earlier.begun(self._ids_in_order(), len(rows), persons)
         self.accounts = RunLedger(begun)
 
     def entry_of(self, charge: LeakCharge) -> ChargedAnswer:
@@ -96,7 +107,14 @@ class LeakBudget:
 
     def account_book(self) -> AccountBook:
         """Return the accounts of this run and the runs before it, by example."""
-        return self._allowance.earlier.closed(self._ids_in_order(), self.accounts.told)
+        told = self.accounts.told
+        return self._allowance.earlier.closed(self._ids_in_order(), told, self._persons)
+
+    def sharing_accounts(self, positions: Positions) -> Positions:
+        """Return the positions of all rows of the persons whom some rows are about, ascending."""
+        if self._persons is None:
+            return positions
+        return np.flatnonzero(indices_of(self._persons, self._persons[positions]) >= 0)
 
     @property
     def counts_earlier_runs(self) -> bool:

@@ -11,7 +11,12 @@ from splitveil.active_party.run.answering import Answering, TrainingSetup, Unali
 from splitveil.active_party.run.observer import SessionObserver
 from splitveil.active_party.run.opening import CommonRows, OpenRun, Whereabouts
 from splitveil.active_party.run.parties import PassiveParties, PassiveParty, Reply
-from splitveil.active_party.run.preparation import Preparation, identity_in, state_of
+from splitveil.active_party.run.preparation import (
+    Preparation,
+    check_noise_key,
+    identity_in,
+    state_of,
+)
 from splitveil.active_party.run.questions import AnsweredQuestions, run_secret
 from splitveil.active_party.run.rendezvous import Rendezvous
 from splitveil.active_party.run.stages import RunStages, Stage
@@ -158,7 +163,7 @@ class Lifecycle:
             self.has_survey,
         )
         secret = run_secret(self._preparation.rules.noise_seed)
-        self._store.save_run(state_of(identity, secret))
+        self._store.save_run(state_of(identity, secret, setup.trainer.noise_key))
         self._answer_with(setup, AnsweredQuestions(secret, self._store.new_answers()))
         self.save()
         for party, share in zip(self.parties, common.shares, strict=False):
@@ -170,6 +175,7 @@ class Lifecycle:
 
         Raises:
             DataError: this party's data differ from those with which the run began.
+            SettingsError: so does the noise key.
             StorageError: the answers that the run has given are no longer known.
         """
         stored = self._store.run()
@@ -184,6 +190,7 @@ class Lifecycle:
         self.parties.recall(identity.passive_nonces)
         identity.check_rows(len(self._preparation.own.ids))
         setup = self._prepare(identity.file_rows, identity.seed, has_survey=identity.has_survey)
+        check_noise_key(stored, setup.trainer.noise_key)
         identity.check_data(setup.trainer.data_digest)
         questions = AnsweredQuestions(stored["secret"], self._store.answers())
         answering = self._answer_with(setup, questions)

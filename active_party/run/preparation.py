@@ -15,6 +15,7 @@ from splitveil.active_party.training.early_stopping import EarlyStop
 from splitveil.active_party.training.evaluation import Evaluator
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.alignment import Splits
+from splitveil.common.errors import SettingsError
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.progress import CheckpointStore, Progress, RunIdentity, State
@@ -91,13 +92,9 @@ class Preparation:
         rows = AlignedRows.derive(
             self.contract, seed, ids, file_rows, splits, has_survey=has_survey
         )
-        return TrainingSetup(
-            self.contract,
-            rows,
-            Progress(self.contract, rows, store),
-            self.build_trainer(rows),
-            LeakBudget(self.rules.allowance, ids, rows),
-        )
+        progress, trainer = Progress(self.contract, rows, store), self.build_trainer(rows)
+        budget = LeakBudget(self.rules.allowance, ids, rows, trainer.persons)
+        return TrainingSetup(self.contract, rows, progress, trainer, budget)
 
     def answering(
         self,
@@ -118,17 +115,19 @@ class Preparation:
         """
         rows = setup.trainer.released_rows
         about = setup.rows.splits["train"] if rows is None else rows.cpu().numpy()
-        releases = Releases(file, questions, setup.budget, about)
+        charged = setup.budget.sharing_accounts(about)
+        releases = Releases(file, questions, setup.budget, charged)
         evaluator = Evaluator(self.rules.early_stop, setup.trainer.kind)
         return Answering(run_id, parties, setup, questions, evaluator, releases)
 
 
-def state_of(identity: RunIdentity, secret: bytes) -> State:
+def state_of(identity: RunIdentity, secret: bytes, noise_key: str) -> State:
     """Return the state that is stored when a run begins.
 
     Args:
         identity: of the run.
         secret: from which its answers and fingerprints are keyed.
+        noise_key: names the key of the noise that belongs to examples; empty if there is none.
     """
     return {
         "run_id": identity.run_id,
@@ -138,7 +137,21 @@ def state_of(identity: RunIdentity, secret: bytes) -> State:
         "file_rows": torch.from_numpy(identity.file_rows),
         "data": identity.data_digest,
         "survey": identity.has_survey,
+        "noise_key": noise_key,
     }
+
+
+def check_noise_key(state: State, noise_key: str) -> None:
+    """Check that a stored run goes on with the noise with which it began.
+
+    Raises:
+        SettingsError: its key is another one.
+    """
+    if state.get("noise_key", noise_key) != noise_key:
+        raise SettingsError(
+            "noise_key_path: this is not the noise key with which the run began; restore that one, "
+            "or start over with --fresh at both parties: what a new key draws is charged on top"
+        )
 
 
 def identity_in(state: State) -> RunIdentity:

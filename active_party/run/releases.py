@@ -31,7 +31,7 @@ class Releases:
         file: the releases on disk.
         questions: the log of everything that was told.
         budget: decides whether a release may be used.
-        positions: of the training rows that the releases are about.
+        positions: of the rows whose accounts the releases are charged to.
     """
 
     def __init__(

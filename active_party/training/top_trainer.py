@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from splitveil.active_party.defenses import (
@@ -53,6 +55,12 @@ class TrainingRows(NamedTuple):
 
     digest: str = ""
     """Distinguishes these data from other data when the run is resumed later."""
+
+    noise_key: str = ""
+    """Names the key of the noise that belongs to examples; empty if there is none."""
+
+    persons: NDArray[np.uint8] | None = None
+    """Name of the person whom each row is about, (aligned, 16); None if every row has its own."""
 
     weights: LossWeights = LossWeights()
     """What the aligned rows and the classes count in the loss."""
@@ -122,6 +130,8 @@ class TopTrainer:
         tells_slopes: bool = False,
     ) -> None:
         self.data_digest = rows.digest
+        self.noise_key = rows.noise_key
+        self.persons = rows.persons
         self.num_classes = rows.num_classes
         self.kind = rows.kind
         self.defense = defense

@@ -22,11 +22,11 @@ def read_subjects(
     base_dir: Path,
     column: str,
     id_rules: Sequence[IdRule] = AS_WRITTEN,
-) -> NDArray[np.int64]:
-    """Return a number for each row of the file, equal for rows of one person, (rows,).
+) -> NDArray[np.object_]:
+    """Return the person whom each row of the file is about, (rows,); empty without an entry.
 
-    A row without an entry has a person of its own. Entries are compared like ids: by the rules of
-    the column if it is part of the id, and otherwise as written.
+    Entries are compared like ids: by the rules of the column if it is part of the id, and otherwise
+    as written.
 
     Args:
         settings: the party's data settings.
@@ -48,8 +48,12 @@ def read_subjects(
     rule = id_rules[settings.id_columns.index(column)] if is_id else AS_WRITTEN[0]
     named = settings.model_copy(update={"id_column": column})
     entries = part_ids(named, [rule], source.read([column]), source.name)
-    texts = np.array(CanonicalForm([rule]).of(entries), dtype=object)
-    _, subjects = np.unique(texts, return_inverse=True)
-    without = np.flatnonzero(texts == "")
-    subjects[without] = len(texts) + np.arange(len(without))
-    return subjects.astype(np.int64)
+    return np.array(CanonicalForm([rule]).of(entries), dtype=object)
+
+
+def numbered(subjects: NDArray[np.object_]) -> NDArray[np.int64]:
+    """Return a number for each row, equal for rows of one person; one without has its own."""
+    _, numbers = np.unique(subjects, return_inverse=True)
+    without = np.flatnonzero(subjects == "")
+    numbers[without] = len(subjects) + np.arange(len(without))
+    return numbers.astype(np.int64)

@@ -11,7 +11,7 @@ from safetensors.torch import load, save
 from splitveil.active_party.defenses import LeakCharge, MarvellDefense, RawBatch
 from splitveil.active_party.defenses.strength import PowerRatio
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
-from splitveil.active_party.ledger.account_book import AccountBook
+from splitveil.active_party.ledger.account_book import AccountBook, persons_of
 from splitveil.active_party.ledger.ledger import LeakLedger
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.privacy.leakage import leak_auc
@@ -45,6 +45,32 @@ def test_charges_of_fresh_noise_add_up_for_the_same_id_wherever_it_stands() -> N
     wednesday = after_run(tuesday, ("bob", "fay"), LeakCharge(2.0))
     assert of(wednesday) == [1.75, 2.75, 1.75, 1.0, 2.0]
     assert len(wednesday) == 5
+
+
+def test_what_is_charged_to_a_person_counts_for_all_of_its_rows_in_any_run() -> None:
+    def after(book: AccountBook, ids: list[str], people: list[str]) -> AccountBook:
+        """Return the book of a run that answers about its last row, and so about that person."""
+        persons = persons_of(np.array(people, dtype=object), ids)
+        ledger = book.begun(ids, len(ids), persons)
+        rows = np.flatnonzero((persons == persons[-1]).all(axis=1))
+        ledger.charge(rows, LeakCharge(0.5, epsilon=1.0, noise_identity=f"{len(book)}"))
+        closed = book.closed(ids, ledger, persons)
+        return AccountBook.from_state(load(save(closed.state_dict())))
+
+    monday = after(AccountBook.empty(), ["a", "b", "c"], ["", "bob", "ann"])
+    tuesday = after(monday, ["c", "b", "d"], ["ann", "bob", "ann"])
+    wednesday = after(tuesday, ["x", "e"], ["", "ann"])
+    assert of(wednesday, "a b c d e x") == [0, 0, 1.0, 1.0, 1.5, 0]
+    assert len(wednesday) == 6 + 2
+    again = after(wednesday, ["c", "f"], ["bob", "ann"])
+    assert of(again, "c d e f") == [0, 1.0, 1.5, 2.0]
+    # Before anybody was named, a row was charged by itself.
+    book = after_run(AccountBook.empty(), ["c", "g"], LeakCharge(0.25))
+    named = after(book, ["c", "h", "g"], ["ann", "ann", "ann"])
+    assert of(named, "c h g") == [0.75, 0.5, 0.75]
+    assert of(after(named, ["k"], ["ann"]), "k") == [1.25]
+    # An id that reads like somebody's name is nobody.
+    assert of(after(wednesday, ["ann"], [""]), "ann") == [0.5]
 
 
 def test_every_byte_of_a_name_counts() -> None:

@@ -217,18 +217,6 @@ def test_what_is_made_of_a_noisy_label_changes_neither_draw_nor_identity(
     assert len(strengths) == len(identities) == 1
 
 
-def test_an_earlier_key_of_plain_noise_stays_the_same() -> None:
-    """The strength names of the mechanisms without a posterior, letter by letter."""
-    context = DefenseContext((4,), 3)
-    response = RandomizedResponse(kind="randomized_response", epsilon=1.0)
-    assert NoisyLabelDefense(mechanism=response).noise_key_strength(context) == (
-        "noisy_label RandomizedResponse(kind='randomized_response', epsilon=1.0) of 3"
-    )
-    assert NoisyLabelDefense().noise_key_strength(DefenseContext((4,))) == (
-        "noisy_label GaussianLabels(kind='gaussian', noise_ratio=2.0)"
-    )
-
-
 @pytest.mark.parametrize(
     "mechanism",
     [

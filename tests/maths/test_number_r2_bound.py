@@ -39,7 +39,7 @@ def best_r2(values: Sequence[float], shares: Sequence[float], mu: float) -> floa
 
 def stated(mu: float) -> float:
     """Return the bound of docs/measures.md."""
-    return math.expm1(mu**2) / 2
+    return math.expm1(mu**2) / 4
 
 
 def test_the_oracle_agrees_with_labels_whose_answer_is_known() -> None:
@@ -66,6 +66,12 @@ def test_half_the_noise_passes_the_bound(mu: float) -> None:
     assert best_r2(*ENDS, 2 * mu) > stated(mu)
 
 
+@pytest.mark.parametrize("mu", [one for one in MUS if one <= 0.358])
+def test_labels_at_the_two_ends_nearly_meet_the_bound(mu: float) -> None:
+    """So a fifth instead of a quarter would be no bound."""
+    assert stated(mu) * 4 / 5 < best_r2(*ENDS, mu)
+
+
 def test_the_documented_figures_are_rounded_up() -> None:
-    assert 0.06 < stated(0.3583) <= 0.069
-    assert stated(0.0710) <= 0.0026
+    assert 0.034 < stated(0.3583) <= 0.035
+    assert stated(0.0710) <= 0.0013

@@ -4,16 +4,19 @@ Designs, noise and rounding are the defense's own. Labels are dealt out at rando
 tell nothing of them and all that the attack finds comes from the released sums.
 """
 
+import math
 import statistics
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from splitveil.active_party.defenses.gaussian_dp import mu_of_leak_auc
+from splitveil.active_party.defenses.gaussian_dp import leak_auc_of_mu, mu_of_leak_auc
 from splitveil.active_party.defenses.noise import InsecureSeededNoise
+from splitveil.active_party.defenses.projected_stages import StagePlan
 from splitveil.active_party.defenses.projection.design import (
     Design,
     design,
@@ -22,6 +25,7 @@ from splitveil.active_party.defenses.projection.design import (
 )
 from splitveil.active_party.defenses.projection.features import Chunks, RowChunk
 from splitveil.active_party.defenses.projection.release import draw_release
+from splitveil.active_party.ledger.ledger import LeakLedger
 from splitveil.common.privacy.leakage import auc
 from splitveil.common.privacy.optimal import ReleasedSums, optimal
 
@@ -98,6 +102,30 @@ def test_noise_a_fifth_too_low_is_noticed(chosen: str) -> None:
     labels = dealt()
     found = auc(optimal(released(labels, CHOSEN[chosen], lowered=0.8), labels), labels)
     assert found > BOUND + TOLERANCE
+
+
+def test_who_leaves_with_strong_evidence_has_more_than_its_stages_and_not_than_the_plan() -> None:
+    """Its runs of one stage know the label better than one stage allows.
+
+    So the ledger states from the first stage on what holds of all runs together, long and short.
+    """
+    labels, mu = dealt(), mu_of_leak_auc(BOUND)
+    told = released(labels, CHOSEN["honest"])
+    first, whole = optimal(told[:1], labels), optimal(told, labels)
+    evidence = (first - first.median()).abs()
+    leaves = evidence >= evidence.quantile(0.9)
+    of_one_stage = leak_auc_of_mu(mu * math.sqrt(stage_shares(STAGES)[0]))
+    assert auc(first, labels) == pytest.approx(of_one_stage, abs=TOLERANCE)
+    assert auc(first[leaves], labels[leaves]) > of_one_stage + TOLERANCE
+    of_all = auc(torch.where(leaves, first, whole), labels)
+    assert of_one_stage + TOLERANCE < of_all < BOUND + TOLERANCE
+
+    ledger, plan = LeakLedger(1), StagePlan(mu, tuple(range(STAGES)), RANK, 2**20)
+    ledger.charge(np.arange(1), plan.charge(0))
+    assert ledger.bounds(np.arange(1)).guarantee.max == pytest.approx(BOUND)
+    for number in range(1, STAGES):
+        ledger.charge(np.arange(1), plan.charge(number))
+    assert ledger.bounds(np.arange(1)).guarantee.max == pytest.approx(BOUND)
 
 
 def test_with_three_classes_the_pairs_meet_the_bound() -> None:

@@ -164,6 +164,10 @@ def test_own_features_of_a_request_take_the_place_of_the_table_s(small: Trained)
         (b'{"ids": ["\\ud800"]}', 422),
         (b'{"ids": ["' + 5000 * b"x" + b'"]}', 422),
         (b'{"ids": ["a"], "more": 1}', 422),
+        (b'{"ids": [["a", null]]}', 422),
+        (b'{"ids": ["a"], "features": [[]]}', 422),
+        (b'{"ids": ' + 20_000 * b"[" + b"}", 422),
+        (b'{"ids": ["a"], "features": [{}, {}, {}, {}, {}]}', 413),
         (b'{"ids": ["a"', 422),
         (b"[]", 422),
         (b"", 422),
@@ -178,6 +182,37 @@ def test_bad_requests_are_refused_and_the_next_one_is_answered(
     assert told.status == status
     assert set(told.body) == {"detail"}
     assert limited.ask(small.test_ids[:1]).status == 200
+
+
+def head(path: str = "/predict", method: str = "POST", **headers: str) -> bytes:
+    """Return the head of a request; that of a body which is announced never follows."""
+    lines = [
+        f"{method} {path} HTTP/1.1",
+        *(f"{key.replace('_', '-')}: {headers[key]}" for key in headers),
+    ]
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+def test_what_a_health_check_and_an_odd_body_get_is_said_in_their_head(limited: Program) -> None:
+    for path in ("/healthz", "/readyz"):
+        assert b" 200 " in limited.raw(head(path, "HEAD", Host="localhost"))
+    odd = {"Host": "localhost", "Content_Length": "9"}
+    for kind in ({"Content_Encoding": "gzip", "Content_Type": "application/json"}, {}):
+        assert b" 415 " in limited.raw(head(**odd, **kind))
+    large = {"Host": "localhost", "Content_Length": "99999", "Content_Type": "application/json"}
+    assert b" 413 " in limited.raw(head(**large))
+
+
+def test_no_page_loads_scripts_where_tokens_are_typed(limited: Program) -> None:
+    for path in ("/docs", "/redoc"):
+        assert limited.get(path).status == 404
+
+
+def test_a_page_whose_name_leads_to_this_machine_gets_no_answer(limited: Program) -> None:
+    for name in ("localhost", "127.0.0.1:80", "[::1]:80"):
+        assert b" 200 " in limited.raw(head("/healthz", "GET", Host=name))
+    for name in ("rebound.example", "rebound.example:80", "localhost.rebound.example"):
+        assert b" 400 " in limited.raw(head("/healthz", "GET", Host=name))
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +263,9 @@ def test_programs_are_known_by_their_tokens(
         wrong = program.ask(ids)
         program.headers = {"Authorization": f"Bearer {TOKENS['billing']}"}
         right = program.ask(ids)
-        health = Program(program.http, program.grpc, program.desk, program.status).get("/healthz")
+        health = Program(
+            program.http, program.grpc, program.desk, program.status, program.doors
+        ).get("/healthz")
         with pytest.raises(grpc.RpcError) as caught:
             program.call(pb.PredictRequest(ids=ids))
         bearer = ("authorization", f"Bearer {TOKENS['scoring']}")
@@ -239,6 +276,15 @@ def test_programs_are_known_by_their_tokens(
     noted = answered_lines(tmp_path)
     assert [line["program"] for line in noted] == ["billing", "scoring"]
     assert not any(token in str(noted) for token in TOKENS.values())
+
+
+def test_nothing_of_a_stranger_s_body_is_read(small: Trained, token_file: Path) -> None:
+    """The answer comes although the body does not."""
+    announced = {"Host": "any", "Content_Type": "application/json", "Content_Length": "4000000"}
+    with asked(small, f"serving.token_file={token_file}") as program:
+        assert b" 401 " in program.raw(head(**announced))
+        announced["Authorization"] = f"Bearer {TOKENS['billing']}"
+        assert b" 100 " in program.raw(head(**announced, Expect="100-continue"))
 
 
 def test_a_program_that_asks_too_fast_is_told_to_wait_and_others_are_not(

@@ -5,11 +5,12 @@ Equality is of bits, on the CPU, with the evaluation at the end of training.
 
 import json
 import logging
+import socket
 import ssl
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import grpc
@@ -17,13 +18,14 @@ import numpy as np
 import pytest
 import torch
 
+from splitveil.active_party.online import http_connection
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.transcript import Transcript, Verified, verify
 from splitveil.common.privacy.leakage import auc
 from splitveil.deploy.authority import PartyFolder, make_certificates
 from splitveil.protos import prediction_pb2 as pb
 from tests import joint
-from tests.asked import Program, answering, asked, predict_over
+from tests.asked import ASKING_TAKES_S, Program, answering, asked, predict_over
 from tests.joint import Trained, free_port, train, write_wide_deep
 from tests.several import write_several
 from tests.system.test_predict import expected
@@ -568,6 +570,61 @@ def test_programs_are_known_by_their_certificates(small: Trained, tmp_path: Path
     np.testing.assert_array_equal(by_grpc, expected(small)[:2])
     assert len({line["program"] for line in answered_lines(tmp_path)}) == 1
     assert "scoring" in str(answered_lines(tmp_path)[0]["program"])
+
+
+def test_an_authority_that_is_withdrawn_lets_nobody_in_any_more(
+    small: Trained, tmp_path: Path
+) -> None:
+    """Neither by a certificate, nor by a session of before, nor by a connection that is open."""
+    override, first = server_tls(tmp_path, with_clients=True)
+    others, trusted = PartyFolder(tmp_path / "others" / "scoring"), tmp_path / "trusted.pem"
+    make_certificates(tmp_path / "others", {"scoring": "scoring.example"})
+    own = PartyFolder(tmp_path / "certificates" / "server").authority
+    trusted.write_bytes(own.read_bytes())
+    _, second = server_tls(tmp_path, with_clients=False)
+    second.load_cert_chain(others.certificate, others.private_key)
+    with asked(small, override.replace(f"clients: {own}", f"clients: {trusted}")) as program:
+
+        @contextmanager
+        def connected(
+            context: ssl.SSLContext, session: ssl.SSLSession | None = None
+        ) -> Iterator[ssl.SSLSocket]:
+            plain = socket.create_connection(("127.0.0.1", program.http), ASKING_TAKES_S)
+            with plain, context.wrap_socket(plain, session=session) as client:
+                yield client
+
+        def is_answered(client: ssl.SSLSocket) -> bool:
+            told = b""
+            with suppress(OSError):
+                client.sendall(head("/healthz", "GET", Host="any"))
+                while b"serving" not in told and (part := client.recv(2**16)):
+                    told += part
+            return b"serving" in told
+
+        def lets_in(context: ssl.SSLContext, session: ssl.SSLSession | None = None) -> bool:
+            with connected(context, session) as client:
+                return is_answered(client)
+
+        with connected(first) as opened:
+            assert is_answered(opened)
+            assert lets_in(first, opened.session)
+            assert not lets_in(second)
+            trusted.write_bytes(others.authority.read_bytes())
+            assert program.doors.tls is not None
+            program.doors.tls.refresh()
+            wait_until(lambda: not is_answered(opened))
+            assert not lets_in(first)
+            assert not lets_in(first, opened.session)
+            assert lets_in(second)
+
+
+def test_a_client_that_never_ends_its_handshake_is_hung_up_on(
+    small: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_connection, "PATIENCE_S", 0.1)
+    override, _ = server_tls(tmp_path, with_clients=False)
+    with asked(small, override) as program:
+        assert program.raw(b"\x16\x03\x01") == b""
 
 
 def test_the_server_speaks_tls_1_3_alone(small: Trained, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import socket
 import ssl
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from splitveil.active_party.inference.predictor import open_predictor
-from splitveil.active_party.online.command import impatient, open_desk, open_doors, serving
+from splitveil.active_party.online.command import Doors, impatient, open_desk, open_doors, serving
 from splitveil.active_party.online.desk import AnswerDesk
 from splitveil.active_party.online.online_status import OnlineStatus
 from splitveil.common.party.transcript import Transcript
@@ -52,6 +53,7 @@ class Program:
     grpc: int
     desk: AnswerDesk
     status: OnlineStatus
+    doors: Doors
     tls: ssl.SSLContext | None = None
     headers: Mapping[str, str] | None = None
 
@@ -63,6 +65,12 @@ class Program:
 
     def post(self, body: bytes) -> Told:
         return self._told("POST", "/predict", body)
+
+    def raw(self, request: bytes) -> bytes:
+        """Return the head of the answer to some bytes."""
+        with socket.create_connection(("127.0.0.1", self.http), ASKING_TAKES_S) as client:
+            client.sendall(request)
+            return client.recv(2**16).partition(b"\r\n\r\n")[0]
 
     def call(
         self, request: pb.PredictRequest, metadata: tuple[tuple[str, str | bytes], ...] = ()
@@ -130,10 +138,11 @@ def answering(
             open_predictor(impatient(settings), CPU, None, table, notes)
         )
         desk = open_desk(settings, predictor, resources, status, transcript)
-        served = resources.enter_context(serving(settings, desk, open_doors(settings)))
+        doors = open_doors(settings)
+        served = resources.enter_context(serving(settings, desk, doors))
         assert served.http is not None
         assert served.grpc is not None
-        yield Program(served.http, served.grpc, desk, status)
+        yield Program(served.http, served.grpc, desk, status, doors)
 
 
 @contextmanager

@@ -70,10 +70,15 @@ class CallLog:
         finally:
             self._record(call, time.monotonic() - call.began)
 
-    def note_turned_away(self, protocol: str, status: int) -> None:
-        """Count a request that is refused before it is read, so that nobody can fill the disk."""
-        self.answered[status] += 1
-        self._status.note_request(protocol, status, 0.0)
+    @contextmanager
+    def turning_away(self, protocol: str) -> Iterator[None]:
+        """Only count a request that is refused within the block, so that nobody fills the disk."""
+        try:
+            yield
+        except RequestError as error:
+            self.answered[error.status] += 1
+            self._status.note_request(protocol, error.status, 0.0)
+            raise
 
     def _record(self, call: Call, seconds: float) -> None:
         self.answered[call.status] += 1

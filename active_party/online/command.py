@@ -187,9 +187,12 @@ def serving(settings: ActiveSettings, desk: AnswerDesk, doors: Doors) -> Iterato
     with ExitStack() as opened:
         http = grpc = None
         if own.http is not None:
-            app = build_app(desk, doors.tokens, classes, numbers=numbers)
+            # Else a page of a name that leads to this machine could ask through a browser here.
+            names = ("localhost", "127.0.0.1", "[::1]", own.http.rpartition(":")[0])
+            hosts = names if doors == Doors(None, None) else ("*",)
+            app = build_app(desk, doors.tokens, classes, hosts, numbers=numbers)
             http = opened.enter_context(HttpServer(app, own.http, doors.tls)).port
-            logger.info("answering at %s://%s (its page: /docs)", scheme, own.http)
+            logger.info("answering at %s://%s (described at /openapi.json)", scheme, own.http)
         if own.grpc is not None:
             server = GrpcServer(desk, own.grpc, doors.tokens, classes, doors.tls, numbers=numbers)
             opened.callback(server.close, GRACE_S)

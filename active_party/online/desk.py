@@ -14,7 +14,6 @@ from splitveil.active_party.inference.predictor import Predictions, Predictor
 from splitveil.active_party.online.batcher import Batcher
 from splitveil.active_party.online.call_log import Call, CallLog
 from splitveil.active_party.online.errors import (
-    NotAdmitted,
     NotAvailable,
     TooFast,
     TooManyIds,
@@ -213,19 +212,6 @@ class AnswerDesk:
             predicted[asked[left[found]]] = alone.probabilities[found]
             answered_by[asked[left[found]]] = AnsweredBy.FALLBACK
         return Answer(predicted, tuple(answered_by), why)
-
-
-def admitted(log: CallLog, protocol: str, find: Callable[[], str]) -> str:
-    """Return the name of the program that asks; one that is not admitted is counted.
-
-    Raises:
-        NotAdmitted: it is not known.
-    """
-    try:
-        return find()
-    except NotAdmitted as error:
-        log.note_turned_away(protocol, error.status)
-        raise
 
 
 def as_columns(columns: Sequence[tuple[str, Sequence[Any]]], num_ids: int) -> Mapping[str, Any]:

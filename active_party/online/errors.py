@@ -3,6 +3,7 @@
     RequestError
     |- Unusable          422   the request cannot be understood
     |- TooManyIds        413   it has more ids than one request may have
+    |- NotJson           415   its body is compressed, or no JSON
     |- NotAdmitted       401   the program does not say who it is
     |- TooFast           429   the program asks for more than it may
     `- NotAvailable      503   a passive party is away, or this party is busy
@@ -27,6 +28,12 @@ class TooManyIds(RequestError):
     """The request has more ids than one request may have."""
 
     status = 413
+
+
+class NotJson(RequestError):
+    """The body is not in the one form that is read."""
+
+    status = 415
 
 
 class NotAdmitted(RequestError):

@@ -9,7 +9,7 @@ import grpc
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from splitveil.active_party.online.desk import AnswerDesk, admitted, as_columns
+from splitveil.active_party.online.desk import AnswerDesk, as_columns
 from splitveil.active_party.online.errors import RequestError, TooManyIds, Unusable
 from splitveil.active_party.online.own_features import GivenFeatures
 from splitveil.active_party.online.programs import Tokens
@@ -112,7 +112,8 @@ class GrpcServer:
 
     def _answered(self, data: bytes, context: grpc.ServicerContext) -> pb.PredictReply:
         desk = self._desk
-        program = admitted(desk.log, PROTOCOL, lambda: self._program_of(context))
+        with desk.log.turning_away(PROTOCOL):
+            program = self._program_of(context)
         with desk.log.noted(program, PROTOCOL) as call:
             try:
                 request = pb.PredictRequest.FromString(data)

@@ -1,39 +1,57 @@
 """The HTTP side of online predictions: translates between JSON and the desk, and no more."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
-from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.trustedhost import TrustedHostMiddleware
 from fastapi.responses import JSONResponse
 from fastapi.security import HTTPBearer
-from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, StrictStr
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SkipValidation,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+)
+from pydantic_core import from_json
+from starlette.requests import ClientDisconnect
 
-from splitveil.active_party.online.call_log import CallLog
-from splitveil.active_party.online.desk import AnswerDesk, Pending, admitted
-from splitveil.active_party.online.errors import RequestError, TooFast, TooManyIds, Unusable
+from splitveil.active_party.online.desk import AnswerDesk, Pending
+from splitveil.active_party.online.errors import (
+    NotAvailable,
+    NotJson,
+    RequestError,
+    TooFast,
+    TooManyIds,
+    Unusable,
+)
 from splitveil.active_party.online.own_features import GivenFeatures
 from splitveil.active_party.online.programs import Tokens
 from splitveil.active_party.online.questions import Answer
 from splitveil.common.data.canonical_form import compose
 from splitveil.common.data.features import Features
+from splitveil.common.run.id_rules import MAX_ID_COLUMNS
 from splitveil.common.text.version import VERSION
 
 PROTOCOL = "http"
 RETRY_AFTER_S = 1
-_SHOWN_CHARACTERS = 64
 ID_BODY_BYTES = 8192
 """Bytes of a request's body for each id that it may have, with its own features."""
+MOST_REQUESTS = 256
+"""Requests of known programs that are read or answered at the same time."""
 
-_Scope = MutableMapping[str, Any]
-_Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-_Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _IdPart = StrictStr | StrictInt
+_Parts = Annotated[list[_IdPart], Field(max_length=MAX_ID_COLUMNS, fail_fast=True)]
 _Value = StrictInt | StrictFloat | StrictStr | list[StrictStr] | None
+# Values are checked where the columns of the model are known.
+_Rows = Annotated[list[dict[str, SkipValidation[_Value]]], Field(fail_fast=True)]
 
 
 class PredictRequest(BaseModel):
@@ -43,13 +61,17 @@ class PredictRequest(BaseModel):
         extra="forbid", json_schema_extra={"examples": [{"ids": ["patient-0007", "patient-0042"]}]}
     )
 
-    ids: Annotated[list[_IdPart | list[_IdPart]], Field(min_length=1)]
+    ids: Annotated[list[_IdPart | _Parts], Field(min_length=1, fail_fast=True)]
     """Compared as in the alignment: 7 and "7" are the same id. An id of several columns is a list
     of its parts, in the order of the contract's ``ids``."""
 
-    features: list[dict[str, _Value]] | None = None
+    features: _Rows | None = None
     """This party's own features of each id, by column, in place of those in its table: every column
     that the model needs, with null where there is no value."""
+
+
+_JSON = "application/json"
+_REQUEST = {_JSON: {"schema": PredictRequest.model_json_schema()}}
 
 
 class Reply(BaseModel):
@@ -101,7 +123,12 @@ class Problem(BaseModel):
 
 
 def build_app(
-    desk: AnswerDesk, tokens: Tokens | None, classes: list[str] | None, *, numbers: bool = False
+    desk: AnswerDesk,
+    tokens: Tokens | None,
+    classes: list[str] | None,
+    hosts: Sequence[str] = ("*",),
+    *,
+    numbers: bool = False,
 ) -> FastAPI:
     """Return the application.
 
@@ -109,6 +136,7 @@ def build_app(
         desk: answers.
         tokens: of the programs that may ask; None to go by certificates, or to ask for nothing.
         classes: the names of the classes, if there are more than two.
+        hosts: by which programs may call this one; ``*`` for any.
         numbers: whether the label is a number, so that answers have values and no probabilities.
     """
     reply_model = NumberReply if numbers else PredictReply
@@ -117,11 +145,13 @@ def build_app(
         version=VERSION,
         description="Predictions with a model whose halves two or more organisations hold.",
         license_info={"name": "Apache-2.0"},
+        docs_url=None,  # these pages load scripts from elsewhere, where tokens are typed
+        redoc_url=None,
     )
     app.add_exception_handler(RequestError, _refused)
-    app.add_exception_handler(RequestValidationError, partial(_invalid, desk.log))
-    most_bytes = desk.rules.max_ids * ID_BODY_BYTES
-    app.add_middleware(_BodyLimit, most_bytes=most_bytes, log=desk.log)
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
+    most_ids = desk.rules.max_ids
+    under_way = asyncio.Semaphore(MOST_REQUESTS)
     security = [] if tokens is None else [Depends(HTTPBearer(auto_error=False))]
 
     def program_of(request: Request) -> str:
@@ -129,11 +159,13 @@ def build_app(
             return tokens.program_of(request.headers.get("authorization"))
         return str(getattr(request.state, "program", None) or "local")
 
+    @app.head("/healthz", include_in_schema=False)
     @app.get("/healthz", tags=["health"])
     async def healthz() -> dict[str, str]:
         """Say that this process serves, whether or not a passive party answers."""
         return {"status": "serving"}
 
+    @app.head("/readyz", include_in_schema=False)
     @app.get("/readyz", tags=["health"], responses={503: {"model": Readiness}})
     async def readyz(response: Response) -> Readiness:
         """Say whether predictions are answered now, and by which model."""
@@ -150,28 +182,79 @@ def build_app(
         tags=["predictions"],
         dependencies=security,
         response_model=reply_model,
+        openapi_extra={"requestBody": {"required": True, "content": _REQUEST}},
         responses={
             401: {"model": Problem, "description": "The program is not known."},
             404: {"model": reply_model, "description": "None of the ids is known."},
             413: {"model": Problem, "description": "The request is too large."},
+            415: {"model": Problem, "description": "The body is compressed, or no JSON."},
             422: {"model": Problem, "description": "The request cannot be understood."},
             429: {"model": Problem, "description": "The program asks for too many ids."},
-            503: {"model": Problem, "description": "A passive party is away."},
+            503: {"model": Problem, "description": "A passive party is away, or this one busy."},
         },
     )
-    async def predict(asked: PredictRequest, request: Request) -> Response:
+    async def predict(request: Request) -> Response:
         """Predict some ids with the joint model."""
-        program = admitted(desk.log, PROTOCOL, lambda: program_of(request))
-        with desk.log.noted(program, PROTOCOL) as call:
-            pending = await _accepted(desk, call, asked)
-            if pending.answer is not None:
-                await _settled(pending, desk.rules.timeout_s)
-            answer = desk.finish(call, pending)
-            reply = _reply(answer, classes, desk.run_id, numbers=numbers)
-            status = call.status
-        return Response(reply.model_dump_json(), status, media_type="application/json")
+        # The body is no parameter: FastAPI would read it before it is known who asks.
+        with desk.log.turning_away(PROTOCOL):
+            program = program_of(request)
+            if under_way.locked():
+                raise NotAvailable("too many requests are under way")
+        async with under_way:
+            with desk.log.turning_away(PROTOCOL):
+                asked = request_of(await _body(request, most_ids * ID_BODY_BYTES), most_ids)
+            with desk.log.noted(program, PROTOCOL) as call:
+                pending = await _accepted(desk, call, asked)
+                if pending.answer is not None:
+                    await _settled(pending, desk.rules.timeout_s)
+                answer = desk.finish(call, pending)
+                reply = _reply(answer, classes, desk.run_id, numbers=numbers)
+                status = call.status
+        return Response(reply.model_dump_json(), status, media_type=_JSON)
 
     return app
+
+
+async def _body(request: Request, most_bytes: int) -> bytearray:
+    """Return the body of a request whose program is known."""
+    headers = request.headers
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != _JSON or headers.get("content-encoding", "identity") != "identity":
+        raise NotJson(f"expected a body of the type {_JSON}, and not compressed")
+    body = bytearray()
+    expected_bytes = int(headers.get("content-length", "0"))
+    try:
+        parts = request.stream()
+        while max(expected_bytes, len(body)) <= most_bytes:
+            body += await anext(parts)
+    except StopAsyncIteration:
+        return body
+    except ClientDisconnect as error:
+        raise Unusable("the body has ended early") from error
+    raise TooManyIds(f"the body has more than {most_bytes:,} bytes")
+
+
+def request_of(body: bytes | bytearray, most_ids: int) -> PredictRequest:
+    """Return what a body asks for; what is wrong with it costs no more than what is right.
+
+    Raises:
+        RequestError: it cannot be understood, or asks for too much; repeats no value.
+    """
+    try:
+        given = from_json(body)
+    except ValueError as error:
+        raise Unusable(f"the body is no JSON: {error}") from error
+    if not isinstance(given, dict) or not given.keys() <= PredictRequest.model_fields.keys():
+        raise Unusable("expected an object with ids, and features if need be")
+    for name, values in given.items():
+        if isinstance(values, list) and len(values) > most_ids:
+            raise TooManyIds(f"{name}: at most {most_ids}, got {len(values)}")
+    try:
+        return PredictRequest.model_validate(given)
+    except ValidationError as error:
+        found = error.errors(include_input=False, include_context=False, include_url=False)[0]
+        place = ".".join(map(str, found["loc"][:2]))
+        raise Unusable(f"{place}: {found['msg']}") from None
 
 
 async def _accepted(desk: AnswerDesk, call: Any, asked: PredictRequest) -> Pending:
@@ -226,58 +309,3 @@ async def _refused(_request: Request, error: Exception) -> JSONResponse:
     elif status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse({"detail": str(error)}, status, headers)
-
-
-async def _invalid(log: CallLog, _request: Request, error: Exception) -> JSONResponse:
-    """Say where a request is wrong, without the values that FastAPI would repeat."""
-    log.note_turned_away(PROTOCOL, 422)
-    if not isinstance(error, RequestValidationError):
-        return JSONResponse({"detail": "unusable"}, 422)
-    problems = {_problem(found["loc"], found["msg"]) for found in error.errors()[:20]}
-    return JSONResponse({"detail": "; ".join(sorted(problems))}, 422)
-
-
-def _problem(place: Sequence[Any], message: str) -> str:
-    """Say what is wrong at a place of a request."""
-    if place[:2] == ("body", "features") and len(place) > 3:
-        # Each kind of value that it could have been has an error of its own.
-        name = str(place[3])[:_SHOWN_CHARACTERS]
-        return (
-            f"features: row {place[2] + 1}: column {name!r}: expected a number, a text, a list of "
-            f"texts, or null"
-        )
-    return f"{'.'.join(str(part) for part in place[:3])}: {message}"
-
-
-class _BodyLimit:
-    """Ends the reading of a request whose body is too large."""
-
-    def __init__(self, app: Any, most_bytes: int, log: CallLog) -> None:
-        self._app = app
-        self._log = log
-        self._most_bytes = most_bytes
-
-    async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        received = 0
-
-        async def limited() -> MutableMapping[str, Any]:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > self._most_bytes:
-                raise _TooLargeBody
-            return message
-
-        try:
-            await self._app(scope, limited, send)
-        except _TooLargeBody:
-            self._log.note_turned_away(PROTOCOL, TooManyIds.status)
-            refusal = TooManyIds(f"the body has more than {self._most_bytes:,} bytes")
-            await (await _refused(Request(scope), refusal))(scope, receive, send)
-
-
-class _TooLargeBody(BaseException):
-    """Passes through FastAPI, which would report an error of its own."""

@@ -22,6 +22,7 @@ _OUTCOMES = {
     401: "not_admitted",
     404: "not_found",
     413: "too_large",
+    415: "unusable",
     422: "unusable",
     429: "rate_limited",
     503: "unavailable",

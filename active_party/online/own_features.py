@@ -68,7 +68,9 @@ class GivenFeatures:
         Raises:
             Unusable: a column is missing, unknown, or has a value of another kind.
         """
-        given = {name for row in rows for name in row}
+        # First, since a table of all names in all rows grows with the product of both.
+        for row in rows:
+            self._encoder_of(row)
         for name in self.columns:
             lacking = [number for number, row in enumerate(rows, start=1) if name not in row]
             if lacking and len(lacking) < len(rows):
@@ -76,7 +78,7 @@ class GivenFeatures:
                     f"features: column {name!r}: missing in {list_rows(lacking)}; expected null "
                     f"where there is no value"
                 )
-        return self.of_columns({name: [row.get(name) for row in rows] for name in given})
+        return self.of_columns({name: [row[name] for row in rows] for name in rows[0]})
 
     def of_columns(self, columns: Mapping[str, Sequence[Any]]) -> Features:
         """Encode columns, all of the same length.
@@ -84,22 +86,26 @@ class GivenFeatures:
         Raises:
             Unusable: a column is missing, unknown, or has a value of another kind.
         """
-        if self._encoder is None:
-            raise Unusable("features: the model has no features of this party")
+        encoder = self._encoder_of(columns)
         if missing := [name for name in self.columns if name not in columns]:
             raise Unusable(f"features: columns are missing: {', '.join(missing)}")
-        if len(columns) > len(self.columns):
-            raise Unusable(f"features: expected these columns alone: {', '.join(self.columns)}")
         cells = {name: self._cells(name, columns[name]) for name in self.columns}
         try:
             table = table_of(_GivenRows(cells), self._settings)
-            return self._encoder.transform(table, np.arange(len(table)))
+            return encoder.transform(table, np.arange(len(table)))
         except DataError as error:
             raise Unusable(str(error)) from error
 
+    def _encoder_of(self, columns: Mapping[str, Any]) -> FeatureEncoder:
+        if self._encoder is None:
+            raise Unusable("features: the model has no features of this party")
+        if not columns.keys() <= self._expected.keys():
+            raise Unusable(f"features: expected these columns alone: {', '.join(self.columns)}")
+        return self._encoder
+
     def _cells(self, name: str, values: Sequence[Any]) -> Any:
         expected = self._expected[name]
-        kinds = frozenset(type(value) for value in values) - {type(None)}
+        kinds = frozenset(map(_kind, values)) - {type(None)}
         if kinds and not any(kinds <= allowed for allowed in expected.types):
             raise Unusable(f"features: column {name!r}: expected {expected.words}")
         # Of gaps alone no type can be told, and a column of times or texts is none of numbers.
@@ -109,6 +115,11 @@ class GivenFeatures:
             return pa.chunked_array([pa.array(values, kind)])
         except (pa.ArrowException, OverflowError) as error:
             raise Unusable(f"features: column {name!r}: a number is too large") from error
+
+
+def _kind(value: Any) -> type:
+    is_of_texts = not isinstance(value, list) or all(isinstance(part, str) for part in value)
+    return type(value) if is_of_texts else object
 
 
 class _GivenRows:

@@ -42,20 +42,17 @@ class ServerTls:
         self._settings = settings
         self._base_dir = base_dir
         self._files = self._read()
-        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        """For HTTP; new connections get the files as they were at the last ``refresh``."""
-        self.context.minimum_version = ssl.TLSVersion.TLSv1_3
-        self.context.set_alpn_protocols(["http/1.1"])
-        self._load(self._files)
-        if self._files.clients is not None:
-            self.context.verify_mode = ssl.CERT_REQUIRED
+        self.context = self._context_of(self._files)
+        """For HTTP, with the files as they were at the last ``refresh``: another one if they have
+        changed, since a context that trusts an authority cannot be made to forget it, nor sessions
+        that it may resume."""
 
     def refresh(self) -> None:
         """Use the files as they are now; those that cannot be used change nothing."""
         try:
             now = self._read()
             if now != self._files:
-                self._load(now)
+                self.context = self._context_of(now)
                 self._files = now
                 logger.info("new certificate in use for the programs that ask")
         except SettingsError as error:
@@ -104,20 +101,25 @@ class ServerTls:
             where = self._base_dir / path
             raise SettingsError(f"serving.tls.{name}: {where}: {error.strerror}") from error
 
-    def _load(self, files: _Files) -> None:
+    def _context_of(self, files: _Files) -> ssl.SSLContext:
         own = self._settings
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.set_alpn_protocols(["http/1.1"])
         try:
-            self.context.load_cert_chain(
+            context.load_cert_chain(
                 self._base_dir / own.certificate, self._base_dir / own.private_key, lambda: ""
             )
             if files.clients is not None:
-                self.context.load_verify_locations(cadata=files.clients.decode("ascii"))
+                context.load_verify_locations(cadata=files.clients.decode("ascii"))
+                context.verify_mode = ssl.CERT_REQUIRED
         except (ssl.SSLError, OSError, ValueError) as error:
             raise SettingsError(
                 f"serving.tls: {self._base_dir / own.certificate}: the files cannot be used "
                 f"({type(error).__name__}): expected PEM, and a key that belongs to the "
                 f"certificate, without a password"
             ) from error
+        return context
 
 
 def _configuration(files: _Files) -> grpc.ServerCertificateConfiguration:

@@ -1,11 +1,19 @@
-"""Online predictions without a network: rates, tokens, entries of the transcript, and settings."""
+"""Online predictions without a model: connections, bodies, rates, tokens, entries, and settings."""
 
 import json
+import logging
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from splitveil.active_party.online.errors import NotAdmitted, TooFast
+from splitveil.active_party.online import http_connection, http_server
+from splitveil.active_party.online.errors import NotAdmitted, RequestError, TooFast
+from splitveil.active_party.online.http_api import request_of
+from splitveil.active_party.online.http_server import LOG_LINES, HttpServer, SparseLog
 from splitveil.active_party.online.programs import MIN_TOKEN_CHARACTERS, Tokens
 from splitveil.active_party.online.rate_limit import RateLimit
 from splitveil.active_party.settings import ActiveSettings
@@ -13,7 +21,9 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.party.transcript import Transcript, Verified, verify
 from splitveil.common.party.transcript_lines import LINE_BYTES, Answered
+from tests.joint import free_port
 from tests.runs import write_example
+from tests.waiting import HANGS_AFTER_S, wait_until
 
 TOKEN = MIN_TOKEN_CHARACTERS * "t"
 
@@ -126,6 +136,124 @@ def test_many_long_ids_are_recorded_in_lines_that_can_be_read_again(tmp_path: Pa
     assert [entry.get("part") for entry in named] == [None, *range(1, len(named))]
     assert "ids" not in without
     assert none["ids"] == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"ids": [%s]}' % b",".join(900 * [b"null"]),
+        b'{"ids": [[%s]]}' % b",".join(9000 * [b"null"]),
+        b'{"ids": ["a"], "features": [%s]}' % b",".join(900 * [b"null"]),
+        b"{%s}" % b",".join(b'"%d": 0' % n for n in range(9000)),
+    ],
+)
+def test_the_faults_of_a_body_are_not_collected(body: bytes) -> None:
+    with pytest.raises(RequestError) as caught:
+        request_of(body, 1000)
+    assert getattr(caught.value.__context__, "error_count", int)() < 10
+    assert len(str(caught.value)) < 100
+
+
+# ---- connections ----
+
+
+async def answers(scope: Any, receive: Any, send: Any) -> None:
+    """Answer once the body is there; /early before, and /large with more than a socket takes."""
+    while scope["path"] != "/early" and (await receive()).get("more_body"):
+        pass
+    size = 2**24 if scope["path"] == "/large" else 2
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": size * b"a"})
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[[bytes], socket.socket]]:
+    """A server, to which each call makes a connection that begins with some bytes."""
+    with ExitStack() as resources:
+        address = f"127.0.0.1:{free_port()}"
+        server = resources.enter_context(HttpServer(answers, address))
+
+        def connected(begin: bytes) -> socket.socket:
+            client = socket.create_connection(("127.0.0.1", server.port), HANGS_AFTER_S)
+            client.sendall(begin)
+            return resources.enter_context(client)
+
+        yield connected
+
+
+WHOLE = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
+UNFINISHED = {
+    "nothing": b"",
+    "half a head": b"GET / HTTP/1.1\r\nHos",
+    "half a body": b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\nabc",
+    "the second one's head": WHOLE + b"GET",
+    "no wish for the answer": WHOLE.replace(b"/", b"/large", 1),
+}
+
+
+@pytest.fixture
+def room_for_four(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "MOST_CONNECTIONS", 4)
+
+
+@pytest.mark.usefixtures("room_for_four")
+@pytest.mark.parametrize("begin", UNFINISHED.values(), ids=UNFINISHED)
+def test_no_number_of_clients_that_send_no_request_keeps_others_out(
+    connect: Callable[[bytes], socket.socket], begin: bytes
+) -> None:
+    _clients = [connect(begin) for _ in range(20)]
+    assert b" 200 " in connect(WHOLE).recv(100)
+
+
+@pytest.mark.parametrize("begin", UNFINISHED.values(), ids=UNFINISHED)
+def test_a_client_that_never_ends_its_request_or_takes_its_answer_is_hung_up_on(
+    monkeypatch: pytest.MonkeyPatch, begin: bytes
+) -> None:
+    monkeypatch.setattr(http_connection, "PATIENCE_S", 0.1)
+    server = HttpServer(answers, f"127.0.0.1:{free_port()}")
+    with server, socket.create_connection(("127.0.0.1", server.port), HANGS_AFTER_S) as client:
+        client.sendall(begin)
+        wait_until(lambda: server.num_connections == 1)
+        wait_until(lambda: server.num_connections == 0)
+
+
+MALFORMED = {
+    "no HTTP": 100 * [b"\0 no HTTP\r\n\r\n"],
+    "upgrades": [100 * (WHOLE[:-2] + b"Connection: upgrade\r\nUpgrade: websocket\r\n\r\n")],
+    "bad chunks": 100
+    * [WHOLE.replace(b"GET /", b"POST /early")[:-2] + b"Transfer-Encoding: chunked\r\n\r\n"],
+}
+
+
+@pytest.mark.parametrize("begins", MALFORMED.values(), ids=MALFORMED)
+def test_strangers_do_not_fill_the_log(
+    connect: Callable[[bytes], socket.socket],
+    begins: list[bytes],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for begin in begins:
+        client = connect(begin)
+        client.recv(100)
+        with suppress(OSError):
+            client.sendall(b"no chunk\r\n\r\n")
+            while client.recv(2**16):
+                pass
+    assert 0 < len(caplog.records) <= 2 * LOG_LINES  # a new minute may begin meanwhile
+    assert not any(record.exc_info for record in caplog.records)
+
+
+def test_lines_that_are_left_out_of_the_log_are_counted() -> None:
+    clock = Clock()
+    sparse = SparseLog(clock)
+    passed = []
+    for number in range(LOG_LINES + 30):
+        record = logging.LogRecord("any", logging.WARNING, "", 0, "line %d", (number,), None)
+        passed += [record.getMessage()] * sparse.filter(record)
+    clock.now_s += 60
+    record = logging.LogRecord("any", logging.WARNING, "", 0, "line %d", (99,), None)
+    assert len(passed) == LOG_LINES
+    assert sparse.filter(record)
+    assert record.getMessage() == "line 99 (30 lines left out before)"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
+from splitveil.active_party.online.errors import Unusable
 from splitveil.protos import prediction_pb2 as pb
 from tests.asked import Program, asked
 from tests.joint import Trained, predicting, train, write_wide_deep
@@ -182,6 +183,21 @@ def test_a_column_that_some_rows_lack_is_named_with_the_rows(
     assert (told.status, none.status) == (422, 422)
     assert "'since': missing in row 2" in told.body["detail"]
     assert "columns are missing: n2, word, since, tags" in none.body["detail"]
+
+
+class Unread(dict[str, object]):
+    """A row with more columns than the model has, whose values nobody has to look at."""
+
+    def get(self, *_: object) -> None:
+        raise AssertionError("read")
+
+    __getitem__ = get
+
+
+def test_rows_of_columns_that_the_model_does_not_have_are_refused_unread(program: Program) -> None:
+    rows = [Unread({f"{row} {column}": 1 for column in range(20)}) for row in range(20)]
+    with pytest.raises(Unusable, match="alone"):
+        program.desk.given.of_rows(rows)
 
 
 WRONG_COLUMNS = [

@@ -5,11 +5,12 @@ Equality is of bits, on the CPU, with the evaluation at the end of training.
 
 import json
 import logging
+import socket
 import ssl
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import grpc
@@ -17,13 +18,14 @@ import numpy as np
 import pytest
 import torch
 
+from splitveil.active_party.online import http_connection
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.transcript import Transcript, Verified, verify
 from splitveil.common.privacy.leakage import auc
 from splitveil.deploy.authority import PartyFolder, make_certificates
 from splitveil.protos import prediction_pb2 as pb
 from tests import joint
-from tests.asked import Program, answering, asked, predict_over
+from tests.asked import ASKING_TAKES_S, Program, answering, asked, predict_over
 from tests.joint import Trained, free_port, train, write_wide_deep
 from tests.several import write_several
 from tests.system.test_predict import expected
@@ -164,6 +166,10 @@ def test_own_features_of_a_request_take_the_place_of_the_table_s(small: Trained)
         (b'{"ids": ["\\ud800"]}', 422),
         (b'{"ids": ["' + 5000 * b"x" + b'"]}', 422),
         (b'{"ids": ["a"], "more": 1}', 422),
+        (b'{"ids": [["a", null]]}', 422),
+        (b'{"ids": ["a"], "features": [[]]}', 422),
+        (b'{"ids": ' + 20_000 * b"[" + b"}", 422),
+        (b'{"ids": ["a"], "features": [{}, {}, {}, {}, {}]}', 413),
         (b'{"ids": ["a"', 422),
         (b"[]", 422),
         (b"", 422),
@@ -178,6 +184,37 @@ def test_bad_requests_are_refused_and_the_next_one_is_answered(
     assert told.status == status
     assert set(told.body) == {"detail"}
     assert limited.ask(small.test_ids[:1]).status == 200
+
+
+def head(path: str = "/predict", method: str = "POST", **headers: str) -> bytes:
+    """Return the head of a request; that of a body which is announced never follows."""
+    lines = [
+        f"{method} {path} HTTP/1.1",
+        *(f"{key.replace('_', '-')}: {headers[key]}" for key in headers),
+    ]
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+def test_what_a_health_check_and_an_odd_body_get_is_said_in_their_head(limited: Program) -> None:
+    for path in ("/healthz", "/readyz"):
+        assert b" 200 " in limited.raw(head(path, "HEAD", Host="localhost"))
+    odd = {"Host": "localhost", "Content_Length": "9"}
+    for kind in ({"Content_Encoding": "gzip", "Content_Type": "application/json"}, {}):
+        assert b" 415 " in limited.raw(head(**odd, **kind))
+    large = {"Host": "localhost", "Content_Length": "99999", "Content_Type": "application/json"}
+    assert b" 413 " in limited.raw(head(**large))
+
+
+def test_no_page_loads_scripts_where_tokens_are_typed(limited: Program) -> None:
+    for path in ("/docs", "/redoc"):
+        assert limited.get(path).status == 404
+
+
+def test_a_page_whose_name_leads_to_this_machine_gets_no_answer(limited: Program) -> None:
+    for name in ("localhost", "127.0.0.1:80", "[::1]:80"):
+        assert b" 200 " in limited.raw(head("/healthz", "GET", Host=name))
+    for name in ("rebound.example", "rebound.example:80", "localhost.rebound.example"):
+        assert b" 400 " in limited.raw(head("/healthz", "GET", Host=name))
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +265,9 @@ def test_programs_are_known_by_their_tokens(
         wrong = program.ask(ids)
         program.headers = {"Authorization": f"Bearer {TOKENS['billing']}"}
         right = program.ask(ids)
-        health = Program(program.http, program.grpc, program.desk, program.status).get("/healthz")
+        health = Program(
+            program.http, program.grpc, program.desk, program.status, program.doors
+        ).get("/healthz")
         with pytest.raises(grpc.RpcError) as caught:
             program.call(pb.PredictRequest(ids=ids))
         bearer = ("authorization", f"Bearer {TOKENS['scoring']}")
@@ -239,6 +278,15 @@ def test_programs_are_known_by_their_tokens(
     noted = answered_lines(tmp_path)
     assert [line["program"] for line in noted] == ["billing", "scoring"]
     assert not any(token in str(noted) for token in TOKENS.values())
+
+
+def test_nothing_of_a_stranger_s_body_is_read(small: Trained, token_file: Path) -> None:
+    """The answer comes although the body does not."""
+    announced = {"Host": "any", "Content_Type": "application/json", "Content_Length": "4000000"}
+    with asked(small, f"serving.token_file={token_file}") as program:
+        assert b" 401 " in program.raw(head(**announced))
+        announced["Authorization"] = f"Bearer {TOKENS['billing']}"
+        assert b" 100 " in program.raw(head(**announced, Expect="100-continue"))
 
 
 def test_a_program_that_asks_too_fast_is_told_to_wait_and_others_are_not(
@@ -522,6 +570,61 @@ def test_programs_are_known_by_their_certificates(small: Trained, tmp_path: Path
     np.testing.assert_array_equal(by_grpc, expected(small)[:2])
     assert len({line["program"] for line in answered_lines(tmp_path)}) == 1
     assert "scoring" in str(answered_lines(tmp_path)[0]["program"])
+
+
+def test_an_authority_that_is_withdrawn_lets_nobody_in_any_more(
+    small: Trained, tmp_path: Path
+) -> None:
+    """Neither by a certificate, nor by a session of before, nor by a connection that is open."""
+    override, first = server_tls(tmp_path, with_clients=True)
+    others, trusted = PartyFolder(tmp_path / "others" / "scoring"), tmp_path / "trusted.pem"
+    make_certificates(tmp_path / "others", {"scoring": "scoring.example"})
+    own = PartyFolder(tmp_path / "certificates" / "server").authority
+    trusted.write_bytes(own.read_bytes())
+    _, second = server_tls(tmp_path, with_clients=False)
+    second.load_cert_chain(others.certificate, others.private_key)
+    with asked(small, override.replace(f"clients: {own}", f"clients: {trusted}")) as program:
+
+        @contextmanager
+        def connected(
+            context: ssl.SSLContext, session: ssl.SSLSession | None = None
+        ) -> Iterator[ssl.SSLSocket]:
+            plain = socket.create_connection(("127.0.0.1", program.http), ASKING_TAKES_S)
+            with plain, context.wrap_socket(plain, session=session) as client:
+                yield client
+
+        def is_answered(client: ssl.SSLSocket) -> bool:
+            told = b""
+            with suppress(OSError):
+                client.sendall(head("/healthz", "GET", Host="any"))
+                while b"serving" not in told and (part := client.recv(2**16)):
+                    told += part
+            return b"serving" in told
+
+        def lets_in(context: ssl.SSLContext, session: ssl.SSLSession | None = None) -> bool:
+            with connected(context, session) as client:
+                return is_answered(client)
+
+        with connected(first) as opened:
+            assert is_answered(opened)
+            assert lets_in(first, opened.session)
+            assert not lets_in(second)
+            trusted.write_bytes(others.authority.read_bytes())
+            assert program.doors.tls is not None
+            program.doors.tls.refresh()
+            wait_until(lambda: not is_answered(opened))
+            assert not lets_in(first)
+            assert not lets_in(first, opened.session)
+            assert lets_in(second)
+
+
+def test_a_client_that_never_ends_its_handshake_is_hung_up_on(
+    small: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_connection, "PATIENCE_S", 0.1)
+    override, _ = server_tls(tmp_path, with_clients=False)
+    with asked(small, override) as program:
+        assert program.raw(b"\x16\x03\x01") == b""
 
 
 def test_the_server_speaks_tls_1_3_alone(small: Trained, tmp_path: Path) -> None:

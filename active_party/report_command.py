@@ -5,7 +5,7 @@ import logging
 from pathlib import Path
 
 from splitveil.active_party.report import write_comparison, write_report
-from splitveil.common.errors import SettingsError, StorageError
+from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party.json_output import print_json
 
 logger = logging.getLogger("splitveil.active_party")
@@ -43,7 +43,7 @@ def try_to_report(run_dir: Path) -> None:
     """Write the report of a run that is over; its results are safe even if that fails."""
     try:
         logger.info("report written to %s", write_report(run_dir))
-    except StorageError as error:  # a full disk needs no traceback
+    except SplitveilError as error:  # a full disk needs no traceback
         logger.error("%s; %s %s", error, _REPORT_LATER, run_dir)
     except Exception:
         logger.exception("the report could not be written; %s %s", _REPORT_LATER, run_dir)

@@ -128,7 +128,7 @@ def value_of(status: PartyStatus, name: str, **labels: str) -> float:
     return series_of(status)[name, tuple(sorted(labels.items()))]
 
 
-def asked(address: str, path: str) -> tuple[int, str]:
+def asked(address: str, path: str, method: str = "GET", accept: str = "*/*") -> tuple[int, str]:
     """Ask an endpoint, and return the code and the text.
 
     Raises:
@@ -139,7 +139,7 @@ def asked(address: str, path: str) -> tuple[int, str]:
     other = None if ":" in host else ("127.0.0.2", 0)
     connection = HTTPConnection(host.strip("[]"), int(port), timeout=60, source_address=other)
     try:
-        connection.request("GET", path)
+        connection.request(method, path, headers={"Accept": accept})
         answer = connection.getresponse()
         return answer.status, answer.read().decode()
     except HTTPException as error:

@@ -24,6 +24,7 @@ from splitveil.common.record.run_record import (
     find_summary,
     has_summary,
     read_metrics,
+    text_of,
 )
 from splitveil.common.record.summary import Summary
 from splitveil.common.text.yaml_text import RESOLVED, load_yaml
@@ -260,7 +261,7 @@ def _read_passives(
 
 def _read_party(folder: Path) -> PartyFiles:
     path = folder / "settings.yaml"
-    settings = _mapping(load_yaml(_text(path) or "{}", str(path), RESOLVED))
+    settings = _mapping(load_yaml(text_of(path) or "{}", str(path), RESOLVED))
     summary = find_summary(folder)
     return PartyFiles(
         folder,
@@ -271,13 +272,6 @@ def _read_party(folder: Path) -> PartyFiles:
         read_metrics(folder),
         find_ledger_ahead(folder),
     )
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8") if path.is_file() else ""
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path}: cannot be read: {error}") from error
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

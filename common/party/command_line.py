@@ -4,6 +4,7 @@ import argparse
 import hashlib
 import logging
 import os
+import resource
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -178,7 +179,9 @@ def torch_device(device: str, local_rank: int = 0) -> torch.device:
 
 
 def prepare(settings: PartySettings, place: Place = ONLY) -> torch.device:
-    """Set the number of threads, the seed and the module search path; return the device to use."""
+    """Set limits, the seed and the module search path; return the device to use."""
+    _, most_descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_descriptors, most_descriptors))
     _find_own_modules(settings)
     device = torch_device(settings.device, place.local_rank)
     cores = len(os.sched_getaffinity(0)) // place.local_size

@@ -95,6 +95,21 @@ def read_metrics(folder: Path) -> Metrics:
     return Metrics(list(_timed_lines(folder / METRICS)))
 
 
+def text_of(path: Path) -> str:
+    """Return the text of a file; empty if there is none.
+
+    Raises:
+        SettingsError: it cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8") if path.is_file() else ""
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise SettingsError(f"{path}: line {line:,} is damaged: it is not UTF-8") from error
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot be read: {error.strerror}") from error
+
+
 def write_ledger_ahead(folder: Path, bounds: LedgerFigures) -> None:
     """Write the bounds on all answers of a run that resumes at a point before some of them.
 
@@ -115,7 +130,7 @@ def find_ledger_ahead(folder: Path) -> LedgerFigures | None:
 
 
 def _timed_lines(path: Path) -> Iterator[TimedLine]:
-    for text in _text(path).splitlines():
+    for text in text_of(path).splitlines():
         try:
             document = as_mapping(json.loads(text))
         except (ValueError, RecursionError):
@@ -128,7 +143,7 @@ def _timed_lines(path: Path) -> Iterator[TimedLine]:
 
 def _read_object(path: Path) -> Mapping[str, Any]:
     try:
-        document = as_mapping(json.loads(_text(path) or "{}"))
+        document = as_mapping(json.loads(text_of(path) or "{}"))
     except (ValueError, RecursionError) as error:
         raise SettingsError(f"{path}: not valid JSON") from error
     _check_format(path, document)
@@ -142,10 +157,3 @@ def _check_format(path: Path, document: Mapping[str, Any]) -> None:
             f"{path}: written in format {written!r}, by another version of splitveil; expected "
             f"format {_FORMAT}"
         )
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8") if path.is_file() else ""
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path}: cannot be read: {error}") from error

@@ -1,7 +1,7 @@
 """The HTTP endpoint of a party's operators: ``/healthz``, ``/readyz`` and ``/metrics``.
 
 It only reads. A fault in it, a slow reader or a thousand of them cost the run nothing but the few
-threads that it may have: a request beyond those is hung up on.
+threads that it may have: a request beyond those ends the oldest one.
 """
 
 import json
@@ -9,14 +9,14 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from socketserver import TCPServer
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
+from http.server import BaseHTTPRequestHandler
+from socketserver import ThreadingTCPServer
 from typing import Any, Self
-from wsgiref.simple_server import WSGIRequestHandler
 
-from prometheus_client import make_wsgi_app
-from prometheus_client.exposition import ThreadingWSGIServer
+from prometheus_client import generate_latest
 
 from splitveil.common.errors import EndedForGood, PeerEndedForGood, SettingsError
 from splitveil.common.status.party_status import PartyStatus
@@ -34,8 +34,6 @@ LEAST_LOOK_S = 5.0
 _GOODBYE_S = 2.0
 _POLL_S = 0.05
 
-StartResponse = Callable[[str, list[tuple[str, str]]], object]
-
 
 def check_free(address: str | None) -> None:
     """Check that the endpoint could be served at an address, if there is to be one.
@@ -44,7 +42,7 @@ def check_free(address: str | None) -> None:
         SettingsError: the address is taken, or does not belong to this machine.
     """
     if address is not None:
-        _server(address).server_close()
+        _Server(address, _Handler).server_close()
 
 
 def status_checks(address: str | None) -> list[Callable[[], str]]:
@@ -114,8 +112,7 @@ class StatusEndpoint:
             SettingsError: the address is taken, or does not belong to this machine.
         """
         self._looks = _Looks()
-        self._server = _server(address)
-        self._server.set_app(_application(status, self._looks))
+        self._server = _Server(address, partial(_Handler, status, self._looks))
         self._host, port = str(self._server.server_address[0]), self._server.server_address[1]
         self.address = f"[{self._host}]:{port}" if ":" in self._host else f"{self._host}:{port}"
         """The address at which it is served."""
@@ -177,90 +174,89 @@ class _Looks:
         self.count += 1
 
 
-class _Handler(WSGIRequestHandler):
+class _Handler(BaseHTTPRequestHandler):
     """Answers one request, without a line in the log."""
 
     timeout = PATIENCE_S
+
+    def __init__(self, status: PartyStatus, looks: _Looks, *connection: Any) -> None:
+        self._status = status
+        self._looks = looks
+        super().__init__(*connection)
+
+    def do_GET(self) -> None:
+        """Answer."""
+        path = self.path.partition("?")[0].rstrip("/")
+        code, kind, body = _answer(self._status, path)
+        if path == "/metrics" and self.command == "GET":
+            self._looks.note()
+        self.send_response(code)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET  # noqa: N815 - the library's name
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the library's name
         """Log nothing."""
 
 
-class _Server(ThreadingWSGIServer):
-    """Answers a few requests at the same time, and hangs up on more."""
+class _Server(ThreadingTCPServer):
+    """Answers a few requests at the same time; one more ends the oldest."""
 
-    def __init__(self, *arguments: Any) -> None:
+    allow_reuse_address = True
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, address: str, handler: Callable[..., _Handler]) -> None:
+        host, port = split_address(address, least_port=0)
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._slots = threading.BoundedSemaphore(REQUESTS_AT_ONCE)
-        super().__init__(*arguments)
-
-    def server_bind(self) -> None:
-        """Bind the address, without the look-up of a name that the standard library adds."""
-        TCPServer.server_bind(self)
-        self.server_name, self.server_port = map(str, self.server_address[:2])  # type: ignore[assignment]
-        self.setup_environ()
+        self._oldest_first: list[socket.socket] = []
+        try:
+            super().__init__((host, port), handler)
+        except (OSError, UnicodeError) as error:
+            raise SettingsError(f"status: cannot serve at {address}: {error}") from error
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer a request in a thread, if one is free."""
+        """Answer a request in a thread."""
         if not self._slots.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
+            # Whoever sends a request byte by byte must not keep a health check waiting.
+            with suppress(IndexError, OSError):  # it has just ended
+                self._oldest_first[0].shutdown(socket.SHUT_RDWR)
+            self._slots.acquire()
+        self._oldest_first.append(request)
         super().process_request(request, client_address)
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer a request, and free its thread."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._slots.release()
+    def shutdown_request(self, request: Any) -> None:
+        """Hang up, and free the thread."""
+        super().shutdown_request(request)
+        self._oldest_first.remove(request)
+        self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
         """Ignore a client that hangs up."""
         logger.debug("status: a request failed", exc_info=True)
 
 
-class _ServerV6(_Server):
-    """The same, at an IPv6 address."""
-
-    address_family = socket.AF_INET6
-
-
-def _server(address: str) -> _Server:
-    host, port = split_address(address, least_port=0)
-    kind = _ServerV6 if ":" in host else _Server
-    try:
-        return kind((host, port), _Handler)
-    except (OSError, UnicodeError) as error:
-        raise SettingsError(f"status: cannot serve at {address}: {error}") from error
-
-
-def _application(
-    status: PartyStatus, looks: _Looks
-) -> Callable[[dict[str, Any], Any], Iterable[bytes]]:
-    metrics = make_wsgi_app(status.metrics.registry)
-
-    def application(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-        path = environ.get("PATH_INFO", "")
-        if environ.get("REQUEST_METHOD") != "GET":
-            return _answer(start_response, "405 Method Not Allowed", {"error": "only GET"})
-        if path == "/metrics":
-            shown: Iterable[bytes] = metrics(environ, start_response)
-            looks.note()
-            return shown
-        if path == "/healthz":
-            return _answer(start_response, "200 OK", {"status": "ok", **status.facts()})
-        if path == "/readyz":
-            ready, reason = status.readiness
-            state = {"status": "ready" if ready else "not ready", "reason": reason}
-            code = "200 OK" if ready else "503 Service Unavailable"
-            return _answer(start_response, code, state | status.facts())
-        known = {"error": "expected /healthz, /readyz or /metrics"}
-        return _answer(start_response, "404 Not Found", known)
-
-    return application
-
-
-def _answer(start_response: StartResponse, code: str, facts: dict[str, str]) -> Iterable[bytes]:
-    body = json.dumps(facts).encode() + b"\n"
-    headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
-    start_response(code, [*headers, ("Cache-Control", "no-store")])
-    return [body]
+def _answer(status: PartyStatus, path: str) -> tuple[int, str, bytes]:
+    """Return the code, the type and the text of an answer."""
+    if path == "/metrics":
+        return (
+            200,
+            "text/plain; version=0.0.4; charset=utf-8",
+            generate_latest(status.metrics.registry),
+        )
+    code, facts = 200, status.facts()
+    if path == "/healthz":
+        facts = {"status": "ok", **facts}
+    elif path == "/readyz":
+        ready, reason = status.readiness
+        code = 200 if ready else 503
+        facts = {"status": "ready" if ready else "not ready", "reason": reason, **facts}
+    else:
+        code, facts = 404, {"error": "expected /healthz, /readyz or /metrics"}
+    return code, "application/json", json.dumps(facts).encode() + b"\n"

@@ -230,7 +230,7 @@ class RunStore:
     def _forget_old_answers(self) -> None:
         if self._answers is not None:
             # No run goes back to before the oldest state.
-            oldest = min(kept for kept, _ in self._files())
+            oldest = min((kept for kept, _ in self._files()), default=0)
             self._answers.forget_before(oldest)
 
     def load(self, batch_number: int) -> State:
@@ -321,9 +321,7 @@ class RunStore:
         return self._folder / f"at-{batch_number:010d}.state"
 
     def _files(self) -> list[tuple[int, Path]]:
-        if not self._folder.is_dir():
-            return []
-        found = ((_CHECKPOINT.fullmatch(path.name), path) for path in self._folder.iterdir())
+        found = ((_CHECKPOINT.fullmatch(path.name), path) for path in self._folder.glob("at-*"))
         return sorted((int(match[1]), path) for match, path in found if match is not None)
 
     def _read(self, path: Path) -> State | None:

@@ -1,5 +1,6 @@
 """Opens either end of the connection: names, options, and TLS unless it was declined."""
 
+import resource
 import socket
 
 import grpc
@@ -19,6 +20,9 @@ INFERENCE_SERVICE = "splitveil.v1.SplitInference"
 """Served by a passive party once a model is trained."""
 
 HANDSHAKE_TIMEOUT_S = 20.0
+
+_MOST_CONNECTIONS = 1024
+"""Connections that a server holds at each address; parties have one or two each."""
 
 
 def method_path(method: str, service: str = SERVICE) -> str:
@@ -170,8 +174,13 @@ def refuse_plain_text_through(proxy: HttpProxy | None) -> None:
 
 def server_options(contract: Contract) -> ChannelOptions:
     """Return the options of a server."""
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return [
         *channel_options(contract),
+        # Anybody can connect, and stay silent. At both addresses of a name, that leaves half of the
+        # descriptors to the party's files.
+        ("grpc.max_allowed_incoming_connections", min(descriptors // 4, _MOST_CONNECTIONS)),
+        ("grpc.server_handshake_timeout_ms", 10_000),
         ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION),
         # A few compressed kilobytes could expand without limit.
         ("grpc.compression_enabled_algorithms_bitset", 1),

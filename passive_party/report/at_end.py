@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 
 from splitveil.common.data.features import FeatureEncoder
-from splitveil.common.errors import StorageError
+from splitveil.common.errors import SplitveilError
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from splitveil.passive_party.feature_exposure import measure_exposure
 from splitveil.passive_party.report.page import write_exposure, write_passive_report
@@ -33,7 +33,7 @@ def try_to_measure(
         found = measure_exposure(trainer, encoder, own_rows, settings.probe_rows)
         if found is not None:
             write_exposure(folder, found)
-    except StorageError as error:  # a full disk needs no traceback
+    except SplitveilError as error:  # a full disk needs no traceback
         _logger.error("%s", error)
     except Exception:
         _logger.exception("what the activations tell of the features could not be measured")
@@ -43,7 +43,7 @@ def try_to_report(folder: Path) -> None:
     """Write the report of a run that is over."""
     try:
         _logger.info("report written to %s", write_passive_report(folder))
-    except StorageError as error:
+    except SplitveilError as error:
         _logger.error("%s; once the cause is gone: passive-party report %s", error, folder)
     except Exception:
         _logger.exception("the report could not be written: passive-party report %s", folder)

@@ -9,7 +9,7 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.page.rendering import render
 from splitveil.common.party.traffic import Traffic, Volume, read_traffic
 from splitveil.common.record.circumstances import circumstances, traffic_rows
-from splitveil.common.record.run_record import METRICS, find_summary, read_metrics
+from splitveil.common.record.run_record import METRICS, find_summary, read_metrics, text_of
 from splitveil.common.record.summary import Summary
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.storage.run_folder import write_json_atomically, write_text_atomically
@@ -105,11 +105,11 @@ def read_files(folder: Path) -> PassiveFiles:
     Raises:
         SettingsError: there are no metrics of a passive party, or a file cannot be read.
     """
-    settings = _mapping(load_yaml(_text(folder / "settings.yaml") or "{}", str(folder), RESOLVED))
+    settings = _mapping(load_yaml(text_of(folder / "settings.yaml") or "{}", str(folder), RESOLVED))
     if not (folder / METRICS).is_file() or "bottom_model" not in settings:
         raise SettingsError(f"{folder}: expected a passive party's folder of a run")
     try:
-        written = json.loads(_text(folder / EXPOSURE) or "{}")
+        written = json.loads(text_of(folder / EXPOSURE) or "{}")
     except (ValueError, RecursionError) as error:
         raise SettingsError(f"{folder / EXPOSURE}: not valid JSON") from error
     summary = find_summary(folder) or Summary()
@@ -224,13 +224,6 @@ def _agreed(settings: Mapping[str, Any], contract: Mapping[str, Any]) -> Iterato
 
 def _yes_no(*, value: object) -> str:
     return "yes" if value is True else "no"
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8") if path.is_file() else ""
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path}: cannot be read: {error}") from error
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

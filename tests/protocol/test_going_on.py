@@ -4,6 +4,7 @@ import hashlib
 import logging
 import pickle
 import re
+import shutil
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +30,7 @@ from splitveil.common.text.version import VERSION
 from tests.compared import assert_same
 from tests.peers import InProcessPeer, Lost, dying
 from tests.runs import Parties, build_parties, run_in_process, write_example
-from tests.waiting import HANGS_AFTER_S
+from tests.waiting import HANGS_AFTER_S, wait_until
 
 EVERY_2 = "contract.checkpoints.every_steps=2"
 DEFENSES = [
@@ -276,6 +277,18 @@ def test_a_disk_that_fills_up_in_the_background_is_told_at_the_next_state(
     with pytest.raises(StorageError, match="0000000005"):
         store.close()
     store.close()
+
+
+def test_a_folder_that_is_deleted_under_a_store_is_missed_in_words(tmp_path: Path) -> None:
+    store = RunStore(tmp_path, keep=2, in_background=True)
+    store.save_run({})
+    store.new_answers()
+    store.save_soon(3, {})
+    wait_until(lambda: store._pending is None or store._pending.done())
+    shutil.rmtree(tmp_path / "checkpoint")
+    store.save_soon(4, {})
+    with pytest.raises(StorageError, match=r"answered\.log: cannot be written: No such file"):
+        store.close()
 
 
 def test_a_state_that_is_not_plain_is_left_out(

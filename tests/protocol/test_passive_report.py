@@ -38,6 +38,7 @@ from splitveil.passive_party.feature_exposure import (
     measure_exposure,
 )
 from splitveil.passive_party.report import write_passive_report
+from splitveil.passive_party.report.at_end import try_to_report
 from splitveil.passive_party.report.page import write_exposure
 from tests.records import append_lines
 
@@ -248,7 +249,9 @@ def test_the_command_writes_the_page_and_refuses_another_folder(
         write_passive_report(tmp_path)
 
 
-def test_damaged_files_are_read_as_far_as_they_go(tmp_path: Path) -> None:
+def test_damaged_files_are_read_as_far_as_they_go(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run = write_run(tmp_path / "run")
     transcript = run / "passive" / "transcript.jsonl"
     with transcript.open("ab") as file:
@@ -261,6 +264,10 @@ def test_damaged_files_are_read_as_far_as_they_go(tmp_path: Path) -> None:
     (run / "passive" / "exposure.json").write_text("{")
     with pytest.raises(SettingsError, match="not valid JSON"):
         write_passive_report(run)
+    try_to_report(run / "passive")
+    (record,) = caplog.records
+    assert "not valid JSON; once the cause is gone: passive-party report" in record.message
+    assert record.exc_info is None
     (run / "passive" / "exposure.json").unlink()
     transcript.unlink()
     page = write_passive_report(run).read_text(encoding="utf-8")

@@ -440,6 +440,14 @@ def test_lines_that_are_cut_off_or_unknown_are_left_out(tmp_path: Path) -> None:
     assert [line for _, line in read_metrics(tmp_path).timed] == [lines.AlignmentLine(7)]
 
 
+def test_a_line_that_is_no_text_is_refused_by_its_number(tmp_path: Path) -> None:
+    append_lines(tmp_path, lines.AlignmentLine(7))
+    with (tmp_path / METRICS).open("ab") as metrics:
+        metrics.write(b'{"kind": "\xff"}\n')
+    with pytest.raises(SettingsError, match=r"metrics\.jsonl: line 2 is damaged: it is not UTF-8$"):
+        read_metrics(tmp_path)
+
+
 def test_a_folder_without_a_record_is_empty_and_a_summary_that_must_be_there_is_missed(
     tmp_path: Path,
 ) -> None:

@@ -9,6 +9,7 @@ process of its own, with its own signals, limits, output and exit code. That the
 import multiprocessing
 import multiprocessing.connection
 import os
+import resource
 import signal
 import sys
 import threading
@@ -38,6 +39,7 @@ class Forked:
         words: of the command line.
         log: gets what it prints, after what stands there.
         has_fast_clock: whether SIGUSR1 lets its clock go a minute a second.
+        descriptors: files and connections that it may have open; None for as many as this process.
         variables: further variables of its environment.
     """
 
@@ -48,12 +50,14 @@ class Forked:
         log: Path,
         *,
         has_fast_clock: bool = False,
+        descriptors: int | None = None,
         variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         log.touch()
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **variables}
         self._process = _server.Process(
-            target=_become, args=(module, list(words), log, environment, has_fast_clock)
+            target=_become,
+            args=(module, list(words), log, environment, has_fast_clock, descriptors),
         )
         with _lock:
             self._process.start()
@@ -90,8 +94,15 @@ class Forked:
 
 
 def _become(
-    module: str, words: list[str], log: Path, environment: dict[str, str], has_fast_clock: bool
+    module: str,
+    words: list[str],
+    log: Path,
+    environment: dict[str, str],
+    has_fast_clock: bool,
+    descriptors: int | None,
 ) -> None:
+    if descriptors is not None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(ROOT)

@@ -32,6 +32,7 @@ class Party:
         options: Sequence[str] = (),
         log: str | None = None,
         fast_clock: bool = False,
+        descriptors: int | None = None,
     ) -> None:
         """Start it.
 
@@ -43,6 +44,7 @@ class Party:
             options: further words of the command line.
             log: names the file of its output; by default the command does.
             fast_clock: let ``hurry`` be there.
+            descriptors: files and connections that it may have open.
         """
         self.party = party
         self.runs = folder / "runs"
@@ -55,6 +57,7 @@ class Party:
             [command, *settings, *sets, *options],
             self._log,
             has_fast_clock=fast_clock,
+            descriptors=descriptors,
         )
 
     @property

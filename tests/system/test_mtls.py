@@ -1,14 +1,17 @@
 """The real processes with certificates: who trains, who is refused, and what the logs say."""
 
 import signal
+import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from splitveil.deploy.authority import PartyFolder, renew_certificate
+from splitveil.simulation import free_address
 from tests.certificates import make, use
 from tests.runs import write_example
 from tests.system.conftest import run_locally
-from tests.system.processes import Pair, Party, side_by_side, started
+from tests.system.processes import Pair, Party, PartyName, side_by_side, started
 
 
 def protected_example(folder: Path) -> Path:
@@ -27,6 +30,31 @@ def test_a_run_continues_while_certificates_are_replaced(tmp_path: Path) -> None
     for process in pair:
         name = f"{process.party}.splitveil"
         assert f"security: mtls as CN={name} ({name}), 89 days left" in process.output
+
+
+def test_silent_strangers_take_no_descriptor_that_a_run_needs(tmp_path: Path) -> None:
+    folder, address, limit = protected_example(tmp_path), free_address(), 256
+    host, port = address.split(":")
+    with ExitStack() as stack:
+
+        def connect_strangers() -> None:
+            for _ in range(limit + 200):
+                stack.enter_context(socket.create_connection((host, int(port))))
+
+        def start(party: PartyName, where: str, descriptors: int | None = None) -> Party:
+            process = Party(party, folder, where, "contract.epochs=40", descriptors=descriptors)
+            stack.callback(process.kill)
+            return process
+
+        active = start("active", f"listen={address}", limit)
+        active.wait_until_says("waiting for the passive party")
+        connect_strangers()
+        passive = start("passive", f"connect={address}")
+        pair = Pair(active, passive)
+        pair.wait_until_training()
+        connect_strangers()
+        assert active.exit_code is None, pair.outputs
+        assert pair.wait() == (0, 0), pair.outputs
 
 
 def given_up(folder: Path, *active: str) -> Pair:

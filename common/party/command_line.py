@@ -8,6 +8,7 @@ import resource
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +182,8 @@ def torch_device(device: str, local_rank: int = 0) -> torch.device:
 def prepare(settings: PartySettings, place: Place = ONLY) -> torch.device:
     """Set limits, the seed and the module search path; return the device to use."""
     _, most_descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most_descriptors, most_descriptors))
+    with suppress(ValueError):  # some systems say "unlimited", and refuse that
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most_descriptors, most_descriptors))
     _find_own_modules(settings)
     device = torch_device(settings.device, place.local_rank)
     cores = len(os.sched_getaffinity(0)) // place.local_size

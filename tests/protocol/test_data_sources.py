@@ -8,7 +8,9 @@ import logging
 import os
 import sqlite3
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -354,6 +356,35 @@ def test_a_bad_file_of_credentials_is_refused_and_never_quoted(
     with pytest.raises(SettingsError, match=expected) as refused:
         PartyData.load(settings(source), tmp_path)
     assert "5512" not in str(refused.value)
+
+
+class RefusingStore(BaseHTTPRequestHandler):
+    """Answers every request with 403."""
+
+    def do_GET(self) -> None:
+        self.send_response(403)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_GET  # noqa: N815 (as the server calls it)
+
+    def log_message(self, *_: object) -> None:
+        """Stay silent."""
+
+
+def test_a_store_s_refusal_is_told_without_the_signature_in_its_address(tmp_path: Path) -> None:
+    path = tmp_path / "azure.yaml"
+    path.touch(0o600)
+    path.write_text("sas_token: sv=2022&sig=word-3391\n")
+    with ThreadingHTTPServer(("127.0.0.1", 0), RefusingStore) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        store = {"account": "me", "endpoint": endpoint, "credentials": "azure.yaml"}
+        source = {"kind": "parquet", "path": "abfs://container/x", "store": store}
+        with pytest.raises(DataError, match="403") as refused:
+            PartyData.load(settings(source), tmp_path)
+        server.shutdown()
+    assert "3391" not in str(refused.value)
 
 
 # ---- a database ----

@@ -21,7 +21,13 @@ def expand_path(setting: str, path: str, base_dir: Path) -> Path:
     Raises:
         SettingsError: it names an environment variable that is not set.
     """
-    return base_dir / Path(expand_variables(setting, path)).expanduser()
+    # Path.expanduser raises if "~name" names no user.
+    return base_dir / os.path.expanduser(expand_variables(setting, path))  # noqa: PTH111
+
+
+def not_expanded(path: str) -> str:
+    """Return a path as settings name it where it contains a dollar sign."""
+    return path.replace("$", "$$")
 
 
 def expand_variables(setting: str, text: str) -> str:

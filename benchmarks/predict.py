@@ -26,7 +26,7 @@ from pyarrow import parquet
 
 from benchmarks.environment import print_environment
 from splitveil.active_party.inference.batch import BatchPrediction
-from splitveil.active_party.inference.parts import Parts, Plan, digest_of_ids
+from splitveil.active_party.inference.parts import Parts, Plan
 from splitveil.active_party.inference.predictor import open_predictor
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.models.factory import build_bottom_model, build_top_model
@@ -126,9 +126,9 @@ def predict(settings: ActiveSettings, ids: list[str], output: Path) -> tuple[flo
     """Predict all ids, and return CPU seconds and seconds."""
     with open_predictor(settings, CPU) as predictor:
         cpu, wall = cpu_seconds(), time.perf_counter()
-        parts = Parts(output, Plan(digest_of_ids(ids), len(ids), "benchmark", "", ()))
+        parts = Parts(output, Plan("benchmark", "", ()), ids)
         batch = BatchPrediction(predictor, settings.contract, settings.reconnect, Interruption())
-        result = batch.run(ids, parts, lambda _: None)
+        result = batch.run(parts, lambda _: None)
         if result.found != len(ids):
             raise RuntimeError(f"found {result.found} of {len(ids)} ids")
         return cpu_seconds() - cpu, time.perf_counter() - wall

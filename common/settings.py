@@ -8,6 +8,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, Discriminator, ValidationError
 
 from splitveil.common.errors import SettingsError
+from splitveil.common.text.addresses import may_hold_secret
 from splitveil.common.text.visible_text import visible
 from splitveil.common.text.yaml_text import load_yaml, read_yaml_file
 
@@ -173,6 +174,8 @@ def _problems(section: type[Section], error: ValidationError, source: str) -> It
 
 
 def _short(text: str) -> str:
+    if "@" in text or may_hold_secret(text):
+        return "[not shown: it may hold a password]"
     more = "..." if len(text) > _SHOWN_CHARACTERS else ""
     return visible(text[:_SHOWN_CHARACTERS]) + more
 

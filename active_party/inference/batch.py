@@ -64,12 +64,11 @@ class BatchPrediction:
         where = ", ".join(client.connection.where for client in predictor.clients)
         self._retrying = Retrying(reconnect, interruption, where, self._renew)
 
-    def run(self, ids: Sequence[str], parts: Parts, advance: Advance) -> BatchResult:
+    def run(self, parts: Parts, advance: Advance) -> BatchResult:
         """Predict what is missing, and write the output.
 
         Args:
-            ids: in canonical form.
-            parts: what is finished already.
+            parts: of ids in canonical form, with what is finished already.
             advance: reports the progress, including what was finished before.
 
         Raises:
@@ -79,29 +78,28 @@ class BatchPrediction:
             StorageError: a file cannot be written.
         """
         began = time.monotonic()
-        missing = list(parts.missing())
-        asked_rows = sum(part.stop - part.start for part in missing)
-        advance(len(ids) - asked_rows)
+        num_ids = len(parts.ids)
+        asked_rows = sum(part.stop - part.start for part in parts.missing)
+        advance(num_ids - asked_rows)
         missing_at: Counter[str] = Counter()
-        if missing:
+        if parts.missing:
             self._retrying.until_answered(self._predictor.check_models)
             self._retrying.until_answered(
-                partial(self._predictor.take_tables, ids, self._interruption)
+                partial(self._predictor.take_tables, parts.ids, self._interruption)
             )
-        for part in missing:
-            finished = list(self._predicted(ids[part], advance))
+        for part in parts.missing:
+            finished = list(self._predicted(parts.ids_of(part), advance))
             for predictions in finished:
                 missing_at.update(predictions.missing_at)
             parts.write(
-                part.start,
-                ids[part],
+                part,
                 np.concatenate([predictions.probabilities for predictions in finished]),
                 np.concatenate([predictions.found for predictions in finished]),
             )
         found = parts.num_found()
         parts.join()
         seconds = time.monotonic() - began
-        return BatchResult(len(ids), found, dict(missing_at), asked_rows, seconds)
+        return BatchResult(num_ids, found, dict(missing_at), asked_rows, seconds)
 
     def _predicted(self, ids: Sequence[str], advance: Advance) -> Iterator[Predictions]:
         """Yield the predictions of ids in their order, with a few questions in flight."""

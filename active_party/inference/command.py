@@ -22,7 +22,7 @@ from splitveil.active_party.inference.batch import (
     BatchResult,
     check_lengths,
 )
-from splitveil.active_party.inference.parts import Parts, Plan, digest_of_ids
+from splitveil.active_party.inference.parts import Parts, Plan
 from splitveil.active_party.inference.predictor import Predictor, open_predictor
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.table_files import read_id_list
@@ -83,23 +83,21 @@ def predict(parsed: argparse.Namespace) -> None:
             predictor.model.kind,
             predictor.model.identity,
         )
-        parts = Parts(parsed.output, _plan(ids, predictor, settings))
+        parts = Parts(parsed.output, _plan(predictor, settings), ids)
         batch = BatchPrediction(predictor, settings.contract, settings.reconnect, interruption)
         with _progress(len(ids)) as advance:
             try:
-                result = batch.run(ids, parts, advance)
+                result = batch.run(parts, advance)
             except (Interrupted, PeerError):
                 logger.info("the same command goes on with the parts in %s", parts.folder)
                 raise
     _report(parsed, result, predictor)
 
 
-def _plan(ids: list[str], predictor: Predictor, settings: ActiveSettings) -> Plan:
+def _plan(predictor: Predictor, settings: ActiveSettings) -> Plan:
     model = predictor.model
     own, within = predictor.own_rows, settings.data.label_range
     return Plan(
-        digest_of_ids(ids),
-        len(ids),
         f"{model.kind}, {model.identity}",
         "" if own is None else own.source,
         settings.data.class_names,

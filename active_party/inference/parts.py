@@ -1,26 +1,26 @@
 """Keeps finished predictions in parts, so that an interrupted command goes on where it stopped.
 
-    predictions.parquet.parts/plan.json              what is predicted, and with which model
-    predictions.parquet.parts/part-00000000.parquet  the first rows, and so on
+    predictions.parquet.parts/00000000.splitveil-part  the rows asked for first, and so on
 
-The parts become the output in the end, and their folder is deleted. Predictions are about labels:
-the files are readable by their owner only.
+A part begins with the SHA-256 of what is predicted, of its place and of its rows: one that is
+damaged, or of another prediction, is computed again. Files with this ending, and no others, are
+deleted once the output is written. Predictions are about labels: the files are readable by their
+owner only.
 """
 
 import hashlib
-import json
 import logging
-import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
-from pyarrow import parquet
 
-from splitveil.common.storage.run_folder import write_json_atomically
+from splitveil.active_party.inference.predictor import asking_order
+from splitveil.common.errors import StorageError
+from splitveil.common.storage.run_folder import write_bytes_atomically
 from splitveil.common.storage.table_output import refusing_to_write, replacing, writer_of
 
 logger = logging.getLogger(__name__)
@@ -28,14 +28,12 @@ logger = logging.getLogger(__name__)
 PART_ROWS = 2**17
 """Rows of a part: what an interrupted command has to do again at most."""
 
-_PLAN = "plan.json"
+_ENDING = ".splitveil-part"
 
 
 class Plan(NamedTuple):
-    """What is predicted. Parts of another plan are not continued."""
+    """What predicts. Parts of another plan are not continued."""
 
-    ids_digest: str
-    num_rows: int
     model: str
     """Identity and kind of the model."""
     source: str
@@ -59,77 +57,68 @@ class Plan(NamedTuple):
         return pa.schema([ids, *columns, found])
 
 
-def digest_of_ids(ids: Sequence[str]) -> str:
-    """Return a hexadecimal digest of ids in their order."""
-    found = hashlib.sha256()
-    for start in range(0, len(ids), PART_ROWS):
-        found.update("\0".join([*ids[start : start + PART_ROWS], ""]).encode())
-    return found.hexdigest()
-
-
 class Parts:
     """The finished rows of one output.
 
     Args:
         output: the file that they will become.
-        plan: what is predicted.
+        plan: what predicts.
+        ids: what is predicted, in the order of the output.
     """
 
-    def __init__(self, output: Path, plan: Plan) -> None:
-        """Open the parts of an interrupted command, or begin without any.
+    def __init__(self, output: Path, plan: Plan, ids: Sequence[str]) -> None:
+        """Read the parts of an interrupted command, or begin without any.
 
         Raises:
-            StorageError: the folder cannot be used.
+            StorageError: the folder cannot be used, or holds files of others.
         """
         self.folder = output.with_name(f"{output.name}.parts")
+        self.ids = ids
         self._output = output
-        self._plan = plan
         self._schema = plan.schema()
+        self._plan_digest = _digest_of(plan, ids)
+        self._order = asking_order(ids)
+        of_row = [("values", "<f4", (len(self._schema) - 2,)), ("found", "?")]
+        self._rows = np.zeros(len(ids), np.dtype(of_row))
         with refusing_to_write(self.folder):
-            if self._planned() != json.loads(json.dumps(plan._asdict())):
-                if self.folder.exists():
-                    logger.warning("%s: parts of another prediction: starting over", self.folder)
-                    shutil.rmtree(self.folder)
-                self.folder.mkdir(0o700)
-                write_json_atomically(self.folder / _PLAN, plan._asdict())
+            self.folder.mkdir(0o700, exist_ok=True)
+            if self.folder.is_symlink() or not all(map(_is_ours, self.folder.iterdir())):
+                raise StorageError(
+                    f"{self.folder}: expected a folder with parts of predictions alone: move it "
+                    f"away, or give --output another name"
+                )
+            starts = range(0, len(ids), PART_ROWS)
+            parts = [slice(start, min(start + PART_ROWS, len(ids))) for start in starts]
+            self.missing = [part for part in parts if not self._restored(part)]
+            """The parts to be computed."""
 
-    def missing(self) -> Iterator[slice]:
-        """Yield the rows of each part that is not finished."""
-        for start in range(0, self._plan.num_rows, PART_ROWS):
-            if not self._path(start).exists():
-                yield slice(start, min(start + PART_ROWS, self._plan.num_rows))
+    def ids_of(self, part: slice) -> list[str]:
+        """Return the ids of a part in the order in which they are asked for."""
+        return [self.ids[row] for row in self._order[part]]
 
     def write(
-        self,
-        start: int,
-        ids: Sequence[str],
-        probabilities: NDArray[np.float32],
-        found: NDArray[np.bool_],
+        self, part: slice, probabilities: NDArray[np.float32], found: NDArray[np.bool_]
     ) -> None:
         """Write a part.
 
         Args:
-            start: its first row.
-            ids: of its rows.
-            probabilities: (rows,) or (rows, classes).
+            part: one of those that are missing.
+            probabilities: of ``ids_of(part)``, (rows,) or (rows, classes).
             found: whether a row has probabilities, (rows,).
 
         Raises:
             StorageError: it cannot be written.
         """
-        columns = probabilities[:, None] if probabilities.ndim == 1 else probabilities
-        arrays = [pa.array(ids, pa.string())]
-        arrays += [pa.array(column, pa.float32(), mask=~found) for column in columns.T]
-        table = pa.Table.from_arrays([*arrays, pa.array(found)], schema=self._schema)
-        with replacing(self._path(start)) as file:
-            parquet.write_table(table, file)
+        rows = np.empty(len(found), self._rows.dtype)
+        rows["values"] = probabilities[:, None] if probabilities.ndim == 1 else probabilities
+        rows["found"] = found
+        data = rows.tobytes()
+        write_bytes_atomically(self._path(part), self._digest(part, data) + data)
+        self._rows[self._order[part]] = rows
 
     def num_found(self) -> int:
         """Return the number of rows with a prediction; every part has to be finished."""
-        found = (
-            parquet.read_table(path, columns=["found"]).column("found") for path in self._paths()
-        )
-        return sum(int(np.count_nonzero(column.to_numpy())) for column in found)
+        return int(np.count_nonzero(self._rows["found"]))
 
     def join(self) -> None:
         """Write the output, and delete the parts; every part has to be finished.
@@ -138,19 +127,46 @@ class Parts:
             StorageError: the output cannot be written; the parts stay.
         """
         with replacing(self._output) as file, writer_of(self._output, file, self._schema) as writer:
-            for path in self._paths():
-                writer.write_table(parquet.read_table(path, schema=self._schema))
+            for start in range(0, len(self.ids), PART_ROWS):
+                writer.write_table(self._table(slice(start, start + PART_ROWS)))
         with refusing_to_write(self.folder):
-            shutil.rmtree(self.folder)
+            for path in filter(_is_ours, self.folder.iterdir()):
+                path.unlink()
+            self.folder.rmdir()
 
-    def _planned(self) -> object:
+    def _table(self, lines: slice) -> pa.Table:
+        rows = self._rows[lines]
+        arrays = [pa.array(self.ids[lines], pa.string())]
+        arrays += [pa.array(c, pa.float32(), mask=~rows["found"]) for c in rows["values"].T]
+        return pa.Table.from_arrays([*arrays, pa.array(rows["found"])], schema=self._schema)
+
+    def _restored(self, part: slice) -> bool:
+        path = self._path(part)
         try:
-            return json.loads((self.folder / _PLAN).read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
-            return None
+            stored = path.read_bytes()
+        except FileNotFoundError:
+            return False
+        digest, data = stored[:32], stored[32:]
+        if digest != self._digest(part, data):
+            logger.warning("%s: damaged, or of another prediction: computed again", path)
+            return False
+        self._rows[self._order[part]] = np.frombuffer(data, self._rows.dtype)
+        return True
 
-    def _paths(self) -> list[Path]:
-        return [self._path(start) for start in range(0, self._plan.num_rows, PART_ROWS)]
+    def _digest(self, part: slice, data: bytes) -> bytes:
+        place = f"{part.start} {part.stop} ".encode()
+        return hashlib.sha256(self._plan_digest + place + data).digest()
 
-    def _path(self, start: int) -> Path:
-        return self.folder / f"part-{start // PART_ROWS:08d}.parquet"
+    def _path(self, part: slice) -> Path:
+        return self.folder / f"{part.start // PART_ROWS:08d}{_ENDING}"
+
+
+def _is_ours(path: Path) -> bool:
+    return _ENDING in path.name  # also a temporary file that a killed process has left
+
+
+def _digest_of(plan: Plan, ids: Sequence[str]) -> bytes:
+    found = hashlib.sha256(repr(plan).encode())
+    for start in range(0, len(ids), PART_ROWS):
+        found.update("\0".join(["", *ids[start : start + PART_ROWS]]).encode())
+    return found.digest()

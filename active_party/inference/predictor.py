@@ -53,6 +53,14 @@ class Asked(NamedTuple):
     """In the contract's order of passive parties."""
 
 
+def asking_order(ids: Sequence[str]) -> NDArray[np.int64]:
+    """Return the order in which passive parties are asked for ids, as indices.
+
+    It follows from the ids alone, because their order in a list may follow labels.
+    """
+    return np.array(sorted(range(len(ids)), key=ids.__getitem__), np.int64)
+
+
 class Predictor:
     """Answers ids with probabilities. Several threads may use it.
 

@@ -15,8 +15,14 @@ from typing import NamedTuple, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from splitveil.active_party.inference.predictor import Asked, Predictions, Predictor
+from splitveil.active_party.inference.predictor import (
+    Asked,
+    Predictions,
+    Predictor,
+    asking_order,
+)
 from splitveil.active_party.online.errors import NotAvailable
 from splitveil.active_party.online.online_status import OnlineStatus
 from splitveil.active_party.online.questions import Question
@@ -43,6 +49,8 @@ class _UnderWay(NamedTuple):
     batch: list[_Waiting]
     asked: list[Asked]
     """The messages of which the batch's question consists."""
+    places: list[NDArray[np.int64]]
+    """For each request, where its ids are among those that were asked for."""
 
 
 class Batcher:
@@ -70,9 +78,7 @@ class Batcher:
         self._wait_s = wait_s
         self._timeout_s = timeout_s
         self._incoming: queue.Queue[_Waiting | None] = queue.Queue(MOST_WAITING)
-        self._under_way: queue.Queue[tuple[list[_Waiting], list[Asked]] | None] = queue.Queue(
-            IN_FLIGHT
-        )
+        self._under_way: queue.Queue[_UnderWay | None] = queue.Queue(IN_FLIGHT)
         self._kept: _Waiting | None = None
         self._threads = [
             threading.Thread(target=work, name=name, daemon=True)
@@ -125,18 +131,23 @@ class Batcher:
             if not batch:
                 continue
             try:
-                asked = self._asked(len(batch), [text for w in batch for text in w.question.ids])
+                under_way = self._asked(batch)
             except Exception as error:
                 _set_all(batch, error)
             else:
-                self._under_way.put(_UnderWay(batch, asked))
+                self._under_way.put(under_way)
         self._under_way.put(None)
 
-    def _asked(self, num_requests: int, ids: Sequence[str]) -> list[Asked]:
-        """Ask for ids in as many messages as they need."""
+    def _asked(self, batch: list[_Waiting]) -> _UnderWay:
+        """Ask for the ids of a batch in as many messages as they need."""
+        together = [text for waiting in batch for text in waiting.question.ids]
+        order = asking_order(together)
+        ids = [together[index] for index in order]
         parts = portions(ids, self._predictor.max_ids, self._contract)
-        self._status.note_question(num_requests, len(ids))
-        return [self._predictor.ask(ids[part]) for part in parts]
+        self._status.note_question(len(batch), len(ids))
+        asked = [self._predictor.ask(ids[part]) for part in parts]
+        ends = np.cumsum([len(waiting.question.ids) for waiting in batch])
+        return _UnderWay(batch, asked, np.split(np.argsort(order), ends[:-1]))
 
     def _gathered(self) -> tuple[list[_Waiting], bool]:
         """Return the questions to be asked together, and whether they are the last."""
@@ -164,11 +175,11 @@ class Batcher:
 
     def _finish(self) -> None:
         while (item := self._under_way.get()) is not None:
-            batch, asked = item
+            batch, asked, places = item
             left_s = max(waiting.given_up_at for waiting in batch) - time.monotonic()
             try:
                 wait([answer for part in asked for answer in part.answers], max(left_s, 0.0))
-                found = _answers(self._predictor, batch, *_joined(asked))
+                found = _answers(self._predictor, batch, places, *_joined(asked))
             except Exception as error:
                 _set_all(batch, error)
                 continue
@@ -190,24 +201,22 @@ def _set(answer: "Future[Predictions]", result: Predictions | Exception) -> None
 
 
 def _answers(
-    predictor: Predictor, batch: Sequence[_Waiting], asked: Asked, embedded: Sequence[Embedded]
+    predictor: Predictor,
+    batch: Sequence[_Waiting],
+    places: Sequence[NDArray[np.int64]],
+    asked: Asked,
+    embedded: Sequence[Embedded],
 ) -> list[Predictions]:
     """Return the predictions of each question of a batch."""
-    ends = np.cumsum([len(waiting.question.ids) for waiting in batch])
-    parts = [
-        slice(int(end) - len(w.question.ids), int(end)) for w, end in zip(batch, ends, strict=True)
-    ]
     if any(waiting.question.own is not None for waiting in batch):
         return [
             predictor.combine(
-                _part_of(asked, part),
-                [_rows_of(answer, part) for answer in embedded],
-                waiting.question.own,
+                _part_of(asked, at), [_rows_of(answer, at) for answer in embedded], w.question.own
             )
-            for waiting, part in zip(batch, parts, strict=True)
+            for w, at in zip(batch, places, strict=True)
         ]
     together = predictor.combine(asked, embedded)
-    return [Predictions(together.probabilities[part], together.found[part], {}) for part in parts]
+    return [Predictions(together.probabilities[at], together.found[at], {}) for at in places]
 
 
 def _joined(asked: Sequence[Asked]) -> tuple[Asked, list[Embedded]]:
@@ -232,12 +241,12 @@ def _joined(asked: Sequence[Asked]) -> tuple[Asked, list[Embedded]]:
     return Asked(ids, np.concatenate(rows) if rows else None, []), together
 
 
-def _part_of(asked: Asked, part: slice) -> Asked:
-    return Asked(asked.ids[part], None if asked.rows is None else asked.rows[part], [])
+def _part_of(asked: Asked, at: NDArray[np.int64]) -> Asked:
+    return Asked([asked.ids[i] for i in at], None if asked.rows is None else asked.rows[at], [])
 
 
-def _rows_of(embedded: Embedded, part: slice) -> Embedded:
+def _rows_of(embedded: Embedded, at: NDArray[np.int64]) -> Embedded:
     """Return the part of an answer that is about some of its ids."""
-    before = int(embedded.known[: part.start].sum())
-    known = embedded.known[part]
-    return Embedded(known, embedded.values[before : before + int(known.sum())])
+    known = embedded.known[at]
+    rows = (np.cumsum(embedded.known) - 1)[at]
+    return Embedded(known, embedded.values[torch.from_numpy(rows[known])])

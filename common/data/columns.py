@@ -5,6 +5,7 @@ Row numbers in messages count from 1, without the header line.
 
 import fnmatch
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -107,15 +108,14 @@ def check_columns_exist(wanted: Sequence[str], names: Sequence[str], source: str
     Raises:
         DataError: names every column that does not, with the most similar existing name.
     """
+    found = Counter(names)
     problems = [
         f"{source}: there is no column {name!r}{suggest(name, names)}"
         for name in wanted
-        if name not in names
+        if not found[name]
     ]
     problems += [
-        f"{source}: there are {names.count(name)} columns {name!r}"
-        for name in wanted
-        if names.count(name) > 1
+        f"{source}: there are {found[name]} columns {name!r}" for name in wanted if found[name] > 1
     ]
     if problems:
         raise DataError("\n".join(problems))

@@ -5,12 +5,12 @@ import re
 import string
 from pathlib import Path
 from typing import Annotated, Literal
-from urllib.parse import parse_qs, urlsplit
 
 from pydantic import Field, StringConstraints, model_validator
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.settings import Section
+from splitveil.common.text.addresses import may_hold_secret
 
 ColumnName = Annotated[str, StringConstraints(min_length=1)]
 
@@ -21,7 +21,13 @@ def expand_path(setting: str, path: str, base_dir: Path) -> Path:
     Raises:
         SettingsError: it names an environment variable that is not set.
     """
-    return base_dir / Path(expand_variables(setting, path)).expanduser()
+    # Path.expanduser raises if "~name" names no user.
+    return base_dir / os.path.expanduser(expand_variables(setting, path))  # noqa: PTH111
+
+
+def not_expanded(path: str) -> str:
+    """Return a path as settings name it where it contains a dollar sign."""
+    return path.replace("$", "$$")
 
 
 def expand_variables(setting: str, text: str) -> str:
@@ -180,7 +186,9 @@ class ParquetSource(FileSource):
             )
         if self.scheme is None and self.store != StoreSettings():
             raise ValueError("store is for addresses such as s3://BUCKET/PATH")
-        if self.scheme is not None and "@" in self.path.split("/")[2]:
+        if self.scheme is not None and (
+            "@" in self.path.split("/")[2] or may_hold_secret(self.path)
+        ):
             raise ValueError("path: an address holds no credentials; see store.credentials")
         if (self.scheme == "abfs") != (self.store.account is not None):
             raise ValueError("store.account: required for abfs:// addresses, and only there")
@@ -230,18 +238,17 @@ class SqlSource(CacheableSource):
     def _has_one_address(self) -> "SqlSource":
         if (self.uri is None) == (self.uri_file is None):
             raise ValueError("name one of uri and uri_file")
-        if self.uri is not None and self.driver == "postgresql" and _has_password(self.uri):
+        if self.uri is not None and self.driver == "postgresql" and may_hold_secret(self.uri):
             # The message does not repeat the address.
             raise ValueError("uri: write an address with a password into a file: uri_file")
+        if not _READS.match(self.query):
+            # A database that is open for reading still takes statements that write other files.
+            raise ValueError("query: expected one statement that begins with SELECT or WITH")
         return self
 
 
-def _has_password(uri: str) -> bool:
-    try:
-        parts = urlsplit(uri)
-        return parts.password is not None or "password" in parse_qs(parts.query)
-    except ValueError:
-        return False
+# Atomic: otherwise a comment could reach to the end of a later one.
+_READS = re.compile(r"(?is)(?>\s|\(|--[^\n]*\n|/\*.*?\*/)*(SELECT|WITH|VALUES|TABLE)\b")
 
 
 class NpzSource(FileSource):

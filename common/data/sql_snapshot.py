@@ -162,7 +162,11 @@ def _reason(error: Any) -> str:
     state = error.sqlstate
     first = " ".join(_QUERY.split(str(error))[0].split())
     at_preparation = "Failed to prepare" in first or "failed to open" in first
-    if at_preparation or "[libpq] Failed to connect" in first or str(state)[:2] in _QUOTED_STATES:
+    if "[libpq] Failed to connect" in first:
+        # It repeats an address that it cannot read, or a part of it, with the password.
+        _, begin, answer = first.partition("connection to server")
+        return begin + answer or "its address cannot be read, or names a host that is not known"
+    if at_preparation or str(state)[:2] in _QUOTED_STATES:
         return first
     code = f", SQLSTATE {state}" if state else ""
     return (

@@ -4,11 +4,13 @@ import ipaddress
 import re
 import socket
 from typing import NamedTuple
+from urllib.parse import unquote
 
 from splitveil.common.errors import SettingsError
 
 _LABEL = r"[A-Za-z0-9_-]{1,63}"
 _NAME = re.compile(rf"(?=.{{1,253}}\Z){_LABEL}(\.{_LABEL})*\.?")
+_SECRET = re.compile(r"(?i)(password|passwd|secret|token|sig|_key)[\"']?\s*[=:]")
 _IN_BRACKETS = re.compile(r"\[([0-9A-Fa-f:.]{2,45})\]")
 
 
@@ -19,6 +21,17 @@ class HostAndPort(NamedTuple):
     """A host name, or an IP address without brackets."""
 
     port: int
+
+
+def may_hold_secret(text: str) -> bool:
+    """Return whether a text has the form of an address with a password, or of a secret's setting.
+
+    Nobody knows where a password ends that is not encoded as it should be: texts of this form are
+    never shown, not even in part.
+    """
+    decoded = unquote(text)
+    before_host = decoded.rpartition("@")[0]
+    return ":" in before_host.replace("://", "") or bool(_SECRET.search(decoded))
 
 
 def split_address(address: str, *, least_port: int = 1) -> HostAndPort:
@@ -33,13 +46,12 @@ def split_address(address: str, *, least_port: int = 1) -> HostAndPort:
     """
     host, _, port = address.rpartition(":")
     if not re.fullmatch(r"[0-9]{1,5}", port, re.ASCII) or not least_port <= int(port) <= 65535:
-        raise ValueError(f"expected HOST:PORT with a port from 1 to 65535, got {address!r}")
+        raise ValueError("expected HOST:PORT with a port from 1 to 65535")
     if number := _IN_BRACKETS.fullmatch(host):
         return HostAndPort(str(ipaddress.IPv6Address(number[1])), int(port))
     if not _NAME.fullmatch(host):
         raise ValueError(
-            f"expected HOST:PORT with a host name, an IPv4 address or an IPv6 address in brackets, "
-            f"got {address!r}"
+            "expected HOST:PORT with a host name, an IPv4 address or an IPv6 address in brackets"
         )
     return HostAndPort(host, int(port))
 

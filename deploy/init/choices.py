@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
 from numpy.typing import NDArray
-from sklearn.metrics import roc_auc_score
 
 from splitveil.common.data.settings import MAX_CLASSES
 from splitveil.common.data.sources import suggest
 from splitveil.common.errors import SettingsError
+from splitveil.common.privacy.leakage import auc
 from splitveil.common.run.splits import SPLITS
 from splitveil.deploy.init.columns import Column, as_text, without_gaps
 from splitveil.deploy.init.labels import Label, is_of_numbers, label_of
@@ -63,7 +64,6 @@ ID_WORDS = frozenset(
 TELLTALE_AUC = 0.995
 """AUC of a single column, from which it counts as another form of the label."""
 _MOST_CATEGORIES_SHARE = 0.5
-_SAMPLE = 100_000
 
 
 class LeftOut(NamedTuple):
@@ -260,6 +260,8 @@ def _reason_to_leave_out(
     """Return why a column is not used, or an empty text."""
     if column.name in wishes.exclude:
         return "left out on request"
+    if "\0" in column.name:
+        return "its name has a NUL character, which settings cannot hold"
     if column.name in (*wishes.numeric, *wishes.categorical):
         return ""
     if is_positive is not None and _tells_label(cells[column.name], column, is_positive):
@@ -303,8 +305,8 @@ def _tells_label(cells: Any, column: Column, is_positive: NDArray[np.bool_]) -> 
 def _separation(score: NDArray[np.float64], is_positive: NDArray[np.bool_]) -> float:
     if is_positive.all() or not is_positive.any():
         return 0.5
-    auc = float(roc_auc_score(is_positive, score))
-    return max(auc, 1 - auc)
+    found = auc(torch.from_numpy(score), torch.from_numpy(is_positive))
+    return max(found, 1 - found)
 
 
 def _is_rarest(cells: Any, label: Label) -> NDArray[np.bool_]:

@@ -17,11 +17,10 @@ from splitveil.common.party.party_settings import Address, load_party_settings
 from splitveil.common.run.contract import ACTIVE, Name
 from splitveil.common.text.visible_text import visible
 from splitveil.deploy.init.choices import Wishes, id_candidates, label_candidates
-from splitveil.deploy.init.columns import Column
+from splitveil.deploy.init.columns import Column, describe
 from splitveil.deploy.init.proposal import (
     Proposal,
     Terms,
-    described,
     propose,
     texts_of,
     write_files,
@@ -95,12 +94,13 @@ def initialise(
         StorageError: a file cannot be written.
     """
     table = read_raw(path, delimiter)
+    columns = [describe(name, cells) for name, cells in table.columns.items()]
     if ask is not None:
-        wishes = _asked(described(table), wishes, terms, ask)
-    proposal = propose(table, wishes, terms)
+        wishes = _asked(columns, wishes, terms, ask)
+    proposal = propose(table, columns, wishes, terms)
     files = write_files(terms.folder, texts_of(proposal, terms.role), force=force)
     _check_loadable(terms)
-    return Written(proposal, described(table), files)
+    return Written(proposal, columns, files)
 
 
 def _asked(columns: Sequence[Column], wishes: Wishes, terms: Terms, ask: Ask) -> Wishes:

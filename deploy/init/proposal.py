@@ -1,13 +1,14 @@
 """Puts together the settings that fit a party's table, and writes them with the reasons beside."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from splitveil.common.data.source_settings import not_expanded
 from splitveil.common.errors import SettingsError, StorageError
 from splitveil.common.run.contract import ACTIVE, NAME_CHARACTERS
 from splitveil.common.storage.run_folder import write_text_atomically
@@ -20,7 +21,7 @@ from splitveil.deploy.init.choices import (
     choose_id,
     choose_label,
 )
-from splitveil.deploy.init.columns import Column, describe
+from splitveil.deploy.init.columns import Column
 from splitveil.deploy.init.sizes import (
     TRAIN_SHARE,
     Defended,
@@ -115,13 +116,18 @@ class Proposal(NamedTuple):
         )
 
 
-def propose(table: RawTable, wishes: Wishes, terms: Terms) -> Proposal:
+def propose(table: RawTable, columns: Sequence[Column], wishes: Wishes, terms: Terms) -> Proposal:
     """Decide about every column of a table, and about the sizes of a run.
+
+    Args:
+        table: what was read.
+        columns: its description.
+        wishes: what the user has decided about columns.
+        terms: what the user has decided about the run.
 
     Raises:
         SettingsError: the table leaves a question open that ``wishes`` does not answer.
     """
-    columns = described(table)
     id_column = choose_id(columns, wishes)
     others = [column for column in columns if column.name != id_column]
     label = choose_label(others, wishes) if terms.role == ACTIVE else None
@@ -136,7 +142,7 @@ def propose(table: RawTable, wishes: Wishes, terms: Terms) -> Proposal:
         run_name=terms.run_name or _run_name(table.path),
         address=terms.address,
         source=table.source,
-        path=os.path.relpath(table.path.absolute(), terms.folder.absolute()),
+        path=not_expanded(os.path.relpath(table.path.absolute(), terms.folder.absolute())),
         num_rows=table.num_rows,
         is_whole=table.is_whole,
         choices=choices,
@@ -145,13 +151,12 @@ def propose(table: RawTable, wishes: Wishes, terms: Terms) -> Proposal:
     )
 
 
-def described(table: RawTable) -> list[Column]:
-    """Describe every column of a table."""
-    return [describe(name, cells) for name, cells in table.columns.items()]
-
-
 def texts_of(proposal: Proposal, role: Role) -> dict[str, str]:
-    """Return the files of a proposal by name."""
+    """Return the files of a proposal by name.
+
+    Raises:
+        SettingsError: the name of a column or the text of a label cannot stand in settings.
+    """
     names = ["active.yaml", "contract.yaml"] if role == ACTIVE else ["passive.yaml"]
     templates = _templates()
     return {name: templates.get_template(f"{name}.jinja").render(p=proposal) for name in names}
@@ -196,15 +201,37 @@ def _templates() -> Environment:
     return found
 
 
-def _flow(value: object) -> str:
+class _Dumper(yaml.SafeDumper):
+    """Escapes what a text of several lines, or an invisible one, would hold in clear."""
+
+    def represent_text(self, text: str) -> Any:
+        if "\0" in text:
+            raise SettingsError(
+                f"{text!r}: settings cannot hold a NUL character, which this name of a column or "
+                f"label has"
+            )
+        style = None if text.isprintable() else '"'
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+
+
+def _flow(value: object, style: str | None = None) -> str:
     plain = list(value) if isinstance(value, tuple) else value
-    text = yaml.safe_dump(plain, default_flow_style=True, width=10**6, allow_unicode=True)
-    return text.removesuffix("\n").removesuffix("\n...")
+    text = yaml.dump(
+        plain,
+        Dumper=_Dumper,
+        default_style=style,
+        default_flow_style=True,
+        width=10**6,
+        allow_unicode=True,
+    )
+    return str(text).removesuffix("\n").removesuffix("\n...")
 
 
 def _quoted(value: str) -> str:
-    text = yaml.safe_dump(value, default_style='"', width=10**6, allow_unicode=True)
-    return text.removesuffix("\n")
+    return _flow(value, '"')
 
 
 def _remark(text: object) -> str:

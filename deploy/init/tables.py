@@ -1,6 +1,7 @@
 """Reads a party's own file for ``splitveil init``, or the beginning of a very large one."""
 
 import csv
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ import pyarrow as pa
 from pydantic import TypeAdapter
 
 from splitveil.common.data.kinds import open_source
-from splitveil.common.data.source_settings import Source
+from splitveil.common.data.source_settings import Source, not_expanded
 from splitveil.common.data.sources import unreadable_is_data_error
 from splitveil.common.errors import DataError, SettingsError
 
@@ -48,10 +49,11 @@ def read_raw(path: Path, delimiter: str | None = None, most_rows: int = MOST_ROW
         SettingsError: its ending is of none of these kinds.
     """
     source = _source_of(path, delimiter)
-    settings = TypeAdapter(Source).validate_python({**source, "path": str(path.absolute())})
+    where = not_expanded(str(path.absolute()))
+    settings = TypeAdapter(Source).validate_python({**source, "path": where})
     table = open_source(settings, Path())
     names = table.column_names()
-    repeated = sorted({name for name in names if names.count(name) > 1 or not name})
+    repeated = sorted(name for name, count in Counter(names).items() if count > 1 or not name)
     if repeated:
         shown = ", ".join(map(repr, repeated))
         raise DataError(f"{path}: expected a name of its own for every column, got {shown} again")

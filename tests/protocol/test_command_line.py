@@ -9,7 +9,8 @@ from splitveil.active_party import report_command
 from splitveil.common.errors import PeerLeft, PeerUnreachable, SettingsError, StorageError
 from splitveil.common.models.settings import MlpModel
 from splitveil.common.party.ending import exit_code_of
-from splitveil.common.settings import validate
+from splitveil.common.settings import apply_overrides, validate
+from splitveil.passive_party.settings import PassiveSettings
 
 
 def lose_the_peer() -> None:
@@ -57,6 +58,25 @@ def test_a_refused_setting_is_shown_as_the_file_writes_it(value: object, shown: 
     with pytest.raises(SettingsError) as caught:
         validate(MlpModel, {"kind": "mlp", "activation": value}, "active.yaml")
     assert str(caught.value).endswith(f"(got {shown})")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "connect=https://word-3391@proxy:3128",
+        "connect=word:3391@host:50051",
+        "connect=host:word:50051?token=3391",
+        "connect={password: 3391",
+        "data.store.secret_key: word-3391",
+        "model_seed.secret_key=3391",
+    ],
+)
+def test_an_error_never_repeats_what_may_be_a_password(override: str) -> None:
+    values = {"connect": "host:50051", "model_seed": 1}
+    with pytest.raises(SettingsError) as caught:
+        validate(PassiveSettings, apply_overrides(values, [override]), "passive.yaml")
+    assert "not shown" in str(caught.value)
+    assert "3391" not in str(caught.value)
 
 
 def test_a_report_that_finds_no_room_is_one_line_and_ends_nothing(

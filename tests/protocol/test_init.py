@@ -17,6 +17,8 @@ from splitveil.command.program import main as splitveil
 from splitveil.common.data.table import read_table
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_settings import load_party_settings
+from splitveil.deploy.init import initialise as initialise_module
+from splitveil.deploy.init import proposal as proposal_module
 from splitveil.deploy.init.choices import Wishes
 from splitveil.deploy.init.columns import Column, describe
 from splitveil.deploy.init.initialise import Written, initialise
@@ -280,7 +282,13 @@ def test_parquet_is_read_in_its_own_types(tmp_path: Path) -> None:
     assert again.choices.timestamps == found.choices.timestamps
 
 
-@pytest.mark.parametrize("name", ["a b", 'quo"te', "y", "#no", "ünï", "- x", "{{ p }}"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("a b", 'quo"te', "y", "#no", "ünï", "- x", "{{ p }}"),
+        *("a\x85b", "a\nb", "a\u2028b", "a\x1bb", "\ufeffa", "\U0001f600"),
+    ],
+)
 def test_any_name_of_a_column_is_written_as_it_is(tmp_path: Path, name: str) -> None:
     columns: dict[str, Sequence[object]] = {
         "id": list(range(ROWS)),
@@ -291,6 +299,52 @@ def test_any_name_of_a_column_is_written_as_it_is(tmp_path: Path, name: str) -> 
     settings = load_party_settings(ActiveSettings, tmp_path / "active.yaml")
     assert settings.data.label_column == name
     assert len(read_table(settings.data, tmp_path)) == ROWS
+
+
+@pytest.mark.parametrize("text", ["a\x85b", "a\nb", "a\u2028b", "a\x1bb"])
+def test_any_label_is_written_as_it_is(tmp_path: Path, text: str) -> None:
+    classes = [text, "b", "c"]
+    quoted = [f'"{classes[i % 3]}"' for i in range(ROWS)]
+    table = write(tmp_path / "t.csv", {"id": list(range(ROWS)), "y": quoted})
+    active(tmp_path, table, Wishes(label_column="y"))
+    settings = load_party_settings(ActiveSettings, tmp_path / "active.yaml")
+    assert settings.data.class_names == tuple(sorted(classes))
+    assert len(read_table(settings.data, tmp_path)) == ROWS
+
+
+def test_what_settings_cannot_hold_is_left_out_or_refused_before_a_file_is_written(
+    tmp_path: Path,
+) -> None:
+    labels = ["c" if i % 3 else "a\0b" for i in range(ROWS)]
+    table = usage(tmp_path, **{"a\0b": range(ROWS), "y": labels})
+    found = passive(tmp_path, table, Wishes(exclude=("y",)))
+    assert ("a\0b", "its name has a NUL character, which settings cannot hold") in (
+        found.proposal.choices.left_out
+    )
+    for wishes in (Wishes(label_column="y"), Wishes(id_column="a\0b", label_column="region")):
+        with pytest.raises(SettingsError, match=r"'a\\x00b': settings cannot hold a NUL"):
+            active(tmp_path, table, wishes)
+    assert not (tmp_path / "active.yaml").exists()
+
+
+@pytest.mark.parametrize("name", ["a${HOME}$b.csv", "~nobody.csv", "a\x85b.csv"])
+def test_any_name_of_a_file_is_written_as_it_is(tmp_path: Path, name: str) -> None:
+    active(tmp_path, clients(tmp_path).rename(tmp_path / name))
+    settings = load_party_settings(ActiveSettings, tmp_path / "active.yaml")
+    assert len(read_table(settings.data, tmp_path)) == ROWS
+
+
+def test_a_column_is_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def noting(name: str, cells: object) -> Column:
+        seen.append(name)
+        return describe(name, cells)
+
+    for module in (initialise_module, proposal_module):
+        monkeypatch.setattr(module, "describe", noting, raising=False)
+    passive(tmp_path, usage(tmp_path))
+    assert seen == ["id", "calls", "region"]
 
 
 def test_sizes_grow_with_the_table() -> None:

@@ -1,19 +1,19 @@
 """Predictions of many ids in parts: what is kept, what is done again, and what is refused."""
 
-import json
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from numpy.typing import NDArray
 from pyarrow import parquet
 
 from splitveil.active_party.inference import parts as parts_module
 from splitveil.active_party.inference.batch import BatchPrediction, check_lengths
-from splitveil.active_party.inference.parts import Parts, Plan, digest_of_ids
+from splitveil.active_party.inference.parts import Parts, Plan
 from splitveil.active_party.inference.predictor import Predictor
 from splitveil.common.errors import (
     DataError,
@@ -50,8 +50,8 @@ def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 IDS = [f"row-{number:04d}" for number in range(480)] + ["nobody"] * 5
 
 
-def plan(model: str = "one") -> Plan:
-    return Plan(digest_of_ids(IDS), len(IDS), model, "", ())
+def opened(output: Path, *, model: str = "one", ids: Sequence[str] = IDS) -> Parts:
+    return Parts(output, Plan(model, "", ()), ids)
 
 
 def predict(
@@ -60,13 +60,13 @@ def predict(
     *,
     reconnect: ReconnectSettings = IMPATIENT,
     interruption: Interruption | None = None,
-    model: str = "one",
+    ids: Sequence[str] = IDS,
 ) -> list[int]:
-    """Predict all ids, and return the reported progress."""
+    """Predict some ids, and return the reported progress."""
     contract = predictor.clients[0].connection.contract
     batch = BatchPrediction(predictor, contract, reconnect, interruption or Interruption())
     reported: list[int] = []
-    batch.run(IDS, Parts(output, plan(model)), reported.append)
+    batch.run(opened(output, ids=ids), reported.append)
     return reported
 
 
@@ -120,7 +120,7 @@ def test_a_prediction_that_broke_off_goes_on_with_its_finished_parts(
         with predicting(trained) as predictor, pytest.raises(PeerUnreachable, match="max_s"):
             predict(predictor, output)
     kept = sorted(path.name for path in (tmp_path / "all.parquet.parts").iterdir())
-    assert kept == ["part-00000000.parquet", "part-00000001.parquet", "plan.json"]
+    assert kept == ["00000000.splitveil-part", "00000001.splitveil-part"]
     assert not output.exists()
     with predicting(trained) as predictor:
         reported = predict(predictor, output)
@@ -130,14 +130,138 @@ def test_a_prediction_that_broke_off_goes_on_with_its_finished_parts(
     assert stat.S_IMODE(output.stat().st_mode) == 0o600
 
 
-def test_parts_of_another_prediction_are_not_used(trained: Trained, tmp_path: Path) -> None:
+def write_two_parts(output: Path, **of_parts: Any) -> list[Path]:
+    """Leave finished parts whose predictions are all zero."""
+    parts = opened(output, **of_parts)
+    for part in parts.missing[:2]:
+        parts.write(part, np.zeros(PART, np.float32), np.ones(PART, np.bool_))
+    return sorted(parts.folder.iterdir())
+
+
+def flipped(place: float) -> Callable[[Path, Path], None]:
+    def damage(path: Path, _: Path) -> None:
+        data = bytearray(path.read_bytes())
+        data[int(place * (len(data) - 1))] ^= 1
+        path.write_bytes(data)
+
+    return damage
+
+
+def as_parquet(path: Path, _: Path) -> None:
+    parquet.write_table(pa.table({"id": IDS[:PART], "found": [True] * PART}), path)
+
+
+def from_elsewhere(**of_parts: Any) -> Callable[[Path, Path], None]:
+    def damage(path: Path, folder: Path) -> None:
+        path.write_bytes(write_two_parts(folder / "other.parquet", **of_parts)[0].read_bytes())
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *(pytest.param(flipped(eighth / 7), id=f"bit {eighth}") for eighth in range(8)),
+        pytest.param(lambda path, _: path.write_bytes(b""), id="empty"),
+        pytest.param(lambda path, _: path.write_bytes(path.read_bytes()[:-5]), id="a row short"),
+        pytest.param(lambda path, _: path.write_bytes(path.read_bytes()[:100]), id="cut"),
+        pytest.param(lambda path, _: path.write_bytes(path.read_bytes() * 2), id="twice"),
+        pytest.param(as_parquet, id="no probabilities"),
+        pytest.param(from_elsewhere(ids=IDS[::-1]), id="another order"),
+        pytest.param(from_elsewhere(ids=[f"x{text}" for text in IDS]), id="other ids"),
+        pytest.param(from_elsewhere(model="another model"), id="another model"),
+        pytest.param(
+            lambda path, _: path.with_name("00000001.splitveil-part").replace(path), id="moved"
+        ),
+    ],
+)
+def test_a_part_that_is_not_as_it_was_written_is_computed_again(
+    tmp_path: Path, damage: Callable[[Path, Path], None]
+) -> None:
     output = tmp_path / "all.parquet"
-    other = Parts(output, plan("another model"))
-    found = np.zeros(PART, np.float32)
-    other.write(0, IDS[:PART], found, np.ones(PART, np.bool_))
+    first = write_two_parts(output)[0]
+    assert opened(output).missing[0].start == 2 * PART
+    damage(first, tmp_path)
+    assert opened(output).missing[0].start == 0
+
+
+def test_parts_that_are_damaged_or_of_another_prediction_change_no_bit(
+    trained: Trained, undisturbed: NDArray[Any], tmp_path: Path
+) -> None:
+    output = tmp_path / "all.parquet"
+    first, _ = write_two_parts(output, model="another model")
+    first.write_bytes(first.read_bytes()[:100])
     with predicting(trained) as predictor:
         assert predict(predictor, output)[0] == 0
-    assert (column(output)[:PART] != 0).any()
+    np.testing.assert_array_equal(column(output), undisturbed)
+
+
+def test_a_folder_of_the_user_s_is_refused_and_stays(tmp_path: Path) -> None:
+    output, folder = tmp_path / "all.parquet", tmp_path / "all.parquet.parts"
+    folder.mkdir()
+    (folder / "plan.json").write_text("{}")
+    with pytest.raises(StorageError, match="give --output another name"):
+        opened(output)
+    assert (folder / "plan.json").read_text() == "{}"
+
+
+def test_a_link_in_the_place_of_the_folder_is_refused_and_stays(tmp_path: Path) -> None:
+    output, elsewhere = tmp_path / "all.parquet", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "all.parquet.parts").symlink_to(elsewhere)
+    with pytest.raises(StorageError, match="give --output another name"):
+        opened(output)
+    assert not list(elsewhere.iterdir())
+
+
+def test_files_that_come_into_the_folder_meanwhile_are_not_deleted(tmp_path: Path) -> None:
+    output = tmp_path / "all.parquet"
+    parts = opened(output, ids=IDS[:PART])
+    parts.write(parts.missing[0], np.zeros(PART, np.float32), np.ones(PART, np.bool_))
+    (parts.folder / "notes").write_text("mine")
+    with pytest.raises(StorageError, match="not empty"):
+        parts.join()
+    assert [path.name for path in parts.folder.iterdir()] == ["notes"]
+    assert len(column(output)) == PART
+
+
+@pytest.mark.parametrize("breaks_off", [False, True])
+def test_a_passive_party_sees_the_same_messages_whatever_the_order_of_the_list(
+    trained: Trained,
+    undisturbed: NDArray[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    breaks_off: bool,
+) -> None:
+    """A list may be sorted by label, and be cut into messages and parts at any place."""
+    by_label = np.argsort(undisturbed, kind="stable")
+    seen: list[list[list[str]]] = []
+    reply: Callable[..., Any] = InferenceService._reply
+
+    def noting(self: InferenceService, request: Any, context: Any) -> Any:
+        seen[-1].append(list(request.ids))
+        return reply(self, request, context)
+
+    monkeypatch.setattr(InferenceService, "_reply", noting)
+    for order in (np.arange(len(IDS)), by_label, by_label[::-1]):
+        seen.append([])
+        output, ids = tmp_path / "all.parquet", [IDS[row] for row in order]
+        if breaks_off:
+            with monkeypatch.context() as patch, predicting(trained) as predictor:
+                patch.setattr(Parts, "join", Parts.num_found)
+                parts = opened(output, ids=ids)
+                del parts.missing[2:]
+                contract = predictor.clients[0].connection.contract
+                BatchPrediction(predictor, contract, IMPATIENT, Interruption()).run(
+                    parts, lambda _: None
+                )
+        with predicting(trained) as predictor:
+            reported = predict(predictor, output, ids=ids)
+        assert reported[0] == (2 * PART if breaks_off else 0)
+        np.testing.assert_array_equal(column(output), undisturbed[order])
+    assert seen[0] == seen[1] == seen[2]
+    assert len(seen[0]) > len(IDS) / REQUEST
 
 
 def test_a_signal_stops_between_two_questions(trained: Trained, tmp_path: Path) -> None:
@@ -155,7 +279,7 @@ def test_a_signal_stops_between_two_questions(trained: Trained, tmp_path: Path) 
                 interruption.signal_number = 15
 
         with pytest.raises(Interrupted):
-            batch.run(IDS, Parts(output, plan()), advance)
+            batch.run(opened(output), advance)
     assert not output.exists()
     assert done < 2 * PART
 
@@ -179,25 +303,16 @@ def test_nothing_is_asked_for_a_prediction_that_is_finished_but_for_its_output(
     np.testing.assert_array_equal(column(output), undisturbed)
 
 
-def test_a_damaged_plan_starts_over(tmp_path: Path) -> None:
-    output = tmp_path / "all.parquet"
-    found = np.zeros(PART, np.float32)
-    Parts(output, plan()).write(0, IDS[:PART], found, np.ones(PART, np.bool_))
-    assert next(iter(Parts(output, plan()).missing())).start == PART
-    (tmp_path / "all.parquet.parts" / "plan.json").write_text(json.dumps({"classes": 7})[:-1])
-    assert next(iter(Parts(output, plan()).missing())).start == 0
-
-
 def test_several_classes_have_a_column_each(tmp_path: Path) -> None:
-    three = Plan("digest", 2, "one", "", ("bus", "van", "car"))
-    parts = Parts(tmp_path / "all.csv", three)
+    three = Plan("one", "", ("bus", "van", "car"))
+    parts = Parts(tmp_path / "all.csv", three, ["b", "a"])
     values = np.array([[0.25, 0.25, 0.5], [np.nan] * 3], np.float32)
-    parts.write(0, ["a", "b"], values, np.array([True, False]))
+    parts.write(parts.missing[0], values, np.array([True, False]))
     parts.join()
     assert (tmp_path / "all.csv").read_text().splitlines() == [
         '"id","probability_bus","probability_van","probability_car","found"',
-        '"a",0.25,0.25,0.5,true',
         '"b",,,,false',
+        '"a",0.25,0.25,0.5,true',
     ]
 
 

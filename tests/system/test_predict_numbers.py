@@ -28,5 +28,5 @@ def test_predictions_are_those_of_the_evaluation_in_the_label_s_unit(
 
 
 def test_the_output_has_a_column_of_values() -> None:
-    schema = Plan("digest", 2, "model", "", (), (LOW, HIGH)).schema()
+    schema = Plan("model", "", (), (LOW, HIGH)).schema()
     assert schema.names == ["id", "value", "found"]

@@ -8,7 +8,7 @@ import logging
 import socket
 import ssl
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -18,11 +18,13 @@ import numpy as np
 import pytest
 import torch
 
+from splitveil.active_party.inference.predictor import Predictor
 from splitveil.active_party.online import http_connection
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.transcript import Transcript, Verified, verify
 from splitveil.common.privacy.leakage import auc
 from splitveil.deploy.authority import PartyFolder, make_certificates
+from splitveil.passive_party.inference.service import InferenceService
 from splitveil.protos import prediction_pb2 as pb
 from tests import joint
 from tests.asked import ASKING_TAKES_S, Program, answering, asked, predict_over
@@ -93,6 +95,34 @@ def test_requests_that_come_together_are_asked_together_and_answered_with_the_sa
     noted = (tmp_path / "transcript.jsonl").read_text()
     assert 1 <= noted.count('"Embed request"') < len(ids)
     assert noted.count('"answered"') == len(ids)
+
+
+def test_a_passive_party_sees_the_same_messages_whatever_the_order_of_a_request_s_ids(
+    small: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program may list its ids by label, more of them than fit into one message."""
+    order = np.argsort(expected(small)[:40])
+    ids = [*(small.test_ids[row] for row in order), "nobody", small.test_ids[0]]
+    right = np.array([*expected(small)[order], np.nan, expected(small)[0]], np.float32)
+    seen: list[list[list[str]]] = []
+    reply: Callable[..., object] = InferenceService._reply
+
+    def noting(self: InferenceService, request: pb.PredictRequest, context: object) -> object:
+        seen[-1].append(list(request.ids))
+        return reply(self, request, context)
+
+    monkeypatch.setattr(InferenceService, "_reply", noting)
+    monkeypatch.setattr(Predictor, "max_ids", property(lambda _: 15))
+    with asked(small) as program:
+        for step in (1, -1):
+            seen.append([])
+            told = program.ask(ids[::step])
+            np.testing.assert_array_equal(told.probabilities, right[::step])
+            known = ids[:40][::step]
+            told = program.ask(known, features=own_features(small, known))
+            np.testing.assert_array_equal(told.probabilities, right[:40][::step])
+    assert seen[0] == seen[1]
+    assert [len(message) for message in seen[0]] == [15, 15, 12, 15, 15, 10]
 
 
 def test_unknown_ids_are_not_found_and_disturb_no_other(small: Trained) -> None:

@@ -99,6 +99,11 @@ class LeakBudget:
         return self._allowance.earlier.closed(self._ids_in_order(), self.accounts.told)
 
     @property
+    def earlier(self) -> AccountBook:
+        """The accounts of earlier runs."""
+        return self._allowance.earlier
+
+    @property
     def counts_earlier_runs(self) -> bool:
         """Whether answers of earlier runs are counted."""
         return len(self._allowance.earlier) > 0

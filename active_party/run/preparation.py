@@ -1,11 +1,12 @@
 """Prepares the training of a run once its rows are known, or known again from a stored run."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 
+from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.budget import Allowance, LeakBudget
 from splitveil.active_party.run.answering import Answering, TrainingSetup
 from splitveil.active_party.run.parties import PassiveParties
@@ -15,6 +16,7 @@ from splitveil.active_party.training.early_stopping import EarlyStop
 from splitveil.active_party.training.evaluation import Evaluator
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.alignment import Splits
+from splitveil.common.errors import SettingsError
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.progress import CheckpointStore, Progress, RunIdentity, State
@@ -98,6 +100,21 @@ class Preparation:
             self.build_trainer(rows),
             LeakBudget(self.rules.allowance, ids, rows),
         )
+
+    def begin_with(self, earlier: AccountBook) -> None:
+        """Begin with the accounts with which a stored run began.
+
+        Raises:
+            SettingsError: there are other runs' charges by now, which its accounts do not have.
+        """
+        allowance = self.rules.allowance
+        if not allowance.earlier.runs <= earlier.runs:
+            raise SettingsError(
+                "other runs have charged answers about the same labels since this one began, and "
+                "its accounts and budget would not count them: expected earlier_ledgers as they "
+                "were; --fresh at both parties starts over and counts all"
+            )
+        self.rules = replace(self.rules, allowance=replace(allowance, earlier=earlier))
 
     def answering(
         self,

@@ -102,20 +102,26 @@ def test_a_budget_counts_earlier_runs_and_one_that_is_used_up_answers_nothing(
     assert parties.active.sent == []
 
 
-def test_two_earlier_ledgers_add_up_and_a_chain_needs_the_newest_alone(
+def test_two_earlier_ledgers_add_up_and_what_a_chain_charged_counts_once(
     example: Path, tmp_path: Path
 ) -> None:
-    second = run(example, MARVELL, AFTER_FIRST, "insecure_nonce_seed=44")
-    leave(second, tmp_path / "second")
-    third = run(example, MARVELL, f"earlier_ledgers=[{tmp_path / 'second/active/checkpoint'}]")
-    twice = "earlier_ledgers=[first/active/checkpoint, first/active/checkpoint]"
-    assert max(divergences(third).values()) == pytest.approx(6 / 16, rel=0.02)
-    assert max(divergences(run(example, MARVELL, twice)).values()) == pytest.approx(
-        6 / 16, rel=0.02
+    leave(run(example, MARVELL, AFTER_FIRST, "insecure_nonce_seed=44"), tmp_path / "second")
+    leave(run(example, MARVELL, "insecure_nonce_seed=45"), tmp_path / "beside")
+    first, second, beside = (
+        folder / "active/checkpoint"
+        for folder in (example / "first", tmp_path / "second", tmp_path / "beside")
     )
 
+    def most(*folders: Path) -> float:
+        names = ", ".join(map(str, folders))
+        return max(divergences(run(example, MARVELL, f"earlier_ledgers=[{names}]")).values())
 
-def test_noise_that_is_kept_over_runs_tells_no_more_the_second_time(
+    assert most(second) == most(first, second) == pytest.approx(6 / 16, rel=0.02)
+    assert most(first, first) == most(first) == pytest.approx(4 / 16, rel=0.02)
+    assert most(beside, first) == pytest.approx(6 / 16, rel=0.02)
+
+
+def test_noise_that_is_kept_over_runs_tells_no_more_the_secondtime(
     example: Path, tmp_path: Path
 ) -> None:
     """The same key and strength repeat the answers of the first run; another strength adds."""

@@ -283,7 +283,10 @@ def signals_of(settings: ActiveSettings) -> tuple[LabelSignal, ...]:
     if settings.initial_weights is not None:
         folder = expand_path(WEIGHTS_SETTING, settings.initial_weights, settings.base_dir)
         is_free = is_label_free(folder)
-        uses = uses._replace(begins_with_labels=not is_free, begins_with_releases=is_free)
+        uses = uses._replace(
+            begins_with_labels=not is_free,
+            begins_with_releases=is_free and not settings.counts_run_in(folder),
+        )
     return label_signals(uses)
 
 

@@ -81,14 +81,19 @@ class AccountBook:
             raise ValueError("does not say whose charges it has")
         return replace(book, runs=frozenset(map(bytes, runs.tolist())))
 
-    @classmethod
-    def together(cls, books: Iterable["AccountBook"], id_rules: bytes) -> "AccountBook":
-        """Return several books as one, without those of which another one has all charges."""
+    @staticmethod
+    def uncontained(books: Iterable["AccountBook"]) -> "list[AccountBook]":
+        """Return the books without those of which another one has all charges."""
         chosen: list[AccountBook] = []
         for book in sorted(books, key=lambda book: len(book.runs), reverse=True):
             if not any(book.runs <= other.runs for other in chosen):
                 chosen.append(book)
-        return reduce(cls.with_all_of, chosen, cls.empty(id_rules))
+        return chosen
+
+    @classmethod
+    def together(cls, books: Iterable["AccountBook"], id_rules: bytes) -> "AccountBook":
+        """Return several books as one, in which what a chain of runs charged counts once."""
+        return reduce(cls.with_all_of, cls.uncontained(books), cls.empty(id_rules))
 
     def __len__(self) -> int:
         return len(self.names)

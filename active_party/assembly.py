@@ -147,7 +147,7 @@ class TrainerBuilder:
                 features,
                 self._num_classes,
                 self._example_keys(ids),
-                self._data.digest(self.encoder),
+                self._data.digest(self.encoder, features),
                 self._loss_weights(rows),
                 training,
                 self._kind_of(rows, labels),

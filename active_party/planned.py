@@ -252,17 +252,17 @@ def _with_earlier(book: AccountBook, charge: ChargeForecast) -> str:
     """Say what earlier runs have told, and what they tell together with a whole run."""
     if not book.most():
         return ""
-    peers, before = narrowest(book.covers(), charge.covers), book.odds()
+    before, peers = book.odds(), narrowest(book.covers(), charge.covers)
     both = before.and_also(odds_of_forecast(charge)).auc_bound(book.most() + charge.high)
     together = (
-        f"{auc_at_most(both)} together with this run"
+        f"together with this run {auc_at_most(both)}, bounded for {peers.in_words}"
         if charge.is_promise
-        else ("what this run adds is not known before")
+        else "what this run adds is not known before"
     )
     return (
         f"What earlier runs have told comes on top, sum_kl {at_most(book.most())} at most, a leak "
-        f"AUC of at most {auc_at_most(before.auc_bound(book.most()))}, bounded for "
-        f"{book.covers().in_words}; {together}, for {peers.in_words}."
+        f"AUC of {auc_at_most(before.auc_bound(book.most()))}, bounded for "
+        f"{book.covers().in_words}; {together}."
     )
 
 

@@ -75,8 +75,8 @@ class AccountBook:
         ledger.load_state_dict({name: part for name, part in state.items() if name not in others})
         book = cls(names.numpy(), ledger, id_rules_of(state))
         runs = state.get(_RUNS)
-        if runs is None:  # as where no run has left it
-            return book.of_run("")
+        if runs is None:
+            return book.of_run("") if len(book) else book  # as where no run has left it
         if runs.dtype != torch.uint8 or runs.shape[1:] != (_DIGEST_BYTES,):
             raise ValueError("does not say whose charges it has")
         return replace(book, runs=frozenset(map(bytes, runs.tolist())))

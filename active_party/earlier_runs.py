@@ -109,9 +109,9 @@ def _book_in(folder: Path, settings: ActiveSettings, *, leaves_books: bool) -> A
 
 def _is_about_labels_of(settings: ActiveSettings, data: dict[str, Any]) -> bool:
     own = settings.data.model_dump(mode="json")
-    if data["label_column"] != own["label_column"]:
+    if data.get("label_column") != own["label_column"]:
         return False
-    have_ids = [one["id_column"] is not None for one in (data, own)]
+    have_ids = [one.get("id_column") is not None for one in (data, own)]
     if all(have_ids):
         return True
     # The number of a row names an example in one file only.

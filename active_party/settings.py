@@ -168,9 +168,9 @@ class ActiveSettings(PartySettings):
     run_budget: RunBudget | None = None
     """Limit on what the run may reveal about each label in total; ``null`` for no limit.
 
-    The charges of the runs in ``earlier_ledgers`` count as well. Before an answer would exceed the
-    limit, the run ends with a checkpoint and exit code 5. The peer then learns when the run ends,
-    and that it has ended for good.
+    The charges of earlier runs count as well (``earlier_ledgers``). Before an answer would exceed
+    the limit, the run ends with a checkpoint and exit code 5. The peer then learns when the run
+    ends, and that it has ended for good.
     """
 
     earlier_ledgers: tuple[str, ...] | None = Field(default=None, max_length=1000)

@@ -154,7 +154,8 @@ class PartyData:
         if encoder is not None:
             found.update(json.dumps(encoder.state(), sort_keys=True).encode())
         if features is not None:
-            for positions in torch.arange(len(features)).split(_ROWS_AT_ONCE):
+            for start in range(0, len(features), _ROWS_AT_ONCE):
+                positions = torch.arange(start, min(start + _ROWS_AT_ONCE, len(features)))
                 for part in features.rows(positions).parts():
                     if part is not None:
                         found.update(part.numpy().data)

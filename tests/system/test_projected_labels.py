@@ -198,7 +198,11 @@ def test_started_over_a_run_draws_stages_of_its_own(tmp_path: Path) -> None:
             party.kill()
         first = load_file(file_of(both))
         file_of(both).unlink()
-        both.start(options=["--fresh"])
+        both.active.start(options=["--fresh"])
+        assert both.active.wait() == 2
+        assert "active.previous-1: what this run has charged cannot be counted" in both.active.said
+        both.active.start("earlier_ledgers=[]")
+        both.passive.start(options=["--fresh"])
         assert both.wait() == (0, 0), both.outputs
         assert stages(both) == 2
         assert not load_file(file_of(both))["0.sums"].equal(first["0.sums"])

@@ -233,8 +233,8 @@ def takes_up(settings: PartySettings, *, fresh: bool, folder: Path) -> bool:
     changed = list(_changes(settings.model_dump(mode="json"), earlier))
     if changed:
         raise SettingsError(
-            f"{folder} has a run that has {'' if finished else 'not '}finished, with other "
-            f"settings: {'; '.join(changed)}. Expected "
+            f"{folder} has {'a finished' if finished else 'an unfinished'} "
+            f"run with other settings: {'; '.join(changed)}. Expected "
             f"{'' if finished else 'the same settings, which resume it, or '}another "
             f"contract.run_name, or --fresh at both parties, which starts over; the label owner's "
             f"ledger counts what both runs release"

@@ -365,5 +365,5 @@ def test_a_run_from_before_these_settings_resumes(tmp_path: Path) -> None:
 
     assert resumes({})
     for name, value in (("id_column", "other"), ("duplicate_ids", "first")):
-        with pytest.raises(SettingsError, match=rf"not finished, .*data\.{name}: .* then"):
+        with pytest.raises(SettingsError, match=rf"unfinished run .*data\.{name}: .* then"):
             resumes({name: value})

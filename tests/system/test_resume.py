@@ -187,7 +187,7 @@ def other_settings(both: Both, whole: Outcome) -> None:
     for party in both:
         party.kill()
     for said in refused("contract.batch_size=16", "model_seed=3", "insecure_nonce_seed=99"):
-        assert "not finished, with other settings: contract.batch_size: 16 now, 32 then" in said
+        assert "an unfinished run with other settings: contract.batch_size: 16 now, 32 then" in said
         assert "model_seed: 3 now, 0 then" in said
         assert "insecure_nonce_seed" in said
         assert "99" not in said
@@ -200,7 +200,10 @@ def other_settings(both: Both, whole: Outcome) -> None:
     both.start()
     assert both.wait() == (0, 0), both.outputs
     assert all("resuming in epoch" in party.said for party in both)
-    assert all("has finished, with other" in said for said in refused("model_seed=3"))
+    assert all(
+        "has a finished run with other settings: model_seed" in said
+        for said in refused("model_seed=3")
+    )
 
 
 def finished(both: Both, whole: Outcome) -> None:

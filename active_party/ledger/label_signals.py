@@ -64,7 +64,7 @@ def label_signals(uses: LabelUses) -> tuple[LabelSignal, ...]:
             "initial_weights",
             Covers.PASSIVE_AND_HONEST,
             "The model of initial_weights has learned from what an earlier run released, which "
-            "shows in the answers and is counted only if earlier_ledgers names that run.",
+            "shows in the answers and is not counted: name that run in earlier_ledgers.",
         ): uses.begins_with_releases,
         LabelSignal(
             "early_stopping",

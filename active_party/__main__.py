@@ -26,8 +26,10 @@ from splitveil.active_party.assembly import (
 )
 from splitveil.active_party.command import parser
 from splitveil.active_party.defenses.example_keys import used_labels_file
+from splitveil.active_party.earlier_runs import earlier_answers
 from splitveil.active_party.ended import WHAT_NOW, mark_run_as_ended, was_ended
 from splitveil.active_party.inference.command import predict
+from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.earlier_ledgers import LEDGER
 from splitveil.active_party.plan import show
 from splitveil.active_party.planned import plan_of
@@ -73,6 +75,7 @@ from splitveil.common.record.summary import Summary
 from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.run.contract import ACTIVE, Contract
 from splitveil.common.status.endpoint import check_free, serving_status, status_checks
+from splitveil.common.storage.ended_run import has_finished
 from splitveil.common.storage.model_files import delete_saved
 from splitveil.common.storage.run_folder import open_run_folder
 from splitveil.common.storage.run_store import RunStore
@@ -152,12 +155,13 @@ def _train(
     data = PartyData.of(settings)
     logger.info("%d rows read from %s", len(data.ids), data.table.source)
     interruption.check()
-    allowance = allowance_of(settings, settings.earlier_answers())
+    allowance = allowance_of(settings, AccountBook.empty())
     for signal in signals_of(settings):
         logger.info("%s", signal.why)
     folder = _open_folder(settings, fresh=parsed.fresh and not workers.place.restarts)
-    if was_ended(settings, folder):
+    if folder is None:
         return
+    allowance = replace(allowance, earlier=_counted(settings, data, folder))
     engine = engine_of(settings, len(data.ids))
     build_trainer = TrainerBuilder(settings, data, device, status.phases, workers.line)
     with ExitStack() as resources:
@@ -224,17 +228,29 @@ def _leave_results(
         raise stopped
 
 
-def _open_folder(settings: ActiveSettings, *, fresh: bool) -> Path:
+def _open_folder(settings: ActiveSettings, *, fresh: bool) -> Path | None:
+    """Open the run's folder; None if the run is over."""
     folder = open_run_folder(
         settings.runs_dir,
         settings.contract.run_name,
         ACTIVE,
-        lambda folder: command_line.resumes(settings, fresh=fresh, folder=folder),
+        lambda folder: command_line.takes_up(settings, fresh=fresh, folder=folder),
     )
+    if was_ended(settings, folder):
+        return None
+    # By its settings, the start of another run finds this one.
     command_line.save_resolved(settings, folder)
     if fresh:
         KeptExchanges(folder).discard()
     return folder
+
+
+def _counted(settings: ActiveSettings, data: PartyData, folder: Path) -> AccountBook:
+    """Return what earlier runs have told, and say what that is together with this run."""
+    earlier = earlier_answers(settings, folder, leaves_books=True)
+    if len(earlier):
+        logger.info("%s", plan_of(settings, data, earlier=earlier).earlier)
+    return earlier
 
 
 def _store(contract: Contract, folder: Path) -> RunStore:
@@ -278,8 +294,8 @@ def _check(parsed: argparse.Namespace) -> None:
         settings.defense.require_usable(settings.defense_context())
         return f"defense: {settings.defense.name}"
 
-    def earlier_answers() -> str:
-        return f"earlier ledgers: {len(settings.earlier_answers())} examples"
+    def earlier() -> str:
+        return f"earlier ledgers: {len(_earlier_answers(settings))} examples"
 
     monitor = settings.leak_monitor
 
@@ -320,7 +336,7 @@ def _check(parsed: argparse.Namespace) -> None:
             noise_key,
             defense,
             lambda: bounds_in_words(settings),
-            *([earlier_answers] if settings.earlier_ledgers else []),
+            earlier,
             *([earlier_targets] if settings.defense.earlier_targets else []),
             *([own_attacks] if monitor is not None and monitor.custom_attacks else []),
             data_and_model,
@@ -350,11 +366,17 @@ def _check_noise_key(settings: ActiveSettings) -> None:
 def _plan(parsed: argparse.Namespace) -> None:
     settings = command_line.load_settings(ActiveSettings, parsed, "active")
     data = PartyData.of(settings)
-    plan = plan_of(settings, data, parsed.target_leak_auc)
+    plan = plan_of(settings, data, parsed.target_leak_auc, _earlier_answers(settings))
     if parsed.json:
         print_json(plan.to_json())
     else:
         show(plan)
+
+
+def _earlier_answers(settings: ActiveSettings) -> AccountBook:
+    """Return what a run would begin with; a finished run of this name counts, as with --fresh."""
+    own = settings.run_folder(ACTIVE)
+    return earlier_answers(settings, None if has_finished(own) else own, leaves_books=False)
 
 
 def _report(parsed: argparse.Namespace) -> None:

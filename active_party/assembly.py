@@ -150,7 +150,7 @@ class TrainerBuilder:
                 features,
                 self._num_classes,
                 self._example_keys(ids),
-                self._data.digest(self.encoder),
+                self._data.digest(self.encoder, features),
                 "" if self._noise_key is None else key_name(self._noise_key),
                 persons,
                 self._loss_weights(rows),
@@ -275,7 +275,10 @@ def signals_of(settings: ActiveSettings) -> tuple[LabelSignal, ...]:
     if settings.initial_weights is not None:
         folder = expand_path(WEIGHTS_SETTING, settings.initial_weights, settings.base_dir)
         is_free = is_label_free(folder)
-        uses = uses._replace(begins_with_labels=not is_free, begins_with_releases=is_free)
+        uses = uses._replace(
+            begins_with_labels=not is_free,
+            begins_with_releases=is_free and not settings.counts_run_in(folder),
+        )
     return label_signals(uses)
 
 

@@ -6,13 +6,14 @@ from typing import Any
 
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import BudgetExhausted, EndedForGood
+from splitveil.common.party.command_line import is_finished
 from splitveil.common.storage.ended_run import clear_mark, end_of, mark_as_ended
 
 logger = logging.getLogger("splitveil.active_party")
 
 WHAT_NOW = (
     "the same command trains nothing; a larger run_budget or leak_gate resumes the run, and "
-    "--fresh starts over, which answers about the same labels again (earlier_ledgers counts both)"
+    "--fresh starts over, which answers about the same labels again (the ledger counts both)"
 )
 
 
@@ -25,7 +26,9 @@ def _limits_of(settings: ActiveSettings) -> dict[str, Any]:
 
 
 def was_ended(settings: ActiveSettings, folder: Path) -> bool:
-    """Return whether the run was ended for good under the limits that are still set, and say so."""
+    """Return whether the run is over, finished or ended by limits that are still set; say so."""
+    if is_finished(folder):
+        return True
     end = end_of(folder)
     if end is None:
         return False

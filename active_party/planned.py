@@ -23,6 +23,7 @@ from splitveil.active_party.defenses.sum_kl import (
     sum_kl_for_estimated_auc,
     sum_kl_for_leak_auc,
 )
+from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.bounds import estimate_of, odds_of_entry
 from splitveil.active_party.ledger.label_signals import widest_circle
 from splitveil.active_party.ledger.ledger import logged
@@ -33,7 +34,7 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy.covers import Covers, narrowest
 from splitveil.common.storage.run_folder import finite_or_null
-from splitveil.common.text.upper_bounds import at_most
+from splitveil.common.text.upper_bounds import at_most, auc_at_most
 
 
 class PlannedRows(NamedTuple):
@@ -128,6 +129,8 @@ class Plan(NamedTuple):
     remarks: tuple[str, ...]
     """Sentences about the reliability of the figures, other signals and the budget."""
     target: Target | None = None
+    earlier: str = ""
+    """What earlier runs have told, alone and together with this run; empty if they told nothing."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as plain values."""
@@ -147,7 +150,10 @@ class Plan(NamedTuple):
 
 
 def plan_of(
-    settings: ActiveSettings, data: PartyData, target_leak_auc: float | None = None
+    settings: ActiveSettings,
+    data: PartyData,
+    target_leak_auc: float | None = None,
+    earlier: AccountBook | None = None,
 ) -> Plan:
     """Return what a run with these settings would reveal.
 
@@ -155,6 +161,7 @@ def plan_of(
         settings: the active party's settings, with the contract.
         data: the label file, not yet aligned.
         target_leak_auc: AUC below which the whole run should stay, above 0.5 and below 1.
+        earlier: what earlier runs have told; by default what the ledgers in the settings say.
 
     Raises:
         SettingsError: the target is not such an AUC, or earlier ledgers or initial weights cannot
@@ -187,14 +194,18 @@ def plan_of(
     forecast = _narrowed(settings.defense.forecast(context), widest_circle(signals))
     teaches = settings.defense.outlook(context, training_rows)
     said = [*([teaches] if teaches else []), *(signal.why for signal in signals)]
+    book = settings.earlier_answers() if earlier is None else earlier
+    of_run = tuple(_answers(forecast, contract.epochs))
+    together = _with_earlier(book, next(one for one in of_run[1::2] if one.is_configured).charge)
     return Plan(
         settings.defense.name,
         rows,
-        tuple(_answers(forecast, contract.epochs)),
-        (*said, *_remarks(settings, forecast)),
+        of_run,
+        (*said, *_remarks(settings, forecast, book, together)),
         None
         if target_leak_auc is None or data.settings.label_range is not None
         else _target(target_leak_auc, contract.epochs, context),
+        together,
     )
 
 
@@ -237,7 +248,27 @@ def _narrowed(forecast: Forecast, peers: Covers) -> Forecast:
     return forecast._replace(charges=charges)
 
 
-def _remarks(settings: ActiveSettings, forecast: Forecast) -> list[str]:
+def _with_earlier(book: AccountBook, charge: ChargeForecast) -> str:
+    """Say what earlier runs have told, and what they tell together with a whole run."""
+    if not book.most():
+        return ""
+    before, peers = book.odds(), narrowest(book.covers(), charge.covers)
+    both = before.and_also(odds_of_forecast(charge)).auc_bound(book.most() + charge.high)
+    together = (
+        f"together with this run {auc_at_most(both)}, bounded for {peers.in_words}"
+        if charge.is_promise
+        else "what this run adds is not known before"
+    )
+    return (
+        f"What earlier runs have told comes on top, sum_kl {at_most(book.most())} at most, a leak "
+        f"AUC of {auc_at_most(before.auc_bound(book.most()))}, bounded for "
+        f"{book.covers().in_words}; {together}."
+    )
+
+
+def _remarks(
+    settings: ActiveSettings, forecast: Forecast, book: AccountBook, together_in_words: str
+) -> list[str]:
     remarks = [forecast.honesty]
     if settings.data.label_range is not None:
         remarks.append(
@@ -248,15 +279,10 @@ def _remarks(settings: ActiveSettings, forecast: Forecast) -> list[str]:
         remarks.append("All figures are of the pair of classes left furthest apart.")
     if forecast.charge.certainty == "unknown" or math.isfinite(forecast.charge.high):
         remarks.append(settings.defense.coverage().why)
-    earlier, odds = 0.0, odds_of_forecast(forecast.charge)
-    together = odds
-    if settings.earlier_ledgers:
-        book = settings.earlier_answers()
-        earlier, together = book.most(), book.odds().and_also(odds)
-        remarks.append(
-            f"What earlier_ledgers have told comes on top, sum_kl {at_most(earlier)} at most, "
-            f"bounded for {book.covers().in_words}."
-        )
+    odds = odds_of_forecast(forecast.charge)
+    earlier, together = book.most(), book.odds().and_also(odds) if len(book) else odds
+    if together_in_words:
+        remarks.append(together_in_words)
     if settings.run_budget is None:
         return [*remarks, "run_budget: none is set"]
     limit, epochs = settings.run_budget.limit, settings.contract.epochs

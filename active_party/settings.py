@@ -170,18 +170,22 @@ class ActiveSettings(PartySettings):
     run_budget: RunBudget | None = None
     """Limit on what the run may reveal about each label in total; ``null`` for no limit.
 
-    The charges of the runs in ``earlier_ledgers`` count as well. Before an answer would exceed the
-    limit, the run ends with a checkpoint and exit code 5. The peer then learns when the run ends,
-    and that it has ended for good.
+    The charges of earlier runs count as well (``earlier_ledgers``). Before an answer would exceed
+    the limit, the run ends with a checkpoint and exit code 5. The peer then learns when the run
+    ends, and that it has ended for good.
     """
 
-    earlier_ledgers: tuple[str, ...] = Field(default=(), max_length=1000)
+    earlier_ledgers: tuple[str, ...] | None = Field(default=None, max_length=1000)
     """Folders with the ledgers of earlier runs about the same labels: this party's ``checkpoint``
     folder of each, such as ``runs/monday/active/checkpoint``, written like ``initial_weights``. The
     ledger of this run starts with what they have revealed about its examples, and so does its
     budget. The ledger that it leaves includes them, so that the newest run of a chain is enough.
-    Needs ``data.id_column``. By default the ledger starts at zero, as if there had been no earlier
-    answers about any example."""
+    Needs ``data.id_column``.
+
+    By default these are all runs under ``runs_dir`` whose ``data.label_column`` is the same (and,
+    without ``data.id_column``, whose ``data.source`` is), whatever their names, and also those that
+    were killed or moved aside. With ``[]``, the ledger starts at zero, as if there had been no
+    earlier answers about any example."""
 
     report: ActiveReportSettings = ActiveReportSettings()
     """Contents of the report; they change nothing of the run."""
@@ -245,8 +249,13 @@ class ActiveSettings(PartySettings):
             has_early_stopping=(
                 self.early_stopping is not None and not self.defense.holds_for_anybody
             ),
-            counts_earlier_runs=bool(self.earlier_ledgers),
         )
+
+    def counts_run_in(self, folder: Path) -> bool:
+        """Return whether the ledger counts the run that has left a folder."""
+        if self.earlier_ledgers is None:
+            return self.runs_dir.resolve() in folder.resolve().parents
+        return bool(self.earlier_ledgers)
 
     def noise_key_file(self) -> Path:
         """Return the path of the noise key."""
@@ -255,12 +264,13 @@ class ActiveSettings(PartySettings):
         return self.run_folder(ACTIVE) / "checkpoint" / "noise.key"
 
     def earlier_answers(self) -> AccountBook:
-        """Return the ledgers of earlier runs: what they may have revealed, by example.
+        """Return the ledgers that are named: what earlier runs may have revealed, by example.
 
         Raises:
             SettingsError: a ledger cannot be read, or belongs to this run.
         """
-        folders = [expand_path(SETTING, text, self.base_dir) for text in self.earlier_ledgers]
+        named = self.earlier_ledgers or ()
+        folders = [expand_path(SETTING, text, self.base_dir) for text in named]
         own = self.run_folder(ACTIVE).resolve()
         for folder in folders:
             if own in folder.resolve().parents:
@@ -283,7 +293,8 @@ class ActiveSettings(PartySettings):
                     f"{name}: needs data.id_column: in another file, a row's number belongs to "
                     f"another example"
                 )
-        if self.defense.earlier_targets and not self.earlier_ledgers:
+        targets = (expand_path(SETTING, one, self.base_dir) for one in self.defense.earlier_targets)
+        if not all(map(self.counts_run_in, targets)):
             raise ValueError(
                 "defense.earlier: needs earlier_ledgers: what earlier targets tell of labels is in "
                 "the ledgers of the runs that released them"

@@ -9,6 +9,7 @@ them.
 Once all parties have ended, the report is rewritten with the figures of all parties. If more than
 one defense is given, they run one after another with the same batches and the same test rows, and
 the results are compared in a table and in ``<run name>-comparison.html`` in the folder of all runs.
+An unfinished run resumes, and a finished one is run again; no run counts as an earlier one.
 The exit code is that of the first party that fails; it is 5 if the run was ended for good, and 0 if
 such a run is started again.
 """
@@ -33,6 +34,7 @@ from splitveil.common.errors import EndedForGood, SettingsError
 from splitveil.common.party.json_output import add_json, print_json
 from splitveil.common.run.contract import ACTIVE, NAME_CHARACTERS
 from splitveil.common.settings import apply_overrides, read_yaml
+from splitveil.common.storage.ended_run import has_finished
 from splitveil.common.text.shell_completion import add_completion
 from splitveil.common.text.version import add_version
 from splitveil.common.text.visible_text import cell, visible, visible_lines
@@ -185,7 +187,7 @@ def _as_yaml(value: object) -> str:
 
 def _run(example_dir: Path, options: argparse.Namespace) -> int:
     kinds, runs_dir = party_kinds(example_dir), options.runs
-    base = Overrides([], []).adding(*_defaults(len(kinds)), *options.overrides)
+    base = Overrides([], []).adding(*_defaults(example_dir, len(kinds)), *options.overrides)
     unknown = base.each.keys() - set(kinds)
     if unknown:
         raise SettingsError(f"--set: {example_dir} has no file {', '.join(sorted(unknown))}.yaml")
@@ -198,7 +200,7 @@ def _run(example_dir: Path, options: argparse.Namespace) -> int:
     for title, run in _plan(name, base, defenses).items():
         console.rule(cell(run.name))
         with held_port() as port:
-            commands = _commands(example_dir, run.overrides, runs_dir, port)
+            commands = _commands(example_dir, run, options, port)
             code = run_parties(commands, stderr=options.json)
         if code == SettingsError.exit_code:
             refuse_unknown_settings(options.overrides)
@@ -277,16 +279,18 @@ def _sharing_batches(
 
 
 def _commands(
-    example_dir: Path, overrides: Overrides, runs_dir: Path, port: int
+    example_dir: Path, run: PlannedRun, options: argparse.Namespace, port: int
 ) -> dict[str, list[str]]:
-    address = f"127.0.0.1:{port}"
-    own = overrides.adding(f"active.listen={address}", f"passive.connect={address}")
+    address, runs_dir = f"127.0.0.1:{port}", options.runs
+    fresh = options.fresh or has_finished(runs_dir / run.name / ACTIVE)
+    own = run.overrides.adding(f"active.listen={address}", f"passive.connect={address}")
     kinds = party_kinds(example_dir)
     certificates = trial_overrides(example_dir, runs_dir, {kind: own.of(kind) for kind in kinds})
     return {
         kind: [
             *(*PYTHON, "-m", f"splitveil.{kind.partition('_')[0]}_party", "run"),
             *(str(example_dir / f"{kind}.yaml"), "--runs", str(runs_dir)),
+            *(["--fresh"] if fresh else []),
             *(
                 argument
                 for override in [*own.of(kind), *certificates[kind]]
@@ -303,10 +307,12 @@ def party_kinds(example_dir: Path) -> list[str]:
     return [ACTIVE, *(passive or ["passive"])]
 
 
-def _defaults(num_parties: int) -> list[str]:
-    """Divide the cores between the parties, which the example's own files cannot do."""
+def _defaults(example_dir: Path, num_parties: int) -> list[str]:
+    """Divide the cores, and count no earlier runs: one person has all parties of all runs."""
     threads = max(len(os.sched_getaffinity(0)) // num_parties, 1)
-    return [f"{party}.torch_threads={threads}" for party in (ACTIVE, "passive")]
+    counts = "earlier_ledgers" in read_yaml(example_dir / f"{ACTIVE}.yaml")
+    shares = [f"{party}.torch_threads={threads}" for party in (ACTIVE, "passive")]
+    return shares if counts else [*shares, f"{ACTIVE}.earlier_ledgers=[]"]
 
 
 def _defense_override(defense: NamedDefense) -> str:
@@ -377,6 +383,11 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--runs", type=Path, metavar="DIR", default=Path("runs"), help="folder of all runs"
+    )
+    parser.add_argument(
+        "--fresh",
+        action="store_true",
+        help="start over where a run is unfinished; its results are moved aside",
     )
     add_json(parser)
 

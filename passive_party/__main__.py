@@ -132,14 +132,13 @@ def _train(
         settings.runs_dir,
         settings.contract.run_name,
         settings.folder_name(),
-        lambda folder: command_line.resumes(
+        lambda folder: command_line.takes_up(
             settings, fresh=parsed.fresh and not workers.place.restarts, folder=folder
         ),
     )
-    command_line.save_resolved(settings, folder)
-    if end_of(folder) is not None and not _peer_is_back(settings, interruption):
-        logger.warning("no active party answers at %s; %s", settings.connect, _ENDED)
+    if _was_ended(settings, folder, interruption):
         return
+    command_line.save_resolved(settings, folder)
     aligner = _aligner(settings, data, folder, fresh=parsed.fresh)
     build_trainer = TrainerBuilder(settings, data, device, workers.line)
     with ExitStack() as resources:
@@ -249,6 +248,16 @@ def _leave_results(folder: Path, summary: Summary, stopped: PeerEndedForGood | N
     try_to_report(folder)
     if stopped is not None:
         raise stopped
+
+
+def _was_ended(settings: PassiveSettings, folder: Path, interruption: Interruption) -> bool:
+    """Return whether the run is over, finished or ended for good by the active party; say so."""
+    if command_line.is_finished(folder):
+        return True
+    if end_of(folder) is None or _peer_is_back(settings, interruption):
+        return False
+    logger.warning("no active party answers at %s; %s", settings.connect, _ENDED)
+    return True
 
 
 def _peer_is_back(settings: PassiveSettings, interruption: Interruption) -> bool:

@@ -79,7 +79,7 @@ class TrainerBuilder:
             schedule=LambdaLR(optimizer, lambda step: contract.schedule.factor(step, total_steps)),
             features=features,
             device=self._device,
-            data_digest=self._data.digest(encoder),
+            data_digest=self._data.digest(encoder, features),
             training=training,
         )
 

@@ -13,7 +13,8 @@ ids and entries.
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import reduce
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,7 @@ Names = npt.NDArray[np.uint8]
 
 _EXAMPLES = "examples"
 _ID_RULES = "id_rules"
+_RUNS = "runs"
 _DIGEST_BYTES = 16
 _RULES_BYTES = 64 * 1024
 
@@ -52,6 +54,9 @@ class AccountBook:
     id_rules: bytes = b""
     """``rules_as_bytes`` of the rules by which the ids were brought into canonical form."""
 
+    runs: frozenset[bytes] = frozenset()
+    """Digests of the runs whose charges it has: of the run that left it, and those before."""
+
     @classmethod
     def empty(cls, id_rules: bytes = b"") -> "AccountBook":
         """Return the book from before the first run."""
@@ -68,9 +73,29 @@ class AccountBook:
         if names is None or names.dtype != torch.uint8 or names.shape[1:] != (_DIGEST_BYTES,):
             raise ValueError("does not say whose accounts these are")
         ledger = LeakLedger(len(names))
-        others = (_EXAMPLES, _ID_RULES)
+        others = (_EXAMPLES, _ID_RULES, _RUNS)
         ledger.load_state_dict({name: part for name, part in state.items() if name not in others})
-        return cls(names.numpy(), ledger, id_rules_of(state))
+        book = cls(names.numpy(), ledger, id_rules_of(state))
+        runs = state.get(_RUNS)
+        if runs is None:
+            return book.of_run("") if len(book) else book  # as where no run has left it
+        if runs.dtype != torch.uint8 or runs.shape[1:] != (_DIGEST_BYTES,):
+            raise ValueError("does not say whose charges it has")
+        return replace(book, runs=frozenset(map(bytes, runs.tolist())))
+
+    @staticmethod
+    def uncontained(books: Iterable["AccountBook"]) -> "list[AccountBook]":
+        """Return the books without those of which another one has all charges."""
+        chosen: list[AccountBook] = []
+        for book in sorted(books, key=lambda book: len(book.runs), reverse=True):
+            if not any(book.runs <= other.runs for other in chosen):
+                chosen.append(book)
+        return chosen
+
+    @classmethod
+    def together(cls, books: Iterable["AccountBook"], id_rules: bytes) -> "AccountBook":
+        """Return several books as one, in which what a chain of runs charged counts once."""
+        return reduce(cls.with_all_of, cls.uncontained(books), cls.empty(id_rules))
 
     def __len__(self) -> int:
         return len(self.names)
@@ -91,7 +116,17 @@ class AccountBook:
     def state_dict(self) -> dict[str, Tensor]:
         """Return the tensors from which ``from_state`` rebuilds the book."""
         named = {_EXAMPLES: torch.from_numpy(self.names)}
+        if self.runs:
+            runs = b"".join(sorted(self.runs))
+            named[_RUNS] = torch.tensor(list(runs), dtype=torch.uint8).view(-1, _DIGEST_BYTES)
         return self.ledger.state_dict() | named | id_rules_as_tensor(self.id_rules)
+
+    def of_run(self, run_id: str) -> "AccountBook":
+        """Return the book as that of a run; if the run charges more later, as that of another."""
+        found = hashlib.blake2b(run_id.encode(), digest_size=_DIGEST_BYTES, person=b"leak account")
+        for _, part in sorted(self.state_dict().items()):
+            found.update(part.numpy().data)
+        return replace(self, runs=self.runs | {found.digest()})
 
     def with_all_of(self, other: "AccountBook") -> "AccountBook":
         """Return a book of the examples of both; accounts of the same example are added up."""
@@ -101,7 +136,8 @@ class AccountBook:
         ledger, own = LeakLedger(len(self) + len(new)), np.arange(len(self))
         ledger.add(own, self.ledger, own)
         ledger.add(at, other.ledger, np.arange(len(other)))
-        return AccountBook(np.concatenate([self.names, other.names[new]]), ledger, self.id_rules)
+        names, runs = np.concatenate([self.names, other.names[new]]), self.runs | other.runs
+        return AccountBook(names, ledger, self.id_rules, runs)
 
     def begun(
         self, ids: Iterable[str], num_examples: int, persons: Names | None = None
@@ -149,6 +185,7 @@ class AccountBook:
             np.concatenate([names, self.names[others]]),
             ledger.carrying_over(self.ledger, others),
             self.id_rules,
+            self.runs,
         )
 
 

@@ -117,6 +117,11 @@ class LeakBudget:
         return np.flatnonzero(indices_of(self._persons, self._persons[positions]) >= 0)
 
     @property
+    def earlier(self) -> AccountBook:
+        """The accounts of earlier runs."""
+        return self._allowance.earlier
+
+    @property
     def counts_earlier_runs(self) -> bool:
         """Whether answers of earlier runs are counted."""
         return len(self._allowance.earlier) > 0

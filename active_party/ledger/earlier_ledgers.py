@@ -1,7 +1,6 @@
 """Reads the account books that earlier runs left."""
 
 from collections.abc import Sequence
-from functools import reduce
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -17,7 +16,7 @@ SETTING = "earlier_ledgers"
 
 
 def open_books(folders: Sequence[Path], id_rules: bytes = b"") -> AccountBook:
-    """Read the account books of earlier runs, and return them as one book.
+    """Read the account books of earlier runs, and return them as one; a chain's counts once.
 
     Args:
         folders: the active party's ``checkpoint`` folder of each run.
@@ -30,7 +29,7 @@ def open_books(folders: Sequence[Path], id_rules: bytes = b"") -> AccountBook:
     books = [open_book(folder) for folder in folders]
     for folder, book in zip(folders, books, strict=True):
         check_id_rules(book.id_rules, id_rules, f"{SETTING}: {folder}")
-    return reduce(AccountBook.with_all_of, books, AccountBook.empty(id_rules))
+    return AccountBook.together(books, id_rules)
 
 
 def open_book(folder: Path) -> AccountBook:

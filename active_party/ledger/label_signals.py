@@ -26,9 +26,7 @@ class LabelUses(NamedTuple):
     """Whether the top model begins with weights that true labels have entered."""
     begins_with_releases: bool = False
     """Whether it begins with weights that an earlier run's noisy labels or sums have entered, and
-    no other labels."""
-    counts_earlier_runs: bool = False
-    """Whether the ledger counts earlier runs."""
+    no other labels, and the ledger does not count that run."""
 
 
 class LabelSignal(NamedTuple):
@@ -66,8 +64,8 @@ def label_signals(uses: LabelUses) -> tuple[LabelSignal, ...]:
             "initial_weights",
             Covers.PASSIVE_AND_HONEST,
             "The model of initial_weights has learned from what an earlier run released, which "
-            "shows in the answers and is counted only if earlier_ledgers names that run.",
-        ): uses.begins_with_releases and not uses.counts_earlier_runs,
+            "shows in the answers and is not counted: name that run in earlier_ledgers.",
+        ): uses.begins_with_releases,
         LabelSignal(
             "early_stopping",
             Covers.PASSIVE_AND_HONEST,

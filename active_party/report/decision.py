@@ -250,8 +250,8 @@ def _other_steps(
             "model_seed: 1",
             "repeats the run to tell chance from a wrong bound: use no bound of this run before "
             "that is known",
-            "One more run, whose answers about the same labels add up with this one's: name "
-            "earlier_ledgers, or use labels that are allowed to be known.",
+            "One more run, whose answers about the same labels add up with this one's in its "
+            "ledger: use labels that are allowed to be known.",
         )
     if _QUALITY in failed:
         yield Step(

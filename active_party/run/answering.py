@@ -329,7 +329,7 @@ class Answering:
 
     def account_book(self) -> AccountBook:
         """Return the accounts of this run and the runs before it, by example."""
-        return self.budget.account_book()
+        return self.budget.account_book().of_run(self._run_id)
 
     def state_dict(self) -> State:
         """Return everything that a step changes, except what the observer has seen."""

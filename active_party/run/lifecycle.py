@@ -7,6 +7,7 @@ stage, waiting calls are woken, checkpoints are written and the observer is info
 from collections.abc import Sequence
 from typing import Protocol
 
+from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.run.answering import Answering, TrainingSetup, Unaligned
 from splitveil.active_party.run.observer import SessionObserver
 from splitveil.active_party.run.opening import CommonRows, OpenRun, Whereabouts
@@ -163,7 +164,8 @@ class Lifecycle:
             self.has_survey,
         )
         secret = run_secret(self._preparation.rules.noise_seed)
-        self._store.save_run(state_of(identity, secret, setup.trainer.noise_key))
+        state = state_of(identity, secret, setup.trainer.noise_key)
+        self._store.save_run(state | {"earlier": setup.budget.earlier.state_dict()})
         self._answer_with(setup, AnsweredQuestions(secret, self._store.new_answers()))
         self.save()
         for party, share in zip(self.parties, common.shares, strict=False):
@@ -175,7 +177,8 @@ class Lifecycle:
 
         Raises:
             DataError: this party's data differ from those with which the run began.
-            SettingsError: so does the noise key.
+            SettingsError: so does the noise key, or other runs have charged answers since, which
+                this one does not count.
             StorageError: the answers that the run has given are no longer known.
         """
         stored = self._store.run()
@@ -189,6 +192,8 @@ class Lifecycle:
         self.run = OpenRun(identity.run_id, identity.active_nonce)
         self.parties.recall(identity.passive_nonces)
         identity.check_rows(len(self._preparation.own.ids))
+        with refusing_other_versions():
+            self._preparation.begin_with(AccountBook.from_state(stored["earlier"]))
         setup = self._prepare(identity.file_rows, identity.seed, has_survey=identity.has_survey)
         check_noise_key(stored, setup.trainer.noise_key)
         identity.check_data(setup.trainer.data_digest)

@@ -1,11 +1,12 @@
 """Prepares the training of a run once its rows are known, or known again from a stored run."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 
+from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.budget import Allowance, LeakBudget
 from splitveil.active_party.run.answering import Answering, TrainingSetup
 from splitveil.active_party.run.parties import PassiveParties
@@ -95,6 +96,21 @@ class Preparation:
         progress, trainer = Progress(self.contract, rows, store), self.build_trainer(rows)
         budget = LeakBudget(self.rules.allowance, ids, rows, trainer.persons)
         return TrainingSetup(self.contract, rows, progress, trainer, budget)
+
+    def begin_with(self, earlier: AccountBook) -> None:
+        """Begin with the accounts with which a stored run began.
+
+        Raises:
+            SettingsError: there are other runs' charges by now, which its accounts do not have.
+        """
+        allowance = self.rules.allowance
+        if not allowance.earlier.runs <= earlier.runs:
+            raise SettingsError(
+                "other runs have charged answers about the same labels since this one began, and "
+                "its accounts and budget would not count them: expected earlier_ledgers as they "
+                "were; --fresh at both parties starts over and counts all"
+            )
+        self.rules = replace(self.rules, allowance=replace(allowance, earlier=earlier))
 
     def answering(
         self,

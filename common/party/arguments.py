@@ -36,7 +36,7 @@ def party_parser(
     run.add_argument(
         "--fresh",
         action="store_true",
-        help="start over; results of an unfinished run are moved aside",
+        help="start over; earlier results are moved aside, and the ledger counts both runs",
     )
     check = add_command(
         commands, "check", "check settings and data without training; print the resolved settings"

@@ -25,8 +25,9 @@ from splitveil.common.party.party_settings import (
 )
 from splitveil.common.party.place import ONLY, Place
 from splitveil.common.party.transcript import Broken, Comparison, Verified, compare, verify
+from splitveil.common.run.contract_difference import in_short
 from splitveil.common.settings import validate
-from splitveil.common.storage.ended_run import end_of
+from splitveil.common.storage.ended_run import end_of, has_finished
 from splitveil.common.storage.run_folder import write_text_atomically
 from splitveil.common.storage.run_store import RunStore
 from splitveil.common.text.log_lines import add_to_log_lines, use_log_format
@@ -65,6 +66,8 @@ MAY_CHANGE = frozenset(
     }
 )
 """Settings that may differ when a run is resumed; all others affect its results."""
+_SECRET = frozenset({"insecure_noise_seed", "insecure_nonce_seed", "uri"})
+_SETTINGS = "settings.yaml"
 
 
 def verify_transcript(parsed: argparse.Namespace) -> None:
@@ -213,8 +216,8 @@ def resolved_yaml(settings: PartySettings) -> str:
     return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def resumes(settings: PartySettings, *, fresh: bool, folder: Path) -> bool:
-    """Whether a folder holds the results of a run that these settings resume.
+def takes_up(settings: PartySettings, *, fresh: bool, folder: Path) -> bool:
+    """Return whether a folder's run is taken up, and does not make room for a new one.
 
     For a run that was ended for good, only the party itself knows whether it resumes.
 
@@ -222,32 +225,64 @@ def resumes(settings: PartySettings, *, fresh: bool, folder: Path) -> bool:
         settings: the settings of this start.
         fresh: whether to start over in any case.
         folder: the folder of the results.
+
+    Raises:
+        SettingsError: it is a run with other settings, or whose settings are gone.
     """
-    if fresh or RunStore(folder, settings.contract.checkpoints.keep).run() is None:
+    if fresh:
         return False
-    try:
-        earlier = read_yaml_file(folder / "settings.yaml", RESOLVED)
-    except SettingsError:
-        earlier = None
-    if not isinstance(earlier, dict):
-        logger.warning("%s: the settings of the unfinished run are gone: starting over", folder)
-        return False
-    now = settings.model_dump(mode="json")
-    earlier = _with_defaults(type(settings), earlier)
-    changed = [
-        name
-        for name in sorted(now.keys() | earlier.keys())
-        if name not in MAY_CHANGE and now.get(name) != earlier.get(name)
-    ]
+    finished = has_finished(folder)
+    if not finished and RunStore(folder, settings.contract.checkpoints.keep).run() is None:
+        return all(path.name == _SETTINGS for path in folder.iterdir())
+    earlier = _with_defaults(type(settings), stored_settings(folder))
+    changed = list(_changes(settings.model_dump(mode="json"), earlier))
     if changed:
-        logger.warning(
-            "the settings differ from those of the unfinished run (%s): starting over",
-            ", ".join(changed),
+        raise SettingsError(
+            f"{folder} has {'a finished' if finished else 'an unfinished'} "
+            f"run with other settings: {'; '.join(changed)}. Expected "
+            f"{'' if finished else 'the same settings, which resume it, or '}another "
+            f"contract.run_name, or --fresh at both parties, which starts over; the label owner's "
+            f"ledger counts what both runs release"
         )
-        return False
-    if end_of(folder) is None:
+    if not finished and end_of(folder) is None:
         logger.info("resuming the unfinished run in %s; --fresh would start over", folder)
     return True
+
+
+def is_finished(folder: Path) -> bool:
+    """Return whether the run in a folder has finished, and say so."""
+    if not has_finished(folder):
+        return False
+    logger.info(
+        "this run has finished, and nothing is trained; its report is %s. Another "
+        "contract.run_name begins another run, and so does --fresh at both parties; the label "
+        "owner's ledger counts what both runs release",
+        folder / "report.html",
+    )
+    return True
+
+
+def stored_settings(folder: Path) -> dict[str, Any]:
+    """Return the settings with which the run in a folder was started, as plain values.
+
+    Raises:
+        SettingsError: they are gone or damaged.
+    """
+    path = folder / _SETTINGS
+    found = read_yaml_file(path, RESOLVED)
+    if not isinstance(found, dict) or not isinstance(found.get("data"), dict):
+        raise SettingsError(f"{path}: damaged: expected the settings of the run in this folder")
+    return found
+
+
+def _changes(now: Any, earlier: Any, *path: str) -> Iterator[str]:
+    if isinstance(now, dict) and isinstance(earlier, dict):
+        for name in sorted(now.keys() | earlier.keys()):
+            if path or name not in MAY_CHANGE:
+                yield from _changes(now.get(name), earlier.get(name), *path, name)
+    elif now != earlier:
+        values = "" if path[-1] in _SECRET else f": {in_short(now)} now, {in_short(earlier)} then"
+        yield ".".join(path) + values
 
 
 def _with_defaults(section: type[PartySettings], earlier: dict[str, Any]) -> dict[str, Any]:
@@ -260,7 +295,7 @@ def _with_defaults(section: type[PartySettings], earlier: dict[str, Any]) -> dic
 
 def save_resolved(settings: PartySettings, folder: Path) -> None:
     """Write the resolved settings into the run's folder."""
-    write_text_atomically(folder / "settings.yaml", resolved_yaml(settings))
+    write_text_atomically(folder / _SETTINGS, resolved_yaml(settings))
 
 
 def report_check(

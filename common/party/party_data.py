@@ -44,6 +44,7 @@ _logger = logging.getLogger(__name__)
 
 LARGE_FILE_BYTES = 2**30
 _IDS_AT_ONCE = 2**16
+_ROWS_AT_ONCE = 2**12
 
 
 @dataclass(frozen=True)
@@ -139,8 +140,8 @@ class PartyData:
             return encoder, MappedFeatures(encode=encode, file_rows=rows.file_rows)
         return encoder, encoder.transform(self.table, rows.file_rows)
 
-    def digest(self, encoder: FeatureEncoder | None) -> str:
-        """Return a hexadecimal digest of the ids, labels, weights and the fitted encoder."""
+    def digest(self, encoder: FeatureEncoder | None, features: Features | None = None) -> str:
+        """Return a hexadecimal digest of ids, labels, weights and what ``encode`` returned."""
         found = hashlib.sha256()
         for text in _joined(self.ids):
             found.update(text.encode())
@@ -152,6 +153,12 @@ class PartyData:
             found.update(np.ascontiguousarray(self.table.weights).tobytes())
         if encoder is not None:
             found.update(json.dumps(encoder.state(), sort_keys=True).encode())
+        if features is not None:
+            for start in range(0, len(features), _ROWS_AT_ONCE):
+                positions = torch.arange(start, min(start + _ROWS_AT_ONCE, len(features)))
+                for part in features.rows(positions).parts():
+                    if part is not None:
+                        found.update(part.numpy().data)
         return found.hexdigest()
 
     def training_rows(self, split: SplitSettings) -> int:

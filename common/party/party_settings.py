@@ -102,7 +102,7 @@ class PartySettings(Section):
     """Folder with the model to start from: this party's ``checkpoint`` in an earlier run, such as
     ``runs/monday/active/checkpoint``. Relative to this settings file; ``~`` and ``${NAME}`` are
     replaced. The vocabularies and scaling that were fitted in that run are reused. The optimizer
-    starts over, and so does the active party's ledger without ``earlier_ledgers``."""
+    starts over."""
 
     model_seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the initial weights and of dropout. It has no influence on batches or noise."""

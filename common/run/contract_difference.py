@@ -36,5 +36,10 @@ def _shown(value: Any, name: str) -> str:
         if not isinstance(value, dict) or part not in value:
             return _ABSENT
         value = value[part]
+    return in_short(value)
+
+
+def in_short(value: Any) -> str:
+    """Return a plain value as one short line."""
     text = visible(json.dumps(value, ensure_ascii=False))
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."

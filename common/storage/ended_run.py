@@ -1,6 +1,7 @@
-"""Marks a run's folder as that of a run that a budget or a gate has ended for good.
+"""Tells from a run's folder that the run has finished, or was ended for good by a budget or a gate.
 
-Without the mark, a supervisor that restarts every process that ends with an error would never stop.
+The latter has a mark. Without it, a supervisor that restarts every process that ends with an error
+would never stop.
 """
 
 import json
@@ -36,6 +37,11 @@ def end_of(folder: Path) -> Mapping[str, Any] | None:
     except (OSError, ValueError, RecursionError):
         return None
     return why if isinstance(why, dict) else None
+
+
+def has_finished(folder: Path) -> bool:
+    """Return whether a folder holds the results of a finished run, of which the state goes last."""
+    return (folder / "summary.json").exists() and not (folder / "checkpoint" / "run.state").exists()
 
 
 def clear_mark(folder: Path) -> None:

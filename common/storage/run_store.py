@@ -283,7 +283,8 @@ class RunStore:
         """Return the bytes that distinguish this run's log of answers from others."""
         path = self._folder / _RUN
         try:
-            return path.read_bytes()[:DIGEST_BYTES]
+            with path.open("rb") as file:
+                return file.read(DIGEST_BYTES)
         except OSError as error:
             raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
 

@@ -233,9 +233,7 @@ def test_nothing_told_to_anybody_leaves_the_epsilon_of_earlier_answers() -> None
         (LabelUses(has_stopping_gate=True), HONEST, "leak_gate"),
         (LabelUses(has_early_stopping=True), HONEST, "early_stopping"),
         (LabelUses(begins_with_labels=True), HONEST, "initial_weights"),
-        (LabelUses(begins_with_labels=True, counts_earlier_runs=True), HONEST, "initial_weights"),
         (LabelUses(begins_with_releases=True), HONEST, "initial_weights"),
-        (LabelUses(begins_with_releases=True, counts_earlier_runs=True), ANYBODY, None),
     ],
 )
 def test_whatever_else_depends_on_training_labels_voids_the_bound_for_anybody(

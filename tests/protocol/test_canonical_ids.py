@@ -361,8 +361,9 @@ def test_a_run_from_before_these_settings_resumes(tmp_path: Path) -> None:
         assert stored["data"]["id_column"] == "id"
         stored["data"] |= change
         (tmp_path / "settings.yaml").write_text(yaml.safe_dump(stored))
-        return command_line.resumes(own, fresh=False, folder=tmp_path)
+        return command_line.takes_up(own, fresh=False, folder=tmp_path)
 
     assert resumes({})
-    assert not resumes({"id_column": "other"})
-    assert not resumes({"duplicate_ids": "first"})
+    for name, value in (("id_column", "other"), ("duplicate_ids", "first")):
+        with pytest.raises(SettingsError, match=rf"unfinished run .*data\.{name}: .* then"):
+            resumes({name: value})

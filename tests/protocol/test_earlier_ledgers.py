@@ -1,6 +1,7 @@
 """A run that counts the charges of earlier runs: its ledger, budget and own account book."""
 
 import io
+import logging
 import math
 import re
 import shutil
@@ -9,21 +10,29 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rich.console import Console
+from safetensors.torch import load_file
 
+from splitveil.active_party.assembly import build_session
 from splitveil.active_party.defenses.exact_auc import (
     auc_of_epsilon,
     gaussian_auc,
     gaussian_of_epsilon,
 )
+from splitveil.active_party.earlier_runs import earlier_answers
+from splitveil.active_party.ledger.account_book import AccountBook
+from splitveil.active_party.ledger.budget import Allowance
 from splitveil.active_party.ledger.earlier_ledgers import LEDGER
 from splitveil.active_party.plan import print_plan
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import BudgetExhausted, SettingsError
+from splitveil.common.party.command_line import save_resolved
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.storage.model_files import save_tensors
+from splitveil.common.storage.run_folder import claimed
+from splitveil.common.storage.run_store import RunStore
 from tests.peers import Lost, dying
-from tests.runs import Parties, build_parties, run_in_process, write_example
+from tests.runs import ActiveRecording, Parties, build_parties, run_in_process, write_example
 
 MARVELL = "defense={name: marvell, strength: {power_ratio: 16}, insecure_noise_seed: 1}"
 EVERY_2 = "contract.checkpoints.every_steps=2"
@@ -102,20 +111,26 @@ def test_a_budget_counts_earlier_runs_and_one_that_is_used_up_answers_nothing(
     assert parties.active.sent == []
 
 
-def test_two_earlier_ledgers_add_up_and_a_chain_needs_the_newest_alone(
+def test_two_earlier_ledgers_add_up_and_what_a_chain_charged_counts_once(
     example: Path, tmp_path: Path
 ) -> None:
-    second = run(example, MARVELL, AFTER_FIRST, "insecure_nonce_seed=44")
-    leave(second, tmp_path / "second")
-    third = run(example, MARVELL, f"earlier_ledgers=[{tmp_path / 'second/active/checkpoint'}]")
-    twice = "earlier_ledgers=[first/active/checkpoint, first/active/checkpoint]"
-    assert max(divergences(third).values()) == pytest.approx(6 / 16, rel=0.02)
-    assert max(divergences(run(example, MARVELL, twice)).values()) == pytest.approx(
-        6 / 16, rel=0.02
+    leave(run(example, MARVELL, AFTER_FIRST, "insecure_nonce_seed=44"), tmp_path / "second")
+    leave(run(example, MARVELL, "insecure_nonce_seed=45"), tmp_path / "beside")
+    first, second, beside = (
+        folder / "active/checkpoint"
+        for folder in (example / "first", tmp_path / "second", tmp_path / "beside")
     )
 
+    def most(*folders: Path) -> float:
+        names = ", ".join(map(str, folders))
+        return max(divergences(run(example, MARVELL, f"earlier_ledgers=[{names}]")).values())
 
-def test_noise_that_is_kept_over_runs_tells_no_more_the_second_time(
+    assert most(second) == most(first, second) == pytest.approx(6 / 16, rel=0.02)
+    assert most(first, first) == most(first) == pytest.approx(4 / 16, rel=0.02)
+    assert most(beside, first) == pytest.approx(6 / 16, rel=0.02)
+
+
+def test_noise_that_is_kept_over_runs_tells_no_more_the_secondtime(
     example: Path, tmp_path: Path
 ) -> None:
     """The same key and strength repeat the answers of the first run; another strength adds."""
@@ -209,6 +224,126 @@ def test_a_run_does_not_begin_with_its_own_ledger(example: Path) -> None:
     assert len(settings(example, *own[:2], moved).earlier_answers()) == 360
 
 
+# ---- runs that no setting names ----
+
+
+def left(runs: Path, name: str, parties: Parties, *, book: bool = True) -> Path:
+    """Leave settings and perhaps the book of a run as its process does; returns the folder."""
+    folder = runs / name
+    (folder / "checkpoint").mkdir(parents=True, exist_ok=True)
+    save_resolved(parties.active_settings, folder)
+    if book:
+        save_tensors(folder, LEDGER, parties.session.account_book().state_dict())
+    return folder
+
+
+def found(example: Path, runs: Path, *overrides: str, own: str = "new/active") -> AccountBook:
+    start = settings(example, f"runs_dir={runs}", *overrides)
+    return earlier_answers(start, runs / own, leaves_books=False)
+
+
+def test_every_run_about_the_same_labels_counts_whatever_its_name_and_wherever_it_was_moved(
+    example: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, other = run(example, MARVELL), run(example, MARVELL, "insecure_nonce_seed=44")
+    left(tmp_path, "a/active", one)
+    assert found(example, tmp_path).most() == pytest.approx(2 / 16, rel=0.02)
+    assert len(found(example, tmp_path, own="a/active")) == 0
+    assert len(found(example, tmp_path, "earlier_ledgers=[]")) == 0
+    left(tmp_path, "new/active.previous-2", other)
+    with caplog.at_level(logging.INFO):
+        assert found(example, tmp_path).most() == pytest.approx(4 / 16, rel=0.02)
+    for name in ("a/active", "new/active.previous-2"):
+        assert re.search(rf"labels were released at .* in {tmp_path / name} \(20", caplog.text)
+    after_a = f"earlier_ledgers=[{tmp_path / 'a/active/checkpoint'}]"
+    left(tmp_path, "b/active", run(example, MARVELL, after_a, "insecure_nonce_seed=45"))
+    assert found(example, tmp_path).most() == pytest.approx(6 / 16, rel=0.02)
+    assert found(example, tmp_path, after_a).most() == pytest.approx(2 / 16, rel=0.02)
+    assert len(found(example, tmp_path, "data.label_column=own1")) == 0
+
+
+def test_rows_without_ids_are_those_of_the_same_file(example: Path, tmp_path: Path) -> None:
+    for party in ("active", "passive"):  # row n of one file is about the person of row n
+        (example / f"{party}-of-rows.csv").write_bytes((example / f"{party}.csv").read_bytes())
+    by_row = ["data.id_column=null", "data.source.path=active-of-rows.csv"]
+    passive = ["data.id_column=null", "data.source.path=passive-of-rows.csv"]
+    parties = build_parties(example, [MARVELL, *by_row], passive)
+    run_in_process(parties)
+    left(tmp_path, "a/active", parties)
+    assert found(example, tmp_path, *by_row).most() == pytest.approx(2 / 16, rel=0.02)
+    assert len(found(example, tmp_path, by_row[0])) == 0
+    assert len(found(example, tmp_path)) == 0
+    with pytest.raises(SettingsError, match=r"only one of the runs names examples by ids"):
+        found(example, tmp_path, by_row[1])
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_a_run_that_was_killed_counts_with_all_that_it_has_answered(
+    example: Path, tmp_path: Path, *, aside: bool
+) -> None:
+    """Some of its answers are in its last state, others in its log only."""
+    killed = parties_with(example, MARVELL, EVERY_2, runs=tmp_path / "a")
+    with pytest.raises(Lost):
+        run_in_process(killed, dying(4, after=True))
+    charged = killed.session.account_book()
+    folder = left(tmp_path, "a/active", killed, book=False)
+    if aside:
+        folder = folder.rename(folder.with_name("active.previous-1"))
+    before = sorted(path for path in tmp_path.rglob("*") if path.name[0] != ".")
+    book = found(example, tmp_path)
+    assert sorted(path for path in tmp_path.rglob("*") if path.name[0] != ".") == before
+    assert book.most() == charged.most() > 0
+    assert book.runs == charged.runs
+    assert not np.setdiff1d(book.names, charged.names).size
+    start = settings(example, f"runs_dir={tmp_path}")
+    assert earlier_answers(start, None, leaves_books=True).runs == charged.runs
+    assert AccountBook.from_state(load_file(folder / "checkpoint" / LEDGER)).runs == charged.runs
+    # From now on it cannot be resumed: the other run's answers would not be in its accounts.
+    left(tmp_path, "b/active", run(example, MARVELL, f"earlier_ledgers=[{folder / 'checkpoint'}]"))
+    again = build_session(
+        killed.active_settings,
+        PartyData.of(killed.active_settings),
+        lambda _: pytest.fail("nothing is to be built"),
+        ActiveRecording(),
+        lambda: bytes(32),
+        RunStore(folder, keep=3),
+        Allowance(earlier=found(example, tmp_path, own=f"a/{folder.name}")),
+    )
+    with pytest.raises(SettingsError, match=r"other runs have charged answers .* --fresh"):
+        again.reopen()
+
+
+def test_a_run_whose_charges_cannot_be_known_is_named_and_never_left_out(
+    example: Path, tmp_path: Path
+) -> None:
+    killed = parties_with(example, MARVELL, EVERY_2, runs=tmp_path / "a")
+    with pytest.raises(Lost):
+        run_in_process(killed, dying(4, after=True))
+    folder = left(tmp_path, "a/active", killed, book=False)
+
+    def refused(reason: str, *overrides: str) -> None:
+        with pytest.raises(SettingsError, match=rf"{folder}: .*counted: .*{reason}.*\[\] for none"):
+            found(example, tmp_path, *overrides)
+
+    with claimed(folder, ""):
+        refused("wait for its end")
+    log, text = folder / "checkpoint" / "answered.log", (folder / "settings.yaml").read_text()
+    whole = log.read_bytes()
+    log.write_bytes(whole[:-60] + bytes(60))
+    refused("is damaged")
+    log.write_bytes(whole)
+    (folder / "settings.yaml").write_text(text[:100])
+    refused("damaged")
+    (folder / "settings.yaml").unlink()
+    refused("cannot be read")
+    (folder / "settings.yaml").write_text(text)
+    refused("by other rules", "contract.ids=[{kind: text, fold_case: true}]")
+    (folder / "checkpoint" / "run.state").unlink()
+    refused("no ledger holds")
+    (folder / "checkpoint" / LEDGER).write_bytes(b"{")
+    refused("cannot be read")
+
+
 def test_the_plan_says_what_was_told_before(example: Path) -> None:
     """Two answers of each example, whose charges depend on the gradients in their later digits."""
     console = Console(file=io.StringIO(), width=200)
@@ -216,8 +351,8 @@ def test_the_plan_says_what_was_told_before(example: Path) -> None:
     print_plan(planned, PartyData.load(planned.data, example), None, console)
     assert isinstance(console.file, io.StringIO)
     said = re.search(
-        r"What earlier_ledgers have told comes on top, sum_kl (\S+) at most, "
-        r"bounded for a peer that knows class means only\.",
+        r"What earlier runs have told comes on top, sum_kl (\S+) at most, a leak AUC of \S+, "
+        r"bounded for a peer that knows class means only; what this run adds is not known before",
         console.file.getvalue(),
     )
     assert said is not None

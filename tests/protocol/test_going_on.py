@@ -6,7 +6,7 @@ import pickle
 import re
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -196,6 +196,37 @@ def test_other_data_than_the_run_began_with_are_refused(tmp_path: Path) -> None:
         pytest.skip("the first row is a positive")
     with pytest.raises(DataError, match="--fresh"):
         changed.session.reopen()
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("party", ["active", "passive"])
+def test_features_of_two_rows_that_were_swapped_are_other_data(
+    tmp_path: Path, party: str, *, cached: bool
+) -> None:
+    """Ids, labels, scalers and vocabularies are what they were; only rows of one split differ."""
+    write_example(tmp_path)
+    both = [EVERY_2, *(["data.source.cache_dir=cache"] if cached else [])]
+    parties = build_parties(tmp_path, both, both, runs=tmp_path / "runs")
+    with pytest.raises(Lost):
+        run_in_process(parties, dying(4, after=True))
+    rows, file = parties.active.rows, tmp_path / f"{party}.csv"
+    assert rows is not None
+    header, *lines = file.read_text().splitlines()
+    tested = rows.file_rows[rows.splits["test"][:2]]
+    ids = {parties.session.ids[row] for row in tested}
+    one, other = (at for at, line in enumerate(lines) if line.split(",")[0] in ids)
+    first = 2 if party == "active" else 1
+    swapped = lines[one].split(","), lines[other].split(",")
+    for cells, features in zip(swapped, [cells[first:] for cells in swapped][::-1], strict=True):
+        cells[first:] = features
+    lines[one], lines[other] = map(",".join, swapped)
+    file.write_text("\n".join([header, *lines]) + "\n")
+    changed = build_parties(tmp_path, both, both, runs=tmp_path / "runs")
+    starts: list[Callable[[], object]] = [changed.session.reopen, lambda: run_in_process(changed)]
+    if party == "passive":
+        starts.pop(0)()
+    with pytest.raises(DataError, match="--fresh"):
+        starts[0]()
 
 
 # ---- the files ----

@@ -352,7 +352,7 @@ def test_a_check_of_the_aligned_rows_would_show(
         return trainer
 
     monkeypatch.setattr(TrainerBuilder, "__call__", checked)
-    with pytest.raises(AssertionError, match="^aligned"):
+    with pytest.raises(AssertionError, match=r"^aligned"):
         assert_same_for_both_labels(
             tmp_path, "two classes", "test", [RESPONSE], [BY_COLUMN], "DataError"
         )

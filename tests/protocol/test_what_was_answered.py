@@ -49,7 +49,8 @@ def parties_in(example: Path, runs: Path, *active: str) -> Parties:
 
 
 def accounts(session: ActiveSession) -> Accounts:
-    return {name: value.clone() for name, value in session.account_book().state_dict().items()}
+    state = session.account_book().state_dict()
+    return {name: value.clone() for name, value in state.items() if name != "runs"}
 
 
 def told(saved: Accounts) -> torch.Tensor:

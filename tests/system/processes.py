@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
@@ -149,6 +150,7 @@ def started(
     *both: str,
     active: Sequence[str] = (),
     passive: Sequence[str] = (),
+    options: Sequence[str] = (),
     in_turn: bool = False,
     fast_clock: bool = False,
 ) -> Iterator[Pair]:
@@ -159,18 +161,18 @@ def started(
         both: overrides for both parties.
         active: further overrides for the active party.
         passive: further overrides for the passive party.
+        options: further words of both command lines.
         in_turn: start the passive party when the active party waits for it.
         fast_clock: let both have ``hurry``.
     """
     address = free_address()
+    start = partial(Party, options=options, fast_clock=fast_clock)
     with ExitStack() as stack:
-        where = f"listen={address}"
-        active_party = Party("active", folder, where, *both, *active, fast_clock=fast_clock)
+        active_party = start("active", folder, f"listen={address}", *both, *active)
         stack.callback(active_party.kill)
         if in_turn:
             active_party.wait_until_says("waiting for the passive party")
-        where = f"connect={address}"
-        passive_party = Party("passive", folder, where, *both, *passive, fast_clock=fast_clock)
+        passive_party = start("passive", folder, f"connect={address}", *both, *passive)
         stack.callback(passive_party.kill)
         yield Pair(active_party, passive_party)
 

@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -511,11 +512,12 @@ def test_a_full_disk_at_the_checkpoint_leaves_the_last_good_one(
     whole_run: WholeRun, tmp_path: Path
 ) -> None:
     """Models of megabytes, and a party whose files may only grow to half of one."""
-    wide = {"active": ["top_model.hidden=[90000]"], "passive": ["bottom_model.hidden=[60000]"]}
+    active, passive = ["top_model.hidden=[90000]"], ["bottom_model.hidden=[60000]"]
+    fresh = partial(started, active=active, passive=passive, options=["--fresh"])
 
     def fill(name: PartyName) -> tuple[tuple[int, int], Pair]:
         shutil.copytree(whole_run.folder, tmp_path / name)
-        with started(tmp_path / name, active=wide["active"], passive=wide["passive"]) as pair:
+        with fresh(tmp_path / name) as pair:
             getattr(pair, name).limit_files(500_000)
             return pair.wait(), pair
 

@@ -164,6 +164,20 @@ def test_folders_of_the_user_with_our_names_are_left_alone(tmp_path: Path) -> No
     assert (tmp_path / "runs" / "small" / "active" / "report.html").is_file()
 
 
+def test_a_finished_rehearsal_runs_again_and_none_counts_as_an_earlier_release(
+    tmp_path: Path,
+) -> None:
+    write_example(tmp_path / "settings")
+    words = ("splitveil.deploy.local", str(tmp_path / "settings"), "--runs", str(tmp_path / "runs"))
+    for _ in range(2):
+        done = run_program(*PYTHON, *words, "--set", "contract.epochs=1")
+        assert done.returncode == 0, done.stdout
+    for party in ("active", "passive"):
+        assert (tmp_path / "runs" / "small" / f"{party}.previous-1" / "summary.json").is_file()
+    summary = json.loads((tmp_path / "runs" / "small" / "active" / "summary.json").read_text())
+    assert "earlier_answers" not in summary
+
+
 def shuffled_copy(path: Path, folder: Path) -> Path:
     """Copy a compressed table with its rows in another order."""
     header, *rows = gzip.decompress(path.read_bytes()).decode().splitlines()

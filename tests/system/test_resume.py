@@ -169,21 +169,52 @@ def started_over_by_option(both: Both, whole: Outcome) -> None:
     for party in both:
         assert party.folder.with_name(f"{party.party}.previous-1").is_dir()
         assert "going on" not in party.said
+    assert "these labels were released at a leak AUC of" in both.active.said
+    assert (both.active.folder.with_name("active.previous-1") / "checkpoint" / LEDGER).is_file()
 
 
-def started_over_by_settings(both: Both, whole: Outcome) -> None:
-    """The old run cannot be resumed; the message names the setting that differs."""
+def other_settings(both: Both, whole: Outcome) -> None:
+    """They are refused, whether the run is unfinished or finished, and nothing is moved."""
+
+    def refused(*overrides: str) -> tuple[str, ...]:
+        both.start(*overrides)
+        assert both.wait() == (2, 2), both.outputs
+        assert not list(both.active.folder.parent.glob("*.previous-*"))
+        return tuple(party.said for party in both)
+
     both.start()
     wait_for_line(both, len(whole.metrics["active"]) // 3)
     for party in both:
         party.kill()
-    both.start("contract.batch_size=16", "model_seed=3")
-    assert both.wait() == (0, 0), both.outputs
+    for said in refused("contract.batch_size=16", "model_seed=3", "insecure_nonce_seed=99"):
+        assert "an unfinished run with other settings: contract.batch_size: 16 now, 32 then" in said
+        assert "model_seed: 3 now, 0 then" in said
+        assert "insecure_nonce_seed" in said
+        assert "99" not in said
+    kept = [(party.folder / "settings.yaml").read_bytes() for party in both]
     for party in both:
-        assert "the unfinished run (contract, model_seed): starting over" in party.said
-        assert party.folder.with_name(f"{party.party}.previous-1").is_dir()
-    with pytest.raises(AssertionError):
-        assert_same(outcome(both.active.folder.parents[1]), whole)
+        (party.folder / "settings.yaml").write_text("contract: [")
+    assert all("settings.yaml: not valid YAML" in said for said in refused())
+    for party, content in zip(both, kept, strict=True):
+        (party.folder / "settings.yaml").write_bytes(content)
+    both.start()
+    assert both.wait() == (0, 0), both.outputs
+    assert all("resuming in epoch" in party.said for party in both)
+    assert all(
+        "has a finished run with other settings: model_seed" in said
+        for said in refused("model_seed=3")
+    )
+
+
+def finished(both: Both, whole: Outcome) -> None:
+    """The same commands train nothing once more, as where a unit starts at each boot."""
+    both.start()
+    assert both.wait() == (0, 0), both.outputs
+    files = {path: path.stat().st_mtime_ns for path in both.active.folder.parent.rglob("*")}
+    both.start("torch_threads=2")
+    assert both.wait() == (0, 0), both.outputs
+    assert all("this run has finished, and nothing is trained" in party.said for party in both)
+    assert {path: path.stat().st_mtime_ns for path in both.active.folder.parent.rglob("*")} == files
 
 
 def refused_twice(both: Both, whole: Outcome) -> None:
@@ -208,21 +239,21 @@ Story = Callable[[Both, Outcome], None]
 def test_a_run_that_was_ended_early_can_be_resumed_or_started_over(
     tmp_path: Path, whole: dict[str, Outcome]
 ) -> None:
-    stories: list[tuple[str, Story, bool]] = [
-        ("interrupted", interrupted, True),
-        ("active-lost", partial(given_up, "active"), True),
-        ("passive-lost", partial(given_up, "passive"), True),
-        ("fresh", started_over_by_option, True),
-        ("changed", started_over_by_settings, False),
-        ("twice", refused_twice, True),
-    ]
+    stories: dict[str, Story] = {
+        "interrupted": interrupted,
+        "active-lost": partial(given_up, "active"),
+        "passive-lost": partial(given_up, "passive"),
+        "fresh": started_over_by_option,
+        "changed": other_settings,
+        "finished": finished,
+        "twice": refused_twice,
+    }
 
-    def tell(name: str, story: Story, *, is_same: bool) -> None:
+    def tell(name: str, story: Story) -> None:
         folder = tmp_path / name
         write_example(folder)
         with kept_up(folder, settings()) as both:
             story(both, whole["none"])
-            if is_same:
-                assert_same(outcome(folder / "runs"), whole["none"], both.outputs)
+            assert_same(outcome(folder / "runs"), whole["none"], both.outputs)
 
-    side_by_side(*(partial(tell, name, story, is_same=same) for name, story, same in stories))
+    side_by_side(*(partial(tell, name, story) for name, story in stories.items()))

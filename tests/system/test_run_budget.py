@@ -4,9 +4,10 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -127,6 +128,84 @@ def test_the_peer_learns_that_the_run_has_ended_and_nothing_else(
     assert told in pair.passive.output
     for word in ("budget", "ledger", "sum_kl"):
         assert word not in pair.passive.output
+
+
+# ---- a second release of the same labels ----
+
+RELEASED = Settings(
+    both=("contract.epochs=40", "contract.checkpoints.every_steps=4"),
+    active=(
+        "defense={name: projected_labels, strength: {leak_auc: 0.6}, rank: 16, stages: 1}",
+        "leak_monitor=null",
+    ),
+    passive=("adversary=null",),
+)
+
+
+def bound(folder: Path) -> float:
+    """Return the bound for anybody that a run's summary states."""
+    found = json.loads((folder / "summary.json").read_text())["bounds"]
+    return float(next(one["leak_auc"] for one in found if one["covers"] == "anybody"))
+
+
+def of_releases(number: int) -> float:
+    """Return the AUC of the best score on several Gaussian releases, each of an AUC of .6.
+
+    A release shifts a label's sum by d standard deviations, where Phi(d / sqrt 2) = .6. The sum of
+    independent ones is sufficient, and is shifted by d sqrt(number).
+    """
+    shift = 2**0.5 * NormalDist().inv_cdf(0.6)
+    return NormalDist().cdf(shift * number**0.5 / 2**0.5)
+
+
+def killed_and_changed(both: Both) -> None:
+    both.start()
+    both.wait_until(lambda: both.active.lines > 20)
+    for party in both:
+        party.kill()
+    both.start("contract.batch_size=50")
+    assert both.wait() == (2, 2), both.outputs
+    both.start("contract.batch_size=50", options=["--fresh"])
+
+
+def finished_and_run_again(both: Both) -> None:
+    both.start()
+    assert both.wait() == (0, 0), both.outputs
+    both.start()
+    assert both.wait() == (0, 0), both.outputs
+    assert bound(both.active.folder) == pytest.approx(of_releases(1), abs=1e-4)
+    both.start(options=["--fresh"])
+
+
+def under_another_name(both: Both) -> None:
+    both.start()
+    assert both.wait() == (0, 0), both.outputs
+    both.active.folder.parent.rename(both.active.folder.parent.with_name("other"))
+    both.start()
+
+
+def test_whatever_leads_to_a_second_release_its_ledger_states_what_both_tell_together(
+    tmp_path: Path,
+) -> None:
+    def second(way: Callable[[Both], None]) -> None:
+        folder = tmp_path / way.__name__
+        write_example(folder)
+        with kept_up(folder, RELEASED) as both:
+            way(both)
+            assert both.wait() == (0, 0), both.outputs
+            assert bound(both.active.folder) == pytest.approx(of_releases(2), abs=1e-4)
+            assert "released at a leak AUC of 0.600 for anybody in " in both.active.said
+            assert "together with this run 0.640, bounded for anybody" in both.active.said
+            third = ("contract.run_name=third", "run_budget={leak_auc: 0.65}")
+            sets = [text for one in (*RELEASED.of("active"), *third) for text in ("--set", one)]
+            plan = command(folder, "--runs", str(folder / "runs"), *sets)
+            assert "together with this run 0.670, bounded for anybody" in plan.stdout, plan.stderr
+            both.passive.start(third[0])
+            both.active.start(*third)
+            assert both.wait() == (5, 5), both.outputs
+
+    ways = (killed_and_changed, finished_and_run_again, under_another_name)
+    side_by_side(*(partial(second, way) for way in ways))
 
 
 def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,146 @@
+"""Finds the account books of earlier runs about the same labels, where the settings name none.
+
+They lie under ``runs_dir``, whatever the names of the runs, and also in folders that were moved
+aside. A run that was killed has left none: what it has charged follows from its last state and from
+its log of answers, as when it is resumed.
+"""
+
+import logging
+import re
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from splitveil.active_party.assembly import TrainerBuilder, build_session
+from splitveil.active_party.ledger.account_book import AccountBook, check_id_rules
+from splitveil.active_party.ledger.earlier_ledgers import LEDGER, SETTING, open_book
+from splitveil.active_party.run.observer import SessionObserver
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.errors import SettingsError, SplitveilError
+from splitveil.common.party.command_line import stored_settings
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.run.contract import ACTIVE
+from splitveil.common.run.id_rules import rules_as_bytes
+from splitveil.common.settings import validate
+from splitveil.common.storage.model_files import save_tensors
+from splitveil.common.storage.run_folder import claimed
+from splitveil.common.storage.run_store import RunStore
+from splitveil.common.text.upper_bounds import auc_at_most
+
+logger = logging.getLogger(__name__)
+
+_FOLDER = re.compile(rf"{ACTIVE}(\.previous-[0-9]+)?")
+_IS_RUNNING = "a run about the same labels has this folder: wait for its end"
+_READS_ALIKE = {"cache_dir", "store", "snapshot", "snapshot_dir"}
+
+
+def earlier_answers(
+    settings: ActiveSettings, own: Path | None, *, leaves_books: bool
+) -> AccountBook:
+    """Return what earlier runs have charged: those that the settings name, or else all.
+
+    Args:
+        settings: of this run.
+        own: the folder of this run, which does not count.
+        leaves_books: whether the book of a run that was killed is written into its folder.
+
+    Raises:
+        SettingsError: a run about the same labels goes on, or what it has charged cannot be known.
+    """
+    if settings.earlier_ledgers is not None:
+        return settings.earlier_answers()
+    rules, books = rules_as_bytes(settings.contract.ids), {}
+    for folder in sorted(settings.runs_dir.glob(f"*/{ACTIVE}*")):
+        if folder == own or not _FOLDER.fullmatch(folder.name):
+            continue
+        try:
+            book = _book_in(folder, settings, leaves_books=leaves_books)
+            if book is not None and book.most():
+                check_id_rules(book.id_rules, rules, str(folder))
+                books[folder] = book
+        except (SplitveilError, OSError) as error:
+            raise SettingsError(
+                f"{SETTING}: {folder}: what this run has charged cannot be counted: {error}. "
+                f"Expected the run to be resumed to its end, its files as they were, another "
+                f"runs_dir, or {SETTING} with exactly the ledgers that count, [] for none"
+            ) from error
+    newest = AccountBook.uncontained(books.values())
+    for folder, book in books.items():
+        if any(book is one for one in newest):
+            _say(folder, book)
+    return AccountBook.together(newest, rules)
+
+
+def _say(folder: Path, book: AccountBook) -> None:
+    written_s = max(path.stat().st_mtime for path in (folder / "checkpoint").iterdir())
+    logger.info(
+        "these labels were released at a leak AUC of %s for %s in %s (%s)",
+        auc_at_most(book.odds().auc_bound(book.most())),
+        book.covers().in_words,
+        folder,
+        datetime.fromtimestamp(written_s, UTC).date(),
+    )
+
+
+def _book_in(folder: Path, settings: ActiveSettings, *, leaves_books: bool) -> AccountBook | None:
+    """Return the account book of a run; None if it is about other labels or has charged nothing."""
+    checkpoint = folder / "checkpoint"
+    if not checkpoint.exists() and not (folder / "settings.yaml").exists():
+        return None
+    values = stored_settings(folder)
+    if not _is_about_labels_of(settings, values["data"]):
+        return None
+    with claimed(folder, _IS_RUNNING):
+        if (checkpoint / LEDGER).exists():
+            return open_book(checkpoint)
+        store = RunStore(folder, keep=1)
+        if store.run() is None:
+            store.refuse_if_answered()
+            return None
+        with torch.random.fork_rng(devices=[]):
+            book = _charged_by(folder, values | {"base_dir": settings.base_dir})
+        if leaves_books:
+            save_tensors(folder, LEDGER, book.state_dict())
+        return book
+
+
+def _is_about_labels_of(settings: ActiveSettings, data: dict[str, Any]) -> bool:
+    own = settings.data.model_dump(mode="json")
+    if data.get("label_column") != own["label_column"]:
+        return False
+    have_ids = [one.get("id_column") is not None for one in (data, own)]
+    if all(have_ids):
+        return True
+    # The number of a row names an example in one file only.
+    one, other = (
+        {name: value for name, value in source.items() if name not in _READS_ALIKE}
+        for source in (data["source"], own["source"])
+    )
+    if one != other:
+        return False
+    if any(have_ids):
+        raise SettingsError("data.id_column: only one of the runs names examples by ids")
+    return True
+
+
+def _charged_by(folder: Path, values: dict[str, Any]) -> AccountBook:
+    run = validate(ActiveSettings, values, f"{folder}/settings.yaml")
+    key = run.noise_key_path or (folder / "checkpoint" / "noise.key").resolve()
+    run = run.model_copy(update={"noise_key_path": key, "compile": False})
+    data = PartyData.of(run)
+    builder = TrainerBuilder(run, data, torch.device("cpu"))
+    observer = cast("SessionObserver", _Unseen())
+    store = RunStore(folder, run.contract.checkpoints.keep, len(run.contract.passive_parties))
+    session = build_session(run, data, builder, observer, lambda: bytes(32), store)
+    session.reopen()
+    return session.account_book()
+
+
+class _Unseen:
+    """Observes nothing: the run is not resumed."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: None

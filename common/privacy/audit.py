@@ -12,7 +12,7 @@ same way for comparison.
 
 import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypedDict
@@ -131,10 +131,7 @@ class BatchRecord:
         return result
 
     def worst_epochs(self) -> LeakByAttack:
-        """Return each attack's mean leak AUC over the batches of the epoch in which it is largest.
-
-        An attack that was never measured is absent.
-        """
+        """Return each attack's mean leak AUC in its worst epoch; absent if never measured."""
         worst: LeakByAttack = {}
         with self._lock:
             for layer, attack, tally in self._measured():
@@ -155,25 +152,11 @@ class BatchRecord:
         with self._lock:
             return AuditCounts(self._observed, self._skipped_one_class, self._left_out)
 
-    def _skip(self) -> None:
-        """Count a batch of a single class, for which an AUC is not defined."""
-        with self._lock:
-            self._skipped_one_class += 1
-
     def _measured(self) -> Iterator[tuple[str, str, AttackTally]]:
         """Yield layer, attack and tally of what was measured; the caller holds the lock."""
         for (layer, attack), tally in self._tallies.items():
             if tally.batches:
                 yield layer, attack, tally
-
-    def _begin(self, layers: Iterable[str]) -> None:
-        """Have a tally of everything; the caller holds the lock.
-
-        The size of a state must not depend on what could be measured, and so on labels.
-        """
-        for layer, attack in product(layers, self._attacks):
-            if (layer, attack) not in self._tallies:
-                self._tallies[layer, attack] = AttackTally()
 
     def _remember(self, measured: BatchLeak) -> None:
         """Add a batch's figures; the caller holds the lock."""
@@ -282,10 +265,10 @@ class LeakAudit(BatchRecord):
         scored = self._scorer.score(observation, labels)
         self._gather(observation, scored, labels)
         measured = self._measure(observation, scored, labels)
-        if not self._classes.is_mixed(labels):
-            self._skip()
-            return None
         with self._lock:
+            if not self._classes.is_mixed(labels):
+                self._skipped_one_class += 1
+                return None
             self._remember(measured)
         return measured
 
@@ -392,7 +375,12 @@ class LeakAudit(BatchRecord):
         leak: LeakByAttack = {layer: {} for layer in scored}
         result = BatchLeak(observation.epoch, observation.step, leak, of_random)
         with self._lock:
-            self._begin(scored)
+            # The size of a state must not depend on what can be measured, and so on labels.
+            for place in product(scored, self._attacks):
+                if place not in self._tallies:
+                    self._tallies[place] = AttackTally()
+                    if by_class is not None:
+                        self._by_class[place] = MultiClassTally(self._classes.num_classes)
             for number, ((layer, attack), value) in enumerate(zip(measured, worst, strict=True), 1):
                 if math.isnan(value):  # the attack knew too little, or every row of a class
                     continue
@@ -400,13 +388,6 @@ class LeakAudit(BatchRecord):
                 if by_class is not None:
                     self._by_class[layer, attack].add(by_class.of(number), by_class.of(0))
         return result
-
-    def _begin(self, layers: Iterable[str]) -> None:
-        super()._begin(layers)
-        if self.is_multi_class:
-            for place in self._tallies:
-                if place not in self._by_class:
-                    self._by_class[place] = MultiClassTally(self._classes.num_classes)
 
     def _scores_of(self, found: LayerScores, attack: str) -> list[Score]:
         by_target, left_out = found.scores[attack]

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from tests.programs import ROOT
-from tests.system import fast_clock
+from tests.system import fast_clock, unit_sandbox
 
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(
@@ -39,6 +39,7 @@ class Forked:
         log: gets what it prints, after what stands there.
         has_fast_clock: whether SIGUSR1 lets its clock go a minute a second.
         variables: further variables of its environment.
+        unit: directives of the systemd unit under whose filters it runs.
     """
 
     def __init__(
@@ -49,11 +50,12 @@ class Forked:
         *,
         has_fast_clock: bool = False,
         variables: Mapping[str, str] = MappingProxyType({}),
+        unit: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         log.touch()
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **variables}
         self._process = _server.Process(
-            target=_become, args=(module, list(words), log, environment, has_fast_clock)
+            target=_become, args=(module, list(words), log, environment, has_fast_clock, unit)
         )
         with _lock:
             self._process.start()
@@ -90,7 +92,12 @@ class Forked:
 
 
 def _become(
-    module: str, words: list[str], log: Path, environment: dict[str, str], has_fast_clock: bool
+    module: str,
+    words: list[str],
+    log: Path,
+    environment: dict[str, str],
+    has_fast_clock: bool,
+    unit: Mapping[str, Sequence[str]] | None,
 ) -> None:
     os.environ.clear()
     os.environ.update(environment)
@@ -102,4 +109,6 @@ def _become(
     sys.argv = [str(program.__file__), *words]
     if has_fast_clock:
         fast_clock.listen()
+    if unit is not None:
+        unit_sandbox.enter(unit)
     program.main()

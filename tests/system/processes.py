@@ -6,10 +6,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
 from splitveil.simulation import free_address
+from tests.deployed import Deployed
 from tests.system.forked import Forked
 from tests.waiting import HANGS_AFTER_S
 
@@ -32,6 +34,7 @@ class Party:
         options: Sequence[str] = (),
         log: str | None = None,
         fast_clock: bool = False,
+        as_unit: bool = False,
     ) -> None:
         """Start it.
 
@@ -43,6 +46,7 @@ class Party:
             options: further words of the command line.
             log: names the file of its output; by default the command does.
             fast_clock: let ``hurry`` be there.
+            as_unit: run it under the filters of its systemd unit.
         """
         self.party = party
         self.runs = folder / "runs"
@@ -55,6 +59,7 @@ class Party:
             [command, *settings, *sets, *options],
             self._log,
             has_fast_clock=fast_clock,
+            unit=Deployed(party, "", "", "").unit if as_unit else None,
         )
 
     @property
@@ -148,6 +153,7 @@ def started(
     passive: Sequence[str] = (),
     in_turn: bool = False,
     fast_clock: bool = False,
+    as_unit: bool = False,
 ) -> Iterator[Pair]:
     """Start both parties on a free port; a party that still runs in the end is killed.
 
@@ -158,16 +164,18 @@ def started(
         passive: further overrides for the passive party.
         in_turn: start the passive party when the active party waits for it.
         fast_clock: let both have ``hurry``.
+        as_unit: run each under the filters of its systemd unit.
     """
     address = free_address()
+    start = partial(Party, fast_clock=fast_clock, as_unit=as_unit)
     with ExitStack() as stack:
         where = f"listen={address}"
-        active_party = Party("active", folder, where, *both, *active, fast_clock=fast_clock)
+        active_party = start("active", folder, where, *both, *active)
         stack.callback(active_party.kill)
         if in_turn:
             active_party.wait_until_says("waiting for the passive party")
         where = f"connect={address}"
-        passive_party = Party("passive", folder, where, *both, *passive, fast_clock=fast_clock)
+        passive_party = start("passive", folder, where, *both, *passive)
         stack.callback(passive_party.kill)
         yield Pair(active_party, passive_party)
 

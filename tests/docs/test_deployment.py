@@ -164,6 +164,20 @@ def test_a_party_s_memory_is_limited_alike_by_every_supervisor(party: str, endin
 # ---- compose ----
 
 
+def test_what_compose_runs_is_defended() -> None:
+    both = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))["services"]
+    for party, service in (("active", both["active-party"]), ("passive", both["passive-party"])):
+        assert service["command"][1] == f"/examples/{EXAMPLE.name}/{party}.yaml"
+        assert service["mem_limit"]
+    settings = load_party_settings(ActiveSettings, EXAMPLE / "active.yaml", [])
+    assert settings.defense.name in {"marvell", "max_norm"}
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLE.parent.glob("*/active.yaml")), ids=str)
+def test_every_example_is_defended(example: Path) -> None:
+    assert load_party_settings(ActiveSettings, example, []).defense.name != "none"
+
+
 @party
 def test_the_example_of_an_env_file_names_every_variable_and_no_other(party: str) -> None:
     text = (ROOT / f"docker-compose.{party}.yml").read_text(encoding="utf-8")

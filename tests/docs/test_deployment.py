@@ -173,7 +173,9 @@ def test_what_compose_runs_is_defended() -> None:
     assert settings.defense.name in {"marvell", "max_norm"}
 
 
-@pytest.mark.parametrize("example", sorted(EXAMPLE.parent.glob("*/active.yaml")), ids=str)
+@pytest.mark.parametrize(
+    "example", sorted(EXAMPLE.parent.glob("*/active.yaml")), ids=lambda path: path.parent.name
+)
 def test_every_example_is_defended(example: Path) -> None:
     assert load_party_settings(ActiveSettings, example, []).defense.name != "none"
 

@@ -97,9 +97,9 @@ class WorkerLine:
         try:
             if file is None:
                 found = rendezvous("env://", rank, size, timeout=_FIND_EACH_OTHER_WITHIN)
-                store: dist.Store = next(found)[0]
+                store, _, _ = next(found)
             else:
-                store = dist.FileStore(str(file), size)
+                store = dist.FileStore(str(file), size)  # type: ignore[attr-defined]
                 store.set_timeout(_FIND_EACH_OTHER_WITHIN)
             dist.init_process_group(
                 "gloo",

@@ -178,7 +178,7 @@ def test_different_contracts_are_named_field_by_field_and_the_active_party_stays
     with pytest.raises(ContractMismatch) as caught:
         run_in_process(parties)
     assert caught.value.fields == ("batch_size", "split.train", "split.validation")
-    assert parties.session.stage is Stage.WAITING
+    assert parties.session.error is None
     parties.run = build_parties(example, differing, differing).run
     run_in_process(parties)
     assert parties.session.stage is Stage.FINISHED

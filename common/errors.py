@@ -55,11 +55,16 @@ class SettingsError(SplitveilError):
 
 
 class ContractMismatch(SettingsError):
-    """The two parties hold different contracts."""
+    """The two parties hold different contracts.
 
-    def __init__(self, fields: Sequence[str]) -> None:
+    Args:
+        fields: in which they differ.
+        in_words: the differences, with values where they are known.
+    """
+
+    def __init__(self, fields: Sequence[str], in_words: str | None = None) -> None:
         self.fields = tuple(fields)
-        super().__init__(f"the parties' contracts differ in: {', '.join(self.fields)}")
+        super().__init__(in_words or f"the parties' contracts differ in: {', '.join(self.fields)}")
 
 
 class DataError(SplitveilError):

@@ -5,7 +5,7 @@ applies it to rows whose features they do not know. Here the map is ridge regres
 each row is predicted by a map that has not seen it. A numeric column's figure is R^2, the share of
 its variance that is reconstructed (0: no better than the mean). A category's figure is the accuracy
 of the category with the highest score, beside the share of the most frequent category, which needs
-no activation.
+no activation; of a column with very many categories, in the rows of the most frequent ones.
 
 It is a lower bound: a nonlinear map, or the bottom model itself, may tell more, and so may several
 columns together.
@@ -29,7 +29,7 @@ LEAST_ROWS = 50
 MOST_DIMENSIONS = 1024
 """Wider activations are projected onto as many random directions first."""
 MOST_CATEGORIES = 64
-"""The most frequent categories of a column; the others count as one."""
+"""The most frequent categories of a column; rows of the others are not asked about."""
 
 _RIDGE = 1e-3
 """Penalty per row, in units of the variance of a standardised activation."""
@@ -196,10 +196,12 @@ def _of_category(
         return None
     rank = np.empty(len(counts), dtype=np.int64)
     rank[np.argsort(-counts, kind="stable")] = np.arange(len(counts))
-    classes = np.minimum(rank[members], MOST_CATEGORIES)
-    predicted = cross_fitted(activations, np.eye(classes.max() + 1)[classes], folds)
-    shares = np.bincount(classes) / len(classes)
-    return float((predicted.argmax(axis=1) == classes).mean()), float(shares.max())
+    classes = rank[members]
+    asked = min(len(counts), MOST_CATEGORIES)
+    predicted = cross_fitted(activations, np.eye(len(counts), asked)[classes], folds)
+    is_asked = classes < asked
+    is_named = predicted.argmax(axis=1)[is_asked] == classes[is_asked]
+    return float(is_named.mean()), float(counts.max() / is_asked.sum())
 
 
 def _read_columns(entries: Sequence[object]) -> Iterator[ColumnExposure]:

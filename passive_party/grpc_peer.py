@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any, Self, TypeVar
 
@@ -11,9 +12,17 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from splitveil.common.alignment import AlignChannel, StreamChannel
-from splitveil.common.errors import InvalidMessage, OthersAwaited, PeerUnreachable
+from splitveil.common.errors import (
+    ContractMismatch,
+    InvalidMessage,
+    OthersAwaited,
+    PeerError,
+    PeerUnreachable,
+)
 from splitveil.common.party.party_settings import ReconnectSettings
 from splitveil.common.run import messages
+from splitveil.common.run.contract_difference import check_same_contract
+from splitveil.common.wire import probe_codec
 from splitveil.common.wire.audit_codec import encode_question
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import HANDSHAKE_TIMEOUT_S, SERVICE, method_path
@@ -23,6 +32,7 @@ from splitveil.common.wire.handshake_codec import Greeting, decode_opening, enco
 from splitveil.common.wire.limits import (
     ALIGN_FRAME_BYTES,
     PARTY_KEY,
+    PROBE_BYTES,
     SMALL_BYTES,
     Refused,
     believed,
@@ -106,7 +116,32 @@ class GrpcPeer:
             reply = self._unary("Handshake", request, pb.HandshakeReply, HANDSHAKE_TIMEOUT_S)
             return decode_opening(reply, offer)
 
-        return self._retrying.until_answered(ask)
+        try:
+            return self._retrying.until_answered(ask)
+        except ContractMismatch:
+            self._compare_contracts(party)
+            raise
+
+    def _compare_contracts(self, party: str) -> None:
+        """Ask the active party for its contract, as ``check`` does, to name both values.
+
+        Raises:
+            ContractMismatch: it names them.
+        """
+        own = self.connection.contract
+        introduction = probe_codec.Introduction(party, own.canonical_json(), time.time(), None)
+        request = pb.ProbeRequest(introduction=probe_codec.encode_introduction(introduction))
+        with suppress(PeerError):  # what the refusal has said is enough
+            reply = self._unary(
+                "Probe",
+                request,
+                pb.ProbeReply,
+                HANDSHAKE_TIMEOUT_S,
+                probe_codec.SERVICE,
+                PROBE_BYTES,
+            )
+            theirs = probe_codec.decode_introduction(reply.introduction).contract
+            check_same_contract(own, theirs, "the active party")
 
     def is_ready(self) -> bool:
         """Ask once whether the active party serves.
@@ -232,12 +267,18 @@ class GrpcPeer:
         return self.connection.channel()
 
     def _unary(
-        self, method: str, request: Any, reply: type[MessageT], timeout_s: float
+        self,
+        method: str,
+        request: Any,
+        reply: type[MessageT],
+        timeout_s: float,
+        service: str = SERVICE,
+        max_bytes: int = SMALL_BYTES,
     ) -> MessageT:
         call = self._connected().unary_unary(
-            method_path(method),
+            method_path(method, service),
             request_serializer=type(request).SerializeToString,
-            response_deserializer=reader(reply, SMALL_BYTES),
+            response_deserializer=reader(reply, max_bytes),
         )
         try:
             answer: MessageT | Refused = call(request, timeout=timeout_s, metadata=self._metadata)

@@ -68,6 +68,11 @@ class Deployed(NamedTuple):
         return found
 
     @property
+    def unit_environment(self) -> dict[str, str]:
+        """The variables that the unit itself sets."""
+        return dict(one.split("=", 1) for one in self.unit["Environment"])
+
+    @property
     def manifest_folder(self) -> Path:
         """The folder that kustomize reads."""
         return KUBERNETES / f"{self.party}{self.ending}"

@@ -82,7 +82,8 @@ class Oriented(nn.Module):
     def __init__(self, generator: nn.Module) -> None:
         super().__init__()
         self.generator = generator
-        self.register_buffer("agreement", torch.zeros(()))
+        device = next(generator.parameters()).device
+        self.register_buffer("agreement", torch.zeros((), device=device))
 
     def forward(self, activation: Tensor, features: Features | None) -> Tensor:
         """Return logits of the positive class, (batch,)."""

@@ -27,7 +27,6 @@ from splitveil.active_party.run.stages import Stage
 from splitveil.common.alignment import Share
 from splitveil.common.errors import (
     AlignmentError,
-    ContractMismatch,
     NotOpen,
     OthersAwaited,
     OutOfStep,
@@ -61,16 +60,11 @@ class Gathering:
         """Return the party that shakes hands, if it holds the same contract.
 
         Raises:
-            ContractMismatch: naming the fields that differ; a run that waits then ends.
+            ContractMismatch: naming the fields that differ; the run goes on waiting.
             SplitveilError: the error that has ended the run.
         """
         self._lifecycle.refuse_if_ended()
-        try:
-            check_contract(self._contract, contract_json, name)
-        except ContractMismatch as error:
-            if self._lifecycle.stages.current is Stage.WAITING:
-                self._lifecycle.end(error)
-            raise
+        check_contract(self._contract, contract_json, name)
         return self._parties.named(name)
 
     def open(self, asking: PassiveParty, commitment: bytes, is_listening: Listening) -> Opening:

@@ -18,8 +18,10 @@ from splitveil.active_party.run.stages import RunStages, Stage
 from splitveil.common.alignment import Share
 from splitveil.common.errors import AlignmentError, ContractMismatch, NothingBegun, OutOfStep
 from splitveil.common.run.contract import Contract
+from splitveil.common.run.contract_difference import check_same_contract
 from splitveil.common.run.messages import Offer
 from splitveil.common.run.sample_order import NONCE_BYTES, Positions
+from splitveil.common.text.visible_text import visible
 
 RESUMABLE = (Stage.REJOINING, Stage.TRAINING, Stage.FINISHED)
 """Stages at which a run may resume from a checkpoint."""
@@ -91,11 +93,9 @@ def check_contract(contract: Contract, canonical: str, party: str) -> None:
     Raises:
         ContractMismatch: naming the fields that differ.
     """
-    differing = contract.fields_differing_from(canonical)
-    if not differing and party not in contract.passive_parties:
-        differing = ["passive_parties"]
-    if differing:
-        raise ContractMismatch(differing)
+    check_same_contract(contract, canonical, f"party {visible(party)}")
+    if party not in contract.passive_parties:
+        raise ContractMismatch(["passive_parties"])
 
 
 def judge_new_run(stages: RunStages, *, is_known: bool, has_answered: bool) -> NewRun:

@@ -185,7 +185,7 @@ class ActiveSession:
         seen is then not used again. With several parties, each is answered once all have asked.
 
         Raises:
-            ContractMismatch: naming the fields that differ; a run that waits then ends.
+            ContractMismatch: naming the fields that differ; the run goes on waiting.
             OutOfStep: a new run after this one has begun, a resumption of another run, or no
                 checkpoint in common.
             OthersAwaited: other parties have not asked yet; worth another attempt.

@@ -280,7 +280,6 @@ class ActiveService:
             return
         if self._session.error is not None:
             self._told_of_end.release()
-        # Differing contracts end a run that waits for its peer; the session does that itself.
         if isinstance(error, (ProtocolError, ContractMismatch)):
             kind = type(error).__name__
             self.refused[kind] += 1

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
@@ -78,8 +79,9 @@ class WorkerLine:
         size: int,
         on_lost: Callable[[Exception], NoReturn] = _raise_lost,
         attempt: int = 0,
+        file: Path | None = None,
     ) -> "WorkerLine":
-        """Wait for all processes, which find each other where the environment says.
+        """Wait for all processes, which find each other where the environment says, or in a file.
 
         Args:
             rank: of this process.
@@ -87,13 +89,18 @@ class WorkerLine:
             on_lost: as for the class.
             attempt: counts the starts of all processes together. The place where they meet may
                 outlive them, and holds the addresses of those before.
+            file: by which processes of one machine find each other; nobody else may open it.
 
         Raises:
             WorkerLost: they do not find each other.
         """
-        found = rendezvous("env://", rank, size, timeout=_FIND_EACH_OTHER_WITHIN)
         try:
-            store, _, _ = next(found)
+            if file is None:
+                found = rendezvous("env://", rank, size, timeout=_FIND_EACH_OTHER_WITHIN)
+                store, _, _ = next(found)
+            else:
+                store = dist.FileStore(str(file), size)  # type: ignore[attr-defined]
+                store.set_timeout(_FIND_EACH_OTHER_WITHIN)
             dist.init_process_group(
                 "gloo",
                 rank=rank,

@@ -8,8 +8,12 @@ import argparse
 import logging
 import os
 import signal
+import stat
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from splitveil.common.errors import SettingsError
@@ -73,13 +77,16 @@ def joined(place: Place, interruption: Interruption) -> Iterator[Workers]:
         yield ALONE
         return
     _logger.info("waiting for this party's other processes (%d in all)", place.size)
-    line = WorkerLine.join(place.rank, place.size, _end_at_once, place.restarts)
+    file = _private_file(place)
+    line = WorkerLine.join(place.rank, place.size, _end_at_once, place.restarts, file)
     _logger.info("%d processes compute the batches of this party", place.size)
     interruption.before_stopping = line.check_all_alive
     try:
         yield Workers(place, line)
     finally:
         line.close()
+        if file is not None:
+            file.unlink(missing_ok=True)
 
 
 def work(place: Place, build: Callable[[dict[str, Any]], Replica]) -> None:
@@ -93,7 +100,9 @@ def work(place: Place, build: Callable[[dict[str, Any]], Replica]) -> None:
         WorkerLost: rank 0 is gone.
         SettingsError: rank 0 has another model.
     """
-    line = WorkerLine.join(place.rank, place.size, attempt=place.restarts)
+    line = WorkerLine.join(
+        place.rank, place.size, attempt=place.restarts, file=_private_file(place)
+    )
     _logger.info("worker %d of %d: process %d", place.rank, place.size - 1, os.getpid())
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # rank 0 stops between two batches, with a checkpoint
@@ -110,6 +119,26 @@ def check_same_model(told: dict[str, Any], settings: ModelSettings, role: str) -
         raise SettingsError(
             f"{role}: differs from that of rank 0: give all ranks the same settings"
         )
+
+
+def _private_file(place: Place) -> Path | None:
+    """Return the file by which processes on one machine find each other; None on several.
+
+    By itself torch lets them meet at a port, where whoever comes first is taken for a worker.
+
+    Raises:
+        SettingsError: its folder belongs to somebody else, or is open to others.
+    """
+    if place.local_size < place.size:
+        return None
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    folder = Path(tempfile.gettempdir(), f"splitveil-{os.getuid()}")
+    folder.mkdir(0o700, exist_ok=True)
+    found = folder.lstat()
+    if (found.st_uid, found.st_mode) != (os.getuid(), stat.S_IFDIR | 0o700):
+        raise SettingsError(f"{folder}: expected a folder of this user alone, with mode 0700")
+    # Of these processes: of the same torchrun, for the same party, since the same restart.
+    return folder / f"{os.getppid()}-{os.environ['MASTER_PORT']}-{place.restarts}"
 
 
 _EXIT_CODE = 1

@@ -179,8 +179,12 @@ class AuditWorker:
             raise self._error
 
     def _work(self, ready: threading.Event) -> None:
-        _give_way()
-        ready.set()
+        try:
+            _give_way()
+        except Exception as error:  # as below
+            self._error = error
+        finally:
+            ready.set()
         streams: dict[torch.device, torch.cuda.Stream] = {}
         while (submitted := self._queue.get()) is not None:
             if isinstance(submitted, threading.Event):
@@ -225,7 +229,8 @@ def _give_way() -> None:
     if sys.platform == "linux":  # elsewhere a priority belongs to the whole process
         thread = threading.get_native_id()
         niceness = os.getpriority(os.PRIO_PROCESS, thread)
-        os.setpriority(os.PRIO_PROCESS, thread, niceness + _NICENESS)
+        with suppress(OSError):  # a sandbox may deny it, as the shipped systemd units do
+            os.setpriority(os.PRIO_PROCESS, thread, niceness + _NICENESS)
 
 
 def _gpu(gradients: Mapping[str, Tensor]) -> torch.device | None:

@@ -3,11 +3,22 @@
 import json
 from typing import Any
 
+from splitveil.common.errors import ContractMismatch
 from splitveil.common.run.contract import Contract
 from splitveil.common.text.visible_text import visible
 
 _SHOWN_CHARACTERS = 60
 _ABSENT = "nothing"
+
+
+def check_same_contract(own: Contract, canonical: str, others_name: str) -> None:
+    """Compare another party's contract with this party's.
+
+    Raises:
+        ContractMismatch: they differ; it has the first difference with both values.
+    """
+    if fields := own.fields_differing_from(canonical):
+        raise ContractMismatch(fields, first_difference(own, canonical, others_name))
 
 
 def first_difference(own: Contract, canonical: str, others_name: str) -> str:

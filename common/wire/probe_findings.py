@@ -8,7 +8,7 @@ from cryptography import x509
 from splitveil.common.errors import ContractMismatch, DataError, PeerUntrusted, SettingsError
 from splitveil.common.party.credentials import dns_names, printable, subject_of
 from splitveil.common.run.contract import Contract
-from splitveil.common.run.contract_difference import first_difference
+from splitveil.common.run.contract_difference import check_same_contract
 from splitveil.common.text.version import VERSION
 from splitveil.common.text.visible_text import visible
 from splitveil.common.wire.limits import PROTOCOL_VERSION
@@ -19,14 +19,6 @@ Check = Callable[[], str]
 
 CLOCK_TOLERANCE_S = 60.0
 """Difference of the clocks from which a certificate may be judged wrongly at either side."""
-
-
-class DifferentContracts(ContractMismatch):
-    """The contracts differ; the message has the first difference with both values."""
-
-    def __init__(self, fields: list[str], first: str) -> None:
-        super().__init__(fields)
-        self.args = (first,)
 
 
 def certificate_in_words(pem: bytes, owner: str) -> str:
@@ -70,9 +62,7 @@ def checks_of(own: Contract, form: Introduction, peer: Introduction, owner: str)
         return f"versions: splitveil {VERSION} here, {theirs} at {owner}; the same protocol"
 
     def contracts() -> str:
-        first = first_difference(own, peer.contract, owner)
-        if first:
-            raise DifferentContracts(own.fields_differing_from(peer.contract), first)
+        check_same_contract(own, peer.contract, owner)
         return f"contract: {owner} holds the same"
 
     def ids() -> str:

@@ -272,7 +272,7 @@ def test_a_plan_has_a_frame_and_prints_itself() -> None:
     assert bounds == pytest.approx([0.6, 0.6])
     assert "<table>" in found._repr_html_()
     file = ROOT / "deploy" / "examples" / "breast_cancer" / "active.yaml"
-    assert "defense none" in repr(plan(file))
+    assert "defense marvell" in repr(plan(file))
 
 
 def test_a_plan_reads_a_table_in_memory() -> None:

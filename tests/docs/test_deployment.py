@@ -54,7 +54,7 @@ def commands(party: str) -> Iterator[Words]:
         [filled(word, deployed(party).env_example) for word in deployed(party).compose["command"]],
     )
     (start,) = deployed(party).unit["ExecStart"]
-    path, *words = start.split()
+    path, *words = filled(start, deployed(party).unit_environment).split()
     yield Words(Path(path).name, words)
     (container,) = deployed(party).pod["containers"]
     environment = {one["name"]: one["value"] for one in container.get("env", ())}
@@ -146,7 +146,38 @@ def test_health_is_asked_at_the_status_port(party: str) -> None:
     assert ports["status"] == STATUS_PORT
 
 
+@pytest.mark.parametrize("ending", ["", "-serve"])
+@party
+def test_a_party_s_memory_is_limited_alike_by_every_supervisor(party: str, ending: str) -> None:
+    found = Deployed(
+        party, ending, f"{party}{ending or '-party'}", "Deployment" if ending else "Job"
+    )
+    (container,) = found.pod["containers"]
+    limits = (
+        found.compose["mem_limit"],
+        *found.unit["MemoryMax"],
+        container["resources"]["limits"]["memory"],
+    )
+    assert {limit.removesuffix("i").upper() for limit in limits} == {"8G"}
+
+
 # ---- compose ----
+
+
+def test_what_compose_runs_is_defended() -> None:
+    both = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))["services"]
+    for party, service in (("active", both["active-party"]), ("passive", both["passive-party"])):
+        assert service["command"][1] == f"/examples/{EXAMPLE.name}/{party}.yaml"
+        assert service["mem_limit"]
+    settings = load_party_settings(ActiveSettings, EXAMPLE / "active.yaml", [])
+    assert settings.defense.name in {"marvell", "max_norm"}
+
+
+@pytest.mark.parametrize(
+    "example", sorted(EXAMPLE.parent.glob("*/active.yaml")), ids=lambda path: path.parent.name
+)
+def test_every_example_is_defended(example: Path) -> None:
+    assert load_party_settings(ActiveSettings, example, []).defense.name != "none"
 
 
 @party
@@ -203,6 +234,17 @@ def test_a_party_runs_without_the_packages_that_its_image_lacks(party: str) -> N
 
 
 # ---- systemd ----
+
+
+@pytest.mark.parametrize("ending", ["", "-serve"])
+@party
+def test_an_instance_can_have_a_status_port_of_its_own(party: str, ending: str) -> None:
+    found = Deployed(party, ending, "", "")
+    (start,) = found.unit["ExecStart"]
+    name = f"{party}{ending}".upper().replace("-", "_") + "_STATUS"
+    assert f"--set status=${{{name}}}" in start
+    assert found.unit_environment[name] == found.env_example[name]
+    assert found.unit["EnvironmentFile"] == [f"-/etc/splitveil/%i/{party}{ending}.env"]
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")

@@ -34,7 +34,7 @@ def commands(party: str) -> Iterator[Words]:
     ]
     yield Words(f"{party}-party", words)
     (start,) = deployed(party).unit["ExecStart"]
-    path, *words = start.split()
+    path, *words = filled(start, deployed(party).unit_environment).split()
     yield Words(Path(path).name, words)
     (container,) = deployed(party).pod["containers"]
     yield Words(f"{party}-party", container["args"])

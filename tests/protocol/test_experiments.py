@@ -77,7 +77,7 @@ TINY: dict[str, Any] = {
     "seeds": 2,
     "datasets": {"cancer": {"example": str(EXAMPLES / "breast_cancer")}},
     "variants": {
-        "none": {},
+        "none": {"active": {"defense": {"name": "none"}}},
         "marvell": {
             "active": {"defense": {"name": "marvell"}},
             "sweep": {"active.defense.strength.power_ratio": [1, 4]},

@@ -48,14 +48,15 @@ ROWS = 2000
 class Chosen(nn.Module):
     """A bottom model that passes on the first number and the first category's bits."""
 
-    def __init__(self) -> None:
+    def __init__(self, levels: int) -> None:
         super().__init__()
+        self.slots = levels + 2
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, features: Features) -> torch.Tensor:
         assert features.numeric is not None
         assert features.categorical is not None
-        bits = nn.functional.one_hot(features.categorical[:, 0], 6).float()
+        bits = nn.functional.one_hot(features.categorical[:, 0], self.slots).float()
         return self.scale * torch.cat([features.numeric[:, :1], bits], dim=1)
 
 
@@ -63,6 +64,7 @@ def exposed(
     rows: int = ROWS,
     most_rows: int = ROWS,
     *,
+    levels: int = 4,
     indicators: tuple[str, ...] = (),
     lists: tuple[ListVocabulary, ...] = (),
 ) -> FeatureExposure | None:
@@ -70,9 +72,9 @@ def exposed(
     num_numbers = 2 + len(indicators) + sum(len(column.categories) + 1 for column in lists)
     features = Features(
         torch.randn(rows, num_numbers, generator=generator),
-        torch.randint(2, 6, (rows, 2), generator=generator),
+        torch.randint(2, 2 + levels, (rows, 2), generator=generator),
     )
-    model = Chosen()
+    model = Chosen(levels)
     optimizer = SGD(model.parameters(), lr=0.1)
     trainer = BottomTrainer(
         model=model,
@@ -85,7 +87,8 @@ def exposed(
         signed_log1p=False,
         numeric=tuple(NumericScaler(name=name, shift=0, scale=1) for name in ("sent", "kept")),
         categorical=tuple(
-            Vocabulary(name=name, categories=("a", "b", "c", "d")) for name in ("shown", "hidden")
+            Vocabulary(name=name, categories=tuple(map(str, range(levels))))
+            for name in ("shown", "hidden")
         ),
         image=None,
         indicators=indicators,
@@ -105,6 +108,15 @@ def test_columns_that_activations_carry_are_told_and_the_others_are_not() -> Non
     assert figures["shown"].gain_fraction == 1
     assert figures["kept"].gain_fraction < 0.02
     assert (found.rows, found.own_rows, found.dimensions) == (ROWS, 2 * ROWS, 7)
+
+
+def test_many_rare_categories_are_not_taken_for_one_that_is_frequent() -> None:
+    found = exposed(levels=200)
+    assert found is not None
+    figures = {one.name: one for one in found.columns}
+    assert figures["shown"].without < 0.05
+    assert figures["shown"].gain_fraction > 0.95
+    assert figures["hidden"].gain_fraction < 0.05
 
 
 def test_gaps_and_lists_of_categories_are_named_and_a_list_counts_as_one_column() -> None:

@@ -167,13 +167,21 @@ def test_a_batch_with_too_few_rows_is_refused(example: Path) -> None:
         parties.session.exchange(Activation(message.batch, message.values[:-1]))
 
 
-def test_different_contracts_are_named_field_by_field_and_end_both(example: Path) -> None:
-    parties = build_parties(example, ["contract.batch_size=32", "contract.split.train=0.7",
-                                      "contract.split.validation=0.1"])  # fmt: skip
+def test_different_contracts_are_named_field_by_field_and_the_active_party_stays_up(
+    example: Path,
+) -> None:
+    differing = [
+        "contract.batch_size=32",
+        "contract.split={train: 0.7, validation: 0.1, test: 0.2}",
+    ]
+    parties = build_parties(example, differing)
     with pytest.raises(ContractMismatch) as caught:
         run_in_process(parties)
     assert caught.value.fields == ("batch_size", "split.train", "split.validation")
-    assert isinstance(parties.session.error, ContractMismatch)
+    assert parties.session.error is None
+    parties.run = build_parties(example, differing, differing).run
+    run_in_process(parties)
+    assert parties.session.stage is Stage.FINISHED
 
 
 def test_a_contract_that_is_no_contract_says_nothing_of_itself(example: Path) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from tests.programs import ROOT
-from tests.system import fast_clock
+from tests.system import fast_clock, unit_sandbox
 
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(
@@ -41,6 +41,7 @@ class Forked:
         has_fast_clock: whether SIGUSR1 lets its clock go a minute a second.
         descriptors: files and connections that it may have open; None for as many as this process.
         variables: further variables of its environment.
+        unit: directives of the systemd unit under whose filters it runs.
     """
 
     def __init__(
@@ -52,12 +53,13 @@ class Forked:
         has_fast_clock: bool = False,
         descriptors: int | None = None,
         variables: Mapping[str, str] = MappingProxyType({}),
+        unit: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         log.touch()
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **variables}
         self._process = _server.Process(
             target=_become,
-            args=(module, list(words), log, environment, has_fast_clock, descriptors),
+            args=(module, list(words), log, environment, has_fast_clock, descriptors, unit),
         )
         with _lock:
             self._process.start()
@@ -100,6 +102,7 @@ def _become(
     environment: dict[str, str],
     has_fast_clock: bool,
     descriptors: int | None,
+    unit: Mapping[str, Sequence[str]] | None,
 ) -> None:
     if descriptors is not None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
@@ -113,4 +116,6 @@ def _become(
     sys.argv = [str(program.__file__), *words]
     if has_fast_clock:
         fast_clock.listen()
+    if unit is not None:
+        unit_sandbox.enter(unit)
     program.main()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
 from splitveil.simulation import free_address
+from tests.deployed import Deployed
 from tests.system.forked import Forked
 from tests.waiting import HANGS_AFTER_S
 
@@ -34,6 +35,7 @@ class Party:
         log: str | None = None,
         fast_clock: bool = False,
         descriptors: int | None = None,
+        as_unit: bool = False,
     ) -> None:
         """Start it.
 
@@ -46,6 +48,7 @@ class Party:
             log: names the file of its output; by default the command does.
             fast_clock: let ``hurry`` be there.
             descriptors: files and connections that it may have open.
+            as_unit: run it under the filters of its systemd unit.
         """
         self.party = party
         self.runs = folder / "runs"
@@ -59,6 +62,7 @@ class Party:
             self._log,
             has_fast_clock=fast_clock,
             descriptors=descriptors,
+            unit=Deployed(party, "", "", "").unit if as_unit else None,
         )
 
     @property
@@ -153,6 +157,7 @@ def started(
     options: Sequence[str] = (),
     in_turn: bool = False,
     fast_clock: bool = False,
+    as_unit: bool = False,
 ) -> Iterator[Pair]:
     """Start both parties on a free port; a party that still runs in the end is killed.
 
@@ -164,15 +169,18 @@ def started(
         options: further words of both command lines.
         in_turn: start the passive party when the active party waits for it.
         fast_clock: let both have ``hurry``.
+        as_unit: run each under the filters of its systemd unit.
     """
     address = free_address()
-    start = partial(Party, options=options, fast_clock=fast_clock)
+    start = partial(Party, options=options, fast_clock=fast_clock, as_unit=as_unit)
     with ExitStack() as stack:
-        active_party = start("active", folder, f"listen={address}", *both, *active)
+        where = f"listen={address}"
+        active_party = start("active", folder, where, *both, *active)
         stack.callback(active_party.kill)
         if in_turn:
             active_party.wait_until_says("waiting for the passive party")
-        passive_party = start("passive", folder, f"connect={address}", *both, *passive)
+        where = f"connect={address}"
+        passive_party = start("passive", folder, where, *both, *passive)
         stack.callback(passive_party.kill)
         yield Pair(active_party, passive_party)
 

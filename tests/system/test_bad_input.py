@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from typing import NamedTuple
 import pytest
 import yaml
 
+from splitveil.simulation import free_address
 from tests.runs import write_example
 from tests.system.fast_clock import SECONDS_PER_SECOND
 from tests.system.processes import Pair, Party, PartyName, alone, side_by_side, started
@@ -287,12 +289,20 @@ def test_a_second_start_on_a_taken_port_leaves_the_first_run_s_results_alone(
 
 def test_contracts_that_differ_are_named_field_by_field_on_both_sides(tmp_path: Path) -> None:
     differing = ["contract.batch_size=32", "contract.split={train: 0.7, test: 0.3}"]
-    with started(example(tmp_path), active=differing) as pair:
-        assert pair.wait() == (2, 2), pair.outputs
-    fields = "batch_size, split.train, split.validation, split.test"
-    for party in pair:
-        assert f"the parties' contracts differ in: {fields}\n" in party.output, pair.outputs
-        assert not party.has_checkpoint
+    folder, address = example(tmp_path), free_address()
+    with ExitStack() as stack:
+        active = Party("active", folder, f"listen={address}", *differing)
+        stack.callback(active.kill)
+        passive = Party("passive", folder, f"connect={address}")
+        stack.callback(passive.kill)
+        assert passive.wait() == 2, passive.output
+        others = "; also different: split.train, split.validation, split.test\n"
+        assert f"contract.batch_size: 64 here, 32 at the active party{others}" in passive.output
+        active.wait_until_says(f"contract.batch_size: 32 here, 64 at party passive{others}")
+        corrected = Party("passive", folder, f"connect={address}", *differing, log="corrected")
+        stack.callback(corrected.kill)
+        pair = Pair(active, corrected)
+        assert pair.wait() == (0, 0), pair.outputs
 
 
 def test_an_empty_and_a_tiny_intersection_end_both_with_the_counts(tmp_path: Path) -> None:

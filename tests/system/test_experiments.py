@@ -22,7 +22,7 @@ EXPERIMENT = {
         }
     },
     "variants": {
-        "none": {},
+        "none": {"active": {"defense": {"name": "none"}}},
         "marvell": {
             "active": {"defense": {"name": "marvell"}},
             "sweep": {"active.defense.strength.power_ratio": [4]},

@@ -37,6 +37,7 @@ BUDGET = (
 )
 ATTACKS = {"norm", "cosine", "spectral", "residual_energy"}
 FIGURES = {"q95", "mean", "last_epoch", "random_q95"}
+UNDEFENDED = "active.defense={name: none}"
 RUNS = ("breast_cancer-none", "breast_cancer-marvell-power_ratio-4")
 
 needs_data = pytest.mark.skipif(
@@ -192,7 +193,8 @@ def test_default_credit_is_aligned_and_learnt(tmp_path: Path) -> None:
     shuffled = shuffled_copy(
         Path(os.environ["SPLITVEIL_DATA"], "default_credit", "host.csv.gz"), tmp_path
     )
-    overrides = ["--set", "contract.epochs=10", "--set", f"passive.data.source.path={shuffled}"]
+    overrides = ["--set", "contract.epochs=10", UNDEFENDED]
+    overrides += ["--set", f"passive.data.source.path={shuffled}"]
     run = run_locally(tmp_path, "default_credit", *overrides, *SAME_SPLIT)
     assert run.exit_code == 0, run.output
     summary = run.summary("default_credit", "active")
@@ -203,7 +205,7 @@ def test_default_credit_is_aligned_and_learnt(tmp_path: Path) -> None:
 
 @needs_data
 def test_raw_criteo_is_learnt_through_embeddings(tmp_path: Path) -> None:
-    run = run_locally(tmp_path, "criteo", "--set", "contract.epochs=4", *SAME_SPLIT)
+    run = run_locally(tmp_path, "criteo", "--set", "contract.epochs=4", UNDEFENDED, *SAME_SPLIT)
     assert run.exit_code == 0, run.output
     summary = run.summary("criteo", "active")
     assert summary["aligned_rows"] == 8_000

@@ -13,6 +13,7 @@ import pytest
 
 from splitveil.simulation import free_address
 from tests.runs import write_example
+from tests.system import unit_sandbox
 from tests.system.processes import Pair, started
 from tests.waiting import wait_until
 from tests.watched import asked
@@ -73,6 +74,12 @@ def test_every_line_of_a_whole_run_is_an_object(example: Path) -> None:
         )
     assert active == passive
     assert len(active) == 1
+
+
+@pytest.mark.skipif(not unit_sandbox.CAN_FILTER, reason="needs systemd-analyze and libseccomp")
+def test_both_parties_run_under_the_filters_of_their_units(example: Path) -> None:
+    with started(example, as_unit=True) as pair:
+        assert pair.wait() == (0, 0), pair.outputs
 
 
 def test_a_passive_party_s_log_is_free_of_labels(example: Path) -> None:

@@ -94,7 +94,8 @@ def test_one_process_finds_what_two_did(vehicles: LocalRun) -> None:
 
 
 def test_the_example_without_a_file_learns_ten_digits(tmp_path: Path) -> None:
-    run = run_locally(tmp_path, "digits", "--set", "contract.epochs=6", *SAME_SPLIT)
+    options = ("--set", "contract.epochs=6", "active.defense={name: none}", *SAME_SPLIT)
+    run = run_locally(tmp_path, "digits", *options)
     assert run.exit_code == 0, run.output
     summary = run.summary("digits", "active")
     assert summary["aligned_rows"] == 1797

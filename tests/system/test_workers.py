@@ -165,6 +165,29 @@ def test_a_signal_to_all_processes_stops_the_run_with_a_goodbye(tmp_path: Path) 
     assert (tmp_path / "runs/small/passive/checkpoint/model.safetensors").exists()
 
 
+def listening(number: int) -> list[str]:
+    """Return the addresses at which a process can be reached over TCP, in hexadecimal."""
+    links = Path(f"/proc/{number}/fd")
+    sockets = {str(link.readlink()) for link in links.iterdir()}
+    lines = [
+        line.split()
+        for family in ("tcp", "tcp6")
+        for line in Path(f"/proc/{number}/net/{family}").read_text().splitlines()[1:]
+    ]
+    return [line[1] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in sockets]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks sockets up in /proc")
+def test_no_other_machine_can_reach_the_processes_of_one(tmp_path: Path) -> None:
+    write_example(tmp_path)
+    with ranks(tmp_path, Settings(("contract.epochs=400",)), active=1, passive=2) as both:
+        metrics = tmp_path / "runs/small/passive/metrics.jsonl"
+        wait_until(lambda: metrics.is_file() and metrics.read_bytes().count(b"\n") > 3)
+        found = [listening(process.pid) for process in both[1].processes]
+    assert found[0]
+    assert all(address.startswith("0100007F:") for each in found for address in each), found
+
+
 class Supervised:
     """A party of two processes under ``torchrun``, which starts them again once."""
 

@@ -3,7 +3,6 @@
 import argparse
 import json
 import logging
-import socket
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -11,22 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-import numpy as np
-
 from splitveil.active_party.align_command import align
 from splitveil.active_party.assembly import (
     TrainerBuilder,
     allowance_of,
-    bounds_in_words,
     build_session,
-    earlier_targets_of,
-    open_label_owners_model,
     signals_of,
-    subjects_of,
 )
+from splitveil.active_party.check_command import check, check_files_and_address
 from splitveil.active_party.command import parser
-from splitveil.active_party.defenses.example_keys import used_labels_file
-from splitveil.active_party.earlier_runs import earlier_answers
+from splitveil.active_party.earlier_runs import answers_before, earlier_answers
 from splitveil.active_party.ended import WHAT_NOW, mark_run_as_ended, was_ended
 from splitveil.active_party.inference.command import predict
 from splitveil.active_party.ledger.account_book import AccountBook
@@ -34,7 +27,6 @@ from splitveil.active_party.ledger.earlier_ledgers import LEDGER
 from splitveil.active_party.plan import show
 from splitveil.active_party.planned import plan_of
 from splitveil.active_party.results import save_alone, save_results
-from splitveil.active_party.serving.probe_server import probe_checks
 from splitveil.active_party.serving.server import start_server
 from splitveil.active_party.serving.service import ActiveService
 from splitveil.active_party.serving.supervisor import wait_for_end
@@ -43,14 +35,11 @@ from splitveil.active_party.watch.active_status import ActiveStatus
 from splitveil.active_party.watch.recorder import ActiveRecorder
 from splitveil.active_party.watch.status_observer import StatusObserver
 from splitveil.active_party.workers import check_settings, work_for
-from splitveil.common.alignment import KeptExchanges, engine_checks, engine_of, records_of
+from splitveil.common.alignment import KeptExchanges, engine_of, records_of
 from splitveil.common.data.id_forms import form_of
-from splitveil.common.data.subjects import numbered
 from splitveil.common.errors import (
     EndedForGood,
-    SettingsError,
 )
-from splitveil.common.models.factory import build_top_model
 from splitveil.common.party import command_line
 from splitveil.common.party.absent_pandas import leave_pandas_out
 from splitveil.common.party.credentials import CredentialFiles, credential_files
@@ -68,14 +57,12 @@ from splitveil.common.party.place import Place
 from splitveil.common.party.transcript import Transcript
 from splitveil.common.party.workers import Workers, act, joined
 from splitveil.common.privacy.cross_fitting import LIBRARIES
-from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.record.provenance import provenance_of_process
 from splitveil.common.record.run_record import write_summary
 from splitveil.common.record.summary import Summary
 from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.run.contract import ACTIVE, Contract
-from splitveil.common.status.endpoint import check_free, serving_status, status_checks
-from splitveil.common.storage.ended_run import has_finished
+from splitveil.common.status.endpoint import serving_status
 from splitveil.common.storage.model_files import delete_saved
 from splitveil.common.storage.run_folder import open_run_folder
 from splitveil.common.storage.run_store import RunStore
@@ -109,7 +96,7 @@ def perform(parsed: argparse.Namespace) -> int:
     actions = {
         "align": align,
         "run": _run,
-        "check": _check,
+        "check": check,
         "plan": _plan,
         "predict": predict,
         "report": _report,
@@ -135,7 +122,7 @@ def _run(parsed: argparse.Namespace) -> None:
         security = check_security(credentials, settings.listen, "listen")
         level = logging.WARNING if credentials is None else logging.INFO
         logger.log(level, "security: %s", security)
-        _check_files_and_address(settings)
+        check_files_and_address(settings)
         status = ActiveStatus(settings)
         with serving_status(status, settings.status, interruption):
             _train(parsed, settings, credentials, interruption, status, workers)
@@ -275,108 +262,14 @@ def _parties_of(contract: Contract) -> str:
     return f"the passive parties {', '.join(names)}"
 
 
-def _check(parsed: argparse.Namespace) -> None:
-    settings = command_line.load_settings(ActiveSettings, parsed, "active")
-
-    def security() -> str:
-        found = check_security(credential_files(settings, ACTIVE), settings.listen, "listen")
-        return f"security: {found}"
-
-    def address() -> str:
-        _check_listen(settings)
-        return f"listen: {settings.listen} is free"
-
-    def noise_key() -> str:
-        _check_noise_key(settings)
-        return f"noise key: {settings.noise_key_path or 'a fresh one for each run, if needed'}"
-
-    def defense() -> str:
-        settings.defense.require_usable(settings.defense_context())
-        return f"defense: {settings.defense.name}"
-
-    def earlier() -> str:
-        return f"earlier ledgers: {len(_earlier_answers(settings))} examples"
-
-    monitor = settings.leak_monitor
-
-    def earlier_targets() -> str:
-        known = earlier_targets_of(settings)
-        return f"earlier targets: {0 if known is None else len(known.names)} examples"
-
-    def own_attacks() -> str:
-        names = try_custom_attacks(monitor, settings.contract.aggregate_shape)
-        return f"attacks: {', '.join(names)} can score gradients"
-
-    def data_and_model() -> str:
-        data = PartyData.of(settings)
-        earlier = open_label_owners_model(settings)
-        encoder = data.fit(np.arange(len(data.ids)), earlier)
-        model = build_top_model(
-            settings.top_model,
-            settings.contract.aggregate_shape,
-            encoder,
-            seed=settings.model_seed,
-            num_classes=settings.data.num_classes,
-        )
-        if earlier is not None:
-            earlier.put_into(model)
-        subjects = subjects_of(settings, data)
-        persons = "" if subjects is None else f" of {len(np.unique(numbered(subjects)))} persons"
-        fits = "the top model fits them"
-        return f"data: {data.summary()}{persons}; {fits}; {data.report.in_words()}"
-
-    command_line.report_check(
-        settings,
-        [
-            security,
-            address,
-            *status_checks(settings.status),
-            *engine_checks(settings),
-            lambda: f"device: {command_line.torch_device(settings.device)}",
-            noise_key,
-            defense,
-            lambda: bounds_in_words(settings),
-            earlier,
-            *([earlier_targets] if settings.defense.earlier_targets else []),
-            *([own_attacks] if monitor is not None and monitor.custom_attacks else []),
-            data_and_model,
-        ],
-        partial(probe_checks, settings, parsed.wait) if parsed.connect else None,
-        as_json=parsed.json,
-    )
-
-
-def _check_files_and_address(settings: ActiveSettings) -> None:
-    """Check what would end a run, before its folder is opened and earlier results move aside."""
-    _check_listen(settings)
-    check_free(settings.status)
-    _check_noise_key(settings)
-    open_label_owners_model(settings)
-    try_custom_attacks(settings.leak_monitor, settings.contract.aggregate_shape)
-
-
-def _check_noise_key(settings: ActiveSettings) -> None:
-    # A key in the run's own folder is drawn by the run itself.
-    path = settings.noise_key_file()
-    is_there = path.exists() or used_labels_file(path).exists()
-    if settings.noise_key_path is not None and is_there:
-        settings.defense.open_noise_key(settings.defense_context(), path)
-
-
 def _plan(parsed: argparse.Namespace) -> None:
     settings = command_line.load_settings(ActiveSettings, parsed, "active")
     data = PartyData.of(settings)
-    plan = plan_of(settings, data, parsed.target_leak_auc, _earlier_answers(settings))
+    plan = plan_of(settings, data, parsed.target_leak_auc, answers_before(settings))
     if parsed.json:
         print_json(plan.to_json())
     else:
         show(plan)
-
-
-def _earlier_answers(settings: ActiveSettings) -> AccountBook:
-    """Return what a run would begin with; a finished run of this name counts, as with --fresh."""
-    own = settings.run_folder(ACTIVE)
-    return earlier_answers(settings, None if has_finished(own) else own, leaves_books=False)
 
 
 def _report(parsed: argparse.Namespace) -> None:
@@ -391,15 +284,6 @@ def _serve(parsed: argparse.Namespace) -> None:
     from splitveil.active_party.online.command import serve  # noqa: PLC0415
 
     serve(parsed)
-
-
-def _check_listen(settings: ActiveSettings) -> None:
-    host, _, port = settings.listen.rpartition(":")
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        socket.create_server((host.strip("[]"), int(port)), family=family).close()
-    except (OSError, OverflowError) as error:
-        raise SettingsError(f"listen: cannot serve at {settings.listen}: {error}") from error
 
 
 if __name__ == "__main__":

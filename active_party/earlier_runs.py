@@ -25,6 +25,7 @@ from splitveil.common.party.party_data import PartyData
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.id_rules import rules_as_bytes
 from splitveil.common.settings import validate
+from splitveil.common.storage.ended_run import has_finished
 from splitveil.common.storage.model_files import save_tensors
 from splitveil.common.storage.run_folder import claimed
 from splitveil.common.storage.run_store import RunStore
@@ -72,6 +73,16 @@ def earlier_answers(
         if any(book is one for one in newest):
             _say(folder, book)
     return AccountBook.together(newest, rules)
+
+
+def answers_before(settings: ActiveSettings) -> AccountBook:
+    """Return what a run would begin with; a finished run of this name counts, as with --fresh.
+
+    Raises:
+        SettingsError: as for ``earlier_answers``.
+    """
+    own = settings.run_folder(ACTIVE)
+    return earlier_answers(settings, None if has_finished(own) else own, leaves_books=False)
 
 
 def _say(folder: Path, book: AccountBook) -> None:

@@ -7,7 +7,6 @@ stage, waiting calls are woken, checkpoints are written and the observer is info
 from collections.abc import Sequence
 from typing import Protocol
 
-from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.run.answering import Answering, TrainingSetup, Unaligned
 from splitveil.active_party.run.observer import SessionObserver
 from splitveil.active_party.run.opening import CommonRows, OpenRun, Whereabouts
@@ -155,17 +154,10 @@ class Lifecycle:
         """
         seed = joint_seed(self.run.nonce, *common.nonces)
         setup = self._prepare(common.file_rows, seed, has_survey=self.has_survey)
-        identity = RunIdentity(
-            self.run.run_id,
-            self.run.nonce,
-            common.nonces,
-            setup.rows.file_rows,
-            setup.trainer.data_digest,
-            self.has_survey,
-        )
+        run, rows, data = self.run, setup.rows.file_rows, setup.trainer.data_digest
+        identity = RunIdentity(run.run_id, run.nonce, common.nonces, rows, data, self.has_survey)
         secret = run_secret(self._preparation.rules.noise_seed)
-        state = state_of(identity, secret, setup.trainer.noise_key)
-        self._store.save_run(state | {"earlier": setup.budget.earlier.state_dict()})
+        self._store.save_run(state_of(identity, secret, setup))
         self._answer_with(setup, AnsweredQuestions(secret, self._store.new_answers()))
         self.save()
         for party, share in zip(self.parties, common.shares, strict=False):
@@ -177,8 +169,7 @@ class Lifecycle:
 
         Raises:
             DataError: this party's data differ from those with which the run began.
-            SettingsError: so does the noise key, or other runs have charged answers since, which
-                this one does not count.
+            SettingsError: so does the noise key, or what earlier runs have charged.
             StorageError: the answers that the run has given are no longer known.
         """
         stored = self._store.run()
@@ -192,8 +183,7 @@ class Lifecycle:
         self.run = OpenRun(identity.run_id, identity.active_nonce)
         self.parties.recall(identity.passive_nonces)
         identity.check_rows(len(self._preparation.own.ids))
-        with refusing_other_versions():
-            self._preparation.begin_with(AccountBook.from_state(stored["earlier"]))
+        self._preparation.begin_with(stored)
         setup = self._prepare(identity.file_rows, identity.seed, has_survey=identity.has_survey)
         check_noise_key(stored, setup.trainer.noise_key)
         identity.check_data(setup.trainer.data_digest)
@@ -213,11 +203,11 @@ class Lifecycle:
         return _reported(self.observer, setup, seed)
 
     def _answer_with(self, setup: TrainingSetup, questions: AnsweredQuestions) -> Answering:
-        phase = self._preparation.answering(
-            self.run.run_id, self.parties, setup, questions, self._store.releases()
+        releases = self._store.releases()
+        self.phase = self._preparation.answering(
+            self.run.run_id, self.parties, setup, questions, releases
         )
-        self.phase = phase
-        return phase
+        return self.phase
 
     # ---- checkpoints ----
 
@@ -228,9 +218,7 @@ class Lifecycle:
             OutOfStep: the run has gone back over its answers too often.
             StorageError: it cannot be read.
         """
-        questions = self.answering.questions
-        if questions.is_answered(batch_number):
-            questions.note_resumption()
+        self.answering.questions.note_resumption(batch_number)
         self.run = self.run._replace(resumed_at=batch_number)
         self._restore(batch_number, self._store.load(batch_number))
         self.parties.resume()

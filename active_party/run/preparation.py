@@ -19,7 +19,13 @@ from splitveil.common.alignment import Splits
 from splitveil.common.errors import SettingsError
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows
-from splitveil.common.run.progress import CheckpointStore, Progress, RunIdentity, State
+from splitveil.common.run.progress import (
+    CheckpointStore,
+    Progress,
+    RunIdentity,
+    State,
+    refusing_other_versions,
+)
 from splitveil.common.run.sample_order import NONCE_BYTES, Positions
 from splitveil.common.storage.release_file import ReleaseFile
 
@@ -97,12 +103,14 @@ class Preparation:
         budget = LeakBudget(self.rules.allowance, ids, rows, trainer.persons)
         return TrainingSetup(self.contract, rows, progress, trainer, budget)
 
-    def begin_with(self, earlier: AccountBook) -> None:
-        """Begin with the accounts with which a stored run began.
+    def begin_with(self, stored: State) -> None:
+        """Begin with the accounts of earlier runs with which a stored run began.
 
         Raises:
             SettingsError: there are other runs' charges by now, which its accounts do not have.
         """
+        with refusing_other_versions():
+            earlier = AccountBook.from_state(stored["earlier"])
         allowance = self.rules.allowance
         if not allowance.earlier.runs <= earlier.runs:
             raise SettingsError(
@@ -137,13 +145,13 @@ class Preparation:
         return Answering(run_id, parties, setup, questions, evaluator, releases)
 
 
-def state_of(identity: RunIdentity, secret: bytes, noise_key: str) -> State:
+def state_of(identity: RunIdentity, secret: bytes, setup: TrainingSetup) -> State:
     """Return the state that is stored when a run begins.
 
     Args:
         identity: of the run.
         secret: from which its answers and fingerprints are keyed.
-        noise_key: names the key of the noise that belongs to examples; empty if there is none.
+        setup: for which noise and earlier accounts are stored.
     """
     return {
         "run_id": identity.run_id,
@@ -153,7 +161,8 @@ def state_of(identity: RunIdentity, secret: bytes, noise_key: str) -> State:
         "file_rows": torch.from_numpy(identity.file_rows),
         "data": identity.data_digest,
         "survey": identity.has_survey,
-        "noise_key": noise_key,
+        "noise_key": setup.trainer.noise_key,
+        "earlier": setup.budget.earlier.state_dict(),
     }
 
 

@@ -175,13 +175,15 @@ class AnsweredQuestions:
         records = self._log.since(count)
         return (record for record in records if record.number < FIRST_RESUMPTION_NUMBER)
 
-    def note_resumption(self) -> None:
-        """Note that the run goes back to a checkpoint.
+    def note_resumption(self, batch_number: int) -> None:
+        """Note that the run goes back to a batch, if that was answered before.
 
         Raises:
             OutOfStep: it has done so ``MAX_RESUMPTIONS`` times.
             StorageError: the log cannot be written.
         """
+        if not self.is_answered(batch_number):
+            return
         count = self._log.num_resumptions()
         if count >= MAX_RESUMPTIONS:
             raise OutOfStep(

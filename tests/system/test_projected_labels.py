@@ -197,7 +197,7 @@ def test_started_over_a_run_draws_stages_of_its_own(tmp_path: Path) -> None:
     write_example(tmp_path)
     with kept_up(tmp_path, unseeded) as both:
         both.start()
-        both.wait_until(lambda: stages(both) == 1)
+        both.wait_until(lambda: stages(both) == 2)  # so that the first has been logged
         for party in both:
             party.kill()
         first = load_file(file_of(both))

@@ -1,7 +1,7 @@
 """Runs with projected labels, all that has to be equal in two of them, and faults in the middle."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -112,7 +112,7 @@ class Outcome(NamedTuple):
 def outcome(parties: Parties) -> Outcome:
     """Return what a run that is over has left."""
     session = parties.session
-    book = session.account_book().state_dict()
+    book = replace(session.account_book(), runs=frozenset()).state_dict()
     tensors = {
         **parties.weights(),
         **{f"refitted.{name}": value for name, value in refitted(parties).items()},

@@ -65,22 +65,33 @@ class CsvFile:
 
     def read(self, names: Sequence[str]) -> Mapping[str, ArrowColumn]:
         """Return the named columns as text."""
-        if not names:
-            return {}  # to pyarrow, an empty list of columns means all of them
-        try:
-            table = self._read(names)
-        except DataError:
-            self._report_bad_rows(names)
-            raise
-        return {name: table.column(name) for name in names}
+        parts = list(self.parts(names)) if names else []
+        return {
+            name: pa.chunked_array(
+                [chunk for part in parts for chunk in part.columns[name].chunks], pa.string()
+            )
+            for name in names
+        }
 
     def parts(self, names: Sequence[str]) -> Iterator[Part]:
         """Yield the named columns as text, in parts."""
+        num_rows = 0
         try:
-            yield from self._parts(names)
-        except DataError:
+            for part in self._parts(names):
+                num_rows += len(part.columns[names[0]])
+                yield part
+        except DataError as error:
             self._report_bad_rows(names)
+            if "straddling" in str(error.__cause__):
+                raise DataError(
+                    f"{self.name}: row {num_rows + 1} is longer than {self._block_size:,} bytes, "
+                    f"or a quotation mark in it is never closed"
+                ) from error
             raise
+
+    @property
+    def _block_size(self) -> int:
+        return self._block_bytes or sources.PART_BYTES
 
     def _report_bad_rows(self, names: Sequence[str]) -> None:
         bad_rows: list[int] = []
@@ -101,14 +112,11 @@ class CsvFile:
         with unreadable_is_data_error(self._path), self._path.open("rb") as file:
             total_bytes = max(1, self._path.stat().st_size)
             options = self._options(names, bad_rows)
-            with arrow_csv.open_csv(_decompressed(file, self._path), **options) as reader:
+            text = pa.PythonFile(_Text(file, self._path), mode="r")
+            with arrow_csv.open_csv(text, **options) as reader:
                 for batch in reader:
                     columns = {name: pa.chunked_array([batch.column(name)]) for name in names}
                     yield Part(columns, None, min(1.0, file.tell() / total_bytes))
-
-    def _read(self, names: Sequence[str]) -> Any:
-        with unreadable_is_data_error(self._path):
-            return arrow_csv.read_csv(self._path, **self._options(names))
 
     def _options(self, names: Sequence[str], bad_rows: list[int] | None = None) -> dict[str, Any]:
         def skip(row: Any) -> str:
@@ -126,10 +134,12 @@ class CsvFile:
             "read_options": arrow_csv.ReadOptions(
                 use_threads=not one_thread,
                 column_names=self._names,
-                block_size=self._block_bytes or sources.PART_BYTES,
+                block_size=self._block_size,
             ),
             "parse_options": arrow_csv.ParseOptions(
-                delimiter=self._separator, invalid_row_handler=skip if one_thread else None
+                delimiter=self._separator,
+                newlines_in_values=True,
+                invalid_row_handler=skip if one_thread else None,
             ),
             "convert_options": arrow_csv.ConvertOptions(
                 include_columns=list(names),
@@ -139,8 +149,24 @@ class CsvFile:
         }
 
 
-def _decompressed(file: BinaryIO, path: Path) -> Any:
-    """Return an open file's decompressed text; the file's own position still shows the progress."""
-    stream = pa.PythonFile(file, mode="r")
-    codec = CODECS.get(path.suffix)
-    return stream if codec is None else pa.CompressedInputStream(stream, codec)
+class _Text:
+    """An open file's decompressed text; the file's own position still shows the progress."""
+
+    closed = False
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        codec = CODECS.get(path.suffix)
+        self._file = file if codec is None else pa.CompressedInputStream(pa.PythonFile(file), codec)
+        self._left = b""
+
+    def read(self, size: int) -> bytes:
+        """Return the next bytes, at most this many, which end in a carriage return only if alone.
+
+        At the edge of two blocks, pyarrow drops the line feed of a quoted CR LF.
+        """
+        block: bytes = self._left + self._file.read(size - len(self._left))
+        self._left = b"\r" if block.endswith(b"\r") and len(block) > 1 else b""
+        return block.removesuffix(self._left)
+
+    def close(self) -> None:
+        """Leave the file to whoever opened it."""

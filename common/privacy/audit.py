@@ -277,8 +277,9 @@ class LeakAudit(BatchRecord):
         result: dict[str, dict[str, ClassLeak]] = {}
         with self._lock:
             for layer, attack, _ in self._measured():
-                found = self._by_class[layer, attack].result(self._classes.names)
-                result.setdefault(layer, {})[attack] = found
+                if self.is_multi_class:
+                    found = self._by_class[layer, attack].result(self._classes.names)
+                    result.setdefault(layer, {})[attack] = found
         return result
 
     def end_run(self) -> None:

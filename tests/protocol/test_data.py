@@ -1,6 +1,9 @@
 """A party's file of any kind becomes checked columns; bad files are explained."""
 
+import csv
 import gzip
+import io
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -8,11 +11,17 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pyarrow import parquet
 
+from splitveil.common.data import sources
+from splitveil.common.data.csv_file import CsvFile
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.table import Table, read_table
 from splitveil.common.errors import DataError, SettingsError
+from splitveil.common.party.party_data import PartyData, read_ids_alone
+from splitveil.common.run.id_rules import AS_WRITTEN
 from splitveil.common.settings import validate
 
 ROWS = 'id,y,x0,x1,city\n007,1,1.5,-2,Rome\n"a,b",0,2.5,3e1,\nZoë,1, 4 ,0,Oslo\n'
@@ -80,6 +89,69 @@ def test_byte_order_mark_and_windows_line_ends_are_no_part_of_the_data(tmp_path:
     table = read_csv(tmp_path, "\ufeff" + ROWS.replace("\n", "\r\n"), **NAMED, features=FEATURES)
     assert table.ids == ["007", "a,b", "Zoë"]
     assert categories(table, "city") == ["Rome", None, "Oslo"]
+
+
+@settings(max_examples=2000, deadline=None)
+@given(
+    text=st.text('",nr|aé\\ ', min_size=50, max_size=200),  # n, r: line breaks; |: ends a cell
+    width=st.integers(1, 3),
+    line_end=st.sampled_from(["\n", "\r\n"]),
+    quoting=st.sampled_from([csv.QUOTE_MINIMAL, csv.QUOTE_ALL]),
+    encoding=st.sampled_from(["utf-8", "utf-8-sig"]),
+    more=st.integers(5, 100),
+    ending=st.sampled_from(["csv", "csv.gz"]),
+)
+def test_rows_are_those_of_python_s_csv_wherever_a_block_ends(
+    tmp_path_factory: pytest.TempPathFactory,
+    text: str,
+    width: int,
+    line_end: str,
+    quoting: Any,
+    encoding: str,
+    more: int,
+    ending: str,
+) -> None:
+    cells = text.replace("n", "\n").replace("r", "\r\r\n").split("|")
+    rows = itertools.zip_longest(*[iter(cells)] * width, fillvalue="")
+    written, names = io.StringIO(), list("abc")[:width]
+    writer = csv.writer(written, lineterminator=line_end, quoting=quoting)
+    longest = max(writer.writerow(row) for row in [names, *rows]) + text.count("é")
+    data = written.getvalue().encode(encoding)
+    path = tmp_path_factory.getbasetemp() / f"blocks.{ending}"
+    path.write_bytes(gzip.compress(data) if ending == "csv.gz" else data)
+    expected = list(csv.reader(io.StringIO(written.getvalue(), newline="")))[1:]
+    file = CsvFile(path, ",", None).in_blocks_of(longest + more)
+    columns = file.read(names).values()
+    assert list(zip(*(column.to_pylist() for column in columns), strict=True)) == [
+        tuple(row) for row in expected
+    ]
+
+
+@pytest.mark.parametrize("source", [{}, {"cache_dir": "cache"}])
+@pytest.mark.parametrize("name", ["rows.csv", "rows.csv.gz"])
+def test_what_looks_like_a_row_inside_quotes_is_none_in_a_large_file(
+    tmp_path: Path, name: str, source: dict[str, str]
+) -> None:
+    """A cell of row 559 has a line break just before the edge of 8 MiB."""
+    ids = [f"K{100000 + row}" for row in range(600)]
+    notes = ["q" * 15000] * 600
+    notes[558] = "q" * 1000 + "\nK999999,1,99,1.5," + "q" * 13900
+    open_text = gzip.open if name.endswith(".gz") else open
+    with open_text(tmp_path / name, "wt", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["id", "y", "age", "fee", "note"])
+        writer.writerows(
+            [id_, row % 2, 40, 20.25, note]
+            for row, (id_, note) in enumerate(zip(ids, notes, strict=True))
+        )
+    found = data_settings(
+        source={"kind": "csv", "path": name, **source}, **NAMED, features={"numeric": "age"}
+    )
+    data = PartyData.load(found, tmp_path)
+    assert list(data.ids) == ids
+    assert data.labels_at(np.arange(600)).tolist() == [0, 1] * 300
+    alone = found.model_copy(update={"features": None, "label_column": None})
+    assert list(read_ids_alone(alone, tmp_path, None, AS_WRITTEN).ids) == ids
 
 
 def test_parquet_of_each_type_equals_the_text_file(tmp_path: Path) -> None:
@@ -245,6 +317,24 @@ def test_bad_file_is_explained(tmp_path: Path, text: str, parts: list[str]) -> N
     assert raised.value.exit_code == 3
     for part in ["rows.csv", *parts]:
         assert part in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("3,1,1", "expected 4 cells in every row, got another number in row 10"),
+        (f'3,1,1,"{"secret " * 50}"', "row 10 is longer than 64 bytes, or a quotation mark in it"),
+        ('3,1,1,"secret' + "\n4,1,1,a" * 50, "row 10 is longer than 64 bytes, or a quotation"),
+    ],
+)
+def test_a_bad_row_after_quoted_line_breaks_is_named_by_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, expected: str
+) -> None:
+    monkeypatch.setattr(sources, "PART_BYTES", 64)
+    text = bad_rows(*['1,0,1,"a\nb,\nc"'] * 9, line, "5,1,1,a")
+    with pytest.raises(DataError, match=expected) as raised:
+        read_csv(tmp_path, text, **NAMED, features={"numeric": "x0", "categorical": "city"})
+    assert "secret" not in str(raised.value)
 
 
 def test_every_bad_column_is_reported_at_once(tmp_path: Path) -> None:

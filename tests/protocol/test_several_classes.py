@@ -3,7 +3,6 @@
 import io
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -351,18 +350,6 @@ def test_noisy_labels_keep_their_epsilon_in_the_ledger(example: Path) -> None:
     kept = math.exp(2) / (3 + math.exp(2))
     charge = 2 * 2.0 * (kept - (1 - kept) / 3)
     assert bounds.sum_kl.max == pytest.approx(charge, rel=1e-9)
-
-
-def test_training_rows_need_every_class(example: Path) -> None:
-    parties = build_parties(example)
-    run_in_process(parties)
-    rows, trainer = parties.active.rows, parties.session.trainer
-    assert rows is not None
-    assert trainer is not None
-    common = trainer.labels_of(rows.splits["train"]).numpy() != 3
-    splits = {**rows.splits, "train": rows.splits["train"][common]}
-    with pytest.raises(DataError, match="training rows is of class 'van'"):
-        parties.session.preparation.build_trainer(replace(rows, splits=splits))
 
 
 # ---- plan and audits ----

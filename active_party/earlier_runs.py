@@ -28,7 +28,7 @@ from splitveil.common.settings import validate
 from splitveil.common.storage.ended_run import has_finished
 from splitveil.common.storage.model_files import save_tensors
 from splitveil.common.storage.run_folder import claimed
-from splitveil.common.storage.run_store import RunStore
+from splitveil.common.storage.run_store import ANSWERED, RUN_STATE, RunStore
 from splitveil.common.text.upper_bounds import auc_at_most
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ def _say(folder: Path, book: AccountBook) -> None:
 def _book_in(folder: Path, settings: ActiveSettings, *, leaves_books: bool) -> AccountBook | None:
     """Return the account book of a run; None if it is about other labels or has charged nothing."""
     checkpoint = folder / "checkpoint"
-    if not checkpoint.exists() and not (folder / "settings.yaml").exists():
+    if not any((checkpoint / name).exists() for name in (LEDGER, RUN_STATE, ANSWERED)):
         return None
     values = stored_settings(folder)
     if not _is_about_labels_of(settings, values["data"]):

@@ -28,8 +28,8 @@ from splitveil.common.storage.state_file import (
 
 logger = logging.getLogger(__name__)
 
-_RUN = "run.state"
-_ANSWERED = "answered.log"
+RUN_STATE = "run.state"
+ANSWERED = "answered.log"
 _CHECKPOINT = re.compile(r"at-([0-9]{10})\.state")
 _LOST = (
     "the unfinished run in this folder cannot be resumed, and no ledger holds what it has told "
@@ -144,7 +144,7 @@ class RunStore:
             StorageError: there is a run, and its file is damaged, or of another version.
         """
         self._wait()
-        path = self._folder / _RUN
+        path = self._folder / RUN_STATE
         try:
             return read_state(path)
         except FileNotFoundError:
@@ -166,7 +166,7 @@ class RunStore:
         self.forget()
         delete(self._folder / RELEASES)
         checkpoint_folder(self._folder.parent)
-        write_serialised(self._folder / _RUN, serialised(state))
+        write_serialised(self._folder / RUN_STATE, serialised(state))
 
     def checkpoints(self) -> list[int]:
         """Return the batch numbers for which a state can be loaded, ascending.
@@ -182,7 +182,7 @@ class RunStore:
         Raises:
             StorageError: it has; a run that starts over would answer again.
         """
-        if AnswerLog.holds_answers(self._folder / _ANSWERED):
+        if AnswerLog.holds_answers(self._folder / ANSWERED):
             raise StorageError(f"{self._folder}: no checkpoint can be read: {_LOST}")
 
     def save(self, batch_number: int, state: State) -> None:
@@ -254,7 +254,7 @@ class RunStore:
         Raises:
             StorageError: the log cannot be written.
         """
-        path = checkpoint_folder(self._folder.parent) / _ANSWERED
+        path = checkpoint_folder(self._folder.parent) / ANSWERED
         self._answers = AnswerLog.create(path, self._questions_per_batch, self._run_name())
         return self._answers
 
@@ -267,7 +267,7 @@ class RunStore:
         if self._answers is None:
             first = min((number for number, _ in self._files()), default=0)
             self._answers = AnswerLog(
-                self._folder / _ANSWERED, self._questions_per_batch, self._run_name(), first
+                self._folder / ANSWERED, self._questions_per_batch, self._run_name(), first
             )
         return self._answers
 
@@ -281,7 +281,7 @@ class RunStore:
 
     def _run_name(self) -> bytes:
         """Return the bytes that distinguish this run's log of answers from others."""
-        path = self._folder / _RUN
+        path = self._folder / RUN_STATE
         try:
             with path.open("rb") as file:
                 return file.read(DIGEST_BYTES)
@@ -292,9 +292,9 @@ class RunStore:
         """Delete every state: there is nothing to resume."""
         self._wait()
         self._answers = None
-        for path in [self._folder / _RUN, *(path for _, path in self._files())]:
+        for path in [self._folder / RUN_STATE, *(path for _, path in self._files())]:
             delete(path)
-        delete(self._folder / _ANSWERED)
+        delete(self._folder / ANSWERED)
         self._delete_halves()
 
     def forget_finished(self) -> None:
@@ -307,7 +307,7 @@ class RunStore:
             StorageError: the run cannot be deleted; when it is started again, it ends at once.
         """
         self._wait()
-        delete(self._folder / _RUN)
+        delete(self._folder / RUN_STATE)
         try:
             self.forget()
         except StorageError as error:

@@ -247,6 +247,7 @@ def test_every_run_about_the_same_labels_counts_whatever_its_name_and_wherever_i
 ) -> None:
     one, other = run(example, MARVELL), run(example, MARVELL, "insecure_nonce_seed=44")
     left(tmp_path, "a/active", one)
+    (tmp_path / "no run/active/checkpoint").mkdir(parents=True)  # as a noise key alone leaves it
     assert found(example, tmp_path).most() == pytest.approx(2 / 16, rel=0.02)
     assert len(found(example, tmp_path, own="a/active")) == 0
     assert len(found(example, tmp_path, "earlier_ledgers=[]")) == 0

@@ -54,7 +54,11 @@ def weigh(folder: Path, weight_of: Any, *, header: str = "weight") -> None:
 
 
 def met(folder: Path, *active: str) -> Simulation:
-    run = simulation.build(simulation.read_settings(folder, ["defense={name: none}", *active]))
+    run = simulation.build(
+        simulation.read_settings(
+            folder, ["defense={name: none}", f"runs_dir={folder / 'runs'}", *active]
+        )
+    )
     run.meet()
     return run
 

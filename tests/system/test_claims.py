@@ -298,7 +298,8 @@ def test_on_the_example_as_shipped_nothing_is_hidden_without_a_defense() -> None
         "cosine_majority",
         "spectral",
     ]
-    found = attacked_run(EXAMPLE, ["insecure_nonce_seed=1"], ["insecure_nonce_seed=2"], attacks)
+    bare = ["defense={name: none}", "insecure_nonce_seed=1"]
+    found = attacked_run(EXAMPLE, bare, ["insecure_nonce_seed=2"], attacks)
     measured = {attack: figures["mean"] for attack, figures in found.leak["cut"].items()}
     assert {attack: leak for attack, leak in measured.items() if leak < 0.95} == {}
     assert measured.keys() == {*attacks}
@@ -404,7 +405,7 @@ def test_on_default_credit_nothing_is_hidden_without_a_defense() -> None:
     both = ["contract.epochs=2"]
     found = attacked_run(
         EXAMPLES / "default_credit",
-        [*both, "insecure_nonce_seed=1"],
+        [*both, "defense={name: none}", "insecure_nonce_seed=1"],
         [*both, "insecure_nonce_seed=2"],
         ["cosine", "mean", "hint_inner_product_1", "cosine_majority", "spectral"],
     )

@@ -297,7 +297,7 @@ def allowance_of(settings: ActiveSettings, earlier: AccountBook) -> Allowance:
     if objection is not None:
         raise SettingsError(f"run_budget: {objection}")
     limit = None if budget is None else budget.limit
-    return Allowance(limit, earlier, widest_circle(signals))
+    return Allowance(limit, earlier, widest_circle(signals), settings.stops_by_validation)
 
 
 def bounds_in_words(settings: ActiveSettings) -> str:

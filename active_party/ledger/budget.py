@@ -36,6 +36,10 @@ class Allowance:
     """The widest circle of peers that a charge may describe in this run. Where something else that
     depends on labels reaches the peer, the charge of an answer does not describe everybody."""
 
+    reveals_validation: bool = False
+    """Whether validation labels decide when the run ends. No answer is about their rows, and a later
+    run may train on them: its accounts begin with the circle that this run leaves them."""
+
 
 class LeakBudget:
     """The accounts of one run, held against its allowance.
@@ -60,6 +64,9 @@ class LeakBudget:
         self._rows = rows
         self._persons = persons
         begun = allowance.earlier.begun(self._ids_in_order(), len(rows), persons)
+        if allowance.reveals_validation:
+            revealed = LeakCharge(0.0, covers=allowance.peers, is_gaussian=True)
+            begun.enter(rows.splits["validation"], logged(revealed))
         self.accounts = RunLedger(begun)
 
     def entry_of(self, charge: LeakCharge) -> ChargedAnswer:

@@ -142,6 +142,22 @@ def test_noise_that_is_kept_over_runs_tells_no_more_the_secondtime(
     assert max(divergences(run(example, other, after)).values()) == 0.25 + 1 / 16
 
 
+def test_a_validation_label_that_could_end_a_run_has_no_bound_in_the_next_one(
+    example: Path,
+) -> None:
+    """A peer that ranks its row first and then last reads the label from the end of the run."""
+    noisy = "defense={name: noisy_label, insecure_noise_seed: 1}"
+    for stops, bound in (("null", 0.5), ("{patience_epochs: 1}", 1.0)):
+        ended = run(example, noisy, f"early_stopping={stops}", "earlier_ledgers=[]")
+        rows, ids = ended.active.rows, ended.session.ids
+        assert rows is not None
+        names = [ids[row] for row in rows.file_rows]
+        begun = ended.session.account_book().begun(names, len(names))
+        assert begun.bounds(rows.splits["validation"]).guarantee.max == bound
+        assert begun.bounds(rows.splits["test"]).guarantee.max == 0.5
+        assert begun.bounds(rows.splits["train"]).guarantee.max > 0.5
+
+
 def test_a_label_that_another_run_draws_again_uses_up_the_budget_of_the_first(
     example: Path, tmp_path: Path
 ) -> None:

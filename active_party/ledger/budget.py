@@ -37,8 +37,8 @@ class Allowance:
     depends on labels reaches the peer, the charge of an answer does not describe everybody."""
 
     reveals_validation: bool = False
-    """Whether validation labels decide when the run ends. No answer is about their rows, and a later
-    run may train on them: its accounts begin with the circle that this run leaves them."""
+    """Whether validation labels decide when the run ends. No answer is about their rows, but a
+    later run may train on them, and then has bounds for these peers at most."""
 
 
 class LeakBudget:

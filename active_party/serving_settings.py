@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from splitveil.common.settings import Section
 from splitveil.common.text.addresses import usable
@@ -31,14 +31,11 @@ class ServingTls(Section):
 class ServingSettings(Section):
     """Online predictions for other programs of this party: ``active-party serve``."""
 
-    http: _Address | None = "127.0.0.1:8080"
-    """Host and port for HTTP; ``null`` for none."""
-
-    grpc: _Address | None = None
-    """Host and port for gRPC; ``null`` for none."""
+    http: _Address = "127.0.0.1:8080"
+    """Host and port for HTTP."""
 
     tls: ServingTls | None = None
-    """TLS 1.3 for both; ``null`` for plain text, which stays on this machine."""
+    """TLS 1.3; ``null`` for plain text, which stays on this machine."""
 
     token_file: Path | None = None
     """File with one line ``NAME TOKEN`` for each program that may ask, mode 0600; a token has at
@@ -71,9 +68,3 @@ class ServingSettings(Section):
     """Whether to train a model of this party's own features alone at the end of a run, and to
     answer with it, marked as such, while a passive party is away or where it has no row of an id.
     """
-
-    @model_validator(mode="after")
-    def _serves_something(self) -> "ServingSettings":
-        if self.http is None and self.grpc is None:
-            raise ValueError("expected an address for http, grpc or both")
-        return self

@@ -1,4 +1,4 @@
-"""Online predictions in tests: a served model, and programs that ask over HTTP and gRPC."""
+"""Online predictions in tests: a served model, and programs that ask over HTTP."""
 
 import http.client
 import json
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import grpc
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,7 +19,6 @@ from splitveil.active_party.online.desk import AnswerDesk
 from splitveil.active_party.online.online_status import OnlineStatus
 from splitveil.common.party.transcript import Transcript
 from splitveil.common.wire.noted_calls import AllNotes
-from splitveil.protos import prediction_pb2 as pb
 from tests import joint
 from tests.joint import Trained, connecting_to, free_port
 from tests.runs import CPU
@@ -50,7 +48,6 @@ class Program:
     """Another program of the active party."""
 
     http: int
-    grpc: int
     desk: AnswerDesk
     status: OnlineStatus
     doors: Doors
@@ -72,14 +69,6 @@ class Program:
             client.sendall(request)
             return client.recv(2**16).partition(b"\r\n\r\n")[0]
 
-    def call(
-        self, request: pb.PredictRequest, metadata: tuple[tuple[str, str | bytes], ...] = ()
-    ) -> pb.PredictReply:
-        with grpc.insecure_channel(f"127.0.0.1:{self.grpc}") as channel:
-            predict = predict_over(channel)
-            reply: pb.PredictReply = predict(request, timeout=ASKING_TAKES_S, metadata=metadata)
-            return reply
-
     def _told(self, method: str, path: str, body: bytes | None) -> Told:
         kind: Any = http.client.HTTPConnection
         more: dict[str, Any] = {}
@@ -96,15 +85,6 @@ class Program:
             return Told(answer.status, found, dict(answer.getheaders()))
         finally:
             connection.close()
-
-
-def predict_over(channel: grpc.Channel) -> Any:
-    """Return what calls Predict."""
-    return channel.unary_unary(
-        "/splitveil.v1.Predictions/Predict",
-        pb.PredictRequest.SerializeToString,
-        pb.PredictReply.FromString,
-    )
 
 
 @contextmanager
@@ -127,7 +107,6 @@ def answering(
     settings = trained.active(
         *("serving.timeout_s=30", "serving.fallback=false"),
         f"serving.http='127.0.0.1:{free_port()}'",
-        f"serving.grpc='127.0.0.1:{free_port()}'",
         *overrides,
         connecting_to(ports),
     )
@@ -139,10 +118,8 @@ def answering(
         )
         desk = open_desk(settings, predictor, resources, status, transcript)
         doors = open_doors(settings)
-        served = resources.enter_context(serving(settings, desk, doors))
-        assert served.http is not None
-        assert served.grpc is not None
-        yield Program(served.http, served.grpc, desk, status, doors)
+        server = resources.enter_context(serving(settings, desk, doors))
+        yield Program(server.port, desk, status, doors)
 
 
 @contextmanager

@@ -1,1 +1,1 @@
-"""Online joint inference at the active party: other programs ask, by HTTP or gRPC."""
+"""Online joint inference at the active party: other programs ask, by HTTP."""

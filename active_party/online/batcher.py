@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -25,7 +26,7 @@ from splitveil.active_party.inference.predictor import (
 )
 from splitveil.active_party.online.errors import NotAvailable
 from splitveil.active_party.online.online_status import OnlineStatus
-from splitveil.active_party.online.questions import Question
+from splitveil.common.data.features import Features
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.inference import Embedded
 from splitveil.common.wire.inference_codec import portions
@@ -34,6 +35,18 @@ IN_FLIGHT = 4
 """Questions under way at a time."""
 MOST_WAITING = 2048
 """Requests that may wait; a further one is refused at once."""
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """Ids for which a program wants predictions."""
+
+    ids: Sequence[str]
+    """In canonical form."""
+
+    own: Features | None = None
+    """The active party's own features of the ids, in their order, if the program gave them; None if
+    they are those in the party's table."""
 
 
 class _Waiting(NamedTuple):

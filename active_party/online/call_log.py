@@ -20,7 +20,6 @@ class Call:
     """One request."""
 
     program: str
-    protocol: str
     ids: Sequence[str] = ()
     found: int = 0
     status: int = 200
@@ -56,9 +55,9 @@ class CallLog:
         self._records_ids = records_ids
 
     @contextmanager
-    def noted(self, program: str, protocol: str) -> Iterator[Call]:
+    def noted(self, program: str) -> Iterator[Call]:
         """Record a request once it is answered or refused, whatever its outcome."""
-        call = Call(program, protocol)
+        call = Call(program)
         try:
             yield call
         except RequestError as error:
@@ -71,20 +70,18 @@ class CallLog:
             self._record(call, time.monotonic() - call.began)
 
     @contextmanager
-    def turning_away(self, protocol: str) -> Iterator[None]:
+    def turning_away(self) -> Iterator[None]:
         """Only count a request that is refused within the block, so that nobody fills the disk."""
         try:
             yield
         except RequestError as error:
             self.answered[error.status] += 1
-            self._status.note_request(protocol, error.status, 0.0)
+            self._status.note_request(error.status, 0.0)
             raise
 
     def _record(self, call: Call, seconds: float) -> None:
         self.answered[call.status] += 1
-        self._status.note_request(
-            call.protocol, call.status, seconds, used_fallback=call.used_fallback
-        )
+        self._status.note_request(call.status, seconds, used_fallback=call.used_fallback)
         self._status.note_ids(call.outcomes)
         if call.timed_out:
             self._status.note_timeout()
@@ -92,7 +89,6 @@ class CallLog:
             self._transcript.note_answered(
                 Answered(
                     program=call.program,
-                    protocol=call.protocol,
                     num_ids=len(call.ids),
                     found=call.found,
                     status=call.status,

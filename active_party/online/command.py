@@ -3,8 +3,7 @@
 import argparse
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import NamedTuple
 
 from splitveil.active_party.inference.embed_client import EmbedClient
@@ -13,7 +12,6 @@ from splitveil.active_party.online.batcher import Batcher
 from splitveil.active_party.online.call_log import CallLog
 from splitveil.active_party.online.desk import AnswerDesk, Rules
 from splitveil.active_party.online.fallback import Fallback
-from splitveil.active_party.online.grpc_api import GrpcServer
 from splitveil.active_party.online.http_api import build_app
 from splitveil.active_party.online.http_server import HttpServer
 from splitveil.active_party.online.online_status import OnlineStatus
@@ -38,7 +36,6 @@ from splitveil.common.wire.noted_calls import AllNotes
 
 logger = logging.getLogger(__name__)
 
-GRACE_S = 5.0
 _LOOK_EVERY_S = 0.2
 _BEYOND = "needs serving.tls, and serving.token_file or serving.tls.clients"
 _REFRESH_EVERY_S = 5.0
@@ -89,13 +86,6 @@ def serve(parsed: argparse.Namespace) -> None:
     logger.info("answered %d requests: %s", answered.total(), by_status or "none")
 
 
-class Served(NamedTuple):
-    """The ports on which programs are answered."""
-
-    http: int | None
-    grpc: int | None
-
-
 class Doors(NamedTuple):
     """How programs get in."""
 
@@ -107,19 +97,16 @@ def open_doors(settings: ActiveSettings) -> Doors:
     """Read certificates and tokens, and check that nobody gets in who should not.
 
     Raises:
-        SettingsError: files cannot be used, or an address beyond this machine is unprotected.
+        SettingsError: files cannot be used, or the address is beyond this machine and unprotected.
     """
     own = settings.serving
     tls = None if own.tls is None else ServerTls(own.tls, settings.base_dir)
     tokens = None if own.token_file is None else Tokens.read(settings.base_dir / own.token_file)
     knows_programs = tokens is not None or (own.tls is not None and own.tls.clients is not None)
-    for name, address in (("http", own.http), ("grpc", own.grpc)):
-        if address is None:
-            continue
-        if tls is None or not knows_programs:
-            on_loopback(address, f"serving.{name}", _BEYOND)
-        if not knows_programs:
-            logger.warning("serving.%s: every program of this machine may ask", name)
+    if tls is None or not knows_programs:
+        on_loopback(own.http, "serving.http", _BEYOND)
+    if not knows_programs:
+        logger.warning("serving.http: every program of this machine may ask")
     return Doors(tls, tokens)
 
 
@@ -168,9 +155,8 @@ def open_desk(
     return desk
 
 
-@contextmanager
-def serving(settings: ActiveSettings, desk: AnswerDesk, doors: Doors) -> Iterator[Served]:
-    """Serve requests over HTTP and gRPC, as the settings say, until the block ends.
+def serving(settings: ActiveSettings, desk: AnswerDesk, doors: Doors) -> HttpServer:
+    """Serve requests until the server is closed.
 
     Args:
         settings: this party's.
@@ -178,27 +164,20 @@ def serving(settings: ActiveSettings, desk: AnswerDesk, doors: Doors) -> Iterato
         doors: how programs get in.
 
     Raises:
-        SettingsError: an address cannot be served.
+        SettingsError: the address cannot be served.
     """
-    own, data = settings.serving, settings.data
+    address, data = settings.serving.http, settings.data
     classes = list(data.class_names) if data.num_classes > 2 else None
+    # Else a page of a name that leads to this machine could ask through a browser here.
+    names = ("localhost", "127.0.0.1", "[::1]", address.rpartition(":")[0])
+    hosts = names if doors == Doors(None, None) else ("*",)
     numbers = data.label_range is not None
+    server = HttpServer(
+        build_app(desk, doors.tokens, classes, hosts, numbers=numbers), address, doors.tls
+    )
     scheme = "http" if doors.tls is None else "https"
-    with ExitStack() as opened:
-        http = grpc = None
-        if own.http is not None:
-            # Else a page of a name that leads to this machine could ask through a browser here.
-            names = ("localhost", "127.0.0.1", "[::1]", own.http.rpartition(":")[0])
-            hosts = names if doors == Doors(None, None) else ("*",)
-            app = build_app(desk, doors.tokens, classes, hosts, numbers=numbers)
-            http = opened.enter_context(HttpServer(app, own.http, doors.tls)).port
-            logger.info("answering at %s://%s (described at /openapi.json)", scheme, own.http)
-        if own.grpc is not None:
-            server = GrpcServer(desk, own.grpc, doors.tokens, classes, doors.tls, numbers=numbers)
-            opened.callback(server.close, GRACE_S)
-            grpc = server.port
-            logger.info("answering gRPC at %s", own.grpc)
-        yield Served(http, grpc)
+    logger.info("answering at %s://%s (described at /openapi.json)", scheme, address)
+    return server
 
 
 def impatient(settings: ActiveSettings) -> ActiveSettings:

@@ -2,36 +2,28 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from splitveil.active_party.inference.predictor import Predictions, Predictor
-from splitveil.active_party.online.batcher import Batcher
+from splitveil.active_party.online.batcher import Batcher, Question
 from splitveil.active_party.online.call_log import Call, CallLog
-from splitveil.active_party.online.errors import (
-    NotAvailable,
-    TooFast,
-    TooManyIds,
-    Unusable,
-)
+from splitveil.active_party.online.errors import NotAvailable, TooFast, Unusable
 from splitveil.active_party.online.fallback import Fallback
 from splitveil.active_party.online.online_status import IdOutcome
 from splitveil.active_party.online.own_features import GivenFeatures
 from splitveil.active_party.online.peer_watch import PeerWatch
-from splitveil.active_party.online.questions import Answer, AnsweredBy, Question
 from splitveil.active_party.online.rate_limit import RateLimit
 from splitveil.common.data.canonical_form import CanonicalForm
-from splitveil.common.data.features import Features
 from splitveil.common.errors import SplitveilError
 from splitveil.common.wire.limits import ID_BYTES
-
-EncodeOwn = Callable[[GivenFeatures], Features | None]
-"""Encodes the own features of a request, if it has any."""
 
 
 class Rules(NamedTuple):
@@ -53,11 +45,41 @@ class Pending:
     question: Question
     """With the ids that may be asked for alone."""
     num_ids: int
-    is_allowed: "np.ndarray[Any, np.dtype[np.bool_]]"
+    is_allowed: NDArray[np.bool_]
     answer: "Future[Predictions] | None"
     """The joint model's answer to come; None if it is not asked."""
     trouble: str | None
     """Why it is not asked."""
+
+
+class AnsweredBy(Enum):
+    """The model that a prediction is from."""
+
+    NONE = None
+    """No model: the id is not known."""
+    JOINT = "joint"
+    """Both halves of the trained model."""
+    FALLBACK = "fallback"
+    """The model of the active party's own features alone."""
+
+
+class Answer(NamedTuple):
+    """What a program is told."""
+
+    predicted: NDArray[np.float32]
+    """Probabilities of label 1, (ids,), or of each class, (ids, classes), or numbers in the label's
+    unit, (ids,); NaN for an id that is not known."""
+
+    answered_by: tuple[AnsweredBy, ...]
+    """For each id."""
+
+    why_fallback: str | None = None
+    """Why the joint model was not asked at all; None if it was."""
+
+    @property
+    def is_found(self) -> NDArray[np.bool_]:
+        """Whether there is a prediction, (ids,)."""
+        return np.array([by is not AnsweredBy.NONE for by in self.answered_by], np.bool_)
 
 
 class AnswerDesk:
@@ -107,13 +129,15 @@ class AnswerDesk:
         """Whether another model answers meanwhile."""
         return self._fallback is not None
 
-    def accept(self, call: Call, raw_ids: Sequence[str], encode: EncodeOwn) -> Pending:
+    def accept(
+        self, call: Call, raw_ids: Sequence[str], rows: Sequence[Mapping[str, Any]] | None
+    ) -> Pending:
         """Check a request, and ask for its answer without waiting.
 
         Args:
             call: records its ids.
             raw_ids: as the program wrote them.
-            encode: encodes its own features.
+            rows: own features of the ids, by column; None if the program gave none.
 
         Raises:
             RequestError: the request is not accepted.
@@ -125,7 +149,7 @@ class AnswerDesk:
         except TooFast:
             call.outcomes[IdOutcome.RATE_LIMITED] = len(ids)
             raise
-        own = encode(self.given)
+        own = None if rows is None else self.given.of_rows(rows, len(ids))
         allowed = self.rules.allowed_ids
         is_allowed = np.array([allowed is None or text in allowed for text in ids], np.bool_)
         if not is_allowed.all():
@@ -161,11 +185,6 @@ class AnswerDesk:
         return answer
 
     def _checked(self, raw_ids: Sequence[str]) -> list[str]:
-        if not raw_ids:
-            raise Unusable("ids: there are none")
-        most = self.rules.max_ids
-        if len(raw_ids) > most:
-            raise TooManyIds(f"ids: at most {most}, got {len(raw_ids)}")
         ids = self.rules.form.of(raw_ids)
         for text, raw in zip(ids, raw_ids, strict=True):
             if not text and raw.strip():
@@ -212,22 +231,3 @@ class AnswerDesk:
             predicted[asked[left[found]]] = alone.probabilities[found]
             answered_by[asked[left[found]]] = AnsweredBy.FALLBACK
         return Answer(predicted, tuple(answered_by), why)
-
-
-def as_columns(columns: Sequence[tuple[str, Sequence[Any]]], num_ids: int) -> Mapping[str, Any]:
-    """Return named columns after checking that each name comes once, with a value for each id.
-
-    Raises:
-        Unusable: one does not.
-    """
-    named = dict(columns)
-    for name, values in columns:
-        if len(values) != num_ids:
-            raise Unusable(
-                f"features: column {name!r}: expected {num_ids} values, one for each id, got "
-                f"{len(values)}"
-            )
-    names = [name for name, _ in columns]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise Unusable(f"features: column {twice!r} comes twice")
-    return named

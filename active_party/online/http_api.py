@@ -23,7 +23,7 @@ from pydantic import (
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
-from splitveil.active_party.online.desk import AnswerDesk, Pending
+from splitveil.active_party.online.desk import Answer, AnswerDesk, Pending
 from splitveil.active_party.online.errors import (
     NotAvailable,
     NotJson,
@@ -32,15 +32,11 @@ from splitveil.active_party.online.errors import (
     TooManyIds,
     Unusable,
 )
-from splitveil.active_party.online.own_features import GivenFeatures
 from splitveil.active_party.online.programs import Tokens
-from splitveil.active_party.online.questions import Answer
 from splitveil.common.data.canonical_form import compose
-from splitveil.common.data.features import Features
 from splitveil.common.run.id_rules import MAX_ID_COLUMNS
 from splitveil.common.text.version import VERSION
 
-PROTOCOL = "http"
 RETRY_AFTER_S = 1
 ID_BODY_BYTES = 8192
 """Bytes of a request's body for each id that it may have, with its own features."""
@@ -196,17 +192,16 @@ def build_app(
     async def predict(request: Request) -> Response:
         """Predict some ids with the joint model."""
         # The body is no parameter: FastAPI would read it before it is known who asks.
-        with desk.log.turning_away(PROTOCOL):
+        with desk.log.turning_away():
             program = program_of(request)
             if under_way.locked():
                 raise NotAvailable("too many requests are under way")
         async with under_way:
-            with desk.log.turning_away(PROTOCOL):
+            with desk.log.turning_away():
                 asked = request_of(await _body(request, most_ids * ID_BODY_BYTES), most_ids)
-            with desk.log.noted(program, PROTOCOL) as call:
+            with desk.log.noted(program) as call:
                 pending = await _accepted(desk, call, asked)
-                if pending.answer is not None:
-                    await _settled(pending, desk.rules.timeout_s)
+                await _settled(pending, desk.rules.timeout_s)
                 answer = desk.finish(call, pending)
                 reply = _reply(answer, classes, desk.run_id, numbers=numbers)
                 status = call.status
@@ -260,15 +255,8 @@ def request_of(body: bytes | bytearray, most_ids: int) -> PredictRequest:
 async def _accepted(desk: AnswerDesk, call: Any, asked: PredictRequest) -> Pending:
     ids = [compose(list(map(str, one))) if isinstance(one, list) else str(one) for one in asked.ids]
     if asked.features is None:
-        return desk.accept(call, ids, lambda _: None)
-    rows = asked.features
-
-    def encode(given: GivenFeatures) -> Features:
-        if len(rows) != len(ids):
-            raise Unusable(f"features: expected {len(ids)} rows, one for each id, got {len(rows)}")
-        return given.of_rows(rows)
-
-    return await run_in_threadpool(desk.accept, call, ids, encode)
+        return desk.accept(call, ids, None)
+    return await run_in_threadpool(desk.accept, call, ids, asked.features)
 
 
 async def _settled(pending: Pending, timeout_s: float) -> None:

@@ -15,8 +15,6 @@ from splitveil.common.status.registry import ANSWER_BUCKETS_S, SIZE_BUCKETS
 STAGES = ("starting", "serving", "closing")
 """The stages of the program, in order."""
 
-DOORS = ("http", "grpc")
-
 _OUTCOMES = {
     200: "answered",
     401: "not_admitted",
@@ -66,21 +64,17 @@ class OnlineStatus(PartyStatus):
         self._add_question_metrics()
 
     def _add_request_metrics(self) -> None:
-        self._requests = self.metrics.counter(
-            "predict_requests", "Requests of programs.", ["door", "outcome"]
-        )
+        counter = self.metrics.counter
+        self._requests = counter("predict_requests", "Requests of programs.", ["outcome"])
         self._seconds = self.metrics.histogram(
             "predict_seconds",
             "Seconds from the reading of a request to its answer or refusal.",
             ANSWER_BUCKETS_S,
-            ["door"],
         )
         # From 0 on: an increase from nothing to 1 is none to Prometheus.
-        for door in DOORS:
-            self._seconds.labels(door)
-            for outcome in (*_OUTCOMES.values(), FALLBACK):
-                self._requests.labels(door, outcome)
-        self._ids = self.metrics.counter("predict_ids", "Ids in these requests.", ["outcome"])
+        for outcome in (*_OUTCOMES.values(), FALLBACK):
+            self._requests.labels(outcome)
+        self._ids = counter("predict_ids", "Ids in these requests.", ["outcome"])
         for one in IdOutcome:
             self._ids.labels(one.value)
 
@@ -146,20 +140,17 @@ class OnlineStatus(PartyStatus):
 
     # ---- requests ----
 
-    def note_request(
-        self, door: str, status: int, seconds: float, *, used_fallback: bool = False
-    ) -> None:
+    def note_request(self, status: int, seconds: float, *, used_fallback: bool = False) -> None:
         """Count a request.
 
         Args:
-            door: one of ``DOORS``.
             status: its HTTP status.
             seconds: how long it took.
             used_fallback: whether the joint model was not asked, or has not answered.
         """
         outcome = FALLBACK if used_fallback else _OUTCOMES.get(status, "fault")
-        self._requests.labels(door, outcome).inc()
-        self._seconds.labels(door).observe(seconds)
+        self._requests.labels(outcome).inc()
+        self._seconds.observe(seconds)
 
     def note_ids(self, numbers: Mapping[IdOutcome, int]) -> None:
         """Count the ids of a request by what has become of them."""

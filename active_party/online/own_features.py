@@ -39,7 +39,7 @@ _LIST = _Kinds((frozenset({list}), _TEXTS), "lists of texts, or texts")
 
 
 class GivenFeatures:
-    """Turns columns of values into features.
+    """Turns rows of values into features.
 
     Args:
         settings: of the party's data in the training.
@@ -62,15 +62,19 @@ class GivenFeatures:
             self.columns = tuple(name for columns in kinds for name in columns)
         """The names of all columns that a request has to give."""
 
-    def of_rows(self, rows: Sequence[Mapping[str, Any]]) -> Features:
-        """Encode rows, each with a value or None by column.
+    def of_rows(self, rows: Sequence[Mapping[str, Any]], num_ids: int) -> Features:
+        """Encode rows, each with a value or None by column, of at least one id.
 
         Raises:
-            Unusable: a column is missing, unknown, or has a value of another kind.
+            Unusable: a row or column is missing, unknown, or has a value of another kind.
         """
+        if len(rows) != num_ids:
+            raise Unusable(f"features: expected {num_ids} rows, one for each id, got {len(rows)}")
+        if self._encoder is None:
+            raise Unusable("features: the model has no features of this party")
         # First, since a table of all names in all rows grows with the product of both.
-        for row in rows:
-            self._encoder_of(row)
+        if not all(row.keys() <= self._expected.keys() for row in rows):
+            raise Unusable(f"features: expected these columns alone: {', '.join(self.columns)}")
         for name in self.columns:
             lacking = [number for number, row in enumerate(rows, start=1) if name not in row]
             if lacking and len(lacking) < len(rows):
@@ -78,30 +82,14 @@ class GivenFeatures:
                     f"features: column {name!r}: missing in {list_rows(lacking)}; expected null "
                     f"where there is no value"
                 )
-        return self.of_columns({name: [row[name] for row in rows] for name in rows[0]})
-
-    def of_columns(self, columns: Mapping[str, Sequence[Any]]) -> Features:
-        """Encode columns, all of the same length.
-
-        Raises:
-            Unusable: a column is missing, unknown, or has a value of another kind.
-        """
-        encoder = self._encoder_of(columns)
-        if missing := [name for name in self.columns if name not in columns]:
+        if missing := [name for name in self.columns if name not in rows[0]]:
             raise Unusable(f"features: columns are missing: {', '.join(missing)}")
-        cells = {name: self._cells(name, columns[name]) for name in self.columns}
+        cells = {name: self._cells(name, [row[name] for row in rows]) for name in self.columns}
         try:
             table = table_of(_GivenRows(cells), self._settings)
-            return encoder.transform(table, np.arange(len(table)))
+            return self._encoder.transform(table, np.arange(len(table)))
         except DataError as error:
             raise Unusable(str(error)) from error
-
-    def _encoder_of(self, columns: Mapping[str, Any]) -> FeatureEncoder:
-        if self._encoder is None:
-            raise Unusable("features: the model has no features of this party")
-        if not columns.keys() <= self._expected.keys():
-            raise Unusable(f"features: expected these columns alone: {', '.join(self.columns)}")
-        return self._encoder
 
     def _cells(self, name: str, values: Sequence[Any]) -> Any:
         expected = self._expected[name]

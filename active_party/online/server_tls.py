@@ -3,16 +3,12 @@
 import logging
 import ssl
 import stat
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, cast
-
-import grpc
+from typing import NamedTuple
 
 from splitveil.active_party.serving_settings import ServingTls
 from splitveil.common.errors import SettingsError
 from splitveil.common.text.files import read_bytes
-from splitveil.common.wire.tls_version import require_tls_1_3
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +39,7 @@ class ServerTls:
         self._base_dir = base_dir
         self._files = self._read()
         self.context = self._context_of(self._files)
-        """For HTTP, with the files as they were at the last ``refresh``: another one if they have
+        """With the files as they were at the last ``refresh``: another one if they have
         changed, since a context that trusts an authority cannot be made to forget it, nor sessions
         that it may resume."""
 
@@ -57,26 +53,6 @@ class ServerTls:
                 logger.info("new certificate in use for the programs that ask")
         except SettingsError as error:
             logger.warning("%s; the previous certificate stays in use", error)
-
-    def for_grpc(self) -> grpc.ServerCredentials:
-        """Return a gRPC server's credentials, which follow the files."""
-        require_tls_1_3()
-        served = self._files
-
-        def changed() -> grpc.ServerCertificateConfiguration | None:
-            nonlocal served
-            if self._files is served:
-                return None
-            served = self._files
-            return _configuration(served)
-
-        # None means unchanged, which grpcio's stubs do not allow for.
-        fetch = cast("Callable[[], grpc.ServerCertificateConfiguration]", changed)
-        return grpc.dynamic_ssl_server_credentials(
-            _configuration(served),
-            fetch,
-            require_client_authentication=served.clients is not None,
-        )
 
     def _read(self) -> _Files:
         own = self._settings
@@ -120,9 +96,3 @@ class ServerTls:
                 f"certificate, without a password"
             ) from error
         return context
-
-
-def _configuration(files: _Files) -> grpc.ServerCertificateConfiguration:
-    return grpc.ssl_server_certificate_configuration(
-        [(files.private_key, files.certificate)], files.clients
-    )

@@ -81,7 +81,6 @@ class Answered(BaseModel):
 
     program: Annotated[str, Field(max_length=NAME_CHARACTERS)]
     """The program that asked."""
-    protocol: Annotated[str, Field(max_length=16)]
     num_ids: Annotated[int, Field(ge=0, lt=2**32)]
     found: Annotated[int, Field(ge=0, lt=2**32)]
     """Number of ids for which there was a prediction."""

@@ -20,7 +20,7 @@ from tests.docs.test_deployment import PARSERS, Words, party
 
 FINAL = {SettingsError.exit_code, DataError.exit_code}
 """Exit codes after which the same start ends the same way."""
-PORTS = {"active": {"8443", "8444"}, "passive": {"50061"}}
+PORTS = {"active": {"8443"}, "passive": {"50061"}}
 """Those at which others ask."""
 
 

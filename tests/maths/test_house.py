@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from splitveil.protos import prediction_pb2
 from splitveil.protos import split_learning_pb2 as pb
 
 ROOT = Path(__file__).parents[2]
@@ -40,8 +39,7 @@ def test_generated_wire_code_is_what_protoc_makes_of_the_file(tmp_path: Path) ->
     subprocess.run([*command, *files], cwd=ROOT, check=True)
     made = {path.name: path.read_text() for path in (tmp_path / "protos").iterdir()}
     kept = {name: (ROOT / "protos" / name).read_text() for name in made}
-    names = ("prediction", "split_learning")
-    assert sorted(made) == [f"{name}_pb2{end}" for name in names for end in (".py", ".pyi")]
+    assert sorted(made) == ["split_learning_pb2.py", "split_learning_pb2.pyi"]
     assert kept == made, "run `make protos` and commit the result"
 
 
@@ -50,20 +48,6 @@ def test_nothing_towards_the_passive_party_is_named_like_a_label_or_a_loss(metho
     fields = list(fields_reachable_from(SERVICE.methods_by_name[method].output_type.name))
     telltale = {name for name in fields if any(word in name.lower() for word in TELLTALE)}
     assert telltale == (AGREED if method == "Audit" else set())
-
-
-def test_what_programs_are_told_is_no_part_of_the_wire_between_the_parties() -> None:
-    assert list(prediction_pb2.DESCRIPTOR.services_by_name) == ["Predictions"]
-    assert not prediction_pb2.DESCRIPTOR.dependencies
-    wire = set(pb.DESCRIPTOR.message_types_by_name)
-    assert not wire & set(prediction_pb2.DESCRIPTOR.message_types_by_name)
-    imported = {
-        path.relative_to(ROOT).parts[0]
-        for path in ROOT.glob("*/**/*.py")
-        if path.relative_to(ROOT).parts[0] in {"common", "passive_party", "active_party", "deploy"}
-        and "prediction_pb2" in path.read_text()
-    }
-    assert imported == {"active_party"}
 
 
 @pytest.mark.parametrize("method", INFERENCE.methods_by_name)

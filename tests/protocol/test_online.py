@@ -118,9 +118,7 @@ def test_an_unusable_file_of_tokens_is_refused_and_never_quoted(
 
 def test_many_long_ids_are_recorded_in_lines_that_can_be_read_again(tmp_path: Path) -> None:
     ids = tuple(f"{number:05d}" + 500 * '"' for number in range(300))
-    answered = Answered(
-        program="one", protocol="http", num_ids=300, found=7, status=200, milliseconds=1.5, ids=ids
-    )
+    answered = Answered(program="one", num_ids=300, found=7, status=200, milliseconds=1.5, ids=ids)
     with Transcript(tmp_path, "active") as transcript:
         transcript.note_answered(answered)
         transcript.note_answered(answered.model_copy(update={"ids": None}))
@@ -259,7 +257,7 @@ def test_lines_that_are_left_out_of_the_log_are_counted() -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("serving={http: null, grpc: null}", "an address for http, grpc or both"),
+        ("serving.http=null", "serving.http"),
         ("serving.fallback=true", "serving.fallback: needs data.features"),
         ("serving.http=nowhere", "serving.http"),
         ("serving.tls={certificate: a.pem}", "private_key"),

@@ -6,13 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 import yaml
 
 from splitveil.active_party.online.errors import Unusable
-from splitveil.protos import prediction_pb2 as pb
 from tests.asked import Program, asked
 from tests.joint import Trained, predicting, train, write_wide_deep
 
@@ -81,18 +79,6 @@ def as_json(cells: dict[str, str]) -> Row:
     }
 
 
-def as_columns(rows: list[dict[str, str]]) -> list[pb.Column]:
-    numbers = {
-        name: [float(row[name]) if row[name] else float("nan") for row in rows]
-        for name in ("n1", "n2")
-    }
-    texts = {name: [row[name] for row in rows] for name in ("word", "since", "tags")}
-    return [
-        *(pb.Column(name=name, numbers=values) for name, values in numbers.items()),
-        *(pb.Column(name=name, texts=values) for name, values in texts.items()),
-    ]
-
-
 def test_given_features_have_the_bits_of_the_table(trained: Trained, program: Program) -> None:
     ids = trained.test_ids[:40]
     cells = cells_of(trained, ids)
@@ -101,11 +87,8 @@ def test_given_features_have_the_bits_of_the_table(trained: Trained, program: Pr
     with predicting(trained) as predictor:
         right = predictor.predict(ids).probabilities
     told = program.ask(ids, features=[as_json(row) for row in cells])
-    reply = program.call(pb.PredictRequest(ids=ids, features=as_columns(cells)))
     alone = [program.ask(ids[i : i + 1], features=[as_json(cells[i])]) for i in range(20)]
     np.testing.assert_array_equal(told.probabilities, right)
-    by_grpc = np.array([one.probabilities for one in reply.predictions], np.float32)
-    np.testing.assert_array_equal(by_grpc[:, 0], right)
     one_by_one = [one.probabilities for one in alone]
     np.testing.assert_array_equal(np.concatenate(one_by_one), right[:20])
 
@@ -124,15 +107,8 @@ def test_a_row_of_gaps_alone_is_answered(trained: Trained, program: Program) -> 
     gaps = {"n1": None, "n2": None, "word": None, "since": None, "tags": None}
     told = program.ask(trained.test_ids[:1], features=[gaps])
     empty = program.ask(trained.test_ids[:1], features=[gaps | {"tags": []}])
-    nan = float("nan")
-    columns = [
-        *(pb.Column(name=name, numbers=[nan]) for name in ("n1", "n2")),
-        *(pb.Column(name=name, texts=[""]) for name in ("word", "since", "tags")),
-    ]
-    reply = program.call(pb.PredictRequest(ids=trained.test_ids[:1], features=columns))
     assert told.status == empty.status == 200, told.body
     assert told.body["probabilities"] == empty.body["probabilities"]
-    assert np.float32(reply.predictions[0].probabilities[0]) == told.probabilities[0]
 
 
 WRONG = [
@@ -197,35 +173,4 @@ class Unread(dict[str, object]):
 def test_rows_of_columns_that_the_model_does_not_have_are_refused_unread(program: Program) -> None:
     rows = [Unread({f"{row} {column}": 1 for column in range(20)}) for row in range(20)]
     with pytest.raises(Unusable, match="alone"):
-        program.desk.given.of_rows(rows)
-
-
-WRONG_COLUMNS = [
-    (pb.Column(name="n1", texts=["much"]), "n1", "numbers"),
-    (pb.Column(name="n1", numbers=[float("inf")]), "n1", "float32"),
-    (pb.Column(name="n1", numbers=[1.0], texts=["1"]), "n1", "either numbers or texts"),
-    (pb.Column(name="n1"), "n1", "expected 1 values"),
-    (pb.Column(name="since", texts=["tomorrow"]), "since", "2026-03-01"),
-    (pb.Column(name="since", numbers=[1.0]), "since", "times as texts"),
-    (pb.Column(name="tags", numbers=[1.0]), "tags", "texts"),
-    (pb.Column(name="tags", texts=["a\x1fb"]), "tags", "control character"),
-    (pb.Column(name="n2", numbers=[1.0]), "n2", "twice"),
-]
-
-
-@pytest.mark.parametrize(("column", "name", "expected"), WRONG_COLUMNS)
-def test_grpc_names_the_column_as_well(
-    trained: Trained, program: Program, column: pb.Column, name: str, expected: str
-) -> None:
-    ids = trained.test_ids[:1]
-    columns = [
-        one
-        for one in as_columns(cells_of(trained, ids))
-        if one.name != column.name or expected == "twice"
-    ]
-    with pytest.raises(grpc.RpcError) as caught:
-        program.call(pb.PredictRequest(ids=ids, features=[*columns, column]))
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert name in str(caught.value.details())
-    assert expected in str(caught.value.details())
-    assert "much" not in str(caught.value.details())
+        program.desk.given.of_rows(rows, len(rows))

@@ -1,4 +1,4 @@
-"""Online predictions over mutual TLS between the parties, asked for over HTTP and gRPC.
+"""Online predictions over mutual TLS between the parties, asked for over HTTP.
 
 Equality is of bits, on the CPU, with the evaluation at the end of training.
 """
@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 import torch
@@ -25,9 +25,8 @@ from splitveil.common.party.transcript import Transcript, Verified, verify
 from splitveil.common.privacy.leakage import auc
 from splitveil.deploy.authority import PartyFolder, make_certificates
 from splitveil.passive_party.inference.service import InferenceService
-from splitveil.protos import prediction_pb2 as pb
 from tests import joint
-from tests.asked import ASKING_TAKES_S, Program, answering, asked, predict_over
+from tests.asked import ASKING_TAKES_S, Program, answering, asked
 from tests.joint import Trained, free_port, train, write_wide_deep
 from tests.several import write_several
 from tests.system.test_predict import expected
@@ -58,21 +57,16 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return train(folder, folder / "runs", active=("serving.fallback=true",))
 
 
-def test_both_ways_of_asking_give_the_bits_of_the_evaluation(trained: Trained) -> None:
+def test_answers_have_the_bits_of_the_evaluation(trained: Trained) -> None:
     ids, right = trained.test_ids[:150], expected(trained)[:150]
     with asked(trained, *ANY_OVER_HTTP) as program:
         told = program.ask(ids)
-        reply = program.call(pb.PredictRequest(ids=ids))
     assert told.status == 200
     assert set(told.body["model"]) == {"joint"}
     np.testing.assert_array_equal(told.probabilities, right)
-    by_grpc = np.array([one.probabilities for one in reply.predictions], np.float32)
-    np.testing.assert_array_equal(by_grpc.reshape(right.shape), right)
-    assert {one.model for one in reply.predictions} == {pb.MODEL_JOINT}
     names = trained.settings.active.data.class_names if right.ndim > 1 else ()
     assert told.body["classes"] == (list(names) or None)
-    assert tuple(reply.classes) == tuple(names)
-    assert told.body["run_id"] == reply.run_id == trained.run_id
+    assert told.body["run_id"] == trained.run_id
 
 
 def test_requests_that_come_together_are_asked_together_and_answered_with_the_same_bits(
@@ -107,7 +101,7 @@ def test_a_passive_party_sees_the_same_messages_whatever_the_order_of_a_request_
     seen: list[list[list[str]]] = []
     reply: Callable[..., object] = InferenceService._reply
 
-    def noting(self: InferenceService, request: pb.PredictRequest, context: object) -> object:
+    def noting(self: InferenceService, request: Any, context: object) -> object:
         seen[-1].append(list(request.ids))
         return reply(self, request, context)
 
@@ -130,14 +124,11 @@ def test_unknown_ids_are_not_found_and_disturb_no_other(small: Trained) -> None:
     with asked(small) as program:
         mixed = program.ask(["nobody", *known, "nobody else"])
         nobody = program.ask(["nobody"])
-        reply = program.call(pb.PredictRequest(ids=["nobody", known[0]]))
     assert (mixed.status, nobody.status) == (200, 404)
     assert mixed.body["found"] == [False, True, True, True, False]
     assert mixed.body["model"] == [None, "joint", "joint", "joint", None]
     np.testing.assert_array_equal(mixed.probabilities[1:4], expected(small)[:3])
     assert nobody.body["probabilities"] == [None]
-    assert [one.model for one in reply.predictions] == [pb.MODEL_UNSPECIFIED, pb.MODEL_JOINT]
-    assert not reply.predictions[0].probabilities
 
 
 def own_features(small: Trained, ids: Sequence[str]) -> list[dict[str, object]]:
@@ -153,16 +144,10 @@ def test_own_features_of_a_request_take_the_place_of_the_table_s(small: Trained)
     ids, right = small.test_ids[:5], expected(small)[:5]
     rows = own_features(small, ids)
     others = own_features(small, small.test_ids[5:10])
-    columns = [
-        pb.Column(name="n1", numbers=[row["n1"] for row in rows]),  # type: ignore[misc]
-        pb.Column(name="n2", numbers=[row["n2"] for row in rows]),  # type: ignore[misc]
-        pb.Column(name="word", texts=[row["word"] for row in rows]),  # type: ignore[misc]
-    ]
     with asked(small) as program:
         same = program.ask(ids, features=rows)
         other = program.ask(ids, features=others)
         some = program.ask(["nobody", ids[1]], features=[rows[0], rows[1]])
-        reply = program.call(pb.PredictRequest(ids=ids, features=columns))
         wrong = [
             program.ask(ids[:1], features=given)
             for given in (
@@ -177,8 +162,6 @@ def test_own_features_of_a_request_take_the_place_of_the_table_s(small: Trained)
     assert (other.probabilities != right).all()
     np.testing.assert_array_equal(some.probabilities[1], right[1])
     assert some.body["found"] == [False, True]
-    by_grpc = np.array([one.probabilities for one in reply.predictions], np.float32)
-    np.testing.assert_array_equal(by_grpc[:, 0], right)
     assert [told.status for told in wrong] == [422] * 5
     assert "word" in wrong[0].body["detail"]
     assert "much" not in wrong[2].body["detail"]
@@ -253,21 +236,6 @@ def limited(small: Trained) -> Iterator[Program]:
         yield program
 
 
-def test_grpc_refuses_with_statuses_of_its_own(limited: Program, small: Trained) -> None:
-    refusals = {}
-    for name, request in {
-        "none": pb.PredictRequest(),
-        "too many": pb.PredictRequest(ids=5 * ["a"]),
-        "twice": pb.PredictRequest(ids=["a"], features=2 * [pb.Column(name="n1", numbers=[1])]),
-        "too few": pb.PredictRequest(ids=["a", "b"], features=[pb.Column(name="n", numbers=[1])]),
-    }.items():
-        with pytest.raises(grpc.RpcError) as caught:
-            limited.call(request)
-        refusals[name] = caught.value.code()
-    assert set(refusals.values()) == {grpc.StatusCode.INVALID_ARGUMENT}
-    assert limited.call(pb.PredictRequest(ids=small.test_ids[:1])).predictions[0].model
-
-
 # ---- who may ask, and for what ----
 
 TOKENS = {"scoring": 40 * "s", "billing": 40 * "b"}
@@ -295,16 +263,13 @@ def test_programs_are_known_by_their_tokens(
         wrong = program.ask(ids)
         program.headers = {"Authorization": f"Bearer {TOKENS['billing']}"}
         right = program.ask(ids)
-        health = Program(
-            program.http, program.grpc, program.desk, program.status, program.doors
-        ).get("/healthz")
-        with pytest.raises(grpc.RpcError) as caught:
-            program.call(pb.PredictRequest(ids=ids))
-        bearer = ("authorization", f"Bearer {TOKENS['scoring']}")
-        assert program.call(pb.PredictRequest(ids=ids), (bearer,)).predictions
-    assert (stranger.status, wrong.status, right.status, health.status) == (401, 401, 200, 200)
+        program.headers = {"Authorization": f"Bearer {TOKENS['scoring']}"}
+        other = program.ask(ids)
+        program.headers = None
+        health = program.get("/healthz")
+    assert (stranger.status, wrong.status, health.status) == (401, 401, 200)
+    assert (right.status, other.status) == (200, 200)
     assert stranger.headers["www-authenticate"] == "Bearer"
-    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
     noted = answered_lines(tmp_path)
     assert [line["program"] for line in noted] == ["billing", "scoring"]
     assert not any(token in str(noted) for token in TOKENS.values())
@@ -326,14 +291,10 @@ def test_a_program_that_asks_too_fast_is_told_to_wait_and_others_are_not(
     with asked(small, *limits) as program:
         program.headers = {"Authorization": f"Bearer {TOKENS['billing']}"}
         first, second = (program.ask(small.test_ids[:2]) for _ in range(2))
-        bearer = ("authorization", f"Bearer {TOKENS['billing']}")
-        with pytest.raises(grpc.RpcError) as caught:
-            program.call(pb.PredictRequest(ids=small.test_ids[:1]), (bearer,))
         program.headers = {"Authorization": f"Bearer {TOKENS['scoring']}"}
         other = program.ask(small.test_ids[:1])
     assert (first.status, second.status, other.status) == (200, 429, 200)
     assert int(second.headers["retry-after"]) > 1000
-    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 def test_only_allowed_ids_are_answered_or_ever_sent(small: Trained, tmp_path: Path) -> None:
@@ -377,14 +338,12 @@ def test_the_transcript_has_every_request_and_no_prediction(
         ):
             told.append(program.ask([*ids, "nobody"]))
             program.ask([""])
-            program.call(pb.PredictRequest(ids=ids))
         assert isinstance(verify(folder / "transcript.jsonl"), Verified)
         noted = answered_lines(folder)
-        fields = ("program", "protocol", "num_ids", "found", "status")
+        fields = ("program", "num_ids", "found", "status")
         assert [tuple(line[name] for name in fields) for line in noted] == [
-            ("local", "http", 4, 3, 200),
-            ("local", "http", 0, 0, 422),
-            ("local", "grpc", 3, 3, 200),
+            ("local", 4, 3, 200),
+            ("local", 0, 0, 422),
         ]
     assert "ids" not in answered_lines(folders[0])[0]
     assert answered_lines(folders[1])[0]["ids"] == [*ids, "nobody"]
@@ -415,8 +374,6 @@ def test_requests_are_refused_at_once_while_a_passive_party_is_away_and_answered
             assert program.ask(ids).status == 200
             assert program.get("/readyz").body == {"ready": True, "model": "joint", "reason": None}
         away = program.ask(ids)
-        with pytest.raises(grpc.RpcError) as caught:
-            program.call(pb.PredictRequest(ids=ids))
         ready, healthy = program.get("/readyz"), program.get("/healthz")
         with joint.serving(small.passive("passive"), port):
             wait_until(lambda: program.get("/readyz").status == 200)
@@ -424,7 +381,6 @@ def test_requests_are_refused_at_once_while_a_passive_party_is_away_and_answered
     assert away.status == 503
     assert away.body["detail"]
     assert "retry-after" in away.headers
-    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     assert (ready.status, healthy.status) == (503, 200)
     assert ready.body["reason"]
     np.testing.assert_array_equal(back.probabilities, expected(small)[:3])
@@ -486,13 +442,10 @@ def test_the_fallback_answers_for_a_passive_party_that_is_away_and_says_so(small
         wait_until(lambda: program.get("/readyz").body["model"] == "fallback")
         alone = program.ask([*ids, "nobody"])
         given = program.ask(ids[:3], features=own_features(small, ids[:3]))
-        reply = program.call(pb.PredictRequest(ids=ids[:1]))
     assert joined.body["model"] == 3 * ["joint"]
     assert alone.body["model"] == [*(len(ids) * ["fallback"]), None]
     assert alone.body["why_fallback"]
     np.testing.assert_array_equal(given.probabilities, alone.probabilities[:3])
-    assert reply.predictions[0].model == pb.MODEL_FALLBACK
-    assert reply.why_fallback
     labels = small_labels(small, ids)
     found = auc(torch.from_numpy(alone.probabilities[:-1].copy()), labels)
     assert small.alone is not None
@@ -588,18 +541,9 @@ def test_programs_are_known_by_their_certificates(small: Trained, tmp_path: Path
         program.tls = stranger
         with pytest.raises(OSError):  # noqa: PT011 (the server hangs up, in one of several ways)
             program.ask(ids)
-        own = PartyFolder(tmp_path / "certificates" / "scoring")
-        credentials = grpc.ssl_channel_credentials(
-            own.authority.read_bytes(), own.private_key.read_bytes(), own.certificate.read_bytes()
-        )
-        options = [("grpc.ssl_target_name_override", "localhost")]
-        with grpc.secure_channel(f"127.0.0.1:{program.grpc}", credentials, options) as channel:
-            reply = predict_over(channel)(pb.PredictRequest(ids=ids), timeout=60)
     np.testing.assert_array_equal(known.probabilities, expected(small)[:2])
-    by_grpc = np.array([one.probabilities for one in reply.predictions], np.float32)[:, 0]
-    np.testing.assert_array_equal(by_grpc, expected(small)[:2])
-    assert len({line["program"] for line in answered_lines(tmp_path)}) == 1
-    assert "scoring" in str(answered_lines(tmp_path)[0]["program"])
+    (line,) = answered_lines(tmp_path)
+    assert "scoring" in str(line["program"])
 
 
 def test_an_authority_that_is_withdrawn_lets_nobody_in_any_more(

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from splitveil.protos import prediction_pb2 as pb
 from tests import joint
 from tests.asked import answering, asked
 from tests.joint import Trained, free_port, predicting, train
@@ -33,27 +32,17 @@ def evaluated(trained: Trained) -> NDArray[np.float32]:
     return (LOW + shares * (HIGH - LOW)).astype(np.float32)
 
 
-def test_both_ways_of_asking_give_the_bits_of_predict_and_of_the_evaluation(
-    trained: Trained,
-) -> None:
+def test_answers_have_the_bits_of_predict_and_of_the_evaluation(trained: Trained) -> None:
     ids = trained.test_ids[:50]
     with predicting(trained) as predictor:
         predicted = predictor.predict(ids).probabilities
     with asked(trained) as program:
         told = program.ask([*ids, "nobody"])
-        reply = program.call(pb.PredictRequest(ids=[*ids, "nobody"]))
     *known, unknown = told.body["values"]
     np.testing.assert_array_equal(np.array(known, np.float32), evaluated(trained)[:50])
     np.testing.assert_array_equal(np.array(known, np.float32), predicted)
     assert unknown is None
     assert set(told.body) == FIELDS
-    *found, nobody = reply.predictions
-    np.testing.assert_array_equal(np.array([one.value for one in found], np.float32), predicted)
-    assert all(one.HasField("value") for one in found)
-    assert not nobody.HasField("value")
-    assert nobody.model == pb.MODEL_UNSPECIFIED
-    assert not any(one.probabilities for one in reply.predictions)
-    assert not reply.classes
 
 
 def test_the_page_of_the_api_describes_values(trained: Trained) -> None:
@@ -79,11 +68,9 @@ def test_the_fallback_answers_in_the_label_s_unit(trained: Trained) -> None:
             joined = program.ask(ids)
         wait_until(lambda: program.get("/readyz").body["model"] == "fallback")
         alone = program.ask(ids)
-        reply = program.call(pb.PredictRequest(ids=ids))
     assert set(joined.body["model"]) == {"joint"}
     assert set(alone.body["model"]) == {"fallback"}
     values = np.array(alone.body["values"], np.float32)
-    np.testing.assert_array_equal(np.array([one.value for one in reply.predictions]), values)
     labels = number_tables(400)[0]["amount"]
     errors = values - labels[[int(row) - 1 for row in ids]]
     assert trained.alone is not None

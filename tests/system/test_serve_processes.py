@@ -71,7 +71,7 @@ def test_a_killed_passive_party_costs_503_at_once_and_no_restart(folder: Path) -
         away = told(outer, ids)
         took_s = time.monotonic() - began
         assert asked(own, "/readyz")[0] == 503
-        assert 'door="http",outcome="unavailable"} 1.0' in asked(own, "/metrics")[1]
+        assert 'outcome="unavailable"} 1.0' in asked(own, "/metrics")[1]
         second = passive_at(folder, inner)
         try:
             wait_until(lambda: told(outer, ids)[0] == 200)

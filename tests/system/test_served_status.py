@@ -17,7 +17,6 @@ from splitveil.common.party.transcript import Crossing
 from splitveil.common.run.contract import Contract
 from splitveil.common.status.endpoint import StatusEndpoint
 from splitveil.passive_party.inference.inference_status import InferenceStatus
-from splitveil.protos import prediction_pb2 as pb
 from tests import joint
 from tests.asked import Program, answering, asked
 from tests.joint import Trained, connecting_to, free_port, train, write_wide_deep
@@ -51,7 +50,7 @@ def told_after_requests(trained: Trained) -> Told:
         answering(trained, "serving.fallback=true", ports={"passive": port}) as program,
     ):
         probabilities = program.ask([*ids, "nobody"]).probabilities
-        program.call(pb.PredictRequest(ids=ids[:3]))
+        program.ask(ids[:3])
         program.ask(["nobody"])
         program.post(b"{")
         return Told(program.status, service.status, probabilities)
@@ -62,12 +61,12 @@ def told(small: Trained) -> Told:
     return told_after_requests(small)
 
 
-def outcomes(program: Program, door: str) -> dict[str, float]:
+def outcomes(program: Program) -> dict[str, float]:
     name = "splitveil_predict_requests_total"
     found = {
         dict(labels)["outcome"]: value
         for (own, labels), value in series_of(program.status).items()
-        if own == name and dict(labels)["door"] == door
+        if own == name
     }
     return {outcome: number for outcome, number in found.items() if number}
 
@@ -84,7 +83,7 @@ def ids_by_outcome(program: Program) -> dict[str, float]:
 # ---- what is told ----
 
 
-def test_requests_are_counted_by_door_and_outcome_and_ids_by_what_became_of_them(
+def test_requests_are_counted_by_outcome_and_ids_by_what_became_of_them(
     small: Trained, tmp_path: Path
 ) -> None:
     (tmp_path / "ids.txt").write_text("\n".join([*small.test_ids[:9], "nobody"]) + "\n")
@@ -96,15 +95,12 @@ def test_requests_are_counted_by_door_and_outcome_and_ids_by_what_became_of_them
         program.ask([""])
         program.post(b"{")
         program.post(b'{"ids": ["' + 200_000 * b"x" + b'"]}')
-        program.call(pb.PredictRequest(ids=small.test_ids[:2]))
-        by_http, by_grpc = outcomes(program, "http"), outcomes(program, "grpc")
-        ids = ids_by_outcome(program)
-    assert by_http == {"answered": 1, "not_found": 1, "too_large": 2, "unusable": 2}
-    assert by_grpc == {"answered": 1}
-    assert ids == {"joint": 6, "unknown": 2, "not_allowed": 1}
-    assert value_of(program.status, "splitveil_predict_seconds_count", door="grpc") == 1
-    assert value_of(program.status, "splitveil_question_ids_sum") == 8
-    assert value_of(program.status, "splitveil_question_requests_sum") == 3
+        found, ids = outcomes(program), ids_by_outcome(program)
+    assert found == {"answered": 1, "not_found": 1, "too_large": 2, "unusable": 2}
+    assert ids == {"joint": 4, "unknown": 2, "not_allowed": 1}
+    assert value_of(program.status, "splitveil_predict_seconds_count") == 6
+    assert value_of(program.status, "splitveil_question_ids_sum") == 6
+    assert value_of(program.status, "splitveil_question_requests_sum") == 2
     assert value_of(program.status, "splitveil_predict_waiting") == 0
 
 
@@ -118,7 +114,7 @@ def test_programs_that_are_refused_are_counted(small: Trained, tmp_path: Path) -
         program.headers = {"Authorization": f"Bearer {40 * 's'}"}
         program.ask(small.test_ids[:1])
         program.ask(small.test_ids[:5])
-        found, ids = outcomes(program, "http"), ids_by_outcome(program)
+        found, ids = outcomes(program), ids_by_outcome(program)
     assert found == {"answered": 1, "not_admitted": 1, "rate_limited": 1}
     assert ids == {"joint": 1, "rate_limited": 5}
 
@@ -250,7 +246,7 @@ def test_the_state_of_a_passive_party_and_of_the_fallback_is_seen(small: Trained
             wait_until(lambda: own.readiness.ready)
             program.ask(ids)
         assert value_of(own, "splitveil_reconnects_total", peer="passive") == 1
-    assert outcomes(program, "http") == {"answered": 2, "fallback": 1}
+    assert outcomes(program) == {"answered": 2, "fallback": 1}
     assert ids_by_outcome(program) == {"joint": 6, "fallback": 3}
     assert service.status.stage == "closing"
     assert value_of(own, "splitveil_failed_calls_total", reason="PeerUnreachable") >= 1
@@ -259,7 +255,7 @@ def test_the_state_of_a_passive_party_and_of_the_fallback_is_seen(small: Trained
 def test_requests_that_nobody_can_answer_are_counted(small: Trained) -> None:
     with answering(small, ports={"passive": free_port()}) as program:
         program.ask(small.test_ids[:3])
-    assert outcomes(program, "http") == {"unavailable": 1}
+    assert outcomes(program) == {"unavailable": 1}
     assert ids_by_outcome(program) == {"unavailable": 3}
     assert value_of(program.status, "splitveil_answering", model="none") == 1
 

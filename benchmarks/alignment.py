@@ -16,8 +16,7 @@ With ``--new 1000`` the parties keep their keys, and each size is aligned once m
 new ids at each party, half of them common: what this second alignment takes is printed, in all.
 
 With ``--openmined PYTHON``, an interpreter of an environment that has openmined-psi, each size is
-also aligned by that package (``other_psi.py``), right afterwards. With ``--rr22 PYTHON``, one that
-has spu, each size is also aligned by the engine ``rr22``, whose worker's time and memory count.
+also aligned by that package (``other_psi.py``), right afterwards.
 """
 
 import argparse
@@ -49,8 +48,6 @@ from pydantic import ByteSize, TypeAdapter
 
 from splitveil.common.alignment import (
     Alignment,
-    AlignmentEngine,
-    AlignmentResources,
     ExchangeFiles,
     StreamChannel,
     align,
@@ -59,7 +56,7 @@ from splitveil.common.alignment import (
 )
 from splitveil.common.alignment.known import KeyFiles
 from splitveil.common.data.stored_ids import StoredIds
-from splitveil.common.run.contract import AlignmentSettings, EcdhAlignment, Rr22Alignment
+from splitveil.common.run.contract import AlignmentSettings
 from splitveil.common.wire.http_proxy import without_proxy
 from splitveil.protos.split_learning_pb2 import AlignFrame
 
@@ -101,7 +98,6 @@ class Task(NamedTuple):
     num_new: int  # of a second alignment, which is then the one that is measured
     workers: int
     memory_limit: int | None
-    rr22: str | None  # the interpreter, or None for ecdh
     barrier: Barrier
     ports: "multiprocessing.Queue[int]"
     results: "multiprocessing.Queue[tuple[str, PartyCost]]"
@@ -111,15 +107,12 @@ def main() -> None:
     """Measure every size with every number of workers, and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ids", type=int, nargs="+", default=[100_000], help="per party")
-    parser.add_argument(
-        "--workers", type=int, nargs="*", default=[0], help="per party; without numbers, no ecdh"
-    )
+    parser.add_argument("--workers", type=int, nargs="+", default=[0], help="per party")
     parser.add_argument(
         "--memory-limit", nargs="+", default=["none"], metavar="SIZE", help="such as 128MB, or none"
     )
     parser.add_argument("--new", type=int, default=0, help="new ids of a second alignment")
     parser.add_argument("--openmined", metavar="PYTHON", help="interpreter with openmined-psi")
-    parser.add_argument("--rr22", metavar="PYTHON", help="interpreter with spu")
     arguments = parser.parse_args()
     _print_machine()
     for num_ids in arguments.ids:
@@ -129,21 +122,18 @@ def main() -> None:
             if arguments.new:
                 costs = _align_once(num_ids, workers, limit_bytes, num_new=arguments.new)
                 _print_new(num_ids, arguments.new, workers, limit, costs)
-        if arguments.rr22:
-            costs = _align_once(num_ids, 0, None, arguments.rr22)
-            _print(num_ids, 1, "none, engine rr22", costs)
         if arguments.openmined:
             _print_openmined(num_ids, _openmined(arguments.openmined, num_ids))
 
 
 def _align_once(
-    num_ids: int, workers: int, limit: int | None, rr22: str | None = None, num_new: int = 0
+    num_ids: int, workers: int, limit: int | None, num_new: int = 0
 ) -> dict[str, PartyCost]:
     context = multiprocessing.get_context("spawn")
     results: multiprocessing.Queue[tuple[str, PartyCost]] = context.Queue()
     ports: multiprocessing.Queue[int] = context.Queue()
     barrier = context.Barrier(2)
-    task = Task(num_ids, num_new, workers, limit, rr22, barrier, ports, results)
+    task = Task(num_ids, num_new, workers, limit, barrier, ports, results)
     parties = [context.Process(target=run, args=(task,)) for run in (_run_active, _run_passive)]
     for party in parties:
         party.start()
@@ -235,7 +225,7 @@ def _measure_with(
     barrier.wait()
     floors = [_floor_s() for _ in range(3)]
     barrier.wait()
-    engine = _engine(task)
+    engine = build_engine(AlignmentSettings(), task.workers)
     sent = [0]
 
     def aligning(ids: StoredIds) -> Callable[[CountingChannel], Alignment]:
@@ -271,8 +261,6 @@ def _measure_with(
     engine.close()
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s += ended.ru_utime + ended.ru_stime - waited.ru_utime - waited.ru_stime
-    if task.rr22 is not None:
-        worker_mib = ended.ru_maxrss / 1024
     return PartyCost(
         cpu_s,
         wall_s,
@@ -283,16 +271,6 @@ def _measure_with(
         sent[0],
         before_mib,
     )
-
-
-def _engine(task: Task) -> AlignmentEngine:
-    settings: AlignmentSettings = EcdhAlignment()
-    if task.rr22 is not None:
-        settings = Rr22Alignment(engine="rr22")
-    resources = AlignmentResources(
-        workers=task.workers, rr22_python=None if task.rr22 is None else Path(task.rr22)
-    )
-    return build_engine(settings, resources)
 
 
 def _floor_s() -> float:

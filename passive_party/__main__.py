@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from splitveil.common.alignment import engine_checks, engine_of, records_of
+from splitveil.common.alignment import engine_of, records_of
 from splitveil.common.errors import (
     ContractMismatch,
     PeerEndedForGood,
@@ -325,7 +325,6 @@ def _check(parsed: argparse.Namespace) -> None:
         [
             connection,
             *status_checks(settings.status),
-            *engine_checks(settings),
             lambda: f"device: {command_line.torch_device(settings.device)}",
             *([own_attacks] if adversary is not None and adversary.custom_attacks else []),
             data_and_model,

@@ -99,7 +99,7 @@ class HandshakeReply(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., contract_digest: _Optional[bytes] = ..., nonce: _Optional[bytes] = ..., resumes_at: _Optional[int] = ..., nonce_commitments: _Optional[_Iterable[bytes]] = ..., survey: _Optional[bool] = ...) -> None: ...
 
 class AlignFrame(_message.Message):
-    __slots__ = ("hello", "points", "tags", "done", "wait", "share", "commitment", "tunnel", "gone", "list_proof")
+    __slots__ = ("hello", "points", "tags", "done", "wait", "share", "commitment", "gone", "list_proof")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     POINTS_FIELD_NUMBER: _ClassVar[int]
     TAGS_FIELD_NUMBER: _ClassVar[int]
@@ -107,7 +107,6 @@ class AlignFrame(_message.Message):
     WAIT_FIELD_NUMBER: _ClassVar[int]
     SHARE_FIELD_NUMBER: _ClassVar[int]
     COMMITMENT_FIELD_NUMBER: _ClassVar[int]
-    TUNNEL_FIELD_NUMBER: _ClassVar[int]
     GONE_FIELD_NUMBER: _ClassVar[int]
     LIST_PROOF_FIELD_NUMBER: _ClassVar[int]
     hello: AlignHello
@@ -117,10 +116,9 @@ class AlignFrame(_message.Message):
     wait: AlignWait
     share: AlignShare
     commitment: AlignCommitment
-    tunnel: AlignTunnel
     gone: AlignGone
     list_proof: AlignListProof
-    def __init__(self, hello: _Optional[_Union[AlignHello, _Mapping]] = ..., points: _Optional[_Union[MaskedPoints, _Mapping]] = ..., tags: _Optional[_Union[Tags, _Mapping]] = ..., done: _Optional[_Union[AlignDone, _Mapping]] = ..., wait: _Optional[_Union[AlignWait, _Mapping]] = ..., share: _Optional[_Union[AlignShare, _Mapping]] = ..., commitment: _Optional[_Union[AlignCommitment, _Mapping]] = ..., tunnel: _Optional[_Union[AlignTunnel, _Mapping]] = ..., gone: _Optional[_Union[AlignGone, _Mapping]] = ..., list_proof: _Optional[_Union[AlignListProof, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[AlignHello, _Mapping]] = ..., points: _Optional[_Union[MaskedPoints, _Mapping]] = ..., tags: _Optional[_Union[Tags, _Mapping]] = ..., done: _Optional[_Union[AlignDone, _Mapping]] = ..., wait: _Optional[_Union[AlignWait, _Mapping]] = ..., share: _Optional[_Union[AlignShare, _Mapping]] = ..., commitment: _Optional[_Union[AlignCommitment, _Mapping]] = ..., gone: _Optional[_Union[AlignGone, _Mapping]] = ..., list_proof: _Optional[_Union[AlignListProof, _Mapping]] = ...) -> None: ...
 
 class AlignHello(_message.Message):
     __slots__ = ("engine", "version", "normalisation", "tag_bytes", "chunk_ids", "set_size", "nonce", "run_id", "resume", "known")
@@ -199,18 +197,6 @@ class Tags(_message.Message):
     chunk: int
     tags: bytes
     def __init__(self, chunk: _Optional[int] = ..., tags: _Optional[bytes] = ...) -> None: ...
-
-class AlignTunnel(_message.Message):
-    __slots__ = ("link", "of_dialler", "data", "ends")
-    LINK_FIELD_NUMBER: _ClassVar[int]
-    OF_DIALLER_FIELD_NUMBER: _ClassVar[int]
-    DATA_FIELD_NUMBER: _ClassVar[int]
-    ENDS_FIELD_NUMBER: _ClassVar[int]
-    link: int
-    of_dialler: bool
-    data: bytes
-    ends: bool
-    def __init__(self, link: _Optional[int] = ..., of_dialler: _Optional[bool] = ..., data: _Optional[bytes] = ..., ends: _Optional[bool] = ...) -> None: ...
 
 class AlignDone(_message.Message):
     __slots__ = ("count", "digest", "split_digest", "list_point")

@@ -1,4 +1,4 @@
-"""Private set intersection by Diffie-Hellman on ristretto255: the default alignment engine.
+"""Private set intersection by Diffie-Hellman on ristretto255.
 
     hello   both    name and parameters of the engine, size of the sender's set, its nonce
     points  both    a H(id) for every id of the sender, shuffled, in chunks
@@ -296,9 +296,6 @@ class EcdhExchange:
             order, scalar = self._require_order(), self._secrets.scalar
             self._keeping.finish(self._exchange, scalar, self._base, self._tags, order)
         return found
-
-    def close(self) -> None:
-        """Do nothing: the engine owns the workers, and files stay to be resumed."""
 
     def _receive_hello(self, peer: pb.AlignHello) -> None:
         if self._peer_hello is not None:

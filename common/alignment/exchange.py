@@ -68,7 +68,6 @@ def align(
             # the line, and keep the peer from sending its hello.
             hello = receiving.submit(line.receive)
             exchange = engine.start(ids, nonce=nonce, run_id=run_id, splits=splits)
-            ending.callback(exchange.close)
             if files is not None:
                 exchange.keep_in(files)
             line.send(exchange.hello())

@@ -65,9 +65,6 @@ class AlignmentExchange(CountedExchange, Protocol):
     def forget(self) -> None:
         """Delete what was kept."""
 
-    def close(self) -> None:
-        """End what the exchange has started, whether or not it is complete."""
-
     def hello(self) -> AlignFrame:
         """Return the frame that opens the exchange."""
 

@@ -31,15 +31,6 @@ def check_done(own: AlignDone | None, known: AlignDone | None, done: AlignDone) 
     """
     if own is None or known is not None:
         raise OutOfStep("the other party is done while points or tags are outstanding")
-    check_digests(done)
-
-
-def check_digests(done: AlignDone) -> None:
-    """Check the lengths of the digests of a peer's last message.
-
-    Raises:
-        InvalidMessage: a digest has another length.
-    """
     if len(done.digest) != _DIGEST_BYTES:
         raise InvalidMessage(f"expected a digest of 32 bytes, got {len(done.digest)}")
     if len(done.split_digest) not in {0, _DIGEST_BYTES}:

@@ -8,7 +8,7 @@ from splitveil.common.alignment.known import KeptKeys
 from splitveil.common.alignment.tried_ids import TriedIds
 from splitveil.common.data.ids import NORMALISATION
 from splitveil.common.party.party_settings import PartySettings
-from splitveil.common.run.contract import Contract, EcdhAlignment
+from splitveil.common.run.contract import Contract
 from splitveil.common.storage.run_folder import claim_private
 
 _IN_USE = "another process uses the keys in it; wait for its end, or name another alignment_keys"
@@ -35,7 +35,7 @@ def records_of(settings: PartySettings, party: str, folder: Path) -> Records:
     """
     contract, limit = settings.contract, settings.alignment_memory_limit
     most, attempts = contract.alignment.max_set_size, settings.alignment_attempts
-    if not (isinstance(contract.alignment, EcdhAlignment) and contract.alignment.keep_key):
+    if not contract.alignment.keep_key:
         kept = KeptExchanges(folder, limit)
         return Records(kept, TriedIds.beside(folder, most, attempts))
     keys = settings.base_dir / settings.alignment_keys / party

@@ -36,11 +36,6 @@ TAG_BYTES = 16
 CHUNK_IDS = 4096
 """128 KiB of points: little memory, and still much more than the overhead of a message."""
 
-TUNNEL_BYTES = 64 * 1024
-"""Tunnelled bytes of one frame: half a chunk of points."""
-MOST_LINKS = 64
-"""Connections that one party's worker may dial in one exchange; it dials one or two."""
-
 # ---- whole messages, in bytes: checked before anything is parsed ----
 
 CONTRACT_CHARACTERS = 64 * 1024
@@ -163,8 +158,6 @@ FIELDS: Mapping[str, Bound] = {
     "Tags.chunk": _CHUNK,
     "Tags.tags": Bound(CHUNK_IDS * TAG_BYTES, "one chunk"),
     "AlignCommitment.digest": _DIGEST,
-    "AlignTunnel.link": Bound(MOST_LINKS, "see MOST_LINKS"),
-    "AlignTunnel.data": Bound(TUNNEL_BYTES, "see TUNNEL_BYTES"),
     "AlignDone.count": Bound(2**31, "the largest set that a contract can allow"),
     "AlignDone.digest": _DIGEST,
     "AlignDone.split_digest": _DIGEST,
@@ -220,9 +213,6 @@ EXEMPT: Mapping[str, str] = {
     "AlignFrame.tags": "a message: its own fields are bounded",
     "AlignFrame.done": "a message: its own fields are bounded",
     "AlignFrame.commitment": "a message: its own field is bounded",
-    "AlignFrame.tunnel": "a message: its own fields are bounded",
-    "AlignTunnel.of_dialler": "yes or no",
-    "AlignTunnel.ends": "yes or no",
     "AlignFrame.wait": "a message, without fields",
     "AlignFrame.share": "a message: its own fields are bounded",
     "AlignShare.nonces[]": "has to match its commitment",

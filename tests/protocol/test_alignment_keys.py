@@ -32,11 +32,6 @@ def test_both_parties_have_to_agree_on_keeping_the_key() -> None:
     assert AlignmentContract.of(keeping).alignment == keeping.alignment
 
 
-def test_the_engine_rr22_has_no_key_to_keep() -> None:
-    with pytest.raises(SettingsError, match="keep_key: the engine rr22 has no key to keep"):
-        contract_of({"engine": "rr22", "keep_key": True})
-
-
 def test_by_default_no_key_is_kept(tmp_path: Path) -> None:
     settings = settings_of(tmp_path)
     records = records_of(settings, "passive", tmp_path / "runs" / "small" / "passive")

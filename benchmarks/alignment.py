@@ -12,9 +12,6 @@ With ``--memory-limit none 128MB`` each size is aligned with each limit, the exc
 files of a temporary folder, and the common ids are compared with the true ones. ``grows by`` is
 the peak less what the process has in memory before the exchange, which includes its ids.
 
-With ``--new 1000`` the parties keep their keys, and each size is aligned once more with that many
-new ids at each party, half of them common: what this second alignment takes is printed, in all.
-
 With ``--openmined PYTHON``, an interpreter of an environment that has openmined-psi, each size is
 also aligned by that package (``other_psi.py``), right afterwards.
 """
@@ -54,7 +51,6 @@ from splitveil.common.alignment import (
     build_engine,
     ristretto,
 )
-from splitveil.common.alignment.known import KeyFiles
 from splitveil.common.data.stored_ids import StoredIds
 from splitveil.common.run.contract import AlignmentSettings
 from splitveil.common.wire.http_proxy import without_proxy
@@ -95,7 +91,6 @@ class Task(NamedTuple):
     """One party's part, and its ways to the other and back."""
 
     num_ids: int
-    num_new: int  # of a second alignment, which is then the one that is measured
     workers: int
     memory_limit: int | None
     barrier: Barrier
@@ -111,7 +106,6 @@ def main() -> None:
     parser.add_argument(
         "--memory-limit", nargs="+", default=["none"], metavar="SIZE", help="such as 128MB, or none"
     )
-    parser.add_argument("--new", type=int, default=0, help="new ids of a second alignment")
     parser.add_argument("--openmined", metavar="PYTHON", help="interpreter with openmined-psi")
     arguments = parser.parse_args()
     _print_machine()
@@ -119,21 +113,16 @@ def main() -> None:
         for workers, limit in product(arguments.workers, arguments.memory_limit):
             limit_bytes = None if limit == "none" else TypeAdapter(ByteSize).validate_python(limit)
             _print(num_ids, workers, limit, _align_once(num_ids, workers, limit_bytes))
-            if arguments.new:
-                costs = _align_once(num_ids, workers, limit_bytes, num_new=arguments.new)
-                _print_new(num_ids, arguments.new, workers, limit, costs)
         if arguments.openmined:
             _print_openmined(num_ids, _openmined(arguments.openmined, num_ids))
 
 
-def _align_once(
-    num_ids: int, workers: int, limit: int | None, num_new: int = 0
-) -> dict[str, PartyCost]:
+def _align_once(num_ids: int, workers: int, limit: int | None) -> dict[str, PartyCost]:
     context = multiprocessing.get_context("spawn")
     results: multiprocessing.Queue[tuple[str, PartyCost]] = context.Queue()
     ports: multiprocessing.Queue[int] = context.Queue()
     barrier = context.Barrier(2)
-    task = Task(num_ids, num_new, workers, limit, barrier, ports, results)
+    task = Task(num_ids, workers, limit, barrier, ports, results)
     parties = [context.Process(target=run, args=(task,)) for run in (_run_active, _run_passive)]
     for party in parties:
         party.start()
@@ -208,8 +197,7 @@ def _measure(
 ) -> PartyCost:
     """Align the ids of a party, and return what it took."""
     with TemporaryDirectory() as folder:
-        key = KeyFiles(Path(folder) / "key") if task.num_new else None
-        files = ExchangeFiles(Path(folder) / "kept", task.memory_limit, key)
+        files = ExchangeFiles(Path(folder) / "kept", task.memory_limit)
         return _measure_with(files, task, party, exchange)
 
 
@@ -226,23 +214,14 @@ def _measure_with(
     floors = [_floor_s() for _ in range(3)]
     barrier.wait()
     engine = build_engine(AlignmentSettings(), task.workers)
-    sent = [0]
+    sent_bytes = 0
 
-    def aligning(ids: StoredIds) -> Callable[[CountingChannel], Alignment]:
-        def run(channel: CountingChannel) -> Alignment:
-            found = align(
-                engine, ids, channel, nonce=os.urandom(32), run_id="benchmark", files=files
-            )
-            sent[0] = channel.sent_bytes
-            return found
+    def run(channel: CountingChannel) -> Alignment:
+        nonlocal sent_bytes
+        found = align(engine, ids, channel, nonce=os.urandom(32), run_id="benchmark", files=files)
+        sent_bytes = channel.sent_bytes
+        return found
 
-        return run
-
-    if task.num_new:
-        exchange(aligning(_ids(numbers[: task.num_ids])))
-        barrier.wait()
-        files.settle()
-        barrier.wait()
     # Workers count once they have been waited for; their start-up counts too.
     waited = resource.getrusage(resource.RUSAGE_CHILDREN)
     with suppress(OSError):  # begins a new peak, where that is allowed
@@ -250,7 +229,7 @@ def _measure_with(
     before_mib = _mib("self", "VmRSS")
     started_cpu, started = _own_cpu_s(), time.perf_counter()
 
-    alignment = exchange(aligning(ids))
+    alignment = exchange(run)
     wall_s = time.perf_counter() - started
     cpu_s = _own_cpu_s() - started_cpu
     party_mib = _mib("self", "VmHWM")
@@ -268,7 +247,7 @@ def _measure_with(
         party_mib,
         worker_mib,
         len(alignment.rows),
-        sent[0],
+        sent_bytes,
         before_mib,
     )
 
@@ -299,11 +278,9 @@ def _own_cpu_s() -> float:
 
 
 def _numbers(task: Task, party: Party) -> npt.NDArray[np.int64]:
-    """Number the ids of a party, of which the other has half, the new ones at the end."""
-    is_second = party == "passive"
-    first, first_new = (task.num_ids // 2, task.num_new // 2) if is_second else (0, 0)
-    old, new = np.arange(task.num_ids), 2 * task.num_ids + np.arange(task.num_new)
-    return np.concatenate([first + old, first_new + new])
+    """Number the ids of a party, of which the other has half."""
+    first = task.num_ids // 2 if party == "passive" else 0
+    return first + np.arange(task.num_ids)
 
 
 def _ids(numbers: npt.NDArray[np.int64]) -> StoredIds:
@@ -365,22 +342,6 @@ def _print(num_ids: int, workers: int, limit: str, costs: dict[str, PartyCost]) 
             f"grows by {(cost.party_mib - cost.before_mib) * 2**20 / 1e6:.0f} MB"
             + (f" + {workers} x {cost.worker_mib:.0f} MiB" if workers else "")
             + f"; {cost.num_common} common"
-        )
-
-
-def _print_new(
-    num_ids: int, num_new: int, workers: int, limit: str, costs: dict[str, PartyCost]
-) -> None:
-    print(
-        f"{num_ids} x {num_ids} ids, then {num_new} new ones at each party, {workers} workers per "
-        f"party, memory limit: {limit}"
-    )
-    for party, cost in sorted(costs.items()):
-        print(
-            f"{party:8}{cost.cpu_s:.2f} CPU seconds, of which {num_new * cost.floor_s:.2f} are the "
-            f"floor of the new ids; {cost.wall_s:.2f} s wall; sends {cost.sent_bytes:,} bytes; "
-            f"peak {cost.party_mib:.0f} MiB, grows by "
-            f"{(cost.party_mib - cost.before_mib) * 2**20 / 1e6:.0f} MB; {cost.num_common} common"
         )
 
 

@@ -199,7 +199,7 @@ def _begin_to_wait(status: RunStatus) -> None:
 
 def _aligner(settings: PassiveSettings, data: PartyData, folder: Path, *, fresh: bool) -> Aligner:
     """Build the aligner. Call it before the first gRPC channel, because it may start processes."""
-    kept, tried = records_of(settings, settings.party, folder)
+    kept, tried = records_of(settings, folder)
     if fresh:
         kept.discard()
     return Aligner(

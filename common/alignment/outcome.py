@@ -38,11 +38,6 @@ def check_done(own: AlignDone | None, known: AlignDone | None, done: AlignDone) 
         raise InvalidMessage(f"expected a split digest of 32 bytes or none, got {length}")
 
 
-def found_the_same(own: AlignDone, peer: AlignDone) -> bool:
-    """Return whether both parties have found as many common ids, in the same order."""
-    return (peer.count, peer.digest) == (own.count, own.digest)
-
-
 def agreed_rows(
     sizes: Sizes, rows: RowIndices | None, own: AlignDone | None, peer: AlignDone | None
 ) -> RowIndices:
@@ -61,7 +56,7 @@ def agreed_rows(
     if rows is None or own is None or peer is None:
         raise OutOfStep("the exchange of ids is not complete")
     counts = f"{sizes.own} own ids, {sizes.peer} ids of the other party, {len(rows)} in common"
-    if not found_the_same(own, peer):
+    if (peer.count, peer.digest) != (own.count, own.digest):
         raise AlignmentError(
             f"the parties disagree on the intersection: {counts}, "
             f"but the other party reports {peer.count}, or another order"

@@ -39,7 +39,6 @@ logger = logging.getLogger(__name__)
 MAY_CHANGE = frozenset(
     {
         "alignment_attempts",
-        "alignment_keys",
         "alignment_memory_limit",
         "alignment_workers",
         "allow_audits",

@@ -62,12 +62,6 @@ class AlignmentSettings(Section):
     """Most ids that either party may bring to one exchange. Each party limits the total over all
     exchanges by its own ``alignment_attempts``."""
 
-    keep_key: bool = False
-    """Whether both parties keep the secret key of a finished alignment, and the tags of all ids, in
-    their own ``alignment_keys``. The next alignment with the same key exchanges only ids that are
-    new at either party. Each party then sees which of the other's ids, common or not, are new, gone
-    or the same as before. The ids that a peer tries are added up over all runs."""
-
 
 class HashSplit(Section):
     """Rows are split by a hash of their id, keyed with the joint seed."""

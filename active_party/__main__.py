@@ -167,7 +167,7 @@ def _train(
         session.reopen()
         # From the first answer until this process ends, no file may pass for the whole account.
         delete_saved(folder, LEDGER)
-        kept, tried = records_of(settings, ACTIVE, folder)
+        kept, tried = records_of(settings, folder)
         service = ActiveService(session, engine, settings.reconnect.deadline_s, tried, status, kept)
         notes = status if transcript is None else AllNotes(transcript, status)
         desk = ProbeDesk(contract, form_of(data.ids))

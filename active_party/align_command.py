@@ -75,7 +75,7 @@ def _find_common_order(
     contract = settings.contract
     folder = open_run_folder(settings.runs_dir / contract.run_name, FOLDER, ACTIVE)
     command_line.save_resolved(settings, folder)
-    kept, tried = records_of(settings, ACTIVE, folder)
+    kept, tried = records_of(settings, folder)
     engine = engine_of(settings, len(data.ids))
     with ExitStack() as resources:
         resources.callback(engine.close)
@@ -102,7 +102,7 @@ def _find_common_order(
         finally:
             service.tell_end(min(_LAST_WORDS_S, settings.reconnect.max_s), interruption)
             server.stop(_GRACE_S).wait()
-    kept.settle()
+    kept.discard()
     tried.forget()
     return session.common_order()
 

@@ -16,7 +16,6 @@ from splitveil.active_party.defenses.example_keys import used_labels_file
 from splitveil.active_party.earlier_runs import answers_before
 from splitveil.active_party.serving.probe_server import probe_checks
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.common.alignment import engine_checks
 from splitveil.common.data.subjects import numbered
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.factory import build_top_model
@@ -90,7 +89,6 @@ def check(parsed: argparse.Namespace) -> None:
             security,
             address,
             *status_checks(settings.status),
-            *engine_checks(settings),
             lambda: f"device: {command_line.torch_device(settings.device)}",
             noise_key,
             defense,

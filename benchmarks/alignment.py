@@ -12,12 +12,8 @@ With ``--memory-limit none 128MB`` each size is aligned with each limit, the exc
 files of a temporary folder, and the common ids are compared with the true ones. ``grows by`` is
 the peak less what the process has in memory before the exchange, which includes its ids.
 
-With ``--new 1000`` the parties keep their keys, and each size is aligned once more with that many
-new ids at each party, half of them common: what this second alignment takes is printed, in all.
-
 With ``--openmined PYTHON``, an interpreter of an environment that has openmined-psi, each size is
-also aligned by that package (``other_psi.py``), right afterwards. With ``--rr22 PYTHON``, one that
-has spu, each size is also aligned by the engine ``rr22``, whose worker's time and memory count.
+also aligned by that package (``other_psi.py``), right afterwards.
 """
 
 import argparse
@@ -49,17 +45,14 @@ from pydantic import ByteSize, TypeAdapter
 
 from splitveil.common.alignment import (
     Alignment,
-    AlignmentEngine,
-    AlignmentResources,
     ExchangeFiles,
     StreamChannel,
     align,
     build_engine,
     ristretto,
 )
-from splitveil.common.alignment.known import KeyFiles
 from splitveil.common.data.stored_ids import StoredIds
-from splitveil.common.run.contract import AlignmentSettings, EcdhAlignment, Rr22Alignment
+from splitveil.common.run.contract import AlignmentSettings
 from splitveil.common.wire.http_proxy import without_proxy
 from splitveil.protos.split_learning_pb2 import AlignFrame
 
@@ -98,10 +91,8 @@ class Task(NamedTuple):
     """One party's part, and its ways to the other and back."""
 
     num_ids: int
-    num_new: int  # of a second alignment, which is then the one that is measured
     workers: int
     memory_limit: int | None
-    rr22: str | None  # the interpreter, or None for ecdh
     barrier: Barrier
     ports: "multiprocessing.Queue[int]"
     results: "multiprocessing.Queue[tuple[str, PartyCost]]"
@@ -111,39 +102,27 @@ def main() -> None:
     """Measure every size with every number of workers, and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ids", type=int, nargs="+", default=[100_000], help="per party")
-    parser.add_argument(
-        "--workers", type=int, nargs="*", default=[0], help="per party; without numbers, no ecdh"
-    )
+    parser.add_argument("--workers", type=int, nargs="+", default=[0], help="per party")
     parser.add_argument(
         "--memory-limit", nargs="+", default=["none"], metavar="SIZE", help="such as 128MB, or none"
     )
-    parser.add_argument("--new", type=int, default=0, help="new ids of a second alignment")
     parser.add_argument("--openmined", metavar="PYTHON", help="interpreter with openmined-psi")
-    parser.add_argument("--rr22", metavar="PYTHON", help="interpreter with spu")
     arguments = parser.parse_args()
     _print_machine()
     for num_ids in arguments.ids:
         for workers, limit in product(arguments.workers, arguments.memory_limit):
             limit_bytes = None if limit == "none" else TypeAdapter(ByteSize).validate_python(limit)
             _print(num_ids, workers, limit, _align_once(num_ids, workers, limit_bytes))
-            if arguments.new:
-                costs = _align_once(num_ids, workers, limit_bytes, num_new=arguments.new)
-                _print_new(num_ids, arguments.new, workers, limit, costs)
-        if arguments.rr22:
-            costs = _align_once(num_ids, 0, None, arguments.rr22)
-            _print(num_ids, 1, "none, engine rr22", costs)
         if arguments.openmined:
             _print_openmined(num_ids, _openmined(arguments.openmined, num_ids))
 
 
-def _align_once(
-    num_ids: int, workers: int, limit: int | None, rr22: str | None = None, num_new: int = 0
-) -> dict[str, PartyCost]:
+def _align_once(num_ids: int, workers: int, limit: int | None) -> dict[str, PartyCost]:
     context = multiprocessing.get_context("spawn")
     results: multiprocessing.Queue[tuple[str, PartyCost]] = context.Queue()
     ports: multiprocessing.Queue[int] = context.Queue()
     barrier = context.Barrier(2)
-    task = Task(num_ids, num_new, workers, limit, rr22, barrier, ports, results)
+    task = Task(num_ids, workers, limit, barrier, ports, results)
     parties = [context.Process(target=run, args=(task,)) for run in (_run_active, _run_passive)]
     for party in parties:
         party.start()
@@ -218,8 +197,7 @@ def _measure(
 ) -> PartyCost:
     """Align the ids of a party, and return what it took."""
     with TemporaryDirectory() as folder:
-        key = KeyFiles(Path(folder) / "key") if task.num_new else None
-        files = ExchangeFiles(Path(folder) / "kept", task.memory_limit, key)
+        files = ExchangeFiles(Path(folder) / "kept", task.memory_limit)
         return _measure_with(files, task, party, exchange)
 
 
@@ -235,24 +213,15 @@ def _measure_with(
     barrier.wait()
     floors = [_floor_s() for _ in range(3)]
     barrier.wait()
-    engine = _engine(task)
-    sent = [0]
+    engine = build_engine(AlignmentSettings(), task.workers)
+    sent_bytes = 0
 
-    def aligning(ids: StoredIds) -> Callable[[CountingChannel], Alignment]:
-        def run(channel: CountingChannel) -> Alignment:
-            found = align(
-                engine, ids, channel, nonce=os.urandom(32), run_id="benchmark", files=files
-            )
-            sent[0] = channel.sent_bytes
-            return found
+    def run(channel: CountingChannel) -> Alignment:
+        nonlocal sent_bytes
+        found = align(engine, ids, channel, nonce=os.urandom(32), run_id="benchmark", files=files)
+        sent_bytes = channel.sent_bytes
+        return found
 
-        return run
-
-    if task.num_new:
-        exchange(aligning(_ids(numbers[: task.num_ids])))
-        barrier.wait()
-        files.settle()
-        barrier.wait()
     # Workers count once they have been waited for; their start-up counts too.
     waited = resource.getrusage(resource.RUSAGE_CHILDREN)
     with suppress(OSError):  # begins a new peak, where that is allowed
@@ -260,7 +229,7 @@ def _measure_with(
     before_mib = _mib("self", "VmRSS")
     started_cpu, started = _own_cpu_s(), time.perf_counter()
 
-    alignment = exchange(aligning(ids))
+    alignment = exchange(run)
     wall_s = time.perf_counter() - started
     cpu_s = _own_cpu_s() - started_cpu
     party_mib = _mib("self", "VmHWM")
@@ -271,8 +240,6 @@ def _measure_with(
     engine.close()
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s += ended.ru_utime + ended.ru_stime - waited.ru_utime - waited.ru_stime
-    if task.rr22 is not None:
-        worker_mib = ended.ru_maxrss / 1024
     return PartyCost(
         cpu_s,
         wall_s,
@@ -280,19 +247,9 @@ def _measure_with(
         party_mib,
         worker_mib,
         len(alignment.rows),
-        sent[0],
+        sent_bytes,
         before_mib,
     )
-
-
-def _engine(task: Task) -> AlignmentEngine:
-    settings: AlignmentSettings = EcdhAlignment()
-    if task.rr22 is not None:
-        settings = Rr22Alignment(engine="rr22")
-    resources = AlignmentResources(
-        workers=task.workers, rr22_python=None if task.rr22 is None else Path(task.rr22)
-    )
-    return build_engine(settings, resources)
 
 
 def _floor_s() -> float:
@@ -321,11 +278,9 @@ def _own_cpu_s() -> float:
 
 
 def _numbers(task: Task, party: Party) -> npt.NDArray[np.int64]:
-    """Number the ids of a party, of which the other has half, the new ones at the end."""
-    is_second = party == "passive"
-    first, first_new = (task.num_ids // 2, task.num_new // 2) if is_second else (0, 0)
-    old, new = np.arange(task.num_ids), 2 * task.num_ids + np.arange(task.num_new)
-    return np.concatenate([first + old, first_new + new])
+    """Number the ids of a party, of which the other has half."""
+    first = task.num_ids // 2 if party == "passive" else 0
+    return first + np.arange(task.num_ids)
 
 
 def _ids(numbers: npt.NDArray[np.int64]) -> StoredIds:
@@ -387,22 +342,6 @@ def _print(num_ids: int, workers: int, limit: str, costs: dict[str, PartyCost]) 
             f"grows by {(cost.party_mib - cost.before_mib) * 2**20 / 1e6:.0f} MB"
             + (f" + {workers} x {cost.worker_mib:.0f} MiB" if workers else "")
             + f"; {cost.num_common} common"
-        )
-
-
-def _print_new(
-    num_ids: int, num_new: int, workers: int, limit: str, costs: dict[str, PartyCost]
-) -> None:
-    print(
-        f"{num_ids} x {num_ids} ids, then {num_new} new ones at each party, {workers} workers per "
-        f"party, memory limit: {limit}"
-    )
-    for party, cost in sorted(costs.items()):
-        print(
-            f"{party:8}{cost.cpu_s:.2f} CPU seconds, of which {num_new * cost.floor_s:.2f} are the "
-            f"floor of the new ids; {cost.wall_s:.2f} s wall; sends {cost.sent_bytes:,} bytes; "
-            f"peak {cost.party_mib:.0f} MiB, grows by "
-            f"{(cost.party_mib - cost.before_mib) * 2**20 / 1e6:.0f} MB; {cost.num_common} common"
         )
 
 

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from splitveil.common.alignment import engine_checks, engine_of, records_of
+from splitveil.common.alignment import engine_of, records_of
 from splitveil.common.errors import (
     ContractMismatch,
     PeerEndedForGood,
@@ -199,7 +199,7 @@ def _begin_to_wait(status: RunStatus) -> None:
 
 def _aligner(settings: PassiveSettings, data: PartyData, folder: Path, *, fresh: bool) -> Aligner:
     """Build the aligner. Call it before the first gRPC channel, because it may start processes."""
-    kept, tried = records_of(settings, settings.party, folder)
+    kept, tried = records_of(settings, folder)
     if fresh:
         kept.discard()
     return Aligner(
@@ -325,7 +325,6 @@ def _check(parsed: argparse.Namespace) -> None:
         [
             connection,
             *status_checks(settings.status),
-            *engine_checks(settings),
             lambda: f"device: {command_line.torch_device(settings.device)}",
             *([own_attacks] if adversary is not None and adversary.custom_attacks else []),
             data_and_model,

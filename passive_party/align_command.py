@@ -77,7 +77,7 @@ def _find_common_order(
     contract = settings.contract
     folder = open_run_folder(settings.runs_dir / contract.run_name, FOLDER, settings.folder_name())
     command_line.save_resolved(settings, folder)
-    kept, tried = records_of(settings, settings.party, folder)
+    kept, tried = records_of(settings, folder)
     aligner = Aligner(
         Participant(contract, settings.party, data.ids, data.table.splits),
         engine_of(settings, len(data.ids)),
@@ -110,6 +110,6 @@ def _find_common_order(
         status.enter_stage("waiting")
         run = AlignmentRun(aligner, AlignmentObserver(status.name_run, show), interruption)
         run.run(peer)
-    kept.settle()
+    kept.discard()
     aligner.tried.forget()
     return run.common_order()

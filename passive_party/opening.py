@@ -131,7 +131,7 @@ class Aligner:
         )
         peer.close_alignment()
         if files is not None:
-            files.settle()
+            files.discard()
         if alignment.peer_nonce != opening.nonce:
             raise InvalidMessage("the active party's nonce changed since the handshake")
         return alignment if has_companions else alignment._replace(nonces=(nonce,))

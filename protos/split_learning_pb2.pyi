@@ -99,7 +99,7 @@ class HandshakeReply(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., contract_digest: _Optional[bytes] = ..., nonce: _Optional[bytes] = ..., resumes_at: _Optional[int] = ..., nonce_commitments: _Optional[_Iterable[bytes]] = ..., survey: _Optional[bool] = ...) -> None: ...
 
 class AlignFrame(_message.Message):
-    __slots__ = ("hello", "points", "tags", "done", "wait", "share", "commitment", "tunnel", "gone", "list_proof")
+    __slots__ = ("hello", "points", "tags", "done", "wait", "share", "commitment")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     POINTS_FIELD_NUMBER: _ClassVar[int]
     TAGS_FIELD_NUMBER: _ClassVar[int]
@@ -107,9 +107,6 @@ class AlignFrame(_message.Message):
     WAIT_FIELD_NUMBER: _ClassVar[int]
     SHARE_FIELD_NUMBER: _ClassVar[int]
     COMMITMENT_FIELD_NUMBER: _ClassVar[int]
-    TUNNEL_FIELD_NUMBER: _ClassVar[int]
-    GONE_FIELD_NUMBER: _ClassVar[int]
-    LIST_PROOF_FIELD_NUMBER: _ClassVar[int]
     hello: AlignHello
     points: MaskedPoints
     tags: Tags
@@ -117,13 +114,10 @@ class AlignFrame(_message.Message):
     wait: AlignWait
     share: AlignShare
     commitment: AlignCommitment
-    tunnel: AlignTunnel
-    gone: AlignGone
-    list_proof: AlignListProof
-    def __init__(self, hello: _Optional[_Union[AlignHello, _Mapping]] = ..., points: _Optional[_Union[MaskedPoints, _Mapping]] = ..., tags: _Optional[_Union[Tags, _Mapping]] = ..., done: _Optional[_Union[AlignDone, _Mapping]] = ..., wait: _Optional[_Union[AlignWait, _Mapping]] = ..., share: _Optional[_Union[AlignShare, _Mapping]] = ..., commitment: _Optional[_Union[AlignCommitment, _Mapping]] = ..., tunnel: _Optional[_Union[AlignTunnel, _Mapping]] = ..., gone: _Optional[_Union[AlignGone, _Mapping]] = ..., list_proof: _Optional[_Union[AlignListProof, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[AlignHello, _Mapping]] = ..., points: _Optional[_Union[MaskedPoints, _Mapping]] = ..., tags: _Optional[_Union[Tags, _Mapping]] = ..., done: _Optional[_Union[AlignDone, _Mapping]] = ..., wait: _Optional[_Union[AlignWait, _Mapping]] = ..., share: _Optional[_Union[AlignShare, _Mapping]] = ..., commitment: _Optional[_Union[AlignCommitment, _Mapping]] = ...) -> None: ...
 
 class AlignHello(_message.Message):
-    __slots__ = ("engine", "version", "normalisation", "tag_bytes", "chunk_ids", "set_size", "nonce", "run_id", "resume", "known")
+    __slots__ = ("engine", "version", "normalisation", "tag_bytes", "chunk_ids", "set_size", "nonce", "run_id", "resume")
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NORMALISATION_FIELD_NUMBER: _ClassVar[int]
@@ -133,7 +127,6 @@ class AlignHello(_message.Message):
     NONCE_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
-    KNOWN_FIELD_NUMBER: _ClassVar[int]
     engine: str
     version: int
     normalisation: str
@@ -143,28 +136,7 @@ class AlignHello(_message.Message):
     nonce: bytes
     run_id: str
     resume: AlignResume
-    known: _containers.RepeatedCompositeFieldContainer[AlignKnown]
-    def __init__(self, engine: _Optional[str] = ..., version: _Optional[int] = ..., normalisation: _Optional[str] = ..., tag_bytes: _Optional[int] = ..., chunk_ids: _Optional[int] = ..., set_size: _Optional[int] = ..., nonce: _Optional[bytes] = ..., run_id: _Optional[str] = ..., resume: _Optional[_Union[AlignResume, _Mapping]] = ..., known: _Optional[_Iterable[_Union[AlignKnown, _Mapping]]] = ...) -> None: ...
-
-class AlignKnown(_message.Message):
-    __slots__ = ("alignment", "digest", "new_ids", "gone_ids")
-    ALIGNMENT_FIELD_NUMBER: _ClassVar[int]
-    DIGEST_FIELD_NUMBER: _ClassVar[int]
-    NEW_IDS_FIELD_NUMBER: _ClassVar[int]
-    GONE_IDS_FIELD_NUMBER: _ClassVar[int]
-    alignment: bytes
-    digest: bytes
-    new_ids: int
-    gone_ids: int
-    def __init__(self, alignment: _Optional[bytes] = ..., digest: _Optional[bytes] = ..., new_ids: _Optional[int] = ..., gone_ids: _Optional[int] = ...) -> None: ...
-
-class AlignGone(_message.Message):
-    __slots__ = ("chunk", "tags")
-    CHUNK_FIELD_NUMBER: _ClassVar[int]
-    TAGS_FIELD_NUMBER: _ClassVar[int]
-    chunk: int
-    tags: bytes
-    def __init__(self, chunk: _Optional[int] = ..., tags: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, engine: _Optional[str] = ..., version: _Optional[int] = ..., normalisation: _Optional[str] = ..., tag_bytes: _Optional[int] = ..., chunk_ids: _Optional[int] = ..., set_size: _Optional[int] = ..., nonce: _Optional[bytes] = ..., run_id: _Optional[str] = ..., resume: _Optional[_Union[AlignResume, _Mapping]] = ...) -> None: ...
 
 class AlignResume(_message.Message):
     __slots__ = ("exchange", "points", "points_digest", "tags")
@@ -200,35 +172,15 @@ class Tags(_message.Message):
     tags: bytes
     def __init__(self, chunk: _Optional[int] = ..., tags: _Optional[bytes] = ...) -> None: ...
 
-class AlignTunnel(_message.Message):
-    __slots__ = ("link", "of_dialler", "data", "ends")
-    LINK_FIELD_NUMBER: _ClassVar[int]
-    OF_DIALLER_FIELD_NUMBER: _ClassVar[int]
-    DATA_FIELD_NUMBER: _ClassVar[int]
-    ENDS_FIELD_NUMBER: _ClassVar[int]
-    link: int
-    of_dialler: bool
-    data: bytes
-    ends: bool
-    def __init__(self, link: _Optional[int] = ..., of_dialler: _Optional[bool] = ..., data: _Optional[bytes] = ..., ends: _Optional[bool] = ...) -> None: ...
-
 class AlignDone(_message.Message):
-    __slots__ = ("count", "digest", "split_digest", "list_point")
+    __slots__ = ("count", "digest", "split_digest")
     COUNT_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     SPLIT_DIGEST_FIELD_NUMBER: _ClassVar[int]
-    LIST_POINT_FIELD_NUMBER: _ClassVar[int]
     count: int
     digest: bytes
     split_digest: bytes
-    list_point: bytes
-    def __init__(self, count: _Optional[int] = ..., digest: _Optional[bytes] = ..., split_digest: _Optional[bytes] = ..., list_point: _Optional[bytes] = ...) -> None: ...
-
-class AlignListProof(_message.Message):
-    __slots__ = ("digest",)
-    DIGEST_FIELD_NUMBER: _ClassVar[int]
-    digest: bytes
-    def __init__(self, digest: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, count: _Optional[int] = ..., digest: _Optional[bytes] = ..., split_digest: _Optional[bytes] = ...) -> None: ...
 
 class AlignWait(_message.Message):
     __slots__ = ()

@@ -14,7 +14,6 @@ from splitveil.common.alignment import (
     channel_pair,
 )
 from splitveil.common.alignment.ecdh import EcdhEngine
-from splitveil.common.alignment.known import KeptKeys
 from splitveil.common.errors import PeerUnreachable
 from splitveil.protos import split_learning_pb2 as pb
 from tests.aligned import ENGINE, LONG_S, Outcome, Passing, names
@@ -41,18 +40,6 @@ class Counting:
         """Close nothing."""
 
 
-class Weighed(Passing):
-    """A channel that counts the bytes of the frames that it sends."""
-
-    def __init__(self, channel: AlignChannel) -> None:
-        super().__init__(channel)
-        self.sent_bytes = 0
-
-    def send(self, frame: pb.AlignFrame) -> None:
-        self.sent_bytes += frame.ByteSize()
-        super().send(frame)
-
-
 class Broken(Passing):
     """A channel that breaks off instead of the frame after some others."""
 
@@ -71,12 +58,8 @@ class Broken(Passing):
 class WithoutLastFrame(Passing):
     """A channel that breaks off instead of the last frame of an exchange."""
 
-    def __init__(self, channel: AlignChannel, last: str) -> None:
-        super().__init__(channel)
-        self._last = last
-
     def send(self, frame: pb.AlignFrame) -> None:
-        if frame.WhichOneof("body") == self._last:
+        if frame.HasField("done"):
             raise PeerUnreachable("the line is gone")
         super().send(frame)
 
@@ -87,30 +70,17 @@ class Pair:
     Args:
         folder: for all of them.
         ids: of each party.
-        keeps_keys: whether the contract says to keep keys.
     """
 
-    def __init__(
-        self, folder: Path, ids: tuple[list[str], list[str]] = (OWN, PEER), keeps_keys: bool = False
-    ) -> None:
+    def __init__(self, folder: Path, ids: tuple[list[str], list[str]] = (OWN, PEER)) -> None:
         self.ids = ids
         self.groups = Counting(), Counting()
-        self.keys = [
-            KeptKeys(folder / "keys" / name, {"peer": "peer.test"}) if keeps_keys else None
-            for name in ("active", "passive")
-        ]
-        self.kept = [
-            KeptExchanges(folder / name, keys=keys)
-            for name, keys in zip(("active", "passive"), self.keys, strict=True)
-        ]
+        self.kept = [KeptExchanges(folder / name) for name in ("active", "passive")]
         self.files = [kept.of("peer") for kept in self.kept]
         self.limits: list[int | None] = [None, None]
         self.tried = [TriedIds(200) for _ in ids]
         self.attempts = 0
-        self.settles = True
         self.loses_last_frame_of: int | None = None
-        self.last_frame = "done"
-        self.sent_bytes = [0, 0]
         self._engines = [
             EcdhEngine(min_aligned=1, max_set_size=200, group=group) for group in self.groups
         ]
@@ -125,29 +95,25 @@ class Pair:
         ]
         if self.loses_last_frame_of is not None:
             sender = self.loses_last_frame_of
-            channels[sender] = WithoutLastFrame(ends[sender], self.last_frame)
-        weighed = [Weighed(channel) for channel in channels]
+            channels[sender] = WithoutLastFrame(ends[sender])
         run_id = f"run {self.attempts}"
 
         def work(index: int) -> Alignment:
             return align(
                 self._engines[index],
                 self.ids[index],
-                weighed[index],
+                channels[index],
                 nonce=bytes([index, self.attempts]) * 16,
                 run_id=run_id,
                 counting=partial(self.tried[index].counted, "peer"),
-                files=ExchangeFiles(
-                    self.files[index]._folder, self.limits[index], self.files[index].key
-                ),
+                files=ExchangeFiles(self.files[index]._folder, self.limits[index]),
             )
 
         with ThreadPoolExecutor(2) as executor:
             outcomes = list(executor.map(lambda index: Outcome(partial(work, index)), (0, 1)))
-        self.sent_bytes = [channel.sent_bytes for channel in weighed]
-        if all(outcome.error is None for outcome in outcomes) and self.settles:
+        if all(outcome.error is None for outcome in outcomes):
             for files in self.files:  # each has heard from the other after the exchange
-                files.settle()
+                files.discard()
         return outcomes
 
     def is_kept(self) -> list[bool]:

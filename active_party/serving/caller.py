@@ -26,7 +26,7 @@ class Caller:
         self.name = name
         self.exchange_files = exchange_files
         self._presence = presence
-        self._has_settled = False
+        self._has_outcome = False
         self._counting = threading.Lock()
         self._open_streams = 0
         self.heard_at = time.monotonic()
@@ -47,13 +47,13 @@ class Caller:
 
     def align_again(self) -> None:
         """Note that another exchange of ids begins."""
-        self._has_settled = False
+        self._has_outcome = False
 
     def is_aligned(self) -> None:
         """Note a message that shows that this party has the outcome of the exchange of ids."""
-        if not self._has_settled and self.exchange_files is not None:
-            self.exchange_files.settle()
-        self._has_settled = True
+        if not self._has_outcome and self.exchange_files is not None:
+            self.exchange_files.discard()
+        self._has_outcome = True
 
     def arrive(self) -> None:
         """Note that a message has arrived."""

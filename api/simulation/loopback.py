@@ -1,25 +1,40 @@
 """Simulated parties that meet over gRPC on loopback."""
 
+import secrets
+import socket
+from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 from splitveil.active_party.serving.server import start_server
 from splitveil.active_party.serving.service import ActiveService
 from splitveil.common.party.credentials import credential_files
-from splitveil.common.party.loopback_ports import free_port
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.simulation.parties import ActiveParty, Simulation
 
+_PORTS = range(20_000, 30_000)
+"""Below those that systems give to outgoing connections, one of which could take a free port before
+its server does."""
+
+_given: deque[int] = deque(maxlen=1000)
+
 
 def free_address() -> str:
-    """Return a free address on loopback; see ``free_port``.
+    """Return an address of loopback at which nobody listens, and which was not returned yet.
 
     Raises:
         OSError: none was found.
     """
-    return f"127.0.0.1:{free_port()}"
+    for _ in range(100):
+        port = _PORTS[secrets.randbelow(len(_PORTS))]
+        if port in _given:  # whoever asked for it may not listen yet
+            continue
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            _given.append(port)
+            return f"127.0.0.1:{port}"
+    raise OSError("found no free port on loopback")
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from splitveil.active_party.run.observer import SessionObserver
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.common.alignment import AlignmentEngine, AlignmentResources, build_engine
+from splitveil.common.alignment import AlignmentEngine, build_engine
 from splitveil.common.party.command_line import draw_nonce, torch_device
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import PartySettings, load_party_settings
@@ -302,7 +302,7 @@ def assemble_passive(
 def private_engine(settings: AlignmentSettings) -> AlignmentEngine:
     """Build the engine that the contract names."""
     # Without worker processes, so that nothing must be closed.
-    return build_engine(settings, AlignmentResources())
+    return build_engine(settings)
 
 
 def _store(

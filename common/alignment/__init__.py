@@ -11,12 +11,7 @@ from splitveil.common.alignment.channel import (
     StreamChannel,
     channel_pair,
 )
-from splitveil.common.alignment.engine import (
-    AlignmentResources,
-    build_engine,
-    engine_checks,
-    engine_of,
-)
+from splitveil.common.alignment.engine import build_engine, engine_of
 from splitveil.common.alignment.exchange import align
 from splitveil.common.alignment.interface import (
     Agree,
@@ -44,7 +39,6 @@ __all__ = [
     "Alignment",
     "AlignmentEngine",
     "AlignmentExchange",
-    "AlignmentResources",
     "ExchangeFiles",
     "KeptExchanges",
     "QueueChannel",
@@ -57,7 +51,6 @@ __all__ = [
     "align",
     "build_engine",
     "channel_pair",
-    "engine_checks",
     "engine_of",
     "file_of_count",
     "receive_share",

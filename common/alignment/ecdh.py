@@ -1,4 +1,4 @@
-"""Private set intersection by Diffie-Hellman on ristretto255: the default alignment engine.
+"""Private set intersection by Diffie-Hellman on ristretto255.
 
     hello   both    name and parameters of the engine, size of the sender's set, its nonce
     points  both    a H(id) for every id of the sender, shuffled, in chunks
@@ -7,7 +7,7 @@
     done    both    count and SHA-256 of the sorted common tags
 
 H is the uniform map of RFC 9496 from SHA-512(domain || id); a and b are the parties' scalars, fresh
-for every exchange of all ids. Since a b H(id) = b a H(id), two ids are equal exactly when their
+for every exchange. Since a b H(id) = b a H(id), two ids are equal exactly when their
 tags are, and sorting the common tags gives both parties the same pseudo-random order, independent
 of the order of their files. Two ids among n and m different ones share a tag with probability
 n m / 2^127 (the lowest bit of an encoding is always zero): 2^-87 for a million each. Huberman,
@@ -24,10 +24,6 @@ ids that a peer tries, over all exchanges, is counted (``tried_ids.py``).
 
 An exchange that was kept (``kept.py``) continues where it broke off, if both hellos name it: with
 the same scalars, points and commitments, so that it can tell nothing but what it would have told.
-
-If the contract keeps keys, an exchange extends an earlier one (``extension.py``): it is of the ids
-that are new since then, with the scalars of then, and ends with a test that both parties have found
-the same ids (``list_test.py``), because tags are known by then.
 """
 
 import logging
@@ -35,13 +31,11 @@ import os
 from collections.abc import Iterator, Sequence
 
 from splitveil.common.alignment import ristretto
-from splitveil.common.alignment.extension import Base, Nothing
 from splitveil.common.alignment.hello import check_hello
 from splitveil.common.alignment.interface import RowIndices, Splits
 from splitveil.common.alignment.keeping import Keeping, Secrets
 from splitveil.common.alignment.kept import ExchangeFiles, forgetting
-from splitveil.common.alignment.list_test import ListTest
-from splitveil.common.alignment.outcome import Sizes, agreed_rows, check_done, found_the_same
+from splitveil.common.alignment.outcome import Sizes, agreed_rows, check_done
 from splitveil.common.alignment.room import Room, RoomInMemory
 from splitveil.common.alignment.tag_lists import SecretOrder
 from splitveil.common.alignment.tag_sets import tags_of
@@ -165,14 +159,11 @@ class EcdhExchange:
         self._order: SecretOrder | None = None
         self._peer_hello: pb.AlignHello | None = None
         self._tags = TagTurns(len(ids), CHUNK_IDS, lambda: pb.AlignFrame(done=self._intersect()))
-        self._base: Base = Nothing(len(ids))
         self._keeping: Keeping | None = None
         self._exchange = b""
         self._common_rows: RowIndices | None = None
         self._own_done: pb.AlignDone | None = None
         self._peer_done: pb.AlignDone | None = None
-        self._list_test: ListTest | None = None
-        self._is_tested = False
 
     @property
     def peer_nonce(self) -> bytes:
@@ -191,13 +182,8 @@ class EcdhExchange:
 
     @property
     def total_ids(self) -> int:
-        """The number of ids of both parties that are exchanged."""
+        """The number of ids of both parties."""
         return self._tags.num_own + self._tags.num_peer
-
-    @property
-    def announced_ids(self) -> int:
-        """The number of the peer's ids that are exchanged, as it has announced."""
-        return self._tags.num_peer
 
     @property
     def answered_ids(self) -> int:
@@ -212,10 +198,7 @@ class EcdhExchange:
     @property
     def is_complete(self) -> bool:
         """Whether nothing more will be sent or is expected."""
-        if self._own_done is None or self._peer_done is None:
-            return False
-        is_tested = self._list_test is None or self._is_tested
-        return is_tested or not found_the_same(self._own_done, self._peer_done)
+        return self._own_done is not None and self._peer_done is not None
 
     def keep_in(self, files: ExchangeFiles) -> None:
         """Keep the exchange in files, and go on from what they hold; call it first of all."""
@@ -226,7 +209,7 @@ class EcdhExchange:
     def forget(self) -> None:
         """Delete what was kept, because the exchange has failed."""
         if self._keeping is not None:
-            self._keeping.forget(self._base)
+            self._keeping.forget()
 
     def hello(self) -> pb.AlignFrame:
         """Return the frame that opens the exchange."""
@@ -235,7 +218,6 @@ class EcdhExchange:
     def own_frames(self) -> Iterator[pb.AlignFrame]:
         """Mask this party's ids, chunk by chunk. Call it after the peer's hello was received."""
         order = self._require_order()
-        yield from self._base.gone_frames()
         for first in range(self._tags.num_sent, self._tags.num_own, CHUNK_IDS):
             rows = order.rows(first, CHUNK_IDS).tolist()
             digests = ristretto.digest_ids([self._ids[row] for row in rows])
@@ -265,20 +247,16 @@ class EcdhExchange:
         match body:
             case "hello":
                 self._receive_hello(frame.hello)
-            case "gone":
-                self._base.receive_gone(frame.gone)
             case "points":
                 self._answer_points(frame.points)
                 return self._tags.commit()
             case "commitment":
-                self._base.require_gone()
                 return self._tags.receive_commitment(frame.commitment)
             case "tags":
                 return self._tags.receive(frame.tags)
             case "done":
-                return self._receive_done(frame.done)
-            case "list_proof":
-                self._receive_proof(frame.list_proof)
+                check_done(self._own_done, self._peer_done, frame.done)
+                self._peer_done = frame.done
             case _:
                 raise InvalidMessage("the alignment frame is empty")
         return Frames()
@@ -291,33 +269,21 @@ class EcdhExchange:
             OutOfStep: the exchange is not complete.
         """
         sizes = Sizes(len(self._ids), self.peer_set_size, self._min_aligned)
-        found = agreed_rows(sizes, self._common_rows, self._own_done, self._peer_done)
-        if self._keeping is not None:
-            order, scalar = self._require_order(), self._secrets.scalar
-            self._keeping.finish(self._exchange, scalar, self._base, self._tags, order)
-        return found
-
-    def close(self) -> None:
-        """Do nothing: the engine owns the workers, and files stay to be resumed."""
+        return agreed_rows(sizes, self._common_rows, self._own_done, self._peer_done)
 
     def _receive_hello(self, peer: pb.AlignHello) -> None:
         if self._peer_hello is not None:
             raise OutOfStep("received a second alignment hello")
         check_hello(self._hello, peer, self._max_set_size)
         self._peer_hello = peer
-        self._base.peer_new = int(peer.set_size)
-        if self._keeping is not None:
-            self._base = self._keeping.base(peer, self._base)
-        self._tags.num_own, self._tags.num_peer = self._base.num_new, self._base.peer_new
+        self._tags.num_peer = int(peer.set_size)
         if self._keeping is not None:
             self._exchange, self._secrets = self._keeping.start(
-                self._hello, peer, self._base, self._secrets, self._tags
+                self._hello, peer, self._secrets, self._tags
             )
-        order = self._room.order(self._base.num_new, self._secrets.shuffle_seed)
-        self._order = self._base.picked(order)
+        self._order = self._room.order(len(self._ids), self._secrets.shuffle_seed)
 
     def _answer_points(self, message: pb.MaskedPoints) -> None:
-        self._base.require_gone()
         received = self._tags.num_computed
         expected = min(CHUNK_IDS, self._tags.num_peer - received)
         if not expected:
@@ -330,36 +296,17 @@ class EcdhExchange:
             raise InvalidMessage(f"points of chunk {message.chunk}: {error}") from error
         self._tags.note_answered(message.points, tags_of(products))
 
-    def _receive_done(self, message: pb.AlignDone) -> Frames:
-        check_done(self._own_done, self._peer_done, message)
-        self._peer_done = message
-        if self._list_test is None or self.is_complete:
-            return Frames()
-        proof = pb.AlignFrame(list_proof=self._list_test.answer(message))
-        return Frames([lambda: proof])
-
-    def _receive_proof(self, message: pb.AlignListProof) -> None:
-        if self._list_test is None or self._peer_done is None or self._is_tested:
-            raise OutOfStep("received a proof about common ids that was not due")
-        self._list_test.check(message)
-        self._is_tested = True
-
     def _intersect(self) -> pb.AlignDone:
         """Find the common ids once all tags have arrived."""
-        own, of_peer = self._base.own(self._tags.own), self._base.of_peer(self._tags.of_peer)
-        rows = self._base.rows(self._require_order())
-        found = self._room.common_rows(own, of_peer, rows)
+        order = self._require_order()
+        found = self._room.common_rows(self._tags.own, self._tags.of_peer, order)
         self._common_rows = found.rows
-        done = pb.AlignDone(
+        self._own_done = pb.AlignDone(
             count=len(found.rows),
             digest=found.digest.digest(),
             split_digest=found.split_digest(self._splits),
         )
-        if self._base.number:
-            self._list_test = ListTest(self._exchange, self._hello.nonce, self.peer_nonce)
-            done.list_point = self._list_test.point(self._ids[row] for row in found.rows)
-        self._own_done = done
-        return done
+        return self._own_done
 
     def _require_order(self) -> SecretOrder:
         self._require_hello()

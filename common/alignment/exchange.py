@@ -52,7 +52,7 @@ def align(
             column: the peer's column must give the same split for every common id.
         counting: the context in which everything that reveals something about the ids is sent.
         files: keeps the exchange, so that another call with the same ids continues it, until it
-            fails or ``files.settle`` is called; by default, another call begins afresh.
+            fails or ``files.discard`` is called; by default, another call begins afresh.
 
     Raises:
         AlignmentError: the intersection is too small or the parties disagree (raised on both
@@ -68,7 +68,6 @@ def align(
             # the line, and keep the peer from sending its hello.
             hello = receiving.submit(line.receive)
             exchange = engine.start(ids, nonce=nonce, run_id=run_id, splits=splits)
-            ending.callback(exchange.close)
             if files is not None:
                 exchange.keep_in(files)
             line.send(exchange.hello())

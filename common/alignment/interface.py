@@ -21,8 +21,8 @@ class CountedExchange(Protocol):
     """The part of an exchange from which the peer's ids are counted."""
 
     @property
-    def announced_ids(self) -> int:
-        """The number of the peer's ids that are exchanged, as it has announced."""
+    def peer_set_size(self) -> int:
+        """The number of ids that the peer has, as it has announced."""
 
     @property
     def answered_ids(self) -> int:
@@ -48,25 +48,18 @@ class AlignmentExchange(CountedExchange, Protocol):
         """The peer's share of the joint seed, from its hello."""
 
     @property
-    def peer_set_size(self) -> int:
-        """The number of ids that the peer has."""
-
-    @property
     def done_ids(self) -> int:
         """The number of ids of both parties that have been processed, out of ``total_ids``."""
 
     @property
     def total_ids(self) -> int:
-        """The number of ids of both parties that are exchanged."""
+        """The number of ids of both parties."""
 
     def keep_in(self, files: ExchangeFiles) -> None:
         """Keep the exchange in files, and resume the one that they hold; call it first of all."""
 
     def forget(self) -> None:
         """Delete what was kept."""
-
-    def close(self) -> None:
-        """End what the exchange has started, whether or not it is complete."""
 
     def hello(self) -> AlignFrame:
         """Return the frame that opens the exchange."""

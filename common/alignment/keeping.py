@@ -1,15 +1,12 @@
-"""Decides what an exchange goes on from: nothing, a kept key, or the place where it broke off."""
+"""Decides what an exchange goes on from: nothing, or the place where it broke off."""
 
 import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from splitveil.common.alignment.extension import Base
 from splitveil.common.alignment.hello import number_of_exchange
 from splitveil.common.alignment.kept import Begun, ExchangeFiles, Kept, KeptTags, digest_of_ids
-from splitveil.common.alignment.key_in_use import KeyInUse
 from splitveil.common.alignment.room import Room, room_of
-from splitveil.common.alignment.tag_lists import SecretOrder
 from splitveil.common.alignment.turns import TagTurns, part_of
 from splitveil.common.errors import InvalidMessage
 from splitveil.protos import split_learning_pb2 as pb
@@ -25,7 +22,7 @@ class Secrets(NamedTuple):
 
 
 class Keeping:
-    """The files of one exchange, and of the key that outlives it if the contract keeps keys.
+    """The files of one exchange.
 
     Args:
         files: of the exchange.
@@ -40,17 +37,10 @@ class Keeping:
         self.room: Room = room_of(files)
         self._files, self._chunk_ids = files, chunk_ids
         self._ids_digest = digest_of_ids(ids)
-        self._key: KeyInUse | None = None
-        if files.key is not None:
-            self._key = KeyInUse(files.key, ids, chunk_ids, self.room.sorting_bytes)
-        kept = files.load(self._ids_digest, chunk_ids, part_of(chunk_ids))
-        is_usable = kept is not None and self._has(kept.begun.base)
-        self._kept: Kept | None = kept if is_usable else None
+        self._kept = files.load(self._ids_digest, chunk_ids, part_of(chunk_ids))
 
     def describe(self, hello: pb.AlignHello) -> None:
         """Say in this party's hello what has been kept."""
-        if self._key is not None:
-            hello.known.extend(self._key.described())
         if self._kept is not None:
             held = pb.AlignResume(
                 exchange=self._kept.begun.exchange,
@@ -60,30 +50,14 @@ class Keeping:
             )
             hello.resume.CopyFrom(held)
 
-    def base(self, peer: pb.AlignHello, base: Base) -> Base:
-        """Return what the exchange extends.
-
-        Args:
-            peer: the hello of the peer.
-            base: what it extends if no key is kept.
-
-        Raises:
-            InvalidMessage: the peer's numbers contradict each other.
-        """
-        if self._key is None:
-            return base
-        kept = self._resumed(peer)
-        return self._key.base(peer, None if kept is None else kept.begun.base)
-
     def start(
-        self, own: pb.AlignHello, peer: pb.AlignHello, base: Base, fresh: Secrets, tags: TagTurns
+        self, own: pb.AlignHello, peer: pb.AlignHello, fresh: Secrets, tags: TagTurns
     ) -> tuple[bytes, Secrets]:
         """Resume the kept exchange if the peer has kept it too, and keep a new one otherwise.
 
         Args:
             own: the hello of this party.
             peer: the hello of the peer.
-            base: what the exchange extends.
             fresh: secrets of a new exchange.
             tags: of the exchange; gets what was kept.
 
@@ -94,44 +68,27 @@ class Keeping:
             InvalidMessage: the peer cannot have kept what it says.
             StorageError: the exchange cannot be kept.
         """
-        kept = self._resumed(peer)
-        if kept is not None:
-            self._resume(kept, peer, base, tags)
+        kept = self._kept
+        if kept is not None and peer.resume.exchange == kept.begun.exchange:
+            self._resume(kept, peer, tags)
             return kept.begun.exchange, Secrets(kept.begun.scalar, kept.begun.shuffle_seed)
         number = number_of_exchange(own, peer)
-        secrets = Secrets(base.scalar or fresh.scalar, fresh.shuffle_seed)
-        sizes = base.num_new, base.peer_new, self._chunk_ids
-        self._files.begin(Begun(number, *secrets, self._ids_digest, base.number, *sizes))
+        sizes = tags.num_own, tags.num_peer, self._chunk_ids
+        self._files.begin(Begun(number, *fresh, self._ids_digest, *sizes))
         tags.keeper = self._files
         empty = (
             KeptTags(self._files.path("own.tags"), 0),
             KeptTags(self._files.path("peer.tags"), 0),
         )
         tags.hold(*map(self.room.tags, empty))
-        return number, secrets
+        return number, fresh
 
-    def finish(
-        self, number: bytes, scalar: bytes, base: Base, tags: TagTurns, order: SecretOrder
-    ) -> None:
-        """Keep the key and all tags, if the contract says so; see ``KeyInUse.keep``."""
-        if self._key is not None:
-            self._key.keep(number, scalar, base, tags, order)
-
-    def forget(self, base: Base) -> None:
-        """Delete what was kept of the exchange, and a key that it used."""
+    def forget(self) -> None:
+        """Delete what was kept."""
         self._files.discard()
-        if self._key is not None and base.number:
-            self._key.discard()
 
-    def _has(self, number: bytes) -> bool:
-        return not number or (self._key is not None and self._key.has(number))
-
-    def _resumed(self, peer: pb.AlignHello) -> Kept | None:
-        kept = self._kept
-        return kept if kept is not None and peer.resume.exchange == kept.begun.exchange else None
-
-    def _resume(self, kept: Kept, peer: pb.AlignHello, base: Base, tags: TagTurns) -> None:
-        if (kept.begun.base, kept.begun.peer_size) != (base.number, base.peer_new):
+    def _resume(self, kept: Kept, peer: pb.AlignHello, tags: TagTurns) -> None:
+        if kept.begun.peer_size != tags.num_peer:
             raise InvalidMessage("the other party resumes with another number of ids")
         tags.hold(self.room.tags(kept.own_tags), self.room.tags(kept.peer_tags))
         tags.restore(kept, peer.resume, self._files)

@@ -26,8 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
-from splitveil.common.alignment.known import KeptKeys, KeyFiles
-from splitveil.common.alignment.storing import discard, private, storing
+from splitveil.common.alignment.storing import private, storing
 from splitveil.common.errors import AlignmentError, ProtocolError, StorageError
 from splitveil.common.storage.run_folder import write_bytes_atomically
 from splitveil.common.wire.limits import POINT_BYTES, TAG_BYTES
@@ -62,10 +61,8 @@ class Begun(NamedTuple):
     shuffle_seed: bytes
     ids_digest: bytes
     """Of this party's ids: with others, the exchange cannot be resumed."""
-    base: bytes
-    """The number of the alignment that it extends; empty without one."""
     own_size: int
-    """Number of this party's ids that are exchanged."""
+    """Number of this party's ids."""
     peer_size: int
     chunk_ids: int
 
@@ -155,15 +152,11 @@ class ExchangeFiles:
         folder: their folder, which need not exist.
         memory_limit_bytes: memory for the exchange, which reads its tags from the files then; by
             default it holds them in memory as well.
-        key: the files of the key that outlives the exchange; by default none does.
     """
 
-    def __init__(
-        self, folder: Path, memory_limit_bytes: int | None = None, key: KeyFiles | None = None
-    ) -> None:
+    def __init__(self, folder: Path, memory_limit_bytes: int | None = None) -> None:
         self._folder = folder
         self.memory_limit_bytes = memory_limit_bytes
-        self.key = key
 
     def load(self, ids_digest: bytes, chunk_ids: int, part_of: Callable[[int], int]) -> Kept | None:
         """Return the exchange that was kept; None if there is none that these ids can resume.
@@ -261,15 +254,14 @@ class ExchangeFiles:
                 with storing(path), _opened(path, os.O_RDONLY) as descriptor:
                     os.fsync(descriptor)
 
-    def settle(self) -> None:
-        """Keep the exchange no longer, because the other party has the outcome as well."""
-        if self.key is not None:
-            self.key.settle()
-        self.discard()
-
     def discard(self) -> None:
         """Delete the files, the secrets first; what cannot be deleted is reported."""
-        discard(self._folder, _STATE)
+        try:
+            (self._folder / _STATE).unlink(missing_ok=True)
+            if self._folder.exists():
+                shutil.rmtree(self._folder)
+        except OSError as error:
+            logger.warning("%s: cannot be deleted: %s", self._folder, error.strerror)
 
     def _begun(self) -> Begun | None:
         path = self._folder / _STATE
@@ -278,15 +270,13 @@ class ExchangeFiles:
                 stored = json.loads(path.read_bytes()) if path.exists() else None
             if stored is None:
                 return None
-            number, scalar, seed, ids, base = (
-                bytes.fromhex(stored[name]) for name in Begun._fields[:5]
-            )
-            own_size, peer_size, chunk_ids = (stored[name] for name in Begun._fields[5:])
+            number, scalar, seed, ids = (bytes.fromhex(stored[name]) for name in Begun._fields[:4])
+            own_size, peer_size, chunk_ids = (stored[name] for name in Begun._fields[4:])
             if any(type(size) is not int or size < 0 for size in (own_size, peer_size)):
                 raise ValueError(stored)
             if type(chunk_ids) is not int or chunk_ids < 1:
                 raise ValueError(chunk_ids)
-            return Begun(number, scalar, seed, ids, base, own_size, peer_size, chunk_ids)
+            return Begun(number, scalar, seed, ids, own_size, peer_size, chunk_ids)
         except (ValueError, TypeError, LookupError):
             logger.warning("%s: is damaged; the ids are exchanged anew", path)
             return None
@@ -315,26 +305,15 @@ class KeptExchanges:
         folder: the party's folder of the run; the exchanges lie beside it, because starting over
             moves it aside.
         memory_limit_bytes: memory for each exchange.
-        keys: the keys that outlive the exchanges; by default none does.
     """
 
-    def __init__(
-        self, folder: Path, memory_limit_bytes: int | None = None, keys: KeptKeys | None = None
-    ) -> None:
-        self._memory_limit_bytes, self._keys = memory_limit_bytes, keys
+    def __init__(self, folder: Path, memory_limit_bytes: int | None = None) -> None:
+        self._memory_limit_bytes = memory_limit_bytes
         self._folder = folder.with_name(f".{folder.name}.exchanges")
 
     def of(self, peer: str) -> ExchangeFiles:
         """Return the files of the exchange with a peer."""
-        key = None if self._keys is None else self._keys.of(peer)
-        return ExchangeFiles(self._folder / peer, self._memory_limit_bytes, key)
-
-    def settle(self) -> None:
-        """Settle all of them, because the run has finished; see ``ExchangeFiles.settle``."""
-        if self._folder.exists():
-            for folder in self._folder.iterdir():
-                self.of(folder.name).settle()
-            shutil.rmtree(self._folder, ignore_errors=True)
+        return ExchangeFiles(self._folder / peer, self._memory_limit_bytes)
 
     def discard(self) -> None:
         """Delete all of them."""

@@ -31,25 +31,11 @@ def check_done(own: AlignDone | None, known: AlignDone | None, done: AlignDone) 
     """
     if own is None or known is not None:
         raise OutOfStep("the other party is done while points or tags are outstanding")
-    check_digests(done)
-
-
-def check_digests(done: AlignDone) -> None:
-    """Check the lengths of the digests of a peer's last message.
-
-    Raises:
-        InvalidMessage: a digest has another length.
-    """
     if len(done.digest) != _DIGEST_BYTES:
         raise InvalidMessage(f"expected a digest of 32 bytes, got {len(done.digest)}")
     if len(done.split_digest) not in {0, _DIGEST_BYTES}:
         length = len(done.split_digest)
         raise InvalidMessage(f"expected a split digest of 32 bytes or none, got {length}")
-
-
-def found_the_same(own: AlignDone, peer: AlignDone) -> bool:
-    """Return whether both parties have found as many common ids, in the same order."""
-    return (peer.count, peer.digest) == (own.count, own.digest)
 
 
 def agreed_rows(
@@ -70,7 +56,7 @@ def agreed_rows(
     if rows is None or own is None or peer is None:
         raise OutOfStep("the exchange of ids is not complete")
     counts = f"{sizes.own} own ids, {sizes.peer} ids of the other party, {len(rows)} in common"
-    if not found_the_same(own, peer):
+    if (peer.count, peer.digest) != (own.count, own.digest):
         raise AlignmentError(
             f"the parties disagree on the intersection: {counts}, "
             f"but the other party reports {peer.count}, or another order"

@@ -21,14 +21,8 @@ from splitveil.common.alignment.tag_sets import CommonRows, common_rows, common_
 _SORTING_SHARE = 4
 
 
-WITHOUT_LIMIT = 2**62
-
-
 class Room(Protocol):
     """Where an exchange holds what grows with the number of ids."""
-
-    sorting_bytes: int
-    """Memory for sorting."""
 
     def tags(self, kept: KeptTags) -> TagList:
         """Return a list that begins with the tags of a file, and takes those that follow.
@@ -56,8 +50,6 @@ class Room(Protocol):
 class RoomInMemory:
     """Holds everything in memory."""
 
-    sorting_bytes = WITHOUT_LIMIT
-
     def tags(self, kept: KeptTags) -> TagList:
         """Return a list that begins with the tags of a file."""
         return TagsInMemory(TagsInFile(*kept).read(0, kept.num_tags))
@@ -80,7 +72,7 @@ class RoomInFiles:
     """
 
     def __init__(self, files: ExchangeFiles, limit_bytes: int) -> None:
-        self._files, self.sorting_bytes = files, limit_bytes // _SORTING_SHARE
+        self._files, self._sorting_bytes = files, limit_bytes // _SORTING_SHARE
 
     def tags(self, kept: KeptTags) -> TagList:
         """Return the list of the tags in a file."""
@@ -88,12 +80,12 @@ class RoomInFiles:
 
     def order(self, size: int, seed: bytes) -> SecretOrder:
         """Return the secret order of a number of ids."""
-        return OrderInFile(size, seed, self._files.path("order"), self.sorting_bytes)
+        return OrderInFile(size, seed, self._files.path("order"), self._sorting_bytes)
 
     def common_rows(self, own: TagList, of_peer: TagList, order: SecretOrder) -> CommonRows:
         """Return the rows of the common ids."""
         scratch = self._files.path("parts")
-        return common_rows_by_parts(own, of_peer, order, scratch, self.sorting_bytes)
+        return common_rows_by_parts(own, of_peer, order, scratch, self._sorting_bytes)
 
 
 def room_of(files: ExchangeFiles) -> Room:

@@ -102,7 +102,7 @@ class TagsInFile:
             StorageError: they cannot be read.
         """
         wanted = max(min(count, self._count - first), 0) * TAG_BYTES
-        return read_part(self._path, first * TAG_BYTES, wanted) if wanted else b""
+        return _read_part(self._path, first * TAG_BYTES, wanted) if wanted else b""
 
 
 def tag_blocks(tags: TagList) -> Iterator[npt.NDArray[np.bytes_]]:
@@ -188,7 +188,7 @@ class OrderInFile:
             StorageError: they cannot be read.
         """
         wanted = max(min(count, self._size - first), 0) * ROW.itemsize
-        data = read_part(self._path, first * ROW.itemsize, wanted)
+        data = _read_part(self._path, first * ROW.itemsize, wanted)
         return np.frombuffer(data, ROW).astype(np.int64, copy=False)
 
 
@@ -216,12 +216,7 @@ def _keys(size: int, seed: bytes) -> Iterator[tuple[int, npt.NDArray[np.uint64]]
         yield first, np.frombuffer(digest.digest(8 * count), np.uint64)
 
 
-def read_part(path: Path, offset: int, length: int) -> bytes:
-    """Return a part of a file.
-
-    Raises:
-        StorageError: it cannot be read, or is shorter.
-    """
+def _read_part(path: Path, offset: int, length: int) -> bytes:
     with storing(path), path.open("rb") as file:
         file.seek(offset)
         data = file.read(length)

@@ -8,9 +8,7 @@ same ids again, which look no different from new ones: the multiple leaves room 
 
 An exchange is charged with all ids that the peer announces, before anything is sent that reveals
 something about this party's ids. Ids that were not answered are refunded when the exchange ends,
-but not if the process is killed. A run that finishes resets the count, unless the contract keeps
-keys: under one key, ids that were tried in one exchange are tried against all later ones too, so
-that they are added up over all runs, and also over the keys that follow one another.
+but not if the process is killed. A run that finishes resets the count.
 
 An exchange that is resumed asks about the same ids, because it has the same points and commitments:
 its ids are charged once, whatever number of connections it takes. As an exchange it counts again
@@ -67,7 +65,6 @@ class TriedIds:
         max_set_size: largest number of ids in one exchange.
         attempts: a peer may try this many times ``max_set_size`` ids in all.
         path: the file with the counts; with None, the counts end with the process.
-        outlives_runs: whether the ids stay counted when a run has finished.
 
     Raises:
         StorageError: the file exists and cannot be read.
@@ -78,18 +75,11 @@ class TriedIds:
         max_set_size: int,
         attempts: int = ALIGNMENT_ATTEMPTS,
         path: Path | None = None,
-        *,
-        outlives_runs: bool = False,
     ) -> None:
         self._max = Tried(attempts * max_set_size, attempts * EXCHANGES_PER_ATTEMPT)
-        self._path, self._outlives_runs = path, outlives_runs
+        self._path = path
         self._counts = {} if path is None else _read(path)
         self._lock = threading.Lock()
-
-    @classmethod
-    def beside(cls, folder: Path, max_set_size: int, attempts: int) -> "TriedIds":
-        """Keep the counts beside a party's folder of a run."""
-        return cls(max_set_size, attempts, file_of_count(folder))
 
     def of(self, peer: str) -> Tried:
         """Return the count of a peer so far."""
@@ -107,7 +97,7 @@ class TriedIds:
             AlignmentError: the peer has used up its attempts.
             StorageError: the count cannot be written.
         """
-        announced, number = exchange.announced_ids, exchange.number
+        announced, number = exchange.peer_set_size, exchange.number
         self._charge(peer, announced, number)
         try:
             yield
@@ -127,26 +117,15 @@ class TriedIds:
     def forget(self) -> None:
         """Reset all counts, because the ids were exchanged for a run that has finished.
 
-        Counts that outlive runs keep the ids, and reset the number of exchanges only. A file that
-        cannot be written or deleted is reported and does not fail a run that has its results.
+        A file that cannot be deleted is reported and does not fail a run that has its results.
         """
         with self._lock:
+            self._counts = {}
             try:
-                if self._outlives_runs:
-                    self._write(
-                        {
-                            peer: one._replace(tried=Tried(one.tried.ids))
-                            for peer, one in self._counts.items()
-                        }
-                    )
-                    return
-                self._counts = {}
                 if self._path is not None:
                     self._path.unlink(missing_ok=True)
             except OSError as error:
                 logger.warning("%s: cannot be deleted: %s", self._path, error.strerror)
-            except StorageError as error:
-                logger.warning("%s; the exchanges stay counted", error)
 
     def _count_of(self, peer: str) -> _Count:
         return self._counts.get(peer, _Count())
@@ -185,14 +164,12 @@ class TriedIds:
 
     def _refusal(self, peer: str, before: Tried, announced: int) -> str:
         where = "this process" if self._path is None else str(self._path)
-        exchanges = "exchanges without finishing a run"
-        if self._outlives_runs:
-            exchanges = "exchanges since its keys are kept"
         return (
-            f"{peer} has tried {before.ids:,} ids in {before.exchanges} {exchanges}, "
-            f"and announces {announced:,} more: expected at most {self._max.ids:,} "
-            f"(alignment_attempts times alignment.max_set_size) in {self._max.exchanges}. It may "
-            f"be guessing ids; if only its connection was bad, delete the count: {where}"
+            f"{peer} has tried {before.ids:,} ids in {before.exchanges} exchanges without "
+            f"finishing a run, and announces {announced:,} more: expected at most "
+            f"{self._max.ids:,} (alignment_attempts times alignment.max_set_size) in "
+            f"{self._max.exchanges}. It may be guessing ids; if only its connection was bad, "
+            f"delete the count: {where}"
         )
 
 

@@ -44,7 +44,7 @@ class TagTurns:
     """The tags of one exchange. The threads that send and receive may use it at the same time.
 
     Args:
-        num_own: number of this party's ids, all of which are exchanged by default.
+        num_own: number of this party's ids.
         chunk_ids: largest number of points or tags in a message.
         finish: makes the frame that follows the last tags, once all have been received and shown.
     """
@@ -57,10 +57,10 @@ class TagTurns:
         """Tags of the peer's ids, in the order of its points, computed by this party."""
 
         self.num_own = num_own
-        """Number of this party's ids that are exchanged."""
+        """Number of this party's ids."""
 
         self.num_peer = 0
-        """Number of the peer's ids that are exchanged, once its hello is there."""
+        """Number of the peer's ids, once its hello is there."""
 
         self.num_shown = 0
         """Number of the peer's ids whose tags it was sent."""
@@ -164,7 +164,7 @@ class TagTurns:
             are_computed = self.num_computed == self.num_peer
             if self._has_committed or not are_sent or not are_computed:
                 return Frames()
-            if self.num_own and self._own_points.digest() == self._peer_points.digest():
+            if self._own_points.digest() == self._peer_points.digest():
                 raise InvalidMessage("the other party sends this party's own points back")
             self._has_committed = True
             digest = _commitment(self._own_points.digest(), self.of_peer)

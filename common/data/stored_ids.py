@@ -74,12 +74,8 @@ class StoredIds(CheckedIds):
         return [self[row] for row in rows]
 
     def __iter__(self) -> Iterator[str]:
-        return map(bytes.decode, self.encoded())
-
-    def encoded(self) -> Iterator[bytes]:
-        """Yield each id in UTF-8."""
         for first in range(0, len(self), _CHUNK):
-            yield from self._between(first, min(first + _CHUNK, len(self)))
+            yield from map(bytes.decode, self._between(first, min(first + _CHUNK, len(self))))
 
     def take(self, rows: NDArray[np.int64]) -> "StoredIds":
         """Return the ids of some rows, in memory.
@@ -120,11 +116,6 @@ class StoredIds(CheckedIds):
         for end in ends:
             yield text[start - origin : end - origin]
             start = end
-
-
-def encoded(ids: Sequence[str]) -> Iterator[bytes]:
-    """Yield each id in UTF-8."""
-    return ids.encoded() if isinstance(ids, StoredIds) else map(str.encode, ids)
 
 
 def repeated_rows(ids: Sequence[str], hashes: NDArray[np.int64]) -> list[tuple[int, int]]:

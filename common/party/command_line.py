@@ -39,9 +39,7 @@ logger = logging.getLogger(__name__)
 MAY_CHANGE = frozenset(
     {
         "alignment_attempts",
-        "alignment_keys",
         "alignment_memory_limit",
-        "alignment_rr22_python",
         "alignment_workers",
         "allow_audits",
         "answers",

@@ -134,16 +134,6 @@ class PartySettings(Section):
     limit, and an exchange takes about 60 bytes for each id of the larger set. The other party need
     not have a limit, and the result does not depend on it."""
 
-    alignment_keys: Path = Path("alignment-keys")
-    """Folder for the keys and tags of finished alignments, if ``contract.alignment.keep_key`` says
-    to keep them: for this party's eyes only (mode 0700). Relative to this settings file. Choose
-    another one for each circle of partners, and delete it to begin with a new key."""
-
-    alignment_rr22_python: Path | None = None
-    """Interpreter of an environment that has the package ``spu``, which the contract's
-    ``alignment.engine: rr22`` needs: for instance ``rr22/bin/python``, after ``python3.11 -m venv
-    rr22`` and ``rr22/bin/pip install --no-deps spu==0.9.5 'numpy<2'``. Python 3.11 or older."""
-
     alignment_attempts: int = Field(default=ALIGNMENT_ATTEMPTS, ge=1, le=1000)
     """Number of ids that the other party may try before a run has finished, in multiples of
     ``contract.alignment.max_set_size``, over all exchanges of ids and all restarts: a peer that

@@ -52,55 +52,15 @@ MAX_CUT_DIM = 2**24
 DTYPE_BYTES: dict[CutDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
-class EcdhAlignment(Section):
+class AlignmentSettings(Section):
     """Private set intersection by elliptic-curve Diffie-Hellman."""
 
-    engine: Literal["ecdh"] = "ecdh"
-
     min_aligned: int = Field(default=100, ge=1)
     """Fewest ids that the parties must have in common; with fewer, the run ends."""
 
     max_set_size: int = Field(default=10_000_000, ge=1, le=2**31)
     """Most ids that either party may bring to one exchange. Each party limits the total over all
     exchanges by its own ``alignment_attempts``."""
-
-    keep_key: bool = False
-    """Whether both parties keep the secret key of a finished alignment, and the tags of all ids, in
-    their own ``alignment_keys``. The next alignment with the same key exchanges only ids that are
-    new at either party. Each party then sees which of the other's ids, common or not, are new, gone
-    or the same as before. The ids that a peer tries are added up over all runs."""
-
-
-class Rr22Alignment(Section):
-    """Private set intersection by vector OLE (Raghuraman and Rindal, CCS 2022), for many ids.
-
-    At a million ids it takes about a twentieth of the processor time of ``ecdh``. It is that of
-    SecretFlow's package ``spu``, which each party keeps in an environment of its own
-    (``alignment_rr22_python``). It protects parties that follow the protocol; ``ecdh`` also binds
-    each party to its ids before anything is opened, and resumes.
-    """
-
-    engine: Literal["rr22"]
-
-    min_aligned: int = Field(default=100, ge=1)
-    """Fewest ids that the parties must have in common; with fewer, the run ends."""
-
-    max_set_size: int = Field(default=10_000_000, ge=1, le=2**31)
-    """Most ids that either party may bring to one exchange. Each party limits the total over all
-    exchanges by its own ``alignment_attempts``."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _keeps_no_key(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("keep_key"):
-            raise ValueError("keep_key: the engine rr22 has no key to keep; use the engine ecdh")
-        return values
-
-
-AlignmentSettings = Annotated[
-    Annotated[EcdhAlignment, Tag("ecdh")] | Annotated[Rr22Alignment, Tag("rr22")],
-    kind_by_field("engine", "ecdh", "rr22", error_type="alignment_engine"),
-]
 
 
 class HashSplit(Section):
@@ -237,7 +197,7 @@ class Contract(Section):
     schedule: LearningRateSchedule = LearningRateSchedule()
     """Course of both learning rates over the run."""
 
-    alignment: AlignmentSettings = EcdhAlignment()
+    alignment: AlignmentSettings = AlignmentSettings()
     """Method of finding the common ids."""
 
     ids: IdRules = Field(default=tuple(AS_WRITTEN), validate_default=False)

@@ -172,22 +172,6 @@ def claimed(folder: Path, complaint: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-def claim_private(folder: Path, complaint: str) -> None:
-    """Make a folder for its owner only, and keep others from it while this process lives.
-
-    Raises:
-        SettingsError: another process uses the folder; ``complaint`` says what to do.
-        StorageError: the folder cannot be made.
-    """
-    try:
-        folder.parent.mkdir(_OWNER_ONLY_FOLDER, parents=True, exist_ok=True)
-        _claim(folder, complaint)
-        folder.mkdir(_OWNER_ONLY_FOLDER, exist_ok=True)
-        _close_to_others(folder)
-    except OSError as error:
-        raise StorageError(f"{folder}: cannot be used: {error.strerror}") from error
-
-
 def _claim(folder: Path, complaint: str) -> int:
     """Return a descriptor that keeps others out until it is closed or the process has ended."""
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -36,11 +36,6 @@ TAG_BYTES = 16
 CHUNK_IDS = 4096
 """128 KiB of points: little memory, and still much more than the overhead of a message."""
 
-TUNNEL_BYTES = 64 * 1024
-"""Tunnelled bytes of one frame: half a chunk of points."""
-MOST_LINKS = 64
-"""Connections that one party's worker may dial in one exchange; it dials one or two."""
-
 # ---- whole messages, in bytes: checked before anything is parsed ----
 
 CONTRACT_CHARACTERS = 64 * 1024
@@ -151,25 +146,14 @@ FIELDS: Mapping[str, Bound] = {
     "AlignResume.points": Bound(2**31, "the largest set that a contract can allow"),
     "AlignResume.points_digest": _DIGEST,
     "AlignResume.tags": Bound(2**31, "the largest set that a contract can allow"),
-    "AlignHello.known": Bound(2, "the newest alignment, and the one before"),
-    "AlignKnown.alignment": _DIGEST,
-    "AlignKnown.digest": _DIGEST,
-    "AlignKnown.new_ids": Bound(2**31, "the largest set that a contract can allow"),
-    "AlignKnown.gone_ids": Bound(2**31, "the largest set that a contract can allow"),
-    "AlignGone.chunk": _CHUNK,
-    "AlignGone.tags": Bound(CHUNK_IDS * TAG_BYTES, "one chunk"),
     "MaskedPoints.chunk": _CHUNK,
     "MaskedPoints.points": Bound(CHUNK_IDS * POINT_BYTES, "one chunk"),
     "Tags.chunk": _CHUNK,
     "Tags.tags": Bound(CHUNK_IDS * TAG_BYTES, "one chunk"),
     "AlignCommitment.digest": _DIGEST,
-    "AlignTunnel.link": Bound(MOST_LINKS, "see MOST_LINKS"),
-    "AlignTunnel.data": Bound(TUNNEL_BYTES, "see TUNNEL_BYTES"),
     "AlignDone.count": Bound(2**31, "the largest set that a contract can allow"),
     "AlignDone.digest": _DIGEST,
     "AlignDone.split_digest": _DIGEST,
-    "AlignDone.list_point": Bound(POINT_BYTES, "one group element"),
-    "AlignListProof.digest": _DIGEST,
     "AlignShare.chunk": Bound(2**31 // (8 * MASK_BYTES), "as many bits as the largest set has ids"),
     "AlignShare.mask": Bound(MASK_BYTES, "one chunk"),
     "AlignShare.nonces": Bound(PASSIVE_PARTIES, "one for each passive party"),
@@ -213,16 +197,10 @@ EXEMPT: Mapping[str, str] = {
     "HandshakeReply.resumes_at": "has to be one of the batches that were offered",
     "AlignFrame.hello": "a message: its own fields are bounded",
     "AlignHello.resume": "a message: its own fields are bounded",
-    "AlignHello.known[]": "a message: its own fields are bounded",
-    "AlignFrame.gone": "a message: its own fields are bounded",
-    "AlignFrame.list_proof": "a message: its own field is bounded",
     "AlignFrame.points": "a message: its own fields are bounded",
     "AlignFrame.tags": "a message: its own fields are bounded",
     "AlignFrame.done": "a message: its own fields are bounded",
     "AlignFrame.commitment": "a message: its own field is bounded",
-    "AlignFrame.tunnel": "a message: its own fields are bounded",
-    "AlignTunnel.of_dialler": "yes or no",
-    "AlignTunnel.ends": "yes or no",
     "AlignFrame.wait": "a message, without fields",
     "AlignFrame.share": "a message: its own fields are bounded",
     "AlignShare.nonces[]": "has to match its commitment",
@@ -309,11 +287,7 @@ def check_fields(message: Message) -> None:
         raise InvalidMessage(f"{message.DESCRIPTOR.name}: has unknown fields")
     for field, value in message.ListFields():
         name = f"{message.DESCRIPTOR.name}.{field.name}"
-        if field.message_type is not None and field.is_repeated:
-            _check_size(name, value)
-            for one in value:
-                check_fields(one)
-        elif field.message_type is not None:
+        if field.message_type is not None:
             check_fields(value)
         elif field.enum_type is not None:
             _check_enumeration(name, field.enum_type, value)

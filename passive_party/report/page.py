@@ -204,7 +204,6 @@ def _row(one: ColumnExposure) -> ColumnRow:
 def _agreed(settings: Mapping[str, Any], contract: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield this party's settings for the alignment and for audits."""
     alignment = _mapping(contract.get("alignment"))
-    yield "alignment engine", str(alignment.get("engine", "ecdh"))
     for name, label in (
         ("min_aligned", "fewest common ids (min_aligned)"),
         ("max_set_size", "most ids per exchange (max_set_size)"),

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitveil.common.alignment import (
-    AlignmentResources,
     Splits,
     align,
     build_engine,
@@ -30,7 +29,7 @@ from splitveil.common.errors import (
     InvalidMessage,
     PeerUnreachable,
 )
-from splitveil.common.run.contract import EcdhAlignment
+from splitveil.common.run.contract import AlignmentSettings
 from splitveil.common.settings import validate
 from splitveil.protos import split_learning_pb2 as pb
 from tests.aligned import (
@@ -316,7 +315,7 @@ def test_another_result_of_the_peer_stops_both() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("engine", "rr22"),
+        ("engine", "another"),
         ("version", 3),
         ("normalisation", "none"),
         ("tag_bytes", 10),
@@ -351,8 +350,8 @@ def test_parties_with_different_versions_both_see_why(monkeypatch: pytest.Monkey
 
 
 def test_settings_build_the_default_engine() -> None:
-    section = validate(EcdhAlignment, {"engine": "ecdh", "min_aligned": 2}, "contract.yaml")
-    built = build_engine(section, AlignmentResources(workers=1))
+    section = validate(AlignmentSettings, {"min_aligned": 2}, "contract.yaml")
+    built = build_engine(section, workers=1)
     try:
         ids = names(range(2)), names(range(1, 3))
         with ThreadPoolExecutor(2) as executor:
@@ -363,7 +362,7 @@ def test_settings_build_the_default_engine() -> None:
             assert all(isinstance(run.exception(), AlignmentError) for run in runs)
     finally:
         built.close()
-    assert (EcdhAlignment().min_aligned, EcdhAlignment().max_set_size) == (100, 10_000_000)
+    assert (AlignmentSettings().min_aligned, AlignmentSettings().max_set_size) == (100, 10_000_000)
 
 
 class _Noting:

@@ -79,7 +79,7 @@ def aligned(parties: tuple[Party, Party], min_aligned: int = 1) -> tuple[Outcome
         first, second = executor.map(lambda index: Outcome(partial(work, index)), (0, 1))
     if first.error is None and second.error is None:
         for party in parties:
-            party.files.settle()
+            party.files.discard()
     return first, second
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from splitveil.common.alignment import AlignmentResources, engine_of
 from splitveil.common.alignment import engine as alignment_engine
+from splitveil.common.alignment import engine_of
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.passive_party.settings import PassiveSettings
 from tests.runs import write_example
@@ -25,21 +25,12 @@ def settings_of(folder: Path, *overrides: str) -> PassiveSettings:
 def test_many_ids_on_many_cores_have_workers_by_default(
     cores: int, num_ids: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    built: list[int] = []
+    monkeypatch.setattr(alignment_engine, "EcdhEngine", lambda workers, **_: built.append(workers))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     by_default = settings_of(tmp_path / "default")
     without = settings_of(tmp_path / "without", "alignment_workers=0")
     many = settings_of(tmp_path / "many", "alignment_workers=9")
-    found = [
-        AlignmentResources.of(settings, num_ids).workers for settings in (by_default, without, many)
-    ]
-    assert found == [expected, 0, 9]
-
-
-def test_the_engine_of_a_party_has_the_workers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(3)))
-    monkeypatch.setattr(alignment_engine, "EcdhEngine", lambda **settings: settings)
-    settings = settings_of(tmp_path / "party")
-    built = [engine_of(settings, num_ids) for num_ids in (60, 60_000)]
-    assert [engine["workers"] for engine in built] == [0, 3]  # type: ignore[index]
+    for settings in (by_default, without, many):
+        engine_of(settings, num_ids)
+    assert built == [expected, 0, 9]

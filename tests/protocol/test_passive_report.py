@@ -196,7 +196,7 @@ def write_run(folder: Path, *, leak: float = 0.9, security: str = "mtls") -> Pat
         "cut_dtype": "float32",
         "identities": {"active": "labels.example.org"},
         "audits_allowed": True,
-        "alignment": {"engine": "ecdh", "min_aligned": 100, "max_set_size": 5000},
+        "alignment": {"min_aligned": 100, "max_set_size": 5000},
     }
     settings = {
         "contract": contract,

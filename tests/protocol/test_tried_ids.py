@@ -196,7 +196,7 @@ def test_an_honest_repetition_is_no_guess_even_with_the_tightest_cap(
 
 
 class Exchange(NamedTuple):
-    announced_ids: int
+    peer_set_size: int
     answered_ids: int
     number: str = ""
     is_complete: bool = False

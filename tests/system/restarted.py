@@ -23,7 +23,7 @@ from splitveil.active_party.serving.server import start_server
 from splitveil.active_party.serving.service import ActiveService
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.watch.recorder import ActiveRecorder
-from splitveil.common.alignment import AlignmentResources, build_engine
+from splitveil.common.alignment import build_engine
 from splitveil.common.party.command_line import draw_nonce
 from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.party.party_data import PartyData
@@ -306,7 +306,7 @@ def _active(
     )
     data = PartyData.load(own.data, own.base_dir)
     folder, address = runs / "small" / "active", free_address()
-    engine = build_engine(own.contract.alignment, AlignmentResources())
+    engine = build_engine(own.contract.alignment)
     with ExitStack() as stack:
         recorder = stack.enter_context(ActiveRecorder(own, folder))
         build, nonces = TopBuilder(own, data, CPU), partial(draw_nonce, own)
@@ -328,7 +328,7 @@ def _passive(example: Path, runs: Path, settings: Settings, wire: Wire, address:
     labels = PartyData.load(own.adversary.labels, own.base_dir)
     folder = runs / "small" / "passive"
     with PassiveRecorder(own, folder, data.ids, labels) as recorder:
-        engine = build_engine(own.contract.alignment, AlignmentResources())
+        engine = build_engine(own.contract.alignment)
         run = PassiveRun(
             Aligner(
                 Participant(own.contract, own.party, data.ids), engine, partial(draw_nonce, own)

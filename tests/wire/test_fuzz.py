@@ -13,7 +13,7 @@ import torch
 
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.serving.service import ActiveService
-from splitveil.common.alignment import AlignmentResources, align, build_engine
+from splitveil.common.alignment import align, build_engine
 from splitveil.common.errors import (
     AlignmentError,
     ContractMismatch,
@@ -232,7 +232,7 @@ def asks(parties: Parties, tape: Tape) -> dict[str, Callable[[GrpcPeer], object]
     """Say for each method what the passive party asks, and check what it believes."""
     contract, sent = parties.run.contract, tape.requests()
     train, held_out = (activation(parties, sent[m][0]) for m in ("Train", "Evaluate"))
-    engine = build_engine(contract.alignment, AlignmentResources())
+    engine = build_engine(contract.alignment)
 
     def handshake(peer: GrpcPeer) -> None:
         for offer in (None, Offer(train.batch.run_id, frozenset({0, 5}))):

@@ -10,6 +10,7 @@ With a leak monitor, torch's operations are compared and not the calls: a batch 
 no figures, so that less is noted of it.
 """
 
+import gc
 import hashlib
 import sys
 from collections import Counter
@@ -96,12 +97,14 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> "Operations":
         super().__enter__()  # type: ignore[no-untyped-call]
+        gc.disable()  # what it collects meanwhile depends on what came before
         if self.counts_calls:
             sys.setprofile(self._note)
         return self
 
     def __exit__(self, *error: Any) -> None:
         sys.setprofile(None)
+        gc.enable()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def _note(self, frame: FrameType, event: str, argument: Any) -> None:

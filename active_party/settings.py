@@ -246,9 +246,7 @@ class ActiveSettings(PartySettings):
             allows_audits=self.allow_audits,
             has_stopping_gate=gate is not None and gate.action == "stop",
             # A defense for anybody lets only what it has released decide.
-            has_early_stopping=(
-                self.early_stopping is not None and not self.defense.holds_for_anybody
-            ),
+            has_early_stopping=self.stops_by_validation,
         )
 
     def counts_run_in(self, folder: Path) -> bool:

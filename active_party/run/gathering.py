@@ -158,7 +158,7 @@ class Gathering:
         Raises:
             OutOfStep: the nonce is not the one to which the handshake committed.
             AlignmentError: too few rows in common.
-            DataError: the common rows cannot be trained on.
+            DataError: the common rows cannot be trained on, whatever their labels.
         """
         check_nonce(aligned, pair.nonce)
         aligned.take_pair(pair)

@@ -149,7 +149,7 @@ class Lifecycle:
 
         Raises:
             AlignmentError: too few rows for the splits.
-            DataError: the common rows cannot be trained on.
+            DataError: the common rows cannot be trained on, whatever their labels.
             StorageError: the run cannot be stored.
         """
         seed = joint_seed(self.run.nonce, *common.nonces)

@@ -93,7 +93,7 @@ class Preparation:
 
         Raises:
             AlignmentError: too few rows for the splits.
-            DataError: the common rows cannot be trained on, for instance because a class is absent.
+            DataError: the common rows cannot be trained on, whatever their labels.
         """
         ids, splits = self.own
         rows = AlignedRows.derive(

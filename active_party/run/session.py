@@ -228,7 +228,7 @@ class ActiveSession:
         Raises:
             OutOfStep: the nonce is not the one to which the handshake committed.
             AlignmentError: too few rows for the splits.
-            DataError: the common rows cannot be trained on, for instance because a class is absent.
+            DataError: the common rows cannot be trained on, whatever their labels.
         """
         with self._rendezvous:
             self.require_aligning(party=party)

@@ -33,9 +33,8 @@ faults: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	.ci/link-source
 	$(BIN)/mypy
-	PYTHONPATH=build/source $(BIN)/lint-imports
+	$(BIN)/lint-imports
 	$(BIN)/pytest -q tests/maths/test_house.py
 
 protos: $(INSTALLED)

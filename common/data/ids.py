@@ -3,6 +3,7 @@
 Since an id identifies a person, messages contain row numbers and counts and never an id.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from splitveil.common.data.canonical_form import CanonicalForm, Effects, decompose, is_unicode
+from splitveil.common.data.id_forms import SHORTENED
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.errors import DataError
 
@@ -221,7 +223,9 @@ def check_allowed(odd: Odd, allowed: Allowed, source: str, raw: Sequence[str] = 
             f"{row + 1} (as {first + 1}{_difference(raw[row], raw[first]) if raw else ''})"
             for row, first in odd.alike
         ]
-        problems.append(_problem(same, "duplicate ids"))
+        is_shortened = any(raw and re.match(SHORTENED, raw[row]) for row, _ in odd.duplicates)
+        why = ", some shortened by a spreadsheet as in 1.2E+15" * is_shortened
+        problems.append(_problem(same, f"duplicate ids{why}"))
         problems.append(_problem(alike, "ids equal to another id once normalised"))
     if any(problems):
         raise DataError("\n".join(f"{source}: {problem}" for problem in problems if problem))

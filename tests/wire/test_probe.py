@@ -218,17 +218,9 @@ NO_RULE = "no rule of contract.ids makes them equal"
 def ids_like(pattern: str) -> list[str]:
     ids = []
     for n in range(99_900, 100_100):
-        h, tenth = sha256(str(n).encode()).hexdigest(), n % 10 == 0
-        ids.append(
-            pattern.format(
-                n=n,
-                h=h,
-                H=h.upper(),
-                uuid=UUID(h[:32]),
-                mail=f"Ann_{n}+1@x.org" if tenth else f"a{n}@x.org",
-                shortened=f"1.{n}E+15" if tenth else n,
-            )
-        )
+        h = sha256(str(n).encode()).hexdigest()
+        mail, short = (f"Ann_{n}+1@x.org", f"1.{n}E+15") if n % 10 == 0 else (f"a{n}@x.org", n)
+        ids.append(pattern.format(n=n, h=h, H=h.upper(), uuid=UUID(h[:32]), mail=mail, short=short))
     return ids
 
 
@@ -243,7 +235,7 @@ def ids_like(pattern: str) -> list[str]:
         ("00{n}", "{n}", "leading_zeros: drop"),
         ("{n}.0", "00{n}", "whole_numbers: true, leading_zeros: drop"),
         ("９{n}", "9{n}", "unicode: nfkc"),
-        ("{shortened}", "{n}", NO_RULE),
+        ("{short}", "{n}", NO_RULE),
         ("{h}", "{mail}", NO_RULE),
         ("K{n}", "{n}", NO_RULE),
         ("{h:.32}", "{h}", NO_RULE),

@@ -3,15 +3,17 @@
 Since an id identifies a person, messages contain row numbers and counts and never an id.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unicodedata import normalize
 
 import numpy as np
 from numpy.typing import NDArray
 
 from splitveil.common.data.canonical_form import CanonicalForm, Effects, decompose, is_unicode
+from splitveil.common.data.id_forms import SHORTENED
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.errors import DataError
 
@@ -20,9 +22,6 @@ NORMALISATION = "NFC, strip"
 ids. What the contract adds to it is compared at the handshake."""
 
 _ROWS_NAMED = 5
-
-Twins = Sequence[tuple[int, int]]
-"""Rows whose id an earlier row has, with that earlier row, both from 0."""
 
 
 class Allowed(NamedTuple):
@@ -43,9 +42,10 @@ class Odd(NamedTuple):
     missing: Sequence[int] = ()
     not_text: Sequence[int] = ()
     not_of_kind: Sequence[int] = ()
-    duplicates: Twins = ()
-    alike: Twins = ()
-    """Rows whose id is equal to another only in canonical form."""
+    duplicates: Sequence[tuple[int, int]] = ()
+    """Rows whose id an earlier row has, with that earlier row."""
+    alike: Sequence[tuple[int, int]] = ()
+    """Rows whose id is equal to that of an earlier row only in canonical form."""
 
     @property
     def unusable(self) -> list[int]:
@@ -122,11 +122,6 @@ def canonical_ids(raw: Sequence[str | None], source: str) -> list[str]:
             gives the count and the first data rows (from 1) of each kind, and never an id.
     """
     return usable_ids(["" if text is None else text for text in raw], source).ids
-
-
-def canonical_texts(raw: Sequence[str], form: CanonicalForm | None = None) -> list[str]:
-    """Return ids in canonical form, without any check: they are only looked up."""
-    return (form or _PLAIN).of(raw)
 
 
 def usable_ids(
@@ -221,7 +216,9 @@ def check_allowed(odd: Odd, allowed: Allowed, source: str, raw: Sequence[str] = 
             f"{row + 1} (as {first + 1}{_difference(raw[row], raw[first]) if raw else ''})"
             for row, first in odd.alike
         ]
-        problems.append(_problem(same, "duplicate ids"))
+        is_shortened = any(raw and re.match(SHORTENED, raw[row]) for row, _ in odd.duplicates)
+        why = ", some shortened by a spreadsheet as in 1.2E+15" * is_shortened
+        problems.append(_problem(same, f"duplicate ids{why}"))
         problems.append(_problem(alike, "ids equal to another id once normalised"))
     if any(problems):
         raise DataError("\n".join(f"{source}: {problem}" for problem in problems if problem))
@@ -240,9 +237,7 @@ _PLAIN = CanonicalForm()
 
 
 def _is_blank(text: str, form: CanonicalForm) -> bool:
-    parts: Iterator[Any] = iter((text,))
-    if form.num_columns > 1:
-        parts = iter(decompose(text, form.num_columns) or ("",))
+    parts = (text,) if form.num_columns == 1 else decompose(text, form.num_columns) or ("",)
     return any(not part.strip() for part in parts)
 
 

@@ -11,13 +11,14 @@ from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
 from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.data.id_forms import IdForms
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_settings import Address, load_party_settings
 from splitveil.common.run.contract import ACTIVE, Name
 from splitveil.common.text.visible_text import visible
 from splitveil.deploy.init.choices import Wishes, id_candidates, label_candidates
-from splitveil.deploy.init.columns import Column, describe
+from splitveil.deploy.init.columns import Column, as_text, describe
 from splitveil.deploy.init.proposal import (
     Proposal,
     Terms,
@@ -25,7 +26,7 @@ from splitveil.deploy.init.proposal import (
     texts_of,
     write_files,
 )
-from splitveil.deploy.init.tables import read_raw
+from splitveil.deploy.init.tables import RawTable, read_raw
 from splitveil.passive_party.settings import PassiveSettings
 
 Ask = Callable[[str, Sequence[str]], str]
@@ -38,6 +39,8 @@ class Written(NamedTuple):
     proposal: Proposal
     columns: Sequence[Column]
     files: Sequence[Path]
+    id_doubts: Sequence[str]
+    """A sentence for each form of ids that the other party probably does not write."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the outcome for programs."""
@@ -47,6 +50,7 @@ class Written(NamedTuple):
             "files": [str(path) for path in self.files],
             "rows": p.num_rows,
             "id_column": p.choices.id_column,
+            "id_doubts": self.id_doubts,
             "label_column": None if label is None else label.column,
             "label_column_is_guessed": label is not None and label.is_guessed,
             "positive_label": None if label is None else label.positive,
@@ -100,7 +104,15 @@ def initialise(
     proposal = propose(table, columns, wishes, terms)
     files = write_files(terms.folder, texts_of(proposal, terms.role), force=force)
     _check_loadable(terms)
-    return Written(proposal, columns, files)
+    return Written(proposal, columns, files, _id_doubts(table, proposal.choices.id_column))
+
+
+def _id_doubts(table: RawTable, id_column: str | None) -> Sequence[str]:
+    text = None if id_column is None else as_text(table.columns[id_column])
+    forms = IdForms()
+    for part in [] if text is None else text.drop_null().chunks:
+        forms.add(part)
+    return forms.doubts()
 
 
 def _asked(columns: Sequence[Column], wishes: Wishes, terms: Terms, ask: Ask) -> Wishes:
@@ -204,6 +216,8 @@ def _print(written: Written, role: str) -> None:
 
     say("rows", p.rows_in_words)
     say("ids", p.choices.id_column or "the rows' numbers")
+    for doubt in written.id_doubts:
+        say("warning", doubt)
     if label is not None:
         say("labels", f"{label.column}: {p.balance}")
         if label.is_guessed:

@@ -1,6 +1,7 @@
 """``splitveil init`` finds out what a table's columns are, and writes settings that can be used."""
 
 import json
+import re
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -395,6 +396,24 @@ def test_the_outcome_is_there_for_programs(
     assert told["numeric"] == ["calls"]
     assert told["columns"]["calls"]["missing"] == 55
     assert told["files"] == [str(tmp_path / "passive.yaml")]
+
+
+@pytest.mark.parametrize(
+    ("written", "warning"),
+    [
+        ('="{:05}"', f'{ROWS} ids are written like ="007"'),
+        ("0{}", f"{ROWS} ids of digits begin with 0, but"),
+        ("c{}", ""),
+    ],
+)
+def test_doubtful_forms_of_ids_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], written: str, warning: str
+) -> None:
+    path = usage(tmp_path, id=[written.format(number) for number in range(ROWS)])
+    assert command("passive", path, "--folder", tmp_path, "--id-column", "id") == 0
+    (found,) = re.findall(r"ids +id\n(?:warning +(.*)\n)?numbers", capsys.readouterr().out)
+    assert found.startswith(warning)
+    assert bool(found) == bool(warning)
 
 
 @pytest.mark.parametrize(

@@ -252,6 +252,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "columns": dict,
     "pyarrow": pa.table,
     "pandas": lambda columns: pytest.importorskip("pandas").DataFrame(columns),
+    "another frame": lambda columns: pa.table(columns).to_reader(),  # as polars hands over
 }
 
 
@@ -280,6 +281,111 @@ def test_a_table_of_any_kind_gives_the_same_bits(
     assert len(run.rows("steps")) > 2
     features = run.settings["data"]["features"]
     assert features["numeric"] == ["own"]
+
+
+FRAMES: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
+    "an index": lambda a, p: {"active": a.set_index("id"), "passive": p.set_index("id")},
+    "a key that is an index": lambda a, p: {"active": a, "passive": p.set_index("id"), "key": "id"},
+    "an index of whole numbers": lambda a, p: {
+        "active": a.assign(id=a["id"].str[1:].astype(int)).set_index("id"),
+        "passive": p.assign(id=p["id"].str[1:].astype(int)).set_index("id"),
+    },
+    "an index of texts without a name": lambda a, p: {
+        "active": a.set_index("id").rename_axis(None),
+        "passive": p.set_index("id").rename_axis(None),
+    },
+    "an index of texts with two names": lambda a, p: {
+        "active": a.set_index("id"),
+        "passive": p.set_index("id").rename_axis("client"),
+    },
+    "an index that is a column, too": lambda a, p: {
+        "active": a.set_index("id", drop=False),
+        "passive": p.set_index("id", drop=False),
+    },
+    "an index in pyarrow's tables": lambda a, p: {
+        "active": pa.Table.from_pandas(a.set_index("id")),
+        "passive": pa.Table.from_pandas(p.set_index("id")),
+    },
+    "an index beside the key": lambda a, p: {
+        "active": pa.Table.from_pandas(a),
+        "passive": pa.Table.from_pandas(p),
+        "key": "id",
+    },
+    "an index beside the key, without pandas' description": lambda a, p: {
+        "active": a,
+        "passive": pa.Table.from_pandas(p).replace_schema_metadata(),
+        "key": "id",
+    },
+}
+
+
+@pytest.mark.parametrize("given", FRAMES)
+def test_an_index_joins_data_frames_as_a_key_and_is_no_feature(
+    given: str, columns: tuple[dict[str, Any], dict[str, Any]]
+) -> None:
+    pandas = pytest.importorskip("pandas")
+    active, passive = map(pandas.DataFrame, columns)
+    passive = passive.sample(frac=1, random_state=0)
+    made = FRAMES[given](active, passive)
+    if given == "an index of whole numbers":  # their hashes split the rows otherwise
+        active, passive = (made[party].reset_index() for party in ("active", "passive"))
+    short: dict[str, Any] = {"settings": SHORT, "attacks": []}
+    (expected,) = simulate(active=active, passive=passive, key="id", **short)
+    (run,) = simulate(**made, **short)
+    assert run.rows("steps") == expected.rows("steps")
+    assert run.test_auc == expected.test_auc is not None
+
+
+APART: dict[str, tuple[Callable[[Any, Any], tuple[Any, Any]], str]] = {
+    "lengths of columns": (
+        lambda a, p: ({name: list(a[name]) for name in a}, {"x0": list(p["x0"][:200])}),
+        "active and passive have 300 and 200 rows: name in key=",
+    ),
+    "lengths of arrays": (lambda a, p: (a, p[["x0"]].to_numpy()[:200]), "300 and 200 rows"),
+    "a shuffled frame": (lambda a, p: (a, p.sample(frac=1)), "different row labels.*key="),
+    "a shuffled frame beside an array": (
+        lambda a, p: (a.sample(frac=1), p[["x0"]].to_numpy()),
+        "different row labels",
+    ),
+    "other rows": (lambda a, p: (a[100:], p[:200]), "different row labels"),
+    "an index of one party": (lambda a, p: (a.set_index("id"), p), "different row labels.*key="),
+    "whole numbers of two names": (
+        lambda a, p: (a.rename_axis("client"), p[::-1].rename_axis("row")),
+        "different row labels",
+    ),
+    "a label twice": (
+        lambda a, p: (a.set_index("id"), p.assign(id=["c000", *p["id"][:-1]]).set_index("id")),
+        "different row labels",
+    ),
+    "cells of two kinds": (
+        lambda a, p: (a, p.assign(x0=[1, "a"] * 150)),
+        "passive: cannot be read as a table: .* column x0",
+    ),
+}
+
+
+@pytest.mark.parametrize("given", APART)
+def test_data_frames_whose_rows_do_not_correspond_are_refused(
+    given: str, columns: tuple[dict[str, Any], dict[str, Any]]
+) -> None:
+    pandas = pytest.importorskip("pandas")
+    make, message = APART[given]
+    active, passive = make(*map(pandas.DataFrame, columns))
+    with pytest.raises(SettingsError, match=message):
+        simulate(active=active, passive=passive, settings=SHORT)
+
+
+def test_equal_row_labels_leave_row_n_the_same_example(
+    columns: tuple[dict[str, Any], dict[str, Any]],
+) -> None:
+    pandas = pytest.importorskip("pandas")
+    both = pandas.DataFrame(columns[0] | columns[1]).sample(frac=1, random_state=0)[:200]
+    parts = {"active": both[["label", "own"]], "passive": both[["x0", "x1"]]}
+    (run,) = simulate(**parts, settings=SHORT)
+    again = {party: part.reset_index(drop=True) for party, part in parts.items()}
+    assert run.rows("steps") == simulate(**again, settings=SHORT)[0].rows("steps")
+    with pytest.raises(SettingsError, match="2 and 3 rows"):
+        predict(run, tables={"active": again["active"][:2], "passive": again["passive"][:3]})
 
 
 def test_arrays_correspond_row_by_row(columns: tuple[dict[str, Any], dict[str, Any]]) -> None:

@@ -108,7 +108,7 @@ def simulate(
     if threads is not None:
         given |= {f"{party}.torch_threads": threads for party in (ACTIVE, "passive")}
     base = _base(source, given, attacks)
-    chosen = _chosen(defense) or [_present(source, base)]
+    chosen = _chosen(defense) or [named_defense(load(source, base).active.defense)]
     numbers = list(range(seeds)) if isinstance(seeds, int) else [int(seed) for seed in seeds]
     if not numbers:
         raise ValueError("seeds: expected at least one")
@@ -161,11 +161,6 @@ def _chosen(defense: DefenseChoice | Sequence[DefenseChoice] | None) -> list[Nam
     if len(set(titles)) < len(titles):
         raise SettingsError(f"defense: expected each defense once, got {', '.join(titles)}")
     return chosen
-
-
-def _present(source: Path, base: Overrides) -> NamedDefense:
-    """Return the defense that the settings name."""
-    return named_defense(load(source, base).active.defense)
 
 
 def _run(

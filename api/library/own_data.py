@@ -4,6 +4,7 @@ Each table is written as a Parquet file beside settings made for it, so that a s
 as two processes would. Numbers become numeric features, and texts categories.
 """
 
+import logging
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,8 +16,12 @@ import pyarrow as pa
 import yaml
 from pyarrow import parquet
 
+from splitveil.common.data.columns import WrittenColumn, almost_numbers, read_categories
+from splitveil.common.data.sources import list_rows
 from splitveil.common.errors import SettingsError
 from splitveil.common.storage.run_folder import write_text_atomically
+
+_logger = logging.getLogger(__name__)
 
 CONTRACT: Mapping[str, Any] = {
     "run_name": "simulated",
@@ -218,6 +223,18 @@ def _data(
     for column in table.schema:
         if column.name not in others and not _UNNAMED_INDEX.fullmatch(column.name):
             features["numeric" if _is_number(column.type) else "categorical"].append(column.name)
+    for text in features["categorical"]:
+        where = f"{name}: column {text!r}"
+        found = read_categories(WrittenColumn(table.column(text), where, ("",)))
+        if len(rows := np.flatnonzero(almost_numbers(found))):
+            _logger.warning(
+                "%s: each text is a category, but %d of %d cells are numbers, and those in %s are "
+                "not; if those are mistakes, convert the column to numbers",
+                where,
+                (num_cells := np.count_nonzero(found.codes >= 0)) - len(rows),
+                num_cells,
+                list_rows(rows + 1),
+            )
     chosen = {kind: names for kind, names in features.items() if names}
     return {
         "source": {"kind": "parquet", "path": path.name},

@@ -1,6 +1,7 @@
 """``simulate``: both parties in this process, with the bits that two processes leave."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -386,6 +387,32 @@ def test_equal_row_labels_leave_row_n_the_same_example(
     assert run.rows("steps") == simulate(**again, settings=SHORT)[0].rows("steps")
     with pytest.raises(SettingsError, match="2 and 3 rows"):
         predict(run, tables={"active": again["active"][:2], "passive": again["passive"][:3]})
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        ({5: "12O"}, "passive: column 'x0': .* 299 of 300 cells .* row 6 are not"),
+        ({5: "12O", 7: "", 9: None}, "297 of 298 cells .* row 6 are not"),
+        (dict.fromkeys(range(0, 300, 20), "NA"), "285 of 300 cells .* rows 1, 21, 41, 61, 81, ..."),
+        ({5: ""}, None),
+        ({row: f"red {row}" for row in range(0, 300, 2)}, None),
+    ],
+)
+def test_texts_that_are_nearly_all_numbers_become_no_categories_in_silence(
+    others: dict[int, str | None],
+    message: str | None,
+    columns: tuple[dict[str, Any], dict[str, Any]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cells = [others.get(row, f"{value:.1f}") for row, value in enumerate(columns[1]["x0"])]
+    passive = columns[1] | {"x0": np.array(cells, dtype=object)}
+    simulate(active=columns[0], passive=passive, key="id", settings=SHORT, attacks=[])
+    found = [one for one in caplog.messages if "each text is a category" in one]
+    assert len(found) == (message is not None)
+    assert "12O" not in caplog.text
+    if message is not None:
+        assert re.search(message, found[0])
 
 
 def test_arrays_correspond_row_by_row(columns: tuple[dict[str, Any], dict[str, Any]]) -> None:

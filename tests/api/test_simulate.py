@@ -284,39 +284,26 @@ def test_a_table_of_any_kind_gives_the_same_bits(
     assert features["numeric"] == ["own"]
 
 
-FRAMES: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
-    "an index": lambda a, p: {"active": a.set_index("id"), "passive": p.set_index("id")},
-    "a key that is an index": lambda a, p: {"active": a, "passive": p.set_index("id"), "key": "id"},
-    "an index of whole numbers": lambda a, p: {
-        "active": a.assign(id=a["id"].str[1:].astype(int)).set_index("id"),
-        "passive": p.assign(id=p["id"].str[1:].astype(int)).set_index("id"),
-    },
-    "an index of texts without a name": lambda a, p: {
-        "active": a.set_index("id").rename_axis(None),
-        "passive": p.set_index("id").rename_axis(None),
-    },
-    "an index of texts with two names": lambda a, p: {
-        "active": a.set_index("id"),
-        "passive": p.set_index("id").rename_axis("client"),
-    },
-    "an index that is a column, too": lambda a, p: {
-        "active": a.set_index("id", drop=False),
-        "passive": p.set_index("id", drop=False),
-    },
-    "an index in pyarrow's tables": lambda a, p: {
-        "active": pa.Table.from_pandas(a.set_index("id")),
-        "passive": pa.Table.from_pandas(p.set_index("id")),
-    },
-    "an index beside the key": lambda a, p: {
-        "active": pa.Table.from_pandas(a),
-        "passive": pa.Table.from_pandas(p),
-        "key": "id",
-    },
-    "an index beside the key, without pandas' description": lambda a, p: {
-        "active": a,
-        "passive": pa.Table.from_pandas(p).replace_schema_metadata(),
-        "key": "id",
-    },
+def indexed(frame: Any) -> Any:
+    return frame.set_index("id")
+
+
+FRAMES: dict[str, tuple[Any, ...]] = {
+    "an index": (indexed, indexed, None),
+    "a key that is an index": (pa.Table.from_pandas, indexed, "id"),
+    "an index of whole numbers": (indexed, indexed, None),
+    "an index of texts without a name": (
+        *[lambda frame: indexed(frame).rename_axis(None)] * 2,
+        None,
+    ),
+    "an index of texts with two names": (indexed, lambda p: indexed(p).rename_axis("who"), None),
+    "an index that is a column": (*[lambda frame: frame.set_index("id", drop=False)] * 2, None),
+    "an index in pyarrow's tables": (*[lambda f: pa.Table.from_pandas(indexed(f))] * 2, None),
+    "an index beside the key": (*[pa.Table.from_pandas] * 2, "id"),
+    "an index beside the key, without pandas' description": (
+        *[lambda frame: pa.Table.from_pandas(frame).replace_schema_metadata()] * 2,
+        "id",
+    ),
 }
 
 
@@ -324,44 +311,32 @@ FRAMES: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
 def test_an_index_joins_data_frames_as_a_key_and_is_no_feature(
     given: str, columns: tuple[dict[str, Any], dict[str, Any]]
 ) -> None:
-    pandas = pytest.importorskip("pandas")
-    active, passive = map(pandas.DataFrame, columns)
+    active, passive = map(pytest.importorskip("pandas").DataFrame, columns)
+    if given == "an index of whole numbers":
+        active, passive = (
+            one.assign(id=one["id"].str[1:].astype(int)) for one in (active, passive)
+        )
     passive = passive.sample(frac=1, random_state=0)
-    made = FRAMES[given](active, passive)
-    if given == "an index of whole numbers":  # their hashes split the rows otherwise
-        active, passive = (made[party].reset_index() for party in ("active", "passive"))
     short: dict[str, Any] = {"settings": SHORT, "attacks": []}
     (expected,) = simulate(active=active, passive=passive, key="id", **short)
-    (run,) = simulate(**made, **short)
+    make_active, make_passive, key = FRAMES[given]
+    (run,) = simulate(active=make_active(active), passive=make_passive(passive), key=key, **short)
     assert run.rows("steps") == expected.rows("steps")
     assert run.test_auc == expected.test_auc is not None
 
 
+LABELS = "active and passive have different row labels .* name in key="
+
 APART: dict[str, tuple[Callable[[Any, Any], tuple[Any, Any]], str]] = {
-    "lengths of columns": (
-        lambda a, p: ({name: list(a[name]) for name in a}, {"x0": list(p["x0"][:200])}),
-        "active and passive have 300 and 200 rows: name in key=",
-    ),
-    "lengths of arrays": (lambda a, p: (a, p[["x0"]].to_numpy()[:200]), "300 and 200 rows"),
-    "a shuffled frame": (lambda a, p: (a, p.sample(frac=1)), "different row labels.*key="),
-    "a shuffled frame beside an array": (
-        lambda a, p: (a.sample(frac=1), p[["x0"]].to_numpy()),
-        "different row labels",
-    ),
-    "other rows": (lambda a, p: (a[100:], p[:200]), "different row labels"),
-    "an index of one party": (lambda a, p: (a.set_index("id"), p), "different row labels.*key="),
-    "whole numbers of two names": (
-        lambda a, p: (a.rename_axis("client"), p[::-1].rename_axis("row")),
-        "different row labels",
-    ),
-    "a label twice": (
-        lambda a, p: (a.set_index("id"), p.assign(id=["c000", *p["id"][:-1]]).set_index("id")),
-        "different row labels",
-    ),
-    "cells of two kinds": (
-        lambda a, p: (a, p.assign(x0=[1, "a"] * 150)),
-        "passive: cannot be read as a table: .* column x0",
-    ),
+    "columns": (lambda a, p: (dict(a), dict(p[:200])), "have 300 and 200 rows: name in key="),
+    "an array": (lambda a, p: (a, p[["x0"]].to_numpy()[:200]), "have 300 and 200 rows"),
+    "a sorted frame": (lambda a, p: (a, p[::-1]), LABELS),
+    "a sorted frame and an array": (lambda a, p: (a[::-1], p[["x0"]].to_numpy()), LABELS),
+    "other rows": (lambda a, p: (a[100:], p[:200]), LABELS),
+    "an index of one party": (lambda a, p: (indexed(a), p), LABELS),
+    "numbers of two names": (lambda a, p: (a.rename_axis("a"), p[::-1].rename_axis("b")), LABELS),
+    "a label twice": (lambda a, p: (indexed(a), indexed(p.assign(id=p["id"][0]))), LABELS),
+    "two kinds of cells": (lambda a, p: (a, p.assign(x0=[1, "a"] * 150)), "passive: .* column x0"),
 }
 
 

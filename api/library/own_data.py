@@ -5,7 +5,6 @@ as two processes would. Numbers become numeric features, and texts categories.
 """
 
 import logging
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,12 @@ import pyarrow as pa
 import yaml
 from pyarrow import parquet
 
-from splitveil.common.data.columns import WrittenColumn, almost_numbers, read_categories
+from splitveil.common.data.columns import (
+    WrittenColumn,
+    almost_numbers,
+    is_unnamed_index,
+    read_categories,
+)
 from splitveil.common.data.sources import list_rows
 from splitveil.common.errors import SettingsError
 from splitveil.common.storage.run_folder import write_text_atomically
@@ -33,9 +37,6 @@ CONTRACT: Mapping[str, Any] = {
 ADAM = {"kind": "adam", "learning_rate": 0.001}
 TOP = {"kind": "mlp", "hidden": [16]}
 BOTTOM = {"kind": "mlp", "hidden": [32], "output_activation": "relu"}
-
-_UNNAMED_INDEX = re.compile(r"__index_level_\d+__")
-"""What pyarrow calls the row labels of a data frame that have no name."""
 
 
 def write_settings(
@@ -148,7 +149,7 @@ def id_columns(tables: Mapping[str, pa.Table], key: str | None = None) -> dict[s
     if None not in unique.values():
         kinds = [tables[name].column(column).type for name, column in unique.items()]
         one_name, *others = {*unique.values()}
-        is_named = not others and not _UNNAMED_INDEX.fullmatch(str(one_name))
+        is_named = not others and not is_unnamed_index(str(one_name))
         if is_named or not any(map(pa.types.is_integer, kinds)):
             return unique
     check_rows_correspond(tables)
@@ -185,8 +186,8 @@ def _index_of(table: pa.Table) -> list[str]:
     fields = [one for one in described.get("index_columns", ()) if isinstance(one, str)]
     # An index that is a column, too, has the name of the column, but another field.
     index = {names.get(field) or field for field in fields}
-    unnamed = filter(_UNNAMED_INDEX.fullmatch, table.column_names)
-    return [column for column in table.column_names if column in index] or [*unnamed]
+    columns = table.column_names
+    return [one for one in columns if one in index] or [*filter(is_unnamed_index, columns)]
 
 
 def _unique_index(table: pa.Table) -> str | None:
@@ -221,7 +222,7 @@ def _data(
     features: dict[str, list[str]] = {"numeric": [], "categorical": []}
     others = {*own, id_column, *_index_of(table)}
     for column in table.schema:
-        if column.name not in others and not _UNNAMED_INDEX.fullmatch(column.name):
+        if column.name not in others and not is_unnamed_index(column.name):
             features["numeric" if _is_number(column.type) else "categorical"].append(column.name)
     for text in features["categorical"]:
         where = f"{name}: column {text!r}"

@@ -4,7 +4,7 @@ Row numbers in messages count from 1, without the header line.
 """
 
 import fnmatch
-import logging
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,14 +19,13 @@ from splitveil.common.data.sources import ArrowColumn, list_rows, suggest
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.run.splits import SPLITS
 
-_logger = logging.getLogger(__name__)
-
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 _MANTISSA_BITS = {16: 11, 32: 24, 64: 53}
 """Power of 2 above which neighbouring whole numbers become the same, by the type's width."""
 MAX_WEIGHT = 1_000_000
 NEARLY_ALL = 0.9
 """Share of the cells, or of the distinct texts, from which the others are probably mistakes."""
+_UNNAMED_INDEX = r"__index_level_\d+__"
 NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$|^[+-]?(?i:inf|infinity|nan)$"
 
 
@@ -255,6 +254,11 @@ def are_numbers(texts: Any) -> NDArray[np.bool_]:
     """Return which texts are numbers that a model can compute with."""
     values, is_unreadable = read_numbers(WrittenColumn(pa.chunked_array([texts]), "texts"))
     return ~is_unreadable & ~(np.abs(values) > LARGEST_FLOAT32)
+
+
+def is_unnamed_index(name: str) -> bool:
+    """Say whether pandas has named a column so: it holds the numbers of a table's rows."""
+    return re.fullmatch(_UNNAMED_INDEX, name) is not None
 
 
 def read_categories(column: WrittenColumn) -> CategoricalColumn:

@@ -4,7 +4,7 @@ Row numbers in messages count from 1, without the header line.
 """
 
 import fnmatch
-import logging
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,12 +19,13 @@ from splitveil.common.data.sources import ArrowColumn, list_rows, suggest
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.run.splits import SPLITS
 
-_logger = logging.getLogger(__name__)
-
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 _MANTISSA_BITS = {16: 11, 32: 24, 64: 53}
 """Power of 2 above which neighbouring whole numbers become the same, by the type's width."""
 MAX_WEIGHT = 1_000_000
+NEARLY_ALL = 0.9
+"""Share of the cells, or of the distinct texts, from which the others are probably mistakes."""
+_UNNAMED_INDEX = r"__index_level_\d+__"
 NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$|^[+-]?(?i:inf|infinity|nan)$"
 
 
@@ -56,6 +57,17 @@ class CategoricalColumn(NamedTuple):
 
     codes: NDArray[np.int32]  # per row, the index into ``categories``; -1 for a missing value
     categories: Any  # pyarrow array of the distinct texts
+
+    def rows_of(self, is_it: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return which rows hold a text for which a condition holds."""
+        return np.asarray(np.append(is_it, False)[self.codes], np.bool_)
+
+    def is_nearly_all(self, is_it: NDArray[np.bool_]) -> bool:
+        """Say whether a condition holds for nearly all cells, or for nearly all distinct texts."""
+        if is_it.mean() < 0.5:  # spares the reading of all codes, which may be on disk
+            return False
+        num_right, num_cells = self.rows_of(is_it).sum(), (self.codes >= 0).sum()
+        return bool(is_it.mean() >= NEARLY_ALL or num_right >= NEARLY_ALL * num_cells)
 
 
 class _Numbers(NamedTuple):
@@ -227,6 +239,26 @@ def read_numeric(columns: Mapping[str, WrittenColumn], gaps: Gaps) -> dict[str, 
 
 def _is_float32(column: WrittenColumn) -> bool:
     return bool(pa.types.is_float32(column.cells.type) or pa.types.is_float16(column.cells.type))
+
+
+def almost_numbers(column: CategoricalColumn) -> NDArray[np.bool_]:
+    """Return which rows hold no number if nearly all others do; of other columns, none."""
+    if not len(column.categories):
+        return np.zeros(len(column.codes), np.bool_)
+    is_number = are_numbers(column.categories)
+    is_meant = not is_number.all() and column.is_nearly_all(is_number)
+    return column.rows_of(~is_number & is_meant)
+
+
+def are_numbers(texts: Any) -> NDArray[np.bool_]:
+    """Return which texts are numbers that a model can compute with."""
+    values, is_unreadable = read_numbers(WrittenColumn(pa.chunked_array([texts]), "texts"))
+    return ~is_unreadable & ~(np.abs(values) > LARGEST_FLOAT32)
+
+
+def is_unnamed_index(name: str) -> bool:
+    """Say whether pandas has named a column so: it holds the numbers of a table's rows."""
+    return re.fullmatch(_UNNAMED_INDEX, name) is not None
 
 
 def read_categories(column: WrittenColumn) -> CategoricalColumn:

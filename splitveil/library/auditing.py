@@ -34,9 +34,6 @@ Part = Literal["batches", "run", "adjusted"]
 _SEED = b"an audit of gradients from elsewhere"
 """Decides which examples the attacks know; a fixed one makes audits repeatable."""
 
-_OWN_MODEL = frozenset({SideInformation.PREDICTIONS})
-"""What only the model's own trainer has."""
-
 
 class BatchLeak(NamedTuple):
     """One attack on single batches."""
@@ -231,7 +228,7 @@ def _classes(labels: Tensor) -> LabelClasses:
 
 def _known(given: AuditedRows, *, has_examples: bool) -> list[str]:
     """Return the attacks that the arrays suffice for."""
-    missing = set(_OWN_MODEL)
+    missing = {SideInformation.PREDICTIONS}  # only the model's own trainer has them
     if given.activations is None:
         missing.add(SideInformation.ACTIVATIONS)
     on_batches = [str(name) for name, one in ATTACKS.items() if missing.isdisjoint(one.needs)]

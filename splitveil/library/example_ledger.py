@@ -60,20 +60,16 @@ class Ledger:
     def load(cls, folder: str | Path) -> "Ledger":
         """Load the ledger that a run or ``save`` has left.
 
+        Ids are then compared by the rules of that run's contract.
+
         Args:
             folder: the folder with ``ledger.safetensors``, such as
                 ``runs/monday/active/checkpoint``.
 
-        Ids are then compared by the rules of that run's contract.
-
         Raises:
             SettingsError: there is none, or it cannot be read.
         """
-        return cls.of_book(open_book(Path(folder)))
-
-    @classmethod
-    def of_book(cls, book: AccountBook) -> "Ledger":
-        """Return the ledger of a run's account book."""
+        book = open_book(Path(folder))
         ledger = cls(len(book))
         ledger._names, ledger._accounts = book.names, book.ledger
         ledger._form = CanonicalForm(rules_of_bytes(book.id_rules))

@@ -11,25 +11,23 @@ import pyarrow as pa
 Row = Mapping[str, object]
 
 
-def frame(rows: Iterable[Row], columns: Sequence[str] = ()) -> Any:
-    """Return rows as a data frame.
+def frame(rows: Iterable[Row]) -> Any:
+    """Return rows as a data frame, whose columns are in the order in which they first appear.
 
     Args:
         rows: column -> value. A column that a row lacks is missing there.
-        columns: the columns, in order; by default those of the rows, as they first appear.
 
     Returns:
         A ``pandas.DataFrame`` where pandas is installed, otherwise a ``pyarrow.Table``.
     """
     listed = list(rows)
-    names = list(columns) or list(dict.fromkeys(name for row in listed for name in row))
-    by_column = {name: [_plain(row.get(name)) for row in listed] for name in names}
-    table = pa.table(by_column)
+    names = dict.fromkeys(name for row in listed for name in row)
+    table = pa.table({name: [row.get(name) for row in listed] for name in names})
     try:
-        pandas: Any = import_module("pandas")
+        import_module("pandas")
     except ImportError:
         return table
-    return pandas.DataFrame(table.to_pandas())
+    return table.to_pandas()
 
 
 def as_html(title: str, rows: Sequence[Row], note: str = "") -> str:
@@ -52,11 +50,6 @@ def as_html(title: str, rows: Sequence[Row], note: str = "") -> str:
         f"<p><b>{html.escape(title)}</b></p>"
         f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>{below}"
     )
-
-
-def _plain(value: object) -> object:
-    """Return a value that a column of a table can hold."""
-    return str(value) if isinstance(value, str) else value  # enumerations of text become text
 
 
 def _shown(value: object) -> str:

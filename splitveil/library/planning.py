@@ -84,7 +84,7 @@ def plan(
             active party's settings file; this, or ``active``.
         active: the label owner's table, as for ``simulate``.
         label: the column of ``active`` with the labels.
-        key: the column of ids.
+        key: the column or index of ids, as for ``simulate``.
         label_range: the bounds of labels that are numbers, as for ``simulate``.
         defense: the defense, as for ``simulate``; by default that of the settings.
         target_leak_auc: also tell the power ratio of ``marvell`` at which the whole run stays below

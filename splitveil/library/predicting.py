@@ -28,7 +28,7 @@ from splitveil.common.party.served_rows import ServedRows
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.inference import Embedded, ModelIdentity
 from splitveil.library.frames import Row, frame
-from splitveil.library.own_data import as_table
+from splitveil.library.own_data import as_table, check_rows_correspond
 from splitveil.library.recorded_run import Run
 from splitveil.library.scratch import Scratch
 from splitveil.passive_party.inference.served_model import ServedModel
@@ -145,7 +145,12 @@ class _Parties:
                 f"tables: {', '.join(unknown)}: expected {', '.join([ACTIVE, *names])}"
             )
         self._scratch = Scratch()
-        self._tables = {name: self._written(name, table) for name, table in tables.items()}
+        given = {name: as_table(table, name) for name, table in tables.items()}
+        if given and self.active.data.id_column is None:
+            check_rows_correspond(given)
+        self._tables = {name: self._scratch.path / f"{name}.parquet" for name in given}
+        for name, table in given.items():
+            parquet.write_table(table, self._tables[name])
         self._served: dict[str, ServedModel] = {}
 
     def predictor(self, choice: ModelChoice | None) -> Predictor:
@@ -166,11 +171,6 @@ class _Parties:
         """Return the ids of the first passive party's rows."""
         rows = next(iter(self._served.values())).rows
         return rows.ids_at(rows.served())
-
-    def _written(self, name: str, table: Any) -> Path:
-        path = self._scratch.path / f"{name}.parquet"
-        parquet.write_table(as_table(table, name), path)
-        return path
 
 
 def _settings(

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections.abc import Mapping
 
 from rich.console import Console
 
@@ -10,14 +11,9 @@ from splitveil.common.text.upper_bounds import at_least
 from splitveil.library.auditing import Audit
 
 
-def print_audit(found: Audit, console: Console | None = None) -> None:
-    """Print the figures of an audit.
-
-    Args:
-        found: the audit.
-        console: the console to print on; by default the standard output stream.
-    """
-    console = console or Console(file=sys.stdout, highlight=False)
+def print_audit(found: Audit) -> None:
+    """Print the figures of an audit."""
+    console = Console(file=sys.stdout, highlight=False)
     batches = FittedTable("single batches: mean leak AUC")
     batches.add_column("attack")
     for heading in ("leak AUC", "95 % interval", "random", "batches"):
@@ -29,9 +25,13 @@ def print_audit(found: Audit, console: Console | None = None) -> None:
         batches.add_row(one.attack, *figures, one.needs)
     console.print(batches)
     if found.run:
-        console.print(_intervals("all batches together", found, "run"))
+        of_run = {name: (one["auc"], one["low"], one["high"]) for name, one in found.run.items()}
+        console.print(_intervals("all batches together", of_run))
     if found.beyond is not None:
-        console.print(_intervals("among rows of which covariates tell the same", found, "adjusted"))
+        adjusted = {
+            name: (one.value, one.low, one.high) for name, one in found.beyond.adjusted.items()
+        }
+        console.print(_intervals("among rows of which covariates tell the same", adjusted))
     if found.epsilon is not None:
         epsilon = found.epsilon
         console.print(
@@ -47,16 +47,11 @@ def print_audit(found: Audit, console: Console | None = None) -> None:
         )
 
 
-def _intervals(title: str, found: Audit, part: str) -> FittedTable:
+def _intervals(title: str, figures: Mapping[str, tuple[float, float, float]]) -> FittedTable:
     table = FittedTable(title)
     table.add_column("attack")
     for heading in ("leak AUC", "95 % interval"):
         table.add_column(heading, justify="right")
-    rows = found.run if part == "run" else {}
-    figures = {name: (one["auc"], one["low"], one["high"]) for name, one in rows.items()}
-    if part == "adjusted" and found.beyond is not None:
-        adjusted = found.beyond.adjusted.items()
-        figures = {name: (one.value, one.low, one.high) for name, one in adjusted}
     for attack, (auc, low, high) in figures.items():
         table.add_row(attack, f"{auc:.3f}", _interval(low, high))
     return table

@@ -1,6 +1,6 @@
 """The JSON Schemas of the settings files, for editors and for programs that write settings."""
 
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.run.contract import Contract
@@ -10,7 +10,6 @@ from splitveil.passive_party.settings import PassiveSettings
 File: TypeAlias = Literal["active", "passive", "contract"]
 """The kinds of settings files."""
 
-FILES: tuple[str, ...] = get_args(File)
 _SECTIONS: dict[str, type[Section]] = {
     "active": ActiveSettings,
     "passive": PassiveSettings,
@@ -32,9 +31,9 @@ def settings_schema(file: File | None = None) -> dict[str, Any]:
         ValueError: there is no such kind of file.
     """
     if file is None:
-        return {name: _schema(name) for name in FILES}
-    if file not in FILES:
-        raise ValueError(f"expected one of {', '.join(FILES)}, got {file!r}")
+        return {name: _schema(name) for name in _SECTIONS}
+    if file not in _SECTIONS:
+        raise ValueError(f"expected one of {', '.join(_SECTIONS)}, got {file!r}")
     return _schema(file)
 
 
@@ -47,8 +46,5 @@ def _schema(file: str) -> dict[str, Any]:
             "description": contract.get("description", ""),
             "anyOf": [{"type": "string"}, {"$ref": contract.get("$ref", "#/$defs/Contract")}],
         }
-    return {"$schema": _DRAFT, "title": f"splitveil: {file}.yaml", **_without(schema, "title")}
-
-
-def _without(schema: dict[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in schema.items() if key != name}
+    del schema["title"]
+    return {"$schema": _DRAFT, "title": f"splitveil: {file}.yaml", **schema}

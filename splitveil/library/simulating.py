@@ -65,7 +65,10 @@ def simulate(
         passive: the feature owner's table, or a mapping from names of feature owners to tables.
         label: the column of ``active`` with the labels: 0 and 1, whole numbers from 0, or numbers
             within ``label_range``.
-        key: the column of ids in all tables; without it, row n is the same example everywhere.
+        key: the column or index of ids that all tables have. Without it, data frames are joined by
+            an index of unique ids that has one name or holds texts in all of them; otherwise row n
+            is the same example everywhere, and tables of different lengths or row labels are
+            refused.
         label_range: the least and the most that a label can be, if labels are numbers and the model
             predicts a number; None for classes.
         defense: a defense or several: names (``marvell``), names with settings
@@ -105,7 +108,7 @@ def simulate(
     if threads is not None:
         given |= {f"{party}.torch_threads": threads for party in (ACTIVE, "passive")}
     base = _base(source, given, attacks)
-    chosen = _chosen(defense) or [_present(source, base)]
+    chosen = _chosen(defense) or [named_defense(load(source, base).active.defense)]
     numbers = list(range(seeds)) if isinstance(seeds, int) else [int(seed) for seed in seeds]
     if not numbers:
         raise ValueError("seeds: expected at least one")
@@ -158,11 +161,6 @@ def _chosen(defense: DefenseChoice | Sequence[DefenseChoice] | None) -> list[Nam
     if len(set(titles)) < len(titles):
         raise SettingsError(f"defense: expected each defense once, got {', '.join(titles)}")
     return chosen
-
-
-def _present(source: Path, base: Overrides) -> NamedDefense:
-    """Return the defense that the settings name."""
-    return named_defense(load(source, base).active.defense)
 
 
 def _run(

@@ -1,5 +1,7 @@
 """Encodes own features that a program sends, as those of the party's file were."""
 
+import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,8 +14,15 @@ from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.sources import list_rows
 from splitveil.common.data.table import table_of
 from splitveil.common.data.table_files import settings_for
+from splitveil.common.data.unknown_categories import count_unknown
 from splitveil.common.errors import DataError
 
+logger = logging.getLogger(__name__)
+
+_UNKNOWN = (
+    "features: column %r: rows of requests with categories that no training row had, or too few, "
+    "and that count as unknown: %d so far"
+)
 _KINDS = {
     frozenset({str}): pa.string(),
     frozenset({list}): pa.list_(pa.string()),
@@ -48,6 +57,7 @@ class GivenFeatures:
 
     def __init__(self, settings: DataSettings, encoder: FeatureEncoder | None) -> None:
         self._encoder = encoder
+        self._unknown: Counter[str] = Counter()
         # No id is read: the request names the rows.
         self._settings = settings_for(settings, settings.source, encoder).model_copy(
             update={"id_column": None}
@@ -87,9 +97,15 @@ class GivenFeatures:
         cells = {name: self._cells(name, [row[name] for row in rows]) for name in self.columns}
         try:
             table = table_of(_GivenRows(cells), self._settings)
-            return self._encoder.transform(table, np.arange(len(table)))
+            features = self._encoder.transform(table, np.arange(len(table)))
         except DataError as error:
             raise Unusable(str(error)) from error
+        for name, count in count_unknown(self._encoder, features).items():
+            before, self._unknown[name] = self._unknown[name], self._unknown[name] + count
+            # At each doubling alone: programs ask all day. Threads may lose a count to each other.
+            if self._unknown[name].bit_length() > before.bit_length():
+                logger.warning(_UNKNOWN, name, self._unknown[name])
+        return features
 
     def _cells(self, name: str, values: Sequence[Any]) -> Any:
         expected = self._expected[name]

@@ -1,5 +1,6 @@
 """A party's rows as predictions need them: found by id, encoded as in the training."""
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,9 +14,14 @@ from splitveil.common.data.features import FeatureEncoder, Features
 from splitveil.common.data.id_index import ABSENT, IdIndex
 from splitveil.common.data.mapped_features import MappedFeatures, RowEncoder
 from splitveil.common.data.table_files import settings_for, source_of
-from splitveil.common.errors import SettingsError
+from splitveil.common.data.unknown_categories import unknown_categories
+from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import PartySettings
+
+_logger = logging.getLogger(__name__)
+
+_REMEDY = "; write them as in the training, or leave these cells empty to predict without them"
 
 
 class ServedRows:
@@ -46,7 +52,7 @@ class ServedRows:
     def load(
         cls, settings: PartySettings, encoder: FeatureEncoder | None, table: Path | None = None
     ) -> "ServedRows":
-        """Load a party's table, or open its memory-mapped columns.
+        """Load a party's table, or open its memory-mapped columns, and log unknown categories.
 
         Args:
             settings: the party's.
@@ -54,7 +60,8 @@ class ServedRows:
             table: another file than that of the settings, with rows that need no label.
 
         Raises:
-            DataError: the table cannot be used, or lacks a column that the model needs.
+            DataError: the table cannot be used, lacks a column that the model needs, or has
+                unknown categories alone in one.
             SettingsError: the model was trained without features.
             StorageError: the cache cannot be used.
         """
@@ -65,7 +72,16 @@ class ServedRows:
         else:
             chosen = settings_for(settings.data, source_of(table, settings.data.source), encoder)
             data = PartyData.load(chosen, settings.base_dir, id_rules=settings.contract.ids)
-        return cls(data, encoder, CanonicalForm(settings.contract.ids))
+        served = cls(data, encoder, CanonicalForm(settings.contract.ids))
+        problems = []
+        for column in unknown_categories(encoder, data.table, settings.data.features):
+            if column.is_whole:
+                problems.append(f"{column.sentence}{_REMEDY}")
+            else:
+                _logger.warning("%s", column.sentence)
+        if problems:
+            raise DataError("\n".join(problems))
+        return served
 
     def __len__(self) -> int:
         return int(self._is_served.sum())

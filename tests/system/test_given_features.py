@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 import yaml
 
+from splitveil.active_party.inference.joint_model import JointModel
 from splitveil.active_party.online.errors import Unusable
+from splitveil.active_party.online.own_features import GivenFeatures
 from tests.asked import Program, asked
 from tests.joint import Trained, predicting, train, write_wide_deep
+from tests.runs import CPU
 
 WORDS = ("red", "green", "blue", "", "grey")
 GAPS: dict[str, dict[str, object]] = {
@@ -174,3 +177,19 @@ def test_rows_of_columns_that_the_model_does_not_have_are_refused_unread(program
     rows = [Unread({f"{row} {column}": 1 for column in range(20)}) for row in range(20)]
     with pytest.raises(Unusable, match="alone"):
         program.desk.given.of_rows(rows, len(rows))
+
+
+def test_unknown_categories_of_requests_are_logged_at_each_doubling(
+    trained: Trained, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = trained.settings.active
+    given = GivenFeatures(settings.data, JointModel.load(settings, CPU).encoder)
+    row = as_json(cells_of(trained, trained.test_ids[:1])[0])
+    for _ in range(9):
+        given.of_rows([row | {"word": "never seen"}, row | {"tags": ["new"]}, row], 3)
+    lines = [record.getMessage() for record in caplog.records]
+    for name in ("word", "tags"):
+        counts = [line.rpartition(": ")[2] for line in lines if f"column {name!r}" in line]
+        assert counts == ["1 so far", "2 so far", "4 so far", "8 so far"]
+    assert len(lines) == 8
+    assert "never" not in "".join(lines)

@@ -1,7 +1,6 @@
 """Encodes own features that a program sends, as those of the party's file were."""
 
 import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,20 +8,16 @@ import numpy as np
 import pyarrow as pa
 
 from splitveil.active_party.online.errors import Unusable
-from splitveil.common.data.features import FeatureEncoder, Features
+from splitveil.common.data.features import UNKNOWN_SLOT, FeatureEncoder, Features
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.sources import list_rows
-from splitveil.common.data.table import table_of
+from splitveil.common.data.table import Table, table_of
 from splitveil.common.data.table_files import settings_for
-from splitveil.common.data.unknown_categories import count_unknown
+from splitveil.common.data.unknown_categories import unknown_categories
 from splitveil.common.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-_UNKNOWN = (
-    "features: column %r: rows of requests with categories that no training row had, or too few, "
-    "and that count as unknown: %d so far"
-)
 _KINDS = {
     frozenset({str}): pa.string(),
     frozenset({list}): pa.list_(pa.string()),
@@ -57,7 +52,7 @@ class GivenFeatures:
 
     def __init__(self, settings: DataSettings, encoder: FeatureEncoder | None) -> None:
         self._encoder = encoder
-        self._unknown: Counter[str] = Counter()
+        self._num_suspect = 0
         # No id is read: the request names the rows.
         self._settings = settings_for(settings, settings.source, encoder).model_copy(
             update={"id_column": None}
@@ -100,12 +95,16 @@ class GivenFeatures:
             features = self._encoder.transform(table, np.arange(len(table)))
         except DataError as error:
             raise Unusable(str(error)) from error
-        for name, count in count_unknown(self._encoder, features).items():
-            before, self._unknown[name] = self._unknown[name], self._unknown[name] + count
-            # At each doubling alone: programs ask all day. Threads may lose a count to each other.
-            if self._unknown[name].bit_length() > before.bit_length():
-                logger.warning(_UNKNOWN, name, self._unknown[name])
+        slots = features.categorical
+        if self._encoder.lists or (slots is not None and UNKNOWN_SLOT in slots):
+            self._log_unknown(self._encoder, table)
         return features
+
+    def _log_unknown(self, encoder: FeatureEncoder, table: Table) -> None:
+        self._num_suspect += 1
+        if self._num_suspect.bit_count() == 1:  # at each doubling: programs ask all day
+            for sentence, _ in unknown_categories(encoder, table, self._settings.features):
+                logger.warning("%s", sentence)
 
     def _cells(self, name: str, values: Sequence[Any]) -> Any:
         expected = self._expected[name]

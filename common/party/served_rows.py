@@ -21,8 +21,6 @@ from splitveil.common.party.party_settings import PartySettings
 
 _logger = logging.getLogger(__name__)
 
-_REMEDY = "; write them as in the training, or leave these cells empty to predict without them"
-
 
 class ServedRows:
     """Rows of a table, found by their ids.
@@ -52,7 +50,7 @@ class ServedRows:
     def load(
         cls, settings: PartySettings, encoder: FeatureEncoder | None, table: Path | None = None
     ) -> "ServedRows":
-        """Load a party's table, or open its memory-mapped columns, and log unknown categories.
+        """Load a party's table, or open its memory-mapped columns.
 
         Args:
             settings: the party's.
@@ -60,8 +58,7 @@ class ServedRows:
             table: another file than that of the settings, with rows that need no label.
 
         Raises:
-            DataError: the table cannot be used, lacks a column that the model needs, or has
-                unknown categories alone in one.
+            DataError: the table cannot be used, or not a column of it that the model needs.
             SettingsError: the model was trained without features.
             StorageError: the cache cannot be used.
         """
@@ -73,14 +70,11 @@ class ServedRows:
             chosen = settings_for(settings.data, source_of(table, settings.data.source), encoder)
             data = PartyData.load(chosen, settings.base_dir, id_rules=settings.contract.ids)
         served = cls(data, encoder, CanonicalForm(settings.contract.ids))
-        problems = []
-        for column in unknown_categories(encoder, data.table, settings.data.features):
-            if column.is_whole:
-                problems.append(f"{column.sentence}{_REMEDY}")
-            else:
-                _logger.warning("%s", column.sentence)
-        if problems:
-            raise DataError("\n".join(problems))
+        unknown = list(unknown_categories(encoder, data.table, settings.data.features))
+        if refused := [sentence for sentence, is_whole in unknown if is_whole]:
+            raise DataError("\n".join(refused))
+        for sentence, _ in unknown:
+            _logger.warning("%s", sentence)
         return served
 
     def __len__(self) -> int:

@@ -217,7 +217,6 @@ def test_what_a_health_check_and_an_odd_body_get_is_said_in_their_head(limited: 
     for kind in ({"Content_Encoding": "gzip", "Content_Type": "application/json"}, {}):
         assert b" 415 " in limited.raw(head(**odd, **kind))
     compressed = replace(limited, headers={"Content-Encoding": "gzip"}).post(compress(b"{}"))
-    assert compressed.status == 415
     assert "Content-Encoding such as gzip" in compressed.body["detail"]
     large = {"Host": "localhost", "Content_Length": "99999", "Content_Type": "application/json"}
     assert b" 413 " in limited.raw(head(**large))

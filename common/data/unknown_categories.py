@@ -39,8 +39,8 @@ def unknown_categories(
     # In parts, so that a table on disk is read once, front to back.
     for start in range(0, len(table), FIT_ROWS):
         for name, (is_unknown, _) in judged.items():
-            codes = columns[name].codes[start : start + FIT_ROWS]
-            counts[name] += int(is_unknown[codes].sum())
+            if is_unknown.any():
+                counts[name] += int(is_unknown[columns[name].codes[start : start + FIT_ROWS]].sum())
     for vocabulary in vocabularies:
         (is_unknown, is_alike), rows = judged[vocabulary.name], counts[vocabulary.name]
         is_exact = settings is not None and settings.min_count == 1

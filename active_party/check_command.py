@@ -16,7 +16,9 @@ from splitveil.active_party.defenses.example_keys import used_labels_file
 from splitveil.active_party.earlier_runs import answers_before
 from splitveil.active_party.serving.probe_server import probe_checks
 from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.data.label_columns import count_others
 from splitveil.common.data.subjects import numbered
+from splitveil.common.data.table import open_table_source
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.factory import build_top_model
 from splitveil.common.party import command_line
@@ -80,7 +82,8 @@ def check(parsed: argparse.Namespace) -> None:
             earlier.put_into(model)
         subjects = subjects_of(settings, data)
         persons = "" if subjects is None else f" of {len(np.unique(numbered(subjects)))} persons"
-        fits = "the top model fits them"
+        others = count_others(settings.data, open_table_source(settings.data, settings.base_dir))
+        fits = f"the top model fits them{others}"
         return f"data: {data.summary()}{persons}; {fits}; {data.report.in_words()}"
 
     command_line.report_check(

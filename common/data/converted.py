@@ -146,15 +146,12 @@ def _key(
 ) -> str:
     """Digest everything that decides the content of the cache, and nothing else."""
     plain = settings.model_dump(mode="json")
-    if plain["classes"] is None:  # keeps the keys from before this setting existed
-        del plain["classes"]
-    if plain["label_range"] is None:
-        del plain["label_range"]
+    for name in ("classes", "label_range", "weight_column"):
+        if plain[name] is None:  # keeps the keys from before this setting existed
+            del plain[name]
     for name in ("class_weights", "weights_are_label_free"):
         del plain[name]
-    if plain["weight_column"] is None:
-        del plain["weight_column"]
-    for name in ("duplicate_ids", "unusable_ids"):
+    for name in ("duplicate_ids", "unusable_ids", "unlabelled_rows"):
         if plain[name] == "error":
             del plain[name]
     for name in _KEPT_OUT:
@@ -164,6 +161,8 @@ def _key(
     added: list[Any] = [] if split_column is None else [split_column]
     if rules_as_bytes(id_rules):
         added.append(rules_as_plain(id_rules))
+    if settings.positive_labels or isinstance(settings.classes, tuple):
+        added.append("equal numbers are one label")
     text = json.dumps([VERSION, stamps, plain, *added], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -51,7 +51,7 @@ _ROWS_AT_ONCE = 2**12
 class PartyData:
     """A table and its canonical ids, row by row as in the file.
 
-    Rows that the settings leave out because of their ids are not among them.
+    Rows that the settings leave out because of their ids or labels are not among them.
     """
 
     settings: DataSettings
@@ -102,7 +102,7 @@ class PartyData:
         table = read_table(settings, base_dir, split_column, id_rules)
         where, form = f"{table.source}: {settings.place_of_ids}", CanonicalForm(id_rules)
         allowed, names = Allowed.by(settings), settings.id_columns
-        ids, kept, report = usable_ids(table.ids, where, form, allowed, names)
+        ids, kept, report = usable_ids(table.ids, where, form, allowed, names, table.labels)
         if settings.id_column is not None:
             forms = ColumnForms(names)
             forms.add(form.columns_of(ids))
@@ -223,7 +223,8 @@ def read_ids_alone(
     """Read the ids of a table, and the column by which the contract splits rows.
 
     Args:
-        settings: name the file and its columns of ids, and no other columns.
+        settings: name the file and its columns of ids, and no other columns but that of labels if
+            rows without one are left out.
         base_dir: folder to which relative paths refer.
         split: the contract's split.
         id_rules: the contract's rules for each column of ids.

@@ -38,7 +38,15 @@ def parser(program: str) -> argparse.ArgumentParser:
         help="there are no ids: both files have the same examples in the same order",
     )
     init.add_argument("--label-column", metavar="NAME", help="column with the labels (active)")
-    init.add_argument("--positive-label", metavar="TEXT", help="the label that stands for 1")
+    init.add_argument(
+        "--positive-label",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="the label that stands for 1; again for each text that does",
+    )
+    what = "leave rows without a label out"
+    init.add_argument("--unlabelled-rows", choices=["leave_out"], help=what)
     init.add_argument(
         "--label-range",
         type=float,

@@ -19,6 +19,7 @@ from splitveil.common.run.contract import ACTIVE, Name
 from splitveil.common.text.visible_text import visible
 from splitveil.deploy.init.choices import Wishes, id_candidates, label_candidates
 from splitveil.deploy.init.columns import Column, as_text, describe
+from splitveil.deploy.init.labels import classes_of, spellings
 from splitveil.deploy.init.proposal import (
     Proposal,
     Terms,
@@ -53,7 +54,8 @@ class Written(NamedTuple):
             "id_doubts": self.id_doubts,
             "label_column": None if label is None else label.column,
             "label_column_is_guessed": label is not None and label.is_guessed,
-            "positive_label": None if label is None else label.positive,
+            "positive_label": None if label is None else label.positive_setting,
+            "positive_label_is_guessed": label is not None and label.positive_is_guessed,
             "num_classes": None if label is None or within else label.num_classes,
             "label_range": [within.low, within.high] if within else None,
             "rarest_share": None if label is None or within else round(label.rarest_share, 6),
@@ -121,10 +123,29 @@ def _asked(columns: Sequence[Column], wishes: Wishes, terms: Terms, ask: Ask) ->
         names = [column.name for column in id_candidates(columns)]
         answer = ask("Column with the ids by which both parties know an example", [*names, "-"])
         wishes = wishes._replace(has_id=answer != "-", id_column=None if answer == "-" else answer)
-    if terms.role == ACTIVE and wishes.label_column is None:
+    if terms.role != ACTIVE:
+        return wishes
+    if wishes.label_column is None:
         others = [column for column in columns if column.name != wishes.id_column]
-        names = [column.name for column in label_candidates(others)]
+        candidates = label_candidates(others, with_gaps=True)
+        names = [column.name for column in sorted(candidates, key=lambda c: bool(c.missing))]
         wishes = wishes._replace(label_column=ask("Column with the labels", names))
+    for column in columns:
+        if column.name == wishes.label_column and wishes.label_range is None:
+            wishes = _asked_about_labels(column, wishes, ask)
+    return wishes
+
+
+def _asked_about_labels(column: Column, wishes: Wishes, ask: Ask) -> Wishes:
+    if column.missing and not wishes.leave_out_unlabelled:
+        question = f"{column.missing:,} rows have no label: leave them out"
+        wishes = wishes._replace(leave_out_unlabelled=ask(question, ["no", "yes"]) == "yes")
+    positive = spellings(column)
+    if 0 < len(positive) < len(classes_of(column)) and not wishes.positive_label:
+        shown = ", ".join(map(repr, positive))
+        question = f"Labels differ in case alone: do {shown} stand for 1, and all others for 0"
+        if ask(question, ["no", "yes"]) == "yes":
+            wishes = wishes._replace(positive_label=positive)
     return wishes
 
 
@@ -157,10 +178,11 @@ def perform(options: argparse.Namespace) -> int:
 
 
 def _wishes(options: argparse.Namespace) -> Wishes:
-    of_labels = (options.label_column, options.positive_label, options.label_range)
-    if options.role != ACTIVE and any(of_labels):
+    of_labels = ("label_column", "positive_label", "label_range", "unlabelled_rows")
+    if options.role != ACTIVE and any(getattr(options, name) for name in of_labels):
         raise SettingsError(
-            "--label-column, --positive-label, --label-range: only the active party has labels"
+            "--label-column, --positive-label, --label-range, --unlabelled-rows: only the active "
+            "party has labels"
         )
     if options.positive_label and options.label_range:
         raise SettingsError("--label-range: labels that are numbers have no --positive-label")
@@ -168,7 +190,8 @@ def _wishes(options: argparse.Namespace) -> Wishes:
         id_column=options.id_column,
         has_id=not options.no_id_column,
         label_column=options.label_column,
-        positive_label=options.positive_label,
+        positive_label=tuple(options.positive_label),
+        leave_out_unlabelled=options.unlabelled_rows is not None,
         label_range=_range_of(options.label_range),
         numeric=tuple(options.numeric),
         categorical=tuple(options.categorical),

@@ -10,7 +10,7 @@ from splitveil.common.privacy.attacks import Attack, Knowledge, SideInformation
 from splitveil.common.privacy.gradient_rows import GradientRows, Gradients
 from splitveil.common.privacy.scores import KnownClasses
 from splitveil.common.privacy.settings import AuditSettings, CustomAttack
-from splitveil.common.text.imports import first_line, import_named
+from splitveil.common.text.imports import fault_in_words, import_named, may_pass
 
 PROBE_ROWS = 8
 
@@ -49,25 +49,28 @@ def try_custom_attacks(settings: AuditSettings | None, row_shape: Sequence[int])
     if settings is None:
         return []
     for chosen in settings.custom_attacks:
-        _probe(_load(chosen), chosen, row_shape)
+        _probe(_load(chosen, on_random_rows=True), chosen, row_shape)
     return [chosen.name for chosen in settings.custom_attacks]
 
 
-def _load(chosen: CustomAttack) -> Attack:
+def _load(chosen: CustomAttack, *, on_random_rows: bool = False) -> Attack:
     function = import_named(chosen.module, "function")
     if not callable(function):
         raise SettingsError(f"{chosen.module}: expected a function, got {type(function).__name__}")
     needs = chosen.side_information
     num_hints = chosen.num_hints if SideInformation.HINTS in needs else 0
-    return Attack(_Scorer(chosen, function), needs, num_hints)
+    return Attack(_Scorer(chosen, function, on_random_rows=on_random_rows), needs, num_hints)
 
 
 class _Scorer:
     """Calls the user's function, and checks its result."""
 
-    def __init__(self, chosen: CustomAttack, function: Callable[..., object]) -> None:
+    def __init__(
+        self, chosen: CustomAttack, function: Callable[..., object], *, on_random_rows: bool
+    ) -> None:
         self._chosen = chosen
         self._function = function
+        self._on_random_rows = on_random_rows
 
     def __call__(self, gradients: Gradients, knowledge: Knowledge) -> Tensor:
         rows = gradients.gradients if isinstance(gradients, GradientRows) else gradients
@@ -80,7 +83,11 @@ class _Scorer:
             with torch.no_grad():
                 scores = self._function(rows, **told)
         except Exception as error:  # the user's function may raise anything
-            raise self._refusal(f"fails on {len(rows)} rows: {first_line(error)}") from error
+            if may_pass(error):
+                raise
+            # What a run tells it follows from labels, and so may the text of its errors.
+            words = fault_in_words(error, shows_text=self._on_random_rows)
+            raise self._refusal(f"fails on {len(rows)} rows: {words}") from error
         if not isinstance(scores, Tensor):
             raise self._refusal(f"expected a tensor of scores, got {type(scores).__name__}")
         if scores.shape != rows.shape[:1] or scores.is_complex():

@@ -123,11 +123,11 @@ class PassiveRun:
             raise
         except BaseException as error:
             self._say_goodbye(peer, LeaveReason.FAILED)
-            # Bottom models are given no labels, so that the text of their errors holds none.
-            own = isinstance(error, Exception) and fault_of_own_code(error, shows_text=True)
-            if own:
-                raise own from error
-            raise
+            # A bottom model is given no labels, so that the text of its errors holds none.
+            own = fault_of_own_code(error, shows_text=True)
+            if own is None:
+                raise
+            raise own from error
         if not self._me.has_companions:
             self._say_goodbye(peer, LeaveReason.FINISHED)
 

@@ -51,7 +51,7 @@ def build_bottom_model(
         encoder: the encoder of the party's features, or their shapes.
         cut_shape: shape of one row's activation.
         seed: seed of the initial weights.
-        trial: for a user-defined class; by default it is tried on two rows, not in training.
+        trial: of a user-defined class; by default it is not tried in training.
 
     Raises:
         SettingsError: there are no features, or the model does not take these features, or its last

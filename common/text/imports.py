@@ -50,26 +50,21 @@ def may_pass(error: BaseException) -> bool:
     return isinstance(error, MemoryError | OSError) or (before is not None and may_pass(before))
 
 
-def fault_in_words(error: Exception, *, shows_text: bool = True) -> str:
-    """Describe an exception of the user's own code on one line, with its places in that code.
-
-    Its text may hold what the code was given; ``shows_text`` says whether to quote it.
-    """
+def fault_in_words(error: BaseException, *, shows_text: bool = True) -> str:
+    """Describe an exception and its places in the user's own code; its text may hold labels."""
     text = first_line(error) if shows_text else f"{type(error).__name__} (text not shown)"
     return " at ".join([text, *_places(error)[-5:]])
 
 
-def fault_of_own_code(error: Exception, *, shows_text: bool = False) -> SettingsError | None:
-    """Return the error for an exception of the user's own code that every restart would repeat.
-
-    None if the exception has another cause, or may pass.
-    """
-    if isinstance(error, SplitveilError) or may_pass(error) or not _places(error):
+def fault_of_own_code(error: BaseException, *, shows_text: bool = False) -> SettingsError | None:
+    """Return the error for an exception of the user's own code that restarts repeat, or None."""
+    is_other = isinstance(error, SplitveilError) or not isinstance(error, Exception)
+    if is_other or may_pass(error) or not _places(error):
         return None
     return SettingsError(f"your own code fails: {fault_in_words(error, shows_text=shows_text)}")
 
 
-def _places(error: Exception) -> list[str]:
+def _places(error: BaseException) -> list[str]:
     return [
         f"{Path(frame.f_code.co_filename).name}:{line} ({frame.f_code.co_qualname})"
         for frame, line in walk_tb(error.__traceback__)
@@ -77,7 +72,7 @@ def _places(error: Exception) -> list[str]:
     ]
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Return an error's type and the first line of its text, for messages."""
     text = (str(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {text}"

@@ -26,6 +26,8 @@ _MANTISSA_BITS = {16: 11, 32: 24, 64: 53}
 """Power of 2 above which neighbouring whole numbers become the same, by the type's width."""
 MAX_WEIGHT = 1_000_000
 NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$|^[+-]?(?i:inf|infinity|nan)$"
+COMMA_NUMBER = r"^[+-]?(\d*|[1-9]\d{0,2}(\.\d{3})+),\d+([eE][+-]?\d+)?$"
+"""A number with a decimal comma, and perhaps with points between its thousands."""
 
 
 class WrittenColumn(NamedTuple):
@@ -41,6 +43,9 @@ class WrittenColumn(NamedTuple):
 
     first_row: int = 1
     """Number of the first row, for messages."""
+
+    decimal: str = "."
+    """The decimal mark of numbers that are written as text."""
 
     def list_rows(self, is_wrong: NDArray[np.bool_]) -> str:
         """Name the rows for which a condition holds."""
@@ -205,8 +210,10 @@ def read_numeric(columns: Mapping[str, WrittenColumn], gaps: Gaps) -> dict[str, 
         # Models compute in float32, where larger numbers become infinite.
         is_infinite = np.abs(values) > LARGEST_FLOAT32
         if is_unreadable.any():
+            mark = " with a decimal comma" if column.decimal == "," else ""
             problems.append(
-                f"{column.where}: expected numbers, found text in {column.list_rows(is_unreadable)}"
+                f"{column.where}: expected numbers{mark}, found text in "
+                f"{column.list_rows(is_unreadable)}{_advice_on_commas(column, is_unreadable)}"
             )
         if is_infinite.any():
             problems.append(
@@ -223,6 +230,13 @@ def read_numeric(columns: Mapping[str, WrittenColumn], gaps: Gaps) -> dict[str, 
     if problems:
         raise DataError("\n".join(problems))
     return result
+
+
+def _advice_on_commas(column: WrittenColumn, is_unreadable: NDArray[np.bool_]) -> str:
+    text = clean_text(column).filter(pa.array(is_unreadable))
+    if not pc.all(pc.match_substring_regex(text, COMMA_NUMBER)).as_py():
+        return ""
+    return "; numbers with a decimal comma need data.source.decimal: ','"
 
 
 def _is_float32(column: WrittenColumn) -> bool:
@@ -275,6 +289,17 @@ def clean_text(column: WrittenColumn) -> ArrowColumn:
     return pc.if_else(is_missing, pa.scalar(None, pa.string()), text)
 
 
+def with_points(text: ArrowColumn) -> ArrowColumn:
+    """Return numbers with a decimal comma as numbers with a decimal point.
+
+    Whether the point of ``1.234`` is a decimal one, nobody can say: this is then no number.
+    """
+    has_comma = pc.match_substring_regex(text, COMMA_NUMBER)
+    grouped = pc.replace_substring(text, ".", "")
+    text = pc.if_else(has_comma, grouped, pc.replace_substring(text, ".", ".."))
+    return pc.replace_substring(text, ",", ".")
+
+
 def read_numbers(column: WrittenColumn) -> _Numbers:
     """Read a column as numbers, and say which of its cells are none.
 
@@ -287,6 +312,7 @@ def read_numbers(column: WrittenColumn) -> _Numbers:
         cells = pc.cast(cells, cells.type.value_type)
     if pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type):
         cells = clean_text(column._replace(cells=cells))
+        cells = with_points(cells) if column.decimal == "," else cells
     try:
         numbers = pc.cast(cells, pa.float64(), safe=False)
     except pa.ArrowNotImplementedError as error:

@@ -48,6 +48,7 @@ from splitveil.common.data.places import FoundFile, find_files, place_of
 from splitveil.common.data.settings import DataSettings, FeatureSettings
 from splitveil.common.data.source_settings import (
     CacheableSource,
+    CsvSource,
     FileSource,
     ParquetSource,
     SqlSource,
@@ -67,6 +68,13 @@ _KEPT_OUT = (
     *("driver", "uri", "uri_file", "query", "snapshot", "snapshot_dir"),
 )
 """Settings of sources that decide only which files are read, of which the key has the stamps."""
+
+_LATER = {
+    **dict.fromkeys(("classes", "label_range", "weight_column")),
+    **dict.fromkeys(("duplicate_ids", "unusable_ids"), "error"),
+}
+_LATER_IN_SOURCES = {"encoding": "utf-8", "decimal": "."}
+"""Settings that came later, with their defaults, at which the keys stay as they were before."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -146,17 +154,12 @@ def _key(
 ) -> str:
     """Digest everything that decides the content of the cache, and nothing else."""
     plain = settings.model_dump(mode="json")
-    if plain["classes"] is None:  # keeps the keys from before this setting existed
-        del plain["classes"]
-    if plain["label_range"] is None:
-        del plain["label_range"]
     for name in ("class_weights", "weights_are_label_free"):
         del plain[name]
-    if plain["weight_column"] is None:
-        del plain["weight_column"]
-    for name in ("duplicate_ids", "unusable_ids"):
-        if plain[name] == "error":
-            del plain[name]
+    for part, defaults in ((plain, _LATER), (plain["source"], _LATER_IN_SOURCES)):
+        for name, default in defaults.items():
+            if part.get(name) == default:
+                part.pop(name, None)
     for name in _KEPT_OUT:
         plain["source"].pop(name, None)
     if settings.features is not None:
@@ -187,7 +190,7 @@ def _key_of_features(features: FeatureSettings) -> dict[str, Any]:
 def _stamps(source: CacheableSource, base_dir: Path) -> list[list[Any]]:
     """Return name, size and modification time of every file that is read."""
     match source:
-        case ParquetSource():
+        case ParquetSource() | CsvSource():
             found = find_files(place_of(source, base_dir))
             return [[_resolved(file), file.num_bytes, file.modified_ns] for file in found]
         case SqlSource():
@@ -215,6 +218,8 @@ def _folder_name(source: CacheableSource, base_dir: Path) -> str:
     """Return a word for the folder, so that a person finds it."""
     if isinstance(source, ParquetSource):
         return re.sub(r"[*?\[\]:/]+", "_", source.path.rstrip("/").rpartition("/")[2])
+    if isinstance(source, CsvSource):
+        return re.sub(r"[*?\[\]]+", "_", source.resolve(base_dir).name)
     if isinstance(source, FileSource):
         return source.resolve(base_dir).name
     return "query"

@@ -1,0 +1,99 @@
+"""Says what the form of a text file reveals: what separates its cells, and what is no row of it."""
+
+import csv
+import re
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+
+from splitveil.common.data.columns import COMMA_NUMBER, NUMBER
+
+DELIMITERS = (",", ";", "\t", "|")
+
+_NUMBER = re.compile(rf"{NUMBER}|{COMMA_NUMBER}")
+
+
+def delimiter_of(beginning: str) -> str | None:
+    """Return the character by which most rows have the same number of cells; None for one column.
+
+    Args:
+        beginning: the first lines of the text, all of them complete.
+    """
+    found = {}
+    for delimiter in DELIMITERS:
+        rows = _rows(beginning, delimiter)
+        width, count = _common_width(rows)
+        if width > 1:
+            found[delimiter] = (count / len(rows), width)
+    return max(found, key=lambda one: found[one], default=None)
+
+
+def advice_on(beginning: str, end: str, delimiter: str, *, has_header: bool) -> str:
+    """Return what is wrong with the form of a text, with the remedy; empty if nothing seems to be.
+
+    Args:
+        beginning: the first lines of the text, all of them complete.
+        end: the last ones.
+        delimiter: the character that is taken to separate two cells.
+        has_header: whether a line of column names is expected.
+    """
+    if beginning.count("\0") > len(beginning) // 4:
+        order = "le" if beginning[1] == "\0" else "be"
+        return f"the text looks like UTF-16: set data.source.encoding to utf-16-{order}"
+    found = delimiter_of(beginning)
+    if found not in {None, delimiter}:
+        return f"the cells look separated by {found!r}: set data.source.delimiter"
+    rows = _rows(beginning, delimiter)
+    titles = next((i for i, row in enumerate(rows) if any(row[1:])), 0)
+    if has_header and titles:
+        lines = "the line" if titles == 1 else f"the {titles} lines"
+        return f"the column names seem to come later: delete {lines} above them"
+    if has_header and looks_like_data(beginning, delimiter):
+        return (
+            "the first line looks like data: write a line of column names above it, or name the "
+            "columns in data.source.column_names"
+        )
+    if ghosts := _rows_of_nothing(end, delimiter):
+        rows_hold = f"{ghosts} rows hold" if ghosts > 1 else "row holds"
+        return f"the last {rows_hold} nothing but delimiters: delete what follows the last row"
+    return ""
+
+
+def looks_like_data(beginning: str, delimiter: str) -> bool:
+    """Say whether the first line has numbers above numbers, and texts as they stand below it."""
+    header, *others = [row for row in _rows(beginning, delimiter) if row] or [[]]
+    below = [set(cells) - {""} for cells in zip(*others, strict=False)]
+    columns = [(name, cells) for name, cells in zip(header, below, strict=False) if name and cells]
+    numbers = [name for name, cells in columns if all(map(_NUMBER.match, cells))]
+    texts = [(name, cells) for name, cells in columns if not all(map(_NUMBER.match, cells))]
+    if not numbers or not all(map(_NUMBER.match, numbers)):
+        return False
+    if not texts:  # years, or numbers in a row, are names
+        return not all(name.isdecimal() for name in numbers) or any(
+            int(after) != int(before) + 1 for before, after in pairwise(numbers)
+        )
+    return any(
+        name in cells or (_form(name) and _form(name) in map(_form, cells)) for name, cells in texts
+    )
+
+
+def _form(text: str) -> str:
+    """Return which characters of a text are digits and which are letters; empty without a digit."""
+    form = re.sub(r"[^\W\d_]", "a", re.sub(r"\d", "9", text))
+    return form if "9" in form else ""
+
+
+def _rows(text: str, delimiter: str) -> list[list[str]]:
+    return list(csv.reader(text.splitlines(keepends=True), delimiter=delimiter))
+
+
+def _common_width(rows: Sequence[Sequence[str]]) -> tuple[int, int]:
+    """Return the number of cells that most rows have, and the number of these rows."""
+    return max(Counter(map(len, rows)).most_common(1), default=(0, 0))
+
+
+def _rows_of_nothing(end: str, delimiter: str) -> int:
+    """Count the rows at the end without any cell that holds something."""
+    lines = [line for line in end.splitlines() if delimiter in line]
+    full = (i for i, line in enumerate(reversed(lines)) if set(line) - {delimiter, '"', " "})
+    return next(full, len(lines))

@@ -39,7 +39,7 @@ def open_source(settings: Source, base_dir: Path, image_array: str | None = None
     """
     match settings:
         case CsvSource():
-            return _text_file(settings, base_dir)
+            return text_file(settings, base_dir)
         case ParquetSource():
             return _parquet(place_of(settings, base_dir))
         case SqlSource():
@@ -52,7 +52,8 @@ def open_source(settings: Source, base_dir: Path, image_array: str | None = None
             return Digits(seed) if dataset == "digits" else BreastCancer(seed)
 
 
-def _text_file(settings: CsvSource, base_dir: Path) -> CsvFile:
+def text_file(settings: CsvSource, base_dir: Path) -> CsvFile:
+    """Open a text file with one row per line, or its parts."""
     path = settings.resolve(base_dir)
     return CsvFile(path, settings.separator(), settings.column_names, settings.encoding)
 
@@ -64,12 +65,14 @@ def with_advice(settings: Source, base_dir: Path) -> Iterator[None]:
         yield
     except (DataError, SettingsError) as error:
         advice = ""
-        if isinstance(settings, CsvSource):
-            with suppress(DataError, SettingsError):
-                advice = _text_file(settings, base_dir).advice()
-        if not advice or advice in str(error):
+        with suppress(DataError, SettingsError):
+            if isinstance(settings, CsvSource):
+                file = text_file(settings, base_dir)
+                advice = f"\n{file.name}: {found}" if (found := file.advice()) else ""
+        if not advice:
             raise
-        raise type(error)(f"{error}\n{settings.path}: {advice}") from error
+        kind = DataError if isinstance(error, DataError) else SettingsError
+        raise kind(f"{error}{advice}") from error
 
 
 def _parquet(place: Place) -> TableSource:

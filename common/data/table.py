@@ -374,8 +374,9 @@ def _written_numbers(
 ) -> WrittenColumn:
     missing_texts = settings.features.missing_texts if settings.features else ("",)
     written = _written(columns, name, source, missing_texts, first_row)
-    is_text_file = isinstance(settings.source, CsvSource)
-    return written._replace(decimal=settings.source.decimal) if is_text_file else written
+    if isinstance(settings.source, CsvSource):
+        return written._replace(decimal=settings.source.decimal)
+    return written
 
 
 def _common_length(columns: Mapping[str, Any], image: NDArray[Any] | None, source: str) -> int:

@@ -10,6 +10,11 @@ from splitveil.common.data.columns import COMMA_NUMBER, NUMBER
 
 DELIMITERS = (",", ";", "\t", "|")
 
+NO_HEADER = (
+    "the first line looks like data: write a line of column names above it, or name the columns in "
+    "data.source.column_names"
+)
+
 _NUMBER = re.compile(rf"{NUMBER}|{COMMA_NUMBER}")
 
 
@@ -49,10 +54,7 @@ def advice_on(beginning: str, end: str, delimiter: str, *, has_header: bool) -> 
         lines = "the line" if titles == 1 else f"the {titles} lines"
         return f"the column names seem to come later: delete {lines} above them"
     if has_header and looks_like_data(beginning, delimiter):
-        return (
-            "the first line looks like data: write a line of column names above it, or name the "
-            "columns in data.source.column_names"
-        )
+        return NO_HEADER
     if ghosts := _rows_of_nothing(end, delimiter):
         rows_hold = f"{ghosts} rows hold" if ghosts > 1 else "row holds"
         return f"the last {rows_hold} nothing but delimiters: delete what follows the last row"

@@ -20,6 +20,7 @@ from splitveil.common.data.features import FeatureEncoder, Features
 from splitveil.common.data.id_forms import ColumnForms, form_of
 from splitveil.common.data.id_parts import read_compact_ids
 from splitveil.common.data.ids import NOTHING_DONE, Allowed, IdReport, usable_ids
+from splitveil.common.data.kinds import with_advice
 from splitveil.common.data.mapped_features import MappedFeatures, RowEncoder
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.source_settings import (
@@ -91,23 +92,26 @@ class PartyData:
             SettingsError: the rules are for another number of columns of ids.
             StorageError: the cache cannot be used.
         """
-        split_column = split.column if isinstance(split, ColumnSplit) else None
-        if isinstance(settings.source, CacheableSource):
-            if settings.source.cache_dir is not None:
-                with _conversion_bar(_name_of(settings.source)) as progress:
-                    mapped = open_converted(settings, base_dir, progress, split_column, id_rules)
-                _say(mapped.id_doubts, mapped.id_report, settings, mapped.source)
-                return cls(settings, mapped, mapped.ids, mapped.kept, mapped.id_report)
-            _suggest_a_cache(settings.source, base_dir)
-        table = read_table(settings, base_dir, split_column, id_rules)
-        where, form = f"{table.source}: {settings.place_of_ids}", CanonicalForm(id_rules)
-        allowed, names = Allowed.by(settings), settings.id_columns
-        ids, kept, report = usable_ids(table.ids, where, form, allowed, names)
-        if settings.id_column is not None:
-            forms = ColumnForms(names)
-            forms.add(form.columns_of(ids))
-            _say(forms.doubts(), report, settings, table.source)
-        return cls(settings, table if kept is None else table.take(kept), ids, kept, report)
+        with with_advice(settings.source, base_dir):
+            split_column = split.column if isinstance(split, ColumnSplit) else None
+            if isinstance(settings.source, CacheableSource):
+                if settings.source.cache_dir is not None:
+                    with _conversion_bar(_name_of(settings.source)) as progress:
+                        mapped = open_converted(
+                            settings, base_dir, progress, split_column, id_rules
+                        )
+                    _say(mapped.id_doubts, mapped.id_report, settings, mapped.source)
+                    return cls(settings, mapped, mapped.ids, mapped.kept, mapped.id_report)
+                _suggest_a_cache(settings.source, base_dir)
+            table = read_table(settings, base_dir, split_column, id_rules)
+            where, form = f"{table.source}: {settings.place_of_ids}", CanonicalForm(id_rules)
+            allowed, names = Allowed.by(settings), settings.id_columns
+            ids, kept, report = usable_ids(table.ids, where, form, allowed, names)
+            if settings.id_column is not None:
+                forms = ColumnForms(names)
+                forms.add(form.columns_of(ids))
+                _say(forms.doubts(), report, settings, table.source)
+            return cls(settings, table if kept is None else table.take(kept), ids, kept, report)
 
     def fit(
         self, training_rows: Positions, earlier: EarlierModel | None = None
@@ -236,7 +240,8 @@ def read_ids_alone(
         return PartyData.load(settings, base_dir, split, id_rules)
     split_column = split.column if isinstance(split, ColumnSplit) else None
     source = open_table_source(settings, base_dir)
-    found = read_compact_ids(settings, source, split_column, id_rules)
+    with with_advice(settings.source, base_dir):
+        found = read_compact_ids(settings, source, split_column, id_rules)
     _say(found.doubts, found.report, settings, source.name)
     table = Table(source.name, found.ids, None, {}, {}, None, found.splits)
     return PartyData(settings, table, found.ids, found.kept, found.report)

@@ -1,25 +1,28 @@
 """Reads a party's own file for ``splitveil init``, or the beginning of a very large one."""
 
-import csv
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from pydantic import TypeAdapter
 
-from splitveil.common.data.kinds import open_source
-from splitveil.common.data.source_settings import Source, not_expanded
-from splitveil.common.data.sources import unreadable_is_data_error
+from splitveil.common.data.columns import COMMA_NUMBER, NUMBER, with_points
+from splitveil.common.data.csv_file import CODECS
+from splitveil.common.data.kinds import open_source, text_file, with_advice
+from splitveil.common.data.source_settings import CsvSource, Source, not_expanded
+from splitveil.common.data.text_form import NO_HEADER, delimiter_of, looks_like_data
 from splitveil.common.errors import DataError, SettingsError
+from splitveil.common.settings import validate
+from splitveil.deploy.init.columns import GAPS, as_text, without_gaps
 
 MOST_ROWS = 1_000_000
 """Rows that are looked at; in a larger table, those at its beginning stand for the others."""
 
-DELIMITERS = (",", ";", "\t", "|")
 _TEXT = {".csv", ".tsv", ".txt"}
-_COMPRESSED = {".gz", ".bz2", ".zst", ".lz4", ".br"}
+_NO_NAME = "has no name, like the row numbers that DataFrame.to_csv writes: name it to use it"
 
 
 class RawTable(NamedTuple):
@@ -28,32 +31,57 @@ class RawTable(NamedTuple):
     path: Path
     source: Mapping[str, Any]
     """The source as it stands in the settings, without its path."""
+    settings: Source
+    """The same with its path."""
     columns: Mapping[str, Any]
     """Column name -> pyarrow ChunkedArray."""
     num_rows: int
     """Rows of the whole file, estimated if only its beginning was read."""
     is_whole: bool
     """Whether all rows were read."""
+    left_out: Mapping[str, str]
+    """The reasons not to use a column that is not among ``columns``."""
+    doubt: str = ""
+    """What speaks against the line of column names; empty if nothing does."""
 
 
-def read_raw(path: Path, delimiter: str | None = None, most_rows: int = MOST_ROWS) -> RawTable:
-    """Read a CSV, TSV or Parquet file, or a folder of Parquet files.
+def read_raw(
+    path: Path,
+    delimiter: str | None = None,
+    encoding: str | None = None,
+    most_rows: int = MOST_ROWS,
+) -> RawTable:
+    """Read a CSV, TSV or Parquet file, or a folder of them.
 
     Args:
-        path: the file.
+        path: the file, or a folder or pattern that names the parts of a table.
         delimiter: character between two cells of a text file; by default it is found out.
+        encoding: of a text file; by default UTF-8, or what a byte order mark says.
         most_rows: further rows are not read.
 
     Raises:
         DataError: the file cannot be read, or has no rows.
         SettingsError: its ending is of none of these kinds.
     """
-    source = _source_of(path, delimiter)
     where = not_expanded(str(path.absolute()))
-    settings = TypeAdapter(Source).validate_python({**source, "path": where})
+    source: dict[str, Any] = {"kind": _kind_of(path)}
+    doubt = ""
+    if source["kind"] == "csv":
+        source |= {"encoding": encoding} if encoding else {}
+        text = validate(CsvSource, {**source, "path": where}, "--encoding")
+        beginning = text_file(text, Path()).beginning()
+        found = delimiter or delimiter_of(beginning) or text.separator()
+        source |= {} if found == text.separator() else {"delimiter": found}
+        doubt = NO_HEADER if looks_like_data(beginning, found) else ""
+    settings: Source = TypeAdapter(Source).validate_python({**source, "path": where})
+    with with_advice(settings, Path()):
+        return _read(path, source, settings, most_rows)._replace(doubt=doubt)
+
+
+def _read(path: Path, source: dict[str, Any], settings: Source, most_rows: int) -> RawTable:
     table = open_source(settings, Path())
-    names = table.column_names()
-    repeated = sorted(name for name, count in Counter(names).items() if count > 1 or not name)
+    names = [name for name in table.column_names() if name]
+    repeated = sorted(name for name, count in Counter(names).items() if count > 1)
     if repeated:
         shown = ", ".join(map(repr, repeated))
         raise DataError(f"{path}: expected a name of its own for every column, got {shown} again")
@@ -68,34 +96,60 @@ def read_raw(path: Path, delimiter: str | None = None, most_rows: int = MOST_ROW
     whole = pa.concat_tables(parts)
     is_whole = rows < most_rows or done >= 1.0
     estimate = rows if is_whole else round(rows / max(done, 1e-6))
-    return RawTable(path, source, {name: whole[name] for name in names}, estimate, is_whole)
+    columns = {name: whole[name] for name in names}
+    left_out = {
+        f"column {n}": _NO_NAME for n, name in enumerate(table.column_names(), 1) if not name
+    }
+    if names[:1] == ["Unnamed: 0"] and _counts_rows(columns["Unnamed: 0"]):
+        del columns["Unnamed: 0"]
+        left_out["Unnamed: 0"] = "the number of each row, which DataFrame.to_csv writes"
+    may_have_commas = isinstance(settings, CsvSource) and settings.separator() != ","
+    if may_have_commas and (found := _with_points(columns)):
+        source["decimal"] = ","
+        columns |= found
+    return RawTable(path, source, settings, columns, estimate, is_whole, left_out)
 
 
-def _source_of(path: Path, delimiter: str | None) -> dict[str, Any]:
-    endings = [ending for ending in path.suffixes if ending not in _COMPRESSED]
-    last = endings[-1].lower() if endings else ""
-    if path.is_dir() or last in {".parquet", ".pq"}:
-        return {"kind": "parquet"}
-    if last not in _TEXT:
-        raise SettingsError(
-            f"{path}: expected a file whose name ends in .csv, .tsv, .txt (also compressed) or "
-            f".parquet, or a folder of Parquet files; write other sources into the settings by "
-            f"hand (docs/settings.md)"
-        )
-    found = delimiter or _delimiter_of(path)
-    by_default = "\t" if last == ".tsv" else ","
-    return {"kind": "csv"} | ({} if found == by_default else {"delimiter": found})
+def _counts_rows(cells: Any) -> bool:
+    return set(cells.to_pylist()) == {str(row) for row in range(len(cells))}
 
 
-def _delimiter_of(path: Path) -> str:
-    """Return the character that separates most cells of the header, outside of quotes."""
-    with (
-        unreadable_is_data_error(path),
-        pa.input_stream(str(path), compression="detect") as stream,
-    ):
-        beginning = stream.read(2**16).decode("utf-8-sig", errors="replace")
-    header = beginning.splitlines()[:1]
-    if not header or not header[0].strip():
-        raise DataError(f"{path}: the file is empty: expected a line of column names")
-    widths = {one: len(next(csv.reader(header, delimiter=one))) for one in DELIMITERS}
-    return max(widths, key=lambda one: widths[one])
+def _with_points(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of numbers with decimal commas, with decimal points instead.
+
+    There are none if others have decimal points, or if all commas may be thousands marks.
+    """
+    found, is_sure = {}, False
+    for name, cells in columns.items():
+        text = without_gaps(as_text(cells), GAPS)
+        has_comma = pc.match_substring_regex(text, COMMA_NUMBER)
+        if not _any(has_comma):
+            if _all(pc.match_substring_regex(text, NUMBER)) and _any(pc.match_substring(text, ".")):
+                return {}
+        elif _all(pc.or_(has_comma, pc.match_substring_regex(text, r"^[+-]?\d+$"))):
+            found[name] = with_points(as_text(cells))
+            is_sure |= _any(pc.match_substring_regex(text, r"\..*,|,(\d{1,2}|\d{4,})$"))
+    return found if is_sure else {}
+
+
+def _any(cells: Any) -> bool:
+    return bool(pc.any(cells).as_py())
+
+
+def _all(cells: Any) -> bool:
+    return bool(pc.all(cells).as_py())
+
+
+def _kind_of(path: Path) -> str:
+    inside = (one for one in sorted(path.rglob("*")) if one.is_file() and one.name[0] not in "._")
+    one = next(inside, path) if path.is_dir() else path
+    endings = [ending.lower() for ending in one.suffixes if ending not in CODECS]
+    if endings and endings[-1] in _TEXT:
+        return "csv"
+    if path.is_dir() or (endings and endings[-1] in {".parquet", ".pq"}):
+        return "parquet"
+    raise SettingsError(
+        f"{path}: expected a file whose name ends in .csv, .tsv, .txt (also compressed) or "
+        f".parquet, or a folder of such files; write other sources into the settings by hand "
+        f"(docs/settings.md)"
+    )

@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 from splitveil.common.data.columns import COMMA_NUMBER, NUMBER, with_points
 from splitveil.common.data.csv_file import CODECS
 from splitveil.common.data.kinds import open_source, text_file, with_advice
+from splitveil.common.data.places import find_files, place_on_this_machine
 from splitveil.common.data.source_settings import CsvSource, Source, not_expanded
 from splitveil.common.data.text_form import NO_HEADER, delimiter_of, looks_like_data
 from splitveil.common.errors import DataError, SettingsError
@@ -141,9 +142,8 @@ def _all(cells: Any) -> bool:
 
 
 def _kind_of(path: Path) -> str:
-    inside = (one for one in sorted(path.rglob("*")) if one.is_file() and one.name[0] not in "._")
-    one = next(inside, path) if path.is_dir() else path
-    endings = [ending.lower() for ending in one.suffixes if ending not in CODECS]
+    first = Path(find_files(place_on_this_machine(path))[0].path)
+    endings = [ending.lower() for ending in first.suffixes if ending not in CODECS]
     if endings and endings[-1] in _TEXT:
         return "csv"
     if path.is_dir() or (endings and endings[-1] in {".parquet", ".pq"}):

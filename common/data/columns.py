@@ -210,10 +210,9 @@ def read_numeric(columns: Mapping[str, WrittenColumn], gaps: Gaps) -> dict[str, 
         # Models compute in float32, where larger numbers become infinite.
         is_infinite = np.abs(values) > LARGEST_FLOAT32
         if is_unreadable.any():
-            mark = " with a decimal comma" if column.decimal == "," else ""
             problems.append(
-                f"{column.where}: expected numbers{mark}, found text in "
-                f"{column.list_rows(is_unreadable)}{_advice_on_commas(column, is_unreadable)}"
+                f"{column.where}: expected numbers, found text in {column.list_rows(is_unreadable)}"
+                f"{_advice_on_decimals(column, is_unreadable)}"
             )
         if is_infinite.any():
             problems.append(
@@ -232,11 +231,12 @@ def read_numeric(columns: Mapping[str, WrittenColumn], gaps: Gaps) -> dict[str, 
     return result
 
 
-def _advice_on_commas(column: WrittenColumn, is_unreadable: NDArray[np.bool_]) -> str:
+def _advice_on_decimals(column: WrittenColumn, is_unreadable: NDArray[np.bool_]) -> str:
+    other, pattern = (".", NUMBER) if column.decimal == "," else (",", COMMA_NUMBER)
     text = clean_text(column).filter(pa.array(is_unreadable))
-    if not pc.all(pc.match_substring_regex(text, COMMA_NUMBER)).as_py():
+    if not pc.all(pc.match_substring_regex(text, pattern)).as_py():
         return ""
-    return "; numbers with a decimal comma need data.source.decimal: ','"
+    return f"; with data.source.decimal: '{other}', these are numbers"
 
 
 def _is_float32(column: WrittenColumn) -> bool:

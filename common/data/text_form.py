@@ -43,7 +43,7 @@ def advice_on(beginning: str, end: str, delimiter: str, *, has_header: bool) -> 
         has_header: whether a line of column names is expected.
     """
     if beginning.count("\0") > len(beginning) // 4:
-        order = "le" if beginning[1] == "\0" else "be"
+        order = "le" if beginning[1:2] == "\0" else "be"
         return f"the text looks like UTF-16: set data.source.encoding to utf-16-{order}"
     found = delimiter_of(beginning)
     if found not in {None, delimiter}:

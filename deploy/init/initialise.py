@@ -97,8 +97,9 @@ def initialise(
         StorageError: a file cannot be written.
     """
     table = read_raw(path, delimiter, encoding)
-    if table.doubt and not any((wishes.id_column, wishes.label_column)):
-        raise DataError(f"{path}: {table.doubt}; if it does name them, say --id-column")
+    named = (wishes.id_column, wishes.label_column, *wishes.numeric, *wishes.categorical)
+    if table.doubt and not any(named):
+        raise DataError(f"{path}: {table.doubt}; if it does name them, name one: --id-column")
     columns = [describe(name, cells) for name, cells in table.columns.items()]
     if ask is not None:
         wishes = _asked(columns, wishes, terms, ask)

@@ -163,13 +163,13 @@ NAMED_CASES: dict[str, tuple[bytes, str, dict[str, Any], str]] = {
         lines(IN_GERMANY, ";").encode(),
         "",
         {"delimiter": ";"},
-        "numbers with a decimal comma need data.source.decimal: ','",
+        "; with data.source.decimal: ',', these are numbers",
     ),
     "decimal points": (
         lines(delimiter=";").encode(),
         "",
         {"delimiter": ";", "decimal": ","},
-        "expected numbers with a decimal comma, found text in rows 1, 2, 3, 4, 5, ... (40 in all)",
+        "rows 1, 2, 3, 4, 5, ... (40 in all); with data.source.decimal: '.', these are numbers",
     ),
     "lines of a title": (
         TITLED.encode(),

@@ -93,25 +93,33 @@ class PartyData:
             StorageError: the cache cannot be used.
         """
         with with_advice(settings.source, base_dir):
-            split_column = split.column if isinstance(split, ColumnSplit) else None
-            if isinstance(settings.source, CacheableSource):
-                if settings.source.cache_dir is not None:
-                    with _conversion_bar(_name_of(settings.source)) as progress:
-                        mapped = open_converted(
-                            settings, base_dir, progress, split_column, id_rules
-                        )
-                    _say(mapped.id_doubts, mapped.id_report, settings, mapped.source)
-                    return cls(settings, mapped, mapped.ids, mapped.kept, mapped.id_report)
-                _suggest_a_cache(settings.source, base_dir)
-            table = read_table(settings, base_dir, split_column, id_rules)
-            where, form = f"{table.source}: {settings.place_of_ids}", CanonicalForm(id_rules)
-            allowed, names = Allowed.by(settings), settings.id_columns
-            ids, kept, report = usable_ids(table.ids, where, form, allowed, names)
-            if settings.id_column is not None:
-                forms = ColumnForms(names)
-                forms.add(form.columns_of(ids))
-                _say(forms.doubts(), report, settings, table.source)
-            return cls(settings, table if kept is None else table.take(kept), ids, kept, report)
+            return cls._load(settings, base_dir, split, id_rules)
+
+    @classmethod
+    def _load(
+        cls,
+        settings: DataSettings,
+        base_dir: Path,
+        split: SplitSettings | None,
+        id_rules: Sequence[IdRule],
+    ) -> "PartyData":
+        split_column = split.column if isinstance(split, ColumnSplit) else None
+        if isinstance(settings.source, CacheableSource):
+            if settings.source.cache_dir is not None:
+                with _conversion_bar(_name_of(settings.source)) as progress:
+                    mapped = open_converted(settings, base_dir, progress, split_column, id_rules)
+                _say(mapped.id_doubts, mapped.id_report, settings, mapped.source)
+                return cls(settings, mapped, mapped.ids, mapped.kept, mapped.id_report)
+            _suggest_a_cache(settings.source, base_dir)
+        table = read_table(settings, base_dir, split_column, id_rules)
+        where, form = f"{table.source}: {settings.place_of_ids}", CanonicalForm(id_rules)
+        allowed, names = Allowed.by(settings), settings.id_columns
+        ids, kept, report = usable_ids(table.ids, where, form, allowed, names)
+        if settings.id_column is not None:
+            forms = ColumnForms(names)
+            forms.add(form.columns_of(ids))
+            _say(forms.doubts(), report, settings, table.source)
+        return cls(settings, table if kept is None else table.take(kept), ids, kept, report)
 
     def fit(
         self, training_rows: Positions, earlier: EarlierModel | None = None

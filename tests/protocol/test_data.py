@@ -112,7 +112,7 @@ def converted(file: CsvFile, names: list[str], folder: Path) -> Rows:
             data_settings(source=source, features=chosen), file, folder / "cache", lambda _: None
         )
     table = converted_module._open(folder / "cache")
-    return list(zip(*(categories(table, name) for name in names), strict=True))  # type: ignore[arg-type]
+    return list(zip(*(categories(table, name) for name in names), strict=True))
 
 
 @settings(max_examples=1000, deadline=None)

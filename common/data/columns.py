@@ -86,7 +86,8 @@ def select_features(
         DataError: a name or pattern matches no column.
         SettingsError: a column is requested in two ways, or is the id, the label or the split.
     """
-    candidates = [name for name in names if name not in reserved]
+    # Nobody can ask for a column without a name, such as the row numbers that pandas writes.
+    candidates = [name for name in names if name and name not in reserved]
     ways = (settings.numeric, settings.categorical, settings.timestamps, settings.lists)
     chosen = ChosenColumns([], [], [], [])
     both = []

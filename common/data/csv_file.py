@@ -3,7 +3,6 @@
 import codecs
 import csv
 import io
-import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -125,20 +124,17 @@ class CsvFile:
             yield line
 
     def _undecodable(self, path: Path) -> DataError:
-        """Return the error that names the first cell that is not UTF-8."""
         where, guess = "", "cp1252"
         with suppress(csv.Error), self._text(path) as text:
             rows = filter(None, csv.reader(text.lines(), delimiter=text.separator))
-            names = self._names or next(rows)
-            numbered = enumerate(rows, start=1)
-            for number, row in itertools.chain([(0, names)], numbered):
-                if column := next((j for j, c in enumerate(row, 1) if not is_unicode(c)), 0):
-                    where = f" in row {number}" if number else " in the line of column names"
-                    where += f", column {column}"
-                    bytes_ = row[column - 1].encode(errors="surrogateescape")
-                    runs = re.findall(rb"[\x80-\xff]+", bytes_)
-                    guess = "cp1252" if any(len(run) % 2 for run in runs) else "gbk"
-                    break
+            row, column, cell = next(
+                (row, column, cell)
+                for row, cells in enumerate(rows, start=self._names is not None)
+                for column, cell in enumerate(cells, start=1)
+                if not is_unicode(cell)
+            )
+            where = f" in {f'row {row}' if row else 'the line of column names'}, column {column}"
+            guess = "cp1252" if sum(map(is_unicode, cell)) * 2 > len(cell) else "gbk"
         return DataError(
             f"{path}: the text is not UTF-8{where}: set data.source.encoding (with splitveil init, "
             f"--encoding) to the text's encoding, such as {guess}"

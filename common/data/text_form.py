@@ -3,12 +3,8 @@
 import csv
 import re
 from collections import Counter
-from collections.abc import Sequence
-from itertools import pairwise
 
 from splitveil.common.data.columns import COMMA_NUMBER, NUMBER
-
-DELIMITERS = (",", ";", "\t", "|")
 
 NO_HEADER = (
     "the first line looks like data: write a line of column names above it, or name the columns in "
@@ -19,17 +15,13 @@ _NUMBER = re.compile(rf"{NUMBER}|{COMMA_NUMBER}")
 
 
 def delimiter_of(beginning: str) -> str | None:
-    """Return the character by which most rows have the same number of cells; None for one column.
-
-    Args:
-        beginning: the first lines of the text, all of them complete.
-    """
+    """Return the character by which most lines have as many cells; None for a single column."""
     found = {}
-    for delimiter in DELIMITERS:
-        rows = _rows(beginning, delimiter)
-        width, count = _common_width(rows)
-        if width > 1:
-            found[delimiter] = (count / len(rows), width)
+    for delimiter in ",;\t|":
+        widths = [len(row) for row in _rows(beginning, delimiter)]
+        for width, count in Counter(widths).most_common(1):
+            if width > 1:
+                found[delimiter] = (count / len(widths), width)
     return max(found, key=lambda one: found[one], default=None)
 
 
@@ -55,7 +47,9 @@ def advice_on(beginning: str, end: str, delimiter: str, *, has_header: bool) -> 
         return f"the column names seem to come later: delete {lines} above them"
     if has_header and looks_like_data(beginning, delimiter):
         return NO_HEADER
-    if ghosts := _rows_of_nothing(end, delimiter):
+    last = [line for line in end.splitlines() if delimiter in line][::-1]
+    full = (i for i, line in enumerate(last) if set(line) - {delimiter, '"', " "})
+    if ghosts := next(full, len(last)):
         rows_hold = f"{ghosts} rows hold" if ghosts > 1 else "row holds"
         return f"the last {rows_hold} nothing but delimiters: delete what follows the last row"
     return ""
@@ -66,36 +60,23 @@ def looks_like_data(beginning: str, delimiter: str) -> bool:
     header, *others = [row for row in _rows(beginning, delimiter) if row] or [[]]
     below = [set(cells) - {""} for cells in zip(*others, strict=False)]
     columns = [(name, cells) for name, cells in zip(header, below, strict=False) if name and cells]
-    numbers = [name for name, cells in columns if all(map(_NUMBER.match, cells))]
-    texts = [(name, cells) for name, cells in columns if not all(map(_NUMBER.match, cells))]
-    if not numbers or not all(map(_NUMBER.match, numbers)):
-        return False
-    if not texts:  # years, or numbers in a row, are names
-        return not all(name.isdecimal() for name in numbers) or any(
-            int(after) != int(before) + 1 for before, after in pairwise(numbers)
+    numbers = [column for column in columns if all(map(_NUMBER.match, column[1]))]
+    texts = [column for column in columns if column not in numbers]
+    return (
+        bool(numbers)
+        and all(_NUMBER.match(name) for name, _ in numbers)
+        and header != [str(number) for number in range(len(header))]  # names that pandas gives
+        and any(
+            name in cells or _form(name) in map(_form, cells) for name, cells in texts or numbers
         )
-    return any(
-        name in cells or (_form(name) and _form(name) in map(_form, cells)) for name, cells in texts
     )
 
 
 def _form(text: str) -> str:
-    """Return which characters of a text are digits and which are letters; empty without a digit."""
+    """Return which characters are digits and which are letters; without digits the text itself."""
     form = re.sub(r"[^\W\d_]", "a", re.sub(r"\d", "9", text))
-    return form if "9" in form else ""
+    return form if "9" in form else text
 
 
 def _rows(text: str, delimiter: str) -> list[list[str]]:
     return list(csv.reader(text.splitlines(keepends=True), delimiter=delimiter))
-
-
-def _common_width(rows: Sequence[Sequence[str]]) -> tuple[int, int]:
-    """Return the number of cells that most rows have, and the number of these rows."""
-    return max(Counter(map(len, rows)).most_common(1), default=(0, 0))
-
-
-def _rows_of_nothing(end: str, delimiter: str) -> int:
-    """Count the rows at the end without any cell that holds something."""
-    lines = [line for line in end.splitlines() if delimiter in line]
-    full = (i for i, line in enumerate(reversed(lines)) if set(line) - {delimiter, '"', " "})
-    return next(full, len(lines))

@@ -66,10 +66,8 @@ def parser(program: str) -> argparse.ArgumentParser:
 
 def _file_here(text: str) -> Path:
     if "://" in text:
-        raise argparse.ArgumentTypeError(
-            f"{text}: expected a file of this machine; settings written by hand may name an "
-            f"address of Parquet files (s3://, gs://, abfs://)"
-        )
+        what = "expected a file of this machine; only settings name addresses, of Parquet files"
+        raise argparse.ArgumentTypeError(f"{text}: {what} (s3://, gs://, abfs://)")
     return Path(text)
 
 

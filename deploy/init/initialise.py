@@ -12,7 +12,7 @@ from rich.console import Console
 
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.kinds import with_advice
-from splitveil.common.errors import DataError, SettingsError
+from splitveil.common.errors import SettingsError
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_settings import Address, load_party_settings
 from splitveil.common.run.contract import ACTIVE, Name
@@ -96,10 +96,8 @@ def initialise(
         SettingsError: a question is open, an answer does not fit, or a file exists.
         StorageError: a file cannot be written.
     """
-    table = read_raw(path, delimiter, encoding)
     named = (wishes.id_column, wishes.label_column, *wishes.numeric, *wishes.categorical)
-    if table.doubt and not any(named):
-        raise DataError(f"{path}: {table.doubt}; if it does name them, name one: --id-column")
+    table = read_raw(path, delimiter, encoding, has_header=any(named))
     columns = [describe(name, cells) for name, cells in table.columns.items()]
     if ask is not None:
         wishes = _asked(columns, wishes, terms, ask)

@@ -23,6 +23,9 @@ MOST_ROWS = 1_000_000
 """Rows that are looked at; in a larger table, those at its beginning stand for the others."""
 
 _TEXT = {".csv", ".tsv", ".txt"}
+_INDEX = "Unnamed: 0"
+_SURE_NUMBER = r"^[+-]?\d[\d.]*(\.\d+,|,\d{1,2}$|,\d{4,}$)"
+"""A number whose comma is no thousands mark."""
 _NO_NAME = "has no name, like the row numbers that DataFrame.to_csv writes: name it to use it"
 
 
@@ -42,14 +45,14 @@ class RawTable(NamedTuple):
     """Whether all rows were read."""
     left_out: Mapping[str, str]
     """The reasons not to use a column that is not among ``columns``."""
-    doubt: str = ""
-    """What speaks against the line of column names; empty if nothing does."""
 
 
 def read_raw(
     path: Path,
     delimiter: str | None = None,
     encoding: str | None = None,
+    *,
+    has_header: bool = False,
     most_rows: int = MOST_ROWS,
 ) -> RawTable:
     """Read a CSV, TSV or Parquet file, or a folder of them.
@@ -58,6 +61,7 @@ def read_raw(
         path: the file, or a folder or pattern that names the parts of a table.
         delimiter: character between two cells of a text file; by default it is found out.
         encoding: of a text file; by default UTF-8, or what a byte order mark says.
+        has_header: whether the first line of a text file surely holds the column names.
         most_rows: further rows are not read.
 
     Raises:
@@ -66,17 +70,17 @@ def read_raw(
     """
     where = not_expanded(str(path.absolute()))
     source: dict[str, Any] = {"kind": _kind_of(path)}
-    doubt = ""
     if source["kind"] == "csv":
         source |= {"encoding": encoding} if encoding else {}
         text = validate(CsvSource, {**source, "path": where}, "--encoding")
         beginning = text_file(text, Path()).beginning()
         found = delimiter or delimiter_of(beginning) or text.separator()
         source |= {} if found == text.separator() else {"delimiter": found}
-        doubt = NO_HEADER if looks_like_data(beginning, found) else ""
+        if not has_header and looks_like_data(beginning, found):
+            raise DataError(f"{path}: {NO_HEADER}; if it does name them, name one: --id-column")
     settings: Source = TypeAdapter(Source).validate_python({**source, "path": where})
     with with_advice(settings, Path()):
-        return _read(path, source, settings, most_rows)._replace(doubt=doubt)
+        return _read(path, source, settings, most_rows)
 
 
 def _read(path: Path, source: dict[str, Any], settings: Source, most_rows: int) -> RawTable:
@@ -101,18 +105,14 @@ def _read(path: Path, source: dict[str, Any], settings: Source, most_rows: int) 
     left_out = {
         f"column {n}": _NO_NAME for n, name in enumerate(table.column_names(), 1) if not name
     }
-    if names[:1] == ["Unnamed: 0"] and _counts_rows(columns["Unnamed: 0"]):
-        del columns["Unnamed: 0"]
-        left_out["Unnamed: 0"] = "the number of each row, which DataFrame.to_csv writes"
+    if names[:1] == [_INDEX] and set(columns[_INDEX].to_pylist()) == set(map(str, range(rows))):
+        del columns[_INDEX]
+        left_out[_INDEX] = "the numbers of the rows, which DataFrame.to_csv writes"
     may_have_commas = isinstance(settings, CsvSource) and settings.separator() != ","
     if may_have_commas and (found := _with_points(columns)):
         source["decimal"] = ","
         columns |= found
     return RawTable(path, source, settings, columns, estimate, is_whole, left_out)
-
-
-def _counts_rows(cells: Any) -> bool:
-    return set(cells.to_pylist()) == {str(row) for row in range(len(cells))}
 
 
 def _with_points(columns: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,23 +122,16 @@ def _with_points(columns: Mapping[str, Any]) -> dict[str, Any]:
     """
     found, is_sure = {}, False
     for name, cells in columns.items():
-        text = without_gaps(as_text(cells), GAPS)
-        has_comma = pc.match_substring_regex(text, COMMA_NUMBER)
-        if not _any(has_comma):
-            if _all(pc.match_substring_regex(text, NUMBER)) and _any(pc.match_substring(text, ".")):
-                return {}
-        elif _all(pc.or_(has_comma, pc.match_substring_regex(text, r"^[+-]?\d+$"))):
-            found[name] = with_points(as_text(cells))
-            is_sure |= _any(pc.match_substring_regex(text, r"\..*,|,(\d{1,2}|\d{4,})$"))
+        text = without_gaps(as_text(cells), GAPS).drop_null()
+        with_comma, sure, whole, others = (
+            pc.sum(pc.match_substring_regex(text, form)).as_py() or 0
+            for form in (COMMA_NUMBER, _SURE_NUMBER, r"^[+-]?\d+$", NUMBER)
+        )
+        if with_comma and with_comma + whole == len(text):
+            found[name], is_sure = with_points(as_text(cells)), is_sure or sure > 0
+        elif whole < others == len(text):
+            return {}
     return found if is_sure else {}
-
-
-def _any(cells: Any) -> bool:
-    return bool(pc.any(cells).as_py())
-
-
-def _all(cells: Any) -> bool:
-    return bool(pc.all(cells).as_py())
 
 
 def _kind_of(path: Path) -> str:

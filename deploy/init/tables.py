@@ -9,7 +9,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import TypeAdapter
 
-from splitveil.common.data.columns import COMMA_NUMBER, NUMBER, with_points
+from splitveil.common.data.columns import (
+    COMMA_NUMBER,
+    NUMBER,
+    WrittenColumn,
+    clean_text,
+    with_points,
+)
 from splitveil.common.data.csv_file import CODECS
 from splitveil.common.data.kinds import open_source, text_file, with_advice
 from splitveil.common.data.places import find_files, place_on_this_machine
@@ -17,7 +23,7 @@ from splitveil.common.data.source_settings import CsvSource, Source, not_expande
 from splitveil.common.data.text_form import NO_HEADER, delimiter_of, looks_like_data
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.settings import validate
-from splitveil.deploy.init.columns import GAPS, as_text, without_gaps
+from splitveil.deploy.init.columns import GAPS, as_text
 
 MOST_ROWS = 1_000_000
 """Rows that are looked at; in a larger table, those at its beginning stand for the others."""
@@ -122,7 +128,7 @@ def _with_points(columns: Mapping[str, Any]) -> dict[str, Any]:
     """
     found, is_sure = {}, False
     for name, cells in columns.items():
-        text = without_gaps(as_text(cells), GAPS).drop_null()
+        text = clean_text(WrittenColumn(cells, name, GAPS)).drop_null()
         with_comma, sure, whole, others = (
             pc.sum(pc.match_substring_regex(text, form)).as_py() or 0
             for form in (COMMA_NUMBER, _SURE_NUMBER, r"^[+-]?\d+$", NUMBER)

@@ -166,10 +166,6 @@ class StoreSettings(Section):
     anonymous: bool = False
     """Whether no credentials are used, for a public bucket."""
 
-    credentials: ColumnName | None = None
-    """YAML file, mode 0600, written like ``path``: ``access_key`` and ``secret_key`` (and, if there
-    is one, ``session_token``) for ``s3://``, ``account_key`` or ``sas_token`` for ``abfs://``."""
-
 
 class ParquetSource(FileSource):
     """A Parquet file, or several that are read as one table.
@@ -218,18 +214,11 @@ class ParquetSource(FileSource):
         if self.scheme is not None and (
             "@" in self.path.split("/")[2] or may_hold_secret(self.path)
         ):
-            raise ValueError("path: an address holds no credentials; see store.credentials")
+            raise ValueError("path: an address holds no credentials: set them in the environment")
         if (self.scheme == "abfs") != (self.store.account is not None):
             raise ValueError("store.account: required for abfs:// addresses, and only there")
         if self.scheme != "s3" and self.store.region is not None:
             raise ValueError("store.region is for s3:// addresses")
-        if self.scheme == "gs" and self.store.credentials is not None:
-            raise ValueError(
-                "store.credentials: for gs://, set the environment variable "
-                "GOOGLE_APPLICATION_CREDENTIALS to the path of the key file"
-            )
-        if self.store.anonymous and self.store.credentials is not None:
-            raise ValueError("store: leave out anonymous or credentials")
         return self
 
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, ValidationError
 from splitveil.common.errors import SettingsError
 from splitveil.common.text.addresses import may_hold_secret
 from splitveil.common.text.visible_text import visible
-from splitveil.common.text.yaml_text import load_yaml, read_yaml_file
+from splitveil.common.text.yaml_text import AS_WRITTEN, Extent, load_yaml, read_yaml_file
 
 _SHOWN_CHARACTERS = 200
 """Number of characters of a value or an override that a message shows."""
@@ -27,13 +27,13 @@ class Section(BaseModel):
     )
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path, extent: Extent = AS_WRITTEN) -> dict[str, Any]:
     """Read one settings file into plain values.
 
     Raises:
         SettingsError: the file is missing, unreadable, not YAML, or not a mapping.
     """
-    values = read_yaml_file(path)
+    values = read_yaml_file(path, extent)
     if not isinstance(values, dict):
         raise SettingsError(f"{path}: expected names and values, got {type(values).__name__}")
     return values

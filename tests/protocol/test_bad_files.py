@@ -194,19 +194,6 @@ def npy(array: object) -> bytes:
 IDS = npy([f"person-{row}" for row in range(50)])
 
 
-def with_declared_size(path: Path, size: int) -> None:
-    """Let an archive of one array say that unpacked it had another size."""
-    data = bytearray(path.read_bytes())
-    entry = data.rindex(b"PK\x01\x02")
-    data[entry + 24 : entry + 28] = size.to_bytes(4, "little")
-    path.write_bytes(data)
-
-
-def lying_directory(path: Path) -> None:
-    npz(path, zipfile.ZIP_STORED, x=npy_header((2**28,)))
-    with_declared_size(path, 2**31 + len(npy_header((2**28,))))
-
-
 def many_names(path: Path) -> None:
     path.write_text(5_000_000 * "a,")
 
@@ -217,12 +204,9 @@ def long_name(path: Path) -> None:
 
 BAD_TABLES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "an array of 7 TiB": ("npz", lambda p: npz(p, id=IDS, x=npy_header((2**40,)))),
-    "300 million columns": ("npz", lambda p: npz(p, id=IDS, x=npy_header((1, 300_000_000)))),
-    "300 million columns, no row": ("npz", lambda p: npz(p, id=IDS, x=npy_header((0, 3 * 10**8)))),
     "10^18 rows of nothing": ("npz", lambda p: npz(p, id=IDS, x=npy_header((10**18,), "|V0"))),
     "10^18 rows of no text": ("npz", lambda p: npz(p, id=IDS, x=npy_header((10**18,), "<U0"))),
     "a negative shape": ("npz", lambda p: npz(p, id=IDS, x=npy_header((-50,)))),
-    "a directory that lies": ("npz", lying_directory),
     "a header that is no Python": ("npz", lambda p: npz(p, id=IDS, x=npy_of(b"{" * 9000))),
     "a header of signs": ("npz", lambda p: npz(p, id=IDS, x=npy_of(b"-" * 9000 + b"1"))),
     "a header with a name": ("npz", lambda p: npz(p, id=IDS, x=npy_of(b"exit()"))),

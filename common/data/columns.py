@@ -4,7 +4,7 @@ Row numbers in messages count from 1, without the header line.
 """
 
 import fnmatch
-import logging
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,12 +19,13 @@ from splitveil.common.data.sources import ArrowColumn, list_rows, suggest
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.run.splits import SPLITS
 
-_logger = logging.getLogger(__name__)
-
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 _MANTISSA_BITS = {16: 11, 32: 24, 64: 53}
 """Power of 2 above which neighbouring whole numbers become the same, by the type's width."""
 MAX_WEIGHT = 1_000_000
+NEARLY_ALL = 0.9
+"""Share of the cells, or of the distinct texts, from which the others are probably mistakes."""
+_UNNAMED_INDEX = r"__index_level_\d+__"
 NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$|^[+-]?(?i:inf|infinity|nan)$"
 
 
@@ -56,6 +57,17 @@ class CategoricalColumn(NamedTuple):
 
     codes: NDArray[np.int32]  # per row, the index into ``categories``; -1 for a missing value
     categories: Any  # pyarrow array of the distinct texts
+
+    def rows_of(self, is_it: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return which rows hold a text for which a condition holds."""
+        return np.asarray(np.append(is_it, False)[self.codes], np.bool_)
+
+    def is_nearly_all(self, is_it: NDArray[np.bool_]) -> bool:
+        """Say whether a condition holds for nearly all cells, or for nearly all distinct texts."""
+        if is_it.mean() < 0.5:  # spares the reading of all codes, which may be on disk
+            return False
+        num_right, num_cells = self.rows_of(is_it).sum(), (self.codes >= 0).sum()
+        return bool(is_it.mean() >= NEARLY_ALL or num_right >= NEARLY_ALL * num_cells)
 
 
 class _Numbers(NamedTuple):
@@ -211,7 +223,8 @@ def read_numeric(columns: Mapping[str, WrittenColumn], gaps: Gaps) -> dict[str, 
         if is_infinite.any():
             problems.append(
                 f"{column.where}: infinite or too large for float32 in "
-                f"{column.list_rows(is_infinite)}"
+                f"{column.list_rows(is_infinite)}; if such a cell means that there is no value, "
+                f"name its text, such as inf, in data.features.missing_texts"
             )
         if gaps == "refused" and is_missing.any():
             problems.append(
@@ -229,6 +242,26 @@ def _is_float32(column: WrittenColumn) -> bool:
     return bool(pa.types.is_float32(column.cells.type) or pa.types.is_float16(column.cells.type))
 
 
+def almost_numbers(column: CategoricalColumn) -> NDArray[np.bool_]:
+    """Return which rows hold no number if nearly all others do; of other columns, none."""
+    if not len(column.categories):
+        return np.zeros(len(column.codes), np.bool_)
+    is_number = are_numbers(column.categories)
+    is_meant = not is_number.all() and column.is_nearly_all(is_number)
+    return column.rows_of(~is_number & is_meant)
+
+
+def are_numbers(texts: Any) -> NDArray[np.bool_]:
+    """Return which texts are numbers that a model can compute with."""
+    values, is_unreadable = read_numbers(WrittenColumn(pa.chunked_array([texts]), "texts"))
+    return ~is_unreadable & ~(np.abs(values) > LARGEST_FLOAT32)
+
+
+def is_unnamed_index(name: str) -> bool:
+    """Say whether pandas has named a column so: it holds the numbers of a table's rows."""
+    return re.fullmatch(_UNNAMED_INDEX, name) is not None
+
+
 def read_categories(column: WrittenColumn) -> CategoricalColumn:
     """Return a column's distinct texts, and the text of each row as an index into them."""
     text = clean_text(column)
@@ -240,7 +273,7 @@ def _closeness(name: str, requested: Sequence[str], exclude: Sequence[str]) -> i
     """Rate how directly a column is requested: 3 by name, 2 by pattern, 1 by ``*``, else 0."""
     if name in requested:
         return 3
-    if any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude):
+    if is_unnamed_index(name) or any(fnmatch.fnmatchcase(name, one) for one in exclude):
         return 0
     matching = [pattern for pattern in requested if fnmatch.fnmatchcase(name, pattern)]
     return max((1 if pattern == "*" else 2 for pattern in matching), default=0)
@@ -253,6 +286,9 @@ def _matches_any(pattern: str, names: Sequence[str]) -> bool:
 def _as_text(column: WrittenColumn) -> ArrowColumn:
     """Return a column as text: whole numbers in decimal, bytes as UTF-8."""
     kind = column.cells.type
+    if getattr(kind, "extension_name", None) == "arrow.uuid":
+        texts = [None if one is None else str(one) for one in column.cells.to_pylist()]
+        return pa.chunked_array([pa.array(texts, pa.string())])
     try:
         if pa.types.is_floating(kind):
             raise pa.ArrowTypeError("a floating-point number has no unique text form")
@@ -285,7 +321,7 @@ def read_numbers(column: WrittenColumn) -> _Numbers:
     is_unreadable = np.zeros(len(cells), dtype=np.bool_)
     if pa.types.is_dictionary(cells.type):
         cells = pc.cast(cells, cells.type.value_type)
-    if pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type):
+    if is_text(cells.type):
         cells = clean_text(column._replace(cells=cells))
     try:
         numbers = pc.cast(cells, pa.float64(), safe=False)
@@ -293,7 +329,20 @@ def read_numbers(column: WrittenColumn) -> _Numbers:
         raise DataError(f"{column.where}: expected numbers, not {cells.type}") from error
     except pa.ArrowInvalid:
         is_number = pc.match_substring_regex(cells, NUMBER)
-        is_unreadable = ~pc.fill_null(is_number, True).to_numpy()
+        is_unreadable = ~pc.fill_null(is_number, True).to_numpy(zero_copy_only=False)
         readable = pc.if_else(is_number, cells, pa.scalar(None, pa.string()))
         numbers = pc.cast(readable, pa.float64())
-    return _Numbers(numbers.to_numpy(), is_unreadable)
+    values = numbers.to_numpy()
+    is_infinite = np.abs(values) > LARGEST_FLOAT32
+    if is_infinite.any() and pa.types.is_floating(cells.type):
+        texts = pc.cast(cells, pa.string())
+        is_missing = pc.is_in(texts, value_set=pa.array(column.missing_texts, pa.string()))
+        values = np.where(is_infinite & is_missing.to_numpy(), np.nan, values)
+    return _Numbers(values, is_unreadable)
+
+
+def is_text(kind: Any) -> bool:
+    """Say whether a type's cells are texts, which Impala and others store as bytes."""
+    if pa.types.is_fixed_size_binary(kind):
+        return True
+    return kind in {pa.string(), pa.large_string(), pa.binary(), pa.large_binary()}

@@ -65,6 +65,27 @@ class RowSource(Protocol):
         ...
 
 
+class ColumnsInMemory:
+    """Columns in memory as a source of rows.
+
+    Args:
+        name: of the source, in messages.
+        columns: pyarrow ChunkedArrays of the same length, by name.
+    """
+
+    def __init__(self, name: str, columns: Mapping[str, ArrowColumn]) -> None:
+        self.name = name
+        self._columns = columns
+
+    def column_names(self) -> list[str]:
+        """Return the names of all columns."""
+        return list(self._columns)
+
+    def read(self, names: Sequence[str]) -> Mapping[str, ArrowColumn]:
+        """Return the named columns."""
+        return {name: self._columns[name] for name in names}
+
+
 class TableSource(RowSource, Protocol):
     """A source of rows that may also be read in parts."""
 

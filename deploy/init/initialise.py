@@ -7,17 +7,25 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
 from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
 from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.data.ids import Allowed
+from splitveil.common.data.settings import DataSettings
+from splitveil.common.data.sources import ColumnsInMemory
+from splitveil.common.data.table import table_of
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_settings import Address, load_party_settings
 from splitveil.common.run.contract import ACTIVE, Name
+from splitveil.common.run.id_rules import TextId
+from splitveil.common.settings import validate
 from splitveil.common.text.visible_text import visible
 from splitveil.deploy.init.choices import Wishes, id_candidates, label_candidates
 from splitveil.deploy.init.columns import Column, describe
+from splitveil.deploy.init.own_ids import OwnIds, likely_ids, own_ids
 from splitveil.deploy.init.proposal import (
     Proposal,
     Terms,
@@ -25,7 +33,7 @@ from splitveil.deploy.init.proposal import (
     texts_of,
     write_files,
 )
-from splitveil.deploy.init.tables import read_raw
+from splitveil.deploy.init.tables import RawTable, read_raw
 from splitveil.passive_party.settings import PassiveSettings
 
 Ask = Callable[[str, Sequence[str]], str]
@@ -94,26 +102,79 @@ def initialise(
         StorageError: a file cannot be written.
     """
     table = read_raw(path, delimiter)
-    columns = [describe(name, cells) for name, cells in table.columns.items()]
+    columns = _described(table, wishes)
     if ask is not None:
-        wishes = _asked(columns, wishes, terms, ask)
+        known, wishes = wishes, _asked(table, columns, wishes, terms, ask)
+        columns = (
+            columns if wishes.missing_texts == known.missing_texts else _described(table, wishes)
+        )
     proposal = propose(table, columns, wishes, terms)
-    files = write_files(terms.folder, texts_of(proposal, terms.role), force=force)
+    texts = texts_of(proposal, terms.role)
+    _read_as_a_run_does(table, proposal, texts[f"{terms.role}.yaml"])
+    files = write_files(terms.folder, texts, force=force)
     _check_loadable(terms)
     return Written(proposal, columns, files)
 
 
-def _asked(columns: Sequence[Column], wishes: Wishes, terms: Terms, ask: Ask) -> Wishes:
+def _described(table: RawTable, wishes: Wishes) -> list[Column]:
+    return [describe(name, cells, wishes.missing_texts) for name, cells in table.columns.items()]
+
+
+def _asked(
+    table: RawTable, columns: Sequence[Column], wishes: Wishes, terms: Terms, ask: Ask
+) -> Wishes:
     """Ask for the columns that matter; the likeliest answer is the default."""
     if wishes.id_column is None and wishes.has_id:
-        names = [column.name for column in id_candidates(columns)]
+        names = id_candidates(likely_ids(columns, table.columns), wishes)
         answer = ask("Column with the ids by which both parties know an example", [*names, "-"])
         wishes = wishes._replace(has_id=answer != "-", id_column=None if answer == "-" else answer)
+    if wishes.id_column is not None and wishes.id_column in table.columns:
+        ids = own_ids(table.columns[wishes.id_column])
+        wishes = wishes._replace(allowed=_asked_about_ids(ids, wishes.allowed, ask))
     if terms.role == ACTIVE and wishes.label_column is None:
         others = [column for column in columns if column.name != wishes.id_column]
         names = [column.name for column in label_candidates(others)]
         wishes = wishes._replace(label_column=ask("Column with the labels", names))
+    decided = (*wishes.categorical, *wishes.exclude, wishes.id_column, wishes.label_column)
+    for column in columns:
+        if column.name not in decided:
+            others = [other for other in columns if other is not column]
+            wishes = _asked_about(column, others, wishes, ask)
     return wishes
+
+
+def _asked_about_ids(ids: OwnIds | None, allowed: Allowed, ask: Ask) -> Allowed:
+    objections = {} if ids is None else ids.objections(allowed)
+    for what, objection in objections.items():
+        if ask(f"{objection}. Leave these rows out", ["yes", "no"]) == "yes":
+            allowed = allowed._replace(**{what: True})
+    return allowed
+
+
+def _asked_about(column: Column, others: Sequence[Column], wishes: Wishes, ask: Ask) -> Wishes:
+    """Ask how a column is read that is almost of one kind."""
+    if column.almost is None:
+        return wishes
+    texts = column.almost.others
+    are_values = any(set(texts) & set(other.values) for other in others)
+    answers = ["gaps"] if texts and not are_values else []
+    answers += ["categorical", "exclude"] if column.kind == "text" else ["exclude"]
+    answer = ask(f"Column {column.name}: {column.almost.in_words}. What are the others", answers)
+    match answer if answer in answers else "":
+        case "gaps":
+            return wishes._replace(missing_texts=(*wishes.missing_texts, *texts))
+        case "categorical":
+            return wishes._replace(categorical=(*wishes.categorical, column.name))
+        case "exclude":
+            return wishes._replace(exclude=(*wishes.exclude, column.name))
+    raise SettingsError(f"column {column.name!r}: expected {' or '.join(answers)}")
+
+
+def _read_as_a_run_does(table: RawTable, proposal: Proposal, text: str) -> None:
+    """Refuse before anything is written what a run would refuse."""
+    settings = validate(DataSettings, yaml.safe_load(text)["data"], "data")
+    rules = [TextId(whole_numbers=proposal.whole_numbers)]
+    table_of(ColumnsInMemory(str(table.path), table.columns), settings, None, rules)
 
 
 def _check_loadable(terms: Terms) -> None:
@@ -161,6 +222,8 @@ def _wishes(options: argparse.Namespace) -> Wishes:
         numeric=tuple(options.numeric),
         categorical=tuple(options.categorical),
         exclude=tuple(options.exclude),
+        missing_texts=tuple(options.missing_text),
+        allowed=Allowed(options.duplicate_ids is not None, options.unusable_ids is not None),
     )
 
 

@@ -2,7 +2,7 @@
 
 import csv
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +34,8 @@ class RawTable(NamedTuple):
     """Rows of the whole file, estimated if only its beginning was read."""
     is_whole: bool
     """Whether all rows were read."""
+    index_columns: Sequence[str] = ()
+    """Those that held the rows' labels in pandas."""
 
 
 def read_raw(path: Path, delimiter: str | None = None, most_rows: int = MOST_ROWS) -> RawTable:
@@ -68,7 +70,8 @@ def read_raw(path: Path, delimiter: str | None = None, most_rows: int = MOST_ROW
     whole = pa.concat_tables(parts)
     is_whole = rows < most_rows or done >= 1.0
     estimate = rows if is_whole else round(rows / max(done, 1e-6))
-    return RawTable(path, source, {name: whole[name] for name in names}, estimate, is_whole)
+    columns, index = {name: whole[name] for name in names}, getattr(table, "index_columns", ())
+    return RawTable(path, source, columns, estimate, is_whole, index)
 
 
 def _source_of(path: Path, delimiter: str | None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -65,25 +66,20 @@ class RowSource(Protocol):
         ...
 
 
+@dataclass
 class ColumnsInMemory:
-    """Columns in memory as a source of rows.
+    """Columns in memory, all of the same length, as a source of rows."""
 
-    Args:
-        name: of the source, in messages.
-        columns: pyarrow ChunkedArrays of the same length, by name.
-    """
-
-    def __init__(self, name: str, columns: Mapping[str, ArrowColumn]) -> None:
-        self.name = name
-        self._columns = columns
+    name: str
+    columns: Mapping[str, ArrowColumn]
 
     def column_names(self) -> list[str]:
         """Return the names of all columns."""
-        return list(self._columns)
+        return list(self.columns)
 
     def read(self, names: Sequence[str]) -> Mapping[str, ArrowColumn]:
         """Return the named columns."""
-        return {name: self._columns[name] for name in names}
+        return {name: self.columns[name] for name in names}
 
 
 class TableSource(RowSource, Protocol):

@@ -18,12 +18,12 @@ from splitveil.common.data.columns import is_unnamed_index
 from splitveil.common.data.ids import Allowed
 from splitveil.common.data.settings import MAX_CLASSES
 from splitveil.common.data.sources import suggest
-from splitveil.common.errors import SettingsError
+from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.privacy.leakage import auc
 from splitveil.common.run.splits import SPLITS
 from splitveil.deploy.init.columns import Column, as_text
 from splitveil.deploy.init.labels import Label, is_of_numbers, label_of
-from splitveil.deploy.init.own_ids import OwnIds, likely_ids, own_ids
+from splitveil.deploy.init.own_ids import likely_ids, objections_to
 
 LABEL_WORDS = frozenset(
     [
@@ -51,17 +51,8 @@ NUMBER_LABEL_WORDS = frozenset(["y", "label", "target"])
 
 ID_WORDS = frozenset(
     [
-        "id",
-        "ids",
-        "key",
-        "uuid",
-        "guid",
-        "identifier",
-        "customer",
-        "client",
-        "patient",
-        "person",
-        "user",
+        *("id", "ids", "key", "uuid", "guid", "identifier", "customer", "client", "patient"),
+        *("person", "user"),
     ]
 )
 TELLTALE_AUC = 0.995
@@ -129,19 +120,12 @@ class Wishes(NamedTuple):
     """Rows that are left out because of their ids."""
 
 
-def id_candidates(likely: Mapping[str, OwnIds], wishes: Wishes) -> list[str]:
-    """Return the columns that may hold ids, those that are named like one first.
-
-    Args:
-        likely: columns that nearly may.
-        wishes: say which rows are left out.
-    """
-    clean = [
-        name
-        for name, ids in likely.items()
-        if not ids.whole_numbers and not ids.objections(wishes.allowed)
-    ]
-    return sorted(clean, key=lambda name: not _words(name) & ID_WORDS)
+def id_candidates(
+    columns: Sequence[Column], cells: Mapping[str, Any], wishes: Wishes
+) -> dict[str, list[str]]:
+    """Return the columns that may hold ids, the likeliest first, with what a run objects to."""
+    likely = likely_ids(columns, cells, wishes.allowed)
+    return dict(sorted(likely.items(), key=lambda x: (bool(x[1]), not _words(x[0]) & ID_WORDS)))
 
 
 def label_candidates(columns: Sequence[Column]) -> list[Column]:
@@ -170,28 +154,26 @@ def choose_id(columns: Sequence[Column], cells: Mapping[str, Any], wishes: Wishe
         return None
     if wishes.id_column is not None:
         column = _named(columns, wishes.id_column, "--id-column")
-        ids = own_ids(cells[column.name])
-        objections = {} if ids is None else ids.objections(wishes.allowed)
-        if ids is None or objections:
+        try:
+            objections, _ = objections_to(cells[column.name], wishes.allowed)
+        except DataError as error:
+            objections = [str(error)]
+        if objections:
             raise SettingsError(
                 f"--id-column {column.name}: expected a text or whole number in every row, each "
-                f"once, found {column.in_words()} in {column.num_rows:,} rows"
-                f"{''.join(f'; {one}' for one in objections.values())}"
+                f"once, found {column.in_words()} in {column.num_rows:,} rows; "
+                f"{'; '.join(objections)}"
             )
         return column.name
-    likely = likely_ids(columns, cells)
-    candidates = id_candidates(likely, wishes)
+    likely = id_candidates(columns, cells, wishes)
+    candidates = [name for name, objections in likely.items() if not objections]
     named = [name for name in candidates if _words(name) & ID_WORDS]
     if len(named) == 1:
         return named[0]
     if len(candidates) == 1 and not any(_words(name) & ID_WORDS for name in likely):
         return candidates[0]
     found = ", ".join(named or candidates) or "none"
-    nearly = "; ".join(
-        f"{name} ({', '.join([*ids.objections(wishes.allowed).values(), *ids.needs_a_rule])})"
-        for name, ids in likely.items()
-        if name not in candidates
-    )
+    nearly = "; ".join(f"{name} ({', '.join(why)})" for name, why in likely.items() if why)
     raise SettingsError(
         f"--id-column: name the column by which both parties know an example (columns with a text "
         f"or whole number of its own in every row: {found}"

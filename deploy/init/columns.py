@@ -22,7 +22,7 @@ from splitveil.common.data.columns import (
 )
 from splitveil.common.data.timestamps import are_times
 from splitveil.common.errors import DataError
-from splitveil.deploy.init.almost import Almost, almost_all_numbers, matches
+from splitveil.deploy.init.almost import Almost, almost, almost_numbers, matches
 
 Kind = Literal["empty", "constant", "whole", "number", "time", "odd time", "text", "other"]
 """What the cells of a column hold: nothing; one value; whole numbers; numbers; dates or times (of
@@ -37,41 +37,10 @@ GAPS = (
 
 CODE_WORDS = frozenset(
     [
-        "agent",
-        "app",
-        "area",
-        "branch",
-        "brand",
-        "category",
-        "channel",
-        "city",
-        "class",
-        "code",
-        "country",
-        "county",
-        "device",
-        "district",
-        "id",
-        "ids",
-        "ip",
-        "kind",
-        "merchant",
-        "model",
-        "os",
-        "plz",
-        "postcode",
-        "product",
-        "region",
-        "sector",
-        "shop",
-        "sku",
-        "state",
-        "store",
-        "terminal",
-        "type",
-        "vendor",
-        "zip",
-        "zipcode",
+        *("agent", "app", "area", "branch", "brand", "category", "channel", "city", "class"),
+        *("code", "country", "county", "device", "district", "id", "ids", "ip", "kind"),
+        *("merchant", "model", "os", "plz", "postcode", "product", "region", "sector", "shop"),
+        *("sku", "state", "store", "terminal", "type", "vendor", "zip", "zipcode"),
     ]
 )
 """Words in the names of columns whose whole numbers are codes and not quantities."""
@@ -172,17 +141,16 @@ def describe(name: str, cells: Any, missing_texts: Sequence[str] = ()) -> Column
     present = set(pc.unique(text).to_pylist())
     gaps = tuple(gap for gap in dict.fromkeys((*GAPS, *missing_texts)) if gap in present)
     found = read_categories(WrittenColumn(text, name, gaps))
-    kind, almost = _kind_of(name, cells.type, found)
+    kind, nearly = _kind_of(name, cells.type, found)
     values, counts = found.categories, np.bincount(found.codes + 1)[1:]
-    is_number = kind in {"whole", "number"} and almost is None
-    numbers = numbers_of(values) if is_number else np.zeros(0)
+    has_numbers = kind in {"whole", "number"} and nearly is None
+    numbers = numbers_of(values) if has_numbers else np.zeros(0)
     if np.isnan(numbers).any():  # other spellings of NaN
-        is_number = ~np.isnan(numbers)
-        values = values.filter(pa.array(is_number))
-        numbers, counts = numbers[is_number], counts[is_number]
+        is_value = ~np.isnan(numbers)
+        values, numbers = values.filter(pa.array(is_value)), numbers[is_value]
+        counts = counts[is_value]
     order = np.argsort(-counts, kind="stable")[:KEPT_VALUES]
     reason = _reason_for_codes(name, kind, numbers, counts)
-    has_numbers = bool(len(numbers) and np.isfinite(numbers).all())
     return Column(
         name=name,
         kind=kind,
@@ -195,10 +163,10 @@ def describe(name: str, cells: Any, missing_texts: Sequence[str] = ()) -> Column
         skewness=_skewness(numbers, counts),
         looks_like_codes=bool(reason),
         reason=reason,
-        low=float(numbers.min()) if len(numbers) else 0.0,
-        high=float(numbers.max()) if len(numbers) else 0.0,
+        low=float(numbers.min()) if has_numbers else 0.0,
+        high=float(numbers.max()) if has_numbers else 0.0,
         variance=_variance(numbers, counts) if has_numbers else 0.0,
-        almost=almost,
+        almost=nearly,
     )
 
 
@@ -215,33 +183,33 @@ def as_text(cells: Any, gaps: Sequence[str] = ()) -> Any | None:
 def _kind_of(name: str, written_as: Any, column: CategoricalColumn) -> tuple[Kind, Almost | None]:
     """Return what the cells are, and what nearly all of them are."""
     texts = column.categories
-    if not len(texts):
-        return "empty", None
     is_number = are_numbers(texts)
     is_typed = pa.types.is_floating(written_as) or pa.types.is_decimal(written_as)
     if is_typed and not is_number.all():
-        return "number", Almost.of(column, "finite numbers of float32", is_number, "")
-    if len(texts) == 1 or pa.types.is_date(written_as) or pa.types.is_timestamp(written_as):
-        return "constant" if len(texts) == 1 else "time", None
-    if pa.types.is_temporal(written_as):  # times of day and durations, which only have a text
-        return "text", None
+        return "number", almost(column, "finite numbers of float32", is_number)
+    if len(texts) <= 1:
+        return "constant" if len(texts) else "empty", None
+    if pa.types.is_temporal(written_as):  # times of day and durations only have a text
+        is_time = pa.types.is_date(written_as) or pa.types.is_timestamp(written_as)
+        return "time" if is_time else "text", None
     if is_typed or is_number.all():
         is_whole = matches(texts, _WHOLE).all() and not pa.types.is_floating(written_as)
         return "whole" if is_whole else "number", None
-    almost = None if _is_code_word(name) else almost_all_numbers(column, is_number)
-    return _kind_of_texts(column, almost)
+    return _kind_of_texts(name, column, is_number)
 
 
-def _kind_of_texts(column: CategoricalColumn, almost: Almost | None) -> tuple[Kind, Almost | None]:
+def _kind_of_texts(
+    name: str, column: CategoricalColumn, is_number: NDArray[np.bool_]
+) -> tuple[Kind, Almost | None]:
     texts = column.categories
     is_time = are_times(texts)
     if is_time.all():
         return "time", None
     if column.is_nearly_all(is_time):
-        return "text", Almost.of(column, "dates or times", is_time, "")
+        return "text", almost(column, "dates or times", is_time)
     if matches(texts, _TIME).all():
         return "odd time", None
-    return "text", almost
+    return "text", None if _is_code_word(name) else almost_numbers(column, is_number)
 
 
 def numbers_of(values: Any) -> NDArray[np.float64]:

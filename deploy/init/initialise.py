@@ -3,7 +3,7 @@
 import argparse
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,9 +23,9 @@ from splitveil.common.run.contract import ACTIVE, Name
 from splitveil.common.run.id_rules import TextId
 from splitveil.common.settings import validate
 from splitveil.common.text.visible_text import visible
+from splitveil.deploy.init.almost import Almost
 from splitveil.deploy.init.choices import Wishes, id_candidates, label_candidates
 from splitveil.deploy.init.columns import Column, describe
-from splitveil.deploy.init.own_ids import OwnIds, likely_ids, own_ids
 from splitveil.deploy.init.proposal import (
     Proposal,
     Terms,
@@ -102,12 +102,11 @@ def initialise(
         StorageError: a file cannot be written.
     """
     table = read_raw(path, delimiter)
-    columns = _described(table, wishes)
+    columns = [describe(*column, wishes.missing_texts) for column in table.columns.items()]
     if ask is not None:
-        known, wishes = wishes, _asked(table, columns, wishes, terms, ask)
-        columns = (
-            columns if wishes.missing_texts == known.missing_texts else _described(table, wishes)
-        )
+        wishes = _asked(table, columns, wishes, terms, ask)
+        if wishes.missing_texts:
+            columns = [describe(*column, wishes.missing_texts) for column in table.columns.items()]
     proposal = propose(table, columns, wishes, terms)
     texts = texts_of(proposal, terms.role)
     _read_as_a_run_does(table, proposal, texts[f"{terms.role}.yaml"])
@@ -116,58 +115,40 @@ def initialise(
     return Written(proposal, columns, files)
 
 
-def _described(table: RawTable, wishes: Wishes) -> list[Column]:
-    return [describe(name, cells, wishes.missing_texts) for name, cells in table.columns.items()]
-
-
 def _asked(
     table: RawTable, columns: Sequence[Column], wishes: Wishes, terms: Terms, ask: Ask
 ) -> Wishes:
     """Ask for the columns that matter; the likeliest answer is the default."""
     if wishes.id_column is None and wishes.has_id:
-        names = id_candidates(likely_ids(columns, table.columns), wishes)
-        answer = ask("Column with the ids by which both parties know an example", [*names, "-"])
+        likely = [*id_candidates(columns, table.columns, wishes), "-"]
+        answer = ask("Column with the ids by which both parties know an example", likely)
         wishes = wishes._replace(has_id=answer != "-", id_column=None if answer == "-" else answer)
-    if wishes.id_column is not None and wishes.id_column in table.columns:
-        ids = own_ids(table.columns[wishes.id_column])
-        wishes = wishes._replace(allowed=_asked_about_ids(ids, wishes.allowed, ask))
     if terms.role == ACTIVE and wishes.label_column is None:
         others = [column for column in columns if column.name != wishes.id_column]
         names = [column.name for column in label_candidates(others)]
         wishes = wishes._replace(label_column=ask("Column with the labels", names))
     decided = (*wishes.categorical, *wishes.exclude, wishes.id_column, wishes.label_column)
     for column in columns:
-        if column.name not in decided:
-            others = [other for other in columns if other is not column]
-            wishes = _asked_about(column, others, wishes, ask)
+        if column.almost is not None and column.name not in decided:
+            taken = {value for other in columns if other is not column for value in other.values}
+            wishes = _asked_about(column, column.almost, taken, wishes, ask)
     return wishes
 
 
-def _asked_about_ids(ids: OwnIds | None, allowed: Allowed, ask: Ask) -> Allowed:
-    objections = {} if ids is None else ids.objections(allowed)
-    for what, objection in objections.items():
-        if ask(f"{objection}. Leave these rows out", ["yes", "no"]) == "yes":
-            allowed = allowed._replace(**{what: True})
-    return allowed
-
-
-def _asked_about(column: Column, others: Sequence[Column], wishes: Wishes, ask: Ask) -> Wishes:
-    """Ask how a column is read that is almost of one kind."""
-    if column.almost is None:
-        return wishes
-    texts = column.almost.others
-    are_values = any(set(texts) & set(other.values) for other in others)
-    answers = ["gaps"] if texts and not are_values else []
+def _asked_about(
+    column: Column, almost: Almost, taken: Set[str], wishes: Wishes, ask: Ask
+) -> Wishes:
+    """Ask how a column is read of which nearly all cells are of one kind."""
+    answers = ["gaps"] if almost.others and taken.isdisjoint(almost.others) else []
     answers += ["categorical", "exclude"] if column.kind == "text" else ["exclude"]
-    answer = ask(f"Column {column.name}: {column.almost.in_words}. What are the others", answers)
-    match answer if answer in answers else "":
-        case "gaps":
-            return wishes._replace(missing_texts=(*wishes.missing_texts, *texts))
-        case "categorical":
-            return wishes._replace(categorical=(*wishes.categorical, column.name))
-        case "exclude":
-            return wishes._replace(exclude=(*wishes.exclude, column.name))
-    raise SettingsError(f"column {column.name!r}: expected {' or '.join(answers)}")
+    answer = ask(f"Column {column.name}: {almost.in_words}: read as", answers)
+    if answer not in answers:
+        raise SettingsError(f"column {column.name!r}: expected {' or '.join(answers)}")
+    if answer == "gaps":
+        return wishes._replace(missing_texts=(*wishes.missing_texts, *almost.others))
+    if answer == "exclude":
+        return wishes._replace(exclude=(*wishes.exclude, column.name))
+    return wishes._replace(categorical=(*wishes.categorical, column.name))
 
 
 def _read_as_a_run_does(table: RawTable, proposal: Proposal, text: str) -> None:

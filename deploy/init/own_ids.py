@@ -1,7 +1,7 @@
-"""Judges columns of ids as a run does: which rows it would refuse, and what lets it go on."""
+"""Judges columns of ids as a run does."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 
@@ -12,61 +12,43 @@ from splitveil.common.errors import DataError
 from splitveil.deploy.init.columns import Column
 
 
-class OwnIds(NamedTuple):
-    """What a run finds in a column of ids."""
+def objections_to(cells: Any, allowed: Allowed) -> tuple[list[str], int]:
+    """Return why a run refuses a column of ids, each with the option that lets it go on.
 
-    num_rows: int
-    unusable: int
-    """Rows without a usable id."""
+    The second value is the number of rows that have an id of their own.
 
-    repeated: int
-    """Rows whose id an earlier row has."""
-
-    whole_numbers: bool
-    """Whether the contract needs this rule, as they are stored as floating-point numbers."""
-
-    def objections(self, allowed: Allowed) -> dict[str, str]:
-        """Return why a run refuses them, with the option that lets it go on, by what it allows."""
-        found = {}
-        if self.unusable and not allowed.unusable:
-            found["unusable"] = f"{self.unusable:,} rows without an id: --unusable-ids leave_out"
-        if self.repeated and not allowed.duplicates:
-            rows = f"{self.repeated:,} rows with the id of an earlier row"
-            found["duplicates"] = f"{rows}: --duplicate-ids first"
-        return found
-
-    @property
-    def needs_a_rule(self) -> list[str]:
-        """What else has to be agreed on."""
-        rule = "--id-column names it, and the contract says ids: {whole_numbers: true}"
-        return [f"stored as floating-point numbers: {rule}"] if self.whole_numbers else []
-
-    @property
-    def is_likely(self) -> bool:
-        """Whether nearly all rows have an id of their own."""
-        return self.unusable + self.repeated <= (1 - NEARLY_ALL) * self.num_rows
-
-
-def own_ids(cells: Any) -> OwnIds | None:
-    """Judge a column; None if it holds neither texts nor whole numbers."""
-    try:
-        raw = read_ids(WrittenColumn(cells, ""), may_be_floats=True)
-    except DataError:
-        return None
+    Raises:
+        DataError: the column holds neither texts nor whole numbers.
+    """
+    raw = read_ids(WrittenColumn(cells, "ids"), may_be_floats=True)
     odd = odd_rows(raw, canonical_texts(raw), CanonicalForm())
-    is_float = pa.types.is_floating(cells.type)
-    return OwnIds(len(raw), len(odd.unusable), len(odd.repeated), is_float)
+    unusable, repeated = len(odd.unusable), len(odd.repeated)
+    found = []
+    if unusable and not allowed.unusable:
+        found.append(f"{unusable:,} rows without an id: --unusable-ids leave_out")
+    if repeated and not allowed.duplicates:
+        found.append(f"{repeated:,} rows with the id of an earlier row: --duplicate-ids first")
+    return found, len(raw) - unusable - repeated
 
 
-def likely_ids(columns: Sequence[Column], cells: Mapping[str, Any]) -> dict[str, OwnIds]:
-    """Return the columns whose texts or whole numbers may be ids, of nearly all rows."""
+def likely_ids(
+    columns: Sequence[Column], cells: Mapping[str, Any], allowed: Allowed
+) -> dict[str, list[str]]:
+    """Return the columns of which nearly all rows have an id of their own, and what is objected."""
     found = {}
     for column in columns:
         is_float = pa.types.is_floating(cells[column.name].type)
+        is_index = is_unnamed_index(column.name) and column.kind == "whole"
         may_be = column.kind in {"whole", "text"} or (is_float and column.kind == "number")
-        may_be &= not (is_unnamed_index(column.name) and column.kind == "whole")
-        if may_be and column.distinct >= (1 - 2 * (1 - NEARLY_ALL)) * column.num_rows:
-            ids = own_ids(cells[column.name])
-            if ids is not None and ids.is_likely:
-                found[column.name] = ids
+        if is_index or not may_be or column.distinct < 0.8 * column.num_rows:
+            continue
+        try:
+            objections, num_ids = objections_to(cells[column.name], allowed)
+        except DataError:
+            continue
+        if is_float:
+            rule = "the contract says ids: {whole_numbers: true} if --id-column names it"
+            objections.append(f"stored as floating-point numbers: {rule}")
+        if num_ids >= NEARLY_ALL * column.num_rows:
+            found[column.name] = objections
     return found

@@ -16,7 +16,7 @@ _NAIVE = pa.timestamp("us")
 _UTC = pa.timestamp("us", "UTC")
 _ZONE = r"\d\d:\d\d\S*(Z|[+-]\d\d(:?\d\d)?)$"
 """The end of a text that names a zone."""
-_DATE = r"^\d{4}-\d{2}-\d{2}"
+_FORM = r"^\d{4}-\d\d-\d\d([ T]\d\d(:\d\d(:\d\d(\.\d{1,9})?)?)?(Z|[+-]\d\d(:?\d\d)?)?)?$"
 _BEYOND_MICROSECONDS = r"(:\d\d\.\d{6})\d{1,3}"
 
 _PARTS = {
@@ -113,10 +113,10 @@ def _parsed(text: ArrowColumn) -> ArrowColumn:
 
 def are_times(text: ArrowColumn) -> NDArray[np.bool_]:
     """Return which texts are dates or times of ISO 8601."""
-    begins_so = pc.fill_null(pc.match_substring_regex(text, _DATE), False)
-    found = begins_so.to_numpy(zero_copy_only=False).copy()
-    found[found] = _are_parsed(text.filter(begins_so))
-    return np.asarray(found, np.bool_)
+    looks_so = pc.fill_null(pc.match_substring_regex(text, _FORM), False)
+    found = np.array(looks_so.to_numpy(zero_copy_only=False), np.bool_)
+    found[found] = _are_parsed(text.filter(looks_so))
+    return found
 
 
 def _are_parsed(text: ArrowColumn) -> NDArray[np.bool_]:

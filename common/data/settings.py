@@ -139,7 +139,7 @@ class FeatureSettings(Section):
 
     missing_texts: tuple[str, ...] = ("",)
     """Cells that mean "no value" in features and labels, for instance ``["", "?"]``; in columns of
-    floating-point numbers, infinite ones (``inf``, ``-inf``) alone."""
+    floating-point numbers only infinite ones and those too large for float32."""
 
     signed_log1p: bool = False
     """Whether numbers x become sign(x) log(1 + |x|) before scaling, which suits counts."""

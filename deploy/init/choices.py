@@ -21,7 +21,7 @@ from splitveil.common.data.sources import suggest
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.privacy.leakage import auc
 from splitveil.common.run.splits import SPLITS
-from splitveil.deploy.init.columns import Column, as_text
+from splitveil.deploy.init.columns import Column, as_text, without_gaps
 from splitveil.deploy.init.labels import Label, is_of_numbers, label_of
 from splitveil.deploy.init.own_ids import likely_ids, objections_to
 
@@ -313,9 +313,10 @@ def _reason_in_its_cells(column: Column) -> str:
 
 def _tells_label(cells: Any, column: Column, is_positive: NDArray[np.bool_]) -> bool:
     """Say whether a column alone gives the label away, by its values or by its gaps."""
-    filled = as_text(cells, column.gaps)
-    if filled is None or column.kind in {"empty", "other"}:
+    text = as_text(cells)
+    if text is None or column.kind in {"empty", "other"}:
         return False
+    filled = without_gaps(text, column.gaps)
     has_value = pc.is_valid(filled).to_numpy(zero_copy_only=False)
     scores = [has_value.astype(np.float64)]
     if column.kind in {"whole", "number"} and not column.looks_like_codes:

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from splitveil.common.data.columns import (
+    LARGEST_FLOAT32,
     CategoricalColumn,
     WrittenColumn,
     are_numbers,
@@ -117,6 +118,7 @@ class Column(NamedTuple):
             "text": f"texts, {self.distinct:,} distinct",
             "other": "neither texts nor numbers",
         }[self.kind]
+        what += f" ({self.almost.in_words})" if self.almost else ""
         if not self.missing or self.kind == "empty":
             return what
         shown = ", ".join("empty" if gap == "" else repr(gap) for gap in self.gaps)
@@ -143,8 +145,7 @@ def describe(name: str, cells: Any, missing_texts: Sequence[str] = ()) -> Column
     found = read_categories(WrittenColumn(text, name, gaps))
     kind, nearly = _kind_of(name, cells.type, found)
     values, counts = found.categories, np.bincount(found.codes + 1)[1:]
-    has_numbers = kind in {"whole", "number"} and nearly is None
-    numbers = numbers_of(values) if has_numbers else np.zeros(0)
+    numbers = numbers_of(values) if kind in {"whole", "number"} else np.zeros(0)
     if np.isnan(numbers).any():  # other spellings of NaN
         is_value = ~np.isnan(numbers)
         values, numbers = values.filter(pa.array(is_value)), numbers[is_value]
@@ -163,21 +164,26 @@ def describe(name: str, cells: Any, missing_texts: Sequence[str] = ()) -> Column
         skewness=_skewness(numbers, counts),
         looks_like_codes=bool(reason),
         reason=reason,
-        low=float(numbers.min()) if has_numbers else 0.0,
-        high=float(numbers.max()) if has_numbers else 0.0,
-        variance=_variance(numbers, counts) if has_numbers else 0.0,
+        low=float(numbers.min()) if len(numbers) else 0.0,
+        high=float(numbers.max()) if len(numbers) else 0.0,
+        variance=_variance(numbers, counts) if len(numbers) and nearly is None else 0.0,
         almost=nearly,
     )
 
 
-def as_text(cells: Any, gaps: Sequence[str] = ()) -> Any | None:
-    """Return cells as texts without white space around them, null for gaps; None if not texts."""
+def as_text(cells: Any) -> Any | None:
+    """Return a column's cells as texts without surrounding white space; None if they have none."""
     try:
         if pa.types.is_floating(cells.type):
             cells = pc.cast(cells, pa.string())
-        return clean_text(WrittenColumn(cells, "", gaps))
+        return clean_text(WrittenColumn(cells, ""))
     except DataError:
         return None
+
+
+def without_gaps(text: Any, gaps: Sequence[str]) -> Any:
+    """Return the texts with null in place of every gap."""
+    return clean_text(WrittenColumn(text, "", gaps))
 
 
 def _kind_of(name: str, written_as: Any, column: CategoricalColumn) -> tuple[Kind, Almost | None]:
@@ -227,7 +233,7 @@ def _variance(numbers: NDArray[np.float64], counts: NDArray[np.int64]) -> float:
 
 
 def _skewness(numbers: NDArray[np.float64], counts: NDArray[np.int64]) -> float:
-    is_finite = np.isfinite(numbers)
+    is_finite = np.abs(numbers) <= LARGEST_FLOAT32
     numbers, counts = numbers[is_finite], counts[: len(is_finite)][is_finite]
     if len(numbers) < 2:
         return 0.0

@@ -3,7 +3,7 @@
 import argparse
 import math
 import sys
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,6 @@ from splitveil.common.run.contract import ACTIVE, Name
 from splitveil.common.run.id_rules import TextId
 from splitveil.common.settings import validate
 from splitveil.common.text.visible_text import visible
-from splitveil.deploy.init.almost import Almost
 from splitveil.deploy.init.choices import Wishes, id_candidates, label_candidates
 from splitveil.deploy.init.columns import Column, describe
 from splitveil.deploy.init.proposal import (
@@ -105,6 +104,7 @@ def initialise(
     columns = [describe(*column, wishes.missing_texts) for column in table.columns.items()]
     if ask is not None:
         wishes = _asked(table, columns, wishes, terms, ask)
+        wishes = _asked_about_columns(columns, wishes, ask)
         if wishes.missing_texts:
             columns = [describe(*column, wishes.missing_texts) for column in table.columns.items()]
     proposal = propose(table, columns, wishes, terms)
@@ -127,33 +127,35 @@ def _asked(
         others = [column for column in columns if column.name != wishes.id_column]
         names = [column.name for column in label_candidates(others)]
         wishes = wishes._replace(label_column=ask("Column with the labels", names))
-    decided = (*wishes.categorical, *wishes.exclude, wishes.id_column, wishes.label_column)
-    for column in columns:
-        if column.almost is not None and column.name not in decided:
-            taken = {value for other in columns if other is not column for value in other.values}
-            wishes = _asked_about(column, column.almost, taken, wishes, ask)
     return wishes
 
 
-def _asked_about(
-    column: Column, almost: Almost, taken: Set[str], wishes: Wishes, ask: Ask
-) -> Wishes:
-    """Ask how a column is read of which nearly all cells are of one kind."""
-    answers = ["gaps"] if almost.others and taken.isdisjoint(almost.others) else []
-    answers += ["categorical", "exclude"] if column.kind == "text" else ["exclude"]
-    answer = ask(f"Column {column.name}: {almost.in_words}: read as", answers)
-    if answer not in answers:
-        raise SettingsError(f"column {column.name!r}: expected {' or '.join(answers)}")
-    if answer == "gaps":
-        return wishes._replace(missing_texts=(*wishes.missing_texts, *almost.others))
-    if answer == "exclude":
-        return wishes._replace(exclude=(*wishes.exclude, column.name))
-    return wishes._replace(categorical=(*wishes.categorical, column.name))
+def _asked_about_columns(columns: Sequence[Column], wishes: Wishes, ask: Ask) -> Wishes:
+    """Ask how columns are read of which nearly all cells are of one kind."""
+    for column in columns:
+        decided = (*wishes.categorical, *wishes.exclude, wishes.id_column, wishes.label_column)
+        if column.almost is None or column.name in decided:
+            continue
+        gaps = column.almost.others
+        is_category = any(set(gaps) & set(other.values) for other in columns if other != column)
+        answers = ["gaps"] if gaps and not is_category else []
+        answers += ["categorical", "exclude"] if column.kind == "text" else ["exclude"]
+        answer = ask(f"Column {column.name}: {column.almost.in_words}: read as", answers)
+        if answer not in answers:
+            raise SettingsError(f"column {column.name!r}: expected {' or '.join(answers)}")
+        if answer == "gaps":
+            wishes = wishes._replace(missing_texts=(*wishes.missing_texts, *gaps))
+        elif answer == "exclude":
+            wishes = wishes._replace(exclude=(*wishes.exclude, column.name))
+        else:
+            wishes = wishes._replace(categorical=(*wishes.categorical, column.name))
+    return wishes
 
 
 def _read_as_a_run_does(table: RawTable, proposal: Proposal, text: str) -> None:
     """Refuse before anything is written what a run would refuse."""
-    settings = validate(DataSettings, yaml.safe_load(text)["data"], "data")
+    in_memory = {"source": {"kind": "csv", "path": "as read by init"}}
+    settings = validate(DataSettings, yaml.safe_load(text)["data"] | in_memory, "data")
     rules = [TextId(whole_numbers=proposal.whole_numbers)]
     table_of(ColumnsInMemory(str(table.path), table.columns), settings, None, rules)
 
@@ -204,7 +206,9 @@ def _wishes(options: argparse.Namespace) -> Wishes:
         categorical=tuple(options.categorical),
         exclude=tuple(options.exclude),
         missing_texts=tuple(options.missing_text),
-        allowed=Allowed(options.duplicate_ids is not None, options.unusable_ids is not None),
+        allowed=Allowed(
+            duplicates=options.duplicate_ids is not None, unusable=options.unusable_ids is not None
+        ),
     )
 
 

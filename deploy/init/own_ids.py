@@ -7,7 +7,7 @@ import pyarrow as pa
 
 from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.columns import NEARLY_ALL, WrittenColumn, is_unnamed_index, read_ids
-from splitveil.common.data.ids import Allowed, canonical_texts, odd_rows
+from splitveil.common.data.ids import Allowed, odd_rows
 from splitveil.common.errors import DataError
 from splitveil.deploy.init.columns import Column
 
@@ -21,7 +21,8 @@ def objections_to(cells: Any, allowed: Allowed) -> tuple[list[str], int]:
         DataError: the column holds neither texts nor whole numbers.
     """
     raw = read_ids(WrittenColumn(cells, "ids"), may_be_floats=True)
-    odd = odd_rows(raw, canonical_texts(raw), CanonicalForm())
+    form = CanonicalForm()
+    odd = odd_rows(raw, form.of(raw), form)
     unusable, repeated = len(odd.unusable), len(odd.repeated)
     found = []
     if unusable and not allowed.unusable:

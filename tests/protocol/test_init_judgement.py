@@ -97,6 +97,7 @@ def test_what_is_almost_of_one_kind_is_a_question(
         assert "--categorical calls, or --exclude calls" in said
     assert propose(path, Wishes(categorical=("calls",))).choices.categorical[0].name == "calls"
     check(tmp_path)
+    assert message.partition(":")[0] in (tmp_path / "passive.yaml").read_text()
     assert not propose(path, Wishes(exclude=("calls",))).choices.numeric
 
 

@@ -19,7 +19,7 @@ from pyarrow import parquet
 from splitveil.command.program import main as splitveil
 from splitveil.common.data.ids import Allowed
 from splitveil.common.data.settings import DataSettings
-from splitveil.common.errors import SettingsError
+from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.run.id_rules import TextId
 from splitveil.common.settings import validate
@@ -217,7 +217,9 @@ def test_ids_that_a_run_reads_are_accepted(
 ) -> None:
     path = write(tmp_path, {"id": SIDES, "customer": ids, "y": [0, 1] * 30}, "parquet")
     for named in (None, "customer") if message else ():
-        with pytest.raises(SettingsError, match=r"--id-column.* none|customer: expected") as refused:
+        with pytest.raises(
+            SettingsError, match=r"--id-column.* none|customer: expected"
+        ) as refused:
             propose(path, Wishes(id_column=named, label_column="y"), "active")
         assert message in str(refused.value) or named
     named = "customer" if "floating" in message else None
@@ -260,6 +262,19 @@ def test_an_index_of_pandas_is_no_feature(tmp_path: Path, index: Any, left_out: 
     plain = {"source": source, "id_column": "id", "features": {"numeric": "*"}}
     numeric = PartyData.load(validate(DataSettings, plain, "data"), tmp_path).table.numeric
     assert list(numeric) == (["calls", "row"] if left_out == ["row"] else ["calls"])
+
+
+@pytest.mark.parametrize(
+    ("wishes", "message"),
+    [({"numeric": ("side",)}, "found text in rows 1, 2"), ({"categorical": ("x",)}, "not double")],
+)
+def test_nothing_is_written_that_a_run_refuses(
+    tmp_path: Path, wishes: dict[str, Any], message: str
+) -> None:
+    path = write(tmp_path, {"side": SIDES, "x": pa.array([0.5, 1.5, 2] * 20)}, "parquet")
+    with pytest.raises(DataError, match=message):
+        propose(path, Wishes(**wishes))
+    assert not (tmp_path / "passive.yaml").exists()
 
 
 # ---- whatever is written, a check accepts ----

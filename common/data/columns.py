@@ -25,6 +25,7 @@ _MANTISSA_BITS = {16: 11, 32: 24, 64: 53}
 MAX_WEIGHT = 1_000_000
 NEARLY_ALL = 0.9
 """Share of the cells, or of the distinct texts, from which the others are probably mistakes."""
+_UNNAMED_INDEX = r"__index_level_\d+__"
 NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$|^[+-]?(?i:inf|infinity|nan)$"
 
 
@@ -63,9 +64,7 @@ class CategoricalColumn(NamedTuple):
 
     def is_nearly_all(self, is_it: NDArray[np.bool_]) -> bool:
         """Say whether a condition holds for nearly all cells, or for nearly all distinct texts."""
-        if (
-            not len(is_it) or is_it.mean() < 0.5
-        ):  # spares the reading of all codes, which may be on disk
+        if is_it.mean() < 0.5:  # spares the reading of all codes, which may be on disk
             return False
         num_right, num_cells = self.rows_of(is_it).sum(), (self.codes >= 0).sum()
         return bool(is_it.mean() >= NEARLY_ALL or num_right >= NEARLY_ALL * num_cells)
@@ -243,6 +242,15 @@ def _is_float32(column: WrittenColumn) -> bool:
     return bool(pa.types.is_float32(column.cells.type) or pa.types.is_float16(column.cells.type))
 
 
+def almost_numbers(column: CategoricalColumn) -> NDArray[np.bool_]:
+    """Return which rows hold no number if nearly all others do; of other columns, none."""
+    if not len(column.categories):
+        return np.zeros(len(column.codes), np.bool_)
+    is_number = are_numbers(column.categories)
+    is_meant = not is_number.all() and column.is_nearly_all(is_number)
+    return column.rows_of(~is_number & is_meant)
+
+
 def are_numbers(texts: Any) -> NDArray[np.bool_]:
     """Return which texts are numbers that a model can compute with."""
     values, is_unreadable = read_numbers(WrittenColumn(pa.chunked_array([texts]), "texts"))
@@ -251,7 +259,7 @@ def are_numbers(texts: Any) -> NDArray[np.bool_]:
 
 def is_unnamed_index(name: str) -> bool:
     """Say whether pandas has named a column so: it holds the numbers of a table's rows."""
-    return re.fullmatch(r"__index_level_\d+__", name) is not None
+    return re.fullmatch(_UNNAMED_INDEX, name) is not None
 
 
 def read_categories(column: WrittenColumn) -> CategoricalColumn:

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from torch import Tensor
 
 from splitveil.common.data.canonical_form import CanonicalForm
-from splitveil.common.data.columns import are_numbers
+from splitveil.common.data.columns import almost_numbers
 from splitveil.common.data.converted import MappedTable, open_converted
 from splitveil.common.data.features import FeatureEncoder, Features
 from splitveil.common.data.id_forms import ColumnForms, form_of
@@ -285,10 +285,9 @@ def _say(doubts: Sequence[str], report: IdReport, settings: DataSettings, source
 
 def _say_almost_numbers(table: Table, kept: NDArray[np.int64] | None = None) -> None:
     for name, column in table.categorical.items():
-        is_number = are_numbers(column.categories)
-        if is_number.all() or not column.is_nearly_all(is_number):
+        rows = np.flatnonzero(almost_numbers(column))
+        if not len(rows):
             continue
-        rows = np.flatnonzero(column.rows_of(~is_number))
         _logger.warning(
             "%s: column %r: each text is a category, but %d of %d cells are numbers, those in %s "
             "are not; if they mean no value, name their texts in data.features.missing_texts and "

@@ -41,22 +41,14 @@ from splitveil.common.errors import (
     EndedForGood,
 )
 from splitveil.common.party import command_line
-from splitveil.common.party.absent_pandas import leave_pandas_out
 from splitveil.common.party.credentials import CredentialFiles, credential_files
-from splitveil.common.party.early_imports import FOR_ATTACKS, import_while_waiting
 from splitveil.common.party.ending import end_program, exit_code_of
-from splitveil.common.party.freed_memory import (
-    kept_once_built,
-    return_unused_memory,
-    share_heaps,
-)
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.place import Place
 from splitveil.common.party.transcript import Transcript
 from splitveil.common.party.workers import Workers, act, joined
-from splitveil.common.privacy.cross_fitting import LIBRARIES
 from splitveil.common.record.provenance import provenance_of_process
 from splitveil.common.record.run_record import write_summary
 from splitveil.common.record.summary import Summary
@@ -74,8 +66,6 @@ from splitveil.common.wire.probe_desk import ProbeDesk
 
 logger = logging.getLogger("splitveil.active_party")
 
-_FOR_MONITOR = (*FOR_ATTACKS, *LIBRARIES)
-
 GRACE_S = 5.0
 LAST_WORDS_S = 2.0
 """Time that a party that ends early waits for its peer's next call, whose status says so."""
@@ -92,7 +82,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def perform(parsed: argparse.Namespace) -> int:
     """Do what parsed arguments say, and return the exit code."""
     configure_logging("active", parsed.verbose - parsed.quiet)
-    leave_pandas_out(parsed.command)
     actions = {
         "align": align,
         "run": _run,
@@ -114,7 +103,6 @@ def _run(parsed: argparse.Namespace) -> None:
     if place.rank:
         work_for(settings, place)
         return
-    share_heaps()
     interruption = Interruption()
     interruption.install()
     with joined(place, interruption) as workers:
@@ -158,7 +146,7 @@ def _train(
         session = build_session(
             settings,
             data,
-            kept_once_built(build_trainer),
+            build_trainer,
             StatusObserver(recorder, status),
             partial(command_line.draw_nonce, settings),
             store,
@@ -173,7 +161,6 @@ def _train(
         desk = ProbeDesk(contract, form_of(data.ids))
         server = start_server(service, contract, settings.listen, credentials, notes, desk)
         logger.info("waiting for %s at %s", _parties_of(contract), settings.listen)
-        import_while_waiting(*(() if settings.leak_monitor is None else _FOR_MONITOR))
         stopped: EndedForGood | None = None
         try:
             with status.serving(session):
@@ -185,7 +172,6 @@ def _train(
             service.tell_end(min(patience_s, settings.reconnect.max_s), interruption)
             server.stop(GRACE_S).wait()
             engine.close()
-            return_unused_memory()  # of the last steps, before results take some
             recorder.note_refit(save_results(settings, folder, session, build_trainer))
             recorder.note_alone(save_alone(settings, folder, session, build_trainer))
     # The monitor measures the last batches only after the last answer has left.

@@ -24,7 +24,6 @@ from splitveil.common.party.aligned_table import (
     write_aligned,
 )
 from splitveil.common.party.credentials import credential_files
-from splitveil.common.party.freed_memory import return_freed_memory
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.transcript import Transcript
@@ -53,7 +52,6 @@ def align(parsed: argparse.Namespace) -> None:
     interruption.install()
     settings = aligning(command_line.load_settings(ActiveSettings, parsed, "active"))
     check_outputs(settings, parsed.output)
-    return_freed_memory()
     security = check_security(credential_files(settings, ACTIVE), settings.listen, "listen")
     level = logging.INFO if settings.security.mode == "mtls" else logging.WARNING
     logger.log(level, "security: %s", security)

@@ -20,17 +20,10 @@ from splitveil.common.errors import (
     PeerUnreachable,
     SettingsError,
 )
-from splitveil.common.models.factory import build_bottom_model
+from splitveil.common.models.factory import Trial, build_bottom_model, lone_row_in_words
 from splitveil.common.party import command_line
-from splitveil.common.party.absent_pandas import leave_pandas_out
 from splitveil.common.party.credentials import CredentialFiles, credential_files
-from splitveil.common.party.early_imports import FOR_ATTACKS, import_while_waiting
 from splitveil.common.party.ending import end_program, exit_code_of
-from splitveil.common.party.freed_memory import (
-    kept_once_built,
-    return_unused_memory,
-    share_heaps,
-)
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_data import PartyData, open_earlier_model
@@ -84,7 +77,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def perform(parsed: argparse.Namespace) -> int:
     """Do what parsed arguments say, and return the exit code."""
     configure_logging("passive", parsed.verbose - parsed.quiet)
-    leave_pandas_out(parsed.command)
     actions = {
         "align": align,
         "run": _run,
@@ -104,7 +96,6 @@ def _run(parsed: argparse.Namespace) -> None:
     if place.rank:
         work_for(settings, place)
         return
-    share_heaps()
     interruption = Interruption()
     interruption.install()
     with joined(place, interruption) as workers:
@@ -149,7 +140,7 @@ def _train(
         store = resources.enter_context(RunStore(folder, keep, in_background=True))
         run = PassiveRun(
             aligner,
-            kept_once_built(build_trainer),
+            build_trainer,
             StatusObserver(recorder, status),
             store,
             recorder if settings.audits else None,
@@ -165,7 +156,6 @@ def _train(
                 connection, settings.reconnect, interruption, settings.party, watch
             ) as peer:
                 _begin_to_wait(status)
-                import_while_waiting(*(() if settings.adversary is None else FOR_ATTACKS))
                 run.run(peer)
         except PeerEndedForGood as error:
             stopped = error  # it ends with a summary, like any other run
@@ -175,7 +165,6 @@ def _train(
             logger.warning("the active party does not resume this run: %s", error)
         finally:
             aligner.engine.close()
-            return_unused_memory()  # of the last steps, before results take some
             # A run that has ended for good and is not resumed keeps the model that it ended with.
             if run.trainer is not None and end_of(folder) is None:
                 identity = identity_metadata(run.model_identity, settings.contract)
@@ -296,15 +285,20 @@ def _check(parsed: argparse.Namespace) -> None:
         encoder = data.fit(np.arange(len(data.ids)), earlier)
         if encoder is None:
             raise SettingsError("data.features: the passive party needs features")
-        model = build_bottom_model(
+        contract, device = settings.contract, command_line.torch_device(settings.device)
+        build = partial(
+            build_bottom_model,
             settings.bottom_model,
             encoder,
-            settings.contract.cut_shape,
+            contract.cut_shape,
             seed=settings.model_seed,
         )
+        model = build(trial=Trial((contract.batch_size,), device))
+        but = "" if contract.drop_last else lone_row_in_words(build, device)
         if earlier is not None:
             earlier.put_into(model)
-        return f"data: {data.summary()}; the bottom model fits them; {data.report.in_words()}"
+        fits = f"the bottom model fits them{but}"
+        return f"data: {data.summary()}; {fits}; {data.report.in_words()}"
 
     def labels() -> str:
         found = _evaluation_labels(settings)

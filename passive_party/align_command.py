@@ -16,7 +16,6 @@ from splitveil.common.party.aligned_table import (
     write_aligned,
 )
 from splitveil.common.party.credentials import credential_files
-from splitveil.common.party.freed_memory import return_freed_memory
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.transcript import Transcript
@@ -49,7 +48,6 @@ def align(parsed: argparse.Namespace) -> None:
     interruption.install()
     settings = aligning(command_line.load_settings(PassiveSettings, parsed, "passive"))
     check_outputs(settings, parsed.output)
-    return_freed_memory()
     credentials = credential_files(settings, settings.party)
     security = check_security(credentials, settings.connect, "connect")
     logger.log(logging.WARNING if credentials is None else logging.INFO, "security: %s", security)

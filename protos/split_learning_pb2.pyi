@@ -35,14 +35,6 @@ class LeaveReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     LEAVE_REASON_INTERRUPTED: _ClassVar[LeaveReason]
     LEAVE_REASON_ALIGNMENT_FAILED: _ClassVar[LeaveReason]
     LEAVE_REASON_FAILED: _ClassVar[LeaveReason]
-
-class IdForm(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    ID_FORM_UNSPECIFIED: _ClassVar[IdForm]
-    ID_FORM_WHOLE: _ClassVar[IdForm]
-    ID_FORM_LEADING_ZEROS: _ClassVar[IdForm]
-    ID_FORM_DECIMAL_POINT: _ClassVar[IdForm]
-    ID_FORM_TEXT: _ClassVar[IdForm]
 DTYPE_UNSPECIFIED: DType
 DTYPE_FLOAT32: DType
 DTYPE_FLOAT16: DType
@@ -60,11 +52,6 @@ LEAVE_REASON_FINISHED: LeaveReason
 LEAVE_REASON_INTERRUPTED: LeaveReason
 LEAVE_REASON_ALIGNMENT_FAILED: LeaveReason
 LEAVE_REASON_FAILED: LeaveReason
-ID_FORM_UNSPECIFIED: IdForm
-ID_FORM_WHOLE: IdForm
-ID_FORM_LEADING_ZEROS: IdForm
-ID_FORM_DECIMAL_POINT: IdForm
-ID_FORM_TEXT: IdForm
 
 class HandshakeRequest(_message.Message):
     __slots__ = ("protocol_version", "party", "contract", "nonce_commitment", "resume_run_id", "resume_places")
@@ -268,6 +255,24 @@ class LeaveReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class IdForm(_message.Message):
+    __slots__ = ("most", "some", "length", "hexadecimal", "leading_zeros", "decimal_point", "shortened")
+    MOST_FIELD_NUMBER: _ClassVar[int]
+    SOME_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    HEXADECIMAL_FIELD_NUMBER: _ClassVar[int]
+    LEADING_ZEROS_FIELD_NUMBER: _ClassVar[int]
+    DECIMAL_POINT_FIELD_NUMBER: _ClassVar[int]
+    SHORTENED_FIELD_NUMBER: _ClassVar[int]
+    most: str
+    some: str
+    length: int
+    hexadecimal: bool
+    leading_zeros: bool
+    decimal_point: bool
+    shortened: bool
+    def __init__(self, most: _Optional[str] = ..., some: _Optional[str] = ..., length: _Optional[int] = ..., hexadecimal: _Optional[bool] = ..., leading_zeros: _Optional[bool] = ..., decimal_point: _Optional[bool] = ..., shortened: _Optional[bool] = ...) -> None: ...
+
 class Introduction(_message.Message):
     __slots__ = ("protocol_version", "version", "party", "contract", "clock_ms", "id_form")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -282,7 +287,7 @@ class Introduction(_message.Message):
     contract: str
     clock_ms: int
     id_form: IdForm
-    def __init__(self, protocol_version: _Optional[int] = ..., version: _Optional[str] = ..., party: _Optional[str] = ..., contract: _Optional[str] = ..., clock_ms: _Optional[int] = ..., id_form: _Optional[_Union[IdForm, str]] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., version: _Optional[str] = ..., party: _Optional[str] = ..., contract: _Optional[str] = ..., clock_ms: _Optional[int] = ..., id_form: _Optional[_Union[IdForm, _Mapping]] = ...) -> None: ...
 
 class ProbeRequest(_message.Message):
     __slots__ = ("introduction", "padding")

@@ -13,6 +13,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.optim import Adam
 from torch.optim.lr_scheduler import LambdaLR
 
 from splitveil.active_party.defenses.build_inputs import (
@@ -69,7 +70,6 @@ from splitveil.active_party.defenses.section import (
 )
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.common.data.features import Features
-from splitveil.common.models.uncompiled_optimizers import Adam
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.run.progress import State
 

@@ -63,7 +63,8 @@ def agreed_rows(
         )
     if len(rows) < sizes.min_aligned:
         raise AlignmentError(
-            f"too few ids to train on: {counts}, expected at least {sizes.min_aligned}"
+            f"too few ids to train on: {counts}, expected at least {sizes.min_aligned}; if there "
+            f"should be more, check --connect at both parties compares how they write them"
         )
     if peer.split_digest != own.split_digest:
         raise AlignmentError(

@@ -11,19 +11,23 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from splitveil.common.run.messages import IdForm
+from splitveil.common.run.messages import ID_CHARACTERS, IdForm
 
-_DECIMAL = r"^[+-]?\d+\.0*$"
-_EXPONENT = r"^[+-]?\d+(\.\d+)?[eE][+-]?\d+$"
+_DECIMAL = r"^([+-]?\d+)\.0*$"
+_PADDED = r"^0\d+$"
 _FRACTION = r"^[+-]?\d*\.\d*[1-9]\d*$"
 _DIGITS = r"^\d+$"
-_NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
-_WHOLE = r"^[+-]?\d+$"
+_HEXADECIMAL = r"^[0-9a-fA-F]{16,}$"
+_PROTECTED = r"^(=\".*\"|'.*)$"
 
-LOOKED_AT = 200_000
+SHORTENED = r"^[+-]?\d+(\.\d+[eE][+-]?|[eE][+-])\d+$"
+"""Numbers such as 1.2E+15; 12e5 may be hexadecimal."""
+LOOKED_AT = 20_000
 """Ids that decide about the form of all, at equal distances over the table."""
 _LEAST_ROW_NUMBERS = 20
 """Rows from which ids that count the rows are no coincidence."""
+_LEAST = 10
+"""Ids of one form before the other party learns that there are any; and one in a hundred."""
 
 
 class IdForms:
@@ -40,35 +44,23 @@ class IdForms:
         self._num_exponents = 0
         self._num_padded = 0
         self._num_ids = 0
-        self._num_numbers = 0
-        self._num_whole = 0
+        self._num_protected = 0
         self._first_number: int | None = None
         self._lengths: set[int] = set()
-
-    @property
-    def form(self) -> IdForm:
-        """How the ids are written, in one word that holds for all of them."""
-        if self._num_numbers < self._num_ids:
-            return IdForm.TEXT
-        if self._num_whole < self._num_ids:
-            return IdForm.DECIMAL_POINT
-        return IdForm.LEADING_ZEROS if self._num_padded else IdForm.WHOLE
 
     def add(self, ids: Iterable[str]) -> None:
         """Count some canonical ids."""
         text = pa.array(ids, pa.string())
         self._count_rows(text)
         self._num_ids += len(text)
-        self._num_numbers += _count(pc.match_substring_regex(text, _NUMBER))
-        self._num_whole += _count(pc.match_substring_regex(text, _WHOLE))
-        self._num_decimals += _count(pc.match_substring_regex(text, _DECIMAL))
-        self._num_exponents += _count(pc.match_substring_regex(text, _EXPONENT))
-        self._num_fractions += _count(pc.match_substring_regex(text, _FRACTION))
+        self._num_decimals += _count(text, _DECIMAL)
+        self._num_exponents += _count(text, SHORTENED)
+        self._num_fractions += _count(text, _FRACTION)
+        self._num_protected += _count(text, _PROTECTED)
         digits = text.filter(pc.match_substring_regex(text, _DIGITS))
         lengths = pc.utf8_length(digits)
         self._lengths |= set(np.unique(lengths.to_numpy()).tolist())
-        starts_with_zero = pc.starts_with(digits, "0")
-        self._num_padded += _count(pc.and_(starts_with_zero, pc.greater(lengths, 1)))
+        self._num_padded += _count(digits, _PADDED)
 
     def doubts(self) -> Sequence[str]:
         """Return a sentence for each doubtful form."""
@@ -88,6 +80,12 @@ class IdForms:
             found.append(
                 f"{self._num_exponents:,} ids are written like 1.2e+15, as spreadsheets shorten "
                 f"long numbers: they equal no id in full"
+            )
+        if self._num_protected:
+            found.append(
+                f'{self._num_protected:,} ids are written like ="007" or \'007, as spreadsheets '
+                f"protect zeros: they equal no id that the other party writes as 007, unless "
+                f'contract.ids says drop_characters: "=\\"\'"'
             )
         if self._num_padded and len(self._lengths) > 1:
             found.append(
@@ -145,13 +143,31 @@ class ColumnForms:
         ]
 
 
-def form_of(ids: Sequence[str]) -> IdForm:
-    """Return how canonical ids are written."""
+def form_of(ids: Sequence[str]) -> IdForm | None:
+    """Return how canonical ids are written; None for too few to say it."""
     step = -(-len(ids) // LOOKED_AT)
-    forms = IdForms()
-    forms.add([ids[row] for row in range(0, len(ids), max(step, 1))])
-    return forms.form
+    text = pa.array([ids[row] for row in range(0, len(ids), max(step, 1))], pa.string())
+    few = max(_LEAST, -(-len(text) // 100))
+    nearly_all = -(-len(text) * 9 // 10)
+    if len(text) < few:
+        return None
+    whole = pc.replace_substring_regex(text, _DECIMAL, r"\1")
+    bare = pc.replace_substring_regex(whole, "[[:punct:] ]", "")
+    counts = {kind: _count(whole, pattern) for kind, pattern in ID_CHARACTERS.items()}
+    lengths, rows = np.unique(pc.utf8_length(bare).to_numpy(), return_counts=True)
+    length = int(lengths[rows.argmax()]) if len(text) - rows.max() < few else 0
+    form = IdForm(
+        "".join(sorted(kind for kind, count in counts.items() if count >= nearly_all)),
+        "".join(sorted(kind for kind, count in counts.items() if few <= count < nearly_all)),
+        length,
+        decimal_point=_count(text, _DECIMAL) >= few,
+        shortened=_count(text, SHORTENED) >= few,
+    )
+    return form._replace(
+        hexadecimal=form.has_letters and _count(bare, _HEXADECIMAL) >= nearly_all,
+        leading_zeros=_count(bare, _DIGITS) >= nearly_all and _count(bare, _PADDED) >= few,
+    )
 
 
-def _count(is_it: pa.Array) -> int:
-    return pc.sum(is_it).as_py() or 0
+def _count(text: pa.Array, pattern: str) -> int:
+    return pc.sum(pc.match_substring_regex(text, pattern)).as_py() or 0

@@ -31,9 +31,6 @@ class IdIndex:
         self._rows = np.argsort(hashes, kind="stable")
         self._hashes = hashes[self._rows]
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
     def rows_of(self, ids: Sequence[str]) -> NDArray[np.int64]:
         """Return the row of each id, in any order and possibly repeated; ``ABSENT`` without one.
 

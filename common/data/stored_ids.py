@@ -9,11 +9,7 @@ from numpy.typing import NDArray
 _CHUNK = 64 * 1024
 
 
-class CheckedIds(Sequence[str]):
-    """One id per row, all canonical and distinct."""
-
-
-class RowNumbers(CheckedIds):
+class RowNumbers(Sequence[str]):
     """The row numbers, from 1, as ids."""
 
     def __init__(self, num_rows: int) -> None:
@@ -38,7 +34,7 @@ class RowNumbers(CheckedIds):
         return map(str, self._numbers)
 
 
-class StoredIds(CheckedIds):
+class StoredIds(Sequence[str]):
     """Ids as one text, in a memory-mapped file or in memory.
 
     Args:
@@ -48,15 +44,10 @@ class StoredIds(CheckedIds):
 
     def __init__(self, text: NDArray[np.uint8], ends: NDArray[np.int64]) -> None:
         self._text = text
-        self._ends = ends
-
-    @property
-    def ends(self) -> NDArray[np.int64]:
-        """The end of each id in the text, (rows,)."""
-        return self._ends
+        self.ends = ends
 
     def __len__(self) -> int:
-        return len(self._ends)
+        return len(self.ends)
 
     @overload
     def __getitem__(self, index: int) -> str: ...
@@ -68,7 +59,7 @@ class StoredIds(CheckedIds):
         """Return one id, or the ids of a slice."""
         rows = range(len(self))[index]
         if isinstance(rows, int):
-            return self._text[self._start(rows) : int(self._ends[rows])].tobytes().decode()
+            return self._text[self._start(rows) : int(self.ends[rows])].tobytes().decode()
         if rows.step == 1:
             return list(map(bytes.decode, self._between(rows.start, rows.stop)))
         return [self[row] for row in rows]
@@ -83,7 +74,7 @@ class StoredIds(CheckedIds):
         Args:
             rows: ascending.
         """
-        ends = np.cumsum(np.diff(self._ends, prepend=0)[rows])
+        ends = np.cumsum(np.diff(self.ends, prepend=0)[rows])
         text = bytearray()
         for first in range(0, len(rows), _CHUNK):
             text += "".join(self[row] for row in rows[first : first + _CHUNK].tolist()).encode()
@@ -96,8 +87,8 @@ class StoredIds(CheckedIds):
             lengths = np.fromiter(map(len, texts), np.int64, len(texts))
         else:
             lengths = np.array([len(text.encode()) for text in texts], np.int64)
-        ends = self._ends[rows]
-        starts = np.where(rows > 0, self._ends[rows - 1], 0)
+        ends = self.ends[rows]
+        starts = np.where(rows > 0, self.ends[rows - 1], 0)
         if not np.array_equal(ends - starts, lengths):
             return False
         # Position of each character of all texts together, counted from the start of its own.
@@ -106,12 +97,12 @@ class StoredIds(CheckedIds):
         return bool(found.tobytes() == wanted.encode())
 
     def _start(self, row: int) -> int:
-        return int(self._ends[row - 1]) if row else 0
+        return int(self.ends[row - 1]) if row else 0
 
     def _between(self, first: int, last: int) -> Iterator[bytes]:
         """Yield the ids of consecutive rows, reading their text in one go."""
         origin = start = self._start(first)
-        ends = self._ends[first:last].tolist()
+        ends = self.ends[first:last].tolist()
         text = self._text[origin : ends[-1] if ends else origin].tobytes()
         for end in ends:
             yield text[start - origin : end - origin]

@@ -4,11 +4,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, overload
 
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Adam, Optimizer, SparseAdam
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.settings import AdamOptimizer, OptimizerSettings, SgdOptimizer
-from splitveil.common.models.uncompiled_optimizers import Adam, Sgd, SparseAdam, Uncompiled
 
 
 def build_optimizer(settings: OptimizerSettings, model: nn.Module) -> Optimizer:
@@ -31,7 +30,7 @@ def build_optimizer(settings: OptimizerSettings, model: nn.Module) -> Optimizer:
             sparse = [parameter for parameter in trainable if id(parameter) in large]
             return _build_adam(settings, dense, sparse)
         case SgdOptimizer():
-            return Sgd(
+            return SGD(
                 trainable,
                 lr=settings.learning_rate,
                 momentum=settings.momentum,
@@ -67,7 +66,7 @@ def _build_adam(
     return parts[0] if len(parts) == 1 else JoinedOptimizer(parts)
 
 
-class JoinedOptimizer(Uncompiled):
+class JoinedOptimizer(Optimizer):
     """Several optimizers for disjoint parameters, used as one."""
 
     def __init__(self, parts: list[Optimizer]) -> None:

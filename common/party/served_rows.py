@@ -1,5 +1,6 @@
 """A party's rows as predictions need them: found by id, encoded as in the training."""
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,9 +14,12 @@ from splitveil.common.data.features import FeatureEncoder, Features
 from splitveil.common.data.id_index import ABSENT, IdIndex
 from splitveil.common.data.mapped_features import MappedFeatures, RowEncoder
 from splitveil.common.data.table_files import settings_for, source_of
-from splitveil.common.errors import SettingsError
+from splitveil.common.data.unknown_categories import unknown_categories
+from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import PartySettings
+
+_logger = logging.getLogger(__name__)
 
 
 class ServedRows:
@@ -54,18 +58,26 @@ class ServedRows:
             table: another file than that of the settings, with rows that need no label.
 
         Raises:
-            DataError: the table cannot be used, or lacks a column that the model needs.
+            DataError: the table cannot be used, or not a column of it that the model needs.
             SettingsError: the model was trained without features.
             StorageError: the cache cannot be used.
         """
         if encoder is None:
             raise SettingsError("data.features: the model was trained without features here")
-        if table is None:
+        own = settings.data.source
+        if table is None and settings.data.unlabelled_rows == "error":
             data = PartyData.of(settings)
         else:
-            chosen = settings_for(settings.data, source_of(table, settings.data.source), encoder)
+            source = own if table is None else source_of(table, own)
+            chosen = settings_for(settings.data, source, encoder)
             data = PartyData.load(chosen, settings.base_dir, id_rules=settings.contract.ids)
-        return cls(data, encoder, CanonicalForm(settings.contract.ids))
+        served = cls(data, encoder, CanonicalForm(settings.contract.ids))
+        unknown = list(unknown_categories(encoder, data.table, settings.data.features))
+        if refused := [sentence for sentence, is_whole in unknown if is_whole]:
+            raise DataError("\n".join(refused))
+        for sentence, _ in unknown:
+            _logger.warning("%s", sentence)
+        return served
 
     def __len__(self) -> int:
         return int(self._is_served.sum())

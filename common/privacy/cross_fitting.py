@@ -27,10 +27,6 @@ from splitveil.common.privacy.folded_rows import FoldedRows, Ridge, Weights, sol
 from splitveil.common.privacy.pair_aucs import ClassIndices, Floats
 from splitveil.common.privacy.row_functions import functions_of
 
-LIBRARIES = ("sklearn.exceptions", "sklearn.linear_model", "scipy.linalg", "scipy.stats")
-"""What is imported when it is first used, which takes a second: only a run that is measured should
-pay it."""
-
 FOLDS = 5
 _RIDGE = Ridge(1.0, 30.0, 100.0)
 """Of log-odds."""

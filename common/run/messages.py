@@ -4,6 +4,8 @@ Both state machines speak in these types. ``splitveil.common.wire`` translates t
 back, and nothing else does.
 """
 
+import re
+import string
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, NewType
@@ -113,10 +115,33 @@ class AuditQuestion:
     """One score per training row in that order, (training rows,), float32."""
 
 
-class IdForm(Enum):
-    """How a party's ids are written."""
+ID_MARKS = string.punctuation.replace("~", "") + " "
+ID_CHARACTERS = {mark: re.escape(mark) for mark in ID_MARKS} | {
+    "0": r"\p{Nd}",
+    "A": r"\p{Lu}",
+    "a": r"\p{Ll}",
+    "~": r"[^\x00-\x7f]",
+}
+"""The kinds of characters that are compared, each with its pattern in RE2's syntax."""
 
-    WHOLE = "whole numbers without leading zeros"
-    LEADING_ZEROS = "whole numbers, some with leading zeros"
-    DECIMAL_POINT = "numbers, some with a decimal point"
-    TEXT = "texts"
+
+class IdForm(NamedTuple):
+    """How a party's ids are written, as ``protos`` explains it."""
+
+    most: str = ""
+    some: str = ""
+    length: int = 0
+    hexadecimal: bool = False
+    leading_zeros: bool = False
+    decimal_point: bool = False
+    shortened: bool = False
+
+    @property
+    def characters(self) -> frozenset[str]:
+        """The kinds of characters that more than a few of the ids have."""
+        return frozenset(self.most + self.some)
+
+    @property
+    def has_letters(self) -> bool:
+        """Whether more than a few of the ids have letters."""
+        return not self.characters.isdisjoint("Aa")

@@ -14,6 +14,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from splitveil.common.errors import InvalidMessage, ProtocolError, TooLarge
 from splitveil.common.run.contract import NAME_CHARACTERS, PASSIVE_PARTIES
+from splitveil.common.run.messages import ID_CHARACTERS
 from splitveil.common.run.sample_order import (
     NONCE_BYTES,
     POSITIONS_DIGEST_BYTES,
@@ -119,6 +120,7 @@ _VERSION = Bound(255, "there is only one; any other gets a reply that names the 
 _EPOCH = Bound(100_000, "the contract allows no more epochs")
 _STEP = Bound(2**31, "at most one step per row, and at most this many rows")
 _SHAPE = Bound(5, "rows, and up to four dimensions of the cut layer")
+_CHARACTERS = Bound(len(ID_CHARACTERS), "each kind of characters once")
 _CHUNK = Bound(2**31 // CHUNK_IDS, "the number of chunks of the largest set")
 
 FIELDS: Mapping[str, Bound] = {
@@ -176,6 +178,8 @@ FIELDS: Mapping[str, Bound] = {
     "Introduction.party": _NAME,
     "Introduction.contract": Bound(CONTRACT_CHARACTERS, "see CONTRACT_CHARACTERS"),
     "Introduction.clock_ms": Bound(2**53, "a date that a computer can name"),
+    "IdForm.most": _CHARACTERS,
+    "IdForm.some": _CHARACTERS,
     "ProbeRequest.padding": Bound(PROBE_PADDING_BYTES, "see PROBE_PADDING_BYTES"),
     "ProbeReply.padding": Bound(PROBE_PADDING_BYTES, "as many bytes as were sent"),
     "DescribeRequest.protocol_version": _VERSION,
@@ -216,7 +220,12 @@ EXEMPT: Mapping[str, str] = {
     "EvaluateReply.split": "an enumeration: one of its numbers",
     "AuditRequest.scores": "the message's own bound; the desk requires one per training row",
     "LeaveRequest.reason": "an enumeration: one of its numbers",
-    "Introduction.id_form": "an enumeration: one of its numbers",
+    "Introduction.id_form": "a message: its own fields are bounded",
+    "IdForm.length": "only compared and shown",
+    "IdForm.hexadecimal": "yes or no",
+    "IdForm.leading_zeros": "yes or no",
+    "IdForm.decimal_point": "yes or no",
+    "IdForm.shortened": "yes or no",
     "ProbeRequest.introduction": "a message: its own fields are bounded",
     "ProbeReply.introduction": "a message: its own fields are bounded",
     "DescribeReply.batch_number": "only compared with this party's own",

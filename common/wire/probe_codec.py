@@ -3,19 +3,12 @@
 from typing import NamedTuple
 
 from splitveil.common.errors import InvalidMessage
-from splitveil.common.run.messages import IdForm
+from splitveil.common.run.messages import ID_CHARACTERS, IdForm
 from splitveil.common.text.version import VERSION
 from splitveil.common.wire.limits import PROTOCOL_VERSION, VERSION_CHARACTERS
 from splitveil.protos import split_learning_pb2 as pb
 
 SERVICE = "splitveil.v1.Diagnosis"
-
-_TO_WIRE: dict[IdForm, pb.IdForm] = {
-    IdForm.WHOLE: pb.ID_FORM_WHOLE,
-    IdForm.LEADING_ZEROS: pb.ID_FORM_LEADING_ZEROS,
-    IdForm.DECIMAL_POINT: pb.ID_FORM_DECIMAL_POINT,
-    IdForm.TEXT: pb.ID_FORM_TEXT,
-}
 
 
 class Introduction(NamedTuple):
@@ -40,7 +33,7 @@ def encode_introduction(own: Introduction) -> pb.Introduction:
         party=own.party,
         contract=own.contract,
         clock_ms=max(round(1000 * own.clock_s), 0),
-        id_form=pb.ID_FORM_UNSPECIFIED if own.id_form is None else _TO_WIRE[own.id_form],
+        id_form=None if own.id_form is None else pb.IdForm(**own.id_form._asdict()),
     )
 
 
@@ -48,16 +41,18 @@ def decode_introduction(received: pb.Introduction) -> Introduction:
     """Decode what the peer says about itself.
 
     Raises:
-        InvalidMessage: it brings no contract.
+        InvalidMessage: it brings no contract, or unknown kinds of characters.
     """
     if not received.contract:
         raise InvalidMessage("an introduction without a contract")
-    forms = {number: form for form, number in _TO_WIRE.items()}
+    if not ID_CHARACTERS.keys() >= {*received.id_form.most, *received.id_form.some}:
+        raise InvalidMessage("unknown kinds of characters in ids")
+    form = IdForm(*(getattr(received.id_form, name) for name in IdForm._fields))
     return Introduction(
         party=received.party,
         contract=received.contract,
         clock_s=received.clock_ms / 1000,
-        id_form=forms.get(received.id_form),
+        id_form=form if received.HasField("id_form") else None,
         version=received.version,
         protocol_version=received.protocol_version,
     )

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 
+from splitveil import common
+from splitveil.common.errors import SettingsError
 from splitveil.common.party.credentials import (
     CredentialFiles,
     Credentials,
@@ -17,7 +19,6 @@ from splitveil.common.run.contract import Contract
 from splitveil.common.wire.interceptor import HandlerInterceptor
 from splitveil.common.wire.limits import PARTY_KEY
 from splitveil.common.wire.status import UNTRUSTED
-from splitveil.common.wire.tls_version import require_tls_1_3
 from splitveil.protos import split_learning_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ def channel_credentials(credentials: Credentials, pinned: bytes) -> grpc.Channel
     Raises:
         SettingsError: gRPC would agree to TLS 1.2.
     """
-    require_tls_1_3()
+    _require_tls_1_3()
     return grpc.ssl_channel_credentials(pinned, credentials.private_key, credentials.certificate)
 
 
@@ -51,7 +52,7 @@ def server_credentials(files: CredentialFiles) -> grpc.ServerCredentials:
     Raises:
         SettingsError: the files cannot be used, or gRPC would agree to TLS 1.2.
     """
-    require_tls_1_3()
+    _require_tls_1_3()
     served = files.current()
 
     def changed() -> grpc.ServerCertificateConfiguration | None:
@@ -67,6 +68,14 @@ def server_credentials(files: CredentialFiles) -> grpc.ServerCredentials:
     return grpc.dynamic_ssl_server_credentials(
         _configuration(served), fetch, require_client_authentication=True
     )
+
+
+def _require_tls_1_3() -> None:
+    if common.GRPC_CAME_FIRST:
+        raise SettingsError(
+            "gRPC was imported before splitveil, and may agree to TLS 1.2: import splitveil first, "
+            f"or start the process with {common.SUITES}={common.NEVER_AGREED} in its environment"
+        )
 
 
 def _configuration(credentials: Credentials) -> grpc.ServerCertificateConfiguration:

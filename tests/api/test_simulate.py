@@ -1,6 +1,7 @@
 """``simulate``: both parties in this process, with the bits that two processes leave."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -252,6 +253,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "columns": dict,
     "pyarrow": pa.table,
     "pandas": lambda columns: pytest.importorskip("pandas").DataFrame(columns),
+    "another frame": lambda columns: pa.table(columns).to_reader(),  # as polars hands over
 }
 
 
@@ -280,6 +282,112 @@ def test_a_table_of_any_kind_gives_the_same_bits(
     assert len(run.rows("steps")) > 2
     features = run.settings["data"]["features"]
     assert features["numeric"] == ["own"]
+
+
+def indexed(frame: Any) -> Any:
+    return frame.set_index("id")
+
+
+FRAMES: dict[str, tuple[Any, ...]] = {
+    "an index": (indexed, indexed, None),
+    "a key that is an index": (pa.Table.from_pandas, indexed, "id"),
+    "an index of whole numbers": (indexed, indexed, None),
+    "an index of texts without a name": (
+        *[lambda frame: indexed(frame).rename_axis(None)] * 2,
+        None,
+    ),
+    "an index of texts with two names": (indexed, lambda p: indexed(p).rename_axis("who"), None),
+    "an index that is a column": (*[lambda frame: frame.set_index("id", drop=False)] * 2, None),
+    "an index in pyarrow's tables": (*[lambda f: pa.Table.from_pandas(indexed(f))] * 2, None),
+    "an index beside the key": (*[pa.Table.from_pandas] * 2, "id"),
+    "an index beside the key, without pandas' description": (
+        *[lambda frame: pa.Table.from_pandas(frame).replace_schema_metadata()] * 2,
+        "id",
+    ),
+}
+
+
+@pytest.mark.parametrize("given", FRAMES)
+def test_an_index_joins_data_frames_as_a_key_and_is_no_feature(
+    given: str, columns: tuple[dict[str, Any], dict[str, Any]]
+) -> None:
+    active, passive = map(pytest.importorskip("pandas").DataFrame, columns)
+    if given == "an index of whole numbers":
+        active, passive = (
+            one.assign(id=one["id"].str[1:].astype(int)) for one in (active, passive)
+        )
+    passive = passive.sample(frac=1, random_state=0)
+    short: dict[str, Any] = {"settings": SHORT, "attacks": []}
+    (expected,) = simulate(active=active, passive=passive, key="id", **short)
+    make_active, make_passive, key = FRAMES[given]
+    (run,) = simulate(active=make_active(active), passive=make_passive(passive), key=key, **short)
+    assert run.rows("steps") == expected.rows("steps")
+    assert run.test_auc == expected.test_auc is not None
+
+
+LABELS = "active and passive have different row labels .* name in key="
+
+APART: dict[str, tuple[Callable[[Any, Any], tuple[Any, Any]], str]] = {
+    "columns": (lambda a, p: (dict(a), dict(p[:200])), "have 300 and 200 rows: name in key="),
+    "an array": (lambda a, p: (a, p[["x0"]].to_numpy()[:200]), "have 300 and 200 rows"),
+    "a sorted frame": (lambda a, p: (a, p[::-1]), LABELS),
+    "a sorted frame and an array": (lambda a, p: (a[::-1], p[["x0"]].to_numpy()), LABELS),
+    "other rows": (lambda a, p: (a[100:], p[:200]), LABELS),
+    "an index of one party": (lambda a, p: (indexed(a), p), LABELS),
+    "numbers of two names": (lambda a, p: (a.rename_axis("a"), p[::-1].rename_axis("b")), LABELS),
+    "a label twice": (lambda a, p: (indexed(a), indexed(p.assign(id=p["id"][0]))), LABELS),
+    "two kinds of cells": (lambda a, p: (a, p.assign(x0=[1, "a"] * 150)), "passive: .* column x0"),
+}
+
+
+@pytest.mark.parametrize("given", APART)
+def test_data_frames_whose_rows_do_not_correspond_are_refused(
+    given: str, columns: tuple[dict[str, Any], dict[str, Any]]
+) -> None:
+    pandas = pytest.importorskip("pandas")
+    make, message = APART[given]
+    active, passive = make(*map(pandas.DataFrame, columns))
+    with pytest.raises(SettingsError, match=message):
+        simulate(active=active, passive=passive, settings=SHORT)
+
+
+def test_equal_row_labels_leave_row_n_the_same_example(
+    columns: tuple[dict[str, Any], dict[str, Any]],
+) -> None:
+    pandas = pytest.importorskip("pandas")
+    both = pandas.DataFrame(columns[0] | columns[1]).sample(frac=1, random_state=0)[:200]
+    parts = {"active": both[["label", "own"]], "passive": both[["x0", "x1"]]}
+    (run,) = simulate(**parts, settings=SHORT)
+    again = {party: part.reset_index(drop=True) for party, part in parts.items()}
+    assert run.rows("steps") == simulate(**again, settings=SHORT)[0].rows("steps")
+    with pytest.raises(SettingsError, match="2 and 3 rows"):
+        predict(run, tables={"active": again["active"][:2], "passive": again["passive"][:3]})
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        ({5: "12O"}, "passive: column 'x0': .* 299 of 300 cells .* row 6 are not"),
+        ({5: "12O", 7: "", 9: None}, "297 of 298 cells .* row 6 are not"),
+        (dict.fromkeys(range(0, 300, 20), "NA"), "285 of 300 cells .* rows 1, 21, 41, 61, 81, ..."),
+        ({5: ""}, None),
+        ({row: f"red {row}" for row in range(0, 300, 2)}, None),
+    ],
+)
+def test_texts_that_are_nearly_all_numbers_become_no_categories_in_silence(
+    others: dict[int, str | None],
+    message: str | None,
+    columns: tuple[dict[str, Any], dict[str, Any]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cells = [others.get(row, f"{value:.1f}") for row, value in enumerate(columns[1]["x0"])]
+    passive = columns[1] | {"x0": np.array(cells, dtype=object)}
+    simulate(active=columns[0], passive=passive, key="id", settings=SHORT, attacks=[])
+    found = [one for one in caplog.messages if "each text is a category" in one]
+    assert len(found) == (message is not None)
+    assert "12O" not in caplog.text
+    if message is not None:
+        assert re.search(message, found[0])
 
 
 def test_arrays_correspond_row_by_row(columns: tuple[dict[str, Any], dict[str, Any]]) -> None:

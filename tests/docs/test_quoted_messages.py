@@ -8,7 +8,7 @@ import pytest
 from tests.docs.markdown import ROOT, prose
 
 GUIDE = ROOT / "docs" / "guide"
-CODE = ("api", "common", "active_party", "passive_party", "deploy", "experiments")
+CODE = ("splitveil", "common", "active_party", "passive_party", "deploy", "experiments")
 TABLES = ("| line | when |", "| what you see |", "| message or symptom |")
 OF_GRPC = "Handshake failed with error"
 

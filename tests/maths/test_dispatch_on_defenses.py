@@ -13,7 +13,7 @@ import pytest
 from splitveil.active_party.defenses import DefenseSettings
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("active_party", "passive_party", "common", "deploy", "experiments", "api")
+FOLDERS = ("active_party", "passive_party", "common", "deploy", "experiments", "splitveil")
 MOST = 5
 
 SETTINGS = get_args(get_args(DefenseSettings)[0])

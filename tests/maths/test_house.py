@@ -3,7 +3,6 @@
 import ast
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,13 +63,13 @@ def test_the_search_for_telltale_fields_sees_nested_messages() -> None:
 
 
 def modules() -> dict[str, Path]:
-    """Return name -> file of every module of the package, as pyproject.toml maps the folders."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    """Return name -> file of every module of the package."""
     found = {}
-    for package, folder in project["tool"]["setuptools"]["package-dir"].items():
-        for path in (ROOT / folder).rglob("*.py"):
-            parts = path.relative_to(ROOT / folder).with_suffix("").parts
-            found[".".join([package, *parts]).removesuffix(".__init__")] = path
+    for linked in (ROOT / "splitveil", *(ROOT / "splitveil").iterdir()):
+        for path in linked.resolve().rglob("*.py"):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            name = ".".join(parts if parts[0] == "splitveil" else ("splitveil", *parts))
+            found[name.removesuffix(".__init__")] = path
     return found
 
 

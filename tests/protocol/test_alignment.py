@@ -208,6 +208,7 @@ def test_what_is_sent_is_neither_the_id_nor_its_unmasked_point() -> None:
     ("raw", "message"),
     [
         (["ab", "cd", "ab"], "1 duplicate ids: data rows 3 (as 1)"),
+        (["3.4E+15", "ab", "3.4E+15"], "1 duplicate ids, some shortened by a spreadsheet"),
         (["ab", "", "cd", " \t"], "2 missing or empty ids: data rows 2, 4"),
         (["ab", None], "1 missing or empty ids: data rows 2"),
         (["ab", "ab "], "data rows 2 (as 1, differs in white space)"),
@@ -281,6 +282,7 @@ def test_a_tiny_intersection_is_an_error_on_both_sides_with_the_counts() -> None
     assert [type(outcome.error) for outcome in outcomes] == [AlignmentError] * 2
     counts = "20 own ids, 30 ids of the other party, 4 in common, expected at least 5"
     assert counts in str(outcomes[0].error)
+    assert "check --connect at both parties compares how they write" in str(outcomes[0].error)
     assert "30 own ids, 20 ids of the other party, 4 in common" in str(outcomes[1].error)
 
 

@@ -21,7 +21,8 @@ FORMS = {
     "a single zero": (["0", "93", "120001"], []),
     "words": (["c0093", "c84", "07-11", "v1.0"], []),
     "decimals": (["93.0", "84170.", "5.5", "x"], ["2 ids are whole numbers"]),
-    "shortened": (["1.2E+15", "8417e5", "x"], ["2 ids are written like 1.2e+15"]),
+    "shortened": (["1.2E+15", "8417e+5", "12e5", "x"], ["2 ids are written like 1.2e+15"]),
+    "protected": (['="0093"', "'0084", "x'"], ['2 ids are written like ="007" or \'007']),
     "padded and not": (["0093", "93", "120001"], ["1 ids of digits begin with 0", "2 to 6 digits"]),
 }
 
@@ -78,19 +79,27 @@ def test_a_column_of_floating_point_numbers_is_refused_with_the_reason(tmp_path:
 @pytest.mark.parametrize(
     ("ids", "form"),
     [
-        (["7", "12", "-3"], IdForm.WHOLE),
-        (["0"], IdForm.WHOLE),
-        (["7", "007"], IdForm.LEADING_ZEROS),
-        (["007", "012"], IdForm.LEADING_ZEROS),
-        (["7", "7.0"], IdForm.DECIMAL_POINT),
-        (["007", "1.5e+3"], IdForm.DECIMAL_POINT),
-        (["7", "c7"], IdForm.TEXT),
-        (["."], IdForm.TEXT),
-        (["7.0.0"], IdForm.TEXT),
+        (["7", "12", "-3"], IdForm("0", "-")),
+        (["0"], IdForm("0", length=1)),
+        (["7", "007"], IdForm("0", leading_zeros=True)),
+        (["7", "7.0"], IdForm("0", length=1, decimal_point=True)),
+        (["c7", "1.5e+3"], IdForm("0a", "+.", shortened=True)),
+        (["7", "c7"], IdForm("0", "a")),
+        (["C7", "Äb 9~"], IdForm("0A", " a~")),
+        (["."], IdForm(".")),
+        (['="007"'], IdForm('"0=', length=3, leading_zeros=True)),
+        (["00ff-" * 4], IdForm("-0a", length=16, hexadecimal=True)),
     ],
 )
-def test_the_form_is_that_of_the_id_least_like_a_whole_number(ids: list[str], form: IdForm) -> None:
-    assert form_of(ids) is form
+def test_what_many_ids_share_is_their_form(ids: list[str], form: IdForm) -> None:
+    assert form_of(ids * 10) == form
+
+
+def test_fewer_than_ten_ids_and_one_in_a_hundred_change_no_form() -> None:
+    assert form_of([f"K{number}" for number in range(9)]) is None
+    for number, others in ((9, 90), (19, 1900)):
+        ids = [*map(str, range(1_000, 1_000 + others)), *(f"x-{n:030}" for n in range(number))]
+        assert form_of(ids) == IdForm("0", length=4)
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -120,4 +129,6 @@ def test_other_whole_numbers_do_not_count_rows(ids: list[str]) -> None:
 
 def test_of_a_large_table_some_ids_decide_about_the_form(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(id_forms, "LOOKED_AT", 10)
-    assert form_of([f"{number}.0" for number in range(95)]) is IdForm.DECIMAL_POINT
+    assert form_of([f"{number}.0" for number in range(95)]) == IdForm(
+        "0", length=2, decimal_point=True
+    )

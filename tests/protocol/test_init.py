@@ -1,6 +1,7 @@
 """``splitveil init`` finds out what a table's columns are, and writes settings that can be used."""
 
 import json
+import re
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -142,7 +143,7 @@ def test_every_column_is_found_out(tmp_path: Path) -> None:
     choices = found.choices
     assert choices.id_column == "client"
     assert choices.label is not None
-    assert (choices.label.column, choices.label.positive) == ("churned", "yes")
+    assert (choices.label.column, choices.label.positive_setting) == ("churned", "yes")
     assert choices.label.rarest_share == pytest.approx(0.2)
     assert [column.name for column in choices.numeric] == ["fee"]
     assert [column.name for column in choices.categorical] == ["plan"]
@@ -160,7 +161,7 @@ def test_the_settings_say_what_was_found(tmp_path: Path) -> None:
     written = (tmp_path / "active.yaml").read_text()
     assert "- fee  # numbers, " in written
     assert "- plan  # texts, 3 distinct; 86 gaps ('NA')" in written
-    assert "# 20.0% of the labels are positive." in written
+    assert "# 20.0% of the labels are positive ('yes'); 1 other text (480 rows) st" in written
     settings = load_party_settings(ActiveSettings, tmp_path / "active.yaml")
     assert settings.data.positive_label == "yes"
     assert settings.defense.name == "projected_labels"
@@ -190,7 +191,7 @@ def test_of_two_texts_the_one_that_says_so_or_else_the_rarer_one_is_positive(
     path = clients(tmp_path, churned=[frequent if i % 5 else rare for i in range(ROWS)])
     label = active(tmp_path, path).proposal.choices.label
     assert label is not None
-    assert label.positive == positive
+    assert label.positive_setting == positive
 
 
 def test_labels_that_are_0_and_1_need_no_name(tmp_path: Path) -> None:
@@ -396,6 +397,24 @@ def test_the_outcome_is_there_for_programs(
     assert told["numeric"] == ["calls"]
     assert told["columns"]["calls"]["missing"] == 55
     assert told["files"] == [str(tmp_path / "passive.yaml")]
+
+
+@pytest.mark.parametrize(
+    ("written", "warning"),
+    [
+        ('="{:05}"', f'{ROWS} ids are written like ="007"'),
+        ("0{}", f"{ROWS} ids of digits begin with 0, but"),
+        ("c{}", ""),
+    ],
+)
+def test_doubtful_forms_of_ids_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], written: str, warning: str
+) -> None:
+    path = usage(tmp_path, id=[written.format(number) for number in range(ROWS)])
+    assert command("passive", path, "--folder", tmp_path, "--id-column", "id") == 0
+    (found,) = re.findall(r"ids +id\n(?:warning +(.*)\n)?numbers", capsys.readouterr().out)
+    assert found.startswith(warning)
+    assert bool(found) == bool(warning)
 
 
 @pytest.mark.parametrize(

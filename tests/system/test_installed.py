@@ -19,10 +19,18 @@ import pytest
 from tests.programs import ROOT, run_program
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-FOLDERS = PROJECT["tool"]["setuptools"]["package-dir"]
+FOLDERS = (
+    "splitveil",
+    "common",
+    "protos",
+    "deploy",
+    "active_party",
+    "passive_party",
+    "experiments",
+)
 VERSION = PROJECT["project"]["version"]
 COMMANDS = sorted(PROJECT["project"]["scripts"])
-TAKEN = ("common", "protos", "deploy", "active_party", "passive_party", "experiments", "api")
+TAKEN = FOLDERS[1:]
 """Names that a folder of the user's, or another distribution, may have."""
 
 
@@ -98,8 +106,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
     skipped = shutil.ignore_patterns("__pycache__", "*.egg-info", "certificates", "results")
-    for folder in FOLDERS.values():
-        shutil.copytree(ROOT / folder, copy / folder, ignore=skipped)
+    for folder in FOLDERS:
+        shutil.copytree(ROOT / folder, copy / folder, symlinks=True, ignore=skipped)
     return copy
 
 
@@ -116,8 +124,8 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installe
 def test_the_wheel_holds_every_file_of_ours_under_one_name(source: Path, wheel: Path) -> None:
     kept = {".py", ".pyi", ".yaml", ".proto", ".typed", ".css", ".html", ".js"}
     expected = {
-        str(Path(package.replace(".", "/"), path.relative_to(source / folder)))
-        for package, folder in FOLDERS.items()
+        str(Path("" if folder == "splitveil" else "splitveil", path.relative_to(source)))
+        for folder in FOLDERS
         for path in (source / folder).rglob("*")
         if path.is_file() and path.suffix in kept
     }

@@ -1,20 +1,26 @@
 """Probes of the connection: what both sides learn of it, and that nothing changes by them."""
 
 import logging
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import grpc
 import pytest
+import yaml
 
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.serving import probe_server
 from splitveil.active_party.serving.probe_server import ProbeServer
 from splitveil.active_party.serving.server import start_server
 from splitveil.active_party.serving.service import ActiveService
+from splitveil.common.data.canonical_form import CanonicalForm
+from splitveil.common.data.id_forms import form_of
 from splitveil.common.errors import (
     DataError,
     PeerUnreachable,
@@ -28,14 +34,16 @@ from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.party.transcript import Transcript, Verified, verify
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.contract_difference import first_difference
+from splitveil.common.run.id_rules import TextId
 from splitveil.common.run.messages import IdForm
 from splitveil.common.settings import validate
 from splitveil.common.wire import probe_codec
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.http_proxy import HttpProxy
 from splitveil.common.wire.limits import PROBE_BYTES, PROBE_PADDING_BYTES
+from splitveil.common.wire.probe_codec import Introduction
 from splitveil.common.wire.probe_desk import ProbeDesk
-from splitveil.common.wire.probe_findings import clock_in_words
+from splitveil.common.wire.probe_findings import checks_of, clock_in_words
 from splitveil.passive_party import probing
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.probing import connection_checks
@@ -44,6 +52,9 @@ from splitveil.protos import split_learning_pb2 as pb
 from tests.certificates import add_expired, files, make, use
 from tests.runs import CONTRACT, Parties, build_parties, in_background, write_example
 from tests.wire.between import ConnectProxy
+
+TEXTS = IdForm("-0a", length=11)
+SAME_IDS = "ids: 11 letters and digits with small letters, the marks - at both parties"
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +130,7 @@ def test_a_passive_party_learns_all_that_a_run_depends_on(
     example: Path, protected: Path, trusted: Path, port: int
 ) -> None:
     parties = build_parties(example)
-    with serving(parties, port, files(trusted, "active"), id_form=IdForm.TEXT):
+    with serving(parties, port, files(trusted, "active"), id_form=TEXTS):
         told = found(of_passive(protected, port))
     direct, certificate, clock, line, versions, contract, ids = told
     assert direct == f"connection: 127.0.0.1:{port}, direct"
@@ -133,7 +144,7 @@ def test_a_passive_party_learns_all_that_a_run_depends_on(
     assert "Mbit/s in each direction at once: enough for " in line
     assert versions.endswith("at the active party; the same protocol")
     assert contract == "contract: the active party holds the same"
-    assert ids == "ids: texts at both parties"
+    assert ids == SAME_IDS
 
 
 def test_a_probe_changes_nothing_at_the_active_party(
@@ -201,12 +212,57 @@ def test_whatever_the_peer_calls_its_contract_is_told_in_one_printable_line(text
     assert len(told) < 2000
 
 
+NO_RULE = "no rule of contract.ids makes them equal"
+
+
+def ids_like(pattern: str) -> list[str]:
+    ids = []
+    for n in range(99_900, 100_100):
+        h = sha256(str(n).encode()).hexdigest()
+        mail, short = (f"Ann_{n}+1@x.org", f"1.{n}E+15") if n % 10 == 0 else (f"a{n}@x.org", n)
+        ids.append(pattern.format(n=n, h=h, H=h.upper(), uuid=UUID(h[:32]), mail=mail, short=short))
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "remedy"),
+    [
+        ("{h}", "{H}", "fold_case: true"),
+        ("K{n}", "k{n}", "fold_case: true"),
+        ('="00{n}"', "00{n}", 'drop_characters: "\\"="'),
+        ("{uuid}", "{h:.32}", 'drop_characters: "-"'),
+        ("K {n}", "K{n}", "space: remove"),
+        ("00{n}", "{n}", "leading_zeros: drop"),
+        ("{n}.0", "00{n}", "whole_numbers: true, leading_zeros: drop"),
+        ("９{n}", "9{n}", "unicode: nfkc"),
+        ("{short}", "{n}", NO_RULE),
+        ("{h}", "{mail}", NO_RULE),
+        ("K{n}", "{n}", NO_RULE),
+        ("{h:.32}", "{h}", NO_RULE),
+        ("{h}", "{h}", ""),
+        ("a{n}@x.org", "{mail}", ""),
+    ],
+)
+def test_the_rule_that_makes_ids_equal_is_named(here: str, there: str, remedy: str) -> None:
+    own = validate(Contract, CONTRACT, "contract")
+    both = [ids_like(here), ids_like(there)]
+    forms = [Introduction("x", own.canonical_json(), 0.0, form_of(ids)) for ids in both]
+    for mine, theirs in (forms, forms[::-1]):
+        told = outcomes(checks_of(own, mine, theirs, "the active party"))[-1]
+        assert told.startswith("DataError: ids: " if remedy else "ids: ")
+        assert remedy in told
+        if found := re.search(r"contract\.ids: ({.*}) may make them equal", told):
+            form = CanonicalForm([TextId(**yaml.safe_load(found[1]))])
+            assert form.of(both[0]) == form.of(both[1])
+
+
 def test_ids_of_another_form_are_found_out(example: Path, port: int) -> None:
-    with serving(build_parties(example), port, id_form=IdForm.LEADING_ZEROS):
+    with serving(build_parties(example), port, id_form=form_of(ids_like("{h}"))):
         told = found(of_passive(example, port))
     assert told[-1] == (
-        "DataError: ids: texts here, whole numbers, some with leading zeros at the active party: "
-        "ids are compared as texts, so that 7, 007 and 7.0 are three ids"
+        "DataError: ids: 11 letters and digits with small letters, the marks - here; 64 "
+        "hexadecimal digits with small letters at the active party: no rule of contract.ids makes "
+        "them equal; export the ids of one party again, in full and in the form of the other's"
     )
     assert issubclass(DataError, SplitveilError)
 
@@ -264,9 +320,7 @@ def test_an_active_party_that_comes_late_is_waited_for(example: Path, port: int)
 
 def test_both_parties_learn_of_each_other(protected: Path, trusted: Path, port: int) -> None:
     settings = of_passive(protected, port)
-    server = ProbeServer(
-        settings.contract, f"127.0.0.1:{port}", files(trusted, "active"), IdForm.TEXT
-    )
+    server = ProbeServer(settings.contract, f"127.0.0.1:{port}", files(trusted, "active"), TEXTS)
     theirs: list[str] = []
     other = in_background(lambda: theirs.extend(found(settings, wait_s=60)))
     server.wait(60, Interruption())
@@ -274,14 +328,14 @@ def test_both_parties_learn_of_each_other(protected: Path, trusted: Path, port: 
     ours = outcomes(server.checks())
     assert ours[0].startswith("certificate of party passive: CN=passive.splitveil (passive.spl")
     assert ours[1].startswith("clock: ")
-    assert ours[3:] == ["contract: party passive holds the same", "ids: texts at both parties"]
+    assert ours[3:] == ["contract: party passive holds the same", SAME_IDS]
     assert "contract: the active party holds the same" in theirs
 
 
 def test_every_passive_party_of_several_is_waited_for(example: Path, port: int) -> None:
     several = "contract.passive_parties=[means, extremes]"
     settings = [of_passive(example, port, several, f"party={p}") for p in ("means", "extremes")]
-    server = ProbeServer(settings[0].contract, f"127.0.0.1:{port}", None, IdForm.TEXT)
+    server = ProbeServer(settings[0].contract, f"127.0.0.1:{port}", None, TEXTS)
     told_to: list[list[str]] = [[], []]
     both = zip(settings, told_to, strict=True)
     probing_parties = [in_background(partial(note, own, into)) for own, into in both]
@@ -337,7 +391,8 @@ def answer(port: int, data: bytes) -> bytes | grpc.StatusCode:
     [
         b"\xff",
         pb.ProbeRequest(introduction=pb.Introduction(party="passive")).SerializeToString(),
-        b"\x0a\x06\x22\x02{}\x30\x4d",  # an introduction whose id_form is 77
+        b"\x0a\x09\x22\x02{}\x32\x03\x0a\x01\x1b",  # an id_form with the character ESC in most
+        b"\x0a\x09\x22\x02{}\x32\x03\x12\x01k",  # an id_form with k in some
         pb.HandshakeReply(run_id="x").SerializeToString(),
     ],
 )

@@ -23,7 +23,6 @@ from splitveil.active_party.serving.server import start_server
 from splitveil.active_party.serving.service import ActiveService
 from splitveil.common.errors import PeerUnreachable, PeerUntrusted, SettingsError
 from splitveil.common.party.credentials import CredentialFiles
-from splitveil.common.wire import tls_version
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import method_path, open_channel
 from splitveil.deploy.authority import PartyFolder, keep_certificates, renew_certificate
@@ -358,102 +357,37 @@ def test_a_server_of_tls_1_2_is_refused_at_once(example: Path, trusted: Path) ->
             parties.run.run(peer)
 
 
-# gRPC is used for TLS, and only then is splitveil imported.
-USED_BEFORE = """
-import socket, ssl, sys
-from concurrent.futures import ThreadPoolExecutor
+# gRPC is imported, and only then splitveil; then the same with the variable in the environment.
+GRPC_FIRST = """
+import sys
 import grpc
 from pathlib import Path
-folder = Path(sys.argv[1]) / "active"
-paths = [folder / f"{name}.pem" for name in ("certificate", "private_key", "authority")]
-certificate, key, authority = (path.read_bytes() for path in paths)
-server = grpc.server(ThreadPoolExecutor(1))
-credentials = grpc.ssl_server_credentials([(key, certificate)], authority, True)
-port = server.add_secure_port("127.0.0.1:0", credentials)
-server.start()
 from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.errors import SettingsError
 from splitveil.common.wire.tls import channel_credentials, server_credentials
-context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-context.maximum_version = ssl.TLSVersion.TLSv1_2
-context.load_verify_locations(paths[2])
-context.load_cert_chain(paths[0], paths[1])
-with socket.create_connection(("127.0.0.1", port)) as plain:
-    print(context.wrap_socket(plain, server_hostname="active.splitveil").version())
+folder = Path(sys.argv[1]) / "active"
+paths = [folder / f"{name}.pem" for name in ("certificate", "private_key", "authority")]
 files = CredentialFiles(*paths, "active.splitveil")
 for make, *own in ((server_credentials, files), (channel_credentials, files.current(), b"")):
     try:
         make(*own)
+        print("made")
     except SettingsError as error:
         print(error)
-server.stop(0).wait()
 """
 
 
-def without_the_cipher_list(*arguments: str) -> str:
-    """Run Python where nothing has set gRPC's variable, and return its standard output."""
-    environment = {n: value for n, value in os.environ.items() if n != "GRPC_SSL_CIPHER_SUITES"}
-    done = run_program(sys.executable, *arguments, env=environment, stderr=None)
-    assert done.returncode == 0, done.stdout
-    return done.stdout
-
-
-def test_tls_1_2_is_refused_and_1_3_spoken_where_grpc_was_imported_first() -> None:
-    """Runs the tests above once more, in a process that begins with gRPC."""
-    names = (
-        "test_a_run_over_mutual_tls_is_bit_equal_to_one_in_process",
-        "test_a_client_of_tls_1_2_gets_no_connection",
-        "test_a_server_of_tls_1_2_is_refused_at_once",
-    )
-    chosen = [f"tests/wire/test_tls.py::{name}" for name in names]
-    report = without_the_cipher_list("-m", "pytest", "-q", "-p", "grpc", *chosen)
-    assert "4 passed" in report
-
-
-def test_credentials_are_refused_where_grpc_has_agreed_to_tls_1_2_before(trusted: Path) -> None:
-    """Shows too that the tests of TLS 1.2 above would fail without the cipher list."""
-    version, *refusals = without_the_cipher_list("-c", USED_BEFORE, str(trusted)).splitlines()
-    assert version == "TLSv1.2"
-    assert len(refusals) == 2
-    for refusal in refusals:
-        assert "used gRPC's TLS before it imported splitveil, and would agree to TLS 1.2" in refusal
-
-
 @pytest.mark.parametrize(
-    "suites",
-    [["1301", "1302", "1303"], ["ccac", "1301"], ["0a0a", "1301", "00ff"], ["1301", "fafa"]],
+    ("suites", "expected"), [("", "may agree to TLS 1.2"), (common.NEVER_AGREED, "made")]
 )
-def test_suites_of_tls_1_3_only_are_no_reason_to_refuse(
-    monkeypatch: pytest.MonkeyPatch, suites: list[str]
+def test_credentials_are_refused_where_grpc_may_agree_to_tls_1_2(
+    trusted: Path, suites: str, expected: str
 ) -> None:
-    offered = [int(suite, 16) for suite in suites]
-    monkeypatch.setattr(common, "GRPC_CAME_FIRST", True)
-    monkeypatch.setattr(tls_version, "_offered_suites", lambda: offered)
-    tls_version.require_tls_1_3.__wrapped__()
-
-
-@pytest.mark.parametrize("suite", ["c02b", "c030", "009c", "0a0b", "00fe"])
-def test_one_usable_suite_of_tls_1_2_is_refused(
-    monkeypatch: pytest.MonkeyPatch, suite: str
-) -> None:
-    monkeypatch.setattr(common, "GRPC_CAME_FIRST", True)
-    monkeypatch.setattr(tls_version, "_offered_suites", lambda: [0x1301, int(suite, 16)])
-    with pytest.raises(SettingsError, match=r"TLS 1\.2"):
-        tls_version.require_tls_1_3.__wrapped__()
-
-
-def test_what_grpc_offers_in_this_process_is_tls_1_3_only() -> None:
-    assert set(tls_version._offered_suites()) <= {0x1301, 0x1302, 0x1303}
-
-
-def test_tls_that_cannot_be_looked_at_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> list[int]:
-        raise PermissionError("no sockets here")
-
-    monkeypatch.setattr(common, "GRPC_CAME_FIRST", True)
-    monkeypatch.setattr(tls_version, "_offered_suites", fail)
-    with pytest.raises(SettingsError, match="no sockets here"):
-        tls_version.require_tls_1_3.__wrapped__()
+    environment = {**os.environ, common.SUITES: suites}
+    done = run_program(sys.executable, "-c", GRPC_FIRST, str(trusted), env=environment, stderr=None)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2
+    assert all(expected in line for line in lines)
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0"])

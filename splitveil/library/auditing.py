@@ -1,0 +1,320 @@
+"""Audits the gradients of any trainer: what a peer that receives them can read of the labels."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from splitveil.common.errors import SettingsError
+from splitveil.common.privacy.accumulation import SOURCES
+from splitveil.common.privacy.attacks import ATTACKS, CUT, Attack, Knowledge, SideInformation
+from splitveil.common.privacy.audit import LeakAudit
+from splitveil.common.privacy.beyond_features import BeyondFeatures
+from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
+from splitveil.common.privacy.gradient_rows import Gradients
+from splitveil.common.privacy.label_classes import LabelClasses
+from splitveil.common.privacy.leakage import leak_auc_interval
+from splitveil.common.privacy.observational_audit import EpsilonBound
+from splitveil.common.privacy.run_level import RunLevelLeak
+from splitveil.common.privacy.scoring import BatchScorer
+from splitveil.common.privacy.settings import BUILT_IN_NAMES, suggested
+from splitveil.common.text.upper_bounds import at_least
+from splitveil.common.text.visible_text import visible
+from splitveil.library.audited_rows import AuditedRows
+from splitveil.library.frames import Row, as_html, frame
+
+Part = Literal["batches", "run", "adjusted"]
+
+_SEED = b"an audit of gradients from elsewhere"
+"""Decides which examples the attacks know; a fixed one makes audits repeatable."""
+
+
+class BatchLeak(NamedTuple):
+    """One attack on single batches."""
+
+    attack: str
+    leak_auc: float
+    """Mean over the batches."""
+    low: float
+    """Lower end of its 95 % interval; not a number if it cannot be told."""
+    high: float
+    q95: float
+    """95 % quantile over the batches."""
+    random: float
+    """Mean of random scores on the same batches, which is above 1/2."""
+    batches: int
+    needs: str
+    """What the attack has to know besides the gradients."""
+    is_oracle: bool
+    """Whether no peer has that."""
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What attacks read of the labels in gradients."""
+
+    rows: int
+    """Rows that were audited."""
+    batches: tuple[BatchLeak, ...]
+    """Attacks on single batches."""
+    run: Mapping[str, RunLevelLeak] = field(default_factory=dict)
+    """Attacks over all batches together: leak AUC with its interval."""
+    beyond: BeyondFeatures | None = None
+    """What attacks tell beyond covariates; None without covariates, or for too few rows."""
+    skipped_one_class: int = 0
+    """Batches of a single class, which have no AUC."""
+
+    @property
+    def epsilon(self) -> EpsilonBound | None:
+        """The largest epsilon of label differential privacy that the attacks exclude."""
+        return None if self.beyond is None else self.beyond.epsilon
+
+    @property
+    def strongest(self) -> tuple[str, float]:
+        """The attack with the largest leak AUC, of batches or over all of them, and that AUC.
+
+        Raises:
+            ValueError: none was measured.
+        """
+        found = [(one.attack, one.leak_auc) for one in self.batches]
+        found += [(attack, one["auc"]) for attack, one in self.run.items()]
+        if not found:
+            raise ValueError("no attack was measured: every batch is of a single class")
+        return max(found, key=lambda one: one[1])
+
+    def frame(self, of: Part = "batches") -> Any:
+        """Return the figures as a data frame, one row per attack.
+
+        Args:
+            of: ``batches`` for attacks on single batches, ``run`` for those over all of them,
+                ``adjusted`` for what they tell beyond the covariates.
+
+        Returns:
+            A ``pandas.DataFrame`` where pandas is installed, otherwise a ``pyarrow.Table``.
+
+        Raises:
+            ValueError: there is no such kind of frame.
+        """
+        return frame(self.table(of))
+
+    def table(self, of: Part = "batches") -> list[Row]:
+        """Return the rows of a frame as mappings, column -> value.
+
+        Raises:
+            ValueError: there is no such kind of frame.
+        """
+        if of == "batches":
+            return [one._asdict() for one in self.batches]
+        if of == "run":
+            return [{"attack": attack, **one} for attack, one in self.run.items()]
+        if of == "adjusted":
+            adjusted = {} if self.beyond is None else self.beyond.adjusted
+            return [{"attack": attack, **one._asdict()} for attack, one in adjusted.items()]
+        raise ValueError(f"expected one of {', '.join(get_args(Part))}, got {of!r}")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as plain values."""
+        epsilon = self.epsilon
+        return {
+            "rows": self.rows,
+            "skipped_one_class": self.skipped_one_class,
+            **{part: self.table(part) for part in get_args(Part)},
+            "epsilon_lower_bound": None if epsilon is None else epsilon._asdict(),
+        }
+
+    def __repr__(self) -> str:
+        if not self.batches and not self.run:
+            return f"Audit({self.rows} rows, no attack was measured)"
+        attack, leak_auc = self.strongest
+        return f"Audit({self.rows} rows, strongest: {visible(attack)} with {leak_auc:.3f})"
+
+    def _repr_html_(self) -> str:
+        epsilon = self.epsilon
+        note = "" if epsilon is None else f"epsilon is at least {at_least(epsilon.epsilon)}"
+        return as_html(f"Audit of {self.rows:,} rows", self.table(), note)
+
+
+def audit(
+    gradients: Any,
+    labels: Any,
+    *,
+    batches: Any = None,
+    examples: Any = None,
+    activations: Any = None,
+    covariates: Any = None,
+    predictions: Any = None,
+    attacks: Sequence[str] | None = None,
+    custom: Mapping[str, Callable[..., Tensor]] = MappingProxyType({}),
+) -> Audit:
+    """Attack gradients that a trainer has sent, and measure what they tell of the labels.
+
+    All arrays have one entry per row, in the order in which the rows were sent; tensors, arrays and
+    lists are accepted.
+
+    Args:
+        gradients: as sent, (rows, ...).
+        labels: 0 and 1, or whole numbers from 0, (rows,).
+        batches: the number of each row's batch, ascending, (rows,), or the size of all batches but
+            the last. By default all rows are one batch.
+        examples: which example each row is about, (rows,), each at most once per batch: attacks
+            over several epochs need it. By default every row is an example of its own.
+        activations: the peer's own activations, (rows, ...), for attacks that look at them.
+        covariates: what the peer knows of each row besides, such as its features, (rows, values).
+            With them, leak AUCs are also measured among rows of which they tell the same, and a
+            lower bound on epsilon is found. They must not have learned the rows' labels by heart.
+        predictions: the model's predictions, (rows,) or (rows, classes), as further covariates.
+        attacks: names; by default all that these arrays suffice for.
+        custom: further attacks by name: functions of a batch's gradients that return one score per
+            row.
+
+    Returns:
+        Leak AUCs of every attack, with 95 % intervals.
+
+    Raises:
+        ValueError: shapes do not fit, a value is not finite, or a label is not a class.
+        SettingsError: there is no such attack, or it needs something that is missing.
+    """
+    given = AuditedRows.of(gradients, labels, batches, examples, activations)
+    classes = _classes(given.labels)
+    own = {name: Attack(partial(_scored, score), frozenset()) for name, score in custom.items()}
+    known = _known(given, has_examples=examples is not None)
+    chosen = [*known, *own] if attacks is None else [*attacks, *own]
+    _check(chosen, {*known, *own})
+    found = LeakAudit(
+        chosen, num_examples=given.num_examples, class_names=classes.names, custom=own,
+        keeps_scores=covariates is not None or predictions is not None,
+    )  # fmt: skip
+    measured: dict[str, list[float]] = {}
+    random: list[float] = []
+    for observation in given.observations():
+        seen = replace(
+            observation, clues=found.clues(observation, _SEED, {CUT: observation.gradients[CUT]})
+        )
+        leak = found.observe(seen)
+        if leak is not None:
+            random.append(leak.random)
+            for attack, auc in leak.leak[CUT].items():
+                measured.setdefault(attack, []).append(auc)
+    found.end_run()
+    needs = {str(name): one for name, one in ATTACKS.items()} | own
+    only = _only(given, found, classes, needs) if len(random) == 1 else {}
+    return Audit(
+        rows=len(given.labels),
+        batches=tuple(
+            _summary(attack, aucs, random, needs[attack], only.get(attack))
+            for attack, aucs in measured.items()
+        ),
+        run=found.run_level().get(CUT, {}),
+        beyond=None
+        if covariates is None and predictions is None
+        else found.beyond_features(given.covariates(covariates, predictions)),
+        skipped_one_class=found.counts().skipped_one_class,
+    )
+
+
+def _classes(labels: Tensor) -> LabelClasses:
+    largest = int(labels.max())
+    names = tuple(map(str, range(largest + 1))) if largest > 1 else ()
+    classes = LabelClasses(names)
+    classes.indices(labels)
+    return classes
+
+
+def _known(given: AuditedRows, *, has_examples: bool) -> list[str]:
+    """Return the attacks that the arrays suffice for."""
+    missing = {SideInformation.PREDICTIONS}  # only the model's own trainer has them
+    if given.activations is None:
+        missing.add(SideInformation.ACTIVATIONS)
+    on_batches = [str(name) for name, one in ATTACKS.items() if missing.isdisjoint(one.needs)]
+    if not has_examples:
+        return on_batches
+    over_runs = [
+        str(name)
+        for name, sources in SOURCES.items()
+        if all(source in on_batches for source in sources)
+        and (given.activations is not None or name not in FINAL_ATTACKS)
+    ]
+    return [*on_batches, *over_runs]
+
+
+def _check(chosen: Sequence[str], known: set[str]) -> None:
+    for name in chosen:
+        if name in known:
+            continue
+        if name not in BUILT_IN_NAMES:
+            hint = suggested(name, BUILT_IN_NAMES)
+            raise SettingsError(f"attacks: there is no attack {name!r}{hint}")
+        raise SettingsError(
+            f"attacks: {name} needs more than it was given: examples for attacks over several "
+            f"batches, activations for those that look at them"
+        )
+
+
+def _summary(
+    attack: str,
+    aucs: Sequence[float],
+    random: Sequence[float],
+    table: Attack,
+    only: tuple[float, float] | None,
+) -> BatchLeak:
+    mean, count = float(np.mean(aucs)), len(aucs)
+    low = high = math.nan
+    if only is not None:
+        low, high = only
+    elif count > 1:
+        # Importing it takes time that only an audit should pay.
+        from scipy.stats import t  # noqa: PLC0415
+
+        reach = float(t.ppf(0.975, count - 1)) * float(np.std(aucs, ddof=1)) / count**0.5
+        low, high = mean - reach, mean + reach
+    return BatchLeak(
+        attack,
+        mean,
+        low,
+        high,
+        float(np.quantile(aucs, 0.95)),
+        float(np.mean(random)),
+        count,
+        ", ".join(sorted(need.words for need in table.needs)) or "nothing",
+        table.is_oracle,
+    )
+
+
+def _only(
+    given: AuditedRows, found: LeakAudit, classes: LabelClasses, attacks: Mapping[str, Attack]
+) -> dict[str, tuple[float, float]]:
+    """Return the bootstrap intervals of attacks on an only batch of two classes."""
+    if classes.is_multi_class:
+        return {}
+    labels = classes.indices(given.labels)
+    intervals = {}
+    for observation in given.observations():
+        if not classes.is_mixed(classes.indices(observation.labels)):
+            continue
+        sent = {CUT: observation.gradients[CUT]}
+        seen = replace(observation, clues=found.clues(observation, _SEED, sent))
+        labels = classes.indices(observation.labels)
+        scored = BatchScorer(attacks, classes.targets).score(seen, labels)[CUT].scores
+        for name, (by_target, left_out) in scored.items():
+            if by_target[0] is None:
+                continue
+            kept = np.ones(len(labels), dtype=bool)
+            kept[list(left_out[0])] = False
+            of_kept = labels.numpy()[kept]
+            if len(np.unique(of_kept)) == 2:
+                scores = by_target[0].numpy()[kept]
+                measured = leak_auc_interval(scores, of_kept, np.random.default_rng(0))
+                intervals[name] = (measured.low, measured.high)
+    return intervals
+
+
+def _scored(score: Callable[..., Tensor], gradients: Gradients, _: Knowledge) -> Tensor:
+    """Let a function of the caller's own score the rows of one batch."""
+    rows = gradients if isinstance(gradients, Tensor) else gradients.gradients
+    return torch.as_tensor(score(rows)).double().reshape(-1)

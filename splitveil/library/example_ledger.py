@@ -1,0 +1,289 @@
+"""The leak ledger for other trainers: what all answers about each example may have told.
+
+It is the ledger of a run (`splitveil.active_party.ledger`), which adds up charges example by
+example and knows for which peers a charge holds, behind an interface that needs no run.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from torch import Tensor
+
+from splitveil.active_party.defenses.interface import LeakCharge
+from splitveil.active_party.ledger.account_book import AccountBook, Names, indices_of, names_of
+from splitveil.active_party.ledger.bounds import LeakBounds, auc_bound, widest_covered
+from splitveil.active_party.ledger.earlier_ledgers import LEDGER, open_book
+from splitveil.active_party.ledger.ledger import LeakLedger, logged
+from splitveil.active_party.ledger.limit import Limit
+from splitveil.common.data.canonical_form import CanonicalForm
+from splitveil.common.data.ids import canonical_ids, usable_ids
+from splitveil.common.privacy.covers import Covers
+from splitveil.common.run.id_rules import rules_as_bytes, rules_of_bytes
+from splitveil.common.run.sample_order import Positions
+from splitveil.common.storage.model_files import save_tensors
+from splitveil.common.text.upper_bounds import at_most, auc_at_most
+from splitveil.library.frames import as_html, frame
+
+Rows: TypeAlias = Sequence[int] | Sequence[str] | Positions | None
+"""Positions of examples, their ids if the ledger knows ids, or None for all of them."""
+
+
+class Ledger:
+    """One account per example, for any trainer that answers about examples.
+
+        ledger = Ledger(10_000)
+        if not ledger.would_exceed(0.01, rows, covers="anybody", leak_auc=0.65):
+            ledger.charge(0.01, rows, covers="anybody")
+        ledger.guarantee().guarantee.max   # the AUC that no score of anybody exceeds
+
+    Charge an answer before it leaves, and never take a charge back.
+
+    Args:
+        examples: the number of examples, or their ids, each once.
+
+    Raises:
+        DataError: an id is empty or occurs twice.
+    """
+
+    def __init__(self, examples: int | Iterable[str]) -> None:
+        self._names: Names | None = None
+        self._form = CanonicalForm()
+        count = examples
+        if not isinstance(count, int):
+            ids = canonical_ids([str(one) for one in count], "Ledger")
+            self._names, count = names_of(ids), len(ids)
+        self._accounts = LeakLedger(count)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "Ledger":
+        """Load the ledger that a run or ``save`` has left.
+
+        Ids are then compared by the rules of that run's contract.
+
+        Args:
+            folder: the folder with ``ledger.safetensors``, such as
+                ``runs/monday/active/checkpoint``.
+
+        Raises:
+            SettingsError: there is none, or it cannot be read.
+        """
+        book = open_book(Path(folder))
+        ledger = cls(len(book))
+        ledger._names, ledger._accounts = book.names, book.ledger
+        ledger._form = CanonicalForm(rules_of_bytes(book.id_rules))
+        return ledger
+
+    def __len__(self) -> int:
+        return len(self._accounts)
+
+    def charge(
+        self,
+        charge: LeakCharge | float,
+        rows: Rows = None,
+        *,
+        covers: Covers | str | None = None,
+        is_gaussian: bool = False,
+    ) -> None:
+        """Charge one answer.
+
+        Args:
+            charge: what it adds to each example: the symmetrised divergence between the answers of
+                the two labels, or a `LeakCharge` with noise identity and epsilon.
+            rows: the examples that it is about, each once; all by default.
+            covers: the peers whom a plain divergence describes: ``anybody``, ``passive and honest``
+                or ``knows class means only``. Required for a number.
+            is_gaussian: whether a plain divergence is that of a Gaussian mechanism, mu squared.
+
+        Raises:
+            ValueError: a number comes without ``covers``, or a row is unknown or given twice.
+        """
+        self._accounts.charge(self._positions(rows), _charge(charge, covers, is_gaussian))
+
+    def guarantee(self, rows: Rows = None) -> LeakBounds:
+        """Return the bounds on all answers so far, over some examples.
+
+        ``guarantee(...).guarantee`` is the AUC that no score of anybody exceeds, as ``max``,
+        ``q95`` and ``mean`` over the examples; ``against(peers)`` is the same for fewer peers. An
+        AUC of 1 is no bound.
+
+        Args:
+            rows: the examples; all by default.
+
+        Raises:
+            ValueError: there are no examples, or a row is unknown or given twice.
+        """
+        positions = self._positions(rows)
+        if not len(positions):
+            raise ValueError("expected at least one example, got none")
+        return self._accounts.bounds(positions)
+
+    def would_exceed(
+        self,
+        charge: LeakCharge | float,
+        rows: Rows = None,
+        *,
+        covers: Covers | str | None = None,
+        is_gaussian: bool = False,
+        leak_auc: float | None = None,
+        sum_kl: float | None = None,
+        peers: Covers | str = Covers.ANYBODY,
+    ) -> bool:
+        """Return whether an answer would take an example beyond a limit; nothing is charged.
+
+        Args:
+            charge: as for ``charge``.
+            rows: as for ``charge``.
+            covers: as for ``charge``.
+            is_gaussian: as for ``charge``.
+            leak_auc: the limit as an AUC, above 0.5 and below 1; this or ``sum_kl``.
+            sum_kl: the limit as a divergence, above 0.
+            peers: the peers for whom the limit has to hold. An account that does not describe them
+                exceeds every limit.
+
+        Raises:
+            ValueError: as for ``charge``, or there is not exactly one limit, or it is out of range.
+        """
+        limit = _limit(leak_auc, sum_kl, Covers(peers))
+        positions = self._positions(rows)
+        if not len(positions):
+            return False
+        reached = self._accounts.after(positions, logged(_charge(charge, covers, is_gaussian)))
+        return limit.objection(reached) is not None
+
+    def frame(self, rows: Rows = None) -> Any:
+        """Return the accounts, one row per example.
+
+        Args:
+            rows: the examples; all by default.
+
+        Returns:
+            A ``pandas.DataFrame`` where pandas is installed, otherwise a ``pyarrow.Table``, with
+            ``sum_kl``, the widest circle of peers that the account ``covers``, and the bound for
+            each circle.
+        """
+        positions = self._positions(rows)
+        found = self._accounts.exposure(positions)
+        accounts = zip(positions, found.sum_kl, found.caveats, found.odds.kinds, strict=True)
+        return frame(
+            {
+                "example": int(position),
+                "sum_kl": float(sum_kl),
+                "covers": str(widest_covered(int(caveats))),
+                **{
+                    peers.column: auc_bound(
+                        float(sum_kl), found.odds.table[kind], int(caveats), peers
+                    )
+                    for peers in Covers
+                },
+            }
+            for position, sum_kl, caveats, kind in accounts
+        )
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the tensors from which ``load_state_dict`` restores the accounts."""
+        if self._names is None:
+            return self._accounts.state_dict()
+        rules = rules_as_bytes(self._form.rules)
+        return AccountBook(self._names, self._accounts, rules).state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take up the accounts that ``state_dict`` returned.
+
+        Raises:
+            ValueError: the state is of other examples, or does not come from a ledger.
+        """
+        if self._names is None:
+            self._accounts.load_state_dict(state)
+            return
+        book = AccountBook.from_state(state)
+        if len(book) != len(self) or not np.array_equal(book.names, self._names):
+            raise ValueError("expected the accounts of the same ids in the same order")
+        self._accounts = book.ledger
+
+    def save(self, folder: str | Path) -> Path:
+        """Write ``checkpoint/ledger.safetensors`` into a folder, for ``earlier_ledgers`` of a run.
+
+        Args:
+            folder: like a party's folder of a run; name its ``checkpoint`` in the settings.
+
+        Returns:
+            The file written.
+
+        Raises:
+            ValueError: the ledger knows no ids, so that a run could not find its examples again.
+            StorageError: the file cannot be written.
+        """
+        if self._names is None:
+            raise ValueError("expected a ledger with ids: Ledger(ids), not Ledger(number)")
+        path = Path(folder)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return save_tensors(path, LEDGER, self.state_dict())
+
+    def __repr__(self) -> str:
+        words = self.guarantee().in_words() if len(self) else "no examples"
+        return f"Ledger of {len(self):,} examples: {words}"
+
+    def _repr_html_(self) -> str:
+        if not len(self):
+            return as_html("Ledger", [], "no examples")
+        bounds = self.guarantee()
+        rows = [
+            {"peers": str(one)}
+            | {
+                name: auc_at_most(auc)
+                for name, auc in zip(("max", "95 %", "mean"), spread, strict=True)
+            }
+            for one in Covers
+            for spread in [bounds.against(one).leak_auc]
+        ]
+        title = f"Leak ledger of {len(self):,} examples: bounds on the leak AUC"
+        return as_html(title, rows, f"largest sum_kl: {at_most(bounds.sum_kl.max)}; 1 is no bound")
+
+    def _positions(self, rows: Rows) -> Positions:
+        if rows is None:
+            return np.arange(len(self))
+        given = np.asarray(rows)
+        if given.dtype.kind in "UO" and len(given):
+            if self._names is None:
+                raise ValueError("expected positions: this ledger knows no ids")
+            ids = usable_ids([str(one) for one in rows], "rows", self._form).ids
+            given = indices_of(names_of(ids), self._names)
+        elif given.dtype == bool:
+            if given.shape != (len(self),):
+                raise ValueError(f"expected a mask of {len(self)} examples, got {given.shape}")
+            given = np.flatnonzero(given)
+        positions: Positions = given.astype(np.int64)
+        if len(positions) and (positions.min() < 0 or positions.max() >= len(self)):
+            raise ValueError(f"expected examples of this ledger, which has {len(self)}")
+        if len(np.unique(positions)) < len(positions):
+            raise ValueError("expected each example once")
+        return positions
+
+
+def _charge(
+    charge: LeakCharge | float,
+    covers: Covers | str | None,
+    is_gaussian: bool,  # noqa: FBT001 - handed on from keywords
+) -> LeakCharge:
+    if isinstance(charge, LeakCharge):
+        if covers is not None or is_gaussian:
+            raise ValueError("covers and is_gaussian: a LeakCharge says both itself")
+        return charge
+    if covers is None:
+        names = ", ".join(repr(str(one)) for one in Covers)
+        raise ValueError(f"covers: expected the peers whom the charge describes: {names}")
+    return LeakCharge(float(charge), covers=Covers(covers), is_gaussian=is_gaussian)
+
+
+def _limit(leak_auc: float | None, sum_kl: float | None, peers: Covers) -> Limit:
+    if (leak_auc is None) == (sum_kl is None):
+        raise ValueError("expected one limit: leak_auc or sum_kl")
+    if leak_auc is not None:
+        if not 0.5 < leak_auc < 1:
+            raise ValueError(f"leak_auc: expected an AUC above 0.5 and below 1, got {leak_auc}")
+        return Limit.of_leak_auc(leak_auc, peers)
+    if sum_kl is None or not sum_kl > 0:
+        raise ValueError(f"sum_kl: expected a divergence above 0, got {sum_kl}")
+    return Limit.of_sum_kl(sum_kl, peers)

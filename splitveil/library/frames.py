@@ -1,0 +1,58 @@
+"""Tables for notebooks: data frames of pandas where it is installed, else tables of pyarrow."""
+
+import html
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+import pyarrow as pa
+
+Row = Mapping[str, object]
+
+
+def frame(rows: Iterable[Row]) -> Any:
+    """Return rows as a data frame, whose columns are in the order in which they first appear.
+
+    Args:
+        rows: column -> value. A column that a row lacks is missing there.
+
+    Returns:
+        A ``pandas.DataFrame`` where pandas is installed, otherwise a ``pyarrow.Table``.
+    """
+    listed = list(rows)
+    names = dict.fromkeys(name for row in listed for name in row)
+    table = pa.table({name: [row.get(name) for row in listed] for name in names})
+    try:
+        import_module("pandas")
+    except ImportError:
+        return table
+    return table.to_pandas()
+
+
+def as_html(title: str, rows: Sequence[Row], note: str = "") -> str:
+    """Return a small table as HTML; everything in it is escaped.
+
+    Args:
+        title: the line above it.
+        rows: column -> value, the same columns in every row.
+        note: the line below it.
+    """
+    heads = "".join(f"<th>{html.escape(str(name))}</th>" for name in (rows[0] if rows else ()))
+    body = "".join(
+        "<tr>"
+        + "".join(f"<td>{html.escape(_shown(value))}</td>" for value in row.values())
+        + "</tr>"
+        for row in rows
+    )
+    below = f"<p>{html.escape(note)}</p>" if note else ""
+    return (
+        f"<p><b>{html.escape(title)}</b></p>"
+        f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>{below}"
+    )
+
+
+def _shown(value: object) -> str:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "-"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)

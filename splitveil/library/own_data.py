@@ -1,0 +1,273 @@
+"""Tables in memory as the data of simulated parties: arrays, data frames, tables of pyarrow.
+
+Each table is written as a Parquet file beside settings made for it, so that a simulation reads it
+as two processes would. Numbers become numeric features, and texts categories.
+"""
+
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import yaml
+from pyarrow import parquet
+
+from splitveil.common.data.columns import (
+    WrittenColumn,
+    almost_numbers,
+    is_unnamed_index,
+    read_categories,
+)
+from splitveil.common.data.sources import list_rows
+from splitveil.common.errors import SettingsError
+from splitveil.common.storage.run_folder import write_text_atomically
+
+_logger = logging.getLogger(__name__)
+
+CONTRACT: Mapping[str, Any] = {
+    "run_name": "simulated",
+    "cut_shape": [16],
+    "batch_size": 32,
+    "epochs": 10,
+    "split": {"kind": "hash", "train": 0.8, "test": 0.2},
+}
+ADAM = {"kind": "adam", "learning_rate": 0.001}
+TOP = {"kind": "mlp", "hidden": [16]}
+BOTTOM = {"kind": "mlp", "hidden": [32], "output_activation": "relu"}
+
+
+def write_settings(
+    folder: Path,
+    active: Any,
+    passive: Any,
+    *,
+    label: str,
+    key: str | None = None,
+    label_range: tuple[float, float] | None = None,
+) -> None:
+    """Write the parties' tables and settings files for them.
+
+    Args:
+        folder: where they are written; it is made for its owner alone.
+        active: the label owner's table: a data frame, a ``pyarrow.Table``, a mapping of columns, or
+            an array with one row per example, whose columns become ``x0``, ``x1``, ...
+        passive: the feature owner's table, or a mapping from the names of up to eight feature
+            owners to their tables; None for settings of the active party alone.
+        label: the column of the active party's table that holds the labels.
+        key: the column or index of ids that all tables have; without it, see ``id_columns``.
+        label_range: the bounds of labels that are numbers; None for classes.
+
+    Raises:
+        SettingsError: a table is of another kind, or lacks a column, or it is unknown which rows
+            are the same example.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    owners: dict[str, Any] = {"passive": passive}
+    if passive is None or _is_several(passive):
+        owners = dict(passive or {})
+    contract = dict(CONTRACT)
+    if owners and list(owners) != ["passive"]:
+        contract["passive_parties"] = list(owners)
+    _write(folder / "contract.yaml", contract)
+    table = as_table(active, "active")
+    tables = {name: as_table(given, name) for name, given in owners.items()}
+    ids = id_columns({"active": table} | tables, key)
+    if label not in table.column_names:
+        raise SettingsError(f"active: expected a column {label!r}, got {_listed(table)}")
+    data = _data(folder, "active", table, [label], ids["active"]) | {"label_column": label}
+    classes = 2
+    if label_range is not None:
+        low, high = label_range
+        data["label_range"] = {"low": float(low), "high": float(high)}
+    elif (classes := _classes(table.column(label))) > 2:
+        data["classes"] = classes
+    _write(
+        folder / "active.yaml", _settings(data) | {"top_model": TOP, "defense": {"name": "none"}}
+    )
+    for name, theirs in tables.items():
+        data = _data(folder, name, theirs, [], ids[name])
+        settings = _settings(data) | {"bottom_model": BOTTOM, "party": name}
+        labels = {
+            "source": {"kind": "parquet", "path": "active.parquet"},
+            "label_column": label,
+            **({} if ids["active"] is None else {"id_column": ids["active"]}),
+            **({"classes": classes} if classes > 2 else {}),
+        }
+        if label_range is None:  # the adversary's attacks tell classes apart
+            settings["adversary"] = {"layers": ["cut"], "labels": labels}
+        file = "passive.yaml" if len(owners) == 1 else f"passive_{name}.yaml"
+        _write(folder / file, settings)
+
+
+def as_table(given: Any, name: str) -> pa.Table:
+    """Return a table of any kind as one of pyarrow; the index of a data frame becomes columns.
+
+    Raises:
+        SettingsError: it is of another kind.
+    """
+    try:
+        if isinstance(given, Mapping):
+            return pa.table({str(column): np.asarray(values) for column, values in given.items()})
+        if isinstance(given, getattr(sys.modules.get("pandas"), "DataFrame", ())):
+            return pa.Table.from_pandas(given, preserve_index=True)
+        if hasattr(given, "__arrow_c_stream__"):  # pyarrow, polars and others
+            return pa.table(given)
+        rows = np.asarray(given)
+    except (ValueError, TypeError) as error:  # the last argument is pyarrow's name of the column
+        raise SettingsError(f"{name}: cannot be read as a table: {error.args[-1]}") from error
+    if rows.ndim != 2 or rows.dtype.kind not in "biuf":
+        raise SettingsError(
+            f"{name}: expected a data frame, a pyarrow table, a mapping of columns or an array "
+            f"(rows, columns) of numbers, got {type(given).__name__}"
+        )
+    return pa.table({f"x{column}": rows[:, column] for column in range(rows.shape[1])})
+
+
+def id_columns(tables: Mapping[str, pa.Table], key: str | None = None) -> dict[str, str | None]:
+    """Return each table's column of ids; None for all if row n is the same example everywhere.
+
+    Without a key, ids are an index that is unique in each table, and has one name or holds texts in
+    all of them. Otherwise all tables must have the same row labels: different ones mean that rows
+    were sorted or left out in one of them, and that row n is another example.
+
+    Args:
+        tables: as ``as_table`` returns them, by the names of their parties.
+        key: the column or index of ids.
+
+    Raises:
+        SettingsError: a table lacks the key, or without one they differ in length or row labels.
+    """
+    if key is not None:
+        for name, table in tables.items():
+            if key not in table.column_names:
+                raise SettingsError(f"{name}: expected a column {key!r}, got {_listed(table)}")
+        return dict.fromkeys(tables, key)
+    unique = {name: _unique_index(table) for name, table in tables.items()}
+    if None not in unique.values():
+        kinds = [tables[name].column(column).type for name, column in unique.items()]
+        one_name, *others = {*unique.values()}
+        is_named = not others and not is_unnamed_index(str(one_name))
+        if is_named or not any(map(pa.types.is_integer, kinds)):
+            return unique
+    check_rows_correspond(tables)
+    return dict.fromkeys(tables)
+
+
+def check_rows_correspond(tables: Mapping[str, pa.Table]) -> None:
+    """Check that tables without ids have as many rows and the same row labels.
+
+    A table without an index has the labels 0, 1, ..., as pandas gives them.
+
+    Raises:
+        SettingsError: they do not.
+    """
+    first = next(iter(tables))
+    for name, table in tables.items():
+        shared = f"without key, row n is the same example in every table, but {first} and {name}"
+        advice = "name in key= the column or index of ids that all tables have"
+        if len(table) != len(tables[first]):
+            raise SettingsError(
+                f"{shared} have {len(tables[first]):,} and {len(table):,} rows: {advice}"
+            )
+        if _row_labels(table) != _row_labels(tables[first]):
+            raise SettingsError(
+                f"{shared} have different row labels (pandas' index): {advice}; or call "
+                f"reset_index(drop=True) if their rows correspond"
+            )
+
+
+def _index_of(table: pa.Table) -> list[str]:
+    """Return the columns that are row labels of a data frame."""
+    described = table.schema.pandas_metadata or {}
+    names = {one.get("field_name"): one["name"] for one in described.get("columns", ())}
+    fields = [one for one in described.get("index_columns", ()) if isinstance(one, str)]
+    # An index that is a column, too, has the name of the column, but another field.
+    index = {names.get(field) or field for field in fields}
+    columns = table.column_names
+    return [one for one in columns if one in index] or [*filter(is_unnamed_index, columns)]
+
+
+def _unique_index(table: pa.Table) -> str | None:
+    """Return the row labels' column if it can be ids: one column, of distinct texts or integers."""
+    index = _index_of(table)
+    if len(index) != 1:
+        return None
+    cells = table.column(index[0])
+    is_id = pa.types.is_integer(cells.type) or cells.type in {pa.string(), pa.large_string()}
+    is_unique = len(cells.unique()) == len(cells) and not cells.null_count
+    return index[0] if is_id and is_unique else None
+
+
+def _row_labels(table: pa.Table) -> list[list[Any]]:
+    index = table.select(_index_of(table)).columns
+    return [column.to_pylist() for column in index] or [list(range(len(table)))]
+
+
+def _is_several(passive: Any) -> bool:
+    """Return whether tables of several parties were given, and not the columns of one."""
+    return isinstance(passive, Mapping) and all(
+        np.ndim(table) == 2 or isinstance(table, Mapping | pa.Table) for table in passive.values()
+    )
+
+
+def _data(
+    folder: Path, name: str, table: pa.Table, own: Sequence[str], id_column: str | None
+) -> dict[str, Any]:
+    path = folder / f"{name}.parquet"
+    parquet.write_table(table, path)
+    path.chmod(0o600)
+    features: dict[str, list[str]] = {"numeric": [], "categorical": []}
+    others = {*own, id_column, *_index_of(table)}
+    for column in table.schema:
+        if column.name not in others and not is_unnamed_index(column.name):
+            features["numeric" if _is_number(column.type) else "categorical"].append(column.name)
+    for text in features["categorical"]:
+        where = f"{name}: column {text!r}"
+        found = read_categories(WrittenColumn(table.column(text), where, ("",)))
+        if len(rows := np.flatnonzero(almost_numbers(found))):
+            _logger.warning(
+                "%s: each text is a category, but %d of %d cells are numbers, and those in %s are "
+                "not; if those are mistakes, convert the column to numbers",
+                where,
+                (num_cells := np.count_nonzero(found.codes >= 0)) - len(rows),
+                num_cells,
+                list_rows(rows + 1),
+            )
+    chosen = {kind: names for kind, names in features.items() if names}
+    return {
+        "source": {"kind": "parquet", "path": path.name},
+        **({} if id_column is None else {"id_column": id_column}),
+        **({"features": chosen} if chosen else {}),
+    }
+
+
+def _settings(data: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "contract": "contract.yaml",
+        "security": {"mode": "insecure"},
+        "data": data,
+        "optimizer": ADAM,
+    }
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    is_number: bool = pa.types.is_integer(kind) or pa.types.is_floating(kind)
+    return is_number or bool(pa.types.is_boolean(kind) or pa.types.is_decimal(kind))
+
+
+def _classes(labels: pa.ChunkedArray) -> int:
+    """Return the number of classes if labels are the whole numbers from 0, else 2."""
+    found = labels.unique().drop_null().to_pylist()
+    whole = all(isinstance(one, int) and not isinstance(one, bool) for one in found)
+    return max(found) + 1 if whole and found and max(found) > 1 and min(found) >= 0 else 2
+
+
+def _listed(table: pa.Table) -> str:
+    return ", ".join(map(repr, table.column_names[:20])) or "no columns"
+
+
+def _write(path: Path, values: Mapping[str, Any]) -> None:
+    write_text_atomically(path, yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True))

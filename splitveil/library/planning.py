@@ -1,0 +1,119 @@
+"""Plans a run: what it will reveal about the labels, before any training."""
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from splitveil.active_party.plan import show
+from splitveil.active_party.planned import Plan, plan_of
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.errors import SettingsError
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.party.party_settings import load_party_settings
+from splitveil.common.run.contract import ACTIVE
+from splitveil.deploy.local import Overrides
+from splitveil.library.choices import DefenseChoice, named_defense
+from splitveil.library.frames import as_html, frame
+from splitveil.library.loading import override, source_of
+from splitveil.library.scratch import Scratch
+
+_COLUMNS = 120
+
+
+class RunPlan:
+    """What a run would reveal about the labels, as far as it is known before.
+
+    Args:
+        plan: the figures.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.figures = plan
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """Sentences about the reliability of the figures, other signals and the budget."""
+        return self.figures.remarks
+
+    def frame(self) -> Any:
+        """Return one row for one answer and one for all answers, for each kind of noise.
+
+        A figure has two columns, the least that it may be (``..._least``) and the most; they are
+        equal where ``certainty`` is ``exact``, and missing where it is ``unknown``. A bound is
+        missing where there is none for these peers.
+
+        Returns:
+            A ``pandas.DataFrame`` where pandas is installed, otherwise a ``pyarrow.Table``.
+        """
+        return frame(one.row() for one in self.figures.answers)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as plain values, as ``active-party plan --json`` prints them."""
+        return self.figures.to_json()
+
+    def __str__(self) -> str:
+        printed = io.StringIO()
+        show(self.figures, Console(file=printed, width=_COLUMNS, highlight=False))
+        return printed.getvalue()
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        title = f"defense {self.figures.defense}: what the peer may learn of one example"
+        return as_html(title, [one.row() for one in self.figures.answers], " ".join(self.remarks))
+
+
+def plan(
+    example: str | Path | None = None,
+    *,
+    active: Any = None,
+    label: str = "label",
+    key: str | None = None,
+    label_range: tuple[float, float] | None = None,
+    defense: DefenseChoice | None = None,
+    target_leak_auc: float | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> RunPlan:
+    """Forecast what a run would reveal about the labels; nothing is trained.
+
+    Args:
+        example: the name of an example of the package, a folder with ``active.yaml``, or the
+            active party's settings file; this, or ``active``.
+        active: the label owner's table, as for ``simulate``.
+        label: the column of ``active`` with the labels.
+        key: the column or index of ids, as for ``simulate``.
+        label_range: the bounds of labels that are numbers, as for ``simulate``.
+        defense: the defense, as for ``simulate``; by default that of the settings.
+        target_leak_auc: also tell the power ratio of ``marvell`` at which the whole run stays below
+            this AUC.
+        settings: settings of the active party and of the contract to override:
+            ``{"contract.epochs": 3}``.
+
+    Returns:
+        The plan: a frame of its figures, remarks, and a printed form.
+
+    Raises:
+        SplitveilError: settings or data cannot be used.
+        ValueError: neither an example nor a table is given, or both.
+    """
+    given = [override(name, value) for name, value in (settings or {}).items()]
+    if defense is not None:
+        given.append(override("active.defense", dict(named_defense(defense).settings)))
+    overrides = Overrides([], []).adding(*given)
+    if overrides.passive != [one for one in overrides.active if one.startswith("contract.")]:
+        raise SettingsError("settings: a plan reads those of the active party and the contract")
+    scratch = Scratch()  # deleted when the data have been read
+    path = Path(example) if example is not None else None
+    if path is None or not path.is_file():
+        folder = source_of(
+            example, scratch.path, active, None, label=label, key=key, label_range=label_range
+        )
+        path = folder / "active.yaml"
+    elif active is not None:
+        raise ValueError("expected an example, or the table active")
+    own = load_party_settings(ActiveSettings, path, overrides.of(ACTIVE))
+    data = PartyData.of(own)
+    return RunPlan(plan_of(own, data, target_leak_auc))

@@ -1,0 +1,214 @@
+"""Predicts with the model of a run whose parties are all here: nothing crosses a network.
+
+What two organisations do with ``active-party predict`` and ``passive-party serve`` happens in this
+process, with the same bits.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from pyarrow import parquet
+
+from splitveil.active_party.inference.embed_client import EmbedClient
+from splitveil.active_party.inference.joint_model import JointModel, ModelChoice
+from splitveil.active_party.inference.predictor import Predictions, Predictor
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.data.canonical_form import compose
+from splitveil.common.errors import OtherModel, SettingsError
+from splitveil.common.party.command_line import torch_device
+from splitveil.common.party.party_settings import (
+    PartySettings,
+    PartySettingsT,
+    load_party_settings,
+)
+from splitveil.common.party.served_rows import ServedRows
+from splitveil.common.run.contract import ACTIVE
+from splitveil.common.run.inference import Embedded, ModelIdentity
+from splitveil.library.frames import Row, frame
+from splitveil.library.own_data import as_table, check_rows_correspond
+from splitveil.library.recorded_run import Run
+from splitveil.library.scratch import Scratch
+from splitveil.passive_party.inference.served_model import ServedModel
+from splitveil.passive_party.settings import PassiveSettings
+
+MAX_IDS = 8192
+"""Ids that are computed at a time."""
+
+
+class LocalEmbedder:
+    """A passive party's half of the model in this process, asked as if it were served elsewhere.
+
+    Args:
+        party: its name in the contract.
+        served: the half, with its rows.
+        model: the identity of the active party's half.
+    """
+
+    max_ids = MAX_IDS
+
+    def __init__(self, party: str, served: ServedModel, model: ModelIdentity) -> None:
+        self.party = party
+        self._served = served
+        self._model = model
+
+    def submit(self, ids: Sequence[str]) -> "Future[Embedded]":
+        """Answer some ids; the answer is there at once."""
+        answer: Future[Embedded] = Future()
+        answer.set_result(self._served.embed(ids))
+        return answer
+
+    def check_model(self) -> None:
+        """Check that both halves are of one training.
+
+        Raises:
+            OtherModel: they are not.
+        """
+        if self._served.identity != self._model:
+            raise OtherModel(
+                f"{self.party}: expected the model of {self._model}, got that of "
+                f"{self._served.identity}"
+            )
+
+    def close(self) -> None:
+        """Do nothing: there is no connection."""
+
+
+def predict(
+    run: Run | str | Path,
+    ids: Iterable[Any] | None = None,
+    *,
+    passive: Mapping[str, str | Path] | str | Path | None = None,
+    tables: Mapping[str, Any] | None = None,
+    base_dir: str | Path | None = None,
+    model: ModelChoice | None = None,
+) -> Any:
+    """Predict with the model of a run, whose parties' folders are all on this machine.
+
+    Args:
+        run: the run or its folder, with the active party's folder in it.
+        ids: the ids to predict, in any form, those of several columns as tuples; by default all
+            that the first passive party has.
+        passive: the passive party's folder, or those of several by their names; by default those
+            beside the active party's folder.
+        tables: other rows than those of the settings, by the name of the party (``active`` for the
+            label owner): tables in memory as for ``simulate``, with the columns of the features and
+            the id.
+        base_dir: the folder of the parties' settings files, to which the paths of their data are
+            relative. A simulated run knows it; for others the current folder is the default.
+        model: ``trained``, ``refitted`` (see the defense's ``refit_top``) or ``best``; by default
+            that of the settings.
+
+    Returns:
+        A ``pandas.DataFrame`` where pandas is installed, otherwise a ``pyarrow.Table``: ``id``,
+        whether every party has a row of it (``found``), and ``probability``, or one column
+        ``probability_<class>`` for each of several classes.
+
+    Raises:
+        SplitveilError: a model, table or setting cannot be used, or the halves are not of one
+            training.
+    """
+    opened = run if isinstance(run, Run) else Run(run)
+    found = _Parties(opened, passive, tables or {}, base_dir)
+    with found.predictor(model) as predictor:
+        predictor.check_models()
+        asked = found.all_ids() if ids is None else list(map(_as_text, ids))
+        return frame(_rows(predictor, asked, found.active.data.class_names))
+
+
+def _as_text(one: Any) -> str:
+    return compose([str(part) for part in one]) if isinstance(one, list | tuple) else str(one)
+
+
+class _Parties:
+    """The settings of all parties of a run, and their rows."""
+
+    def __init__(
+        self,
+        run: Run,
+        passive: Mapping[str, str | Path] | str | Path | None,
+        tables: Mapping[str, Any],
+        base_dir: str | Path | None,
+    ) -> None:
+        base = run.base_dir if base_dir is None else Path(base_dir)
+        self.active = _settings(ActiveSettings, run.path / ACTIVE, base)
+        names = self.active.contract.passive_parties
+        folders = _folders(run.path, names, passive)
+        self._passive = {
+            name: _settings(PassiveSettings, folders[name], base, f"party={name}") for name in names
+        }
+        unknown = sorted(tables.keys() - {ACTIVE, *names})
+        if unknown:
+            raise SettingsError(
+                f"tables: {', '.join(unknown)}: expected {', '.join([ACTIVE, *names])}"
+            )
+        self._scratch = Scratch()
+        given = {name: as_table(table, name) for name, table in tables.items()}
+        if given and self.active.data.id_column is None:
+            check_rows_correspond(given)
+        self._tables = {name: self._scratch.path / f"{name}.parquet" for name in given}
+        for name, table in given.items():
+            parquet.write_table(table, self._tables[name])
+        self._served: dict[str, ServedModel] = {}
+
+    def predictor(self, choice: ModelChoice | None) -> Predictor:
+        """Load all halves of the model."""
+        device = torch_device(self.active.device)
+        model = JointModel.load(self.active, device, choice)
+        own = None
+        if model.encoder is not None:
+            own = ServedRows.load(self.active, model.encoder, self._tables.get(ACTIVE))
+        for name, settings in self._passive.items():
+            where = torch_device(settings.device)
+            self._served[name] = ServedModel.load(settings, where, self._tables.get(name))
+        clients = [LocalEmbedder(name, one, model.identity) for name, one in self._served.items()]
+        # They are asked like clients of parties elsewhere, and have nothing else of them.
+        return Predictor(model, cast("list[EmbedClient]", clients), own)
+
+    def all_ids(self) -> list[str]:
+        """Return the ids of the first passive party's rows."""
+        rows = next(iter(self._served.values())).rows
+        return rows.ids_at(rows.served())
+
+
+def _settings(
+    section: type[PartySettingsT], folder: Path, base_dir: Path, *overrides: str
+) -> PartySettingsT:
+    """Load the settings that a party has left in its folder of a run."""
+    if not (folder / "settings.yaml").is_file():
+        raise SettingsError(f"{folder}: expected a party's folder of a run, with settings.yaml")
+    runs = folder.resolve().parent.parent
+    given = [*overrides] if section is PassiveSettings else []
+    settings: PartySettings = load_party_settings(section, folder / "settings.yaml", given)
+    changed = settings.model_copy(update={"base_dir": base_dir, "runs_dir": runs})
+    if not isinstance(changed, section):
+        raise TypeError(f"expected {section.__name__}")
+    return changed
+
+
+def _folders(
+    run: Path, names: Sequence[str], passive: Mapping[str, str | Path] | str | Path | None
+) -> dict[str, Path]:
+    if isinstance(passive, Mapping):
+        missing = [name for name in names if name not in passive]
+        if missing:
+            raise SettingsError(f"passive: expected a folder of {', '.join(missing)}")
+        return {name: Path(passive[name]) for name in names}
+    if passive is not None:
+        if len(names) > 1:
+            raise SettingsError(f"passive: expected a folder for each of {', '.join(names)}")
+        return {names[0]: Path(passive)}
+    return {name: run / (name if len(names) > 1 else "passive") for name in names}
+
+
+def _rows(predictor: Predictor, ids: Sequence[str], classes: Sequence[str]) -> Iterator[Row]:
+    for start in range(0, len(ids), MAX_IDS):
+        some = ids[start : start + MAX_IDS]
+        found: Predictions = predictor.predict(some)
+        for one, is_found, values in zip(some, found.found, found.probabilities, strict=True):
+            row: dict[str, object] = {"id": one, "found": bool(is_found)}
+            names = [f"probability_{name}" for name in classes] or ["probability"]
+            known = np.atleast_1d(values).tolist() if is_found else [None] * len(names)
+            yield row | dict(zip(names, known, strict=True))

@@ -1,0 +1,222 @@
+"""Simulates runs: both parties in this process, with the bits of two processes."""
+
+import logging
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.errors import EndedForGood, SettingsError
+from splitveil.common.party import command_line
+from splitveil.common.privacy.attacks import ATTACKS, SideInformation
+from splitveil.common.run.contract import ACTIVE
+from splitveil.common.storage.run_folder import claimed, move_aside
+from splitveil.deploy.local import NamedDefense, Overrides
+from splitveil.library.choices import (
+    AttackChoice,
+    DefenseChoice,
+    attack_settings,
+    named_defense,
+    section,
+)
+from splitveil.library.loading import load, override, source_of
+from splitveil.library.recorded_run import Run
+from splitveil.library.runs import PlannedRun, Runs
+from splitveil.library.scratch import Scratch
+from splitveil.simulation.recorded import run_recorded
+
+NONCES_APART = 1_000_000
+"""Difference between the nonce seeds of two parties: larger than any number of seeds."""
+
+EVERY_BATCH: Mapping[str, Any] = {"queue_batches": 1024, "max_cpu_share": None}
+"""Audits that leave no batch out: figures do not depend on how fast the machine is."""
+
+
+def simulate(
+    example: str | Path | None = None,
+    *,
+    active: Any = None,
+    passive: Any = None,
+    label: str = "label",
+    key: str | None = None,
+    label_range: tuple[float, float] | None = None,
+    defense: DefenseChoice | Sequence[DefenseChoice] | None = None,
+    attacks: Sequence[AttackChoice] | None = None,
+    seeds: int | Sequence[int] = 1,
+    settings: Mapping[str, Any] | None = None,
+    threads: int | None = None,
+    runs: str | Path | None = None,
+) -> Runs:
+    """Run both parties in this process, once for each defense and seed.
+
+    A run learns, bit for bit, what two processes with the same settings learn on the CPU, except
+    with dropout, whose draws come from one generator here. Its folder has the files of a real run,
+    with the settings of each party among them.
+
+    Args:
+        example: the name of an example of the package, or a folder with ``contract.yaml``,
+            ``active.yaml`` and ``passive.yaml``; this, or ``active`` and ``passive``.
+        active: the label owner's table: a data frame, a ``pyarrow.Table``, a mapping of columns, or
+            an array (rows, columns).
+        passive: the feature owner's table, or a mapping from names of feature owners to tables.
+        label: the column of ``active`` with the labels: 0 and 1, whole numbers from 0, or numbers
+            within ``label_range``.
+        key: the column or index of ids that all tables have. Without it, data frames are joined by
+            an index of unique ids that has one name or holds texts in all of them; otherwise row n
+            is the same example everywhere, and tables of different lengths or row labels are
+            refused.
+        label_range: the least and the most that a label can be, if labels are numbers and the model
+            predicts a number; None for classes.
+        defense: a defense or several: names (``marvell``), names with settings
+            (``iso:noise_ratio=2``), mappings, sections of settings, subclasses of
+            ``splitveil.defenses.Defense``, or functions of gradients, labels and noise. By default
+            that of the example.
+        attacks: the attacks to measure: names, or functions of a batch's gradients that return one
+            score per row. By default those of the example.
+        seeds: the number of seeds from 0, or the seeds themselves. A seed decides batches, split,
+            initial weights and noise.
+        settings: settings to override, by their dotted names as with ``--set``:
+            ``{"contract.epochs": 3, "passive.bottom_model.hidden": [64]}``.
+        threads: the number of cores to compute on; by default that of the settings, or all. With
+            small models, one core is often as fast as all.
+        runs: the folder of all runs. By default they are in a temporary folder, which is deleted
+            with the last reference to the result. Tables in memory are written there, too.
+
+    Returns:
+        The runs: frames, report, bounds and ledgers.
+
+    Raises:
+        SplitveilError: settings or data cannot be used, or a run failed. A run that its budget or a
+            gate has ended is a result.
+        ValueError: neither an example nor tables are given, or both, or there are no seeds.
+    """
+    if (active is None) != (passive is None):
+        raise ValueError("expected the tables of both parties, active and passive")
+    scratch: Scratch | None = None
+    if runs is None:
+        scratch = Scratch()
+        runs = scratch.path
+    folder = Path(runs)
+    source = source_of(
+        example, folder, active, passive, label=label, key=key, label_range=label_range
+    )
+    given = dict(settings or {})
+    if threads is not None:
+        given |= {f"{party}.torch_threads": threads for party in (ACTIVE, "passive")}
+    base = _base(source, given, attacks)
+    chosen = _chosen(defense) or [named_defense(load(source, base).active.defense)]
+    numbers = list(range(seeds)) if isinstance(seeds, int) else [int(seed) for seed in seeds]
+    if not numbers:
+        raise ValueError("seeds: expected at least one")
+    done = {}
+    for seed in numbers:
+        for one in chosen:
+            planned = PlannedRun(one.title, seed)
+            run_folder = _run(source, base, one, seed, folder, is_only=len(chosen) == 1)
+            done[planned] = Run(run_folder, owner=scratch, base_dir=source)
+    return Runs(done, folder)
+
+
+def _base(
+    source: Path, settings: Mapping[str, Any], attacks: Sequence[AttackChoice] | None
+) -> Overrides:
+    """Return the overrides that all runs share."""
+    own = [override(name, value) for name, value in settings.items()]
+    base = Overrides([], []).adding(*own)
+    parties = load(source, base)
+    chosen = None if attacks is None else [attack_settings(one) for one in attacks]
+    if parties.active.leak_monitor is not None or chosen:
+        of_gradients = [one for one in chosen or [] if not _needs_activations(one)]
+        base = base.adding(*_audits("active.leak_monitor", chosen and of_gradients))
+    if all(one.adversary is not None for one in parties.passive.values()):
+        base = base.adding(*_audits("passive.adversary", chosen))
+    return base
+
+
+def _audits(place: str, attacks: Sequence[str | Mapping[str, Any]] | None) -> list[str]:
+    """Return the overrides of one party's attacks; those of the settings stay for None."""
+    if attacks is not None and not attacks:
+        return [f"{place}=null"]
+    values = EVERY_BATCH if attacks is None else {**EVERY_BATCH, "attacks": attacks}
+    return [override(f"{place}.{name}", value) for name, value in values.items()]
+
+
+def _needs_activations(attack: str | Mapping[str, Any]) -> bool:
+    if isinstance(attack, str):
+        built_in = {str(name): one.needs for name, one in ATTACKS.items()}
+        return SideInformation.ACTIVATIONS in built_in.get(attack, ())
+    return "activations" in attack.get("needs", ())
+
+
+def _chosen(defense: DefenseChoice | Sequence[DefenseChoice] | None) -> list[NamedDefense]:
+    if defense is None:
+        return []
+    several: list[Any] = [*defense] if isinstance(defense, list | tuple) else [defense]
+    chosen = [named_defense(one) for one in several]
+    titles = [one.title for one in chosen]
+    if len(set(titles)) < len(titles):
+        raise SettingsError(f"defense: expected each defense once, got {', '.join(titles)}")
+    return chosen
+
+
+def _run(
+    source: Path, base: Overrides, defense: NamedDefense, seed: int, runs: Path, *, is_only: bool
+) -> Path:
+    """Run once, and return the run's folder."""
+    name = load(source, base).active.contract.run_name
+    title = f"seed {seed}" if is_only else f"{defense.title} seed {seed}"
+    own = NamedDefense(title, defense.settings).run_name(name)
+    seeded = dict(defense.settings)
+    if "insecure_noise_seed" in type(section(seeded)).model_fields:
+        seeded.setdefault("insecure_noise_seed", seed)
+    overrides = base.adding(
+        override("contract.run_name", own),
+        override("active.defense", seeded),
+        *_of_both(model_seed=seed, runs_dir=str(runs)),
+        override("active.insecure_nonce_seed", seed),
+    )
+    settings = load(source, overrides)
+    settings = settings._replace(
+        passive={
+            party: one.model_copy(update={"insecure_nonce_seed": seed + number * NONCES_APART})
+            for number, (party, one) in enumerate(settings.passive.items(), start=1)
+        }
+    )
+    folder = runs / own
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with claimed(folder / ACTIVE, "another process writes this run; name another folder in runs"):
+        for party in [ACTIVE, *(one.folder_name() for one in settings.passive.values())]:
+            if (folder / party).exists():
+                move_aside(folder / party)
+        with _as_in_a_process_of_its_own(settings.active), suppress(EndedForGood):
+            run_recorded(settings, folder)
+    return folder
+
+
+def _of_both(**values: Any) -> list[str]:
+    return [
+        override(f"{party}.{name}", value)
+        for name, value in values.items()
+        for party in (ACTIVE, "passive")
+    ]
+
+
+@contextmanager
+def _as_in_a_process_of_its_own(settings: ActiveSettings) -> Iterator[None]:
+    """Set what a party's process sets, and restore it for the program that simulates."""
+    log = logging.getLogger("splitveil")
+    level, path, threads = log.level, sys.path[:], torch.get_num_threads()
+    if level == logging.NOTSET:
+        log.setLevel(logging.ERROR)  # seeds are insecure between parties; here there are none
+    try:
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            command_line.prepare(settings)
+            yield
+    finally:
+        log.setLevel(level)
+        sys.path[:] = path
+        torch.set_num_threads(threads)

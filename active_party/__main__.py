@@ -58,6 +58,7 @@ from splitveil.common.status.endpoint import serving_status
 from splitveil.common.storage.model_files import delete_saved
 from splitveil.common.storage.run_folder import open_run_folder
 from splitveil.common.storage.run_store import RunStore
+from splitveil.common.text.imports import extra_missing
 from splitveil.common.text.log_lines import configure_logging
 from splitveil.common.text.version import VERSION
 from splitveil.common.wire.endpoint import check_security
@@ -266,9 +267,11 @@ def _report(parsed: argparse.Namespace) -> None:
 
 
 def _serve(parsed: argparse.Namespace) -> None:
-    # A run need not wait for the libraries of HTTP.
-    from splitveil.active_party.online.command import serve  # noqa: PLC0415
-
+    try:
+        # A run need not wait for the libraries of HTTP, nor have them.
+        from splitveil.active_party.online.command import serve  # noqa: PLC0415
+    except ImportError as error:
+        raise extra_missing("active-party serve", "serve") from error
     serve(parsed)
 
 

@@ -16,6 +16,7 @@ from unicodedata import normalize
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.run.id_rules import AS_WRITTEN, EmailId, IdRule, PhoneId, TextId
+from splitveil.common.text.imports import extra_missing
 
 _LENGTH = re.compile(r"(0|[1-9][0-9]{0,6}):")
 _WHOLE = re.compile(r"([+-]?[0-9]+)\.0*")
@@ -191,7 +192,7 @@ def _email_reader(*, fold_case: bool) -> Callable[[str], str | None]:
         # The party that names no e-mail addresses need not have the library.
         from email_validator import EmailNotValidError, validate_email  # noqa: PLC0415
     except ImportError as error:
-        raise _not_installed("email") from error
+        raise extra_missing("contract.ids: kind email", "ids") from error
 
     def read(text: str) -> str | None:
         try:
@@ -209,7 +210,7 @@ def _phone_reader(region: str | None) -> Callable[[str], str | None]:
     try:
         import phonenumbers  # noqa: PLC0415
     except ImportError as error:
-        raise _not_installed("phone") from error
+        raise extra_missing("contract.ids: kind phone", "ids") from error
     if region is not None and region not in phonenumbers.SUPPORTED_REGIONS:
         raise SettingsError(f"contract.ids: region: the library phonenumbers knows no {region}")
 
@@ -229,9 +230,3 @@ def _phone_reader(region: str | None) -> Callable[[str], str | None]:
         return found if found is not None and once(found) == found else None
 
     return read
-
-
-def _not_installed(kind: str) -> SettingsError:
-    return SettingsError(
-        f"contract.ids: kind {kind} needs pip install splitveil[ids], which is not installed here"
-    )

@@ -26,6 +26,7 @@ from splitveil.common.data import sources
 from splitveil.common.data.source_settings import SqlSource, expand_path
 from splitveil.common.errors import DataError, SettingsError, StorageError
 from splitveil.common.text.files import check_regular, only_one_process, read_bytes, sync
+from splitveil.common.text.imports import extra_missing
 
 _logger = logging.getLogger(__name__)
 
@@ -168,10 +169,7 @@ def _driver(name: str) -> tuple[type[Exception], Any]:
 
                 return adbc_driver_manager.Error, postgresql.connect
     except ImportError as error:
-        raise SettingsError(
-            f"data.source: kind sql with driver {name} needs pip install splitveil[sql] "
-            f"({error.name} is missing)"
-        ) from error
+        raise extra_missing(f"data.source: kind sql with driver {name}", "sql") from error
 
 
 def _reason(error: Any) -> str:

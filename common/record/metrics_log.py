@@ -83,10 +83,11 @@ class MetricsLog:
             try:
                 self._file.write(_encoded(written) + "\n")
                 chart_step = self._chart_step(fields.epoch, fields.step)
-                if isinstance(line, HistogramLine):
-                    self._chart_histograms(line, chart_step)
-                elif charted:
-                    self._chart(fields, chart_step)
+                if self._charts is not None and charted:
+                    if isinstance(line, HistogramLine):
+                        self._chart_histograms(line, chart_step)
+                    else:
+                        self._chart(fields, chart_step)
             except OSError as error:
                 raise self._storage_error(error) from error
         if self._on_line is not None:
@@ -115,7 +116,7 @@ class MetricsLog:
         """
         with self._lock:
             try:
-                self._charts.close()
+                self._close_charts()
                 self._file.close()
                 _cut_to_whole_lines(self._path, state["bytes"])
                 self._file = open_to_append(self._path)
@@ -136,11 +137,15 @@ class MetricsLog:
                 return
             try:
                 try:
-                    self._charts.close()
+                    self._close_charts()
                 finally:
                     self._file.close()
             except OSError as error:
                 raise self._storage_error(error) from error
+
+    def _close_charts(self) -> None:
+        if self._charts is not None:
+            self._charts.close()
 
     def _chart(self, fields: LineFields, chart_step: int) -> None:
         # One event per line: an event per number takes several times as much of a core.
@@ -210,8 +215,12 @@ def _cut_to_whole_lines(path: Path, most_bytes: int | None = None) -> None:
 
 
 def _open_charts(folder: Path, purge_step: int | None = None) -> Any:
-    # Importing it takes seconds, which other commands should not pay.
-    from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
+    """Return TensorBoard's writer; None where the extra ``board`` is not installed."""
+    try:
+        # Importing it takes seconds, which other commands should not pay.
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
+    except ImportError:
+        return None
 
     charts = SummaryWriter(str(folder), flush_secs=1, purge_step=purge_step)
     for path in folder.glob("events.out.tfevents.*"):

@@ -42,6 +42,13 @@ def import_named(name: str, kind: str) -> object:
     return found
 
 
+def extra_missing(feature: str, extra: str) -> SettingsError:
+    """Return the error for a feature whose libraries an extra of the package installs."""
+    return SettingsError(
+        f"{feature} needs pip install splitveil[{extra}], which is not installed here"
+    )
+
+
 def may_pass(error: BaseException) -> bool:
     """Return whether the same computation may succeed later: memory, a device or a file failed."""
     if isinstance(error, RuntimeError) and _SHORT_OF_MEMORY.search(str(error)):

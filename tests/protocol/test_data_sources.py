@@ -507,15 +507,6 @@ def test_an_address_without_a_password_may_stand_in_the_settings(uri: str) -> No
     settings(query(driver="postgresql", uri=uri))
 
 
-def test_without_the_drivers_the_message_names_the_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_database(tmp_path / "people.sqlite", rows())
-    monkeypatch.setitem(__import__("sys").modules, "adbc_driver_sqlite", None)
-    with pytest.raises(SettingsError, match=r"pip install splitveil\[sql\]"):
-        PartyData.load(settings(query()), tmp_path)
-
-
 POSTGRESQL = os.environ.get("SPLITVEIL_POSTGRESQL", "")
 """Address of a database in which tests may make tables."""
 

@@ -28,11 +28,7 @@ class Section(BaseModel):
 
 
 def read_yaml(path: Path, extent: Extent = AS_WRITTEN) -> dict[str, Any]:
-    """Read one settings file into plain values.
-
-    Raises:
-        SettingsError: the file is missing, unreadable, not YAML, or not a mapping.
-    """
+    """Read one settings file into plain values; SettingsError if that fails or it is no mapping."""
     values = read_yaml_file(path, extent)
     if not isinstance(values, dict):
         raise SettingsError(f"{path}: expected names and values, got {type(values).__name__}")
@@ -40,11 +36,7 @@ def read_yaml(path: Path, extent: Extent = AS_WRITTEN) -> dict[str, Any]:
 
 
 def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """Return a copy of ``values`` with each override ``dotted.name=yaml`` applied.
-
-    Raises:
-        SettingsError: an override has no ``=``, is not YAML, or treats a plain value as a section.
-    """
+    """Return a copy of ``values`` with each override ``dotted.name=yaml`` applied."""
     result = _copy(values)
     for override in overrides:
         name, separator, text = override.partition("=")
@@ -58,8 +50,7 @@ def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> dict[st
 def validate(section: type[SectionT], values: Mapping[str, Any], source: str) -> SectionT:
     """Build a section from plain values.
 
-    Raises:
-        SettingsError: has one line per problem: where it is, what was expected, what was found.
+    SettingsError has one line per problem: where it is, what was expected, what was found.
     """
     try:
         return section.model_validate(values)
@@ -72,13 +63,7 @@ def validate(section: type[SectionT], values: Mapping[str, Any], source: str) ->
 
 
 def kind_by_only_key(*keys: str, error_type: str, advice: str = "") -> Discriminator:
-    """Return the discriminator of a union whose kind is determined by the key that is present.
-
-    Args:
-        keys: one for each kind, to be named in the message.
-        error_type: pydantic's name of the error that there is not exactly one key.
-        advice: the end of its message.
-    """
+    """Return the discriminator of a union whose kind the only key that is present decides."""
     return Discriminator(
         _only_key,
         custom_error_type=error_type,
@@ -89,9 +74,7 @@ def kind_by_only_key(*keys: str, error_type: str, advice: str = "") -> Discrimin
 def kind_by_key(*keys: str, error_type: str) -> Discriminator:
     """Return the discriminator of a union whose kinds have one key each that no other kind has.
 
-    Args:
-        keys: one for each kind, to be named in the message; a kind may have further keys.
-        error_type: pydantic's name of the error that there is not exactly one of them.
+    A kind may have further keys.
     """
 
     def kind_of(value: object) -> str | None:
@@ -107,13 +90,7 @@ def kind_by_key(*keys: str, error_type: str) -> Discriminator:
 
 
 def kind_by_field(field: str, *kinds: str, error_type: str) -> Discriminator:
-    """Return the discriminator of a union whose kind stands in a field, the first kind by default.
-
-    Args:
-        field: the name of the field.
-        kinds: the values that it may have.
-        error_type: pydantic's name of the error that it has any other value.
-    """
+    """Return the discriminator of a union whose kind stands in a field, the first by default."""
     return Discriminator(
         _named_kind(field, *kinds),
         custom_error_type=error_type,
@@ -185,10 +162,6 @@ def closest_setting(section: type[Section], where: Sequence[str | int]) -> str |
 
     A setting of this very name elsewhere comes first, then a similar one of the same section, then
     a similar one elsewhere.
-
-    Args:
-        section: the whole file.
-        where: the unknown setting's place, as pydantic gives it.
     """
     paths = sorted(_field_paths(section, (), ()), key=lambda path: (len(path), path))
     parent, wrong = _parent(where, paths), str(where[-1])
@@ -223,13 +196,7 @@ def _parent(where: Sequence[str | int], paths: Collection[tuple[str, ...]]) -> t
 def _field_paths(
     annotation: Any, path: tuple[str, ...], within: tuple[Any, ...]
 ) -> set[tuple[str, ...]]:
-    """Collect the paths of all fields reachable from a type.
-
-    Args:
-        annotation: the type.
-        path: where it stands.
-        within: the types around it, which it may contain again.
-    """
+    """Collect the paths of all fields reachable from a type; the types around it may recur."""
     if annotation in within:
         return set()
     around = (*within, annotation)

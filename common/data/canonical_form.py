@@ -39,7 +39,6 @@ class Effects:
         """Ids that a rule has changed, by the index of the column and the rule's name."""
 
     def note(self, column: int, rule: str, before: Sequence[str], after: Sequence[str]) -> None:
-        """Count the ids that a rule has changed."""
         found = sum(map(operator.ne, before, after))
         if found:
             self.changed[column, rule] += found
@@ -48,11 +47,7 @@ class Effects:
 class CanonicalForm:
     """The canonical form of a contract's ids.
 
-    Args:
-        rules: of the contract, one entry per column.
-
-    Raises:
-        SettingsError: a rule needs a library that is not installed.
+    SettingsError if a library for a rule is not installed.
     """
 
     def __init__(self, rules: Sequence[IdRule] = AS_WRITTEN) -> None:
@@ -61,15 +56,12 @@ class CanonicalForm:
 
     @property
     def num_columns(self) -> int:
-        """The number of columns that make up an id."""
         return len(self._steps)
 
     def of(self, texts: Sequence[str], effects: Effects | None = None) -> list[str]:
-        """Return ids in canonical form; empty for those that are none.
+        """Return ids in canonical form, empty for those that are none.
 
-        Args:
-            texts: one text per id, as ``compose`` makes it from several columns.
-            effects: counts what the rules change.
+        See ``compose`` for several columns.
         """
         if self.num_columns == 1:
             return self._column(0, texts, effects)

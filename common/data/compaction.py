@@ -14,13 +14,7 @@ _AT_ONCE = 64 * 1024
 
 
 def keep_rows(folder: Path, num_rows: int, kept: NDArray[np.int64]) -> None:
-    """Keep only some rows of all files in a folder of converted columns.
-
-    Args:
-        folder: holds the files of ``converted.py``.
-        num_rows: the number of rows in them.
-        kept: the rows that stay, ascending.
-    """
+    """Keep only some rows, ascending, of all files in a folder of converted columns."""
     for name in _BY_ROW:
         path = folder / name
         if path.is_file():

@@ -57,20 +57,9 @@ def convert(
     split_column: str | None = None,
     id_rules: Sequence[IdRule] = AS_WRITTEN,
 ) -> None:
-    """Write the columns that the settings name into a folder.
+    """Write the columns that the settings name into an empty folder.
 
-    Args:
-        settings: name the columns and say how they are read.
-        source: the source of the rows.
-        folder: an empty folder.
-        progress: reports the progress.
-        split_column: the column by which the contract splits the rows, if it does.
-        id_rules: the contract's rules for each column of ids.
-
-    Raises:
-        DataError: names file, column and rows, with the number of rows that have the problem in
-            the part of the file that holds the first of them.
-        OSError: the folder cannot be written.
+    DataError counts the rows with a problem in the part of the file that holds the first of them.
     """
     check_rules(settings, id_rules)
     selection = select_columns(settings, source, split_column)
@@ -83,8 +72,6 @@ def convert(
 
 
 class _Writer:
-    """Writes the files of one conversion."""
-
     def __init__(
         self,
         settings: DataSettings,
@@ -120,7 +107,6 @@ class _Writer:
         self._open.close()
 
     def add(self, part: Part) -> None:
-        """Write some rows."""
         first_row = sum(self._part_rows) + 1
         labels = part_labels(self._settings, part.columns, self._source, first_row)
         if labels is not None:
@@ -283,15 +269,13 @@ TEXT = pa.schema([("text", pa.string())])
 
 
 def categories_path(folder: Path, j: int) -> Path:
-    """Return the path of the file with one column's distinct texts."""
     return folder / f"categories-{j}.arrow"
 
 
 def open_ids(folder: Path, num_rows: int) -> StoredIds:
     """Return the ids of a converted file.
 
-    Raises:
-        ValueError: the files are shorter than when they were written.
+    ValueError if its files are shorter than when they were written.
     """
     ends = np.memmap(folder / "id_ends.bin", np.int64, "r", shape=(num_rows,))
     text = np.memmap(folder / "ids.bin", np.uint8, "r", shape=(int(ends[-1]),))

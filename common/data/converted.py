@@ -99,16 +99,8 @@ def open_converted(
 ) -> MappedTable:
     """Open the converted columns that the settings name; convert the file first if necessary.
 
-    Args:
-        settings: the party's data settings, with a ``cache_dir``.
-        base_dir: folder to which relative paths refer.
-        progress: reports the progress of the conversion.
-        split_column: the column by which the contract splits the rows, if it does.
-        id_rules: the contract's rules for each column of ids.
-
     Raises:
         DataError: the file cannot be used, or changes during the conversion.
-        SettingsError: a path names an environment variable that is not set.
         StorageError: the cache cannot be written or read.
     """
     if not isinstance(settings.source, CacheableSource):

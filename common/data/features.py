@@ -61,11 +61,9 @@ class Features:
         )
 
     def to(self, device: torch.device) -> "Features":
-        """Return the same features on a device."""
         return Features(*(None if part is None else part.to(device) for part in self.parts()))
 
     def parts(self) -> tuple[Tensor | None, ...]:
-        """Return numbers, categories and images, each None if there are none."""
         return self.numeric, self.categorical, self.image
 
 
@@ -75,15 +73,12 @@ def image_as_float(image: Tensor) -> Tensor:
 
 
 class FeatureShapes(NamedTuple):
-    """The shapes of the features that a model is built for."""
-
     numeric_dim: int = 0
     vocabulary_sizes: tuple[int, ...] = ()
     image_shape: tuple[int, int, int] | None = None  # channels, height, width
     image_dtype: ImageDtype = "uint8"
 
     def zeros(self, num_rows: int) -> Features:
-        """Return all-zero features of these shapes."""
         image = None
         if self.image_shape is not None:
             dtype = torch.uint8 if self.image_dtype == "uint8" else torch.float32
@@ -97,8 +92,6 @@ class FeatureShapes(NamedTuple):
 
 
 class NumericScaler(Section):
-    """The scaling of one numeric column."""
-
     name: str
     """The column."""
 
@@ -113,8 +106,6 @@ class NumericScaler(Section):
 
 
 class Vocabulary(Section):
-    """The categories of one column."""
-
     name: str
     """The column."""
 
@@ -123,8 +114,6 @@ class Vocabulary(Section):
 
 
 class ListVocabulary(Section):
-    """The categories of one column of lists."""
-
     name: str
     """The column."""
 
@@ -170,15 +159,9 @@ class FeatureEncoder(Section):
     def fit(
         cls, settings: FeatureSettings, table: Table, rows: NDArray[np.int64]
     ) -> "FeatureEncoder":
-        """Fit scalers and vocabularies on some rows of the party's own table.
+        """Fit scalers and vocabularies on the training rows of the party's own table.
 
-        Args:
-            settings: say how numbers are scaled and which categories are too rare.
-            table: the party's table.
-            rows: indices of the training rows in the table; no other row has any influence.
-
-        Raises:
-            DataError: there are no rows to fit on.
+        No other row has any influence.
         """
         if len(rows) == 0:
             raise DataError(f"{table.source}: there are no training rows to fit scalers on")
@@ -207,11 +190,7 @@ class FeatureEncoder(Section):
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "FeatureEncoder":
-        """Build the encoder that ``state`` was taken from.
-
-        Raises:
-            SettingsError: this is not the state of an encoder.
-        """
+        """Build the encoder that ``state`` was taken from; SettingsError if it is none."""
         return validate(cls, state, "feature encoder")
 
     def state(self) -> dict[str, Any]:
@@ -240,8 +219,7 @@ class FeatureEncoder(Section):
     def transform(self, table: Table, rows: NDArray[np.int64]) -> Features:
         """Return some rows of a table as tensors.
 
-        Raises:
-            DataError: the table lacks a column that the encoder was fitted on, or has other images.
+        DataError if it lacks a column or has other images.
         """
         self.check_same_columns(table)
         scaled = np.empty((len(rows), len(self.numeric)), dtype=np.float32)
@@ -277,11 +255,7 @@ class FeatureEncoder(Section):
         )
 
     def check_same_columns(self, table: Table) -> None:
-        """Check that a table has the columns and images that the encoder was fitted on.
-
-        Raises:
-            DataError: it lacks a column, or has other images or another treatment of gaps.
-        """
+        """Check that a table has the columns, images and gaps that the encoder was fitted on."""
         absent = [s.name for s in self.numeric if s.name not in table.numeric]
         absent += [v.name for v in self.categorical if v.name not in table.categorical]
         absent += [v.name for v in self.lists if v.name not in table.lists]

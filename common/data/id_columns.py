@@ -17,18 +17,7 @@ def part_ids(
     source: str,
     first_row: int = 1,
 ) -> list[str]:
-    """Return the ids of some rows as written in the file, several columns in one text.
-
-    Args:
-        settings: name the columns.
-        rules: the contract's, one for each of them.
-        columns: the cells of the rows, by column.
-        source: the file, for messages.
-        first_row: number of the first row, for messages.
-
-    Raises:
-        DataError: a column holds neither text nor whole numbers.
-    """
+    """Return the ids of some rows as written in the file, several columns in one text."""
     texts = [
         read_ids(
             WrittenColumn(columns[name], f"{source}: column {name!r}", (), first_row),
@@ -40,11 +29,6 @@ def part_ids(
 
 
 def check_rules(settings: DataSettings, rules: Sequence[IdRule]) -> None:
-    """Check that the contract has rules for each column of ids.
-
-    Raises:
-        SettingsError: it has rules for another number of columns.
-    """
     columns = len(settings.id_columns)
     if not columns and tuple(rules) != tuple(AS_WRITTEN):
         raise SettingsError(

@@ -14,13 +14,10 @@ ABSENT = -1
 
 
 class IdIndex:
-    """The rows of a table's ids.
+    """The rows of a table's distinct, canonical ids.
 
     Python's own hash of a text has a random key in every process, so that nobody who chooses ids
     can choose collisions; the text itself is compared in the end.
-
-    Args:
-        ids: one distinct id per row, in canonical form.
     """
 
     def __init__(self, ids: Sequence[str]) -> None:
@@ -32,11 +29,7 @@ class IdIndex:
         self._hashes = hashes[self._rows]
 
     def rows_of(self, ids: Sequence[str]) -> NDArray[np.int64]:
-        """Return the row of each id, in any order and possibly repeated; ``ABSENT`` without one.
-
-        Args:
-            ids: in canonical form.
-        """
+        """Return the row of each id, in any order and possibly repeated; ``ABSENT`` without one."""
         hashes = _hashes(ids)
         places = np.searchsorted(self._hashes, hashes)
         places[places == len(self._hashes)] = 0
@@ -49,7 +42,6 @@ class IdIndex:
         return rows
 
     def _holds(self, rows: NDArray[np.int64], wanted: Sequence[str]) -> bool:
-        """Return whether some rows have these ids."""
         if isinstance(self._ids, StoredIds):
             return self._ids.holds(rows, wanted)
         return list(map(self._ids.__getitem__, rows.tolist())) == list(wanted)

@@ -32,7 +32,6 @@ class Allowed(NamedTuple):
 
     @classmethod
     def by(cls, settings: DataSettings) -> "Allowed":
-        """Return what a party's settings allow."""
         return cls(settings.duplicate_ids == "first", settings.unusable_ids == "leave_out")
 
 
@@ -51,7 +50,6 @@ class Odd(NamedTuple):
 
     @property
     def unusable(self) -> list[int]:
-        """The rows without an id."""
         return [*self.missing, *self.not_text, *self.not_of_kind]
 
     @property
@@ -117,16 +115,7 @@ class OwnIds(NamedTuple):
 
 
 def canonical_ids(raw: Sequence[str | None], source: str) -> list[str]:
-    """Return ids in canonical form without rules, in the same order, each exactly once.
-
-    Args:
-        raw: one id per data row; None if the row has no id.
-        source: file and column, for messages.
-
-    Raises:
-        DataError: there are no ids, or some are missing, empty, not text, or equal to another id;
-            gives the count and the first data rows (from 1) of each kind, and never an id.
-    """
+    """Return ids in canonical form without rules, in the same order, each exactly once."""
     return usable_ids(["" if text is None else text for text in raw], source).ids
 
 
@@ -140,18 +129,8 @@ def usable_ids(
 ) -> OwnIds:
     """Return the ids of a table in canonical form, each exactly once.
 
-    Args:
-        raw: one id per data row, as ``compose`` makes it of several columns; empty if there is
-            none.
-        source: file and columns, for messages.
-        form: of the contract; without rules by default.
-        allowed: rows that are left out instead of being an error.
-        names: the columns, for the report.
-        labels: one per row, NaN for a row that is left out; None if there are none.
-
-    Raises:
-        DataError: there are no ids, or some cannot be used; gives the count and the first data rows
-            (from 1) of each kind, and never an id.
+    Rows with a label of NaN are left out. DataError gives the count and the first data rows (from
+    1) of each kind of unusable ids, and never an id.
     """
     if not raw:
         raise DataError(f"{source}: there are no ids")
@@ -182,14 +161,7 @@ def odd_rows(
     form: CanonicalForm,
     labels: NDArray[np.float32] | None = None,
 ) -> Odd:
-    """Find the rows whose ids cannot be used.
-
-    Args:
-        raw: one id per row, as written.
-        canonical: the same in canonical form, empty for those that are none.
-        form: the canonical form.
-        labels: one per row, NaN if it has none; None if no row needs one.
-    """
+    """Find the rows whose ids cannot be used."""
     without_label = set(() if labels is None else np.flatnonzero(np.isnan(labels)).tolist())
     is_fine = "" not in canonical and all(map(is_unicode, canonical))
     if is_fine and not without_label and len(set(canonical)) == len(canonical):
@@ -209,16 +181,9 @@ def odd_rows(
 
 
 def check_allowed(odd: Odd, allowed: Allowed, source: str, raw: Sequence[str] = ()) -> None:
-    """Check that rows whose ids cannot be used may be left out.
+    """Check that rows whose ids cannot be used may be left out; DataError otherwise.
 
-    Args:
-        odd: those rows.
-        allowed: which of them may.
-        source: file and columns, for messages.
-        raw: the ids as written, if the message can say how two differ.
-
-    Raises:
-        DataError: some may not.
+    With the ids as written, the message says how two of them differ.
     """
     problems: list[str] = []
     if not allowed.unusable:

@@ -34,15 +34,12 @@ class ImageFolder:
         self._settings = settings
 
     def column_names(self) -> list[str]:
-        """Return the names of the table's columns."""
         return self._table.column_names()
 
     def read(self, names: Sequence[str]) -> Mapping[str, ArrowColumn]:
-        """Return the named columns of the table."""
         return self._table.read(names)
 
     def parts(self, names: Sequence[str]) -> Iterator[Part]:
-        """Yield columns and images, in parts."""
         settings = self._settings
         column = settings.file_column
         if column not in self.column_names():

@@ -22,15 +22,7 @@ CPU = torch.device("cpu")
 
 
 class RowEncoder:
-    """Encodes rows of a table on disk as ``FeatureEncoder.transform`` does, bit for bit.
-
-    Args:
-        encoder: the encoder fitted on this table's training rows.
-        table: the table on disk.
-
-    Raises:
-        DataError: the table lacks a column that the encoder was fitted on, or has other images.
-    """
+    """Encodes rows of a table on disk as ``FeatureEncoder.transform`` does, bit for bit."""
 
     def __init__(self, encoder: FeatureEncoder, table: MappedTable) -> None:
         encoder.check_same_columns(table)
@@ -60,7 +52,6 @@ class RowEncoder:
         self._starts = np.cumsum([1, *lengths])[: len(slots)]
 
     def __call__(self, rows: NDArray[np.int64]) -> Features:
-        """Return some rows of the table as tensors."""
         categorical = image = None
         numbers = self._numbers(rows) if len(self._shift) else []
         if self._members:
@@ -109,7 +100,6 @@ class MappedFeatures(Features):
         return self.encode(self.file_rows[index.cpu().numpy()]).to(self.device)
 
     def to(self, device: torch.device) -> "MappedFeatures":
-        """Return the same features, with requested rows going to a device."""
         return replace(self, device=device)
 
 

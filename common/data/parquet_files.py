@@ -45,7 +45,7 @@ class ParquetFiles:
         self._place = place
 
     def column_names(self) -> list[str]:
-        """Return the names of all columns, in the order of the first file."""
+        """Return the columns in the order of the first file."""
         first = self._files[0]
         return [*first.schema.names, *first.from_folders]
 
@@ -59,7 +59,6 @@ class ParquetFiles:
             return []
 
     def read(self, names: Sequence[str]) -> Mapping[str, ArrowColumn]:
-        """Return the named columns in the files' own types."""
         schema = self._common_schema(names)
         fragments = [file.fragment for file in self._files]
         with unreadable_is_data_error(self._where):
@@ -68,7 +67,6 @@ class ParquetFiles:
         return {name: table.column(name) for name in names}
 
     def parts(self, names: Sequence[str]) -> Iterator[Part]:
-        """Yield the named columns in the files' own types, in parts."""
         schema = self._common_schema(names)
         num_rows = sum(file.metadata.num_rows for file in self._files)
         done_rows = 0
@@ -114,11 +112,7 @@ class ParquetFiles:
                 )
 
     def _common_schema(self, names: Sequence[str]) -> Any:
-        """Return the types of the columns.
-
-        Raises:
-            DataError: a file lacks one, or has another type.
-        """
+        """Return the types of the columns; DataError if a file lacks one, or has another type."""
         problems: list[str] = []
         fields = [self._field(name, problems) for name in dict.fromkeys(names)]
         if problems:

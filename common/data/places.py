@@ -63,11 +63,6 @@ class Place(NamedTuple):
 
 
 def place_of(settings: ParquetSource | CsvSource, base_dir: Path) -> Place:
-    """Return the place that the settings name.
-
-    Raises:
-        SettingsError: a path names an environment variable that is not set.
-    """
     if isinstance(settings, CsvSource) or settings.scheme is None:
         return place_on_this_machine(settings.resolve(base_dir))
     address = expand_variables("path", settings.path)
@@ -123,8 +118,7 @@ def _region(settings: ParquetSource, bucket: str) -> str | None:
 def find_files(place: Place) -> list[FoundFile]:
     """Return the files at a place, in the order of their paths, compared segment by segment.
 
-    Raises:
-        DataError: there are none, or the place cannot be read.
+    DataError if there are none.
     """
     with unreadable_is_data_error(place.name):
         found = place.filesystem.get_file_info(place.path)

@@ -37,13 +37,7 @@ connection, authorisation, unknown database, and syntax or access."""
 
 
 def snapshot_of(settings: SqlSource, base_dir: Path) -> Path:
-    """Return the Parquet file with the query's result; run the query if there is none yet.
-
-    Raises:
-        DataError: the database cannot be reached, or the query fails.
-        SettingsError: the driver is not installed, or the file with the address cannot be used.
-        StorageError: the result cannot be written.
-    """
+    """Return the Parquet file with the query's result; run the query if there is none yet."""
     address = _address(settings, base_dir)
     key = hashlib.sha256(
         json.dumps([settings.driver, address, settings.query, settings.snapshot]).encode()

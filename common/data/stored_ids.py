@@ -25,7 +25,6 @@ class RowNumbers(Sequence[str]):
     def __getitem__(self, index: slice) -> list[str]: ...
 
     def __getitem__(self, index: int | slice) -> str | list[str]:
-        """Return one id, or the ids of a slice."""
         if isinstance(index, slice):
             return [str(number) for number in self._numbers[index]]
         return str(self._numbers[int(index)])
@@ -35,12 +34,7 @@ class RowNumbers(Sequence[str]):
 
 
 class StoredIds(Sequence[str]):
-    """Ids as one text, in a memory-mapped file or in memory.
-
-    Args:
-        text: all ids one after another, UTF-8, uint8.
-        ends: the end of each id, (rows,) int64.
-    """
+    """Ids as one text, UTF-8, in a mapped file or in memory, with the end of each, (rows,)."""
 
     def __init__(self, text: NDArray[np.uint8], ends: NDArray[np.int64]) -> None:
         self._text = text
@@ -56,7 +50,6 @@ class StoredIds(Sequence[str]):
     def __getitem__(self, index: slice) -> list[str]: ...
 
     def __getitem__(self, index: int | slice) -> str | list[str]:
-        """Return one id, or the ids of a slice."""
         rows = range(len(self))[index]
         if isinstance(rows, int):
             return self._text[self._start(rows) : int(self.ends[rows])].tobytes().decode()
@@ -69,11 +62,7 @@ class StoredIds(Sequence[str]):
             yield from map(bytes.decode, self._between(first, min(first + _CHUNK, len(self))))
 
     def take(self, rows: NDArray[np.int64]) -> "StoredIds":
-        """Return the ids of some rows, in memory.
-
-        Args:
-            rows: ascending.
-        """
+        """Return the ids of some rows, ascending, in memory."""
         ends = np.cumsum(np.diff(self.ends, prepend=0)[rows])
         text = bytearray()
         for first in range(0, len(rows), _CHUNK):
@@ -112,11 +101,8 @@ class StoredIds(Sequence[str]):
 def repeated_rows(ids: Sequence[str], hashes: NDArray[np.int64]) -> list[tuple[int, int]]:
     """Return the rows whose id an earlier row has, with the first such row, both from 0.
 
-    Rows without an id, the empty text, repeat nothing. Takes 8 bytes of memory per row.
-
-    Args:
-        ids: one id per row.
-        hashes: a hash of each id, equal for equal ids, (rows,).
+    Rows without an id, the empty text, repeat nothing. Equal ids have equal hashes, (rows,). Takes
+    8 bytes of memory per row.
     """
     ordered = np.sort(hashes)
     shared = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])

@@ -39,11 +39,7 @@ _SHOWN_CHARACTERS = 200
 
 
 def load_yaml(text: str, source: str, extent: Extent = AS_WRITTEN) -> Any:
-    """Parse the text of one document, whose origin is ``source`` in messages.
-
-    Raises:
-        SettingsError: the text is not YAML or exceeds the limits; the message is one line.
-    """
+    """Parse the text of one document, whose origin is ``source`` in messages."""
     try:
         if len(text) > extent.max_bytes:
             raise _Refused(f"expected at most {extent.max_bytes:,} characters, got {len(text):,}")
@@ -59,12 +55,7 @@ def load_yaml(text: str, source: str, extent: Extent = AS_WRITTEN) -> Any:
 
 
 def read_yaml_file(path: Path, extent: Extent = AS_WRITTEN) -> Any:
-    """Parse a YAML file.
-
-    Raises:
-        SettingsError: the file cannot be read, is not YAML or exceeds the limits; the message is
-            one line.
-    """
+    """Parse a YAML file; SettingsError, in one line, as ``load_yaml``."""
     try:
         text = read_bytes(path, extent.max_bytes).decode("utf-8")
     except OSError as error:

@@ -62,12 +62,7 @@ def almost(
 
 
 def almost_numbers(column: CategoricalColumn, is_number: NDArray[np.bool_]) -> Almost | None:
-    """Describe a column if nearly all of its texts are numbers, as a run reads them or in a form.
-
-    Args:
-        column: without gaps, and not all of them numbers.
-        is_number: which of its texts a run reads as numbers.
-    """
+    """Describe a column without gaps of which nearly all texts are numbers, in whatever form."""
     found = [("numbers", is_number, "")]
     found += [(what, matches(column.categories, form), remedy) for what, form, remedy in _FORMS]
     likely = [one for one in found if column.is_nearly_all(one[1])]

@@ -98,12 +98,10 @@ class Column(NamedTuple):
 
     @property
     def present(self) -> int:
-        """The number of cells with a value."""
         return self.num_rows - self.missing
 
     @property
     def is_unique(self) -> bool:
-        """Whether every row has a value of its own."""
         return not self.missing and self.distinct == self.num_rows
 
     def in_words(self) -> str:
@@ -130,13 +128,6 @@ KEPT_VALUES = 200
 
 
 def describe(name: str, cells: Any, missing_texts: Sequence[str] = ()) -> Column:
-    """Describe a column.
-
-    Args:
-        name: its name.
-        cells: a pyarrow ChunkedArray of any type.
-        missing_texts: texts that mean "no value" beside those that are known.
-    """
     text = as_text(cells)
     if text is None:
         return Column(name, "other", len(cells), cells.null_count, (), 0, (), (), 0.0, False, "")

@@ -80,7 +80,6 @@ class Proposal(NamedTuple):
 
     @property
     def rows_in_words(self) -> str:
-        """The number of rows, in words."""
         return f"{'' if self.is_whole else 'about '}{self.num_rows:,} rows"
 
     @property
@@ -92,13 +91,11 @@ class Proposal(NamedTuple):
 
     @property
     def embedding_dim(self) -> int:
-        """Length of a category's vector."""
         most = max((column.distinct for column in self.choices.categorical), default=0)
         return 8 if most > _MANY_CATEGORIES else 4
 
     @property
     def balance(self) -> str:
-        """The balance of the labels, in words."""
         label = self.choices.label
         if label is None:
             return ""
@@ -119,7 +116,6 @@ class Proposal(NamedTuple):
 
     @property
     def outlook(self) -> str:
-        """What the defense leaves, in words."""
         found = self.defended
         if found is None:
             return ""
@@ -130,17 +126,7 @@ class Proposal(NamedTuple):
 
 
 def propose(table: RawTable, columns: Sequence[Column], wishes: Wishes, terms: Terms) -> Proposal:
-    """Decide about every column of a table, and about the sizes of a run.
-
-    Args:
-        table: what was read.
-        columns: its description.
-        wishes: what the user has decided about columns.
-        terms: what the user has decided about the run.
-
-    Raises:
-        SettingsError: the table leaves a question open that ``wishes`` does not answer.
-    """
+    """Decide about every column of a table, and about the sizes of a run."""
     id_column = choose_id(columns, table.columns, wishes)
     others = [column for column in columns if column.name != id_column]
     label = choose_label(others, wishes) if terms.role == ACTIVE else None
@@ -176,23 +162,14 @@ def propose(table: RawTable, columns: Sequence[Column], wishes: Wishes, terms: T
 
 
 def texts_of(proposal: Proposal, role: Role) -> dict[str, str]:
-    """Return the files of a proposal by name.
-
-    Raises:
-        SettingsError: the name of a column or the text of a label cannot stand in settings.
-    """
+    """Return the files of a proposal by name."""
     names = ["active.yaml", "contract.yaml"] if role == ACTIVE else ["passive.yaml"]
     templates = _templates()
     return {name: templates.get_template(f"{name}.jinja").render(p=proposal) for name in names}
 
 
 def write_files(folder: Path, texts: Mapping[str, str], *, force: bool) -> list[Path]:
-    """Write the files, none of them if one is in the way.
-
-    Raises:
-        SettingsError: a file exists, and ``force`` is not set.
-        StorageError: a file cannot be written.
-    """
+    """Write the files, none of them if one is in the way."""
     existing = [folder / name for name in texts if (folder / name).exists()]
     if existing and not force:
         shown = ", ".join(map(str, existing))

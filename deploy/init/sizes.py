@@ -42,11 +42,7 @@ class Defended(NamedTuple):
 
 
 def recommended_sizes(num_rows: int) -> Sizes:
-    """Return the sizes for a table whose rows are all common to both parties.
-
-    Args:
-        num_rows: rows of this party's table, at least 1.
-    """
+    """Return the sizes for a table whose rows are all common to both parties."""
     epochs = _at(_EPOCHS, num_rows)
     return Sizes(
         batch_size=_at(_BATCHES, num_rows),
@@ -60,11 +56,8 @@ def recommended_sizes(num_rows: int) -> Sizes:
 def defended(num_rows: int, rarest_share: float, num_classes: int) -> Defended:
     """Return what `projected_labels` leaves of a table's labels at the recommended bound.
 
-    Args:
-        num_rows: rows of the table.
-        rarest_share: share of the rarest class, above 0 and below 1; for numbers, the share with
-            which labels of 0 and 1 would have their variance.
-        num_classes: number of classes; 1 for numbers.
+    The share of the rarest class is that of labels of 0 and 1 with the same variance if labels are
+    numbers (one class).
     """
     training = max(round(TRAIN_SHARE * num_rows), 1)
     share = rarest_share if num_classes <= 2 else 1 / num_classes

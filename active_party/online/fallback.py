@@ -10,7 +10,7 @@ from splitveil.active_party.online.batcher import Question
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.alone import build_alone, predictions_alone
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind, kind_of
-from splitveil.common.data.id_index import ABSENT
+from splitveil.common.data.stored_ids import ABSENT
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.served_rows import ServedRows
 from splitveil.common.run.contract import ACTIVE

@@ -12,7 +12,7 @@ The encoder is fitted on a party's own training rows only and saved with its mod
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -33,6 +33,8 @@ from splitveil.common.settings import Section, validate
 UNKNOWN_SLOT = 0
 MISSING_SLOT = 1
 FIRST_CATEGORY_SLOT = 2
+
+CPU = torch.device("cpu")
 
 ImageDtype = Literal["uint8", "float32"]
 
@@ -221,38 +223,7 @@ class FeatureEncoder(Section):
 
         DataError if it lacks a column or has other images.
         """
-        self.check_same_columns(table)
-        scaled = np.empty((len(rows), len(self.numeric)), dtype=np.float32)
-        indicators = np.zeros((len(rows), len(self.indicators)), dtype=np.float32)
-        for j, scaler in enumerate(self.numeric):
-            values = compress(table.numeric[scaler.name][rows], signed_log1p=self.signed_log1p)
-            if scaler.fill is not None:
-                is_gap = np.isnan(values)
-                values = np.where(is_gap, scaler.fill, values)
-                if scaler.name in self.indicators:
-                    indicators[:, self.indicators.index(scaler.name)] = is_gap
-            scaled[:, j] = (values - scaler.shift) / scaler.scale
-        members = [
-            SetMembers(table.lists[column.name].categories, column.categories)(
-                table.lists[column.name].codes[rows]
-            )
-            for column in self.lists
-        ]
-        numeric = scaled
-        if self.indicators or members:
-            numeric = np.concatenate([scaled, indicators, *members], axis=1)
-        categorical = np.empty((len(rows), len(self.categorical)), dtype=np.int64)
-        for j, vocabulary in enumerate(self.categorical):
-            column = table.categorical[vocabulary.name]
-            # Code -1, no value, selects the last entry.
-            slots = np.append(slots_of(vocabulary, column.categories), MISSING_SLOT)
-            categorical[:, j] = slots[column.codes[rows]]
-        image = None if table.image is None else np.ascontiguousarray(table.image[rows])
-        return Features(
-            torch.from_numpy(numeric) if numeric.shape[1] else None,
-            torch.from_numpy(categorical) if self.categorical else None,
-            None if image is None else torch.from_numpy(image),
-        )
+        return RowEncoder(self, table)(rows)
 
     def check_same_columns(self, table: Table) -> None:
         """Check that a table has the columns, images and gaps that the encoder was fitted on."""
@@ -277,7 +248,80 @@ class FeatureEncoder(Section):
             )
 
 
-def slots_of(vocabulary: Vocabulary, categories: Any) -> NDArray[np.int64]:
+class RowEncoder:
+    """Encodes rows of one table; DataError if it lacks a column or has other images."""
+
+    def __init__(self, encoder: FeatureEncoder, table: Table) -> None:
+        encoder.check_same_columns(table)
+        self._encoder, self._table = encoder, table
+        # Code -1, no value, selects the last entry.
+        self._slots = [
+            (v.name, np.append(_slots_of(v, table.categorical[v.name].categories), MISSING_SLOT))
+            for v in encoder.categorical
+        ]
+        self._members = [
+            (v.name, SetMembers(table.lists[v.name].categories, v.categories))
+            for v in encoder.lists
+        ]
+
+    def __call__(self, rows: NDArray[np.int64]) -> Features:
+        codes_of = self._table.codes_at(rows)
+        numeric = self._scaled(rows)
+        if self._members:
+            members = [members(codes_of(name)) for name, members in self._members]
+            numeric = np.concatenate([numeric, *members], axis=1)
+        categorical = np.empty((len(rows), len(self._slots)), dtype=np.int64)
+        for j, (name, slots) in enumerate(self._slots):
+            categorical[:, j] = slots[codes_of(name)]
+        image = self._table.image
+        return Features(
+            torch.from_numpy(numeric) if numeric.shape[1] else None,
+            torch.from_numpy(categorical) if self._slots else None,
+            None if image is None else torch.from_numpy(np.ascontiguousarray(image[rows])),
+        )
+
+    def _scaled(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return the scaled numbers and the indicators of gaps."""
+        encoder, numbers_of = self._encoder, self._table.numbers_at(rows)
+        width = len(encoder.numeric) + len(encoder.indicators)
+        result = np.zeros((len(rows), width), dtype=np.float32)
+        for j, scaler in enumerate(encoder.numeric):
+            values = compress(numbers_of(scaler.name), signed_log1p=encoder.signed_log1p)
+            if scaler.fill is not None:
+                is_gap = np.isnan(values)
+                values = np.where(is_gap, scaler.fill, values)
+                if scaler.name in encoder.indicators:
+                    place = len(encoder.numeric) + encoder.indicators.index(scaler.name)
+                    result[:, place] = is_gap
+            result[:, j] = (values - scaler.shift) / scaler.scale
+        return result
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MappedFeatures(Features):
+    """Features of many rows, of which only the requested rows are read and encoded."""
+
+    encode: RowEncoder
+    """Encodes rows of the table."""
+
+    file_rows: NDArray[np.int64]
+    """Rows of the table, in the order of these features, (rows,)."""
+
+    device: torch.device = CPU
+    """The device for the tensors of requested rows."""
+
+    def __len__(self) -> int:
+        return len(self.file_rows)
+
+    def rows(self, index: Tensor) -> Features:
+        """Return the rows with these positions, (count,) int64, in this order."""
+        return self.encode(self.file_rows[index.cpu().numpy()]).to(self.device)
+
+    def to(self, device: torch.device) -> "MappedFeatures":
+        return replace(self, device=device)
+
+
+def _slots_of(vocabulary: Vocabulary, categories: Any) -> NDArray[np.int64]:
     """Return the slot of each of a table's distinct texts."""
     indices = pc.index_in(categories, value_set=pa.array(vocabulary.categories, pa.string()))
     slots = pc.fill_null(pc.add(indices, FIRST_CATEGORY_SLOT), UNKNOWN_SLOT).to_numpy()

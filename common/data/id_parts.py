@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from splitveil.common.data.canonical_form import CanonicalForm, Effects
 from splitveil.common.data.csv_file import CsvFile
-from splitveil.common.data.id_columns import check_rules, part_ids
 from splitveil.common.data.id_forms import ColumnForms
 from splitveil.common.data.ids import (
     Allowed,
@@ -17,7 +16,9 @@ from splitveil.common.data.ids import (
     Odd,
     changes_in_words,
     check_allowed,
+    check_rules,
     odd_rows,
+    part_ids,
 )
 from splitveil.common.data.image_folder import ImageFolder
 from splitveil.common.data.npz_file import NpzFile

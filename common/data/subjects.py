@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.columns import check_columns_exist
-from splitveil.common.data.id_columns import check_rules, part_ids
+from splitveil.common.data.ids import check_rules, part_ids
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.table import open_table_source, select_columns
 from splitveil.common.errors import SettingsError

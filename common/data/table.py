@@ -1,6 +1,6 @@
 """Reads a party's own table and checks the columns it needs before anything is sent."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from splitveil.common.data.columns import (
     read_weights,
     select_features,
 )
-from splitveil.common.data.id_columns import check_rules, part_ids
+from splitveil.common.data.ids import check_rules, part_ids
 from splitveil.common.data.image_folder import ImageFolder
 from splitveil.common.data.kinds import open_source
 from splitveil.common.data.label_columns import (
@@ -83,6 +83,14 @@ class Table:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def numbers_at(self, rows: NDArray[np.int64]) -> Callable[[str], Numbers]:
+        """Return a function that gives a column's numbers in some rows."""
+        return lambda name: self.numeric[name][rows]
+
+    def codes_at(self, rows: NDArray[np.int64]) -> Callable[[str], NDArray[np.int32]]:
+        """Return a function that gives a column's codes in some rows."""
+        return lambda name: (self.categorical.get(name) or self.lists[name]).codes[rows]
 
     def take(self, rows: NDArray[np.int64]) -> "Table":
 

@@ -9,7 +9,7 @@ from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.columns import check_columns_exist
 from splitveil.common.data.csv_file import CODECS
 from splitveil.common.data.features import FeatureEncoder
-from splitveil.common.data.id_columns import check_rules, part_ids
+from splitveil.common.data.ids import check_rules, part_ids
 from splitveil.common.data.kinds import open_source, text_file, with_advice
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.source_settings import (

@@ -1,7 +1,8 @@
 """Reads settings from YAML files and command-line overrides, and reports all problems at once."""
 
 import difflib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -37,7 +38,7 @@ def read_yaml(path: Path, extent: Extent = AS_WRITTEN) -> dict[str, Any]:
 
 def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
     """Return a copy of ``values`` with each override ``dotted.name=yaml`` applied."""
-    result = _copy(values)
+    result = deepcopy(values)
     for override in overrides:
         name, separator, text = override.partition("=")
         if not separator or not name:
@@ -62,19 +63,10 @@ def validate(section: type[SectionT], values: Mapping[str, Any], source: str) ->
         raise SettingsError(problems) from error
 
 
-def kind_by_only_key(*keys: str, error_type: str, advice: str = "") -> Discriminator:
-    """Return the discriminator of a union whose kind the only key that is present decides."""
-    return Discriminator(
-        _only_key,
-        custom_error_type=error_type,
-        custom_error_message=f"expected exactly one of {', '.join(keys)}{advice}",
-    )
-
-
-def kind_by_key(*keys: str, error_type: str) -> Discriminator:
+def kind_by_key(*keys: str, error_type: str, advice: str = "") -> Discriminator:
     """Return the discriminator of a union whose kinds have one key each that no other kind has.
 
-    A kind may have further keys.
+    A kind may have further keys. ``advice`` ends the message that there is not exactly one of them.
     """
 
     def kind_of(value: object) -> str | None:
@@ -85,27 +77,12 @@ def kind_by_key(*keys: str, error_type: str) -> Discriminator:
     return Discriminator(
         kind_of,
         custom_error_type=error_type,
-        custom_error_message=f"expected exactly one of {', '.join(keys)}",
+        custom_error_message=f"expected exactly one of {', '.join(keys)}{advice}",
     )
 
 
 def kind_by_field(field: str, *kinds: str, error_type: str) -> Discriminator:
     """Return the discriminator of a union whose kind stands in a field, the first by default."""
-    return Discriminator(
-        _named_kind(field, *kinds),
-        custom_error_type=error_type,
-        custom_error_message=f"expected {field} {' or '.join(kinds)}",
-    )
-
-
-def _only_key(value: object) -> str | None:
-    """Return the only key of a section, or None, which is an error."""
-    keys = list(value) if isinstance(value, dict) else list(getattr(value, "model_fields_set", ()))
-    return str(keys[0]) if len(keys) == 1 else None
-
-
-def _named_kind(field: str, *kinds: str) -> Callable[[object], str | None]:
-    """Return a function that reads a section's kind, or returns None, which is an error."""
 
     def kind_of(value: object) -> str | None:
         if isinstance(value, dict):
@@ -114,11 +91,11 @@ def _named_kind(field: str, *kinds: str) -> Callable[[object], str | None]:
             kind = getattr(value, field, None)
         return kind if kind in kinds else None
 
-    return kind_of
-
-
-def _copy(values: dict[str, Any]) -> dict[str, Any]:
-    return {k: _copy(v) if isinstance(v, dict) else v for k, v in values.items()}
+    return Discriminator(
+        kind_of,
+        custom_error_type=error_type,
+        custom_error_message=f"expected {field} {' or '.join(kinds)}",
+    )
 
 
 def _as_yaml(value: object) -> str:

@@ -134,33 +134,19 @@ def check_classes(settings: DataSettings, labels: NDArray[np.float32], source: s
         labels = labels[~np.isnan(labels)]
         if not len(labels):
             raise DataError(f"{where}: no row has a label")
-    if settings.label_range is not None:
-        check_not_constant(labels, where)
-    elif settings.classes is None:
-        check_both_classes(labels, where)
-    else:
-        check_all_classes(labels, settings.class_names, where)
-
-
-def check_not_constant(labels: NDArray[np.float32], where: str) -> None:
-    if labels.min() == labels.max():
+    if settings.classes is not None and settings.label_range is None:
+        rows = np.bincount(labels.astype(np.int64), minlength=len(settings.class_names))
+        absent = [name for name, n in zip(settings.class_names, rows, strict=True) if not n]
+        if absent:
+            raise DataError(
+                f"{where}: no row has class {', '.join(map(repr, absent))}: expected every class "
+                f"of data.classes"
+            )
+    elif labels.min() == labels.max() and settings.label_range is not None:
         raise DataError(
             f"{where}: expected labels that differ, but all {len(labels)} are the same number"
         )
-
-
-def check_all_classes(labels: NDArray[np.float32], names: Sequence[str], where: str) -> None:
-    present = np.bincount(labels.astype(np.int64), minlength=len(names)) > 0
-    absent = [name for name, is_there in zip(names, present, strict=True) if not is_there]
-    if absent:
-        raise DataError(
-            f"{where}: no row has class {', '.join(map(repr, absent))}: expected every class of "
-            f"data.classes"
-        )
-
-
-def check_both_classes(labels: NDArray[np.float32], where: str) -> None:
-    if labels.min() == labels.max():
+    elif labels.min() == labels.max():
         raise DataError(
             f"{where}: all {len(labels)} labels are {labels[0]:.0f}: expected both classes"
         )

@@ -38,12 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 def align(parsed: argparse.Namespace) -> None:
-    """Find the common rows with the active party, and write this party's.
-
-    Raises:
-        SplitveilError: settings or data cannot be used, the active party cannot be reached, or the
-            parties have too few ids in common.
-    """
+    """Find the common rows with the active party, and write this party's."""
     interruption = Interruption()
     interruption.install()
     settings = aligning(command_line.load_settings(PassiveSettings, parsed, "passive"))

@@ -21,12 +21,7 @@ from splitveil.passive_party.workers import spread, tapped
 
 
 def http_proxy(settings: PassiveSettings) -> HttpProxy | None:
-    """Return the proxy to connect through; None for a direct connection.
-
-    Raises:
-        SettingsError: the settings or the environment name something that is not an HTTP proxy, or
-            its credentials cannot be used.
-    """
+    """Return the proxy to connect through; None for a direct connection."""
     match settings.proxy:
         case None:
             return None
@@ -55,7 +50,6 @@ class TrainerBuilder:
         self._earlier = open_earlier_model(settings)
 
     def __call__(self, rows: AlignedRows) -> BottomTrainer:
-        """Build the trainer."""
         settings, contract = self._settings, self._settings.contract
         encoder, features = self._data.encode(rows, self._earlier)
         if encoder is None or features is None:

@@ -48,8 +48,6 @@ class BottomTrainer:
         optimizer: over the model's parameters.
         schedule: changes the optimiser's learning rate after each step.
         features: this party's features in the common order.
-        device: where the model is.
-        data_digest: distinguishes these data from others when the run is resumed.
         training: how training batches are computed; by default by the model, without taps.
     """
 
@@ -82,7 +80,6 @@ class BottomTrainer:
 
     @property
     def num_rows(self) -> int:
-        """Number of aligned rows."""
         return len(self._features)
 
     def rows(self, positions: Positions) -> Features:
@@ -93,7 +90,6 @@ class BottomTrainer:
         """Return the activation of a training batch, (batch, *cut_shape), and keep its graph.
 
         Args:
-            features: of the batch.
             keeps_weights: whether the model may learn from other gradients before this batch's.
         """
         in_training_mode(self.model)
@@ -107,8 +103,7 @@ class BottomTrainer:
 
         It is that of the weights with which the activation was computed, and changes those of now.
 
-        Returns:
-            The gradients at the tapped layers, (batch, ...) each.
+        Returns the gradients at the tapped layers, (batch, ...) each.
         """
         if not self._waiting:
             raise RuntimeError("backward without a forward")
@@ -122,11 +117,7 @@ class BottomTrainer:
         return {name: gradient for name, gradient in taken.items() if gradient is not None}
 
     def state_dict(self) -> State:
-        """Return everything that a step changes.
-
-        Raises:
-            RuntimeError: in the middle of a step.
-        """
+        """Return everything that a step changes, or raise RuntimeError."""
         if not self.is_between_steps:
             raise RuntimeError("no state in the middle of a step")
         return {
@@ -137,7 +128,6 @@ class BottomTrainer:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Restore the state that ``state_dict`` returned."""
         self._waiting.clear()
         self.model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])

@@ -45,10 +45,8 @@ class ColumnExposure(NamedTuple):
 
     name: str
     kind: Kind
-    figure: float
-    """R^2, or accuracy; of rows that the map has not seen."""
-    without: float
-    """The same without activations: 0, or the share of the most frequent category."""
+    figure: float  # R^2, or accuracy; of rows that the map has not seen
+    without: float  # the same without activations: 0, or the share of the most frequent category
 
     @property
     def gain_fraction(self) -> float:
@@ -62,13 +60,10 @@ class FeatureExposure:
     """What activations tell of the features of some rows."""
 
     rows: int
-    dimensions: int
-    """Values per activation."""
+    dimensions: int  # values per activation
     columns: tuple[ColumnExposure, ...]
-    own_rows: int
-    """Rows of this party's file, whose blinded ids were offered."""
-    has_images: bool = False
-    """Whether there are images, whose reconstruction is not measured."""
+    own_rows: int  # rows of this party's file, whose blinded ids were offered
+    has_images: bool = False  # whether there are images, whose reconstruction is not measured
 
 
 def measure_exposure(
@@ -80,13 +75,9 @@ def measure_exposure(
     """Reconstruct the features of some aligned rows from the activations of the trained model.
 
     Args:
-        trainer: the bottom model with its features.
-        encoder: names the columns.
         own_rows: number of rows of this party's file.
-        most_rows: number of rows that are sampled.
 
-    Returns:
-        None if there are too few rows.
+    Returns None if there are too few rows.
     """
     aligned_rows = trainer.num_rows
     count = min(aligned_rows, most_rows)
@@ -105,7 +96,6 @@ def measure_exposure(
 
 
 def exposure_to_json(exposure: FeatureExposure) -> dict[str, Any]:
-    """Return the form of the figures in ``exposure.json``."""
     return {
         "rows": exposure.rows,
         "dimensions": exposure.dimensions,
@@ -116,7 +106,6 @@ def exposure_to_json(exposure: FeatureExposure) -> dict[str, Any]:
 
 
 def exposure_from_json(document: object) -> FeatureExposure | None:
-    """Return the figures that a decoded JSON document holds; None if it is of another form."""
     values = as_mapping(document)
     rows, dimensions, own = (
         as_count(values.get(name)) for name in ("rows", "dimensions", "own_rows")

@@ -57,11 +57,8 @@ class GrpcPeer:
     """Calls the active party, and reconnects when the connection was lost.
 
     Args:
-        connection: the channel to the active party, which this peer closes in the end.
-        reconnect: how long to keep trying, and how long one answer may take.
-        interruption: returns the signal that asks this party to stop, once there is one.
-        party: this party's name, which every call carries if the run has several passive parties.
-        watch: is told how each attempt to ask the active party ended.
+        party: this party's name, which every call carries if the run has several passive
+            parties.
     """
 
     def __init__(
@@ -98,7 +95,6 @@ class GrpcPeer:
         self.close()
 
     def close(self) -> None:
-        """Close every stream and the connection."""
         for stream in (self._train, self._evaluate):
             stream.finish()
         if self._align is not None:
@@ -123,11 +119,7 @@ class GrpcPeer:
             raise
 
     def _compare_contracts(self, party: str) -> None:
-        """Ask the active party for its contract, as ``check`` does, to name both values.
-
-        Raises:
-            ContractMismatch: it names them.
-        """
+        """Ask the active party for its contract, as ``check`` does, to name both values."""
         own = self.connection.contract
         introduction = probe_codec.Introduction(party, own.canonical_json(), time.time(), None)
         request = pb.ProbeRequest(introduction=probe_codec.encode_introduction(introduction))
@@ -144,11 +136,7 @@ class GrpcPeer:
             check_same_contract(own, theirs, "the active party")
 
     def is_ready(self) -> bool:
-        """Ask once whether the active party serves.
-
-        Raises:
-            PeerError: no server answers, or one that this party does not trust.
-        """
+        """Ask once whether the active party serves, or raise PeerError."""
         try:
             reply = health_pb2_grpc.HealthStub(self._connected()).Check(
                 health_pb2.HealthCheckRequest(service=SERVICE), timeout=HEALTH_TIMEOUT_S
@@ -158,7 +146,6 @@ class GrpcPeer:
         return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
     def open_alignment(self) -> AlignChannel:
-        """Open the alignment stream."""
         method = self._connected().stream_stream(
             method_path("Align"),
             pb.AlignFrame.SerializeToString,
@@ -188,7 +175,6 @@ class GrpcPeer:
             raise error_from(call.code(), call.details())
 
     def send_activation(self, activation: messages.Activation) -> None:
-        """Send the activation of a training batch, without waiting for its answer."""
         self._train.send(activation)
 
     def receive_gradient(self) -> messages.Answer:
@@ -199,7 +185,6 @@ class GrpcPeer:
         return self._receive(self._train)
 
     def send_held_out(self, activation: messages.Activation) -> None:
-        """Send the activation of held-out rows, without waiting for the reply."""
         self._evaluate.send(activation)
 
     def receive_course(self) -> messages.Course:
@@ -256,11 +241,7 @@ class GrpcPeer:
         self._align = None
 
     def _connected(self) -> grpc.Channel:
-        """Return the channel, and drop the streams of a channel that was replaced.
-
-        Raises:
-            PeerError: no server answers, or one that this party does not trust.
-        """
+        """Return the channel, and drop the streams of a channel that was replaced."""
         if self.connection.is_outdated:
             self._train.drop()
             self._evaluate.drop()
@@ -291,7 +272,6 @@ class GrpcPeer:
         method: str,
         read: Callable[[bytes], Any],
     ) -> MessageStream:
-        """Open a stream of tensors, whose replies are parsed by ``read``."""
         call: Any = self._connected().stream_stream(
             method_path(method), Frame.serialised, response_deserializer=read
         )

@@ -50,10 +50,8 @@ _ACTIVE = "the active party"
 class Speed(NamedTuple):
     """How fast messages cross."""
 
-    round_trip_s: float
-    """Median of the round trips."""
-    bytes_per_s: float
-    """Bytes in each direction, both at once, as in training."""
+    round_trip_s: float  # median of the round trips
+    bytes_per_s: float  # bytes in each direction, both at once, as in training
 
 
 class Probing:
@@ -61,8 +59,6 @@ class Probing:
 
     Args:
         settings: this party's.
-        connection: to the active party; the caller closes it.
-        own: what this party says about itself.
     """
 
     def __init__(
@@ -75,11 +71,7 @@ class Probing:
     def introduce(self, wait_s: float) -> tuple[Introduction, float, float]:
         """Exchange introductions, and return the peer's, its clock's lead and the error of that.
 
-        Args:
-            wait_s: how long to wait for an active party that does not answer yet.
-
-        Raises:
-            PeerError: it does not answer in time, or is not trusted.
+        Raises PeerError: it does not answer in time, or is not trusted.
         """
         deadline = time.monotonic() + wait_s
         while True:
@@ -103,11 +95,7 @@ class Probing:
         return peer, peer.clock_s - (sent + half), half + 0.001  # it tells whole milliseconds
 
     def speed(self) -> Speed:
-        """Measure round trips, and how many bytes cross in a second.
-
-        Raises:
-            PeerError: the active party stops answering.
-        """
+        """Measure round trips, and how many bytes cross in a second, or raise PeerError."""
         trips = []
         for _ in range(ROUND_TRIPS):
             begin = time.perf_counter()
@@ -171,11 +159,8 @@ def connection_checks(
 
     Args:
         settings: this party's.
-        connection: to the active party; closed at the end.
-        wait_s: how long to wait for the active party.
 
-    Raises:
-        SplitveilError: there is no connection; the message names the proxy, if there is one.
+    Raises SplitveilError: there is no connection; the message names the proxy, if there is one.
     """
     contract = settings.contract
     form = form_of_own_ids(settings)

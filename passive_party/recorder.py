@@ -36,10 +36,8 @@ class PassiveRecorder(RunRecorder):
         settings: the party's settings.
         folder: the run's folder.
         ids: this party's canonical ids.
-        evaluation_labels: labels that both sides know; without them no leak AUC is measured here.
 
-    Raises:
-        SettingsError: an attack of the user's own cannot be used.
+    Raises SettingsError: an attack of the user's own cannot be used.
     """
 
     def __init__(
@@ -73,7 +71,6 @@ class PassiveRecorder(RunRecorder):
         """Show nothing: small sets are aligned before a progress bar could be drawn."""
 
     def on_aligned(self, rows: AlignedRows, seed: bytes) -> None:
-        """Look up the evaluation labels, start the progress bar and the adversary."""
         self._begin_run(rows)
         self._start_attacks(rows, seed)
         self._show_progress("passive", rows, self._settings.contract)
@@ -81,20 +78,17 @@ class PassiveRecorder(RunRecorder):
     def on_step(
         self, batch: Batch, sent: Tensor, received: Tensor, layers: dict[str, Tensor]
     ) -> None:
-        """Hand the gradients to the adversary."""
         self._steps += 1
         self._attack(batch, sent, received, layers)
         if self._progress is not None:
             self._progress.advance(**(self._leaks.shown() if self._leaks is not None else {}))
 
     def on_epoch(self, epoch: int) -> None:
-        """Note that an epoch is over."""
         self._epochs = epoch + 1
         if self._leaks is not None:
             self._leaks.end_epoch(epoch)
 
     def on_resumed(self, epoch: int | None) -> None:
-        """Log where the run resumes."""
         logger.info("resuming %s", "at the end" if epoch is None else f"in epoch {epoch + 1}")
 
     def scores_to_audit(self, epoch: int) -> Iterator[GatheredScores]:
@@ -106,7 +100,6 @@ class PassiveRecorder(RunRecorder):
         yield from self._label_free.gathered(self._rows.splits["train"])
 
     def on_audit(self, epoch: int, scored: GatheredScores, leak_auc: float) -> None:
-        """Note the leak AUC that the active party measured."""
         self._audited.setdefault(scored.layer, {})[scored.attack] = leak_auc
         figure = AttackFigure(scored.layer, scored.attack, leak_auc)
         self._metrics.write(AuditLine(epoch, figure))
@@ -133,8 +126,7 @@ class PassiveRecorder(RunRecorder):
 
         Call it between steps, after `on_aligned`.
 
-        Raises:
-            StorageError: a line of the metrics could not be written.
+        Raises StorageError: a line of the metrics could not be written.
         """
         if not self._wait_until_idle(IDLE_S):
             logger.warning("the audit is behind: a checkpoint is written without the last batches")
@@ -154,8 +146,7 @@ class PassiveRecorder(RunRecorder):
 
         Measuring may be switched on and off within a run, but its attacks may not change.
 
-        Raises:
-            SettingsError: the state belongs to other attacks than the settings name.
+        Raises SettingsError: the state belongs to other attacks than the settings name.
         """
         self._wait_until_idle(IDLE_S)
         self._steps, self._epochs = state["steps"], state["epochs"]
@@ -173,7 +164,6 @@ class PassiveRecorder(RunRecorder):
         self._metrics.load_state_dict(state["metrics"])
 
     def _start_attacks(self, rows: AlignedRows, seed: bytes) -> None:
-        """Look up the evaluation labels, and start the attacks that they and the settings allow."""
         names: Sequence[str] = ()
         if self._evaluation_labels is not None:
             ids = [self._ids[row] for row in rows.file_rows]

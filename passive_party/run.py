@@ -57,13 +57,8 @@ class PassiveRun:
     """One run with the active party.
 
     Args:
-        aligner: finds the common rows; knows this party.
-        build_trainer: makes the trainer once the common rows are known.
-        observer: receives the events of the run.
         store: keeps checkpoints; by default none, and then the run cannot be resumed.
         auditor: gives the scores for audits; by default there are no audits.
-        interruption: returns the signal that asks this party to stop, once there is one.
-        phases: charges the time that the run takes.
     """
 
     def __init__(
@@ -80,8 +75,7 @@ class PassiveRun:
         self.contract = aligner.participant.contract
         self.observer = observer
         self.auditor = auditor or NoAudits()
-        self.run_id = ""
-        """The run that the active party has opened; empty before that."""
+        self.run_id = ""  # the run that the active party has opened; empty before that
         self._me = aligner.participant
         self._build_trainer = build_trainer
         self._store = store or NoStore()
@@ -102,13 +96,7 @@ class PassiveRun:
         return ModelIdentity(self.run_id, number)
 
     def run(self, peer: Peer) -> None:
-        """Take part in the whole run, and tell the peer how it ended.
-
-        Raises:
-            SplitveilError: the reason why the run ended before its last step; Interrupted takes
-                precedence over what the peer says meanwhile. The trainer, if there is one by then,
-                holds the model as far as it got.
-        """
+        """Take part in the whole run, and tell the peer how it ended, or raise SplitveilError."""
         try:
             self._go_through(peer)
         except (PeerUnreachable, PeerLeft, ContractMismatch):
@@ -214,12 +202,7 @@ class PassiveRun:
     # ---- resuming ----
 
     def reopen(self) -> Training | None:
-        """Reopen the stored run; return None if there is none.
-
-        Raises:
-            DataError: this party's data are not those with which the run was started.
-            StorageError: a file of the run is damaged, or of another version.
-        """
+        """Reopen the stored run; return None if there is none."""
         stored = self._store.run()
         checkpoints = [] if stored is None else self._store.checkpoints()
         if stored is None or not checkpoints:

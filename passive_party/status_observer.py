@@ -18,12 +18,7 @@ OPEN = "the run is open with the active party"
 
 
 class StatusObserver:
-    """Passes events on to another observer, and notes them in a status.
-
-    Args:
-        observer: of the run.
-        status: what operators see of it.
-    """
+    """Passes events on to another observer, and notes them in a status."""
 
     def __init__(self, observer: RunObserver, status: RunStatus) -> None:
         self._observer = observer
@@ -51,7 +46,6 @@ class StatusObserver:
     def on_step(
         self, batch: Batch, sent: Tensor, received: Tensor, layers: dict[str, Tensor]
     ) -> None:
-        """Note that a step is done."""
         with self._status.phases(Phase.RECORD):
             self._observer.on_step(batch, sent, received, layers)
         self._status.note_step(batch)
@@ -79,11 +73,7 @@ class StatusObserver:
 
 
 class WatchedCalls:
-    """Notes in a status whether the active party answers.
-
-    Args:
-        status: what operators see of the run.
-    """
+    """Notes in a status whether the active party answers."""
 
     def __init__(self, status: RunStatus) -> None:
         self._status = status

@@ -69,22 +69,15 @@ class Auditor(Protocol):
 
 
 class NoAudits:
-    """Asks for no audit."""
-
     def scores_to_audit(self, epoch: int) -> Iterable[GatheredScores]:  # noqa: ARG002
-        """Return no scores."""
         return ()
 
-    def on_audit(self, epoch: int, scored: GatheredScores, leak_auc: float) -> None:
-        """Take no note."""
+    def on_audit(self, epoch: int, scored: GatheredScores, leak_auc: float) -> None: ...
 
-    def on_audit_failed(self, epoch: int, error: PeerError) -> None:
-        """Take no note."""
+    def on_audit_failed(self, epoch: int, error: PeerError) -> None: ...
 
 
 class _Sent(NamedTuple):
-    """An activation that waits for its gradient."""
-
     batch: Batch
     activation: Tensor
 
@@ -102,13 +95,7 @@ class Training:
     """One run after its alignment: follows the course, and can be saved and resumed.
 
     Args:
-        run_id: names the run.
-        rows: the common rows.
         trainer: this party's half of the network.
-        progress: the progress through the course.
-        observer: receives the steps and epochs.
-        auditor: gives the scores for audits.
-        phases: charges the time that training takes.
     """
 
     def __init__(
@@ -136,29 +123,20 @@ class Training:
     # ---- checkpoints ----
 
     def save(self, *, soon: bool = False) -> None:
-        """Save a checkpoint, if the store keeps any.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
+        """Save a checkpoint, if the store keeps any, or raise StorageError."""
         with self._phases(Phase.CHECKPOINT):
             self.progress.save(self._state, soon=soon)
 
     def save_if_between_steps(self) -> None:
         """Save a checkpoint unless nothing has been done yet, or a step is under way.
 
-        Raises:
-            StorageError: it cannot be written.
+        Raises StorageError: it cannot be written.
         """
         if self.trainer.is_between_steps and self.progress.batch_number:
             self.save()
 
     def restore(self, batch_number: int) -> None:
-        """Go back to the checkpoint after a number of batches.
-
-        Raises:
-            StorageError: it cannot be read, or is of another version.
-        """
+        """Go back to the checkpoint after a number of batches, or raise StorageError."""
         self._unanswered.clear()
         self._held_out_sent = 0
         state = self.progress.store.load(batch_number)
@@ -183,12 +161,10 @@ class Training:
         """Handle every batch that is left.
 
         Args:
-            peer: the active party.
             stop_if_interrupted: called before each batch and each audit; raises Interrupted to
                 stop.
 
-        Raises:
-            SplitveilError: the run cannot continue.
+        Raises SplitveilError: the run cannot continue.
         """
         try:
             while (batch := self.progress.due) is not None:
@@ -254,7 +230,6 @@ class Training:
         self._held_out_sent += 1
 
     def _gather(self, batch: Batch | None) -> None:
-        """Gather the features of a batch in advance, unless there is none."""
         if batch is not None:
             self._gathered = batch, self.trainer.rows(batch.positions)
 

@@ -26,8 +26,7 @@ _ROLE = "bottom_model"
 def work_for(settings: PassiveSettings, place: Place) -> None:
     """Compute the bottom model's batches for rank 0 of this party.
 
-    Raises:
-        SettingsError, WorkerLost: as for ``work``.
+    Raises SettingsError or WorkerLost: as for ``work``.
     """
     device = command_line.prepare(settings, place)
     depth = settings.contract.pipeline_depth
@@ -57,8 +56,7 @@ def spread(
 ) -> TrainingPass:
     """Return the bottom model as all processes compute it, and the layers that are attacked.
 
-    Raises:
-        SettingsError: shares of a batch would not give what the whole batch does.
+    Raises SettingsError: shares of a batch would not give what the whole batch does.
     """
     check_spreadable(model, _ROLE)
     refuse_speed_ups(settings.autocast, compiled=settings.compile)

@@ -74,12 +74,8 @@ class EcdhEngine:
         """Load libsodium and start the workers. Call it before opening the first gRPC channel.
 
         Args:
-            min_aligned: the smallest intersection that is accepted.
-            max_set_size: the largest set that is accepted from either party.
-            workers: number of processes for the group operations; with 0 they run in the threads
-                that send and receive, at most two at a time.
-            group: other operations in place of those, for parties that hide nothing from each
-                other because they are one process.
+            workers: number of processes for the group operations; with 0 they run in the
+                threads that send and receive, at most two at a time.
         """
         self._min_aligned = min_aligned
         self._max_set_size = max_set_size
@@ -99,11 +95,9 @@ class EcdhEngine:
         Args:
             ids: from ``canonical_ids``.
             nonce: this party's share of the joint seed.
-            run_id: from the handshake.
             splits: the split that this party's column gives each id, if there is such a column.
 
-        Raises:
-            AlignmentError: the set is empty or larger than the contract allows.
+        Raises AlignmentError: the set is empty or larger than the contract allows.
         """
         if not 0 < len(ids) <= self._max_set_size:
             raise AlignmentError(f"expected 1 to {self._max_set_size} own ids, got {len(ids)}")
@@ -127,7 +121,6 @@ class EcdhEngine:
         )
 
     def close(self) -> None:
-        """End the workers."""
         self._group.close()
 
 
@@ -167,52 +160,42 @@ class EcdhExchange:
 
     @property
     def peer_nonce(self) -> bytes:
-        """The peer's share of the joint seed, from its hello."""
         return self._require_hello().nonce
 
     @property
     def peer_set_size(self) -> int:
-        """The number of ids that the peer has."""
         return int(self._require_hello().set_size)
 
     @property
     def done_ids(self) -> int:
-        """The number of ids of both parties that have been processed, out of ``total_ids``."""
         return self._tags.num_received + self._tags.num_computed
 
     @property
     def total_ids(self) -> int:
-        """The number of ids of both parties."""
         return self._tags.num_own + self._tags.num_peer
 
     @property
     def answered_ids(self) -> int:
-        """The number of the peer's ids for which tags have been sent."""
         return self._tags.num_answered
 
     @property
     def number(self) -> str:
-        """The number that both parties give the exchange; the same if it is resumed."""
         return self._exchange.hex()
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing more will be sent or is expected."""
         return self._own_done is not None and self._peer_done is not None
 
     def keep_in(self, files: ExchangeFiles) -> None:
-        """Keep the exchange in files, and go on from what they hold; call it first of all."""
         self._keeping = Keeping(files, self._ids, CHUNK_IDS)
         self._room = self._keeping.room
         self._keeping.describe(self._hello)
 
     def forget(self) -> None:
-        """Delete what was kept, because the exchange has failed."""
         if self._keeping is not None:
             self._keeping.forget()
 
     def hello(self) -> pb.AlignFrame:
-        """Return the frame that opens the exchange."""
         return pb.AlignFrame(hello=self._hello)
 
     def own_frames(self) -> Iterator[pb.AlignFrame]:
@@ -230,13 +213,6 @@ class EcdhExchange:
         yield from last
 
     def receive(self, frame: pb.AlignFrame) -> Frames:
-        """Process the peer's next frame and return the frames to send in reply.
-
-        Raises:
-            AlignmentError: the peer uses another engine or other parameters.
-            InvalidMessage, OutOfStep, TooLarge: the peer broke a rule of the protocol.
-            StorageError: what is to be kept cannot be written.
-        """
         with forgetting(self.forget):
             return self._receive(frame)
 
@@ -262,12 +238,7 @@ class EcdhExchange:
         return Frames()
 
     def result(self) -> RowIndices:
-        """Return the rows of the common ids, in the order that both parties share.
-
-        Raises:
-            AlignmentError: the parties disagree, or have too few ids in common.
-            OutOfStep: the exchange is not complete.
-        """
+        """Return the rows of the common ids, in the order that both parties share."""
         sizes = Sizes(len(self._ids), self.peer_set_size, self._min_aligned)
         return agreed_rows(sizes, self._common_rows, self._own_done, self._peer_done)
 
@@ -297,7 +268,6 @@ class EcdhExchange:
         self._tags.note_answered(message.points, tags_of(products))
 
     def _intersect(self) -> pb.AlignDone:
-        """Find the common ids once all tags have arrived."""
         order = self._require_order()
         found = self._room.common_rows(self._tags.own, self._tags.of_peer, order)
         self._common_rows = found.rows

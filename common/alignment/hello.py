@@ -9,12 +9,7 @@ _DOMAIN = b"splitveil alignment exchange 1\x00"
 
 
 def check_hello(own: pb.AlignHello, peer: pb.AlignHello, max_set_size: int) -> None:
-    """Refuse a peer that aligns differently, or with a set that is not allowed.
-
-    Raises:
-        AlignmentError: the peer uses another engine or other parameters.
-        InvalidMessage, OutOfStep, TooLarge: the hello breaks a rule of the protocol.
-    """
+    """Refuse a peer that aligns differently, or with a set that is not allowed."""
     names = ("engine", "version", "normalisation", "tag_bytes", "chunk_ids")
     differing = [name for name in names if getattr(own, name) != getattr(peer, name)]
     if differing:
@@ -30,6 +25,5 @@ def check_hello(own: pb.AlignHello, peer: pb.AlignHello, max_set_size: int) -> N
 
 
 def number_of_exchange(own: pb.AlignHello, peer: pb.AlignHello) -> bytes:
-    """Return the number, 32 bytes, that both parties give the exchange that two hellos begin."""
     sides = sorted(hello.nonce + int(hello.set_size).to_bytes(8, "big") for hello in (own, peer))
     return hashlib.sha256(_DOMAIN + own.run_id.encode() + b"\x00" + b"".join(sides)).digest()

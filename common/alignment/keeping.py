@@ -15,24 +15,11 @@ logger = logging.getLogger(__name__)
 
 
 class Secrets(NamedTuple):
-    """What a party tells nobody."""
-
     scalar: bytes
     shuffle_seed: bytes
 
 
 class Keeping:
-    """The files of one exchange.
-
-    Args:
-        files: of the exchange.
-        ids: of this party.
-        chunk_ids: largest number of points or tags in a message.
-
-    Raises:
-        StorageError: a file cannot be read or written.
-    """
-
     def __init__(self, files: ExchangeFiles, ids: Sequence[str], chunk_ids: int) -> None:
         self.room: Room = room_of(files)
         self._files, self._chunk_ids = files, chunk_ids
@@ -40,7 +27,6 @@ class Keeping:
         self._kept = files.load(self._ids_digest, chunk_ids, part_of(chunk_ids))
 
     def describe(self, hello: pb.AlignHello) -> None:
-        """Say in this party's hello what has been kept."""
         if self._kept is not None:
             held = pb.AlignResume(
                 exchange=self._kept.begun.exchange,
@@ -55,18 +41,7 @@ class Keeping:
     ) -> tuple[bytes, Secrets]:
         """Resume the kept exchange if the peer has kept it too, and keep a new one otherwise.
 
-        Args:
-            own: the hello of this party.
-            peer: the hello of the peer.
-            fresh: secrets of a new exchange.
-            tags: of the exchange; gets what was kept.
-
-        Returns:
-            The number of the exchange, and its secrets.
-
-        Raises:
-            InvalidMessage: the peer cannot have kept what it says.
-            StorageError: the exchange cannot be kept.
+        Returns the number of the exchange, and its secrets.
         """
         kept = self._kept
         if kept is not None and peer.resume.exchange == kept.begun.exchange:
@@ -84,7 +59,6 @@ class Keeping:
         return number, fresh
 
     def forget(self) -> None:
-        """Delete what was kept."""
         self._files.discard()
 
     def _resume(self, kept: Kept, peer: pb.AlignHello, tags: TagTurns) -> None:

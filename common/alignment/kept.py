@@ -55,21 +55,16 @@ _LENGTHS: dict[KeptName, int] = {
 class Begun(NamedTuple):
     """What an exchange is of, and its secrets."""
 
-    exchange: bytes
-    """The number that both parties give it, 32 bytes."""
+    exchange: bytes  # the number that both parties give it, 32 bytes
     scalar: bytes
     shuffle_seed: bytes
-    ids_digest: bytes
-    """Of this party's ids: with others, the exchange cannot be resumed."""
-    own_size: int
-    """Number of this party's ids."""
+    ids_digest: bytes  # of this party's ids: with others, the exchange cannot be resumed
+    own_size: int  # number of this party's ids
     peer_size: int
     chunk_ids: int
 
 
 class KeptPoints(NamedTuple):
-    """Points in a file."""
-
     path: Path
     num_points: int
 
@@ -80,7 +75,6 @@ class KeptPoints(NamedTuple):
         return self._digest(count)
 
     def all(self) -> "hashlib._Hash":
-        """Return the SHA-256 over all points."""
         return self._digest(self.num_points)
 
     def _digest(self, count: int) -> "hashlib._Hash":
@@ -112,8 +106,7 @@ class Kept(NamedTuple):
     peer_points: KeptPoints
     peer_tags: "KeptTags"
     own_tags: "KeptTags"
-    peer_commitment: bytes
-    """Empty if it had not arrived."""
+    peer_commitment: bytes  # empty if it had not arrived
 
 
 class Keeper(Protocol):
@@ -122,24 +115,18 @@ class Keeper(Protocol):
     def append(self, name: KeptName, data: bytes) -> None:
         """Append to one of the files, before anything that follows from it is sent."""
 
-    def cut(self, name: KeptName, count: int) -> None:
-        """Keep no more than the first ``count`` elements of a file."""
+    def cut(self, name: KeptName, count: int) -> None: ...
 
     def sync(self) -> None:
         """Return once everything is on disk."""
 
 
 class _Nothing:
-    """Keeps nothing."""
+    def append(self, name: KeptName, data: bytes) -> None: ...
 
-    def append(self, name: KeptName, data: bytes) -> None:
-        """Keep nothing."""
+    def cut(self, name: KeptName, count: int) -> None: ...
 
-    def cut(self, name: KeptName, count: int) -> None:
-        """Cut nothing."""
-
-    def sync(self) -> None:
-        """Wait for nothing."""
+    def sync(self) -> None: ...
 
 
 NOTHING_KEPT: Keeper = _Nothing()
@@ -149,9 +136,8 @@ class ExchangeFiles:
     """The files of one unfinished exchange, or of none.
 
     Args:
-        folder: their folder, which need not exist.
-        memory_limit_bytes: memory for the exchange, which reads its tags from the files then; by
-            default it holds them in memory as well.
+        memory_limit_bytes: memory for the exchange, which reads its tags from the files then;
+            by default it holds them in memory as well.
     """
 
     def __init__(self, folder: Path, memory_limit_bytes: int | None = None) -> None:
@@ -165,11 +151,8 @@ class ExchangeFiles:
 
         Args:
             ids_digest: of this party's ids.
-            chunk_ids: points in a message, of which a file holds whole chunks.
-            part_of: gives the number of tags in a message of tags for a number of ids.
 
-        Raises:
-            StorageError: a file cannot be read.
+        Raises StorageError: a file cannot be read.
         """
         begun = self._begun()
         if begun is None or (begun.ids_digest, begun.chunk_ids) != (ids_digest, chunk_ids):
@@ -201,11 +184,7 @@ class ExchangeFiles:
         )
 
     def begin(self, begun: Begun) -> None:
-        """Keep a new exchange, and nothing of an earlier one.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
+        """Keep a new exchange, and nothing of an earlier one, or raise StorageError."""
         self.discard()
         with storing(self._folder):
             self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -217,15 +196,9 @@ class ExchangeFiles:
         write_bytes_atomically(self._folder / _STATE, json.dumps(stored).encode(), 0o600)
 
     def path(self, name: KeptName | OwnName) -> Path:
-        """Return the path of a file."""
         return self._folder / name
 
     def append(self, name: KeptName, data: bytes) -> None:
-        """Append to one of the files.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
         path = self._folder / name
         with storing(path), _opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as descriptor:
             rest = memoryview(data)
@@ -233,22 +206,12 @@ class ExchangeFiles:
                 rest = rest[os.write(descriptor, rest) :]
 
     def cut(self, name: KeptName, count: int) -> None:
-        """Keep no more than the first ``count`` elements of a file.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
         path = self._folder / name
         if path.exists():
             with storing(path), _opened(path, os.O_WRONLY) as descriptor:
                 os.ftruncate(descriptor, min(count * _LENGTHS[name], os.fstat(descriptor).st_size))
 
     def sync(self) -> None:
-        """Return once everything is on disk.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
         for path in (*(self._folder / name for name in _LENGTHS), self._folder):
             if path.exists():
                 with storing(path), _opened(path, os.O_RDONLY) as descriptor:
@@ -302,9 +265,8 @@ class KeptExchanges:
     """The unfinished exchanges of one party with all of its peers.
 
     Args:
-        folder: the party's folder of the run; the exchanges lie beside it, because starting over
-            moves it aside.
-        memory_limit_bytes: memory for each exchange.
+        folder: the party's folder of the run; the exchanges lie beside it, because starting
+            over moves it aside.
     """
 
     def __init__(self, folder: Path, memory_limit_bytes: int | None = None) -> None:
@@ -312,11 +274,9 @@ class KeptExchanges:
         self._folder = folder.with_name(f".{folder.name}.exchanges")
 
     def of(self, peer: str) -> ExchangeFiles:
-        """Return the files of the exchange with a peer."""
         return ExchangeFiles(self._folder / peer, self._memory_limit_bytes)
 
     def discard(self) -> None:
-        """Delete all of them."""
         if self._folder.exists():
             for folder in self._folder.iterdir():
                 ExchangeFiles(folder).discard()

@@ -11,8 +11,6 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class Sizes(NamedTuple):
-    """The sizes of both sets, and the smallest intersection that is accepted."""
-
     own: int
     peer: int
     min_aligned: int
@@ -26,8 +24,7 @@ def check_done(own: AlignDone | None, known: AlignDone | None, done: AlignDone) 
         known: the peer's, if it has come before.
         done: the peer's, as it was received.
 
-    Raises:
-        InvalidMessage, OutOfStep: the message is wrong, or comes too early or twice.
+    Raises InvalidMessage or OutOfStep: the message is wrong, or comes too early or twice.
     """
     if own is None or known is not None:
         raise OutOfStep("the other party is done while points or tags are outstanding")
@@ -44,14 +41,7 @@ def agreed_rows(
     """Return the rows of the common ids, if both parties found the same ones.
 
     Args:
-        sizes: of the exchange.
         rows: this party's rows of the common ids, in the common order.
-        own: the message with which this party ended the exchange.
-        peer: that of the other party.
-
-    Raises:
-        AlignmentError: the parties disagree, or have too few ids in common.
-        OutOfStep: the exchange is not complete.
     """
     if rows is None or own is None or peer is None:
         raise OutOfStep("the exchange of ids is not complete")

@@ -9,22 +9,11 @@ from splitveil.common.party.party_settings import PartySettings
 
 
 class Records(NamedTuple):
-    """The records of one party."""
-
     kept: KeptExchanges
     tried: TriedIds
 
 
 def records_of(settings: PartySettings, folder: Path) -> Records:
-    """Open the records of a party.
-
-    Args:
-        settings: of the party.
-        folder: its folder of the run.
-
-    Raises:
-        StorageError: a file cannot be used.
-    """
     most, attempts = settings.contract.alignment.max_set_size, settings.alignment_attempts
     kept = KeptExchanges(folder, settings.alignment_memory_limit)
     return Records(kept, TriedIds(most, attempts, file_of_count(folder)))

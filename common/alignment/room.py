@@ -27,24 +27,17 @@ class Room(Protocol):
     def tags(self, kept: KeptTags) -> TagList:
         """Return a list that begins with the tags of a file, and takes those that follow.
 
-        Raises:
-            StorageError: the file cannot be read.
+        Raises StorageError: the file cannot be read.
         """
 
     def order(self, size: int, seed: bytes) -> SecretOrder:
         """Return the secret order of a number of ids that a seed of 32 bytes gives.
 
-        Raises:
-            StorageError: it cannot be written.
+        Raises StorageError: it cannot be written.
         """
 
     def common_rows(self, own: TagList, of_peer: TagList, order: SecretOrder) -> CommonRows:
-        """Return the rows of the common ids; see ``tag_sets.common_rows``.
-
-        Raises:
-            InvalidMessage: the tags are not those of distinct ids.
-            StorageError: they cannot be read, or a file cannot be written.
-        """
+        """Return the rows of the common ids; see ``tag_sets.common_rows``."""
 
 
 class RoomInMemory:
@@ -64,18 +57,12 @@ class RoomInMemory:
 
 
 class RoomInFiles:
-    """Holds everything in files, beside those in which the exchange is kept.
-
-    Args:
-        files: of the exchange.
-        limit_bytes: memory for the exchange.
-    """
+    """Holds everything in files, beside those in which the exchange is kept."""
 
     def __init__(self, files: ExchangeFiles, limit_bytes: int) -> None:
         self._files, self._sorting_bytes = files, limit_bytes // _SORTING_SHARE
 
     def tags(self, kept: KeptTags) -> TagList:
-        """Return the list of the tags in a file."""
         return TagsInFile(*kept)
 
     def order(self, size: int, seed: bytes) -> SecretOrder:

@@ -30,12 +30,10 @@ class SortedTags:
         self.order: Positions = order.astype(np.int64, copy=False)
         """The position that each of the sorted tags had, (tags,)."""
 
-        self.tags: Tags = tags[order]
-        """The tags themselves, (tags,)."""
+        self.tags: Tags = tags[order]  # the tags themselves, (tags,)
 
     @property
     def has_repeats(self) -> bool:
-        """Whether a tag is there twice."""
         return self._leading is None and bool((self.tags[1:] == self.tags[:-1]).any())
 
     def find(self, wanted: "SortedTags") -> Positions:

@@ -38,18 +38,13 @@ _SORTED_BYTES = 64
 class TagList(Protocol):
     """Tags one after another, in the order in which they were added."""
 
-    def __len__(self) -> int:
-        """Return the number of tags."""
+    def __len__(self) -> int: ...
 
     def append(self, tags: bytes) -> None:
         """Add tags that the exchange's keeper has stored already."""
 
     def read(self, first: int, count: int) -> bytes:
-        """Return at most ``count`` tags.
-
-        Raises:
-            StorageError: they cannot be read.
-        """
+        """Return at most ``count`` tags, or raise StorageError."""
 
 
 class TagsInMemory:
@@ -59,7 +54,6 @@ class TagsInMemory:
         self._tags = bytearray(tags)
 
     def __len__(self) -> int:
-        """Return the number of tags."""
         return len(self._tags) // TAG_BYTES
 
     def append(self, tags: bytes) -> None:
@@ -77,18 +71,12 @@ class TagsInMemory:
 
 
 class TagsInFile:
-    """Tags in a file to which the exchange's keeper appends them.
-
-    Args:
-        path: the file, which need not exist while there are no tags.
-        count: number of tags in it.
-    """
+    """Tags in a file to which the exchange's keeper appends them."""
 
     def __init__(self, path: Path, count: int = 0) -> None:
         self._path, self._count = path, count
 
     def __len__(self) -> int:
-        """Return the number of tags."""
         return self._count
 
     def append(self, tags: bytes) -> None:
@@ -96,11 +84,7 @@ class TagsInFile:
         self._count += len(tags) // TAG_BYTES
 
     def read(self, first: int, count: int) -> bytes:
-        """Return at most ``count`` tags.
-
-        Raises:
-            StorageError: they cannot be read.
-        """
+        """Return at most ``count`` tags, or raise StorageError."""
         wanted = max(min(count, self._count - first), 0) * TAG_BYTES
         return _read_part(self._path, first * TAG_BYTES, wanted) if wanted else b""
 
@@ -114,7 +98,6 @@ def tagged_rows(tags: TagList, order: "SecretOrder") -> Iterator[npt.NDArray[np.
     """Yield all of a party's own tags with their rows, in small arrays of ``TAGGED_ROW``.
 
     Args:
-        tags: in the secret order.
         order: the party's secret order.
     """
     first = 0
@@ -136,8 +119,7 @@ class SecretOrder(Protocol):
     def rows(self, first: int, count: int) -> Rows:
         """Return the rows of at most ``count`` ids, from the given place in the order on.
 
-        Raises:
-            StorageError: they cannot be read.
+        Raises StorageError: they cannot be read.
         """
 
 
@@ -156,13 +138,9 @@ class OrderInFile:
     """The same order in a file.
 
     Args:
-        size: number of ids.
-        seed: 32 bytes from the operating system.
         path: the file, which is replaced, mode 0600.
-        most_bytes: memory for sorting.
 
-    Raises:
-        StorageError: the file cannot be written.
+    Raises StorageError: the file cannot be written.
     """
 
     def __init__(self, size: int, seed: bytes, path: Path, most_bytes: int) -> None:
@@ -182,11 +160,7 @@ class OrderInFile:
                 file.write(part["row"][order].tobytes())
 
     def rows(self, first: int, count: int) -> Rows:
-        """Return the rows of at most ``count`` ids.
-
-        Raises:
-            StorageError: they cannot be read.
-        """
+        """Return the rows of at most ``count`` ids, or raise StorageError."""
         wanted = max(min(count, self._size - first), 0) * ROW.itemsize
         data = _read_part(self._path, first * ROW.itemsize, wanted)
         return np.frombuffer(data, ROW).astype(np.int64, copy=False)
@@ -197,10 +171,6 @@ def secret_permutation(size: int, seed: bytes) -> Rows:
 
     Sorting by pseudo-random 64-bit keys is uniform unless two keys are equal, which has a
     probability below 2^-18 for 10 million keys.
-
-    Args:
-        size: number of elements.
-        seed: 32 bytes from the operating system.
     """
     keys = np.empty(size, np.uint64)
     for first, some in _keys(size, seed):

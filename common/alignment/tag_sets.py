@@ -34,7 +34,6 @@ _OWN_BYTES, _PEER_BYTES = 112, 48
 
 
 def tags_of(points: bytes) -> bytes:
-    """Return the first bytes of each encoded point."""
     rows = np.frombuffer(points, np.uint8).reshape(-1, POINT_BYTES)
     return rows[:, :TAG_BYTES].tobytes()
 
@@ -42,9 +41,7 @@ def tags_of(points: bytes) -> bytes:
 class CommonTags(NamedTuple):
     """The tags that both parties have, sorted by their bytes."""
 
-    tags: npt.NDArray[np.bytes_]
-    """The tags themselves, (common,)."""
-
+    tags: npt.NDArray[np.bytes_]  # the tags themselves, (common,)
     positions: npt.NDArray[np.int64]
     """For each of them, its position among this party's tags, (common,)."""
 
@@ -55,10 +52,6 @@ def common_tags(own: _Buffer, of_peer: _Buffer) -> CommonTags:
     Args:
         own: the tags of this party's ids, one after another, in any order.
         of_peer: the tags of the peer's ids, in any order.
-
-    Raises:
-        InvalidMessage: a tag is twice in one of them. Ids are distinct and so are their tags,
-            unless the peer repeats a point or invents a tag.
     """
     own_tags, peer_tags = (SortedTags(np.frombuffer(tags, TAG)) for tags in (own, of_peer))
     if own_tags.has_repeats or peer_tags.has_repeats:
@@ -70,18 +63,11 @@ def common_tags(own: _Buffer, of_peer: _Buffer) -> CommonTags:
 class CommonRows(NamedTuple):
     """This party's rows of the ids that both parties have."""
 
-    rows: Rows
-    """In the order of their tags, (common,)."""
-
-    digest: "hashlib._Hash"
-    """SHA-256 of the tags in this order."""
+    rows: Rows  # in the order of their tags, (common,)
+    digest: "hashlib._Hash"  # SHA-256 of the tags in this order
 
     def split_digest(self, splits: Splits | None) -> bytes:
-        """Digest the splits of the rows after their tags, which differ in every alignment.
-
-        Args:
-            splits: of all rows of this party; nothing is digested without them.
-        """
+        """Digest the splits of the rows after their tags, which differ in every alignment."""
         if splits is None:
             return b""
         found = self.digest.copy()
@@ -97,8 +83,7 @@ def common_rows(own: TagList, of_peer: TagList, order: SecretOrder) -> CommonRow
         of_peer: the tags of the peer's ids, in any order.
         order: this party's secret order.
 
-    Raises:
-        InvalidMessage: a tag is twice in one of them.
+    Raises InvalidMessage: a tag is twice in one of them.
     """
     own_tags, peer_tags = (np.frombuffer(_all(tags), TAG) for tags in (own, of_peer))
     own_bytes, peer_bytes = (tags.view(np.uint8)[::TAG_BYTES] for tags in (own_tags, peer_tags))
@@ -123,13 +108,6 @@ def common_rows_by_parts(
         own: the tags of this party's ids, in the secret order.
         of_peer: the tags of the peer's ids, in any order.
         order: this party's secret order.
-        scratch: path of a file, which is replaced, and deleted in the end.
-        most_bytes: memory for the tags, besides the result.
-
-    Raises:
-        InvalidMessage: a tag is twice in one of them, or so many begin alike that they are not
-            tags of distinct ids.
-        StorageError: tags cannot be read, or the file cannot be written.
     """
     digest, rows = hashlib.sha256(), [np.empty(0, np.int64)]
     kinds = (

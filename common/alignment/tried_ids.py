@@ -44,14 +44,9 @@ class Tried(NamedTuple):
 
 
 class _Count(NamedTuple):
-    """What is stored about one peer."""
-
     tried: Tried = Tried()
-    exchange: str = ""
-    """Number of the last exchange that can be resumed."""
-
-    charged: int = 0
-    """Ids that were charged for it."""
+    exchange: str = ""  # number of the last exchange that can be resumed
+    charged: int = 0  # ids that were charged for it
 
     def without(self, number: str) -> int:
         """Return the ids that were tried in all other exchanges than the one of this number."""
@@ -62,12 +57,10 @@ class TriedIds:
     """Keeps a count for every peer. Thread-safe.
 
     Args:
-        max_set_size: largest number of ids in one exchange.
         attempts: a peer may try this many times ``max_set_size`` ids in all.
         path: the file with the counts; with None, the counts end with the process.
 
-    Raises:
-        StorageError: the file exists and cannot be read.
+    Raises StorageError: the file exists and cannot be read.
     """
 
     def __init__(
@@ -82,7 +75,6 @@ class TriedIds:
         self._lock = threading.Lock()
 
     def of(self, peer: str) -> Tried:
-        """Return the count of a peer so far."""
         return self._count_of(peer).tried
 
     @contextmanager
@@ -92,10 +84,6 @@ class TriedIds:
         Args:
             peer: the other party's name.
             exchange: an exchange that has received the peer's hello.
-
-        Raises:
-            AlignmentError: the peer has used up its attempts.
-            StorageError: the count cannot be written.
         """
         announced, number = exchange.peer_set_size, exchange.number
         self._charge(peer, announced, number)

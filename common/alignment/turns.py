@@ -32,11 +32,9 @@ class Frames:
         self._makers = makers
 
     def __len__(self) -> int:
-        """Return the number of frames."""
         return len(self._makers)
 
     def __iter__(self) -> Iterator[pb.AlignFrame]:
-        """Make them."""
         return (make() for make in self._makers)
 
 
@@ -45,8 +43,6 @@ class TagTurns:
 
     Args:
         num_own: number of this party's ids.
-        chunk_ids: largest number of points or tags in a message.
-        finish: makes the frame that follows the last tags, once all have been received and shown.
     """
 
     def __init__(self, num_own: int, chunk_ids: int, finish: Callable[[], pb.AlignFrame]) -> None:
@@ -56,15 +52,9 @@ class TagTurns:
         self.of_peer: TagList = TagsInMemory()
         """Tags of the peer's ids, in the order of its points, computed by this party."""
 
-        self.num_own = num_own
-        """Number of this party's ids."""
-
-        self.num_peer = 0
-        """Number of the peer's ids, once its hello is there."""
-
-        self.num_shown = 0
-        """Number of the peer's ids whose tags it was sent."""
-
+        self.num_own = num_own  # number of this party's ids
+        self.num_peer = 0  # number of the peer's ids, once its hello is there
+        self.num_shown = 0  # number of the peer's ids whose tags it was sent
         self.keeper: Keeper = NOTHING_KEPT
         """Keeps points and tags for an exchange that resumes this one."""
 
@@ -84,17 +74,14 @@ class TagTurns:
 
     @property
     def num_received(self) -> int:
-        """The number of this party's ids whose tags it was sent."""
         return len(self.own)
 
     @property
     def num_computed(self) -> int:
-        """The number of the peer's ids whose tags this party has computed."""
         return len(self.of_peer)
 
     @property
     def num_sent(self) -> int:
-        """The number of this party's points that were sent."""
         return self._points_sent // POINT_BYTES
 
     @property
@@ -103,14 +90,12 @@ class TagTurns:
         return max(self.num_shown, self._answered_before)
 
     def note_sent(self, points: bytes) -> None:
-        """Note points of this party, before they are sent."""
         with self._lock:
             self.keeper.append("own.points", points)
             self._own_points.update(points)
             self._points_sent += len(points)
 
     def note_answered(self, points: bytes, tags: bytes) -> None:
-        """Keep the tags of some of the peer's points."""
         with self._lock:
             self.keeper.append("peer.points", points)
             self.keeper.append("peer.tags", tags)
@@ -127,13 +112,7 @@ class TagTurns:
 
         A peer that understates what it has is sent the same bytes again, which tell it nothing new.
 
-        Args:
-            kept: what this party has kept.
-            peer: what the peer says that it has.
-            keeper: keeps what follows.
-
-        Raises:
-            InvalidMessage: the peer cannot have that.
+        Raises InvalidMessage: the peer cannot have that.
         """
         num_held, num_taken = int(peer.points), int(peer.tags)
         with self._lock:
@@ -156,8 +135,7 @@ class TagTurns:
     def commit(self) -> Frames:
         """Commit to all tags, once, as soon as every point of both parties was sent and received.
 
-        Raises:
-            InvalidMessage: the peer has sent this party's points back.
+        Raises InvalidMessage: the peer has sent this party's points back.
         """
         with self._lock:
             are_sent = self._points_sent == self.num_own * POINT_BYTES
@@ -174,8 +152,7 @@ class TagTurns:
     def receive_commitment(self, message: pb.AlignCommitment) -> Frames:
         """Take the peer's commitment, and return the tags that may be shown now.
 
-        Raises:
-            InvalidMessage, OutOfStep: the peer broke a rule of the protocol.
+        Raises InvalidMessage or OutOfStep: the peer broke a rule of the protocol.
         """
         with self._lock:
             if self._peer_commitment is not None:
@@ -196,8 +173,7 @@ class TagTurns:
     def receive(self, message: pb.Tags) -> Frames:
         """Take tags of this party's ids, and return those whose turn it is then.
 
-        Raises:
-            InvalidMessage, OutOfStep, TooLarge: the peer broke a rule of the protocol.
+        Raises InvalidMessage, OutOfStep or TooLarge: the peer broke a rule of the protocol.
         """
         with self._lock:
             if not self._has_committed or self._peer_commitment is None:
@@ -265,13 +241,11 @@ def _commitment(points_digest: bytes, tags: TagList) -> bytes:
 
 
 def check_chunk(what: str, number: int, expected: int) -> None:
-    """Refuse another chunk than the next one."""
     if number != expected:
         raise OutOfStep(f"expected {what} of chunk {expected}, got chunk {number}")
 
 
 def check_length(what: str, data: bytes, expected: int) -> None:
-    """Refuse data that are longer or shorter than they have to be."""
     if len(data) > expected:
         raise TooLarge(f"expected {expected} bytes of {what}, got {len(data)}")
     if len(data) < expected:

@@ -69,12 +69,7 @@ _SETTINGS = "settings.yaml"
 
 
 def verify_transcript(parsed: argparse.Namespace) -> None:
-    """Check one transcript, or two against each other, and print the result.
-
-    Raises:
-        SettingsError: a file cannot be read.
-        SplitveilError: a chain is broken, or one party received something the other did not send.
-    """
+    """Check one transcript, or two against each other, and print the result."""
     verified = {}
     for path in (parsed.transcript, parsed.against):
         if path is not None:
@@ -137,12 +132,9 @@ def load_settings(
     """Load the settings that a command names, with its overrides, and log as they say.
 
     Args:
-        section: the settings class of this kind of party.
-        arguments: of the command.
         party: this party's name in the overrides, where it may be left out.
 
-    Raises:
-        SettingsError: lists every problem of the settings and the contract.
+    Raises SettingsError: lists every problem of the settings and the contract.
     """
     overrides = [text.removeprefix(f"{party}.") for text in arguments.overrides]
     if arguments.runs is not None:
@@ -157,16 +149,6 @@ def load_settings(
 
 
 def torch_device(device: str, local_rank: int = 0) -> torch.device:
-    """Return the device that the setting ``device`` names.
-
-    Args:
-        device: as in the settings.
-        local_rank: of this process among those of the party on this machine; where the settings
-            leave the GPU open, each process takes its own.
-
-    Raises:
-        SettingsError: it names a GPU that does not exist.
-    """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     found = torch.device(device)
@@ -210,7 +192,6 @@ def draw_nonce(settings: PartySettings) -> bytes:
 
 
 def resolved_yaml(settings: PartySettings) -> str:
-    """Return the settings as YAML, with every default filled in."""
     return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
@@ -219,13 +200,7 @@ def takes_up(settings: PartySettings, *, fresh: bool, folder: Path) -> bool:
 
     For a run that was ended for good, only the party itself knows whether it resumes.
 
-    Args:
-        settings: the settings of this start.
-        fresh: whether to start over in any case.
-        folder: the folder of the results.
-
-    Raises:
-        SettingsError: it is a run with other settings, or whose settings are gone.
+    Raises SettingsError: it is a run with other settings, or whose settings are gone.
     """
     if fresh:
         return False
@@ -248,7 +223,6 @@ def takes_up(settings: PartySettings, *, fresh: bool, folder: Path) -> bool:
 
 
 def is_finished(folder: Path) -> bool:
-    """Return whether the run in a folder has finished, and say so."""
     if not has_finished(folder):
         return False
     logger.info(
@@ -263,8 +237,7 @@ def is_finished(folder: Path) -> bool:
 def stored_settings(folder: Path) -> dict[str, Any]:
     """Return the settings with which the run in a folder was started, as plain values.
 
-    Raises:
-        SettingsError: they are gone or damaged.
+    Raises SettingsError: they are gone or damaged.
     """
     path = folder / _SETTINGS
     found = read_yaml_file(path, RESOLVED)
@@ -292,7 +265,6 @@ def _with_defaults(section: type[PartySettings], earlier: dict[str, Any]) -> dic
 
 
 def save_resolved(settings: PartySettings, folder: Path) -> None:
-    """Write the resolved settings into the run's folder."""
     write_text_atomically(folder / _SETTINGS, resolved_yaml(settings))
 
 
@@ -305,14 +277,8 @@ def report_check(
 ) -> None:
     """Print the resolved settings and the outcome of every successful check.
 
-    Args:
-        settings: of the party.
-        checks: each returns what it found, or raises.
-        probes: yields further checks, which need the other party.
-        as_json: print settings and all outcomes, failures included, as one JSON document.
-
-    Raises:
-        SplitveilError: has the messages of all failed checks, and the smallest of their exit codes.
+    Raises SplitveilError: has the messages of all failed checks, and the smallest of their exit
+    codes.
     """
     _find_own_modules(settings)
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True, quiet=as_json)

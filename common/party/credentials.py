@@ -36,9 +36,7 @@ class Credentials:
 
     private_key: bytes = field(repr=False)
 
-    authority: bytes
-    """Certificates of the authorities that may have signed the peer's certificate."""
-
+    authority: bytes  # certificates of the authorities that may have signed the peer's certificate
     subject: str
     identities: tuple[str, ...]
     """The DNS names among the certificate's subject alternative names, in lower case."""
@@ -46,7 +44,6 @@ class Credentials:
     ends: datetime
 
     def days_left(self) -> int:
-        """Return the number of whole days for which the certificate is still valid."""
         return (self.ends - datetime.now(UTC)).days
 
 
@@ -57,7 +54,6 @@ class CredentialFiles:
         certificate: PEM file with the party's own certificate first.
         private_key: PEM file without a password, readable by its owner only.
         authority: PEM file with every authority that may have signed the peer's certificate.
-        identity: the DNS name that the own certificate must carry.
     """
 
     def __init__(
@@ -75,8 +71,7 @@ class CredentialFiles:
         If changed files cannot be used, the previous credentials stay in force, with one warning
         per change: halfway through a rotation, certificate and key do not match.
 
-        Raises:
-            SettingsError: the files cannot be used, and no credentials were read before.
+        Raises SettingsError: the files cannot be used, and no credentials were read before.
         """
         with self._lock:
             # Taken before reading, so that the next call notices a change during the reading.
@@ -113,8 +108,6 @@ class CredentialFiles:
 
 
 class _Version(NamedTuple):
-    """Identifies one state of a file."""
-
     inode: int
     modified_ns: int
     size: int
@@ -140,7 +133,6 @@ def credential_files(settings: PartySettings, party: str) -> CredentialFiles | N
 
 
 def describe(credentials: Credentials) -> str:
-    """Describe subject, identities and remaining days."""
     names = ", ".join(credentials.identities)
     return f"{credentials.subject} ({names}), {credentials.days_left()} days left"
 
@@ -166,8 +158,7 @@ def in_lower_case(dns_name: str) -> str:
 def dns_names(certificate: x509.Certificate) -> tuple[str, ...]:
     """Return the DNS names of a certificate's subject alternative name, in lower case.
 
-    Raises:
-        ValueError: the certificate's extensions cannot be read.
+    Raises ValueError: the certificate's extensions cannot be read.
     """
     try:
         extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)

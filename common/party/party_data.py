@@ -57,11 +57,8 @@ class PartyData:
     settings: DataSettings
     table: Table
     ids: Sequence[str]
-    kept: NDArray[np.int64] | None = None
-    """The rows of the file; None for all."""
-
-    report: IdReport = NOTHING_DONE
-    """What became of the ids."""
+    kept: NDArray[np.int64] | None = None  # the rows of the file; None for all
+    report: IdReport = NOTHING_DONE  # what became of the ids
 
     @classmethod
     def of(cls, settings: PartySettings) -> "PartyData":
@@ -80,16 +77,11 @@ class PartyData:
         """Read a party's file, or open its converted copy in the cache.
 
         Args:
-            settings: name the file and its columns.
-            base_dir: folder to which relative paths refer.
-            split: the contract's split, which may need a column; None for a table that is not used
-                for training.
+            split: the contract's split, which may need a column; None for a table that is not
+                used for training.
             id_rules: the contract's rules for each column of ids.
 
-        Raises:
-            DataError: names file, column, rows and count of each problem.
-            SettingsError: the rules are for another number of columns of ids.
-            StorageError: the cache cannot be used.
+        Raises DataError, SettingsError or StorageError.
         """
         split_column = split.column if isinstance(split, ColumnSplit) else None
         if isinstance(settings.source, CacheableSource):
@@ -114,9 +106,7 @@ class PartyData:
     ) -> FeatureEncoder | None:
         """Fit scalers and vocabularies on some rows of the file; None without features.
 
-        Raises:
-            SettingsError: the earlier model, whose encoder is used, has other features.
-            DataError: there are no rows to fit on, or the earlier model needs other columns.
+        Raises SettingsError or DataError.
         """
         if earlier is not None:
             table = None if self.settings.features is None else self.table
@@ -177,11 +167,7 @@ class PartyData:
         return f"{text} ({', '.join(parts)})"
 
     def labels_at(self, file_rows: Positions) -> Tensor:
-        """Return the labels of some rows of the file, (rows,), float32.
-
-        Raises:
-            DataError: there are no labels.
-        """
+        """Return the labels of some rows of the file, (rows,), float32, or raise DataError."""
         if self.table.labels is None:
             raise DataError(f"{self.table.source}: there is no label column")
         return torch.from_numpy(self.table.labels[file_rows])
@@ -197,11 +183,7 @@ class PartyData:
         return torch.from_numpy((weights / weights[rows.splits["train"]].mean()).astype(np.float32))
 
     def labels_of(self, ids: Sequence[str]) -> Tensor:
-        """Return the labels of some ids, (ids,), float32.
-
-        Raises:
-            DataError: some of the ids have no label here.
-        """
+        """Return the labels of some ids, (ids,), float32, or raise DataError."""
         if self.table.labels is None:
             raise DataError(f"{self.table.source}: there is no label column")
         row_of = {name: row for row, name in enumerate(self.ids)}
@@ -223,13 +205,10 @@ def read_ids_alone(
     """Read the ids of a table, and the column by which the contract splits rows.
 
     Args:
-        settings: name the file and its columns of ids, and no other columns.
-        base_dir: folder to which relative paths refer.
         split: the contract's split.
         id_rules: the contract's rules for each column of ids.
 
-    Raises:
-        DataError, SettingsError, StorageError: as ``PartyData.load``.
+    Raises DataError, SettingsError or StorageError: as ``PartyData.load``.
     """
     is_converted = getattr(settings.source, "cache_dir", None) is not None
     if not settings.id_columns or is_converted:
@@ -256,8 +235,7 @@ def form_of_own_ids(settings: PartySettings) -> IdForm | None:
 def open_earlier_model(settings: PartySettings) -> EarlierModel | None:
     """Open the model that a party's settings start from; None without one.
 
-    Raises:
-        SettingsError: it cannot be read.
+    Raises SettingsError: it cannot be read.
     """
     if settings.initial_weights is None:
         return None
@@ -265,7 +243,6 @@ def open_earlier_model(settings: PartySettings) -> EarlierModel | None:
 
 
 def _joined(ids: Sequence[str]) -> Iterator[str]:
-    """Yield all ids, separated by zero characters, in large pieces."""
     for start in range(0, len(ids), _IDS_AT_ONCE):
         yield ("\0" if start else "") + "\0".join(ids[start : start + _IDS_AT_ONCE])
 

@@ -9,12 +9,8 @@ from splitveil.common.run.sample_order import Positions, in_common_order, rows_d
 class CommonOrder(NamedTuple):
     """The rows that all parties have, in the order that is the same at all of them."""
 
-    run_id: str
-    """Of the run that found them."""
-
-    file_rows: Positions
-    """This party's rows, (aligned,)."""
-
+    run_id: str  # of the run that found them
+    file_rows: Positions  # this party's rows, (aligned,)
     fingerprint: str
     """Hexadecimal digest of the ids in their order under the joint seed: equal at all parties."""
 
@@ -23,10 +19,7 @@ class CommonOrder(NamedTuple):
         """Put common rows in order.
 
         Args:
-            run_id: of the run.
-            ids: all canonical ids of this party.
             file_rows: indices into ``ids`` of the common ids, in any order, (aligned,).
-            joint_seed: derived from the nonces of all parties.
         """
         rows, digests = in_common_order(ids, file_rows, joint_seed)
         return cls(run_id, rows, rows_digest(digests).hex())

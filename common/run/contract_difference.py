@@ -12,11 +12,6 @@ _ABSENT = "nothing"
 
 
 def check_same_contract(own: Contract, canonical: str, others_name: str) -> None:
-    """Compare another party's contract with this party's.
-
-    Raises:
-        ContractMismatch: they differ; it has the first difference with both values.
-    """
     if fields := own.fields_differing_from(canonical):
         raise ContractMismatch(fields, first_difference(own, canonical, others_name))
 
@@ -27,7 +22,6 @@ def first_difference(own: Contract, canonical: str, others_name: str) -> str:
     Args:
         own: this party's contract.
         canonical: the other party's canonical form, which may be any text.
-        others_name: the other party, in words.
     """
     fields = own.fields_differing_from(canonical)
     if not fields:
@@ -51,6 +45,5 @@ def _shown(value: Any, name: str) -> str:
 
 
 def in_short(value: Any) -> str:
-    """Return a plain value as one short line."""
     text = visible(json.dumps(value, ensure_ascii=False))
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."

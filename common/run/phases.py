@@ -53,7 +53,6 @@ class Phases:
         self._seconds = dict.fromkeys(Phase, 0.0)
 
     def __call__(self, phase: Phase) -> "_Stay":
-        """Return a context manager that is in a phase while it is open."""
         return _Stay(self, phase)
 
     def seconds(self) -> Mapping[Phase, float]:
@@ -63,14 +62,12 @@ class Phases:
             return dict(self._seconds)
 
     def enter(self, stay: "_Stay") -> None:
-        """Begin a stay; for the context manager."""
         with self._lock:
             self._charge()
             self._entered.append(stay)
             self._current = stay.phase
 
     def leave(self, stay: "_Stay") -> None:
-        """End a stay; for the context manager."""
         with self._lock:
             self._charge()
             self._entered.remove(stay)
@@ -83,8 +80,6 @@ class Phases:
 
 
 class _Stay:
-    """One stay in a phase."""
-
     __slots__ = ("_phases", "phase")
 
     def __init__(self, phases: Phases, phase: Phase) -> None:

@@ -10,7 +10,6 @@ _FLOAT_BYTES = 4
 
 
 def encode_question(question: AuditQuestion) -> pb.AuditRequest:
-    """Encode a question as a message."""
     return pb.AuditRequest(
         run_id=question.run_id,
         epoch=question.epoch,
@@ -22,11 +21,6 @@ def encode_question(question: AuditQuestion) -> pb.AuditRequest:
 
 
 def decode_question(request: pb.AuditRequest) -> AuditQuestion:
-    """Decode a question.
-
-    Raises:
-        InvalidMessage: there are no scores, or not a whole number of them.
-    """
     size = len(request.scores)
     if not size or size % _FLOAT_BYTES:
         raise InvalidMessage(f"audit: {size} bytes are not float32 scores")

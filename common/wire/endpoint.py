@@ -26,7 +26,6 @@ _MOST_CONNECTIONS = 1024
 
 
 def method_path(method: str, service: str = SERVICE) -> str:
-    """Return the full name of an RPC, as gRPC expects it."""
     return f"/{service}/{method}"
 
 
@@ -44,17 +43,11 @@ def open_channel(
     first call.
 
     Args:
-        address: host and port.
         contract: gives the limits, and the name that the party's certificate must carry.
         credentials: this party's; None for plain text, which never leaves the machine.
-        proxy: the proxy to connect through, with credentials only.
         party: the party's name in the contract.
 
-    Raises:
-        SettingsError: there are no credentials, and the address is beyond loopback or there is a
-            proxy.
-        PeerUntrusted: the server that answers is not that party.
-        PeerUnreachable: no server answers.
+    Raises SettingsError, PeerUntrusted or PeerUnreachable.
     """
     options = channel_options(contract) + (without_proxy() if proxy is None else proxy.through())
     if credentials is None:
@@ -74,9 +67,7 @@ def shown_certificate(
 ) -> bytes:
     """Return the certificate that the active party shows now, PEM, once it has been verified.
 
-    Raises:
-        PeerUntrusted: it is not the active party's.
-        PeerUnreachable: no server answers.
+    Raises PeerUntrusted or PeerUnreachable.
     """
     return _pinned(address, proxy, credentials.authority, contract.identities[ACTIVE])
 
@@ -123,12 +114,10 @@ def add_port(server: grpc.Server, address: str, files: CredentialFiles | None) -
     """Let a server listen, and require a certificate from every client.
 
     Args:
-        server: not yet started.
-        address: host and port.
         files: this party's credentials; None for plain text, which never leaves the machine.
 
-    Raises:
-        SettingsError: the address is taken, does not belong to this machine, or needs credentials.
+    Raises SettingsError: the address is taken, does not belong to this machine, or needs
+    credentials.
     """
     try:
         if files is None:
@@ -147,11 +136,9 @@ def check_security(files: CredentialFiles | None, address: str, setting: str) ->
 
     Args:
         files: this party's credentials; None for plain text.
-        address: host and port, of either side.
-        setting: name of the address in the settings.
 
-    Raises:
-        SettingsError: the credentials cannot be used, or there are none and the address needs them.
+    Raises SettingsError: the credentials cannot be used, or there are none and the address needs
+    them.
     """
     if files is not None:
         return f"mtls as {describe(files.current())}"
@@ -160,11 +147,7 @@ def check_security(files: CredentialFiles | None, address: str, setting: str) ->
 
 
 def refuse_plain_text_through(proxy: HttpProxy | None) -> None:
-    """Refuse to send plain text through a proxy, which would read it.
-
-    Raises:
-        SettingsError: there is a proxy.
-    """
+    """Refuse to send plain text through a proxy, which would read it, or raise SettingsError."""
     if proxy is not None:
         raise SettingsError(
             f"proxy: security.mode is insecure, and {proxy} would read every message; use "
@@ -173,7 +156,6 @@ def refuse_plain_text_through(proxy: HttpProxy | None) -> None:
 
 
 def server_options(contract: Contract) -> ChannelOptions:
-    """Return the options of a server."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return [
         *channel_options(contract),

@@ -29,30 +29,15 @@ LEAVE_REASON_TO_WIRE: dict[LeaveReason, pb.LeaveReason] = {
 
 
 def split_from_wire(split: pb.Split) -> PassName:
-    """Return the split of a message.
-
-    Raises:
-        OutOfStep: the message names none, so it belongs to no batch of the run.
-    """
     return _from_wire(SPLIT_TO_WIRE, split, OutOfStep("a tensor that belongs to no split"))
 
 
 def course_from_wire(course: pb.Course) -> Course:
-    """Return the course in a reply to held-out activations.
-
-    Raises:
-        InvalidMessage: the reply names none.
-    """
     refusal = InvalidMessage("the evaluation reply does not say whether to continue")
     return _from_wire(COURSE_TO_WIRE, course, refusal)
 
 
 def leave_reason_from_wire(reason: pb.LeaveReason) -> LeaveReason:
-    """Return the reason in a leave request.
-
-    Raises:
-        InvalidMessage: the request gives none.
-    """
     refusal = InvalidMessage("a leave request without a reason")
     return _from_wire(LEAVE_REASON_TO_WIRE, reason, refusal)
 

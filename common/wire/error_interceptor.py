@@ -25,7 +25,6 @@ class ErrorInterceptor(HandlerInterceptor):
         self._on_error = on_error
 
     def wrap(self, handler: "Handler", _details: grpc.HandlerCallDetails, /) -> "Handler":
-        """Wrap the handler of a call."""
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(
                 self._wrap_unary(handler.unary_unary),

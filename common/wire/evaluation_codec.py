@@ -7,7 +7,6 @@ from splitveil.protos import split_learning_pb2 as pb
 
 
 def encode_course(batch: BatchId, course: Course) -> pb.EvaluateReply:
-    """Encode the reply to a batch of held-out rows."""
     return pb.EvaluateReply(
         epoch=batch.epoch,
         step=batch.step,
@@ -17,11 +16,7 @@ def encode_course(batch: BatchId, course: Course) -> pb.EvaluateReply:
 
 
 def decode_course(reply: pb.EvaluateReply, asked: BatchId) -> Course:
-    """Decode the reply to a batch.
-
-    Raises:
-        InvalidMessage: the reply is for another batch, or does not say whether to continue.
-    """
+    """Decode the reply to a batch, or raise InvalidMessage."""
     wanted = (asked.epoch, asked.step, SPLIT_TO_WIRE[asked.split])
     if (reply.epoch, reply.step, reply.split) != wanted:
         raise InvalidMessage("the evaluation reply is for another batch")

@@ -12,21 +12,13 @@ from splitveil.protos import split_learning_pb2 as pb
 class Greeting(NamedTuple):
     """A passive party's request for a handshake."""
 
-    party: str
-    """Its name, as the contract lists it."""
-
-    contract: str
-    """Its canonical contract."""
-
-    commitment: bytes
-    """SHA-256 of its nonce."""
-
-    offer: Offer | None = None
-    """The run that it wants to resume; None for a new run."""
+    party: str  # its name, as the contract lists it
+    contract: str  # its canonical contract
+    commitment: bytes  # SHA-256 of its nonce
+    offer: Offer | None = None  # the run that it wants to resume; None for a new run
 
 
 def encode_greeting(greeting: Greeting) -> pb.HandshakeRequest:
-    """Encode a request as a message."""
     offer = greeting.offer
     return pb.HandshakeRequest(
         protocol_version=PROTOCOL_VERSION,
@@ -39,12 +31,6 @@ def encode_greeting(greeting: Greeting) -> pb.HandshakeRequest:
 
 
 def decode_greeting(request: pb.HandshakeRequest) -> Greeting:
-    """Decode a request.
-
-    Raises:
-        ContractMismatch: the peer speaks another version of the protocol.
-        InvalidMessage: a part of the request is missing or has the wrong length.
-    """
     if request.protocol_version != PROTOCOL_VERSION:
         raise ContractMismatch(["protocol_version"])
     if len(request.nonce_commitment) != DIGEST_BYTES or not request.contract:
@@ -58,7 +44,6 @@ def decode_greeting(request: pb.HandshakeRequest) -> Greeting:
 
 
 def encode_opening(opening: Opening) -> pb.HandshakeReply:
-    """Encode a reply as a message."""
     return pb.HandshakeReply(
         run_id=opening.run_id,
         contract_digest=opening.contract_digest,
@@ -70,15 +55,6 @@ def encode_opening(opening: Opening) -> pb.HandshakeReply:
 
 
 def decode_opening(reply: pb.HandshakeReply, offer: Offer | None) -> Opening:
-    """Decode a reply.
-
-    Args:
-        reply: the message.
-        offer: the run that this party has asked to resume.
-
-    Raises:
-        InvalidMessage: the reply is for another run, or a part of it has the wrong length.
-    """
     if not re.fullmatch(RUN_ID_PATTERN, reply.run_id):
         raise InvalidMessage("the handshake's reply does not name a run")
     commitments = tuple(reply.nonce_commitments)

@@ -28,25 +28,16 @@ class Notes(Protocol):
     """Takes note of messages, like a transcript."""
 
     def note(self, crossing: Crossing) -> None:
-        """Take note of a message.
-
-        Raises:
-            StorageError: it cannot be noted, and must not cross.
-        """
+        """Take note of a message, or raise StorageError."""
 
 
 class AllNotes:
-    """Takes note of each message in several places.
-
-    Args:
-        places: in order; a message that the first cannot note does not reach the others.
-    """
+    """Takes note of each message in several places."""
 
     def __init__(self, *places: Notes) -> None:
         self._places = places
 
     def note(self, crossing: Crossing) -> None:
-        """Take note of a message in every place."""
         for place in self._places:
             place.note(crossing)
 
@@ -59,17 +50,10 @@ _NoteOf = Callable[[str | None, Direction, str, Any], Any]
 
 
 class NotingServer(HandlerInterceptor):
-    """Notes every message that a server receives or sends.
-
-    Args:
-        notes: the serving party's.
-    """
-
     def __init__(self, notes: Notes) -> None:
         self._note_of = _noting(notes)
 
     def wrap(self, handler: "Handler", details: grpc.HandlerCallDetails, /) -> "Handler":
-        """Listen to the handler of a call."""
         method = _own_method(details.method)
         if method is None:
             return handler
@@ -100,20 +84,12 @@ class NotingClient(
     grpc.UnaryUnaryClientInterceptor,  # type: ignore[misc, unused-ignore]
     grpc.StreamStreamClientInterceptor,  # type: ignore[misc, unused-ignore]
 ):
-    """Notes every message that a client sends or receives.
-
-    Args:
-        notes: the calling party's.
-        party: the passive party at the other end, if there is more than one.
-    """
-
     def __init__(self, notes: Notes, party: str | None = None) -> None:
         self._note: _Note = partial(_noting(notes), party)
 
     def intercept_unary_unary(
         self, continuation: Callable[..., Any], details: grpc.ClientCallDetails, request: Any
     ) -> Any:
-        """Listen to a call with one message each way."""
         method = _own_method(details.method)
         if method is None:
             return continuation(details, request)
@@ -131,7 +107,6 @@ class NotingClient(
         details: grpc.ClientCallDetails,
         requests: Iterator[Any],
     ) -> Any:
-        """Listen to a call with many messages each way."""
         method = _own_method(details.method)
         if method is None:
             return continuation(details, requests)
@@ -199,7 +174,6 @@ def _caller(context: grpc.ServicerContext) -> str | None:
 
 def _noting(notes: Notes) -> _NoteOf:
     def note(party: str | None, direction: Direction, kind: str, message: Any) -> Any:
-        """Note a message, and return it."""
         epoch: int | None
         step: int | None
         if isinstance(message, Frame):

@@ -15,18 +15,14 @@ class Introduction(NamedTuple):
     """What a party says about itself."""
 
     party: str
-    contract: str
-    """Its canonical contract."""
-    clock_s: float
-    """Its clock, in seconds since 1970."""
-    id_form: IdForm | None
-    """How its ids are written; None if it does not know."""
+    contract: str  # its canonical contract
+    clock_s: float  # its clock, in seconds since 1970
+    id_form: IdForm | None  # how its ids are written; None if it does not know
     version: str = VERSION[:VERSION_CHARACTERS]
     protocol_version: int = PROTOCOL_VERSION
 
 
 def encode_introduction(own: Introduction) -> pb.Introduction:
-    """Encode what this party says about itself."""
     return pb.Introduction(
         protocol_version=own.protocol_version,
         version=own.version,
@@ -38,11 +34,7 @@ def encode_introduction(own: Introduction) -> pb.Introduction:
 
 
 def decode_introduction(received: pb.Introduction) -> Introduction:
-    """Decode what the peer says about itself.
-
-    Raises:
-        InvalidMessage: it brings no contract, or unknown kinds of characters.
-    """
+    """Decode what the peer says about itself, or raise InvalidMessage."""
     if not received.contract:
         raise InvalidMessage("an introduction without a contract")
     if not ID_CHARACTERS.keys() >= {*received.id_form.most, *received.id_form.some}:
@@ -59,5 +51,4 @@ def decode_introduction(received: pb.Introduction) -> Introduction:
 
 
 def method_path() -> str:
-    """Return the full name of the call, as gRPC expects it."""
     return f"/{SERVICE}/Probe"

@@ -44,11 +44,9 @@ class ProbeDesk:
         self._contract = contract
         self._id_form = id_form
         self._listener = listener or self._log
-        self.probed_at = time.monotonic()
-        """When the last probe came, by the monotonic clock."""
+        self.probed_at = time.monotonic()  # when the last probe came, by the monotonic clock
 
     def add_to(self, server: grpc.Server) -> None:
-        """Serve the call, on a server that has not started yet."""
         handler: Handler = grpc.unary_unary_rpc_method_handler(
             self.probe, reader(pb.ProbeRequest, PROBE_BYTES), pb.ProbeReply.SerializeToString
         )
@@ -59,11 +57,7 @@ class ProbeDesk:
     def probe(
         self, request: pb.ProbeRequest | Refused, context: grpc.ServicerContext
     ) -> pb.ProbeReply:
-        """Answer one probe, with no more bytes than it carries.
-
-        Raises:
-            ProtocolError: it is none, or too large; the server's interceptor says so to the peer.
-        """
+        """Answer one probe, with no more bytes than it carries, or raise ProtocolError."""
         told = believed(request)
         peer = decode_introduction(told.introduction) if told.HasField("introduction") else None
         self.probed_at = time.monotonic()

@@ -24,15 +24,7 @@ CLOCK_TOLERANCE_S = 60.0
 
 
 def certificate_in_words(pem: bytes, owner: str) -> str:
-    """Describe a peer's certificate that was verified.
-
-    Args:
-        pem: the certificate.
-        owner: the party, in words.
-
-    Raises:
-        PeerUntrusted: it cannot be read.
-    """
+    """Describe a peer's certificate that was verified, or raise PeerUntrusted."""
     try:
         found = x509.load_pem_x509_certificate(pem)
         names = ", ".join(map(printable, dns_names(found)))
@@ -52,9 +44,6 @@ def checks_of(own: Contract, form: Introduction, peer: Introduction, owner: str)
 
     Args:
         own: this party's contract.
-        form: what this party says about itself.
-        peer: what the other party has said.
-        owner: the other party, in words.
     """
 
     def versions() -> str:
@@ -130,10 +119,8 @@ def clock_in_words(ahead_s: float, error_s: float) -> str:
 
     Args:
         ahead_s: seconds by which the peer's clock is ahead of this machine's.
-        error_s: how far that may be off.
 
-    Raises:
-        SettingsError: it is so large that certificates may be judged wrongly.
+    Raises SettingsError: it is so large that certificates may be judged wrongly.
     """
     side = "ahead of" if ahead_s >= 0 else "behind"
     text = f"the other party's is {abs(ahead_s):.2f} s {side} this machine's (± {error_s:.2f} s)"

@@ -39,8 +39,7 @@ def channel_credentials(credentials: Credentials, pinned: bytes) -> grpc.Channel
         credentials: the client's.
         pinned: the server's own certificate, PEM, as ``judged_certificate`` returns it.
 
-    Raises:
-        SettingsError: gRPC would agree to TLS 1.2.
+    Raises SettingsError: gRPC would agree to TLS 1.2.
     """
     _require_tls_1_3()
     return grpc.ssl_channel_credentials(pinned, credentials.private_key, credentials.certificate)
@@ -49,8 +48,7 @@ def channel_credentials(credentials: Credentials, pinned: bytes) -> grpc.Channel
 def server_credentials(files: CredentialFiles) -> grpc.ServerCredentials:
     """Return a server's credentials and authorities, read again for every new connection.
 
-    Raises:
-        SettingsError: the files cannot be used, or gRPC would agree to TLS 1.2.
+    Raises SettingsError: the files cannot be used, or gRPC would agree to TLS 1.2.
     """
     _require_tls_1_3()
     served = files.current()
@@ -91,7 +89,6 @@ class PartyInterceptor(HandlerInterceptor):
     handler, and leaves one line in the log for each connection.
 
     Args:
-        contract: gives the parties' identities.
         admitted: the parties' names in the contract; by default every passive party.
     """
 
@@ -103,7 +100,6 @@ class PartyInterceptor(HandlerInterceptor):
         self._lock = threading.Lock()
 
     def wrap(self, handler: "Handler", _details: grpc.HandlerCallDetails, /) -> "Handler":
-        """Put the check before the handler of a call."""
         # grpcio's stubs do not say that a handler is a named tuple.
         own: Any = handler
         kind = next(kind for kind in _KINDS if getattr(own, kind) is not None)

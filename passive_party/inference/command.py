@@ -28,11 +28,6 @@ _LOOK_EVERY_S = 0.2
 
 
 def serve(parsed: argparse.Namespace) -> None:
-    """Serve until a signal asks to stop.
-
-    Raises:
-        SplitveilError: settings, model or data cannot be used.
-    """
     interruption = Interruption()
     interruption.install()
     settings = command_line.load_settings(PassiveSettings, parsed, "passive")

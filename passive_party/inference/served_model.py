@@ -24,11 +24,7 @@ class ServedModel:
     """Answers ids with activations. Several threads may ask; one at a time is answered.
 
     Args:
-        identity: the training that the model is the result of.
-        model: the bottom model.
-        rows: the rows that are answered for.
         cut_shape: shape of one row's activation.
-        device: where the model computes.
     """
 
     def __init__(
@@ -54,13 +50,6 @@ class ServedModel:
 
         Args:
             settings: this party's.
-            device: where the model computes.
-            table: another file than that of the settings, with rows to answer for.
-
-        Raises:
-            SettingsError: there is no model, or it is not one of these settings.
-            DataError: the table or the list of allowed ids cannot be used.
-            StorageError: the cache cannot be used.
         """
         contract = settings.contract
         trained = TrainedModel.open(settings.run_folder(settings.folder_name()), contract)

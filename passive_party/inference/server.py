@@ -26,11 +26,8 @@ class InferenceServer(AbstractContextManager["InferenceServer"]):
     """Serves a service at an address, together with the standard health service.
 
     Args:
-        service: answers the calls.
         contract: gives the limits, and the active party's identity.
-        address: host and port.
         credentials: this party's; without them it serves plain text, on loopback only.
-        notes: take note of every message that crosses, if there are any.
     """
 
     def __init__(
@@ -41,12 +38,6 @@ class InferenceServer(AbstractContextManager["InferenceServer"]):
         credentials: CredentialFiles | None = None,
         notes: Notes | None = None,
     ) -> None:
-        """Start to serve.
-
-        Raises:
-            SettingsError: the address is taken, does not belong to this machine, or needs
-                credentials.
-        """
         self._service = service
         interceptors: list[grpc.ServerInterceptor] = []
         if credentials is not None:

@@ -39,12 +39,7 @@ class Throttle:
     def wait(self, num_ids: int, is_active: Callable[[], bool]) -> bool:
         """Wait until so many ids are due.
 
-        Args:
-            num_ids: number of ids of a request.
-            is_active: returns whether anybody still waits for the answer.
-
-        Returns:
-            Whether somebody does.
+        Returns whether somebody does.
         """
         if self._ids_per_s is None:
             return True

@@ -23,10 +23,7 @@ def try_to_measure(
     """Write what the trained model's activations tell of this party's features.
 
     Args:
-        settings: say how many rows are looked at.
         folder: the party's folder of the run.
-        trainer: the bottom model with its features.
-        encoder: of the features.
         own_rows: number of rows of this party's file.
     """
     try:

@@ -26,19 +26,18 @@ An exchange that was kept (``kept.py``) continues where it broke off, if both he
 the same scalars, points and commitments, so that it can tell nothing but what it would have told.
 """
 
-import logging
 import os
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from splitveil.common.alignment import ristretto
-from splitveil.common.alignment.hello import check_hello
+from splitveil.common.alignment.agreement import agreed_rows, check_done, check_hello
+from splitveil.common.alignment.common_tags import Workspace
 from splitveil.common.alignment.interface import RowIndices, Splits
 from splitveil.common.alignment.keeping import Keeping, Secrets
 from splitveil.common.alignment.kept import ExchangeFiles, forgetting
-from splitveil.common.alignment.outcome import Sizes, agreed_rows, check_done
-from splitveil.common.alignment.room import Room, RoomInMemory
 from splitveil.common.alignment.tag_lists import SecretOrder
-from splitveil.common.alignment.tag_sets import tags_of
 from splitveil.common.alignment.turns import Frames, TagTurns, check_chunk, check_length
 from splitveil.common.alignment.workers import GroupOperations, WorkerPool
 from splitveil.common.data.ids import NORMALISATION
@@ -51,8 +50,6 @@ from splitveil.common.errors import (
 )
 from splitveil.common.wire import limits
 from splitveil.protos import split_learning_pb2 as pb
-
-logger = logging.getLogger(__name__)
 
 ENGINE = "ecdh-ristretto255"
 VERSION = 2
@@ -148,7 +145,7 @@ class EcdhExchange:
         self._group = group
         self._min_aligned = min_aligned
         self._max_set_size = max_set_size
-        self._room: Room = RoomInMemory()
+        self._workspace = Workspace()
         self._order: SecretOrder | None = None
         self._peer_hello: pb.AlignHello | None = None
         self._tags = TagTurns(len(ids), CHUNK_IDS, lambda: pb.AlignFrame(done=self._intersect()))
@@ -188,7 +185,7 @@ class EcdhExchange:
 
     def keep_in(self, files: ExchangeFiles) -> None:
         self._keeping = Keeping(files, self._ids, CHUNK_IDS)
-        self._room = self._keeping.room
+        self._workspace = self._keeping.workspace
         self._keeping.describe(self._hello)
 
     def forget(self) -> None:
@@ -239,8 +236,10 @@ class EcdhExchange:
 
     def result(self) -> RowIndices:
         """Return the rows of the common ids, in the order that both parties share."""
-        sizes = Sizes(len(self._ids), self.peer_set_size, self._min_aligned)
-        return agreed_rows(sizes, self._common_rows, self._own_done, self._peer_done)
+        sizes = len(self._ids), self.peer_set_size
+        return agreed_rows(
+            self._common_rows, self._own_done, self._peer_done, sizes, self._min_aligned
+        )
 
     def _receive_hello(self, peer: pb.AlignHello) -> None:
         if self._peer_hello is not None:
@@ -252,7 +251,7 @@ class EcdhExchange:
             self._exchange, self._secrets = self._keeping.start(
                 self._hello, peer, self._secrets, self._tags
             )
-        self._order = self._room.order(len(self._ids), self._secrets.shuffle_seed)
+        self._order = self._workspace.order(len(self._ids), self._secrets.shuffle_seed)
 
     def _answer_points(self, message: pb.MaskedPoints) -> None:
         received = self._tags.num_computed
@@ -265,11 +264,11 @@ class EcdhExchange:
             products = self._group.multiply(message.points, self._secrets.scalar)
         except ristretto.NotInGroupError as error:
             raise InvalidMessage(f"points of chunk {message.chunk}: {error}") from error
-        self._tags.note_answered(message.points, tags_of(products))
+        self._tags.note_answered(message.points, _tags_of(products))
 
     def _intersect(self) -> pb.AlignDone:
         order = self._require_order()
-        found = self._room.common_rows(self._tags.own, self._tags.of_peer, order)
+        found = self._workspace.common_rows(self._tags.own, self._tags.of_peer, order)
         self._common_rows = found.rows
         self._own_done = pb.AlignDone(
             count=len(found.rows),
@@ -288,3 +287,9 @@ class EcdhExchange:
         if self._peer_hello is None:
             raise OutOfStep("expected an alignment hello before anything else")
         return self._peer_hello
+
+
+def _tags_of(points: bytes) -> bytes:
+    """Return the first bytes of each encoded point."""
+    rows = np.frombuffer(points, np.uint8).reshape(-1, ristretto.POINT_BYTES)
+    return rows[:, :TAG_BYTES].tobytes()

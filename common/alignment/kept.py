@@ -24,9 +24,10 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from splitveil.common.alignment.storing import private, storing
+from splitveil.common.alignment.tag_lists import TagList
 from splitveil.common.errors import AlignmentError, ProtocolError, StorageError
 from splitveil.common.storage.run_folder import write_bytes_atomically
 from splitveil.common.wire.limits import POINT_BYTES, TAG_BYTES
@@ -64,72 +65,15 @@ class Begun(NamedTuple):
     chunk_ids: int
 
 
-class KeptPoints(NamedTuple):
-    path: Path
-    num_points: int
-
-    def prefix(self, count: int) -> "hashlib._Hash | None":
-        """Return the SHA-256 over the first ``count`` points, or None if there are fewer."""
-        if not 0 <= count <= self.num_points:
-            return None
-        return self._digest(count)
-
-    def all(self) -> "hashlib._Hash":
-        return self._digest(self.num_points)
-
-    def _digest(self, count: int) -> "hashlib._Hash":
-        digest, left = hashlib.sha256(), count * POINT_BYTES
-        if not left:
-            return digest  # there may be no file yet
-        with storing(self.path), self.path.open("rb") as file:
-            while left:
-                data = file.read(min(left, _READ_BYTES))
-                if not data:
-                    raise StorageError(f"{self.path}: is damaged")
-                digest.update(data)
-                left -= len(data)
-        return digest
-
-
-class KeptTags(NamedTuple):
-    """Tags in a file, which need not exist if there are none."""
-
-    path: Path
-    num_tags: int
-
-
 class Kept(NamedTuple):
     """An exchange that broke off."""
 
     begun: Begun
-    own_points: KeptPoints
-    peer_points: KeptPoints
-    peer_tags: "KeptTags"
-    own_tags: "KeptTags"
+    own_points: int  # number of points in the file
+    peer_points: int
+    peer_tags: TagList
+    own_tags: TagList
     peer_commitment: bytes  # empty if it had not arrived
-
-
-class Keeper(Protocol):
-    """Takes what an exchange has sent and received."""
-
-    def append(self, name: KeptName, data: bytes) -> None:
-        """Append to one of the files, before anything that follows from it is sent."""
-
-    def cut(self, name: KeptName, count: int) -> None: ...
-
-    def sync(self) -> None:
-        """Return once everything is on disk."""
-
-
-class _Nothing:
-    def append(self, name: KeptName, data: bytes) -> None: ...
-
-    def cut(self, name: KeptName, count: int) -> None: ...
-
-    def sync(self) -> None: ...
-
-
-NOTHING_KEPT: Keeper = _Nothing()
 
 
 class ExchangeFiles:
@@ -176,10 +120,10 @@ class ExchangeFiles:
             self.cut(name, count)
         return Kept(
             begun,
-            KeptPoints(self._folder / "own.points", sent),
-            KeptPoints(self._folder / "peer.points", answered),
-            KeptTags(self.path("peer.tags"), answered),
-            KeptTags(self.path("own.tags"), shown),
+            sent,
+            answered,
+            TagList(file=self.path("peer.tags"), count=answered),
+            TagList(file=self.path("own.tags"), count=shown),
             bytes(commitment),
         )
 
@@ -198,7 +142,22 @@ class ExchangeFiles:
     def path(self, name: KeptName | OwnName) -> Path:
         return self._folder / name
 
+    def points_digest(self, name: KeptName, count: int) -> "hashlib._Hash":
+        """Return the SHA-256 over the first ``count`` points of a file, or raise StorageError."""
+        path, digest, left = self.path(name), hashlib.sha256(), count * POINT_BYTES
+        if not left:
+            return digest  # there may be no file yet
+        with storing(path), path.open("rb") as file:
+            while left:
+                data = file.read(min(left, _READ_BYTES))
+                if not data:
+                    raise StorageError(f"{path}: is damaged")
+                digest.update(data)
+                left -= len(data)
+        return digest
+
     def append(self, name: KeptName, data: bytes) -> None:
+        """Append to one of the files, before anything that follows from it is sent."""
         path = self._folder / name
         with storing(path), _opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as descriptor:
             rest = memoryview(data)

@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from splitveil.common.alignment.kept import NOTHING_KEPT, Keeper, Kept
-from splitveil.common.alignment.tag_lists import TagList, TagsInMemory, pieces
+from splitveil.common.alignment.kept import ExchangeFiles, Kept, KeptName
+from splitveil.common.alignment.tag_lists import TagList, pieces
 from splitveil.common.errors import InvalidMessage, OutOfStep, TooLarge
 from splitveil.common.wire.limits import POINT_BYTES, TAG_BYTES
 from splitveil.protos import split_learning_pb2 as pb
@@ -43,20 +43,21 @@ class TagTurns:
 
     Args:
         num_own: number of this party's ids.
+        finish: makes the frame that follows the last tags, once all have been received and shown.
     """
 
     def __init__(self, num_own: int, chunk_ids: int, finish: Callable[[], pb.AlignFrame]) -> None:
-        self.own: TagList = TagsInMemory()
+        self.own = TagList()
         """Tags of this party's ids, in the order of its points, computed by the peer."""
 
-        self.of_peer: TagList = TagsInMemory()
+        self.of_peer = TagList()
         """Tags of the peer's ids, in the order of its points, computed by this party."""
 
-        self.num_own = num_own  # number of this party's ids
+        self.num_own = num_own
         self.num_peer = 0  # number of the peer's ids, once its hello is there
         self.num_shown = 0  # number of the peer's ids whose tags it was sent
-        self.keeper: Keeper = NOTHING_KEPT
-        """Keeps points and tags for an exchange that resumes this one."""
+        self.files: ExchangeFiles | None = None
+        """Keep points and tags for an exchange that resumes this one."""
 
         self._chunk_ids = chunk_ids
         self._part = part_of(chunk_ids)
@@ -91,14 +92,14 @@ class TagTurns:
 
     def note_sent(self, points: bytes) -> None:
         with self._lock:
-            self.keeper.append("own.points", points)
+            self._keep("own.points", points)
             self._own_points.update(points)
             self._points_sent += len(points)
 
     def note_answered(self, points: bytes, tags: bytes) -> None:
         with self._lock:
-            self.keeper.append("peer.points", points)
-            self.keeper.append("peer.tags", tags)
+            self._keep("peer.points", points)
+            self._keep("peer.tags", tags)
             self._peer_points.update(points)
             self.of_peer.append(tags)
 
@@ -107,7 +108,7 @@ class TagTurns:
         with self._lock:
             self.own, self.of_peer = own, of_peer
 
-    def restore(self, kept: Kept, peer: pb.AlignResume, keeper: Keeper) -> None:
+    def restore(self, kept: Kept, peer: pb.AlignResume, files: ExchangeFiles) -> None:
         """Continue a kept exchange, of which the tags are held, where both have what was sent.
 
         A peer that understates what it has is sent the same bytes again, which tell it nothing new.
@@ -116,17 +117,18 @@ class TagTurns:
         """
         num_held, num_taken = int(peer.points), int(peer.tags)
         with self._lock:
-            sent = kept.own_points.prefix(num_held)
             are_whole = num_held == self.num_own or num_held % self._chunk_ids == 0
-            if sent is None or not are_whole or sent.digest() != peer.points_digest:
+            sent = files.points_digest("own.points", min(num_held, kept.own_points))
+            is_sent = are_whole and num_held <= kept.own_points
+            if not is_sent or sent.digest() != peer.points_digest:
                 raise InvalidMessage("the other party has kept other points than were sent")
             part = self._part(self.num_peer)
             if num_taken > self.num_peer or (num_taken % part and num_taken < self.num_peer):
                 raise InvalidMessage("the other party has kept other tags than were shown")
-            keeper.cut("own.points", num_held)  # the others are sent, and kept, once more
-            self.keeper = keeper
+            files.cut("own.points", num_held)  # the others are sent, and kept, once more
+            self.files = files
             self._own_points, self._points_sent = sent, num_held * POINT_BYTES
-            self._peer_points = kept.peer_points.all()
+            self._peer_points = files.points_digest("peer.points", kept.peer_points)
             self.num_shown = num_taken
             self._kept_commitment = kept.peer_commitment
             if self._kept_commitment:
@@ -164,7 +166,7 @@ class TagTurns:
                     f"expected a commitment of 32 bytes, got {len(message.digest)}"
                 )
             if not self._kept_commitment:
-                self.keeper.append("peer.commitment", message.digest)
+                self._keep("peer.commitment", message.digest)
             elif message.digest != self._kept_commitment:
                 raise InvalidMessage("the other party commits to other tags than before")
             self._peer_commitment = message.digest
@@ -184,9 +186,13 @@ class TagTurns:
                 raise OutOfStep("received more tags than points were sent")
             check_chunk("tags", message.chunk, self.num_received // part)
             check_length("tags", message.tags, expected * TAG_BYTES)
-            self.keeper.append("own.tags", message.tags)
+            self._keep("own.tags", message.tags)
             self.own.append(message.tags)
             return Frames(self._show())
+
+    def _keep(self, name: KeptName, data: bytes) -> None:
+        if self.files is not None:
+            self.files.append(name, data)
 
     def _check_commitment(self) -> None:
         if _commitment(self._peer_points.digest(), self.own) != self._peer_commitment:
@@ -201,7 +207,8 @@ class TagTurns:
         if not self._has_committed or self._peer_commitment is None:
             return frames
         if not self._is_on_disk:
-            self.keeper.sync()
+            if self.files is not None:
+                self.files.sync()
             self._is_on_disk = True
         if self.num_received == self.num_own:
             self._check_commitment()

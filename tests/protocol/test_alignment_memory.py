@@ -16,10 +16,10 @@ import pytest
 
 from splitveil.common.alignment import Alignment, ExchangeFiles, KeptExchanges, align, channel_pair
 from splitveil.common.alignment import partitions as partitions_module
+from splitveil.common.alignment.common_tags import Workspace
 from splitveil.common.alignment.ecdh import EcdhEngine
 from splitveil.common.alignment.partitions import Records, UnevenError, partitions
-from splitveil.common.alignment.tag_lists import OrderInFile, OrderInMemory, TagsInMemory
-from splitveil.common.alignment.tag_sets import common_rows, common_rows_by_parts
+from splitveil.common.alignment.tag_lists import SecretOrder, TagList
 from splitveil.common.errors import AlignmentError, InvalidMessage, SettingsError, StorageError
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.passive_party.settings import PassiveSettings
@@ -238,8 +238,8 @@ def test_the_tags_that_follow_one_are_read_when_they_are_sent(tmp_path: Path) ->
 
 def test_the_secret_order_is_the_same_in_a_file_and_in_memory(tmp_path: Path) -> None:
     size, seed = 20_000, b"s" * 32
-    held = OrderInMemory(size, seed)
-    filed = OrderInFile(size, seed, tmp_path / "order", 2**16)
+    held = SecretOrder(size, seed)
+    filed = SecretOrder(size, seed, tmp_path / "order", 2**16)
     assert sorted(held.rows(0, size).tolist()) == list(range(size))
     assert np.array_equal(held.rows(0, size), filed.rows(0, size))
     assert np.array_equal(held.rows(777, 16), filed.rows(777, 16))
@@ -252,11 +252,11 @@ def test_common_rows_found_by_parts_are_those_found_at_once(tmp_path: Path, seed
     draw = random.Random(seed)
     tags = [draw.randbytes(16) for _ in range(6000)]
     own, peer = draw.sample(tags, 4000), draw.sample(tags, 3000)
-    lists = TagsInMemory(b"".join(own)), TagsInMemory(b"".join(peer))
-    order = OrderInMemory(len(own), bytes([seed]) * 32)
+    lists = TagList(b"".join(own)), TagList(b"".join(peer))
+    order = SecretOrder(len(own), bytes([seed]) * 32)
 
-    whole = common_rows(*lists, order)
-    by_parts = common_rows_by_parts(*lists, order, tmp_path / "parts", 2**14)
+    whole = Workspace().common_rows(*lists, order)
+    by_parts = Workspace(ExchangeFiles(tmp_path, SMALL)).common_rows(*lists, order)
 
     rows = order.rows(0, len(own)).tolist()
     expected = sorted({*own} & {*peer})
@@ -271,11 +271,11 @@ def test_common_rows_found_by_parts_are_those_found_at_once(tmp_path: Path, seed
 def test_a_tag_that_is_twice_is_refused_in_any_part(tmp_path: Path) -> None:
     draw = random.Random(1)
     tags = [draw.randbytes(16) for _ in range(2000)]
-    once, twice = TagsInMemory(b"".join(tags)), TagsInMemory(b"".join([*tags, tags[1234]]))
+    once, twice = TagList(b"".join(tags)), TagList(b"".join([*tags, tags[1234]]))
     for own, peer in ((once, twice), (twice, once)):
-        order = OrderInMemory(len(own), bytes(32))
+        order = SecretOrder(len(own), bytes(32))
         with pytest.raises(InvalidMessage, match="same tag"):
-            common_rows_by_parts(own, peer, order, tmp_path / "parts", 2**14)
+            Workspace(ExchangeFiles(tmp_path, SMALL)).common_rows(own, peer, order)
     assert not files_in(tmp_path)
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from splitveil.common.alignment.common_tags import common_tags
 from splitveil.common.alignment.ecdh import EcdhEngine
-from splitveil.common.alignment.tag_sets import common_tags
 from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.ids import Allowed, OwnIds, usable_ids
 from splitveil.common.errors import AlignmentError, DataError, InvalidMessage
@@ -117,7 +117,7 @@ TAGS = st.lists(st.integers(1, 255), min_size=1, max_size=60, unique=True)
 def test_common_tags_are_those_of_both_sets_in_the_order_of_their_bytes(
     own: list[int], peer: list[int]
 ) -> None:
-    found = common_tags(tags_of(own), tags_of(peer))
+    found = common_tags(*(np.frombuffer(tags_of(tags), "S16") for tags in (own, peer)))
 
     split = [tags_of([number]) for number in own]
     expected = sorted({*split} & {tags_of([number]) for number in peer})
@@ -135,4 +135,4 @@ def test_a_tag_that_is_twice_in_either_set_is_refused(
     repeated.insert(draw.randrange(len(repeated) + 1), draw.choice(repeated))
 
     with pytest.raises(InvalidMessage, match="same tag"):
-        common_tags(tags_of(own), tags_of(peer))
+        common_tags(*(np.frombuffer(tags_of(tags), "S16") for tags in (own, peer)))

@@ -34,7 +34,7 @@ from splitveil.common.status.endpoint import check_free, serving_status
 from splitveil.common.storage.run_folder import open_run_folder
 from splitveil.common.wire.endpoint import check_security
 from splitveil.common.wire.noted_calls import AllNotes
-from splitveil.common.wire.probe_desk import ProbeDesk
+from splitveil.common.wire.probes import ProbeDesk
 
 logger = logging.getLogger(__name__)
 

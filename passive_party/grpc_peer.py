@@ -22,13 +22,9 @@ from splitveil.common.errors import (
 from splitveil.common.party.party_settings import ReconnectSettings
 from splitveil.common.run import messages
 from splitveil.common.run.contract_difference import check_same_contract
-from splitveil.common.wire import probe_codec
-from splitveil.common.wire.audit_codec import encode_question
+from splitveil.common.wire import probes
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import HANDSHAKE_TIMEOUT_S, SERVICE, method_path
-from splitveil.common.wire.enums import LEAVE_REASON_TO_WIRE
-from splitveil.common.wire.evaluation_codec import decode_course
-from splitveil.common.wire.handshake_codec import Greeting, decode_opening, encode_greeting
 from splitveil.common.wire.limits import (
     ALIGN_FRAME_BYTES,
     PARTY_KEY,
@@ -40,6 +36,14 @@ from splitveil.common.wire.limits import (
 )
 from splitveil.common.wire.message_stream import Interruption, MessageStream
 from splitveil.common.wire.retrying import CallWatch, Retrying
+from splitveil.common.wire.small_messages import (
+    LEAVE_REASON_TO_WIRE,
+    Greeting,
+    decode_course,
+    decode_opening,
+    encode_greeting,
+    encode_question,
+)
 from splitveil.common.wire.status import error_from
 from splitveil.common.wire.tensor_codec import TensorAssembler, TensorLimits
 from splitveil.common.wire.tensor_frame import Frame
@@ -121,18 +125,18 @@ class GrpcPeer:
     def _compare_contracts(self, party: str) -> None:
         """Ask the active party for its contract, as ``check`` does, to name both values."""
         own = self.connection.contract
-        introduction = probe_codec.Introduction(party, own.canonical_json(), time.time(), None)
-        request = pb.ProbeRequest(introduction=probe_codec.encode_introduction(introduction))
+        introduction = probes.Introduction(party, own.canonical_json(), time.time(), None)
+        request = pb.ProbeRequest(introduction=probes.encode_introduction(introduction))
         with suppress(PeerError):  # what the refusal has said is enough
             reply = self._unary(
                 "Probe",
                 request,
                 pb.ProbeReply,
                 HANDSHAKE_TIMEOUT_S,
-                probe_codec.SERVICE,
+                probes.SERVICE,
                 PROBE_BYTES,
             )
-            theirs = probe_codec.decode_introduction(reply.introduction).contract
+            theirs = probes.decode_introduction(reply.introduction).contract
             check_same_contract(own, theirs, "the active party")
 
     def is_ready(self) -> bool:

@@ -21,17 +21,17 @@ from splitveil.common.wire.limits import (
     believed,
     reader,
 )
-from splitveil.common.wire.probe_codec import (
-    Introduction,
-    decode_introduction,
-    encode_introduction,
-    method_path,
-)
 from splitveil.common.wire.probe_findings import (
     Check,
     certificate_in_words,
     checks_of,
     clock_in_words,
+)
+from splitveil.common.wire.probes import (
+    Introduction,
+    decode_introduction,
+    encode_introduction,
+    method_path,
 )
 from splitveil.passive_party.settings import PassiveSettings
 from splitveil.protos import split_learning_pb2 as pb

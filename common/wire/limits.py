@@ -208,7 +208,7 @@ EXEMPT: Mapping[str, str] = {
     "AlignFrame.wait": "a message, without fields",
     "AlignFrame.share": "a message: its own fields are bounded",
     "AlignShare.nonces[]": "has to match its commitment",
-    "HandshakeReply.nonce_commitments[]": "handshake_codec requires 32 bytes",
+    "HandshakeReply.nonce_commitments[]": "small_messages requires 32 bytes",
     "TensorFrame.rows": "tensor_codec compares it with the contract's max_rows",
     "TensorFrame.total_bytes": "tensor_codec: exactly the size that follows from the shape",
     "TensorFrame.offset": "tensor_codec: exactly the bytes received before",

@@ -8,7 +8,7 @@ gone.
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol
 
 import grpc
 
@@ -16,12 +16,9 @@ from splitveil.common.errors import StorageError
 from splitveil.common.party.transcript import Crossing, Direction
 from splitveil.common.run.contract import NAME_CHARACTERS
 from splitveil.common.wire.endpoint import INFERENCE_SERVICE, SERVICE
-from splitveil.common.wire.interceptor import HandlerInterceptor
+from splitveil.common.wire.interceptors import Handler, HandlerInterceptor
 from splitveil.common.wire.limits import PARTY_KEY
 from splitveil.common.wire.tensor_frame import Frame
-
-if TYPE_CHECKING:
-    from splitveil.common.wire.interceptor import Handler
 
 
 class Notes(Protocol):
@@ -53,23 +50,21 @@ class NotingServer(HandlerInterceptor):
     def __init__(self, notes: Notes) -> None:
         self._note_of = _noting(notes)
 
-    def wrap(self, handler: "Handler", details: grpc.HandlerCallDetails, /) -> "Handler":
+    def wrap(self, handler: Handler, details: grpc.HandlerCallDetails, /) -> Handler:
         method = _own_method(details.method)
         if method is None:
             return handler
         note_of = self._note_of
-        # grpcio's stubs do not say that a handler is a named tuple.
-        own: Any = handler
-        if own.unary_unary is not None:
-            answer = own.unary_unary
+        if handler.unary_unary is not None:
+            answer = handler.unary_unary
 
             def unary(request: Any, context: grpc.ServicerContext) -> Any:
                 note = partial(note_of, _caller(context))
                 note("received", f"{method} request", request)
                 return note("sent", f"{method} reply", answer(request, context))
 
-            return cast("Handler", own._replace(unary_unary=unary))
-        stream_answers = own.stream_stream
+            return handler._replace(unary_unary=unary)
+        stream_answers = handler.stream_stream
 
         def stream(requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
             note = partial(note_of, _caller(context))
@@ -77,7 +72,7 @@ class NotingServer(HandlerInterceptor):
             for reply in stream_answers(heard, context):
                 yield note("sent", f"{method} reply", reply)
 
-        return cast("Handler", own._replace(stream_stream=stream))
+        return handler._replace(stream_stream=stream)
 
 
 class NotingClient(

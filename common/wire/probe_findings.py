@@ -14,7 +14,7 @@ from splitveil.common.run.messages import ID_MARKS, IdForm
 from splitveil.common.text.version import VERSION
 from splitveil.common.text.visible_text import visible
 from splitveil.common.wire.limits import PROTOCOL_VERSION
-from splitveil.common.wire.probe_codec import Introduction
+from splitveil.common.wire.probes import Introduction
 
 Check = Callable[[], str]
 """Returns a finding, or raises it if it would end a run."""

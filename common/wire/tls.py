@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import grpc
 
@@ -16,15 +16,12 @@ from splitveil.common.party.credentials import (
     printable,
 )
 from splitveil.common.run.contract import Contract
-from splitveil.common.wire.interceptor import HandlerInterceptor
+from splitveil.common.wire.interceptors import Handler, HandlerInterceptor
 from splitveil.common.wire.limits import PARTY_KEY
 from splitveil.common.wire.status import UNTRUSTED
 from splitveil.protos import split_learning_pb2 as pb
 
 logger = logging.getLogger(__name__)
-
-if TYPE_CHECKING:
-    from splitveil.common.wire.interceptor import Handler
 
 _Shown = Mapping[str, Sequence[bytes]]
 
@@ -99,12 +96,9 @@ class PartyInterceptor(HandlerInterceptor):
         self._told: set[str] = set()
         self._lock = threading.Lock()
 
-    def wrap(self, handler: "Handler", _details: grpc.HandlerCallDetails, /) -> "Handler":
-        # grpcio's stubs do not say that a handler is a named tuple.
-        own: Any = handler
-        kind = next(kind for kind in _KINDS if getattr(own, kind) is not None)
-        guarded: Handler = own._replace(**{kind: self._guarded(getattr(own, kind))})
-        return guarded
+    def wrap(self, handler: Handler, _details: grpc.HandlerCallDetails, /) -> Handler:
+        kind = next(kind for kind in _KINDS if getattr(handler, kind) is not None)
+        return handler._replace(**{kind: self._guarded(getattr(handler, kind))})
 
     def _guarded(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
         def guarded(request: Any, context: grpc.ServicerContext) -> Any:

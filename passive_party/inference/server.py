@@ -9,9 +9,8 @@ from grpc_health.v1 import health_pb2
 
 from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.run.contract import ACTIVE, Contract
-from splitveil.common.wire.endpoint import INFERENCE_SERVICE, add_port, server_options
-from splitveil.common.wire.error_interceptor import ErrorInterceptor
-from splitveil.common.wire.health import add_health
+from splitveil.common.wire.endpoint import INFERENCE_SERVICE, add_health, add_port, server_options
+from splitveil.common.wire.interceptors import ErrorInterceptor
 from splitveil.common.wire.limits import CONCURRENT_RPCS, HANDSHAKE_BYTES, believed, reader
 from splitveil.common.wire.noted_calls import Notes, NotingServer
 from splitveil.common.wire.tls import PartyInterceptor

@@ -32,8 +32,8 @@ from splitveil.common.privacy.settings import DEFAULT_ATTACKS
 from splitveil.common.record.summary import to_json
 from splitveil.common.run.messages import AuditQuestion
 from splitveil.common.run.sample_order import positions_digest
-from splitveil.common.wire.audit_codec import encode_question
 from splitveil.common.wire.endpoint import method_path
+from splitveil.common.wire.small_messages import encode_question
 from splitveil.passive_party.label_free_audit import LabelFreeAudit
 from splitveil.passive_party.settings import PassiveSettings
 from splitveil.protos import split_learning_pb2 as pb

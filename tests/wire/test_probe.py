@@ -37,13 +37,12 @@ from splitveil.common.run.contract_difference import first_difference
 from splitveil.common.run.id_rules import TextId
 from splitveil.common.run.messages import IdForm
 from splitveil.common.settings import validate
-from splitveil.common.wire import probe_codec
+from splitveil.common.wire import probes
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.http_proxy import HttpProxy
 from splitveil.common.wire.limits import PROBE_BYTES, PROBE_PADDING_BYTES
-from splitveil.common.wire.probe_codec import Introduction
-from splitveil.common.wire.probe_desk import ProbeDesk
 from splitveil.common.wire.probe_findings import checks_of, clock_in_words
+from splitveil.common.wire.probes import Introduction, ProbeDesk
 from splitveil.passive_party import probing
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.probing import connection_checks
@@ -377,7 +376,7 @@ def test_a_party_that_does_not_come_is_named(example: Path, port: int) -> None:
 
 def answer(port: int, data: bytes) -> bytes | grpc.StatusCode:
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-        call: Any = channel.unary_unary(probe_codec.method_path())
+        call: Any = channel.unary_unary(probes.method_path())
         try:
             reply: bytes = call(data, timeout=20)
         except grpc.RpcError as error:

@@ -1,28 +1,77 @@
-"""Answers probes of the connection: the same reply at any time, and nothing changes by it."""
+"""Encodes, checks and decodes probes of the connection, and answers those of the peer.
+
+The same probe gets the same reply at any time, and nothing changes by it.
+"""
 
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import grpc
 
+from splitveil.common.errors import InvalidMessage
 from splitveil.common.run.contract import ACTIVE, Contract
-from splitveil.common.run.messages import IdForm
+from splitveil.common.run.messages import ID_CHARACTERS, IdForm
+from splitveil.common.text.version import VERSION
 from splitveil.common.text.visible_text import visible
-from splitveil.common.wire.limits import PROBE_BYTES, Refused, believed, reader
-from splitveil.common.wire.probe_codec import (
-    SERVICE,
-    Introduction,
-    decode_introduction,
-    encode_introduction,
+from splitveil.common.wire.limits import (
+    PROBE_BYTES,
+    PROTOCOL_VERSION,
+    VERSION_CHARACTERS,
+    Refused,
+    believed,
+    reader,
 )
 from splitveil.protos import split_learning_pb2 as pb
 
-if TYPE_CHECKING:
-    from splitveil.common.wire.interceptor import Handler
-
 logger = logging.getLogger(__name__)
+
+SERVICE = "splitveil.v1.Diagnosis"
+
+
+class Introduction(NamedTuple):
+    """What a party says about itself."""
+
+    party: str
+    contract: str  # its canonical contract
+    clock_s: float  # its clock, in seconds since 1970
+    id_form: IdForm | None  # how its ids are written; None if it does not know
+    version: str = VERSION[:VERSION_CHARACTERS]
+    protocol_version: int = PROTOCOL_VERSION
+
+
+def encode_introduction(own: Introduction) -> pb.Introduction:
+    return pb.Introduction(
+        protocol_version=own.protocol_version,
+        version=own.version,
+        party=own.party,
+        contract=own.contract,
+        clock_ms=max(round(1000 * own.clock_s), 0),
+        id_form=None if own.id_form is None else pb.IdForm(**own.id_form._asdict()),
+    )
+
+
+def decode_introduction(received: pb.Introduction) -> Introduction:
+    """Decode what the peer says about itself, or raise InvalidMessage."""
+    if not received.contract:
+        raise InvalidMessage("an introduction without a contract")
+    if not ID_CHARACTERS.keys() >= {*received.id_form.most, *received.id_form.some}:
+        raise InvalidMessage("unknown kinds of characters in ids")
+    form = IdForm(*(getattr(received.id_form, name) for name in IdForm._fields))
+    return Introduction(
+        party=received.party,
+        contract=received.contract,
+        clock_s=received.clock_ms / 1000,
+        id_form=form if received.HasField("id_form") else None,
+        version=received.version,
+        protocol_version=received.protocol_version,
+    )
+
+
+def method_path() -> str:
+    return f"/{SERVICE}/Probe"
+
 
 Listener = Callable[[Introduction, grpc.ServicerContext], None]
 
@@ -47,7 +96,7 @@ class ProbeDesk:
         self.probed_at = time.monotonic()  # when the last probe came, by the monotonic clock
 
     def add_to(self, server: grpc.Server) -> None:
-        handler: Handler = grpc.unary_unary_rpc_method_handler(
+        handler = grpc.unary_unary_rpc_method_handler(
             self.probe, reader(pb.ProbeRequest, PROBE_BYTES), pb.ProbeReply.SerializeToString
         )
         server.add_generic_rpc_handlers(

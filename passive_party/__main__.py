@@ -59,7 +59,7 @@ from splitveil.passive_party.report import write_passive_report
 from splitveil.passive_party.report.at_end import try_to_measure, try_to_report
 from splitveil.passive_party.run import PassiveRun
 from splitveil.passive_party.settings import PassiveSettings
-from splitveil.passive_party.status_observer import StatusObserver, WatchedCalls
+from splitveil.passive_party.watched_calls import WatchedCalls
 from splitveil.passive_party.workers import work_for
 
 logger = logging.getLogger("splitveil.passive_party")
@@ -135,13 +135,15 @@ def _train(
     with ExitStack() as resources:
         wanted = Transcript(folder, settings.party) if settings.transcript else nullcontext()
         transcript = resources.enter_context(wanted)
-        recorder = resources.enter_context(PassiveRecorder(settings, folder, data.ids, labels))
+        recorder = resources.enter_context(
+            PassiveRecorder(settings, folder, data.ids, labels, status)
+        )
         keep = settings.contract.checkpoints.keep
         store = resources.enter_context(RunStore(folder, keep, in_background=True))
         run = PassiveRun(
             aligner,
             build_trainer,
-            StatusObserver(recorder, status),
+            recorder,
             store,
             recorder if settings.audits else None,
             interruption,

@@ -32,7 +32,7 @@ from splitveil.passive_party.assembly import http_proxy
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.opening import Aligner, Participant
 from splitveil.passive_party.settings import PassiveSettings
-from splitveil.passive_party.status_observer import WatchedCalls
+from splitveil.passive_party.watched_calls import WatchedCalls
 
 logger = logging.getLogger(__name__)
 

@@ -192,7 +192,8 @@ class PassiveRun:
         self._training = Training(
             self.run_id, rows, trainer, progress, self.observer, self.auditor, self._phases
         )
-        self.observer.on_aligned(rows, seed)
+        with self._phases(Phase.RECORD):
+            self.observer.on_aligned(rows, seed)
         return self._training, rows
 
     def _on_alignment_progress(self, done_ids: int, total_ids: int) -> None:

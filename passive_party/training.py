@@ -174,7 +174,8 @@ class Training:
                 else:
                     self._evaluate(peer, batch)
                     if batch.closes_epoch:
-                        self._observer.on_epoch(batch.epoch)
+                        with self._phases(Phase.RECORD):
+                            self._observer.on_epoch(batch.epoch)
                         self._audit(peer, batch.epoch, stop_if_interrupted)
                 if self.progress.checkpoint_due:
                     self._report_step()
@@ -244,7 +245,8 @@ class Training:
         """Report the previous step to the observer, if that has not been done yet."""
         if self._unobserved is not None:
             step, self._unobserved = self._unobserved, None
-            self._observer.on_step(*step)
+            with self._phases(Phase.RECORD):
+                self._observer.on_step(*step)
 
     def _check(self, answer: Answer, batch: Batch) -> None:
         is_due = answer.batch == batch.identity(self._run_id)

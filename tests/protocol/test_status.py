@@ -38,7 +38,7 @@ from splitveil.common.status.endpoint import (
 )
 from splitveil.common.status.run_status import STAGES, RunStatus
 from splitveil.passive_party.settings import PassiveSettings
-from splitveil.passive_party.status_observer import WatchedCalls
+from splitveil.passive_party.watched_calls import WatchedCalls
 from splitveil.simulation import free_address
 from tests.numbers import write_numbers
 from tests.runs import in_background, write_example

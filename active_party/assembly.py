@@ -39,7 +39,7 @@ from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.data.source_settings import expand_path
 from splitveil.common.data.subjects import numbered, read_subjects
 from splitveil.common.errors import DataError, SettingsError
-from splitveil.common.models.factory import build_top_model
+from splitveil.common.models.factory import Trial, build_top_model
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.speed import speed_up
 from splitveil.common.models.spread_model import SpreadModel
@@ -115,6 +115,7 @@ class TrainerBuilder:
             self.encoder,
             seed=settings.model_seed,
             num_classes=self._num_classes,
+            trial=None if self._line else Trial(rows.order.batch_sizes, self._device),
         )
         if self._earlier is not None:
             self._earlier.put_into(model)

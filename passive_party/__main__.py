@@ -20,7 +20,7 @@ from splitveil.common.errors import (
     PeerUnreachable,
     SettingsError,
 )
-from splitveil.common.models.factory import build_bottom_model
+from splitveil.common.models.factory import Trial, build_bottom_model, lone_row_in_words
 from splitveil.common.party import command_line
 from splitveil.common.party.credentials import CredentialFiles, credential_files
 from splitveil.common.party.ending import end_program, exit_code_of
@@ -287,15 +287,20 @@ def _check(parsed: argparse.Namespace) -> None:
         encoder = data.fit(np.arange(len(data.ids)), earlier)
         if encoder is None:
             raise SettingsError("data.features: the passive party needs features")
-        model = build_bottom_model(
+        contract, device = settings.contract, command_line.torch_device(settings.device)
+        build = partial(
+            build_bottom_model,
             settings.bottom_model,
             encoder,
-            settings.contract.cut_shape,
+            contract.cut_shape,
             seed=settings.model_seed,
         )
+        model = build(trial=Trial((contract.batch_size,), device))
+        but = "" if contract.drop_last else lone_row_in_words(build, device)
         if earlier is not None:
             earlier.put_into(model)
-        return f"data: {data.summary()}; the bottom model fits them; {data.report.in_words()}"
+        fits = f"the bottom model fits them{but}"
+        return f"data: {data.summary()}; {fits}; {data.report.in_words()}"
 
     def labels() -> str:
         found = _evaluation_labels(settings)

@@ -6,7 +6,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.errors import SettingsError
-from splitveil.common.models.factory import build_bottom_model
+from splitveil.common.models.factory import Trial, build_bottom_model
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.speed import speed_up
 from splitveil.common.models.spread_model import RowForm
@@ -56,7 +56,12 @@ class TrainerBuilder:
             raise SettingsError("data.features: the passive party needs features")
         self.encoder = encoder
         model = build_bottom_model(
-            settings.bottom_model, encoder, contract.cut_shape, seed=settings.model_seed
+            settings.bottom_model,
+            encoder,
+            contract.cut_shape,
+            seed=settings.model_seed,
+            # Each of several processes would compute a part of these rows.
+            trial=None if self._line else Trial(rows.order.batch_sizes, self._device),
         )
         if self._earlier is not None:
             self._earlier.put_into(model)

@@ -37,6 +37,7 @@ from splitveil.common.run.progress import (
 )
 from splitveil.common.run.sample_order import Positions, joint_seed
 from splitveil.common.storage.run_store import NoStore
+from splitveil.common.text.imports import fault_of_own_code
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from splitveil.passive_party.opening import Aligner, check_nonce
 from splitveil.passive_party.peer import Peer
@@ -108,9 +109,13 @@ class PassiveRun:
                 self._training.save_if_between_steps()
             self._say_goodbye(peer, _reason(error))
             raise
-        except BaseException:
+        except BaseException as error:
             self._say_goodbye(peer, LeaveReason.FAILED)
-            raise
+            # A bottom model is given no labels, so that the text of its errors holds none.
+            own = fault_of_own_code(error, shows_text=True)
+            if own is None:
+                raise
+            raise own from error
         if not self._me.has_companions:
             self._say_goodbye(peer, LeaveReason.FINISHED)
 

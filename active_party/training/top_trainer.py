@@ -1,5 +1,7 @@
 """The active party's half of the network: its computations, without any rule of the protocol."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -36,6 +38,7 @@ from splitveil.common.run.host_copies import to_device
 from splitveil.common.run.phases import Phase, Phases
 from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions
+from splitveil.common.text.imports import fault_of_own_code
 
 
 class TrainingRows(NamedTuple):
@@ -184,11 +187,8 @@ class TopTrainer:
         facts = LabelFreeFacts(
             self.model, self.memory, self._features, self._training, self._device
         )
-        try:
-            with self.phases(Phase.DEFENSE):
-                return self.defense.pending_release(epoch, facts)
-        except ValueError as error:
-            raise SplitveilError(f"the defense cannot begin a stage: {error}") from error
+        with self._defending("the defense cannot begin a stage"):
+            return self.defense.pending_release(epoch, facts)
 
     def gradient(
         self, positions: Positions, activation: Tensor, answer_key: bytes | None = None
@@ -240,11 +240,8 @@ class TopTrainer:
         )
 
     def _targets(self, batch: LabelledRows) -> Tensor:
-        try:
-            with self.phases(Phase.DEFENSE):
-                return self.defense.targets(batch)
-        except ValueError as error:
-            raise SplitveilError(f"the defense has no targets to train on: {error}") from error
+        with self._defending("the defense has no targets to train on"):
+            return self.defense.targets(batch)
 
     def _defend(
         self, outcome: StepOutcome, labels: Tensor, positions: Positions, slopes: Tensor | None
@@ -258,11 +255,17 @@ class TopTrainer:
             outcome.label_move,
             slopes if outcome.probabilities.ndim == 1 else None,
         )
+        with self._defending("a gradient cannot be defended"):
+            return self.defense.defend(batch)
+
+    @contextmanager
+    def _defending(self, failure: str) -> Iterator[None]:
         try:
             with self.phases(Phase.DEFENSE):
-                return self.defense.defend(batch)
+                yield
         except ValueError as error:
-            raise SplitveilError(f"a gradient cannot be defended: {error}") from error
+            own = fault_of_own_code(error)
+            raise own or SplitveilError(f"{failure}: {error}") from error
 
     def learn(self) -> None:
         """Let the top model learn from the last step, if it has not done so yet."""

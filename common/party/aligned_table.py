@@ -71,7 +71,13 @@ def _files_of(settings: PartySettings) -> list[Path]:
 def _ids_alone(data: DataSettings) -> DataSettings:
     if not data.id_columns:
         return data  # rows are known by their numbers, and some column has to count them
-    unused = ("features", "label_column", "positive_label", "classes", "label_range")
+    unused = ["features"]
+    if data.unlabelled_rows == "error":
+        unused += ["label_column", "positive_label", "classes", "label_range"]
+    elif data.features is not None:  # they say which labels are missing
+        no_columns = dict.fromkeys(("numeric", "categorical", "timestamps", "lists"), ())
+        unused, features = [], data.features.model_copy(update=no_columns | {"image": None})
+        data = data.model_copy(update={"features": features})
     unweighted = {"class_weights": None, "weight_column": None, "weights_are_label_free": False}
     return data.model_copy(update=dict.fromkeys(unused) | unweighted)
 

@@ -316,5 +316,5 @@ def report_check(
 
 class _AllFailures(SplitveilError):
     def __init__(self, failures: Sequence[SplitveilError], exit_code: int) -> None:
-        super().__init__("\n".join(str(failure) for failure in failures))
+        super().__init__("\n".join(dict.fromkeys(map(str, failures))))
         self.exit_code = exit_code

@@ -20,6 +20,7 @@ from splitveil.common.data.features import FeatureEncoder, Features
 from splitveil.common.data.id_forms import ColumnForms, form_of
 from splitveil.common.data.id_parts import read_compact_ids
 from splitveil.common.data.ids import NOTHING_DONE, Allowed, IdReport, usable_ids
+from splitveil.common.data.kinds import with_advice
 from splitveil.common.data.mapped_features import MappedFeatures, RowEncoder
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.source_settings import (
@@ -51,7 +52,7 @@ _ROWS_AT_ONCE = 2**12
 class PartyData:
     """A table and its canonical ids, row by row as in the file.
 
-    Rows that the settings leave out because of their ids are not among them.
+    Rows that the settings leave out because of their ids or labels are not among them.
     """
 
     settings: DataSettings
@@ -83,6 +84,17 @@ class PartyData:
 
         Raises DataError, SettingsError or StorageError.
         """
+        with with_advice(settings.source, base_dir):
+            return cls._load(settings, base_dir, split, id_rules)
+
+    @classmethod
+    def _load(
+        cls,
+        settings: DataSettings,
+        base_dir: Path,
+        split: SplitSettings | None,
+        id_rules: Sequence[IdRule],
+    ) -> "PartyData":
         split_column = split.column if isinstance(split, ColumnSplit) else None
         if isinstance(settings.source, CacheableSource):
             if settings.source.cache_dir is not None:
@@ -94,7 +106,7 @@ class PartyData:
         table = read_table(settings, base_dir, split_column, id_rules)
         where, form = f"{table.source}: {settings.place_of_ids}", CanonicalForm(id_rules)
         allowed, names = Allowed.by(settings), settings.id_columns
-        ids, kept, report = usable_ids(table.ids, where, form, allowed, names)
+        ids, kept, report = usable_ids(table.ids, where, form, allowed, names, table.labels)
         if settings.id_column is not None:
             forms = ColumnForms(names)
             forms.add(form.columns_of(ids))
@@ -205,6 +217,8 @@ def read_ids_alone(
     """Read the ids of a table, and the column by which the contract splits rows.
 
     Args:
+        settings: name the file and its columns of ids, and no other columns but that of labels if
+            rows without one are left out.
         split: the contract's split.
         id_rules: the contract's rules for each column of ids.
 
@@ -215,7 +229,8 @@ def read_ids_alone(
         return PartyData.load(settings, base_dir, split, id_rules)
     split_column = split.column if isinstance(split, ColumnSplit) else None
     source = open_table_source(settings, base_dir)
-    found = read_compact_ids(settings, source, split_column, id_rules)
+    with with_advice(settings.source, base_dir):
+        found = read_compact_ids(settings, source, split_column, id_rules)
     _say(found.doubts, found.report, settings, source.name)
     table = Table(source.name, found.ids, None, {}, {}, None, found.splits)
     return PartyData(settings, table, found.ids, found.kept, found.report)

@@ -54,10 +54,12 @@ class ServedRows:
         """
         if encoder is None:
             raise SettingsError("data.features: the model was trained without features here")
-        if table is None:
+        own = settings.data.source
+        if table is None and settings.data.unlabelled_rows == "error":
             data = PartyData.of(settings)
         else:
-            chosen = settings_for(settings.data, source_of(table, settings.data.source), encoder)
+            source = own if table is None else source_of(table, own)
+            chosen = settings_for(settings.data, source, encoder)
             data = PartyData.load(chosen, settings.base_dir, id_rules=settings.contract.ids)
         served = cls(data, encoder, CanonicalForm(settings.contract.ids))
         unknown = list(unknown_categories(encoder, data.table, settings.data.features))

@@ -59,6 +59,13 @@ class SampleOrder:
         self._positions = positions.astype(np.int64, copy=True)
         self._shuffled: tuple[int, Positions] | None = None
 
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """The numbers of rows that an epoch's batches have, that of the last one last."""
+        before = self.batch_size * (self.steps_per_epoch - 1)
+        last = min(len(self._positions) - before, self.batch_size)
+        return (self.batch_size, last) if before and last < self.batch_size else (last,)
+
     def epoch(self, epoch: int) -> Iterator[Positions]:
         return (self.batch(epoch, step) for step in range(self.steps_per_epoch))
 

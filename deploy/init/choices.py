@@ -14,34 +14,24 @@ import pyarrow.compute as pc
 import torch
 from numpy.typing import NDArray
 
+from splitveil.common.data.label_columns import places_of
 from splitveil.common.data.settings import MAX_CLASSES
 from splitveil.common.data.sources import suggest
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.leakage import auc
 from splitveil.common.run.splits import SPLITS
 from splitveil.deploy.init.columns import Column, as_text, without_gaps
-from splitveil.deploy.init.labels import Label, is_of_numbers, label_of
+from splitveil.deploy.init.labels import Label, classes_of, is_of_numbers, label_of
 
-LABEL_WORDS = frozenset(
-    [
-        "y",
-        "label",
-        "target",
-        "class",
-        "outcome",
-        "churn",
-        "churned",
-        "default",
-        "defaulted",
-        "fraud",
-        "click",
-        "clicked",
-        "converted",
-        "conversion",
-        "income",
-        "response",
-        "survived",
-    ]
+
+def _words(name: str) -> set[str]:
+    spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
+    return set(re.split(r"[^a-z0-9]+", spaced.lower()))
+
+
+LABEL_WORDS = _words(
+    "y label target class outcome churn churned default defaulted fraud click clicked converted "
+    "conversion income response survived"
 )
 NUMBER_LABEL_WORDS = frozenset(["y", "label", "target"])
 """Words in the names of columns whose numbers are labels; others are often features."""
@@ -87,8 +77,9 @@ class Choices(NamedTuple):
 
     @property
     def gaps(self) -> tuple[str, ...]:
-        """The texts that mean "no value" in any of the features."""
+        """The texts that mean "no value" in any of the features, or "no label"."""
         found = {gap for column in self.features for gap in column.gaps}
+        found |= set(self.label.gaps if self.label else ())
         return tuple(sorted(found | {""}))
 
     @property
@@ -114,7 +105,10 @@ class Wishes(NamedTuple):
     has_id: bool = True
     """Whether there is an id at all; without one, equal row numbers mean the same example."""
     label_column: str | None = None
-    positive_label: str | None = None
+    positive_label: tuple[str, ...] = ()
+    """The labels that stand for 1."""
+    leave_out_unlabelled: bool = False
+    """Whether rows without a label are left out."""
     label_range: tuple[float, float] | None = None
     """The bounds of labels that are numbers."""
     numeric: tuple[str, ...] = ()
@@ -128,18 +122,13 @@ def id_candidates(columns: Sequence[Column]) -> list[Column]:
     return sorted(unique, key=lambda column: not _words(column.name) & ID_WORDS)
 
 
-def label_candidates(columns: Sequence[Column]) -> list[Column]:
+def label_candidates(columns: Sequence[Column], *, with_gaps: bool = False) -> list[Column]:
     """Return the columns that may hold labels, those that are named like one first."""
-    few = [
-        c
-        for c in columns
-        if c.kind in {"whole", "text", "number"} and not c.missing and c.distinct == 2
-    ]
-    named = [
-        c
-        for c in columns
-        if _words(c.name) & LABEL_WORDS and not c.missing and 2 <= c.distinct <= MAX_CLASSES
-    ]
+    columns = [c for c in columns if with_gaps or not c.missing]
+    few = [c for c in columns if c.kind in {"whole", "text", "number"}]
+    few = [c for c in few if len(classes_of(c, fold_case=True)) == 2]
+    named = [c for c in columns if _words(c.name) & LABEL_WORDS]
+    named = [c for c in named if 2 <= len(classes_of(c)) <= MAX_CLASSES]
     numbers = [c for c in columns if _words(c.name) & NUMBER_LABEL_WORDS and is_of_numbers(c)]
     return list(dict.fromkeys([*(named or numbers), *few]))
 
@@ -182,20 +171,27 @@ def choose_label(columns: Sequence[Column], wishes: Wishes) -> Label:
     """
     if wishes.label_column is not None:
         return _read(_named(columns, wishes.label_column, "--label-column"), wishes)
-    candidates = label_candidates(columns)
+    candidates = label_candidates(columns, with_gaps=wishes.leave_out_unlabelled)
     named = [column for column in candidates if _words(column.name) & LABEL_WORDS]
     if len(named) == 1:
         return _read(named[0], wishes)
     if len(candidates) == 1:
         return _read(candidates[0], wishes)._replace(is_guessed=True)
     found = ", ".join(column.name for column in named or candidates) or "none"
+    if not candidates:
+        near = [c for c in columns if _words(c.name) & LABEL_WORDS]
+        near = list(dict.fromkeys([*near, *label_candidates(columns, with_gaps=True)]))
+        found += "".join(f"; {column.name} has {column.in_words()}" for column in near[:8])
+        if any(column.missing for column in near):
+            found += "; --unlabelled-rows leave_out leaves rows without a label out"
     raise SettingsError(
         f"--label-column: name the column with the labels (columns that may be it: {found})"
     )
 
 
 def _read(column: Column, wishes: Wishes) -> Label:
-    return label_of(column, wishes.positive_label, wishes.label_range)
+    leave_out = wishes.leave_out_unlabelled
+    return label_of(column, wishes.positive_label, wishes.label_range, leave_out=leave_out)
 
 
 def choose_features(
@@ -219,7 +215,12 @@ def choose_features(
     """
     for name in (*wishes.numeric, *wishes.categorical, *wishes.exclude):
         _named(columns, name, "--numeric, --categorical and --exclude")
-    is_positive = None if label is None else _is_rarest(cells[label.column], label)
+    is_positive = None
+    if label is not None:
+        labels = without_gaps(as_text(cells[label.column]), label.gaps)
+        if labels.null_count:
+            cells = {name: column.filter(labels.is_valid()) for name, column in cells.items()}
+        is_positive = _is_rarest(labels.drop_null(), label)
     own = {id_column, None if label is None else label.column}
     numeric, categorical, timestamps, left_out, split = [], [], [], [], None
     for column in columns:
@@ -309,17 +310,18 @@ def _separation(score: NDArray[np.float64], is_positive: NDArray[np.bool_]) -> f
     return max(found, 1 - found)
 
 
-def _is_rarest(cells: Any, label: Label) -> NDArray[np.bool_]:
+def _is_rarest(text: Any, label: Label) -> NDArray[np.bool_]:
     """Return which rows are of the positive class, or of the rarest of several.
 
     Of numbers, they are those above the median.
     """
-    text = as_text(cells)
     if label.within is not None:
         numbers = pc.cast(text, pa.float64(), safe=False).to_numpy(zero_copy_only=False)
         return np.asarray(numbers > np.median(numbers), np.bool_)
-    rarest = label.positive or min(label.shares, key=lambda value: label.shares[value])
-    return np.asarray(pc.equal(text, rarest).to_numpy(zero_copy_only=False), np.bool_)
+    rarest = label.positive or ("1",)
+    if label.classes is not None:
+        rarest = (min(label.shares, key=lambda value: label.shares[value]),)
+    return np.asarray(pc.is_valid(places_of(text, rarest)).to_numpy(), np.bool_)
 
 
 def _named(columns: Sequence[Column], name: str, option: str) -> Column:
@@ -328,8 +330,3 @@ def _named(columns: Sequence[Column], name: str, option: str) -> Column:
         names = [column.name for column in columns]
         raise SettingsError(f"{option}: there is no column {name!r}{suggest(name, names)}")
     return found
-
-
-def _words(name: str) -> set[str]:
-    spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
-    return set(re.split(r"[^a-z0-9]+", spaced.lower()))

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.id_forms import IdForms
+from splitveil.common.data.kinds import with_advice
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_settings import Address, load_party_settings
@@ -19,6 +20,7 @@ from splitveil.common.run.contract import ACTIVE, Name
 from splitveil.common.text.visible_text import visible
 from splitveil.deploy.init.choices import Wishes, id_candidates, label_candidates
 from splitveil.deploy.init.columns import Column, as_text, describe
+from splitveil.deploy.init.labels import classes_of, spellings
 from splitveil.deploy.init.proposal import (
     Proposal,
     Terms,
@@ -53,7 +55,8 @@ class Written(NamedTuple):
             "id_doubts": self.id_doubts,
             "label_column": None if label is None else label.column,
             "label_column_is_guessed": label is not None and label.is_guessed,
-            "positive_label": None if label is None else label.positive,
+            "positive_label": None if label is None else label.positive_setting,
+            "positive_label_is_guessed": label is not None and label.positive_is_guessed,
             "num_classes": None if label is None or within else label.num_classes,
             "label_range": [within.low, within.high] if within else None,
             "rarest_share": None if label is None or within else round(label.rarest_share, 6),
@@ -79,16 +82,18 @@ def initialise(
     terms: Terms,
     *,
     delimiter: str | None = None,
+    encoding: str | None = None,
     force: bool = False,
     ask: Ask | None = None,
 ) -> Written:
     """Look at a table and write the settings that fit it.
 
     Args:
-        path: the table: CSV, TSV or Parquet, or a folder of Parquet files.
+        path: the table: CSV, TSV or Parquet, or a folder of such files.
         wishes: what the user has decided about columns.
         terms: what the user has decided about the run.
         delimiter: character between two cells of a text file; by default it is found out.
+        encoding: of a text file; by default UTF-8, or what a byte order mark says.
         force: whether existing files are overwritten.
         ask: asks the user what the table leaves open; by default that is an error.
 
@@ -97,11 +102,13 @@ def initialise(
         SettingsError: a question is open, an answer does not fit, or a file exists.
         StorageError: a file cannot be written.
     """
-    table = read_raw(path, delimiter)
+    named = (wishes.id_column, wishes.label_column, *wishes.numeric, *wishes.categorical)
+    table = read_raw(path, delimiter, encoding, has_header=any(named))
     columns = [describe(name, cells) for name, cells in table.columns.items()]
     if ask is not None:
         wishes = _asked(columns, wishes, terms, ask)
-    proposal = propose(table, columns, wishes, terms)
+    with with_advice(table.settings, Path()):
+        proposal = propose(table, columns, wishes, terms)
     files = write_files(terms.folder, texts_of(proposal, terms.role), force=force)
     _check_loadable(terms)
     return Written(proposal, columns, files, _id_doubts(table, proposal.choices.id_column))
@@ -121,10 +128,29 @@ def _asked(columns: Sequence[Column], wishes: Wishes, terms: Terms, ask: Ask) ->
         names = [column.name for column in id_candidates(columns)]
         answer = ask("Column with the ids by which both parties know an example", [*names, "-"])
         wishes = wishes._replace(has_id=answer != "-", id_column=None if answer == "-" else answer)
-    if terms.role == ACTIVE and wishes.label_column is None:
+    if terms.role != ACTIVE:
+        return wishes
+    if wishes.label_column is None:
         others = [column for column in columns if column.name != wishes.id_column]
-        names = [column.name for column in label_candidates(others)]
+        candidates = label_candidates(others, with_gaps=True)
+        names = [column.name for column in sorted(candidates, key=lambda c: bool(c.missing))]
         wishes = wishes._replace(label_column=ask("Column with the labels", names))
+    for column in columns:
+        if column.name == wishes.label_column and wishes.label_range is None:
+            wishes = _asked_about_labels(column, wishes, ask)
+    return wishes
+
+
+def _asked_about_labels(column: Column, wishes: Wishes, ask: Ask) -> Wishes:
+    if column.missing and not wishes.leave_out_unlabelled:
+        question = f"{column.missing:,} rows have no label: leave them out"
+        wishes = wishes._replace(leave_out_unlabelled=ask(question, ["no", "yes"]) == "yes")
+    positive = spellings(column)
+    if 0 < len(positive) < len(classes_of(column)) and not wishes.positive_label:
+        shown = ", ".join(map(repr, positive))
+        question = f"Labels differ in case alone: do {shown} stand for 1, and all others for 0"
+        if ask(question, ["no", "yes"]) == "yes":
+            wishes = wishes._replace(positive_label=positive)
     return wishes
 
 
@@ -146,6 +172,7 @@ def perform(options: argparse.Namespace) -> int:
         _wishes(options),
         _terms(options),
         delimiter=options.delimiter,
+        encoding=options.encoding,
         force=options.force,
         ask=_ask_terminal if sys.stdin.isatty() and not options.json else None,
     )
@@ -157,10 +184,11 @@ def perform(options: argparse.Namespace) -> int:
 
 
 def _wishes(options: argparse.Namespace) -> Wishes:
-    of_labels = (options.label_column, options.positive_label, options.label_range)
-    if options.role != ACTIVE and any(of_labels):
+    of_labels = ("label_column", "positive_label", "label_range", "unlabelled_rows")
+    if options.role != ACTIVE and any(getattr(options, name) for name in of_labels):
         raise SettingsError(
-            "--label-column, --positive-label, --label-range: only the active party has labels"
+            "--label-column, --positive-label, --label-range, --unlabelled-rows: only the active "
+            "party has labels"
         )
     if options.positive_label and options.label_range:
         raise SettingsError("--label-range: labels that are numbers have no --positive-label")
@@ -168,7 +196,8 @@ def _wishes(options: argparse.Namespace) -> Wishes:
         id_column=options.id_column,
         has_id=not options.no_id_column,
         label_column=options.label_column,
-        positive_label=options.positive_label,
+        positive_label=tuple(options.positive_label),
+        leave_out_unlabelled=options.unlabelled_rows is not None,
         label_range=_range_of(options.label_range),
         numeric=tuple(options.numeric),
         categorical=tuple(options.categorical),

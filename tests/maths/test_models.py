@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from splitveil.common.data.features import Features, FeatureShapes
 from splitveil.common.errors import SettingsError
-from splitveil.common.models.factory import build_bottom_model, build_top_model, load_class
+from splitveil.common.models.factory import Trial, build_bottom_model, build_top_model, load_class
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.settings import ModelSettings, OptimizerSettings
 from splitveil.common.settings import Section, validate
@@ -360,11 +360,14 @@ def test_dropout_acts_in_training_only() -> None:
 
 
 @pytest.mark.parametrize("settings", [model(), custom("OwnBottom"), custom("OwnBottom", lazy=True)])
-def test_seed_decides_the_weights_and_nothing_else_is_drawn(settings: ModelSettings) -> None:
+@pytest.mark.parametrize("trial", [None, Trial((8, 4), torch.device("cpu"))])
+def test_seed_decides_the_weights_and_nothing_else_is_drawn(
+    settings: ModelSettings, trial: Trial | None
+) -> None:
     cut_shape = (6,)
 
     def weights(seed: int) -> Tensor:
-        built = build_bottom_model(settings, SHAPES, cut_shape, seed=seed)
+        built = build_bottom_model(settings, SHAPES, cut_shape, seed=seed, trial=trial)
         return nn.utils.parameters_to_vector(built.parameters()).detach()
 
     torch.manual_seed(99)
@@ -387,8 +390,10 @@ def test_own_classes_are_built_with_their_arguments() -> None:
 
 
 def test_trying_a_model_leaves_its_running_statistics_alone() -> None:
-    bottom = build_bottom_model(custom("OwnBottom"), SHAPES, (6,), seed=0)
+    trial = Trial((8, 4), torch.device("cpu"))
+    bottom = build_bottom_model(custom("OwnBottom"), SHAPES, (6,), seed=0, trial=trial)
     assert bottom.get_buffer("norm.num_batches_tracked").item() == 0
+    assert all(weight.grad is None for weight in bottom.parameters())
 
 
 @pytest.mark.parametrize(

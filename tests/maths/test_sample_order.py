@@ -84,6 +84,7 @@ def test_the_short_last_batch(drop_last: bool, lengths: list[int]) -> None:
     order = SampleOrder(_SEED, np.arange(10), batch_size=4, drop_last=drop_last)
     assert order.steps_per_epoch == len(lengths)
     assert [len(batch) for batch in order.epoch(1)] == lengths
+    assert order.batch_sizes == tuple(dict.fromkeys(lengths))
     with pytest.raises(IndexError):
         order.batch(1, len(lengths))
     with pytest.raises(IndexError):

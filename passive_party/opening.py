@@ -122,6 +122,12 @@ class Aligner:
             raise InvalidMessage("the active party's nonce changed since the handshake")
         return alignment if has_companions else alignment._replace(nonces=(nonce,))
 
+    def forget(self) -> None:
+        """Forget the exchanges of a run that has finished."""
+        if self.kept is not None:
+            self.kept.discard()
+        self.tried.forget()
+
     def _agreeing(
         self, opening: Opening, nonce: bytes, stop_if_interrupted: Callable[[], None]
     ) -> Agree:

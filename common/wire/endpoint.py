@@ -1,5 +1,6 @@
 """Opens either end of the connection: names, options, and TLS unless it was declined."""
 
+import logging
 import resource
 import socket
 from typing import Any
@@ -15,6 +16,8 @@ from splitveil.common.wire.http_proxy import ChannelOptions, HttpProxy, without_
 from splitveil.common.wire.limits import STREAMS_PER_CONNECTION
 from splitveil.common.wire.server_certificate import LOOK_TIMEOUT_S, judged_certificate
 from splitveil.common.wire.tls import channel_credentials, server_credentials
+
+logger = logging.getLogger(__name__)
 
 SERVICE = "splitveil.v1.SplitLearning"
 """Served by the active party while a model is trained."""
@@ -146,6 +149,12 @@ def check_security(files: CredentialFiles | None, address: str, setting: str) ->
         return f"mtls as {describe(files.current())}"
     on_loopback(address, setting)
     return "insecure: the connection is not encrypted"
+
+
+def log_security(files: CredentialFiles | None, address: str, setting: str) -> None:
+    """Log the protection of the connection, or raise SettingsError; see ``check_security``."""
+    level = logging.WARNING if files is None else logging.INFO
+    logger.log(level, "security: %s", check_security(files, address, setting))
 
 
 def refuse_plain_text_through(proxy: HttpProxy | None) -> None:

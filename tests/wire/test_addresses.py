@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import splitveil.active_party.__main__
-import splitveil.passive_party.__main__
+import splitveil.passive_party.commands.program
 from splitveil.active_party.serving.server import start_server
 from splitveil.active_party.serving.service import ActiveService
 from splitveil.common.errors import SettingsError
@@ -20,7 +20,7 @@ from tests.runs import Parties, build_parties
 
 PROGRAMS: dict[str, tuple[ModuleType, str]] = {
     "active": (splitveil.active_party.__main__, "listen"),
-    "passive": (splitveil.passive_party.__main__, "connect"),
+    "passive": (splitveil.passive_party.commands.program, "connect"),
 }
 
 

@@ -4,13 +4,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from splitveil.common.errors import (
-    OutOfStep,
-    PeerError,
-    PeerLeft,
-    PeerRestarted,
-    ProtocolError,
-)
+from splitveil.common.errors import OutOfStep, PeerError, PeerLeft, PeerRestarted, ProtocolError
 from splitveil.common.run.common_order import CommonOrder
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.messages import LeaveReason

@@ -67,10 +67,7 @@ class FeatureExposure:
 
 
 def measure_exposure(
-    trainer: BottomTrainer,
-    encoder: FeatureEncoder,
-    own_rows: int,
-    most_rows: int,
+    trainer: BottomTrainer, encoder: FeatureEncoder, own_rows: int, most_rows: int
 ) -> FeatureExposure | None:
     """Reconstruct the features of some aligned rows from the activations of the trained model.
 
@@ -150,10 +147,7 @@ def _embedded(trainer: BottomTrainer, positions: Positions) -> tuple[_Numbers, F
 
 
 def _columns(
-    activations: _Numbers,
-    features: Features,
-    encoder: FeatureEncoder,
-    folds: npt.NDArray[np.int64],
+    activations: _Numbers, features: Features, encoder: FeatureEncoder, folds: npt.NDArray[np.int64]
 ) -> Iterator[ColumnExposure]:
     if features.numeric is not None:
         numbers = features.numeric.double().numpy()

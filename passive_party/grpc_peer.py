@@ -129,12 +129,7 @@ class GrpcPeer:
         request = pb.ProbeRequest(introduction=probes.encode_introduction(introduction))
         with suppress(PeerError):  # what the refusal has said is enough
             reply = self._unary(
-                "Probe",
-                request,
-                pb.ProbeReply,
-                HANDSHAKE_TIMEOUT_S,
-                probes.SERVICE,
-                PROBE_BYTES,
+                "Probe", request, pb.ProbeReply, HANDSHAKE_TIMEOUT_S, probes.SERVICE, PROBE_BYTES
             )
             theirs = probes.decode_introduction(reply.introduction).contract
             check_same_contract(own, theirs, "the active party")
@@ -271,11 +266,7 @@ class GrpcPeer:
             raise self.connection.error_of(error) from error
         return believed(answer)
 
-    def _open(
-        self,
-        method: str,
-        read: Callable[[bytes], Any],
-    ) -> MessageStream:
+    def _open(self, method: str, read: Callable[[bytes], Any]) -> MessageStream:
         call: Any = self._connected().stream_stream(
             method_path(method), Frame.serialised, response_deserializer=read
         )

@@ -22,13 +22,7 @@ from splitveil.common.alignment.interface import (
     Splits,
 )
 from splitveil.common.alignment.kept import ExchangeFiles, KeptExchanges
-from splitveil.common.alignment.share import (
-    WAIT_S,
-    Share,
-    receive_share,
-    share_frames,
-    wait_frame,
-)
+from splitveil.common.alignment.share import WAIT_S, Share, receive_share, share_frames, wait_frame
 from splitveil.common.alignment.tried_ids import TriedIds, file_of_count
 
 __all__ = [

@@ -48,10 +48,7 @@ def share_frames(share: Share) -> Iterator[AlignFrame]:
 
 
 def receive_share(
-    channel: AlignChannel,
-    num_ids: int,
-    commitments: Sequence[bytes],
-    on_wait: Callable[[], None],
+    channel: AlignChannel, num_ids: int, commitments: Sequence[bytes], on_wait: Callable[[], None]
 ) -> Share:
     """Wait for this party's share.
 

@@ -64,10 +64,7 @@ class TriedIds:
     """
 
     def __init__(
-        self,
-        max_set_size: int,
-        attempts: int = ALIGNMENT_ATTEMPTS,
-        path: Path | None = None,
+        self, max_set_size: int, attempts: int = ALIGNMENT_ATTEMPTS, path: Path | None = None
     ) -> None:
         self._max = Tried(attempts * max_set_size, attempts * EXCHANGES_PER_ATTEMPT)
         self._path = path

@@ -18,11 +18,7 @@ from rich.console import Console
 
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party.json_output import print_json
-from splitveil.common.party.party_settings import (
-    PartySettings,
-    PartySettingsT,
-    load_party_settings,
-)
+from splitveil.common.party.party_settings import PartySettings, PartySettingsT, load_party_settings
 from splitveil.common.party.place import ONLY, Place
 from splitveil.common.party.transcript import Broken, Comparison, Verified, compare, verify
 from splitveil.common.run.contract_difference import in_short

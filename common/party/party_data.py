@@ -209,10 +209,7 @@ class PartyData:
 
 
 def read_ids_alone(
-    settings: DataSettings,
-    base_dir: Path,
-    split: SplitSettings | None,
-    id_rules: Sequence[IdRule],
+    settings: DataSettings, base_dir: Path, split: SplitSettings | None, id_rules: Sequence[IdRule]
 ) -> PartyData:
     """Read the ids of a table, and the column by which the contract splits rows.
 

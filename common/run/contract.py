@@ -10,14 +10,7 @@ import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    Field,
-    PositiveInt,
-    StringConstraints,
-    Tag,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, PositiveInt, StringConstraints, Tag, field_validator, model_validator
 
 from splitveil.common.run.id_rules import AS_WRITTEN, IdRules
 from splitveil.common.settings import Section, kind_by_field

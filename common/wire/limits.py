@@ -15,11 +15,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from splitveil.common.errors import InvalidMessage, ProtocolError, TooLarge
 from splitveil.common.run.contract import NAME_CHARACTERS, PASSIVE_PARTIES
 from splitveil.common.run.messages import ID_CHARACTERS
-from splitveil.common.run.sample_order import (
-    NONCE_BYTES,
-    POSITIONS_DIGEST_BYTES,
-    ROWS_DIGEST_BYTES,
-)
+from splitveil.common.run.sample_order import NONCE_BYTES, POSITIONS_DIGEST_BYTES, ROWS_DIGEST_BYTES
 
 MessageT = TypeVar("MessageT", bound=Message)
 

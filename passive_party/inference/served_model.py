@@ -59,10 +59,7 @@ class ServedModel:
             path = expand_path("answers.allowed_ids", allowed, settings.base_dir)
             rows.serve_only(read_id_list(path, settings.data, settings.contract.ids))
         model = build_bottom_model(
-            settings.bottom_model,
-            rows.encoder,
-            contract.cut_shape,
-            seed=settings.model_seed,
+            settings.bottom_model, rows.encoder, contract.cut_shape, seed=settings.model_seed
         )
         trained.put_into(model)
         return cls(trained.identity, model, rows, contract.cut_shape, device)

@@ -17,7 +17,6 @@ class ActivationStream(Generic[ReplyT]):
 
     Args:
         read: receives the reply to an activation, and checks that it is that one's.
-        limits: gives the wire's dtype and the chunk size.
     """
 
     def __init__(

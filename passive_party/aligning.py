@@ -5,11 +5,10 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from splitveil.common.errors import OutOfStep, PeerError, PeerLeft, PeerRestarted, ProtocolError
-from splitveil.common.run.common_order import CommonOrder
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.messages import LeaveReason
 from splitveil.common.run.progress import State
-from splitveil.common.run.sample_order import joint_seed
+from splitveil.common.run.sample_order import CommonOrder, joint_seed
 from splitveil.passive_party.opening import Aligner
 from splitveil.passive_party.peer import Peer
 from splitveil.passive_party.run import PassiveRun
@@ -23,7 +22,6 @@ class AlignmentObserver:
     """Receives the events of an alignment, and hands those that matter to functions.
 
     Args:
-        on_opened: called with the run's id.
         on_progress: called with the number of ids that have been processed, and of all ids.
     """
 

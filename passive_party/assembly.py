@@ -165,5 +165,6 @@ class TrainerBuilder:
 
     def _training_pass(self, model: nn.Module, encoder: FeatureEncoder) -> TrainingPass:
         if self._line is None:
-            return TrainingPass(model, tapped(self._settings, model))
+            taps = tapped(self._settings, model)
+            return TrainingPass(model, {name: tap.take for name, tap in taps.items()})
         return spread(self._settings, model, RowForm(None, encoder.shapes), self._line)

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,20 +24,12 @@ BottomModel = Callable[[Features], Tensor]
 """Computes the activation of a batch with its graph: the model itself, or several processes."""
 
 
-class TakesGradient(Protocol):
-    """Holds the latest gradient at a layer's output."""
-
-    @property
-    def take(self) -> Callable[[], Tensor | None]:
-        """Return the gradient and forget it."""
-
-
 class TrainingPass(NamedTuple):
     """How training batches are computed."""
 
     compute: BottomModel
-    taps: Mapping[str, TakesGradient] = MappingProxyType({})
-    """Layers whose gradients the adversary wants to see, by name."""
+    taps: Mapping[str, Callable[[], Tensor | None]] = MappingProxyType({})
+    """Take the gradients at the layers that the adversary wants to see, by their names."""
 
 
 class BottomTrainer:
@@ -45,9 +37,6 @@ class BottomTrainer:
 
     Args:
         model: maps features to activations (batch, *cut_shape).
-        optimizer: over the model's parameters.
-        schedule: changes the optimiser's learning rate after each step.
-        features: this party's features in the common order.
         training: how training batches are computed; by default by the model, without taps.
     """
 
@@ -113,7 +102,7 @@ class BottomTrainer:
         torch.autograd.backward(_with_gradient(activation, received))
         self._optimizer.step()
         self._schedule.step()
-        taken = {name: tap.take() for name, tap in self._taps.items()}
+        taken = {name: take() for name, take in self._taps.items()}
         return {name: gradient for name, gradient in taken.items() if gradient is not None}
 
     def state_dict(self) -> State:

@@ -11,15 +11,15 @@ It is a lower bound: a nonlinear map, or the bottom model itself, may tell more,
 columns together.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 
 from splitveil.common.data.features import FeatureEncoder, Features
-from splitveil.common.record.values import as_count, as_list, as_mapping, as_number, as_text
 from splitveil.common.run.sample_order import Positions
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 
@@ -40,7 +40,8 @@ _Numbers = npt.NDArray[np.float64]
 Kind = Literal["numeric", "categorical"]
 
 
-class ColumnExposure(NamedTuple):
+@dataclass(frozen=True)
+class ColumnExposure:
     """How well one column is reconstructed from activations."""
 
     name: str
@@ -59,10 +60,10 @@ class ColumnExposure(NamedTuple):
 class FeatureExposure:
     """What activations tell of the features of some rows."""
 
-    rows: int
-    dimensions: int  # values per activation
+    rows: NonNegativeInt
+    dimensions: NonNegativeInt  # values per activation
     columns: tuple[ColumnExposure, ...]
-    own_rows: int  # rows of this party's file, whose blinded ids were offered
+    own_rows: NonNegativeInt  # rows of this party's file, whose blinded ids were offered
     has_images: bool = False  # whether there are images, whose reconstruction is not measured
 
 
@@ -70,9 +71,6 @@ def measure_exposure(
     trainer: BottomTrainer, encoder: FeatureEncoder, own_rows: int, most_rows: int
 ) -> FeatureExposure | None:
     """Reconstruct the features of some aligned rows from the activations of the trained model.
-
-    Args:
-        own_rows: number of rows of this party's file.
 
     Returns None if there are too few rows.
     """
@@ -92,25 +90,19 @@ def measure_exposure(
     return FeatureExposure(count, dimensions, columns, own_rows, encoder.image is not None)
 
 
-def exposure_to_json(exposure: FeatureExposure) -> dict[str, Any]:
-    return {
-        "rows": exposure.rows,
-        "dimensions": exposure.dimensions,
-        "own_rows": exposure.own_rows,
-        "has_images": exposure.has_images,
-        "columns": [one._asdict() for one in exposure.columns],
-    }
+_EXPOSURE = TypeAdapter(FeatureExposure)
+
+
+def exposure_to_json(exposure: FeatureExposure) -> Any:
+    return _EXPOSURE.dump_python(exposure, mode="json")
 
 
 def exposure_from_json(document: object) -> FeatureExposure | None:
-    values = as_mapping(document)
-    rows, dimensions, own = (
-        as_count(values.get(name)) for name in ("rows", "dimensions", "own_rows")
-    )
-    if rows is None or dimensions is None or own is None:
+    """Return the figures that a decoded JSON document holds; None if it is of another form."""
+    try:
+        return _EXPOSURE.validate_python(document)
+    except ValidationError:
         return None
-    columns = tuple(_read_columns(as_list(values.get("columns"))))
-    return FeatureExposure(rows, dimensions, columns, own, values.get("has_images") is True)
 
 
 def cross_fitted(inputs: _Numbers, targets: _Numbers, folds: npt.NDArray[np.int64]) -> _Numbers:
@@ -185,17 +177,3 @@ def _of_category(
     is_asked = classes < asked
     is_named = predicted.argmax(axis=1)[is_asked] == classes[is_asked]
     return float(is_named.mean()), float(counts.max() / is_asked.sum())
-
-
-def _read_columns(entries: Sequence[object]) -> Iterator[ColumnExposure]:
-    for entry in map(as_mapping, entries):
-        yield from _read_column(entry)
-
-
-def _read_column(values: Mapping[str, Any]) -> Iterator[ColumnExposure]:
-    name, kind = as_text(values.get("name")), values.get("kind")
-    figure, without = as_number(values.get("figure")), as_number(values.get("without"))
-    if name is None or figure is None or without is None:
-        return
-    if kind == "numeric" or kind == "categorical":  # noqa: PLR1714 - narrows the type
-        yield ColumnExposure(name, kind, figure, without)

@@ -21,7 +21,7 @@ from splitveil.common.errors import (
 )
 from splitveil.common.party.party_settings import ReconnectSettings
 from splitveil.common.run import messages
-from splitveil.common.run.contract_difference import check_same_contract
+from splitveil.common.run.contract import check_same_contract
 from splitveil.common.wire import probes
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import HANDSHAKE_TIMEOUT_S, SERVICE, method_path

@@ -30,8 +30,6 @@ def keeping_weights(model: nn.Module) -> Iterator[None]:
 
     A function that keeps a weight by other means than ``save_for_backward``, or computes the
     forward pass again (``torch.utils.checkpoint``), gets the weights of its backward pass instead.
-
-    Raises RuntimeError: in the backward pass, if another tensor that it needs was changed in place.
     """
     owned = {_storage(tensor) for tensor in chain(model.parameters(), model.buffers())}
 

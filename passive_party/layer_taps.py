@@ -21,8 +21,6 @@ def first_layer(model: nn.Module) -> nn.Module:
     activation and pooling: the gradient before the pooling has the same norms, in four times the
     values. In a user-defined model it is the first submodule, in the order of definition, that has
     parameters of its own; settings can name another.
-
-    Raises SettingsError: the model has no parameters.
     """
     if isinstance(model, MlpBottom | MlpTop | WideDeepBottom | WideDeepTop):
         return next(iter(model.layers.children()))
@@ -35,10 +33,7 @@ def first_layer(model: nn.Module) -> nn.Module:
 
 
 def named_layer(model: nn.Module, name: str) -> nn.Module:
-    """Return the layer that settings name: ``first``, or a dotted name such as ``layers.hidden_1``.
-
-    Raises SettingsError: the model has no such layer.
-    """
+    """Return the layer that settings name: ``first``, or a path such as ``layers.hidden_1``."""
     if name == "first":
         return first_layer(model)
     layers = dict(_named_layers(model))

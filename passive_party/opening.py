@@ -95,7 +95,6 @@ class Aligner:
         """Align with the active party, and through it with the other passive parties.
 
         Args:
-            nonce: this party's share of the joint seed.
             on_progress: called with the number of ids that have been processed, and of all ids.
 
         Returns the rows of this party's file that all parties have, and the nonces of all passive

@@ -55,11 +55,7 @@ class Speed(NamedTuple):
 
 
 class Probing:
-    """Probes one connection.
-
-    Args:
-        settings: this party's.
-    """
+    """Probes one connection."""
 
     def __init__(
         self, settings: PassiveSettings, connection: PeerConnection, own: Introduction
@@ -155,13 +151,7 @@ class Probing:
 def connection_checks(
     settings: PassiveSettings, connection: PeerConnection, wait_s: float
 ) -> Iterator[Check]:
-    """Probe the connection, and yield what was found.
-
-    Args:
-        settings: this party's.
-
-    Raises SplitveilError: there is no connection; the message names the proxy, if there is one.
-    """
+    """Probe the connection, and yield what was found, or raise SplitveilError."""
     contract = settings.contract
     form = form_of_own_ids(settings)
     own = Introduction(settings.party, contract.canonical_json(), time.time(), form)

@@ -35,13 +35,8 @@ class PassiveRecorder(RunRecorder):
     """Observes a run, and attacks the gradients that were received.
 
     Args:
-        settings: the party's settings.
-        folder: the run's folder.
-        ids: this party's canonical ids.
         status: what operators see of the run. Of a step it hears only which batch it was, and
             nothing of what the adversary measures, which may say something about labels.
-
-    Raises SettingsError: an attack of the user's own cannot be used.
     """
 
     def __init__(
@@ -145,8 +140,6 @@ class PassiveRecorder(RunRecorder):
         """Return a copy of the recorded state, once the attacks on all batches so far are done.
 
         Call it between steps, after `on_aligned`.
-
-        Raises StorageError: a line of the metrics could not be written.
         """
         if not self._wait_until_idle(IDLE_S):
             logger.warning("the audit is behind: a checkpoint is written without the last batches")
@@ -167,8 +160,6 @@ class PassiveRecorder(RunRecorder):
         """Resume from a state that ``state_dict`` returned; call it after `on_aligned`.
 
         Measuring may be switched on and off within a run, but its attacks may not change.
-
-        Raises SettingsError: the state belongs to other attacks than the settings name.
         """
         self._wait_until_idle(IDLE_S)
         self._steps, self._epochs = state["steps"], state["epochs"]

@@ -41,7 +41,7 @@ from splitveil.common.text.imports import fault_of_own_code
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from splitveil.passive_party.opening import Aligner, check_nonce
 from splitveil.passive_party.peer import Peer
-from splitveil.passive_party.training import Auditor, NoAudits, RunObserver, Training
+from splitveil.passive_party.training import Auditor, RunObserver, Training
 
 _MAX_ALIGNMENTS = 20
 """Alignments that one process starts because the peer was lost during the previous one."""
@@ -75,7 +75,7 @@ class PassiveRun:
         self.aligner = aligner
         self.contract = aligner.participant.contract
         self.observer = observer
-        self.auditor = auditor or NoAudits()
+        self.auditor = auditor
         self.run_id = ""  # the run that the active party has opened; empty before that
         self._me = aligner.participant
         self._build_trainer = build_trainer

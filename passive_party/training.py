@@ -68,15 +68,6 @@ class Auditor(Protocol):
         """The active party did not measure them; the run continues."""
 
 
-class NoAudits:
-    def scores_to_audit(self, epoch: int) -> Iterable[GatheredScores]:  # noqa: ARG002
-        return ()
-
-    def on_audit(self, epoch: int, scored: GatheredScores, leak_auc: float) -> None: ...
-
-    def on_audit_failed(self, epoch: int, error: PeerError) -> None: ...
-
-
 class _Sent(NamedTuple):
     batch: Batch
     activation: Tensor
@@ -92,11 +83,7 @@ class _Step(NamedTuple):
 
 
 class Training:
-    """One run after its alignment: follows the course, and can be saved and resumed.
-
-    Args:
-        trainer: this party's half of the network.
-    """
+    """One run after its alignment: follows the course, and can be saved and resumed."""
 
     def __init__(
         self,
@@ -105,7 +92,7 @@ class Training:
         trainer: BottomTrainer,
         progress: Progress,
         observer: RunObserver,
-        auditor: Auditor,
+        auditor: Auditor | None,
         phases: Phases,
     ) -> None:
         self.trainer = trainer
@@ -128,10 +115,7 @@ class Training:
             self.progress.save(self._state, soon=soon)
 
     def save_if_between_steps(self) -> None:
-        """Save a checkpoint unless nothing has been done yet, or a step is under way.
-
-        Raises StorageError: it cannot be written.
-        """
+        """Save a checkpoint unless nothing has been done yet, or a step is under way."""
         if self.trainer.is_between_steps and self.progress.batch_number:
             self.save()
 
@@ -163,8 +147,6 @@ class Training:
         Args:
             stop_if_interrupted: called before each batch and each audit; raises Interrupted to
                 stop.
-
-        Raises SplitveilError: the run cannot continue.
         """
         try:
             while (batch := self.progress.due) is not None:
@@ -256,7 +238,9 @@ class Training:
             )
 
     def _audit(self, peer: Peer, epoch: int, stop_if_interrupted: Callable[[], None]) -> None:
-        for scored in self._auditor.scores_to_audit(epoch):
+        if (auditor := self._auditor) is None:
+            return
+        for scored in auditor.scores_to_audit(epoch):
             stop_if_interrupted()
             try:
                 with self._phases(Phase.AUDIT):
@@ -264,11 +248,11 @@ class Training:
             except PeerRestarted:
                 raise
             except PeerError as error:
-                self._auditor.on_audit_failed(epoch, error)
+                auditor.on_audit_failed(epoch, error)
                 if isinstance(error, ProtocolError) and not isinstance(error, AuditRefused):
                     continue  # the error concerns these scores only
                 return  # where the peer is gone, the next step notices
-            self._auditor.on_audit(epoch, scored, leak_auc)
+            auditor.on_audit(epoch, scored, leak_auc)
 
     def _question(self, epoch: int, scored: GatheredScores) -> AuditQuestion:
         digest = positions_digest(self._rows.splits["train"])

@@ -1,10 +1,9 @@
 """The workers of the passive party: processes that compute the bottom model together with it."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.factory import build_bottom_model
@@ -24,10 +23,7 @@ _ROLE = "bottom_model"
 
 
 def work_for(settings: PassiveSettings, place: Place) -> None:
-    """Compute the bottom model's batches for rank 0 of this party.
-
-    Raises SettingsError or WorkerLost: as for ``work``.
-    """
+    """Compute the bottom model's batches for rank 0 of this party."""
     device = command_line.prepare(settings, place)
     depth = settings.contract.pipeline_depth
 
@@ -54,16 +50,13 @@ def work_for(settings: PassiveSettings, place: Place) -> None:
 def spread(
     settings: PassiveSettings, model: nn.Module, form: RowForm, line: WorkerLine
 ) -> TrainingPass:
-    """Return the bottom model as all processes compute it, and the layers that are attacked.
-
-    Raises SettingsError: shares of a batch would not give what the whole batch does.
-    """
+    """Return the bottom model as all processes compute it, and the layers that are attacked."""
     check_spreadable(model, _ROLE)
     refuse_speed_ups(settings.autocast, compiled=settings.compile)
     taps = tapped(settings, model)
     found = SpreadModel(model, line, [tap.take for tap in taps.values()])
     line.begin({"form": form.to_json(), "model": settings.bottom_model.model_dump(mode="json")})
-    return TrainingPass(found, {name: SpreadTap(found, at) for at, name in enumerate(taps)})
+    return TrainingPass(found, {name: partial(found.take_seen, at) for at, name in enumerate(taps)})
 
 
 def tapped(settings: PassiveSettings, model: nn.Module) -> dict[str, LayerTap]:
@@ -72,11 +65,3 @@ def tapped(settings: PassiveSettings, model: nn.Module) -> dict[str, LayerTap]:
         return {}
     layers = [name for name in settings.adversary.layers if name != "cut"]
     return {name: LayerTap(named_layer(model, name)) for name in layers}
-
-
-class SpreadTap:
-    """The gradients at a layer that all processes have seen, as if one tap had seen them."""
-
-    def __init__(self, model: SpreadModel, index: int) -> None:
-        self.take: Callable[[], Tensor | None] = partial(model.take_seen, index)
-        """Returns the gradient of the last backward pass and forgets it."""

@@ -23,10 +23,7 @@ class AlignChannel(Protocol):
     """One party's end of the exchange. One thread may send while another receives."""
 
     def send(self, frame: AlignFrame) -> None:
-        """Send a frame, waiting until the peer has taken earlier frames.
-
-        Raises PeerUnreachable: the deadline passed, or one of the two ends is closed.
-        """
+        """Send a frame, waiting until the peer has taken earlier frames. Raises PeerUnreachable."""
 
     def receive(self) -> AlignFrame:
         """Wait for the peer's next frame, or raise PeerUnreachable."""

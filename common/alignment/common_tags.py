@@ -96,11 +96,7 @@ class CommonTags(NamedTuple):
 
 
 def common_tags(own: Tags, of_peer: Tags) -> CommonTags:
-    """Return the tags that are in both, which are in any order.
-
-    Raises InvalidMessage: a tag is twice in one of them. Ids are distinct and so are their tags,
-    unless the peer repeats a point or invents a tag.
-    """
+    """Return the tags that are in both, which are in any order, or raise InvalidMessage."""
     own_tags, peer_tags = SortedTags(own), SortedTags(of_peer)
     if own_tags.has_repeats or peer_tags.has_repeats:
         raise InvalidMessage("two ids have the same tag")

@@ -91,7 +91,6 @@ class EcdhEngine:
 
         Args:
             ids: from ``canonical_ids``.
-            nonce: this party's share of the joint seed.
             splits: the split that this party's column gives each id, if there is such a column.
 
         Raises AlignmentError: the set is empty or larger than the contract allows.

@@ -40,10 +40,8 @@ def align(
     """Find the ids that both parties have. Always closes the channel, also after an error.
 
     Args:
-        engine: from ``build_engine``.
         ids: from ``canonical_ids``.
         channel: to the other party, which calls ``align`` on its end.
-        nonce: this party's share of the joint seed.
         progress: called with the number of ids of both parties that have been processed and the
             total number.
         splits: the split that this party's column gives each id, if the contract splits by a

@@ -57,10 +57,7 @@ class Heartbeats:
         self._sent_at = time.monotonic()
 
     def receive(self) -> AlignFrame:
-        """Wait for the peer's next frame with content; see ``AlignChannel``.
-
-        Raises TooLarge: the peer sends nothing but signs of life.
-        """
+        """Wait for the peer's next frame with content; see ``AlignChannel``. Raises TooLarge."""
         for _ in range(self._most + 1):
             frame = self._channel.receive()
             if frame.WhichOneof("body") != "wait":

@@ -92,11 +92,6 @@ class ExchangeFiles:
         """Return the exchange that was kept; None if there is none that these ids can resume.
 
         What a killed process has written in part is left out.
-
-        Args:
-            ids_digest: of this party's ids.
-
-        Raises StorageError: a file cannot be read.
         """
         begun = self._begun()
         if begun is None or (begun.ids_digest, begun.chunk_ids) != (ids_digest, chunk_ids):

@@ -59,8 +59,6 @@ class TriedIds:
     Args:
         attempts: a peer may try this many times ``max_set_size`` ids in all.
         path: the file with the counts; with None, the counts end with the process.
-
-    Raises StorageError: the file exists and cannot be read.
     """
 
     def __init__(
@@ -79,7 +77,6 @@ class TriedIds:
         """Charge an exchange, and refund the unanswered ids when it is over.
 
         Args:
-            peer: the other party's name.
             exchange: an exchange that has received the peer's hello.
         """
         announced, number = exchange.peer_set_size, exchange.number

@@ -42,7 +42,6 @@ class TagTurns:
     """The tags of one exchange. The threads that send and receive may use it at the same time.
 
     Args:
-        num_own: number of this party's ids.
         finish: makes the frame that follows the last tags, once all have been received and shown.
     """
 

@@ -17,8 +17,8 @@ from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_data import PartyData, read_ids_alone
 from splitveil.common.party.party_settings import PartySettings, PartySettingsT
-from splitveil.common.run.common_order import CommonOrder
 from splitveil.common.run.contract import AlignmentContract
+from splitveil.common.run.sample_order import CommonOrder
 from splitveil.common.storage.table_output import check_output, replacing, writer_of
 
 _logger = logging.getLogger(__name__)
@@ -49,10 +49,7 @@ class OwnIds(NamedTuple):
 
 
 def read_own_ids(settings: PartySettings) -> OwnIds:
-    """Read a party's ids, and the column by which the contract splits rows, but nothing else.
-
-    Raises DataError or SettingsError: as ``PartyData.load``.
-    """
+    """Read a party's ids, and the column by which the contract splits rows, but nothing else."""
     contract, stamps = settings.contract, _stamps(settings)
     data = _ids_alone(settings.data)
     return OwnIds(read_ids_alone(data, settings.base_dir, contract.split, contract.ids), stamps)

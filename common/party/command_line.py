@@ -21,7 +21,7 @@ from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_settings import PartySettings, PartySettingsT, load_party_settings
 from splitveil.common.party.place import ONLY, Place
 from splitveil.common.party.transcript import Broken, Comparison, Verified, compare, verify
-from splitveil.common.run.contract_difference import in_short
+from splitveil.common.run.contract import in_short
 from splitveil.common.settings import validate
 from splitveil.common.storage.ended_run import end_of, has_finished
 from splitveil.common.storage.run_folder import write_text_atomically
@@ -129,8 +129,6 @@ def load_settings(
 
     Args:
         party: this party's name in the overrides, where it may be left out.
-
-    Raises SettingsError: lists every problem of the settings and the contract.
     """
     overrides = [text.removeprefix(f"{party}.") for text in arguments.overrides]
     if arguments.runs is not None:
@@ -195,8 +193,6 @@ def takes_up(settings: PartySettings, *, fresh: bool, folder: Path) -> bool:
     """Return whether a folder's run is taken up, and does not make room for a new one.
 
     For a run that was ended for good, only the party itself knows whether it resumes.
-
-    Raises SettingsError: it is a run with other settings, or whose settings are gone.
     """
     if fresh:
         return False
@@ -231,10 +227,7 @@ def is_finished(folder: Path) -> bool:
 
 
 def stored_settings(folder: Path) -> dict[str, Any]:
-    """Return the settings with which the run in a folder was started, as plain values.
-
-    Raises SettingsError: they are gone or damaged.
-    """
+    """Return the settings with which the run in a folder was started, as plain values."""
     path = folder / _SETTINGS
     found = read_yaml_file(path, RESOLVED)
     if not isinstance(found, dict) or not isinstance(found.get("data"), dict):
@@ -271,11 +264,7 @@ def report_check(
     *,
     as_json: bool = False,
 ) -> None:
-    """Print the resolved settings and the outcome of every successful check.
-
-    Raises SplitveilError: has the messages of all failed checks, and the smallest of their exit
-    codes.
-    """
+    """Print the resolved settings and the outcome of every successful check."""
     _find_own_modules(settings)
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True, quiet=as_json)
     console.print(resolved_yaml(settings), markup=False)

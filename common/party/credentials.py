@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -25,6 +24,10 @@ MAX_FILE_BYTES = 2**20
 """Largest size of a PEM file, enough for hundreds of certificates."""
 SOON_DAYS = 30
 """A certificate that expires within this many days causes a warning."""
+
+
+_Version = tuple[int, int, int]
+"""Inode, time of the last change and size of a file."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +73,6 @@ class CredentialFiles:
 
         If changed files cannot be used, the previous credentials stay in force, with one warning
         per change: halfway through a rotation, certificate and key do not match.
-
-        Raises SettingsError: the files cannot be used, and no credentials were read before.
         """
         with self._lock:
             # Taken before reading, so that the next call notices a change during the reading.
@@ -107,19 +108,8 @@ class CredentialFiles:
             )
 
 
-class _Version(NamedTuple):
-    inode: int
-    modified_ns: int
-    size: int
-
-
 def credential_files(settings: PartySettings, party: str) -> CredentialFiles | None:
-    """Return the files that a party's settings name; None for an insecure connection.
-
-    Args:
-        settings: the party's settings.
-        party: the party's name in the contract.
-    """
+    """Return the files that a party's settings name; None for an insecure connection."""
     match settings.security:
         case MutualTls() as tls:
             return CredentialFiles(
@@ -156,10 +146,7 @@ def in_lower_case(dns_name: str) -> str:
 
 
 def dns_names(certificate: x509.Certificate) -> tuple[str, ...]:
-    """Return the DNS names of a certificate's subject alternative name, in lower case.
-
-    Raises ValueError: the certificate's extensions cannot be read.
-    """
+    """Return the DNS names of a certificate's subject alternative name, in lower case."""
     try:
         extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
     except x509.ExtensionNotFound:
@@ -175,7 +162,7 @@ def _version(path: Path) -> _Version | None:
         found = path.stat()
     except OSError:
         return None
-    return _Version(found.st_ino, found.st_mtime_ns, found.st_size)
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def _load(certificate: Path, private_key: Path, authority: Path, identity: str) -> Credentials:

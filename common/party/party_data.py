@@ -80,9 +80,6 @@ class PartyData:
         Args:
             split: the contract's split, which may need a column; None for a table that is not
                 used for training.
-            id_rules: the contract's rules for each column of ids.
-
-        Raises DataError, SettingsError or StorageError.
         """
         with with_advice(settings.source, base_dir):
             return cls._load(settings, base_dir, split, id_rules)
@@ -116,10 +113,7 @@ class PartyData:
     def fit(
         self, training_rows: Positions, earlier: EarlierModel | None = None
     ) -> FeatureEncoder | None:
-        """Fit scalers and vocabularies on some rows of the file; None without features.
-
-        Raises SettingsError or DataError.
-        """
+        """Fit scalers and vocabularies on some rows of the file; None without features."""
         if earlier is not None:
             table = None if self.settings.features is None else self.table
             return earlier.encoder_for(table, self.table.source)
@@ -217,9 +211,6 @@ def read_ids_alone(
         settings: name the file and its columns of ids, and no other columns but that of labels if
             rows without one are left out.
         split: the contract's split.
-        id_rules: the contract's rules for each column of ids.
-
-    Raises DataError, SettingsError or StorageError: as ``PartyData.load``.
     """
     is_converted = getattr(settings.source, "cache_dir", None) is not None
     if not settings.id_columns or is_converted:
@@ -245,10 +236,7 @@ def form_of_own_ids(settings: PartySettings) -> IdForm | None:
 
 
 def open_earlier_model(settings: PartySettings) -> EarlierModel | None:
-    """Open the model that a party's settings start from; None without one.
-
-    Raises SettingsError: it cannot be read.
-    """
+    """Open the model that a party's settings start from; None without one. Raises SettingsError."""
     if settings.initial_weights is None:
         return None
     return EarlierModel.open(expand_path(SETTING, settings.initial_weights, settings.base_dir))

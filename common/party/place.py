@@ -18,10 +18,7 @@ class Place(NamedTuple):
 
     @classmethod
     def of_environment(cls, variables: Mapping[str, str] = os.environ) -> "Place":
-        """Return what ``torchrun`` says; the only process without it.
-
-        Raises SettingsError: a variable is no number.
-        """
+        """Return what ``torchrun`` says; the only process without it. Raises SettingsError."""
         if "RANK" not in variables or "MASTER_ADDR" not in variables:
             return cls()
         names = (

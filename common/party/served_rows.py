@@ -23,11 +23,7 @@ _logger = logging.getLogger(__name__)
 
 
 class ServedRows:
-    """Rows of a table, found by their ids.
-
-    Args:
-        form: the canonical form of the table's ids.
-    """
+    """Rows of a table, found by their ids."""
 
     def __init__(self, data: PartyData, encoder: FeatureEncoder, form: CanonicalForm) -> None:
         self._form = form
@@ -47,11 +43,7 @@ class ServedRows:
     def load(
         cls, settings: PartySettings, encoder: FeatureEncoder | None, table: Path | None = None
     ) -> "ServedRows":
-        """Load a party's table, or open its memory-mapped columns.
-
-        Args:
-            settings: the party's.
-        """
+        """Load a party's table, or open its memory-mapped columns."""
         if encoder is None:
             raise SettingsError("data.features: the model was trained without features here")
         own = settings.data.source

@@ -47,8 +47,6 @@ def read_traffic(folder: Path) -> Traffic | None:
     """Count the messages in the transcript of a party's folder; None if there is none.
 
     A line that is cut off or of another form is left out: the run may still be writing it.
-
-    Raises SettingsError: the file cannot be read.
     """
     path = folder / FILE
     if not path.is_file():

@@ -76,10 +76,6 @@ class Transcript:
 
     An existing file is continued, and its chain with it. Lines that a killed process had not
     written yet are missing; the next process adds a line that records its start.
-
-    Args:
-        folder: the run's folder.
-        party: this party's name.
     """
 
     def __init__(self, folder: Path, party: str, defenses: Mapping[str, str] | None = None) -> None:
@@ -111,10 +107,7 @@ class Transcript:
         self.close()
 
     def note(self, crossing: Crossing) -> None:
-        """Record a message; waits only if the disk is far behind.
-
-        Raises StorageError: an earlier message could not be written; messages must be recorded.
-        """
+        """Record a message; waits only if the disk is far behind. Raises StorageError."""
         if self._error is not None:
             raise self._storage_error(self._error)
         if self._closed:
@@ -136,10 +129,7 @@ class Transcript:
                     self._put(time.time(), line)
 
     def check(self) -> None:
-        """Notice without an entry that an earlier one could not be written.
-
-        Raises StorageError: it could not.
-        """
+        """Notice without an entry that an earlier one could not be written. Raises StorageError."""
         if self._error is not None:
             raise self._storage_error(self._error)
 
@@ -148,10 +138,7 @@ class Transcript:
         return TranscriptEnd(self._number, self._link)
 
     def close(self) -> None:
-        """Write pending lines; closing again has no effect.
-
-        Raises StorageError: a line could not be written.
-        """
+        """Write pending lines; closing again has no effect. Raises StorageError."""
         if self._closed:
             return
         with self._changed:

@@ -37,10 +37,7 @@ ALONE = Workers()
 
 
 def act(parsed: argparse.Namespace, action: Callable[[argparse.Namespace], None]) -> None:
-    """Do what a command says, unless it was started several times and computes in one process.
-
-    Raises SettingsError: it was.
-    """
+    """Do what a command says, unless it was started several times and computes in one process."""
     size = Place.of_environment().size
     if size > 1 and parsed.command != "run":
         raise SettingsError(
@@ -51,10 +48,7 @@ def act(parsed: argparse.Namespace, action: Callable[[argparse.Namespace], None]
 
 
 def check_model(settings: ModelSettings, role: str) -> None:
-    """Check that several processes can compute a model, as far as its settings tell.
-
-    Raises SettingsError: it has dropout.
-    """
+    """Check that several processes can compute a model, as far as its settings tell."""
     if isinstance(settings, MlpModel) and settings.dropout:
         raise SettingsError(
             f"{role}.dropout: expected 0 with several processes, because its random state is that "

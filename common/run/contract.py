@@ -12,8 +12,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveInt, StringConstraints, Tag, field_validator, model_validator
 
+from splitveil.common.errors import ContractMismatch
 from splitveil.common.run.id_rules import AS_WRITTEN, IdRules
 from splitveil.common.settings import Section, kind_by_field
+from splitveil.common.text.visible_text import visible
 
 CutDtype = Literal["float32", "float16", "bfloat16"]
 Aggregation = Literal["mean", "sum", "concat"]
@@ -35,6 +37,8 @@ NAME_CHARACTERS = 64
 _OTHER_FIELDS = "(other fields)"
 _IDS = "ids"
 _PURPOSE = "purpose"
+_SHOWN_CHARACTERS = 60
+_ABSENT = "nothing"
 
 ACTIVE = "active"
 """Name of the active party; the passive parties choose theirs."""
@@ -328,3 +332,40 @@ def _differing(own: dict[str, Any], other: Any, prefix: str = "") -> Iterator[st
             yield prefix + name
     if others.keys() - own.keys():
         yield _OTHER_FIELDS
+
+
+def check_same_contract(own: Contract, canonical: str, others_name: str) -> None:
+    if fields := own.fields_differing_from(canonical):
+        raise ContractMismatch(fields, first_difference(own, canonical, others_name))
+
+
+def first_difference(own: Contract, canonical: str, others_name: str) -> str:
+    """Return a sentence about the first field that differs; empty if none does.
+
+    Args:
+        canonical: the other party's canonical form, which may be any text.
+    """
+    fields = own.fields_differing_from(canonical)
+    if not fields:
+        return ""
+    name, *others = fields
+    ours = _shown(json.loads(own.canonical_json()), name)
+    try:
+        theirs = _shown(json.loads(canonical), name)
+    except (ValueError, RecursionError):
+        return f"what {others_name} holds is no contract"
+    also = f"; also different: {', '.join(others)}" if others else ""
+    return f"contract.{name}: {ours} here, {theirs} at {others_name}{also}"
+
+
+def _shown(value: Any, name: str) -> str:
+    for part in name.split("."):
+        if not isinstance(value, dict) or part not in value:
+            return _ABSENT
+        value = value[part]
+    return in_short(value)
+
+
+def in_short(value: Any) -> str:
+    text = visible(json.dumps(value, ensure_ascii=False))
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."

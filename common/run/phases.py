@@ -39,9 +39,6 @@ class Phases:
 
     The seconds of all phases add up to the time since the clock was made. Threads may enter phases
     at the same time; the newest one then counts. Entering and leaving take about a microsecond.
-
-    Args:
-        clock: returns seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:

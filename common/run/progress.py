@@ -74,10 +74,7 @@ class RunIdentity(NamedTuple):
             raise other_data()
 
     def check_data(self, data_digest: str) -> None:
-        """Check that this party's data are still those with which the run was started.
-
-        Raises DataError: they have changed.
-        """
+        """Check that this party's data are still those with which the run was started."""
         if data_digest != self.data_digest:
             raise other_data()
 
@@ -175,10 +172,7 @@ class Progress:
 
 @contextmanager
 def refusing_other_versions() -> Iterator[None]:
-    """Hold while the parts of a state are loaded, each of which checks its own part.
-
-    Raises StorageError: a part does not have the form that this version of splitveil saves.
-    """
+    """Hold while the parts of a state are loaded, each of which checks its own part."""
     try:
         yield
     except (LookupError, TypeError, ValueError, RuntimeError) as error:

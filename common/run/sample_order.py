@@ -10,6 +10,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -42,8 +43,6 @@ class SampleOrder:
 
         Args:
             positions: the training positions in the common order, (examples,).
-
-        Raises ValueError: the positions do not fill a batch, or a position occurs twice.
         """
         if batch_size < 1:
             raise ValueError(f"expected a batch size of at least 1, got {batch_size}")
@@ -159,6 +158,25 @@ def in_common_order(
     return file_rows[order], digests[order]
 
 
+class CommonOrder(NamedTuple):
+    """The rows that all parties have, in the order that is the same at all of them."""
+
+    run_id: str  # of the run that found them
+    file_rows: Positions  # this party's rows, (aligned,)
+    fingerprint: str
+    """Hexadecimal digest of the ids in their order under the joint seed: equal at all parties."""
+
+    @classmethod
+    def of(cls, run_id: str, ids: Sequence[str], file_rows: Positions, joint_seed: bytes) -> Self:
+        """Put common rows in order.
+
+        Args:
+            file_rows: indices into ``ids`` of the common ids, in any order, (aligned,).
+        """
+        rows, digests = in_common_order(ids, file_rows, joint_seed)
+        return cls(run_id, rows, rows_digest(digests).hex())
+
+
 def split_rows(
     digests: npt.NDArray[np.uint8], train: float, validation: float, test: float
 ) -> dict[str, Positions]:
@@ -168,8 +186,6 @@ def split_rows(
         digests: digests of the aligned ids in the common order, (examples, 16).
 
     Returns the positions of ``train``, ``validation`` and ``test``, ascending.
-
-    Raises ValueError: a fraction is negative, or they do not add up to 1.
     """
     fractions = {"train": train, "validation": validation, "test": test}
     if min(fractions.values()) < 0 or not math.isclose(sum(fractions.values()), 1.0):

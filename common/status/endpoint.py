@@ -36,10 +36,7 @@ _POLL_S = 0.05
 
 
 def check_free(address: str | None) -> None:
-    """Check that the endpoint could be served at an address, if there is to be one.
-
-    Raises SettingsError: the address is taken, or does not belong to this machine.
-    """
+    """Check that the endpoint could be served at an address, if there is to be one."""
     if address is not None:
         _Server(address, _Handler).server_close()
 
@@ -62,8 +59,6 @@ def serving_status(
 
     A run that has finished, or was ended for good, is served until its metrics were asked for once
     more, if somebody asks regularly: who sees a party vanish from training has to look after it.
-
-    Raises SettingsError: the address is taken, or does not belong to this machine.
     """
     if address is None:
         yield
@@ -82,10 +77,7 @@ def serving_status(
 def endpoint_of(
     status: PartyStatus, address: str | None
 ) -> AbstractContextManager["StatusEndpoint | None"]:
-    """Return the endpoint of a program that ends at once when it is asked to, if it has an address.
-
-    Raises SettingsError: the address is taken, or does not belong to this machine.
-    """
+    """Return the endpoint, if there is one, of a program that ends as soon as it is asked to."""
     return nullcontext() if address is None else StatusEndpoint(status, address)
 
 

@@ -31,10 +31,6 @@ class PartyStatus:
     """The state of one party's program, for its operators.
 
     Its methods take microseconds and never raise; any thread may call them.
-
-    Args:
-        party: this party's name, as in the contract.
-        clock: returns seconds, for durations.
     """
 
     def __init__(

@@ -8,11 +8,7 @@ from splitveil.common.status.registry import Metrics
 
 
 class Presence:
-    """What one party sees of the peers to which it talks.
-
-    Args:
-        clock: returns seconds.
-    """
+    """What one party sees of the peers to which it talks."""
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = metrics

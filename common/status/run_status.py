@@ -22,10 +22,6 @@ class RunStatus(PartyStatus):
     """The state of one party's run, for its operators.
 
     Its methods take microseconds and never raise; any thread may call them.
-
-    Args:
-        party: this party's name, as in the contract.
-        clock: returns seconds, for durations.
     """
 
     def __init__(

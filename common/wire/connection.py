@@ -17,7 +17,6 @@ class PeerConnection:
     Args:
         contract: gives the limits of messages, and the party's identity.
         credentials: this party's; without them the channel uses plain text, on loopback only.
-        party: the party's name in the contract.
     """
 
     def __init__(

@@ -50,7 +50,6 @@ def open_channel(
     Args:
         contract: gives the limits, and the name that the party's certificate must carry.
         credentials: this party's; None for plain text, which never leaves the machine.
-        party: the party's name in the contract.
 
     Raises SettingsError, PeerUntrusted or PeerUnreachable.
     """
@@ -120,9 +119,6 @@ def add_port(server: grpc.Server, address: str, files: CredentialFiles | None) -
 
     Args:
         files: this party's credentials; None for plain text, which never leaves the machine.
-
-    Raises SettingsError: the address is taken, does not belong to this machine, or needs
-    credentials.
     """
     try:
         if files is None:
@@ -141,9 +137,6 @@ def check_security(files: CredentialFiles | None, address: str, setting: str) ->
 
     Args:
         files: this party's credentials; None for plain text.
-
-    Raises SettingsError: the credentials cannot be used, or there are none and the address needs
-    them.
     """
     if files is not None:
         return f"mtls as {describe(files.current())}"

@@ -91,9 +91,6 @@ def named_proxy(url: str, credentials: Path | None = None) -> HttpProxy:
     Args:
         url: ``http://HOST:PORT``.
         credentials: file with ``USER:PASSWORD``, which only its owner may read.
-
-    Raises SettingsError: the address is none, or the file cannot be used; its content is not
-    repeated.
     """
     known = "" if credentials is None else _read_credentials(credentials)
     try:
@@ -124,10 +121,7 @@ def _read_credentials(path: Path) -> str:
 
 
 def proxy_of_environment(address: str) -> HttpProxy | None:
-    """Return the proxy that the environment names for an address, or None.
-
-    Raises SettingsError: it names something that is not an HTTP proxy.
-    """
+    """Return the proxy that the environment names for an address, or None. Raises SettingsError."""
     variable = next((name for name in VARIABLES if name in os.environ), None)
     if variable is None or not os.environ[variable] or _is_excepted(address.rpartition(":")[0]):
         return None

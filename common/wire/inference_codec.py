@@ -30,10 +30,7 @@ class Described(NamedTuple):
 
 
 def most_ids(contract: Contract) -> int:
-    """Return the most ids of a request: their activations fit into one message.
-
-    Raises TooLarge: not even one activation does.
-    """
+    """Return the most ids of a request: their activations fit into one message. Raises TooLarge."""
     room = contract.max_message_bytes - HEADER_BYTES
     row_bytes = contract.cut_dim * DTYPE_BYTES[contract.cut_dtype]
     if row_bytes > room:

@@ -8,8 +8,7 @@ from cryptography import x509
 
 from splitveil.common.errors import ContractMismatch, DataError, PeerUntrusted, SettingsError
 from splitveil.common.party.credentials import dns_names, printable, subject_of
-from splitveil.common.run.contract import Contract
-from splitveil.common.run.contract_difference import check_same_contract
+from splitveil.common.run.contract import Contract, check_same_contract
 from splitveil.common.run.messages import ID_MARKS, IdForm
 from splitveil.common.text.version import VERSION
 from splitveil.common.text.visible_text import visible
@@ -40,11 +39,7 @@ def certificate_in_words(pem: bytes, owner: str) -> str:
 
 
 def checks_of(own: Contract, form: Introduction, peer: Introduction, owner: str) -> Iterator[Check]:
-    """Yield the checks of what both parties have said about themselves.
-
-    Args:
-        own: this party's contract.
-    """
+    """Yield the checks of what both parties have said about themselves."""
 
     def versions() -> str:
         if peer.protocol_version != PROTOCOL_VERSION:
@@ -119,8 +114,6 @@ def clock_in_words(ahead_s: float, error_s: float) -> str:
 
     Args:
         ahead_s: seconds by which the peer's clock is ahead of this machine's.
-
-    Raises SettingsError: it is so large that certificates may be judged wrongly.
     """
     side = "ahead of" if ahead_s >= 0 else "behind"
     text = f"the other party's is {abs(ahead_s):.2f} s {side} this machine's (± {error_s:.2f} s)"

@@ -82,7 +82,6 @@ class ProbeDesk:
     It has no part in a run: it touches no session, and a probe is no sign of life.
 
     Args:
-        contract: this party's.
         id_form: how this party's ids are written, if that is known.
         listener: told who has introduced itself; by default a line of the log says it.
     """

@@ -34,18 +34,8 @@ class CallWatch(Protocol):
     def unanswered(self, error: SplitveilError) -> None: ...
 
 
-class NoWatch:
-    def answered(self) -> None: ...
-
-    def unanswered(self, error: SplitveilError) -> None: ...
-
-
 class Retrying:
-    """Repeats a question, with growing waits in between.
-
-    Args:
-        where: the peer's address, in words.
-    """
+    """Repeats a question, with growing waits in between."""
 
     def __init__(
         self,
@@ -59,7 +49,7 @@ class Retrying:
         self._interruption = interruption
         self._where = where
         self._renew = renew
-        self._watch = watch or NoWatch()
+        self._watch = watch
         self._was_answered = False
 
     def until_answered(self, ask: Callable[[], ResultT]) -> ResultT:
@@ -108,9 +98,11 @@ class Retrying:
         try:
             answer = ask()
         except PeerError as error:
-            self._watch.unanswered(error)
+            if self._watch is not None:
+                self._watch.unanswered(error)
             raise
-        self._watch.answered()
+        if self._watch is not None:
+            self._watch.answered()
         return answer
 
     def sleep(self, wait_s: float) -> None:

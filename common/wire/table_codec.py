@@ -62,7 +62,6 @@ def seal(secrets: Sequence[Secret], values: Tensor, limits: TensorLimits) -> pb.
 
     Args:
         values: their activations, (rows, *cut_shape).
-        limits: gives the wire's dtype.
     """
     plain = values.detach().to("cpu", TORCH_DTYPES[limits.dtype]).contiguous()
     rows = plain.view(len(secrets), -1).view(torch.uint8).numpy()

@@ -33,20 +33,14 @@ def channel_credentials(credentials: Credentials, pinned: bytes) -> grpc.Channel
     """Return the credentials that a client shows, and the only certificate that it trusts.
 
     Args:
-        credentials: the client's.
         pinned: the server's own certificate, PEM, as ``judged_certificate`` returns it.
-
-    Raises SettingsError: gRPC would agree to TLS 1.2.
     """
     _require_tls_1_3()
     return grpc.ssl_channel_credentials(pinned, credentials.private_key, credentials.certificate)
 
 
 def server_credentials(files: CredentialFiles) -> grpc.ServerCredentials:
-    """Return a server's credentials and authorities, read again for every new connection.
-
-    Raises SettingsError: the files cannot be used, or gRPC would agree to TLS 1.2.
-    """
+    """Return a server's credentials and authorities, read again for every new connection."""
     _require_tls_1_3()
     served = files.current()
 

@@ -18,7 +18,7 @@ from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.transcript import Transcript
 from splitveil.common.record.alignment_progress import AlignmentProgress
-from splitveil.common.run.common_order import CommonOrder
+from splitveil.common.run.sample_order import CommonOrder
 from splitveil.common.status.endpoint import serving_status
 from splitveil.common.status.run_status import RunStatus
 from splitveil.common.storage.run_folder import open_run_folder

@@ -28,12 +28,7 @@ def try_to_measure(
     encoder: FeatureEncoder,
     own_rows: int,
 ) -> None:
-    """Write what the trained model's activations tell of this party's features.
-
-    Args:
-        folder: the party's folder of the run.
-        own_rows: number of rows of this party's file.
-    """
+    """Write what the trained model's activations tell of this party's features."""
     try:
         found = measure_exposure(trainer, encoder, own_rows, settings.probe_rows)
         if found is not None:

@@ -18,11 +18,7 @@ CALLS = ("Describe", "Embed", "EmbedTable")
 
 
 class InferenceStatus(PartyStatus):
-    """The state of ``passive-party serve``, for its operators.
-
-    Args:
-        party: this party's name, as in the contract.
-    """
+    """The state of ``passive-party serve``, for its operators."""
 
     def __init__(self, party: str, contract: Contract) -> None:
         super().__init__(party, contract, STAGES)

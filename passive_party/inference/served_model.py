@@ -21,11 +21,7 @@ from splitveil.passive_party.settings import PassiveSettings
 
 
 class ServedModel:
-    """Answers ids with activations. Several threads may ask; one at a time is answered.
-
-    Args:
-        cut_shape: shape of one row's activation.
-    """
+    """Answers ids with activations. Several threads may ask; one at a time is answered."""
 
     def __init__(
         self,
@@ -46,11 +42,7 @@ class ServedModel:
     def load(
         cls, settings: PassiveSettings, device: torch.device, table: Path | None = None
     ) -> "ServedModel":
-        """Load the model that a run has left, and the table.
-
-        Args:
-            settings: this party's.
-        """
+        """Load the model that a run has left, and the table."""
         contract = settings.contract
         trained = TrainedModel.open(settings.run_folder(settings.folder_name()), contract)
         rows = ServedRows.load(settings, trained.encoder, table)

@@ -48,12 +48,7 @@ WAIT_S = 5.0
 
 
 class InferenceService:
-    """Answers the active party's questions about rows.
-
-    Args:
-        party: this party's name in the contract.
-        status: for this party's operators.
-    """
+    """Answers the active party's questions about rows."""
 
     def __init__(
         self,

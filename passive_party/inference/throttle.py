@@ -14,8 +14,6 @@ class Throttle:
 
     Args:
         ids_per_s: the most ids per second on average; None for no limit.
-        now: the clock, in seconds.
-        sleep: waits for some seconds.
     """
 
     def __init__(
@@ -37,10 +35,7 @@ class Throttle:
         return max(1, min(most, int(self._ids_per_s * seconds)))
 
     def wait(self, num_ids: int, is_active: Callable[[], bool]) -> bool:
-        """Wait until so many ids are due.
-
-        Returns whether somebody does.
-        """
+        """Wait until so many ids are due. Returns whether somebody does."""
         if self._ids_per_s is None:
             return True
         with self._lock:

@@ -22,9 +22,9 @@ from splitveil.common.errors import (
     OutOfStep,
     PeerUnreachable,
 )
-from splitveil.common.run.common_order import CommonOrder
 from splitveil.common.run.contract import AlignmentContract, Contract
 from splitveil.common.run.messages import Activation, BatchId, LeaveReason
+from splitveil.common.run.sample_order import CommonOrder
 from splitveil.passive_party.aligning import AlignmentObserver, AlignmentRun
 from splitveil.passive_party.opening import Aligner, Participant
 from splitveil.protos.split_learning_pb2 import AlignFrame

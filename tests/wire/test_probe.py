@@ -32,8 +32,7 @@ from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.party.transcript import Transcript, Verified, verify
-from splitveil.common.run.contract import Contract
-from splitveil.common.run.contract_difference import first_difference
+from splitveil.common.run.contract import Contract, first_difference
 from splitveil.common.run.id_rules import TextId
 from splitveil.common.run.messages import IdForm
 from splitveil.common.settings import validate

@@ -193,9 +193,7 @@ def test_workers_end_when_their_party_is_killed() -> None:
     ends, start = os.pipe()
 
     with subprocess.Popen(
-        [sys.executable, "-c", program],
-        env={"PYTHONPATH": ":".join(sys.path)},
-        stderr=start,
+        [sys.executable, "-c", program], env={"PYTHONPATH": ":".join(sys.path)}, stderr=start
     ) as party:
         os.close(start)
         assert party.wait(timeout=HANGS_AFTER_S) == -signal.SIGKILL

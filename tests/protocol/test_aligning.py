@@ -16,12 +16,7 @@ from splitveil.common.alignment import AlignChannel, QueueChannel
 from splitveil.common.alignment.ecdh import EcdhEngine
 from splitveil.common.alignment.ristretto import load
 from splitveil.common.alignment.workers import GroupOperations
-from splitveil.common.errors import (
-    AlignmentError,
-    ContractMismatch,
-    OutOfStep,
-    PeerUnreachable,
-)
+from splitveil.common.errors import AlignmentError, ContractMismatch, OutOfStep, PeerUnreachable
 from splitveil.common.run.contract import AlignmentContract, Contract
 from splitveil.common.run.messages import Activation, BatchId, LeaveReason
 from splitveil.common.run.sample_order import CommonOrder
@@ -262,9 +257,7 @@ class DiesAligned(InProcessPeer):
 
 
 @pytest.mark.parametrize("parties", [1, 3])
-def test_a_party_that_was_killed_after_its_alignment_comes_back_and_all_agree(
-    parties: int,
-) -> None:
+def test_a_party_that_was_killed_after_its_alignment_comes_back_and_all_agree(parties: int) -> None:
     meeting = some_ids(parties)
     last = NAMES[parties - 1]
     others = [meeting.start(name, InProcessPeer) for name in NAMES[: parties - 1]]

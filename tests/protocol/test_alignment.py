@@ -12,23 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splitveil.common.alignment import (
-    Splits,
-    align,
-    build_engine,
-    channel_pair,
-    ecdh,
-)
+from splitveil.common.alignment import Splits, align, build_engine, channel_pair, ecdh
 from splitveil.common.alignment.ecdh import CHUNK_IDS, EcdhEngine, EcdhExchange
 from splitveil.common.alignment.exchange import _send_all
 from splitveil.common.alignment.tag_lists import secret_permutation
 from splitveil.common.data.ids import canonical_ids
-from splitveil.common.errors import (
-    AlignmentError,
-    DataError,
-    InvalidMessage,
-    PeerUnreachable,
-)
+from splitveil.common.errors import AlignmentError, DataError, InvalidMessage, PeerUnreachable
 from splitveil.common.run.contract import AlignmentSettings
 from splitveil.common.settings import validate
 from splitveil.protos import split_learning_pb2 as pb

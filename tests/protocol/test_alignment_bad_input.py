@@ -7,13 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splitveil.common.alignment import (
-    AlignChannel,
-    Alignment,
-    QueueChannel,
-    align,
-    channel_pair,
-)
+from splitveil.common.alignment import AlignChannel, Alignment, QueueChannel, align, channel_pair
 from splitveil.common.data.ids import Allowed, canonical_ids, usable_ids
 from splitveil.common.errors import (
     AlignmentError,

@@ -7,13 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from splitveil.common.alignment import (
-    QueueChannel,
-    Splits,
-    StreamChannel,
-    align,
-    channel_pair,
-)
+from splitveil.common.alignment import QueueChannel, Splits, StreamChannel, align, channel_pair
 from splitveil.common.alignment.ecdh import EcdhEngine, EcdhExchange
 from splitveil.common.alignment.workers import WorkerPool
 from splitveil.common.errors import (

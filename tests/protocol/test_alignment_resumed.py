@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from splitveil.common.alignment import (
-    ExchangeFiles,
-)
+from splitveil.common.alignment import ExchangeFiles
 from splitveil.common.alignment.ecdh import EcdhExchange
 from splitveil.common.alignment.kept import KeptName
 from splitveil.common.errors import InvalidMessage, OutOfStep, PeerUnreachable

@@ -43,15 +43,7 @@ from splitveil.simulation import free_address
 from tests.numbers import write_numbers
 from tests.runs import in_background, write_example
 from tests.waiting import HANGS_AFTER_S, wait_until
-from tests.watched import (
-    Watched,
-    asked,
-    names_in,
-    series_of,
-    value_of,
-    watched_run,
-    without_time,
-)
+from tests.watched import Watched, asked, names_in, series_of, value_of, watched_run, without_time
 
 CONTRACT = Contract(run_name="small", cut_shape=(4,), batch_size=8, epochs=3)
 WITH_LIMITS = (

@@ -31,14 +31,7 @@ from splitveil.common.wire.tensor_codec import TensorLimits, encode_activation
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
 from tests.compared import assert_same_weights
-from tests.runs import (
-    Parties,
-    build_parties,
-    in_background,
-    run_in_process,
-    run_over_grpc,
-    serving,
-)
+from tests.runs import Parties, build_parties, in_background, run_in_process, run_over_grpc, serving
 from tests.waiting import HANGS_AFTER_S
 
 
@@ -296,10 +289,7 @@ BAD_FRAMES: list[tuple[Callable[[bytes], bytes], grpc.StatusCode]] = [
     (lambda frame: changed(frame, step=5), grpc.StatusCode.FAILED_PRECONDITION),
     (lambda frame: changed(frame, epoch=1), grpc.StatusCode.FAILED_PRECONDITION),
     (lambda frame: changed(frame, run_id="x"), grpc.StatusCode.FAILED_PRECONDITION),
-    (
-        lambda frame: changed(frame, rows_digest=b"0" * 16),
-        grpc.StatusCode.FAILED_PRECONDITION,
-    ),
+    (lambda frame: changed(frame, rows_digest=b"0" * 16), grpc.StatusCode.FAILED_PRECONDITION),
 ]
 
 

@@ -175,10 +175,7 @@ def test_a_client_without_a_valid_certificate_gets_no_connection(
         theirs.write_bytes(
             theirs.read_bytes() + PartyFolder(trusted / "active").authority.read_bytes()
         )
-    with (
-        serving(parties, port, files(trusted, "active")),
-        peer_of(parties, port, shown) as peer,
-    ):
+    with serving(parties, port, files(trusted, "active")), peer_of(parties, port, shown) as peer:
         capfd.readouterr()
         with pytest.raises(PeerUnreachable, match="may refuse this party's certificate"):
             peer.is_ready()

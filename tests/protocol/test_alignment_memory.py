@@ -119,7 +119,6 @@ def test_the_result_is_the_same_with_a_limit_at_either_party(
     tmp_path: Path, limits: tuple[int | None, int | None], num_parts: list[int]
 ) -> None:
     first, second = aligned(parties(tmp_path, limits))
-
     assert set(common_ids(OWN, first)) == COMMON
     assert common_ids(OWN, first) == common_ids(PEER, second)
     assert len(num_parts) == 2 * sum(limit is not None for limit in limits)
@@ -169,7 +168,6 @@ def test_a_full_disk_ends_the_exchange_and_it_continues_when_there_is_room(
     left = files_in(tmp_path / "active")
     assert not [path for path in left if path.name.endswith("parts")]
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in left)
-
     monkeypatch.setattr(os, "pwrite", write)
     first, second = aligned(both)
     assert common_ids(OWN, first) == common_ids(PEER, second)
@@ -254,10 +252,8 @@ def test_common_rows_found_by_parts_are_those_found_at_once(tmp_path: Path, seed
     own, peer = draw.sample(tags, 4000), draw.sample(tags, 3000)
     lists = TagList(b"".join(own)), TagList(b"".join(peer))
     order = SecretOrder(len(own), bytes([seed]) * 32)
-
     whole = Workspace().common_rows(*lists, order)
     by_parts = Workspace(ExchangeFiles(tmp_path, SMALL)).common_rows(*lists, order)
-
     rows = order.rows(0, len(own)).tolist()
     expected = sorted({*own} & {*peer})
     place = dict(zip(own, rows, strict=True))
@@ -287,7 +283,6 @@ def test_parts_hold_all_records_in_order_and_fit_into_the_memory(tmp_path: Path)
         np.dtype("S4"), lambda: (block.view("S4").ravel() for block in np.split(data, 10)), each
     )
     parts = [part for (part,) in partitions([kind], tmp_path / "parts", most)]
-
     assert len(parts) >= 5000 * each / most
     assert all(len(part) * each <= most for part in parts)
     found = np.concatenate(parts).view(np.uint8).reshape(-1, 4)

@@ -46,7 +46,6 @@ def test_a_line_that_breaks_off_again_and_again_costs_no_id_and_repeats_little(
         assert any(isinstance(one.error, PeerUnreachable) for one in (first, second))
     else:
         first, second = pair.attempt()
-
     assert set(common_ids(OWN, first)) == COMMON
     assert common_ids(OWN, first) == common_ids(PEER, second)
     assert pair.is_kept() == [False, False]
@@ -75,14 +74,12 @@ def test_what_the_peer_has_is_neither_computed_nor_sent_again(tmp_path: Path) ->
     assert all(pair.is_kept())
     masked, multiplied = pair.groups[0].masked, pair.groups[1].multiplied
     assert multiplied == 5 * CHUNK
-
     first, second = pair.attempt()
     assert set(common_ids(OWN, first)) == COMMON
     assert pair.groups[0].masked <= len(OWN) + CHUNK  # the chunk that was lost
     assert pair.groups[0].masked - masked <= len(OWN) - 5 * CHUNK
     assert pair.groups[1].multiplied == len(OWN)
     assert pair.groups[0].multiplied == len(PEER)
-
     whole = Pair(tmp_path / "whole")
     whole.attempt()
     assert pair.groups[1].multiplied == whole.groups[1].multiplied
@@ -99,7 +96,6 @@ def test_a_last_message_that_is_lost_costs_neither_party_an_id(tmp_path: Path, l
     pair.loses_last_frame_of = None
     pair.limits[loser] = 2**15
     outcomes = pair.attempt()
-
     assert common_ids(OWN, outcomes[0]) == common_ids(PEER, outcomes[1])
     assert set(common_ids(OWN, outcomes[0])) == COMMON
     assert [group.masked for group in pair.groups] == [len(OWN), len(PEER)]
@@ -296,7 +292,6 @@ def test_what_is_refused_while_own_points_are_sent_is_forgotten_too(tmp_path: Pa
         victim.exchange.receive(tags_frame(chunk, tags[at : at + 2 * 16]))
     path = victim.files._folder / "own.tags"
     path.write_bytes(bytes(16) + tags[16:])
-
     victim.start(victim.resume())
     assert victim.held.tags == 100
     victim.exchange.receive(commitment)  # before the last own points are sent

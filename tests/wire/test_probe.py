@@ -3,7 +3,7 @@
 import logging
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -17,7 +17,6 @@ import yaml
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.serving import probe_server
 from splitveil.active_party.serving.probe_server import ProbeServer
-from splitveil.active_party.serving.server import start_server
 from splitveil.active_party.serving.service import ActiveService
 from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.id_forms import form_of
@@ -50,6 +49,8 @@ from splitveil.protos import split_learning_pb2 as pb
 from tests.certificates import add_expired, files, make, use
 from tests.runs import CONTRACT, Parties, build_parties, in_background, write_example
 from tests.wire.between import ConnectProxy
+from tests.wire.lines import peer_of
+from tests.wire.lines import serving as served
 
 TEXTS = IdForm("-0a", length=11)
 SAME_IDS = "ids: 11 letters and digits with small letters, the marks - at both parties"
@@ -76,22 +77,15 @@ def _briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe_server, "QUIET_S", 0.2)
 
 
-@contextmanager
 def serving(
     parties: Parties,
     port: int,
     credentials: CredentialFiles | None = None,
     transcript: Transcript | None = None,
     id_form: IdForm | None = None,
-) -> Iterator[ActiveService]:
-    service = ActiveService(parties.session, parties.engine, deadline_s=20)
-    contract = parties.active_settings.contract
-    desk = ProbeDesk(contract, id_form)
-    server = start_server(service, contract, f"127.0.0.1:{port}", credentials, transcript, desk)
-    try:
-        yield service
-    finally:
-        server.stop(0).wait()
+) -> AbstractContextManager[ActiveService]:
+    desk = ProbeDesk(parties.active_settings.contract, id_form)
+    return served(parties, port, credentials, transcript, desk)
 
 
 def found(
@@ -184,8 +178,7 @@ def test_a_run_between_probes_ends_with_the_same_bits(example: Path, port: int) 
 
 
 def _run(parties: Parties, port: int) -> None:
-    contract, reconnect = parties.run.contract, parties.passive_settings.reconnect
-    with GrpcPeer(PeerConnection(f"127.0.0.1:{port}", contract), reconnect) as peer:
+    with peer_of(parties, port) as peer:
         parties.run.run(peer)
 
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,8 +11,6 @@ import pytest
 import torch
 
 from splitveil.active_party.__main__ import main as active_main
-from splitveil.active_party.serving.server import start_server
-from splitveil.active_party.serving.service import ActiveService
 from splitveil.common.party.transcript import (
     FILE,
     Broken,
@@ -26,10 +23,9 @@ from splitveil.common.party.transcript import (
     verify,
 )
 from splitveil.common.party.transcript_lines import KINDS
-from splitveil.common.wire.connection import PeerConnection
-from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.programs import run_program
 from tests.runs import Parties, build_parties, run_in_process
+from tests.wire.lines import free_port, peer_of, serving
 
 Lines = list[str]
 
@@ -37,25 +33,17 @@ Lines = list[str]
 def run_noted(folder: Path, into: Path, *overrides: str) -> tuple[Parties, Path, Path]:
     """Run over localhost with both transcripts; return them."""
     parties = build_parties(folder, overrides)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
     for party in ("active", "passive"):
         (into / party).mkdir(parents=True)
-    service = ActiveService(parties.session, parties.engine, deadline_s=300)
-    contract, settings = parties.active_settings.contract, parties.passive_settings
     in_force = {"Train reply": "a strong one"}
+    port = free_port()
     with (
         Transcript(into / "active", "active", in_force) as one,
         Transcript(into / "passive", "passive") as other,
+        serving(parties, port, transcript=one),
+        peer_of(parties, port, transcript=other) as peer,
     ):
-        server = start_server(service, contract, address, transcript=one)
-        try:
-            with GrpcPeer(
-                PeerConnection(address, contract, transcript=other), settings.reconnect
-            ) as peer:
-                parties.run.run(peer)
-        finally:
-            server.stop(1).wait()
+        parties.run.run(peer)
     return parties, into / "active" / FILE, into / "passive" / FILE
 
 

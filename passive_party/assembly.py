@@ -165,6 +165,5 @@ class TrainerBuilder:
 
     def _training_pass(self, model: nn.Module, encoder: FeatureEncoder) -> TrainingPass:
         if self._line is None:
-            taps = tapped(self._settings, model)
-            return TrainingPass(model, {name: tap.take for name, tap in taps.items()})
+            return TrainingPass(model, tapped(self._settings, model))
         return spread(self._settings, model, RowForm(None, encoder.shapes), self._line)

@@ -24,12 +24,16 @@ BottomModel = Callable[[Features], Tensor]
 """Computes the activation of a batch with its graph: the model itself, or several processes."""
 
 
+Take = Callable[[], Tensor | None]
+"""Returns the latest gradient at a layer's output and forgets it."""
+
+
 class TrainingPass(NamedTuple):
     """How training batches are computed."""
 
     compute: BottomModel
-    taps: Mapping[str, Callable[[], Tensor | None]] = MappingProxyType({})
-    """Take the gradients at the layers that the adversary wants to see, by their names."""
+    taps: Mapping[str, Take] = MappingProxyType({})
+    """For each layer whose gradients the adversary wants to see, by name."""
 
 
 class BottomTrainer:

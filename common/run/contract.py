@@ -255,11 +255,6 @@ class Contract(Section):
         return (self.cut_shape[0] * len(self.passive_parties), *self.cut_shape[1:])
 
     @property
-    def aggregate_dim(self) -> int:
-        """Number of values in the top model's input for one example."""
-        return math.prod(self.aggregate_shape)
-
-    @property
     def max_rows(self) -> int:
         """The most rows that one tensor on the wire may have."""
         return max(self.batch_size, self.evaluation_batch_size)

@@ -46,8 +46,6 @@ SMALL_BYTES = 1024
 TENSOR_HEADER_BYTES = 1024
 """The fields beside a tensor's payload, about 80 bytes. Without this bound, a megabyte of shape
 would become twenty megabytes of Python numbers."""
-CONTRACT_DEPTH = 4
-"""Levels of nested sections in a contract; the real one has three."""
 DETAILS_CHARACTERS = 2000
 """Characters of a status from the peer that are read."""
 

@@ -3,7 +3,7 @@
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from splitveil.active_party.serving.server import start_server
 from splitveil.active_party.serving.service import ActiveService
@@ -11,7 +11,6 @@ from splitveil.common.wire.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.runs import Parties
 
-PeerT = TypeVar("PeerT", bound=GrpcPeer)
 LOCALHOST = "127.0.0.1"
 
 
@@ -39,10 +38,10 @@ def peer_of(
     port: int,
     *others: Any,
     host: str = LOCALHOST,
-    kind: type[PeerT] = GrpcPeer,  # type: ignore[assignment]
+    kind: type[GrpcPeer] = GrpcPeer,
     **named: Any,
-) -> PeerT:
-    """Make the passive party's peer; what else is given goes to the connection."""
+) -> Any:
+    """Make the passive party's peer, of a kind; what else is given goes to the connection."""
     settings = parties.passive_settings
     connection = PeerConnection(f"{host}:{port}", settings.contract, *others, **named)
     return kind(connection, settings.reconnect)

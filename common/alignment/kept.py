@@ -17,7 +17,6 @@ the same scalar.
 """
 
 import hashlib
-import json
 import logging
 import os
 import shutil
@@ -25,6 +24,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple
+
+from pydantic import ConfigDict, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
 from splitveil.common.alignment.storing import private, storing
 from splitveil.common.alignment.tag_lists import TagList
@@ -60,9 +61,14 @@ class Begun(NamedTuple):
     scalar: bytes
     shuffle_seed: bytes
     ids_digest: bytes  # of this party's ids: with others, the exchange cannot be resumed
-    own_size: int  # number of this party's ids
-    peer_size: int
-    chunk_ids: int
+    own_size: NonNegativeInt  # number of this party's ids
+    peer_size: NonNegativeInt
+    chunk_ids: PositiveInt
+
+
+_BEGUN = TypeAdapter(
+    Begun, config=ConfigDict(ser_json_bytes="hex", val_json_bytes="hex", strict=True)
+)
 
 
 class Kept(NamedTuple):
@@ -128,11 +134,7 @@ class ExchangeFiles:
         with storing(self._folder):
             self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._folder.mkdir(mode=0o700)
-        stored = {
-            name: value.hex() if isinstance(value, bytes) else value
-            for name, value in begun._asdict().items()
-        }
-        write_bytes_atomically(self._folder / _STATE, json.dumps(stored).encode(), 0o600)
+        write_bytes_atomically(self._folder / _STATE, _BEGUN.dump_json(begun), 0o600)
 
     def path(self, name: KeptName | OwnName) -> Path:
         return self._folder / name
@@ -184,17 +186,8 @@ class ExchangeFiles:
         path = self._folder / _STATE
         try:
             with storing(path):
-                stored = json.loads(path.read_bytes()) if path.exists() else None
-            if stored is None:
-                return None
-            number, scalar, seed, ids = (bytes.fromhex(stored[name]) for name in Begun._fields[:4])
-            own_size, peer_size, chunk_ids = (stored[name] for name in Begun._fields[4:])
-            if any(type(size) is not int or size < 0 for size in (own_size, peer_size)):
-                raise ValueError(stored)
-            if type(chunk_ids) is not int or chunk_ids < 1:
-                raise ValueError(chunk_ids)
-            return Begun(number, scalar, seed, ids, own_size, peer_size, chunk_ids)
-        except (ValueError, TypeError, LookupError):
+                return _BEGUN.validate_json(path.read_bytes()) if path.exists() else None
+        except ValidationError:
             logger.warning("%s: is damaged; the ids are exchanged anew", path)
             return None
 

@@ -3,6 +3,7 @@
 import base64
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,6 @@ from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.wire.endpoint import open_channel
 from splitveil.common.wire.http_proxy import HttpProxy, proxy_of_environment
 from splitveil.passive_party.assembly import http_proxy
-from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.settings import PassiveSettings
 from tests.certificates import files, make, use
 from tests.runs import Parties, build_parties, write_example
@@ -58,7 +58,7 @@ def test_what_the_environment_names_is_not_asked(
         assert proxy.heads == []
 
 
-def through(parties: Parties, trusted: Path, port: int, proxy: HttpProxy | None = None) -> GrpcPeer:
+def through(parties: Parties, trusted: Path, port: int, proxy: HttpProxy | None = None) -> Any:
     proxy = proxy or proxy_of_environment(f"127.0.0.1:{port}")
     return peer_of(parties, port, files(trusted, "passive"), proxy=proxy)
 

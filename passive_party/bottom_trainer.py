@@ -24,8 +24,7 @@ BottomModel = Callable[[Features], Tensor]
 """Computes the activation of a batch with its graph: the model itself, or several processes."""
 
 
-Take = Callable[[], Tensor | None]
-"""Returns the latest gradient at a layer's output and forgets it."""
+Take = Callable[[], Tensor | None]  # returns the latest gradient at a layer's output and forgets it
 
 
 class TrainingPass(NamedTuple):

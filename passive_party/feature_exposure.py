@@ -24,15 +24,12 @@ from splitveil.common.run.sample_order import Positions
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 
 FOLDS = 5
-LEAST_ROWS = 50
-"""Fewer rows say nothing."""
-MOST_DIMENSIONS = 1024
-"""Wider activations are projected onto as many random directions first."""
+LEAST_ROWS = 50  # fewer rows say nothing
+MOST_DIMENSIONS = 1024  # wider activations are projected onto as many random directions first
 MOST_CATEGORIES = 64
 """The most frequent categories of a column; rows of the others are not asked about."""
 
-_RIDGE = 1e-3
-"""Penalty per row, in units of the variance of a standardised activation."""
+_RIDGE = 1e-3  # penalty per row, in units of the variance of a standardised activation
 _SEED = 0
 _EMBEDDED_AT_ONCE = 1024
 
@@ -117,7 +114,7 @@ def cross_fitted(inputs: _Numbers, targets: _Numbers, folds: npt.NDArray[np.int6
     for fold in np.unique(folds):
         known, asked = folds != fold, folds == fold
         centre, spread = inputs[known].mean(axis=0), inputs[known].std(axis=0)
-        # A unit that is silent on the known rows tells nothing.
+        # a unit that is silent on the known rows tells nothing.
         spread = np.where(spread > 0, spread, np.inf)
         fitted_on = (inputs[known] - centre) / spread
         mean = targets[known].mean(axis=0)

@@ -27,8 +27,7 @@ from splitveil.passive_party.watched_calls import OPEN
 
 logger = logging.getLogger(__name__)
 
-CATCH_UP_S = 5.0
-"""Longest time that an audit waits for the attacks on an epoch's last batches."""
+CATCH_UP_S = 5.0  # longest time that an audit waits for the attacks on an epoch's last batches
 
 
 class PassiveRecorder(RunRecorder):

@@ -46,9 +46,7 @@ from splitveil.passive_party.training import Auditor, RunObserver, Training
 _MAX_ALIGNMENTS = 20
 """Alignments that one process starts because the peer was lost during the previous one."""
 
-_MAX_DAMAGED = 3
-"""Alignments among these that may be due to an invalid message of the previous one."""
-
+_MAX_DAMAGED = 3  # alignments among these that may be due to an invalid message of the previous one
 TrainerFactory = Callable[[AlignedRows], BottomTrainer]
 
 Begun = TypeVar("Begun")
@@ -111,7 +109,7 @@ class PassiveRun:
             raise
         except BaseException as error:
             self._say_goodbye(peer, LeaveReason.FAILED)
-            # A bottom model is given no labels, so that the text of its errors holds none.
+            # a bottom model is given no labels, so that the text of its errors holds none.
             own = fault_of_own_code(error, shows_text=True)
             if own is None:
                 raise
@@ -271,7 +269,7 @@ class PassiveRun:
     def _say_goodbye(self, peer: Peer, reason: LeaveReason) -> None:
         if not self.run_id:
             return  # there is no run that the peer could end
-        # A goodbye that does not arrive changes nothing here: the peer notices the silence.
+        # a goodbye that does not arrive changes nothing here: the peer notices the silence.
         with contextlib.suppress(PeerError):
             peer.leave(self.run_id, reason)
 

@@ -44,6 +44,7 @@ _STATE = "state"
 _IDS_DOMAIN = b"splitveil alignment ids 2\x00"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _READ_BYTES = 1 << 20
+# Bytes of one element of each file.
 _LENGTHS: dict[KeptName, int] = {
     "own.points": POINT_BYTES,
     "peer.points": POINT_BYTES,
@@ -51,7 +52,6 @@ _LENGTHS: dict[KeptName, int] = {
     "peer.commitment": _DIGEST_BYTES,
     "own.tags": TAG_BYTES,
 }
-"""Bytes of one element of each file."""
 
 
 class Begun(NamedTuple):

@@ -21,8 +21,7 @@ from splitveil.protos.split_learning_pb2 import AlignFrame, AlignShare, AlignWai
 
 Mask = npt.NDArray[np.bool_]
 
-WAIT_S = 2.0
-"""Seconds between two wait frames to a party that waits."""
+WAIT_S = 2.0  # seconds between two wait frames to a party that waits
 
 
 class Share(NamedTuple):

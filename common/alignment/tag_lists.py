@@ -21,12 +21,8 @@ Rows = npt.NDArray[np.int64]
 
 _SHUFFLE = b"splitveil alignment shuffle 2\x00"
 _KEYS_AT_ONCE = 2**13
-_PIECE_TAGS = 2**14
-"""Tags that are read from a list at a time."""
-
-ROW = np.dtype("<i8")
-"""A row number in a file."""
-
+_PIECE_TAGS = 2**14  # tags that are read from a list at a time
+ROW = np.dtype("<i8")  # a row number in a file
 TAG = np.dtype(f"S{TAG_BYTES}")
 TAGGED_ROW = np.dtype([("tag", TAG), ("row", ROW)])
 _KEYED_ROW = np.dtype([("key", ">u8"), ("row", ROW)])

@@ -25,8 +25,7 @@ _logger = logging.getLogger(__name__)
 
 _ROWS_AT_ONCE = 2**16
 
-FOLDER = "alignment"
-"""Folder of a run's alignments, in which each party has its own."""
+FOLDER = "alignment"  # folder of a run's alignments, in which each party has its own
 
 
 def aligning(settings: PartySettingsT) -> PartySettingsT:

@@ -32,6 +32,7 @@ from splitveil.common.text.yaml_text import RESOLVED, read_yaml_file
 
 logger = logging.getLogger(__name__)
 
+# Settings that may differ when a run is resumed; all others affect its results.
 MAY_CHANGE = frozenset(
     {
         "alignment_attempts",
@@ -59,7 +60,6 @@ MAY_CHANGE = frozenset(
         "transcript",
     }
 )
-"""Settings that may differ when a run is resumed; all others affect its results."""
 _SECRET = frozenset({"insecure_noise_seed", "insecure_nonce_seed", "uri"})
 _SETTINGS = "settings.yaml"
 

@@ -20,14 +20,9 @@ from splitveil.common.text.files import read_bytes
 
 logger = logging.getLogger(__name__)
 
-MAX_FILE_BYTES = 2**20
-"""Largest size of a PEM file, enough for hundreds of certificates."""
-SOON_DAYS = 30
-"""A certificate that expires within this many days causes a warning."""
-
-
-_Version = tuple[int, int, int]
-"""Inode, time of the last change and size of a file."""
+MAX_FILE_BYTES = 2**20  # largest size of a PEM file, enough for hundreds of certificates
+SOON_DAYS = 30  # a certificate that expires within this many days causes a warning
+_Version = tuple[int, int, int]  # inode, time of the last change and size of a file
 
 
 @dataclass(frozen=True)

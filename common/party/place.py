@@ -38,5 +38,4 @@ class Place(NamedTuple):
         return cls(*found)
 
 
-ONLY = Place()
-"""A process that has no others beside it."""
+ONLY = Place()  # a process that has no others beside it

@@ -23,13 +23,13 @@ from splitveil.protos import split_learning_pb2 as pb
 LINE_BYTES = 64 * 1024
 """About thirty times our longest line, which names a defense with all its settings."""
 
+# The kinds of all messages of the protocol.
 KINDS = frozenset(
     f"{call.name} {side}"
     for service in pb.DESCRIPTOR.services_by_name.values()
     for call in service.methods
     for side in ("request", "reply")
 )
-"""The kinds of all messages of the protocol."""
 
 
 def _known(kind: str) -> str:

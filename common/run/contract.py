@@ -28,21 +28,15 @@ DnsName = Annotated[
     ),
 ]
 
-PASSIVE_PARTIES = 8
-"""The most passive parties that one run can have."""
-
-NAME_CHARACTERS = 64
-"""The most characters that ``Name`` allows in the name of a party or a run."""
-
+PASSIVE_PARTIES = 8  # the most passive parties that one run can have
+NAME_CHARACTERS = 64  # the most characters that `Name` allows in the name of a party or a run
 _OTHER_FIELDS = "(other fields)"
 _IDS = "ids"
 _PURPOSE = "purpose"
 _SHOWN_CHARACTERS = 60
 _ABSENT = "nothing"
 
-ACTIVE = "active"
-"""Name of the active party; the passive parties choose theirs."""
-
+ACTIVE = "active"  # name of the active party; the passive parties choose theirs
 MAX_CUT_DIM = 2**24
 """64 MiB of float32 for each example: far beyond any cut layer, and far below what overflows."""
 

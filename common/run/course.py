@@ -23,8 +23,7 @@ from splitveil.common.run.splits import SPLITS, PassName, SplitName
 HELD_OUT: tuple[SplitName, ...] = ("validation", "test")
 
 MAX_EVALUATIONS_AHEAD = 16
-EVALUATION_BYTES_AHEAD = 4 * 1024 * 1024
-"""What a line of 1 Gbit/s and a round trip of 30 ms holds."""
+EVALUATION_BYTES_AHEAD = 4 * 1024 * 1024  # what a line of 1 Gbit/s and a round trip of 30 ms holds
 
 
 @dataclass(frozen=True)

@@ -100,13 +100,13 @@ class AuditQuestion:
 
 
 ID_MARKS = string.punctuation.replace("~", "") + " "
+# The kinds of characters that are compared, each with its pattern in RE2's syntax.
 ID_CHARACTERS = {mark: re.escape(mark) for mark in ID_MARKS} | {
     "0": r"\p{Nd}",
     "A": r"\p{Lu}",
     "a": r"\p{Ll}",
     "~": r"[^\x00-\x7f]",
 }
-"""The kinds of characters that are compared, each with its pattern in RE2's syntax."""
 
 
 class IdForm(NamedTuple):

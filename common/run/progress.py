@@ -23,8 +23,7 @@ from splitveil.common.run.course import (
 from splitveil.common.run.sample_order import Positions, joint_seed
 from splitveil.common.text.version import VERSION
 
-State = dict[str, Any]
-"""Nested dicts, lists and tuples of tensors and plain values."""
+State = dict[str, Any]  # nested dicts, lists and tuples of tensors and plain values
 
 
 class CheckpointStore(Protocol):

@@ -15,18 +15,12 @@ from typing import NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-Positions = npt.NDArray[np.int64]
-"""Indices of examples in the common order, counted from 0."""
-
-NONCE_BYTES = 32
-"""Length of a party's share of the joint seed, the same as that of the seed."""
-
+Positions = npt.NDArray[np.int64]  # indices of examples in the common order, counted from 0
+NONCE_BYTES = 32  # length of a party's share of the joint seed, the same as that of the seed
 POSITIONS_DIGEST_BYTES = 16
 """Length of a digest of positions, which detects mistakes and need not keep anything secret."""
 
-ROWS_DIGEST_BYTES = 16
-"""Length of a digest of a batch's ids."""
-
+ROWS_DIGEST_BYTES = 16  # length of a digest of a batch's ids
 _ROWS_DOMAIN = b"splitveil rows 1"
 _SEED_DOMAIN = b"splitveil joint seed v1"
 _EPOCH_DOMAIN = b"splitveil sample order v1"

@@ -24,8 +24,7 @@ from splitveil.common.text.addresses import is_numeric_loopback, split_address
 
 logger = logging.getLogger(__name__)
 
-REQUESTS_AT_ONCE = 8
-"""Requests that are answered at the same time."""
+REQUESTS_AT_ONCE = 8  # requests that are answered at the same time
 PATIENCE_S = 5.0
 """Seconds that a client may take to send its request, or to take a part of the answer."""
 LAST_LOOK_S = 65.0

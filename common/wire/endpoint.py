@@ -19,8 +19,7 @@ from splitveil.common.wire.tls import channel_credentials, server_credentials
 
 logger = logging.getLogger(__name__)
 
-SERVICE = "splitveil.v1.SplitLearning"
-"""Served by the active party while a model is trained."""
+SERVICE = "splitveil.v1.SplitLearning"  # served by the active party while a model is trained
 INFERENCE_SERVICE = "splitveil.v1.SplitInference"
 """Served by a passive party once a model is trained."""
 
@@ -168,7 +167,7 @@ def server_options(contract: Contract) -> ChannelOptions:
         ("grpc.max_allowed_incoming_connections", min(descriptors // 4, _MOST_CONNECTIONS)),
         ("grpc.server_handshake_timeout_ms", 10_000),
         ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION),
-        # A few compressed kilobytes could expand without limit.
+        # a few compressed kilobytes could expand without limit.
         ("grpc.compression_enabled_algorithms_bitset", 1),
     ]
 
@@ -186,7 +185,7 @@ def channel_options(contract: Contract) -> ChannelOptions:
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        # A server that takes a ping every 30 s for an attack would drop the connection.
+        # a server that takes a ping every 30 s for an attack would drop the connection.
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
         ("grpc.enable_retries", 0),

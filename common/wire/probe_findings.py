@@ -15,9 +15,7 @@ from splitveil.common.text.visible_text import visible
 from splitveil.common.wire.limits import PROTOCOL_VERSION
 from splitveil.common.wire.probes import Introduction
 
-Check = Callable[[], str]
-"""Returns a finding, or raises it if it would end a run."""
-
+Check = Callable[[], str]  # returns a finding, or raises it if it would end a run
 CLOCK_TOLERANCE_S = 60.0
 """Difference of the clocks from which a certificate may be judged wrongly at either side."""
 

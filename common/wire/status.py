@@ -46,8 +46,7 @@ class PeerStatus(NamedTuple):
 
 
 _MISMATCH = "contract-mismatch"
-_BUSY = "Concurrent RPC limit exceeded"
-"""gRPC's own wording."""
+_BUSY = "Concurrent RPC limit exceeded"  # gRPC's own wording
 _FIELD_NAME = re.compile(r"[A-Za-z0-9_. ()-]{1,100}")
 _OTHER_FIELDS = "(other fields)"
 
@@ -199,10 +198,10 @@ def _error_without_connection(details: str) -> PeerError:
         if words in details:
             return PeerUntrusted(meaning)
     if "CERTIFICATE_VERIFY_FAILED" in details or "certificate signature failure" in details:
-        # A channel trusts only one certificate, which was verified when the channel was made.
+        # a channel trusts only one certificate, which was verified when the channel was made.
         return PeerRenewed("the peer shows another certificate than before")
     if "failed to connect" in details and "Socket closed" in details:
-        # A server that refuses a certificate, or requires one, says nothing else.
+        # a server that refuses a certificate, or requires one, says nothing else.
         return PeerUnreachable(
             "no connection to the peer (it hangs up: it may refuse this party's certificate, or "
             "require TLS; its own log says more)"

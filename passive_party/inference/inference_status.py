@@ -11,9 +11,7 @@ from splitveil.common.run.contract import ACTIVE, Contract
 from splitveil.common.status.party_status import PartyStatus
 from splitveil.common.status.registry import ANSWER_BUCKETS_S
 
-STAGES = ("starting", "serving", "closing")
-"""The stages of the program, in order."""
-
+STAGES = ("starting", "serving", "closing")  # the stages of the program, in order
 CALLS = ("Describe", "Embed", "EmbedTable")
 
 

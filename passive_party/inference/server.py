@@ -17,8 +17,7 @@ from splitveil.common.wire.tls import PartyInterceptor
 from splitveil.passive_party.inference.service import MAX_STREAMS, InferenceService
 from splitveil.protos import split_learning_pb2 as pb
 
-OTHER_THREADS = 8
-"""For single calls, and for streams that are turned away."""
+OTHER_THREADS = 8  # for single calls, and for streams that are turned away
 
 
 class InferenceServer(AbstractContextManager["InferenceServer"]):

@@ -4,8 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 
-BURST_S = 1.0
-"""Seconds of answers that may be saved up by asking nothing."""
+BURST_S = 1.0  # seconds of answers that may be saved up by asking nothing
 _LOOK_EVERY_S = 0.1
 
 

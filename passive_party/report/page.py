@@ -26,6 +26,7 @@ EXPOSURE = "exposure.json"
 
 _PACKAGE = "splitveil.passive_party.report"
 
+# What each kind of message that this party sends contains.
 _CONTENT: Mapping[str, str] = {
     "Handshake request": "the contract, field by field",
     "Align request": "ids, blinded by a secret of this party",
@@ -37,7 +38,6 @@ _CONTENT: Mapping[str, str] = {
     "Embed reply": "activations of rows asked for by id",
     "EmbedTable reply": "encrypted activations of the whole table",
 }
-"""What each kind of message that this party sends contains."""
 
 
 class Left(NamedTuple):

@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -104,22 +105,30 @@ def test_a_last_message_that_is_lost_costs_neither_party_an_id(tmp_path: Path, l
     assert pair.is_kept() == [False, False]
 
 
-def test_without_files_each_attempt_begins_afresh(tmp_path: Path) -> None:
-    pair = Pair(tmp_path)
-    pair.attempt(breaks_at=(6, None))
+def without_files(pair: Pair) -> None:
     pair.kept[1].discard()
-    first, second = pair.attempt()
-    assert common_ids(OWN, first) == common_ids(PEER, second)
-    assert pair.groups[1].multiplied == 5 * CHUNK + len(OWN)
 
 
-def test_other_ids_begin_afresh(tmp_path: Path) -> None:
+def with_other_ids(pair: Pair) -> None:
+    pair.ids = (OWN, names(range(60, 191)))
+
+
+def with_damaged_states(pair: Pair) -> None:
+    for files, text in zip(pair.files, ("{", '{"exchange": "zz"}'), strict=True):
+        (files._folder / "state").write_text(text)
+
+
+@pytest.mark.parametrize("change", [without_files, with_other_ids, with_damaged_states])
+def test_what_cannot_be_resumed_begins_afresh(
+    tmp_path: Path, change: Callable[[Pair], None]
+) -> None:
     pair = Pair(tmp_path)
     pair.attempt(breaks_at=(6, None))
-    pair.ids = (OWN, names(range(60, 191)))
+    change(pair)
     first, second = pair.attempt()
     assert set(common_ids(OWN, first)) == COMMON
     assert common_ids(OWN, first) == common_ids(pair.ids[1], second)
+    assert pair.groups[1].multiplied == 5 * CHUNK + len(OWN)
 
 
 def test_only_the_owner_can_read_what_is_kept(tmp_path: Path) -> None:
@@ -148,15 +157,6 @@ def test_files_that_a_crash_left_in_part_are_used_as_far_as_they_are_whole(
         if first.error is None and second.error is None:
             break
     assert set(common_ids(OWN, first)) == COMMON
-    assert common_ids(OWN, first) == common_ids(PEER, second)
-
-
-def test_a_damaged_state_begins_afresh(tmp_path: Path) -> None:
-    pair = Pair(tmp_path)
-    pair.attempt(breaks_at=(6, None))
-    for files, text in zip(pair.files, ("{", '{"exchange": "zz"}'), strict=True):
-        (files._folder / "state").write_text(text)
-    first, second = pair.attempt()
     assert common_ids(OWN, first) == common_ids(PEER, second)
 
 

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from torch import Tensor
 
 from splitveil.common.data.canonical_form import CanonicalForm
+from splitveil.common.data.columns import almost_numbers
 from splitveil.common.data.converted import MappedTable, open_converted
 from splitveil.common.data.features import FeatureEncoder, Features
 from splitveil.common.data.id_forms import ColumnForms, form_of
@@ -29,6 +30,7 @@ from splitveil.common.data.source_settings import (
     ParquetSource,
     expand_path,
 )
+from splitveil.common.data.sources import list_rows
 from splitveil.common.data.table import Table, open_table_source, read_table
 from splitveil.common.errors import DataError, SplitveilError
 from splitveil.common.party.party_settings import PartySettings
@@ -98,9 +100,11 @@ class PartyData:
                 with _conversion_bar(_name_of(settings.source)) as progress:
                     mapped = open_converted(settings, base_dir, progress, split_column, id_rules)
                 _say(mapped.id_doubts, mapped.id_report, settings, mapped.source)
+                _say_almost_numbers(mapped, mapped.kept)
                 return cls(settings, mapped, mapped.ids, mapped.kept, mapped.id_report)
             _suggest_a_cache(settings.source, base_dir)
         table = read_table(settings, base_dir, split_column, id_rules)
+        _say_almost_numbers(table)
         where, form = f"{table.source}: {settings.place_of_ids}", CanonicalForm(id_rules)
         allowed, names = Allowed.by(settings), settings.id_columns
         ids, kept, report = usable_ids(table.ids, where, form, allowed, names, table.labels)
@@ -254,6 +258,23 @@ def _say(doubts: Sequence[str], report: IdReport, settings: DataSettings, source
         _logger.log(level, "%s: %s: %s", source, where, report.in_words())
     for doubt in doubts:
         _logger.warning("%s: %s: %s", source, where, doubt)
+
+
+def _say_almost_numbers(table: Table, kept: NDArray[np.int64] | None = None) -> None:
+    for name, column in table.categorical.items():
+        rows = np.flatnonzero(almost_numbers(column))
+        if not len(rows):
+            continue
+        _logger.warning(
+            "%s: column %r: each text is a category, but %d of %d cells are numbers, those in %s "
+            "are not; if they mean no value, name their texts in data.features.missing_texts and "
+            "the column in data.features.numeric",
+            table.source,
+            name,
+            (num_cells := (column.codes >= 0).sum()) - len(rows),
+            num_cells,
+            list_rows((rows if kept is None else kept[rows]) + 1),
+        )
 
 
 def _name_of(source: CacheableSource) -> str:

@@ -40,7 +40,7 @@ SUB_COMMANDS = (
     SubCommand(
         "passive",
         "a feature owner's commands, as passive-party: run, check, ...",
-        "splitveil.passive_party.command",
+        "splitveil.passive_party.commands.program",
     ),
     SubCommand(
         "local",

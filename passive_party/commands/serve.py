@@ -1,4 +1,4 @@
-"""The command ``passive-party serve``."""
+"""``passive-party serve``: answers the active party's questions for predictions, until stopped."""
 
 import argparse
 import logging
@@ -12,7 +12,7 @@ from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.transcript import Transcript
 from splitveil.common.status.endpoint import endpoint_of
 from splitveil.common.storage.run_folder import claimed, inner_folder
-from splitveil.common.wire.endpoint import check_security
+from splitveil.common.wire.endpoint import log_security
 from splitveil.common.wire.noted_calls import AllNotes, Notes
 from splitveil.passive_party.inference.inference_status import InferenceStatus
 from splitveil.passive_party.inference.served_model import ServedModel
@@ -28,18 +28,12 @@ _LOOK_EVERY_S = 0.2
 
 
 def serve(parsed: argparse.Namespace) -> None:
-    """Serve until a signal asks to stop.
-
-    Raises:
-        SplitveilError: settings, model or data cannot be used.
-    """
     interruption = Interruption()
     interruption.install()
     settings = command_line.load_settings(PassiveSettings, parsed, "passive")
     address = settings.answers.listen
     credentials = credential_files(settings, settings.party)
-    security = check_security(credentials, address, "answers.listen")
-    logger.log(logging.WARNING if credentials is None else logging.INFO, "security: %s", security)
+    log_security(credentials, address, "answers.listen")
     status = InferenceStatus(settings.party, settings.contract)
     folder = inner_folder(settings.run_folder(settings.folder_name()), "serve")
     with ExitStack() as resources:

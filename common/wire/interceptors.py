@@ -1,17 +1,32 @@
-"""Turns errors of this party into statuses for the peer; the only module that does."""
+"""What stands before a server's handlers; turns errors of this party into statuses for the peer."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import grpc
 
-from splitveil.common.wire.interceptor import HandlerInterceptor
 from splitveil.common.wire.status import status_for
 
 ErrorListener = Callable[[Exception], None]
+Handler: TypeAlias = Any
+"""A ``grpc.RpcMethodHandler``, which is a named tuple, as grpcio's stubs do not say."""
 
-if TYPE_CHECKING:
-    from splitveil.common.wire.interceptor import Handler
+
+class HandlerInterceptor(grpc.ServerInterceptor):  # type: ignore[misc, unused-ignore]
+    """Wraps the handler of every call that has one."""
+
+    def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Handler | None],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        handler = continuation(handler_call_details)
+        return None if handler is None else self.wrap(handler, handler_call_details)
+
+    @abstractmethod
+    def wrap(self, handler: Handler, details: grpc.HandlerCallDetails, /) -> Handler:
+        """Return the handler that is called in the place of another."""
 
 
 class ErrorInterceptor(HandlerInterceptor):
@@ -24,20 +39,11 @@ class ErrorInterceptor(HandlerInterceptor):
     def __init__(self, on_error: ErrorListener) -> None:
         self._on_error = on_error
 
-    def wrap(self, handler: "Handler", _details: grpc.HandlerCallDetails, /) -> "Handler":
-        """Wrap the handler of a call."""
+    def wrap(self, handler: Handler, _details: grpc.HandlerCallDetails, /) -> Handler:
         if handler.unary_unary is not None:
-            return grpc.unary_unary_rpc_method_handler(
-                self._wrap_unary(handler.unary_unary),
-                handler.request_deserializer,
-                handler.response_serializer,
-            )
+            return handler._replace(unary_unary=self._wrap_unary(handler.unary_unary))
         if handler.stream_stream is not None:
-            return grpc.stream_stream_rpc_method_handler(
-                self._wrap_stream(handler.stream_stream),
-                handler.request_deserializer,
-                handler.response_serializer,
-            )
+            return handler._replace(stream_stream=self._wrap_stream(handler.stream_stream))
         return handler
 
     def _wrap_unary(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,11 +1,11 @@
-"""The command ``splitveil-certs``: certificates for both parties, signed by an authority.
+"""The command ``splitveil certs``: certificates for both parties, signed by an authority.
 
-    splitveil-certs init DIR [--party NAME ...] [--name-of NAME=DNS_NAME ...] [--days N] [--keep]
-    splitveil-certs authority DIR
-    splitveil-certs request DIR --party NAME [--name DNS_NAME]
-    splitveil-certs sign DIR REQUEST --party NAME [--name DNS_NAME] [--fingerprint SHA256]
-    splitveil-certs renew DIR --party NAME [--days N]
-    splitveil-certs show FILE
+    splitveil certs init DIR [--party NAME ...] [--name-of NAME=DNS_NAME ...] [--days N] [--keep]
+    splitveil certs authority DIR
+    splitveil certs request DIR --party NAME [--name DNS_NAME]
+    splitveil certs sign DIR REQUEST --party NAME [--name DNS_NAME] [--fingerprint SHA256]
+    splitveil certs renew DIR --party NAME [--days N]
+    splitveil certs show FILE
 
 ``init`` makes everything at one place, for a trial. With ``request`` and ``sign``, each party makes
 its own key, which never leaves its machine. Parties that have their own certification authority do
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         options.action(options)
     except SplitveilError as error:
-        sys.stderr.write(f"splitveil-certs: {visible_lines(str(error))}\n")
+        sys.stderr.write(f"splitveil certs: {visible_lines(str(error))}\n")
         return error.exit_code
     return 0
 
@@ -233,7 +233,7 @@ def _days(text: str) -> int:
     return days
 
 
-def parser(program: str = "splitveil-certs") -> argparse.ArgumentParser:
+def parser(program: str = "splitveil certs") -> argparse.ArgumentParser:
     """Return the command's parser.
 
     Args:

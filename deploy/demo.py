@@ -2,7 +2,7 @@
 
     splitveil demo [EXAMPLE] [--defense DEFENSE ...] [--set PARTY.NAME=VALUE ...] [--runs DIR]
 
-It runs an example as ``splitveil-local`` does, from the copy inside the package: it needs neither
+It runs an example as ``splitveil local`` does, from the copy inside the package: it needs neither
 the repository nor a download.
 """
 

@@ -1,6 +1,6 @@
-"""The command ``splitveil-local``: all parties of an example as processes on this machine.
+"""The command ``splitveil local``: all parties of an example as processes on this machine.
 
-    splitveil-local EXAMPLE_DIR [--defense DEFENSE ...] [--set PARTY.NAME=VALUE ...] [--runs DIR]
+    splitveil local EXAMPLE_DIR [--defense DEFENSE ...] [--set PARTY.NAME=VALUE ...] [--runs DIR]
 
 An example is a folder with ``active.yaml`` and ``passive.yaml``; with more than one passive party
 it has a file for each, such as ``passive_a.yaml``. ``--set passive.NAME=VALUE`` applies to all of
@@ -132,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """Run the example that the options name and return the exit code."""
-    return run_example(options.example_dir, options, "splitveil-local")
+    return run_example(options.example_dir, options, "splitveil local")
 
 
 def run_example(example_dir: Path, options: argparse.Namespace, program: str) -> int:
@@ -242,7 +242,7 @@ def _report(*arguments: str, as_json: bool) -> None:
     quiet = ["--quiet"] if as_json or Console().is_terminal else []
     command = [*PYTHON, "-m", "splitveil.active_party", "report", *quiet, *arguments]
     if subprocess.run(command, check=False).returncode:
-        sys.stderr.write("splitveil-local: a report could not be written\n")
+        sys.stderr.write("splitveil local: a report could not be written\n")
 
 
 def _plan(name: str, base: Overrides, defenses: Sequence[NamedDefense]) -> dict[str, PlannedRun]:
@@ -340,7 +340,7 @@ def held_port() -> Iterator[int]:
         yield int(holder.getsockname()[1])
 
 
-def parser(program: str = "splitveil-local") -> argparse.ArgumentParser:
+def parser(program: str = "splitveil local") -> argparse.ArgumentParser:
     """Return the command's parser.
 
     Args:

@@ -4,7 +4,7 @@ By default the local launcher runs a cell, with a process per party; with ``in_p
 parties share one (`in_process`).
 
     cells/<data set>/<variant>/seed-<n>/
-        settings/            the files for ``splitveil-local``, which can also be run by hand
+        settings/            the files for ``splitveil local``, which can also be run by hand
         runs/run/<party>/    the parties' results
         output.log           the parties' output
         cell.json            digest of the settings, written before the run

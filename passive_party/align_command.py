@@ -1,4 +1,4 @@
-"""The command ``passive-party align``."""
+"""The command ``splitveil passive align``."""
 
 import argparse
 import logging

@@ -88,7 +88,7 @@ def add_unusual(
     extensions: Sequence[x509.ExtensionType] = (),
     replaced: tuple[bytes, bytes] = (b"", b""),
 ) -> None:
-    """Add a party with a certificate that ``splitveil-certs`` would not issue.
+    """Add a party with a certificate that ``splitveil certs`` would not issue.
 
     Args:
         folder: a folder made by ``make``, whose authority signs the certificate.

@@ -1,4 +1,4 @@
-"""The command ``passive-party serve``."""
+"""The command ``splitveil passive serve``."""
 
 import argparse
 import logging

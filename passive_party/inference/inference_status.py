@@ -18,7 +18,7 @@ CALLS = ("Describe", "Embed", "EmbedTable")
 
 
 class InferenceStatus(PartyStatus):
-    """The state of ``passive-party serve``, for its operators.
+    """The state of ``splitveil passive serve``, for its operators.
 
     Args:
         party: this party's name, as in the contract.

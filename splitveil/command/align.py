@@ -1,4 +1,4 @@
-"""``splitveil align``: the same as ``active-party align`` or ``passive-party align``."""
+"""``splitveil align``: the same as ``splitveil active align`` or ``splitveil passive align``."""
 
 import argparse
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""``splitveil report``: the same as ``active-party report``."""
+"""``splitveil report``: the same as ``splitveil active report``."""
 
 import argparse
 

@@ -44,7 +44,7 @@ SUB_COMMANDS = (
     ),
     SubCommand(
         "local",
-        "run all parties of a folder as processes on this machine, as splitveil-local",
+        "run all parties of a folder as processes on this machine, as splitveil local",
         "splitveil.deploy.local",
     ),
     SubCommand(
@@ -54,7 +54,7 @@ SUB_COMMANDS = (
     ),
     SubCommand(
         "certs",
-        "make and show certificates, as splitveil-certs",
+        "make and show certificates, as splitveil certs",
         "splitveil.deploy.certs",
     ),
     SubCommand(

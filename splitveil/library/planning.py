@@ -51,7 +51,7 @@ class RunPlan:
         return frame(one.row() for one in self.figures.answers)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as plain values, as ``active-party plan --json`` prints them."""
+        """Return the plan as plain values, as ``splitveil active plan --json`` prints them."""
         return self.figures.to_json()
 
     def __str__(self) -> str:

@@ -1,6 +1,6 @@
 """Predicts with the model of a run whose parties are all here: nothing crosses a network.
 
-What two organisations do with ``active-party predict`` and ``passive-party serve`` happens in this
+What two organisations do with ``splitveil active predict`` and ``splitveil passive serve`` happens in this
 process, with the same bits.
 """
 

@@ -122,7 +122,7 @@ def test_an_error_is_one_line_with_the_whole_name(call: Call, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "main",
     [program.main, active_party.main, passive_party.main, certs.main],
-    ids=["splitveil", "active-party", "passive-party", "splitveil-certs"],
+    ids=["splitveil", "active-party", "passive-party", "splitveil certs"],
 )
 def test_every_command_prints_its_completion(shell: str, main: Any, call: Call) -> None:
     done = call("--print-completion", shell, main=main)

@@ -46,23 +46,23 @@ INLINE = re.compile(r"`((?:active-party|passive-party|splitveil[\w-]*|make|pytho
 SHORT = ("--set", "contract.epochs=1", "--set", "contract.batch_size=64")
 
 VERIFY = (
-    "active-party verify-transcript runs/NAME/active/transcript.jsonl "
+    "splitveil active verify-transcript runs/NAME/active/transcript.jsonl "
     "--against runs/NAME/passive/transcript.jsonl"
 )
 RUN_HERE = (
-    "splitveil-certs init certificates",
-    "active-party check active.yaml",
-    "passive-party check passive.yaml",
-    "active-party plan active.yaml --target-leak-auc 0.65",
-    "active-party run active.yaml",
-    "passive-party run passive.yaml",
-    "active-party report runs/NAME",
-    "active-party report runs/NAME --target-leak-auc 0.6",
-    "active-party report runs/NAME runs/OTHER --output comparison.html",
-    "passive-party report runs/NAME",
+    "splitveil certs init certificates",
+    "splitveil active check active.yaml",
+    "splitveil passive check passive.yaml",
+    "splitveil active plan active.yaml --target-leak-auc 0.65",
+    "splitveil active run active.yaml",
+    "splitveil passive run passive.yaml",
+    "splitveil active report runs/NAME",
+    "splitveil active report runs/NAME --target-leak-auc 0.6",
+    "splitveil active report runs/NAME runs/OTHER --output comparison.html",
+    "splitveil passive report runs/NAME",
     VERIFY,
-    "splitveil-certs renew certificates --party active",
-    "splitveil-certs show certificates/active/certificate.pem",
+    "splitveil certs renew certificates --party active",
+    "splitveil certs show certificates/active/certificate.pem",
     "python -m splitveil.experiments list",
 )
 """In the order in which a reader types them; a run's two parties at the same time."""
@@ -102,24 +102,24 @@ READ_ONLY: Mapping[str, str] = {
     "splitveil audit gradients.npz --batch-size 100": IN_API,
     "splitveil schema active": IN_API,
     "splitveil --print-completion bash": IN_API,
-    "splitveil-local deploy/examples/breast_cancer --defense marvell --set contract.epochs=5": (
+    "splitveil local deploy/examples/breast_cancer --defense marvell --set contract.epochs=5": (
         TWO_RUNS
     ),
-    "splitveil-local deploy/examples/breast_cancer --defense none iso max_norm marvell": TWO_RUNS,
+    "splitveil local deploy/examples/breast_cancer --defense none iso max_norm marvell": TWO_RUNS,
     "splitveil init active clients.csv": INIT_ELSEWHERE,
     "splitveil init passive usage.csv": INIT_ELSEWHERE,
-    "splitveil-certs init certificates --days 90": "is run with the default, which is 90 days",
-    "active-party run active.yaml --fresh": "tests/system/test_resume.py starts over",
-    "passive-party serve passive.yaml": PREDICTED,
-    "active-party predict active.yaml --ids ids.txt --output predictions.parquet": PREDICTED,
-    "active-party serve active.yaml": (
+    "splitveil certs init certificates --days 90": "is run with the default, which is 90 days",
+    "splitveil active run active.yaml --fresh": "tests/system/test_resume.py starts over",
+    "splitveil passive serve passive.yaml": PREDICTED,
+    "splitveil active predict active.yaml --ids ids.txt --output predictions.parquet": PREDICTED,
+    "splitveil active serve active.yaml": (
         "serves until it is stopped; tests/system/test_serve_processes.py runs it"
     ),
-    "passive-party serve passive.yaml --data new-usage.csv": PREDICTED,
-    "active-party predict active.yaml --ids new-ids.txt --data new-clients.csv "
+    "splitveil passive serve passive.yaml --data new-usage.csv": PREDICTED,
+    "splitveil active predict active.yaml --ids new-ids.txt --data new-clients.csv "
     "--output new.parquet": PREDICTED,
-    "passive-party serve passive.yaml --set answers.whole_table=true": PREDICTED,
-    "active-party predict active.yaml --ids ids.txt --output predictions.parquet "
+    "splitveil passive serve passive.yaml --set answers.whole_table=true": PREDICTED,
+    "splitveil active predict active.yaml --ids ids.txt --output predictions.parquet "
     "--whole-table": PREDICTED,
     "docker compose up --build": NEEDS_DOCKER,
     "docker compose --env-file active.env -f docker-compose.active.yml up --build --detach": (
@@ -137,17 +137,17 @@ READ_ONLY: Mapping[str, str] = {
 """Commands that are not run here, and why; their options are read."""
 
 MENTIONED = (
-    "active-party align",
-    "passive-party align",
-    "active-party check",
-    "active-party plan",
-    "active-party predict",
-    "active-party report --output",
-    "active-party serve",
-    "passive-party check",
-    "passive-party check --connect",
+    "splitveil active align",
+    "splitveil passive align",
+    "splitveil active check",
+    "splitveil active plan",
+    "splitveil active predict",
+    "splitveil active report --output",
+    "splitveil active serve",
+    "splitveil passive check",
+    "splitveil passive check --connect",
     "splitveil init",
-    "passive-party serve",
+    "splitveil passive serve",
 )
 """Commands that a sentence names without a file to act on."""
 
@@ -210,7 +210,7 @@ MAINS: Mapping[str, Callable[[Sequence[str]], int | None]] = {
     "active-party": active_party.main,
     "passive-party": passive_party.main,
     "splitveil": splitveil.main,
-    "splitveil-certs": certs.main,
+    "splitveil certs": certs.main,
     "python": lambda words: experiments.main(words[2:]),  # after -m and the module
 }
 
@@ -259,7 +259,7 @@ def done(own: Path) -> Mapping[str, Done]:
             continue
         if " run " in text:
             results |= both_run(
-                own, "active-party run active.yaml", "passive-party run passive.yaml"
+                own, "splitveil active run active.yaml", "splitveil passive run passive.yaml"
             )
         else:
             run_name = yaml.safe_load(settings_block("contract.yaml").text)["run_name"]
@@ -275,8 +275,8 @@ def test_the_commands_end_well_on_tables_of_one_s_own(done: Mapping[str, Done]) 
 
 
 def test_the_checks_say_what_was_found(done: Mapping[str, Done]) -> None:
-    assert "ok: data: 1400 rows in clients.csv" in done["active-party check active.yaml"].output
-    assert "ok: data: 1400 rows in usage.csv" in done["passive-party check passive.yaml"].output
+    assert "ok: data: 1400 rows in clients.csv" in done["splitveil active check active.yaml"].output
+    assert "ok: data: 1400 rows in usage.csv" in done["splitveil passive check passive.yaml"].output
 
 
 def test_ids_are_compared_as_the_page_says(own: Path, done: Mapping[str, Done]) -> None:
@@ -339,9 +339,9 @@ def test_what_is_not_run_is_at_least_read(text: str) -> None:
             active_parser(program).parse_args(arguments)
         case "passive-party":
             passive_parser(program).parse_args(arguments)
-        case "splitveil-certs":
+        case "splitveil certs":
             certs.parser().parse_args(arguments)
-        case "splitveil-local":
+        case "splitveil local":
             accept(local.parser().parse_args(arguments))
         case "splitveil":
             read_by_sub_command(arguments)

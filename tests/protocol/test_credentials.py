@@ -251,7 +251,7 @@ def test_identities_that_tell_no_party_from_another_are_refused(
     assert text in str(caught.value)
 
 
-# ---- splitveil-certs ----
+# ---- splitveil certs ----
 
 
 def certificate_of(folder: Path, party: str) -> x509.Certificate:

@@ -57,8 +57,8 @@ class ServingSettings(Section):
     second's number may be asked for at once."""
 
     allowed_ids: Path | None = None
-    """File with the ids that may be asked for, as ``splitveil active predict --ids`` takes it; every
-    other id is answered as one that is not known, and no passive party is asked. The path is
+    """File with the ids that may be asked for, as ``splitveil active predict --ids`` takes it;
+    every other id is answered as one that is not known, and no passive party is asked. The path is
     relative to this settings file. ``null`` for all."""
 
     record_ids: bool = False

@@ -65,7 +65,7 @@ def run(folder: Path, name: str, epochs: int, audit: dict[str, Any] | None) -> S
         "label_column": "label",
     }
     adversary = None if audit is None else audit | {"layers": ["cut", "first"], "labels": labels}
-    command = [sys.executable, "-P", "-m", "splitveil.deploy.local", str(folder)]
+    command = [sys.executable, "-P", "-m", "splitveil", "local", str(folder)]
     command += ["--runs", str(folder / "runs")]
     for override in (
         f"contract.run_name={name}",

@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.many_rows [--rows 250000 1000000] [--features 16]
 
-One epoch of `splitveil active run` and `splitveil passive run` with mutual TLS, `marvell` and the default
-audits, for each number of rows: MLP FEATURES-256-128 | 128-64-1, batch 1,024, ids of nine digits,
-all of them in common, one torch thread per process. Both parties are on this machine, and share its
-cores.
+One epoch of `splitveil active run` and `splitveil passive run` with mutual TLS, `marvell` and the
+default audits, for each number of rows: MLP FEATURES-256-128 | 128-64-1, batch 1,024, ids of nine
+digits, all of them in common, one torch thread per process. Both parties are on this
+machine, and share its cores.
 
 Printed are the time from the start of both processes to the first step, the CPU time of each party
 until then with the processes that align, steps per second, and the most memory of each party: its

@@ -3,11 +3,11 @@
     python -m benchmarks.slow_line --address 10.77.0.1:50061 --rtt 40 --rate 100 \
         --line 'COMMAND that runs {active} on one host and {passive} on the other'
 
-Runs `splitveil active run` and `splitveil passive run` with mutual TLS, the defense ``none`` and no audits:
-the split MLP 64-256-128 | 128-64-1 of `benchmarks.whole_run`, batch 1,024, one torch thread per
-process. ``--line`` is a shell command with ``{active}`` and ``{passive}`` where the parties'
-commands stand, quoted as one word each; it makes the line (network namespaces with ``tc netem``,
-two containers, ssh). Without it both run here, over the loopback.
+Runs `splitveil active run` and `splitveil passive run` with mutual TLS, the defense ``none`` and no
+audits: the split MLP 64-256-128 | 128-64-1 of `benchmarks.whole_run`, batch 1,024, one torch
+thread per process. ``--line`` is a shell command with ``{active}`` and ``{passive}`` where the
+parties' commands stand, quoted as one word each; it makes the line (network namespaces with ``tc
+netem``, two containers, ssh). Without it both run here, over the loopback.
 
 A figure is that of the training steps of whole epochs after the first. Beside it is what the line
 allows: with one batch under way, the larger of the computation and a round trip and both tensors;

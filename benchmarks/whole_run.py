@@ -8,8 +8,8 @@ thread per process. Each round runs, one after the other:
 - ``monolithic``: the whole model in one process;
 - ``gloo``: two processes, `torch.distributed` send and receive on the loopback, nothing else;
 - ``gloo ahead``: the same, the passive party one batch ahead;
-- ``insecure``, ``mtls``: `splitveil active run` and `splitveil passive run` as a user calls them, with the
-  defense ``none`` and without audits;
+- ``insecure``, ``mtls``: `splitveil active run` and `splitveil passive run` as a user calls them,
+  with the defense ``none`` and without audits;
 - ``shipped``: mutual TLS, ``marvell`` and the default audits;
 - ``..., depth 2``: the same with ``pipeline_depth: 2``;
 - ``shipped without ...``: the same with one part left out.

@@ -24,14 +24,14 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from pydantic import TypeAdapter, ValidationError
 
-from splitveil.common.errors import SettingsError, SplitveilError
+from splitveil.common.errors import SettingsError
 from splitveil.common.party.credentials import SOON_DAYS, dns_names, subject_of
 from splitveil.common.party.json_output import add_json, print_json
 from splitveil.common.run.contract import ACTIVE, DnsName, Name
 from splitveil.common.text.log_lines import configure_logging
 from splitveil.common.text.shell_completion import add_completion
 from splitveil.common.text.version import add_version
-from splitveil.common.text.visible_text import visible, visible_lines
+from splitveil.common.text.visible_text import visible
 from splitveil.deploy.authority import (
     AUTHORITY_DAYS,
     PARTY_DAYS,
@@ -56,19 +56,10 @@ from splitveil.deploy.certificate_requests import (
 logger = logging.getLogger("splitveil.deploy.certs")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return the exit code."""
-    return run(parser().parse_args(arguments))
-
-
 def run(options: argparse.Namespace) -> int:
     """Do what parsed arguments say, and return the exit code."""
     configure_logging("certs")
-    try:
-        options.action(options)
-    except SplitveilError as error:
-        sys.stderr.write(f"splitveil certs: {visible_lines(str(error))}\n")
-        return error.exit_code
+    options.action(options)
     return 0
 
 
@@ -233,7 +224,7 @@ def _days(text: str) -> int:
     return days
 
 
-def parser(program: str = "splitveil certs") -> argparse.ArgumentParser:
+def parser(program: str) -> argparse.ArgumentParser:
     """Return the command's parser.
 
     Args:
@@ -298,7 +289,3 @@ def parser(program: str = "splitveil certs") -> argparse.ArgumentParser:
     for command in (init, authority, request, sign, renew, show):
         add_json(command)
     return certs
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

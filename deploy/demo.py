@@ -23,7 +23,7 @@ def run(options: argparse.Namespace) -> int:
     """Run an example and return the exit code."""
     if options.example == DEMO:
         options.defense = options.defense or list(DEMO_DEFENSES)
-    return local.run_example(EXAMPLES / options.example, options, "splitveil demo")
+    return local.run_example(EXAMPLES / options.example, options)
 
 
 def names_of_examples() -> list[str]:

@@ -37,7 +37,7 @@ from splitveil.common.settings import apply_overrides, read_yaml
 from splitveil.common.storage.ended_run import has_finished
 from splitveil.common.text.shell_completion import add_completion
 from splitveil.common.text.version import add_version
-from splitveil.common.text.visible_text import cell, visible, visible_lines
+from splitveil.common.text.visible_text import cell, visible
 from splitveil.common.text.wording import slug
 from splitveil.common.text.yaml_text import load_yaml
 from splitveil.deploy.comparison import comparison_table, read_results
@@ -125,29 +125,9 @@ class PlannedRun(NamedTuple):
     overrides: Overrides
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run an example and return the exit code."""
-    return run(parser().parse_args(arguments))
-
-
 def run(options: argparse.Namespace) -> int:
     """Run the example that the options name and return the exit code."""
-    return run_example(options.example_dir, options, "splitveil local")
-
-
-def run_example(example_dir: Path, options: argparse.Namespace, program: str) -> int:
-    """Run an example and return the exit code; errors are printed to the standard error stream.
-
-    Args:
-        example_dir: folder with a settings file for each party.
-        options: options from a parser with ``add_run_arguments``.
-        program: the command's name, for the message.
-    """
-    try:
-        return _run(example_dir, options)
-    except SettingsError as error:
-        sys.stderr.write(f"{program}: {visible_lines(str(error))}\n")
-        return error.exit_code
+    return run_example(options.example_dir, options)
 
 
 def parse_defense(text: str) -> NamedDefense:
@@ -185,7 +165,16 @@ def _as_yaml(value: object) -> str:
     return text.removesuffix("\n").removesuffix("\n...")
 
 
-def _run(example_dir: Path, options: argparse.Namespace) -> int:
+def run_example(example_dir: Path, options: argparse.Namespace) -> int:
+    """Run an example and return the exit code.
+
+    Args:
+        example_dir: folder with a settings file for each party.
+        options: options from a parser with ``add_run_arguments``.
+
+    Raises:
+        SettingsError: the options, or a file of the example, cannot be used.
+    """
     kinds, runs_dir = party_kinds(example_dir), options.runs
     base = Overrides([], []).adding(*_defaults(example_dir, len(kinds)), *options.overrides)
     unknown = base.each.keys() - set(kinds)
@@ -340,7 +329,7 @@ def held_port() -> Iterator[int]:
         yield int(holder.getsockname()[1])
 
 
-def parser(program: str = "splitveil local") -> argparse.ArgumentParser:
+def parser(program: str) -> argparse.ArgumentParser:
     """Return the command's parser.
 
     Args:
@@ -390,7 +379,3 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         help="start over where a run is unfinished; its results are moved aside",
     )
     add_json(parser)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""The ``passive-party`` command."""
+"""The command ``splitveil passive``."""
 
 import argparse
 import logging

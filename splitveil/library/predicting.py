@@ -1,7 +1,7 @@
 """Predicts with the model of a run whose parties are all here: nothing crosses a network.
 
-What two organisations do with ``splitveil active predict`` and ``splitveil passive serve`` happens in this
-process, with the same bits.
+What two organisations do with ``splitveil active predict`` and ``splitveil passive serve`` happens
+in this process, with the same bits.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -23,14 +23,11 @@ from tests.waiting import HANGS_AFTER_S
 
 PAGE = ROOT / "docs" / "guide" / "two-organisations.md"
 OWNERS = {"# at the label owner": "label-owner", "# at the feature owner": "feature-owner"}
-MODULES = {
-    "splitveil": "splitveil",
-    "splitveil certs": "splitveil.deploy.certs",
-    "active-party": "splitveil.active_party",
-    "passive-party": "splitveil.passive_party",
-}
 INSTALLS = "pip install splitveil"
-WAIT_FOR_THE_OTHER = ("splitveil active check --connect active.yaml", "splitveil active run active.yaml")
+WAIT_FOR_THE_OTHER = (
+    "splitveil active check --connect active.yaml",
+    "splitveil active run active.yaml",
+)
 FASTER = {"contract.epochs": 2, "contract.batch_size": 64}
 
 
@@ -83,11 +80,11 @@ class Machines:
         for address in ("0.0.0.0:50051", "label-owner.example:50051"):
             text = text.replace(address, self._address)
         program, *arguments = shlex.split(text)
-        if arguments[0] == "run":
+        if arguments[1] == "run":
             short = [f"{name}={value}" for name, value in FASTER.items()]
             arguments += [word for one in short for word in ("--set", one)]
         return subprocess.Popen(
-            [sys.executable, "-m", MODULES[program], *arguments],
+            [sys.executable, "-m", program, *arguments],
             cwd=self.folders[typed.owner],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             stdin=subprocess.DEVNULL,

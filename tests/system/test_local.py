@@ -154,7 +154,7 @@ def test_folders_of_the_user_with_our_names_are_left_alone(tmp_path: Path) -> No
             (tmp_path / "here" / name / module).write_text(f"raise SystemExit('wrong {name}')")
     done = run_program(
         # As the command itself is started: without the working directory on the module path.
-        *(sys.executable, "-P", "-m", "splitveil.deploy.local", str(tmp_path / "settings")),
+        *(sys.executable, "-P", "-m", "splitveil", "local", str(tmp_path / "settings")),
         *("--runs", str(tmp_path / "runs"), "--set", "contract.epochs=1"),
         "passive.bottom_model={kind: custom, module: my_models:Bottom}",
         cwd=tmp_path / "here",
@@ -169,7 +169,7 @@ def test_a_finished_rehearsal_runs_again_and_none_counts_as_an_earlier_release(
     tmp_path: Path,
 ) -> None:
     write_example(tmp_path / "settings")
-    words = ("splitveil.deploy.local", str(tmp_path / "settings"), "--runs", str(tmp_path / "runs"))
+    words = ("splitveil", "local", str(tmp_path / "settings"), "--runs", str(tmp_path / "runs"))
     for _ in range(2):
         done = run_program(*PYTHON, *words, "--set", "contract.epochs=1")
         assert done.returncode == 0, done.stdout
@@ -339,7 +339,7 @@ def test_as_json_the_standard_output_stream_has_one_document_and_nothing_else(
 def test_as_json_a_run_that_its_budget_ends_is_described_and_one_that_fails_is_not(
     tmp_path: Path,
 ) -> None:
-    words = ("splitveil.deploy.local", "deploy/examples/breast_cancer", "--json")
+    words = ("splitveil", "local", "deploy/examples/breast_cancer", "--json")
     runs = ("--runs", str(tmp_path), "--set", "contract.epochs=2", *SAME_SPLIT)
     ended = run_program(*PYTHON, *words, *runs, *BUDGET, stderr=PIPE)
     assert ended.returncode == 5, ended.stderr

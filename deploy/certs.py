@@ -45,6 +45,7 @@ from splitveil.deploy.authority import (
     renew_certificate,
 )
 from splitveil.deploy.certificate_requests import (
+    REQUEST,
     fingerprint_of,
     fingerprint_of_key,
     kind_of_file,
@@ -57,7 +58,6 @@ logger = logging.getLogger("splitveil.deploy.certs")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do what parsed arguments say, and return the exit code."""
     configure_logging("certs")
     options.action(options)
     return 0
@@ -96,35 +96,34 @@ def _authority(options: argparse.Namespace) -> None:
 
 
 def _request(options: argparse.Namespace) -> None:
-    made = make_request(options.folder, options.party, _name_of(options))
-    own = PartyFolder(options.folder / options.party)
+    own, name = PartyFolder(options.folder / options.party), _name_of(options)
+    fingerprint, is_new_key = make_request(options.folder, options.party, name)
     found = {
         "private key": str(own.private_key),
-        "request": str(made.path),
-        "identity": made.name,
-        "public key": made.fingerprint,
+        "request": str(own.folder / REQUEST),
+        "identity": name,
+        "public key": fingerprint,
     }
     _tell(
         options,
         found,
-        f"{'a new' if made.is_new_key else 'the same'} private key (mode 0600), which stays here; "
+        f"{'a new' if is_new_key else 'the same'} private key (mode 0600), which stays here; "
         f"send the request to the authority, and read the public key's SHA-256 out over the phone",
     )
 
 
 def _sign(options: argparse.Namespace) -> None:
     own = PartyFolder(options.output or options.folder / options.party)
-    made = sign_request(
-        options.folder, options.request, own, _name_of(options), options.days, options.fingerprint
-    )
+    name, said = _name_of(options), options.fingerprint
+    key, authority = sign_request(options.folder, options.request, own, name, options.days, said)
     found = {
-        "identity": made.name,
-        "public key": made.fingerprint,
-        "authority": made.authority,
-        "certificate": str(made.own.certificate),
+        "identity": name,
+        "public key": key,
+        "authority": authority,
+        "certificate": str(own.certificate),
     }
-    heard = "" if options.fingerprint else "compare both SHA-256 over the phone, then "
-    _tell(options, found, f"{heard}send {made.own.certificate} and {made.own.authority} back")
+    heard = "" if said else "compare both SHA-256 over the phone, then "
+    _tell(options, found, f"{heard}send {own.certificate} and {own.authority} back")
 
 
 def _name_of(options: argparse.Namespace) -> str:
@@ -154,14 +153,12 @@ def _renew(options: argparse.Namespace) -> None:
 
 
 def _print_made(options: argparse.Namespace, parties: Sequence[str]) -> None:
-    """Print what the parties' certificates say, where JSON is asked for."""
     if options.json:
         files = {party: PartyFolder(options.folder / party).certificate for party in parties}
         print_json({party: described(read_certificate(path)) for party, path in files.items()})
 
 
 def described(certificate: x509.Certificate) -> dict[str, Any]:
-    """Return the content of a certificate as plain values."""
     return {
         "subject": subject_of(certificate),
         "identities": dns_names(certificate),
@@ -209,7 +206,6 @@ def _key_of(found: x509.Certificate | x509.CertificateSigningRequest) -> str:
 
 
 def _tell(options: argparse.Namespace, found: dict[str, str], advice: str = "") -> None:
-    """Print what was found or made, and what to do next."""
     if options.json:
         print_json({name.replace(" ", "_"): value for name, value in found.items()})
         return
@@ -225,11 +221,6 @@ def _days(text: str) -> int:
 
 
 def parser(program: str) -> argparse.ArgumentParser:
-    """Return the command's parser.
-
-    Args:
-        program: the words with which it is called.
-    """
     certs = argparse.ArgumentParser(
         prog=program, description="Make keys, requests and certificates, or show any certificate."
     )

@@ -57,17 +57,11 @@ _NONCE_SEED = "insecure_nonce_seed"
 
 
 class NamedDefense(NamedTuple):
-    """A defense from the command line."""
-
     title: str
     settings: dict[str, Any]
 
     def run_name(self, name: str) -> str:
-        """Return the name of the run of an example with this defense.
-
-        Args:
-            name: of the example's run without a defense of its own.
-        """
+        """Return the name of the run of an example (by its own name) with this defense."""
         whole = f"{name}-{slug(self.title).strip('-')}"
         if len(whole) <= NAME_CHARACTERS:
             return whole
@@ -98,35 +92,32 @@ class Overrides(NamedTuple):
         """
         active, passive = list(self.active), list(self.passive)
         each = {kind: list(own) for kind, own in self.each.items()}
-        for override in overrides:
-            owner, _, own = override.partition(".")
+        for text in overrides:
+            owner, _, own = text.partition(".")
             match owner:
                 case "active":
                     active.append(own)
                 case "passive":
                     passive.append(own)
                 case "contract":
-                    active.append(override)
-                    passive.append(override)
+                    active.append(text)
+                    passive.append(text)
                 case kind if kind.startswith("passive_"):
                     each.setdefault(kind, []).append(own)
                 case _:
                     raise SettingsError(
-                        f"--set {override}: expected active.NAME=VALUE, passive.NAME=VALUE or "
+                        f"--set {text}: expected active.NAME=VALUE, passive.NAME=VALUE or "
                         "contract.NAME=VALUE"
                     )
         return Overrides(active, passive, each)
 
 
 class PlannedRun(NamedTuple):
-    """One run of the example."""
-
     name: str
     overrides: Overrides
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the example that the options name and return the exit code."""
     return run_example(options.example_dir, options)
 
 
@@ -152,25 +143,21 @@ def _read_mapping(text: str) -> dict[str, Any]:
 
 
 def _title_parts(settings: dict[str, Any]) -> Iterator[str]:
-    """Yield the values with their innermost names: ``marvell``, ``power_ratio=4``."""
     for name, value in settings.items():
         if isinstance(value, dict):
             yield from _title_parts(value)
         else:
-            yield str(value) if name == "name" else f"{name}={_as_yaml(value)}"
+            yield str(value) if name == "name" else override(name, value)
 
 
-def _as_yaml(value: object) -> str:
+def override(name: str, value: object) -> str:
+    """Return an override ``dotted.name=yaml``."""
     text = yaml.safe_dump(value, default_flow_style=True, width=10**6)
-    return text.removesuffix("\n").removesuffix("\n...")
+    return f"{name}={text.removesuffix(chr(10)).removesuffix('...').strip()}"
 
 
 def run_example(example_dir: Path, options: argparse.Namespace) -> int:
     """Run an example and return the exit code.
-
-    Args:
-        example_dir: folder with a settings file for each party.
-        options: options from a parser with ``add_run_arguments``.
 
     Raises:
         SettingsError: the options, or a file of the example, cannot be used.
@@ -235,13 +222,13 @@ def _report(*arguments: str, as_json: bool) -> None:
 
 
 def _plan(name: str, base: Overrides, defenses: Sequence[NamedDefense]) -> dict[str, PlannedRun]:
-    """Return the runs by the titles of their columns; several runs each get their own name."""
     if not defenses:
         return {name: PlannedRun(name, base)}
     runs = {}
     for defense in defenses:
         own_name = name if len(defenses) == 1 else defense.run_name(name)
-        overrides = base.adding(f"contract.run_name={own_name}", _defense_override(defense))
+        own = override("active.defense", defense.settings)
+        overrides = base.adding(f"contract.run_name={own_name}", own)
         runs[defense.title] = PlannedRun(own_name, overrides)
     return runs
 
@@ -282,8 +269,8 @@ def _commands(
             *(["--fresh"] if fresh else []),
             *(
                 argument
-                for override in [*own.of(kind), *certificates[kind]]
-                for argument in ("--set", override)
+                for text in [*own.of(kind), *certificates[kind]]
+                for argument in ("--set", text)
             ),
         ]
         for kind in kinds
@@ -302,11 +289,6 @@ def _defaults(example_dir: Path, num_parties: int) -> list[str]:
     counts = "earlier_ledgers" in read_yaml(example_dir / f"{ACTIVE}.yaml")
     shares = [f"{party}.torch_threads={threads}" for party in (ACTIVE, "passive")]
     return shares if counts else [*shares, f"{ACTIVE}.earlier_ledgers=[]"]
-
-
-def _defense_override(defense: NamedDefense) -> str:
-    flow = yaml.safe_dump(defense.settings, default_flow_style=True, width=10**6)
-    return f"active.defense={flow.strip()}"
 
 
 def _run_name(example_dir: Path, active_overrides: list[str]) -> str:
@@ -330,11 +312,6 @@ def held_port() -> Iterator[int]:
 
 
 def parser(program: str) -> argparse.ArgumentParser:
-    """Return the command's parser.
-
-    Args:
-        program: the words with which it is called.
-    """
     local = argparse.ArgumentParser(
         prog=program, description="Run all parties of an example as processes on this machine."
     )
@@ -350,7 +327,6 @@ def parser(program: str) -> argparse.ArgumentParser:
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of every command that runs an example."""
     parser.add_argument(
         "--defense",
         nargs="+",

@@ -27,18 +27,13 @@ _POLL_S = 0.05
 
 
 def run_parties(commands: Mapping[str, Sequence[str]], *, stderr: bool = False) -> int:
-    """Run the commands side by side until all have ended.
+    """Run the parties' commands side by side until all have ended.
 
     When one fails, the others have ``PEER_NOTICES_S`` to end by themselves. A SIGINT or SIGTERM
-    received meanwhile is forwarded once to each.
+    received meanwhile is forwarded once to each. With ``stderr``, their output is shown there.
 
-    Args:
-        commands: party name -> command line.
-        stderr: show their output on the standard error stream instead.
-
-    Returns:
-        0, or the exit code of the first party that failed, where a party that knows the reason
-        takes precedence over one that only noticed that its peer was gone.
+    Returns 0, or the exit code of the first party that failed, where a party that knows the reason
+    takes precedence over one that only noticed that its peer was gone.
     """
     console = Console(stderr=stderr)
     if not console.is_terminal:

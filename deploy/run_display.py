@@ -29,12 +29,7 @@ _LONGEST_LINE = 4096
 
 
 class RunDisplay:
-    """The output of some parties on one terminal; a context manager.
-
-    Args:
-        parties: their names, the one whose bar is shown first.
-        console: a terminal.
-    """
+    """The output of some parties on one terminal, with the bar of the first; a context manager."""
 
     def __init__(self, parties: Sequence[str], console: Console) -> None:
         self._console = console
@@ -49,7 +44,6 @@ class RunDisplay:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the parties need to know of the pipe to this display."""
         return {VARIABLE: str(self.descriptor)}
 
     def __enter__(self) -> Self:
@@ -65,7 +59,6 @@ class RunDisplay:
         self._resources.close()
 
     def show(self, party: str, line: str) -> None:
-        """Show one line of a party's output above the bar."""
         found = _LOG_LINE.fullmatch(line)
         when, level, message = found.groups() if found else ("", "", line)
         with self._lock:

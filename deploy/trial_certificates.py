@@ -26,8 +26,7 @@ def trial_overrides(
         runs_dir: folder that keeps the certificates for the next call.
         overrides: items ``dotted.name=yaml`` for each kind of party, including contract settings.
 
-    Returns:
-        Additional overrides with which each kind of party finds its certificates, if any.
+    Returns further overrides with which each kind of party finds its certificates.
 
     Raises:
         SettingsError: the settings cannot be read, or the certificates cannot be written.

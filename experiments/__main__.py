@@ -34,7 +34,6 @@ DEFAULT_OUTPUT = Path(__file__).parent / "results"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return the exit code."""
     options = _parser().parse_args(arguments)
     try:
         exit_code: int = options.action(options)
@@ -117,7 +116,6 @@ def _put_into(page: Path, name: str, experiment: Experiment, results: Path, *, p
 def _sorted_out(
     cells: Iterable[Cell], prepared: Path, *, makes_tables: bool
 ) -> tuple[list[Cell], list[tuple[Cell, list[str]]]]:
-    """Separate the cells that can run from the others, which come with their reasons."""
     runnable: list[Cell] = []
     refused: list[tuple[Cell, list[str]]] = []
     why_unprepared = cache(partial(_why_unprepared, prepared))

@@ -48,8 +48,6 @@ _DEFENSE: TypeAdapter[DefenseSection] = TypeAdapter(DefenseSettings)
 
 
 class Cell(NamedTuple):
-    """One run."""
-
     dataset: str
     variant: str
     series: str
@@ -97,8 +95,7 @@ class Choice(NamedTuple):
 
     device: str = "cpu"
     overrides: tuple[str, ...] = ()
-    """Items of the form ``active.NAME=VALUE``, ``passive.NAME=VALUE`` or ``contract.NAME=VALUE``.
-    """
+    """``active.NAME=VALUE``, ``passive.NAME=VALUE`` or ``contract.NAME=VALUE``."""
 
 
 def plan(experiment: Experiment, base_dir: Path, choice: Choice) -> list[Cell]:
@@ -273,7 +270,6 @@ def _at_guarantee(settings: Settings, leak_auc: float) -> Settings:
 def _completed(
     settings: Settings, experiment: Experiment, choice: Choice, seed: int, *, follows: bool
 ) -> Settings:
-    """Add the settings that the runner decides."""
     both = {
         "contract": "contract.yaml",
         "security": {"mode": "insecure"},
@@ -309,7 +305,6 @@ def _completed(
 
 
 def _names(cell: Cell) -> set[str]:
-    """Return the names by which ``--only`` chooses a cell."""
     rows = {cell.variant, cell.series}
     return {cell.dataset, *rows, *(f"{cell.dataset}/{row}" for row in rows)}
 

@@ -30,12 +30,9 @@ STRETCHES = 200
 
 
 _BOUNDS_OF_EPOCHS = ("anybody_max", "passive_and_honest_max", "knows_class_means_only_max")
-"""The figures of the ledger that are collected epoch by epoch."""
 
 
 class Row(NamedTuple):
-    """One figure."""
-
     experiment: str
     size: str
     dataset: str
@@ -59,8 +56,6 @@ SCHEMA = pa.schema([(name, _TYPES.get(name, pa.string())) for name in Row._field
 
 
 class _Found(NamedTuple):
-    """A figure before its experiment, variant and seed are added."""
-
     party: str
     statistic: str
     value: float | None
@@ -115,7 +110,6 @@ def read_rows(path: Path) -> tuple[list[Row], dict[str, str]]:
 
 
 def circumstances_of(cell: Cell, results: Path) -> dict[str, Any]:
-    """Return the machine and the versions with which a finished cell was run."""
     marker: dict[str, Any] = json.loads((results / cell.folder / FINISHED).read_text("utf-8"))
     return marker
 

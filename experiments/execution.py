@@ -54,8 +54,6 @@ _LAST_LINES = 12
 
 
 class Ending(NamedTuple):
-    """The outcome of one cell."""
-
     cell: Cell
     exit_code: int
     wall_s: float
@@ -64,7 +62,6 @@ class Ending(NamedTuple):
 
     @property
     def has_failed(self) -> bool:
-        """Whether the cell has no figures that count."""
         return self.exit_code not in ENDED_AS_ASKED
 
 
@@ -74,30 +71,21 @@ def is_finished(cell: Cell, results: Path) -> bool:
 
 
 class Resources(NamedTuple):
-    """What running cells may take."""
-
     jobs: int = 1
-    """Number of cells that run side by side."""
+    """Cells that run side by side."""
 
     threads: int = 1
-    """Number of cores that each party computes on."""
+    """Cores of each party."""
 
     in_process: bool = False
-    """Whether both parties of a cell share one process."""
 
 
 def run_cells(
     cells: Sequence[Cell], results: Path, prepared: Path, resources: Resources
 ) -> Iterator[Ending]:
-    """Run cells and yield the outcome of each when it ends.
+    """Run cells in the experiment's folder and yield the outcome of each when it ends.
 
     Call it only in the main thread, because it handles signals.
-
-    Args:
-        cells: the cells to run.
-        results: the experiment's folder.
-        prepared: the folder of prepared tables.
-        resources: what they may take.
 
     Raises:
         Interrupted: SIGINT or SIGTERM was received; parties with checkpoints have saved their
@@ -129,13 +117,10 @@ def run_cells(
 
 
 class _Process(Protocol):
-    """A running cell."""
-
     def wait(self) -> int:
-        """Wait for its end and return the exit code."""
+        """Wait for its end and return the exit code, negative after a signal."""
 
-    def send_signal(self, number: int, /) -> None:
-        """Send a signal to it."""
+    def send_signal(self, number: int, /) -> None: ...
 
 
 class _Launched:
@@ -148,7 +133,6 @@ class _Launched:
         self._lock = threading.RLock()
 
     def start(self, start: Callable[[], "_Process"]) -> "_Process | None":
-        """Start a process, unless all are being stopped."""
         with self._lock:
             if self.stopped_by is not None:
                 return None
@@ -157,12 +141,10 @@ class _Launched:
             return process
 
     def ended(self, process: "_Process") -> None:
-        """Forget a process that has ended."""
         with self._lock:
             self._processes.discard(process)
 
     def stop(self, signal_number: int) -> None:
-        """Signal the processes to end, and start no more of them."""
         with self._lock:
             if self.stopped_by is None:
                 self.stopped_by = signal_number

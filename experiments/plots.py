@@ -89,7 +89,6 @@ def floor(plot: TradeOffPlot, rows: Sequence[Row]) -> float | None:
 
 
 def _utility(plot: TradeOffPlot, rows: Sequence[Row]) -> dict[str, dict[int, float]]:
-    """Return variant -> seed -> utility, after the plot's subtraction."""
     found = _by_seed(row for row in rows if row.statistic == plot.utility and row.attack is None)
     if plot.less is None:
         return found
@@ -209,11 +208,6 @@ def _mean_and_sd(values: Iterable[float]) -> tuple[float, float]:
 
 
 def _save(panels: Sequence[_Panel], path: Path, title: str) -> None:
-    """Draw a figure.
-
-    Raises:
-        PlottingUnavailable: matplotlib is not installed.
-    """
     try:
         import matplotlib as mpl  # noqa: PLC0415 (an extra, and slow to import)
     except ImportError as error:

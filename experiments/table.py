@@ -37,11 +37,12 @@ def put_into(
     circumstances: Mapping[str, str],
     plots: Sequence[str] = (),
 ) -> str:
-    """Return a page with the present tables in the place of those that it has.
+    """Return a page with the present tables, and plots, in the place of those that it has.
+
+    The lines ``<!-- results of NAME -->`` and ``<!-- end of NAME -->`` mark the place.
 
     Args:
-        page: Markdown with the lines ``<!-- results of NAME -->`` and ``<!-- end of NAME -->``;
-            everything between them is replaced.
+        page: Markdown.
         name: of the experiment.
         experiment: the content of its file.
         rows: its figures.
@@ -119,7 +120,6 @@ def _tables(experiment: Experiment, rows: Sequence[Row], heading: str) -> list[s
 def _table(
     experiment: Experiment, dataset: str, measured: Mapping[str, int], found: Mapping[str, Values]
 ) -> list[str]:
-    """Return the lines of a table; ``measured`` has the number of seeds of each row."""
     published = experiment.published.values.get(dataset, {}) if experiment.published else {}
     compared = {figure for values in published.values() for figure in values}
     shown = {

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -161,7 +162,10 @@ def connect_in_process(simulation: Simulation, name: str) -> Peer:
 
 
 def read_settings(
-    folder: Path, active: Sequence[str] = (), passive: Sequence[str] = ()
+    folder: Path,
+    active: Sequence[str] = (),
+    passive: Sequence[str] = (),
+    each: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> PartiesSettings:
     """Read the settings of all parties from a folder.
 
@@ -171,16 +175,18 @@ def read_settings(
         active: overrides of the active party's settings, ``dotted.name=yaml`` each; overrides of
             the contract begin with ``contract.`` and belong in ``passive``, too.
         passive: overrides of every passive party's settings.
+        each: further overrides of single passive parties, by the names of their files.
 
     Raises:
         SettingsError: lists every problem of a party's file and of the contract.
     """
     files = sorted(folder.glob("passive_*.yaml")) or [folder / "passive.yaml"]
-    read = [load_party_settings(PassiveSettings, path, passive) for path in files]
-    return PartiesSettings(
-        load_party_settings(ActiveSettings, folder / "active.yaml", active),
-        {settings.party: settings for settings in read},
-    )
+    own = load_party_settings(ActiveSettings, folder / "active.yaml", active)
+    read = [
+        load_party_settings(PassiveSettings, path, [*passive, *each.get(path.stem, ())])
+        for path in files
+    ]
+    return PartiesSettings(own, {settings.party: settings for settings in read})
 
 
 def build(

@@ -71,16 +71,16 @@ def test_a_certificate_comes_back_for_the_key_that_stayed(
 
 def test_a_second_request_is_for_the_same_key(theirs: Path) -> None:
     before = PartyFolder(theirs / "passive").private_key.read_bytes()
-    again = make_request(theirs, "passive", "passive.splitveil")
-    assert not again.is_new_key
+    _, is_new_key = make_request(theirs, "passive", "passive.splitveil")
+    assert not is_new_key
     assert PartyFolder(theirs / "passive").private_key.read_bytes() == before
 
 
 def test_another_key_than_the_one_read_out_is_not_signed(
     ours: Path, theirs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = make_request(tmp_path / "thief", "passive", "passive.splitveil")
-    assert sign(ours, theirs / "passive" / REQUEST, "--fingerprint", other.fingerprint) == 2
+    other, _ = make_request(tmp_path / "thief", "passive", "passive.splitveil")
+    assert sign(ours, theirs / "passive" / REQUEST, "--fingerprint", other) == 2
     assert "is not the one that was read out" in capsys.readouterr().err
     assert not (ours / "passive").exists()
 
@@ -88,13 +88,14 @@ def test_another_key_than_the_one_read_out_is_not_signed(
 def test_a_request_for_another_name_is_not_signed(
     ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = make_request(tmp_path / "thief", "passive", "active.splitveil")
-    assert sign(ours, made.path) == 2
+    make_request(tmp_path / "thief", "passive", "active.splitveil")
+    request = tmp_path / "thief" / "passive" / REQUEST
+    assert sign(ours, request) == 2
     assert (
         "expected a request for the one DNS name 'passive.splitveil', got active.splitveil"
         in capsys.readouterr().err
     )
-    assert sign(ours, made.path, "--name", "active.splitveil") == 0
+    assert sign(ours, request, "--name", "active.splitveil") == 0
 
 
 def crafted(path: Path, key: ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey) -> Path:

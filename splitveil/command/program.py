@@ -21,23 +21,19 @@ PROGRAM = "splitveil"
 
 
 class CommandModule(Protocol):
-    """What a module of ``SUB_COMMANDS`` has."""
+    """A module of ``SUB_COMMANDS``."""
 
-    def parser(self, program: str) -> argparse.ArgumentParser:
-        """Return the sub-command's arguments."""
+    def parser(self, program: str) -> argparse.ArgumentParser: ...
 
-    def run(self, parsed: argparse.Namespace) -> int:
-        """Do what they say, and return the exit code."""
+    def run(self, parsed: argparse.Namespace) -> int: ...
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command and exit with its code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     end_program(_exit_code(words), is_program=arguments is None)
 
 
 def whole_parser() -> argparse.ArgumentParser:
-    """Return a parser with the arguments of all sub-commands."""
     return _parser(with_arguments=True)
 
 

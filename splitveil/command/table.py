@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 
 class SubCommand(NamedTuple):
-    """One sub-command."""
-
     name: str
     purpose: str
     module: str

@@ -129,8 +129,6 @@ def attack_settings(choice: AttackChoice) -> str | dict[str, Any]:
 
 
 def _class_around(function: Callable[..., Any]) -> type[Defense]:
-    """Return a defense's class that lets a function answer, without state or charge."""
-
     class FunctionDefense(Defense):
         def __init__(self, _context: object, noise: NoiseSource, **arguments: Any) -> None:
             self._noise, self._arguments = noise, arguments

@@ -22,12 +22,8 @@ def source_of(
 ) -> Path:
     """Return the folder with the parties' settings files.
 
-    Args:
-        example: the name of an example of the package, or a folder; None for tables.
-        folder: in which settings for tables are written.
-        active: the label owner's table.
-        passive: the feature owner's table, or those of several.
-        labels: ``label``, ``key`` and ``label_range`` of ``own_data.write_settings``.
+    Settings for tables are written into a new folder in ``folder``; ``labels`` are ``label``,
+    ``key`` and ``label_range`` of ``own_data.write_settings``.
 
     Raises:
         SettingsError: there is no such example, or a table cannot be used.

@@ -16,8 +16,7 @@ _HANDED_OVER = "splitveil.library.handed_over"
 def name_of(thing: Callable[..., object]) -> str:
     """Return ``package.module:name``, under which an import finds a class or a function.
 
-    Args:
-        thing: the class or function. Another one of the same name gets a name of its own.
+    Another one of the same name gets a name of its own.
     """
     module, name = thing.__module__, getattr(thing, "__qualname__", "")
     if module != "__main__" and getattr(sys.modules.get(module), name, None) is thing:

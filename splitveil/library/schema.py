@@ -8,7 +8,6 @@ from splitveil.common.settings import Section
 from splitveil.passive_party.settings import PassiveSettings
 
 File: TypeAlias = Literal["active", "passive", "contract"]
-"""The kinds of settings files."""
 
 _SECTIONS: dict[str, type[Section]] = {
     "active": ActiveSettings,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from splitveil.common.errors import SettingsError
 from splitveil.experiments.cells import folder_name
@@ -227,7 +227,7 @@ def _save(panels: Sequence[_Panel], path: Path, title: str) -> None:
     figure, grid = pyplot.subplots(lines, columns, figsize=size, squeeze=False)
     for axes in grid.flat[len(panels) :]:
         axes.set_axis_off()
-    named = {}  # not every panel has every curve
+    named: dict[str, Any] = {}  # not every panel has every curve
     for axes, panel in zip(grid.flat, panels, strict=False):
         axes.set_title(panel.title, fontsize=10)
         axes.set_xlabel(panel.x_name)
@@ -238,7 +238,7 @@ def _save(panels: Sequence[_Panel], path: Path, title: str) -> None:
         panel.draw(axes)
         handles, labels = axes.get_legend_handles_labels()
         named |= dict(zip(labels, handles, strict=True))
-    figure.legend(named.values(), named.keys(), loc="center right", frameon=False, fontsize=8)
+    figure.legend(list(named.values()), list(named), loc="center right", frameon=False, fontsize=8)
     figure.suptitle(title)
     figure.tight_layout(rect=(0, 0, 1 - 2.0 / size[0], 1))
     path.parent.mkdir(parents=True, exist_ok=True)

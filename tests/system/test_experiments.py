@@ -1,7 +1,6 @@
 """A whole experiment: real runs of two and three processes, collected and shown."""
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from pyarrow import parquet
 from tests.programs import ROOT, run_program
 from tests.protocol.test_experiments import CANCER, LABS
 
-BOUNDED: Mapping[str, Any] = {
+BOUNDED: dict[str, Any] = {
     "title": "Tiny",
     "about": "A bounded defense for two epochs.",
     "seeds": 1,
@@ -46,7 +45,7 @@ OF_EXTREMES = {
         "labels": {"source": CANCER, "id_column": "id", "label_column": "malignant"},
     },
 }
-THREE: Mapping[str, Any] = {
+THREE: dict[str, Any] = {
     "title": "Two laboratories",
     "about": "Two passive parties for one epoch.",
     "seeds": 1,
@@ -65,10 +64,10 @@ THREE: Mapping[str, Any] = {
 }
 
 
-def run(folder: Path, experiment: Mapping[str, Any], exit_code: int = 0) -> str:
+def run(folder: Path, experiment: dict[str, Any], exit_code: int = 0) -> str:
     folder.mkdir(exist_ok=True)
     path = folder / "tiny.yaml"
-    path.write_text(yaml.safe_dump(dict(experiment), sort_keys=False))
+    path.write_text(yaml.safe_dump(experiment, sort_keys=False))
     command = [sys.executable, "-m", "splitveil.experiments", "run", str(path)]
     done = run_program(*command, "--jobs", "2", "--output", str(folder / "out"))
     assert done.returncode == exit_code, done.stdout

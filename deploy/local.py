@@ -43,7 +43,7 @@ from splitveil.common.text.yaml_text import load_yaml
 from splitveil.deploy.comparison import comparison_table, read_results
 from splitveil.deploy.local_results import EndedRun, document, refuse_unknown_settings
 from splitveil.deploy.party_processes import run_parties
-from splitveil.deploy.trial_certificates import trial_overrides
+from splitveil.deploy.trial_certificates import contract_values, trial_overrides
 
 WITH_SUMMARY = (0, EndedForGood.exit_code)
 """Exit codes of runs that ended as intended, including by a budget or a gate."""
@@ -167,7 +167,8 @@ def run_example(example_dir: Path, options: argparse.Namespace) -> int:
     unknown = base.each.keys() - set(kinds)
     if unknown:
         raise SettingsError(f"--set: {example_dir} has no file {', '.join(sorted(unknown))}.yaml")
-    name = _run_name(example_dir, base.active)
+    settings = read_yaml(example_dir / f"{ACTIVE}.yaml")
+    name = str(contract_values(example_dir, settings, base.active).get("run_name"))
     defenses = [parse_defense(text) for text in options.defense]
     if len(defenses) > 1:
         base = _sharing_batches(example_dir, kinds, name, base)
@@ -289,13 +290,6 @@ def _defaults(example_dir: Path, num_parties: int) -> list[str]:
     counts = "earlier_ledgers" in read_yaml(example_dir / f"{ACTIVE}.yaml")
     shares = [f"{party}.torch_threads={threads}" for party in (ACTIVE, "passive")]
     return shares if counts else [*shares, f"{ACTIVE}.earlier_ledgers=[]"]
-
-
-def _run_name(example_dir: Path, active_overrides: list[str]) -> str:
-    settings = read_yaml(example_dir / "active.yaml")
-    contract = read_yaml(example_dir / str(settings.get("contract")))
-    own = [text for text in active_overrides if text.startswith("contract.")]
-    return str(apply_overrides({"contract": contract}, own)["contract"].get("run_name"))
 
 
 @contextmanager

@@ -53,7 +53,12 @@ def _run_side_by_side(
     finally:
         if display is not None:
             display.close_writing()
-    readers = [_copy_output(name, process, show) for name, process in processes.items()]
+    readers = [
+        threading.Thread(target=_copy_lines, args=(name, process.stdout, show), daemon=True)
+        for name, process in processes.items()
+    ]
+    for reader in readers:
+        reader.start()
     with _first_signal_forwarded(list(processes.values())) as signalled_at:
         exit_code = _wait(list(processes.values()), signalled_at)
     for reader in readers:
@@ -87,14 +92,6 @@ def _columns(name: str) -> int:
 
 def _prefix(name: str) -> str:
     return f"{name:<7} | "
-
-
-def _copy_output(
-    name: str, process: subprocess.Popen[str], show: Callable[[str, str], None]
-) -> threading.Thread:
-    reader = threading.Thread(target=_copy_lines, args=(name, process.stdout, show), daemon=True)
-    reader.start()
-    return reader
 
 
 def _copy_lines(name: str, lines: IO[str], show: Callable[[str, str], None]) -> None:

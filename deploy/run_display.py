@@ -11,7 +11,7 @@ import re
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import IO, Self
+from typing import Self
 
 from rich.console import Console
 from rich.table import Table
@@ -77,18 +77,15 @@ class RunDisplay:
 
     def _read_progress(self) -> None:
         with os.fdopen(self._told, encoding="utf-8", errors="replace") as lines:
-            self._read_lines(lines)
-
-    def _read_lines(self, lines: IO[str]) -> None:
-        while line := lines.readline(_LONGEST_LINE):
-            try:
-                told = json.loads(line)
-                party, done, total = str(told["party"]), int(told["done"]), int(told["total"])
-                numbers = {str(name): float(one) for name, one in told["numbers"].items()}
-            except (ValueError, KeyError, TypeError, AttributeError):
-                continue  # a program of the user's own may write there, too
-            if party == self._leader:
-                self._advance(done, total, numbers)
+            while line := lines.readline(_LONGEST_LINE):
+                try:
+                    told = json.loads(line)
+                    party, done, total = str(told["party"]), int(told["done"]), int(told["total"])
+                    numbers = {str(name): float(one) for name, one in told["numbers"].items()}
+                except (ValueError, KeyError, TypeError, AttributeError):
+                    continue  # a program of the user's own may write there, too
+                if party == self._leader:
+                    self._advance(done, total, numbers)
 
     def _advance(self, done: int, total: int, numbers: dict[str, float]) -> None:
         if self._bar is None:

@@ -173,7 +173,8 @@ def _run(
     if launched.stopped_by is not None and exit_code:
         return None
     if exit_code not in ENDED_AS_ASKED:
-        return Ending(cell, exit_code, wall_s, _last_lines(folder / "output.log"))
+        log = (folder / "output.log").read_text(encoding="utf-8", errors="replace")
+        return Ending(cell, exit_code, wall_s, "\n".join(log.splitlines()[-_LAST_LINES:]))
     write_json_atomically(folder / FINISHED, _marker(cell) | _circumstances(wall_s, resources))
     # Other cells do not need these weights, and they take most of the disk space.
     for checkpoint in [] if cell.is_followed else folder.glob("runs/*/*/checkpoint"):
@@ -238,8 +239,3 @@ def _digest_in(path: Path) -> str | None:
     except (OSError, ValueError, KeyError):
         return None
     return digest
-
-
-def _last_lines(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    return "\n".join(lines[-_LAST_LINES:])

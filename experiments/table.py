@@ -134,7 +134,7 @@ def _table(
     shows_seeds = len(set(measured.values())) > 1
     header += ["seeds"] if shows_seeds else []
     lines = [_row(header), "|" + "---|" * len(header)]
-    for variant in _in_order(measured, published):
+    for variant in dict.fromkeys([*measured, *published]):  # some are in the publication alone
         cells = [variant]
         for name in shown:
             cells.append(spread(found[name].get((dataset, variant), ()), experiment.spread))
@@ -144,11 +144,6 @@ def _table(
         cells += [str(measured.get(variant, ""))] if shows_seeds else []
         lines.append(_row(cells))
     return lines
-
-
-def _in_order(measured: Iterable[str], published: Mapping[str, object]) -> list[str]:
-    """Return the variants that were run, followed by those that only the paper has."""
-    return list(dict.fromkeys([*measured, *published]))
 
 
 def _spread_note(rows: Sequence[Row], kind: Spread) -> str:

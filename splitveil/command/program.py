@@ -7,6 +7,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from typing import NoReturn, Protocol, cast
 
@@ -33,10 +34,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     end_program(_exit_code(words), is_program=arguments is None)
 
 
-def whole_parser() -> argparse.ArgumentParser:
-    return _parser(with_arguments=True)
-
-
 def _exit_code(words: Sequence[str]) -> int:
     called = next((one for one in SUB_COMMANDS if words[:1] == [one.name]), None)
     if called is None:  # --help, --version, --print-completion, or a mistake
@@ -58,7 +55,7 @@ def _parser(*, with_arguments: bool = False) -> argparse.ArgumentParser:
         prog=PROGRAM, description="Two-party split learning with defended gradients."
     )
     add_version(parser)
-    add_completion(parser, whole_parser)
+    add_completion(parser, partial(_parser, with_arguments=True))
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for one in SUB_COMMANDS:
         own = [_module(one).parser(f"{PROGRAM} {one.name}")] if with_arguments else []

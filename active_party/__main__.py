@@ -1,4 +1,4 @@
-"""The ``active-party`` command."""
+"""The command ``splitveil active``."""
 
 import argparse
 import json

@@ -118,7 +118,7 @@ class InferenceSettings(Section):
     """Predictions with the trained model, for which this party calls the passive parties."""
 
     connect: dict[Name, Address] = Field(default_factory=dict)
-    """Host and port of each passive party's ``passive-party serve``, by its name in the
+    """Host and port of each passive party's ``splitveil passive serve``, by its name in the
     contract."""
 
     proxy: Literal["environment"] | None = None

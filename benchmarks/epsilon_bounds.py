@@ -56,9 +56,6 @@ DEFENSES: Mapping[str, str] = {
         "{name: noisy_label, mechanism: {kind: gaussian, noise_ratio: 2}}"
     ),
     "noisy_label alibi, epsilon 1": "{name: noisy_label, mechanism: {kind: alibi, epsilon: 1}}",
-    "noisy_label with_prior, epsilon 1": (
-        "{name: noisy_label, mechanism: {kind: with_prior, epsilon: 1}}"
-    ),
     "marvell persistent, power ratio 4": (
         "{name: marvell, noise: persistent, strength: {power_ratio: 4}}"
     ),

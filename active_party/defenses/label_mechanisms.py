@@ -1,6 +1,6 @@
 """The ways in which ``noisy_label`` makes a noisy label, and what each reveals about the label.
 
-Drawn once per example, from the noise key:
+All are drawn once per example, from the noise key:
 
     gaussian             y + k x, x ~ N(0, 1)            sumKL = 1/k^2, AUC <= Phi(1/(k sqrt 2))
     laplace              y + x/e, x ~ Laplace(1)         sumKL = 2 (e + exp(-e) - 1), e-label-DP
@@ -21,9 +21,6 @@ Labels and noise are rounded to multiples of 2^-10. Since y is such a multiple i
 sum is the sum rounded: the guarantee is not weakened, and the low bits of a floating-point sum,
 which differ between y = 0 and y = 1, reveal nothing. Laplace noise ends at 44 times its scale;
 anything beyond has probability 2^-63.
-
-Drawn during training: ``with_prior`` (`label_prior`), once per example with the model's prediction
-as the prior, and ``projected_batches`` (`label_batches`), again for every answer.
 """
 
 import math
@@ -108,69 +105,11 @@ class AlibiLabels(Section):
         return "model"
 
 
-class ResponseWithPrior(Section):
-    """RRWithPrior in several stages: randomized response among the classes that the model expects.
-
-    The training rows are divided into parts. A row's label is drawn once, when the stage of its
-    part has begun, among the k classes that the model trained so far expects most, with the k at
-    which the answer is most likely to be right; until then its target is the prediction, which
-    tells nothing (Ghazi et al., "Deep Learning with Label Differential Privacy", NeurIPS 2021,
-    algorithms 2 and 3).
-    """
-
-    kind: Literal["with_prior"]
-
-    epsilon: float = Field(ge=0.01, le=20)
-    """Label differential privacy of the whole run."""
-
-    parts: int = Field(default=2, ge=1, le=100)
-    """Number of parts and stages. One part draws every label at the example's first visit."""
-
-    epochs_per_part: int = Field(default=5, ge=1, le=10_000)
-    """Epochs of a stage; the last one lasts until the end. Labels of a part whose stage does not
-    begin within the run are never used."""
-
-    if_certain: Literal["prediction", "class"] = "prediction"
-    """The target where k = 1, so that the answer is the class that the model expects, whatever the
-    label.
-
-    ``prediction``: the prediction at each step, so that such rows do not reinforce what the model
-    believes. ``class``: that class, as in the paper. With a small epsilon nearly all rows have
-    k = 1, and a model trained on them forgets how to rank.
-    """
-
-
-class ProjectedBatches(Section):
-    """Gaussian noise on a batch's labels, projected on what its activations span.
-
-    The labels of each batch are told only as their products with a few directions in which
-    activations and predictions vary, with fresh Gaussian noise, and targets are rebuilt from those:
-    LabelDP-Pro (Ghazi et al., ICLR 2024) for a peer that sees a gradient per example.
-    """
-
-    kind: Literal["projected_batches"]
-
-    noise_ratio: float = Field(default=16.0, ge=0.01, le=1000)
-    """k: each answer is a Gaussian mechanism with mu = 1/k for each label, a run of E epochs one
-    with mu = sqrt(E)/k; no attack exceeds AUC Phi(mu / sqrt 2)."""
-
-    rank: int = Field(default=32, ge=1, le=1024)
-    """Number of directions; at most the number of rows of a batch is used."""
-
-
 LabelMechanism = Annotated[
-    GaussianLabels
-    | LaplaceLabels
-    | RandomizedResponse
-    | AlibiLabels
-    | ResponseWithPrior
-    | ProjectedBatches,
+    GaussianLabels | LaplaceLabels | RandomizedResponse | AlibiLabels,
     Field(discriminator="kind"),
 ]
 """The way in which a noisy label is made from a label."""
-
-DrawnOnce = GaussianLabels | LaplaceLabels | RandomizedResponse | AlibiLabels
-"""The mechanisms whose noisy labels are drawn before training, from the noise key."""
 
 
 class LabelLeak(NamedTuple):
@@ -184,13 +123,9 @@ class LabelLeak(NamedTuple):
 
 
 def label_leak(mechanism: LabelMechanism, num_classes: int = 2) -> LabelLeak:
-    """Return a noisy label's divergence between two classes, and its epsilon if it has one.
-
-    For ``with_prior`` the divergence is a bound that randomized response of two classes meets: it
-    can be turned into every epsilon-label-DP draw.
-    """
+    """Return a noisy label's divergence between two classes, and its epsilon if it has one."""
     match mechanism:
-        case GaussianLabels() | ProjectedBatches():
+        case GaussianLabels():
             return LabelLeak(mechanism.noise_ratio**-2, None)
         case LaplaceLabels():
             epsilon = mechanism.epsilon
@@ -198,22 +133,22 @@ def label_leak(mechanism: LabelMechanism, num_classes: int = 2) -> LabelLeak:
         case AlibiLabels():
             epsilon = mechanism.epsilon
             return LabelLeak(4 * (epsilon / 2 + math.expm1(-epsilon / 2)), epsilon)
-        case RandomizedResponse() | ResponseWithPrior():
+        case RandomizedResponse():
             epsilon = mechanism.epsilon
-            if num_classes == 2 or isinstance(mechanism, ResponseWithPrior):
+            if num_classes == 2:
                 return LabelLeak(2 * epsilon * math.tanh(epsilon / 2), epsilon)
             odds = num_classes - 1 + math.exp(epsilon)
             return LabelLeak(2 * epsilon * math.expm1(epsilon) / odds, epsilon)
 
 
-def strength_name(mechanism: DrawnOnce) -> str:
+def strength_name(mechanism: LabelMechanism) -> str:
     """Name what is drawn, whatever is made of it afterwards: the posterior reveals no more."""
     drawn = (f"{name}={value!r}" for name, value in mechanism if name != "posterior")
     return f"{type(mechanism).__name__}({', '.join(drawn)})"
 
 
 def draw_noisy_labels(
-    mechanism: DrawnOnce,
+    mechanism: LabelMechanism,
     labels: Tensor,
     key: NoiseKey,
     ids: Sequence[str],
@@ -263,7 +198,7 @@ def draw_noisy_labels(
             raise ValueError(f"{mechanism.kind} noise is for two classes, got {num_classes}")
 
 
-def evidence(mechanism: DrawnOnce, noisy: Tensor, num_classes: int = 2) -> Tensor:
+def evidence(mechanism: LabelMechanism, noisy: Tensor, num_classes: int = 2) -> Tensor:
     """Return what noisy labels add to the logits of their labels: their log likelihoods.
 
     Args:

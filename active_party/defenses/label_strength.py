@@ -1,19 +1,14 @@
 """The strength at which a mechanism of ``noisy_label`` bounds the leak AUC of a whole run.
 
-The bounds are those of `exact_auc`: the best score meets them, but for ``with_prior``, whose
-answers tell no more than those of randomised response between two classes. What is drawn once per
-example costs the same whatever the number of epochs; answers of ``projected_batches`` add up over
-them.
+The bounds are those of `exact_auc`: the best score meets them. What is drawn once per example
+costs the same whatever the number of epochs.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 
 from splitveil.active_party.defenses.exact_auc import (
-    auc_of_epsilon,
     gaussian_auc,
-    gaussian_of_epsilon,
     gaussian_of_laplace,
     gaussian_of_response,
     laplace_auc,
@@ -25,21 +20,19 @@ from splitveil.active_party.defenses.label_mechanisms import (
     GaussianLabels,
     LabelMechanism,
     LaplaceLabels,
-    ProjectedBatches,
     RandomizedResponse,
-    ResponseWithPrior,
 )
 
 
 def leak_auc_of(mechanism: LabelMechanism, num_classes: int = 2) -> float:
-    """Return the best AUC between two classes against one draw; for ``with_prior`` a bound on it.
+    """Return the best AUC between two classes against one draw.
 
     Args:
         mechanism: kind and strength of the noise.
         num_classes: number of classes.
     """
     match mechanism:
-        case GaussianLabels() | ProjectedBatches():
+        case GaussianLabels():
             return gaussian_auc(1 / mechanism.noise_ratio)
         case LaplaceLabels():
             return laplace_auc(mechanism.epsilon)
@@ -47,8 +40,6 @@ def leak_auc_of(mechanism: LabelMechanism, num_classes: int = 2) -> float:
             return laplace_auc(mechanism.epsilon, 2)
         case RandomizedResponse():
             return response_auc(mechanism.epsilon, num_classes)
-        case ResponseWithPrior():
-            return auc_of_epsilon(mechanism.epsilon)
 
 
 def dominating_mu_of(mechanism: LabelMechanism, num_classes: int = 2) -> float:
@@ -59,7 +50,7 @@ def dominating_mu_of(mechanism: LabelMechanism, num_classes: int = 2) -> float:
         num_classes: number of classes.
     """
     match mechanism:
-        case GaussianLabels() | ProjectedBatches():
+        case GaussianLabels():
             return 1 / mechanism.noise_ratio
         case LaplaceLabels():
             return gaussian_of_laplace(mechanism.epsilon)
@@ -67,19 +58,14 @@ def dominating_mu_of(mechanism: LabelMechanism, num_classes: int = 2) -> float:
             return gaussian_of_laplace(mechanism.epsilon, 2)
         case RandomizedResponse():
             return gaussian_of_response(mechanism.epsilon, num_classes)
-        case ResponseWithPrior():
-            return gaussian_of_epsilon(mechanism.epsilon)
 
 
-def at_leak_auc(
-    mechanism: LabelMechanism, leak_auc: float, epochs: int, num_classes: int = 2
-) -> LabelMechanism:
+def at_leak_auc(mechanism: LabelMechanism, leak_auc: float, num_classes: int = 2) -> LabelMechanism:
     """Return the mechanism at the strength that bounds the leak AUC of a run.
 
     Args:
         mechanism: its other settings are kept.
         leak_auc: AUC that no score of any peer may exceed, above 0.5 and below 1.
-        epochs: number of times that each example is answered.
         num_classes: number of classes; the bound is that between any two of them.
     """
     bound: Callable[[float], float]
@@ -87,15 +73,10 @@ def at_leak_auc(
         case GaussianLabels():
             ratio = 1 / strength_for_auc(gaussian_auc, leak_auc)
             return mechanism.model_copy(update={"noise_ratio": ratio})
-        case ProjectedBatches():
-            ratio = math.sqrt(epochs) / strength_for_auc(gaussian_auc, leak_auc)
-            return mechanism.model_copy(update={"noise_ratio": ratio})
         case LaplaceLabels():
             bound = laplace_auc
         case AlibiLabels():
             bound = partial(laplace_auc, num_numbers=2)
         case RandomizedResponse():
             bound = partial(response_auc, num_classes=num_classes)
-        case ResponseWithPrior():
-            bound = auc_of_epsilon
     return mechanism.model_copy(update={"epsilon": strength_for_auc(bound, leak_auc)})

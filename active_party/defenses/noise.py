@@ -163,21 +163,6 @@ def secure_normal(count: int, dtype: torch.dtype, key: bytes) -> Tensor:
     return numbers[:count]
 
 
-def secure_uniform(count: int, key: bytes) -> Tensor:
-    """Turn the ChaCha20 keystream of a key into uniform numbers above 0 and at most 1.
-
-    Args:
-        count: number of numbers.
-        key: 32 secret bytes that have no other use.
-
-    Returns:
-        (count,) float64, on the CPU.
-    """
-    cipher = Cipher(algorithms.ChaCha20(key, nonce=bytes(16)), mode=None).encryptor()
-    keystream = bytearray(cipher.update(bytes(count * torch.int64.itemsize)))
-    return open_uniform(torch.frombuffer(keystream, dtype=torch.int64), torch.float64)
-
-
 def box_muller(radius_bits: Tensor, angle_bits: Tensor, out: Tensor) -> None:
     """Turn pairs of uniform words into pairs of standard normal numbers.
 

@@ -42,28 +42,22 @@ from splitveil.active_party.defenses.interface import (
     LeakCharge,
     RawBatch,
 )
-from splitveil.active_party.defenses.label_batches import BatchProjections
 from splitveil.active_party.defenses.label_mechanisms import (
-    DrawnOnce,
     GaussianLabels,
     LabelMechanism,
     LaplaceLabels,
-    ProjectedBatches,
-    ResponseWithPrior,
     draw_noisy_labels,
     evidence,
     label_leak,
     strength_name,
 )
-from splitveil.active_party.defenses.label_prior import LabelsWithPrior
 from splitveil.active_party.defenses.label_strength import (
     at_leak_auc,
     dominating_mu_of,
     leak_auc_of,
 )
-from splitveil.active_party.defenses.noise import SecureNoise, fresh_key
 from splitveil.active_party.defenses.rows import as_rows, check_labels
-from splitveil.active_party.defenses.section import SeededDefense, require_key, warn_about_seed
+from splitveil.active_party.defenses.section import SeededDefense, require_key
 from splitveil.common.privacy.covers import Covers
 
 
@@ -92,7 +86,7 @@ class NoisyLabelDefense(SeededDefense):
 
     @model_validator(mode="after")
     def _predictions_know_noisy_labels_alone(self) -> Self:
-        if self.top_labels == "true" and self._asks_for_predictions:
+        if self.top_labels == "true" and self.mechanism.posterior == "model":
             raise ValueError(
                 "top_labels: with this mechanism targets depend on the model's predictions, which "
                 "must not know the labels; expected noisy"
@@ -100,15 +94,9 @@ class NoisyLabelDefense(SeededDefense):
         return self
 
     @property
-    def _asks_for_predictions(self) -> bool:
-        if isinstance(self.mechanism, ResponseWithPrior | ProjectedBatches):
-            return True
-        return self.mechanism.posterior == "model"
-
-    @property
     def is_gaussian(self) -> bool:
         """Whether noisy labels are a Gaussian mechanism, of which the exact AUC is known."""
-        return isinstance(self.mechanism, GaussianLabels | ProjectedBatches)
+        return isinstance(self.mechanism, GaussianLabels)
 
     @property
     def top_learns_targets(self) -> bool:
@@ -128,26 +116,16 @@ class NoisyLabelDefense(SeededDefense):
     def _build(self, given: BuildInputs, /) -> Defense:
         """Build the defense; without examples it lacks the noisy labels for training."""
         num_classes, examples = given.context.num_classes, given.examples
-        mechanism, draw_keys = self.mechanism, given.secrets.draw_keys or fresh_key
-        if isinstance(mechanism, ResponseWithPrior | ProjectedBatches):
-            if self.insecure_noise_seed is not None:
-                warn_about_seed()
-            if isinstance(mechanism, ProjectedBatches):
-                return BatchProjections(mechanism, SecureNoise(draw_keys), num_classes)
-            labels = None if examples is None else examples.labels.to(examples.device)
-            return LabelsWithPrior(mechanism, draw_keys, num_classes, labels)
         key = require_key(given.secrets.noise_key, self.name)
         noisy = None
         if examples is not None:
             noisy = draw_noisy_labels(
-                mechanism, examples.labels, key, examples.ids, num_classes
+                self.mechanism, examples.labels, key, examples.ids, num_classes
             ).to(examples.device)
-        return NoisyLabel(self, mechanism, key, num_classes, noisy)
+        return NoisyLabel(self, key, num_classes, noisy)
 
     def noise_key_strength(self, _context: DefenseContext, /) -> str | None:
         """Name the strength for which the noise key is derived; what is done with it is not one."""
-        if isinstance(self.mechanism, ResponseWithPrior | ProjectedBatches):
-            return None
         return f"noisy_label {strength_name(self.mechanism)}"
 
     def charge(self, num_classes: int, noise_identity: str | None = None) -> LeakCharge:
@@ -180,8 +158,6 @@ class NoisyLabelDefense(SeededDefense):
             if self.top_labels == "noisy"
             else "Charges of noisy labels depend on their mechanism alone."
         )
-        if isinstance(self.mechanism, ProjectedBatches):
-            return Forecast({"fresh": charge}, "fresh", honesty)
         return Forecast({"persistent": charge}, "persistent", honesty)
 
     def refusal(self, context: DefenseContext, /) -> str | None:
@@ -189,7 +165,7 @@ class NoisyLabelDefense(SeededDefense):
         mechanism = self.mechanism
         if context.is_number:
             adds_noise = isinstance(mechanism, GaussianLabels | LaplaceLabels)
-            if adds_noise and not self._asks_for_predictions:
+            if adds_noise and mechanism.posterior == "none":
                 return None
             return (
                 f"noisy_label by {mechanism.kind} with these settings is defined for classes "
@@ -203,14 +179,14 @@ class NoisyLabelDefense(SeededDefense):
         return (
             f"noisy_label by {mechanism.kind} noise adds to a label of 0 or 1; with "
             "several classes expected mechanism: {kind: randomized_response, epsilon: ...}, alibi, "
-            "with_prior, projected_batches, or gaussian with posterior: model"
+            "or gaussian with posterior: model"
         )
 
     def at_leak_auc(self, leak_auc: float, context: DefenseContext, /) -> Self | None:
         """Return these settings with that bound; None if the top model learns from true labels."""
         if self.top_labels == "true":
             return None
-        mechanism = at_leak_auc(self.mechanism, leak_auc, context.epochs, context.num_classes)
+        mechanism = at_leak_auc(self.mechanism, leak_auc, context.num_classes)
         return self.model_copy(update={"mechanism": mechanism})
 
     def coverage(self) -> Coverage:
@@ -250,8 +226,7 @@ class NoisyLabel(Defense):
     """Releases gradients of labels drawn once, and charges what those labels reveal.
 
     Args:
-        settings: the labels from which the top model learns.
-        mechanism: the settings' mechanism.
+        settings: the mechanism, and the labels from which the top model learns.
         key: the noise key.
         num_classes: number of classes.
         noisy_labels: as ``draw_noisy_labels`` returns them, on the device of training; None for a
@@ -261,11 +236,11 @@ class NoisyLabel(Defense):
     def __init__(
         self,
         settings: NoisyLabelDefense,
-        mechanism: DrawnOnce,
         key: NoiseKey,
         num_classes: int = 2,
         noisy_labels: Tensor | None = None,
     ) -> None:
+        mechanism = settings.mechanism
         self.noisy_labels = noisy_labels
         self._num_classes = num_classes
         self._evidence = None

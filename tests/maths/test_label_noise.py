@@ -14,8 +14,8 @@ from splitveil.active_party.defenses import DefenseSettings, NoisyLabelDefense, 
 from splitveil.active_party.defenses.exact_auc import laplace_auc
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
 from splitveil.active_party.defenses.label_mechanisms import (
-    DrawnOnce,
     GaussianLabels,
+    LabelMechanism,
     LaplaceLabels,
     RandomizedResponse,
     draw_noisy_labels,
@@ -29,18 +29,18 @@ KEY = key_from_insecure_seed(1)
 IDS = [f"person-{number}" for number in range(100_000)]
 LABELS = (torch.arange(len(IDS)) % 4 == 0).float()
 
-MECHANISMS: list[DrawnOnce] = [
+MECHANISMS: list[LabelMechanism] = [
     GaussianLabels(kind="gaussian", noise_ratio=2.0),
     LaplaceLabels(kind="laplace", epsilon=0.7),
     RandomizedResponse(kind="randomized_response", epsilon=0.7),
 ]
 
 
-def kind_of(mechanism: DrawnOnce) -> str:
+def kind_of(mechanism: LabelMechanism) -> str:
     return mechanism.kind
 
 
-def noise_of(mechanism: DrawnOnce) -> npt.NDArray[np.float64]:
+def noise_of(mechanism: LabelMechanism) -> npt.NDArray[np.float64]:
     drawn = draw_noisy_labels(mechanism, LABELS, KEY, IDS)
     return (drawn - LABELS).double().numpy()
 
@@ -51,7 +51,7 @@ def noise_of(mechanism: DrawnOnce) -> npt.NDArray[np.float64]:
     ids=["gaussian", "laplace"],
 )
 def test_noise_has_the_stated_distribution(
-    mechanism: DrawnOnce, distribution: "stats.rv_continuous"
+    mechanism: LabelMechanism, distribution: "stats.rv_continuous"
 ) -> None:
     """For each label; rejects a scale 5 % off. The grid of 2^-10 is far below what KS resolves."""
     noise = noise_of(mechanism)
@@ -98,7 +98,7 @@ def test_the_divergences_are_those_of_the_distributions(epsilon: float) -> None:
 
 @pytest.mark.parametrize("mechanism", MECHANISMS, ids=kind_of)
 def test_no_score_passes_the_guarantee_and_the_noisy_label_comes_close(
-    mechanism: DrawnOnce,
+    mechanism: LabelMechanism,
 ) -> None:
     drawn = draw_noisy_labels(mechanism, LABELS, KEY, IDS)
     leak = leak_auc(drawn, LABELS)
@@ -118,7 +118,7 @@ def test_no_score_passes_the_guarantee_and_the_noisy_label_comes_close(
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS[:2], ids=kind_of)
-def test_low_bits_tell_nothing(mechanism: DrawnOnce) -> None:
+def test_low_bits_tell_nothing(mechanism: LabelMechanism) -> None:
     """Noisy labels of both classes lie on one grid; a plain floating-point sum gives itself away.
 
     The plain sum 1 + x has lost the bits of x below its own last one; x alone has not.
@@ -133,7 +133,7 @@ def test_low_bits_tell_nothing(mechanism: DrawnOnce) -> None:
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS, ids=kind_of)
-def test_a_noisy_label_belongs_to_its_example(mechanism: DrawnOnce) -> None:
+def test_a_noisy_label_belongs_to_its_example(mechanism: LabelMechanism) -> None:
     """Equal in any order and company; other keys and ids draw others."""
     part, labels = IDS[:5000], LABELS[:5000]
     whole = draw_noisy_labels(mechanism, labels, KEY, part)
@@ -150,7 +150,7 @@ def test_a_noisy_label_belongs_to_its_example(mechanism: DrawnOnce) -> None:
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS, ids=kind_of)
-def test_a_charge_repeats_and_names_strength_and_key(mechanism: DrawnOnce) -> None:
+def test_a_charge_repeats_and_names_strength_and_key(mechanism: LabelMechanism) -> None:
     def charged(settings: NoisyLabelDefense, seed: int = 1) -> tuple[str | None, float | None]:
         defense = build_defense(settings, key_from_insecure_seed(seed))
         charge = defense.defend(RawBatch(torch.ones(4, 2), LABELS[:4]))[1].charge

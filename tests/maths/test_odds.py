@@ -27,18 +27,14 @@ from splitveil.active_party.defenses.exact_auc import (
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
 from splitveil.active_party.defenses.label_mechanisms import (
     AlibiLabels,
-    DrawnOnce,
     GaussianLabels,
     LabelMechanism,
     LaplaceLabels,
-    ProjectedBatches,
     RandomizedResponse,
-    ResponseWithPrior,
     draw_noisy_labels,
     evidence,
     label_leak,
 )
-from splitveil.active_party.defenses.label_prior import draw_with_prior
 from splitveil.active_party.defenses.label_strength import at_leak_auc, leak_auc_of
 from splitveil.active_party.defenses.sum_kl import estimated_auc, leak_auc_bound
 from splitveil.active_party.ledger.account_book import AccountBook
@@ -59,7 +55,6 @@ ONCE: list[LabelMechanism] = [
     LaplaceLabels(kind="laplace", epsilon=1.0),
     RESPONSE,
     AlibiLabels(kind="alibi", epsilon=1.0),
-    ResponseWithPrior(kind="with_prior", epsilon=1.0),
 ]
 
 
@@ -88,13 +83,6 @@ def guarantee_after(*charges: LeakCharge) -> float:
 
 def ratios_of(mechanism: LabelMechanism, seed: int) -> Tensor:
     """Log likelihood ratios of drawn labels, in favour of label 1."""
-    if isinstance(mechanism, ResponseWithPrior):
-        generator = torch.Generator().manual_seed(seed)
-        uniform = 1 - torch.rand(ROWS, generator=generator, dtype=torch.float64)
-        even = torch.full((ROWS, 2), 0.5, dtype=torch.float64)
-        drawn, _ = draw_with_prior(LABELS.long(), even, mechanism.epsilon, uniform)
-        return (2 * drawn - 1) * mechanism.epsilon
-    assert not isinstance(mechanism, ProjectedBatches)
     drawn = draw_noisy_labels(mechanism, LABELS, key_from_insecure_seed(seed), IDS)
     return evidence(mechanism, drawn).double()
 
@@ -112,21 +100,21 @@ def test_a_label_drawn_once_is_bounded_by_the_auc_of_the_best_score(
 
     Rejects the bound that the divergence alone gives, above .65, and that of a strength 3 % off.
     """
-    chosen = at_leak_auc(mechanism, 0.6, epochs=30)
+    chosen = at_leak_auc(mechanism, 0.6)
     bounds = bounds_after(*[charge_of(chosen)] * 30)
     found = best_auc(ratios_of(chosen, seed=3))
     assert [one.leak_auc.max for one in bounds.by_peers] == [pytest.approx(0.6, abs=1e-9)] * 3
     assert bounds.guarantee.mean == bounds.guarantee.q95 == bounds.guarantee.max
     assert abs(found - bounds.guarantee.max) < TOLERANCE
     assert leak_auc_bound(bounds.sum_kl.max) > 0.65 > found + TOLERANCE
-    stronger = at_leak_auc(mechanism, 0.613, epochs=30)
+    stronger = at_leak_auc(mechanism, 0.613)
     assert guarantee_after(charge_of(stronger)) > found + TOLERANCE
     assert bounds.estimate.max <= bounds.guarantee.max
 
 
 @pytest.mark.parametrize("num_classes", [3, 10])
 def test_of_several_classes_the_pair_is_bounded_exactly(num_classes: int) -> None:
-    mechanism = at_leak_auc(RESPONSE, 0.6, 1, num_classes)
+    mechanism = at_leak_auc(RESPONSE, 0.6, num_classes)
     assert isinstance(mechanism, RandomizedResponse)
     labels = torch.arange(ROWS) % num_classes
     key = key_from_insecure_seed(5)
@@ -142,7 +130,7 @@ def test_of_several_classes_the_pair_is_bounded_exactly(num_classes: int) -> Non
     assert auc_of_epsilon(mechanism.epsilon) > bound  # what any e-label-DP release may reach
 
 
-TWO: list[tuple[DrawnOnce, DrawnOnce]] = [
+TWO: list[tuple[LabelMechanism, LabelMechanism]] = [
     (RESPONSE, RESPONSE),
     (RESPONSE, LaplaceLabels(kind="laplace", epsilon=0.8)),
     (RESPONSE, GaussianLabels(kind="gaussian", noise_ratio=1.5)),
@@ -152,7 +140,7 @@ TWO: list[tuple[DrawnOnce, DrawnOnce]] = [
 
 @pytest.mark.parametrize("mechanisms", TWO)
 def test_two_draws_together_pass_the_bound_of_one_and_not_that_of_both(
-    mechanisms: tuple[DrawnOnce, DrawnOnce],
+    mechanisms: tuple[LabelMechanism, LabelMechanism],
 ) -> None:
     """And that of both is smaller than what the divergence gives for any distributions."""
     found = best_auc(*(ratios_of(one, seed) for seed, one in enumerate(mechanisms, start=11)))
@@ -370,7 +358,7 @@ def test_a_budget_allows_the_strength_of_its_auc_and_no_larger_one(
     limit, ledger, at = Limit.of_leak_auc(0.6), LeakLedger(2), np.array([0, 1])
 
     def objection(leak_auc: float) -> str:
-        chosen = at_leak_auc(mechanism, leak_auc, 1, num_classes)
+        chosen = at_leak_auc(mechanism, leak_auc, num_classes)
         entry = logged(charge_of(chosen, num_classes=num_classes))
         return limit.objection(ledger.after(at, entry)) or ""
 
@@ -385,7 +373,7 @@ def test_a_budget_allows_the_strength_of_its_auc_and_no_larger_one(
 
 
 def test_a_budget_that_one_draw_uses_up_allows_no_second_one() -> None:
-    chosen = at_leak_auc(RESPONSE, 0.6, 1)
+    chosen = at_leak_auc(RESPONSE, 0.6)
     ledger, limit = ledger_of(charge_of(chosen)), Limit.of_leak_auc(0.6)
     at = np.array([0])
     assert limit.objection(ledger.after(at, logged(charge_of(chosen)))) is None

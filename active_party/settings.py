@@ -8,8 +8,7 @@ from pydantic import Field, model_validator
 from splitveil.active_party.budget_settings import RunBudget
 from splitveil.active_party.defenses import DefenseContext, DefenseSettings
 from splitveil.active_party.defenses.loss_weights import WeightUses, refusal_of_weights
-from splitveil.active_party.ledger.account_book import AccountBook
-from splitveil.active_party.ledger.earlier_ledgers import SETTING, open_books
+from splitveil.active_party.ledger.account_book import SETTING, AccountBook, open_books
 from splitveil.active_party.ledger.label_signals import LabelUses, label_signals, objection_to
 from splitveil.active_party.number_refusals import ClassUses, refusal_of_class_uses
 from splitveil.active_party.serving_settings import ServingSettings

@@ -143,22 +143,6 @@ def test_whom_accounts_describe_survives_the_file_and_the_adding_up_of_books(
     assert carried.covers() is WEAK
 
 
-def as_before(ledger: LeakLedger, *lacks: str) -> dict[str, torch.Tensor]:
-    """Return the state of a ledger that did not keep odds, nor some other things."""
-    without = (*lacks, "odds", "odds_of", "current_odds")
-    return {name: value for name, value in ledger.state_dict().items() if name not in without}
-
-
-def test_a_book_from_before_covers_the_fewest_peers_where_anything_was_charged() -> None:
-    ledger = after(GAUSSIAN, of=3)
-    ledger.load_state_dict(as_before(ledger, "caveats"))
-    assert columns(ledger) == [1, 1, leak_auc_bound(0.3)]
-    untouched = LeakLedger(3)
-    untouched.load_state_dict(as_before(untouched, "caveats"))
-    untouched.charge(np.arange(3), GAUSSIAN)
-    assert columns(untouched) == [exact(math.sqrt(0.3))] * 3
-
-
 @pytest.mark.parametrize(
     "caveats",
     [
@@ -168,7 +152,7 @@ def test_a_book_from_before_covers_the_fewest_peers_where_anything_was_charged()
     ],
 )
 def test_caveats_that_cannot_be_of_these_accounts_are_refused(caveats: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match="caveats: expected 3"):
+    with pytest.raises(ValueError, match="caveats: expected"):
         LeakLedger(3).load_state_dict(LeakLedger(3).state_dict() | {"caveats": caveats})
 
 

@@ -24,7 +24,7 @@ from splitveil.active_party.defenses.exact_auc import gaussian_auc
 from splitveil.active_party.defenses.example_keys import load_or_create_key, used_labels_file
 from splitveil.active_party.defenses.label_mechanisms import LabelMechanism
 from splitveil.active_party.defenses.noisy_label import NoisyLabel, NoisyLabelDefense
-from splitveil.active_party.ledger.earlier_ledgers import LEDGER
+from splitveil.active_party.ledger.account_book import LEDGER
 from splitveil.active_party.run.stages import Stage
 from splitveil.common.data.label_range import ONE_NUMBER
 from splitveil.common.errors import SettingsError, StorageError

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from splitveil.active_party.defenses import AnswerKeys
-from splitveil.active_party.ledger.earlier_ledgers import LEDGER
+from splitveil.active_party.ledger.account_book import LEDGER
 from splitveil.active_party.report.bounds import bounds_of
 from splitveil.active_party.report.run_files import read_run
 from splitveil.active_party.run.session import ActiveSession

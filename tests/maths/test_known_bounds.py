@@ -39,9 +39,9 @@ from splitveil.active_party.defenses.label_strength import at_leak_auc, leak_auc
 from splitveil.active_party.defenses.sum_kl import estimated_auc, leak_auc_bound
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.bounds import LeakBounds
+from splitveil.active_party.ledger.known_bounds import NOTHING, OF_ANY_KIND, known_of
 from splitveil.active_party.ledger.ledger import LeakLedger, logged
 from splitveil.active_party.ledger.limit import Limit
-from splitveil.active_party.ledger.odds import GAUSSIAN, NOTHING, OF_ANY_KIND, odds_of
 
 Numbers = npt.NDArray[np.float64]
 ROWS = 200_000
@@ -302,51 +302,19 @@ def test_over_runs_only_examples_of_a_single_draw_keep_its_exact_figure(tmp_path
     assert [told(again, name) for name in NAMES] == [exact, exact, exact, 0.5]
 
 
-OLD = ("odds", "odds_of", "current_odds")
-
-
-def test_a_book_of_before_is_bounded_by_the_epsilon_that_it_states() -> None:
-    """Randomised response keeps its exact figure; what is settled has that of its divergence."""
-
-    def as_before(book: AccountBook) -> AccountBook:
-        state = book.state_dict()
-        return AccountBook.from_state({k: v for k, v in state.items() if k not in OLD})
-
-    first, gaussian = charge_of(RESPONSE), LeakCharge(0.1, None, None, Covers.ANYBODY, True)
-    book = as_before(after_run(AccountBook.empty(), NAMES[:2], first))
-    assert told(book, "ann") == pytest.approx(auc_of_epsilon(1.0))
-    assert told(after_run(book, NAMES[1:3], first), "bob") == pytest.approx(auc_of_epsilon(1.0))
-    settled = as_before(after_run(book, NAMES[1:3], charge_of(RESPONSE, "other"), gaussian))
-    assert told(settled, "ann") == pytest.approx(leak_auc_bound(first.sum_kl))
-    assert told(settled, "bob") >= leak_auc_bound(2 * first.sum_kl + 0.1) - 1e-9
-    fresh = as_before(after_run(AccountBook.empty(), NAMES[:2], gaussian))
-    assert told(fresh, "ann") == estimated_auc(0.1)
-
-
 @pytest.mark.parametrize(
     "damage",
     [
-        {"odds_of": torch.zeros(2, dtype=torch.int32)},
-        {"odds_of": torch.zeros(3, dtype=torch.int64)},
-        {"odds_of": torch.full((3,), 9, dtype=torch.int32)},
-        {"odds_of": torch.full((3,), -1, dtype=torch.int32)},
-        {"odds": torch.zeros(2, 3, dtype=torch.float64)},
-        {"odds": torch.tensor([NOTHING, NOTHING], dtype=torch.float64)},
-        {"odds": torch.tensor([[0.5, math.nan, 0.0]], dtype=torch.float64)},
-        {"odds": torch.tensor([[0.5, 0.0]], dtype=torch.float64)},
-        {"current_odds": torch.tensor([0.7, -1.0, 0.0], dtype=torch.float64)},
+        {"known": torch.zeros(2, 3, dtype=torch.float64)},
+        {"known": torch.ones(3, 3, dtype=torch.float32)},
+        {"known": torch.tensor([[0.5, math.nan, 0.0]] * 3, dtype=torch.float64)},
+        {"known": torch.tensor([[0.4, 0.0, 0.0]] * 3, dtype=torch.float64)},
+        {"current_known": torch.tensor([0.7, -1.0, 0.0], dtype=torch.float64)},
     ],
 )
-def test_odds_that_cannot_be_of_these_accounts_are_refused(damage: dict[str, Tensor]) -> None:
-    with pytest.raises(ValueError, match="odds: expected those of 3 accounts"):
+def test_what_cannot_be_known_of_these_accounts_is_refused(damage: dict[str, Tensor]) -> None:
+    with pytest.raises(ValueError, match="known: expected"):
         LeakLedger(3).load_state_dict(ledger_of(charge_of(RESPONSE), of=3).state_dict() | damage)
-
-
-@pytest.mark.parametrize("name", OLD)
-def test_a_ledger_that_lacks_a_part_of_its_odds_is_refused(name: str) -> None:
-    state = {key: value for key, value in LeakLedger(3).state_dict().items() if key != name}
-    with pytest.raises(ValueError, match="expected the state of a ledger"):
-        LeakLedger(3).load_state_dict(state)
 
 
 @pytest.mark.parametrize(
@@ -392,9 +360,9 @@ def test_what_cannot_be_an_auc_or_an_epsilon_counts_as_unknown() -> None:
         )
         assert (charge.leak_auc, charge.epsilon, charge.dominating_mu) == (None, None, None)
         assert guarantee_after(charge) == leak_auc_bound(0.3)
-    assert odds_of(math.inf, 1.0, 0.6) == OF_ANY_KIND
-    assert odds_of(0.0, math.inf) == NOTHING
-    assert odds_of(0.3, math.inf, mu=math.sqrt(0.3)) == GAUSSIAN
+    assert known_of(math.inf, 1.0, 0.6).tolist() == OF_ANY_KIND.tolist()
+    assert known_of(0.0, math.inf).tolist() == NOTHING.tolist()
+    assert known_of(0.3, math.inf, mu=math.sqrt(0.3)).tolist() == [1.0, math.inf, 0.0]
     assert guarantee_after(LeakCharge(math.inf, "key", 1.0, Covers.ANYBODY, leak_auc=0.6)) == 1
 
 

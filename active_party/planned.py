@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from splitveil.active_party.assembly import signals_of
-from splitveil.active_party.defenses.build_inputs import DefenseContext
 from splitveil.active_party.defenses.forecast import ChargeForecast, Forecast
+from splitveil.active_party.defenses.interface import DefenseContext
 from splitveil.active_party.defenses.marvell import power_ratio_for
 from splitveil.active_party.defenses.multi_class_marvell import worst_pair_factor
 from splitveil.active_party.defenses.projection.outlook import share_of_variance
@@ -283,7 +283,7 @@ def _remarks(
     if settings.data.num_classes > 2:
         remarks.append("All figures are of the pair of classes left furthest apart.")
     if forecast.charge.certainty == "unknown" or math.isfinite(forecast.charge.high):
-        remarks.append(settings.defense.coverage().why)
+        remarks.append(settings.defense.traits.coverage.why)
     known = known_of_forecast(forecast.charge)
     earlier, together = book.most(), compose(book.known(), known)
     if together_in_words:

@@ -54,7 +54,7 @@ def main() -> None:
     num_columns = columns_of(next(chunks())).of(next(chunks())).shape[1]
     print(f"{given.rows} rows, {num_columns} columns, rank {given.rank}; CPU seconds in brackets")
     for stage in range(given.stages):
-        told = posterior.told
+        told = posterior.released
         made, took = timed(partial(design, chunks, given.rows, given.rank, earlier=told))
         release, sums = timed(partial(draw_release, made, labels, sigma, SecureNoise()))
         _, gram = timed(partial(posterior.add, made, release))

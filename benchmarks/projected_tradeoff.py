@@ -99,7 +99,7 @@ class Stages:
             def chunks() -> Iterator[RowChunk]:
                 yield facts
 
-            rows = design(chunks, len(labels), self._rank, earlier=self._posterior.told)
+            rows = design(chunks, len(labels), self._rank, earlier=self._posterior.released)
             sigma = stage_sigma(self._mu, self._shares[self._next])
             self._posterior.add(rows, draw_release(rows, labels, sigma, self._noise))
             self._next += 1

@@ -4,8 +4,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from splitveil.active_party.defenses import DefenseSettings
-from splitveil.active_party.defenses.build_inputs import DefenseContext
+from splitveil.active_party.defenses import DefenseContext, DefenseSettings
 from splitveil.active_party.defenses.section import DefenseSection
 from splitveil.common.errors import SettingsError
 from splitveil.experiments.settings import Settings

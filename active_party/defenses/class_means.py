@@ -44,13 +44,7 @@ def longest_gap(means: Tensor) -> float:
 
 
 def measure_class_means(rows: Tensor, classes: Tensor, num_classes: int) -> ClassMeans:
-    """Estimate the classes of one batch, in two passes and float64.
-
-    Args:
-        rows: raw gradients, (batch, cut_dim).
-        classes: class index of each row, (batch,) int64.
-        num_classes: number of classes.
-    """
+    """Estimate the classes of one batch, (batch, cut_dim), in two passes and float64."""
     chunks = RowsInDouble(rows)
     counts = torch.bincount(classes, minlength=num_classes).double()
     means = torch.zeros(num_classes, rows.shape[1], dtype=torch.float64, device=rows.device)
@@ -83,8 +77,7 @@ class RunningMeans:
     def take_in(self, batch: ClassMeans) -> ClassMeans | None:
         """Remember a batch, and return its classes, with running means for classes that it lacks.
 
-        Returns:
-            The classes; None if the batch lacks a class that has never been seen.
+        None if one has never been seen.
         """
         present = (batch.counts > 0)[:, None].to(batch.means.device)
         if self._means is None:
@@ -101,18 +94,11 @@ class RunningMeans:
         return batch._replace(means=torch.where(present, batch.means, old))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the means and their numbers of examples; nothing before the first batch."""
         if self._means is None:
             return {}
         return {"means": self._means.cpu().clone(), "counts": self._counts.clone()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Replace the means.
-
-        Raises:
-            ValueError: the state does not have the names that ``state_dict`` gives, or belongs to
-                a different number of classes.
-        """
         if set(state) not in ({"means", "counts"}, set[str]()):
             raise ValueError(f"expected means and counts of classes, got {sorted(state)}")
         if state and len(state["counts"]) != self.num_classes:

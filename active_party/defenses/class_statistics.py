@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Self
 
 import torch
@@ -23,7 +23,6 @@ class ClassMoments(NamedTuple):
     )
 
     def to(self, device: torch.device) -> Self:
-        """Move the mean to a device."""
         return self._replace(mean=self.mean.to(device))
 
 
@@ -53,7 +52,6 @@ class ClassEstimate(NamedTuple):
 
     @classmethod
     def between(cls, neg: ClassMoments, pos: ClassMoments, pos_fraction: float) -> Self:
-        """Compare two classes."""
         gap = pos.mean - neg.mean
         unit = (
             max(float(torch.linalg.vector_norm(gap, math.inf)), neg.deviation, pos.deviation) or 1.0
@@ -69,24 +67,14 @@ class ClassEstimate(NamedTuple):
         )
 
 
-def measure_classes(
-    rows: Tensor, positive: Tensor, reduce: Callable[[Tensor], Tensor] | None = None
-) -> BatchClasses:
-    """Estimate the classes of one batch, in two passes and float64.
-
-    Args:
-        rows: raw gradients, (batch, cut_dim).
-        positive: (batch,) bool.
-        reduce: adds up a tensor over all workers and returns the sum to each, for a batch that is
-            spread over workers. Every worker then gets the estimate of the whole batch.
-    """
-    shards = _identity if reduce is None else reduce
-    chunks = RowsInDouble(rows, reduce)
+def measure_classes(rows: Tensor, positive: Tensor) -> BatchClasses:
+    """Estimate the classes of one batch, (batch, cut_dim), in two passes and float64."""
+    chunks = RowsInDouble(rows)
     members = torch.stack((~positive, positive)).double()
-    counts = shards(members.sum(dim=1))
-    sums = shards(_total(members[:, part] @ chunk for part, chunk in chunks))
+    counts = members.sum(dim=1)
+    sums = _total(members[:, part] @ chunk for part, chunk in chunks)
     means = sums.div_(counts.clamp(min=1)[:, None])
-    squares = shards(_total(_squares(members[:, part], means, chunk) for part, chunk in chunks))
+    squares = _total(_squares(members[:, part], means, chunk) for part, chunk in chunks)
     # A single transfer, because each one makes the processor wait for the device.
     neg_rows, pos_rows, neg_square, pos_square = torch.cat((counts, squares)).tolist()
     neg, pos = chunks.to_size(means)
@@ -99,11 +87,7 @@ def measure_classes(
 
 
 def measure_means(rows: Tensor, positive: Tensor) -> tuple[BatchClasses, Tensor]:
-    """Estimate only the means, for classes without spread, in one pass and float64.
-
-    Returns:
-        The classes, and the norms of the rows, (batch,) float64.
-    """
+    """Estimate only the means, in one pass and float64, and return the rows' norms, too."""
     chunks = RowsInDouble(rows)
     members = torch.stack((~positive, positive)).double()
     sums, norms = [], []
@@ -122,21 +106,14 @@ def measure_means(rows: Tensor, positive: Tensor) -> tuple[BatchClasses, Tensor]
     return classes, chunks.to_size(torch.cat(norms))
 
 
-def _identity(sums: Tensor) -> Tensor:
-    return sums
-
-
 def _total(parts: Iterable[Tensor]) -> Tensor:
     return functools.reduce(Tensor.add_, parts)
 
 
 def _squares(members: Tensor, means: Tensor, rows: Tensor) -> Tensor:
-    """Return the sum of each class's squared distances from its mean, (2,).
+    """Return the sum of each class's squared distances from its mean, (2,); overwrites the rows.
 
-    Args:
-        members: 1 where a row belongs to a class, else 0, (2, rows).
-        means: of both classes, (2, cut_dim).
-        rows: (rows, cut_dim); overwritten.
+    ``members`` is 1 where a row belongs to a class, else 0, (2, rows); means are (2, cut_dim).
     """
     rows.addmm_(members.T, means, alpha=-1)  # one of the two products is exactly zero
     return members.mv(torch.linalg.vector_norm(rows, dim=1).square_())
@@ -160,11 +137,9 @@ class RunningClasses:
         )
 
     def take_in(self, batch: BatchClasses) -> ClassEstimate | None:
-        """Remember a batch, and estimate both classes.
+        """Remember a batch, and estimate both classes from it.
 
-        Returns:
-            The batch's own estimate if it has both classes. If one is missing, its running
-            statistics are used instead; None if it has never been seen.
+        If one is missing, its running statistics are used instead; None if it was never seen.
         """
         own_rows = {"neg": batch.neg_rows, "pos": batch.pos_rows}
         for name, count in own_rows.items():
@@ -199,7 +174,6 @@ class RunningClasses:
         return new
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the statistics of each class seen so far."""
         state = {}
         for name, moments in self._moments.items():
             state[f"{name}_mean"] = moments.mean.clone()
@@ -208,11 +182,6 @@ class RunningClasses:
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Replace the statistics.
-
-        Raises:
-            ValueError: the state does not have the names that ``state_dict`` gives.
-        """
         classes = [name for name in self._rows if f"{name}_mean" in state]
         parts = ("mean", "deviation", "rows")
         expected = {f"{name}_{part}" for name in classes for part in parts}

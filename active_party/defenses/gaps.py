@@ -60,24 +60,16 @@ class GapMemory(Memory, Protocol):
     """Measures the gaps of batches, and remembers the classes for batches that lack one."""
 
     def measure(self, rows: Tensor, labels: Tensor) -> BatchGaps:
-        """Measure a batch, and remember it.
-
-        Args:
-            rows: raw gradients, (batch, cut_dim).
-            labels: as in ``RawBatch``.
-
-        Raises:
-            ValueError: the labels do not fit, or ``cut_dim`` has changed.
-        """
+        """Measure a batch of rows (batch, cut_dim), and remember it."""
         ...
 
 
 def gap_memory(num_classes: int) -> GapMemory:
     """Return an empty memory for a number of classes."""
-    return GapOfTwo() if num_classes == 2 else GapsOfSeveral(num_classes)
+    return _TwoClassMemory() if num_classes == 2 else _MultiClassMemory(num_classes)
 
 
-class TwoClassGap(NamedTuple):
+class _TwoClassGap(NamedTuple):
     """The gap between two classes."""
 
     norms: Tensor
@@ -87,7 +79,6 @@ class TwoClassGap(NamedTuple):
     estimate: ClassEstimate | None
 
     def longest(self) -> float:
-        """Return the distance of the class means."""
         if self.largest == 0:
             return 0.0
         return math.inf if self.estimate is None else self.estimate.gap_length
@@ -130,7 +121,7 @@ class TwoClassGap(NamedTuple):
         )
 
 
-class MultiClassGaps(NamedTuple):
+class _MultiClassGaps(NamedTuple):
     """The gaps between all pairs of several classes."""
 
     norms: Tensor
@@ -140,7 +131,6 @@ class MultiClassGaps(NamedTuple):
     estimate: ClassMeans | None
 
     def longest(self) -> float:
-        """Return the distance of the two class means furthest apart."""
         if self.estimate is None:
             return math.inf
         return longest_gap(self.estimate.means) if self.largest else 0.0
@@ -170,25 +160,19 @@ class MultiClassGaps(NamedTuple):
         return LeakCharge(_worst_pair(coordinates, moments))
 
 
-class GapOfTwo(RunningClasses):
-    """The memory of two classes."""
-
-    def measure(self, rows: Tensor, labels: Tensor) -> TwoClassGap:
-        """Measure a batch, and remember it."""
+class _TwoClassMemory(RunningClasses):
+    def measure(self, rows: Tensor, labels: Tensor) -> _TwoClassGap:
         positive = as_positive(labels, rows)
         batch, norms = measure_means(rows, positive)
-        return TwoClassGap(norms, float(norms.max()), positive, batch, self.take_in(batch))
+        return _TwoClassGap(norms, float(norms.max()), positive, batch, self.take_in(batch))
 
 
-class GapsOfSeveral(RunningMeans):
-    """The memory of several classes."""
-
-    def measure(self, rows: Tensor, labels: Tensor) -> MultiClassGaps:
-        """Measure a batch, and remember it."""
+class _MultiClassMemory(RunningMeans):
+    def measure(self, rows: Tensor, labels: Tensor) -> _MultiClassGaps:
         classes = as_classes(labels, rows, self.num_classes)
         batch = measure_class_means(rows, classes, self.num_classes)
         largest = float(batch.norms.max())
-        return MultiClassGaps(batch.norms, largest, classes, batch, self.take_in(batch))
+        return _MultiClassGaps(batch.norms, largest, classes, batch, self.take_in(batch))
 
 
 def _stand_in_variance(mean: Tensor, direction: Tensor) -> float:
@@ -201,9 +185,7 @@ def _stand_in_variance(mean: Tensor, direction: Tensor) -> float:
 def _worst_pair(coordinates: Tensor, moments: Tensor) -> float:
     """Return the largest divergence of a pair of classes.
 
-    Args:
-        coordinates: class means along the axes, (classes, axes) float64.
-        moments: each class's mean noise covariance along the axes, (classes, axes, axes) float64.
+    Of their means along the axes, (classes, axes), and their mean noise covariances there.
     """
     gaps = coordinates[:, None] - coordinates[None]
     squares = gaps.square().sum(dim=2)

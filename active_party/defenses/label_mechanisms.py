@@ -21,16 +21,28 @@ Labels and noise are rounded to multiples of 2^-10. Since y is such a multiple i
 sum is the sum rounded: the guarantee is not weakened, and the low bits of a floating-point sum,
 which differ between y = 0 and y = 1, reveal nothing. Laplace noise ends at 44 times its scale;
 anything beyond has probability 2^-63.
+
+The best AUC of any score, and the Gaussian mechanism that reveals no less, are those of
+`exact_auc`. What is drawn once costs the same whatever the number of epochs.
 """
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Literal, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from splitveil.active_party.defenses.exact_auc import (
+    gaussian_auc,
+    gaussian_of_laplace,
+    gaussian_of_response,
+    laplace_auc,
+    response_auc,
+    strength_for_auc,
+)
 from splitveil.active_party.defenses.example_keys import (
     LABEL_NOISE,
     NoiseKey,
@@ -101,7 +113,6 @@ class AlibiLabels(Section):
 
     @property
     def posterior(self) -> Posterior:
-        """The posterior is what distinguishes the mechanism."""
         return "model"
 
 
@@ -113,32 +124,55 @@ LabelMechanism = Annotated[
 
 
 class LabelLeak(NamedTuple):
-    """What a mechanism reveals between two classes."""
+    """What one draw of a mechanism reveals between two classes."""
 
     sum_kl: float
-    """Divergence of one draw."""
-
     epsilon: float | None
-    """Label differential privacy of one draw; None if it has none."""
+    """Label differential privacy; None if it has none."""
+    leak_auc: float
+    """The best AUC of any score."""
+    mu: float
+    """Of a Gaussian mechanism that reveals no less."""
 
 
 def label_leak(mechanism: LabelMechanism, num_classes: int = 2) -> LabelLeak:
-    """Return a noisy label's divergence between two classes, and its epsilon if it has one."""
+    """Return what one draw reveals."""
+    if isinstance(mechanism, GaussianLabels):
+        mu = 1 / mechanism.noise_ratio
+        return LabelLeak(mechanism.noise_ratio**-2, None, gaussian_auc(mu), mu)
+    epsilon = mechanism.epsilon
     match mechanism:
-        case GaussianLabels():
-            return LabelLeak(mechanism.noise_ratio**-2, None)
         case LaplaceLabels():
-            epsilon = mechanism.epsilon
-            return LabelLeak(2 * (epsilon + math.expm1(-epsilon)), epsilon)
+            sum_kl = 2 * (epsilon + math.expm1(-epsilon))
+            return LabelLeak(sum_kl, epsilon, laplace_auc(epsilon), gaussian_of_laplace(epsilon))
         case AlibiLabels():
-            epsilon = mechanism.epsilon
-            return LabelLeak(4 * (epsilon / 2 + math.expm1(-epsilon / 2)), epsilon)
+            sum_kl = 4 * (epsilon / 2 + math.expm1(-epsilon / 2))
+            mu = gaussian_of_laplace(epsilon, 2)
+            return LabelLeak(sum_kl, epsilon, laplace_auc(epsilon, 2), mu)
         case RandomizedResponse():
-            epsilon = mechanism.epsilon
             if num_classes == 2:
-                return LabelLeak(2 * epsilon * math.tanh(epsilon / 2), epsilon)
-            odds = num_classes - 1 + math.exp(epsilon)
-            return LabelLeak(2 * epsilon * math.expm1(epsilon) / odds, epsilon)
+                sum_kl = 2 * epsilon * math.tanh(epsilon / 2)
+            else:
+                odds = num_classes - 1 + math.exp(epsilon)
+                sum_kl = 2 * epsilon * math.expm1(epsilon) / odds
+            auc, mu = response_auc(epsilon, num_classes), gaussian_of_response(epsilon, num_classes)
+            return LabelLeak(sum_kl, epsilon, auc, mu)
+
+
+def at_leak_auc(mechanism: LabelMechanism, leak_auc: float, num_classes: int = 2) -> LabelMechanism:
+    """Return the mechanism at the strength at which no score of any peer exceeds a leak AUC.
+
+    The AUC is above 0.5 and below 1, and between any two of the classes.
+    """
+    if isinstance(mechanism, GaussianLabels):
+        ratio = 1 / strength_for_auc(gaussian_auc, leak_auc)
+        return mechanism.model_copy(update={"noise_ratio": ratio})
+    bound = laplace_auc
+    if isinstance(mechanism, AlibiLabels):
+        bound = partial(laplace_auc, num_numbers=2)
+    elif isinstance(mechanism, RandomizedResponse):
+        bound = partial(response_auc, num_classes=num_classes)
+    return mechanism.model_copy(update={"epsilon": strength_for_auc(bound, leak_auc)})
 
 
 def strength_name(mechanism: LabelMechanism) -> str:
@@ -175,12 +209,11 @@ def draw_noisy_labels(
             noise = mechanism.noise_ratio * scalars(example_keys(key, ids, LABEL_NOISE))
             return _on_grid(labels, noise)
         case LaplaceLabels() if num_classes <= 2:
-            return _on_grid(
-                labels, _laplace(example_keys(key, ids, LABEL_NOISE), mechanism.epsilon)
-            )
+            noise = _laplace(example_keys(key, ids, LABEL_NOISE), mechanism.epsilon)
+            return _on_grid(labels, noise)
         case RandomizedResponse():
-            keys = example_keys(key, ids, LABEL_NOISE)
-            chance = _flip_probability(mechanism, num_classes)
+            keys, num_others = example_keys(key, ids, LABEL_NOISE), num_classes - 1
+            chance = num_others / (num_others + math.exp(mechanism.epsilon))
             flipped = open_uniform(keys[:, 0], torch.float64) <= chance
             others = 1 - labels if num_classes == 2 else _others(labels, keys[:, 1], num_classes)
             return torch.where(flipped, others, labels).float()
@@ -201,16 +234,12 @@ def draw_noisy_labels(
 def evidence(mechanism: LabelMechanism, noisy: Tensor, num_classes: int = 2) -> Tensor:
     """Return what noisy labels add to the logits of their labels: their log likelihoods.
 
-    Args:
-        mechanism: the mechanism that made them.
-        noisy: (rows,) or (rows, classes), as ``draw_noisy_labels`` returns them.
-        num_classes: number of classes.
+    The noisy labels are as ``draw_noisy_labels`` returns them. Logits plus this are those of the
+    posterior of the label under the prior that the logits predict.
 
     Returns:
         (rows,), the log likelihood of label 1 minus that of label 0; with several classes
         (rows, classes), the log likelihood of each class but for a number of the row's own.
-        `predictions.probabilities_of` of logits plus this is the posterior of the label under the
-        prior that the logits predict.
     """
     match mechanism:
         case GaussianLabels():
@@ -238,11 +267,6 @@ def _laplace(keys: Tensor, epsilon: float) -> Tensor:
     """Turn secret bits into Laplace noise of scale 1/epsilon, (rows,) float64."""
     sizes = -open_uniform(keys[:, 0], torch.float64).log_()
     return sizes.copysign_(keys[:, 1]).div_(epsilon)
-
-
-def _flip_probability(mechanism: RandomizedResponse, num_classes: int) -> float:
-    others = num_classes - 1
-    return others / (others + math.exp(mechanism.epsilon))
 
 
 def _others(labels: Tensor, bits: Tensor, num_classes: int) -> Tensor:

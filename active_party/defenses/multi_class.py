@@ -42,9 +42,6 @@ def solve_shared_noise(
         priors: share of each class, (classes,), not negative, summing to one.
         residual_variance: variance within the classes per coordinate (w).
         noise_power: expected squared noise norm per example (P).
-
-    Raises:
-        ValueError: an argument is outside its range.
     """
     _check(class_means, priors, residual_variance, noise_power)
     priors = priors.double() / priors.double().sum()
@@ -76,19 +73,8 @@ def power_for_worst_pair(class_means: Tensor, priors: Tensor, sum_kl: float) -> 
     """Find the least noise power that leaves every pair of classes at most this divergence.
 
     Spread within the classes is not given credit: the noise is the solution of
-    ``solve_shared_noise`` with a residual variance of 0, and the divergence is that of
-    `pair_divergences`.
-
-    Args:
-        class_means: (classes, cut_dim).
-        priors: as for ``solve_shared_noise``, all above 0.
-        sum_kl: divergence that may be left, above 0.
-
-    Returns:
-        The power, exact up to rounding: without spread, all divergences fall as its reciprocal.
-
-    Raises:
-        ValueError: an argument is outside its range.
+    ``solve_shared_noise`` with a residual variance of 0, and the divergence, above 0, is that of
+    `pair_divergences`. It falls as the reciprocal of the power, which is exact up to rounding.
     """
     if not sum_kl > 0:
         raise ValueError(f"sum_kl must be above 0, got {sum_kl}")
@@ -106,11 +92,6 @@ def pair_divergences(
     """Return the symmetrised divergence of every two classes, (classes, classes) float64.
 
     It is infinite for a pair whose means differ where there is neither noise nor spread.
-
-    Args:
-        class_means: (classes, cut_dim).
-        solution: the noise, whose directions span the means' differences or leave them bare.
-        residual_variance: variance within the classes per coordinate.
     """
     means = class_means.double()
     coordinates = means @ solution.directions.T

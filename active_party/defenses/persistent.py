@@ -71,11 +71,7 @@ class LabelMoves(NamedTuple):
 
 
 def moves_of(batch: RawBatch) -> LabelMoves:
-    """Return the slopes of a batch if it comes with them, and `label_moves` otherwise.
-
-    Raises:
-        ValueError: slopes have another shape than the gradient, or as for `label_moves`.
-    """
+    """Return the slopes of a batch if it comes with them, and `label_moves` otherwise."""
     rows = as_rows(batch.gradients)
     if batch.slopes is None:
         return label_moves(rows, as_positive(batch.labels, rows), batch.probabilities)
@@ -90,13 +86,7 @@ def moves_of(batch: RawBatch) -> LabelMoves:
 def noisy_rows(batch: RawBatch, moves: LabelMoves, noise_ratio: float) -> Tensor:
     """Return the rows with noise along their label's moves, (batch, cut_dim) float64.
 
-    Args:
-        batch: with probabilities and example keys.
-        moves: of the batch.
-        noise_ratio: k, in units of one label.
-
-    Raises:
-        ValueError: keys or probabilities are missing.
+    The noise ratio is k, in units of one label.
     """
     rows = as_rows(batch.gradients)
     noise = noise_ratio * own_scalars(batch.example_keys, rows).squeeze(1)
@@ -105,7 +95,7 @@ def noisy_rows(batch: RawBatch, moves: LabelMoves, noise_ratio: float) -> Tensor
         return moves.values.double() * noise[:, None] + rows.double()
     # In this order: k x - y is exact, and the sum with p the same function of it for either label.
     noisy_labels = noise - as_positive(batch.labels, rows).double()
-    residuals = _checked(batch.probabilities, rows).double() + noisy_labels
+    residuals = checked_probabilities(batch.probabilities, rows).double() + noisy_labels
     return moves.values.double() * residuals[:, None]
 
 
@@ -114,11 +104,8 @@ def label_moves(rows: Tensor, positive: Tensor, probabilities: Tensor | None) ->
 
     Rows in which p - y is nearly zero get the batch's J by least squares instead. A batch in which
     p is exactly y everywhere is a batch of zeros, and all its J are taken as zero.
-
-    Raises:
-        ValueError: the probabilities are missing, of another number, or outside [0, 1].
     """
-    residuals = _checked(probabilities, rows).double() - positive.double()
+    residuals = checked_probabilities(probabilities, rows).double() - positive.double()
     row_lengths, common = _lengths_and_common_move(rows, residuals)
     small = residuals.abs() < _SMALLEST_RESIDUAL
     divisors = torch.where(small, 1.0, residuals)
@@ -131,11 +118,7 @@ def label_moves(rows: Tensor, positive: Tensor, probabilities: Tensor | None) ->
 
 
 def own_scalars(example_keys: Tensor | None, rows: Tensor) -> Tensor:
-    """Return each example's standard normal number, (batch, 1) float64, on the rows' device.
-
-    Raises:
-        ValueError: there is not one key per row.
-    """
+    """Return each example's standard normal number, (batch, 1) float64, on the rows' device."""
     if example_keys is None or example_keys.shape != (rows.shape[0], 2):
         got = None if example_keys is None else tuple(example_keys.shape)
         raise ValueError(f"expected example keys ({rows.shape[0]}, 2), got {got}")
@@ -145,10 +128,8 @@ def own_scalars(example_keys: Tensor | None, rows: Tensor) -> Tensor:
 def repeated_report(moves: LabelMoves, noise_ratio: float, charge: LeakCharge) -> DefenseReport:
     """Report noise drawn once per example.
 
-    Args:
-        moves: of the batch.
-        noise_ratio: root-mean-square noise norm, in units of the move by one unit of label.
-        charge: charge of all answers with this noise together.
+    The noise ratio is in units of the move by one unit of label; the charge is that of all answers
+    with this noise together.
     """
     return DefenseReport(
         noise_power=float((moves.norms * noise_ratio).square_().mean()),
@@ -158,7 +139,8 @@ def repeated_report(moves: LabelMoves, noise_ratio: float, charge: LeakCharge) -
     )
 
 
-def _checked(probabilities: Tensor | None, rows: Tensor) -> Tensor:
+def checked_probabilities(probabilities: Tensor | None, rows: Tensor) -> Tensor:
+    """Return the predictions on the rows' device, (batch,); raises ValueError for other things."""
     if probabilities is None or probabilities.shape != rows.shape[:1]:
         got = None if probabilities is None else tuple(probabilities.shape)
         raise ValueError(f"expected {rows.shape[0]} probabilities, got {got}")

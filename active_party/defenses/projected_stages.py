@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from splitveil.active_party.defenses.build_inputs import BuildInputs
 from splitveil.active_party.defenses.gaussian_dp import leak_auc_of_mu
 from splitveil.active_party.defenses.interface import (
+    BuildInputs,
     Defended,
     DefendedGradient,
-    Defense,
     DefenseReport,
     LabelledRows,
     LabelMove,
@@ -21,9 +20,10 @@ from splitveil.active_party.defenses.interface import (
     PendingRelease,
     RawBatch,
     RowFacts,
+    StagedDefense,
 )
 from splitveil.active_party.defenses.noise import SecureNoise
-from splitveil.active_party.defenses.number_outputs import shares_of
+from splitveil.active_party.defenses.objective import shares_of
 from splitveil.active_party.defenses.projection.design import (
     Design,
     design,
@@ -53,16 +53,6 @@ class StagePlan(NamedTuple):
     rank: int
     memory_bytes: int
 
-    def charge(self, stage: int) -> LeakCharge:
-        """Return the charge of a stage: the first pays for all.
-
-        A peer that sees a stage's release and then decides whether to leave makes the runs in which
-        it leaves reveal more than their stages do. No such choice makes all runs together reveal
-        more than the plan.
-        """
-        sum_kl = 0.0 if stage else self.mu**2
-        return LeakCharge(sum_kl, covers=Covers.ANYBODY, is_gaussian=True)
-
 
 def stage_epochs(stages: int, epochs: int) -> tuple[int, ...]:
     """Return the epochs at which stages begin, ascending: at equal distances, at most one each."""
@@ -70,7 +60,7 @@ def stage_epochs(stages: int, epochs: int) -> tuple[int, ...]:
     return tuple(number * epochs // count for number in range(count))
 
 
-class ProjectedLabels(Defense):
+class ProjectedLabels(StagedDefense):
     """Releases gradients of targets unchanged; only the sums from which targets come are charged.
 
     Args:
@@ -108,11 +98,7 @@ class ProjectedLabels(Defense):
         )
 
     def targets(self, batch: LabelledRows, /) -> Tensor:
-        """Return the present stage's targets of a batch, (batch,), or (batch, classes).
-
-        Raises:
-            ValueError: no stage has begun.
-        """
+        """Return the present stage's targets of a batch, (batch,), or (batch, classes)."""
         if self._targets is None:
             raise ValueError("projected_labels has begun no stage: there are no targets")
         return self._targets[batch.rows]
@@ -127,11 +113,7 @@ class ProjectedLabels(Defense):
         return self._report.charge
 
     def pending_release(self, epoch: int, facts: RowFacts, /) -> PendingRelease | None:
-        """Return the release of a stage that begins with this epoch, unless it has begun.
-
-        Raises:
-            ValueError: the predictions are not finite.
-        """
+        """Return the release of a stage that begins with this epoch, unless it has begun."""
         stage = self._next_stage
         if stage == len(self._epochs) or epoch < self._epochs[stage]:
             self._follow(epoch, facts)
@@ -143,7 +125,7 @@ class ProjectedLabels(Defense):
             self._plan.rank,
             subjects=self._subjects,
             excluded=None if self._known is None else self._known.excluded,
-            earlier=None if self._posterior is None else self._posterior.told,
+            earlier=None if self._posterior is None else self._posterior.released,
         )
         return StageRelease(self, stage, rows, predictions)
 
@@ -170,19 +152,21 @@ class ProjectedLabels(Defense):
         return stage_sigma(self._plan.mu, share, self._num_classes)
 
     def charge_of(self, stage: int) -> LeakCharge:
-        """Return the charge of a stage."""
-        return self._plan.charge(stage)
+        """Return the charge of a stage: the first pays for all.
+
+        A peer that sees a stage's release and then decides whether to leave makes the runs in which
+        it leaves reveal more than their stages do. No such choice makes all runs together reveal
+        more than the plan.
+        """
+        sum_kl = 0.0 if stage else self._plan.mu**2
+        return LeakCharge(sum_kl, covers=Covers.ANYBODY, is_gaussian=True)
 
     def draw(self, stage: int, rows: Design, key: bytes) -> Release:
         """Compute the noisy sums of a stage's design."""
         return draw_release(rows, self._labels, self.sigma_of(stage), SecureNoise(lambda: key))
 
     def begin(self, stage: int, rows: Design, release: Release, predictions: Tensor) -> None:
-        """Begin a stage: make its targets from all sums so far.
-
-        Raises:
-            ValueError: the release has another shape than the design.
-        """
+        """Begin a stage: make its targets from all sums so far."""
         if self._posterior is None:
             raise ValueError("projected_labels was built without examples")
         self._posterior.add(rows, release)
@@ -200,11 +184,7 @@ class ProjectedLabels(Defense):
         self._use(targets)
 
     def _use(self, targets: Tensor) -> None:
-        """Train on targets from now on.
-
-        Args:
-            targets: of the training rows, (training rows,) or (training rows, classes).
-        """
+        """Train on targets of the training rows from now on."""
         if self._examples is None:
             raise ValueError("projected_labels was built without examples")
         every = torch.zeros(len(self._examples.labels), *targets.shape[1:])
@@ -224,7 +204,6 @@ class ProjectedLabels(Defense):
         return self._targets
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the targets, and what later stages need of the earlier ones."""
         state = {
             "next_stage": torch.tensor(self._next_stage),
             "followed": torch.tensor(self._followed),
@@ -236,11 +215,6 @@ class ProjectedLabels(Defense):
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Resume from a state that ``state_dict`` returned.
-
-        Raises:
-            ValueError: the state belongs to another defense.
-        """
         if not {"next_stage", "followed"} <= set(state):
             raise ValueError(f"expected the state of projected_labels, got {sorted(state)}")
         self._next_stage = int(state["next_stage"])
@@ -275,11 +249,7 @@ def _known(targets: Tensor | None, rows: Tensor) -> _Known | None:
 class StageRelease(PendingRelease):
     """The release with which a stage of projected labels begins.
 
-    Args:
-        defense: the defense whose stage it is.
-        stage: number of the stage.
-        rows: the weights of the training rows.
-        predictions: of the model for the training rows, which no label has entered.
+    The predictions are those of the model for the training rows, which no label has entered.
     """
 
     def __init__(
@@ -298,11 +268,6 @@ class StageRelease(PendingRelease):
         return {"sums": sums, "sigma": torch.tensor(sigma, dtype=torch.float64)}
 
     def use(self, release: Mapping[str, Tensor]) -> None:
-        """Make the stage's targets.
-
-        Raises:
-            ValueError: the release has other parts or shapes.
-        """
         sums, sigma = release.get("sums"), release.get("sigma")
         if sums is None or sigma is None or len(sums) != self._rows.rank:
             raise ValueError(f"expected {self._rows.rank} sums and their sigma")

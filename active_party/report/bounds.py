@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from splitveil.active_party.defenses import DefenseSettings
-from splitveil.active_party.defenses.coverage import COVERS_CLASS_MEANS, Coverage
+from splitveil.active_party.defenses.section import COVERS_CLASS_MEANS, Coverage
 from splitveil.active_party.report.run_files import RunFiles
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.record.figures import LedgerFigures
@@ -72,7 +72,7 @@ def coverage_of(defense: Mapping[str, Any]) -> Coverage:
         defense: the settings of the defense as plain values, as a run's summary has them.
     """
     try:
-        return _SETTINGS.validate_python(defense).coverage()
+        return _SETTINGS.validate_python(defense).traits.coverage
     except ValidationError:
         return COVERS_CLASS_MEANS
 

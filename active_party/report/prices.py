@@ -75,7 +75,7 @@ def defense_at(run: RunFiles, target: float) -> DefenseSettings | None:
     context = _context(run, None)
     own = _defense_of(run)
     found = None if own is None else own.at_leak_auc(target, context)
-    if found is not None and found.coverage().covers.includes(Covers.ANYBODY):
+    if found is not None and found.traits.coverage.covers.includes(Covers.ANYBODY):
         return found
     try:
         other = _SETTINGS.validate_python(

@@ -137,7 +137,8 @@ class Preparation:
             questions: the questions answered so far.
             file: the releases made so far.
         """
-        rows = setup.trainer.released_rows
+        staged = setup.trainer.staged
+        rows = None if staged is None else staged.released_rows
         about = setup.rows.splits["train"] if rows is None else rows.cpu().numpy()
         charged = setup.budget.sharing_accounts(about)
         releases = Releases(file, questions, setup.budget, charged)

@@ -258,7 +258,7 @@ def test_max_norm_positive_hides_the_norm_of_every_row_below_its_target() -> Non
 @pytest.mark.parametrize(
     ("probabilities", "complaint"),
     [
-        (None, "needs the predicted probabilities"),
+        (None, "expected 60 probabilities"),
         (torch.full((3,), 0.5), "expected 60 probabilities"),
         (torch.full((60,), math.nan), "between 0 and 1"),
         (torch.full((60,), 1.5), "between 0 and 1"),

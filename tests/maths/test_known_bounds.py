@@ -31,11 +31,11 @@ from splitveil.active_party.defenses.label_mechanisms import (
     LabelMechanism,
     LaplaceLabels,
     RandomizedResponse,
+    at_leak_auc,
     draw_noisy_labels,
     evidence,
     label_leak,
 )
-from splitveil.active_party.defenses.label_strength import at_leak_auc, leak_auc_of
 from splitveil.active_party.defenses.sum_kl import estimated_auc, leak_auc_bound
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.bounds import LeakBounds
@@ -147,7 +147,7 @@ def test_two_draws_together_pass_the_bound_of_one_and_not_that_of_both(
     charges = [charge_of(one, f"draw {number}") for number, one in enumerate(mechanisms)]
     bounds = bounds_after(*charges)
     assert found <= bounds.guarantee.max + TOLERANCE
-    assert found > max(map(leak_auc_of, mechanisms)) + TOLERANCE
+    assert found > max(label_leak(one).leak_auc for one in mechanisms) + TOLERANCE
     assert bounds.guarantee.max < leak_auc_bound(bounds.sum_kl.max) - 0.01
 
 
@@ -249,7 +249,7 @@ def test_a_mechanism_that_dominates_tells_no_less(mechanism: LabelMechanism) -> 
     charge = charge_of(mechanism)
     assert charge.dominating_mu is not None
     assert charge.dominating_mu**2 > charge.sum_kl
-    assert gaussian_auc(charge.dominating_mu) > leak_auc_of(mechanism)
+    assert gaussian_auc(charge.dominating_mu) > label_leak(mechanism).leak_auc
     assert charge.dominating_mu <= gaussian_of_epsilon(1.0) * (1 + 1e-12)
     fresh = LeakCharge(0.5, covers=Covers.ANYBODY, is_gaussian=True)
     found = guarantee_after(charge, fresh, fresh)

@@ -7,8 +7,8 @@ import torch
 from scipy import stats
 from sklearn.metrics import roc_auc_score
 
-from splitveil.active_party.defenses.build_inputs import DefenseContext
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
+from splitveil.active_party.defenses.interface import DefenseContext
 from splitveil.active_party.defenses.iso import IsoDefense
 from splitveil.active_party.defenses.label_mechanisms import (
     AlibiLabels,
@@ -16,10 +16,10 @@ from splitveil.active_party.defenses.label_mechanisms import (
     LabelMechanism,
     LaplaceLabels,
     RandomizedResponse,
+    at_leak_auc,
     draw_noisy_labels,
     evidence,
 )
-from splitveil.active_party.defenses.label_strength import at_leak_auc
 from splitveil.active_party.defenses.marvell import MarvellDefense
 from splitveil.active_party.defenses.noisy_label import NoisyLabelDefense
 from splitveil.active_party.defenses.projected_labels import ProjectedLabelsDefense

@@ -362,7 +362,7 @@ def test_randomised_response_has_its_probabilities(num_classes: int) -> None:
     second = first.copy()
     first[0] = second[1] = kept
     divergence = float(((first - second) * np.log(first / second)).sum())
-    found, epsilon_found = label_leak(mechanism, num_classes)
+    found, epsilon_found, _, _ = label_leak(mechanism, num_classes)
     assert found == pytest.approx(divergence, rel=1e-12)
     assert epsilon_found == epsilon
     defense = NoisyLabelDefense(mechanism=mechanism)
@@ -394,7 +394,7 @@ REFUSED: dict[str, DefenseSettings] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_defined_for_two_classes_is_refused(name: str) -> None:
-    refusal = REFUSED[name].refusal(context_of(num_classes=3))
+    refusal = REFUSED[name].objection(context_of(num_classes=3))
     assert refusal is not None
     assert name in refusal
     with pytest.raises(ValueError, match=r"classes|0 or 1"):

@@ -93,7 +93,7 @@ def test_alibi_is_charged_the_divergence_of_both_entries_that_a_label_moves() ->
     parts = ((-40 / size, 0), (0, 1), (1, 40 / size))
     one_entry = sum(integrate.quad(integrand, *part)[0] for part in parts)
     for num_classes in (2, 7):
-        sum_kl, epsilon = label_leak(ALIBI, num_classes)
+        sum_kl, epsilon, _, _ = label_leak(ALIBI, num_classes)
         assert sum_kl == pytest.approx(2 * one_entry)
         assert epsilon == EPSILON
     # The largest odds: both entries as far on the label's side as on the other.
@@ -228,7 +228,7 @@ def test_predictions_must_not_know_the_labels(mechanism: dict[str, object]) -> N
     """Neither with true top labels, nor behind another loss, for which targets must be 0 or 1."""
     adapter: TypeAdapter[DefenseSettings] = TypeAdapter(DefenseSettings)
     settings = {"name": "noisy_label", "mechanism": mechanism}
-    assert adapter.validate_python(settings).coverage().covers is Covers.ANYBODY
+    assert adapter.validate_python(settings).traits.coverage.covers is Covers.ANYBODY
     with pytest.raises(ValidationError, match="must not know the labels"):
         adapter.validate_python(settings | {"top_labels": True})
     with pytest.raises(ValidationError, match="critic compares"):

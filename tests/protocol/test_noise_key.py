@@ -19,9 +19,9 @@ from torch import Tensor
 from splitveil.active_party.__main__ import perform
 from splitveil.active_party.command import parser
 from splitveil.active_party.defenses import Examples, NoiseSecrets, noisy_label
-from splitveil.active_party.defenses.build_inputs import DefenseContext
 from splitveil.active_party.defenses.exact_auc import gaussian_auc
 from splitveil.active_party.defenses.example_keys import load_or_create_key, used_labels_file
+from splitveil.active_party.defenses.interface import DefenseContext
 from splitveil.active_party.defenses.label_mechanisms import LabelMechanism
 from splitveil.active_party.defenses.noisy_label import NoisyLabel, NoisyLabelDefense
 from splitveil.active_party.ledger.account_book import LEDGER

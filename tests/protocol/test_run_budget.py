@@ -15,7 +15,7 @@ from rich.console import Console
 
 from splitveil.active_party.assembly import allowance_of, bounds_in_words
 from splitveil.active_party.defenses import LeakCharge, NoisyLabelDefense
-from splitveil.active_party.defenses.label_strength import at_leak_auc
+from splitveil.active_party.defenses.label_mechanisms import at_leak_auc
 from splitveil.active_party.defenses.sum_kl import (
     leak_auc_bound,
     power_for_sum_kl,

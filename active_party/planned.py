@@ -7,6 +7,7 @@ with the run's budget.
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -246,10 +247,7 @@ def _shares(labels: Tensor, data: PartyData) -> str:
 
 def _narrowed(forecast: Forecast, peers: Covers) -> Forecast:
     """Return a forecast for no more peers than those for whom the run can have bounds."""
-    charges = {
-        noise: charge._replace(covers=narrowest(charge.covers, peers))
-        for noise, charge in forecast.charges.items()
-    }
+    charges = {noise: charge.narrowed(peers) for noise, charge in forecast.charges.items()}
     return forecast._replace(charges=charges)
 
 
@@ -351,4 +349,4 @@ def _fresh_ratio(sum_kl: float, epochs: int, context: DefenseContext) -> float:
 
 def known_of_forecast(charge: ChargeForecast) -> KnownBounds:
     """Return what would be known of a charge as high as forecast, besides its divergence."""
-    return known_of_entry(logged(charge.as_charge()))
+    return known_of_entry(logged(replace(charge.highest, noise_identity="forecast")))

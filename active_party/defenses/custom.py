@@ -6,6 +6,7 @@ the amount that its report states, for the peers that the charge names, and with
 report does not state a charge.
 """
 
+import math
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -74,7 +75,8 @@ class CustomDefense(NoisyDefense):
         return f"custom {self.module} {sorted(self.arguments.items())!r}"
 
     def _fresh_charge(self, _context: DefenseContext) -> ChargeForecast:
-        return UNKNOWN._replace(covers=Covers.ANYBODY)  # only the class itself states it
+        charge = LeakCharge(math.inf, covers=Covers.ANYBODY)
+        return UNKNOWN._replace(highest=charge)  # only the class itself states it
 
     def _repeated_charge(self, context: DefenseContext) -> ChargeForecast:
         return self._fresh_charge(context)

@@ -19,9 +19,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
 from splitveil.active_party.defenses.forecast import (
     UNKNOWN,
-    ChargeForecast,
     Forecast,
     depends_on_gradients,
+    exactly,
 )
 from splitveil.active_party.defenses.gafm_losses import (
     MixedTerms,
@@ -193,7 +193,7 @@ class GafmDefense(SeededDefense):
             said = depends_on_gradients(f"gafm with {self.composed_with.name}")
             return Forecast({"fresh": UNKNOWN}, "fresh", said)
         return Forecast(
-            {"fresh": ChargeForecast.exactly(math.inf)},
+            {"fresh": exactly(math.inf)},
             "fresh",
             "gafm hides labels from norms and class means. A peer that knows its own activations "
             "can read them: the ledger gives no credit.",

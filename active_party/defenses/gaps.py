@@ -8,7 +8,7 @@ infinite.
 """
 
 import math
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,60 +25,23 @@ from splitveil.active_party.defenses.class_statistics import (
     RunningClasses,
     measure_means,
 )
-from splitveil.active_party.defenses.interface import LeakCharge, Memory
+from splitveil.active_party.defenses.interface import LeakCharge
 from splitveil.active_party.defenses.row_noise import RowNoise
 from splitveil.active_party.defenses.rows import as_classes, as_positive
 from splitveil.active_party.defenses.sum_kl import sum_kl_along_gap
 
 
-class BatchGaps(Protocol):
-    """The gaps between the classes of a batch."""
-
-    @property
-    def norms(self) -> Tensor:
-        """Norms of the batch's rows, (batch,) float64."""
-        ...
-
-    @property
-    def largest(self) -> float:
-        """The largest of the norms."""
-        ...
-
-    def longest(self) -> float:
-        """Return the distance of the two classes furthest apart.
-
-        It is infinite if a class has never been seen, and 0 if all rows are zero.
-        """
-        ...
-
-    def charge(self, noise: RowNoise) -> LeakCharge:
-        """Charge each gap against the mean noise variance that either class has on it."""
-        ...
-
-
-class GapMemory(Memory, Protocol):
-    """Measures the gaps of batches, and remembers the classes for batches that lack one."""
-
-    def measure(self, rows: Tensor, labels: Tensor) -> BatchGaps:
-        """Measure a batch of rows (batch, cut_dim), and remember it."""
-        ...
-
-
-def gap_memory(num_classes: int) -> GapMemory:
-    """Return an empty memory for a number of classes."""
-    return _TwoClassMemory() if num_classes == 2 else _MultiClassMemory(num_classes)
-
-
 class _TwoClassGap(NamedTuple):
-    """The gap between two classes."""
+    """The gap between the two classes of a batch."""
 
-    norms: Tensor
-    largest: float
+    norms: Tensor  # of the batch's rows, (batch,) float64
+    largest: float  # of the norms
     positive: Tensor  # (batch,) bool
     batch: BatchClasses
     estimate: ClassEstimate | None
 
     def longest(self) -> float:
+        """Return the distance of the class means, infinite if a class has never been seen."""
         if self.largest == 0:
             return 0.0
         return math.inf if self.estimate is None else self.estimate.gap_length
@@ -122,7 +85,7 @@ class _TwoClassGap(NamedTuple):
 
 
 class _MultiClassGaps(NamedTuple):
-    """The gaps between all pairs of several classes."""
+    """The gaps between all pairs of several classes of a batch."""
 
     norms: Tensor
     largest: float
@@ -131,6 +94,7 @@ class _MultiClassGaps(NamedTuple):
     estimate: ClassMeans | None
 
     def longest(self) -> float:
+        """Return the distance of the two class means furthest apart."""
         if self.estimate is None:
             return math.inf
         return longest_gap(self.estimate.means) if self.largest else 0.0
@@ -162,6 +126,7 @@ class _MultiClassGaps(NamedTuple):
 
 class _TwoClassMemory(RunningClasses):
     def measure(self, rows: Tensor, labels: Tensor) -> _TwoClassGap:
+        """Measure a batch of rows (batch, cut_dim), and remember it."""
         positive = as_positive(labels, rows)
         batch, norms = measure_means(rows, positive)
         return _TwoClassGap(norms, float(norms.max()), positive, batch, self.take_in(batch))
@@ -169,10 +134,16 @@ class _TwoClassMemory(RunningClasses):
 
 class _MultiClassMemory(RunningMeans):
     def measure(self, rows: Tensor, labels: Tensor) -> _MultiClassGaps:
+        """Measure a batch of rows (batch, cut_dim), and remember it."""
         classes = as_classes(labels, rows, self.num_classes)
         batch = measure_class_means(rows, classes, self.num_classes)
         largest = float(batch.norms.max())
         return _MultiClassGaps(batch.norms, largest, classes, batch, self.take_in(batch))
+
+
+def gap_memory(num_classes: int) -> _TwoClassMemory | _MultiClassMemory:
+    """Return an empty memory, which measures batches and knows the classes that one lacks."""
+    return _TwoClassMemory() if num_classes == 2 else _MultiClassMemory(num_classes)
 
 
 def _stand_in_variance(mean: Tensor, direction: Tensor) -> float:

@@ -352,8 +352,8 @@ class StagedDefense(Defense):
 
     @property
     @abstractmethod
-    def released_rows(self) -> Tensor | None:
-        """Positions of the rows that releases are about, (rows,); None for all training rows."""
+    def released_rows(self) -> Tensor:
+        """Positions of the training rows that releases are about, (rows,)."""
 
     @property
     @abstractmethod

@@ -14,7 +14,7 @@ import torch
 from pydantic import Field, model_validator
 
 from splitveil.active_party.defenses.example_keys import key_name
-from splitveil.active_party.defenses.forecast import ChargeForecast
+from splitveil.active_party.defenses.forecast import ChargeForecast, exactly
 from splitveil.active_party.defenses.gaps import gap_memory
 from splitveil.active_party.defenses.interface import (
     BuildInputs,
@@ -86,13 +86,13 @@ class IsoDefense(NoisyDefense):
     def _fresh_charge(self, context: DefenseContext) -> ChargeForecast:
         power_ratio = self.norm_ratio**2
         if not power_ratio:
-            return ChargeForecast.exactly(math.inf)
-        return ChargeForecast(0.0, 4 * context.cut_dim / power_ratio, "estimate")
+            return exactly(math.inf)
+        return ChargeForecast(0.0, LeakCharge(4 * context.cut_dim / power_ratio), "estimate")
 
     def _repeated_charge(self, context: DefenseContext) -> ChargeForecast:
         ratio = self.norm_ratio
         sum_kl = context.cut_dim / ratio**2 if ratio else math.inf
-        return ChargeForecast.exactly(sum_kl, Covers.PASSIVE_AND_HONEST)
+        return exactly(LeakCharge(sum_kl, covers=Covers.PASSIVE_AND_HONEST))
 
     def _honesty(self, _context: DefenseContext) -> str:
         if self.noise == "persistent":

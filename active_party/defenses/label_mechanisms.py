@@ -117,8 +117,7 @@ class AlibiLabels(Section):
 
 
 LabelMechanism = Annotated[
-    GaussianLabels | LaplaceLabels | RandomizedResponse | AlibiLabels,
-    Field(discriminator="kind"),
+    GaussianLabels | LaplaceLabels | RandomizedResponse | AlibiLabels, Field(discriminator="kind")
 ]
 """The way in which a noisy label is made from a label."""
 

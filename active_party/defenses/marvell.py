@@ -36,7 +36,7 @@ from splitveil.active_party.defenses.class_statistics import (
     measure_classes,
 )
 from splitveil.active_party.defenses.example_keys import key_name
-from splitveil.active_party.defenses.forecast import ChargeForecast
+from splitveil.active_party.defenses.forecast import ChargeForecast, exactly
 from splitveil.active_party.defenses.interface import (
     BuildInputs,
     Defended,
@@ -49,10 +49,7 @@ from splitveil.active_party.defenses.interface import (
     RememberingDefense,
     release,
 )
-from splitveil.active_party.defenses.multi_class_marvell import (
-    MultiClassMarvell,
-    worst_pair_factor,
-)
+from splitveil.active_party.defenses.multi_class_marvell import MultiClassMarvell, worst_pair_factor
 from splitveil.active_party.defenses.noise import NoiseSource
 from splitveil.active_party.defenses.persistent import moves_of, noisy_rows, repeated_report
 from splitveil.active_party.defenses.row_noise import noise_alone
@@ -126,15 +123,16 @@ class MarvellDefense(NoisyDefense):
             low = repeated_sum_kl(self.strength)
             high = low if ratio is None else worst_pair_factor(context.num_classes) / ratio
             is_bound = self.statistics == "batch"
-            return ChargeForecast(low, high, "bound" if is_bound else "estimate")
+            return ChargeForecast(low, LeakCharge(high), "bound" if is_bound else "estimate")
         if ratio is None:
             charge = repeated_sum_kl(self.strength)
         else:
             charge = solve_noise(0.0, 0.0, 1.0, context.cut_dim, context.pos_fraction, ratio).sum_kl
-        return ChargeForecast(charge, charge * (1 + charge), "estimate")
+        return ChargeForecast(charge, LeakCharge(charge * (1 + charge)), "estimate")
 
     def _repeated_charge(self, _context: DefenseContext) -> ChargeForecast:
-        return ChargeForecast.exactly(repeated_sum_kl(self.strength), Covers.PASSIVE_AND_HONEST)
+        sum_kl = repeated_sum_kl(self.strength)
+        return exactly(LeakCharge(sum_kl, covers=Covers.PASSIVE_AND_HONEST))
 
     def _honesty(self, context: DefenseContext) -> str:
         if context.num_classes > 2:
@@ -345,11 +343,5 @@ def _mean_power(solution: NoiseSolution, pos_share: float, cut_dim: int) -> floa
 
 
 def _in_units_of_one(solution: NoiseSolution, unit: float) -> NoiseSolution:
-    area = unit * unit
-    return NoiseSolution(
-        neg_along=area * solution.neg_along,
-        neg_across=area * solution.neg_across,
-        pos_along=area * solution.pos_along,
-        pos_across=area * solution.pos_across,
-        sum_kl=solution.sum_kl,
-    )
+    neg_along, neg_across, pos_along, pos_across = (unit * unit * v for v in solution[:4])
+    return NoiseSolution(neg_along, neg_across, pos_along, pos_across, solution.sum_kl)

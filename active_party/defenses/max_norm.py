@@ -30,6 +30,7 @@ from splitveil.active_party.defenses.forecast import (
     UNKNOWN,
     ChargeForecast,
     depends_on_gradients,
+    exactly,
 )
 from splitveil.active_party.defenses.gaps import gap_memory
 from splitveil.active_party.defenses.interface import (
@@ -60,7 +61,7 @@ class _NormAligningDefense(NoisyDefense):
         return UNKNOWN  # it depends on the gradients alone
 
     def _repeated_charge(self, _context: DefenseContext) -> ChargeForecast:
-        return ChargeForecast.exactly(math.inf)
+        return exactly(math.inf)
 
     def _honesty(self, _context: DefenseContext) -> str:
         if self.noise == "persistent":

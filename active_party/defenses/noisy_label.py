@@ -29,7 +29,7 @@ from pydantic import BeforeValidator, model_validator
 from torch import Tensor
 
 from splitveil.active_party.defenses.example_keys import NoiseKey, key_name
-from splitveil.active_party.defenses.forecast import ChargeForecast, Forecast
+from splitveil.active_party.defenses.forecast import Forecast, exactly
 from splitveil.active_party.defenses.interface import (
     BuildInputs,
     Defended,
@@ -53,12 +53,7 @@ from splitveil.active_party.defenses.label_mechanisms import (
     strength_name,
 )
 from splitveil.active_party.defenses.rows import as_rows, check_labels
-from splitveil.active_party.defenses.section import (
-    Coverage,
-    SeededDefense,
-    Traits,
-    require_key,
-)
+from splitveil.active_party.defenses.section import Coverage, SeededDefense, Traits, require_key
 from splitveil.common.privacy.covers import Covers
 
 
@@ -153,7 +148,7 @@ class NoisyLabelDefense(SeededDefense):
             if self.top_labels == "noisy"
             else "Charges of noisy labels depend on their mechanism alone."
         )
-        charge = ChargeForecast.of(self.charge(context.num_classes))
+        charge = exactly(self.charge(context.num_classes))
         return Forecast({"persistent": charge}, "persistent", honesty)
 
     def _refusal(self, context: DefenseContext, /) -> str | None:

@@ -3,7 +3,7 @@
 import math
 from typing import Literal
 
-from splitveil.active_party.defenses.forecast import ChargeForecast, Forecast
+from splitveil.active_party.defenses.forecast import Forecast, exactly
 from splitveil.active_party.defenses.interface import (
     BuildInputs,
     Defended,
@@ -30,8 +30,8 @@ class NoDefense(DefenseSection):
         return Undefended(given.context.num_classes)
 
     def forecast(self, _context: DefenseContext) -> Forecast:
-        bare = ChargeForecast.exactly(math.inf)
-        return Forecast({"fresh": bare}, "fresh", "Raw gradients tell the label outright.")
+        said = "Raw gradients tell the label outright."
+        return Forecast({"fresh": exactly(math.inf)}, "fresh", said)
 
     def budget_refusal(self, _context: DefenseContext, /) -> str | None:
         return "the first answer without a defense would pass every budget; set a defense"

@@ -45,12 +45,7 @@ from torch import Tensor
 
 from splitveil.active_party.defenses.example_keys import scalars
 from splitveil.active_party.defenses.interface import DefenseReport, LeakCharge, RawBatch
-from splitveil.active_party.defenses.rows import (
-    RowsInDouble,
-    as_positive,
-    as_rows,
-    row_norms,
-)
+from splitveil.active_party.defenses.rows import RowsInDouble, as_positive, as_rows, row_norms
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.common.privacy.covers import Covers
 

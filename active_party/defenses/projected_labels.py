@@ -31,13 +31,18 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, Tag
 
-from splitveil.active_party.defenses.forecast import ChargeForecast, Forecast
+from splitveil.active_party.defenses.forecast import Forecast, exactly
 from splitveil.active_party.defenses.gaussian_dp import (
     leak_auc_of_mu,
     mu_of_epsilon_delta,
     mu_of_leak_auc,
 )
-from splitveil.active_party.defenses.interface import BuildInputs, Defense, DefenseContext
+from splitveil.active_party.defenses.interface import (
+    BuildInputs,
+    Defense,
+    DefenseContext,
+    LeakCharge,
+)
 from splitveil.active_party.defenses.projected_stages import (
     ProjectedLabels,
     StagePlan,
@@ -172,7 +177,7 @@ class ProjectedLabelsDefense(SeededDefense):
             f"private over the whole run, so no score of any peer exceeds AUC "
             f"{auc_at_most(leak_auc_of_mu(mu))}."
         )
-        charge = ChargeForecast.exactly(mu**2, Covers.ANYBODY, is_gaussian=True)
+        charge = exactly(LeakCharge(mu**2, covers=Covers.ANYBODY, is_gaussian=True))
         return Forecast({"persistent": charge}, "persistent", honesty)
 
     def outlook(self, context: DefenseContext, training_rows: int, /) -> str:

@@ -14,6 +14,7 @@ from splitveil.active_party.defenses.interface import (
     Defended,
     DefendedGradient,
     DefenseReport,
+    Examples,
     LabelledRows,
     LabelMove,
     LeakCharge,
@@ -31,11 +32,7 @@ from splitveil.active_party.defenses.projection.design import (
     stage_sigma,
 )
 from splitveil.active_party.defenses.projection.posterior import Posterior
-from splitveil.active_party.defenses.projection.release import (
-    Release,
-    draw_release,
-    on_label_grid,
-)
+from splitveil.active_party.defenses.projection.release import Release, draw_release, on_label_grid
 from splitveil.active_party.defenses.rows import as_rows, check_labels
 from splitveil.common.data.label_range import ONE_NUMBER
 from splitveil.common.privacy.covers import Covers
@@ -74,20 +71,21 @@ class ProjectedLabels(StagedDefense):
         self._epochs = plan.epochs
         self._next_stage = 0
         self._followed = -1  # the epoch whose predictions are in the targets
-        self._examples = given.examples
-        self._posterior: Posterior | None = None
+        self._examples = given.examples or Examples([], torch.zeros(0), torch.device("cpu"))
+        _, labels, _, training, subjects, known_targets = self._examples
+        self._rows = torch.arange(len(labels)) if training is None else training
+        self._subjects = None if subjects is None else subjects[self._rows]
+        self._labels = _summable(labels[self._rows], self._num_classes)
+        self._posterior = Posterior(plan.memory_bytes)
         self._targets: Tensor | None = None
-        if given.examples is not None:
-            labels = given.examples.labels
-            training = given.examples.training
-            self._rows = torch.arange(len(labels)) if training is None else training
-            subjects = given.examples.subjects
-            self._subjects = None if subjects is None else subjects[self._rows]
-            self._labels = _summable(labels[self._rows], self._num_classes)
-            self._posterior = Posterior(plan.memory_bytes)
-            self._known = _known(given.examples.known_targets, self._rows)
-            if self._known is not None and bool(self._known.excluded.all()):
-                self._use(self._known.targets)  # every label was told before: there is no stage
+        self._known_targets = known_targets
+        self._is_known = torch.zeros(len(self._rows), dtype=torch.bool)
+        if known_targets is not None:
+            self._known_targets = known_targets[self._rows].cpu()
+            lacks = self._known_targets.isnan().reshape(len(self._rows), -1).any(dim=1)
+            self._is_known = ~lacks
+            if not lacks.any():  # every label was released before: there is no stage
+                self._use(self._known_targets)
                 self._epochs = ()
         mu = plan.mu
         self._report = DefenseReport(
@@ -124,8 +122,8 @@ class ProjectedLabels(StagedDefense):
             len(self._rows),
             self._plan.rank,
             subjects=self._subjects,
-            excluded=None if self._known is None else self._known.excluded,
-            earlier=None if self._posterior is None else self._posterior.released,
+            excluded=self._is_known,
+            earlier=self._posterior.released,
         )
         return StageRelease(self, stage, rows, predictions)
 
@@ -134,10 +132,9 @@ class ProjectedLabels(StagedDefense):
 
         Measured, this is worth .001 to .006 of test AUC; it tells nothing, since it needs no label.
         """
-        if self._posterior is None or not self._posterior.num_stages or epoch <= self._followed:
-            return
-        self._use_posterior(self._predictions(facts))
-        self._followed = epoch
+        if self._posterior.num_stages and epoch > self._followed:
+            self._use_posterior(self._predictions(facts))
+            self._followed = epoch
 
     def _predictions(self, facts: RowFacts) -> Tensor:
         link = shares_of if self._num_classes == ONE_NUMBER else _probabilities
@@ -167,36 +164,27 @@ class ProjectedLabels(StagedDefense):
 
     def begin(self, stage: int, rows: Design, release: Release, predictions: Tensor) -> None:
         """Begin a stage: make its targets from all sums so far."""
-        if self._posterior is None:
-            raise ValueError("projected_labels was built without examples")
         self._posterior.add(rows, release)
         self._use_posterior(predictions)
         self._next_stage = stage + 1
         self._followed = self._epochs[stage]
 
     def _use_posterior(self, predictions: Tensor) -> None:
-        if self._posterior is None:
-            raise ValueError("projected_labels was built without examples")
         targets = self._posterior.targets(predictions)
-        if self._known is not None:
-            excluded = self._known.excluded
-            targets[excluded] = self._known.targets[excluded]
+        if self._known_targets is not None:
+            targets[self._is_known] = self._known_targets[self._is_known]
         self._use(targets)
 
     def _use(self, targets: Tensor) -> None:
         """Train on targets of the training rows from now on."""
-        if self._examples is None:
-            raise ValueError("projected_labels was built without examples")
         every = torch.zeros(len(self._examples.labels), *targets.shape[1:])
         every[self._rows] = targets.float()
         self._targets = every.to(self._examples.device)
 
     @property
-    def released_rows(self) -> Tensor | None:
+    def released_rows(self) -> Tensor:
         """Positions of the training rows that no earlier run has released, (rows,)."""
-        if self._examples is None:
-            return None
-        return self._rows if self._known is None else self._rows[~self._known.excluded]
+        return self._rows[~self._is_known]
 
     @property
     def released_targets(self) -> Tensor | None:
@@ -210,9 +198,7 @@ class ProjectedLabels(StagedDefense):
         }
         if self._targets is not None:
             state["targets"] = self._targets
-        if self._posterior is not None:
-            state |= {f"posterior.{name}": v for name, v in self._posterior.state_dict().items()}
-        return state
+        return state | {f"posterior.{name}": v for name, v in self._posterior.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         if not {"next_stage", "followed"} <= set(state):
@@ -220,30 +206,11 @@ class ProjectedLabels(StagedDefense):
         self._next_stage = int(state["next_stage"])
         self._followed = int(state["followed"])
         targets = state.get("targets")
-        device = None if self._examples is None else self._examples.device
-        self._targets = None if targets is None else targets.to(device)
-        if self._posterior is not None:
-            prefix = "posterior."
-            self._posterior.load_state_dict(
-                {n.removeprefix(prefix): v for n, v in state.items() if n.startswith(prefix)}
-            )
-
-
-class _Known(NamedTuple):
-    """Training rows whose labels earlier runs have told."""
-
-    targets: Tensor
-    """(training rows,) or (training rows, classes), any number for the other rows."""
-
-    excluded: Tensor
-    """Whether a row was told, (training rows,) bool."""
-
-
-def _known(targets: Tensor | None, rows: Tensor) -> _Known | None:
-    if targets is None:
-        return None
-    of_rows = targets[rows].cpu()
-    return _Known(of_rows, ~of_rows.isnan().reshape(len(rows), -1).any(dim=1))
+        self._targets = None if targets is None else targets.to(self._examples.device)
+        prefix = "posterior."
+        self._posterior.load_state_dict(
+            {n.removeprefix(prefix): v for n, v in state.items() if n.startswith(prefix)}
+        )
 
 
 class StageRelease(PendingRelease):

@@ -25,10 +25,7 @@ def noise_alone(rows: Tensor, gradients: Tensor, largest: float, noise: NoiseSou
         noise: the only source of randomness.
     """
     report = DefenseReport(
-        noise_power=largest * largest,
-        sum_kl_after=0.0,
-        leak_auc_bound=0.5,
-        charge=LeakCharge(0.0),
+        noise_power=largest * largest, sum_kl_after=0.0, leak_auc_bound=0.5, charge=LeakCharge(0.0)
     )
     return Defended(release(isotropic_noise(rows, largest, noise), gradients), report)
 

@@ -104,12 +104,7 @@ def _loaded(state: Mapping[str, Tensor], num_examples: int) -> LeakLedger:
 class LeakBudget:
     """The accounts of one run, held against its allowance.
 
-    Args:
-        allowance: the limit, and the accounts of earlier runs.
-        ids: this party's canonical ids, by row of its file.
-        rows: the rows that all parties have in common.
-        persons: the person whom each of them is about, in the common order; None if every row has
-            a person of its own.
+    Ids are by row of this party's file; persons, if rows do not have one each, by aligned row.
     """
 
     def __init__(

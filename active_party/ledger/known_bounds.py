@@ -87,10 +87,7 @@ def auc_bound(sum_kl: float, known: KnownBounds) -> float:
     """
     leak_auc, epsilon, excess = map(float, known)
     return min(
-        leak_auc,
-        leak_auc_bound(sum_kl),
-        estimated_auc(sum_kl + excess),
-        auc_of_epsilon(epsilon),
+        leak_auc, leak_auc_bound(sum_kl), estimated_auc(sum_kl + excess), auc_of_epsilon(epsilon)
     )
 
 

@@ -32,12 +32,7 @@ from splitveil.active_party.ledger.bounds import (
     caveats_of,
     known_of_entry,
 )
-from splitveil.active_party.ledger.known_bounds import (
-    NOTHING,
-    KnownBounds,
-    compose,
-    where_charged,
-)
+from splitveil.active_party.ledger.known_bounds import NOTHING, KnownBounds, compose, where_charged
 from splitveil.common.run.sample_order import Positions
 from splitveil.common.storage.answer_log import ChargedAnswer
 

@@ -11,10 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from splitveil.active_party.defenses.sum_kl import (
-    sum_kl_for_estimated_auc,
-    sum_kl_for_leak_auc,
-)
+from splitveil.active_party.defenses.sum_kl import sum_kl_for_estimated_auc, sum_kl_for_leak_auc
 from splitveil.active_party.ledger.bounds import widest_covered
 from splitveil.active_party.ledger.known_bounds import KnownBounds, auc_bound
 from splitveil.active_party.ledger.ledger import Exposure

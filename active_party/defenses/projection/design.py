@@ -30,11 +30,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses.projection.features import (
-    Chunks,
-    columns_of,
-    sample_of,
-)
+from splitveil.active_party.defenses.projection.features import Chunks, columns_of, sample_of
 from splitveil.active_party.defenses.projection.grid import BLOCK_ROWS, BoundedWeights
 
 _SMALLEST_SHARE = 0.1
@@ -84,11 +80,8 @@ class Design(NamedTuple):
 class ReleasedStages(NamedTuple):
     """Weights and noise of the stages whose sums were released."""
 
-    steps: Sequence[Tensor]
-    """A of each stage in steps, (N, r) int16; at least one."""
-
-    units: Sequence[float]
-    """Value of one step of each stage."""
+    designs: Sequence[Design]
+    """Of each stage; at least one."""
 
     sigmas: Sequence[float]
     """Standard deviation of the noise in each sum of each stage."""
@@ -98,8 +91,7 @@ class ReleasedStages(NamedTuple):
 
     def weights(self, rows: slice) -> Tensor:
         """Return A of some rows, (rows, R) float32."""
-        parts = zip(self.steps, self.units, strict=True)
-        return torch.cat([steps[rows].float() * unit for steps, unit in parts], dim=1)
+        return torch.cat([one.steps[rows].float() * one.unit for one in self.designs], dim=1)
 
 
 class _Explained:
@@ -118,8 +110,8 @@ class _Explained:
     def of_sample(cls, stages: ReleasedStages, columns: Tensor, stride: int) -> Self:
         """Estimate C from Phi of every ``stride``-th row from the first on, (rows, m) float32."""
         noise = [
-            torch.full((steps.shape[1],), sigma**2 / _VARIANCE, dtype=torch.float64)
-            for steps, sigma in zip(stages.steps, stages.sigmas, strict=True)
+            torch.full((one.rank,), sigma**2 / _VARIANCE, dtype=torch.float64)
+            for one, sigma in zip(stages.designs, stages.sigmas, strict=True)
         ]
         products = stride * (stages.weights(slice(None, None, stride)).T @ columns).double()
         solved = torch.linalg.solve(stages.gram + torch.diag(torch.cat(noise)), products)

@@ -63,8 +63,7 @@ class Posterior:
         if not self._stages:
             return None
         return ReleasedStages(
-            [stage.design.steps for stage in self._stages],
-            [stage.design.unit for stage in self._stages],
+            [stage.design for stage in self._stages],
             [stage.release.sigma for stage in self._stages],
             self._gram,
         )

@@ -65,12 +65,12 @@ def release_grid(sigma: float) -> float:
 
 
 def on_label_grid(labels: Tensor) -> Tensor:
-    """Round numbers within 0 and 1 so that sums of them are exact, (N,) float64, N at least 1.
+    """Round numbers within 0 and 1 so that sums of them are exact, (N,) float64.
 
     The grid has steps of 2^-16, and of more from 2^22 rows on, so that products with weights, of
     up to 2^14 steps, add up to less than 2^53. That rounding is far below any noise.
     """
-    steps = 2.0 ** min(16, 38 - math.ceil(math.log2(len(labels))))
+    steps = 2.0 ** min(16, 38 - math.ceil(math.log2(max(1, len(labels)))))
     return (labels.double() * steps).round() / steps
 
 

@@ -9,12 +9,11 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from splitveil.active_party import defenses
-from splitveil.active_party.defenses import Defense, DefenseSettings, RawBatch
+from splitveil.active_party.defenses import Defended, Defense, DefenseSettings, RawBatch
 from splitveil.active_party.defenses.class_statistics import RunningClasses, measure_classes
 from splitveil.active_party.defenses.noise import EntropyNoise, fill_state
 from splitveil.active_party.defenses.rows import all_finite
 from splitveil.active_party.defenses.strength import PowerRatio
-from splitveil.active_party.defenses.sum_kl import NoiseSolution
 from splitveil.common.privacy.leakage import leak_auc
 from splitveil.common.privacy.scores import cosine, norm
 from tests.defended import build_defense
@@ -53,6 +52,11 @@ def predicted(labels: Tensor) -> Tensor:
     """Make some probabilities for defenses that use them."""
     generator = torch.Generator().manual_seed(8)
     return 0.1 + 0.8 * torch.rand(len(labels), generator=generator)
+
+
+def answered(name: str, gradients: Tensor, labels: Tensor, seed: int | None = None) -> Defended:
+    batch = RawBatch(gradients, labels, probabilities=predicted(labels))
+    return build_defense(settings_of(name, seed)).defend(batch)
 
 
 def repeated(name: str, gradients: Tensor, labels: Tensor, times: int) -> Tensor:
@@ -117,8 +121,7 @@ def test_powers_are_the_documented_ones() -> None:
     norms = gradients.norm(dim=1)
     gap = gradients[positive].mean(dim=0) - gradients[~positive].mean(dim=0)
     reports = {
-        name: build_defense(settings_of(name)).defend(RawBatch(gradients, labels))[1]
-        for name in ("iso", "max_norm", "marvell")
+        name: answered(name, gradients, labels)[1] for name in ("iso", "max_norm", "marvell")
     }
     assert reports["iso"].noise_power == pytest.approx(float(norms.max() ** 2))
     assert reports["max_norm"].noise_power == pytest.approx(
@@ -374,9 +377,7 @@ def empirical_sum_kl(rows: Tensor, labels: Tensor, gap: Tensor) -> float:
 
 def test_marvell_leaves_about_the_divergence_that_it_reports() -> None:
     gradients, labels = binary_batch(batch=20_000)
-    defended, report = build_defense(settings_of("marvell", seed=1)).defend(
-        RawBatch(gradients, labels)
-    )
+    defended, report = answered("marvell", gradients, labels, seed=1)
     positive = labels == 1
     gap = gradients[positive].mean(dim=0) - gradients[~positive].mean(dim=0)
     before = empirical_sum_kl(gradients, labels, gap)
@@ -397,9 +398,7 @@ def test_marvell_stops_the_attacks_that_succeed_without_it(attack: str) -> None:
     def leak(rows: Tensor) -> float:
         return leak_auc(norm(rows) if attack == "norm" else cosine(rows, reference), labels)
 
-    defended, report = build_defense(settings_of("marvell", seed=1)).defend(
-        RawBatch(gradients, labels)
-    )
+    defended, report = answered("marvell", gradients, labels, seed=1)
     assert leak(gradients) > 0.99
     assert leak(defended) < 0.72
     assert report.leak_auc_bound is not None
@@ -429,7 +428,7 @@ def one_class_rows(batch: int = 4000) -> tuple[Tensor, Tensor]:
 
 def test_one_class_before_any_statistics_gets_noise_without_signal() -> None:
     rows, labels = one_class_rows()
-    defended, report = build_defense(settings_of("marvell", seed=1)).defend(RawBatch(rows, labels))
+    defended, report = answered("marvell", rows, labels, seed=1)
     largest = float(rows.norm(dim=1).max())
     assert report.noise_power == pytest.approx(largest**2, rel=1e-6)
     assert float(defended.square().sum(dim=1).mean()) == pytest.approx(largest**2, rel=0.05)
@@ -510,32 +509,26 @@ AWKWARD = {
 
 
 @pytest.mark.parametrize("name", ["none", *NOISY])
-@pytest.mark.parametrize("labels", ["mixed", "positive", "negative"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", AWKWARD)
-def test_every_finite_gradient_gets_a_finite_answer(
-    name: str, labels: str, dtype: torch.dtype, kind: str
-) -> None:
-    gradients = AWKWARD[kind].to(dtype)
-    ones = torch.ones(len(gradients))
-    choices = {"mixed": (torch.arange(len(gradients)) < 4).float(), "positive": ones}
-    defense = build_defense(settings_of(name))
-    for _ in range(3):
-        chosen = choices.get(labels, 0 * ones)
-        defended, report = defense.defend(
-            RawBatch(gradients, chosen, probabilities=predicted(chosen))
-        )
-        assert torch.isfinite(defended).all()
-        assert math.isfinite(report.noise_power)
-        assert defended.dtype == dtype
-        assert defended.shape == gradients.shape
+def test_every_finite_gradient_gets_a_finite_answer(name: str, kind: str) -> None:
+    mixed = (torch.arange(len(AWKWARD[kind])) < 4).float()
+    for dtype in (torch.float32, torch.float64):
+        gradients = AWKWARD[kind].to(dtype)
+        for labels in (mixed, torch.ones_like(mixed), torch.zeros_like(mixed)):
+            defense = build_defense(settings_of(name))
+            batch = RawBatch(gradients, labels, probabilities=predicted(labels))
+            for _ in range(3):
+                defended, report = defense.defend(batch)
+                assert torch.isfinite(defended).all()
+                assert math.isfinite(report.noise_power)
+                assert (defended.dtype, defended.shape) == (dtype, gradients.shape)
 
 
 def test_a_batch_without_a_gap_is_not_sent_bare() -> None:
     """Positives +-g around zero, negatives zero: the norm gives them away, the gap says 0 power."""
     gradients = AWKWARD["gap of zero"]
     labels = torch.arange(8) >= 4
-    defended, report = build_defense(settings_of("marvell")).defend(RawBatch(gradients, labels))
+    defended, report = answered("marvell", gradients, labels)
     assert report.noise_power == pytest.approx(4.0)
     assert float(defended[:4].norm(dim=1).min()) > 0
 
@@ -545,44 +538,22 @@ def test_a_batch_without_a_gap_is_not_sent_bare() -> None:
 def test_defense_scales_with_the_gradient_bit_for_bit(name: str, exponent: int) -> None:
     gradients, labels = binary_batch()
     factor = 2.0**exponent
-    plain, _ = build_defense(settings_of(name, seed=1)).defend(
-        RawBatch(gradients, labels, probabilities=predicted(labels))
-    )
-    scaled, _ = build_defense(settings_of(name, seed=1)).defend(
-        RawBatch(factor * gradients, labels, probabilities=predicted(labels))
-    )
+    plain, _ = answered(name, gradients, labels, seed=1)
+    scaled, _ = answered(name, factor * gradients, labels, seed=1)
     assert torch.equal(scaled, factor * plain)
 
 
 @pytest.mark.parametrize("name", NOISY)
-def test_two_builds_of_the_same_settings_send_different_noise(name: str) -> None:
-    gradients, labels = binary_batch()
-    first, second = (
-        build_defense(settings_of(name)).defend(
-            RawBatch(gradients, labels, probabilities=predicted(labels))
-        )[0]
-        for _ in range(2)
-    )
-    differing = (first != second).any(dim=1).float().mean()
-    assert differing > 0.99
-
-
-@pytest.mark.parametrize("name", NOISY)
-def test_an_insecure_seed_repeats_the_noise_and_warns(
+def test_noise_is_new_for_every_build_and_an_insecure_seed_repeats_it_and_warns(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     gradients, labels = binary_batch()
-    first, second = (
-        build_defense(settings_of(name, seed=3)).defend(
-            RawBatch(gradients, labels, probabilities=predicted(labels))
-        )[0]
-        for _ in range(2)
-    )
+    first, second = (answered(name, gradients, labels).gradient for _ in range(2))
+    assert (first != second).any(dim=1).float().mean() > 0.99
+    assert not caplog.text
+    first, second = (answered(name, gradients, labels, seed=3).gradient for _ in range(2))
     assert torch.equal(first, second)
     assert "INSECURE" in caplog.text
-    caplog.clear()
-    build_defense(settings_of(name))
-    assert not caplog.text
 
 
 def test_torchs_own_seed_would_be_guessable_and_ours_is_not() -> None:
@@ -616,44 +587,20 @@ def test_entropy_noise_is_standard_normal_and_never_repeats() -> None:
 
 
 @pytest.mark.parametrize("name", ["none", *NOISY])
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.uint8, torch.float32])
-@pytest.mark.parametrize("shape", [(-1,), (-1, 1)])
-def test_labels_may_come_in_any_dtype_and_as_a_column(
-    name: str, dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
-    gradients, labels = binary_batch()
-    expected, _ = build_defense(settings_of(name, seed=1)).defend(
-        RawBatch(gradients, labels, probabilities=predicted(labels))
-    )
-    other = labels.to(dtype).reshape(shape)
-    defended, _ = build_defense(settings_of(name, seed=1)).defend(
-        RawBatch(gradients, other, probabilities=predicted(other))
-    )
-    assert torch.equal(defended, expected)
-
-
-@pytest.mark.parametrize("name", ["none", *NOISY])
-def test_a_cut_of_any_shape_is_defended_as_rows(name: str) -> None:
-    gradients, labels = binary_batch()
-    flat, _ = build_defense(settings_of(name, seed=1)).defend(
-        RawBatch(gradients, labels, probabilities=predicted(labels))
-    )
-    shaped, _ = build_defense(settings_of(name, seed=1)).defend(
-        RawBatch(gradients.reshape(-1, 2, 4, 2), labels, probabilities=predicted(labels))
-    )
-    assert shaped.shape == (len(labels), 2, 4, 2)
-    assert torch.equal(shaped.flatten(1), flat)
-
-
-@pytest.mark.parametrize("name", ["none", *NOISY])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_raw_gradient_is_left_as_it_was(name: str, dtype: torch.dtype) -> None:
+def test_labels_and_cut_may_come_in_any_form_and_the_raw_gradient_is_left_as_it_was(
+    name: str, dtype: torch.dtype
+) -> None:
     gradients, labels = binary_batch(dtype=dtype)
     copy = gradients.clone()
-    build_defense(settings_of(name)).defend(
-        RawBatch(gradients, labels, probabilities=predicted(labels))
-    )
+    expected = answered(name, gradients, labels, seed=1).gradient
     assert torch.equal(gradients, copy)
+    for label_dtype in (torch.bool, torch.uint8, torch.float32):
+        for other in (labels.to(label_dtype), labels.to(label_dtype)[:, None]):
+            assert torch.equal(answered(name, gradients, other, seed=1).gradient, expected)
+    shaped = answered(name, gradients.reshape(-1, 2, 4, 2), labels, seed=1).gradient
+    assert shaped.shape == (len(labels), 2, 4, 2)
+    assert torch.equal(shaped.flatten(1), expected)
 
 
 @pytest.mark.parametrize("name", ["none", *NOISY])
@@ -674,18 +621,14 @@ def test_what_cannot_be_defended_is_refused(
     name: str, gradients: Tensor, labels: Tensor, complaint: str
 ) -> None:
     with pytest.raises(ValueError, match=complaint):
-        build_defense(settings_of(name)).defend(
-            RawBatch(gradients, labels, probabilities=predicted(labels))
-        )
+        answered(name, gradients, labels)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", NOISY)
 def test_noise_on_a_gpu_has_the_power_reported(name: str) -> None:
     gradients, labels = (tensor.cuda() for tensor in binary_batch(batch=20_000))
-    defended, report = build_defense(settings_of(name)).defend(
-        RawBatch(gradients, labels, probabilities=predicted(labels))
-    )
+    defended, report = answered(name, gradients, labels)
     assert defended.is_cuda
     measured = float((defended - gradients).square().sum(dim=1).mean())
     assert measured == pytest.approx(report.noise_power, rel=0.05)
@@ -709,13 +652,3 @@ def test_settings_are_chosen_by_name_and_a_typo_is_an_error() -> None:
     ):
         with pytest.raises(ValidationError):
             adapter.validate_python(wrong)
-
-
-def test_solution_names_are_the_ones_that_other_parts_rely_on() -> None:
-    assert NoiseSolution._fields == (
-        "neg_along",
-        "neg_across",
-        "pos_along",
-        "pos_across",
-        "sum_kl",
-    )

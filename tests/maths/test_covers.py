@@ -91,11 +91,7 @@ def test_mu_is_that_of_the_most_exposed_example_and_of_covered_ones_alone() -> N
     ledger.charge(np.array([2]), GAUSSIAN)
     assert [one.mu for one in ledger.bounds(np.arange(3)).by_peers] == [math.sqrt(0.6)] * 3
     ledger.charge(np.array([0]), LeakCharge(0.0, covers=WEAK))
-    assert [one.mu for one in ledger.bounds(np.arange(3)).by_peers] == [
-        None,
-        None,
-        math.sqrt(0.6),
-    ]
+    assert [one.mu for one in ledger.bounds(np.arange(3)).by_peers] == [None, None, math.sqrt(0.6)]
     assert ledger.bounds(np.array([1, 2])).against(ANYBODY).mu == math.sqrt(0.6)
 
 

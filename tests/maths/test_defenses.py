@@ -1,5 +1,6 @@
 """Every defense is, as promised, unbiased, finite, unpredictable, of stated power, protective."""
 
+import itertools
 import math
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 from splitveil.active_party import defenses
 from splitveil.active_party.defenses import Defended, Defense, DefenseSettings, RawBatch
 from splitveil.active_party.defenses.class_statistics import RunningClasses, measure_classes
+from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
 from splitveil.active_party.defenses.noise import EntropyNoise, fill_state
 from splitveil.active_party.defenses.rows import all_finite
 from splitveil.active_party.defenses.strength import PowerRatio
@@ -18,22 +20,37 @@ from splitveil.common.privacy.leakage import leak_auc
 from splitveil.common.privacy.scores import cosine, norm
 from tests.defended import build_defense
 
+ADAPTER: TypeAdapter[DefenseSettings] = TypeAdapter(DefenseSettings)
 NOISY = ["iso", "max_norm", "max_norm_positive", "marvell"]
+SEVERAL = ["iso, 4 classes", "max_norm, 4 classes", "marvell, 4 classes"]
+ALL = ["none", *NOISY, *SEVERAL, *(f"{name}, persistent" for name in NOISY), "marvell, running"]
 
 
 def settings_of(name: str, seed: int | None = None, power_ratio: float = 4.0) -> DefenseSettings:
-    match name:
-        case "iso":
-            return defenses.IsoDefense(insecure_noise_seed=seed)
-        case "max_norm":
-            return defenses.MaxNormDefense(insecure_noise_seed=seed)
-        case "max_norm_positive":
-            return defenses.MaxNormPositiveDefense(insecure_noise_seed=seed)
-        case "marvell":
-            strength = PowerRatio(power_ratio=power_ratio)
-            return defenses.MarvellDefense(insecure_noise_seed=seed, strength=strength)
-        case _:
-            return defenses.NoDefense()
+    name, _, more = name.partition(", ")
+    values: dict[str, object] = {"name": name, "insecure_noise_seed": seed}
+    if more == "persistent":
+        values["noise"] = "persistent"
+    if name == "marvell":
+        values["strength"] = {"power_ratio": power_ratio}
+        values["statistics"] = "running" if more == "running" else "batch"
+    return ADAPTER.validate_python({"name": "none"} if name == "none" else values)
+
+
+def built(name: str, seed: int | None = None) -> Defense:
+    key = key_from_insecure_seed(1)
+    return build_defense(settings_of(name, seed), key, num_classes=4 if name in SEVERAL else 2)
+
+
+def batch_of(name: str, rows: int = 512, cut_dim: int = 16) -> tuple[Tensor, Tensor]:
+    """Make gradients as a cross entropy does, of two classes or of four."""
+    if name not in SEVERAL:
+        return binary_batch(rows, cut_dim)
+    generator = torch.Generator().manual_seed(5)
+    labels = torch.arange(rows) % 4
+    weights = torch.randn(4, cut_dim, generator=generator)
+    spread = 0.2 * torch.randn(rows, cut_dim, generator=generator)
+    return (0.25 - torch.nn.functional.one_hot(labels, 4)) @ weights + spread, labels
 
 
 def binary_batch(
@@ -54,9 +71,15 @@ def predicted(labels: Tensor) -> Tensor:
     return 0.1 + 0.8 * torch.rand(len(labels), generator=generator)
 
 
+def asked(gradients: Tensor, labels: Tensor, probabilities: Tensor | None = None) -> RawBatch:
+    keys = torch.arange(2 * len(gradients)).view(-1, 2) * 2**40 + 2**59
+    return RawBatch(
+        gradients, labels, keys, predicted(labels) if probabilities is None else probabilities
+    )
+
+
 def answered(name: str, gradients: Tensor, labels: Tensor, seed: int | None = None) -> Defended:
-    batch = RawBatch(gradients, labels, probabilities=predicted(labels))
-    return build_defense(settings_of(name, seed)).defend(batch)
+    return built(name, seed).defend(asked(gradients, labels))
 
 
 def repeated(name: str, gradients: Tensor, labels: Tensor, times: int) -> Tensor:
@@ -65,8 +88,7 @@ def repeated(name: str, gradients: Tensor, labels: Tensor, times: int) -> Tensor
     What a row's noise depends on (class means and covariances, the largest norm, the least
     probability of a positive) is the same in a batch that holds every row ``times / 8`` times.
     """
-    defense = build_defense(settings_of(name, seed=1))
-    return defended_often(defense, gradients, labels, predicted(labels), times)
+    return defended_often(built(name, seed=1), gradients, labels, predicted(labels), times)
 
 
 def defended_often(
@@ -90,25 +112,25 @@ def bias_score(samples: Tensor, expected: Tensor) -> float:
     return float(((samples.mean(dim=0) - expected).abs() / error)[moved].max())
 
 
-@pytest.mark.parametrize("name", NOISY)
+@pytest.mark.parametrize("name", [*NOISY, *SEVERAL])
 def test_noise_is_unbiased(name: str) -> None:
     """Accepts the raw gradient as the mean, and rejects one that is shrunk by 30 %.
 
     128 coordinates, so that 5 standard errors are exceeded by chance once in 10,000 seeds.
     """
-    gradients, labels = binary_batch(batch=16, cut_dim=8)
-    labels[:3] = 1
+    gradients, labels = batch_of(name, rows=16, cut_dim=8)
+    if name in NOISY:
+        labels[:3] = 1
     samples = repeated(name, gradients, labels, times=8000)
     assert bias_score(samples, gradients.double()) < 5
     assert bias_score(samples, 0.7 * gradients.double()) > 5
 
 
-@pytest.mark.parametrize("name", NOISY)
+@pytest.mark.parametrize("name", [*NOISY, *SEVERAL])
 def test_power_spent_is_the_power_reported(name: str) -> None:
     """Accepts the report, and rejects one that is 5 % off."""
-    gradients, labels = binary_batch(batch=256)
-    defense = build_defense(settings_of(name, seed=1))
-    _, report = defense.defend(RawBatch(gradients, labels, probabilities=predicted(labels)))
+    gradients, labels = batch_of(name, rows=256)
+    report = answered(name, gradients, labels, seed=1).report
     samples = repeated(name, gradients, labels, times=2000)
     measured = float((samples - gradients).square().sum(dim=2).mean())
     assert measured == pytest.approx(report.noise_power, rel=0.02)
@@ -226,9 +248,7 @@ def powers_by_hand(labels: Tensor, probabilities: Tensor, smallest: float) -> Te
 
 
 @pytest.mark.parametrize("positives", [True, False], ids=["positives", "none"])
-def test_max_norm_positive_brings_rows_to_the_least_expected_positive(
-    positives: bool,
-) -> None:
+def test_max_norm_positive_brings_rows_to_the_least_expected_positive(positives: bool) -> None:
     """Accepts the report's formula, with the least p of all where no row is positive."""
     gradients, labels, probabilities = sigmoid_batch()
     if not positives:
@@ -275,15 +295,6 @@ def test_max_norm_positive_needs_probabilities(
         build_defense(defenses.MaxNormPositiveDefense()).defend(
             RawBatch(gradients, labels, probabilities=probabilities)
         )
-
-
-def test_max_norm_positive_stands_predictions_without_doubt() -> None:
-    gradients, labels, _ = sigmoid_batch()
-    for certain in (labels.float(), 1 - labels.float(), torch.zeros(60), torch.ones(60)):
-        defended, _ = build_defense(defenses.MaxNormPositiveDefense()).defend(
-            RawBatch(gradients, labels, probabilities=certain)
-        )
-        assert torch.isfinite(defended).all()
 
 
 # ---- marvell
@@ -460,16 +471,21 @@ def test_one_class_first_then_the_other_is_enough() -> None:
     assert second.solution is not None
 
 
-def test_class_statistics_survive_a_checkpoint() -> None:
-    rows, labels = one_class_rows()
-    before, after = (build_defense(settings_of("marvell", seed=seed)) for seed in (1, 2))
-    before.defend(RawBatch(*binary_batch()))
+@pytest.mark.parametrize("name", [*NOISY, *SEVERAL, "marvell, running"])
+def test_statistics_of_earlier_batches_survive_a_checkpoint(name: str) -> None:
+    """The next batch lacks the first class; without the state it would be charged otherwise."""
+    before, after, fresh = (built(name, seed=seed) for seed in (1, 2, 3))
+    gradients, labels = batch_of(name)
+    before.defend(asked(gradients, labels))
     after.load_state_dict(before.state_dict())
-    assert before.defend(RawBatch(rows, labels))[1] == after.defend(RawBatch(rows, labels))[1]
-    with pytest.raises(ValueError, match="expected class statistics"):
-        after.load_state_dict({"pos_mean": torch.zeros(16)})
+    some = asked(gradients[labels > 0], labels[labels > 0])
+    reports = [defense.defend(some).report for defense in (before, after, fresh)]
+    assert reports[0] == reports[1]
+    assert reports[0].charge != reports[2].charge
+    with pytest.raises(ValueError, match=r"expected (class statistics|means)"):
+        after.load_state_dict({"neg_deviation": torch.zeros(16)})
     with pytest.raises(ValueError, match="no state"):
-        build_defense(defenses.NoDefense()).load_state_dict(before.state_dict())
+        built("none").load_state_dict(before.state_dict())
 
 
 def test_running_statistics_follow_the_gradients() -> None:
@@ -508,20 +524,21 @@ AWKWARD = {
 }
 
 
-@pytest.mark.parametrize("name", ["none", *NOISY])
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("kind", AWKWARD)
 def test_every_finite_gradient_gets_a_finite_answer(name: str, kind: str) -> None:
+    """Whatever the dtype, the classes in the batch, and how sure the predictions are."""
     mixed = (torch.arange(len(AWKWARD[kind])) < 4).float()
-    for dtype in (torch.float32, torch.float64):
-        gradients = AWKWARD[kind].to(dtype)
-        for labels in (mixed, torch.ones_like(mixed), torch.zeros_like(mixed)):
-            defense = build_defense(settings_of(name))
-            batch = RawBatch(gradients, labels, probabilities=predicted(labels))
-            for _ in range(3):
-                defended, report = defense.defend(batch)
-                assert torch.isfinite(defended).all()
-                assert math.isfinite(report.noise_power)
-                assert (defended.dtype, defended.shape) == (dtype, gradients.shape)
+    for dtype, labels in itertools.product(
+        (torch.float32, torch.float64), (mixed, torch.ones_like(mixed), torch.zeros_like(mixed))
+    ):
+        gradients, defense = AWKWARD[kind].to(dtype), built(name)
+        for probabilities in (predicted(labels), labels, 1 - labels):
+            defended, report = defense.defend(asked(gradients, labels, probabilities))
+            assert torch.isfinite(defended).all()
+            assert math.isfinite(report.noise_power)
+            assert report.charge.sum_kl >= 0
+            assert (defended.dtype, defended.shape) == (dtype, gradients.shape)
 
 
 def test_a_batch_without_a_gap_is_not_sent_bare() -> None:
@@ -533,17 +550,19 @@ def test_a_batch_without_a_gap_is_not_sent_bare() -> None:
     assert float(defended[:4].norm(dim=1).min()) > 0
 
 
-@pytest.mark.parametrize("name", NOISY)
-@pytest.mark.parametrize("exponent", [-99, -40, 7, 99])
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("exponent", [-99, 60])
 def test_defense_scales_with_the_gradient_bit_for_bit(name: str, exponent: int) -> None:
-    gradients, labels = binary_batch()
+    """And its charge does not change."""
+    gradients, labels = batch_of(name)
     factor = 2.0**exponent
-    plain, _ = answered(name, gradients, labels, seed=1)
-    scaled, _ = answered(name, factor * gradients, labels, seed=1)
+    plain, report = answered(name, gradients, labels, seed=1)
+    scaled, of_scaled = answered(name, factor * gradients, labels, seed=1)
     assert torch.equal(scaled, factor * plain)
+    assert of_scaled.charge.sum_kl == pytest.approx(report.charge.sum_kl, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", NOISY)
+@pytest.mark.parametrize("name", [*NOISY, *SEVERAL])
 def test_noise_is_new_for_every_build_and_an_insecure_seed_repeats_it_and_warns(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -603,14 +622,16 @@ def test_labels_and_cut_may_come_in_any_form_and_the_raw_gradient_is_left_as_it_
     assert torch.equal(shaped.flatten(1), expected)
 
 
-@pytest.mark.parametrize("name", ["none", *NOISY])
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize(
     ("gradients", "labels", "complaint"),
     [
         (torch.full((2, 3), math.nan), torch.tensor([0, 1]), "NaN"),
         (torch.full((2, 3), math.inf), torch.tensor([0, 1]), "infinity"),
-        (torch.ones(2, 3), torch.tensor([0, 2]), "0 or 1"),
-        (torch.ones(2, 3), torch.tensor([0.0, math.nan]), "0 or 1"),
+        (torch.ones(2, 3), torch.tensor([0, 7]), "labels must be"),
+        (torch.ones(2, 3), torch.tensor([0, -1]), "labels must be"),
+        (torch.ones(2, 3), torch.tensor([0.0, 0.5]), "labels must be"),
+        (torch.ones(2, 3), torch.tensor([0.0, math.nan]), "labels must be"),
         (torch.ones(2, 3), torch.tensor([0, 1, 1]), "labels"),
         (torch.ones(2), torch.tensor([0, 1]), "cut_shape"),
         (torch.ones(0, 3), torch.zeros(0), "cut_shape"),
@@ -638,7 +659,7 @@ def test_noise_on_a_gpu_has_the_power_reported(name: str) -> None:
 
 
 def test_settings_are_chosen_by_name_and_a_typo_is_an_error() -> None:
-    adapter: TypeAdapter[DefenseSettings] = TypeAdapter(DefenseSettings)
+    adapter = ADAPTER
     marvell = adapter.validate_python({"name": "marvell", "strength": {"power_ratio": 9.0}})
     assert marvell == defenses.MarvellDefense(strength=PowerRatio(power_ratio=9.0))
     assert adapter.validate_python({"name": "marvell"}) == settings_of("marvell")

@@ -218,11 +218,7 @@ def test_what_is_made_of_a_noisy_label_changes_neither_draw_nor_identity(
 
 
 @pytest.mark.parametrize(
-    "mechanism",
-    [
-        {"kind": "alibi", "epsilon": 1},
-        {"kind": "gaussian", "posterior": "model"},
-    ],
+    "mechanism", [{"kind": "alibi", "epsilon": 1}, {"kind": "gaussian", "posterior": "model"}]
 )
 def test_predictions_must_not_know_the_labels(mechanism: dict[str, object]) -> None:
     """Neither with true top labels, nor behind another loss, for which targets must be 0 or 1."""

@@ -43,7 +43,6 @@ def solve_shared_noise(
         residual_variance: variance within the classes per coordinate (w).
         noise_power: expected squared noise norm per example (P).
     """
-    _check(class_means, priors, residual_variance, noise_power)
     priors = priors.double() / priors.double().sum()
     largest = float(class_means.abs().max())
     unit = max(largest, math.sqrt(residual_variance), math.sqrt(noise_power)) or 1.0
@@ -121,19 +120,3 @@ def _water_levels(roots: list[float], residual: float, power: float) -> list[flo
         if level * roots[active - 1] >= residual:
             break
     return [max(residual, level * root) for root in roots]
-
-
-def _check(
-    class_means: Tensor, priors: Tensor, residual_variance: float, noise_power: float
-) -> None:
-    if class_means.ndim != 2 or class_means.shape[0] < 2 or class_means.shape[1] < 1:
-        raise ValueError(f"expected (classes, cut_dim) means, got {tuple(class_means.shape)}")
-    if not bool(torch.isfinite(class_means).all()):
-        raise ValueError("class_means must be finite")
-    if priors.shape != class_means.shape[:1]:
-        raise ValueError(f"expected {class_means.shape[0]} priors, got {tuple(priors.shape)}")
-    if not bool((priors >= 0).all()) or abs(float(priors.double().sum()) - 1) > 1e-6:
-        raise ValueError("priors must not be negative and have a sum of one")
-    for name, value in (("residual_variance", residual_variance), ("noise_power", noise_power)):
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{name} must be finite and at least 0, got {value}")

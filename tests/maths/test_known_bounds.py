@@ -15,7 +15,15 @@ from scipy import stats
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
-from splitveil.active_party.defenses import Covers, LeakCharge, NoisyLabelDefense
+from splitveil.active_party.defenses import (
+    Covers,
+    DefenseContext,
+    IsoDefense,
+    LeakCharge,
+    MarvellDefense,
+    NoisyLabelDefense,
+    ProjectedLabelsDefense,
+)
 from splitveil.active_party.defenses.exact_auc import (
     auc_of_epsilon,
     gaussian_auc,
@@ -51,6 +59,7 @@ TOLERANCE = 5 * math.sqrt(2 / (6 * ROWS))
 """Five standard errors of an AUC over half positives: at most sqrt((n + m + 1) / (12 n m))."""
 
 RESPONSE = RandomizedResponse(kind="randomized_response", epsilon=1.0)
+GAUSSIAN = GaussianLabels(kind="gaussian")
 ONCE: list[LabelMechanism] = [
     LaplaceLabels(kind="laplace", epsilon=1.0),
     RESPONSE,
@@ -92,7 +101,7 @@ def best_auc(*releases: Tensor) -> float:
     return float(roc_auc_score(LABELS.numpy(), sum(releases, torch.zeros(ROWS)).numpy().round(9)))
 
 
-@pytest.mark.parametrize("mechanism", ONCE, ids=kind_of)
+@pytest.mark.parametrize("mechanism", [GAUSSIAN, *ONCE], ids=kind_of)
 def test_a_label_drawn_once_is_bounded_by_the_auc_of_the_best_score(
     mechanism: LabelMechanism,
 ) -> None:
@@ -376,3 +385,25 @@ def test_a_top_model_that_knows_the_labels_leaves_the_figure_of_the_draw_and_no_
     assert bounds.epsilon is None
     two = bounds_after(settings.charge(2, "draw"), settings.charge(2, "other"))
     assert two.by_peers[1].leak_auc.max == pytest.approx(estimated_auc(2 * MU_SQUARED_OF_1))
+
+
+def test_settings_keep_everything_but_their_strength() -> None:
+    context = DefenseContext((4,), epochs=30)
+    projected = ProjectedLabelsDefense(rank=9).at_leak_auc(0.55, context)
+    assert projected.rank == 9
+    assert projected.strength.of_run == pytest.approx(math.sqrt(2) * stats.norm.ppf(0.55))
+    noisy = NoisyLabelDefense(mechanism=LaplaceLabels(kind="laplace", epsilon=3, posterior="model"))
+    found = noisy.at_leak_auc(0.55, context)
+    assert found is not None
+    assert isinstance(found.mechanism, LaplaceLabels)
+    assert found.mechanism.posterior == "model"
+    assert found.mechanism.epsilon < 0.5
+
+
+@pytest.mark.parametrize(
+    "settings", [MarvellDefense(), IsoDefense(), NoisyLabelDefense(top_labels="true")]
+)
+def test_no_strength_is_found_where_none_holds_against_everybody(
+    settings: MarvellDefense | IsoDefense | NoisyLabelDefense,
+) -> None:
+    assert settings.at_leak_auc(0.6, DefenseContext((4,))) is None

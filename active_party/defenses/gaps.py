@@ -13,16 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses.class_means import (
-    ClassMeans,
-    RunningMeans,
-    longest_gap,
-    measure_class_means,
-)
 from splitveil.active_party.defenses.class_statistics import (
     BatchClasses,
     ClassEstimate,
+    ClassMeans,
     RunningClasses,
+    RunningMeans,
+    longest_gap,
+    measure_class_means,
     measure_means,
 )
 from splitveil.active_party.defenses.interface import LeakCharge
@@ -67,21 +65,17 @@ class _TwoClassGap(NamedTuple):
         members = torch.stack((~self.positive, self.positive)).double()
         neg_sum, pos_sum = (members @ squares).tolist()
         other = estimate.gap * (estimate.unit / target)
-        neg_variance = (
-            neg_sum / batch.neg_rows
-            if batch.neg or not batch.pos
-            else _stand_in_variance(batch.pos.mean / target - other, direction)
-        )
-        pos_variance = (
-            pos_sum / batch.pos_rows
-            if batch.pos or not batch.neg
-            else _stand_in_variance(batch.neg.mean / target + other, direction)
-        )
-        return LeakCharge(
-            sum_kl_along_gap(
-                math.sqrt(neg_variance), math.sqrt(pos_variance), estimate.gap_length / target
-            )
-        )
+        neg, pos = batch.moments
+        if neg or not pos:
+            neg_variance = neg_sum / batch.rows[0]
+        else:
+            neg_variance = _stand_in_variance(pos.mean / target - other, direction)
+        if pos or not neg:
+            pos_variance = pos_sum / batch.rows[1]
+        else:
+            pos_variance = _stand_in_variance(neg.mean / target + other, direction)
+        gap = estimate.gap_length / target
+        return LeakCharge(sum_kl_along_gap(math.sqrt(neg_variance), math.sqrt(pos_variance), gap))
 
 
 class _MultiClassGaps(NamedTuple):

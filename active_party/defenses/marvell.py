@@ -227,7 +227,7 @@ class Marvell(RememberingDefense):
             return self._answer_without_signal(rows, batch)
         before = self._solve(estimate, cut_dim, 0.0).sum_kl
         defended = self._draw(solution, estimate, rows, positive).add_(rows)
-        pos_share = classes.pos_rows / (classes.pos_rows + classes.neg_rows)
+        pos_share = classes.rows[1] / sum(classes.rows)
         report = DefenseReport(
             noise_power=_mean_power(solution, pos_share, cut_dim) * estimate.unit * estimate.unit,
             sum_kl_before=before,

@@ -23,7 +23,7 @@ import math
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses.class_means import (
+from splitveil.active_party.defenses.class_statistics import (
     RunningMeans,
     longest_gap,
     measure_class_means,

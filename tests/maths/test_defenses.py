@@ -328,9 +328,8 @@ def test_marvell_noise_has_the_covariance_of_the_solution() -> None:
 def test_marvell_statistics_are_those_of_numpy() -> None:
     gradients, labels = binary_batch(batch=3000, cut_dim=70)  # more than one chunk
     batch = measure_classes(gradients, labels == 1)
-    assert batch.neg is not None
-    assert batch.pos is not None
-    for moments, label in ((batch.neg, 0), (batch.pos, 1)):
+    for label, moments in enumerate(batch.moments):
+        assert moments is not None
         rows = gradients[labels == label].double().numpy()
         np.testing.assert_allclose(moments.mean.numpy(), rows.mean(axis=0), rtol=1e-12, atol=1e-14)
         assert moments.deviation == pytest.approx(float(rows.var(axis=0).mean() ** 0.5), rel=1e-12)
@@ -341,11 +340,11 @@ def test_a_class_of_one_row_has_no_spread_at_all(batch: int) -> None:
     """Rounding must not pass for a spread, on which the solver would rely."""
     gradients, _ = binary_batch(batch=batch, cut_dim=70)
     positive = torch.arange(batch) == batch // 2
-    measured = measure_classes(gradients, positive)
-    assert measured.pos is not None
-    assert measured.neg is not None
-    assert torch.equal(measured.pos.mean, gradients[batch // 2].double())
-    assert measured.pos.deviation == 0 < measured.neg.deviation
+    neg, pos = measure_classes(gradients, positive).moments
+    assert neg is not None
+    assert pos is not None
+    assert torch.equal(pos.mean, gradients[batch // 2].double())
+    assert pos.deviation == 0 < neg.deviation
 
 
 @pytest.mark.parametrize("size", [1e-44, 1e37])
@@ -354,11 +353,11 @@ def test_marvell_statistics_follow_the_size_of_float32_gradients(size: float) ->
     labels = torch.tensor([0, 0, 1, 1])
     rows = signs * torch.tensor(size)  # the smallest are subnormal
     unit = float(rows[0, 0])
-    measured = measure_classes(rows, labels == 1)
-    assert measured.neg is not None
-    assert measured.pos is not None
-    assert (measured.neg.deviation, measured.pos.deviation) == pytest.approx((unit, unit), rel=1e-6)
-    assert measured.pos.mean.tolist() == pytest.approx([4 * unit] * 4, rel=1e-6)
+    neg, pos = measure_classes(rows, labels == 1).moments
+    assert neg is not None
+    assert pos is not None
+    assert (neg.deviation, pos.deviation) == pytest.approx((unit, unit), rel=1e-6)
+    assert pos.mean.tolist() == pytest.approx([4 * unit] * 4, rel=1e-6)
 
 
 def test_gradients_whose_sum_overflows_are_finite() -> None:

@@ -25,7 +25,7 @@ from splitveil.active_party.defenses import (
     NoisyLabelDefense,
     RawBatch,
 )
-from splitveil.active_party.defenses.class_means import measure_class_means, squared_distances
+from splitveil.active_party.defenses.class_statistics import measure_class_means, squared_distances
 from splitveil.active_party.defenses.example_keys import (
     LABEL_NOISE,
     example_keys,

@@ -81,8 +81,8 @@ def print_defenses(repeats: int) -> None:
     labels = (torch.rand(SHAPE[0], generator=generator) < 0.2).float()
     probabilities = torch.rand(SHAPE[0], generator=generator)
     moves = torch.randn(SHAPE[1], generator=generator)
-    spread_of_moves = 0.1 * torch.randn(SHAPE, generator=generator)
-    gradients = (probabilities - labels)[:, None] * (moves + spread_of_moves) / SHAPE[0]
+    slopes = (moves + 0.1 * torch.randn(SHAPE, generator=generator)) / SHAPE[0]
+    gradients = (probabilities - labels)[:, None] * slopes
     key = key_from_insecure_seed(1)
     keys = example_keys(key, [f"{number}" for number in range(SHAPE[0])], GRADIENT_NOISE)
 
@@ -92,7 +92,7 @@ def print_defenses(repeats: int) -> None:
         return spread(
             times_ms(
                 lambda: defense.defend(
-                    RawBatch(gradients, labels, example_keys=keys, probabilities=probabilities)
+                    RawBatch(gradients, labels, keys, probabilities, slopes=slopes)
                 ),
                 repeats,
             )

@@ -198,7 +198,7 @@ class RawBatch(NamedTuple):
     means represents it, as it does for a cross entropy."""
 
     slopes: Tensor | None = None
-    """The gradient for each unit of a logit's residual p - y, of which labels know nothing,
+    """The gradient for each unit of a logit's residual p - y, in which no label has a part,
     (batch, *cut_shape). None where the settings do not ask for it, and for several classes."""
 
 

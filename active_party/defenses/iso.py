@@ -186,7 +186,11 @@ class PersistentIsotropic(Defense):
     def _charge(self, cut_dim: int) -> LeakCharge:
         ratio = self._norm_ratio
         sum_kl = cut_dim / ratio / ratio if ratio else math.inf
-        return LeakCharge(sum_kl, noise_identity=f"iso {ratio!r} {self._key_name}")
+        return LeakCharge(
+            sum_kl,
+            noise_identity=f"iso {ratio!r} {self._key_name}",
+            covers=Covers.PASSIVE_AND_HONEST,
+        )
 
 
 def _charge(gap: float, largest: float, noise_norm: float, cut_dim: int) -> float:

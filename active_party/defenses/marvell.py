@@ -310,7 +310,8 @@ class PersistentMarvell(Defense):
 
     def __init__(self, sum_kl: float, key_name: str) -> None:
         self._norm_ratio = sum_kl**-0.5
-        self._charge = LeakCharge(sum_kl, noise_identity=f"marvell {sum_kl!r} {key_name}")
+        identity = f"marvell {sum_kl!r} {key_name}"
+        self._charge = LeakCharge(sum_kl, identity, covers=Covers.PASSIVE_AND_HONEST)
 
     def defend(self, batch: RawBatch) -> Defended:
         """Add noise; a batch of one class is like any other, because classes are not estimated."""

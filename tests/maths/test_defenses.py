@@ -73,9 +73,8 @@ def predicted(labels: Tensor) -> Tensor:
 
 def asked(gradients: Tensor, labels: Tensor, probabilities: Tensor | None = None) -> RawBatch:
     keys = torch.arange(2 * len(gradients)).view(-1, 2) * 2**40 + 2**59
-    return RawBatch(
-        gradients, labels, keys, predicted(labels) if probabilities is None else probabilities
-    )
+    probabilities = predicted(labels) if probabilities is None else probabilities
+    return RawBatch(gradients, labels, keys, probabilities, slopes=gradients)
 
 
 def answered(name: str, gradients: Tensor, labels: Tensor, seed: int | None = None) -> Defended:

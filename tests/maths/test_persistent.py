@@ -21,7 +21,7 @@ from splitveil.active_party.defenses.example_keys import (
     key_name,
     scalars,
 )
-from splitveil.active_party.defenses.persistent import label_moves, moves_of, noisy_rows
+from splitveil.active_party.defenses.persistent import moves_of, noisy_rows
 from splitveil.active_party.defenses.strength import (
     DetectionError,
     LeakAuc,
@@ -80,7 +80,7 @@ class Epoch(NamedTuple):
 
     def asks(self, keys: Tensor | None = None) -> RawBatch:
         keys = keys_of(IDS) if keys is None else keys
-        return RawBatch(self.raw, self.labels, keys, self.probabilities)
+        return RawBatch(self.raw, self.labels, keys, self.probabilities, slopes=self.moves)
 
     def sends(self, sent: Tensor) -> Answer:
         return Answer(sent, self.moves, self.probabilities)
@@ -384,8 +384,10 @@ def test_the_name_of_a_key_tells_keys_apart_and_does_not_hold_it() -> None:
 def batch(rows: slice | Tensor = slice(0, 512), factor: float = 1.0) -> RawBatch:
     """Return rows whose J differ."""
     epoch = epochs_of_a_run(3, linear_head=False)[2]
-    raw, probabilities = epoch.raw.float()[rows], epoch.probabilities.float()[rows]
-    return RawBatch(factor * raw, epoch.labels[rows], keys_of(IDS)[rows], probabilities)
+    raw, slopes = (factor * part.float()[rows] for part in (epoch.raw, epoch.moves))
+    probabilities = epoch.probabilities.float()[rows]
+    keys = keys_of(IDS)[rows]
+    return RawBatch(raw, epoch.labels[rows], keys, probabilities, slopes=slopes)
 
 
 def test_marvell_repeats_itself_whatever_the_batch_and_the_worker() -> None:
@@ -413,7 +415,7 @@ def test_marvell_is_unbiased_over_keys_and_of_the_power_it_reports() -> None:
         [defense.defend(given._replace(example_keys=one)).gradient for one in keys]
     ).double()
     assert probabilities is not None
-    moves = label_moves(raw, labels == 1, probabilities).values.double()
+    moves = moves_of(given).values.double()
     along = ((samples - raw) * moves).sum(dim=2) / moves.square().sum(dim=1)
     error = 2 / along.numel() ** 0.5
     assert abs(float(along.mean())) < 5 * error
@@ -426,9 +428,10 @@ def test_marvell_is_unbiased_over_keys_and_of_the_power_it_reports() -> None:
 
 def test_iso_spends_its_power_evenly_over_all_directions() -> None:
     """Persistent along J, fresh across it, and the same variance in both. Within 3 %."""
-    raw, labels, _, probabilities, *_ = given = batch()
+    given = batch()
+    raw = given.gradients
     defense = build_defense(defenses.IsoDefense(noise="persistent", noise_ratio=2.0), KEY)
-    moves = label_moves(raw, labels == 1, probabilities).values.double()
+    moves = moves_of(given).values.double()
     units = moves / moves.norm(dim=1, keepdim=True)
     along, total = [], []
     for seed in range(200):
@@ -481,16 +484,13 @@ def test_an_identity_names_defense_strength_and_key_and_nothing_else_changes_it(
     assert KEY.hex() not in str(identity(marvell))
 
 
-def test_rows_that_the_model_is_sure_of_borrow_the_batchs_move() -> None:
-    """p = y: such a row is zero, its own J cannot be found, and it must not be sent bare."""
+def test_rows_that_the_model_is_sure_of_are_not_sent_bare() -> None:
+    """p = y: the raw gradient of such a row is zero."""
     epoch = epochs_of_a_run(1)[0]
     probabilities, raw = epoch.probabilities.clone(), epoch.raw.clone()
     probabilities[:10], raw[:10] = epoch.labels[:10], 0.0
-    moves = label_moves(raw, epoch.labels == 1, probabilities)
-    assert torch.allclose(moves.values, epoch.moves, rtol=1e-9)
-    assert torch.allclose(moves.norms, epoch.moves.norm(dim=1), rtol=1e-9)
     defense = build_defense(defenses.MarvellDefense(noise="persistent"), KEY)
-    sent, _ = defense.defend(RawBatch(raw, epoch.labels, keys_of(IDS), probabilities))
+    sent = defense.defend(epoch.asks()._replace(gradients=raw, probabilities=probabilities))[0]
     assert float(sent[:10].norm(dim=1).min()) > 0
 
 
@@ -524,9 +524,9 @@ def test_what_is_needed_is_asked_for(settings: DefenseSettings) -> None:
 def test_an_answer_is_a_function_of_prediction_slope_and_noisy_label_alone(
     monkeypatch: pytest.MonkeyPatch, surety: float
 ) -> None:
-    """Label 1 with noise k x + 1 gets the bits of label 0 with noise k x, if slopes are given.
+    """Label 1 with noise k x + 1 gets the bits of label 0 with noise k x.
 
-    Without them, the raw gradient's rounding tells the two apart, and a sure prediction altogether.
+    Added to the raw gradient, the same noise leaves rounding that tells the two apart.
     """
     generator = torch.Generator().manual_seed(5)
     slopes = torch.randn(400, 8, generator=generator)
@@ -534,25 +534,22 @@ def test_an_answer_is_a_function_of_prediction_slope_and_noisy_label_alone(
     numbers = torch.randn(400, generator=generator, dtype=torch.float64)
     keys = torch.zeros(400, 2, dtype=torch.int64)
 
-    def answer(label: float, slopes_or_none: Tensor | None) -> Tensor:
+    def answers(label: float) -> tuple[Tensor, Tensor]:
         labels = torch.full((400,), label)
         raw = (probabilities - labels)[:, None] * slopes
-        batch = RawBatch(raw, labels, keys, probabilities, None, slopes_or_none)
+        batch = RawBatch(raw, labels, keys, probabilities, slopes=slopes)
         own = (numbers + label)[:, None]
         monkeypatch.setattr(persistent, "own_scalars", lambda *_: own)
-        return noisy_rows(batch, moves_of(batch), 1.0).float()
+        return noisy_rows(batch, moves_of(batch), 1.0).float(), (raw + own * slopes).float()
 
-    assert torch.equal(answer(0.0, slopes), answer(1.0, slopes))
-    assert not torch.equal(answer(0.0, None), answer(1.0, None))
+    (ours, plain), (also_ours, also_plain) = answers(0.0), answers(1.0)
+    assert torch.equal(ours, also_ours)
+    assert not torch.equal(plain, also_plain)
 
 
-def test_only_moves_that_the_label_has_no_part_in_describe_an_honest_peer() -> None:
-    raw, labels, _, probabilities, *_ = batch()
-    assert probabilities is not None
-    given = batch()._replace(slopes=raw / (probabilities - labels)[:, None])
+def test_the_charge_describes_a_passive_and_honest_peer_and_asks_for_slopes() -> None:
     defense = build_defense(defenses.MarvellDefense(noise="persistent"), KEY)
-    assert defense.defend(given).report.charge.covers is Covers.PASSIVE_AND_HONEST
-    taken = defense.defend(given._replace(slopes=None)).report.charge.covers
-    assert taken is Covers.CLASS_MEANS
-    with pytest.raises(ValueError, match="expected slopes"):
-        defense.defend(given._replace(slopes=raw[:1]))
+    assert defense.defend(batch()).report.charge.covers is Covers.PASSIVE_AND_HONEST
+    for wrong in (None, batch().gradients[:1]):
+        with pytest.raises(ValueError, match="expected slopes"):
+            defense.defend(batch()._replace(slopes=wrong))

@@ -22,8 +22,7 @@ from splitveil.active_party.command import parser
 from splitveil.active_party.earlier_runs import answers_before, earlier_answers
 from splitveil.active_party.ended import WHAT_NOW, mark_run_as_ended, was_ended
 from splitveil.active_party.inference.command import predict
-from splitveil.active_party.ledger.account_book import AccountBook
-from splitveil.active_party.ledger.earlier_ledgers import LEDGER
+from splitveil.active_party.ledger.account_book import LEDGER, AccountBook
 from splitveil.active_party.plan import show
 from splitveil.active_party.planned import plan_of
 from splitveil.active_party.results import save_alone, save_results

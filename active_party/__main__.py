@@ -31,9 +31,8 @@ from splitveil.active_party.serving.server import start_server
 from splitveil.active_party.serving.service import ActiveService
 from splitveil.active_party.serving.supervisor import wait_for_end
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.active_party.watch.active_status import ActiveStatus
+from splitveil.active_party.watch.active_status import ActiveStatus, StatusObserver
 from splitveil.active_party.watch.recorder import ActiveRecorder
-from splitveil.active_party.watch.status_observer import StatusObserver
 from splitveil.active_party.workers import check_settings, work_for
 from splitveil.common.alignment import KeptExchanges, engine_of, records_of
 from splitveil.common.data.id_forms import form_of

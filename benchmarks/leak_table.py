@@ -34,7 +34,7 @@ import numpy as np
 import torch
 
 from benchmarks.environment import print_environment
-from splitveil.active_party.watch.stored_figures import ledger_figures
+from splitveil.active_party.watch.stated import ledger_figures
 from splitveil.common.privacy.attacks import ATTACKS, CUT, RunAttackName
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
@@ -217,7 +217,7 @@ def print_tables(task: Task, runs: Mapping[str, Sequence[AttackedRun]], statisti
 
 def as_json(task: Task, run: AttackedRun) -> dict[str, Any]:
     random = {statistic: random_leak(run, statistic) for statistic in STATISTICS}
-    bounds = ledger_figures(run.bounds).flat()
+    bounds = ledger_figures(run.bounds).form()
     return task._asdict() | run._asdict() | {"random": random, "bounds": bounds}
 
 

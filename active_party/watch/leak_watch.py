@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.active_party.training.top_trainer import StepResult
-from splitveil.active_party.watch.alarm_bell import AlarmBell
-from splitveil.active_party.watch.gate_keeper import GateKeeper
+from splitveil.active_party.watch.leak_alarm import AlarmBell
+from splitveil.active_party.watch.leak_gate import GateKeeper
 from splitveil.active_party.watch.row_covariates import RowCovariates
 from splitveil.common.errors import LeakGateClosed
 from splitveil.common.privacy.attacks import SideInformation

@@ -18,7 +18,7 @@ import torch
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.active_party.training.top_trainer import StepResult
-from splitveil.active_party.watch.number_covariates import NumberRowCovariates
+from splitveil.active_party.watch.row_covariates import NumberRowCovariates
 from splitveil.common.privacy.accumulation import RunScores
 from splitveil.common.privacy.adjusted_r2 import AdjustedR2, measure_numbers_beyond_features
 from splitveil.common.privacy.audit_worker import CpuBudget

@@ -11,26 +11,23 @@ from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.active_party.training.predictions import PredictionFigures
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.active_party.watch.distributions import gradient_distributions, spread_epochs
-from splitveil.active_party.watch.held_against import hold_against, log_beyond
 from splitveil.active_party.watch.leak_watch import LeakWatch
 from splitveil.active_party.watch.number_watch import NumberWatch
-from splitveil.active_party.watch.stored_figures import (
-    bounds_of_state,
-    evaluation_of_state,
+from splitveil.active_party.watch.stated import (
+    hold_against,
     ledger_figures,
+    log_beyond,
     peer_bounds,
-    state_of_bounds,
-    state_of_evaluation,
 )
 from splitveil.common.errors import LeakGateClosed
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.record.charting import ChartClock
 from splitveil.common.record.figures import AttackFigure, NumberFigures
-from splitveil.common.record.histogram_line import HistogramLine
 from splitveil.common.record.leak_figures import LeakFigures
 from splitveil.common.record.lines import (
     AuditLine,
     EvaluationLine,
+    HistogramLine,
     LedgerLine,
     Line,
     TrainingLine,
@@ -44,6 +41,7 @@ from splitveil.common.record.summary import (
     RunCounts,
     Summary,
 )
+from splitveil.common.record.values import from_form, to_form
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.run.messages import AuditQuestion
 from splitveil.common.run.progress import State
@@ -180,6 +178,7 @@ class ActiveRecorder(RunRecorder):
         self._watch.note_evaluation(evaluation)
         if self._numbers is not None:
             self._numbers.note_evaluation(evaluation)
+        classes = evaluation.classes
         line = EvaluationLine(
             evaluation.epoch,
             evaluation.split,
@@ -187,11 +186,10 @@ class ActiveRecorder(RunRecorder):
             evaluation.auc,
             evaluation.calibration_error,
             self._train_loss,
+            None if classes is None else classes.accuracy,
+            {} if classes is None else self._by_class(classes.aucs),
+            evaluation.number,
         )
-        if evaluation.classes is not None:
-            aucs = self._by_class(evaluation.classes.aucs)
-            line = line._replace(accuracy=evaluation.classes.accuracy, class_aucs=aucs)
-        line = line._replace(number=evaluation.number)
         self._metrics.write(line)
 
     def on_audit(self, question: AuditQuestion, leak_auc: float, party: str) -> None:
@@ -220,8 +218,8 @@ class ActiveRecorder(RunRecorder):
             "steps": self._steps,
             "epoch_losses": list(self._epoch_losses),
             "train_loss": self._train_loss,
-            "evaluations": {s: state_of_evaluation(e) for s, e in self._evaluations.items()},
-            "bounds": None if self._bounds is None else state_of_bounds(self._bounds),
+            "evaluations": to_form(self._evaluations),
+            "bounds": to_form(self._bounds),
             **watch,
             "numbers": None if self._numbers is None else self._numbers.state_dict(),
             "metrics": self._metrics.state_dict(),
@@ -240,10 +238,10 @@ class ActiveRecorder(RunRecorder):
         self._steps, self._train_loss = state["steps"], state["train_loss"]
         self._epoch_losses = list(state["epoch_losses"])
         self._evaluations = {
-            split: evaluation_of_state(split, *figures)
-            for split, figures in state["evaluations"].items()
+            split: from_form(Evaluation, figures) for split, figures in state["evaluations"].items()
         }
-        self._bounds = None if state["bounds"] is None else bounds_of_state(state["bounds"])
+        bounds = state["bounds"]
+        self._bounds = None if bounds is None else from_form(LeakBounds, bounds)
         self._metrics.load_state_dict(state["metrics"])
         if self._progress is not None:
             self._progress.resume_at(self._steps)
@@ -314,15 +312,17 @@ class ActiveRecorder(RunRecorder):
             return ModelFigures(train_loss=self._train_loss)
         if test.number is not None:
             return self._number_figures(test.number, test.loss)
-        figures = ModelFigures(test.auc, test.loss, test.calibration_error, self._train_loss)
-        if self._refit is not None:
-            figures = figures._replace(test_auc_refit=self._refit.auc)
-        if self._alone is not None:
-            figures = figures._replace(test_auc_alone=self._alone.auc)
-        if test.classes is None:
-            return figures
-        aucs = self._by_class(test.classes.aucs)
-        return figures._replace(test_accuracy=test.classes.accuracy, test_auc_by_class=aucs)
+        refit, alone, classes = self._refit, self._alone, test.classes
+        return ModelFigures(
+            test.auc,
+            test.loss,
+            test.calibration_error,
+            self._train_loss,
+            test_accuracy=None if classes is None else classes.accuracy,
+            test_auc_by_class=None if classes is None else self._by_class(classes.aucs),
+            test_auc_refit=None if refit is None else refit.auc,
+            test_auc_alone=None if alone is None else alone.auc,
+        )
 
     def _number_figures(self, test: NumberFigures, loss: float) -> ModelFigures:
         refit, alone = (

@@ -26,6 +26,7 @@ from torch import Tensor
 from splitveil.active_party.training.predictions import measure_predictions
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.data.features import Features
+from splitveil.common.privacy.adjusted_r2 import NumberCovariates
 from splitveil.common.privacy.beyond_features import Covariates
 from splitveil.common.run.course import Batch
 from splitveil.common.run.progress import State
@@ -245,6 +246,39 @@ class RowCovariates:
         """Return the AUC of predictions of training rows; NaN if it cannot be measured."""
         logits = outlooks[:, 0] if self._num_logits == 1 else outlooks
         return measure_predictions(logits, labels.float()).auc
+
+
+class NumberRowCovariates(RowCovariates):
+    """What is known about some training rows whose labels are numbers.
+
+    Predictions stand as they are in place of logits, and ``MAX_GAP`` is one of R2.
+
+    Args:
+        training: positions of the training rows, ascending.
+        num_examples: number of aligned examples.
+    """
+
+    _LABEL_TYPE = torch.float32
+
+    def __init__(self, training: Positions, num_examples: int) -> None:
+        super().__init__(training, num_examples, num_classes=2)
+
+    def numbers(self) -> NumberCovariates | None:
+        """Return what is known about the rows that were visited; None before the first one."""
+        known = self._visited()
+        if known is None:
+            return None
+        features = np.column_stack([known.activations, known.outlooks, known.own])
+        return NumberCovariates(known.positions, features, known.labels.astype(np.float64))
+
+    def _outlooks(self, probabilities: Tensor) -> Tensor:
+        return probabilities
+
+    def _told_in_training(self, outlooks: Tensor, labels: Tensor) -> float:
+        """Return the R2 of predictions; NaN if all labels are the same."""
+        spread = float((labels.double() - labels.double().mean()).square().sum())
+        missed = float((labels.double() - outlooks[:, 0].double()).square().sum())
+        return 1 - missed / spread if spread > 0 else math.nan
 
 
 def _finite(values: Tensor) -> Tensor:

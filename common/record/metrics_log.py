@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from splitveil.common.errors import StorageError
-from splitveil.common.record.histogram_line import HistogramLine
-from splitveil.common.record.lines import Line, LineFields, to_fields, to_json
+from splitveil.common.record.lines import HistogramLine, Line, LineFields, to_fields, to_json
 from splitveil.common.record.run_record import METRICS
 from splitveil.common.storage.run_folder import OWNER_ONLY, finite_or_null, open_to_append
 

@@ -3,12 +3,9 @@
 import platform
 import socket
 import sys
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import NamedTuple
-
-from splitveil.common.record.values import as_mapping, as_text
 
 
 class Provenance(NamedTuple):
@@ -37,12 +34,3 @@ def provenance_of_process(*, shows_host: bool) -> Provenance:
         ".".join(map(str, sys.version_info[:3])),
         version("torch"),
     )
-
-
-def provenance_from_json(document: object) -> Provenance | None:
-    """Return the circumstances that a decoded JSON document holds; None if any is missing."""
-    values: Mapping[str, object] = as_mapping(document)
-    ended, host, system, python, torch = (as_text(values.get(n)) for n in Provenance._fields)
-    if ended is None or system is None or python is None or torch is None:
-        return None
-    return Provenance(ended, host, system, python, torch)

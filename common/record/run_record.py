@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from splitveil.common.errors import SettingsError
-from splitveil.common.record import lines, summary
+from splitveil.common.record import lines
 from splitveil.common.record.figures import LedgerFigures
 from splitveil.common.record.lines import Line, LineT
 from splitveil.common.record.summary import Summary
-from splitveil.common.record.values import as_mapping, as_number
+from splitveil.common.record.values import as_mapping, as_number, from_form
 from splitveil.common.storage.run_folder import write_json_atomically
 
 METRICS = "metrics.jsonl"
@@ -53,7 +53,7 @@ def write_summary(folder: Path, written: Summary) -> None:
     Raises:
         StorageError: it cannot be written.
     """
-    write_json_atomically(folder / SUMMARY, summary.to_json(written))
+    write_json_atomically(folder / SUMMARY, written.form())
 
 
 def read_summary(folder: Path) -> Summary:
@@ -75,7 +75,7 @@ def find_summary(folder: Path) -> Summary | None:
         SettingsError: it is damaged, or of another format.
     """
     found = _read_object(folder / SUMMARY)
-    return summary.from_json(found) if found else None
+    return from_form(Summary, found) if found else None
 
 
 def has_summary(folder: Path) -> bool:
@@ -116,7 +116,7 @@ def write_ledger_ahead(folder: Path, bounds: LedgerFigures) -> None:
     Raises:
         StorageError: they cannot be written.
     """
-    write_json_atomically(folder / LEDGER_AHEAD, bounds.flat())
+    write_json_atomically(folder / LEDGER_AHEAD, bounds.form())
 
 
 def find_ledger_ahead(folder: Path) -> LedgerFigures | None:
@@ -126,7 +126,7 @@ def find_ledger_ahead(folder: Path) -> LedgerFigures | None:
         SettingsError: the file is damaged, or of another format.
     """
     found = _read_object(folder / LEDGER_AHEAD)
-    return LedgerFigures.from_flat(found) if found else None
+    return from_form(LedgerFigures, found) if found else None
 
 
 def _timed_lines(path: Path) -> Iterator[TimedLine]:

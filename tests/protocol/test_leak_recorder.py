@@ -23,7 +23,7 @@ from splitveil.common.record.leak_figures import LeakFigures
 from splitveil.common.record.leak_recorder import AuditedRun, LeakRecorder
 from splitveil.common.record.lines import LeakLine, Line
 from splitveil.common.record.metrics_log import MetricsLog
-from splitveil.common.record.summary import Summary, to_json
+from splitveil.common.record.summary import Summary
 from splitveil.common.run.course import Batch
 from splitveil.passive_party.recorder import PassiveRecorder
 from tests.recorded import recorders
@@ -52,8 +52,8 @@ def record(
         run_in_process(parties)
     active_lines, passive_lines = both.lines()
     return (
-        Recorded(active_lines, to_json(both.active.summary({}))),
-        Recorded(passive_lines, to_json(both.passive.summary())),
+        Recorded(active_lines, both.active.summary({}).form()),
+        Recorded(passive_lines, both.passive.summary().form()),
     )
 
 

@@ -31,9 +31,8 @@ from splitveil.common.party.place import Place
 from splitveil.common.party.transcript import Transcript
 from splitveil.common.party.workers import Workers, act, check_model, joined
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
-from splitveil.common.record.provenance import provenance_of_process
 from splitveil.common.record.run_record import write_summary
-from splitveil.common.record.summary import Summary
+from splitveil.common.record.summary import Summary, provenance_of_process
 from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.status.endpoint import check_free, serving_status, status_checks
 from splitveil.common.status.run_status import RunStatus

@@ -21,7 +21,6 @@ from splitveil.active_party.watch.stated import (
 )
 from splitveil.common.errors import LeakGateClosed
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
-from splitveil.common.record.charting import ChartClock
 from splitveil.common.record.figures import AttackFigure, NumberFigures
 from splitveil.common.record.leak_figures import LeakFigures
 from splitveil.common.record.lines import (
@@ -32,6 +31,7 @@ from splitveil.common.record.lines import (
     Line,
     TrainingLine,
 )
+from splitveil.common.record.metrics_log import ChartClock
 from splitveil.common.record.run_record import write_ledger_ahead
 from splitveil.common.record.run_recorder import RunRecorder
 from splitveil.common.record.summary import (

@@ -5,46 +5,34 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from splitveil.common.errors import SettingsError, StorageError
-from splitveil.common.privacy.audit import AttackSummary, BatchLeak, LeakAudit, LeakByAttack
+from splitveil.common.privacy.audit import BatchLeak, LeakAudit, LeakByAttack
 from splitveil.common.privacy.audit_worker import Auditing, AuditWorker
 from splitveil.common.privacy.beyond_features import BeyondFeatures, Covariates
 from splitveil.common.privacy.custom_attacks import load_custom_attacks
+from splitveil.common.privacy.gradient_rows import GradientRows
 from splitveil.common.privacy.informed import KnownPredictions
-from splitveil.common.privacy.multi_class_tally import ClassLeak
 from splitveil.common.privacy.observation import Observation
-from splitveil.common.privacy.run_level import ClassRunLeak, RunLevelLeak
 from splitveil.common.privacy.settings import AuditSettings
-from splitveil.common.record.audits_together import AuditsTogether
 from splitveil.common.record.beyond_figures import (
     AdjustedFigures,
     AdvantageFigures,
     BeyondFigures,
     EpsilonFigures,
 )
-from splitveil.common.record.charting import ChartClock
 from splitveil.common.record.figures import AttackFigure
-from splitveil.common.record.leak_figures import (
-    BatchCounts,
-    BatchFigures,
-    ClassFigures,
-    LeakByClass,
-    LeakFigures,
-    RunFigures,
-)
+from splitveil.common.record.leak_figures import LeakFigures
 from splitveil.common.record.lines import EpochLeakLine, LeakLine
-from splitveil.common.record.metrics_log import MetricsLog
-from splitveil.common.record.values import ByAttack, ValueT
+from splitveil.common.record.metrics_log import ChartClock, MetricsLog
+from splitveil.common.record.values import from_form
 from splitveil.common.run.course import Batch
 
 logger = logging.getLogger(__name__)
-
-FoundT = TypeVar("FoundT")
 
 IDLE_S = 120.0
 """Time that a checkpoint waits for the attacks on the batches before it."""
@@ -180,20 +168,18 @@ class LeakRecorder:
             measured = executor.submit(self._beyond_features, covariates)
             run = self._audit.run_figures()
             beyond = measured.result()
-        by_class: LeakByClass | None = None
+        found: dict[str, Any] = {
+            "leak": self._audit.summary(),
+            "leak_worst_epoch": self._audit.worst_epochs(),
+            "leak_run_level": run.leak,
+            "leak_batches": self._audit.counts()._asdict(),
+        }
         if self._audit.is_multi_class:
-            by_class = LeakByClass(
-                _each(self._audit.classes(), _class_figures),
-                _each(run.by_class, _run_class_figures),
-            )
-        return LeakFigures(
-            batches=_each(self._audit.summary(), _batch_figures),
-            worst_epoch=self._audit.worst_epochs(),
-            run_level=_each(run.leak, _run_figures),
-            by_class=by_class,
-            beyond=beyond,
-            counts=BatchCounts(*self._audit.counts()),
-        )
+            found |= {
+                "leak_classes": self._audit.classes(),
+                "leak_run_level_classes": run.by_class,
+            }
+        return dataclasses.replace(from_form(LeakFigures, found), beyond=beyond)
 
     def wait_until_idle(self, timeout_s: float = IDLE_S) -> bool:
         """Wait until all batches handed over are measured and written; return whether they are.
@@ -267,6 +253,47 @@ class LeakRecorder:
             self._on_leak(measured)
 
 
+class AuditsTogether:
+    """Shows every observation to two audits, which audit the same steps.
+
+    Quantities that both derive from a layer's gradients, such as the direction in which they
+    stretch most, are computed once. An error in the second audit costs it the batch and is logged,
+    the first time with its trace; an error in the first one costs both the batch and is raised.
+
+    Args:
+        first: the audit whose result is returned.
+        second: the audit that only accumulates scores.
+    """
+
+    def __init__(self, first: Auditing, second: Auditing) -> None:
+        self._first = first
+        self._second = second
+        self._has_failed = False
+
+    def wants(self, step: int) -> bool:
+        """Return whether a step of an epoch is to be audited at all."""
+        return self._first.wants(step)
+
+    def observe(self, observation: Observation) -> BatchLeak | None:
+        """Attack one batch."""
+        rows = {layer: GradientRows(found) for layer, found in observation.gradients.items()}
+        observation = dataclasses.replace(observation, prepared=rows)
+        measured = self._first.observe(observation)
+        try:
+            self._second.observe(observation)
+        except Exception:
+            self._second.leave_out()
+            if not self._has_failed:
+                logger.exception("the attacks for the audit failed on a batch")
+            self._has_failed = True
+        return measured
+
+    def leave_out(self) -> None:
+        """Count a batch that should have been audited and was not."""
+        self._first.leave_out()
+        self._second.leave_out()
+
+
 def attack_figures(leak: LeakByAttack) -> tuple[AttackFigure, ...]:
     """Return leak AUCs by layer and attack as a list of figures."""
     return tuple(
@@ -276,21 +303,6 @@ def attack_figures(leak: LeakByAttack) -> tuple[AttackFigure, ...]:
     )
 
 
-def _each(found: ByAttack[FoundT], figures_of: Callable[[FoundT], ValueT]) -> ByAttack[ValueT]:
-    return {
-        layer: {attack: figures_of(one) for attack, one in attacks.items()}
-        for layer, attacks in found.items()
-    }
-
-
-def _batch_figures(found: AttackSummary) -> BatchFigures:
-    return BatchFigures(found["q95"], found["mean"], found["last_epoch"], found["random_q95"])
-
-
-def _run_figures(found: RunLevelLeak) -> RunFigures:
-    return RunFigures(**found)
-
-
 def _beyond_figures(found: BeyondFeatures) -> BeyondFigures:
     epsilon = found.epsilon
     return BeyondFigures(
@@ -298,17 +310,3 @@ def _beyond_figures(found: BeyondFeatures) -> BeyondFigures:
         {attack: AdvantageFigures(*one) for attack, one in found.advantage.items()},
         None if epsilon is None else EpsilonFigures(*epsilon, p_value=epsilon.p_value_of(0.0)),
     )
-
-
-def _class_figures(found: ClassLeak) -> ClassFigures:
-    return ClassFigures(
-        tuple(found["worst_pair"]),
-        found["worst_pair_auc"],
-        found["worst_pair_random"],
-        found["classes"],
-        found["random"],
-    )
-
-
-def _run_class_figures(found: ClassRunLeak) -> ClassFigures:
-    return ClassFigures(tuple(found["worst_pair"]), classes=found["classes"])

@@ -4,7 +4,12 @@ Both parties write one. Only the active party's summary contains the quality of 
 bounds of the ledger; both may contain the figures of attacks.
 """
 
+import platform
+import socket
+import sys
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator, OnErrorOmit
@@ -13,7 +18,6 @@ from splitveil.common.party.transcript import TranscriptEnd
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.record.figures import LedgerFigures, NumberFigures
 from splitveil.common.record.leak_figures import LEAK_TABLES, LeakFigures
-from splitveil.common.record.provenance import Provenance
 from splitveil.common.record.values import (
     IF_ANY,
     ByAttack,
@@ -29,6 +33,30 @@ from splitveil.common.record.values import (
     as_count,
     as_list,
 )
+
+
+class Provenance(NamedTuple):
+    """The circumstances under which a party's process ended a run."""
+
+    ended: str
+    """Date and time, UTC, ISO 8601 to the second."""
+    host: str | None
+    """Name of the machine; None if the settings keep it out."""
+    system: str
+    """Operating system and processor architecture."""
+    python: str
+    torch: str
+
+
+def provenance_of_process(*, shows_host: bool) -> Provenance:
+    """Return the circumstances of this process, now."""
+    return Provenance(
+        datetime.now(UTC).isoformat(timespec="seconds"),
+        socket.gethostname() if shows_host else None,
+        f"{platform.system()} {platform.release()}, {platform.machine()}",
+        ".".join(map(str, sys.version_info[:3])),
+        version("torch"),
+    )
 
 
 class RunCounts(NamedTuple):

@@ -156,7 +156,7 @@ class Listening:
 def test_every_batch_has_a_line_and_charts_have_a_batch_now_and_then(
     monkeypatch: pytest.MonkeyPatch, every_s: float
 ) -> None:
-    monkeypatch.setattr("splitveil.common.record.charting.CHARTED_EVERY_S", every_s)
+    monkeypatch.setattr("splitveil.common.record.metrics_log.CHARTED_EVERY_S", every_s)
     metrics = Listening()
     labels = torch.tensor([0.0, 1.0, 0.0, 1.0])
     gradients = {"cut": torch.randn(4, 2, generator=torch.Generator().manual_seed(1))}

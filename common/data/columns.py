@@ -27,6 +27,8 @@ NEARLY_ALL = 0.9
 """Share of the cells, or of the distinct texts, from which the others are probably mistakes."""
 _UNNAMED_INDEX = r"__index_level_\d+__"
 NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$|^[+-]?(?i:inf|infinity|nan)$"
+COMMA_NUMBER = r"^[+-]?(\d*|[1-9]\d{0,2}(\.\d{3})+),\d+([eE][+-]?\d+)?$"
+"""A number with a decimal comma, and perhaps with points between its thousands."""
 
 
 class WrittenColumn(NamedTuple):
@@ -42,6 +44,9 @@ class WrittenColumn(NamedTuple):
 
     first_row: int = 1
     """Number of the first row, for messages."""
+
+    decimal: str = "."
+    """The decimal mark of numbers that are written as text."""
 
     def list_rows(self, is_wrong: NDArray[np.bool_]) -> str:
         """Name the rows for which a condition holds."""
@@ -93,7 +98,8 @@ def select_features(
         DataError: a name or pattern matches no column.
         SettingsError: a column is requested in two ways, or is the id, the label or the split.
     """
-    candidates = [name for name in names if name not in reserved]
+    # Nobody can ask for a column without a name, such as the row numbers that pandas writes.
+    candidates = [name for name in names if name and name not in reserved]
     ways = (settings.numeric, settings.categorical, settings.timestamps, settings.lists)
     chosen = ChosenColumns([], [], [], [])
     both = []
@@ -219,6 +225,7 @@ def read_numeric(columns: Mapping[str, WrittenColumn], gaps: Gaps) -> dict[str, 
         if is_unreadable.any():
             problems.append(
                 f"{column.where}: expected numbers, found text in {column.list_rows(is_unreadable)}"
+                f"{_advice_on_decimals(column, is_unreadable)}"
             )
         if is_infinite.any():
             problems.append(
@@ -235,6 +242,14 @@ def read_numeric(columns: Mapping[str, WrittenColumn], gaps: Gaps) -> dict[str, 
     if problems:
         raise DataError("\n".join(problems))
     return result
+
+
+def _advice_on_decimals(column: WrittenColumn, is_unreadable: NDArray[np.bool_]) -> str:
+    other, pattern = (".", NUMBER) if column.decimal == "," else (",", COMMA_NUMBER)
+    text = clean_text(column).filter(pa.array(is_unreadable))
+    if not pc.all(pc.match_substring_regex(text, pattern)).as_py():
+        return ""
+    return f"; with data.source.decimal: '{other}', these are numbers"
 
 
 def _is_float32(column: WrittenColumn) -> bool:
@@ -307,6 +322,17 @@ def clean_text(column: WrittenColumn) -> ArrowColumn:
     return pc.if_else(is_missing, pa.scalar(None, pa.string()), text)
 
 
+def with_points(text: ArrowColumn) -> ArrowColumn:
+    """Return numbers with a decimal comma as numbers with a decimal point.
+
+    Whether the point of ``1.234`` is a decimal one, nobody can say: this is then no number.
+    """
+    has_comma = pc.match_substring_regex(text, COMMA_NUMBER)
+    grouped = pc.replace_substring(text, ".", "")
+    text = pc.if_else(has_comma, grouped, pc.replace_substring(text, ".", ".."))
+    return pc.replace_substring(text, ",", ".")
+
+
 def read_numbers(column: WrittenColumn) -> _Numbers:
     """Read a column as numbers, and say which of its cells are none.
 
@@ -319,6 +345,7 @@ def read_numbers(column: WrittenColumn) -> _Numbers:
         cells = pc.cast(cells, cells.type.value_type)
     if pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type):
         cells = clean_text(column._replace(cells=cells))
+        cells = with_points(cells) if column.decimal == "," else cells
     try:
         numbers = pc.cast(cells, pa.float64(), safe=False)
     except pa.ArrowNotImplementedError as error:

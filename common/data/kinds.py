@@ -1,6 +1,7 @@
 """Opens each kind of source that the settings can name."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from splitveil.common.data.source_settings import (
 )
 from splitveil.common.data.sources import ArrowColumn, Part, TableSource
 from splitveil.common.data.sql_snapshot import snapshot_of
+from splitveil.common.errors import DataError, SettingsError
 
 
 def open_source(settings: Source, base_dir: Path, image_array: str | None = None) -> TableSource:
@@ -37,8 +39,7 @@ def open_source(settings: Source, base_dir: Path, image_array: str | None = None
     """
     match settings:
         case CsvSource():
-            path = settings.resolve(base_dir)
-            return CsvFile(path, settings.separator(), settings.column_names)
+            return text_file(settings, base_dir)
         case ParquetSource():
             return _parquet(place_of(settings, base_dir))
         case SqlSource():
@@ -49,6 +50,29 @@ def open_source(settings: Source, base_dir: Path, image_array: str | None = None
             return ImageFolder(settings, base_dir)
         case SklearnSource(dataset=dataset, shuffle_seed=seed):
             return Digits(seed) if dataset == "digits" else BreastCancer(seed)
+
+
+def text_file(settings: CsvSource, base_dir: Path) -> CsvFile:
+    """Open a text file with one row per line, or its parts."""
+    path = settings.resolve(base_dir)
+    return CsvFile(path, settings.separator(), settings.column_names, settings.encoding)
+
+
+@contextmanager
+def with_advice(settings: Source, base_dir: Path) -> Iterator[None]:
+    """Add to an error what the form of a text file says about its cause."""
+    try:
+        yield
+    except (DataError, SettingsError) as error:
+        advice = ""
+        with suppress(DataError, SettingsError):
+            if isinstance(settings, CsvSource):
+                file = text_file(settings, base_dir)
+                advice = f"\n{file.name}: {found}" if (found := file.advice()) else ""
+        if not advice:
+            raise
+        kind = DataError if isinstance(error, DataError) else SettingsError
+        raise kind(f"{error}{advice}") from error
 
 
 def _parquet(place: Place) -> TableSource:

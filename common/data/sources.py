@@ -104,7 +104,7 @@ def unreadable_is_data_error(path: Path | str) -> Iterator[None]:
         reason = _store_reason(path, error) or "there is no such file"
         raise DataError(f"{path}: {reason}") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: the text is not UTF-8") from error
+        raise DataError(f"{path}: the text is not UTF-8: save it as such") from error
     except MemoryError as error:  # also raised by pyarrow
         raise DataError(
             f"{path}: does not fit into memory; with data.source.cache_dir it is converted in parts"

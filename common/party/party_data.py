@@ -20,6 +20,7 @@ from splitveil.common.data.features import FeatureEncoder, Features
 from splitveil.common.data.id_forms import ColumnForms, form_of
 from splitveil.common.data.id_parts import read_compact_ids
 from splitveil.common.data.ids import NOTHING_DONE, Allowed, IdReport, usable_ids
+from splitveil.common.data.kinds import with_advice
 from splitveil.common.data.mapped_features import MappedFeatures, RowEncoder
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.source_settings import (
@@ -91,6 +92,17 @@ class PartyData:
             SettingsError: the rules are for another number of columns of ids.
             StorageError: the cache cannot be used.
         """
+        with with_advice(settings.source, base_dir):
+            return cls._load(settings, base_dir, split, id_rules)
+
+    @classmethod
+    def _load(
+        cls,
+        settings: DataSettings,
+        base_dir: Path,
+        split: SplitSettings | None,
+        id_rules: Sequence[IdRule],
+    ) -> "PartyData":
         split_column = split.column if isinstance(split, ColumnSplit) else None
         if isinstance(settings.source, CacheableSource):
             if settings.source.cache_dir is not None:
@@ -237,7 +249,8 @@ def read_ids_alone(
         return PartyData.load(settings, base_dir, split, id_rules)
     split_column = split.column if isinstance(split, ColumnSplit) else None
     source = open_table_source(settings, base_dir)
-    found = read_compact_ids(settings, source, split_column, id_rules)
+    with with_advice(settings.source, base_dir):
+        found = read_compact_ids(settings, source, split_column, id_rules)
     _say(found.doubts, found.report, settings, source.name)
     table = Table(source.name, found.ids, None, {}, {}, None, found.splits)
     return PartyData(settings, table, found.ids, found.kept, found.report)

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.id_forms import IdForms
+from splitveil.common.data.kinds import with_advice
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_settings import Address, load_party_settings
@@ -81,16 +82,18 @@ def initialise(
     terms: Terms,
     *,
     delimiter: str | None = None,
+    encoding: str | None = None,
     force: bool = False,
     ask: Ask | None = None,
 ) -> Written:
     """Look at a table and write the settings that fit it.
 
     Args:
-        path: the table: CSV, TSV or Parquet, or a folder of Parquet files.
+        path: the table: CSV, TSV or Parquet, or a folder of such files.
         wishes: what the user has decided about columns.
         terms: what the user has decided about the run.
         delimiter: character between two cells of a text file; by default it is found out.
+        encoding: of a text file; by default UTF-8, or what a byte order mark says.
         force: whether existing files are overwritten.
         ask: asks the user what the table leaves open; by default that is an error.
 
@@ -99,11 +102,13 @@ def initialise(
         SettingsError: a question is open, an answer does not fit, or a file exists.
         StorageError: a file cannot be written.
     """
-    table = read_raw(path, delimiter)
+    named = (wishes.id_column, wishes.label_column, *wishes.numeric, *wishes.categorical)
+    table = read_raw(path, delimiter, encoding, has_header=any(named))
     columns = [describe(name, cells) for name, cells in table.columns.items()]
     if ask is not None:
         wishes = _asked(columns, wishes, terms, ask)
-    proposal = propose(table, columns, wishes, terms)
+    with with_advice(table.settings, Path()):
+        proposal = propose(table, columns, wishes, terms)
     files = write_files(terms.folder, texts_of(proposal, terms.role), force=force)
     _check_loadable(terms)
     return Written(proposal, columns, files, _id_doubts(table, proposal.choices.id_column))
@@ -167,6 +172,7 @@ def perform(options: argparse.Namespace) -> int:
         _wishes(options),
         _terms(options),
         delimiter=options.delimiter,
+        encoding=options.encoding,
         force=options.force,
         ask=_ask_terminal if sys.stdin.isatty() and not options.json else None,
     )

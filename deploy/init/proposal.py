@@ -17,6 +17,7 @@ from splitveil.common.text.visible_text import visible
 from splitveil.common.text.wording import slug
 from splitveil.deploy.init.choices import (
     Choices,
+    LeftOut,
     Wishes,
     choose_features,
     choose_id,
@@ -138,6 +139,8 @@ def propose(table: RawTable, columns: Sequence[Column], wishes: Wishes, terms: T
     others = [column for column in columns if column.name != id_column]
     label = choose_label(others, wishes) if terms.role == ACTIVE else None
     choices = choose_features(columns, table.columns, wishes, id_column, label)
+    unread = tuple(LeftOut(name, why) for name, why in table.left_out.items())
+    choices = choices._replace(left_out=unread + choices.left_out)
     if label is None and not choices.features:
         raise SettingsError(f"{table.path}: no column is left for the model of a passive party")
     rate, rows = None, table.num_rows

@@ -46,11 +46,7 @@ _STAGES = {
 
 
 class ActiveStatus(RunStatus):
-    """The state of a run at the active party, for its operators.
-
-    Args:
-        settings: of the active party.
-    """
+    """The state of a run at the active party, for its operators."""
 
     def __init__(self, settings: ActiveSettings) -> None:
         super().__init__(ACTIVE, settings.contract)
@@ -152,7 +148,6 @@ class ActiveStatus(RunStatus):
             self.set_ready("the run is over", ready=False)
 
     def note_line(self, line: Line) -> None:
-        """Note a line of the metrics file."""
         match line:
             case LeakLine():
                 _set_each(self._leak, line.figures)
@@ -166,7 +161,6 @@ class ActiveStatus(RunStatus):
                 self._findings.inc()
 
     def note_bounds(self, bounds: LeakBounds) -> None:
-        """Note the bounds on what all answers may have revealed."""
         for statistic in Spread._fields:
             self._sum_kl.labels(statistic).set(getattr(bounds.sum_kl, statistic))
             self._estimate.labels(statistic).set(getattr(bounds.estimate, statistic))
@@ -180,7 +174,6 @@ class ActiveStatus(RunStatus):
         self._note_budget(bounds)
 
     def note_audits(self, count: int) -> None:
-        """Note how many audits the run has answered."""
         self._audits.set(count)
 
     def _note_budget(self, bounds: LeakBounds) -> None:
@@ -215,10 +208,6 @@ class StatusObserver:
 
     Of a step it uses only which batch it was; figures about leak and model come with the lines that
     the other observer writes.
-
-    Args:
-        observer: of the run.
-        status: what operators see of it.
     """
 
     def __init__(self, observer: SessionObserver, status: ActiveStatus) -> None:
@@ -228,46 +217,38 @@ class StatusObserver:
         self._ahead: LeakBounds | None = None
 
     def on_aligned(self, rows: AlignedRows, seed: bytes) -> None:
-        """Note the length of the run."""
         with self._status.phases(Phase.RECORD):
             self._observer.on_aligned(rows, seed)
         self._status.note_aligned(rows)
 
     def on_resumed(self, epoch: int | None) -> None:
-        """Note where the run resumes."""
         self._status.note_resumed(epoch)
         self._observer.on_resumed(epoch)
 
     def on_step(self, batch: Batch, result: StepResult) -> None:
-        """Note that a step is done."""
         with self._status.phases(Phase.RECORD):
             self._observer.on_step(batch, result)
         self._status.note_step(batch)
 
     def on_earlier_answers(self, examples: int, bounds: LeakBounds) -> None:
-        """Note the bounds on earlier runs, which the budget counts as well."""
         self._note(bounds)
         self._observer.on_earlier_answers(examples, bounds)
 
     def on_ledger(self, epoch: int, bounds: LeakBounds) -> None:
-        """Note the bounds after an epoch."""
         self._note(bounds)
         with self._status.phases(Phase.RECORD):
             self._observer.on_ledger(epoch, bounds)
 
     def on_answers_ahead(self, bounds: LeakBounds) -> None:
-        """Note the bounds on all answers of a run that resumes before some of them."""
         self._ahead = bounds
         self._note(self._bounds or bounds)
         self._observer.on_answers_ahead(bounds)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        """Pass on the figures of a split."""
         with self._status.phases(Phase.RECORD):
             self._observer.on_evaluation(evaluation)
 
     def on_epoch(self, epoch: int) -> None:
-        """Pass on that an epoch is over."""
         with self._status.phases(Phase.RECORD):
             self._observer.on_epoch(epoch)
 
@@ -276,22 +257,18 @@ class StatusObserver:
         self._observer.on_audit(question, leak_auc, party)
 
     def on_audits_answered(self, count: int) -> None:
-        """Note the number of audits."""
         self._status.note_audits(count)
         self._observer.on_audits_answered(count)
 
     def objection(self) -> SplitveilError | None:
-        """Return the other observer's objection."""
         return self._observer.objection()
 
     def state_dict(self) -> State:
-        """Return the other observer's state, and note that a checkpoint is taken."""
         state = self._observer.state_dict()
         self._status.note_checkpoint()
         return state
 
     def load_state_dict(self, state: State) -> None:
-        """Restore the other observer's state, and the bounds that it holds."""
         self._observer.load_state_dict(state)
         if state.get("bounds") is not None:
             self._note(from_form(LeakBounds, state["bounds"]))

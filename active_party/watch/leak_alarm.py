@@ -52,11 +52,7 @@ class Alarm(NamedTuple):
 
 
 class LeakAlarm:
-    """Collects charges and measurements, and judges the epochs that are complete.
-
-    Args:
-        class_oracles: names of the attacks to ignore.
-    """
+    """Collects charges and measurements, and judges the epochs that are complete."""
 
     def __init__(self, class_oracles: Collection[str] = _CLASS_ORACLES) -> None:
         self._class_oracles = frozenset(class_oracles)
@@ -64,18 +60,15 @@ class LeakAlarm:
         self._gains: dict[tuple[str, str], list[float]] = {}
 
     def note_charge(self, epoch: int, sum_kl: float) -> None:
-        """Note the charge of an answer in an epoch."""
         self._largest[epoch] = max(self._largest.get(epoch, 0.0), sum_kl)
 
     def note_leak(self, measured: BatchLeak) -> None:
-        """Note the measurements of the attacks on an answer."""
         for layer, attacks in measured.leak.items():
             for attack, value in attacks.items():
                 if attack not in self._class_oracles:
                     self._gains.setdefault((attack, layer), []).append(value - measured.random)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of everything noted and not yet judged."""
         gains: dict[str, dict[str, list[float]]] = {}
         for (attack, layer), values in self._gains.items():
             gains.setdefault(attack, {})[layer] = list(values)
@@ -85,7 +78,6 @@ class LeakAlarm:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state that ``state_dict`` returned."""
         self._largest = {int(epoch): charge for epoch, charge in state["largest"].items()}
         self._gains = {
             (attack, layer): list(values)
@@ -127,20 +119,17 @@ class AlarmBell:
     every epoch.
 
     Args:
-        metrics: gets a line for each alarm.
         class_oracles: names of the attacks that know classes, which the alarm ignores.
     """
 
     def __init__(self, metrics: MetricsLog, class_oracles: Collection[str]) -> None:
         self.alarms = 0
-        """Number of alarms so far."""
         self._metrics = metrics
         self._alarm = LeakAlarm(class_oracles)
         self._measured_epoch = 0
         self._said: set[tuple[str, str]] = set()
 
     def note_charge(self, epoch: int, sum_kl: float) -> None:
-        """Note the charge of an answer."""
         self._alarm.note_charge(epoch, sum_kl)
 
     def note_leak(self, measured: BatchLeak) -> None:
@@ -157,7 +146,6 @@ class AlarmBell:
             self._report(alarm)
 
     def state_dict(self) -> State:
-        """Return everything that was noted."""
         return {
             "alarm": self._alarm.state_dict(),
             "alarms": self.alarms,

@@ -41,11 +41,7 @@ class GateFinding(NamedTuple):
 
 
 class LeakGate:
-    """Judges every measured batch together with those before it.
-
-    Args:
-        settings: limit and window.
-    """
+    """Judges every measured batch together with those before it."""
 
     def __init__(self, settings: LeakGateSettings) -> None:
         self._settings = settings
@@ -87,7 +83,6 @@ class LeakGate:
         return worst
 
     def sentence(self, finding: GateFinding) -> str:
-        """Describe a finding to the label owner."""
         settings = self._settings
         figure = "the mean" if settings.quantile == "mean" else f"the {settings.quantile} quantile"
         place = batch_in_words(finding.epoch, finding.step)
@@ -99,7 +94,6 @@ class LeakGate:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the windows."""
         windows: dict[str, dict[str, Any]] = {}
         for (layer, attack), window in self._windows.items():
             lists = {"leak": list(window.leak), "random": list(window.random)}
@@ -137,7 +131,6 @@ class GateKeeper:
 
     Args:
         settings: limit, window and action; None without a gate.
-        metrics: gets a line for each finding.
     """
 
     def __init__(self, settings: LeakGateSettings | None, metrics: MetricsLog) -> None:
@@ -149,7 +142,6 @@ class GateKeeper:
         self._findings = 0
 
     def note_leak(self, measured: BatchLeak) -> None:
-        """Show the gate a measured batch."""
         if self._gate is None or self._settings is None:
             return
         finding = self._gate.note(measured)
@@ -170,7 +162,6 @@ class GateKeeper:
         return GateFigures(self._findings, self.objection is not None)
 
     def state_dict(self) -> State:
-        """Return everything that was noted."""
         gate = None if self._gate is None else self._gate.state_dict()
         return {"gate": gate, "gate_findings": self._findings}
 

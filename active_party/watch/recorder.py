@@ -58,11 +58,6 @@ _ALL_CHARTED = 200
 class ActiveRecorder(RunRecorder):
     """Observes a session. Its numbers are about batches and epochs, never about one example.
 
-    Args:
-        settings: settings of the active party.
-        folder: the run's folder.
-        on_line: called with each line of the metrics once it is written.
-
     Raises:
         SettingsError: a user-defined attack cannot be used.
     """
@@ -92,7 +87,6 @@ class ActiveRecorder(RunRecorder):
         self._alone: PredictionFigures | None = None
 
     def on_aligned(self, rows: AlignedRows, seed: bytes) -> None:
-        """Start the progress bar and the leak monitor."""
         self._begin_run(rows)
         if self._settings.data.label_range is not None:
             self._numbers = NumberWatch(self._settings, self._metrics, rows)
@@ -100,7 +94,6 @@ class ActiveRecorder(RunRecorder):
         self._show_progress("active", rows, self._settings.contract)
 
     def on_earlier_answers(self, examples: int, bounds: LeakBounds) -> None:
-        """Note the bounds on what earlier runs may have revealed."""
         self._earlier = EarlierAnswers(examples, ledger_figures(bounds))
         logger.info(
             "earlier runs answered about %d of the training rows: sum_kl %s, %s (largest of all "
@@ -111,7 +104,6 @@ class ActiveRecorder(RunRecorder):
         )
 
     def on_step(self, batch: Batch, result: StepResult) -> None:
-        """Note the loss, and hand the gradients to the leak monitor."""
         loss = float(result.loss.detach())
         if batch.step == 0:
             self._epoch_losses.clear()
@@ -128,7 +120,6 @@ class ActiveRecorder(RunRecorder):
             self._progress.advance(loss=loss, **self._shown_leak())
 
     def on_epoch(self, epoch: int) -> None:
-        """Note that an epoch is over, its evaluations included, and log its figures."""
         self._watch.end_epoch(epoch)
         if self._numbers is not None:
             self._numbers.end_epoch(epoch)
@@ -144,7 +135,6 @@ class ActiveRecorder(RunRecorder):
         )
 
     def on_ledger(self, epoch: int, bounds: LeakBounds) -> None:
-        """Note the bounds on what the run may have revealed so far."""
         self._bounds = bounds
         self._metrics.write(LedgerLine(epoch, ledger_figures(bounds)))
         bounds = bounds.or_more(self._ahead)
@@ -159,7 +149,6 @@ class ActiveRecorder(RunRecorder):
         )
 
     def on_answers_ahead(self, bounds: LeakBounds) -> None:
-        """Note the bounds on all answers of a run that resumes at a point before some of them."""
         if bounds != self._ahead:
             logger.info(
                 "the run was ahead of where it resumes: the ledger keeps the later answers: "
@@ -172,7 +161,6 @@ class ActiveRecorder(RunRecorder):
         write_ledger_ahead(self._folder, ledger_figures(bounds))
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        """Note loss and AUC of a split."""
         self._train_loss = sum(self._epoch_losses) / len(self._epoch_losses)
         self._evaluations[evaluation.split] = evaluation
         self._watch.note_evaluation(evaluation)
@@ -193,26 +181,19 @@ class ActiveRecorder(RunRecorder):
         self._metrics.write(line)
 
     def on_audit(self, question: AuditQuestion, leak_auc: float, party: str) -> None:
-        """Note the leak AUC that a passive party is told about its scores."""
         multi_party = len(self._settings.contract.passive_parties) > 1
         layer = f"{party}: {question.layer}" if multi_party else question.layer
         figure = AttackFigure(layer, question.attack, leak_auc)
         self._metrics.write(AuditLine(question.epoch, figure))
 
     def on_audits_answered(self, count: int) -> None:
-        """Note the number of audits answered, including those after the checkpoint resumed from."""
         self._audits = count
 
     def on_resumed(self, epoch: int | None) -> None:
-        """Log where the run resumes."""
         logger.info("resuming %s", "at the end" if epoch is None else f"in epoch {epoch + 1}")
 
     def state_dict(self) -> State:
-        """Return everything noted, once the leak monitor has measured all gradients sent so far.
-
-        Raises:
-            StorageError: a line of the metrics could not be written.
-        """
+        """Return everything noted, once the leak monitor has measured all gradients sent so far."""
         watch = self._watch.state_dict()
         return {
             "steps": self._steps,
@@ -230,7 +211,6 @@ class ActiveRecorder(RunRecorder):
 
         Raises:
             SettingsError: the state belongs to attacks other than those in the settings.
-            StorageError: the metrics cannot be changed.
         """
         self._watch.load_state_dict(state)
         if self._numbers is not None and state["numbers"] is not None:
@@ -247,15 +227,12 @@ class ActiveRecorder(RunRecorder):
             self._progress.resume_at(self._steps)
 
     def note_refit(self, figures: PredictionFigures | None) -> None:
-        """Note the test figures of the refitted model, if there is one."""
         self._refit = figures
 
     def note_alone(self, figures: PredictionFigures | None) -> None:
-        """Note the test figures of the model of this party's features alone, if there is one."""
         self._alone = figures
 
     def objection(self) -> LeakGateClosed | None:
-        """Return the reason why the leak gate is closed; None while it is open."""
         return self._watch.objection()
 
     def summary(self, refused: dict[str, int]) -> Summary:

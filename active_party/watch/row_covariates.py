@@ -84,7 +84,6 @@ class Latest:
         """Note the predictions of some rows, each once.
 
         Args:
-            rows: the rows.
             logits: of their predictions, (rows, logits).
             visits: the number of their visits, this one included, (rows, 1).
         """
@@ -97,7 +96,6 @@ class Latest:
         return type(self)(self.activations.clone(), self.outlooks.clone())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return both tensors."""
         return {"activations": self.activations, "outlooks": self.outlooks}
 
 
@@ -106,8 +104,6 @@ class RowCovariates:
 
     Args:
         training: positions of the training rows, ascending.
-        num_examples: number of aligned examples.
-        num_classes: number of classes of the labels.
     """
 
     _LABEL_TYPE: ClassVar[torch.dtype] = torch.int8
@@ -183,7 +179,6 @@ class RowCovariates:
         return _Visited(self._positions[visited], activations, outlooks, own, labels)
 
     def state_dict(self) -> State:
-        """Return a copy of everything noted."""
         self._sum_up()
         return {
             "labels": self._labels.clone(),
@@ -252,10 +247,6 @@ class NumberRowCovariates(RowCovariates):
     """What is known about some training rows whose labels are numbers.
 
     Predictions stand as they are in place of logits, and ``MAX_GAP`` is one of R2.
-
-    Args:
-        training: positions of the training rows, ascending.
-        num_examples: number of aligned examples.
     """
 
     _LABEL_TYPE = torch.float32

@@ -17,11 +17,7 @@ PROBE_ROWS = 8
 
 
 def load_custom_attacks(settings: AuditSettings) -> dict[str, Attack]:
-    """Return the user-defined attacks in the settings, by name.
-
-    Raises:
-        SettingsError: a function cannot be imported.
-    """
+    """Return the user-defined attacks in the settings, by name."""
     return {chosen.name: _load(chosen) for chosen in settings.custom_attacks}
 
 
@@ -31,9 +27,6 @@ def try_custom_attacks(settings: AuditSettings | None, row_shape: Sequence[int])
     Args:
         settings: settings of the audit; None for no audit.
         row_shape: shape of one example's gradient at the cut layer.
-
-    Returns:
-        The names of the attacks.
 
     Raises:
         SettingsError: a function cannot be imported, fails, does not return one finite number per

@@ -29,13 +29,7 @@ _OF_EACH_TARGET = frozenset({*_OF_TARGETS, "accumulated_informed"})
 
 
 class GatheredLayer:
-    """The scores of one layer that the attacks of a run accumulate.
-
-    Args:
-        attacks: the attacks of the run for which scores are accumulated.
-        num_examples: number of aligned examples of the run.
-        classes: classes of the run's labels.
-    """
+    """The scores of one layer that the attacks of a run accumulate."""
 
     def __init__(
         self, attacks: Sequence[RunAttackName], num_examples: int, classes: LabelClasses
@@ -57,7 +51,6 @@ class GatheredLayer:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the accumulated scores."""
         of_sums = sum(one.num_bytes for sums in self.sums.values() for one in sums)
         return of_sums + self._history.num_bytes
 
@@ -66,13 +59,7 @@ class GatheredLayer:
         return self._history.features(positions)
 
     def add(self, epoch: int, positions: Tensor, found: LayerScores) -> None:
-        """Add the scores of one batch.
-
-        Args:
-            epoch: epoch of the batch, counted from 0.
-            positions: positions of its rows in the common order, (batch,), each once.
-            found: the scores.
-        """
+        """Add the scores of one batch."""
         spectral = None if found.top is None else self._sign.turn(found.top)
         if spectral is not None and (self.combining or "accumulated_spectral" in self.sums):
             self._add_spectral(epoch, positions, standardised(spectral), found)
@@ -112,11 +99,6 @@ class GatheredLayer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state that ``state_dict`` returned.
-
-        Raises:
-            ValueError: the state belongs to other attacks or to another number of examples.
-        """
         history = state["history"]
         has_history = self._is_multi_class or bool(self.combining)
         if state["sums"].keys() != self.sums.keys() or (history is not None) != has_history:

@@ -53,7 +53,6 @@ class BatchScorer:
     """Scores batches with a fixed set of attacks.
 
     Args:
-        attacks: by name.
         targets: the classes to treat as the positives.
     """
 
@@ -62,12 +61,7 @@ class BatchScorer:
         self._targets = tuple(targets)
 
     def score(self, observation: Observation, labels: Tensor) -> dict[str, LayerScores]:
-        """Score every layer of a batch.
-
-        Args:
-            observation: the batch.
-            labels: its class indices, (batch,).
-        """
+        """Score every layer of a batch."""
         return {
             layer: self._score_layer(observation.rows(layer), observation, labels, layer)
             for layer in observation.gradients

@@ -32,7 +32,6 @@ _CLEARLY_P = 0.001
 epsilon, and read exactly, come as close to it as guesses can: at 0.05, one such run in twenty would
 raise an alarm that nothing is behind."""
 BEYOND_TABLES = ("adjusted_leak", "leak_advantage", _DETAILS)
-"""Entries of a summary that hold more than one number."""
 
 
 class AdjustedFigures(NamedTuple):
@@ -49,7 +48,6 @@ class AdvantageFigures(NamedTuple):
 
     value: Known
     low: Known
-    """Lower end of its 95 % interval."""
     high: Known
     prior: Known
     """Leak AUC of the attacker's own model, fitted to as many labels."""
@@ -60,7 +58,6 @@ class EpsilonFigures(NamedTuple):
 
     epsilon: Known
     attack: str
-    """The attack whose guesses were tested."""
     guesses: KnownCount
     correct: KnownCount
     pairs: KnownCount
@@ -72,7 +69,6 @@ class EpsilonFigures(NamedTuple):
     stated: Number = None
     """The smallest epsilon that the ledger states at this delta; None where it states none."""
     stated_for: Text = None
-    """The peers for whom it states it."""
     p_value_of_stated: Number = None
     """Of so many correct guesses in a run that is as private as stated."""
 
@@ -94,12 +90,10 @@ class BeyondFigures(Form):
     """None if too few rows were offered another label; the file then has a bound of 0."""
 
     def form(self) -> dict[str, Any]:
-        """Return the entries of the summary's object."""
         bound = 0.0 if self.epsilon is None else self.epsilon.epsilon
         return super().form() | {"epsilon_lower_bound": bound}
 
     def strongest(self) -> tuple[str, AdjustedFigures] | None:
-        """Return the attack with the largest adjusted leak AUC, if any was measured."""
         return max(self.adjusted.items(), key=lambda item: item[1].value, default=None)
 
 
@@ -122,7 +116,6 @@ def passed_bounds(
     where there are too few rows for guesses: see `set_aside`.
 
     Args:
-        beyond: the figures of a run.
         bounds: AUC that no score of some peers exceeds, from the widest circle of them on.
     """
     if _guesses_by_chance(beyond):
@@ -144,7 +137,6 @@ def set_aside(beyond: BeyondFigures, bound: float) -> dict[str, AdjustedFigures]
     is proved for anybody.
 
     Args:
-        beyond: the figures of a run.
         bound: AUC that no score of anybody exceeds; 1 or NaN where there is none.
     """
     if not (_guesses_by_chance(beyond) or _guesses_as_permitted(beyond)):

@@ -39,9 +39,7 @@ class NumberFigures(NamedTuple):
     """The predictions of labels that are numbers, in the label's unit."""
 
     rmse: OrNan = math.nan
-    """Root of the mean squared error."""
     mae: OrNan = math.nan
-    """Mean absolute error."""
     r2: OrNan = math.nan
     """1 less the squared errors' share of the labels' variance; NaN if all labels are the same."""
     constant_rmse: OrNan = math.nan
@@ -70,10 +68,8 @@ class LedgerFigures(Form):
     """Label differential privacy of all answers together; None if some answers lack it."""
 
     def against(self, peers: Covers) -> SpreadFigures:
-        """Return the bound for a circle of peers."""
         return self.by_peers()[peers]
 
     def by_peers(self) -> dict[Covers, SpreadFigures]:
-        """Return the bound for each circle of peers, from the widest to the narrowest."""
         bounds = (self.anybody, self.passive_and_honest, self.knows_class_means_only)
         return dict(zip(Covers, bounds, strict=True))

@@ -41,7 +41,6 @@ class BatchFigures(NamedTuple):
     """One attack on single batches of one layer, over the run."""
 
     q95: Number = None
-    """The 95 % quantile over the batches."""
     mean: Number = None
     last_epoch: Number = None
     """Mean over the batches of the last epoch observed."""
@@ -53,9 +52,7 @@ class RunFigures(NamedTuple):
     """One attack that accumulates over the run, on one layer."""
 
     auc: Known
-    """The leak AUC."""
     low: Number = None
-    """Lower end of its 95 % interval."""
     high: Number = None
     examples: Count = None
     """Number of examples that were scored and whose label the attack did not know."""
@@ -93,8 +90,6 @@ class ClassFigures(Form):
 
 
 class BatchCounts(NamedTuple):
-    """The numbers of batches that the attacks measured and skipped."""
-
     observed: Count = None
     skipped_one_class: Count = None
     left_out: Count = None
@@ -121,7 +116,6 @@ class NumberLeak(NamedTuple):
     r2: Known
     """R2 with the labels; of an attack on single batches, its mean over them."""
     q95: Number = None
-    """The 95 % quantile over the batches."""
     last_epoch: Number = None
     """Mean over the batches of the last epoch."""
     random: Number = None
@@ -134,8 +128,6 @@ class NumberLeak(NamedTuple):
 
 @dataclass(frozen=True)
 class LeakByClass(Form):
-    """The leak of a run with more than two classes, class by class."""
-
     batches: Annotated[ByAttack[ClassFigures], Key("leak_classes")] = field(default_factory=dict)
     run_level: Annotated[ByAttack[ClassFigures], Key("leak_run_level_classes")] = field(
         default_factory=dict
@@ -159,5 +151,4 @@ class LeakFigures(Form):
     """Attack -> its figures, where labels are numbers; no other figure is about these."""
 
     def form(self) -> dict[str, Any]:
-        """Return the entries of the summary's object."""
         return {_OF_NUMBERS: to_form(self.of_numbers)} if self.of_numbers else super().form()

@@ -44,7 +44,6 @@ class AuditedRun(NamedTuple):
     seed: bytes
     """The joint seed, from which both parties pick the same positives."""
     num_examples: int
-    """Number of aligned examples."""
     class_names: Sequence[str] = ()
     """Empty where there are two classes."""
     keeps_scores: bool = False
@@ -58,11 +57,9 @@ class LeakRecorder:
     active party's leak monitor on the gradients that it sent.
 
     Args:
-        settings: the attacks, and the steps at which they run.
         metrics: gets a ``leak`` line per batch and an ``epoch_leak`` line per epoch, once all its
             batches are measured: the mean over them, and the leak AUC of the sums so far. With
             more than two classes, the figures are about the pair of classes told apart best.
-        run: the run that is attacked.
         on_leak: called in the audit's thread with each measured batch, after its line is written.
         beside: another audit that gets the same observations, in the same thread.
     """
@@ -117,16 +114,11 @@ class LeakRecorder:
         """Hand over the gradients of one batch without waiting.
 
         Args:
-            batch: the step and its rows.
             gradients: layer -> gradients, (batch, ...), as on the wire or derived from it.
             labels: (batch,).
             clean: layer -> gradients before the defense, from which the oracle takes that of a
                 positive; without them it takes it from ``gradients``.
             activations: of the cut layer, (batch, ...), for the attacks that use them.
-            predictions: of the model, for the attacks that know them.
-
-        Raises:
-            StorageError: a line of an earlier batch could not be written.
         """
         if self._unwritten is not None:
             raise self._unwritten
@@ -149,7 +141,6 @@ class LeakRecorder:
         self._ended_epoch = epoch
 
     def shown(self) -> dict[str, float]:
-        """Return the latest leak AUCs of the first layer, for the progress line."""
         latest = self._audit.latest()
         if latest is None:
             return {}
@@ -182,11 +173,7 @@ class LeakRecorder:
         return dataclasses.replace(from_form(LeakFigures, found), beyond=beyond)
 
     def wait_until_idle(self, timeout_s: float = IDLE_S) -> bool:
-        """Wait until all batches handed over are measured and written; return whether they are.
-
-        Raises:
-            StorageError: a line of one of them could not be written.
-        """
+        """Wait until all batches handed over are measured and written; return whether they are."""
         idle = self._worker.wait_until_idle(timeout_s)
         if self._unwritten is not None:
             raise self._unwritten
@@ -197,9 +184,6 @@ class LeakRecorder:
 
         Their lines are written by that time: lines about later batches, which the metrics file gets
         afterwards, are written again when the run resumes from here.
-
-        Raises:
-            StorageError: a line could not be written.
         """
         if not self.wait_until_idle():
             logger.warning(
@@ -271,11 +255,9 @@ class AuditsTogether:
         self._has_failed = False
 
     def wants(self, step: int) -> bool:
-        """Return whether a step of an epoch is to be audited at all."""
         return self._first.wants(step)
 
     def observe(self, observation: Observation) -> BatchLeak | None:
-        """Attack one batch."""
         rows = {layer: GradientRows(found) for layer, found in observation.gradients.items()}
         observation = dataclasses.replace(observation, prepared=rows)
         measured = self._first.observe(observation)
@@ -289,13 +271,11 @@ class AuditsTogether:
         return measured
 
     def leave_out(self) -> None:
-        """Count a batch that should have been audited and was not."""
         self._first.leave_out()
         self._second.leave_out()
 
 
 def attack_figures(leak: LeakByAttack) -> tuple[AttackFigure, ...]:
-    """Return leak AUCs by layer and attack as a list of figures."""
     return tuple(
         AttackFigure(layer, attack, value)
         for layer, attacks in leak.items()

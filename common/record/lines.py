@@ -69,8 +69,6 @@ class AlignmentLine(Form):
 
 @dataclass(frozen=True)
 class TrainingLine(Form):
-    """One training step of the active party."""
-
     epoch: KnownCount
     step: KnownCount
     loss: Number = None
@@ -79,8 +77,6 @@ class TrainingLine(Form):
 
 @dataclass(frozen=True)
 class LeakLine(Form):
-    """The attacks on the gradients of one batch."""
-
     epoch: KnownCount
     step: KnownCount
     figures: Annotated[Figures, OF_A_BATCH]
@@ -111,8 +107,6 @@ class NumberLeakLine(Form):
 
 @dataclass(frozen=True)
 class LedgerLine(Form):
-    """The bounds of the leak ledger after an epoch."""
-
     epoch: KnownCount
     bounds: Annotated[LedgerFigures, Flat()]
 
@@ -136,7 +130,6 @@ class EvaluationLine(Form):
     """Only with labels that are numbers, which have neither AUC nor calibration."""
 
     def form(self) -> dict[str, Any]:
-        """Return the entries of the line's object."""
         written = super().form()
         if self.number is not None:
             del written["auc"], written["calibration_error"]
@@ -244,7 +237,6 @@ class LineFields(NamedTuple):
 
 
 def to_fields(line: Line) -> LineFields:
-    """Return a line's form in the file."""
     written = line.form()
     kind, epoch = written.pop("kind", _KINDS[type(line)]), written.pop("epoch", None)
     return LineFields(kind, epoch, written.pop("step", None), written)
@@ -254,7 +246,6 @@ def to_json(fields: LineFields, time_s: float) -> dict[str, Any]:
     """Return a line as a JSON object; a number that is not finite becomes null.
 
     Args:
-        fields: of the line, from ``to_fields``.
         time_s: seconds since the start of the run.
     """
     kind, epoch, step, values = fields

@@ -54,12 +54,8 @@ class MetricsLog:
         """Open both files.
 
         Args:
-            folder: an existing folder.
             steps_per_epoch: puts the epochs on TensorBoard's single axis; may be set later.
             on_line: called with each line once it is written.
-
-        Raises:
-            StorageError: the files cannot be made.
         """
         self.steps_per_epoch = steps_per_epoch
         self._on_line = on_line
@@ -90,7 +86,6 @@ class MetricsLog:
 
         Raises:
             TypeError: a value is not a plain number.
-            StorageError: the line cannot be written.
         """
         fields = to_fields(line)
         if not isinstance(line, HistogramLine):
@@ -112,11 +107,7 @@ class MetricsLog:
             self._on_line(line)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the length of the file, the time and the step that it has reached.
-
-        Raises:
-            StorageError: something cannot be written.
-        """
+        """Return the length of the file, the time and the step that it has reached."""
         with self._lock:
             try:
                 self._file.flush()
@@ -127,11 +118,7 @@ class MetricsLog:
             return {"bytes": written, "seconds": seconds, "chart_step": self._next_chart_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Drop the lines and charts written after ``state_dict``, and resume from there.
-
-        Raises:
-            StorageError: the files cannot be changed.
-        """
+        """Drop the lines and charts written after ``state_dict``, and resume from there."""
         with self._lock:
             try:
                 self._charts.close()
@@ -145,11 +132,7 @@ class MetricsLog:
             self._next_chart_step = state["chart_step"]
 
     def close(self) -> None:
-        """Write pending output; closing again has no effect.
-
-        Raises:
-            StorageError: something cannot be written.
-        """
+        """Write pending output; closing again has no effect."""
         with self._lock:
             if self._file.closed:
                 return

@@ -49,7 +49,6 @@ class Provenance(NamedTuple):
 
 
 def provenance_of_process(*, shows_host: bool) -> Provenance:
-    """Return the circumstances of this process, now."""
     return Provenance(
         datetime.now(UTC).isoformat(timespec="seconds"),
         socket.gethostname() if shows_host else None,
@@ -93,7 +92,6 @@ class ModelFigures(Form):
     """As ``test_auc_alone``, for labels that are numbers."""
 
     def form(self) -> dict[str, Any]:
-        """Return the entries of the summary's object."""
         written = super().form()
         if self.test_number is not None:
             del written["test_auc"], written["test_calibration_error"]
@@ -133,7 +131,6 @@ class ActiveFigures(Form):
 
     model: Annotated[ModelFigures, Flat()] = field(default_factory=ModelFigures)
     defense: Object[Any] = field(default_factory=dict)
-    """Its settings."""
     ledger: Maybe[LedgerFigures] = None
     """The bounds on what all answers revealed; None before the first answer."""
     bounds: Annotated[tuple[OnErrorOmit[PeerBound], ...], BeforeValidator(as_list)] = ()
@@ -161,8 +158,6 @@ class AuditedFigures(Form):
 
 @dataclass(frozen=True, kw_only=True)
 class Summary(Form):
-    """One party's summary of a run."""
-
     counts: Annotated[RunCounts, Flat()] = field(default_factory=RunCounts)
     active: Annotated[ActiveFigures | None, Flat()] = None
     """None in a passive party's summary."""
@@ -172,7 +167,6 @@ class Summary(Form):
     """None if attacks were not run."""
     transcript: Annotated[Maybe[TranscriptEnd], IF_ANY] = None
     version: Annotated[Text, IF_ANY] = None
-    """The version of splitveil that ended the run."""
     provenance: Annotated[Maybe[Provenance], IF_ANY] = None
     """Where and when the run ended."""
 

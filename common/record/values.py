@@ -102,7 +102,6 @@ class Flat(NamedTuple):
     """Returns the entries; without it they are those of the field's own form."""
 
     def name(self, entry: str) -> str:
-        """Return the name that an entry has in the owner's object."""
         return f"{self.prefix}{entry}{self.suffix}"
 
     def of(self, values: Mapping[str, Any], entries: frozenset[str] | None) -> dict[str, Any]:
@@ -124,7 +123,6 @@ class Form:
     """A dataclass whose fields are entries of a JSON object, as the marks in their types say."""
 
     def form(self) -> dict[str, Any]:
-        """Return the object."""
         written: dict[str, Any] = {}
         for entry in _entries(type(self)):
             value = getattr(self, entry.name)

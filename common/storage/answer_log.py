@@ -112,11 +112,7 @@ class AnswerLog:
 
     @classmethod
     def create(cls, path: Path, questions: int = 1, run: bytes = b"") -> Self:
-        """Start a log.
-
-        Raises:
-            StorageError: the file cannot be written.
-        """
+        """Start a log."""
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
             descriptor = os.open(path, flags, 0o600)
@@ -176,11 +172,7 @@ class AnswerLog:
         self._known[number] = record
 
     def sync(self) -> None:
-        """Make the log survive a power failure, as the checkpoint that counts its records does.
-
-        Raises:
-            StorageError: the file cannot be written.
-        """
+        """Make the log survive a power failure, as the checkpoint that counts its records does."""
         if self._path is None:
             return
         try:

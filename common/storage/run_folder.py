@@ -45,16 +45,12 @@ def open_run_folder(
     """Claim the folder for one party's results, for as long as this process lives.
 
     Args:
-        runs_dir: folder of all runs.
-        run_name: name of this run.
-        party: name of the party's folder, such as ``active`` or ``passive``.
         resumes: returns whether the results in a folder belong to the run that is resumed now;
             otherwise they are moved aside.
 
     Raises:
         SettingsError: the run's or the party's name cannot be the name of a folder, or another
             process uses the folder.
-        StorageError: the folder cannot be made.
     """
     for name in (run_name, party):
         if name in {"", ".", ".."} or set(name) & {"/", "\\", "\0"}:
@@ -73,20 +69,12 @@ def open_run_folder(
 
 
 def open_to_append(path: Path) -> TextIO:
-    """Open a UTF-8 text file for appending, for its owner only; each line is written out at once.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
+    """Open a UTF-8 text file for appending, for its owner only, line by line."""
     return os.fdopen(_appending(path), "a", buffering=1, encoding="utf-8")
 
 
 def open_unbuffered_to_append(path: Path) -> FileIO:
-    """Open a file for appending bytes, for its owner only; each write goes out at once.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
+    """Open a file for appending bytes, for its owner only; each write goes out at once."""
     return FileIO(_appending(path), "a")
 
 
@@ -98,12 +86,7 @@ def write_bytes_atomically(path: Path, data: bytes, mode: int = OWNER_ONLY) -> N
     """Replace a file as a whole: afterwards it holds the old content or the new, never a part.
 
     Args:
-        path: the file.
-        data: its new content.
         mode: its permissions, less those that the process's umask takes away.
-
-    Raises:
-        StorageError: it cannot be written; the old file stays.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     # Anyone who can write to the folder could have put a link there, to a file that would change.
@@ -124,25 +107,12 @@ def write_bytes_atomically(path: Path, data: bytes, mode: int = OWNER_ONLY) -> N
 
 
 def write_text_atomically(path: Path, text: str, mode: int = OWNER_ONLY) -> None:
-    """Replace a text file as a whole, in UTF-8.
-
-    Args:
-        path: the file.
-        text: its new content.
-        mode: as for ``write_bytes_atomically``.
-
-    Raises:
-        StorageError: it cannot be written; the old file stays.
-    """
+    """Replace a text file as a whole, in UTF-8."""
     write_bytes_atomically(path, text.encode(), mode)
 
 
 def write_json_atomically(path: Path, value: object) -> None:
-    """Replace a JSON file as a whole; numbers that are not finite become null.
-
-    Raises:
-        StorageError: it cannot be written; the old file stays.
-    """
+    """Replace a JSON file as a whole; numbers that are not finite become null."""
     text = json.dumps(finite_or_null(value), indent=2, ensure_ascii=False, allow_nan=False)
     write_text_atomically(path, text + "\n")
 
@@ -197,11 +167,7 @@ def _close_to_others(folder: Path) -> None:
 
 
 def move_aside(folder: Path) -> None:
-    """Rename a party's folder to the next free ``<name>.previous-N``.
-
-    Raises:
-        OSError: it cannot be renamed.
-    """
+    """Rename a party's folder to the next free ``<name>.previous-N``."""
     prefix = f"{folder.name}.previous-"
     endings = (path.name.removeprefix(prefix) for path in folder.parent.glob(f"{prefix}*"))
     newest = max((int(ending) for ending in endings if ending.isdecimal()), default=0)
@@ -211,20 +177,12 @@ def move_aside(folder: Path) -> None:
 
 
 def checkpoint_folder(folder: Path) -> Path:
-    """Return the folder ``checkpoint`` of a run's folder, which is made if it does not exist.
-
-    Raises:
-        StorageError: it cannot be made.
-    """
+    """Return the folder ``checkpoint`` of a run's folder, which is made if it does not exist."""
     return inner_folder(folder, "checkpoint")
 
 
 def inner_folder(folder: Path, name: str) -> Path:
-    """Return a folder inside a run's folder, which is made if it does not exist.
-
-    Raises:
-        StorageError: it cannot be made.
-    """
+    """Return a folder inside a run's folder, which is made if it does not exist."""
     inner = folder / name
     try:
         inner.mkdir(exist_ok=True)
@@ -234,11 +192,7 @@ def inner_folder(folder: Path, name: str) -> Path:
 
 
 def delete(path: Path) -> None:
-    """Delete a file, if it exists.
-
-    Raises:
-        StorageError: it cannot be deleted.
-    """
+    """Delete a file, if it exists."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:

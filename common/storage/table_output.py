@@ -30,13 +30,7 @@ def check_output(output: Path) -> None:
 
 
 def writer_of(output: Path, file: Any, schema: pa.Schema) -> Any:
-    """Return pyarrow's writer of the format that the output's ending names.
-
-    Args:
-        output: names the format.
-        file: open for bytes, such as that of ``replacing``.
-        schema: of the tables that will be written.
-    """
+    """Return pyarrow's writer of the format that the output's ending names."""
     if output.suffix.lower() == ".csv":
         return arrow_csv.CSVWriter(file, schema)
     return parquet.ParquetWriter(file, schema)
@@ -54,11 +48,7 @@ def refusing_to_write(path: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Any]:
-    """Open a file that takes the place of another once it is whole and on disk.
-
-    Raises:
-        StorageError: it cannot be written; the old file stays.
-    """
+    """Open a file that takes the place of another once it is whole and on disk."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with refusing_to_write(path):

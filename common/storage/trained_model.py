@@ -43,11 +43,6 @@ class TrainedModel:
     def open(cls, folder: Path, contract: Contract, weights: str = WEIGHTS) -> "TrainedModel":
         """Open a party's folder of a run. The weights are loaded when they are needed.
 
-        Args:
-            folder: the party's folder of the run.
-            contract: the contract of the settings.
-            weights: the name of the file of weights.
-
         Raises:
             SettingsError: there is no readable model, it does not say which run it is from, or it
                 was trained under another contract.

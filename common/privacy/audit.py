@@ -302,16 +302,15 @@ class LeakAudit(BatchRecord):
 
     def state_dict(self) -> dict[str, Any]:
         with self._lock:
-            state = self._recorded() | {
-                "run": self._run.state_dict(),
-                "latest_scores": self._latest_scores.state_dict(),
-            }
-            if not self.is_multi_class:
-                return state
             by_class: dict[str, dict[str, Any]] = {}
             for (layer, attack), tally in self._by_class.items():
                 by_class.setdefault(layer, {})[attack] = tally.state_dict()
-            return state | {"num_classes": self._classes.num_classes, "by_class": by_class}
+            return self._recorded() | {
+                "run": self._run.state_dict(),
+                "latest_scores": self._latest_scores.state_dict(),
+                "num_classes": self._classes.num_classes,
+                "by_class": by_class,
+            }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a state that ``state_dict`` returned.
@@ -320,7 +319,7 @@ class LeakAudit(BatchRecord):
             ValueError: the state belongs to other attacks, classes or number of examples.
         """
         self._check_attacks(state)
-        stored, expected = state.get("num_classes", 2), self._classes.num_classes
+        stored, expected = state["num_classes"], self._classes.num_classes
         if stored != expected:
             raise ValueError(f"expected figures of {expected} classes, got those of {stored}")
         with self._lock:
@@ -328,7 +327,7 @@ class LeakAudit(BatchRecord):
             self._latest_scores.load_state_dict(state["latest_scores"])
             self._record_again(state)
             self._by_class = {}
-            for layer, attacks in state.get("by_class", {}).items():
+            for layer, attacks in state["by_class"].items():
                 for attack, found in attacks.items():
                     self._by_class[layer, attack] = tally = MultiClassTally(expected)
                     tally.load_state_dict(found)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from splitveil.common.errors import SettingsError, StorageError
 from splitveil.common.text.files import sync
@@ -56,15 +56,13 @@ def open_run_folder(
         if name in {"", ".", ".."} or set(name) & {"/", "\\", "\0"}:
             raise SettingsError(f"expected a name that can name a folder, got {name!r}")
     folder = runs_dir / run_name / party
-    try:
+    with storage_errors(folder, "cannot be used for results"):
         _claim(folder, _RUNS_ALREADY)
         if folder.is_dir():
             _close_to_others(folder)
             if any(folder.iterdir()) and not resumes(folder):
                 move_aside(folder)
         folder.mkdir(_OWNER_ONLY_FOLDER, parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"{folder}: cannot be used for results: {error.strerror}") from error
     return folder
 
 
@@ -88,22 +86,39 @@ def write_bytes_atomically(path: Path, data: bytes, mode: int = OWNER_ONLY) -> N
     Args:
         mode: its permissions, less those that the process's umask takes away.
     """
+    with storage_errors(path, "cannot be written"), replacing_file(path, mode) as file:
+        file.write(data)
+
+
+@contextmanager
+def replacing_file(path: Path, mode: int = OWNER_ONLY) -> Iterator[BinaryIO]:
+    """Open a file that takes the place of another once it is whole and on disk.
+
+    Raises:
+        OSError: it cannot be written; the old file stays.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     # Anyone who can write to the folder could have put a link there, to a file that would change.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    temporary.unlink(missing_ok=True)  # left by a killed process that had this number
     try:
-        temporary.unlink(missing_ok=True)  # left by a killed process that had this number
-        try:
-            with os.fdopen(os.open(temporary, flags, mode), "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        sync(path.parent)
+        with os.fdopen(os.open(temporary, flags, mode), "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+@contextmanager
+def storage_errors(path: Path, problem: str) -> Iterator[None]:
+    """Turn errors of the disk into a StorageError that names the path and the problem."""
+    try:
+        yield
     except OSError as error:
-        raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
+        raise StorageError(f"{path}: {problem}: {error.strerror}") from error
 
 
 def write_text_atomically(path: Path, text: str, mode: int = OWNER_ONLY) -> None:
@@ -156,7 +171,7 @@ def _claim(folder: Path, complaint: str) -> int:
 
 
 def _close_to_others(folder: Path) -> None:
-    """Withdraw any access that an earlier version, or a person, gave to others than the owner."""
+    """Withdraw any access that somebody gave to others than the owner."""
     if not folder.stat().st_mode & _OTHERS:
         return
     try:
@@ -184,16 +199,12 @@ def checkpoint_folder(folder: Path) -> Path:
 def inner_folder(folder: Path, name: str) -> Path:
     """Return a folder inside a run's folder, which is made if it does not exist."""
     inner = folder / name
-    try:
+    with storage_errors(inner, "cannot be made"):
         inner.mkdir(exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"{inner}: cannot be made: {error.strerror}") from error
     return inner
 
 
 def delete(path: Path) -> None:
     """Delete a file, if it exists."""
-    try:
+    with storage_errors(path, "cannot be deleted"):
         path.unlink(missing_ok=True)
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be deleted: {error.strerror}") from error

@@ -16,7 +16,7 @@ from splitveil.common.errors import StorageError
 from splitveil.common.run.progress import State
 from splitveil.common.storage.answer_log import AnswerLog
 from splitveil.common.storage.release_file import RELEASES, ReleaseFile
-from splitveil.common.storage.run_folder import checkpoint_folder, delete
+from splitveil.common.storage.run_folder import checkpoint_folder, delete, storage_errors
 from splitveil.common.storage.state_file import (
     DIGEST_BYTES,
     OtherVersionError,
@@ -251,11 +251,8 @@ class RunStore:
     def _run_name(self) -> bytes:
         """Return the bytes that distinguish this run's log of answers from others."""
         path = self._folder / RUN_STATE
-        try:
-            with path.open("rb") as file:
-                return file.read(DIGEST_BYTES)
-        except OSError as error:
-            raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
+        with storage_errors(path, "cannot be read"), path.open("rb") as file:
+            return file.read(DIGEST_BYTES)
 
     def forget(self) -> None:
         """Delete every state: there is nothing to resume."""

@@ -52,8 +52,7 @@ class TrainedModel:
         run_id, batches = saved.metadata.get(_RUN, ""), saved.metadata.get(_BATCHES, "")
         if not run_id or not batches.isdecimal():
             raise SettingsError(
-                f"model: {path} does not say which run it is from: an earlier version saved it; "
-                f"train again to predict with it"
+                f"model: {path} does not say which run it is from; train again to predict with it"
             )
         trained_under = saved.metadata.get(_CONTRACT, "")
         if trained_under != contract.digest().hex():

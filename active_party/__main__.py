@@ -30,9 +30,8 @@ from splitveil.active_party.serving.server import start_server
 from splitveil.active_party.serving.service import ActiveService
 from splitveil.active_party.serving.supervisor import wait_for_end
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.active_party.watch.active_status import ActiveStatus
+from splitveil.active_party.watch.active_status import ActiveStatus, StatusObserver
 from splitveil.active_party.watch.recorder import ActiveRecorder
-from splitveil.active_party.watch.status_observer import StatusObserver
 from splitveil.active_party.workers import check_settings, work_for
 from splitveil.common.alignment import KeptExchanges, engine_of, records_of
 from splitveil.common.data.id_forms import form_of
@@ -48,9 +47,8 @@ from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.place import Place
 from splitveil.common.party.transcript import Transcript
 from splitveil.common.party.workers import Workers, act, joined
-from splitveil.common.record.provenance import provenance_of_process
 from splitveil.common.record.run_record import write_summary
-from splitveil.common.record.summary import Summary
+from splitveil.common.record.summary import Summary, provenance_of_process
 from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.run.contract import ACTIVE, Contract
 from splitveil.common.status.endpoint import serving_status

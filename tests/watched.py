@@ -15,8 +15,8 @@ from splitveil.active_party.assembly import build_session
 from splitveil.active_party.serving.server import start_server
 from splitveil.active_party.serving.service import ActiveService
 from splitveil.active_party.watch.active_status import ActiveStatus
+from splitveil.active_party.watch.active_status import StatusObserver as ActiveObserver
 from splitveil.active_party.watch.recorder import ActiveRecorder
-from splitveil.active_party.watch.status_observer import StatusObserver as ActiveObserver
 from splitveil.common.alignment import build_engine
 from splitveil.common.party.command_line import draw_nonce
 from splitveil.common.party.party_data import PartyData

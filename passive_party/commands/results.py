@@ -7,9 +7,8 @@ from pathlib import Path
 from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.errors import PeerEndedForGood, SplitveilError
 from splitveil.common.party.transcript import Transcript
-from splitveil.common.record.provenance import provenance_of_process
 from splitveil.common.record.run_record import write_summary
-from splitveil.common.record.summary import Summary
+from splitveil.common.record.summary import Summary, provenance_of_process
 from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.storage.ended_run import mark_as_ended
 from splitveil.common.text.version import VERSION

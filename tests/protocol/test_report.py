@@ -30,7 +30,6 @@ from splitveil.common.privacy.attacks import BatchAttackName, RunAttackName
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.record.beyond_figures import AdjustedFigures, AdvantageFigures, BeyondFigures
 from splitveil.common.record.figures import AttackFigure, LedgerFigures, SpreadFigures
-from splitveil.common.record.histogram_line import HistogramLine
 from splitveil.common.record.leak_figures import LeakFigures, RunFigures
 from splitveil.common.record.lines import (
     AlarmLine,
@@ -38,6 +37,7 @@ from splitveil.common.record.lines import (
     EpochLeakLine,
     EvaluationLine,
     GateLine,
+    HistogramLine,
     LeakLine,
     LedgerLine,
     Line,

@@ -17,7 +17,7 @@ from splitveil.active_party.report.bounds import bounds_of
 from splitveil.active_party.report.run_files import read_run
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.watch.recorder import ActiveRecorder
-from splitveil.active_party.watch.stored_figures import ledger_figures
+from splitveil.active_party.watch.stated import ledger_figures
 from splitveil.common.errors import BudgetExhausted, OtherAnswer, PeerLeft, ProtocolError
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.run.messages import LeaveReason, Offer

@@ -21,15 +21,15 @@ from splitveil.active_party.check_command import check, check_files_and_address
 from splitveil.active_party.command import parser
 from splitveil.active_party.earlier_runs import answers_before, earlier_answers
 from splitveil.active_party.ended import WHAT_NOW, mark_run_as_ended, was_ended
-from splitveil.active_party.inference.command import predict
+from splitveil.active_party.grpc_server.server import start_server
+from splitveil.active_party.grpc_server.service import ActiveService
+from splitveil.active_party.grpc_server.supervisor import wait_for_end
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.earlier_ledgers import LEDGER
 from splitveil.active_party.plan import show
 from splitveil.active_party.planned import plan_of
+from splitveil.active_party.predict.command import predict
 from splitveil.active_party.results import save_alone, save_results
-from splitveil.active_party.serving.server import start_server
-from splitveil.active_party.serving.service import ActiveService
-from splitveil.active_party.serving.supervisor import wait_for_end
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.watch.active_status import ActiveStatus
 from splitveil.active_party.watch.recorder import ActiveRecorder
@@ -267,7 +267,7 @@ def _report(parsed: argparse.Namespace) -> None:
 
 def _serve(parsed: argparse.Namespace) -> None:
     # A run need not wait for the libraries of HTTP.
-    from splitveil.active_party.online.command import serve  # noqa: PLC0415
+    from splitveil.active_party.http.command import serve  # noqa: PLC0415
 
     serve(parsed)
 

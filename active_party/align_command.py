@@ -5,11 +5,11 @@ import logging
 from contextlib import ExitStack, nullcontext
 from functools import partial
 
+from splitveil.active_party.grpc_server.server import start_server
+from splitveil.active_party.grpc_server.service import ActiveService
+from splitveil.active_party.grpc_server.supervisor import wait_for_end
 from splitveil.active_party.run.aligning import AlignmentSession
 from splitveil.active_party.run.preparation import OwnRows
-from splitveil.active_party.serving.server import start_server
-from splitveil.active_party.serving.service import ActiveService
-from splitveil.active_party.serving.supervisor import wait_for_end
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.watch.active_status import ActiveStatus
 from splitveil.common.alignment import engine_of, records_of

@@ -14,7 +14,7 @@ from splitveil.active_party.assembly import (
 )
 from splitveil.active_party.defenses.example_keys import used_labels_file
 from splitveil.active_party.earlier_runs import answers_before
-from splitveil.active_party.serving.probe_server import probe_checks
+from splitveil.active_party.grpc_server.probe_server import probe_checks
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.label_columns import count_others
 from splitveil.common.data.subjects import numbered

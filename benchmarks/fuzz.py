@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.environment import print_environment
-from splitveil.active_party.serving.service import ActiveService
+from splitveil.active_party.grpc_server.service import ActiveService
 from tests import mutations
 from tests.runs import Parties, build_parties, run_in_process, write_example
 

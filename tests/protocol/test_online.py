@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from splitveil.active_party.online import http_connection, http_server
-from splitveil.active_party.online.errors import NotAdmitted, RequestError, TooFast
-from splitveil.active_party.online.http_api import request_of
-from splitveil.active_party.online.http_server import LOG_LINES, HttpServer, SparseLog
-from splitveil.active_party.online.programs import MIN_TOKEN_CHARACTERS, Tokens
-from splitveil.active_party.online.rate_limit import RateLimit
+from splitveil.active_party.http import http_connection, http_server
+from splitveil.active_party.http.errors import NotAdmitted, RequestError, TooFast
+from splitveil.active_party.http.http_api import request_of
+from splitveil.active_party.http.http_server import LOG_LINES, HttpServer, SparseLog
+from splitveil.active_party.http.programs import MIN_TOKEN_CHARACTERS, Tokens
+from splitveil.active_party.http.rate_limit import RateLimit
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_settings import load_party_settings

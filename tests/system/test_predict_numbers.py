@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from splitveil.active_party.inference.parts import Plan
+from splitveil.active_party.predict.parts import Plan
 from tests.joint import predicting, train
 from tests.numbers import HIGH, LOW, write_numbers
 

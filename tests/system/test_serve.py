@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 import torch
 
-from splitveil.active_party.inference.predictor import Predictor
-from splitveil.active_party.online import http_connection
+from splitveil.active_party.http import http_connection
+from splitveil.active_party.predict.predictor import Predictor
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.transcript import Transcript, Verified, verify
 from splitveil.common.privacy.leakage import auc

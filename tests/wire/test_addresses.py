@@ -9,8 +9,8 @@ import pytest
 
 import splitveil.active_party.__main__
 import splitveil.passive_party.__main__
-from splitveil.active_party.serving.server import start_server
-from splitveil.active_party.serving.service import ActiveService
+from splitveil.active_party.grpc_server.server import start_server
+from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.common.errors import SettingsError
 from splitveil.common.text.addresses import HostAndPort, on_loopback, split_address
 from splitveil.common.wire.connection import PeerConnection

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from splitveil.active_party.serving.server import start_server
-from splitveil.active_party.serving.service import ActiveService
+from splitveil.active_party.grpc_server.server import start_server
+from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.common.errors import PeerLeft, SplitveilError, StorageError
 from splitveil.common.party.transcript import FILE, Broken, Crossing, Transcript, verify
 from splitveil.common.wire.connection import PeerConnection

@@ -9,9 +9,9 @@ import grpc
 import pytest
 from cryptography import x509
 
+from splitveil.active_party.grpc_server.server import start_server
+from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.active_party.run.stages import Stage
-from splitveil.active_party.serving.server import start_server
-from splitveil.active_party.serving.service import ActiveService
 from splitveil.common.errors import PeerError, PeerUntrusted
 from splitveil.common.party.credentials import CredentialFiles, in_lower_case
 from splitveil.common.wire.connection import PeerConnection

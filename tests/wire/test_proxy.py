@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from splitveil.active_party.grpc_server.server import start_server
+from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.active_party.run.stages import Stage
-from splitveil.active_party.serving.server import start_server
-from splitveil.active_party.serving.service import ActiveService
 from splitveil.common.errors import PeerUnreachable, SettingsError
 from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.party.party_settings import load_party_settings

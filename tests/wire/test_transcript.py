@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from splitveil.active_party.__main__ import main as active_main
-from splitveil.active_party.serving.server import start_server
-from splitveil.active_party.serving.service import ActiveService
+from splitveil.active_party.grpc_server.server import start_server
+from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.common.party.transcript import (
     FILE,
     Broken,

@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from splitveil.active_party.inference.predictor import Predictions, Predictor
-from splitveil.active_party.online.batcher import Batcher, Question
-from splitveil.active_party.online.call_log import Call, CallLog
-from splitveil.active_party.online.errors import NotAvailable, TooFast, Unusable
-from splitveil.active_party.online.fallback import Fallback
-from splitveil.active_party.online.online_status import IdOutcome
-from splitveil.active_party.online.own_features import GivenFeatures
-from splitveil.active_party.online.peer_watch import PeerWatch
-from splitveil.active_party.online.rate_limit import RateLimit
+from splitveil.active_party.http.batcher import Batcher, Question
+from splitveil.active_party.http.call_log import Call, CallLog
+from splitveil.active_party.http.errors import NotAvailable, TooFast, Unusable
+from splitveil.active_party.http.fallback import Fallback
+from splitveil.active_party.http.online_status import IdOutcome
+from splitveil.active_party.http.own_features import GivenFeatures
+from splitveil.active_party.http.peer_watch import PeerWatch
+from splitveil.active_party.http.rate_limit import RateLimit
+from splitveil.active_party.predict.predictor import Predictions, Predictor
 from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.errors import SplitveilError
 from splitveil.common.wire.limits import ID_BYTES

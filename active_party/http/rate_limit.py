@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from splitveil.active_party.online.errors import TooFast
+from splitveil.active_party.http.errors import TooFast
 
 _ROUNDING_S = 1e-6
 BURST_S = 1.0

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from splitveil.active_party.inference.parts import Parts
-from splitveil.active_party.inference.predictor import Asked, Predictions, Predictor
+from splitveil.active_party.predict.parts import Parts
+from splitveil.active_party.predict.predictor import Asked, Predictions, Predictor
 from splitveil.common.errors import DataError, PeerUnreachable
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_settings import ReconnectSettings

@@ -6,20 +6,20 @@ import time
 from contextlib import ExitStack
 from typing import NamedTuple
 
-from splitveil.active_party.inference.embed_client import EmbedClient
-from splitveil.active_party.inference.predictor import Predictor, open_predictor
-from splitveil.active_party.online.batcher import Batcher
-from splitveil.active_party.online.call_log import CallLog
-from splitveil.active_party.online.desk import AnswerDesk, Rules
-from splitveil.active_party.online.fallback import Fallback
-from splitveil.active_party.online.http_api import build_app
-from splitveil.active_party.online.http_server import HttpServer
-from splitveil.active_party.online.online_status import OnlineStatus
-from splitveil.active_party.online.own_features import GivenFeatures
-from splitveil.active_party.online.peer_watch import PeerWatch
-from splitveil.active_party.online.programs import Tokens
-from splitveil.active_party.online.rate_limit import RateLimit
-from splitveil.active_party.online.server_tls import ServerTls
+from splitveil.active_party.http.batcher import Batcher
+from splitveil.active_party.http.call_log import CallLog
+from splitveil.active_party.http.desk import AnswerDesk, Rules
+from splitveil.active_party.http.fallback import Fallback
+from splitveil.active_party.http.http_api import build_app
+from splitveil.active_party.http.http_server import HttpServer
+from splitveil.active_party.http.online_status import OnlineStatus
+from splitveil.active_party.http.own_features import GivenFeatures
+from splitveil.active_party.http.peer_watch import PeerWatch
+from splitveil.active_party.http.programs import Tokens
+from splitveil.active_party.http.rate_limit import RateLimit
+from splitveil.active_party.http.server_tls import ServerTls
+from splitveil.active_party.predict.embed_client import EmbedClient
+from splitveil.active_party.predict.predictor import Predictor, open_predictor
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.table_files import read_id_list

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import grpc
 
-from splitveil.active_party.serving.stream_slots import StreamSlots
+from splitveil.active_party.grpc_server.stream_slots import StreamSlots
 from splitveil.common.alignment import ExchangeFiles, StreamChannel
 from splitveil.common.status.presence import Presence
 

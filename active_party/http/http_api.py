@@ -23,8 +23,8 @@ from pydantic import (
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
-from splitveil.active_party.online.desk import Answer, AnswerDesk, Pending
-from splitveil.active_party.online.errors import (
+from splitveil.active_party.http.desk import Answer, AnswerDesk, Pending
+from splitveil.active_party.http.errors import (
     NotAvailable,
     NotJson,
     RequestError,
@@ -32,7 +32,7 @@ from splitveil.active_party.online.errors import (
     TooManyIds,
     Unusable,
 )
-from splitveil.active_party.online.programs import Tokens
+from splitveil.active_party.http.programs import Tokens
 from splitveil.common.data.canonical_form import compose
 from splitveil.common.run.id_rules import MAX_ID_COLUMNS
 from splitveil.common.text.version import VERSION

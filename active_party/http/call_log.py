@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from splitveil.active_party.online.errors import RequestError
-from splitveil.active_party.online.online_status import IdOutcome, OnlineStatus
+from splitveil.active_party.http.errors import RequestError
+from splitveil.active_party.http.online_status import IdOutcome, OnlineStatus
 from splitveil.common.party.transcript import Transcript
 from splitveil.common.party.transcript_lines import Answered
 

@@ -16,14 +16,14 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from splitveil.active_party.inference.batch import (
+from splitveil.active_party.predict.batch import (
     Advance,
     BatchPrediction,
     BatchResult,
     check_lengths,
 )
-from splitveil.active_party.inference.parts import Parts, Plan
-from splitveil.active_party.inference.predictor import Predictor, open_predictor
+from splitveil.active_party.predict.parts import Parts, Plan
+from splitveil.active_party.predict.predictor import Predictor, open_predictor
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.table_files import read_id_list
 from splitveil.common.errors import Interrupted, PeerError

@@ -6,7 +6,7 @@ import re
 import stat
 from pathlib import Path
 
-from splitveil.active_party.online.errors import NotAdmitted
+from splitveil.active_party.http.errors import NotAdmitted
 from splitveil.common.errors import SettingsError
 from splitveil.common.text.files import read_bytes
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from splitveil.active_party.inference.embed_client import EmbedClient
-from splitveil.active_party.inference.joint_model import JointModel, ModelChoice
-from splitveil.active_party.inference.table_client import TableClient
+from splitveil.active_party.predict.embed_client import EmbedClient
+from splitveil.active_party.predict.joint_model import JointModel, ModelChoice
+from splitveil.active_party.predict.table_client import TableClient
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.features import Features
 from splitveil.common.data.id_index import ABSENT

@@ -11,8 +11,8 @@ from typing import Any
 
 import grpc
 
+from splitveil.active_party.grpc_server.caller import Caller
 from splitveil.active_party.run.session import ActiveSession
-from splitveil.active_party.serving.caller import Caller
 from splitveil.common.alignment import (
     WAIT_S,
     Agree,

@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 
-from splitveil.active_party.serving.service import ActiveService
+from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.run.contract import Contract
 from splitveil.common.wire.endpoint import SERVICE, add_port, server_options

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 import numpy as np
 import torch
 
-from splitveil.active_party.inference.embed_client import EmbedClient
+from splitveil.active_party.predict.embed_client import EmbedClient
 from splitveil.common.alignment import ristretto
 from splitveil.common.data.id_index import ABSENT, IdIndex
 from splitveil.common.errors import InvalidMessage

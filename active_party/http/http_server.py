@@ -16,8 +16,8 @@ from typing import Any, Self
 
 import uvicorn
 
-from splitveil.active_party.online.http_connection import Connection
-from splitveil.active_party.online.server_tls import ServerTls
+from splitveil.active_party.http.http_connection import Connection
+from splitveil.active_party.http.server_tls import ServerTls
 from splitveil.common.errors import SettingsError
 from splitveil.common.text.addresses import on_loopback, split_address
 

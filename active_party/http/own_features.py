@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from splitveil.active_party.online.errors import Unusable
+from splitveil.active_party.http.errors import Unusable
 from splitveil.common.data.features import UNKNOWN_SLOT, FeatureEncoder, Features
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.sources import list_rows

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Self
 
-from splitveil.active_party.inference.embed_client import EmbedClient
-from splitveil.active_party.online.online_status import OnlineStatus
+from splitveil.active_party.http.online_status import OnlineStatus
+from splitveil.active_party.predict.embed_client import EmbedClient
 from splitveil.common.errors import SplitveilError
 
 logger = logging.getLogger(__name__)

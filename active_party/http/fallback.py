@@ -5,8 +5,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from splitveil.active_party.inference.predictor import Predictions
-from splitveil.active_party.online.batcher import Question
+from splitveil.active_party.http.batcher import Question
+from splitveil.active_party.predict.predictor import Predictions
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.alone import build_alone, predictions_alone
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind, kind_of

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from splitveil.active_party.inference.predictor import asking_order
+from splitveil.active_party.predict.predictor import asking_order
 from splitveil.common.errors import StorageError
 from splitveil.common.storage.run_folder import write_bytes_atomically
 from splitveil.common.storage.table_output import refusing_to_write, replacing, writer_of

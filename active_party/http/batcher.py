@@ -18,14 +18,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from splitveil.active_party.inference.predictor import (
+from splitveil.active_party.http.errors import NotAvailable
+from splitveil.active_party.http.online_status import OnlineStatus
+from splitveil.active_party.predict.predictor import (
     Asked,
     Predictions,
     Predictor,
     asking_order,
 )
-from splitveil.active_party.online.errors import NotAvailable
-from splitveil.active_party.online.online_status import OnlineStatus
 from splitveil.common.data.features import Features
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.inference import Embedded

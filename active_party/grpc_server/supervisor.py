@@ -2,9 +2,9 @@
 
 import logging
 
+from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
-from splitveil.active_party.serving.service import ActiveService
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import Interrupted, PeerError, PeerUnreachable
 from splitveil.common.party.interruption import Interruption

@@ -14,11 +14,12 @@ from typing import Any, cast
 
 import torch
 
-from splitveil.active_party.assembly import TrainerBuilder, build_session
+from splitveil.active_party.assembly import build_session
 from splitveil.active_party.ledger.account_book import AccountBook, check_id_rules
 from splitveil.active_party.ledger.earlier_ledgers import LEDGER, SETTING, open_book
 from splitveil.active_party.run.observer import SessionObserver
 from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.trainer_builder import TrainerBuilder
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party.command_line import stored_settings
 from splitveil.common.party.party_data import PartyData

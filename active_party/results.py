@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from splitveil.active_party.assembly import TrainerBuilder
 from splitveil.active_party.ledger.earlier_ledgers import LEDGER
 from splitveil.active_party.ledger.released_targets import TARGETS, targets_by_id
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.trainer_builder import TrainerBuilder
 from splitveil.active_party.training.alone import build_alone, predicted_alone, train_alone
 from splitveil.active_party.training.held_out import save_predictions
 from splitveil.active_party.training.predictions import PredictionFigures
@@ -42,6 +42,11 @@ from splitveil.common.storage.model_files import (
 from splitveil.common.storage.trained_model import identity_metadata
 
 logger = logging.getLogger(__name__)
+
+
+def forget_account(folder: Path) -> None:
+    """Delete the account book: from the first answer on, none may pass for the whole account."""
+    delete_saved(folder, LEDGER)
 
 
 def save_results(

@@ -33,8 +33,8 @@ from numpy.typing import NDArray
 
 from benchmarks.environment import print_environment
 from benchmarks.predict import save_models, serve, write_example
-from splitveil.active_party.http.command import open_desk, open_doors, serving
 from splitveil.active_party.http.online_status import OnlineStatus
+from splitveil.active_party.http.opening import open_desk, open_doors, serving
 from splitveil.active_party.predict.predictor import open_predictor
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.party.party_settings import load_party_settings

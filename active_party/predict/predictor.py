@@ -3,6 +3,7 @@
 Nothing that is computed here is sent to anybody.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -25,8 +26,11 @@ from splitveil.common.party.served_rows import ServedRows
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.inference import Embedded
 from splitveil.common.wire.connection import PeerConnection
+from splitveil.common.wire.endpoint import check_security
 from splitveil.common.wire.http_proxy import proxy_of_environment
 from splitveil.common.wire.noted_calls import Notes
+
+logger = logging.getLogger(__name__)
 
 
 class Predictions(NamedTuple):
@@ -187,6 +191,19 @@ class Predictor:
         """Close the connections."""
         for client in self.clients:
             client.close()
+
+
+def log_security(settings: ActiveSettings) -> None:
+    """Log what protects the connection to each passive party.
+
+    Raises:
+        SettingsError: the credentials cannot be used, or are missing beyond this machine.
+    """
+    credentials = credential_files(settings, ACTIVE)
+    for party, address in settings.inference.connect.items():
+        security = check_security(credentials, address, f"inference.connect.{party}")
+        level = logging.WARNING if credentials is None else logging.INFO
+        logger.log(level, "security towards %s: %s", party, security)
 
 
 def open_predictor(

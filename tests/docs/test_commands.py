@@ -22,8 +22,8 @@ import numpy as np
 import pytest
 import yaml
 
-from splitveil.active_party import __main__ as active_party
-from splitveil.active_party.command import parser as active_parser
+from splitveil.active_party.commands import program as active_party
+from splitveil.active_party.commands.program import parser as active_parser
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.command import program as splitveil
 from splitveil.command.table import SUB_COMMANDS

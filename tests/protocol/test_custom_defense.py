@@ -8,10 +8,11 @@ import pytest
 import torch
 from rich.console import Console
 
+from splitveil.active_party.commands.plan import show
 from splitveil.active_party.defenses import CustomDefense, Defended, NoiseSecrets, RawBatch
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
 from splitveil.active_party.defenses.interface import LabelledRows
-from splitveil.active_party.plan import print_plan
+from splitveil.active_party.planned import plan_of
 from splitveil.common.errors import BudgetExhausted, SettingsError, SplitveilError
 from splitveil.common.party.party_data import PartyData
 from tests.defended import context_of
@@ -171,7 +172,7 @@ def test_the_plan_says_that_the_class_answers_for_its_charges(example: Path, mod
     ).active_settings
     written = io.StringIO()
     console = Console(file=written, width=200)
-    print_plan(settings, PartyData.load(settings.data, example), None, console)
+    show(plan_of(settings, PartyData.load(settings.data, example)), console)
     plan = written.getvalue()
     assert "defense custom" in plan
     assert "not known before" in plan

@@ -13,6 +13,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from splitveil.active_party.assembly import build_session
+from splitveil.active_party.commands.plan import show
 from splitveil.active_party.defenses.exact_auc import (
     auc_of_epsilon,
     gaussian_auc,
@@ -22,7 +23,7 @@ from splitveil.active_party.earlier_runs import earlier_answers
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.budget import Allowance
 from splitveil.active_party.ledger.earlier_ledgers import LEDGER
-from splitveil.active_party.plan import print_plan
+from splitveil.active_party.planned import plan_of
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import BudgetExhausted, SettingsError
 from splitveil.common.party.command_line import save_resolved
@@ -176,15 +177,15 @@ def test_a_label_that_another_run_draws_again_uses_up_the_budget_of_the_first(
     both = run(example, again, after).session.leak_bounds()
     mu = math.sqrt(2) * gaussian_of_epsilon(0.405)
     assert both.guarantee.max == pytest.approx(min(auc_of_epsilon(0.81), gaussian_auc(mu)))
-    assert "all 2 epochs fit" in plan_of(example, once, limit)
-    assert "all 2 epochs fit" not in plan_of(example, once, limit, after)
-    assert "all 2 epochs fit" in plan_of(example, once, "run_budget={leak_auc: 0.7}", after)
+    assert "all 2 epochs fit" in printed_plan(example, once, limit)
+    assert "all 2 epochs fit" not in printed_plan(example, once, limit, after)
+    assert "all 2 epochs fit" in printed_plan(example, once, "run_budget={leak_auc: 0.7}", after)
 
 
-def plan_of(folder: Path, *overrides: str) -> str:
+def printed_plan(folder: Path, *overrides: str) -> str:
     planned = settings(folder, *overrides)
     console = Console(file=(printed := io.StringIO()), width=250)
-    print_plan(planned, PartyData.load(planned.data, folder), None, console)
+    show(plan_of(planned, PartyData.load(planned.data, folder)), console)
     return printed.getvalue()
 
 
@@ -365,7 +366,7 @@ def test_the_plan_says_what_was_told_before(example: Path) -> None:
     """Two answers of each example, whose charges depend on the gradients in their later digits."""
     console = Console(file=io.StringIO(), width=200)
     planned = settings(example, AFTER_FIRST)
-    print_plan(planned, PartyData.load(planned.data, example), None, console)
+    show(plan_of(planned, PartyData.load(planned.data, example)), console)
     assert isinstance(console.file, io.StringIO)
     said = re.search(
         r"What earlier runs have told comes on top, sum_kl (\S+) at most, a leak AUC of \S+, "

@@ -11,7 +11,8 @@ import torch
 from rich.console import Console
 
 from benchmarks.gafm import train, write_spambase
-from splitveil.active_party.plan import print_plan
+from splitveil.active_party.commands.plan import show
+from splitveil.active_party.planned import plan_of
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.errors import SettingsError
@@ -166,7 +167,7 @@ def test_the_plan_says_how_much_can_be_foretold(example: Path, options: str, sai
     )
     data = PartyData.load(settings.data, example)
     printed = io.StringIO()
-    print_plan(settings, data, console=Console(file=printed, width=200))
+    show(plan_of(settings, data), Console(file=printed, width=200))
     assert said in printed.getvalue()
     assert ("3.047" in printed.getvalue()) == ("noisy_label" in options)  # 2 e tanh(e/2) at e = 2
 

@@ -16,8 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from splitveil.active_party.__main__ import perform
-from splitveil.active_party.command import parser
+from splitveil.active_party.commands.program import parser, run
 from splitveil.active_party.defenses import Examples, NoiseSecrets, noisy_label
 from splitveil.active_party.defenses.build_inputs import DefenseContext
 from splitveil.active_party.defenses.exact_auc import gaussian_auc
@@ -244,7 +243,7 @@ def test_a_lost_key_is_found_by_check(
     used_labels_file(path).write_bytes(b"used")
     settings = [f"noise_key_path={path}", f"defense={KEYED[3]}", f"listen=127.0.0.1:{port}"]
     arguments = [part for setting in settings for part in ("--set", setting)]
-    assert perform(parser().parse_args(["check", str(example / "active.yaml"), *arguments])) == 2
+    assert run(parser().parse_args(["check", str(example / "active.yaml"), *arguments])) == 2
     printed = capsys.readouterr()
     assert "the noise key is missing" in printed.out + printed.err
     assert not path.exists()

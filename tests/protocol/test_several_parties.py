@@ -14,11 +14,11 @@ from pydantic import ValidationError
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from splitveil.active_party.assembly import TrainerBuilder as TopBuilder
 from splitveil.active_party.defenses import MarvellDefense, RawBatch
 from splitveil.active_party.defenses.strength import PowerRatio
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.active_party.run.stages import Stage
+from splitveil.active_party.trainer_builder import TrainerBuilder as TopBuilder
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.alignment import Share, channel_pair, receive_share, share_frames
 from splitveil.common.errors import (

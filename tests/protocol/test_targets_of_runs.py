@@ -10,8 +10,9 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from splitveil.active_party.commands.plan import show
 from splitveil.active_party.defenses.label_prior import LabelsWithPrior
-from splitveil.active_party.plan import print_plan
+from splitveil.active_party.planned import plan_of
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.party.party_data import PartyData
@@ -149,7 +150,7 @@ def test_the_plan_says_exactly_what_the_ledger_will(example: Path, name: str) ->
     settings = load_party_settings(ActiveSettings, example / "active.yaml", more)
     printed = io.StringIO()
     console = Console(file=printed, width=200)
-    print_plan(settings, PartyData.load(settings.data, example), console=console)
+    show(plan_of(settings, PartyData.load(settings.data, example)), console)
     assert "Exact, whatever the gradients." in printed.getvalue()
     assert f" {at_most(LEDGER[name][0])} " in printed.getvalue()
 

@@ -16,8 +16,9 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+from splitveil.active_party.commands.plan import show
 from splitveil.active_party.ledger.account_book import AccountBook
-from splitveil.active_party.plan import print_plan
+from splitveil.active_party.planned import plan_of
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
@@ -55,7 +56,7 @@ def metrics(pair: Pair, kind: str) -> list[dict[str, Any]]:
 def planned(folder: Path, overrides: Sequence[str]) -> str:
     settings = load_party_settings(ActiveSettings, folder / "active.yaml", overrides)
     console = Console(file=(text := io.StringIO()), width=200)
-    print_plan(settings, PartyData.load(settings.data, folder), console=console)
+    show(plan_of(settings, PartyData.load(settings.data, folder)), console)
     return text.getvalue()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-import splitveil.active_party.__main__
+import splitveil.active_party.commands.program
 import splitveil.passive_party.__main__
 from splitveil.active_party.grpc_server.server import start_server
 from splitveil.active_party.grpc_server.service import ActiveService
@@ -19,7 +19,7 @@ from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.runs import Parties, build_parties
 
 PROGRAMS: dict[str, tuple[ModuleType, str]] = {
-    "active": (splitveil.active_party.__main__, "listen"),
+    "active": (splitveil.active_party.commands.program, "listen"),
     "passive": (splitveil.passive_party.__main__, "connect"),
 }
 

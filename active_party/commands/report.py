@@ -1,4 +1,4 @@
-"""The command ``active-party report``, and the report at the end of a run."""
+"""``active-party report``, and the report at the end of a run."""
 
 import argparse
 import logging

@@ -1,5 +1,6 @@
-"""Prints the plan of a run: what it will reveal about the labels, before any training."""
+"""``active-party plan``: what a run will reveal about the labels, before any training."""
 
+import argparse
 import math
 import sys
 from collections.abc import Callable
@@ -7,42 +8,35 @@ from collections.abc import Callable
 from rich.console import Console
 
 from splitveil.active_party.defenses.forecast import ChargeForecast
+from splitveil.active_party.earlier_runs import answers_before
 from splitveil.active_party.ledger.bounds import estimate_of
 from splitveil.active_party.planned import Plan, Target, odds_of_forecast, plan_of
 from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.party import command_line
+from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.text.fitted_table import FittedTable
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
 
 
-def print_plan(
-    settings: ActiveSettings,
-    data: PartyData,
-    target_leak_auc: float | None = None,
-    console: Console | None = None,
-) -> None:
-    """Print what a run with these settings would reveal, and the power ratio that meets a target.
-
-    Args:
-        settings: the active party's settings, with the contract.
-        data: the label file, not yet aligned.
-        target_leak_auc: AUC below which the whole run should stay.
-        console: the console to print on; by default the standard output stream.
+def plan(parsed: argparse.Namespace) -> None:
+    """Print the plan of a run, from its settings and labels.
 
     Raises:
         SettingsError: as for ``plan_of``.
     """
-    show(plan_of(settings, data, target_leak_auc), console)
+    settings = command_line.load_settings(ActiveSettings, parsed, "active")
+    data = PartyData.of(settings)
+    planned = plan_of(settings, data, parsed.target_leak_auc, answers_before(settings))
+    if parsed.json:
+        print_json(planned.to_json())
+    else:
+        show(planned)
 
 
 def show(plan: Plan, console: Console | None = None) -> None:
-    """Print a plan.
-
-    Args:
-        plan: the plan.
-        console: the console to print on; by default the standard output stream.
-    """
+    """Print a plan; by default on the standard output."""
     console = console or Console(file=sys.stdout, highlight=False)
     rows = plan.data
     console.print(

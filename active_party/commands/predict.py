@@ -1,4 +1,4 @@
-"""The command ``active-party predict``."""
+"""``active-party predict``: predicts every id of a file with the trained model."""
 
 import argparse
 import logging
@@ -23,12 +23,11 @@ from splitveil.active_party.predict.batch import (
     check_lengths,
 )
 from splitveil.active_party.predict.parts import Parts, Plan
-from splitveil.active_party.predict.predictor import Predictor, open_predictor
+from splitveil.active_party.predict.predictor import Predictor, log_security, open_predictor
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.table_files import read_id_list
 from splitveil.common.errors import Interrupted, PeerError
 from splitveil.common.party import command_line
-from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.transcript import Transcript
@@ -36,7 +35,6 @@ from splitveil.common.run.contract import ACTIVE
 from splitveil.common.storage.run_folder import claimed, inner_folder
 from splitveil.common.storage.table_output import check_output
 from splitveil.common.text.output import printing_console
-from splitveil.common.wire.endpoint import check_security
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +51,7 @@ def predict(parsed: argparse.Namespace) -> None:
     interruption.install()
     settings = command_line.load_settings(ActiveSettings, parsed, "active")
     check_output(parsed.output)
-    credentials = credential_files(settings, ACTIVE)
-    for party, address in settings.inference.connect.items():
-        security = check_security(credentials, address, f"inference.connect.{party}")
-        level = logging.WARNING if credentials is None else logging.INFO
-        logger.log(level, "security towards %s: %s", party, security)
+    log_security(settings)
     device = command_line.prepare(settings)
     ids = read_id_list(parsed.ids, settings.data, settings.contract.ids)
     check_lengths(ids, str(parsed.ids))

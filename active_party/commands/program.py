@@ -1,18 +1,30 @@
-"""The arguments of the ``active-party`` command; ``__main__`` does what they say.
+"""The arguments of ``active-party``, and the function that does what each command says.
 
 It imports neither torch nor gRPC, so that help and a mistyped option are answered at once.
 """
 
 import argparse
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import NoReturn
 
 from splitveil.common.party.arguments import Commands, add_command, add_verbosity, party_parser
-from splitveil.common.party.ending import end_program
+from splitveil.common.party.ending import end_program, exit_code_of
 from splitveil.common.party.json_output import add_json
+from splitveil.common.text.log_lines import configure_logging
 
+_OWN = "splitveil.active_party.commands"
+_ACTIONS = {
+    "align": f"{_OWN}.align:align",
+    "run": f"{_OWN}.run:run",
+    "check": f"{_OWN}.check:check",
+    "plan": f"{_OWN}.plan:plan",
+    "predict": f"{_OWN}.predict:predict",
+    "report": f"{_OWN}.report:report",
+    "serve": f"{_OWN}.serve:serve",
+    "verify-transcript": "splitveil.common.party.command_line:verify_transcript",
+}
 REPORT_PURPOSE = "write a page that shows what a run revealed about the labels"
 
 
@@ -22,25 +34,28 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def parser(program: str = "active-party") -> argparse.ArgumentParser:
-    """Return the command's parser.
-
-    Args:
-        program: the words with which the command is called.
-    """
+    """Return the command's parser; ``program`` is the words with which it is called."""
     return party_parser(program, _add_own_commands)
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Do what parsed arguments say, and return the exit code."""
-    exit_code: int = import_module("splitveil.active_party.__main__").perform(parsed)
-    return exit_code
+
+    def act() -> None:
+        resolve_name("splitveil.common.party.workers:act")(
+            parsed, resolve_name(_ACTIONS[parsed.command])
+        )
+
+    configure_logging("active", parsed.verbose - parsed.quiet)
+    return exit_code_of(act)
 
 
 def _add_own_commands(commands: Commands) -> None:
     _add_plan(commands)
     _add_predict(commands)
     _add_serve(commands)
-    _add_report(commands)
+    report = commands.add_parser("report", help=REPORT_PURPOSE, description=REPORT_PURPOSE)
+    add_report_arguments(report)
 
 
 def _add_plan(commands: Commands) -> None:
@@ -107,12 +122,6 @@ def _add_serve(commands: Commands) -> None:
         metavar="FILE",
         help="table with this party's own features, which needs no labels (default: data.source "
         "of the settings)",
-    )
-
-
-def _add_report(commands: Commands) -> None:
-    add_report_arguments(
-        commands.add_parser("report", help=REPORT_PURPOSE, description=REPORT_PURPOSE)
     )
 
 

@@ -1,8 +1,6 @@
-"""The command ``active-party serve``."""
+"""Opens online predictions: who may ask, what answers, and the server."""
 
-import argparse
 import logging
-import time
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -19,71 +17,16 @@ from splitveil.active_party.http.programs import Tokens
 from splitveil.active_party.http.rate_limit import RateLimit
 from splitveil.active_party.http.server_tls import ServerTls
 from splitveil.active_party.predict.embed_client import EmbedClient
-from splitveil.active_party.predict.predictor import Predictor, open_predictor
+from splitveil.active_party.predict.predictor import Predictor
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.table_files import read_id_list
-from splitveil.common.party import command_line
-from splitveil.common.party.credentials import credential_files
-from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.transcript import Transcript
-from splitveil.common.run.contract import ACTIVE
-from splitveil.common.status.endpoint import endpoint_of
-from splitveil.common.storage.run_folder import claimed, inner_folder
 from splitveil.common.text.addresses import on_loopback
-from splitveil.common.wire.endpoint import check_security
-from splitveil.common.wire.noted_calls import AllNotes
 
 logger = logging.getLogger(__name__)
 
-_LOOK_EVERY_S = 0.2
 _BEYOND = "needs serving.tls, and serving.token_file or serving.tls.clients"
-_REFRESH_EVERY_S = 5.0
-
-
-def serve(parsed: argparse.Namespace) -> None:
-    """Serve until a signal asks to stop.
-
-    Raises:
-        SplitveilError: settings, model or data cannot be used, or the transcript not be written.
-    """
-    interruption = Interruption()
-    interruption.install()
-    settings = command_line.load_settings(ActiveSettings, parsed, "active")
-    doors = open_doors(settings)
-    credentials = credential_files(settings, ACTIVE)
-    for party, address in settings.inference.connect.items():
-        security = check_security(credentials, address, f"inference.connect.{party}")
-        level = logging.WARNING if credentials is None else logging.INFO
-        logger.log(level, "security towards %s: %s", party, security)
-    device = command_line.prepare(settings)
-    folder = inner_folder(settings.run_folder(ACTIVE), "serve")
-    status = OnlineStatus(settings.contract)
-    with ExitStack() as resources:
-        resources.enter_context(endpoint_of(status, settings.status))
-        resources.enter_context(claimed(folder, "another process serves this run"))
-        transcript = None
-        if settings.transcript:
-            transcript = resources.enter_context(Transcript(folder, ACTIVE))
-        notes = status if transcript is None else AllNotes(transcript, status)
-        predictor = resources.enter_context(
-            open_predictor(impatient(settings), device, None, parsed.data, notes)
-        )
-        desk = open_desk(settings, predictor, resources, status, transcript)
-        with serving(settings, desk, doors):
-            last_refresh = time.monotonic()
-            while interruption() is None:
-                time.sleep(_LOOK_EVERY_S)
-                if transcript is not None:
-                    transcript.check()
-                if doors.tls is not None and time.monotonic() - last_refresh > _REFRESH_EVERY_S:
-                    doors.tls.refresh()
-                    last_refresh = time.monotonic()
-            status.close()
-            logger.info("stopping: requests under way are answered")
-    answered = desk.log.answered
-    by_status = ", ".join(f"{number} x {code}" for code, number in sorted(answered.items()))
-    logger.info("answered %d requests: %s", answered.total(), by_status or "none")
 
 
 class Doors(NamedTuple):

@@ -28,11 +28,7 @@ from splitveil.common.storage.run_store import RunStore
 
 
 def signals_of(settings: ActiveSettings) -> tuple[LabelSignal, ...]:
-    """Return what the peer of a run may learn about labels besides the answers.
-
-    Raises:
-        SettingsError: the initial weights cannot be read.
-    """
+    """Return what the peer of a run may learn about labels besides the answers."""
     uses = settings.label_uses()
     if settings.initial_weights is not None:
         folder = expand_path(WEIGHTS_SETTING, settings.initial_weights, settings.base_dir)
@@ -45,15 +41,7 @@ def signals_of(settings: ActiveSettings) -> tuple[LabelSignal, ...]:
 
 
 def allowance_of(settings: ActiveSettings, earlier: AccountBook) -> Allowance:
-    """Return the limit to what a run may reveal, and the peers for whom it can have bounds.
-
-    Args:
-        settings: the active party's settings.
-        earlier: the accounts of earlier runs.
-
-    Raises:
-        SettingsError: the run cannot have a bound for the peers whom its budget names.
-    """
+    """Return the limit to what a run may reveal, and the peers for whom it can have bounds."""
     budget, signals = settings.run_budget, signals_of(settings)
     objection = None if budget is None else objection_to(budget.peers, signals)
     if objection is not None:
@@ -63,11 +51,7 @@ def allowance_of(settings: ActiveSettings, earlier: AccountBook) -> Allowance:
 
 
 def bounds_in_words(settings: ActiveSettings) -> str:
-    """Describe for whom a run can have bounds, and what else tells the peer about labels.
-
-    Raises:
-        SettingsError: as for ``allowance_of``.
-    """
+    """Describe for whom a run can have bounds, and what else tells the peer about labels."""
     peers = allowance_of(settings, AccountBook.empty()).peers
     covered = narrowest(peers, settings.defense.coverage().covers)
     reasons = (signal.why for signal in signals_of(settings))
@@ -83,7 +67,6 @@ def build_session(
     store: RunStore | None = None,
     allowance: Allowance | None = None,
 ) -> ActiveSession:
-    """Build the session of one run."""
     stopping = settings.early_stopping
     rules = OwnRules(
         early_stop=None if stopping is None else EarlyStop(stopping),

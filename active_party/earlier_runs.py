@@ -42,16 +42,7 @@ _READS_ALIKE = {"cache_dir", "store", "snapshot", "snapshot_dir"}
 def earlier_answers(
     settings: ActiveSettings, own: Path | None, *, leaves_books: bool
 ) -> AccountBook:
-    """Return what earlier runs have charged: those that the settings name, or else all.
-
-    Args:
-        settings: of this run.
-        own: the folder of this run, which does not count.
-        leaves_books: whether the book of a run that was killed is written into its folder.
-
-    Raises:
-        SettingsError: a run about the same labels goes on, or what it has charged cannot be known.
-    """
+    """Return what earlier runs have charged: those that the settings name, or else all."""
     if settings.earlier_ledgers is not None:
         return settings.earlier_answers()
     rules, books = rules_as_bytes(settings.contract.ids), {}
@@ -77,11 +68,7 @@ def earlier_answers(
 
 
 def answers_before(settings: ActiveSettings) -> AccountBook:
-    """Return what a run would begin with; a finished run of this name counts, as with --fresh.
-
-    Raises:
-        SettingsError: as for ``earlier_answers``.
-    """
+    """Return what a run would begin with; a finished run of this name counts, as with --fresh."""
     own = settings.run_folder(ACTIVE)
     return earlier_answers(settings, None if has_finished(own) else own, leaves_books=False)
 
@@ -152,7 +139,5 @@ def _charged_by(folder: Path, values: dict[str, Any]) -> AccountBook:
 
 
 class _Unseen:
-    """Observes nothing: the run is not resumed."""
-
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_: None

@@ -4,8 +4,6 @@ from typing import NamedTuple
 
 
 class ClassUses(NamedTuple):
-    """Settings that are about classes."""
-
     has_leak_gate: bool
     has_min_test_auc: bool
     allows_audits: bool

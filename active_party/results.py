@@ -54,11 +54,7 @@ def save_results(
 ) -> PredictionFigures | None:
     """Save the models and the account book of a run that is over, if it had begun to train.
 
-    Returns:
-        The refitted model's figures on the test rows; None if it was not fitted.
-
-    Raises:
-        StorageError: a file cannot be written.
+    Returns the refitted model's figures on the test rows; None if it was not fitted.
     """
     trainer = session.trainer
     if trainer is None:
@@ -88,11 +84,7 @@ def save_alone(
 
     It learns from true labels: the run is over, and nothing of this model is ever sent.
 
-    Returns:
-        Its figures on the test rows; None if there is no such model, or there are no test rows.
-
-    Raises:
-        StorageError: the file cannot be written.
+    Returns its figures on the test rows; None if there is no such model, or there are no test rows.
     """
     delete_saved(folder, ALONE)
     trainer, encoder = session.trainer, builder.encoder

@@ -40,13 +40,7 @@ from splitveil.common.storage.initial_weights import EarlierModel
 
 
 class TrainerBuilder:
-    """Builds the trainer once the common rows are known, and keeps the encoder fitted on them.
-
-    Raises:
-        DataError: there is no column of the persons whom rows are about, and the defense needs it.
-        SettingsError: the existing noise key cannot be used, or a defense of the user's own fails.
-        StorageError: a noise key is needed and cannot be written.
-    """
+    """Builds the trainer once the common rows are known, and keeps the encoder fitted on them."""
 
     def __init__(
         self,
@@ -82,9 +76,6 @@ class TrainerBuilder:
 
         The peer has chosen its ids, and sees whether the run goes on: that must not depend on the
         labels of the aligned rows.
-
-        Raises:
-            DataError: there are no validation rows, which early stopping needs.
         """
         settings, contract = self._settings, self._settings.contract
         if settings.stops_by_validation and not len(rows.splits["validation"]):
@@ -203,10 +194,6 @@ def subjects_of(settings: ActiveSettings, data: PartyData) -> NDArray[np.object_
     """Return the person whom each row of the data is about, "" for a row of its own.
 
     None if the defense reads no persons.
-
-    Raises:
-        DataError: there is no such column.
-        SettingsError: the column is a feature, too.
     """
     column = settings.defense.names_subjects
     if column is None:
@@ -216,11 +203,7 @@ def subjects_of(settings: ActiveSettings, data: PartyData) -> NDArray[np.object_
 
 
 def earlier_targets_of(settings: ActiveSettings) -> ReleasedTargets | None:
-    """Return the targets of earlier runs that the defense uses again; None if it uses none.
-
-    Raises:
-        SettingsError: they cannot be read, or rows have no ids by which to know them again.
-    """
+    """Return the targets of earlier runs that the defense uses again; None if it uses none."""
     folders = settings.defense.earlier_targets
     if folders and settings.data.id_column is None:
         raise SettingsError(

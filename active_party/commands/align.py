@@ -33,11 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def align(parsed: argparse.Namespace) -> None:
-    """Find the common rows with all passive parties, and write this party's.
-
-    Raises:
-        SplitveilError: settings or data cannot be used, or the parties have too few ids in common.
-    """
+    """Find the common rows with all passive parties, and write this party's."""
     interruption = Interruption()
     interruption.install()
     settings = aligning(command_line.load_settings(ActiveSettings, parsed, "active"))
@@ -85,7 +81,6 @@ class _ShownStatus(ActiveStatus):
         self._progress = progress if len(settings.contract.passive_parties) == 1 else None
 
     def note_alignment(self, done_ids: int, total_ids: int) -> None:
-        """Note how far the alignment is, and show it."""
         super().note_alignment(done_ids, total_ids)
         if self._progress is not None:
             self._progress.note(done_ids, total_ids)

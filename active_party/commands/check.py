@@ -31,11 +31,7 @@ from splitveil.common.wire.endpoint import check_security
 
 
 def check(parsed: argparse.Namespace) -> None:
-    """Try everything on which a run depends, and print what was found.
-
-    Raises:
-        SplitveilError: has the messages of all checks that failed.
-    """
+    """Try everything on which a run depends, and print what was found."""
     settings = command_line.load_settings(ActiveSettings, parsed, "active")
 
     def security() -> str:
@@ -111,11 +107,7 @@ def check(parsed: argparse.Namespace) -> None:
 
 
 def check_files_and_address(settings: ActiveSettings) -> None:
-    """Check what would end a run, before its folder is opened and earlier results move aside.
-
-    Raises:
-        SettingsError: a file or the address cannot be used.
-    """
+    """Check what would end a run, before its folder is opened and earlier results move aside."""
     _check_listen(settings)
     check_free(settings.status)
     _check_noise_key(settings)

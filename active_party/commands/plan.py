@@ -21,11 +21,7 @@ from splitveil.common.text.upper_bounds import at_most, auc_at_most
 
 
 def plan(parsed: argparse.Namespace) -> None:
-    """Print the plan of a run, from its settings and labels.
-
-    Raises:
-        SettingsError: as for ``plan_of``.
-    """
+    """Print the plan of a run, from its settings and labels."""
     settings = command_line.load_settings(ActiveSettings, parsed, "active")
     data = PartyData.of(settings)
     planned = plan_of(settings, data, parsed.target_leak_auc, answers_before(settings))
@@ -103,7 +99,6 @@ def _figures(charge: ChargeForecast) -> list[str]:
 
 
 def _in_words(charge: ChargeForecast, figure: Callable[[float], str]) -> str:
-    """Write a figure of a charge, with its certainty."""
     match charge.certainty:
         case "exact":
             return figure(charge.high)

@@ -42,11 +42,6 @@ _LOG_EVERY_S = 10.0
 
 
 def predict(parsed: argparse.Namespace) -> None:
-    """Predict every id of a file.
-
-    Raises:
-        SplitveilError: settings, model, data or a passive party cannot be used.
-    """
     interruption = Interruption()
     interruption.install()
     settings = command_line.load_settings(ActiveSettings, parsed, "active")

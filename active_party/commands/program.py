@@ -126,7 +126,6 @@ def _add_serve(commands: Commands) -> None:
 
 
 def add_report_arguments(command: argparse.ArgumentParser) -> None:
-    """Add the arguments of a command that writes reports."""
     command.add_argument(
         "run_dirs",
         type=Path,

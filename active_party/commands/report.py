@@ -14,12 +14,7 @@ _REPORT_LATER = "once the cause is gone: active-party report"
 
 
 def report(parsed: argparse.Namespace) -> None:
-    """Write the page of one run, or the comparison of several.
-
-    Raises:
-        SettingsError: the arguments contradict each other.
-        StorageError: a run's files cannot be read, or the page cannot be written.
-    """
+    """Write the page of one run, or the comparison of several."""
     if parsed.run_dirs and parsed.compare:
         raise SettingsError("report: expected runs' folders either before or after --compare")
     folders = parsed.run_dirs or parsed.compare

@@ -36,11 +36,7 @@ logger = logging.getLogger("splitveil.active_party")
 
 
 def run(parsed: argparse.Namespace) -> None:
-    """Train to the end of a run, and leave its results.
-
-    Raises:
-        SplitveilError: settings or data cannot be used, or the run ends early.
-    """
+    """Train to the end of a run, and leave its results."""
     settings = command_line.load_settings(ActiveSettings, parsed, "active")
     place = Place.of_environment()
     if place.size > 1:

@@ -24,11 +24,7 @@ _REFRESH_EVERY_S = 5.0
 
 
 def serve(parsed: argparse.Namespace) -> None:
-    """Serve until a signal asks to stop.
-
-    Raises:
-        SplitveilError: settings, model or data cannot be used, or the transcript not be written.
-    """
+    """Serve until a signal asks to stop."""
     interruption = Interruption()
     interruption.install()
     settings = command_line.load_settings(ActiveSettings, parsed, "active")

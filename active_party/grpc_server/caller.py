@@ -12,14 +12,6 @@ from splitveil.common.status.presence import Presence
 
 
 class Caller:
-    """The state that all calls of one passive party share.
-
-    Args:
-        name: of the party.
-        presence: learns when the party was heard of, and when it is lost.
-        exchange_files: where an unfinished exchange of ids with it is kept, if it is.
-    """
-
     def __init__(
         self, name: str, presence: Presence, exchange_files: ExchangeFiles | None = None
     ) -> None:
@@ -56,7 +48,6 @@ class Caller:
         self._has_outcome = True
 
     def arrive(self) -> None:
-        """Note that a message has arrived."""
         self.hear()
         self._presence.heard(self.name)
 

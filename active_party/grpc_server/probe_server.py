@@ -40,8 +40,6 @@ _ONE_WAY_S = 1.0
 
 
 class Introduced(NamedTuple):
-    """A passive party that has probed the connection."""
-
     peer: Introduction
     ahead_s: float
     """Seconds by which its clock is ahead, less what its message took."""
@@ -50,14 +48,7 @@ class Introduced(NamedTuple):
 
 
 class ProbeServer:
-    """Answers probes until every passive party has made them.
-
-    Args:
-        contract: this party's.
-        address: host and port.
-        credentials: this party's; without them it serves plain text, on loopback only.
-        id_form: how this party's ids are written, if that is known.
-    """
+    """Answers probes until every passive party has made them."""
 
     def __init__(
         self,
@@ -84,16 +75,7 @@ class ProbeServer:
         add_port(self._server, address, credentials)
 
     def wait(self, wait_s: float, interruption: Interruption) -> None:
-        """Serve until all passive parties have introduced themselves and fallen silent.
-
-        Args:
-            wait_s: longest wait for them.
-            interruption: ends the wait.
-
-        Raises:
-            PeerUnreachable: one of them did not come.
-            Interrupted: a person ended the wait.
-        """
+        """Serve until all passive parties have introduced themselves and fallen silent."""
         self._server.start()
         deadline = time.monotonic() + wait_s
         try:
@@ -113,7 +95,6 @@ class ProbeServer:
             self._server.stop(QUIET_S).wait()
 
     def checks(self) -> Iterator[Check]:
-        """Yield what was found about each passive party."""
         for name, found in self._introduced.items():
             owner = f"party {name}"
             if found.certificate:
@@ -132,13 +113,6 @@ class ProbeServer:
 
 
 def probe_checks(settings: ActiveSettings, wait_s: float) -> Iterator[Check]:
-    """Wait for the passive parties' probes, and yield what was found.
-
-    Raises:
-        SettingsError: the address or the credentials cannot be used.
-        PeerUnreachable: a party did not come.
-        Interrupted: a person ended the wait.
-    """
     contract = settings.contract
     form = form_of_own_ids(settings)
     server = ProbeServer(contract, settings.listen, credential_files(settings, ACTIVE), form)

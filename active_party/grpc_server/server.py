@@ -37,19 +37,7 @@ def start_server(
     transcript: Notes | None = None,
     desk: ProbeDesk | None = None,
 ) -> grpc.Server:
-    """Serve at an address, together with the standard health service.
-
-    Args:
-        service: answers the calls.
-        contract: gives the limits, and lists the parties that may call.
-        address: host and port.
-        credentials: this party's; without them it serves plain text, on loopback only.
-        transcript: takes note of every message that crosses, if there is one.
-        desk: answers probes of the connection; by default one that knows nothing of the ids.
-
-    Raises:
-        SettingsError: the address is taken, does not belong to this machine, or needs credentials.
-    """
+    """Serve at an address, together with the standard health service."""
     # The outermost comes first. Errors become statuses outside of the transcript, because the
     # transcript itself may fail, on a full disk.
     interceptors: list[grpc.ServerInterceptor] = []
@@ -79,7 +67,6 @@ def start_server(
 def method_handlers(
     service: ActiveService, contract: Contract
 ) -> "dict[str, grpc.RpcMethodHandler[Any, Any]]":
-    """Return the handler of each method, with its parser and serialiser."""
     return {
         "Handshake": _unary(service.handshake, reader(pb.HandshakeRequest, HANDSHAKE_BYTES)),
         "Audit": _unary(service.audit, reader(pb.AuditRequest, contract.max_message_bytes)),

@@ -65,16 +65,7 @@ _POLL_S = 0.2
 
 
 class ActiveService:
-    """Serves one session. Each passive party has streams of its own, and waits on its own.
-
-    Args:
-        session: holds the rules.
-        engine: this side of the alignment.
-        deadline_s: how long a peer may be silent within the alignment.
-        tried: counts the ids that each peer tries; by default as long as this process lives.
-        status: what operators see of the run; by default nobody does.
-        kept: where unfinished exchanges of ids are kept to be resumed; by default they are not.
-    """
+    """Serves one session. Each passive party has streams of its own, and waits on its own."""
 
     def __init__(
         self,
@@ -260,7 +251,6 @@ class ActiveService:
         return pb.AuditReply(leak_auc_percent=round(100 * leak_auc))
 
     def leave(self, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveReply:
-        """Take note that the peer leaves."""
         caller = self._caller(context)
         caller.hear()
         reason = leave_reason_from_wire(request.reason)
@@ -308,7 +298,6 @@ class ActiveService:
         return self._callers[str(named[0])]
 
     def _activations(self, caller: Caller, requests: Iterator[Frame]) -> Iterator[Activation]:
-        """Yield the activations of which a stream's messages are the parts."""
         assembler = TensorAssembler.of_activations(self._limits)
         for frame in self._heard(caller, requests):
             activation = assembler.add(frame)

@@ -9,8 +9,7 @@ from typing import Protocol
 class Stream(Protocol):
     """The part of ``grpc.ServicerContext`` that is used here."""
 
-    def is_active(self) -> bool:
-        """Return whether the call is still open."""
+    def is_active(self) -> bool: ...
 
     def cancel(self) -> object:
         """End the call, even while it waits."""
@@ -53,7 +52,6 @@ class StreamSlots:
             gone.cancel()
 
     def clear(self) -> None:
-        """Cancel every stream."""
         with self._lock:
             gone, self._answered, self._newest = (self._answered, self._newest), None, None
         for stream in gone:

@@ -32,11 +32,7 @@ _FINAL_WORDS_S = 30.0
 
 
 def checked_credentials(settings: ActiveSettings) -> CredentialFiles | None:
-    """Return the credentials with which this party serves, and log what protects it.
-
-    Raises:
-        SettingsError: they cannot be used, or are missing beyond this machine.
-    """
+    """Return the credentials with which this party serves, and log what protects it."""
     credentials = credential_files(settings, ACTIVE)
     security = check_security(credentials, settings.listen, "listen")
     level = logging.WARNING if credentials is None else logging.INFO
@@ -56,11 +52,7 @@ def serve_until_end(
 ) -> tuple[ActiveService, EndedForGood | None]:
     """Serve a session until it is over and the passive parties have heard so.
 
-    Returns:
-        The service, and the limit that has ended the run for good, if one has.
-
-    Raises:
-        SplitveilError: the error that ended the run early.
+    Returns the service, and the limit that has ended the run for good, if one has.
     """
     contract, engine = settings.contract, engine_of(settings, len(data.ids))
     kept, tried = records_of(settings, folder)
@@ -91,11 +83,7 @@ def wait_for_end(
     settings: ActiveSettings,
     interruption: Interruption,
 ) -> None:
-    """Wait until the run is over and every passive party has left, or is not expected any more.
-
-    Raises:
-        SplitveilError: the error that ended the run early.
-    """
+    """Wait until the run is over and every passive party has left, or is not expected any more."""
     while not session.wait_for_farewell(_LOOK_EVERY_S):
         if interruption.signal_number is not None:
             if session.over:

@@ -67,15 +67,7 @@ class _UnderWay(NamedTuple):
 
 
 class Batcher:
-    """Answers questions with predictions of the joint model. Several threads may use it.
-
-    Args:
-        predictor: asks the passive parties, and computes.
-        contract: gives the limits of messages.
-        wait_s: how long a question waits for company.
-        timeout_s: how long an answer may take.
-        status: for this party's operators.
-    """
+    """Answers questions with predictions of the joint model. Several threads may use it."""
 
     def __init__(
         self,
@@ -109,14 +101,7 @@ class Batcher:
     def submit(self, question: Question) -> "Future[Predictions]":
         """Ask a question without waiting.
 
-        Args:
-            question: at least one id.
-
-        Returns:
-            The answer to come, or one of the errors of ``Predictor.finish``.
-
-        Raises:
-            NotAvailable: too many questions wait already.
+        Returns the answer to come, or one of the errors of ``Predictor.finish``.
         """
         answer: Future[Predictions] = Future()
         waiting = _Waiting(question, answer, time.monotonic() + self._timeout_s)
@@ -220,7 +205,6 @@ def _answers(
     asked: Asked,
     embedded: Sequence[Embedded],
 ) -> list[Predictions]:
-    """Return the predictions of each question of a batch."""
     if any(waiting.question.own is not None for waiting in batch):
         return [
             predictor.combine(
@@ -233,12 +217,7 @@ def _answers(
 
 
 def _joined(asked: Sequence[Asked]) -> tuple[Asked, list[Embedded]]:
-    """Return a question and its answers, of the messages that they were divided into.
-
-    Raises:
-        PeerError: an answer has failed.
-        TimeoutError: an answer is still to come.
-    """
+    """Return a question and its answers, of the messages that they were divided into."""
     answers = [[answer.result(0) for answer in part.answers] for part in asked]
     if len(asked) == 1:
         return asked[0], answers[0]
@@ -259,7 +238,6 @@ def _part_of(asked: Asked, at: NDArray[np.int64]) -> Asked:
 
 
 def _rows_of(embedded: Embedded, at: NDArray[np.int64]) -> Embedded:
-    """Return the part of an answer that is about some of its ids."""
     known = embedded.known[at]
     rows = (np.cumsum(embedded.known) - 1)[at]
     return Embedded(known, embedded.values[torch.from_numpy(rows[known])])

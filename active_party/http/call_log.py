@@ -17,8 +17,6 @@ from splitveil.common.party.transcript_lines import Answered
 
 @dataclass
 class Call:
-    """One request."""
-
     program: str
     ids: Sequence[str] = ()
     found: int = 0
@@ -29,17 +27,10 @@ class Call:
     """Whether there was no answer within ``serving.timeout_s``."""
     began: float = field(default_factory=time.monotonic)
     outcomes: Counter[IdOutcome] = field(default_factory=Counter)
-    """Number of ids by what has become of them."""
 
 
 class CallLog:
-    """Records requests. Several threads may use it.
-
-    Args:
-        status: for this party's operators.
-        transcript: has a line for every request, if there is one.
-        records_ids: whether the transcript names the ids of each request.
-    """
+    """Records requests. Several threads may use it."""
 
     def __init__(
         self,

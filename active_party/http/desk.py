@@ -27,21 +27,16 @@ from splitveil.common.wire.limits import ID_BYTES
 
 
 class Rules(NamedTuple):
-    """What programs may ask for."""
-
     max_ids: int
     timeout_s: float
     allowed_ids: frozenset[str] | None
     """In canonical form; None for all."""
     rate: RateLimit
     form: CanonicalForm = CanonicalForm()
-    """The canonical form of ids."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pending:
-    """A request that was accepted."""
-
     question: Question
     """With the ids that may be asked for alone."""
     num_ids: int
@@ -53,8 +48,6 @@ class Pending:
 
 
 class AnsweredBy(Enum):
-    """The model that a prediction is from."""
-
     NONE = None
     """No model: the id is not known."""
     JOINT = "joint"
@@ -64,14 +57,11 @@ class AnsweredBy(Enum):
 
 
 class Answer(NamedTuple):
-    """What a program is told."""
-
     predicted: NDArray[np.float32]
     """Probabilities of label 1, (ids,), or of each class, (ids, classes), or numbers in the label's
     unit, (ids,); NaN for an id that is not known."""
 
     answered_by: tuple[AnsweredBy, ...]
-    """For each id."""
 
     why_fallback: str | None = None
     """Why the joint model was not asked at all; None if it was."""
@@ -83,17 +73,7 @@ class Answer(NamedTuple):
 
 
 class AnswerDesk:
-    """Answers requests. Several threads may use it.
-
-    Args:
-        predictor: the joint model, with this party's rows.
-        batcher: asks it.
-        watch: knows whether the passive parties answer.
-        given: encodes own features that programs send.
-        rules: what programs may ask for.
-        log: records every request.
-        fallback: answers in place of the joint model, if there is one.
-    """
+    """Answers requests. Several threads may use it."""
 
     def __init__(
         self,
@@ -115,7 +95,6 @@ class AnswerDesk:
 
     @property
     def run_id(self) -> str:
-        """The run that trained the model."""
         return self._predictor.model.identity.run_id
 
     @property
@@ -126,22 +105,12 @@ class AnswerDesk:
 
     @property
     def has_fallback(self) -> bool:
-        """Whether another model answers meanwhile."""
         return self._fallback is not None
 
     def accept(
         self, call: Call, raw_ids: Sequence[str], rows: Sequence[Mapping[str, Any]] | None
     ) -> Pending:
-        """Check a request, and ask for its answer without waiting.
-
-        Args:
-            call: records its ids.
-            raw_ids: as the program wrote them.
-            rows: own features of the ids, by column; None if the program gave none.
-
-        Raises:
-            RequestError: the request is not accepted.
-        """
+        """Check a request, and ask for its answer without waiting."""
         ids = self._checked(raw_ids)
         call.ids = ids
         try:
@@ -162,11 +131,7 @@ class AnswerDesk:
         return Pending(question, len(is_allowed), is_allowed, answer, trouble)
 
     def finish(self, call: Call, pending: Pending) -> Answer:
-        """Return the answer to a request whose question is answered, or has failed.
-
-        Raises:
-            NotAvailable: a passive party is away, and there is no other model.
-        """
+        """Return the answer to a request whose question is answered, or has failed."""
         predictions, why = self._joint(call, pending)
         num_allowed = int(pending.is_allowed.sum())
         call.outcomes[IdOutcome.NOT_ALLOWED] = pending.num_ids - num_allowed

@@ -13,8 +13,6 @@ Their messages are for the program's operator: they name no id and no value.
 
 
 class RequestError(Exception):
-    """Base of the errors that end a request."""
-
     status = 500
 
 
@@ -25,8 +23,6 @@ class Unusable(RequestError):
 
 
 class TooManyIds(RequestError):
-    """The request has more ids than one request may have."""
-
     status = 413
 
 

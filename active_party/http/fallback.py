@@ -20,13 +20,7 @@ from splitveil.common.storage.trained_model import TrainedModel
 
 
 class Fallback:
-    """Answers ids from this party's own features. Several threads may use it.
-
-    Args:
-        model: of the own features alone, on the CPU.
-        own_rows: this party's rows.
-        labels: what the labels are.
-    """
+    """Answers ids from this party's own features. Several threads may use it."""
 
     def __init__(
         self, model: nn.Module, own_rows: ServedRows, labels: LabelKind = CLASS_LABELS
@@ -39,16 +33,6 @@ class Fallback:
     def load(
         cls, settings: ActiveSettings, own_rows: ServedRows | None, joint: ModelIdentity
     ) -> "Fallback":
-        """Load the model that the run has left.
-
-        Args:
-            settings: this party's.
-            own_rows: this party's rows; None without features.
-            joint: the identity of the joint model.
-
-        Raises:
-            SettingsError: there is no such model, or it is from another training.
-        """
         folder = settings.run_folder(ACTIVE)
         if own_rows is None:
             raise SettingsError("serving.fallback: this party has no features of its own")
@@ -68,12 +52,7 @@ class Fallback:
         return cls(model, own_rows, kind_of(settings.data))
 
     def predict(self, question: Question, at: NDArray[np.int64]) -> Predictions:
-        """Predict some of a question's ids.
-
-        Args:
-            question: with own features, or of ids that are looked up in the table.
-            at: their positions in the question, (rows,).
-        """
+        """Predict some of a question's ids. Shapes: ``at`` (rows,)."""
         if question.own is not None:
             found = np.ones(len(at), np.bool_)
             own = question.own.rows(torch.from_numpy(at))

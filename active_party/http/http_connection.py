@@ -18,15 +18,9 @@ class Connection(H11Protocol):
     """A client's connection, which does not last if nothing comes of it.
 
     It tells the application the common name of the certificate that the client has shown.
-
-    Args:
-        config: of the server.
-        state: of the server.
-        by_use: all open connections, those first that were not used for longest.
     """
 
     opening: "asyncio.Task[None]"
-    """Makes the connection, with TLS."""
 
     def __init__(
         self, config: uvicorn.Config, state: Any, by_use: "dict[Connection, None]"
@@ -43,7 +37,6 @@ class Connection(H11Protocol):
         return cycle is None or cycle.response_complete or cycle.more_body or self.flow.write_paused
 
     def connection_made(self, transport: Any) -> None:
-        """Take the name of the client from its certificate."""
         super().connection_made(transport)
         shown = transport.get_extra_info("peercert")
         if shown:
@@ -53,7 +46,6 @@ class Connection(H11Protocol):
             self.app_state = {**self.app_state, "program": printable(named)}
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Count the connection as closed."""
         super().connection_lost(exc)
         self.forget()
 
@@ -78,7 +70,6 @@ class Connection(H11Protocol):
             self.shutdown()
 
     def cut(self) -> None:
-        """Close the connection at once."""
         self.forget()
         if self.transport is None:
             self.opening.cancel()
@@ -86,7 +77,6 @@ class Connection(H11Protocol):
             self.transport.abort()
 
     def forget(self) -> None:
-        """Count the connection as closed."""
         self._by_use.pop(self, None)
         if self._deadline is not None:
             self._deadline.cancel()

@@ -33,26 +33,13 @@ _NO_DESCRIPTORS_S = 0.1
 
 
 class HttpServer:
-    """Serves an application until it is closed.
-
-    Args:
-        app: an ASGI application.
-        address: host and port.
-        tls: certificate and key; without them it serves plain text, on loopback only.
-        grace_s: how long requests under way may take when it is closed.
-    """
+    """Serves an application until it is closed."""
 
     def __init__(
         self, app: Any, address: str, tls: ServerTls | None = None, grace_s: int = 5
     ) -> None:
-        """Start to serve.
-
-        Raises:
-            SettingsError: the address is taken, does not belong to this machine, or needs TLS.
-        """
         self._socket = _bound(address, tls)
         self.port = int(self._socket.getsockname()[1])
-        """The port on which it serves."""
         config = uvicorn.Config(
             app,
             ws="none",
@@ -84,7 +71,6 @@ class HttpServer:
 
     @property
     def num_connections(self) -> int:
-        """The number of open connections, with those in their handshake."""
         return len(self._server.open)
 
     def close(self) -> None:
@@ -164,11 +150,7 @@ class _Server(uvicorn.Server):
 
 
 class SparseLog(logging.Filter):
-    """Lets a few records a minute pass, and says how many it has left out.
-
-    Args:
-        now: the clock, in seconds.
-    """
+    """Lets a few records a minute pass, and says how many it has left out."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -177,7 +159,6 @@ class SparseLog(logging.Filter):
         self._number = self._left_out = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether a record passes."""
         minute = self._now() // 60
         if minute != self._minute:
             self._minute, self._number = minute, 0

@@ -13,7 +13,6 @@ from splitveil.common.status.party_status import PartyStatus, Readiness
 from splitveil.common.status.registry import ANSWER_BUCKETS_S, SIZE_BUCKETS
 
 STAGES = ("starting", "serving", "closing")
-"""The stages of the program, in order."""
 
 _OUTCOMES = {
     200: "answered",
@@ -31,16 +30,12 @@ FALLBACK = "fallback"
 
 
 class IdOutcome(Enum):
-    """What has become of one id of a request."""
-
     JOINT = "joint"
-    """The joint model has answered."""
     FALLBACK = "fallback"
     """The model of the active party's own features has answered."""
     UNKNOWN = "unknown"
     """There is no prediction, because a party has no row of it."""
     NOT_ALLOWED = "not_allowed"
-    """It is not in ``serving.allowed_ids``."""
     RATE_LIMITED = "rate_limited"
     """Its program asks for too many."""
     UNAVAILABLE = "unavailable"
@@ -48,11 +43,7 @@ class IdOutcome(Enum):
 
 
 class OnlineStatus(PartyStatus):
-    """The state of ``active-party serve``, for its operators.
-
-    Args:
-        contract: of the run that trained the model.
-    """
+    """The state of ``active-party serve``, for its operators."""
 
     def __init__(self, contract: Contract) -> None:
         super().__init__(ACTIVE, contract, STAGES)
@@ -99,20 +90,13 @@ class OnlineStatus(PartyStatus):
     def follow(
         self, trouble_of: Callable[[], str | None], waiting_of: Callable[[], int], *, fallback: bool
     ) -> None:
-        """Ask for the state whenever somebody wants to know it.
-
-        Args:
-            trouble_of: returns why the joint model cannot answer, or None.
-            waiting_of: returns the number of requests that wait to be asked.
-            fallback: whether another model answers meanwhile.
-        """
+        """Ask for the state whenever somebody wants to know it."""
         self._trouble_of = trouble_of
         self._waiting.set_function(waiting_of)
         self._has_fallback = fallback
         self.enter_stage("serving")
 
     def close(self) -> None:
-        """Note that no more requests are taken."""
         self.follow(lambda: "stopping", lambda: 0, fallback=False)
         self.enter_stage("closing")
 
@@ -141,13 +125,6 @@ class OnlineStatus(PartyStatus):
     # ---- requests ----
 
     def note_request(self, status: int, seconds: float, *, used_fallback: bool = False) -> None:
-        """Count a request.
-
-        Args:
-            status: its HTTP status.
-            seconds: how long it took.
-            used_fallback: whether the joint model was not asked, or has not answered.
-        """
         outcome = FALLBACK if used_fallback else _OUTCOMES.get(status, "fault")
         self._requests.labels(outcome).inc()
         self._seconds.observe(seconds)
@@ -158,7 +135,6 @@ class OnlineStatus(PartyStatus):
             self._ids.labels(outcome.value).inc(number)
 
     def note_question(self, num_requests: int, num_ids: int) -> None:
-        """Count a question to the passive parties."""
         self._question_requests.observe(num_requests)
         self._question_ids.observe(num_ids)
 

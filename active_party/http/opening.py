@@ -30,18 +30,12 @@ _BEYOND = "needs serving.tls, and serving.token_file or serving.tls.clients"
 
 
 class Doors(NamedTuple):
-    """How programs get in."""
-
     tls: ServerTls | None
     tokens: Tokens | None
 
 
 def open_doors(settings: ActiveSettings) -> Doors:
-    """Read certificates and tokens, and check that nobody gets in who should not.
-
-    Raises:
-        SettingsError: files cannot be used, or the address is beyond this machine and unprotected.
-    """
+    """Read certificates and tokens, and check that nobody gets in who should not."""
     own = settings.serving
     tls = None if own.tls is None else ServerTls(own.tls, settings.base_dir)
     tokens = None if own.token_file is None else Tokens.read(settings.base_dir / own.token_file)
@@ -60,19 +54,7 @@ def open_desk(
     status: OnlineStatus,
     transcript: Transcript | None = None,
 ) -> AnswerDesk:
-    """Build what answers requests, and ask the passive parties for their models.
-
-    Args:
-        settings: this party's.
-        predictor: the joint model.
-        resources: ends what is begun here.
-        status: for this party's operators.
-        transcript: records every request, if there is one.
-
-    Raises:
-        SettingsError: the fallback model cannot be used.
-        DataError: the file of allowed ids cannot be read.
-    """
+    """Build what answers requests, and ask the passive parties for their models."""
     own = settings.serving
     allowed = None
     if own.allowed_ids is not None:
@@ -99,16 +81,7 @@ def open_desk(
 
 
 def serving(settings: ActiveSettings, desk: AnswerDesk, doors: Doors) -> HttpServer:
-    """Serve requests until the server is closed.
-
-    Args:
-        settings: this party's.
-        desk: answers.
-        doors: how programs get in.
-
-    Raises:
-        SettingsError: the address cannot be served.
-    """
+    """Serve requests until the server is closed."""
     address, data = settings.serving.http, settings.data
     classes = list(data.class_names) if data.num_classes > 2 else None
     # Else a page of a name that leads to this machine could ask through a browser here.

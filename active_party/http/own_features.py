@@ -26,10 +26,7 @@ _KINDS = {
 
 
 class _Kinds(NamedTuple):
-    """The values that a column may have, beside gaps."""
-
     types: tuple[frozenset[type], ...]
-    """Sets of types, of which one has to hold those of all values."""
 
     words: str
 
@@ -43,13 +40,6 @@ _LIST = _Kinds((frozenset({list}), _TEXTS), "lists of texts, or texts")
 
 
 class GivenFeatures:
-    """Turns rows of values into features.
-
-    Args:
-        settings: of the party's data in the training.
-        encoder: of the trained model; None if it has no features of this party.
-    """
-
     def __init__(self, settings: DataSettings, encoder: FeatureEncoder | None) -> None:
         self._encoder = encoder
         self._num_suspect = 0
@@ -68,11 +58,7 @@ class GivenFeatures:
         """The names of all columns that a request has to give."""
 
     def of_rows(self, rows: Sequence[Mapping[str, Any]], num_ids: int) -> Features:
-        """Encode rows, each with a value or None by column, of at least one id.
-
-        Raises:
-            Unusable: a row or column is missing, unknown, or has a value of another kind.
-        """
+        """Encode rows, each with a value or None by column, of at least one id."""
         if len(rows) != num_ids:
             raise Unusable(f"features: expected {num_ids} rows, one for each id, got {len(rows)}")
         if self._encoder is None:
@@ -126,8 +112,6 @@ def _kind(value: Any) -> type:
 
 
 class _GivenRows:
-    """The columns of a request as a source of rows."""
-
     name = "features"
 
     def __init__(self, cells: Mapping[str, Any]) -> None:

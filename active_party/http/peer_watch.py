@@ -68,7 +68,6 @@ class PeerWatch:
         return self._trouble
 
     def lost(self, error: Exception) -> None:
-        """Take note that a passive party has not answered."""
         with self._lock:
             if self._trouble is None:
                 self._trouble = Trouble(str(error), time.monotonic())

@@ -17,22 +17,14 @@ _SETTING = "serving.token_file"
 
 
 class Tokens:
-    """The tokens of a file, of which only digests are kept.
-
-    Args:
-        tokens: name of the program -> its token.
-    """
+    """The tokens of a file, of which only digests are kept."""
 
     def __init__(self, tokens: dict[str, str]) -> None:
         self._digests = {name: _digest(token) for name, token in tokens.items()}
 
     @classmethod
     def read(cls, path: Path) -> "Tokens":
-        """Read a file with one line ``NAME TOKEN`` for each program.
-
-        Raises:
-            SettingsError: others may read it, or a line is not of this form; quotes no line.
-        """
+        """Read a file with one line ``NAME TOKEN`` for each program."""
         try:
             mode = stat.S_IMODE(path.stat().st_mode)
             if mode & 0o077:
@@ -66,11 +58,6 @@ class Tokens:
         return cls(tokens)
 
     def program_of(self, authorization: str | None) -> str:
-        """Return the name of the program that a header ``Authorization`` belongs to.
-
-        Raises:
-            NotAdmitted: it belongs to none.
-        """
         kind, _, token = (authorization or "").partition(" ")
         if kind.lower() == "bearer":
             digest = _digest(token.strip())

@@ -12,12 +12,7 @@ BURST_S = 1.0
 
 
 class RateLimit:
-    """Refuses requests that come too fast. Several threads may use it.
-
-    Args:
-        ids_per_second: the most ids per second on average for each program; None for no limit.
-        now: the clock, in seconds.
-    """
+    """Refuses requests that come too fast. Several threads may use it."""
 
     def __init__(
         self, ids_per_second: float | None, now: Callable[[], float] = time.monotonic

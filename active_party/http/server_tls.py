@@ -22,19 +22,9 @@ class _Files(NamedTuple):
 
 
 class ServerTls:
-    """TLS 1.3 with files that may be replaced while they are in use.
-
-    Args:
-        settings: name the files.
-        base_dir: folder to which relative paths refer.
-    """
+    """TLS 1.3 with files that may be replaced while they are in use."""
 
     def __init__(self, settings: ServingTls, base_dir: Path) -> None:
-        """Read the files.
-
-        Raises:
-            SettingsError: they cannot be used.
-        """
         self._settings = settings
         self._base_dir = base_dir
         self._files = self._read()

@@ -38,19 +38,9 @@ class BatchResult(NamedTuple):
     asked_rows: int
     """Rows that were asked for now, and not by an earlier command."""
     seconds: float
-    """Spent on these."""
 
 
 class BatchPrediction:
-    """One prediction of many ids.
-
-    Args:
-        predictor: answers the ids.
-        contract: gives the limits of messages.
-        reconnect: how long to try to reach a passive party that is away.
-        interruption: asks to stop, once a signal has come.
-    """
-
     def __init__(
         self,
         predictor: Predictor,
@@ -66,10 +56,6 @@ class BatchPrediction:
 
     def run(self, parts: Parts, advance: Advance) -> BatchResult:
         """Predict what is missing, and write the output.
-
-        Args:
-            parts: of ids in canonical form, with what is finished already.
-            advance: reports the progress, including what was finished before.
 
         Raises:
             PeerUnreachable: a passive party stays away; the finished parts stay.

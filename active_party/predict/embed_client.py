@@ -36,17 +36,10 @@ _LOOK_EVERY_S = 0.25
 
 
 class EmbedClient:
-    """Asks a passive party for the activations of ids. Several threads may use it at a time.
-
-    Args:
-        connection: the channel to the passive party, which this client closes in the end.
-        model: the identity of this party's half of the model.
-        deadline_s: how long one answer may take.
-    """
+    """Asks a passive party for the activations of ids. Several threads may use it at a time."""
 
     def __init__(self, connection: PeerConnection, model: ModelIdentity, deadline_s: float) -> None:
         self.party = connection.party
-        """The passive party's name in the contract."""
         self.connection = connection
         self._model = model
         self._digest = model_digest(model)
@@ -113,12 +106,8 @@ class EmbedClient:
     def submit(self, ids: Sequence[str]) -> "Future[Embedded]":
         """Ask for the activations of some ids without waiting.
 
-        Args:
-            ids: in canonical form, at most ``max_ids``, none longer than ``limits.ID_BYTES``.
-
-        Returns:
-            The answer to come. Its error is a ``PeerUnreachable`` if the connection is down or the
-            answer late: the same ids may be asked again, on a new stream.
+        Returns the answer to come. Its error is a ``PeerUnreachable`` if the connection is down or
+        the answer late: the same ids may be asked again, on a new stream.
         """
         try:
             return self._opened().submit(ids)
@@ -129,9 +118,6 @@ class EmbedClient:
 
     def open_table(self, interruption: Callable[[], int | None]) -> MessageStream:
         """Open a stream for the whole table.
-
-        Args:
-            interruption: returns the signal that asks this party to stop, if there is one.
 
         Raises:
             PeerError: the passive party does not answer, or is not trusted.
@@ -146,7 +132,6 @@ class EmbedClient:
         return MessageStream(method, self._deadline_s, interruption, self.connection.error_of)
 
     def table_request(self, points: bytes, *, last: bool) -> pb.TableRequest:
-        """Return a request of that stream."""
         return pb.TableRequest(model_digest=self._digest, points=points, last=last)
 
     def embed(self, ids: Sequence[str]) -> Embedded:

@@ -26,17 +26,7 @@ ModelChoice = Literal["best", "trained", "refitted"]
 
 
 class JointModel:
-    """The top model as a run has left it. Several threads may use it; one at a time computes.
-
-    Args:
-        identity: the training that the model is the result of.
-        model: the top model.
-        encoder: of this party's own features; None if the model has none.
-        aggregation: how several passive parties' activations are combined.
-        device: where the model computes.
-        kind: which of the run's top models it is.
-        labels: what the labels are.
-    """
+    """The top model as a run has left it. Several threads may use it; one at a time computes."""
 
     def __init__(
         self,
@@ -56,23 +46,13 @@ class JointModel:
         self._device = device
         self._labels = labels
         self.shape_of_row = labels.shape_of_row
-        """The shape of one row's prediction."""
         self._computing = threading.Lock()
 
     @classmethod
     def load(
         cls, settings: ActiveSettings, device: torch.device, choice: ModelChoice | None = None
     ) -> "JointModel":
-        """Load the top model that a run has left.
-
-        Args:
-            settings: this party's.
-            device: where the model computes.
-            choice: which of the run's top models; by default that of the settings.
-
-        Raises:
-            SettingsError: there is no such model, or it is not one of these settings.
-        """
+        """Load the top model that a run has left."""
         contract, folder = settings.contract, settings.run_folder(ACTIVE)
         kind = _which(choice or settings.inference.model, folder)
         weights = REFITTED if kind == "refitted" else WEIGHTS
@@ -93,13 +73,8 @@ class JointModel:
     ) -> NDArray[np.float32]:
         """Return what the model predicts.
 
-        Args:
-            activations: of each passive party in the contract's order, (rows, *cut_shape) each.
-            own: this party's own features of the rows; None if the model has none.
-
-        Returns:
-            The probabilities of label 1, (rows,), or of each class, (rows, classes); or numbers in
-            the label's unit, (rows,).
+        Returns the probabilities of label 1, (rows,), or of each class, (rows, classes); or numbers
+        in the label's unit, (rows,). Shapes: ``activations`` (rows, *cut_shape).
         """
         if not len(activations[0]):
             return np.empty((0, *self.shape_of_row), np.float32)

@@ -35,16 +35,13 @@ class Plan(NamedTuple):
     """What predicts. Parts of another plan are not continued."""
 
     model: str
-    """Identity and kind of the model."""
     source: str
     """Where the rows come from."""
     classes: tuple[str, ...]
-    """Names of the classes; empty if there are two, or none."""
     within: tuple[float, float] | None = None
     """The bounds of a label that is a number; None if labels are classes."""
 
     def schema(self) -> pa.Schema:
-        """Return the columns of the output."""
         if self.within is not None:
             names = ["value"]
         else:
@@ -58,20 +55,10 @@ class Plan(NamedTuple):
 
 
 class Parts:
-    """The finished rows of one output.
-
-    Args:
-        output: the file that they will become.
-        plan: what predicts.
-        ids: what is predicted, in the order of the output.
-    """
+    """The finished rows of one output."""
 
     def __init__(self, output: Path, plan: Plan, ids: Sequence[str]) -> None:
-        """Read the parts of an interrupted command, or begin without any.
-
-        Raises:
-            StorageError: the folder cannot be used, or holds files of others.
-        """
+        """Read the parts of an interrupted command, or begin without any."""
         self.folder = output.with_name(f"{output.name}.parts")
         self.ids = ids
         self._output = output
@@ -90,25 +77,14 @@ class Parts:
             starts = range(0, len(ids), PART_ROWS)
             parts = [slice(start, min(start + PART_ROWS, len(ids))) for start in starts]
             self.missing = [part for part in parts if not self._restored(part)]
-            """The parts to be computed."""
 
     def ids_of(self, part: slice) -> list[str]:
-        """Return the ids of a part in the order in which they are asked for."""
         return [self.ids[row] for row in self._order[part]]
 
     def write(
         self, part: slice, probabilities: NDArray[np.float32], found: NDArray[np.bool_]
     ) -> None:
-        """Write a part.
-
-        Args:
-            part: one of those that are missing.
-            probabilities: of ``ids_of(part)``, (rows,) or (rows, classes).
-            found: whether a row has probabilities, (rows,).
-
-        Raises:
-            StorageError: it cannot be written.
-        """
+        """Write a part. Shapes: ``probabilities`` (rows,) or (rows, classes), ``found`` (rows,)."""
         rows = np.empty(len(found), self._rows.dtype)
         rows["values"] = probabilities[:, None] if probabilities.ndim == 1 else probabilities
         rows["found"] = found
@@ -121,11 +97,7 @@ class Parts:
         return int(np.count_nonzero(self._rows["found"]))
 
     def join(self) -> None:
-        """Write the output, and delete the parts; every part has to be finished.
-
-        Raises:
-            StorageError: the output cannot be written; the parts stay.
-        """
+        """Write the output, and delete the parts; every part has to be finished."""
         with replacing(self._output) as file, writer_of(self._output, file, self._schema) as writer:
             for start in range(0, len(self.ids), PART_ROWS):
                 writer.write_table(self._table(slice(start, start + PART_ROWS)))

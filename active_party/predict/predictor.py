@@ -44,7 +44,6 @@ class Predictions(NamedTuple):
     """Whether every party has a row of the id, (ids,)."""
 
     missing_at: dict[str, int]
-    """Number of ids that a party does not answer for, by its name."""
 
 
 class Asked(NamedTuple):
@@ -54,7 +53,6 @@ class Asked(NamedTuple):
     rows: NDArray[np.int64] | None
     """The ids' rows in this party's own table; None if the model needs none."""
     answers: "list[Future[Embedded]]"
-    """In the contract's order of passive parties."""
 
 
 def asking_order(ids: Sequence[str]) -> NDArray[np.int64]:
@@ -66,13 +64,7 @@ def asking_order(ids: Sequence[str]) -> NDArray[np.int64]:
 
 
 class Predictor:
-    """Answers ids with probabilities. Several threads may use it.
-
-    Args:
-        model: the active party's half of the model.
-        clients: one for each passive party, in the contract's order; closed in the end.
-        own_rows: this party's rows, if the model has features of its own.
-    """
+    """Answers ids with probabilities. Several threads may use it."""
 
     def __init__(
         self,
@@ -92,7 +84,6 @@ class Predictor:
 
     @property
     def max_ids(self) -> int:
-        """The most ids of one question."""
         return min(client.max_ids for client in self.clients)
 
     def check_models(self) -> None:
@@ -111,10 +102,6 @@ class Predictor:
     ) -> None:
         """Take the whole tables of passive parties whose clients need them, for some ids.
 
-        Args:
-            ids: in canonical form; all ids that will be asked for.
-            interruption: returns the signal that asks this party to stop, if there is one.
-
         Raises:
             PeerError: a passive party does not give its table, or does not answer.
         """
@@ -123,11 +110,6 @@ class Predictor:
                 client.take(ids, interruption)
 
     def ask(self, ids: Sequence[str]) -> Asked:
-        """Ask every passive party about some ids without waiting.
-
-        Args:
-            ids: in canonical form, at most ``max_ids``.
-        """
         # First: these rows are read while the question is under way.
         answers = [client.submit(ids) for client in self.clients]
         rows = None if self.own_rows is None else self.own_rows.rows_of(ids)
@@ -135,10 +117,6 @@ class Predictor:
 
     def finish(self, asked: Asked, timeout_s: float | None = None) -> Predictions:
         """Wait for the answers to a question, and compute the probabilities.
-
-        Args:
-            asked: the question.
-            timeout_s: how long to wait for each answer; by default as long as each client does.
 
         Raises:
             PeerError: there is no answer in time, or not a valid one.
@@ -154,14 +132,7 @@ class Predictor:
     def combine(
         self, asked: Asked, embedded: Sequence[Embedded], given: Features | None = None
     ) -> Predictions:
-        """Compute the probabilities of a question from all its answers.
-
-        Args:
-            asked: the question.
-            embedded: the answer of each passive party.
-            given: this party's own features of the ids, in their order, in place of those in its
-                table.
-        """
+        """Compute the probabilities of a question from all its answers."""
         found = np.logical_and.reduce([answer.known for answer in embedded])
         missing_at = {
             client.party: int((~answer.known).sum())
@@ -188,7 +159,6 @@ class Predictor:
         return Predictions(probabilities, found, missing_at)
 
     def close(self) -> None:
-        """Close the connections."""
         for client in self.clients:
             client.close()
 
@@ -218,14 +188,6 @@ def open_predictor(
     """Load the active party's half of the model, and prepare the connections.
 
     Nothing is asked yet: ``check_models`` has to come first.
-
-    Args:
-        settings: this party's.
-        device: where the top model computes.
-        choice: which of the run's top models; by default that of the settings.
-        table: another file than that of the settings, with this party's own features.
-        notes: take note of every message that crosses, if there are any.
-        whole_table: take the passive parties' whole tables, sealed, instead of naming ids.
 
     Raises:
         SettingsError: there is no such model, or an address is missing.

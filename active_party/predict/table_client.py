@@ -30,15 +30,10 @@ from splitveil.protos import split_learning_pb2 as pb
 
 
 class TableClient:
-    """Answers ids from a table that was taken as a whole; no single id is ever asked for.
-
-    Args:
-        inner: the connection to the passive party, which this client closes in the end.
-    """
+    """Answers ids from a table that was taken as a whole; no single id is ever asked for."""
 
     def __init__(self, inner: EmbedClient) -> None:
         self.party = inner.party
-        """The passive party's name in the contract."""
         self._inner = inner
         self._limits = TensorLimits.of(inner.connection.contract)
         self._index: IdIndex | None = None
@@ -47,30 +42,22 @@ class TableClient:
 
     @property
     def connection(self) -> PeerConnection:
-        """The channel to the passive party."""
         return self._inner.connection
 
     @property
     def max_ids(self) -> int:
-        """The most ids of one question."""
         return self._inner.max_ids
 
     def check_model(self) -> object:
-        """Check the model as ``EmbedClient`` does."""
         return self._inner.check_model()
 
     def close(self) -> None:
-        """Close the connection."""
         self._inner.close()
 
     def take(
         self, ids: Sequence[str], interruption: Callable[[], int | None] = lambda: None
     ) -> None:
         """Take the table, and keep the rows of some ids, at 4 bytes for each value.
-
-        Args:
-            ids: in canonical form; all ids that will be asked for are among these.
-            interruption: returns the signal that asks this party to stop, if there is one.
 
         Raises:
             TableRefused: the passive party does not give its table.
@@ -128,7 +115,6 @@ class TableClient:
     def _opened(
         self, stream: MessageStream, key_of: dict[bytes, tuple[int, bytes]]
     ) -> Iterator[tuple[int, bytes]]:
-        """Yield the bytes of the rows that have a key, each with the place of its id."""
         while True:
             reply: pb.TableReply = believed(stream.receive())
             for tag, sealed in sealed_rows(reply, self._limits):

@@ -93,14 +93,7 @@ def prior_of(run: RunFiles) -> Prior | None:
 
 
 def headline(found: AdjustedFigures, attack: str, *, knows: str, recovers: bool) -> str:
-    """Return the strongest attack's success as the beginning of a sentence.
-
-    Args:
-        found: its figures.
-        attack: its name.
-        knows: words for what it needs to know besides the gradients, empty for nothing.
-        recovers: whether that counts as recovering the labels.
-    """
+    """Return the strongest attack's success as the beginning of a sentence."""
     if recovers:
         return (
             f"Anyone who keeps the gradients of this run{knows} recovers the labels: AUC "
@@ -168,12 +161,7 @@ def contradictions(run: RunFiles, bounds: Mapping[Covers, float]) -> Iterator[st
 
 
 def beyond_rows(run: RunFiles, needs: Mapping[str, str]) -> Iterator[BeyondRow]:
-    """Yield the table of attacks beyond features.
-
-    Args:
-        run: the run.
-        needs: attack -> what it needs to know besides the gradients.
-    """
+    """Yield the table of attacks beyond features."""
     beyond, raw = beyond_of(run), raw_figures(run)
     for attack, found in beyond.adjusted.items():
         gain = beyond.advantage.get(attack)

@@ -23,8 +23,6 @@ class PairRow(NamedTuple):
 
 
 class ClassRow(NamedTuple):
-    """One class."""
-
     name: str
     test_auc: str
     leak_auc: str

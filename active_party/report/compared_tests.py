@@ -27,11 +27,6 @@ class ComparedTests(NamedTuple):
 
 
 def compare_tests(runs: Sequence[RunFiles]) -> ComparedTests:
-    """Compare every run with the first.
-
-    Raises:
-        SettingsError: kept predictions are damaged.
-    """
     predictions = [
         None
         if run.active.summary.of_active.model.test_number is not None
@@ -51,7 +46,6 @@ def compare_tests(runs: Sequence[RunFiles]) -> ComparedTests:
 
 
 def rows_of_tests(compared: ComparedTests) -> Iterator[tuple[str, list[str]]]:
-    """Yield the rows of the table of figures."""
     yield "test AUC (95 % interval)", list(compared.aucs)
     yield "test AUC less that of the first run (paired 95 % interval)", list(compared.differences)
     if any(cell != _ABSENT for cell in compared.alone):

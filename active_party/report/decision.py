@@ -46,7 +46,6 @@ class Check(NamedTuple):
 
     @property
     def word(self) -> str:
-        """The outcome in words."""
         return WORDS[self.outcome]
 
 
@@ -63,16 +62,11 @@ class Decision(NamedTuple):
 
     @property
     def word(self) -> str:
-        """The outcome in words."""
         return WORDS[self.outcome] if self.has_target else "no target"
 
 
 def decide(run: RunFiles, findings: Sequence[Finding], accumulated: Sequence[RunLevel]) -> Decision:
-    """Hold a run against its target.
-
-    Raises:
-        SettingsError: the kept predictions of the test rows are damaged.
-    """
+    """Hold a run against its target."""
     target, where = target_of(run)
     predictions = read_predictions(run.active.folder)
     size = _table_size(run, predictions)
@@ -228,7 +222,6 @@ def _quality_check(auc: float, found: Estimate | None, figure: str, least: float
 
 
 def _interval(auc: float, predictions: StoredPredictions | None) -> Estimate | None:
-    """Return the interval of the recorded test AUC; None if the predictions are not of that."""
     found = None if predictions is None else auc_estimate(predictions)
     return None if found is None or abs(found.value - auc) > 1e-4 else found
 

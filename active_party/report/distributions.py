@@ -29,8 +29,6 @@ _NORMAL_Q975 = 1.959964
 
 
 class StepRow(NamedTuple):
-    """The panels of one batch."""
-
     title: str
     panels: list[Panel]
 

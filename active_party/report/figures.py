@@ -29,7 +29,6 @@ class Windows(NamedTuple):
     """Quantiles over consecutive batches, one entry per window."""
 
     steps: Numbers
-    """Middle of each window."""
     low: Numbers
     median: Numbers
     high: Numbers

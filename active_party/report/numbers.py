@@ -45,8 +45,6 @@ _UNSEEN = (
 
 
 class NumberRow(NamedTuple):
-    """One attack in the table."""
-
     attack: str
     needs: str
     figures: tuple[str, ...]
@@ -57,12 +55,10 @@ class NumberRow(NamedTuple):
 
 
 def is_of_numbers(run: RunFiles) -> bool:
-    """Return whether the labels of a run are numbers."""
     return num_classes(run) == ONE_NUMBER
 
 
 def number_rows(run: RunFiles) -> Iterator[NumberRow]:
-    """Yield the attacks of a run."""
     for attack, found in run.active.summary.of_leak.of_numbers.items():
         others = (found.q95, found.last_epoch, found.random)
         examples = "–" if found.examples is None else f"{found.examples:,}"

@@ -75,8 +75,6 @@ _EXPECTED_TO_DIFFER = {"contract.run_name", "listen", "runs_dir"}
 
 
 class _Compared(NamedTuple):
-    """One of the runs on a comparison page."""
-
     title: str
     style: str
     run: RunFiles
@@ -89,20 +87,7 @@ class _Compared(NamedTuple):
 def write_report(
     run_dir: Path, output: Path | None = None, target_leak_auc: float | None = None
 ) -> Path:
-    """Write the report of a run.
-
-    Args:
-        run_dir: the run's folder.
-        output: the file to write; ``active/report.html`` in the run's folder by default.
-        target_leak_auc: largest accepted leak AUC; that of the run's settings by default.
-
-    Returns:
-        The file written.
-
-    Raises:
-        SettingsError: there are no metrics of an active party.
-        StorageError: the file cannot be written.
-    """
+    """Write the report of a run. Returns the file written."""
     run = read_run(run_dir)
     if target_leak_auc is not None:
         run = run.with_target(target_leak_auc)
@@ -112,12 +97,7 @@ def write_report(
 
 
 def write_comparison(run_dirs: Sequence[Path], output: Path) -> Path:
-    """Write a page with several runs side by side, and return its path.
-
-    Raises:
-        SettingsError: there are fewer than two runs, or one has no metrics.
-        StorageError: the file cannot be written.
-    """
+    """Write a page with several runs side by side, and return its path."""
     if len(run_dirs) < 2:
         raise SettingsError("--compare: expected the folders of at least two runs")
     write_text_atomically(output, comparison_page([read_run(folder) for folder in run_dirs]))

@@ -23,8 +23,6 @@ _Numbers = npt.NDArray[np.float64]
 
 
 class Estimate(NamedTuple):
-    """A figure with its 95 % interval."""
-
     value: float
     low: float
     high: float
@@ -75,12 +73,8 @@ def compare(first: StoredPredictions | None, other: StoredPredictions | None) ->
 def auc_terms(logits: _Numbers, labels: npt.NDArray[np.int64]) -> tuple[float, _Numbers] | None:
     """Return an AUC and one term per row; the sum of their squares is the variance of the AUC.
 
-    Args:
-        logits: (rows,) or (rows, classes).
-        labels: 0 or 1, or class indices, (rows,).
-
-    Returns:
-        None if no class has at least two members and two others.
+    None if no class has at least two members and two others. Shapes: ``logits`` (rows,) or (rows,
+    classes), ``labels`` (rows,).
     """
     scores = logits[:, None] if logits.ndim == 1 else _shares(logits)
     classes = [1] if logits.ndim == 1 else range(scores.shape[1])
@@ -119,7 +113,6 @@ def _average_ranks(values: _Numbers) -> _Numbers:
 
 
 def _shares(logits: _Numbers) -> _Numbers:
-    """Return the softmax of each row."""
     powers = np.exp(logits - logits.max(axis=1, keepdims=True))
     shares: _Numbers = powers / powers.sum(axis=1, keepdims=True)
     return shares

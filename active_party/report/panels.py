@@ -40,8 +40,6 @@ NUM_STYLES = 8
 
 
 class Panel(NamedTuple):
-    """A chart with its title and note."""
-
     title: str
     chart: Markup
     note: str = ""
@@ -201,12 +199,7 @@ def shared_ledger_panel(runs: Sequence[Coloured]) -> Panel | None:
 
 
 def trade_off(dots: Sequence[Dot], measured: str) -> Markup | None:
-    """Return test AUC against leak AUC, one point per run.
-
-    Args:
-        dots: leak AUC, test AUC and name of each run.
-        measured: the kind of leak AUC.
-    """
+    """Return test AUC against leak AUC, one point per run."""
     if not dots:
         return None
     y = round_axis("test AUC", np.array([dot.y for dot in dots]), least_span=_LEAST_AUC_SPAN)

@@ -39,13 +39,10 @@ class Price(NamedTuple):
     rows: float
     """Rows with open labels that would teach as much, at most."""
     share: float
-    """The same as a share of the training rows."""
     is_target: bool
 
 
 class TableSize(NamedTuple):
-    """What a price depends on."""
-
     training_rows: int
     pos_fraction: float
     """With several classes, that of a class of average size."""

@@ -24,8 +24,6 @@ _ABSENT = "–"
 
 
 class Tile(NamedTuple):
-    """A key figure."""
-
     label: str
     value: str
     note: str
@@ -44,8 +42,6 @@ class LeakRow(NamedTuple):
 
 
 class RunLevelRow(NamedTuple):
-    """One attack on the whole run."""
-
     layer: str
     attack: str
     needs: str
@@ -57,8 +53,6 @@ class RunLevelRow(NamedTuple):
 
 
 class GateRow(NamedTuple):
-    """One finding of the leak gate."""
-
     window_end: str
     attack: str
     measured: str
@@ -155,7 +149,6 @@ def run_level_rows(accumulated: Sequence[RunLevel]) -> Iterator[RunLevelRow]:
 
 
 def gate_rows(run: RunFiles) -> Iterator[GateRow]:
-    """Yield the findings of the leak gate."""
     for line in run.active.metrics.of(GateLine):
         window_end = f"epoch {line.epoch + 1}, step {line.step + 1}"
         figures = (line.figure.leak_auc, line.limit, line.random)
@@ -163,7 +156,6 @@ def gate_rows(run: RunFiles) -> Iterator[GateRow]:
 
 
 def alarm_rows(run: RunFiles) -> Iterator[AlarmRow]:
-    """Yield the leak alarms."""
     for line in run.active.metrics.of(AlarmLine):
         figures = (figure(line.figure.leak_auc), figure(line.margin))
         written = _ABSENT if line.bound is None else auc_at_most(line.bound)

@@ -68,43 +68,28 @@ class Unaligned(NamedTuple):
     """The part of a run before its rows are known."""
 
     earlier: AccountBook
-    """The accounts of earlier runs."""
 
     @property
-    def trainer(self) -> None:
-        """There is none yet."""
+    def trainer(self) -> None: ...
 
     @property
     def has_answered(self) -> bool:
-        """Whether anything was ever answered."""
         return False
 
     @property
     def batch_number(self) -> int:
-        """Number of batches that have been answered."""
         return 0
 
     @property
     def audits_answered(self) -> int:
-        """Number of audits that have been answered."""
         return 0
 
     def account_book(self) -> AccountBook:
-        """Return the accounts of earlier runs."""
         return self.earlier
 
 
 class Answering:
-    """The part of a run between the alignment and the last answer.
-
-    Args:
-        run_id: names the run in every batch's id.
-        parties: the parties whose questions are answered.
-        setup: everything that follows from the common rows.
-        questions: the questions answered so far.
-        evaluator: measures held-out rows, and decides whether training stops early.
-        releases: begins the stages of a defense that has any.
-    """
+    """The part of a run between the alignment and the last answer."""
 
     def __init__(
         self,
@@ -128,7 +113,6 @@ class Answering:
 
     @property
     def training_positions(self) -> Positions:
-        """Positions of the training rows, ascending."""
         return self.rows.splits["train"]
 
     @property
@@ -143,7 +127,6 @@ class Answering:
 
     @property
     def has_answered(self) -> bool:
-        """Whether anything was ever answered, in this process or before."""
         return self.batch_number > 0 or len(self.questions) > 0
 
     @property
@@ -163,7 +146,6 @@ class Answering:
 
     @property
     def is_between_steps(self) -> bool:
-        """Whether the state is whole."""
         return self.trainer.is_between_steps and not self._is_midway
 
     @contextmanager
@@ -209,8 +191,7 @@ class Answering:
         The trainer must not compute a step twice: after an error here the run has to end, and may
         resume from its checkpoint.
 
-        Returns:
-            Each party's part, in the contract's order.
+        Returns each party's part, in the contract's order.
 
         Raises:
             OtherAnswer: the step was answered before, and differently.
@@ -261,8 +242,7 @@ class Answering:
     def evaluate(self, batch: Batch) -> tuple[Evaluation | None, Sequence[Reply]]:
         """Score the held-out rows, or survey the training rows, that every party has asked about.
 
-        Returns:
-            The figures of the split if this is its last batch, and the reply to each party.
+        Returns the figures of the split if this is its last batch, and the reply to each party.
 
         Raises:
             StorageError: the questions cannot be logged; they are not answered.

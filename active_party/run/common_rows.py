@@ -9,11 +9,6 @@ from splitveil.common.alignment.share import Mask
 
 
 def intersect(pairs: Sequence[RowIndices]) -> list[Mask]:
-    """Return, for each pair, a mask of its rows that all other pairs have as well.
-
-    Args:
-        pairs: the active party's own rows of each pair's common ids, each row once.
-    """
     common = pairs[0]
     for rows in pairs[1:]:
         common = np.intersect1d(common, rows, assume_unique=True)

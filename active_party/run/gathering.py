@@ -38,14 +38,7 @@ from splitveil.common.run.messages import Activation, LeaveReason, Offer, Openin
 
 
 class Gathering:
-    """The calls that concern every party. Callers hold the lock of ``lifecycle``.
-
-    Args:
-        contract: the agreement that all parties hold.
-        lifecycle: the run's lifecycle.
-        draw_nonce: gives this party's share of the joint seed, 32 bytes, for a run that starts
-            over.
-    """
+    """The calls that concern every party. Callers hold the lock of ``lifecycle``."""
 
     def __init__(
         self, contract: Contract, lifecycle: Lifecycle, draw_nonce: Callable[[], bytes]
@@ -130,11 +123,6 @@ class Gathering:
     def _wait_for_openings(
         self, asking: PassiveParty, stages: Sequence[Stage], is_listening: Listening
     ) -> None:
-        """Wait until every party has opened the run.
-
-        Raises:
-            OthersAwaited: some have not, or the party has sent another handshake meanwhile.
-        """
         handshake = asking.handshakes
 
         def awaited() -> OthersAwaited:
@@ -244,13 +232,7 @@ class Gathering:
     def _wait_for_reply(
         self, asking: PassiveParty, activation: Activation, is_listening: Listening
     ) -> Reply:
-        """Wait until the other parties have asked as well, and the last of them has the answer.
-
-        Raises:
-            NotOpen: the run has to be opened again, because another party does so; or the caller is
-                gone, and will not receive this error.
-            OutOfStep: the party has asked something else meanwhile.
-        """
+        """Wait until the other parties have asked as well, and the last of them has the answer."""
 
         def find() -> Reply | None:
             self._lifecycle.refuse_if_ended()

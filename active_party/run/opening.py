@@ -28,8 +28,6 @@ RESUMABLE = (Stage.REJOINING, Stage.TRAINING, Stage.FINISHED)
 
 
 class NewRun(Enum):
-    """The outcome of a handshake for a new run."""
-
     REPEATED = "it was answered before, and gets the same reply"
     OPENED = "the run is opened with this party"
     STARTED_OVER = "a run about which nothing was answered is dropped for a new one"
@@ -44,8 +42,6 @@ class Resumption(Enum):
 
 
 class OpenRun(NamedTuple):
-    """The run that this process serves."""
-
     run_id: str
     nonce: bytes
     """This party's share of the joint seed."""
@@ -58,11 +54,9 @@ class OpenRun(NamedTuple):
 
     @classmethod
     def new(cls, nonce: bytes, dropped: frozenset[str] = frozenset()) -> Self:
-        """Return a new run with an id of its own."""
         return cls(secrets.token_hex(8), nonce, dropped)
 
     def start_over(self, nonce: bytes) -> "OpenRun":
-        """Return the run that replaces this one, with another nonce."""
         return OpenRun.new(nonce, self.dropped | {self.run_id})
 
 
@@ -70,15 +64,11 @@ class Whereabouts(NamedTuple):
     """The position of a run in its course, and the positions to which it could return."""
 
     batch_number: int
-    """Number of batches that have been answered up to here."""
 
     checkpoints: frozenset[int]
-    """Numbers of batches after which this party has a checkpoint."""
 
 
 class CommonRows(NamedTuple):
-    """The rows that all parties have in common, and the share that each party is sent."""
-
     file_rows: Positions
     nonces: tuple[bytes, ...]
     """All passive parties' shares of the joint seed, in the contract's order."""
@@ -121,13 +111,6 @@ def check_resumption(
 ) -> None:
     """Compare a handshake for a stored run with the run that there is.
 
-    Args:
-        stages: the run's stage.
-        parties: the passive parties.
-        run: the run that may be resumed.
-        offer: the run and the checkpoints that the party offers.
-        is_known: whether the party committed to the same nonce when the run began.
-
     Raises:
         NothingBegun: it asks for a run that has started over since, before its first answer.
         OutOfStep: it asks for another run.
@@ -142,12 +125,6 @@ def judge_resumption(
     parties: PassiveParties, run: OpenRun, where: Whereabouts, offer: Offer
 ) -> Resumption:
     """Decide about a handshake for the stored run, once ``check_resumption`` has accepted it.
-
-    Args:
-        parties: the passive parties, before this handshake.
-        run: the run that may be resumed.
-        where: its position, and its checkpoints.
-        offer: the run and the checkpoints that the party offers.
 
     Raises:
         OutOfStep: the party has no checkpoint in common with this one.

@@ -46,13 +46,6 @@ class QuestionNumber(NamedTuple):
 
     @classmethod
     def of_batch(cls, batch_number: int, asker: int, num_askers: int) -> Self:
-        """Return the number of a party's question about a batch.
-
-        Args:
-            batch_number: number of batches of the run before it.
-            asker: index of the party that asks.
-            num_askers: number of parties that ask about each batch.
-        """
         return cls(batch_number, asker, batch_number * num_askers + asker)
 
     @classmethod
@@ -66,12 +59,7 @@ class QuestionNumber(NamedTuple):
 
 
 class AnsweredQuestions:
-    """Fingerprints of questions and replies, the keys of the noise, and the charges.
-
-    Args:
-        secret: of the run, 32 bytes.
-        log: keeps fingerprints and charges.
-    """
+    """Fingerprints of questions and replies, the keys of the noise, and the charges."""
 
     def __init__(self, secret: bytes, log: AnswerLog) -> None:
         self.secret = secret
@@ -83,11 +71,6 @@ class AnsweredQuestions:
     def fingerprint(self, batch_number: int, asker: int, values: Tensor) -> bytes:
         """Return the fingerprint of a question about a batch, 16 bytes.
 
-        Args:
-            batch_number: number of batches of the run before it.
-            asker: index of the party that asks.
-            values: its activation.
-
         Raises:
             OutOfStep: another question of this party about the batch has been answered.
         """
@@ -95,16 +78,10 @@ class AnsweredQuestions:
         return self._fingerprint(number, values)
 
     def is_answered(self, batch_number: int) -> bool:
-        """Return whether a batch that may come again has been answered before."""
         return self._log.at(batch_number) is not None
 
     def reply_tag(self, batch_number: int, values: Tensor) -> bytes:
-        """Return the fingerprint of an answer, 16 bytes, which never leaves this party.
-
-        Args:
-            batch_number: number of batches of the run before it.
-            values: the answer that is about to leave, on the CPU.
-        """
+        """Return the fingerprint of an answer, 16 bytes, which never leaves this party."""
         return self._tag(batch_number, values, b"reply")
 
     def is_repeated(
@@ -115,11 +92,6 @@ class AnsweredQuestions:
         Arithmetic that is not repeatable, or another device, gives another answer to the same
         question, possibly at the same charge. Since both carry the same noise, together they would
         reveal their difference without any noise.
-
-        Args:
-            batch_number: number of batches of the run before it.
-            charge: of the answer.
-            reply: the answer's tag.
         """
         record = self._log.at(batch_number)
         return record is not None and (record.charge, record.reply) == (charge, reply)
@@ -155,7 +127,6 @@ class AnsweredQuestions:
         return self._tag(FIRST_RELEASE_NUMBER + stage, values, b"release")
 
     def released(self, stage: int) -> Record | None:
-        """Return the record of a stage's release; None if it was never used."""
         return self._log.at(FIRST_RELEASE_NUMBER + stage)
 
     def record_release(self, stage: int, tag: bytes, charge: ChargedAnswer) -> None:
@@ -194,11 +165,6 @@ class AnsweredQuestions:
 
     def note(self, number: QuestionNumber, values: Tensor, about: bytes = b"") -> None:
         """Ensure that no other audit is ever answered under a number.
-
-        Args:
-            number: of the audit.
-            values: the scores.
-            about: at most 32 bytes that ``noted`` returns later.
 
         Raises:
             OutOfStep: another one has been answered.
@@ -240,11 +206,7 @@ class AnsweredQuestions:
 
 
 def run_secret(noise_seed: int | None) -> bytes:
-    """Return the secret from which a run's answers and fingerprints are keyed, 32 bytes.
-
-    Args:
-        noise_seed: for tests only: makes the secret predictable.
-    """
+    """Return the secret from which a run's answers and fingerprints are keyed, 32 bytes."""
     if noise_seed is None:
         return secrets.token_bytes(32)
     return hashlib.sha256(b"splitveil test secret %d" % noise_seed).digest()

@@ -55,15 +55,6 @@ class ActiveSession:
 
     Every call names the calling party; a single party need not be named. A call that waits for
     other parties gives up when ``is_listening`` says that its caller is gone.
-
-    Args:
-        contract: the agreement that all parties hold.
-        own: this party's rows.
-        build_trainer: makes the trainer once the common rows are known.
-        observer: receives the steps and evaluations.
-        draw_nonce: gives this party's share of the joint seed, 32 bytes, a new one per alignment.
-        rules: this party's own decisions.
-        store: where checkpoints are kept; None for a run that cannot be resumed.
     """
 
     lifecycle_type: ClassVar[type[Lifecycle]] = Lifecycle
@@ -95,7 +86,6 @@ class ActiveSession:
 
     @property
     def run_id(self) -> str:
-        """Name of the run."""
         return self.lifecycle.run.run_id
 
     @property
@@ -105,7 +95,6 @@ class ActiveSession:
 
     @property
     def stage(self) -> Stage:
-        """The stage of the run."""
         return self.lifecycle.stages.current
 
     @property
@@ -200,10 +189,6 @@ class ActiveSession:
     def require_aligning(self, run_id: str | None = None, party: str | None = None) -> None:
         """Refuse a message of the alignment at any other time.
 
-        Args:
-            run_id: the run that is being aligned, once that is known.
-            party: the party that is being aligned.
-
         Raises:
             NotOpen: this process has not opened the run with the peer yet.
             OutOfStep: the alignment is not due, or is complete.
@@ -219,11 +204,7 @@ class ActiveSession:
     def aligned(self, file_rows: Positions, peer_nonce: bytes, party: str | None = None) -> None:
         """Take the rows in common with one party; with those of every party, prepare training.
 
-        Args:
-            file_rows: this party's rows of the common ids, (aligned,), in any order; with several
-                passive parties, in the order of the pair's tags.
-            peer_nonce: the peer's share of the joint seed, revealed in its hello.
-            party: the passive party.
+        Shapes: ``file_rows`` (aligned,).
 
         Raises:
             OutOfStep: the nonce is not the one to which the handshake committed.
@@ -237,8 +218,7 @@ class ActiveSession:
     def share_of(self, party: str, timeout_s: float) -> Share | None:
         """Wait for the share that ends a party's alignment in a run with several passive parties.
 
-        Returns:
-            None if it takes longer.
+        None if it takes longer.
 
         Raises:
             NotOpen: the run has to be opened again, because another party does so.

@@ -42,24 +42,15 @@ class OwnRows(NamedTuple):
     """(aligned,), float32."""
 
     weights: LossWeights = LossWeights()
-    """Of all aligned rows, and of the classes."""
 
     kind: LabelKind = CLASS_LABELS
-    """What the labels are."""
 
     def at(self, positions: Tensor) -> tuple[Features, Tensor]:
-        """Return the features and labels of some rows, on the CPU."""
         there = positions.to(self.labels.device)
         return self.features.rows(there).to(_CPU), self.labels[there].cpu()
 
     def loss_of(self, logits: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
-        """Return the loss of some rows, which counts rows and classes as the training did.
-
-        Args:
-            logits: of these rows, on the CPU.
-            labels: of these rows, on the CPU.
-            positions: of these rows among the aligned ones.
-        """
+        """Return the loss of some rows, which counts rows and classes as the training did."""
         of_rows, of_classes = self.weights
         if of_rows is not None:
             of_rows = of_rows[positions.to(of_rows.device)].cpu()
@@ -78,7 +69,6 @@ class LogitsAlone(nn.Module):
         self.layers = layers
 
     def forward(self, features: Features) -> Tensor:
-        """Return the logits."""
         logits: Tensor = self.layers(features)
         return logits.squeeze(1) if logits.shape[1] == 1 else logits
 
@@ -100,13 +90,7 @@ def train_alone(
 ) -> nn.Module:
     """Return the model trained on true labels: its best state by the loss on held-out rows.
 
-    Args:
-        model: untrained; it is changed.
-        rows: all aligned rows.
-        training: positions of the training rows, (training rows,), at least 2.
-        build_optimizer: returns the optimizer of a model.
-        batch_size: rows in a step.
-        seed: of the order of the rows and of the held-out tenth.
+    Shapes: ``training`` (training rows,).
     """
     generator = torch.Generator().manual_seed(seed)
     shuffled = training[torch.randperm(len(training), generator=generator)]

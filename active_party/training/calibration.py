@@ -19,13 +19,7 @@ def adaptive_calibration_error(
 ) -> float:
     """Return the adaptive calibration error, between 0 and 1.
 
-    Args:
-        probabilities: predicted for label 1, (examples,).
-        labels: 0 or 1, (examples,).
-        num_bins: number of bins; at most one per example is used.
-
-    Raises:
-        ValueError: there are no examples, or the numbers of labels and examples differ.
+    Shapes: ``probabilities`` (examples,), ``labels`` (examples,).
     """
     if probabilities.ndim != 1 or probabilities.shape != labels.shape or not len(labels):
         raise ValueError(

@@ -7,12 +7,7 @@ from splitveil.common.run.progress import State
 
 
 class CutMemory:
-    """The last activation of each aligned row; zeros for a row that was not visited yet.
-
-    Args:
-        num_rows: number of aligned rows.
-        device: where the activations are kept.
-    """
+    """The last activation of each aligned row; zeros for a row that was not visited yet."""
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         self._num_rows = num_rows
@@ -21,15 +16,12 @@ class CutMemory:
 
     @property
     def is_filled(self) -> bool:
-        """Whether anything was noted."""
         return self._values is not None
 
     def note(self, rows: Tensor, activation: Tensor) -> None:
         """Remember the activations of a batch.
 
-        Args:
-            rows: indices in the common order, (batch,).
-            activation: (batch, *cut_shape).
+        Shapes: ``rows`` (batch,), ``activation`` (batch, *cut_shape).
         """
         if self._values is None:
             shape = (self._num_rows, *activation.shape[1:])
@@ -37,21 +29,15 @@ class CutMemory:
         self._values[rows.to(self._device)] = activation.detach().to(self._values)
 
     def at(self, rows: Tensor) -> Tensor:
-        """Return the last activations of some rows, (rows, *cut_shape) float32.
-
-        Raises:
-            RuntimeError: nothing was noted yet.
-        """
+        """Return the last activations of some rows, (rows, *cut_shape) float32."""
         if self._values is None:
             raise RuntimeError("no activation was noted yet")
         return self._values[rows.to(self._device)]
 
     def state_dict(self) -> State:
-        """Return the activations."""
         return {} if self._values is None else {"values": self._values}
 
     def load_state_dict(self, state: State) -> None:
-        """Restore the activations that ``state_dict`` returned."""
         values = state.get("values")
         if values is not None and len(values) != self._num_rows:
             raise ValueError(f"expected activations of {self._num_rows} rows, got {len(values)}")

@@ -18,11 +18,9 @@ class EarlyStop:
         self._epochs_without_gain = 0
 
     def state_dict(self) -> State:
-        """Return the progress so far."""
         return {"best": self._best, "epochs_without_gain": self._epochs_without_gain}
 
     def load_state_dict(self, state: State) -> None:
-        """Resume from a state that ``state_dict`` returned."""
         self._best = state["best"]
         self._epochs_without_gain = state["epochs_without_gain"]
 

@@ -29,9 +29,7 @@ class Evaluation:
     numbers."""
     calibration_error: float
     classes: ClassFigures | None = None
-    """Figures for each class if there are more than two; otherwise None."""
     number: NumberFigures | None = None
-    """Figures about labels that are numbers; None if they are classes."""
 
     @property
     def in_short(self) -> str:
@@ -49,12 +47,7 @@ class HeldOutPredictions(NamedTuple):
 
 
 class Evaluator:
-    """Collects the predictions for held-out rows, batch by batch, and measures whole splits.
-
-    Args:
-        early_stop: decides after each epoch whether to continue; None never stops early.
-        kind: measures the predictions.
-    """
+    """Collects the predictions for held-out rows, batch by batch, and measures whole splits."""
 
     def __init__(self, early_stop: EarlyStop | None = None, kind: LabelKind = CLASS_LABELS) -> None:
         self._early_stop = early_stop
@@ -67,13 +60,7 @@ class Evaluator:
     def add(self, batch: Batch, logits: Tensor, labels: Tensor) -> Evaluation | None:
         """Take in the predictions for one batch; return the split's figures if it is the last.
 
-        Args:
-            batch: a batch of a held-out split, in the order of the run.
-            logits: (batch,), or (batch, classes).
-            labels: (batch,).
-
-        Raises:
-            ValueError: the batch is of the survey, which nothing is measured on.
+        Shapes: ``logits`` (batch,) or (batch, classes), ``labels`` (batch,).
         """
         if batch.split == "survey":
             raise ValueError("a survey is not evaluated")
@@ -113,7 +100,6 @@ class Evaluator:
         return self._early_stop.should_stop(reached)
 
     def state_dict(self) -> State:
-        """Return the progress so far."""
         return {
             "early_stop": None if self._early_stop is None else self._early_stop.state_dict(),
             "validation_score": self._validation_score,
@@ -121,7 +107,6 @@ class Evaluator:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Resume from a state that ``state_dict`` returned."""
         if self._early_stop is not None:
             self._early_stop.load_state_dict(state["early_stop"])
         self._validation_score = state["validation_score"]

@@ -23,15 +23,7 @@ _MOST_COLUMNS = 128
 
 
 class LabelFreeFacts:
-    """Yields facts about the training rows, chunk by chunk.
-
-    Args:
-        model: the top model.
-        memory: the rows' last activations.
-        features: the active party's own features of all aligned rows.
-        training: positions of the training rows, (training rows,), ascending.
-        device: the device of the model.
-    """
+    """Yields facts about the training rows, chunk by chunk."""
 
     def __init__(
         self,

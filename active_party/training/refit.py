@@ -29,27 +29,19 @@ _PREDICTED_AT_ONCE = 16_384
 
 
 class KnownRows(NamedTuple):
-    """The active party's data about all aligned rows."""
-
     memory: CutMemory
-    """Their last activations."""
 
     features: Features | None
-    """This party's own features; None if it does not have any."""
 
     labels: Tensor
     """True labels, (aligned,) float32."""
 
     weights: LossWeights = LossWeights()
-    """Of all aligned rows, and of the classes."""
 
     kind: LabelKind = CLASS_LABELS
-    """What the labels are."""
 
 
 class Fitting(NamedTuple):
-    """How the copy is trained."""
-
     build_optimizer: Callable[[nn.Module], Optimizer]
     batch_size: int
     seed: int
@@ -59,11 +51,7 @@ class Fitting(NamedTuple):
 def refit_top(model: nn.Module, known: KnownRows, training: Tensor, fitting: Fitting) -> nn.Module:
     """Return a copy of the top model that was trained on the true labels.
 
-    Args:
-        model: the top model, which is not changed.
-        known: all aligned rows.
-        training: positions of the training rows, (training rows,), at least 2.
-        fitting: how to train.
+    Shapes: ``training`` (training rows,).
     """
     generator = torch.Generator().manual_seed(fitting.seed)
     shuffled = training[torch.randperm(len(training), generator=generator)]

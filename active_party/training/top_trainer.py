@@ -48,7 +48,6 @@ class TrainingRows(NamedTuple):
     """0 or 1, class indices, or shares of the range if labels are numbers, (aligned,)."""
 
     features: Features | None = None
-    """This party's own features; None if it does not have any."""
 
     num_classes: int = 2
 
@@ -73,7 +72,6 @@ class TrainingRows(NamedTuple):
     rows are to be remembered; None if the defense does not need them."""
 
     kind: LabelKind = CLASS_LABELS
-    """What the labels are."""
 
 
 @dataclass(frozen=True)
@@ -104,22 +102,10 @@ class StepResult:
     gradient is not that of a cross entropy."""
 
     own: Features | None = None
-    """This party's own features of the rows; None if it does not have any."""
 
 
 class TopTrainer:
-    """Trains the top model on this party's rows, and defends every gradient that it returns.
-
-    Args:
-        objective: the top model, and the loss for which it is trained.
-        defense: applied to every gradient before it is returned.
-        rows: this party's data about the aligned rows.
-        device: the device of the model.
-        answer_keys: gives the defense the keys of fresh noise; None if it does not draw any.
-        phases: charges the time that its computations take.
-        tells_slopes: whether results hold slopes, which cost a pass through the model's graph for
-            each logit.
-    """
+    """Trains the top model on this party's rows, and defends every gradient that it returns."""
 
     def __init__(
         self,
@@ -153,7 +139,6 @@ class TopTrainer:
 
     @property
     def model(self) -> nn.Module:
-        """The top model."""
         return self._objective.model
 
     @property
@@ -164,15 +149,12 @@ class TopTrainer:
     def survey(self, positions: Positions, activation: Tensor) -> None:
         """Take note of the activations of some training rows before the first step.
 
-        Args:
-            positions: positions of the rows, (batch,).
-            activation: (batch, *cut_shape).
+        Shapes: ``positions`` (batch,), ``activation`` (batch, *cut_shape).
         """
         self._note(torch.from_numpy(positions.copy()), activation)
 
     @property
     def released_rows(self) -> Tensor | None:
-        """Positions of the rows that releases are about, (rows,); None for all training rows."""
         return self.defense.released_rows
 
     def pending_release(self, epoch: int) -> PendingRelease | None:
@@ -198,10 +180,7 @@ class TopTrainer:
         Everything that need not come before the answer follows in ``learn``, so that the peer need
         not wait for it.
 
-        Args:
-            positions: positions of the rows, (batch,).
-            activation: (batch, *cut_shape).
-            answer_key: the key from which the noise of this answer is drawn, 32 secret bytes.
+        Shapes: ``positions`` (batch,), ``activation`` (batch, *cut_shape).
 
         Raises:
             SplitveilError: the gradient cannot be defended.
@@ -348,7 +327,6 @@ class TopTrainer:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Return to the step at which ``state_dict`` was taken."""
         self._unlearned = None
         self._objective.load_state_dict(state["objective"])
         self.defense.load_state_dict(state["defense"])

@@ -72,7 +72,7 @@ class Lifecycle:
         """Whether a new run begins with a survey of the training rows' activations."""
         self.run = run
         self.error: SplitveilError | None = None
-        self.parties = PassiveParties.of(contract, allow_audits=allows)
+        self.parties = PassiveParties(contract, allow_audits=allows)
         self.stages = RunStages()
         self.rendezvous = Rendezvous(self.parties, self.stages)
         self.phase: Unaligned | Answering = Unaligned(rules.allowance.earlier)
@@ -131,7 +131,8 @@ class Lifecycle:
     def start_over(self, nonce: bytes) -> None:
         """Drop a run about which nothing was answered, with the nonce that a party has seen."""
         self.run = self.run.start_over(nonce)
-        self.parties.forget_alignments()
+        for party in self.parties:
+            party.forget_alignment()
         self.move_to(Stage.WAITING)
 
     def begin(self, common: CommonRows) -> None:
@@ -184,7 +185,8 @@ class Lifecycle:
         with refusing_other_versions():
             answering.reopen(checkpoints[-1], state)
         if state["is_last"]:  # a peer may have everything that it needs, and never return
-            self.parties.recall_goodbyes(state["left"])
+            for name in state["left"]:
+                self.parties.named(name).say_goodbye()
             self._restore(checkpoints[-1], state)
         return True
 
@@ -211,7 +213,8 @@ class Lifecycle:
         self.answering.questions.note_resumption(batch_number)
         self.run = self.run._replace(resumed_at=batch_number)
         self._restore(batch_number, self._store.load(batch_number))
-        self.parties.resume()
+        for party in self.parties:
+            party.resume()
 
     def _restore(self, batch_number: int, state: State) -> None:
         answering = self.answering

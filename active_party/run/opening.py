@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple, Self
 
-from splitveil.active_party.run.common_rows import intersect
+import numpy as np
+
 from splitveil.active_party.run.parties import Pair, PassiveParties, PassiveParty
 from splitveil.active_party.run.stages import RunStages, Stage
-from splitveil.common.alignment import Share
+from splitveil.common.alignment import RowIndices, Share
+from splitveil.common.alignment.share import Mask
 from splitveil.common.errors import AlignmentError, ContractMismatch, NothingBegun, OutOfStep
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.contract_difference import check_same_contract
@@ -169,7 +171,7 @@ def common_rows(contract: Contract, pairs: Sequence[Pair]) -> CommonRows:
     nonces = tuple(pair.nonce for pair in pairs)
     if len(pairs) == 1:
         return CommonRows(pairs[0].rows, nonces, ())
-    masks = intersect([pair.rows for pair in pairs])
+    masks = _masks([pair.rows for pair in pairs])
     rows = pairs[0].rows[masks[0]]
     if len(rows) < contract.alignment.min_aligned:
         raise AlignmentError(
@@ -177,3 +179,10 @@ def common_rows(contract: Contract, pairs: Sequence[Pair]) -> CommonRows:
             f"needed {contract.alignment.min_aligned}"
         )
     return CommonRows(rows, nonces, tuple(Share(mask, nonces) for mask in masks))
+
+
+def _masks(pairs: Sequence[RowIndices]) -> list[Mask]:
+    common = pairs[0]
+    for rows in pairs[1:]:
+        common = np.intersect1d(common, rows, assume_unique=True)
+    return [np.isin(rows, common) for rows in pairs]

@@ -220,32 +220,16 @@ class PassiveParty:
 class PassiveParties:
     """All passive parties of a run, in the contract's order."""
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        *,
-        allow_audits: bool,
-        pipeline_depth: int = 1,
-        evaluations_ahead: int = 1,
-    ) -> None:
+    def __init__(self, contract: Contract, *, allow_audits: bool) -> None:
         self._parties = tuple(
             PassiveParty(
                 name,
                 index,
                 AuditDesk(is_open=allow_audits, asker=index),
-                pipeline_depth=pipeline_depth,
-                evaluations_ahead=evaluations_ahead,
+                pipeline_depth=contract.pipeline_depth,
+                evaluations_ahead=evaluations_ahead(contract),
             )
-            for index, name in enumerate(names)
-        )
-
-    @classmethod
-    def of(cls, contract: Contract, *, allow_audits: bool) -> "PassiveParties":
-        return cls(
-            contract.passive_parties,
-            allow_audits=allow_audits,
-            pipeline_depth=contract.pipeline_depth,
-            evaluations_ahead=evaluations_ahead(contract),
+            for index, name in enumerate(contract.passive_parties)
         )
 
     def __iter__(self) -> Iterator[PassiveParty]:
@@ -298,34 +282,10 @@ class PassiveParties:
         for party, nonce in zip(self._parties, nonces, strict=True):
             party.recall(nonce)
 
-    def recall_goodbyes(self, names: Iterable[str]) -> None:
-        """Recall the parties that had left when a finished run was stored."""
-        for name in names:
-            self.named(name).say_goodbye()
-
-    def forget_openings(self) -> None:
-        """Require a new handshake of every party."""
-        for party in self._parties:
-            party.forget_opening()
-
-    def forget_alignments(self) -> None:
-        """Let every party start over."""
-        for party in self._parties:
-            party.forget_alignment()
-
-    def forget_questions(self) -> None:
-        """Drop every party's last questions and answers."""
-        for party in self._parties:
-            party.forget_questions()
-
     def answer(self, replies: Sequence[Reply]) -> None:
         """Keep the replies to the questions of all parties, in the contract's order."""
         for party, question, reply in zip(self._parties, self.questions, replies, strict=True):
             party.answer(question, reply)
-
-    def resume(self) -> None:
-        for party in self._parties:
-            party.resume()
 
 
 def names_of(parties: Iterable[PassiveParty]) -> str:

@@ -14,7 +14,7 @@ from splitveil.active_party.run.observer import SessionObserver
 from splitveil.active_party.run.preparation import OwnRows, OwnRules
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.active_party.training.early_stopping import EarlyStop
+from splitveil.active_party.training.evaluation import EarlyStop
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.data.source_settings import expand_path
 from splitveil.common.errors import SettingsError

@@ -8,8 +8,8 @@ from torch import nn
 from splitveil.active_party.http.batcher import Question
 from splitveil.active_party.predict.predictor import Predictions
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.active_party.training.alone import build_alone, predictions_alone
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind, kind_of
+from splitveil.active_party.training.own_models import build_alone, predictions_alone
 from splitveil.common.data.id_index import ABSENT
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.served_rows import ServedRows

@@ -12,8 +12,7 @@ from splitveil.active_party.run.answering import Answering, TrainingSetup
 from splitveil.active_party.run.parties import PassiveParties
 from splitveil.active_party.run.questions import AnsweredQuestions
 from splitveil.active_party.run.releases import Releases
-from splitveil.active_party.training.early_stopping import EarlyStop
-from splitveil.active_party.training.evaluation import Evaluator
+from splitveil.active_party.training.evaluation import EarlyStop, Evaluator
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.alignment import Splits
 from splitveil.common.errors import SettingsError

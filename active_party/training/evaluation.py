@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from splitveil.active_party.training.early_stopping import EarlyStop
+from splitveil.active_party.settings import EarlyStopping
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
 from splitveil.active_party.training.predictions import ClassFigures, figure_in_short
 from splitveil.common.record.figures import NumberFigures
@@ -44,6 +44,34 @@ class HeldOutPredictions(NamedTuple):
     """(test rows,) or (test rows, classes)."""
     labels: Tensor
     """(test rows,), float: 0 or 1, class indices, or shares of the range."""
+
+
+class EarlyStop:
+    """Watches a score, epoch by epoch: of the validation rows, or on released targets.
+
+    It is an AUC, or for labels that are numbers an error with a minus sign.
+    """
+
+    def __init__(self, settings: EarlyStopping) -> None:
+        self._settings = settings
+        self._best = -math.inf
+        self._epochs_without_gain = 0
+
+    def state_dict(self) -> State:
+        return {"best": self._best, "epochs_without_gain": self._epochs_without_gain}
+
+    def load_state_dict(self, state: State) -> None:
+        self._best = state["best"]
+        self._epochs_without_gain = state["epochs_without_gain"]
+
+    def should_stop(self, reached: float) -> bool:
+        """Take in one epoch's score and return whether the patience is used up."""
+        if reached > self._best + self._settings.min_gain:
+            self._best = reached
+            self._epochs_without_gain = 0
+        else:
+            self._epochs_without_gain += 1
+        return self._epochs_without_gain >= self._settings.patience_epochs
 
 
 class Evaluator:

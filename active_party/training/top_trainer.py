@@ -20,15 +20,13 @@ from splitveil.active_party.defenses import (
 )
 from splitveil.active_party.defenses.interface import LabelledRows, PendingRelease
 from splitveil.active_party.defenses.objective import BatchLabels, Objective, StepOutcome
-from splitveil.active_party.training.alone import OwnRows
-from splitveil.active_party.training.cut_memory import CutMemory
-from splitveil.active_party.training.label_free_facts import LabelFreeFacts
+from splitveil.active_party.training.cut_memory import CutMemory, LabelFreeFacts
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
+from splitveil.active_party.training.own_models import Fitting, KnownRows, refit_top
 from splitveil.active_party.training.predictions import (
     LossWeights,
     PredictionFigures,
 )
-from splitveil.active_party.training.refit import Fitting, KnownRows, predict_logits, refit_top
 from splitveil.common.data.features import Features
 from splitveil.common.errors import SplitveilError
 from splitveil.common.models.blocks import predict_in_blocks
@@ -264,11 +262,13 @@ class TopTrainer:
         self.learn()
         return refit_top(self.model, self._known(self.memory), self._training, fitting)
 
-    def rows_alone(self) -> OwnRows | None:
+    def rows_alone(self) -> KnownRows | None:
         """Return what this party knows of all aligned rows by itself; None without features."""
         if self._features is None:
             return None
-        return OwnRows(self._features, self._labels, self._weights, self.kind)
+        cpu = torch.device("cpu")
+        on_cpu = LossWeights(*(None if one is None else one.cpu() for one in self._weights))
+        return KnownRows(self._labels.cpu(), self._features.to(cpu), weights=on_cpu, kind=self.kind)
 
     def measure(self, model: nn.Module, positions: Positions) -> PredictionFigures | None:
         """Measure a model's predictions of some rows at their last activations.
@@ -277,8 +277,8 @@ class TopTrainer:
         """
         if self.memory is None or not self.memory.is_filled or not len(positions):
             return None
-        logits = predict_logits(model, self._known(self.memory), torch.from_numpy(positions.copy()))
-        return self.kind.measure(logits, self.labels_of(positions))
+        logits = self._known(self.memory).logits(model, torch.from_numpy(positions.copy()))
+        return self.kind.measure(logits.cpu(), self.labels_of(positions))
 
     def score_on_targets(self) -> float | None:
         """Return how well the predictions of the training rows agree with the defense's targets.
@@ -289,13 +289,13 @@ class TopTrainer:
         if self.memory is None or self._training is None or not self.memory.is_filled:
             return None
         self.learn()
-        rows, known = self._training.to(self._device), self._known(self.memory)
-        logits = predict_logits(self.model, known, self._training)
+        rows = self._training.to(self._device)
+        logits = self._known(self.memory).logits(self.model, self._training).cpu()
         targets = self._targets(LabelledRows(rows, self._labels[rows], self.memory.at(rows)))
         return self.kind.agreement(logits, targets.cpu())
 
     def _known(self, memory: CutMemory) -> KnownRows:
-        return KnownRows(memory, self._features, self._labels, self._weights, self.kind)
+        return KnownRows(self._labels, self._features, memory, self._weights, self.kind)
 
     def predict(self, positions: Positions, activation: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits and labels of some rows, on the CPU, without learning.

@@ -11,19 +11,77 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from splitveil.active_party.http.batcher import Batcher, Question
-from splitveil.active_party.http.call_log import Call, CallLog
 from splitveil.active_party.http.errors import NotAvailable, TooFast, Unusable
-from splitveil.active_party.http.fallback import Fallback
-from splitveil.active_party.http.online_status import IdOutcome
+from splitveil.active_party.http.online_status import Call, CallLog, IdOutcome
 from splitveil.active_party.http.own_features import GivenFeatures
 from splitveil.active_party.http.peer_watch import PeerWatch
-from splitveil.active_party.http.rate_limit import RateLimit
+from splitveil.active_party.http.programs import RateLimit
 from splitveil.active_party.predict.predictor import Predictions, Predictor
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind, kind_of
+from splitveil.active_party.training.own_models import build_alone, predictions_alone
 from splitveil.common.data.canonical_form import CanonicalForm
-from splitveil.common.errors import SplitveilError
+from splitveil.common.data.id_index import ABSENT
+from splitveil.common.errors import SettingsError, SplitveilError
+from splitveil.common.party.served_rows import ServedRows
+from splitveil.common.run.contract import ACTIVE
+from splitveil.common.run.inference import ModelIdentity
+from splitveil.common.storage.model_files import ALONE
+from splitveil.common.storage.trained_model import TrainedModel
 from splitveil.common.wire.limits import ID_BYTES
+
+
+class Fallback:
+    """Answers ids from this party's own features. Several threads may use it."""
+
+    def __init__(
+        self, model: nn.Module, own_rows: ServedRows, labels: LabelKind = CLASS_LABELS
+    ) -> None:
+        self._model = model.eval()
+        self._own_rows = own_rows
+        self._labels = labels
+
+    @classmethod
+    def load(
+        cls, settings: ActiveSettings, own_rows: ServedRows | None, joint: ModelIdentity
+    ) -> "Fallback":
+        folder = settings.run_folder(ACTIVE)
+        if own_rows is None:
+            raise SettingsError("serving.fallback: this party has no features of its own")
+        if not (folder / "checkpoint" / ALONE).exists():
+            raise SettingsError(
+                f"serving.fallback: {folder} has no {ALONE}: only a run that was finished with "
+                f"serving.fallback leaves one"
+            )
+        trained = TrainedModel.open(folder, settings.contract, ALONE)
+        if trained.identity != joint:
+            raise SettingsError(
+                f"serving.fallback: {ALONE} is of {trained.identity}, the joint model of {joint}"
+            )
+        num_classes, seed = settings.data.num_classes, settings.model_seed
+        model = build_alone(own_rows.encoder, num_classes, seed)
+        trained.put_into(model)
+        return cls(model, own_rows, kind_of(settings.data))
+
+    def predict(self, question: Question, at: NDArray[np.int64]) -> Predictions:
+        """Predict some of a question's ids. Shapes: ``at`` (rows,)."""
+        if question.own is not None:
+            found = np.ones(len(at), np.bool_)
+            own = question.own.rows(torch.from_numpy(at))
+        else:
+            rows = self._own_rows.rows_of([question.ids[index] for index in at])
+            found = rows != ABSENT
+            own = self._own_rows.features_of(rows[found])
+        known = np.empty(0, np.float32)
+        if found.any():
+            known = predictions_alone(self._model, own, self._labels)
+        probabilities = np.full((len(at), *known.shape[1:]), np.nan, np.float32)
+        if found.any():
+            probabilities[found] = known
+        return Predictions(probabilities, found, {})
 
 
 class Rules(NamedTuple):

@@ -4,18 +4,14 @@ import logging
 from contextlib import ExitStack
 from typing import NamedTuple
 
+from splitveil.active_party.http.api import build_app
 from splitveil.active_party.http.batcher import Batcher
-from splitveil.active_party.http.call_log import CallLog
-from splitveil.active_party.http.desk import AnswerDesk, Rules
-from splitveil.active_party.http.fallback import Fallback
-from splitveil.active_party.http.http_api import build_app
-from splitveil.active_party.http.http_server import HttpServer
-from splitveil.active_party.http.online_status import OnlineStatus
+from splitveil.active_party.http.desk import AnswerDesk, Fallback, Rules
+from splitveil.active_party.http.online_status import CallLog, OnlineStatus
 from splitveil.active_party.http.own_features import GivenFeatures
 from splitveil.active_party.http.peer_watch import PeerWatch
-from splitveil.active_party.http.programs import Tokens
-from splitveil.active_party.http.rate_limit import RateLimit
-from splitveil.active_party.http.server_tls import ServerTls
+from splitveil.active_party.http.programs import RateLimit, Tokens
+from splitveil.active_party.http.server import HttpServer, ServerTls
 from splitveil.active_party.predict.embed_client import EmbedClient
 from splitveil.active_party.predict.predictor import Predictor
 from splitveil.active_party.settings import ActiveSettings

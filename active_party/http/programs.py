@@ -1,17 +1,56 @@
-"""Tells the programs that ask for predictions apart, by token or by certificate."""
+"""The programs that ask for predictions: their tokens, and how many ids they may ask for."""
 
 import hashlib
 import hmac
 import re
-import stat
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
-from splitveil.active_party.http.errors import NotAdmitted
+from splitveil.active_party.http.errors import NotAdmitted, TooFast
+from splitveil.common.data.secret_files import read_secret
 from splitveil.common.errors import SettingsError
-from splitveil.common.text.files import read_bytes
+
+BURST_S = 1.0
+"""Seconds of requests that may be saved up by asking nothing."""
+
+
+class RateLimit:
+    """Refuses requests that come too fast. Several threads may use it."""
+
+    def __init__(
+        self, ids_per_second: float | None, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._ids_per_second = ids_per_second
+        self._now = now
+        self._free_at: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def charge(self, program: str, num_ids: int) -> None:
+        """Count the ids of a request.
+
+        A request with more ids than one second's is accepted after a second without any, and the
+        program then has to wait accordingly longer.
+
+        Raises:
+            TooFast: says how long to wait; nothing is counted.
+        """
+        if self._ids_per_second is None:
+            return
+        now, cost_s = self._now(), num_ids / self._ids_per_second
+        with self._lock:
+            free_at = max(self._free_at.get(program, 0.0), now - BURST_S)
+            wait_s = free_at + min(cost_s, BURST_S) - now
+            if wait_s > 0:
+                raise TooFast(
+                    f"more than {self._ids_per_second:g} ids per second (serving.ids_per_second)",
+                    wait_s,
+                )
+            self._free_at[program] = free_at + cost_s
+
 
 MIN_TOKEN_CHARACTERS = 32
-_MAX_FILE_BYTES = 2**20
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _SETTING = "serving.token_file"
 
@@ -25,20 +64,11 @@ class Tokens:
     @classmethod
     def read(cls, path: Path) -> "Tokens":
         """Read a file with one line ``NAME TOKEN`` for each program."""
-        try:
-            mode = stat.S_IMODE(path.stat().st_mode)
-            if mode & 0o077:
-                raise SettingsError(
-                    f"{_SETTING}: {path} has mode {mode:04o}, so that others may read it: "
-                    f"chmod 600 {path}"
-                )
-            lines = read_bytes(path, _MAX_FILE_BYTES).decode("ascii").splitlines()
-        except OSError as error:
-            raise SettingsError(f"{_SETTING}: {path}: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise SettingsError(f"{_SETTING}: {path}: expected ASCII text") from error
+        text = read_secret(path, _SETTING)
+        if not text.isascii():
+            raise SettingsError(f"{_SETTING}: {path}: expected ASCII text")
         tokens: dict[str, str] = {}
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(text.splitlines(), start=1):
             words = line.split()
             if not words or words[0].startswith("#"):
                 continue

@@ -9,19 +9,175 @@ import contextlib
 import logging
 import resource
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Self
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from splitveil.active_party.http.http_connection import Connection
-from splitveil.active_party.http.server_tls import ServerTls
+from splitveil.active_party.serving_settings import ServingTls
+from splitveil.common.data.secret_files import read_secret
 from splitveil.common.errors import SettingsError
+from splitveil.common.party.credentials import printable
 from splitveil.common.text.addresses import on_loopback, split_address
+from splitveil.common.text.files import read_bytes
 
 logger = logging.getLogger(__name__)
+
+PATIENCE_S = 60.0
+"""Seconds that a client may take, from its connection or the last answer on, until its next request
+is there and the answer is taken."""
+
+
+class Connection(H11Protocol):
+    """A client's connection, which does not last if nothing comes of it.
+
+    It tells the application the common name of the certificate that the client has shown.
+    """
+
+    opening: "asyncio.Task[None]"
+
+    def __init__(
+        self, config: uvicorn.Config, state: Any, by_use: "dict[Connection, None]"
+    ) -> None:
+        super().__init__(config, state, {})
+        self._by_use = by_use
+        self._deadline: asyncio.TimerHandle | None = None
+        self._note_use()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it is the client's turn: to send a whole request, or to take an answer."""
+        cycle = self.cycle
+        return cycle is None or cycle.response_complete or cycle.more_body or self.flow.write_paused
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        shown = transport.get_extra_info("peercert")
+        if shown:
+            names = [value for part in shown["subject"] for key, value in part]
+            keys = [key for part in shown["subject"] for key, value in part]
+            named = dict(zip(keys, names, strict=True)).get("commonName", "unnamed")
+            self.app_state = {**self.app_state, "program": printable(named)}
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self.forget()
+
+    def on_response_complete(self) -> None:
+        """Give the client time for its next request."""
+        super().on_response_complete()
+        if self in self._by_use:
+            self._note_use()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP, also in the middle of an answer, which uvicorn fails to do."""
+        try:
+            super().send_400_response(msg)
+        except h11.LocalProtocolError:
+            self.cut()
+
+    def end(self) -> None:
+        """Close the connection, after the answer if a request is under way."""
+        if self.transport is None:
+            self.cut()
+        elif not self.transport.is_closing():
+            self.shutdown()
+
+    def cut(self) -> None:
+        self.forget()
+        if self.transport is None:
+            self.opening.cancel()
+        else:
+            self.transport.abort()
+
+    def forget(self) -> None:
+        self._by_use.pop(self, None)
+        if self._deadline is not None:
+            self._deadline.cancel()
+
+    def _note_use(self) -> None:
+        self.forget()
+        self._by_use[self] = None
+        self._deadline = self.loop.call_later(PATIENCE_S, self._look)
+
+    def _look(self) -> None:
+        if self.is_waiting:
+            self.cut()
+        else:
+            self._note_use()
+
+
+_MAX_FILE_BYTES = 2**20
+
+
+class _Files(NamedTuple):
+    certificate: bytes
+    private_key: str
+    clients: bytes | None
+
+
+class ServerTls:
+    """TLS 1.3 with files that may be replaced while they are in use."""
+
+    def __init__(self, settings: ServingTls, base_dir: Path) -> None:
+        self._settings = settings
+        self._base_dir = base_dir
+        self._files = self._read()
+        self.context = self._context_of(self._files)
+        """With the files as they were at the last ``refresh``: another one if they have
+        changed, since a context that trusts an authority cannot be made to forget it, nor sessions
+        that it may resume."""
+
+    def refresh(self) -> None:
+        """Use the files as they are now; those that cannot be used change nothing."""
+        try:
+            now = self._read()
+            if now != self._files:
+                self.context = self._context_of(now)
+                self._files = now
+                logger.info("new certificate in use for the programs that ask")
+        except SettingsError as error:
+            logger.warning("%s; the previous certificate stays in use", error)
+
+    def _read(self) -> _Files:
+        own = self._settings
+        clients = None if own.clients is None else self._content("clients", own.clients)
+        private_key = read_secret(self._base_dir / own.private_key, "serving.tls.private_key")
+        return _Files(self._content("certificate", own.certificate), private_key, clients)
+
+    def _content(self, name: str, path: Path) -> bytes:
+        try:
+            return read_bytes(self._base_dir / path, _MAX_FILE_BYTES)
+        except OSError as error:
+            where = self._base_dir / path
+            raise SettingsError(f"serving.tls.{name}: {where}: {error.strerror}") from error
+
+    def _context_of(self, files: _Files) -> ssl.SSLContext:
+        own = self._settings
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.set_alpn_protocols(["http/1.1"])
+        try:
+            context.load_cert_chain(
+                self._base_dir / own.certificate, self._base_dir / own.private_key, lambda: ""
+            )
+            if files.clients is not None:
+                context.load_verify_locations(cadata=files.clients.decode("ascii"))
+                context.verify_mode = ssl.CERT_REQUIRED
+        except (ssl.SSLError, OSError, ValueError) as error:
+            raise SettingsError(
+                f"serving.tls: {self._base_dir / own.certificate}: the files cannot be used "
+                f"({type(error).__name__}): expected PEM, and a key that belongs to the "
+                f"certificate, without a password"
+            ) from error
+        return context
+
 
 MOST_CONNECTIONS = 512
 KEEP_ALIVE_S = 30

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 _FOLDER = re.compile(rf"{ACTIVE}(\.previous-[0-9]+)?")
 _IS_RUNNING = "a run about the same labels has this folder: wait for its end"
-_READS_ALIKE = {"cache_dir", "store", "snapshot", "snapshot_dir"}
+_READS_ALIKE = {"cache_dir", "store", "snapshot", "snapshot_dir", "encoding", "decimal"}
 
 
 def earlier_answers(

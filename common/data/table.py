@@ -33,6 +33,7 @@ from splitveil.common.data.label_columns import (
 )
 from splitveil.common.data.npz_file import NpzFile
 from splitveil.common.data.settings import DataSettings, Gaps, ImageSettings
+from splitveil.common.data.source_settings import CsvSource
 from splitveil.common.data.sources import RowSource, TableSource, list_rows
 from splitveil.common.data.timestamps import read_timestamps
 from splitveil.common.errors import DataError, SettingsError
@@ -240,7 +241,7 @@ def part_labels(
     name = settings.label_column
     if name is None:
         return None
-    column = _written(columns, name, source, settings.missing_texts, first_row)
+    column = _written_numbers(settings, columns, name, source, first_row)
     if settings.classes is not None:
         are_numbers = isinstance(settings.classes, int)
         labels = read_classes(column, settings.class_names, are_numbers=are_numbers)
@@ -263,8 +264,8 @@ def part_weights(
     """Return what some rows count in the loss; None without a column of weights."""
     if settings.weight_column is None:
         return None
-    gaps = settings.missing_texts
-    return read_weights(_written(columns, settings.weight_column, source, gaps, first_row))
+    name = settings.weight_column
+    return read_weights(_written_numbers(settings, columns, name, source, first_row))
 
 
 def part_splits(
@@ -289,7 +290,7 @@ def part_numeric(
         return {}
     chosen = selection.chosen
     written = {
-        name: _written(columns, name, source, features.missing_texts, first_row)
+        name: _written_numbers(settings, columns, name, source, first_row)
         for name in (*chosen.numeric, *chosen.timestamps)
     }
     plain = {name: written[name] for name in chosen.numeric}
@@ -360,6 +361,15 @@ def _written(
     first_row: int = 1,
 ) -> WrittenColumn:
     return WrittenColumn(columns[name], _place(source, name), missing_texts, first_row)
+
+
+def _written_numbers(
+    settings: DataSettings, columns: Mapping[str, Any], name: str, source: str, first_row: int
+) -> WrittenColumn:
+    written = _written(columns, name, source, settings.missing_texts, first_row)
+    if isinstance(settings.source, CsvSource):
+        return written._replace(decimal=settings.source.decimal)
+    return written
 
 
 def _common_length(columns: Mapping[str, Any], image: NDArray[Any] | None, source: str) -> int:

@@ -15,11 +15,13 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from torch import Tensor
 
 from splitveil.common.data.canonical_form import CanonicalForm
+from splitveil.common.data.columns import almost_numbers
 from splitveil.common.data.converted import MappedTable, open_converted
 from splitveil.common.data.features import FeatureEncoder, Features
 from splitveil.common.data.id_forms import ColumnForms, form_of
 from splitveil.common.data.id_parts import read_compact_ids
 from splitveil.common.data.ids import NOTHING_DONE, Allowed, IdReport, usable_ids
+from splitveil.common.data.kinds import with_advice
 from splitveil.common.data.mapped_features import MappedFeatures, RowEncoder
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.source_settings import (
@@ -28,6 +30,7 @@ from splitveil.common.data.source_settings import (
     ParquetSource,
     expand_path,
 )
+from splitveil.common.data.sources import list_rows
 from splitveil.common.data.table import Table, open_table_source, read_table
 from splitveil.common.errors import DataError, SplitveilError
 from splitveil.common.party.party_settings import PartySettings
@@ -91,15 +94,28 @@ class PartyData:
             SettingsError: the rules are for another number of columns of ids.
             StorageError: the cache cannot be used.
         """
+        with with_advice(settings.source, base_dir):
+            return cls._load(settings, base_dir, split, id_rules)
+
+    @classmethod
+    def _load(
+        cls,
+        settings: DataSettings,
+        base_dir: Path,
+        split: SplitSettings | None,
+        id_rules: Sequence[IdRule],
+    ) -> "PartyData":
         split_column = split.column if isinstance(split, ColumnSplit) else None
         if isinstance(settings.source, CacheableSource):
             if settings.source.cache_dir is not None:
                 with _conversion_bar(_name_of(settings.source)) as progress:
                     mapped = open_converted(settings, base_dir, progress, split_column, id_rules)
                 _say(mapped.id_doubts, mapped.id_report, settings, mapped.source)
+                _say_almost_numbers(mapped, mapped.kept)
                 return cls(settings, mapped, mapped.ids, mapped.kept, mapped.id_report)
             _suggest_a_cache(settings.source, base_dir)
         table = read_table(settings, base_dir, split_column, id_rules)
+        _say_almost_numbers(table)
         where, form = f"{table.source}: {settings.place_of_ids}", CanonicalForm(id_rules)
         allowed, names = Allowed.by(settings), settings.id_columns
         ids, kept, report = usable_ids(table.ids, where, form, allowed, names, table.labels)
@@ -237,7 +253,8 @@ def read_ids_alone(
         return PartyData.load(settings, base_dir, split, id_rules)
     split_column = split.column if isinstance(split, ColumnSplit) else None
     source = open_table_source(settings, base_dir)
-    found = read_compact_ids(settings, source, split_column, id_rules)
+    with with_advice(settings.source, base_dir):
+        found = read_compact_ids(settings, source, split_column, id_rules)
     _say(found.doubts, found.report, settings, source.name)
     table = Table(source.name, found.ids, None, {}, {}, None, found.splits)
     return PartyData(settings, table, found.ids, found.kept, found.report)
@@ -278,6 +295,23 @@ def _say(doubts: Sequence[str], report: IdReport, settings: DataSettings, source
         _logger.log(level, "%s: %s: %s", source, where, report.in_words())
     for doubt in doubts:
         _logger.warning("%s: %s: %s", source, where, doubt)
+
+
+def _say_almost_numbers(table: Table, kept: NDArray[np.int64] | None = None) -> None:
+    for name, column in table.categorical.items():
+        rows = np.flatnonzero(almost_numbers(column))
+        if not len(rows):
+            continue
+        _logger.warning(
+            "%s: column %r: each text is a category, but %d of %d cells are numbers, those in %s "
+            "are not; if they mean no value, name their texts in data.features.missing_texts and "
+            "the column in data.features.numeric",
+            table.source,
+            name,
+            (num_cells := (column.codes >= 0).sum()) - len(rows),
+            num_cells,
+            list_rows((rows if kept is None else kept[rows]) + 1),
+        )
 
 
 def _name_of(source: CacheableSource) -> str:

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.solver import random_instance
 from splitveil.active_party.defenses import (
     DefenseReport,
     DefenseSettings,
@@ -41,6 +40,7 @@ from splitveil.active_party.defenses.sum_kl import (
 from splitveil.common.errors import SettingsError
 from splitveil.common.settings import Section, apply_overrides, validate
 from tests.defended import build_defense
+from tests.solver_oracle import random_instance
 from tests.waiting import HANGS_AFTER_S
 
 # ---- power for a divergence

@@ -350,7 +350,8 @@ def test_what_is_no_regular_file_is_refused_at_once(
     (folder / "key.pem").touch(0o600)
     exit_code, overrides = OPENED[role]
     sets = [override.format(path=path, folder=path.parent) for override in overrides]
-    is_empty_folder = role == "parquet" and nature == "a folder"
+    may_be_folder = role in {"csv", "parquet", "csv with a cache", "evaluation labels"}
+    is_empty_folder = may_be_folder and nature == "a folder"
     reason = "found none" if is_empty_folder else "not a regular file"
     refused(check(command, folder, *sets), exit_code, MARK, reason)
 

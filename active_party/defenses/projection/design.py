@@ -122,8 +122,7 @@ def stage_shares(num_stages: int) -> list[float]:
     """Return the share of mu^2 that each stage takes, falling as 1, 1/2, 1/3 and so on.
 
     The first stages have the most to tell: later ones correct a model that has learned the larger
-    part of what all of them say together, and their sums are combined with those before. Measured,
-    this leaves a better model than equal shares (see `benchmarks.projected_tradeoff`).
+    part of what all of them say together, and their sums are combined with those before.
 
     Raises:
         ValueError: there is no stage.

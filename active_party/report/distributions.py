@@ -33,7 +33,7 @@ class StepRow(NamedTuple):
     panels: list[Panel]
 
 
-def class_rows(histograms: Sequence[ClassHistogram]) -> list[StepRow]:
+def step_rows(histograms: Sequence[ClassHistogram]) -> list[StepRow]:
     """Return one row of panels per batch, norms and cosines on the same axes in all rows."""
     axes = _axes(histograms)
     steps = dict.fromkeys((one.epoch, one.step) for one in histograms)

@@ -182,12 +182,12 @@ def _judge(run: RunFiles, findings: Sequence[Finding], accumulated: Sequence[Run
 
 
 def _only_peer(run: RunFiles) -> str:
-    names = (run.active.settings.get("contract") or {}).get("passive_parties")
+    names = run.active.setting("contract", "passive_parties")
     return str(names[0]) if isinstance(names, list) and names else "passive"
 
 
 def _defense(run: RunFiles) -> str:
-    return str((run.active.settings.get("defense") or {}).get("name", "unknown"))
+    return str(run.active.setting("defense", "name") or "unknown")
 
 
 def _compared(title: str, style: str, run: RunFiles) -> _Compared:

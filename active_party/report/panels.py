@@ -156,7 +156,6 @@ def ledger_panels(
     lines = run.active.metrics.of(LedgerLine)
     if not lines:
         return []
-    budget = run.active.settings.get("run_budget") or {}
     epochs = column(line.epoch for line in lines) + 1
     marks = [
         *_peer_marks(epochs, [line.bounds.by_peers() for line in lines]),
@@ -170,7 +169,7 @@ def ledger_panels(
             *marks,
             *_measured(run, series, accumulated),
             *_baseline(run),
-            *_limit(budget.get("leak_auc")),
+            *_limit(run.active.setting("run_budget", "leak_auc")),
         ],
         *_WIDE,
     )
@@ -178,7 +177,9 @@ def ledger_panels(
     largest = column(line.bounds.sum_kl.max for line in lines)
     if np.isfinite(largest).any():
         mean = column(line.bounds.sum_kl.mean for line in lines)
-        panels.append(_sum_kl_panel(epochs, largest, mean, budget.get("sum_kl")))
+        panels.append(
+            _sum_kl_panel(epochs, largest, mean, run.active.setting("run_budget", "sum_kl"))
+        )
     return panels
 
 

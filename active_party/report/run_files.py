@@ -47,6 +47,13 @@ class PartyFiles(NamedTuple):
     ledger_ahead: LedgerFigures | None = None
     """The bounds on all answers of a run that resumed at a point before some of them."""
 
+    def setting(self, *path: str) -> Any:
+        """Return a setting by the names of its sections and its own; None if it is not there."""
+        value: Any = self.settings
+        for name in path:
+            value = value.get(name) if isinstance(value, Mapping) else None
+        return value
+
     def layer(self, name: str) -> str:
         return name if self.name in {_ACTIVE, _ALONE} else f"{self.name}: {name}"
 
@@ -182,10 +189,9 @@ def num_classes(run: RunFiles) -> int:
 
     It is ``ONE_NUMBER`` if labels are numbers.
     """
-    data = run.active.settings.get("data") or {}
-    if data.get("label_range"):
+    if run.active.setting("data", "label_range"):
         return ONE_NUMBER
-    declared = data.get("classes")
+    declared = run.active.setting("data", "classes")
     if isinstance(declared, int):
         return declared
     return len(declared) if isinstance(declared, list) else 2

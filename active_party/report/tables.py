@@ -165,14 +165,14 @@ def audit_rows(run: RunFiles) -> Iterator[Row]:
 
 def watch_notes(run: RunFiles) -> Iterator[str]:
     """Yield a sentence about each guard against the leak: whether it was on, and its actions."""
-    settings, summary = run.active.settings, run.active.summary.of_active
+    summary = run.active.summary.of_active
     alarms = summary.leak_alarms
     if alarms is not None:
         yield (
             f"The leak alarm, which compares measured leaks with the ledger's charges, went off "
             f"{alarms} time{'s' * (alarms != 1)}."
         )
-    gate = settings.get("leak_gate")
+    gate = run.active.setting("leak_gate")
     if gate:
         found = len(run.active.metrics.of(GateLine))
         ended = ", and ended the run" if summary.gate is not None and summary.gate.closed else ""
@@ -185,7 +185,7 @@ def watch_notes(run: RunFiles) -> Iterator[str]:
         yield "Leak gate: not set, so no measured leak could end the run."
     # The summary also counts audits after the checkpoint resumed from, whose lines are gone.
     told = max(len(run.active.metrics.of(AuditLine)), summary.audits_answered or 0)
-    if settings.get("allow_audits") or told:
+    if run.active.setting("allow_audits") or told:
         yield (
             f"Audit calls answered: {told}. The peer chose the scores and was told their leak "
             "AUC to two digits. The ledger does not count them."

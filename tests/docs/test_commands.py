@@ -113,7 +113,7 @@ READ_ONLY: Mapping[str, str] = {
     "passive-party serve passive.yaml": PREDICTED,
     "active-party predict active.yaml --ids ids.txt --output predictions.parquet": PREDICTED,
     "active-party serve active.yaml": (
-        "serves until it is stopped; tests/system/test_serve_processes.py runs it"
+        "serves until it is stopped; tests/system/test_predict_processes.py runs it"
     ),
     "passive-party serve passive.yaml --data new-usage.csv": PREDICTED,
     "active-party predict active.yaml --ids new-ids.txt --data new-clients.csv "
@@ -420,7 +420,7 @@ PRINTED = {
         r".*\n0\.7[0-4]\d+\n.*power ratio.*0\.6.*"
         r"\['active', 'contract', 'passive'\]"
     ),
-    "docs/guide/serving.md": "",  # defines functions; tests/system/test_serve_processes.py asks
+    "docs/guide/serving.md": "",  # defines functions; tests/system/test_predict_processes.py asks
 }
 """Page -> what its programs print, run one after the other in one interpreter."""
 

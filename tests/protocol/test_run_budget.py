@@ -14,7 +14,6 @@ import torch
 from rich.console import Console
 
 from splitveil.active_party.assembly import allowance_of, bounds_in_words
-from splitveil.active_party.commands.plan import show
 from splitveil.active_party.defenses import LeakCharge, NoisyLabelDefense
 from splitveil.active_party.defenses.label_strength import at_leak_auc
 from splitveil.active_party.defenses.sum_kl import (
@@ -24,13 +23,12 @@ from splitveil.active_party.defenses.sum_kl import (
 )
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.bounds import LeakBounds
-from splitveil.active_party.planned import plan_of, stop_epoch
+from splitveil.active_party.planned import stop_epoch
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.active_party.watch.recorder import ActiveRecorder
 from splitveil.common.errors import BudgetExhausted, Interrupted, PeerLeft, SettingsError
-from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.record.run_record import write_summary
@@ -39,6 +37,7 @@ from splitveil.common.run.course import Batch
 from splitveil.common.text.upper_bounds import at_most
 from splitveil.common.wire.status import error_from, status_for
 from tests.peers import FaultyPeer, StopsAtFirstStep
+from tests.plans import printed_plan
 from tests.runs import Parties, build_parties, run_in_process
 
 MARVELL = "defense={name: marvell, strength: {power_ratio: 16}}"
@@ -292,14 +291,6 @@ def test_a_run_that_stops_before_its_first_evaluation_has_a_summary_all_the_same
     assert summary.of_active.ledger.anybody.max == 0.5
     assert {one.leak_auc for one in summary.of_active.bounds} == {0.5}
     print_summary("active party", summary, console=Console(file=io.StringIO()))
-
-
-def printed_plan(folder: Path, *overrides: str, target: float | None = None) -> str:
-    settings = load_party_settings(ActiveSettings, folder / "active.yaml", overrides)
-    console = Console(file=io.StringIO(), width=200)
-    show(plan_of(settings, PartyData.load(settings.data, folder), target), console)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
 
 
 # Ratios that the budget holds 2.3, 4.5, 8.5 and 22.7 times: charges of a few percent more or less

@@ -1,6 +1,5 @@
 """More than two classes, from file to ledger: labels, refusals, training, resume, plan, audits."""
 
-import io
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -9,12 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 from sklearn.metrics import roc_auc_score
 from torch import nn
 
-from splitveil.active_party.commands.plan import show
-from splitveil.active_party.planned import plan_of
 from splitveil.active_party.run.audit_desk import AuditDesk
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.features import Features, FeatureShapes
@@ -31,6 +27,7 @@ from splitveil.common.settings import validate
 from splitveil.common.text.upper_bounds import at_most
 from tests.compared import assert_same
 from tests.peers import InProcessPeer
+from tests.plans import printed_plan
 from tests.runs import build_parties, run_in_process, run_over_grpc
 from tests.several import build_several, write_several
 from tests.several import run_in_process as run_in_process_several
@@ -354,14 +351,6 @@ def test_noisy_labels_keep_their_epsilon_in_the_ledger(example: Path) -> None:
 
 
 # ---- plan and audits ----
-
-
-def printed_plan(example: Path, *overrides: str, target: float | None = None) -> str:
-    settings = load_party_settings(ActiveSettings, example / "active.yaml", overrides)
-    written = io.StringIO()
-    console = Console(file=written, width=200)
-    show(plan_of(settings, PartyData.load(settings.data, example), target), console)
-    return written.getvalue()
 
 
 def test_the_plan_names_the_classes_and_the_range_of_charges(example: Path) -> None:

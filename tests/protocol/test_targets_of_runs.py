@@ -1,25 +1,19 @@
 """Whole runs on targets that depend on predictions: ALIBI, RRWithPrior and projected batches."""
 
-import io
 import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor
 
-from splitveil.active_party.commands.plan import show
 from splitveil.active_party.defenses.label_prior import LabelsWithPrior
-from splitveil.active_party.planned import plan_of
-from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.top_trainer import TopTrainer
-from splitveil.common.party.party_data import PartyData
-from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.text.upper_bounds import at_most
 from tests.compared import assert_same, assert_same_weights
 from tests.peers import FaultyPeer, Lost, dying
+from tests.plans import printed_plan
 from tests.runs import Parties, build_parties, run_in_process, write_example
 from tests.several import NAMES, build_several, write_several
 from tests.several import run_in_process as run_several
@@ -147,12 +141,9 @@ def test_the_ledger_charges_a_draw_once_and_fresh_noise_for_every_epoch(
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_the_plan_says_exactly_what_the_ledger_will(example: Path, name: str) -> None:
     more = [defense(name), "contract.epochs=3"]
-    settings = load_party_settings(ActiveSettings, example / "active.yaml", more)
-    printed = io.StringIO()
-    console = Console(file=printed, width=200)
-    show(plan_of(settings, PartyData.load(settings.data, example)), console)
-    assert "Exact, whatever the gradients." in printed.getvalue()
-    assert f" {at_most(LEDGER[name][0])} " in printed.getvalue()
+    plan = printed_plan(example, *more)
+    assert "Exact, whatever the gradients." in plan
+    assert f" {at_most(LEDGER[name][0])} " in plan
 
 
 def test_the_top_model_is_asked_once_more_only_where_targets_depend_on_it(

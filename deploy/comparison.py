@@ -21,8 +21,6 @@ _RUNS_BESIDE = 3
 
 
 class RunResults(NamedTuple):
-    """The summaries of a run."""
-
     active: Summary
     passives: Mapping[str, Summary]
     """Prefix of a party's layer names -> its summary."""
@@ -38,7 +36,6 @@ class RunResults(NamedTuple):
 
     @property
     def run_level(self) -> ByAttack[RunFigures]:
-        """The leak of all gradients of the run together, as measured by the same parties."""
         return self._of_all(lambda leak: leak.run_level)
 
     def _of_all(self, part: Callable[[LeakFigures], ByAttack[ValueT]]) -> ByAttack[ValueT]:
@@ -113,7 +110,6 @@ def _add_leaks(table: PlainTable, runs: Sequence[RunResults]) -> None:
 
 
 def _pairs(leaks: Iterable[ByAttack[ValueT]]) -> list[tuple[str, str]]:
-    """Return every layer and attack that any of the runs measured."""
     pairs = ((layer, a) for leak in leaks for layer, attacks in leak.items() for a in attacks)
     return list(dict.fromkeys(pairs))
 
@@ -126,7 +122,6 @@ def _leak_cell(figures: BatchFigures | None) -> str:
 
 
 def _number(value: float | None, digits: int) -> str:
-    """Format a figure; None is one that could not be measured."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 

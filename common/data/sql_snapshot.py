@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import re
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,14 +22,14 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from splitveil.common.data import sources
+from splitveil.common.data.secret_files import read_secret
 from splitveil.common.data.source_settings import SqlSource, expand_path
 from splitveil.common.errors import DataError, SettingsError, StorageError
-from splitveil.common.text.files import check_regular, only_one_process, read_bytes, sync
+from splitveil.common.text.files import check_regular, only_one_process, sync
 from splitveil.common.text.imports import extra_missing
 
 _logger = logging.getLogger(__name__)
 
-_MAX_SECRET_BYTES = 2**16
 _QUOTED_STATES = ("08", "28", "3D", "42")
 """SQLSTATE classes whose messages quote an address, a user or the query, and never a value:
 connection, authorisation, unknown database, and syntax or access."""
@@ -60,7 +59,7 @@ def snapshot_of(settings: SqlSource, base_dir: Path) -> Path:
 def _address(settings: SqlSource, base_dir: Path) -> str:
     if settings.uri_file is not None:
         path = expand_path("uri_file", settings.uri_file, base_dir)
-        address = _read_secret(path, "uri_file")
+        address = read_secret(path, "uri_file")
         if not address or "\n" in address:
             raise SettingsError(f"uri_file: {path}: expected one line, the database's address")
     else:
@@ -68,22 +67,6 @@ def _address(settings: SqlSource, base_dir: Path) -> str:
     if settings.driver == "sqlite":
         return str(expand_path("uri", address, base_dir).absolute())
     return address
-
-
-def _read_secret(path: Path, setting: str) -> str:
-    """Return the text of a file that only its owner may read; errors never quote it."""
-    try:
-        mode = stat.S_IMODE(path.stat().st_mode)
-        if mode & 0o077:
-            raise SettingsError(
-                f"{setting}: {path} has mode {mode:04o}, so that others may read it: "
-                f"chmod 600 {path}"
-            )
-        return read_bytes(path, _MAX_SECRET_BYTES).decode("utf-8").strip()
-    except OSError as error:
-        raise SettingsError(f"{setting}: {path}: {error.strerror}") from error
-    except UnicodeDecodeError:
-        raise SettingsError(f"{setting}: {path}: the text is not UTF-8") from None
 
 
 def _sqlite_stamps(path: Path) -> list[list[int]]:

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from splitveil.active_party.__main__ import main as active_main
+from splitveil.active_party.commands.program import main as active_main
 from splitveil.common.data import image_folder
 from splitveil.common.record.lines import TrainingLine
 from splitveil.common.record.metrics_log import MetricsLog
-from splitveil.passive_party.__main__ import main as passive_main
+from splitveil.passive_party.commands.program import main as passive_main
 from tests.runs import write_example
 
 SQL = "data.source={kind: sql, driver: sqlite, uri: x.sqlite, query: select 1}"
@@ -36,7 +36,9 @@ def test_a_missing_extra_is_named_in_one_line(
     write_example(tmp_path, rows=60)
     (tmp_path / "x.sqlite").touch()
     for name in list(sys.modules):
-        if name.startswith("splitveil.active_party.online."):
+        if name.startswith(
+            ("splitveil.active_party.http", "splitveil.active_party.commands.serve")
+        ):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, library, None)
     if library == "PIL":  # imported already

@@ -11,7 +11,7 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from splitveil.active_party.__main__ import main
+from splitveil.active_party.commands.program import main
 from splitveil.active_party.defenses.gaussian_dp import mu_of_leak_auc
 from splitveil.active_party.defenses.projection.outlook import outlook
 from splitveil.active_party.report import read_run, write_comparison, write_report
@@ -25,9 +25,14 @@ from splitveil.common.record.beyond_figures import AdjustedFigures, BeyondFigure
 from splitveil.common.record.figures import LedgerFigures, SpreadFigures
 from splitveil.common.record.leak_figures import LeakFigures
 from splitveil.common.record.lines import AlignmentLine, LeakLine, LedgerLine
-from splitveil.common.record.provenance import Provenance
 from splitveil.common.record.run_record import write_summary
-from splitveil.common.record.summary import ActiveFigures, ModelFigures, RunCounts, Summary
+from splitveil.common.record.summary import (
+    ActiveFigures,
+    ModelFigures,
+    Provenance,
+    RunCounts,
+    Summary,
+)
 from tests.records import append_lines
 
 ALIGNED = 10_000

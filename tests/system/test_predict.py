@@ -15,9 +15,9 @@ import yaml
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
-from splitveil.active_party.inference.embed_client import EmbedClient
-from splitveil.active_party.inference.joint_model import JointModel
-from splitveil.active_party.inference.predictor import open_predictor
+from splitveil.active_party.predict.embed_client import EmbedClient
+from splitveil.active_party.predict.joint_model import JointModel
+from splitveil.active_party.predict.predictor import open_predictor
 from splitveil.active_party.training.predictions import probabilities_of
 from splitveil.common.errors import (
     ContractMismatch,
@@ -306,7 +306,7 @@ def test_transcripts_of_both_parties_agree(small: Trained, tmp_path: Path) -> No
 
 
 def test_a_model_that_names_no_run_is_refused(small: Trained, tmp_path: Path) -> None:
-    """As an earlier version saved it."""
+    """As another program would save it."""
     settings = small.active(f"runs_dir={tmp_path}")
     shutil.copytree(small.settings.active.run_folder("active"), settings.run_folder("active"))
     weights = load_file(settings.run_folder("active") / "checkpoint" / "model.safetensors")

@@ -11,14 +11,13 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import pytest
-import torch
 
 from tests import certificates
 from tests.runs import write_example
@@ -37,11 +36,10 @@ from tests.system.restarted import (
     Outcome,
     Restarted,
     Settings,
-    Wire,
     assert_same,
     kept_up,
     outcome,
-    run_here,
+    run_once,
 )
 
 ALL = os.environ.get("SPLITVEIL_FAULTS") == "all"
@@ -74,28 +72,19 @@ def trusted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return certificates.make(tmp_path_factory.mktemp("certificates"))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
-def faultless(example: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return run_here(example, tmp_path_factory.mktemp("faultless"), SETTINGS)
+def faultless(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return run_once(tmp_path_factory.mktemp("faultless"), SETTINGS)
 
 
 # ---- the connection ----
 
-Proxy = Callable[[str, Plan], AbstractContextManager[Any]]
+Proxy = Callable[..., AbstractContextManager[Any]]
 
 
 class Harmed(NamedTuple):
-    """Runs of both parties in this process, with faults between them."""
+    """Runs with faults between the parties."""
 
-    example: Path
     folder: Path
     faultless: Outcome
     proxy: Proxy
@@ -120,8 +109,8 @@ class Harmed(NamedTuple):
         assert sum(struck.values()) >= 2 * len(drawn)
 
     def _run(self, name: str, plan: Plan) -> Outcome:
-        wire = Wire(lambda address: self.proxy(address, plan), self.trusted)
-        return run_here(self.example, self.folder / name, SETTINGS, wire)
+        between = partial(self.proxy, plan=plan)
+        return run_once(self.folder / name, SETTINGS, between, self.trusted)
 
 
 def _draw(
@@ -134,24 +123,26 @@ def _draw(
     return Fault(harm, direction, at, extent)
 
 
-def test_a_connection_that_breaks_or_stalls_changes_no_bit(
-    example: Path, tmp_path: Path, faultless: Outcome
+@pytest.mark.parametrize(
+    ("proxy", "harms", "longest_s", "tls"),
+    [
+        (TcpProxy, UNPROTECTED, 1.0, False),
+        (TcpProxy, get_args(ByteHarm), 1.0, True),
+        (MessageProxy, get_args(MessageHarm), 2.5, False),
+    ],
+    ids=["plain text", "bytes under TLS", "messages"],
+)
+def test_faults_between_the_parties_change_no_bit(
+    tmp_path: Path,
+    faultless: Outcome,
+    trusted: Path,
+    proxy: Proxy,
+    harms: tuple[str, ...],
+    longest_s: float,
+    tls: bool,
 ) -> None:
-    Harmed(example, tmp_path, faultless, TcpProxy).check(UNPROTECTED, 1.0, seeds(2, 14))
-
-
-def test_bytes_that_are_damaged_on_their_way_change_no_bit_under_tls(
-    example: Path, tmp_path: Path, faultless: Outcome, trusted: Path
-) -> None:
-    harms: tuple[str, ...] = get_args(ByteHarm)
-    Harmed(example, tmp_path, faultless, TcpProxy, trusted).check(harms, 1.0, seeds(2, 16))
-
-
-def test_messages_that_are_lost_doubled_or_cut_off_change_no_bit(
-    example: Path, tmp_path: Path, faultless: Outcome
-) -> None:
-    harms: tuple[str, ...] = get_args(MessageHarm)
-    Harmed(example, tmp_path, faultless, MessageProxy).check(harms, 2.5, seeds(2, 16))
+    harmed = Harmed(tmp_path, faultless, proxy, trusted if tls else None)
+    harmed.check(harms, longest_s, seeds(2, 16))
 
 
 # ---- the processes ----
@@ -230,7 +221,7 @@ def _moment_of(blow: Blow, watched: Restarted, lines: int) -> Callable[[], bool]
 
 @pytest.mark.timeout(3600 if ALL else 1800)
 def test_processes_that_are_killed_or_stopped_change_no_bit(
-    example: Path, tmp_path: Path, faultless: Outcome
+    tmp_path: Path, faultless: Outcome
 ) -> None:
     struck: Counter[str] = Counter()
     lock = threading.Lock()

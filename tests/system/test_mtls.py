@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from splitveil.deploy.authority import PartyFolder, renew_certificate
+from splitveil.deploy.authority import PartyFolder
 from splitveil.simulation import free_address
 from tests.certificates import make, use
 from tests.runs import write_example
@@ -18,18 +18,6 @@ def protected_example(folder: Path) -> Path:
     write_example(folder)
     use(make(folder / "certificates"), folder)
     return folder
-
-
-def test_a_run_continues_while_certificates_are_replaced(tmp_path: Path) -> None:
-    folder = protected_example(tmp_path)
-    with started(folder, "contract.epochs=40") as pair:
-        pair.wait_until_training()
-        for party in ("active", "passive"):
-            renew_certificate(folder / "certificates", party, 10)
-        assert pair.wait() == (0, 0), pair.outputs
-    for process in pair:
-        name = f"{process.party}.splitveil"
-        assert f"security: mtls as CN={name} ({name}), 89 days left" in process.output
 
 
 def test_silent_strangers_take_no_descriptor_that_a_run_needs(tmp_path: Path) -> None:

@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from splitveil.common.party.transcript import FILE, Verified, compare, verify
 from tests.several import NAMES, write_several
-from tests.system.conftest import run_locally
 from tests.system.forked import Forked
 from tests.waiting import HANGS_AFTER_S
 
@@ -133,26 +131,6 @@ def test_a_party_that_stays_away_ends_the_run_by_name(tmp_path: Path) -> None:
         assert set(codes.values()) == {4}, codes
         told = "nothing came from passive party 'birch' for 300 s"
         assert told in " ".join(processes["active"].output.split())
-
-
-def test_the_example_with_two_laboratories_runs(tmp_path: Path) -> None:
-    options = ("--set", "contract.epochs=2", "passive_b.model_seed=5")
-    run = run_locally(tmp_path, "breast_cancer_two_labs", *options)
-    assert run.exit_code == 0, run.output
-    for party in ("active", "means", "extremes"):
-        assert run.summary("breast_cancer_two_labs", party)["aligned_rows"] == 569
-    table = run.output[run.output.rindex("┏") :]
-    assert "extremes: cut: cosine" in table
-    assert "means: first: norm" in table
-    folder = tmp_path / "breast_cancer_two_labs"
-    noted = {party: verify(folder / party / FILE) for party in ("active", "means", "extremes")}
-    for party in ("means", "extremes"):
-        one, other = noted["active"], noted[party]
-        assert isinstance(one, Verified)
-        assert isinstance(other, Verified)
-        compared = compare(one, other)
-        assert compared.agreed > 50
-        assert not compared.unsent
 
 
 def test_a_budget_ends_the_run_of_all_parties_for_good(tmp_path: Path) -> None:

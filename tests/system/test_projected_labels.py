@@ -1,4 +1,4 @@
-"""Projected labels between two processes: killed with signals, refused if releases are lost."""
+"""Projected labels between two processes: killed with signals, and started over."""
 
 import json
 from collections.abc import Iterator
@@ -153,41 +153,6 @@ def longest_list(value: Any) -> int:
     if isinstance(value, dict):
         return max([0, *map(longest_list, value.values())])
     return 0
-
-
-# ---- releases that are lost ----
-
-
-def emptied(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def cut_off(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def test_lost_releases_are_refused_with_a_line_that_says_what_to_do(
-    tmp_path: Path, whole: tuple[Path, Both]
-) -> None:
-    """The copy brings the run back; without one, only ``--fresh`` at both parties goes on."""
-    write_example(tmp_path)
-    with kept_up(tmp_path, SETTINGS) as both:
-        both.start()
-        both.wait_until(lambda: stages(both) == 2)
-        for party in both:
-            party.kill()
-        kept = file_of(both).read_bytes()
-        for harm in (emptied, Path.unlink, cut_off):
-            harm(file_of(both))
-            both.active.start()
-            assert both.active.wait() == 1, both.outputs
-            told = both.active.said
-            assert "Traceback" not in told
-            assert "start over with --fresh at both parties" in told.splitlines()[-1]
-            file_of(both).write_bytes(kept)
-        both.start()
-        assert both.wait() == (0, 0), both.outputs
-        assert outcome(tmp_path).files == outcome(whole[0]).files
 
 
 def test_started_over_a_run_draws_stages_of_its_own(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A budget ends a real run of two processes where plan and ledger say."""
+"""What a budget ended, or a release revealed, counts in every later start; plan says so before."""
 
 import json
 import subprocess
@@ -20,11 +20,11 @@ def budget_of(leak_auc: float) -> str:
     return f"run_budget={{leak_auc: {leak_auc}, covers: knows class means only}}"
 
 
-BUDGET = [
+BUDGET = (
     "defense={name: marvell, strength: {power_ratio: 16}, insecure_noise_seed: 7}",
     budget_of(0.7),
-]
-EPOCHS = "contract.epochs=10"
+    "contract.epochs=10",
+)
 
 
 # ---- a second release of the same labels ----
@@ -112,7 +112,7 @@ def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_plan_is_a_command_that_trains_nothing(tmp_path: Path) -> None:
     write_example(tmp_path)
-    overrides = [text for override in (*BUDGET, EPOCHS) for text in ("--set", override)]
+    overrides = [text for override in BUDGET for text in ("--set", override)]
     done = command(tmp_path, *overrides, "--target-leak-auc", "0.7")
     assert done.returncode == 0, done.stderr
     assert "the run is expected to end in epoch 4 " in done.stdout

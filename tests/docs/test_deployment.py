@@ -25,7 +25,7 @@ from splitveil.common.errors import (
     SettingsError,
     SplitveilError,
 )
-from splitveil.common.party.party_settings import load_party_settings
+from splitveil.common.party.party_settings import PartySettings, load_party_settings
 from splitveil.passive_party.command import parser as passive_parser
 from splitveil.passive_party.settings import PassiveSettings
 from tests.deployed import EXAMPLE, STATUS_PORT, VARIABLE, Deployed, filled
@@ -33,7 +33,7 @@ from tests.docs.markdown import ROOT
 
 PARTIES = ("active", "passive")
 PARSERS = {"active": active_parser, "passive": passive_parser}
-SETTINGS = {"active": ActiveSettings, "passive": PassiveSettings}
+SETTINGS: dict[str, type[PartySettings]] = {"active": ActiveSettings, "passive": PassiveSettings}
 TRAINING = [Deployed(name, "", f"{name}-party", "Job") for name in PARTIES]
 SERVING = [Deployed(name, "-serve", f"{name}-serve", "Deployment") for name in PARTIES]
 PORTS = {"active": "8443", "passive": "50061"}

@@ -2,8 +2,6 @@
 
 import json
 import random
-import signal
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -15,8 +13,7 @@ from safetensors.torch import load_file, save
 from splitveil.simulation import free_address
 from tests import certificates
 from tests.runs import write_example
-from tests.system.processes import Party, PartyName
-from tests.waiting import HANGS_AFTER_S
+from tests.system.processes import Pair, Party, PartyName
 
 
 class Settings(NamedTuple):
@@ -78,128 +75,6 @@ def assert_same(found: Outcome, expected: Outcome, told: str = "") -> None:
 # ---- processes ----
 
 
-class Restarted:
-    """One party as a supervisor keeps it: whenever it was killed, started with the same command."""
-
-    def __init__(
-        self, party: PartyName, folder: Path, address: str, settings: Settings, log: str
-    ) -> None:
-        self.party: PartyName = party
-        self._log = log
-        self.starts = 0
-        self._folder = folder
-        where = f"{'listen' if party == 'active' else 'connect'}={address}"
-        self._overrides = (where, *settings.of(party))
-        self._process: Party
-        self._outputs: list[str] = []
-
-    def start(self, *overrides: str, options: Sequence[str] = (), fast_clock: bool = False) -> None:
-        """Start it, once its process before has ended; ``hurry`` needs a fast clock."""
-        if self.starts:
-            self._outputs.append(self._process.output)
-        self.starts += 1
-        self._process = Party(
-            self.party,
-            self._folder,
-            *self._overrides,
-            *overrides,
-            options=options,
-            log=self._log,
-            fast_clock=fast_clock,
-        )
-
-    def kill(self) -> None:
-        """End it as a power failure would; also after its end."""
-        self._process.kill()
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send it a signal."""
-        self._process.signal(number)
-
-    def limit_files(self, max_bytes: int) -> None:
-        """Let every write beyond this size of a file fail from now on, as on a full disk."""
-        self._process.limit_files(max_bytes)
-
-    def hurry(self) -> None:
-        """Let its clock go a minute a second from now on."""
-        self._process.hurry()
-
-    def wait(self) -> int:
-        """Wait for its end and return its exit code."""
-        return self._process.wait(HANGS_AFTER_S)
-
-    @property
-    def exit_code(self) -> int | None:
-        """Its exit code, negative after a kill; None while it runs."""
-        return self._process.exit_code
-
-    @property
-    def folder(self) -> Path:
-        """The folder of its results."""
-        return self._process.results()
-
-    @property
-    def is_done(self) -> bool:
-        """Whether its results are complete: to start it again would begin another run."""
-        if self.exit_code == 0:
-            return True
-        written = (self.folder / "summary.json").is_file()
-        return written and not (self.folder / "checkpoint" / "run.state").exists()
-
-    @property
-    def lines(self) -> int:
-        """The number of lines in its metrics."""
-        try:
-            return (self.folder / "metrics.jsonl").read_bytes().count(b"\n")
-        except FileNotFoundError:
-            return 0
-
-    @property
-    def is_saving(self) -> bool:
-        """Whether it is writing a checkpoint at this moment."""
-        return any((self.folder / "checkpoint").glob(".at-*.tmp"))
-
-    @property
-    def said(self) -> str:
-        """Its output since its last start."""
-        return self._process.output
-
-    @property
-    def output(self) -> str:
-        """Its complete output."""
-        return "\n-- started again\n".join([*self._outputs, self.said])
-
-
-class Both(NamedTuple):
-    """Both parties."""
-
-    active: Restarted
-    passive: Restarted
-
-    def start(self, *overrides: str, options: Sequence[str] = (), fast_clock: bool = False) -> None:
-        """Start both; ``hurry`` needs a fast clock."""
-        for party in self:
-            party.start(*overrides, options=options, fast_clock=fast_clock)
-
-    def wait(self) -> tuple[int, int]:
-        """Wait for both ends and return the exit codes, the active party's first."""
-        return self.active.wait(), self.passive.wait()
-
-    def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait for something, at most until one of the two ends of itself."""
-        deadline = time.monotonic() + HANGS_AFTER_S
-        while not condition():
-            if any(party.starts and party.exit_code is not None for party in self):
-                return
-            assert time.monotonic() < deadline, f"hangs\n{self.outputs}"
-            time.sleep(0.002)
-
-    @property
-    def outputs(self) -> str:
-        """The output of both parties, for the message of a failed test."""
-        return "\n".join(f"--- {one.party}\n{one.output}" for one in self if one.starts)
-
-
 Between = Callable[[str], AbstractContextManager[Any]]
 """Puts something before the active party's address; what it gives has an ``address``."""
 
@@ -207,7 +82,7 @@ Between = Callable[[str], AbstractContextManager[Any]]
 @contextmanager
 def kept_up(
     folder: Path, settings: Settings, log: str = "run", between: Between | None = None
-) -> Iterator[Both]:
+) -> Iterator[Pair]:
     """Yield both parties at a free port, not started; one that still runs in the end is killed.
 
     Args:
@@ -220,12 +95,18 @@ def kept_up(
     with ExitStack() as stack:
         if between is not None:
             there = stack.enter_context(between(address)).address
-        both = Both(
-            Restarted("active", folder, address, settings, log),
-            Restarted("passive", folder, there, settings, log),
+        where = f"listen={address}", f"connect={there}"
+        own = settings.of("active"), settings.of("passive")
+        both = Pair(
+            Party("active", folder, where[0], *own[0], log=log, begin=False),
+            Party("passive", folder, where[1], *own[1], log=log, begin=False),
         )
-        stack.callback(lambda: [party.kill() for party in both if party.starts])
-        yield both
+        try:
+            yield both
+        finally:
+            for party in both:
+                if party.starts:
+                    party.kill()
 
 
 def run_once(
@@ -253,14 +134,14 @@ def run_once(
     return outcome(folder / "runs")
 
 
-def wait_for_line(both: Both, line: int) -> None:
+def wait_for_line(both: Pair, line: int) -> None:
     """Wait until the active party has noted so much, and see to it that the run is not over."""
     both.wait_until(lambda: both.active.lines >= line)
     assert [party.exit_code for party in both] == [None, None], both.outputs
 
 
 def killed_and_resumed(
-    folder: Path, settings: Settings, whole: Outcome, struck: Sequence[Sequence[PartyName]]
+    folder: Path, settings: Settings, whole: Outcome, struck: Sequence[Sequence[str]]
 ) -> None:
     """Kill parties of a run one after the other at random steps; compare it with the whole one."""
     generator, lines = random.Random(len(whole.metrics["active"])), len(whole.metrics["active"])

@@ -30,6 +30,7 @@ def test_parties_that_are_killed_resume_the_exchange_and_find_exactly_the_common
     write_example(tmp_path, rows=ROWS)
     address = free_address()
     places = {"active": f"listen={address}", "passive": f"connect={address}"}
+    order: tuple[PartyName, PartyName] = ("passive", "active")
     limits = {"passive": "32MB", "active": "null"}
     said: dict[PartyName, list[Party]] = {name: [] for name in PARTIES}
 
@@ -51,7 +52,7 @@ def test_parties_that_are_killed_resume_the_exchange_and_find_exactly_the_common
 
         for name in PARTIES:
             start(name)
-        for chunks, killed in enumerate(("passive", "active"), 1):
+        for chunks, killed in enumerate(order, 1):
             least = chunks * CHUNK_IDS * POINT_BYTES
             wait_until(lambda: kept_bytes(tmp_path, killed, "peer.points") >= least)  # noqa: B023
             assert (kept_bytes(tmp_path, killed, "order") > 0) == (killed == "passive")

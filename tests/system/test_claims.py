@@ -106,32 +106,15 @@ class Claim(NamedTuple):
 REPEATED = (*ON_GRADIENTS, *RUN_ATTACKS)
 
 CLAIMS = {
-    "marvell leak_auc": Claim(
-        "name: marvell, strength: {leak_auc: 0.6}",
-        0.6,
-        WEAK_MARVELL,
-    ),
+    "marvell leak_auc": Claim("name: marvell, strength: {leak_auc: 0.6}", 0.6, WEAK_MARVELL),
     "marvell detection_error": Claim(
-        "name: marvell, strength: {detection_error: 0.4}",
-        of_detection_error(0.4),
-        WEAK_MARVELL,
+        "name: marvell, strength: {detection_error: 0.4}", of_detection_error(0.4), WEAK_MARVELL
     ),
     "marvell sum_kl": Claim(
-        "name: marvell, strength: {sum_kl: 0.25}",
-        of_sum_kl(0.25),
-        WEAK_MARVELL,
+        "name: marvell, strength: {sum_kl: 0.25}", of_sum_kl(0.25), WEAK_MARVELL
     ),
-    "marvell power_ratio": Claim(
-        FRESH_MARVELL,
-        of_sum_kl(1 / 4),
-        WEAK_MARVELL,
-    ),
-    "marvell persistent": Claim(
-        PERSISTENT_MARVELL,
-        of_one_number(2),
-        FRESH_MARVELL,
-        REPEATED,
-    ),
+    "marvell power_ratio": Claim(FRESH_MARVELL, of_sum_kl(1 / 4), WEAK_MARVELL),
+    "marvell persistent": Claim(PERSISTENT_MARVELL, of_one_number(2), FRESH_MARVELL, REPEATED),
     "iso persistent": Claim(
         "name: iso, noise: persistent, noise_ratio: 8",  # in 16 dimensions: 2 along one
         of_one_number(2),

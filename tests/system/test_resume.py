@@ -12,9 +12,8 @@ import pytest
 from splitveil.active_party.ledger.earlier_ledgers import LEDGER
 from tests import certificates
 from tests.runs import write_example
-from tests.system.processes import PartyName, side_by_side
+from tests.system.processes import Pair, PartyName, side_by_side
 from tests.system.restarted import (
-    Both,
     Outcome,
     Settings,
     assert_same,
@@ -97,7 +96,7 @@ def test_killed_at_random_steps_every_run_ends_as_if_nothing_had_happened(
     side_by_side(*(partial(run, name, case) for name, case in CASES.items()))
 
 
-def interrupted(both: Both, whole: Outcome) -> None:
+def interrupted(both: Pair, whole: Outcome) -> None:
     """Ctrl-C at a terminal reaches both.
 
     A ledger lies there while nothing more is told: not while a run goes on, which may be killed.
@@ -117,7 +116,7 @@ def interrupted(both: Both, whole: Outcome) -> None:
     assert all("resuming in epoch" in party.said for party in both)
 
 
-def given_up(lost: Literal["active", "passive"], both: Both, whole: Outcome) -> None:
+def given_up(lost: Literal["active", "passive"], both: Pair, whole: Outcome) -> None:
     """Past ``reconnect.max_s`` without its peer, a party saves where it is, and says so."""
     both.start(fast_clock=True)
     wait_for_line(both, len(whole.metrics["active"]) // 3)
@@ -133,7 +132,7 @@ def given_up(lost: Literal["active", "passive"], both: Both, whole: Outcome) -> 
     assert all("resuming in epoch" in party.said for party in both)
 
 
-def started_over_by_option(both: Both, whole: Outcome) -> None:
+def started_over_by_option(both: Pair, whole: Outcome) -> None:
     both.start()
     wait_for_line(both, len(whole.metrics["active"]) // 3)
     for party in both:
@@ -147,7 +146,7 @@ def started_over_by_option(both: Both, whole: Outcome) -> None:
     assert (both.active.folder.with_name("active.previous-1") / "checkpoint" / LEDGER).is_file()
 
 
-def other_settings(both: Both, whole: Outcome) -> None:
+def other_settings(both: Pair, whole: Outcome) -> None:
     """They are refused, whether the run is unfinished or finished, and nothing is moved."""
 
     def refused(*overrides: str) -> tuple[str, ...]:
@@ -180,7 +179,7 @@ def other_settings(both: Both, whole: Outcome) -> None:
     )
 
 
-def finished(both: Both, whole: Outcome) -> None:
+def finished(both: Pair, whole: Outcome) -> None:
     """The same commands train nothing once more, as where a unit starts at each boot."""
     both.start()
     assert both.wait() == (0, 0), both.outputs
@@ -191,7 +190,7 @@ def finished(both: Both, whole: Outcome) -> None:
     assert {path: path.stat().st_mtime_ns for path in both.active.folder.parent.rglob("*")} == files
 
 
-def refused_twice(both: Both, whole: Outcome) -> None:
+def refused_twice(both: Pair, whole: Outcome) -> None:
     """A second process of the same run goes without, and does the first one no harm."""
     both.start()
     wait_for_line(both, 5)
@@ -207,7 +206,7 @@ def refused_twice(both: Both, whole: Outcome) -> None:
     assert both.wait() == (0, 0), both.outputs
 
 
-Story = Callable[[Both, Outcome], None]
+Story = Callable[[Pair, Outcome], None]
 
 
 def test_a_run_that_was_ended_early_can_be_resumed_or_started_over(

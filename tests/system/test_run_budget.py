@@ -12,8 +12,8 @@ import pytest
 
 from tests.programs import run_program
 from tests.runs import write_example
-from tests.system.processes import side_by_side
-from tests.system.restarted import Both, Restarted, Settings, kept_up
+from tests.system.processes import Pair, Party, side_by_side
+from tests.system.restarted import Settings, kept_up
 
 
 def budget_of(leak_auc: float) -> str:
@@ -55,7 +55,7 @@ def of_releases(number: int) -> float:
     return NormalDist().cdf(shift * number**0.5 / 2**0.5)
 
 
-def killed_and_changed(both: Both) -> None:
+def killed_and_changed(both: Pair) -> None:
     both.start()
     both.wait_until(lambda: both.active.lines > 20)
     for party in both:
@@ -65,7 +65,7 @@ def killed_and_changed(both: Both) -> None:
     both.start("contract.batch_size=50", options=["--fresh"])
 
 
-def finished_and_run_again(both: Both) -> None:
+def finished_and_run_again(both: Pair) -> None:
     both.start()
     assert both.wait() == (0, 0), both.outputs
     both.start()
@@ -74,7 +74,7 @@ def finished_and_run_again(both: Both) -> None:
     both.start(options=["--fresh"])
 
 
-def under_another_name(both: Both) -> None:
+def under_another_name(both: Pair) -> None:
     both.start()
     assert both.wait() == (0, 0), both.outputs
     both.active.folder.parent.rename(both.active.folder.parent.with_name("other"))
@@ -84,7 +84,7 @@ def under_another_name(both: Both) -> None:
 def test_whatever_leads_to_a_second_release_its_ledger_states_what_both_tell_together(
     tmp_path: Path,
 ) -> None:
-    def second(way: Callable[[Both], None]) -> None:
+    def second(way: Callable[[Pair], None]) -> None:
         folder = tmp_path / way.__name__
         write_example(folder)
         with kept_up(folder, RELEASED) as both:
@@ -131,10 +131,10 @@ def test_a_budget_without_a_defense_is_refused_before_anything_is_read(tmp_path:
     assert "run_budget" in done.stderr
 
 
-def supervised(both: Both) -> None:
+def supervised(both: Pair) -> None:
     """Start whatever ends with an error again, as a supervisor does."""
 
-    def keep_up(party: Restarted) -> None:
+    def keep_up(party: Party) -> None:
         party.start()
         while party.wait() and party.starts < 4:
             party.start()

@@ -70,8 +70,13 @@ def interrupted(
     return whole, first, build_parties(example, active, [EVERY_2], runs=runs)
 
 
-@pytest.mark.parametrize("defense", DEFENSES)
-@pytest.mark.parametrize(("at", "after"), [(1, False), (3, True), (5, False), (9, True)])
+@pytest.mark.parametrize(
+    ("defense", "at", "after"),
+    [
+        *((defense, 5, False) for defense in DEFENSES),
+        *((DEFENSES[-1], at, after) for at, after in ((1, False), (3, True), (9, True))),
+    ],
+)
 def test_with_both_parties_killed_the_run_ends_as_if_nothing_had_happened(
     example: Path, tmp_path: Path, defense: str, at: int, after: bool
 ) -> None:

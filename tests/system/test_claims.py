@@ -288,7 +288,9 @@ def test_the_claim_would_be_found_false_of_another_defense(run: Runs, name: str)
     assert beyond(claim, found, leaks(found)) != {}
 
 
-@pytest.mark.parametrize("name", [name for name in CLAIMS if name != "max_norm"])
+@pytest.mark.parametrize(
+    "name", ["marvell leak_auc", "marvell persistent", "iso persistent", "noisy_label gaussian"]
+)
 def test_the_claim_holds_at_the_cut_with_true_labels(run: Runs, name: str) -> None:
     """Against attacks on directions: those see little of what features tell, and lengths do."""
     claim = CLAIMS[name]

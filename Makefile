@@ -6,7 +6,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-BENCHMARKS := $(filter-out __init__ environment,$(basename $(notdir $(wildcard benchmarks/*.py))))
+# Not the parts of whole_run, and not gpu, which needs one.
+BENCHMARKS := $(filter-out __init__ environment bare_gloo slow_line gpu,$(basename $(notdir $(wildcard benchmarks/*.py))))
 
 # Twice as many workers as a small machine has cores: many tests wait for processes and sockets. Each
 # takes half a gigabyte; an idle one takes tests from others. TEST_OPTIONS="-n 8" asks for more.
@@ -50,7 +51,7 @@ protos: $(INSTALLED)
 	$(BIN)/python -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. protos/*.proto
 
 settings: $(INSTALLED)
-	$(BIN)/python -m splitveil.settings_reference > docs/settings.md
+	$(BIN)/python docs/settings_reference.py > docs/settings.md
 
 bench: $(INSTALLED)
 	@set -e; for benchmark in $(BENCHMARKS); do \

@@ -12,18 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from splitveil.active_party import __main__ as active_party
 from splitveil.command import program as splitveil
-from splitveil.deploy import certs
 from splitveil.experiments import __main__ as experiments
-from splitveil.passive_party import __main__ as passive_party
 from tests.waiting import HANGS_AFTER_S
 
 MAINS: Mapping[str, Callable[[Sequence[str]], int | None]] = {
-    "active-party": active_party.main,
-    "passive-party": passive_party.main,
     "splitveil": splitveil.main,
-    "splitveil-certs": certs.main,
     "python": lambda words: experiments.main(words[2:]),  # after -m and the module
 }
 
@@ -48,10 +42,9 @@ def called(folder: Path, text: str) -> Done:
 
 
 def begun(folder: Path, text: str, *more: str) -> "subprocess.Popen[str]":
-    """Start a party's command in a process of its own."""
-    program, *arguments = shlex.split(text)
+    """Start a command in a process of its own."""
     return subprocess.Popen(
-        [sys.executable, "-m", f"splitveil.{program.replace('-', '_')}", *arguments, *more],
+        [sys.executable, "-m", *shlex.split(text), *more],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdin=subprocess.DEVNULL,

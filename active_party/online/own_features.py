@@ -10,7 +10,7 @@ import pyarrow as pa
 from splitveil.active_party.online.errors import Unusable
 from splitveil.common.data.features import UNKNOWN_SLOT, FeatureEncoder, Features
 from splitveil.common.data.settings import DataSettings
-from splitveil.common.data.sources import list_rows
+from splitveil.common.data.sources import ColumnsInMemory, list_rows
 from splitveil.common.data.table import Table, table_of
 from splitveil.common.data.table_files import settings_for
 from splitveil.common.data.unknown_categories import unknown_categories
@@ -91,7 +91,7 @@ class GivenFeatures:
             raise Unusable(f"features: columns are missing: {', '.join(missing)}")
         cells = {name: self._cells(name, [row[name] for row in rows]) for name in self.columns}
         try:
-            table = table_of(_GivenRows(cells), self._settings)
+            table = table_of(ColumnsInMemory("features", cells), self._settings)
             features = self._encoder.transform(table, np.arange(len(table)))
         except DataError as error:
             raise Unusable(str(error)) from error
@@ -123,18 +123,3 @@ class GivenFeatures:
 def _kind(value: Any) -> type:
     is_of_texts = not isinstance(value, list) or all(isinstance(part, str) for part in value)
     return type(value) if is_of_texts else object
-
-
-class _GivenRows:
-    """The columns of a request as a source of rows."""
-
-    name = "features"
-
-    def __init__(self, cells: Mapping[str, Any]) -> None:
-        self._cells = cells
-
-    def column_names(self) -> list[str]:
-        return list(self._cells)
-
-    def read(self, names: Sequence[str]) -> Mapping[str, Any]:
-        return {name: self._cells[name] for name in names}

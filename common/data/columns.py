@@ -230,7 +230,8 @@ def read_numeric(columns: Mapping[str, WrittenColumn], gaps: Gaps) -> dict[str, 
         if is_infinite.any():
             problems.append(
                 f"{column.where}: infinite or too large for float32 in "
-                f"{column.list_rows(is_infinite)}"
+                f"{column.list_rows(is_infinite)}; if such a cell means that there is no value, "
+                f"name its text, such as inf, in data.features.missing_texts"
             )
         if gaps == "refused" and is_missing.any():
             problems.append(
@@ -287,7 +288,7 @@ def _closeness(name: str, requested: Sequence[str], exclude: Sequence[str]) -> i
     """Rate how directly a column is requested: 3 by name, 2 by pattern, 1 by ``*``, else 0."""
     if name in requested:
         return 3
-    if any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude):
+    if is_unnamed_index(name) or any(fnmatch.fnmatchcase(name, one) for one in exclude):
         return 0
     matching = [pattern for pattern in requested if fnmatch.fnmatchcase(name, pattern)]
     return max((1 if pattern == "*" else 2 for pattern in matching), default=0)
@@ -300,6 +301,9 @@ def _matches_any(pattern: str, names: Sequence[str]) -> bool:
 def _as_text(column: WrittenColumn) -> ArrowColumn:
     """Return a column as text: whole numbers in decimal, bytes as UTF-8."""
     kind = column.cells.type
+    if getattr(kind, "extension_name", None) == "arrow.uuid":
+        texts = [None if one is None else str(one) for one in column.cells.to_pylist()]
+        return pa.chunked_array([pa.array(texts, pa.string())])
     try:
         if pa.types.is_floating(kind):
             raise pa.ArrowTypeError("a floating-point number has no unique text form")
@@ -343,7 +347,7 @@ def read_numbers(column: WrittenColumn) -> _Numbers:
     is_unreadable = np.zeros(len(cells), dtype=np.bool_)
     if pa.types.is_dictionary(cells.type):
         cells = pc.cast(cells, cells.type.value_type)
-    if pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type):
+    if is_text(cells.type):
         cells = clean_text(column._replace(cells=cells))
         cells = with_points(cells) if column.decimal == "," else cells
     try:
@@ -352,7 +356,20 @@ def read_numbers(column: WrittenColumn) -> _Numbers:
         raise DataError(f"{column.where}: expected numbers, not {cells.type}") from error
     except pa.ArrowInvalid:
         is_number = pc.match_substring_regex(cells, NUMBER)
-        is_unreadable = ~pc.fill_null(is_number, True).to_numpy()
+        is_unreadable = ~pc.fill_null(is_number, True).to_numpy(zero_copy_only=False)
         readable = pc.if_else(is_number, cells, pa.scalar(None, pa.string()))
         numbers = pc.cast(readable, pa.float64())
-    return _Numbers(numbers.to_numpy(), is_unreadable)
+    values = numbers.to_numpy()
+    is_infinite = np.abs(values) > LARGEST_FLOAT32
+    if is_infinite.any() and pa.types.is_floating(cells.type):
+        texts = pc.cast(cells, pa.string())
+        is_missing = pc.is_in(texts, value_set=pa.array(column.missing_texts, pa.string()))
+        values = np.where(is_infinite & is_missing.to_numpy(), np.nan, values)
+    return _Numbers(values, is_unreadable)
+
+
+def is_text(kind: Any) -> bool:
+    """Say whether a type's cells are texts, which Impala and others store as bytes."""
+    if pa.types.is_fixed_size_binary(kind):
+        return True
+    return kind in {pa.string(), pa.large_string(), pa.binary(), pa.large_binary()}

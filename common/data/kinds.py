@@ -21,7 +21,7 @@ from splitveil.common.data.source_settings import (
     Source,
     SqlSource,
 )
-from splitveil.common.data.sources import ArrowColumn, Part, TableSource
+from splitveil.common.data.sources import ColumnsInMemory, Part, TableSource
 from splitveil.common.data.sql_snapshot import snapshot_of
 from splitveil.common.errors import DataError, SettingsError
 
@@ -82,19 +82,10 @@ def _parquet(place: Place) -> TableSource:
     return ParquetFiles(place)
 
 
-class _Shipped:
-    """A table in memory."""
-
-    def __init__(self, columns: Mapping[str, Any]) -> None:
-        self._columns = dict(columns)
-
-    def column_names(self) -> list[str]:
-        """Return the names of all columns."""
-        return list(self._columns)
-
-    def read(self, names: Sequence[str]) -> Mapping[str, ArrowColumn]:
-        """Return the named columns."""
-        return {name: pa.chunked_array([pa.array(self._columns[name])]) for name in names}
+class _Shipped(ColumnsInMemory):
+    def __init__(self, name: str, columns: Mapping[str, Any]) -> None:
+        cells = {key: pa.chunked_array([pa.array(values)]) for key, values in columns.items()}
+        super().__init__(f"scikit-learn's {name}", cells)
 
     def parts(self, names: Sequence[str]) -> Iterator[Part]:
         """Yield the named columns in a single part, because the table is small."""
@@ -104,8 +95,6 @@ class _Shipped:
 class Digits(_Shipped):
     """The images of handwritten digits that scikit-learn ships."""
 
-    name = "scikit-learn's digits"
-
     def __init__(self, shuffle_seed: int) -> None:
         # Importing it takes a second, which a party with a file of its own need not wait for.
         from sklearn.datasets import load_digits  # noqa: PLC0415
@@ -114,13 +103,11 @@ class Digits(_Shipped):
         order = np.random.default_rng(shuffle_seed).permutation(len(bunch.target))
         columns = {"id": [f"image-{row:04d}" for row in order], "digit": bunch.target[order]}
         pixels = {f"pixel_{j // 8}_{j % 8}": bunch.data[order, j] for j in range(64)}
-        super().__init__(columns | pixels)
+        super().__init__("digits", columns | pixels)
 
 
 class BreastCancer(_Shipped):
     """The Wisconsin diagnostic data set that scikit-learn ships."""
-
-    name = "scikit-learn's breast_cancer"
 
     def __init__(self, shuffle_seed: int) -> None:
         # Importing it takes a second, which a party with a file of its own need not wait for.
@@ -134,4 +121,4 @@ class BreastCancer(_Shipped):
         }
         for name, values in zip(bunch.feature_names, bunch.data.T, strict=True):
             columns[str(name).replace(" ", "_")] = values[order]
-        super().__init__(columns)
+        super().__init__("breast_cancer", columns)

@@ -8,6 +8,7 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -63,6 +64,22 @@ class RowSource(Protocol):
     def read(self, names: Sequence[str]) -> Mapping[str, ArrowColumn]:
         """Return the named columns, all of the same length; nothing else is read."""
         ...
+
+
+@dataclass
+class ColumnsInMemory:
+    """Columns in memory, all of the same length, as a source of rows."""
+
+    name: str
+    columns: Mapping[str, ArrowColumn]
+
+    def column_names(self) -> list[str]:
+        """Return the names of all columns."""
+        return list(self.columns)
+
+    def read(self, names: Sequence[str]) -> Mapping[str, ArrowColumn]:
+        """Return the named columns."""
+        return {name: self.columns[name] for name in names}
 
 
 class TableSource(RowSource, Protocol):

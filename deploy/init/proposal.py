@@ -2,12 +2,15 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import pyarrow as pa
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from splitveil.common.data.ids import Allowed
 from splitveil.common.data.label_columns import others_in_words
 from splitveil.common.data.source_settings import not_expanded
 from splitveil.common.errors import SettingsError, StorageError
@@ -68,6 +71,9 @@ class Proposal(NamedTuple):
     choices: Choices
     sizes: Sizes
     defended: Defended | None
+    allowed: Allowed = Allowed()
+    whole_numbers: bool = False
+    """Whether ids are stored as floating-point numbers, for which the contract needs a rule."""
     learning_rate: float = 0.003
     train: float = TRAIN_SHARE
     test: float = round(1 - TRAIN_SHARE, 2)
@@ -119,7 +125,7 @@ class Proposal(NamedTuple):
             return ""
         return (
             f"If all rows are common, the training rows keep at most {found.share:.0%} of their "
-            f"worth (half at {found.half_at_rows:,} training rows); see active-party plan."
+            f"worth (half at {found.half_at_rows:,} training rows); see splitveil active plan."
         )
 
 
@@ -135,10 +141,10 @@ def propose(table: RawTable, columns: Sequence[Column], wishes: Wishes, terms: T
     Raises:
         SettingsError: the table leaves a question open that ``wishes`` does not answer.
     """
-    id_column = choose_id(columns, wishes)
+    id_column = choose_id(columns, table.columns, wishes)
     others = [column for column in columns if column.name != id_column]
     label = choose_label(others, wishes) if terms.role == ACTIVE else None
-    choices = choose_features(columns, table.columns, wishes, id_column, label)
+    choices = choose_features(columns, table.columns, wishes, id_column, label, table.index_columns)
     unread = tuple(LeftOut(name, why) for name, why in table.left_out.items())
     choices = choices._replace(left_out=unread + choices.left_out)
     if label is None and not choices.features:
@@ -164,6 +170,8 @@ def propose(table: RawTable, columns: Sequence[Column], wishes: Wishes, terms: T
         choices=choices,
         sizes=recommended_sizes(rows),
         defended=rate,
+        allowed=Allowed() if id_column is None else wishes.allowed,
+        whole_numbers=id_column is not None and pa.types.is_floating(table.columns[id_column].type),
     )
 
 
@@ -205,6 +213,7 @@ def _run_name(path: Path) -> str:
     return name or "run"
 
 
+@cache
 def _templates() -> Environment:
     """Return the templates, whose filters quote every value as YAML."""
     found = Environment(

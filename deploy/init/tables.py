@@ -1,7 +1,7 @@
 """Reads a party's own file for ``splitveil init``, or the beginning of a very large one."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,6 +51,8 @@ class RawTable(NamedTuple):
     """Whether all rows were read."""
     left_out: Mapping[str, str]
     """The reasons not to use a column that is not among ``columns``."""
+    index_columns: Sequence[str]
+    """Those that held the rows' labels in pandas."""
 
 
 def read_raw(
@@ -118,7 +120,8 @@ def _read(path: Path, source: dict[str, Any], settings: Source, most_rows: int) 
     if may_have_commas and (found := _with_points(columns)):
         source["decimal"] = ","
         columns |= found
-    return RawTable(path, source, settings, columns, estimate, is_whole, left_out)
+    index = getattr(table, "index_columns", ())
+    return RawTable(path, source, settings, columns, estimate, is_whole, left_out, index)
 
 
 def _with_points(columns: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from splitveil.common.errors import (
     SplitveilError,
 )
 from splitveil.common.party.party_settings import PartySettings, load_party_settings
-from splitveil.passive_party.command import parser as passive_parser
+from splitveil.passive_party.commands.program import parser as passive_parser
 from splitveil.passive_party.settings import PassiveSettings
 from tests.deployed import EXAMPLE, STATUS_PORT, VARIABLE, Deployed, filled
 from tests.docs.markdown import ROOT

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from splitveil.settings_reference import Reference
+from docs.settings_reference import Reference
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "settings.md"
 

@@ -22,9 +22,10 @@ from tests.typed import Done, begun, called, ended, write_tables
 PAGE = ROOT / "docs" / "guide" / "two-organisations.md"
 OWNERS = {"# at the label owner": "label-owner", "# at the feature owner": "feature-owner"}
 INSTALLS = "pip install splitveil"
-COMMANDS = ("check --connect", "run")
 CONNECTED = tuple(
-    f"{party} {command} " for party in ("active-party", "passive-party") for command in COMMANDS
+    f"splitveil {party} {command} "
+    for party in ("active", "passive")
+    for command in ("check --connect", "run")
 )
 FASTER = ("--set", "contract.epochs=2", "--set", "contract.batch_size=64")
 
@@ -116,19 +117,19 @@ def test_both_screens_show_the_same_digits(machines: Machines) -> None:
         (found,) = (one for one in output.splitlines() if one.startswith(name))
         return found.removeprefix(name).strip()
 
-    asked = line("splitveil-certs request certificates --party passive", "public key")
+    asked = line("splitveil certs request certificates --party passive", "public key")
     assert len(asked.replace(" ", "")) == 64
-    assert line("splitveil-certs show request.pem", "public key") == asked
-    signed = "splitveil-certs sign certificates request.pem --party passive"
+    assert line("splitveil certs show request.pem", "public key") == asked
+    signed = "splitveil certs sign certificates request.pem --party passive"
     assert line(signed, "public key") == asked
-    shown = "splitveil-certs show certificates/passive/authority.pem"
+    shown = "splitveil certs show certificates/passive/authority.pem"
     assert line(signed, "authority") == line(shown, "SHA-256")
 
 
 def test_the_probe_tells_both_sides_what_the_page_shows(machines: Machines) -> None:
     page = PAGE.read_text(encoding="utf-8")
-    ours = output_of(machines, "passive-party check --connect passive.yaml")
-    theirs = output_of(machines, "active-party check --connect active.yaml")
+    ours = output_of(machines, "splitveil passive check --connect passive.yaml")
+    theirs = output_of(machines, "splitveil active check --connect active.yaml")
     for line in (
         "ok: contract: the active party holds the same",
         "ok: ids: 6 letters and digits with small letters at both parties",
@@ -154,4 +155,4 @@ def test_the_run_trains_on_the_common_ids_and_leaves_what_the_page_names(
 
 
 def test_the_plan_names_the_defense_that_init_has_chosen(machines: Machines) -> None:
-    assert "projected_labels" in output_of(machines, "active-party plan active.yaml")
+    assert "projected_labels" in output_of(machines, "splitveil active plan active.yaml")

@@ -5,6 +5,7 @@ import re
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -338,9 +339,9 @@ def test_any_name_of_a_file_is_written_as_it_is(tmp_path: Path, name: str) -> No
 def test_a_column_is_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 
-    def noting(name: str, cells: object) -> Column:
+    def noting(name: str, *others: Any) -> Column:
         seen.append(name)
-        return describe(name, cells)
+        return describe(name, *others)
 
     for module in (initialise_module, proposal_module):
         monkeypatch.setattr(module, "describe", noting, raising=False)

@@ -42,7 +42,7 @@ protos: $(INSTALLED)
 	$(BIN)/python -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. protos/*.proto
 
 settings: $(INSTALLED)
-	$(BIN)/python -m splitveil.settings_reference > docs/settings.md
+	$(BIN)/python docs/settings_reference.py > docs/settings.md
 
 bench: $(INSTALLED)
 	@set -e; for benchmark in $(BENCHMARKS); do \

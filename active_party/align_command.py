@@ -1,4 +1,4 @@
-"""The command ``active-party align``."""
+"""The command ``splitveil active align``."""
 
 import argparse
 import logging

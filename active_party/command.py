@@ -1,4 +1,4 @@
-"""The arguments of the ``active-party`` command; ``__main__`` does what they say.
+"""The arguments of the command ``splitveil active``; ``__main__`` does what they say.
 
 It imports neither torch nor gRPC, so that help and a mistyped option are answered at once.
 """

@@ -1,4 +1,4 @@
-"""The command ``active-party report``, and the report at the end of a run."""
+"""The command ``splitveil active report``, and the report at the end of a run."""
 
 import argparse
 import logging
@@ -10,7 +10,7 @@ from splitveil.common.party.json_output import print_json
 
 logger = logging.getLogger("splitveil.active_party")
 
-_REPORT_LATER = "once the cause is gone: active-party report"
+_REPORT_LATER = "once the cause is gone: splitveil active report"
 
 
 def report(parsed: argparse.Namespace) -> None:

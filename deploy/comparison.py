@@ -17,8 +17,6 @@ from splitveil.common.text.upper_bounds import auc_at_most
 
 
 class RunResults(NamedTuple):
-    """The summaries of a run."""
-
     active: Summary
     passives: Mapping[str, Summary]
     """Prefix of a party's layer names -> its summary."""
@@ -34,7 +32,6 @@ class RunResults(NamedTuple):
 
     @property
     def run_level(self) -> ByAttack[RunFigures]:
-        """The leak of all gradients of the run together, as measured by the same parties."""
         return self._of_all(lambda leak: leak.run_level)
 
     def _of_all(self, part: Callable[[LeakFigures], ByAttack[ValueT]]) -> ByAttack[ValueT]:
@@ -62,7 +59,6 @@ def read_results(run_dir: Path) -> RunResults:
 
 
 def comparison_table(title: str, results: Mapping[str, RunResults]) -> FittedTable:
-    """Return a table with one column per run and one row per figure."""
     caption = (
         "leak AUC at a layer: mean over batches, 95 % quantile (that of random scores); "
         "below, leak AUC of the whole run"
@@ -103,7 +99,6 @@ def _add_leaks(table: FittedTable, runs: Sequence[RunResults]) -> None:
 
 
 def _pairs(leaks: Iterable[ByAttack[ValueT]]) -> list[tuple[str, str]]:
-    """Return every layer and attack that any of the runs measured."""
     pairs = ((layer, a) for leak in leaks for layer, attacks in leak.items() for a in attacks)
     return list(dict.fromkeys(pairs))
 
@@ -116,7 +111,6 @@ def _leak_cell(figures: BatchFigures | None) -> str:
 
 
 def _number(value: float | None, digits: int) -> str:
-    """Format a figure; None is one that could not be measured."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 

@@ -11,7 +11,7 @@ import re
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import IO, Self
+from typing import Self
 
 from rich.console import Console
 from rich.table import Table
@@ -29,12 +29,7 @@ _LONGEST_LINE = 4096
 
 
 class RunDisplay:
-    """The output of some parties on one terminal; a context manager.
-
-    Args:
-        parties: their names, the one whose bar is shown first.
-        console: a terminal.
-    """
+    """The output of some parties on one terminal, with the bar of the first; a context manager."""
 
     def __init__(self, parties: Sequence[str], console: Console) -> None:
         self._console = console
@@ -49,7 +44,6 @@ class RunDisplay:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the parties need to know of the pipe to this display."""
         return {VARIABLE: str(self.descriptor)}
 
     def __enter__(self) -> Self:
@@ -65,7 +59,6 @@ class RunDisplay:
         self._resources.close()
 
     def show(self, party: str, line: str) -> None:
-        """Show one line of a party's output above the bar."""
         found = _LOG_LINE.fullmatch(line)
         when, level, message = found.groups() if found else ("", "", line)
         with self._lock:
@@ -84,18 +77,15 @@ class RunDisplay:
 
     def _read_progress(self) -> None:
         with os.fdopen(self._told, encoding="utf-8", errors="replace") as lines:
-            self._read_lines(lines)
-
-    def _read_lines(self, lines: IO[str]) -> None:
-        while line := lines.readline(_LONGEST_LINE):
-            try:
-                told = json.loads(line)
-                party, done, total = str(told["party"]), int(told["done"]), int(told["total"])
-                numbers = {str(name): float(one) for name, one in told["numbers"].items()}
-            except (ValueError, KeyError, TypeError, AttributeError):
-                continue  # a program of the user's own may write there, too
-            if party == self._leader:
-                self._advance(done, total, numbers)
+            while line := lines.readline(_LONGEST_LINE):
+                try:
+                    told = json.loads(line)
+                    party, done, total = str(told["party"]), int(told["done"]), int(told["total"])
+                    numbers = {str(name): float(one) for name, one in told["numbers"].items()}
+                except (ValueError, KeyError, TypeError, AttributeError):
+                    continue  # a program of the user's own may write there, too
+                if party == self._leader:
+                    self._advance(done, total, numbers)
 
     def _advance(self, done: int, total: int, numbers: dict[str, float]) -> None:
         if self._bar is None:

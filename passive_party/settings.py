@@ -83,7 +83,7 @@ class PassiveReportSettings(ReportSettings):
 
 
 class AnswerSettings(Section):
-    """Answers about rows once the model is trained, by ``passive-party serve``.
+    """Answers about rows once the model is trained, by ``splitveil passive serve``.
 
     The active party names ids, and this party answers with the activations of their rows. Each
     answer tells the active party whether this party has a row of that id.

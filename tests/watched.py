@@ -15,8 +15,9 @@ from splitveil.active_party.assembly import build_session
 from splitveil.active_party.serving.server import start_server
 from splitveil.active_party.serving.service import ActiveService
 from splitveil.active_party.watch.active_status import ActiveStatus
+from splitveil.active_party.watch.active_status import StatusObserver as ActiveObserver
 from splitveil.active_party.watch.recorder import ActiveRecorder
-from splitveil.active_party.watch.status_observer import StatusObserver as ActiveObserver
+from splitveil.common.alignment import build_engine
 from splitveil.common.party.command_line import draw_nonce
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.record.summary import Summary
@@ -30,7 +31,6 @@ from splitveil.passive_party.recorder import PassiveRecorder
 from splitveil.passive_party.run import PassiveRun
 from splitveil.passive_party.watched_calls import WatchedCalls
 from splitveil.simulation import free_address, read_settings
-from splitveil.simulation.parties import private_engine
 from tests.runs import CPU
 
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -78,7 +78,7 @@ def watched_run(folder: Path, into: Path, *active: str) -> Watched:
             ActiveObserver(recorder, statuses[0]),
             partial(draw_nonce, settings.active),
         )
-        engine = private_engine(contract.alignment)
+        engine = build_engine(contract.alignment)
         service = ActiveService(session, engine, 300, status=statuses[0])
         server = start_server(service, contract, address, transcript=statuses[0])
         stack.callback(lambda: server.stop(1).wait())

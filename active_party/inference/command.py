@@ -1,4 +1,4 @@
-"""The command ``active-party predict``."""
+"""The command ``splitveil active predict``."""
 
 import argparse
 import logging

@@ -242,7 +242,7 @@ def _check_addresses(parties: Sequence[str], addresses: dict[str, str]) -> None:
     unknown = [name for name in addresses if name not in parties]
     problems = [
         f"inference.connect: no address of passive party {name!r}: add inference.connect.{name}, "
-        f"the host and port of its passive-party serve"
+        f"the host and port of its splitveil passive serve"
         for name in missing
     ]
     problems += [f"inference.connect: the contract has no passive party {n!r}" for n in unknown]

@@ -1,4 +1,4 @@
-"""The command ``active-party serve``."""
+"""The command ``splitveil active serve``."""
 
 import argparse
 import logging

@@ -48,7 +48,7 @@ class IdOutcome(Enum):
 
 
 class OnlineStatus(PartyStatus):
-    """The state of ``active-party serve``, for its operators.
+    """The state of ``splitveil active serve``, for its operators.
 
     Args:
         contract: of the run that trained the model.

@@ -125,7 +125,7 @@ class Proposal(NamedTuple):
             return ""
         return (
             f"If all rows are common, the training rows keep at most {found.share:.0%} of their "
-            f"worth (half at {found.half_at_rows:,} training rows); see active-party plan."
+            f"worth (half at {found.half_at_rows:,} training rows); see splitveil active plan."
         )
 
 

@@ -1,4 +1,4 @@
-"""``passive-party align``: finds the rows that all parties have, without training."""
+"""``splitveil passive align``: finds the rows that all parties have, without training."""
 
 import argparse
 import logging

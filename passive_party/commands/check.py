@@ -1,4 +1,4 @@
-"""``passive-party check``: checks settings, data, model and connection without training."""
+"""``splitveil passive check``: checks settings, data, model and connection without training."""
 
 import argparse
 from collections.abc import Callable, Iterator

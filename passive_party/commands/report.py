@@ -1,4 +1,4 @@
-"""``passive-party report``: writes the page of a run."""
+"""``splitveil passive report``: writes the page of a run."""
 
 import argparse
 import logging

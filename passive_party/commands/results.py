@@ -7,9 +7,8 @@ from pathlib import Path
 from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.errors import PeerEndedForGood, SplitveilError
 from splitveil.common.party.transcript import Transcript
-from splitveil.common.record.provenance import provenance_of_process
 from splitveil.common.record.run_record import write_summary
-from splitveil.common.record.summary import Summary
+from splitveil.common.record.summary import Summary, provenance_of_process
 from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.storage.ended_run import mark_as_ended
 from splitveil.common.text.version import VERSION
@@ -44,9 +43,9 @@ def try_to_report(folder: Path) -> None:
     try:
         _logger.info("report written to %s", write_passive_report(folder))
     except SplitveilError as error:
-        _logger.error("%s; once the cause is gone: passive-party report %s", error, folder)
+        _logger.error("%s; once the cause is gone: splitveil passive report %s", error, folder)
     except Exception:
-        _logger.exception("the report could not be written: passive-party report %s", folder)
+        _logger.exception("the report could not be written: splitveil passive report %s", folder)
 
 
 def leave_results(

@@ -1,4 +1,4 @@
-"""``passive-party run``: trains with the active party, or resumes an unfinished run."""
+"""``splitveil passive run``: trains with the active party, or resumes an unfinished run."""
 
 import argparse
 import logging

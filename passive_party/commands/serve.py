@@ -1,4 +1,4 @@
-"""``passive-party serve``: answers the active party's questions for predictions, until stopped."""
+"""``splitveil passive serve``: answers questions for predictions, until stopped."""
 
 import argparse
 import logging

@@ -16,7 +16,7 @@ CALLS = ("Describe", "Embed", "EmbedTable")
 
 
 class InferenceStatus(PartyStatus):
-    """The state of ``passive-party serve``, for its operators."""
+    """The state of ``splitveil passive serve``, for its operators."""
 
     def __init__(self, party: str, contract: Contract) -> None:
         super().__init__(party, contract, STAGES)

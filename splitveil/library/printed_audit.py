@@ -12,7 +12,6 @@ from splitveil.library.auditing import Audit
 
 
 def print_audit(found: Audit) -> None:
-    """Print the figures of an audit."""
     console = Console(file=sys.stdout, highlight=False)
     batches = FittedTable("single batches: mean leak AUC")
     batches.add_column("attack")

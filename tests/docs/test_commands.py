@@ -22,7 +22,6 @@ import numpy as np
 import pytest
 import yaml
 
-from splitveil.active_party import __main__ as active_party
 from splitveil.active_party.command import parser as active_parser
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.command import program as splitveil
@@ -30,9 +29,8 @@ from splitveil.command.table import SUB_COMMANDS
 from splitveil.common.party.party_settings import PartySettings, load_party_settings
 from splitveil.common.run.contract import Contract
 from splitveil.common.settings import validate
-from splitveil.deploy import certs, local
+from splitveil.deploy import local
 from splitveil.experiments import __main__ as experiments
-from splitveil.passive_party.commands import program as passive_party
 from splitveil.passive_party.commands.program import parser as passive_parser
 from splitveil.passive_party.settings import PassiveSettings
 from splitveil.simulation import free_address
@@ -42,27 +40,27 @@ from tests.waiting import HANGS_AFTER_S
 OWN_DATA = ROOT / "docs" / "guide" / "own-data.md"
 SETTINGS_PAGES = [*GUIDE, ROOT / "docs" / "defenses.md"]
 EXAMPLES = ROOT / "deploy" / "examples"
-INLINE = re.compile(r"`((?:active-party|passive-party|splitveil[\w-]*|make|python -m) [^`]+)`")
+INLINE = re.compile(r"`((?:splitveil|make|python -m) [^`]+)`")
 SHORT = ("--set", "contract.epochs=1", "--set", "contract.batch_size=64")
 
 VERIFY = (
-    "active-party verify-transcript runs/NAME/active/transcript.jsonl "
+    "splitveil active verify-transcript runs/NAME/active/transcript.jsonl "
     "--against runs/NAME/passive/transcript.jsonl"
 )
 RUN_HERE = (
-    "splitveil-certs init certificates",
-    "active-party check active.yaml",
-    "passive-party check passive.yaml",
-    "active-party plan active.yaml --target-leak-auc 0.65",
-    "active-party run active.yaml",
-    "passive-party run passive.yaml",
-    "active-party report runs/NAME",
-    "active-party report runs/NAME --target-leak-auc 0.6",
-    "active-party report runs/NAME runs/OTHER --output comparison.html",
-    "passive-party report runs/NAME",
+    "splitveil certs init certificates",
+    "splitveil active check active.yaml",
+    "splitveil passive check passive.yaml",
+    "splitveil active plan active.yaml --target-leak-auc 0.65",
+    "splitveil active run active.yaml",
+    "splitveil passive run passive.yaml",
+    "splitveil active report runs/NAME",
+    "splitveil active report runs/NAME --target-leak-auc 0.6",
+    "splitveil active report runs/NAME runs/OTHER --output comparison.html",
+    "splitveil passive report runs/NAME",
     VERIFY,
-    "splitveil-certs renew certificates --party active",
-    "splitveil-certs show certificates/active/certificate.pem",
+    "splitveil certs renew certificates --party active",
+    "splitveil certs show certificates/active/certificate.pem",
     "python -m splitveil.experiments list",
 )
 """In the order in which a reader types them; a run's two parties at the same time."""
@@ -93,33 +91,31 @@ READ_ONLY: Mapping[str, str] = {
     "splitveil demo --defense marvell:strength.power_ratio=16 --set contract.epochs=5": TWO_RUNS,
     "splitveil demo breast_cancer_two_labs": "tests/system/test_several_parties.py runs it",
     "splitveil demo digits": "tests/system/test_several_classes.py runs it",
-    "splitveil active run active.yaml": THE_SAME,
     "splitveil align active active.yaml --output clients-aligned.parquet": ALIGNED,
     "splitveil align passive passive.yaml --output usage-aligned.csv": ALIGNED,
-    "splitveil passive run passive.yaml": THE_SAME,
     "splitveil report runs/NAME": THE_SAME,
     "splitveil compare runs/NAME runs/OTHER": IN_API,
     "splitveil audit gradients.npz --batch-size 100": IN_API,
     "splitveil schema active": IN_API,
     "splitveil --print-completion bash": IN_API,
-    "splitveil-local deploy/examples/breast_cancer --defense marvell --set contract.epochs=5": (
+    "splitveil local deploy/examples/breast_cancer --defense marvell --set contract.epochs=5": (
         TWO_RUNS
     ),
-    "splitveil-local deploy/examples/breast_cancer --defense none iso max_norm marvell": TWO_RUNS,
+    "splitveil local deploy/examples/breast_cancer --defense none iso max_norm marvell": TWO_RUNS,
     "splitveil init active clients.csv": INIT_ELSEWHERE,
     "splitveil init passive usage.csv": INIT_ELSEWHERE,
-    "splitveil-certs init certificates --days 90": "is run with the default, which is 90 days",
-    "active-party run active.yaml --fresh": "tests/system/test_resume.py starts over",
-    "passive-party serve passive.yaml": PREDICTED,
-    "active-party predict active.yaml --ids ids.txt --output predictions.parquet": PREDICTED,
-    "active-party serve active.yaml": (
+    "splitveil certs init certificates --days 90": "is run with the default, which is 90 days",
+    "splitveil active run active.yaml --fresh": "tests/system/test_resume.py starts over",
+    "splitveil passive serve passive.yaml": PREDICTED,
+    "splitveil active predict active.yaml --ids ids.txt --output predictions.parquet": PREDICTED,
+    "splitveil active serve active.yaml": (
         "serves until it is stopped; tests/system/test_serve_processes.py runs it"
     ),
-    "passive-party serve passive.yaml --data new-usage.csv": PREDICTED,
-    "active-party predict active.yaml --ids new-ids.txt --data new-clients.csv "
+    "splitveil passive serve passive.yaml --data new-usage.csv": PREDICTED,
+    "splitveil active predict active.yaml --ids new-ids.txt --data new-clients.csv "
     "--output new.parquet": PREDICTED,
-    "passive-party serve passive.yaml --set answers.whole_table=true": PREDICTED,
-    "active-party predict active.yaml --ids ids.txt --output predictions.parquet "
+    "splitveil passive serve passive.yaml --set answers.whole_table=true": PREDICTED,
+    "splitveil active predict active.yaml --ids ids.txt --output predictions.parquet "
     "--whole-table": PREDICTED,
     "docker compose up --build": NEEDS_DOCKER,
     "docker compose --env-file active.env -f docker-compose.active.yml up --build --detach": (
@@ -137,17 +133,20 @@ READ_ONLY: Mapping[str, str] = {
 """Commands that are not run here, and why; their options are read."""
 
 MENTIONED = (
-    "active-party align",
-    "passive-party align",
-    "active-party check",
-    "active-party plan",
-    "active-party predict",
-    "active-party report --output",
-    "active-party serve",
-    "passive-party check",
-    "passive-party check --connect",
+    "splitveil active",
+    "splitveil passive",
+    "splitveil local",
+    "splitveil active align",
+    "splitveil passive align",
+    "splitveil active check",
+    "splitveil active plan",
+    "splitveil active predict",
+    "splitveil active report --output",
+    "splitveil active serve",
+    "splitveil passive check",
+    "splitveil passive check --connect",
     "splitveil init",
-    "passive-party serve",
+    "splitveil passive serve",
 )
 """Commands that a sentence names without a file to act on."""
 
@@ -207,10 +206,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 MAINS: Mapping[str, Callable[[Sequence[str]], int | None]] = {
-    "active-party": active_party.main,
-    "passive-party": passive_party.main,
     "splitveil": splitveil.main,
-    "splitveil-certs": certs.main,
     "python": lambda words: experiments.main(words[2:]),  # after -m and the module
 }
 
@@ -233,10 +229,8 @@ def both_run(folder: Path, active: str, passive: str) -> dict[str, Done]:
     ends = {active: f"listen={address}", passive: f"connect={address}"}
     processes = {}
     for text, where in ends.items():
-        program, *arguments = shlex.split(text)
-        module = f"splitveil.{program.replace('-', '_')}"
         processes[text] = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments, "--set", where, *SHORT],
+            [sys.executable, "-m", *shlex.split(text), "--set", where, *SHORT],
             cwd=folder,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             stdout=subprocess.PIPE,
@@ -259,7 +253,7 @@ def done(own: Path) -> Mapping[str, Done]:
             continue
         if " run " in text:
             results |= both_run(
-                own, "active-party run active.yaml", "passive-party run passive.yaml"
+                own, "splitveil active run active.yaml", "splitveil passive run passive.yaml"
             )
         else:
             run_name = yaml.safe_load(settings_block("contract.yaml").text)["run_name"]
@@ -275,8 +269,8 @@ def test_the_commands_end_well_on_tables_of_one_s_own(done: Mapping[str, Done]) 
 
 
 def test_the_checks_say_what_was_found(done: Mapping[str, Done]) -> None:
-    assert "ok: data: 1400 rows in clients.csv" in done["active-party check active.yaml"].output
-    assert "ok: data: 1400 rows in usage.csv" in done["passive-party check passive.yaml"].output
+    assert "ok: data: 1400 rows in clients.csv" in done["splitveil active check active.yaml"].output
+    assert "ok: data: 1400 rows in usage.csv" in done["splitveil passive check passive.yaml"].output
 
 
 def test_ids_are_compared_as_the_page_says(own: Path, done: Mapping[str, Done]) -> None:
@@ -335,14 +329,6 @@ def test_no_reason_is_given_for_a_command_that_no_page_shows() -> None:
 def test_what_is_not_run_is_at_least_read(text: str) -> None:
     program, *arguments = shlex.split(text)
     match program:
-        case "active-party":
-            active_parser(program).parse_args(arguments)
-        case "passive-party":
-            passive_parser(program).parse_args(arguments)
-        case "splitveil-certs":
-            certs.parser().parse_args(arguments)
-        case "splitveil-local":
-            accept(local.parser().parse_args(arguments))
         case "splitveil":
             read_by_sub_command(arguments)
         case "make":
@@ -370,14 +356,16 @@ def read_by_sub_command(arguments: Sequence[str]) -> None:
     options = import_module(module).parser(f"splitveil {arguments[0]}").parse_args(arguments[1:])
     if arguments[0] == "demo":
         options.example_dir = EXAMPLES / options.example
+    if arguments[0] in {"demo", "local"}:
         accept(options)
 
 
 @pytest.mark.parametrize("text", MENTIONED)
 def test_what_is_mentioned_is_in_the_help(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    program, subcommand, *option = text.split()
+    _, *words = text.split()
+    option = [word for word in words if word.startswith("--")]
     with pytest.raises(SystemExit) as end:
-        MAINS[program]([subcommand, "--help"])
+        splitveil.main([*words[: len(words) - len(option)], "--help"])
     assert end.value.code == 0
     assert all(one in capsys.readouterr().out for one in option)
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from docs.settings_reference import Reference
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.run.contract import Contract
-from splitveil.settings_reference import Reference
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "settings.md"
 

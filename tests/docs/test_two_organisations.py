@@ -23,14 +23,11 @@ from tests.waiting import HANGS_AFTER_S
 
 PAGE = ROOT / "docs" / "guide" / "two-organisations.md"
 OWNERS = {"# at the label owner": "label-owner", "# at the feature owner": "feature-owner"}
-MODULES = {
-    "splitveil": "splitveil",
-    "splitveil-certs": "splitveil.deploy.certs",
-    "active-party": "splitveil.active_party",
-    "passive-party": "splitveil.passive_party",
-}
 INSTALLS = "pip install splitveil"
-WAIT_FOR_THE_OTHER = ("active-party check --connect active.yaml", "active-party run active.yaml")
+WAIT_FOR_THE_OTHER = (
+    "splitveil active check --connect active.yaml",
+    "splitveil active run active.yaml",
+)
 FASTER = {"contract.epochs": 2, "contract.batch_size": 64}
 
 
@@ -83,11 +80,11 @@ class Machines:
         for address in ("0.0.0.0:50051", "label-owner.example:50051"):
             text = text.replace(address, self._address)
         program, *arguments = shlex.split(text)
-        if arguments[0] == "run":
+        if arguments[1] == "run":
             short = [f"{name}={value}" for name, value in FASTER.items()]
             arguments += [word for one in short for word in ("--set", one)]
         return subprocess.Popen(
-            [sys.executable, "-m", MODULES[program], *arguments],
+            [sys.executable, "-m", program, *arguments],
             cwd=self.folders[typed.owner],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             stdin=subprocess.DEVNULL,
@@ -148,19 +145,19 @@ def test_both_screens_show_the_same_digits(machines: Machines) -> None:
         (found,) = (one for one in output.splitlines() if one.startswith(name))
         return found.removeprefix(name).strip()
 
-    asked = line("splitveil-certs request certificates --party passive", "public key")
+    asked = line("splitveil certs request certificates --party passive", "public key")
     assert len(asked.replace(" ", "")) == 64
-    assert line("splitveil-certs show request.pem", "public key") == asked
-    signed = "splitveil-certs sign certificates request.pem --party passive"
+    assert line("splitveil certs show request.pem", "public key") == asked
+    signed = "splitveil certs sign certificates request.pem --party passive"
     assert line(signed, "public key") == asked
-    shown = "splitveil-certs show certificates/passive/authority.pem"
+    shown = "splitveil certs show certificates/passive/authority.pem"
     assert line(signed, "authority") == line(shown, "SHA-256")
 
 
 def test_the_probe_tells_both_sides_what_the_page_shows(machines: Machines) -> None:
     page = PAGE.read_text(encoding="utf-8")
-    ours = output_of(machines, "passive-party check --connect passive.yaml")
-    theirs = output_of(machines, "active-party check --connect active.yaml")
+    ours = output_of(machines, "splitveil passive check --connect passive.yaml")
+    theirs = output_of(machines, "splitveil active check --connect active.yaml")
     for line in (
         "ok: contract: the active party holds the same",
         "ok: ids: 6 letters and digits with small letters at both parties",
@@ -186,4 +183,4 @@ def test_the_run_trains_on_the_common_ids_and_leaves_what_the_page_names(
 
 
 def test_the_plan_names_the_defense_that_init_has_chosen(machines: Machines) -> None:
-    assert "projected_labels" in output_of(machines, "active-party plan active.yaml")
+    assert "projected_labels" in output_of(machines, "splitveil active plan active.yaml")

@@ -3,7 +3,7 @@
 To import torch, gRPC and the rest takes two seconds of a core, more than a small example trains
 for. What comes after that is the program itself: ``main`` with the words of a command line, in a
 process of its own, with its own signals, limits, output and exit code. That the same happens from
-``python -m`` is for the tests of ``splitveil-local``, which starts its parties so.
+``python -m`` is for the tests of ``splitveil local``, which starts its parties so.
 """
 
 import multiprocessing

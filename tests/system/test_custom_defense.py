@@ -17,7 +17,7 @@ def run_with(folder: Path, name: str) -> subprocess.CompletedProcess[str]:
     write_example(folder / "settings")
     module = write_own_defenses(folder / "settings", "my_defenses")
     return run_program(
-        *(sys.executable, "-P", "-m", "splitveil.deploy.local", str(folder / "settings")),
+        *(sys.executable, "-P", "-m", "splitveil", "local", str(folder / "settings")),
         *("--runs", str(folder / "runs"), "--set", "contract.epochs=2"),
         f"active.defense={{name: custom, module: '{module}:{name}'}}",
         cwd=folder,

@@ -1,4 +1,4 @@
-"""What ``splitveil-local`` shows on a terminal of 80 columns: one table of lines, and one bar."""
+"""What ``splitveil local`` shows on a terminal of 80 columns: one table of lines, and one bar."""
 
 import fcntl
 import os

@@ -29,7 +29,6 @@ from splitveil.common.privacy.label_free import LABEL_FREE
 from splitveil.common.privacy.leakage import leak_auc
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.privacy.settings import DEFAULT_ATTACKS
-from splitveil.common.record.summary import to_json
 from splitveil.common.run.messages import AuditQuestion
 from splitveil.common.run.sample_order import positions_digest
 from splitveil.common.wire.endpoint import method_path
@@ -74,7 +73,7 @@ def audited(example: Path, folder: Path, meet: Callable[[Parties], None], *activ
     with recorders(parties, folder) as both:
         parties.run.auditor = both.passive
         meet(parties)
-    return Audited(parties, *both.lines(), to_json(both.passive.summary()))
+    return Audited(parties, *both.lines(), both.passive.summary().form())
 
 
 def meeting(wire: str, port: int) -> Callable[[Parties], None]:

@@ -1,17 +1,35 @@
-"""Holds what attacks tell beyond features against what the ledger states, and logs both."""
+"""What the ledger states, as a record holds it, and held against what attacks tell."""
 
 import logging
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 from splitveil.active_party.defenses.gaussian_dp import epsilon_of
 from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.privacy.epsilon_audit import p_value
+from splitveil.common.record import summary
 from splitveil.common.record.beyond_figures import BeyondFigures, passed_bounds
+from splitveil.common.record.figures import LedgerFigures, SpreadFigures
 from splitveil.common.text.upper_bounds import at_least, at_most, auc_at_most
 
 logger = logging.getLogger(__name__)
+
+
+def ledger_figures(bounds: LeakBounds) -> LedgerFigures:
+    """Return bounds as a run's record holds them."""
+    anybody, honest, class_means = (SpreadFigures(*one.leak_auc) for one in bounds.by_peers)
+    sum_kl, estimate = SpreadFigures(*bounds.sum_kl), SpreadFigures(*bounds.estimate)
+    return LedgerFigures(sum_kl, estimate, anybody, honest, class_means, bounds.epsilon)
+
+
+def peer_bounds(bounds: LeakBounds) -> tuple[summary.PeerBound, ...]:
+    """Return the bounds of the most exposed example as a run's summary holds them."""
+    return tuple(
+        summary.PeerBound(peers, bounds.against(peers).leak_auc.max, bounds.against(peers).mu)
+        for peers in Covers
+    )
 
 
 class Stated(NamedTuple):
@@ -50,12 +68,13 @@ def hold_against(beyond: BeyondFigures, bounds: LeakBounds | None) -> BeyondFigu
     if stated is None:
         return beyond
     guesses = measured.guesses, measured.correct, measured.pairs
-    return beyond._replace(
+    return replace(
+        beyond,
         epsilon=measured._replace(
             stated=stated.epsilon,
             stated_for=stated.peers,
             p_value_of_stated=p_value(*guesses, stated.epsilon, measured.delta),
-        )
+        ),
     )
 
 

@@ -15,7 +15,15 @@ from scipy import stats
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
-from splitveil.active_party.defenses import Covers, LeakCharge, NoisyLabelDefense
+from splitveil.active_party.defenses import (
+    Covers,
+    DefenseContext,
+    IsoDefense,
+    LeakCharge,
+    MarvellDefense,
+    NoisyLabelDefense,
+    ProjectedLabelsDefense,
+)
 from splitveil.active_party.defenses.exact_auc import (
     auc_of_epsilon,
     gaussian_auc,
@@ -27,25 +35,21 @@ from splitveil.active_party.defenses.exact_auc import (
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
 from splitveil.active_party.defenses.label_mechanisms import (
     AlibiLabels,
-    DrawnOnce,
     GaussianLabels,
     LabelMechanism,
     LaplaceLabels,
-    ProjectedBatches,
     RandomizedResponse,
-    ResponseWithPrior,
+    at_leak_auc,
     draw_noisy_labels,
     evidence,
     label_leak,
 )
-from splitveil.active_party.defenses.label_prior import draw_with_prior
-from splitveil.active_party.defenses.label_strength import at_leak_auc, leak_auc_of
 from splitveil.active_party.defenses.sum_kl import estimated_auc, leak_auc_bound
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.bounds import LeakBounds
+from splitveil.active_party.ledger.known_bounds import NOTHING, OF_ANY_KIND, known_of
 from splitveil.active_party.ledger.ledger import LeakLedger, logged
 from splitveil.active_party.ledger.limit import Limit
-from splitveil.active_party.ledger.odds import GAUSSIAN, NOTHING, OF_ANY_KIND, odds_of
 
 Numbers = npt.NDArray[np.float64]
 ROWS = 200_000
@@ -55,11 +59,11 @@ TOLERANCE = 5 * math.sqrt(2 / (6 * ROWS))
 """Five standard errors of an AUC over half positives: at most sqrt((n + m + 1) / (12 n m))."""
 
 RESPONSE = RandomizedResponse(kind="randomized_response", epsilon=1.0)
+GAUSSIAN = GaussianLabels(kind="gaussian")
 ONCE: list[LabelMechanism] = [
     LaplaceLabels(kind="laplace", epsilon=1.0),
     RESPONSE,
     AlibiLabels(kind="alibi", epsilon=1.0),
-    ResponseWithPrior(kind="with_prior", epsilon=1.0),
 ]
 
 
@@ -88,13 +92,6 @@ def guarantee_after(*charges: LeakCharge) -> float:
 
 def ratios_of(mechanism: LabelMechanism, seed: int) -> Tensor:
     """Log likelihood ratios of drawn labels, in favour of label 1."""
-    if isinstance(mechanism, ResponseWithPrior):
-        generator = torch.Generator().manual_seed(seed)
-        uniform = 1 - torch.rand(ROWS, generator=generator, dtype=torch.float64)
-        even = torch.full((ROWS, 2), 0.5, dtype=torch.float64)
-        drawn, _ = draw_with_prior(LABELS.long(), even, mechanism.epsilon, uniform)
-        return (2 * drawn - 1) * mechanism.epsilon
-    assert not isinstance(mechanism, ProjectedBatches)
     drawn = draw_noisy_labels(mechanism, LABELS, key_from_insecure_seed(seed), IDS)
     return evidence(mechanism, drawn).double()
 
@@ -104,7 +101,7 @@ def best_auc(*releases: Tensor) -> float:
     return float(roc_auc_score(LABELS.numpy(), sum(releases, torch.zeros(ROWS)).numpy().round(9)))
 
 
-@pytest.mark.parametrize("mechanism", ONCE, ids=kind_of)
+@pytest.mark.parametrize("mechanism", [GAUSSIAN, *ONCE], ids=kind_of)
 def test_a_label_drawn_once_is_bounded_by_the_auc_of_the_best_score(
     mechanism: LabelMechanism,
 ) -> None:
@@ -112,21 +109,21 @@ def test_a_label_drawn_once_is_bounded_by_the_auc_of_the_best_score(
 
     Rejects the bound that the divergence alone gives, above .65, and that of a strength 3 % off.
     """
-    chosen = at_leak_auc(mechanism, 0.6, epochs=30)
+    chosen = at_leak_auc(mechanism, 0.6)
     bounds = bounds_after(*[charge_of(chosen)] * 30)
     found = best_auc(ratios_of(chosen, seed=3))
     assert [one.leak_auc.max for one in bounds.by_peers] == [pytest.approx(0.6, abs=1e-9)] * 3
     assert bounds.guarantee.mean == bounds.guarantee.q95 == bounds.guarantee.max
     assert abs(found - bounds.guarantee.max) < TOLERANCE
     assert leak_auc_bound(bounds.sum_kl.max) > 0.65 > found + TOLERANCE
-    stronger = at_leak_auc(mechanism, 0.613, epochs=30)
+    stronger = at_leak_auc(mechanism, 0.613)
     assert guarantee_after(charge_of(stronger)) > found + TOLERANCE
     assert bounds.estimate.max <= bounds.guarantee.max
 
 
 @pytest.mark.parametrize("num_classes", [3, 10])
 def test_of_several_classes_the_pair_is_bounded_exactly(num_classes: int) -> None:
-    mechanism = at_leak_auc(RESPONSE, 0.6, 1, num_classes)
+    mechanism = at_leak_auc(RESPONSE, 0.6, num_classes)
     assert isinstance(mechanism, RandomizedResponse)
     labels = torch.arange(ROWS) % num_classes
     key = key_from_insecure_seed(5)
@@ -142,7 +139,7 @@ def test_of_several_classes_the_pair_is_bounded_exactly(num_classes: int) -> Non
     assert auc_of_epsilon(mechanism.epsilon) > bound  # what any e-label-DP release may reach
 
 
-TWO: list[tuple[DrawnOnce, DrawnOnce]] = [
+TWO: list[tuple[LabelMechanism, LabelMechanism]] = [
     (RESPONSE, RESPONSE),
     (RESPONSE, LaplaceLabels(kind="laplace", epsilon=0.8)),
     (RESPONSE, GaussianLabels(kind="gaussian", noise_ratio=1.5)),
@@ -152,14 +149,14 @@ TWO: list[tuple[DrawnOnce, DrawnOnce]] = [
 
 @pytest.mark.parametrize("mechanisms", TWO)
 def test_two_draws_together_pass_the_bound_of_one_and_not_that_of_both(
-    mechanisms: tuple[DrawnOnce, DrawnOnce],
+    mechanisms: tuple[LabelMechanism, LabelMechanism],
 ) -> None:
     """And that of both is smaller than what the divergence gives for any distributions."""
     found = best_auc(*(ratios_of(one, seed) for seed, one in enumerate(mechanisms, start=11)))
     charges = [charge_of(one, f"draw {number}") for number, one in enumerate(mechanisms)]
     bounds = bounds_after(*charges)
     assert found <= bounds.guarantee.max + TOLERANCE
-    assert found > max(map(leak_auc_of, mechanisms)) + TOLERANCE
+    assert found > max(label_leak(one).leak_auc for one in mechanisms) + TOLERANCE
     assert bounds.guarantee.max < leak_auc_bound(bounds.sum_kl.max) - 0.01
 
 
@@ -261,7 +258,7 @@ def test_a_mechanism_that_dominates_tells_no_less(mechanism: LabelMechanism) -> 
     charge = charge_of(mechanism)
     assert charge.dominating_mu is not None
     assert charge.dominating_mu**2 > charge.sum_kl
-    assert gaussian_auc(charge.dominating_mu) > leak_auc_of(mechanism)
+    assert gaussian_auc(charge.dominating_mu) > label_leak(mechanism).leak_auc
     assert charge.dominating_mu <= gaussian_of_epsilon(1.0) * (1 + 1e-12)
     fresh = LeakCharge(0.5, covers=Covers.ANYBODY, is_gaussian=True)
     found = guarantee_after(charge, fresh, fresh)
@@ -314,51 +311,19 @@ def test_over_runs_only_examples_of_a_single_draw_keep_its_exact_figure(tmp_path
     assert [told(again, name) for name in NAMES] == [exact, exact, exact, 0.5]
 
 
-OLD = ("odds", "odds_of", "current_odds")
-
-
-def test_a_book_of_before_is_bounded_by_the_epsilon_that_it_states() -> None:
-    """Randomised response keeps its exact figure; what is settled has that of its divergence."""
-
-    def as_before(book: AccountBook) -> AccountBook:
-        state = book.state_dict()
-        return AccountBook.from_state({k: v for k, v in state.items() if k not in OLD})
-
-    first, gaussian = charge_of(RESPONSE), LeakCharge(0.1, None, None, Covers.ANYBODY, True)
-    book = as_before(after_run(AccountBook.empty(), NAMES[:2], first))
-    assert told(book, "ann") == pytest.approx(auc_of_epsilon(1.0))
-    assert told(after_run(book, NAMES[1:3], first), "bob") == pytest.approx(auc_of_epsilon(1.0))
-    settled = as_before(after_run(book, NAMES[1:3], charge_of(RESPONSE, "other"), gaussian))
-    assert told(settled, "ann") == pytest.approx(leak_auc_bound(first.sum_kl))
-    assert told(settled, "bob") >= leak_auc_bound(2 * first.sum_kl + 0.1) - 1e-9
-    fresh = as_before(after_run(AccountBook.empty(), NAMES[:2], gaussian))
-    assert told(fresh, "ann") == estimated_auc(0.1)
-
-
 @pytest.mark.parametrize(
     "damage",
     [
-        {"odds_of": torch.zeros(2, dtype=torch.int32)},
-        {"odds_of": torch.zeros(3, dtype=torch.int64)},
-        {"odds_of": torch.full((3,), 9, dtype=torch.int32)},
-        {"odds_of": torch.full((3,), -1, dtype=torch.int32)},
-        {"odds": torch.zeros(2, 3, dtype=torch.float64)},
-        {"odds": torch.tensor([NOTHING, NOTHING], dtype=torch.float64)},
-        {"odds": torch.tensor([[0.5, math.nan, 0.0]], dtype=torch.float64)},
-        {"odds": torch.tensor([[0.5, 0.0]], dtype=torch.float64)},
-        {"current_odds": torch.tensor([0.7, -1.0, 0.0], dtype=torch.float64)},
+        {"known": torch.zeros(2, 3, dtype=torch.float64)},
+        {"known": torch.ones(3, 3, dtype=torch.float32)},
+        {"known": torch.tensor([[0.5, math.nan, 0.0]] * 3, dtype=torch.float64)},
+        {"known": torch.tensor([[0.4, 0.0, 0.0]] * 3, dtype=torch.float64)},
+        {"current_known": torch.tensor([0.7, -1.0, 0.0], dtype=torch.float64)},
     ],
 )
-def test_odds_that_cannot_be_of_these_accounts_are_refused(damage: dict[str, Tensor]) -> None:
-    with pytest.raises(ValueError, match="odds: expected those of 3 accounts"):
+def test_what_cannot_be_known_of_these_accounts_is_refused(damage: dict[str, Tensor]) -> None:
+    with pytest.raises(ValueError, match="known: expected"):
         LeakLedger(3).load_state_dict(ledger_of(charge_of(RESPONSE), of=3).state_dict() | damage)
-
-
-@pytest.mark.parametrize("name", OLD)
-def test_a_ledger_that_lacks_a_part_of_its_odds_is_refused(name: str) -> None:
-    state = {key: value for key, value in LeakLedger(3).state_dict().items() if key != name}
-    with pytest.raises(ValueError, match="expected the state of a ledger"):
-        LeakLedger(3).load_state_dict(state)
 
 
 @pytest.mark.parametrize(
@@ -370,7 +335,7 @@ def test_a_budget_allows_the_strength_of_its_auc_and_no_larger_one(
     limit, ledger, at = Limit.of_leak_auc(0.6), LeakLedger(2), np.array([0, 1])
 
     def objection(leak_auc: float) -> str:
-        chosen = at_leak_auc(mechanism, leak_auc, 1, num_classes)
+        chosen = at_leak_auc(mechanism, leak_auc, num_classes)
         entry = logged(charge_of(chosen, num_classes=num_classes))
         return limit.objection(ledger.after(at, entry)) or ""
 
@@ -385,7 +350,7 @@ def test_a_budget_allows_the_strength_of_its_auc_and_no_larger_one(
 
 
 def test_a_budget_that_one_draw_uses_up_allows_no_second_one() -> None:
-    chosen = at_leak_auc(RESPONSE, 0.6, 1)
+    chosen = at_leak_auc(RESPONSE, 0.6)
     ledger, limit = ledger_of(charge_of(chosen)), Limit.of_leak_auc(0.6)
     at = np.array([0])
     assert limit.objection(ledger.after(at, logged(charge_of(chosen)))) is None
@@ -404,9 +369,9 @@ def test_what_cannot_be_an_auc_or_an_epsilon_counts_as_unknown() -> None:
         )
         assert (charge.leak_auc, charge.epsilon, charge.dominating_mu) == (None, None, None)
         assert guarantee_after(charge) == leak_auc_bound(0.3)
-    assert odds_of(math.inf, 1.0, 0.6) == OF_ANY_KIND
-    assert odds_of(0.0, math.inf) == NOTHING
-    assert odds_of(0.3, math.inf, mu=math.sqrt(0.3)) == GAUSSIAN
+    assert known_of(math.inf, 1.0, 0.6).tolist() == OF_ANY_KIND.tolist()
+    assert known_of(0.0, math.inf).tolist() == NOTHING.tolist()
+    assert known_of(0.3, math.inf, mu=math.sqrt(0.3)).tolist() == [1.0, math.inf, 0.0]
     assert guarantee_after(LeakCharge(math.inf, "key", 1.0, Covers.ANYBODY, leak_auc=0.6)) == 1
 
 
@@ -420,3 +385,25 @@ def test_a_top_model_that_knows_the_labels_leaves_the_figure_of_the_draw_and_no_
     assert bounds.epsilon is None
     two = bounds_after(settings.charge(2, "draw"), settings.charge(2, "other"))
     assert two.by_peers[1].leak_auc.max == pytest.approx(estimated_auc(2 * MU_SQUARED_OF_1))
+
+
+def test_settings_keep_everything_but_their_strength() -> None:
+    context = DefenseContext((4,), epochs=30)
+    projected = ProjectedLabelsDefense(rank=9).at_leak_auc(0.55, context)
+    assert projected.rank == 9
+    assert projected.strength.of_run == pytest.approx(math.sqrt(2) * stats.norm.ppf(0.55))
+    noisy = NoisyLabelDefense(mechanism=LaplaceLabels(kind="laplace", epsilon=3, posterior="model"))
+    found = noisy.at_leak_auc(0.55, context)
+    assert found is not None
+    assert isinstance(found.mechanism, LaplaceLabels)
+    assert found.mechanism.posterior == "model"
+    assert found.mechanism.epsilon < 0.5
+
+
+@pytest.mark.parametrize(
+    "settings", [MarvellDefense(), IsoDefense(), NoisyLabelDefense(top_labels="true")]
+)
+def test_no_strength_is_found_where_none_holds_against_everybody(
+    settings: MarvellDefense | IsoDefense | NoisyLabelDefense,
+) -> None:
+    assert settings.at_leak_auc(0.6, DefenseContext((4,))) is None

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import yaml
 
-from splitveil.active_party.command import parser as active_parser
+from splitveil.active_party.commands.program import parser as active_parser
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.command import program as splitveil
 from splitveil.command.table import SUB_COMMANDS
@@ -109,7 +109,7 @@ READ_ONLY: Mapping[str, str] = {
     "splitveil passive serve passive.yaml": PREDICTED,
     "splitveil active predict active.yaml --ids ids.txt --output predictions.parquet": PREDICTED,
     "splitveil active serve active.yaml": (
-        "serves until it is stopped; tests/system/test_serve_processes.py runs it"
+        "serves until it is stopped; tests/system/test_predict_processes.py runs it"
     ),
     "splitveil passive serve passive.yaml --data new-usage.csv": PREDICTED,
     "splitveil active predict active.yaml --ids new-ids.txt --data new-clients.csv "
@@ -408,7 +408,7 @@ PRINTED = {
         r".*\n0\.7[0-4]\d+\n.*power ratio.*0\.6.*"
         r"\['active', 'contract', 'passive'\]"
     ),
-    "docs/guide/serving.md": "",  # defines functions; tests/system/test_serve_processes.py asks
+    "docs/guide/serving.md": "",  # defines functions; tests/system/test_predict_processes.py asks
 }
 """Page -> what its programs print, run one after the other in one interpreter."""
 

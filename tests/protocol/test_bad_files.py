@@ -22,7 +22,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from splitveil.active_party.__main__ import main as active_main
+from splitveil.active_party.commands.program import main as active_main
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.factory import build_bottom_model
 from splitveil.common.party.party_data import PartyData

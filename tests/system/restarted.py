@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 from safetensors.torch import load_file, save
 
-from splitveil.active_party.assembly import TrainerBuilder as TopBuilder
 from splitveil.active_party.assembly import build_session
+from splitveil.active_party.grpc_server.server import start_server
+from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.active_party.run.session import ActiveSession
-from splitveil.active_party.serving.server import start_server
-from splitveil.active_party.serving.service import ActiveService
 from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.trainer_builder import TrainerBuilder as TopBuilder
 from splitveil.active_party.watch.recorder import ActiveRecorder
 from splitveil.common.alignment import build_engine
 from splitveil.common.party.command_line import draw_nonce

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from splitveil.active_party.__main__ import main as active_main
+from splitveil.active_party.commands.program import main as active_main
 from splitveil.common.party.transcript import (
     FILE,
     Broken,
@@ -259,7 +259,7 @@ def test_a_line_without_end_is_read_in_bounded_memory(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(2**33)
     code = (
-        "import resource, sys; from splitveil.active_party.__main__ import main; "
+        "import resource, sys; from splitveil.active_party.commands.program import main; "
         "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize(); "
         "resource.setrlimit(resource.RLIMIT_AS, (used + 2**30,) * 2); "
         "main(['verify-transcript', sys.argv[1]])"

@@ -5,7 +5,6 @@ import logging
 import time
 from contextlib import ExitStack
 
-from splitveil.active_party.http.online_status import OnlineStatus
 from splitveil.active_party.predict.predictor import log_security, open_predictor
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.party import command_line
@@ -18,9 +17,10 @@ from splitveil.common.text.imports import extra_missing
 from splitveil.common.wire.noted_calls import AllNotes
 
 try:
+    from splitveil.active_party.http.online_status import OnlineStatus
     from splitveil.active_party.http.opening import impatient, open_desk, open_doors, serving
-except ImportError as error:  # whoever does not serve need not install it
-    raise extra_missing("active-party serve", "serve") from error
+except ImportError as error:
+    raise extra_missing("splitveil active serve", "serve") from error
 
 logger = logging.getLogger(__name__)
 

@@ -144,12 +144,9 @@ class PartyData:
         found = hashlib.sha256()
         for text in _joined(self.ids):
             found.update(text.encode())
-        if self.table.labels is not None:
-            found.update(np.ascontiguousarray(self.table.labels).tobytes())
-        if self.table.splits is not None:
-            found.update(np.ascontiguousarray(self.table.splits).tobytes())
-        if self.table.weights is not None:
-            found.update(np.ascontiguousarray(self.table.weights).tobytes())
+        for column in (self.table.labels, self.table.splits, self.table.weights):
+            if column is not None:
+                found.update(np.ascontiguousarray(column).tobytes())
         if encoder is not None:
             found.update(json.dumps(encoder.state(), sort_keys=True).encode())
         if features is not None:

@@ -33,10 +33,9 @@ Lines = list[str]
 Noted = tuple[Parties, Path, Path]
 
 
-@pytest.fixture(scope="module")
-def noted(example: Path, tmp_path_factory: pytest.TempPathFactory) -> Noted:
+def run_noted(folder: Path, into: Path, *overrides: str) -> Noted:
     """Run over localhost with both transcripts; return them."""
-    parties, into = build_parties(example), tmp_path_factory.mktemp("noted")
+    parties = build_parties(folder, overrides)
     for party in ("active", "passive"):
         (into / party).mkdir(parents=True)
     in_force = {"Train reply": "a strong one"}
@@ -49,6 +48,11 @@ def noted(example: Path, tmp_path_factory: pytest.TempPathFactory) -> Noted:
     ):
         parties.run.run(peer)
     return parties, into / "active" / FILE, into / "passive" / FILE
+
+
+@pytest.fixture(scope="module")
+def noted(example: Path, tmp_path_factory: pytest.TempPathFactory) -> Noted:
+    return run_noted(example, tmp_path_factory.mktemp("noted"))
 
 
 def verified(path: Path) -> Verified:

@@ -130,7 +130,6 @@ class CompactIds(NamedTuple):
 
     report: IdReport
     doubts: Sequence[str]
-    """A sentence for each doubtful form of the ids."""
 
 
 def read_compact_ids(

@@ -45,8 +45,6 @@ class Table:
     """The needed columns of a party's data, row by row as in the file."""
 
     source: str
-    """The file, for messages."""
-
     ids: Sequence[str]
     """Each row's id as written in the file, or an empty text if the row has none; of several
     columns, as ``compose`` puts them together. ``usable_ids`` brings them into canonical form and
@@ -61,8 +59,6 @@ class Table:
     each of its parts."""
 
     categorical: Mapping[str, CategoricalColumn]
-    """Categories by column."""
-
     image: NDArray[Any] | None
     """(rows, channels, height, width), uint8 or float32."""
 
@@ -79,7 +75,6 @@ class Table:
     """What each row counts in the loss, positive; None if all count the same."""
 
     gaps: Gaps = "refused"
-    """What stands in place of missing numbers."""
 
     def __len__(self) -> int:
         return len(self.ids)

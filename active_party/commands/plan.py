@@ -16,8 +16,8 @@ from splitveil.common.party import command_line
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy.covers import Covers
-from splitveil.common.text.fitted_table import FittedTable
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
+from splitveil.common.text.visible_text import PlainTable
 
 
 def plan(parsed: argparse.Namespace) -> None:
@@ -50,8 +50,8 @@ def show(plan: Plan, console: Console | None = None) -> None:
         console.print(_target_table(plan.target))
 
 
-def _forecast_table(plan: Plan) -> FittedTable:
-    table = FittedTable(f"defense {plan.defense}: what the peer may learn of one example", lead=2)
+def _forecast_table(plan: Plan) -> PlainTable:
+    table = PlainTable(f"defense {plan.defense}: what the peer may learn of one example", lead=2)
     table.add_column("noise")
     bounds = (f"leak AUC bound: {peers}" for peers in Covers)
     for heading in ("answers", "sum_kl", "leak AUC, estimated", *bounds):
@@ -64,12 +64,12 @@ def _forecast_table(plan: Plan) -> FittedTable:
     return table
 
 
-def _target_table(target: Target) -> FittedTable:
+def _target_table(target: Target) -> PlainTable:
     """Tabulate the power ratios of marvell that keep the whole run below a leak AUC."""
     of_several = target.holds_for_any_means
     title = f"marvell's power ratio for a leak AUC of {target.leak_auc:g} over the whole run"
     caption = "fresh: an estimate, for classes without any spread; others are charged more"
-    table = FittedTable(
+    table = PlainTable(
         f"{title}, whatever the class means" if of_several else title,
         caption="" if of_several else caption,
     )

@@ -19,7 +19,7 @@ from splitveil.active_party.predict.joint_model import JointModel, ModelChoice
 from splitveil.active_party.predict.table_client import TableClient
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.features import Features
-from splitveil.common.data.id_index import ABSENT
+from splitveil.common.data.stored_ids import ABSENT
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.served_rows import ServedRows

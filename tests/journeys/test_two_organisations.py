@@ -4,11 +4,9 @@ Blocks of commands say in their first line at whose machine they are typed. ``sc
 into the other folder; names of hosts become this machine.
 """
 
-import os
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -17,18 +15,19 @@ import pytest
 import yaml
 
 from splitveil.simulation import free_address
-from tests.docs.markdown import ROOT, blocks
-from tests.docs.test_commands import write_tables
-from tests.waiting import HANGS_AFTER_S
+from tests.docs.markdown import blocks
+from tests.programs import ROOT
+from tests.typed import Done, begun, called, ended, write_tables
 
 PAGE = ROOT / "docs" / "guide" / "two-organisations.md"
 OWNERS = {"# at the label owner": "label-owner", "# at the feature owner": "feature-owner"}
 INSTALLS = "pip install splitveil"
-WAIT_FOR_THE_OTHER = (
-    "splitveil active check --connect active.yaml",
-    "splitveil active run active.yaml",
+CONNECTED = tuple(
+    f"splitveil {party} {command} "
+    for party in ("active", "passive")
+    for command in ("check --connect", "run")
 )
-FASTER = {"contract.epochs": 2, "contract.batch_size": 64}
+FASTER = ("--set", "contract.epochs=2", "--set", "contract.batch_size=64")
 
 
 class Typed(NamedTuple):
@@ -36,13 +35,6 @@ class Typed(NamedTuple):
 
     owner: str
     text: str
-
-
-class Done(NamedTuple):
-    """How a command ended."""
-
-    exit_code: int
-    output: str
 
 
 def commands() -> Iterator[Typed]:
@@ -59,43 +51,23 @@ class Machines:
         self.folders = {owner: folder / owner for owner in OWNERS.values()}
         self.done: dict[Typed, Done] = {}
         self._address = free_address()
-        self._waiting: tuple[Typed, subprocess.Popen[str]] | None = None
+        self._waiting: list[tuple[Typed, subprocess.Popen[str]]] = []
 
     def type(self, typed: Typed) -> None:
-        """Run a command; one that waits for the other side goes on in the background."""
-        if typed.text.startswith("scp "):
-            self._copy(typed)
-            return
-        process = self._start(typed)
-        if typed.text in WAIT_FOR_THE_OTHER:
-            self._waiting = (typed, process)
-            return
-        self._finish(typed, process)
-        if self._waiting is not None:
-            self._finish(*self._waiting)
-            self._waiting = None
-
-    def _start(self, typed: Typed) -> subprocess.Popen[str]:
-        text = typed.text
+        """Run a command; both sides of a connection each in a process of its own."""
+        folder, text = self.folders[typed.owner], typed.text
         for address in ("0.0.0.0:50051", "label-owner.example:50051"):
             text = text.replace(address, self._address)
-        program, *arguments = shlex.split(text)
-        if arguments[1] == "run":
-            short = [f"{name}={value}" for name, value in FASTER.items()]
-            arguments += [word for one in short for word in ("--set", one)]
-        return subprocess.Popen(
-            [sys.executable, "-m", program, *arguments],
-            cwd=self.folders[typed.owner],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    def _finish(self, typed: Typed, process: subprocess.Popen[str]) -> None:
-        output, _ = process.communicate(timeout=HANGS_AFTER_S)
-        self.done[typed] = Done(process.returncode, output)
+        if text.startswith("scp "):
+            self._copy(typed)
+        elif text.startswith(CONNECTED):
+            short = FASTER if " run " in text else ()
+            self._waiting.append((typed, begun(folder, text, *short)))
+            if len(self._waiting) == 2:
+                self.done |= {one: ended(process) for one, process in self._waiting}
+                self._waiting = []
+        else:
+            self.done[typed] = called(folder, text)
 
     def _copy(self, typed: Typed) -> None:
         _, source, target = shlex.split(typed.text)

@@ -6,7 +6,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-BENCHMARKS := $(filter-out __init__ environment,$(basename $(notdir $(wildcard benchmarks/*.py))))
+# Not the parts of whole_run, and not gpu, which needs one.
+BENCHMARKS := $(filter-out __init__ environment bare_gloo slow_line gpu,$(basename $(notdir $(wildcard benchmarks/*.py))))
 
 # One worker per core, up to eight; each takes half a gigabyte. An idle worker takes tests from others.
 WORKERS := -n auto --maxprocesses 8 --dist worksteal

@@ -22,8 +22,7 @@ from splitveil.active_party.command import parser
 from splitveil.active_party.earlier_runs import answers_before, earlier_answers
 from splitveil.active_party.ended import WHAT_NOW, mark_run_as_ended, was_ended
 from splitveil.active_party.inference.command import predict
-from splitveil.active_party.ledger.account_book import AccountBook
-from splitveil.active_party.ledger.earlier_ledgers import LEDGER
+from splitveil.active_party.ledger.account_book import LEDGER, AccountBook
 from splitveil.active_party.plan import show
 from splitveil.active_party.planned import plan_of
 from splitveil.active_party.results import save_alone, save_results
@@ -31,9 +30,8 @@ from splitveil.active_party.serving.server import start_server
 from splitveil.active_party.serving.service import ActiveService
 from splitveil.active_party.serving.supervisor import wait_for_end
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.active_party.watch.active_status import ActiveStatus
+from splitveil.active_party.watch.active_status import ActiveStatus, StatusObserver
 from splitveil.active_party.watch.recorder import ActiveRecorder
-from splitveil.active_party.watch.status_observer import StatusObserver
 from splitveil.active_party.workers import check_settings, work_for
 from splitveil.common.alignment import KeptExchanges, engine_of, records_of
 from splitveil.common.data.id_forms import form_of
@@ -49,9 +47,8 @@ from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.place import Place
 from splitveil.common.party.transcript import Transcript
 from splitveil.common.party.workers import Workers, act, joined
-from splitveil.common.record.provenance import provenance_of_process
 from splitveil.common.record.run_record import write_summary
-from splitveil.common.record.summary import Summary
+from splitveil.common.record.summary import Summary, provenance_of_process
 from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.run.contract import ACTIVE, Contract
 from splitveil.common.status.endpoint import serving_status
@@ -62,7 +59,7 @@ from splitveil.common.text.log_lines import configure_logging
 from splitveil.common.text.version import VERSION
 from splitveil.common.wire.endpoint import check_security
 from splitveil.common.wire.noted_calls import AllNotes
-from splitveil.common.wire.probe_desk import ProbeDesk
+from splitveil.common.wire.probes import ProbeDesk
 
 logger = logging.getLogger("splitveil.active_party")
 

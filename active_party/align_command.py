@@ -28,13 +28,13 @@ from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.transcript import Transcript
 from splitveil.common.record.alignment_progress import AlignmentProgress
-from splitveil.common.run.common_order import CommonOrder
 from splitveil.common.run.contract import ACTIVE, Contract
+from splitveil.common.run.sample_order import CommonOrder
 from splitveil.common.status.endpoint import check_free, serving_status
 from splitveil.common.storage.run_folder import open_run_folder
 from splitveil.common.wire.endpoint import check_security
 from splitveil.common.wire.noted_calls import AllNotes
-from splitveil.common.wire.probe_desk import ProbeDesk
+from splitveil.common.wire.probes import ProbeDesk
 
 logger = logging.getLogger(__name__)
 

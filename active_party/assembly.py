@@ -39,7 +39,7 @@ from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.data.source_settings import expand_path
 from splitveil.common.data.subjects import numbered, read_subjects
 from splitveil.common.errors import DataError, SettingsError
-from splitveil.common.models.factory import build_top_model
+from splitveil.common.models.factory import Trial, build_top_model
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.speed import speed_up
 from splitveil.common.models.spread_model import SpreadModel
@@ -90,7 +90,7 @@ class TrainerBuilder:
     def is_label_free(self) -> bool:
         """Whether the trained model depends on labels only through what a defense released."""
         began_free = self._earlier is None or self._earlier.is_label_free
-        return began_free and self._settings.defense.model_is_label_free
+        return began_free and self._settings.defense.traits.model_is_label_free
 
     def __call__(self, rows: AlignedRows) -> TopTrainer:
         """Build the trainer.
@@ -115,6 +115,7 @@ class TrainerBuilder:
             self.encoder,
             seed=settings.model_seed,
             num_classes=self._num_classes,
+            trial=None if self._line else Trial(rows.order.batch_sizes, self._device),
         )
         if self._earlier is not None:
             self._earlier.put_into(model)
@@ -160,11 +161,11 @@ class TrainerBuilder:
             self._device,
             answer_keys,
             self.phases,
-            tells_slopes=settings.defense.needs_slopes or _knows_predictions(settings),
+            tells_slopes=settings.defense.traits.needs_slopes or _knows_predictions(settings),
         )
 
     def _example_keys(self, ids: list[str]) -> Tensor | None:
-        if self._noise_key is None or not self._settings.defense.needs_example_keys:
+        if self._noise_key is None or not self._settings.defense.traits.needs_example_keys:
             return None
         return example_keys(self._noise_key, ids, GRADIENT_NOISE)
 
@@ -180,7 +181,7 @@ class TrainerBuilder:
         objective = defense.objective(top, secrets, examples)
         return objective or OrdinaryObjective(
             top,
-            learns_targets=defense.top_learns_targets,
+            learns_targets=defense.traits.top_learns_targets,
             class_weights=self._class_weights(),
             kind=kind_of(settings.data),
             compute=None if self._line is None else self._spread(model, self._line),
@@ -222,7 +223,7 @@ def subjects_of(settings: ActiveSettings, data: PartyData) -> NDArray[np.object_
         DataError: there is no such column.
         SettingsError: the column is a feature, too.
     """
-    column = settings.defense.names_subjects
+    column = settings.defense.traits.subject_column
     if column is None:
         return None
     of_file = read_subjects(settings.data, settings.base_dir, column, settings.contract.ids)
@@ -235,7 +236,7 @@ def earlier_targets_of(settings: ActiveSettings) -> ReleasedTargets | None:
     Raises:
         SettingsError: they cannot be read, or rows have no ids by which to know them again.
     """
-    folders = settings.defense.earlier_targets
+    folders = settings.defense.traits.earlier_targets
     if folders and settings.data.id_column is None:
         raise SettingsError(
             f"{SETTING}: needs data.id_column: in another file, a row's number belongs to another "
@@ -255,7 +256,7 @@ def open_label_owners_model(settings: ActiveSettings) -> EarlierModel | None:
     """
     earlier = open_earlier_model(settings)
     defense = settings.defense
-    if earlier is not None and defense.needs_survey and not earlier.is_label_free:
+    if earlier is not None and defense.traits.is_staged and not earlier.is_label_free:
         raise SettingsError(
             f"initial_weights: {earlier.folder}: this model has learned from true labels, which "
             f"its predictions would tell: the bound of {defense.name} would not hold; expected a "
@@ -307,7 +308,7 @@ def bounds_in_words(settings: ActiveSettings) -> str:
         SettingsError: as for ``allowance_of``.
     """
     peers = allowance_of(settings, AccountBook.empty()).peers
-    covered = narrowest(peers, settings.defense.coverage().covers)
+    covered = narrowest(peers, settings.defense.traits.coverage.covers)
     reasons = (signal.why for signal in signals_of(settings))
     return " ".join([f"bounds: the ledger can state some for {covered.in_words}.", *reasons])
 
@@ -329,7 +330,7 @@ def build_session(
         or allowance_of(settings, AccountBook.empty(rules_as_bytes(settings.contract.ids))),
         allow_audits=settings.allow_audits,
         noise_seed=settings.defense.noise_seed,
-        has_survey=settings.defense.needs_survey,
+        has_survey=settings.defense.traits.is_staged,
     )
     own = OwnRows(data.ids, data.table.splits)
     return ActiveSession(settings.contract, own, build_trainer, observer, draw_nonce, rules, store)

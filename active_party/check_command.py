@@ -16,9 +16,11 @@ from splitveil.active_party.defenses.example_keys import used_labels_file
 from splitveil.active_party.earlier_runs import answers_before
 from splitveil.active_party.serving.probe_server import probe_checks
 from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.data.label_columns import count_others
 from splitveil.common.data.subjects import numbered
+from splitveil.common.data.table import open_table_source
 from splitveil.common.errors import SettingsError
-from splitveil.common.models.factory import build_top_model
+from splitveil.common.models.factory import Trial, build_top_model, lone_row_in_words
 from splitveil.common.party import command_line
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.party_data import PartyData
@@ -69,18 +71,23 @@ def check(parsed: argparse.Namespace) -> None:
         data = PartyData.of(settings)
         earlier = open_label_owners_model(settings)
         encoder = data.fit(np.arange(len(data.ids)), earlier)
-        model = build_top_model(
+        contract, device = settings.contract, command_line.torch_device(settings.device)
+        build = partial(
+            build_top_model,
             settings.top_model,
-            settings.contract.aggregate_shape,
+            contract.aggregate_shape,
             encoder,
             seed=settings.model_seed,
             num_classes=settings.data.num_classes,
         )
+        model = build(trial=Trial((contract.batch_size,), device))
+        but = "" if contract.drop_last else lone_row_in_words(build, device)
         if earlier is not None:
             earlier.put_into(model)
         subjects = subjects_of(settings, data)
         persons = "" if subjects is None else f" of {len(np.unique(numbered(subjects)))} persons"
-        fits = "the top model fits them"
+        others = count_others(settings.data, open_table_source(settings.data, settings.base_dir))
+        fits = f"the top model fits them{but}{others}"
         return f"data: {data.summary()}{persons}; {fits}; {data.report.in_words()}"
 
     command_line.report_check(
@@ -94,7 +101,7 @@ def check(parsed: argparse.Namespace) -> None:
             defense,
             lambda: bounds_in_words(settings),
             earlier,
-            *([earlier_targets] if settings.defense.earlier_targets else []),
+            *([earlier_targets] if settings.defense.traits.earlier_targets else []),
             *([own_attacks] if monitor is not None and monitor.custom_attacks else []),
             data_and_model,
         ],

@@ -15,8 +15,14 @@ from typing import Any, cast
 import torch
 
 from splitveil.active_party.assembly import TrainerBuilder, build_session
-from splitveil.active_party.ledger.account_book import AccountBook, check_id_rules
-from splitveil.active_party.ledger.earlier_ledgers import LEDGER, SETTING, open_book
+from splitveil.active_party.ledger.account_book import (
+    LEDGER,
+    SETTING,
+    AccountBook,
+    check_id_rules,
+    open_book,
+)
+from splitveil.active_party.ledger.known_bounds import auc_bound
 from splitveil.active_party.run.observer import SessionObserver
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import SettingsError, SplitveilError
@@ -35,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 _FOLDER = re.compile(rf"{ACTIVE}(\.previous-[0-9]+)?")
 _IS_RUNNING = "a run about the same labels has this folder: wait for its end"
-_READS_ALIKE = {"cache_dir", "store", "snapshot", "snapshot_dir"}
+_READS_ALIKE = {"cache_dir", "store", "snapshot", "snapshot_dir", "encoding", "decimal"}
 
 
 def earlier_answers(
@@ -89,7 +95,7 @@ def _say(folder: Path, book: AccountBook) -> None:
     written_s = max(path.stat().st_mtime for path in (folder / "checkpoint").iterdir())
     logger.info(
         "these labels were released at a leak AUC of %s for %s in %s (%s)",
-        auc_at_most(book.odds().auc_bound(book.most())),
+        auc_at_most(auc_bound(book.most(), book.known())),
         book.covers().in_words,
         folder,
         datetime.fromtimestamp(written_s, UTC).date(),

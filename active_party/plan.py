@@ -7,8 +7,8 @@ from collections.abc import Callable
 from rich.console import Console
 
 from splitveil.active_party.defenses.forecast import ChargeForecast
-from splitveil.active_party.ledger.bounds import estimate_of
-from splitveil.active_party.planned import Plan, Target, odds_of_forecast, plan_of
+from splitveil.active_party.ledger.known_bounds import auc_bound, estimate_of
+from splitveil.active_party.planned import Plan, Target, known_of_forecast, plan_of
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy.covers import Covers
@@ -93,16 +93,16 @@ def _target_table(target: Target) -> FittedTable:
 
 def _figures(charge: ChargeForecast) -> list[str]:
     """Write sum_kl, the estimated AUC, and the bound for each circle of peers, rounded up."""
-    odds = odds_of_forecast(charge)
+    known = known_of_forecast(charge)
     shown: list[Callable[[float], str]] = [
         at_most,
-        lambda sum_kl: f"{estimate_of(sum_kl, odds):.3f}",
+        lambda sum_kl: f"{estimate_of(sum_kl, known):.3f}",
     ]
     written = [_in_words(charge, figure) for figure in shown]
     for peers in Covers:
         described = charge.high < math.inf or charge.certainty == "unknown"
         if described and charge.covers.includes(peers):
-            written.append(_in_words(charge, lambda sum_kl: auc_at_most(odds.auc_bound(sum_kl))))
+            written.append(_in_words(charge, lambda sum_kl: auc_at_most(auc_bound(sum_kl, known))))
         else:
             written.append("none")
     return written

@@ -7,9 +7,8 @@ from pydantic import Field, model_validator
 
 from splitveil.active_party.budget_settings import RunBudget
 from splitveil.active_party.defenses import DefenseContext, DefenseSettings
-from splitveil.active_party.defenses.loss_weights import WeightUses, refusal_of_weights
-from splitveil.active_party.ledger.account_book import AccountBook
-from splitveil.active_party.ledger.earlier_ledgers import SETTING, open_books
+from splitveil.active_party.defenses.section import WeightUses, refusal_of_weights
+from splitveil.active_party.ledger.account_book import SETTING, AccountBook, open_books
 from splitveil.active_party.ledger.label_signals import LabelUses, label_signals, objection_to
 from splitveil.active_party.number_refusals import ClassUses, refusal_of_class_uses
 from splitveil.active_party.serving_settings import ServingSettings
@@ -220,7 +219,7 @@ class ActiveSettings(PartySettings):
     @property
     def stops_by_validation(self) -> bool:
         """Whether validation rows decide when the run ends."""
-        return self.early_stopping is not None and not self.defense.holds_for_anybody
+        return self.early_stopping is not None and not self.defense.traits.is_staged
 
     def defense_context(self, pos_fraction: float = 0.5) -> DefenseContext:
         """Return the facts about the run that the defense depends on.
@@ -291,7 +290,9 @@ class ActiveSettings(PartySettings):
                     f"{name}: needs data.id_column: in another file, a row's number belongs to "
                     f"another example"
                 )
-        targets = (expand_path(SETTING, one, self.base_dir) for one in self.defense.earlier_targets)
+        targets = (
+            expand_path(SETTING, one, self.base_dir) for one in self.defense.traits.earlier_targets
+        )
         if not all(map(self.counts_run_in, targets)):
             raise ValueError(
                 "defense.earlier: needs earlier_ledgers: what earlier targets tell of labels is in "
@@ -344,7 +345,7 @@ class ActiveSettings(PartySettings):
         unbounded = self.defense.budget_refusal(context)
         if unbounded is not None:
             raise ValueError(f"run_budget: {unbounded}, or run_budget to null")
-        described, why = self.defense.coverage()
+        described, why = self.defense.traits.coverage
         if not described.includes(peers):
             raise ValueError(
                 f"run_budget: {self.defense.name} has no bound for {peers.in_words}, only for "
@@ -358,7 +359,7 @@ class ActiveSettings(PartySettings):
     def _check_leak_gate(self) -> None:
         if self.leak_gate is None:
             return
-        if self.leak_gate.action == "stop" and self.defense.holds_for_anybody:
+        if self.leak_gate.action == "stop" and self.defense.traits.is_staged:
             raise ValueError(
                 f"leak_gate: it measures with the true labels, and the moment at which it ends the "
                 f"run would tell of them what the bound of {self.defense.name} does not cover: set "

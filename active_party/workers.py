@@ -30,7 +30,7 @@ def check_settings(settings: ActiveSettings) -> None:
         SettingsError: names the setting that stands against it.
     """
     check_model(settings.top_model, _ROLE)
-    if settings.defense.has_own_objective:
+    if settings.defense.traits.has_own_objective:
         raise SettingsError(
             f"defense: {settings.defense.title} trains more than the top model, and only one "
             f"process computes it"

@@ -1,9 +1,12 @@
 """The machine of a benchmark, and the spread of its figures."""
 
+import multiprocessing
 import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
+from typing import Any
 
 import torch
 
@@ -22,3 +25,9 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
     ordered = sorted(values)
     low, high = ordered[int(0.05 * len(ordered))], ordered[int(0.95 * (len(ordered) - 1))]
     return f"{statistics.median(ordered):.{digits}f} ({low:.{digits}f} .. {high:.{digits}f})"
+
+
+def in_a_process(action: Callable[..., Any], *given: Any) -> Any:
+    """Return what a function returns in a new process, whose memory begins from nothing."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(action, *given).result()

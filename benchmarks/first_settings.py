@@ -111,7 +111,6 @@ def main() -> None:
 
 
 def row(name: str, reached: Sequence[Reached]) -> str:
-    """Return a table's line: means over its seeds, with standard deviations."""
     columns = list(zip(*reached, strict=True))
     rows = f"{min(columns[0]):,}"
     return f"| `{name}` | {rows} | " + " | ".join(map(mean_and_spread, columns[1:])) + " |"
@@ -126,13 +125,6 @@ def mean_and_spread(aucs: Sequence[float]) -> str:
 
 
 def measure(name: str, folder: Path, seed: int) -> Reached:
-    """Train with what ``init`` wrote, with and without a defense, and with both tables joined.
-
-    Args:
-        name: of the table.
-        folder: where ``cut`` has written files and settings.
-        seed: decides split, batches and noise.
-    """
     run = train(folder, seed, f"defense.insecure_noise_seed={seed}")
     undefended = train(folder, seed, "defense={name: none}")
     return Reached(
@@ -154,12 +146,10 @@ def train(folder: Path, seed: int, *overrides: str) -> simulation.Simulation:
 
 
 def rows_of(run: simulation.Simulation) -> AlignedRows:
-    """Return the rows of a run that has met."""
     return known(run.active.seen.rows)
 
 
 def last_auc(run: simulation.Simulation) -> float:
-    """Return the test AUC at the last epoch."""
     return known(run.active.seen.evaluations[-1].auc)
 
 
@@ -183,13 +173,7 @@ def known(found: FoundT | None) -> FoundT:
 
 
 def cut(name: str, folder: Path, num_rows: int | None = None) -> None:
-    """Write both parties' files and the settings for them.
-
-    Args:
-        name: of the table.
-        folder: where they are written.
-        num_rows: how many rows to use, all of a rare class among them; None for all.
-    """
+    """Write both parties' files and settings, of so many rows with all of a rare class, or all."""
     parts = CUTS[name]
     own, other = read(parts.active_file, parts.active), read(parts.passive_file, parts.passive)
     rows = chosen_rows(own[parts.label], num_rows)

@@ -10,8 +10,6 @@ both parties and the senders.
 
 import argparse
 import logging
-import re
-import socket
 import sys
 import tempfile
 import time
@@ -21,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.bare_gloo import free_port, status_mib
 from benchmarks.environment import print_environment
 from splitveil.active_party.serving.service import ActiveService
 from tests import mutations
@@ -43,14 +42,7 @@ class FaultCount(logging.Handler):
 
 
 class Disturbance:
-    """The mutants of one run, and what came of them.
-
-    Args:
-        parties: that train meanwhile.
-        port: where the active one serves.
-        messages: how many.
-        seed: of the mutants.
-    """
+    """The mutants of one run, and what came of them."""
 
     def __init__(self, parties: Parties, port: int, messages: int, seed: int) -> None:
         self.tape = mutations.Tape()
@@ -72,7 +64,7 @@ class Disturbance:
         self._send(mutations.DirectSender(service, self._parties.run.contract), "", WARM_UP // 2)
         self._send_over_the_wire("", WARM_UP // 2)
         self.statuses.clear()
-        self.memory_mib.append(resident_mib())
+        self.memory_mib.append(status_mib("self", "VmRSS"))
 
     def straight(self, service: ActiveService) -> None:
         """Send half of them while the honest peer waits."""
@@ -81,7 +73,7 @@ class Disturbance:
             mutations.DirectSender(service, self._parties.run.contract), "handlers", self._each
         )
         print(f"handlers: {self._each} mutants in {time.perf_counter() - began:.0f} s")
-        self.memory_mib.append(resident_mib())
+        self.memory_mib.append(status_mib("self", "VmRSS"))
 
     def begin(self, service: ActiveService) -> None:
         """Begin to send the other half."""
@@ -97,7 +89,7 @@ class Disturbance:
         for sender in self._senders:
             sender.result()
         print(f"localhost: {self._each} mutants in {time.perf_counter() - self._began:.0f} s")
-        self.memory_mib.append(resident_mib())
+        self.memory_mib.append(status_mib("self", "VmRSS"))
         self._executor.shutdown()
 
     def _send_over_the_wire(self, way: str, count: int) -> None:
@@ -112,13 +104,6 @@ class Disturbance:
         mutator = mutations.Mutator(self._answered, self._seed, self._parties.run.run_id)
         for (method, status), number in mutations.send_mutants(sender, mutator, count).items():
             self.statuses[way, method, status] += number
-
-
-def resident_mib() -> float:
-    """Return the memory that this process has in use."""
-    status = Path("/proc/self/status").read_text()
-    found = re.search(r"^VmRSS:\s+(\d+) kB", status, re.MULTILINE)
-    return int(found[1]) / 1024 if found else 0.0
 
 
 def is_bit_equal(parties: Parties, folder: Path) -> bool:
@@ -136,8 +121,7 @@ def main() -> int:
     print_environment("grpcio", "protobuf")
     faults = FaultCount()
     logging.getLogger().addHandler(faults)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = int(listener.getsockname()[1])
+    port = free_port()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_example(folder)

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import yaml
 from torch import Tensor
 
 from benchmarks.environment import print_environment
+from benchmarks.step import write_parties
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.common.privacy.leakage import leak_auc
 from splitveil.common.run.course import Batch
@@ -133,8 +133,7 @@ def write_spambase(data: Path, folder: Path, epochs: int) -> None:
     }
     active = ACTIVE | {"top_model": model, "optimizer": optimizer, "data": labels}
     passive = PASSIVE | {"bottom_model": model, "optimizer": optimizer}
-    for name, values in (("contract", contract), ("active", active), ("passive", passive)):
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+    write_parties(folder, contract, active, passive)
 
 
 def train(folder: Path, defense: str, seed: int) -> tuple[float, Reader]:

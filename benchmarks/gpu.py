@@ -4,14 +4,18 @@
 
 Four groups of rows, each with what is aimed at where something is:
 
-- each defense alone at (32768, 128): milliseconds until the device has finished, and how often the
-  host reads a value from a tensor (``float``, ``bool``, ``tolist`` and the like). Each such read
-  lets the host wait for the device;
+- each defense alone, whole, with checks, statistics, solver, noise and charge, at (1024, 128) and
+  (32768, 128): milliseconds until the device has finished, and how often the host reads a value
+  from a tensor (``float``, ``bool``, ``tolist`` and the like). Each such read lets the host wait
+  for the device;
 - both ways of a tensor of (32768, 128): by the copies that training uses, and by plain ones;
 - a step of both halves of ``wide_deep`` with ``marvell`` in one process, without audits: reads for
   each step, and by how many bytes the memory of the device differs between an early and a late one;
-- a run of ``wide_deep`` in two processes over localhost, as `benchmarks.published_models` measures
-  it: steps/s at each batch size.
+- a run of ``wide_deep`` in two processes over localhost, as `benchmarks.step` measures it: steps/s
+  at each batch size.
+
+``wide_deep`` has Criteo's shape: 13 numbers and 26 columns of categories, a cut of 128. The rows
+are drawn at random.
 
 A figure is the median (5 % to 95 %). On the CPU every read counts, also of tensors that would be on
 the CPU anyway, so that the reads are the most that there can be; rows that say nothing without a
@@ -27,19 +31,31 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from benchmarks.defenses import SETTINGS, make_batch, time_ms
 from benchmarks.environment import print_environment, spread
-from benchmarks.published_models import Shape, measure, write_settings
-from splitveil.active_party.defenses import DefenseContext, RawBatch
+from benchmarks.step import over_grpc, write_parties
+from splitveil.active_party import defenses
+from splitveil.active_party.defenses import DefenseContext, DefenseSettings, RawBatch
+from splitveil.active_party.defenses.strength import LeakAuc
 from splitveil.common.run.course import Batch
 from splitveil.common.run.host_copies import to_device, to_host
-from tests.runs import PassiveRecording, build_parties, run_in_process
+from tests.runs import ACTIVE, CONTRACT, PASSIVE, PassiveRecording, build_parties, run_in_process
 
-SHAPE = (32768, 128)
+SHAPES = ((1024, 128), (32768, 128))
+SETTINGS: dict[str, DefenseSettings] = {
+    "none": defenses.NoDefense(),
+    "iso": defenses.IsoDefense(),
+    "max_norm": defenses.MaxNormDefense(),
+    "max_norm_positive": defenses.MaxNormPositiveDefense(),
+    "marvell": defenses.MarvellDefense(),
+    "marvell, leak_auc": defenses.MarvellDefense(strength=LeakAuc(leak_auc=0.6)),
+}
+CATEGORY_COUNTS = np.geomspace(4, 50_000, 26).astype(int)
+EPOCHS = 10
 MOST_MS, LEAST_STEPS_PER_S = 1.0, {1024: 300.0, 32768: 25.0}
 READS = (
     "item",
@@ -54,6 +70,7 @@ READS = (
     "__index__",
 )
 NEEDS_GPU = "needs a GPU"
+MARVELL = ["defense={name: marvell}"]
 EARLY = 0.25
 """Share of the steps after which the memory of the device is taken as settled."""
 
@@ -70,11 +87,7 @@ class Row(NamedTuple):
 
 
 class CountingReads(TorchFunctionMode):
-    """Counts how often the host reads values of tensors on a device, in the thread that enters it.
-
-    Args:
-        device: the device; where it is the CPU, reads of all tensors count.
-    """
+    """Counts how often the host reads values of tensors on a device, in its own thread."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -96,8 +109,8 @@ class CountingReads(TorchFunctionMode):
 
 
 def rows_of(device: torch.device, batches: Sequence[int], repeats: int) -> Iterator[Row]:
-    """Measure everything, row by row."""
-    yield from defenses(device, repeats)
+    for shape in SHAPES:
+        yield from alone(device, shape, repeats)
     yield from copies(device, repeats)
     for batch in batches:
         yield from steps(device, batch)
@@ -113,12 +126,12 @@ def judged(value: float, *, least: float = 0.0, most: float = float("inf"), on: 
     return f"{aim}: {'met' if least <= value <= most else 'not met'}"
 
 
-def defenses(device: torch.device, repeats: int) -> Iterator[Row]:
+def alone(device: torch.device, shape: tuple[int, int], repeats: int) -> Iterator[Row]:
     """Time each defense, and count its reads."""
-    gradients, labels = make_batch(SHAPE, device)
+    gradients, labels = make_batch(shape, device)
     probabilities = torch.full_like(labels, 0.2)
     for name, settings in SETTINGS.items():
-        defense = settings.build(DefenseContext(SHAPE[1:]))
+        defense = settings.build(DefenseContext(shape[1:]))
         batch = RawBatch(gradients, labels, probabilities=probabilities)
 
         def defend() -> None:
@@ -127,21 +140,44 @@ def defenses(device: torch.device, repeats: int) -> Iterator[Row]:
         times_ms = time_ms(defend, device, repeats)
         middle = sorted(times_ms)[len(times_ms) // 2]
         aim = judged(middle, most=MOST_MS, on=device.type)
-        yield Row(f"`{name}` at {SHAPE}, ms", spread(times_ms), aim)
+        yield Row(f"`{name}` at {shape}, ms", spread(times_ms), aim)
         with CountingReads(device) as reads:
             defend()
-        yield Row(f"`{name}` at {SHAPE}, reads", in_words(reads.counts))
+        yield Row(f"`{name}` at {shape}, reads", in_words(reads.counts))
+
+
+def make_batch(shape: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Make gradients that point one way for each class, as those of a binary loss do."""
+    generator = torch.Generator().manual_seed(1)
+    labels = (torch.rand(shape[0], generator=generator) < 0.2).float()
+    gap = torch.randn(shape[1], generator=generator)
+    confidence = torch.rand(shape[0], 1, generator=generator)
+    gaps = gap + 0.1 * torch.randn(shape, generator=generator)
+    gradients = (labels[:, None] - 0.2) * confidence * gaps / shape[0]
+    return gradients.to(device), labels.to(device)
+
+
+def time_ms(work: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
+    """Time some work until the device has finished it."""
+    times_ms = []
+    for repeat in range(repeats + 5):
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        if repeat >= 5:  # the first ones load code and warm caches
+            times_ms.append((time.perf_counter() - start) * 1e3)
+    return times_ms
 
 
 def in_words(counts: Counter[str]) -> str:
-    """Return a total and its parts."""
     parts = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
     return f"{counts.total()} ({parts})" if parts else "0"
 
 
 def copies(device: torch.device, repeats: int) -> Iterator[Row]:
-    """Time both ways between host and device."""
-    here, there = torch.randn(SHAPE), torch.randn(SHAPE, device=device)
+    shape = SHAPES[-1]
+    here, there = torch.randn(shape), torch.randn(shape, device=device)
     ways: dict[str, Callable[[], object]] = {
         "to the host, pinned": lambda: to_host(there),
         "to the host, plain": there.cpu,
@@ -151,7 +187,7 @@ def copies(device: torch.device, repeats: int) -> Iterator[Row]:
     for name, copy in ways.items():
         is_gpu = device.type == "cuda"
         found = spread(time_ms(copy, device, repeats)) if is_gpu else NEEDS_GPU
-        yield Row(f"{SHAPE} {name}, ms", found)
+        yield Row(f"{shape} {name}, ms", found)
 
 
 class EachStep(PassiveRecording):
@@ -173,10 +209,9 @@ class EachStep(PassiveRecording):
 
 def steps(device: torch.device, batch: int) -> Iterator[Row]:
     """Train both halves in one process, so that all reads are in one thread."""
-    shape = Shape("wide_deep", batch, 10, 3)
-    with written(shape) as folder, CountingReads(device) as reads:
+    with written(batch, 10, 8) as folder, CountingReads(device) as reads:
         seen = EachStep(reads, device)
-        run_in_process(build_parties(folder, device=device, passive_seen=seen))
+        run_in_process(build_parties(folder, MARVELL, device=device, passive_seen=seen))
     between = [after - before for before, after in zip(seen.reads, seen.reads[1:], strict=False)]
     # Between two epochs there are held-out rows as well, so the median is that of a step.
     name = f"`wide_deep` at {batch}, both halves"
@@ -189,10 +224,8 @@ def steps(device: torch.device, batch: int) -> Iterator[Row]:
 
 
 def speed(device: torch.device, batch: int) -> Row:
-    """Train in two processes over localhost."""
-    with written(Shape("wide_deep", batch, 30 if batch < 10_000 else 5, 3)) as folder:
-        epochs = measure(folder, device)
-    rates = [1e3 / step_ms for step_ms in epochs.step_ms]
+    with written(batch, 30 if batch < 10_000 else 5, EPOCHS) as folder:
+        rates = [1e3 / step_ms for step_ms in over_grpc(folder, "marvell", device)]
     least = LEAST_STEPS_PER_S.get(batch)
     middle = sorted(rates)[len(rates) // 2]
     aim = "" if least is None else judged(middle, least=least, on=device.type)
@@ -200,10 +233,38 @@ def speed(device: torch.device, batch: int) -> Row:
 
 
 @contextmanager
-def written(shape: Shape) -> Iterator[Path]:
-    """Write rows and settings of a shape for a while."""
+def written(batch: int, steps: int, epochs: int) -> Iterator[Path]:
+    """Write rows and both parties' settings for a while."""
+    rows = batch * (steps + 1) * 10 // 9
+    generator = np.random.default_rng(0)
+    arrays: dict[str, Any] = {
+        "id": np.array([f"{row:09d}" for row in range(rows)]),
+        "label": (generator.random(rows) < 0.2).astype(np.int64),
+        "I": generator.random((rows, 13), dtype=np.float32),
+    }
+    for number, count in enumerate(CATEGORY_COUNTS, start=1):
+        # The square of a uniform number: some categories are frequent, most are rare.
+        arrays[f"C{number}"] = (count * generator.random(rows) ** 2).astype(np.int64)
+    contract = CONTRACT | {
+        "cut_shape": [128],
+        "batch_size": batch,
+        "evaluation_batch_size": batch,
+        "epochs": epochs,
+        "drop_last": True,
+        "split": {"kind": "hash", "train": 0.9, "test": 0.1},
+    }
+    data = {
+        "source": {"kind": "npz", "path": "rows.npz"},
+        "id_column": "id",
+        "features": {"numeric": "I*", "categorical": "C*"},
+    }
+    model = {"kind": "wide_deep", "hidden": [128] * 3}
+    active = ACTIVE | {"data": data | {"label_column": "label"}, "top_model": model}
+    bottom = model | {"embedding_dim": 4}
+    passive = PASSIVE | {"data": data, "bottom_model": bottom, "adversary": None}
     with tempfile.TemporaryDirectory() as name:
-        write_settings(Path(name), shape)
+        np.savez(Path(name) / "rows.npz", **arrays)
+        write_parties(Path(name), contract, active, passive)
         yield Path(name)
 
 

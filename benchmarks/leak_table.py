@@ -5,9 +5,9 @@
 Trains the examples under every defense, in process with the session and the tensors of a run over
 gRPC, and attacks every gradient that the passive party receives, as it came and at the first layer
 of its model. Prints Markdown: test AUC and the leak AUC of single batches, averaged over the
-batches of the run (``--statistic`` for others: their 95 % quantile, as the papers have it, the last
-epoch, the worst one), then what gathers over the run, with its 95 % interval. Means over the seeds.
-``--json`` keeps all of them for every run.
+batches of the run, then what gathers over the run, with its 95 % interval. Means over the seeds.
+``--json`` keeps all of them for every run, and of single batches also their 95 % quantile, as the
+papers have it, the last epoch and the worst one.
 
 `cosine`, `mean`, `median`, `lda` are oracles. ``regress_out`` uses the party's own activations and
 ``activation_spectral`` and ``activation_kmeans`` nothing else: what they find is no leak of
@@ -30,11 +30,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from benchmarks.environment import print_environment
-from splitveil.active_party.watch.stored_figures import ledger_figures
+from splitveil.active_party.watch.stated import ledger_figures
 from splitveil.common.privacy.attacks import ATTACKS, CUT, RunAttackName
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
@@ -43,7 +42,6 @@ from tests.attacked_run import BATCH_ATTACKS, RUN_ATTACKS, AttackedRun, attacked
 
 EXAMPLES = Path(__file__).parent.parent / "deploy" / "examples"
 EPOCHS = {"breast_cancer": 15, "default_credit": 10}
-STATISTICS = ("mean", "last_epoch", "worst_epoch", "q95")
 
 DEFENSES: Mapping[str, str] = {
     "none": "{name: none}",
@@ -103,27 +101,9 @@ def run(task: Task) -> AttackedRun:
         return attacked_run(example, active, passive)
 
 
-def batch_leak(run: AttackedRun, layer: str, attack: str, statistic: str) -> float:
-    if statistic == "worst_epoch":
-        return run.worst_epoch[layer][attack]
+def batch_leak(run: AttackedRun, layer: str, attack: str) -> float:
     found: Mapping[str, Any] = run.leak[layer][attack]
-    return float(found[statistic])
-
-
-def random_leak(run: AttackedRun, statistic: str) -> float:
-    by_epoch: dict[int, list[float]] = {}
-    for epoch, value in run.random:
-        by_epoch.setdefault(epoch, []).append(value)
-    means = [statistics.mean(values) for values in by_epoch.values()]
-    match statistic:
-        case "mean":
-            return statistics.mean(value for _, value in run.random)
-        case "last_epoch":
-            return means[-1]
-        case "worst_epoch":
-            return max(means)
-        case _:
-            return float(np.quantile([value for _, value in run.random], 0.95))
+    return float(found["mean"])
 
 
 def figure(value: float) -> str:
@@ -142,28 +122,28 @@ def header(cells: Sequence[str]) -> list[str]:
     return [row(cells), "|" + "---|" * len(cells)]
 
 
-def batch_table(runs: Mapping[str, Sequence[AttackedRun]], layer: str, statistic: str) -> list[str]:
-    """Return the lines of the table of single batches at one layer."""
-    attacks = [name for name in BATCH_ATTACKS if layer == CUT or ATTACKS[name].reads_gradients]
+def batch_table(runs: Mapping[str, Sequence[AttackedRun]], layer: str) -> list[str]:
+    every = [run for found in runs.values() for run in found]
+    attacks = [
+        name
+        for name in BATCH_ATTACKS
+        if name in every[0].leak[layer] and (layer == CUT or ATTACKS[name].reads_gradients)
+    ]
     lines = header(["defense", "test AUC", *(f"`{name}`" for name in attacks)])
     for defense, found in runs.items():
-        leaks = [
-            average(found, partial(batch_leak, layer=layer, attack=name, statistic=statistic))
-            for name in attacks
-        ]
+        leaks = [average(found, partial(batch_leak, layer=layer, attack=name)) for name in attacks]
         lines.append(row([defense, average(found, lambda r: r.test_aucs[-1]), *leaks]))
-    every = [r for found in runs.values() for r in found]
-    floor = average(every, lambda r: random_leak(r, statistic))
+    floor = average(every, lambda r: statistics.mean(value for _, value in r.random))
     return [*lines, row(["random scores", "", *[floor] * len(attacks)])]
 
 
 def run_table(runs: Mapping[str, Sequence[AttackedRun]]) -> list[str]:
-    """Return the lines of the table of what gathers over the run."""
+    every = [run for found in runs.values() for run in found]
     columns = [
         (layer, name)
         for name in RUN_ATTACKS
         for layer in ("cut", "first")
-        if layer == CUT or name not in FINAL_ATTACKS
+        if name in every[0].run_level[layer] and (layer == CUT or name not in FINAL_ATTACKS)
     ]
     lines = header(
         [
@@ -178,7 +158,6 @@ def run_table(runs: Mapping[str, Sequence[AttackedRun]]) -> list[str]:
         estimate = average(found, lambda r: r.bounds.estimate.max)
         bound = average(found, lambda r: r.bounds.against(Covers.CLASS_MEANS).leak_auc.max)
         lines.append(row([defense, *leaks, estimate, bound]))
-    every = [r for found in runs.values() for r in found]
     told = every[0].features_alone.keys()
     alone = [
         average(every, partial(features_alone, attack=name)) if name in told else ""
@@ -202,23 +181,21 @@ def interval(found: Sequence[RunLevelLeak]) -> str:
     return f"{area} ({low}–{high})"
 
 
-def print_tables(task: Task, runs: Mapping[str, Sequence[AttackedRun]], statistic: str) -> None:
+def print_tables(task: Task, runs: Mapping[str, Sequence[AttackedRun]]) -> None:
     first = next(iter(runs.values()))
     batches = statistics.mean(len(r.random) for r in first)
     labels = ", labels dealt out at random" if task.deals_labels else ""
     size = f"{task.epochs} epochs, {batches:.0f} batches, {len(first)} seeds"
     print(f"\n## {task.example}{labels}: {size}\n")
     for layer in ("cut", "first"):
-        print(f"Leak AUC of single batches, {layer} layer ({statistic}):\n")
-        print("\n".join(batch_table(runs, layer, statistic)) + "\n")
+        print(f"Leak AUC of single batches, {layer} layer:\n")
+        print("\n".join(batch_table(runs, layer)) + "\n")
     print("Leak AUC over the run:\n")
     print("\n".join(run_table(runs)))
 
 
 def as_json(task: Task, run: AttackedRun) -> dict[str, Any]:
-    random = {statistic: random_leak(run, statistic) for statistic in STATISTICS}
-    bounds = ledger_figures(run.bounds).flat()
-    return task._asdict() | run._asdict() | {"random": random, "bounds": bounds}
+    return task._asdict() | run._asdict() | {"bounds": ledger_figures(run.bounds).form()}
 
 
 def main() -> None:
@@ -228,7 +205,6 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, help=f"by default {EPOCHS}")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--only", nargs="*", default=list(DEFENSES), choices=list(DEFENSES))
-    parser.add_argument("--statistic", choices=STATISTICS, default="mean")
     parser.add_argument("--deal-labels", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -249,7 +225,7 @@ def main() -> None:
             results = pool.map(run, tasks, chunksize=1)
         found = list(zip(tasks, results, strict=True))
         runs = {name: [r for task, r in found if task.defense == name] for name in arguments.only}
-        print_tables(tasks[0], runs, arguments.statistic)
+        print_tables(tasks[0], runs)
         print(f"\n{len(tasks)} runs in {time.monotonic() - begun:.0f} s")
         kept += [as_json(task, result) for task, result in found]
         if arguments.json is not None:

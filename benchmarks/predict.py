@@ -15,8 +15,11 @@ import resource
 import signal
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -48,6 +51,8 @@ from tests.certificates import make, use
 CPU = torch.device("cpu")
 IDENTITY = ModelIdentity("benchmark", 1)
 AIM = 100_000
+
+Server = Callable[..., AbstractContextManager[None]]
 
 
 def write_example(folder: Path, rows: int, *, cached: bool) -> None:
@@ -102,22 +107,44 @@ def save_models(active: ActiveSettings, passive: PassiveSettings) -> None:
         save_model(folder, model, encoder, identity_metadata(IDENTITY, contract))
 
 
-def serve(settings: PassiveSettings, address: str, answers: Connection) -> None:
-    """Serve until the other process says so, and tell it the CPU seconds since the start."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(1)
+@contextmanager
+def serve(settings: PassiveSettings, address: str) -> Iterator[None]:
     model = ServedModel.load(settings, CPU)
     service = InferenceService(model, settings.party, settings.contract, Throttle(None))
     credentials = credential_files(settings, settings.party)
     with InferenceServer(service, settings.contract, address, credentials):
+        yield
+
+
+@contextmanager
+def started(server: Server, *given: Any) -> Iterator[list[float]]:
+    """Run a server in a process of its own; afterwards the list has the CPU seconds it took."""
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(
+        target=_hold, args=(server, given, there)
+    )
+    process.start()
+    here.recv()
+    cpu_s: list[float] = []
+    try:
+        yield cpu_s
+    finally:
+        here.send("stop")
+        cpu_s.append(here.recv())
+        process.join()
+
+
+def _hold(server: Server, given: Any, line: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    with server(*given):
         before = cpu_seconds()
-        answers.send("ready")
-        answers.recv()
-        answers.send(cpu_seconds() - before)
+        line.send("ready")
+        line.recv()
+        line.send(cpu_seconds() - before)
 
 
 def cpu_seconds() -> float:
-    """Return the CPU time of all threads of this process."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
@@ -158,16 +185,9 @@ def main() -> None:
         ids = [f"patient-{row:08d}" for row in shuffled]
         print(f"{arguments.rows:,} ids; rows per second of CPU time, in thousands")
         for number in range(arguments.rounds):
-            here, ours = multiprocessing.Pipe()
-            start = multiprocessing.get_context("spawn").Process
-            process = start(target=serve, args=(passive, address, ours))
-            process.start()
-            here.recv()  # once it serves
-            used, wall = predict(active, ids, folder / "predictions.parquet")
-            here.send("done")
-            theirs = here.recv()
-            process.join()
-            figures = [arguments.rows / seconds / 1000 for seconds in (used, theirs, wall)]
+            with started(serve, passive, address) as theirs:
+                used, wall = predict(active, ids, folder / "predictions.parquet")
+            figures = [arguments.rows / seconds / 1000 for seconds in (used, theirs[0], wall)]
             print(
                 f"round {number + 1}: active party {figures[0]:.0f}, passive party "
                 f"{figures[1]:.0f}; {figures[2]:.0f} per second of time"

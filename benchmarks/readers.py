@@ -1,18 +1,19 @@
 """What does it take to convert a file like Criteo's to columns on disk, and to read them?
 
-    OMP_NUM_THREADS=1 python -m benchmarks.readers [--rows 3000000] [--folder DIR]
+    OMP_NUM_THREADS=1 SPLITVEIL_DATA=... python -m benchmarks.readers [--rows 45840617]
 
-Writes rows shaped like Criteo's train.txt (13 counts with empty cells, 26 categories with the whole
-set's numbers of different values), converts them in a process of its own, which may hold 2 GiB, and
+Writes rows shaped like Criteo's train.txt: labels, 13 counts and empty cells are repeated from
+$SPLITVEIL_DATA/criteo/criteo.tsv.gz, and the texts of the 26 categories are drawn, with the whole
+set's numbers of different values. Converts them in a process of its own, which may hold 2 GiB, and
 reads batches of 1,024 in a random order. Figures per core are in CPU time: they hold on a busy
 machine, too. Aim: at most 2 GiB, and at least a million rows per second and core.
 
-Memory is the process's own (RssAnon): pages of mapped files are counted apart, as the system takes
-them back when others need room.
+Memory is the process's own (RssAnon), without pages of mapped files, which the system takes back
+when others need room.
 """
 
 import argparse
-import multiprocessing
+import os
 import shutil
 import tempfile
 import threading
@@ -26,7 +27,7 @@ import pyarrow.compute as pc
 import torch
 from pyarrow import csv as arrow_csv
 
-from benchmarks.environment import print_environment
+from benchmarks.environment import in_a_process, print_environment
 from splitveil.common.data.converted import MappedTable, open_converted
 from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.data.mapped_features import RowEncoder
@@ -39,33 +40,20 @@ CARDINALITIES = (
 )
 """Different values of C1 to C26 in the whole set."""
 
-WHOLE_SET_ROWS = 45_840_617
 BATCH = 1024
 WRITTEN_AT_ONCE = 200_000
 
 
-def write_rows(path: Path, num_rows: int, sample: Path | None = None) -> None:
-    """Write rows shaped like Criteo's: few values are frequent, and most are rare.
-
-    Args:
-        path: of the file.
-        num_rows: to write.
-        sample: rows as Criteo has them; labels, counts and empty cells are repeated from there,
-            and only the texts of the categories are drawn.
-    """
+def write_rows(path: Path, num_rows: int) -> None:
+    """Write rows shaped like Criteo's: few values are frequent, and most are rare."""
     generator = np.random.default_rng(0)
-    real = None if sample is None else _read_sample(sample)
+    real = _read_sample(Path(os.environ["SPLITVEIL_DATA"]) / "criteo" / "criteo.tsv.gz")
     with path.open("wb") as file:
         for start in range(0, num_rows, WRITTEN_AT_ONCE):
             count = min(WRITTEN_AT_ONCE, num_rows - start)
-            if real is None:
-                columns = [pa.array(generator.integers(0, 2, count)).cast(pa.string())]
-                columns += [_drawn_counts(generator, count) for _ in range(13)]
-                empty = [np.zeros(count, np.bool_)] * len(CARDINALITIES)
-            else:
-                rows = real.take(generator.integers(0, len(real), count))
-                columns = rows.columns[:14]
-                empty = [pc.equal(column, "").to_numpy() for column in rows.columns[14:]]
+            rows = real.take(generator.integers(0, len(real), count))
+            columns = rows.columns[:14]
+            empty = [pc.equal(column, "").to_numpy() for column in rows.columns[14:]]
             for size, is_empty in zip(CARDINALITIES, empty, strict=True):
                 # Uniform to the power of 4: about as many different values as in the real file.
                 codes = (size * generator.random(count) ** 4).astype(np.uint64)
@@ -89,11 +77,6 @@ def _read_sample(path: Path) -> Any:
             column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False
         ),
     ).combine_chunks()
-
-
-def _drawn_counts(generator: np.random.Generator, count: int) -> Any:
-    values = pa.array(generator.exponential(100, count).astype(np.int64))
-    return pa.array(values.cast(pa.string()), mask=generator.random(count) < 0.2)
 
 
 def _hexadecimal(codes: Any) -> pa.Array:
@@ -133,7 +116,7 @@ class Memory:
     """The most that this process holds, looked at 50 times a second."""
 
     def __init__(self) -> None:
-        self.own_kib = self.all_kib = 0
+        self.own_kib = 0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -145,24 +128,20 @@ class Memory:
 
     def _watch(self) -> None:
         while not self._over.wait(0.02):
-            lines = dict(
-                line.split(":", 1)
-                for line in Path("/proc/self/status").read_text().splitlines()
-                if line.startswith(("RssAnon", "VmRSS"))
-            )
-            self.own_kib = max(self.own_kib, int(lines["RssAnon"].split()[0]))
-            self.all_kib = max(self.all_kib, int(lines["VmRSS"].split()[0]))
+            for line in Path("/proc/self/status").read_text().splitlines():
+                if line.startswith("RssAnon"):
+                    self.own_kib = max(self.own_kib, int(line.split()[1]))
 
 
-def measured_conversion(folder: Path, results: Any) -> None:
+def measured_conversion(folder: Path) -> tuple[float, ...]:
     memory, start, cpu = Memory(), time.perf_counter(), time.process_time()
     table = open_converted(settings(folder), Path(), lambda _: None)
     wall_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu
     memory.stop()
-    results.put((len(table), wall_s, cpu_s, memory.own_kib / 2**20, memory.all_kib / 2**20))
+    return len(table), wall_s, cpu_s, memory.own_kib / 2**20
 
 
-def measured_reading(folder: Path, results: Any) -> None:
+def measured_reading(folder: Path) -> tuple[float, ...]:
     torch.set_num_threads(1)
     data = PartyData.load(settings(folder), Path())
     features = data.settings.features
@@ -183,26 +162,13 @@ def measured_reading(folder: Path, results: Any) -> None:
                 break
         speeds.append(done / (time.process_time() - cpu))
     memory.stop()
-    results.put((fit_s, *speeds, memory.own_kib / 2**20, sum(encoder.shapes.vocabulary_sizes)))
-
-
-def in_a_process(action: Any, folder: Path) -> Any:
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    process = context.Process(target=action, args=(folder, results))
-    process.start()
-    found = results.get()
-    process.join()
-    return found
+    return fit_s, *speeds, memory.own_kib / 2**20, sum(encoder.shapes.vocabulary_sizes)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=3_000_000)
     parser.add_argument("--folder", type=Path, help="where the file is kept; else a temporary one")
-    parser.add_argument(
-        "--sample", type=Path, help="rows of Criteo's, such as $SPLITVEIL_DATA/criteo/criteo.tsv.gz"
-    )
     arguments = parser.parse_args()
     print_environment("pyarrow")
     folder = arguments.folder or Path(tempfile.mkdtemp())
@@ -210,7 +176,7 @@ def main() -> None:
         folder.mkdir(exist_ok=True)
         path = folder / "train.tsv"
         if not path.is_file():
-            write_rows(path, arguments.rows, arguments.sample)
+            write_rows(path, arguments.rows)
         shutil.rmtree(folder / "cache", ignore_errors=True)
         report(folder, path)
     finally:
@@ -219,16 +185,14 @@ def main() -> None:
 
 
 def report(folder: Path, path: Path) -> None:
-    num_rows, wall_s, cpu_s, own_gib, all_gib = in_a_process(measured_conversion, folder)
+    num_rows, wall_s, cpu_s, own_gib = in_a_process(measured_conversion, folder)
     kept = sum(file.stat().st_size for file in (folder / "cache").glob("train*/*"))
     print(
         f"convert: {num_rows:,} rows, {path.stat().st_size / 2**20:,.0f} MiB of text to "
         f"{kept / 2**20:,.0f} MiB: {wall_s:.1f} s, {num_rows / wall_s:,.0f} rows/s, "
         f"{num_rows / cpu_s:,.0f} rows per CPU second"
     )
-    print(f"  most memory: {own_gib:.2f} GiB own, {all_gib:.2f} GiB with mapped pages")
-    hours = WHOLE_SET_ROWS / num_rows * cpu_s / 3600
-    print(f"  the whole set would take {hours:.2f} CPU hours at that rate")
+    print(f"  most memory: {own_gib:.2f} GiB own")
     fit_s, random_order, in_order, own_gib, slots = in_a_process(measured_reading, folder)
     print(
         f"fit: {num_rows / fit_s:,.0f} rows per CPU second, {slots:,} slots seen 10 times or more"

@@ -13,8 +13,6 @@ ratio of the two holds on a busy machine. Aim: p99 of at most 20 ms on two cores
 import argparse
 import http.client
 import json
-import multiprocessing
-import signal
 import socket
 import tempfile
 import threading
@@ -22,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +28,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.environment import print_environment
-from benchmarks.predict import save_models, serve, write_example
+from benchmarks.environment import in_a_process, print_environment
+from benchmarks.predict import save_models, serve, started, write_example
 from splitveil.active_party.inference.predictor import open_predictor
 from splitveil.active_party.online.command import open_desk, open_doors, serving
 from splitveil.active_party.online.online_status import OnlineStatus
@@ -51,23 +48,19 @@ _ECHO = "/benchmark.Echo/Echo"
 Ask = Callable[[list[str]], None]
 
 
-def answer(settings: ActiveSettings, ready: Connection) -> None:
-    """Answer programs until the other process says so."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(1)
+@contextmanager
+def answer(settings: ActiveSettings) -> Iterator[None]:
     with ExitStack() as resources:
         status = OnlineStatus(settings.contract)
         cpu = torch.device("cpu")
         predictor = resources.enter_context(open_predictor(settings, cpu, notes=status))
         desk = open_desk(settings, predictor, resources, status)
         resources.enter_context(serving(settings, desk, open_doors(settings)))
-        ready.send("ready")
-        ready.recv()
+        yield
 
 
-def echo(address: str, ready: Connection) -> None:
-    """Return bytes until the other process says so."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+@contextmanager
+def echo(address: str) -> Iterator[None]:
     server = grpc.server(ThreadPoolExecutor(THREADS))
     handler: Any = grpc.unary_unary_rpc_method_handler(lambda data, _: data)
     service, method = _ECHO.strip("/").split("/")
@@ -75,8 +68,7 @@ def echo(address: str, ready: Connection) -> None:
     server.add_generic_rpc_handlers((generic,))
     server.add_insecure_port(address)
     server.start()
-    ready.send("ready")
-    ready.recv()
+    yield
     server.stop(0).wait()
 
 
@@ -124,8 +116,8 @@ def latencies(ask: Ask, questions: list[list[str]], rate: float) -> NDArray[np.f
     return found
 
 
-def load(arguments: argparse.Namespace, where: dict[str, str], results: Connection) -> None:
-    """Ask every server in turns, several times, and send what each request took."""
+def load(arguments: argparse.Namespace, where: dict[str, str]) -> dict[str, NDArray[np.float64]]:
+    """Ask every server in turns, several times, and return what each request took."""
     generator = np.random.default_rng(1)
     count = round(arguments.seconds * arguments.rate / ROUNDS)
     questions = [
@@ -143,11 +135,10 @@ def load(arguments: argparse.Namespace, where: dict[str, str], results: Connecti
         for _ in range(ROUNDS):
             for name, ask in askers.items():
                 taken[name].append(latencies(ask, questions, arguments.rate))
-    results.send({name: np.concatenate(parts) for name, parts in taken.items()})
+    return {name: np.concatenate(parts) for name, parts in taken.items()}
 
 
 def show(taken: dict[str, NDArray[np.float64]]) -> None:
-    """Print percentiles, and their ratios to the echo's."""
     bare = taken["gRPC echo"]
     print(f"{'':10} {'p50 ms':>8} {'p90 ms':>8} {'p99 ms':>8} {'p50 ratio':>10} {'p99 ratio':>10}")
     for name, values in taken.items():
@@ -172,46 +163,15 @@ def main() -> None:
             use(make(folder / "certificates"), folder)
         runs = f"runs_dir={folder / 'runs'}"
         where = {party: free_address() for party in ("passive", "http", "echo")}
-        active = load_party_settings(
-            ActiveSettings,
-            folder / "active.yaml",
-            [
-                runs,
-                f"inference.connect.passive={where['passive']}",
-                f"serving.http={where['http']}",
-                "serving.timeout_s=60",
-            ],
-        )
+        own = [f"inference.connect.passive={where['passive']}", f"serving.http={where['http']}"]
+        own += [runs, "serving.timeout_s=60"]
+        active = load_party_settings(ActiveSettings, folder / "active.yaml", own)
         passive = load_party_settings(PassiveSettings, folder / "passive.yaml", [runs])
         save_models(active, passive)
-        for target, given in (
-            (serve, (passive, where["passive"])),
-            (answer, (active,)),
-            (echo, (where["echo"],)),
-        ):
-            resources.enter_context(_started(target, *given))
-        results, sender = multiprocessing.Pipe(duplex=False)
-        asking = multiprocessing.get_context("spawn").Process(
-            target=load, args=(arguments, where, sender)
-        )
-        asking.start()
-        sender.close()
-        show(results.recv())
-        asking.join()
-
-
-@contextmanager
-def _started(target: Callable[..., None], *given: object) -> Iterator[None]:
-    """Run a server in a process of its own until the block ends."""
-    here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=target, args=(*given, there))
-    process.start()
-    try:
-        here.recv()
-        yield
-    finally:
-        here.send("stop")
-        process.join()
+        resources.enter_context(started(serve, passive, where["passive"]))
+        resources.enter_context(started(answer, active))
+        resources.enter_context(started(echo, where["echo"]))
+        show(in_a_process(load, arguments, where))
 
 
 if __name__ == "__main__":

@@ -12,18 +12,17 @@ import argparse
 import json
 import math
 import signal
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.bare_gloo import free_port, status_mib
 from benchmarks.environment import print_environment
 from benchmarks.step import write_example
+from benchmarks.whole_run import Parties, start
 
 BATCH, CUT = 64, 16
 EVERY_S = 5.0
@@ -38,49 +37,32 @@ class Slope(NamedTuple):
     mib_per_hour: float
     error: float
     """Standard error."""
-    first: float
-    last: float
-    """MiB at the beginning and the end of what was looked at."""
     means: list[float]
     """Of the stretches, MiB."""
 
 
-def write_settings(folder: Path) -> list[str]:
-    """Write data and settings; return the overrides for a run without an end."""
+def write_settings(folder: Path) -> dict[str, list[str]]:
+    """Write data and settings; return each party's overrides for a run without an end."""
     write_example(folder, 128, BATCH, CUT, 64)
-    source = {"kind": "npz", "path": "active.npz"}
+    source = {"kind": "npz", "path": str(folder / "active.npz")}
     labels = {"source": source, "id_column": "id", "label_column": "label"}
     adversary = {"attacks": ATTACKS, "layers": ["cut", "first"], "labels": labels}
-    return [
+    both = [
         "contract.run_name=soak",
         "contract.epochs=100000",
         "contract.checkpoints.every_steps=50",
-        "active.defense={name: marvell}",
-        f"active.leak_monitor={json.dumps({'attacks': ATTACKS})}",
-        f"passive.adversary={json.dumps(adversary)}",
     ]
-
-
-def children(parent: int) -> dict[str, int]:
-    """Return party -> process id of the two processes that a launcher has started."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            own, rest = path.read_text().rsplit(")", 1)
-            command = (path.parent / "cmdline").read_text()
-        except OSError:
-            continue  # it ended meanwhile
-        if int(rest.split()[1]) == parent:
-            for party in ("active", "passive"):
-                if f"{party}_party" in command or f"{party}-party" in command:
-                    found[party] = int(own.split()[0])
-    return found
-
-
-def resident_mib(process: int) -> float:
-    """Return the resident set of a process."""
-    lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
+    address = f"127.0.0.1:{free_port()}"
+    monitor = json.dumps({"attacks": ATTACKS})
+    return {
+        "active": [
+            *both,
+            f"listen={address}",
+            "defense={name: marvell}",
+            f"leak_monitor={monitor}",
+        ],
+        "passive": [*both, f"connect={address}", f"adversary={json.dumps(adversary)}"],
+    }
 
 
 def slope(seconds: list[float], mib: list[float]) -> Slope:
@@ -89,68 +71,48 @@ def slope(seconds: list[float], mib: list[float]) -> Slope:
     times = [part.mean() / 3600 for part in np.array_split(np.array(seconds[start:]), STRETCHES)]
     means = [part.mean() for part in np.array_split(np.array(mib[start:]), STRETCHES)]
     (rate, _), covariance = np.polyfit(times, means, 1, cov=True)
-    return Slope(float(rate), math.sqrt(covariance[0, 0]), float(means[0]), float(means[-1]), means)
+    return Slope(float(rate), math.sqrt(covariance[0, 0]), [float(mean) for mean in means])
 
 
-def watch(launcher: "subprocess.Popen[bytes]", minutes: float) -> Mapping[str, list[float]]:
+def watch(parties: Parties, minutes: float) -> dict[str, list[float]]:
     """Read both resident sets for a while; ``seconds`` are among the columns."""
-    deadline = time.monotonic() + 120
-    while len(processes := children(launcher.pid)) < 2:
-        if time.monotonic() > deadline:
-            raise SystemExit("the parties did not start")
-        time.sleep(0.2)
     columns: dict[str, list[float]] = {"seconds": [], "active": [], "passive": []}
     start = time.monotonic()
     while (now := time.monotonic() - start) < 60 * minutes:
         columns["seconds"].append(now)
-        for party, process in processes.items():
-            columns[party].append(resident_mib(process))
+        for party, process in parties.items():
+            columns[party].append(status_mib(process.pid, "VmRSS"))
         time.sleep(EVERY_S)
-        if launcher.poll() is not None:
-            raise SystemExit(f"the run ended by itself, with exit code {launcher.returncode}")
+        if any(process.poll() is not None for process in parties.values()):
+            raise SystemExit("the run ended by itself")
     return columns
 
 
 def main() -> None:
-    """Run, watch, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--minutes", type=float, default=30.0)
     minutes = parser.parse_args().minutes
     print_environment("grpcio")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        overrides = write_settings(folder)
-        options = [text for override in overrides for text in ("--set", override)]
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "splitveil",
-            "local",
-            name,
-            "--runs",
-            f"{name}/runs",
-        ]
-        command += options
-        with (folder / "log").open("wb") as log:
-            launcher = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-            try:
-                columns = watch(launcher, minutes)
-            except SystemExit:
-                print((folder / "log").read_text()[-2000:])
-                raise
-            finally:
-                launcher.send_signal(signal.SIGINT)
-                launcher.wait(60)
+        parties = {}
+        for party, values in write_settings(folder).items():
+            options = [f"--set={value}" for value in values]
+            settings = folder / f"{party}.yaml"
+            parties[party] = start(party, settings, ["--runs", str(folder / "runs"), *options])
+        try:
+            columns = watch(parties, minutes)
+        finally:
+            for process in parties.values():
+                process.send_signal(signal.SIGINT)
+            for process in parties.values():
+                process.wait(60)
         metrics = (folder / "runs" / "soak" / "active" / "metrics.jsonl").read_text()
         steps = metrics.count('"kind": "train"')
         print(f"{minutes:g} minutes, {steps:,} steps, {steps / minutes / 60:.1f} steps/s")
         for party in ("active", "passive"):
             found = slope(columns["seconds"], columns[party])
-            print(
-                f"{party}: {found.first:.1f} MiB, then {found.last:.1f} MiB: "
-                f"{found.mib_per_hour:+.2f} +- {found.error:.2f} MiB/h"
-            )
+            print(f"{party}: {found.mib_per_hour:+.2f} +- {found.error:.2f} MiB/h")
             print("  stretches: " + " ".join(f"{mean:.1f}" for mean in found.means))
 
 

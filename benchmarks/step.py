@@ -10,19 +10,20 @@ most 2.9 ms with --tls, which adds mutual TLS.
 
 import argparse
 import multiprocessing
-import socket
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import yaml
 from torch import Tensor
 
+from benchmarks.bare_gloo import free_port
 from benchmarks.environment import print_environment, spread
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.run.course import Batch
@@ -40,24 +41,29 @@ from tests.runs import (
     serving,
 )
 
+CPU = torch.device("cpu")
 WARM_UP_STEPS = 20
 
 
 class StepTimes(PassiveRecording):
-    """Keeps the moment of every step instead of its tensors."""
+    """Takes the time of every step, from the one before in the same epoch."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.moments: list[float] = []
+        self._all_ms: list[float] = []
+        self._before = 0.0
 
     def on_step(
         self, batch: Batch, sent: Tensor, received: Tensor, layers: dict[str, Tensor]
     ) -> None:
-        self.moments.append(time.perf_counter())
+        now = time.perf_counter()
+        if batch.step:
+            self._all_ms.append(1e3 * (now - self._before))
+        self._before = now
 
     def step_ms(self) -> list[float]:
-        """Return the times of the steps of one epoch, the first ones left out."""
-        return [1e3 * float(gap) for gap in np.diff(self.moments)[WARM_UP_STEPS:]]
+        """Return the times of the steps, the first ones left out."""
+        return self._all_ms[WARM_UP_STEPS:]
 
 
 def write_example(folder: Path, steps: int, batch: int, cut: int, width: int) -> None:
@@ -90,13 +96,18 @@ def write_example(folder: Path, steps: int, batch: int, cut: int, width: int) ->
         "bottom_model": {"kind": "mlp", "hidden": [width]},
         "adversary": None,
     }
-    for name, values in (("contract", contract), ("active", active), ("passive", passive)):
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
+    write_parties(folder, contract, active, passive)
 
 
-def serve(folder: Path, port: int, defense: str) -> None:
+def write_parties(folder: Path, *settings: Any) -> None:
+    """Write the contract, and the settings of the active and the passive party."""
+    for name, values in zip(("contract", "active", "passive"), settings, strict=True):
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+
+
+def serve(folder: Path, port: int, defense: str, device: torch.device) -> None:
     torch.set_num_threads(1)
-    parties = build_parties(folder, [f"defense={{name: {defense}}}"])
+    parties = build_parties(folder, [f"defense={{name: {defense}}}"], device=device)
     parties.active.on_step = lambda batch, result: None  # type: ignore[method-assign]
     with serving(parties, port):
         parties.session.wait(600)
@@ -104,11 +115,10 @@ def serve(folder: Path, port: int, defense: str) -> None:
 
 
 @contextmanager
-def active_process(folder: Path, defense: str) -> Iterator[str]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+def active_process(folder: Path, defense: str, device: torch.device) -> Iterator[str]:
+    port = free_port()
     process = multiprocessing.get_context("spawn").Process(
-        target=serve, args=(folder, port, defense)
+        target=serve, args=(folder, port, defense, device)
     )
     process.start()
     try:
@@ -118,12 +128,13 @@ def active_process(folder: Path, defense: str) -> Iterator[str]:
         process.kill()
 
 
-def over_grpc(folder: Path, defense: str) -> list[float]:
+def over_grpc(folder: Path, defense: str, device: torch.device = CPU) -> list[float]:
+    """Train in two processes, and return the milliseconds of the steps."""
     times = StepTimes()
-    parties = build_parties(folder, passive_seen=times)
+    parties = build_parties(folder, passive_seen=times, device=device)
     settings = parties.passive_settings
     with (
-        active_process(folder, defense) as address,
+        active_process(folder, defense, device) as address,
         GrpcPeer(
             PeerConnection(
                 address, settings.contract, credentials=credential_files(settings, settings.party)

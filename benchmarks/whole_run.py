@@ -1,42 +1,39 @@
 """How fast is a whole run of two processes, beside one process and beside bare sockets?
 
-    python -m benchmarks.whole_run [--rounds 3] [--only shipped mtls] [--threads]
+    python -m benchmarks.whole_run [--rounds 3] [--only shipped mtls]
+        [--rows 67000] [--features 64] [--epochs 20] [--rtt 40 --rate 100]
 
 A split MLP 64-256-128 | 128-64-1 on 67,000 synthetic rows, batch 1,024, Adam, float32, one torch
 thread per process. Each round runs, one after the other:
 
-- ``monolithic``: the whole model in one process;
-- ``gloo``: two processes, `torch.distributed` send and receive on the loopback, nothing else;
-- ``gloo ahead``: the same, the passive party one batch ahead;
+- ``monolithic``, ``gloo``: the marks of `benchmarks.bare_gloo`;
 - ``insecure``, ``mtls``: `splitveil active run` and `splitveil passive run` as a user calls them,
   with the defense ``none`` and without audits;
 - ``shipped``: mutual TLS, ``marvell`` and the default audits;
-- ``..., depth 2``: the same with ``pipeline_depth: 2``;
+- ``..., depth N``: the same with ``pipeline_depth: N``;
 - ``shipped without ...``: the same with one part left out.
 
 A figure is that of whole epochs after the first: steps, the evaluation of the held-out rows, and
 whatever lies between two epochs. CPU time is that of both processes together, also until the first
-step and from the last evaluation to the end. With ``--threads`` the threads that took most of it
-follow. Memory is the largest resident set (VmHWM) of each process over its whole life, and its
-ratio is that to ``monolithic``, the 16.4 MiB of features taken off where they are. Ratios are those
-of medians over the rounds. Aims: as shipped at least 0.80 of ``monolithic`` and 0.70 of ``gloo``;
-``mtls`` at least ``monolithic``; CPU per step at most 1.35 of gloo's (insecure), 1.6 (mtls); memory
-at most 1.25 of ``monolithic``.
+step and from the last evaluation to the end. Memory is the largest resident set (VmHWM) of each
+process over its whole life. Ratios are those of medians over the rounds.
+
+With ``--rtt`` and ``--rate`` the two parties talk through a process that delays their bytes as a
+line of so many milliseconds' round trip and Mbit/s would.
 """
 
 import argparse
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,130 +42,121 @@ import yaml
 
 from benchmarks.bare_gloo import (
     BATCH,
-    EPOCHS,
-    FEATURES,
-    MARKS,
-    ROWS,
-    STEPS,
+    PROCESSES,
+    Work,
+    add_work,
     cost_of_mark,
     free_port,
+    status_mib,
     table,
+    work_of,
 )
 from benchmarks.environment import print_environment
-from benchmarks.processes import (
-    Parties,
-    cpu_by_thread,
-    cpu_of,
-    cpu_of_ended,
-    lines_of,
-    wait_for_end,
-)
+from benchmarks.slow_line import Line, between
 from splitveil.deploy.authority import PartyFolder, make_certificates
 
 NO_AUDITS: dict[str, Any] = {"leak_monitor": None}
-LEFT_OUT: dict[str, dict[str, Any]] = {
-    "defense": {"defense": {"name": "none"}},
-    "audits": NO_AUDITS,
-    "transcript": {"transcript": False},
-}
+NO_DEFENSE: dict[str, Any] = {"defense": {"name": "none"}}
+MARVELL = {"defense": {"name": "marvell"}}
 NAMES = {"active": "active.splitveil", "passive": "passive.splitveil"}
 ENDS = ("first_step_s", "first_step_cpu_s", "ending_s", "ending_cpu_s")
-TABLE_MIB = ROWS * FEATURES * 4 / 2**20
-"""The features; the one process and the passive party have them."""
+CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
+POLL_S = 0.02
+
+Parties = dict[str, "subprocess.Popen[bytes]"]
 
 
 class Cost(NamedTuple):
-    """What whole epochs cost."""
+    """What whole epochs cost; CPU time is that of all processes."""
 
     steps_per_s: float
     cpu_ms: float
-    """Of all processes, for one step."""
+    """For one step."""
+    memory_mib: tuple[float, ...]
+    """The largest resident set of each process; the active party or rank 1 comes last."""
     first_step_s: float = 0.0
-    """From the start of the processes to the first step."""
+    """From the start of the processes."""
+    first_step_cpu_s: float = 0.0
     ending_s: float = 0.0
     """From the last evaluation to the exit of the last process."""
-    threads: Mapping[str, float] = MappingProxyType({})
-    """CPU milliseconds for one step, by party and thread."""
-    first_step_cpu_s: float = 0.0
-    """Of both processes, until the first step."""
     ending_cpu_s: float = 0.0
-    """Of both processes, from the last evaluation."""
-    memory_mib: tuple[float, ...] = ()
-    """The largest resident set of each process; the active party or rank 1 comes last."""
 
 
-def cost_of(mark: str) -> Cost:
-    taken = cost_of_mark(mark)
-    steps = STEPS * (EPOCHS - 1)
-    wall_s, cpu_s = max(of.wall_s for of in taken), sum(of.cpu_s for of in taken)
+def cost_of(mark: str, work: Work) -> Cost:
+    taken = cost_of_mark(mark, work)
+    steps, wall_s = taken[0].steps, max(of.wall_s for of in taken)
     memory = tuple(of.memory_mib for of in taken)
-    return Cost(steps / wall_s, 1e3 * cpu_s / steps, memory_mib=memory)
+    return Cost(steps / wall_s, 1e3 * sum(of.cpu_s for of in taken) / steps, memory)
 
 
-def write_settings(folder: Path) -> None:
-    x, labels = table()
-    ids = np.array([f"{row:09d}" for row in range(ROWS)])
+def write_settings(folder: Path, work: Work) -> None:
+    x, labels = table(work)
+    ids = np.array([f"{row:09d}" for row in range(work.rows)])
     np.savez(folder / "active.npz", id=ids, label=labels.numpy().astype(np.int64))
     np.savez(folder / "passive.npz", id=ids, x=x.numpy())
     contract = {
         "run_name": "whole",
         "cut_shape": [128],
         "batch_size": BATCH,
-        "epochs": EPOCHS,
+        "epochs": work.epochs,
         "split": {"kind": "hash", "train": 0.9, "test": 0.1},
     }
-    common = {"contract": "contract.yaml", "device": "cpu", "torch_threads": 1}
-    active = common | {
-        "data": {
-            "source": {"kind": "npz", "path": "active.npz"},
-            "id_column": "id",
-            "label_column": "label",
-        },
-        "top_model": {"kind": "mlp", "hidden": [64]},
-        "optimizer": {"kind": "adam", "learning_rate": 0.001},
+    own: dict[str, dict[str, Any]] = {
+        "active": {"top_model": {"kind": "mlp", "hidden": [64]}},
+        "passive": {"bottom_model": {"kind": "mlp", "hidden": [256], "output_activation": "relu"}},
     }
-    passive = common | {
-        "data": {
-            "source": {"kind": "npz", "path": "passive.npz"},
-            "id_column": "id",
-            "features": {"numeric": "x*"},
-        },
-        "bottom_model": {"kind": "mlp", "hidden": [256], "output_activation": "relu"},
-        "optimizer": {"kind": "adam", "learning_rate": 0.001},
+    columns: dict[str, dict[str, Any]] = {
+        "active": {"label_column": "label"},
+        "passive": {"features": {"numeric": "x*"}},
     }
-    for name, values in (("contract", contract), ("active", active), ("passive", passive)):
+    for party, values in own.items():
+        values |= {"contract": "contract.yaml", "device": "cpu", "torch_threads": 1}
+        values["optimizer"] = {"kind": "adam", "learning_rate": 0.001}
+        source = {"kind": "npz", "path": f"{party}.npz"}
+        values["data"] = {"source": source, "id_column": "id", **columns[party]}
+    for name, values in {"contract": contract, **own}.items():
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
+    make_certificates(folder / "certificates", NAMES)
 
 
 def cost_of_run(
-    folder: Path, *, secure: bool, active: dict[str, Any], audited: bool, depth: int
+    folder: Path,
+    work: Work,
+    line: Line | None,
+    active: dict[str, Any],
+    *,
+    secure: bool = True,
+    audited: bool = True,
+    depth: int = 1,
 ) -> Cost:
     """Run both parties as commands, and watch the active party's metrics and both processes."""
-    address = f"127.0.0.1:{free_port()}"
-    with tempfile.TemporaryDirectory() as scratch:
-        runs = Path(scratch)
-        values: dict[str, dict[str, Any]] = {
-            "active": {"listen": address, **active},
-            "passive": {"connect": address} | ({} if audited else {"adversary": None}),
-        }
-        for party, own in values.items():
-            settings = yaml.safe_load((folder / f"{party}.yaml").read_text()) | own
+    port = free_port()
+    own = {
+        "passive": {} if audited else {"adversary": None},
+        "active": {"listen": f"127.0.0.1:{port}", **active},
+    }
+    with tempfile.TemporaryDirectory() as runs, between(port, line) as nearest:
+        own["passive"]["connect"] = f"127.0.0.1:{nearest}"
+        for party, values in own.items():
+            settings = yaml.safe_load((folder / f"{party}.yaml").read_text()) | values
             settings["security"] = security(folder, party) if secure else {"mode": "insecure"}
             (folder / f"{party}-now.yaml").write_text(yaml.safe_dump(settings))
         begun, ended_before_s = time.monotonic(), cpu_of_ended()
-        parties = {party: start(party, folder, runs, depth) for party in values}
+        options = ["--runs", runs, f"--set=contract.pipeline_depth={depth}"]
+        parties = {party: start(party, folder / f"{party}-now.yaml", options) for party in own}
         try:
-            watched = watch(parties, runs / "whole" / "active" / "metrics.jsonl")
+            metrics = Path(runs) / "whole" / "active" / "metrics.jsonl"
+            found = watch(parties, metrics, begun, work.epochs)
             ending, spent_s = time.monotonic(), cpu_of(parties)
-            most = wait_for_end(parties, 60)
+            most = wait_for_end(parties)
         finally:
             for process in parties.values():
                 process.kill()
-        return watched(begun)._replace(
-            ending_s=time.monotonic() - ending,
-            ending_cpu_s=cpu_of_ended() - ended_before_s - spent_s,
-            memory_mib=(most["passive"], most["active"]),
-        )
+    return found._replace(
+        ending_s=time.monotonic() - ending,
+        ending_cpu_s=cpu_of_ended() - ended_before_s - spent_s,
+        memory_mib=most,
+    )
 
 
 def security(folder: Path, party: str) -> dict[str, str]:
@@ -177,144 +165,142 @@ def security(folder: Path, party: str) -> dict[str, str]:
     return {name: str(path) for name, path in (files | {"authority": own.authority}).items()}
 
 
-def start(party: str, folder: Path, runs: Path, depth: int) -> subprocess.Popen[bytes]:
+def start(party: str, settings: Path, options: Sequence[str]) -> "subprocess.Popen[bytes]":
     code = f"from splitveil.{party}_party.command import main; main()"
-    command = [sys.executable, "-c", code, "run", str(folder / f"{party}-now.yaml")]
-    command += ["--set", f"contract.pipeline_depth={depth}"]
-    return subprocess.Popen(
-        [*command, "--runs", str(runs), "-qq"],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-    )
+    command = [sys.executable, "-c", code, "run", str(settings), "-qq"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([*command, *options], env=environment, stdout=subprocess.DEVNULL)
 
 
-class Watched(NamedTuple):
-    """What was seen of a run's epochs."""
-
-    first_step_at: float
-    first_step_cpu_s: float
-    moments: list[float]
-    """Ends of epochs."""
-    cpu: list[dict[str, float]]
-    """CPU seconds by party and thread, at these moments."""
-
-    def __call__(self, begun: float) -> Cost:
-        steps = STEPS * (len(self.moments) - 1)
-        before, after = self.cpu[0], self.cpu[-1]
-        threads = {
-            name: 1e3 * (total - before.get(name, 0.0)) / steps for name, total in after.items()
-        }
-        rate = steps / (self.moments[-1] - self.moments[0])
-        first_step_s = self.first_step_at - begun
-        cpu_ms = sum(threads.values())
-        return Cost(rate, cpu_ms, first_step_s, 0.0, threads, self.first_step_cpu_s)
-
-
-def watch(parties: Parties, metrics: Path) -> Watched:
+def watch(parties: Parties, metrics: Path, begun: float, epochs: int) -> Cost:
     """Follow a run's metrics until its last epoch has ended."""
-    seen = Watched(0.0, 0.0, [], [])
-    for line in lines_of(metrics, parties):
-        kind = json.loads(line).get("kind")
-        if kind == "train" and not seen.first_step_at:
-            seen = seen._replace(first_step_at=time.monotonic(), first_step_cpu_s=cpu_of(parties))
-        if kind == "test":
-            seen.moments.append(time.monotonic())
-            seen.cpu.append(cpu_by_thread(parties))
-        if len(seen.moments) == EPOCHS:
+    first = (0.0, 0.0)
+    ends: list[tuple[float, float, int]] = []
+    steps = 0
+    for text in lines_of(metrics, parties):
+        line = json.loads(text)
+        if line.get("kind") == "train":
+            steps += 1
+            if steps == 1:
+                first = time.monotonic() - begun, cpu_of(parties)
+        if line.get("kind") == "test":
+            ends.append((time.monotonic(), cpu_of(parties), steps))
+        if len(ends) == epochs:
             break
-    return seen
+    (from_s, from_cpu_s, before), (to_s, to_cpu_s, after) = ends[0], ends[-1]
+    rate = (after - before) / (to_s - from_s)
+    return Cost(rate, 1e3 * (to_cpu_s - from_cpu_s) / (after - before), (), *first)
+
+
+def lines_of(path: Path, parties: Parties) -> Iterator[str]:
+    """Yield each line of a file as it is written.
+
+    Raises:
+        SystemExit: a party ended before the reader had what it needs.
+    """
+    while not path.exists() and all(process.poll() is None for process in parties.values()):
+        time.sleep(POLL_S)
+    with path.open() as file:
+        rest = ""
+        while True:
+            *whole, rest = (rest + file.read()).split("\n")
+            yield from whole
+            if not whole and any(process.poll() for process in parties.values()):
+                raise SystemExit("a party failed")
+            time.sleep(POLL_S)
+
+
+def cpu_of(parties: Parties) -> float:
+    """Return the CPU seconds of running processes, with those of threads that have ended."""
+    ticks = 0
+    for process in parties.values():
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(") ")[2].split()
+        ticks += sum(map(int, fields[11:13]))
+    return ticks / CLOCK_TICKS
+
+
+def cpu_of_ended() -> float:
+    """Return the CPU seconds of all processes that this one has started and that have ended."""
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return spent.ru_utime + spent.ru_stime
+
+
+def wait_for_end(parties: Parties) -> tuple[float, ...]:
+    """Wait until all processes have ended, and return the largest memory of each, in MiB.
+
+    Raises:
+        SystemExit: one of them failed.
+    """
+    most = dict.fromkeys(parties, 0.0)
+    while any(process.poll() is None for process in parties.values()):
+        for party, process in parties.items():
+            most[party] = max(most[party], status_mib(process.pid, "VmHWM"))
+        time.sleep(POLL_S)
+    for party, process in parties.items():
+        if process.returncode:
+            raise SystemExit(f"the {party} party ended with exit code {process.returncode}")
+    return tuple(most.values())
 
 
 # ---- the table ----------------------------------------------------------------------------------
 
 
-Run = Callable[[], Cost]
-
-
-@contextmanager
-def prepared() -> Iterator[dict[str, Run]]:
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        write_settings(folder)
-        make_certificates(folder / "certificates", NAMES)
-        none = NO_AUDITS | {"defense": {"name": "none"}}
-        marvell = {"defense": {"name": "marvell"}}
-
-        def run(
-            active: dict[str, Any], *, secure: bool = True, audited: bool = True, depth: int = 1
-        ) -> Run:
-            return partial(
-                cost_of_run, folder, secure=secure, active=active, audited=audited, depth=depth
-            )
-
-        yield {
-            **{name: partial(cost_of, name) for name in MARKS},
-            "insecure": run(none, secure=False, audited=False),
-            "mtls": run(none, audited=False),
-            "mtls, depth 2": run(none, audited=False, depth=2),
-            "shipped": run(marvell),
-            "shipped, depth 2": run(marvell, depth=2),
-            **{
-                f"shipped without {part}": run(marvell | without, audited=part != "audits")
-                for part, without in LEFT_OUT.items()
-            },
-        }
+def runs_in(folder: Path, work: Work, line: Line | None) -> dict[str, Callable[[], Cost]]:
+    run = partial(cost_of_run, folder, work, line)
+    bare = partial(run, NO_AUDITS | NO_DEFENSE, audited=False)
+    return {
+        **{mark: partial(cost_of, mark, work) for mark in PROCESSES},
+        "insecure": partial(bare, secure=False),
+        "mtls": bare,
+        "mtls, depth 2": partial(bare, depth=2),
+        "mtls, depth 4": partial(bare, depth=4),
+        "shipped": partial(run, MARVELL),
+        "shipped, depth 2": partial(run, MARVELL, depth=2),
+        "shipped without defense": partial(run, NO_DEFENSE),
+        "shipped without audits": partial(run, MARVELL | NO_AUDITS, audited=False),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="+", help="names of the runs")
-    parser.add_argument("--threads", action="store_true")
+    add_work(parser)
+    parser.add_argument("--rtt", type=float, default=0.0, help="of the line, in milliseconds")
+    parser.add_argument("--rate", type=float, default=1000.0, help="of the line, in Mbit/s")
     given = parser.parse_args()
     torch.set_num_threads(1)
     print_environment("grpcio")
+    work = work_of(given)
     found: dict[str, list[Cost]] = {}
-    with prepared() as runs:
-        chosen = [name for name in runs if not given.only or name in given.only]
+    with tempfile.TemporaryDirectory() as scratch:
+        write_settings(Path(scratch), work)
+        line = Line(given.rtt / 2e3, given.rate * 1e6 / 8) if given.rtt else None
+        runs = runs_in(Path(scratch), work, line)
         for _ in range(given.rounds):
-            for name in chosen:
+            for name in given.only or runs:
                 found.setdefault(name, []).append(runs[name]())
                 print(f"{name}: {found[name][-1].steps_per_s:.1f} steps/s", flush=True)
     middle = {name: median_of(costs) for name, costs in found.items()}
-    print_speed(middle)
-    print_memory(middle)
-    if given.threads:
-        for name, costs in found.items():
-            busiest = sorted(costs[-1].threads.items(), key=lambda item: -item[1])
-            for thread, cpu_ms in busiest[:8]:
-                print(f"{name}: {thread} {cpu_ms:.2f} ms/step")
+    print_table(middle)
 
 
-def print_speed(middle: dict[str, Cost]) -> None:
-    heads = ("steps/s", "of monolithic", "of gloo", "CPU ms/step", "of gloo's")
-    print(f"\n| | {' | '.join(heads)} | first step | CPU | end | CPU |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+def print_table(middle: dict[str, Cost]) -> None:
+    print("\n| | steps/s | of monolithic | of gloo | CPU ms/step | of gloo's ", end="")
+    print("| first step | CPU | end | CPU | MiB active | MiB passive |")
+    print("|---" * 12 + "|")
     whole, bare = middle.get("monolithic"), middle.get("gloo")
     for name, cost in middle.items():
         cells = [
-            f"{cost.steps_per_s:.0f}",
+            f"{cost.steps_per_s:.1f}",
             f"{cost.steps_per_s / whole.steps_per_s:.2f}" if whole else "-",
             f"{cost.steps_per_s / bare.steps_per_s:.2f}" if bare else "-",
             f"{cost.cpu_ms:.1f}",
             f"{cost.cpu_ms / bare.cpu_ms:.2f}" if bare else "-",
             *(f"{getattr(cost, field):.1f} s" if cost.first_step_s else "-" for field in ENDS),
+            *["-"] * (2 - len(cost.memory_mib)),
+            *(f"{mib:.0f}" for mib in reversed(cost.memory_mib)),
         ]
-        print(f"| {name} | {' | '.join(cells)} |")
-
-
-def print_memory(middle: dict[str, Cost]) -> None:
-    print("\n| | MiB active | of monolithic | MiB passive | of monolithic |")
-    print("|---|---|---|---|---|")
-    whole = middle.get("monolithic")
-    for name, cost in middle.items():
-        cells: list[str] = []
-        # The active party has no features; the one process of monolithic has, and comes first.
-        for place, mib in enumerate(cost.memory_mib):
-            own = mib - (0 if place else TABLE_MIB)
-            ratio = f"{own / (whole.memory_mib[0] - TABLE_MIB):.2f}" if whole else "-"
-            cells = [f"{mib:.0f}", ratio, *cells]
-        cells = [*["-"] * (4 - len(cells)), *cells]
         print(f"| {name} | {' | '.join(cells)} |")
 
 

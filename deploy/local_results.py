@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.record.run_record import read_summary
-from splitveil.common.record.summary import to_json
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.settings import closest_setting
 
@@ -41,7 +40,7 @@ def _described(title: str, run: EndedRun) -> dict[str, object]:
         "folder": str(run.folder),
         "exit_code": run.exit_code,
         "report": _existing(run.report),
-        "summaries": {folder.name: to_json(read_summary(folder)) for folder in folders},
+        "summaries": {folder.name: read_summary(folder).form() for folder in folders},
     }
 
 

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
-from splitveil.active_party.defenses import DefenseSettings
-from splitveil.active_party.defenses.build_inputs import DefenseContext
+from splitveil.active_party.defenses import DefenseContext, DefenseSettings
 from splitveil.active_party.defenses.section import DefenseSection
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.settings import DataSettings

@@ -132,7 +132,7 @@ def _of_summary(party: str, summary: Summary) -> Iterator[_Found]:
     yield _Found(party, "calibration_error", active.model.test_calibration_error)
     for name in ("steps", "steps_per_s", "aligned_rows"):
         yield _Found(party, name, getattr(counts, name))
-    for name, value in ({} if active.ledger is None else active.ledger.flat()).items():
+    for name, value in ({} if active.ledger is None else active.ledger.form()).items():
         yield _Found(party, f"ledger_{name}", value)
     yield _Found(party, "left_out_batches", leak.counts.left_out)
     for layer, attack, found in _each(leak.batches):
@@ -164,7 +164,7 @@ def _of_epochs(party: str, metrics: Metrics) -> Iterator[_Found]:
                 yield _Found(party, "epoch_train_loss", line.train_loss, epoch=line.epoch)
             case LedgerLine(epoch, bounds):
                 for name in _BOUNDS_OF_EPOCHS:
-                    value = bounds.flat()[name]
+                    value = bounds.form()[name]
                     yield _Found(party, f"epoch_ledger_{name}", value, epoch=epoch)
             case EpochLeakLine(epoch, figures):
                 for layer, attack, value in figures:

@@ -215,7 +215,7 @@ async def _body(request: Request, most_bytes: int) -> bytearray:
     headers = request.headers
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != _JSON or headers.get("content-encoding", "identity") != "identity":
-        raise NotJson(f"expected a body of the type {_JSON}, and not compressed")
+        raise NotJson(f"expected {_JSON} without a Content-Encoding such as gzip")
     body = bytearray()
     expected_bytes = int(headers.get("content-length", "0"))
     try:

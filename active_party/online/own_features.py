@@ -1,5 +1,6 @@
 """Encodes own features that a program sends, as those of the party's file were."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -7,12 +8,15 @@ import numpy as np
 import pyarrow as pa
 
 from splitveil.active_party.online.errors import Unusable
-from splitveil.common.data.features import FeatureEncoder, Features
+from splitveil.common.data.features import UNKNOWN_SLOT, FeatureEncoder, Features
 from splitveil.common.data.settings import DataSettings
-from splitveil.common.data.sources import list_rows
-from splitveil.common.data.table import table_of
+from splitveil.common.data.sources import ColumnsInMemory, list_rows
+from splitveil.common.data.table import Table, table_of
 from splitveil.common.data.table_files import settings_for
+from splitveil.common.data.unknown_categories import unknown_categories
 from splitveil.common.errors import DataError
+
+logger = logging.getLogger(__name__)
 
 _KINDS = {
     frozenset({str}): pa.string(),
@@ -48,6 +52,7 @@ class GivenFeatures:
 
     def __init__(self, settings: DataSettings, encoder: FeatureEncoder | None) -> None:
         self._encoder = encoder
+        self._num_suspect = 0
         # No id is read: the request names the rows.
         self._settings = settings_for(settings, settings.source, encoder).model_copy(
             update={"id_column": None}
@@ -86,10 +91,20 @@ class GivenFeatures:
             raise Unusable(f"features: columns are missing: {', '.join(missing)}")
         cells = {name: self._cells(name, [row[name] for row in rows]) for name in self.columns}
         try:
-            table = table_of(_GivenRows(cells), self._settings)
-            return self._encoder.transform(table, np.arange(len(table)))
+            table = table_of(ColumnsInMemory("features", cells), self._settings)
+            features = self._encoder.transform(table, np.arange(len(table)))
         except DataError as error:
             raise Unusable(str(error)) from error
+        slots = features.categorical
+        if self._encoder.lists or (slots is not None and UNKNOWN_SLOT in slots):
+            self._log_unknown(self._encoder, table)
+        return features
+
+    def _log_unknown(self, encoder: FeatureEncoder, table: Table) -> None:
+        self._num_suspect += 1
+        if self._num_suspect.bit_count() == 1:  # at each doubling: programs ask all day
+            for sentence, _ in unknown_categories(encoder, table, self._settings.features):
+                logger.warning("%s", sentence)
 
     def _cells(self, name: str, values: Sequence[Any]) -> Any:
         expected = self._expected[name]
@@ -108,18 +123,3 @@ class GivenFeatures:
 def _kind(value: Any) -> type:
     is_of_texts = not isinstance(value, list) or all(isinstance(part, str) for part in value)
     return type(value) if is_of_texts else object
-
-
-class _GivenRows:
-    """The columns of a request as a source of rows."""
-
-    name = "features"
-
-    def __init__(self, cells: Mapping[str, Any]) -> None:
-        self._cells = cells
-
-    def column_names(self) -> list[str]:
-        return list(self._cells)
-
-    def read(self, names: Sequence[str]) -> Mapping[str, Any]:
-        return {name: self._cells[name] for name in names}

@@ -55,8 +55,7 @@ def steps_to_a_bound(run: RunFiles, target: float, size: TableSize | None) -> It
     """Yield the settings that would bound the leak for anybody at the target."""
     settings = run.active.settings
     for signal in label_signals(_uses_of(settings)):
-        if not signal.covers.includes(Covers.ANYBODY):
-            yield Step(*_without(signal.setting, signal.why))
+        yield Step(*_without(signal.setting, signal.why))
     defense = defense_at(run, target)
     if defense is None:
         return
@@ -75,7 +74,7 @@ def defense_at(run: RunFiles, target: float) -> DefenseSettings | None:
     context = _context(run, None)
     own = _defense_of(run)
     found = None if own is None else own.at_leak_auc(target, context)
-    if found is not None and found.coverage().covers.includes(Covers.ANYBODY):
+    if found is not None and found.traits.coverage.covers.includes(Covers.ANYBODY):
         return found
     try:
         other = _SETTINGS.validate_python(

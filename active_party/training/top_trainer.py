@@ -1,5 +1,7 @@
 """The active party's half of the network: its computations, without any rule of the protocol."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,7 +18,7 @@ from splitveil.active_party.defenses import (
     DefenseReport,
     RawBatch,
 )
-from splitveil.active_party.defenses.interface import LabelledRows, PendingRelease
+from splitveil.active_party.defenses.interface import LabelledRows, PendingRelease, StagedDefense
 from splitveil.active_party.defenses.objective import BatchLabels, Objective, StepOutcome
 from splitveil.active_party.training.alone import OwnRows
 from splitveil.active_party.training.cut_memory import CutMemory
@@ -36,6 +38,7 @@ from splitveil.common.run.host_copies import to_device
 from splitveil.common.run.phases import Phase, Phases
 from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions
+from splitveil.common.text.imports import fault_of_own_code
 
 
 class TrainingRows(NamedTuple):
@@ -135,6 +138,7 @@ class TopTrainer:
         self.num_classes = rows.num_classes
         self.kind = rows.kind
         self.defense = defense
+        self.staged = defense if isinstance(defense, StagedDefense) else None
         self.phases = phases or Phases()
         self._objective = objective
         self._features = None if rows.features is None else rows.features.to(device)
@@ -167,28 +171,20 @@ class TopTrainer:
         """
         self._note(torch.from_numpy(positions.copy()), activation)
 
-    @property
-    def released_rows(self) -> Tensor | None:
-        """Positions of the rows that releases are about, (rows,); None for all training rows."""
-        return self.defense.released_rows
-
     def pending_release(self, epoch: int) -> PendingRelease | None:
         """Return the release that the defense needs before an epoch's next answer, if any.
 
         Raises:
             SplitveilError: the rows cannot be summed.
         """
-        if self._training is None or self.memory is None:
+        if self.staged is None or self._training is None or self.memory is None:
             return None
         self.learn()
         facts = LabelFreeFacts(
             self.model, self.memory, self._features, self._training, self._device
         )
-        try:
-            with self.phases(Phase.DEFENSE):
-                return self.defense.pending_release(epoch, facts)
-        except ValueError as error:
-            raise SplitveilError(f"the defense cannot begin a stage: {error}") from error
+        with self._defending("the defense cannot begin a stage"):
+            return self.staged.pending_release(epoch, facts)
 
     def gradient(
         self, positions: Positions, activation: Tensor, answer_key: bytes | None = None
@@ -240,11 +236,8 @@ class TopTrainer:
         )
 
     def _targets(self, batch: LabelledRows) -> Tensor:
-        try:
-            with self.phases(Phase.DEFENSE):
-                return self.defense.targets(batch)
-        except ValueError as error:
-            raise SplitveilError(f"the defense has no targets to train on: {error}") from error
+        with self._defending("the defense has no targets to train on"):
+            return self.defense.targets(batch)
 
     def _defend(
         self, outcome: StepOutcome, labels: Tensor, positions: Positions, slopes: Tensor | None
@@ -258,11 +251,17 @@ class TopTrainer:
             outcome.label_move,
             slopes if outcome.probabilities.ndim == 1 else None,
         )
+        with self._defending("a gradient cannot be defended"):
+            return self.defense.defend(batch)
+
+    @contextmanager
+    def _defending(self, failure: str) -> Iterator[None]:
         try:
             with self.phases(Phase.DEFENSE):
-                return self.defense.defend(batch)
+                yield
         except ValueError as error:
-            raise SplitveilError(f"a gradient cannot be defended: {error}") from error
+            own = fault_of_own_code(error)
+            raise own or SplitveilError(f"{failure}: {error}") from error
 
     def learn(self) -> None:
         """Let the top model learn from the last step, if it has not done so yet."""

@@ -27,6 +27,8 @@ NEARLY_ALL = 0.9
 """Share of the cells, or of the distinct texts, from which the others are probably mistakes."""
 _UNNAMED_INDEX = r"__index_level_\d+__"
 NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$|^[+-]?(?i:inf|infinity|nan)$"
+COMMA_NUMBER = r"^[+-]?(\d*|[1-9]\d{0,2}(\.\d{3})+),\d+([eE][+-]?\d+)?$"
+"""A number with a decimal comma, and perhaps with points between its thousands."""
 
 
 class WrittenColumn(NamedTuple):
@@ -42,6 +44,9 @@ class WrittenColumn(NamedTuple):
 
     first_row: int = 1
     """Number of the first row, for messages."""
+
+    decimal: str = "."
+    """The decimal mark of numbers that are written as text."""
 
     def list_rows(self, is_wrong: NDArray[np.bool_]) -> str:
         """Name the rows for which a condition holds."""
@@ -93,7 +98,8 @@ def select_features(
         DataError: a name or pattern matches no column.
         SettingsError: a column is requested in two ways, or is the id, the label or the split.
     """
-    candidates = [name for name in names if name not in reserved]
+    # Nobody can ask for a column without a name, such as the row numbers that pandas writes.
+    candidates = [name for name in names if name and name not in reserved]
     ways = (settings.numeric, settings.categorical, settings.timestamps, settings.lists)
     chosen = ChosenColumns([], [], [], [])
     both = []
@@ -219,11 +225,13 @@ def read_numeric(columns: Mapping[str, WrittenColumn], gaps: Gaps) -> dict[str, 
         if is_unreadable.any():
             problems.append(
                 f"{column.where}: expected numbers, found text in {column.list_rows(is_unreadable)}"
+                f"{_advice_on_decimals(column, is_unreadable)}"
             )
         if is_infinite.any():
             problems.append(
                 f"{column.where}: infinite or too large for float32 in "
-                f"{column.list_rows(is_infinite)}"
+                f"{column.list_rows(is_infinite)}; if such a cell means that there is no value, "
+                f"name its text, such as inf, in data.features.missing_texts"
             )
         if gaps == "refused" and is_missing.any():
             problems.append(
@@ -235,6 +243,14 @@ def read_numeric(columns: Mapping[str, WrittenColumn], gaps: Gaps) -> dict[str, 
     if problems:
         raise DataError("\n".join(problems))
     return result
+
+
+def _advice_on_decimals(column: WrittenColumn, is_unreadable: NDArray[np.bool_]) -> str:
+    other, pattern = (".", NUMBER) if column.decimal == "," else (",", COMMA_NUMBER)
+    text = clean_text(column).filter(pa.array(is_unreadable))
+    if not pc.all(pc.match_substring_regex(text, pattern)).as_py():
+        return ""
+    return f"; with data.source.decimal: '{other}', these are numbers"
 
 
 def _is_float32(column: WrittenColumn) -> bool:
@@ -272,7 +288,7 @@ def _closeness(name: str, requested: Sequence[str], exclude: Sequence[str]) -> i
     """Rate how directly a column is requested: 3 by name, 2 by pattern, 1 by ``*``, else 0."""
     if name in requested:
         return 3
-    if any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude):
+    if is_unnamed_index(name) or any(fnmatch.fnmatchcase(name, one) for one in exclude):
         return 0
     matching = [pattern for pattern in requested if fnmatch.fnmatchcase(name, pattern)]
     return max((1 if pattern == "*" else 2 for pattern in matching), default=0)
@@ -285,6 +301,9 @@ def _matches_any(pattern: str, names: Sequence[str]) -> bool:
 def _as_text(column: WrittenColumn) -> ArrowColumn:
     """Return a column as text: whole numbers in decimal, bytes as UTF-8."""
     kind = column.cells.type
+    if getattr(kind, "extension_name", None) == "arrow.uuid":
+        texts = [None if one is None else str(one) for one in column.cells.to_pylist()]
+        return pa.chunked_array([pa.array(texts, pa.string())])
     try:
         if pa.types.is_floating(kind):
             raise pa.ArrowTypeError("a floating-point number has no unique text form")
@@ -307,6 +326,17 @@ def clean_text(column: WrittenColumn) -> ArrowColumn:
     return pc.if_else(is_missing, pa.scalar(None, pa.string()), text)
 
 
+def with_points(text: ArrowColumn) -> ArrowColumn:
+    """Return numbers with a decimal comma as numbers with a decimal point.
+
+    Whether the point of ``1.234`` is a decimal one, nobody can say: this is then no number.
+    """
+    has_comma = pc.match_substring_regex(text, COMMA_NUMBER)
+    grouped = pc.replace_substring(text, ".", "")
+    text = pc.if_else(has_comma, grouped, pc.replace_substring(text, ".", ".."))
+    return pc.replace_substring(text, ",", ".")
+
+
 def read_numbers(column: WrittenColumn) -> _Numbers:
     """Read a column as numbers, and say which of its cells are none.
 
@@ -317,15 +347,29 @@ def read_numbers(column: WrittenColumn) -> _Numbers:
     is_unreadable = np.zeros(len(cells), dtype=np.bool_)
     if pa.types.is_dictionary(cells.type):
         cells = pc.cast(cells, cells.type.value_type)
-    if pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type):
+    if is_text(cells.type):
         cells = clean_text(column._replace(cells=cells))
+        cells = with_points(cells) if column.decimal == "," else cells
     try:
         numbers = pc.cast(cells, pa.float64(), safe=False)
     except pa.ArrowNotImplementedError as error:
         raise DataError(f"{column.where}: expected numbers, not {cells.type}") from error
     except pa.ArrowInvalid:
         is_number = pc.match_substring_regex(cells, NUMBER)
-        is_unreadable = ~pc.fill_null(is_number, True).to_numpy()
+        is_unreadable = ~pc.fill_null(is_number, True).to_numpy(zero_copy_only=False)
         readable = pc.if_else(is_number, cells, pa.scalar(None, pa.string()))
         numbers = pc.cast(readable, pa.float64())
-    return _Numbers(numbers.to_numpy(), is_unreadable)
+    values = numbers.to_numpy()
+    is_infinite = np.abs(values) > LARGEST_FLOAT32
+    if is_infinite.any() and pa.types.is_floating(cells.type):
+        texts = pc.cast(cells, pa.string())
+        is_missing = pc.is_in(texts, value_set=pa.array(column.missing_texts, pa.string()))
+        values = np.where(is_infinite & is_missing.to_numpy(), np.nan, values)
+    return _Numbers(values, is_unreadable)
+
+
+def is_text(kind: Any) -> bool:
+    """Say whether a type's cells are texts, which Impala and others store as bytes."""
+    if pa.types.is_fixed_size_binary(kind):
+        return True
+    return kind in {pa.string(), pa.large_string(), pa.binary(), pa.large_binary()}

@@ -22,12 +22,12 @@ from splitveil.common.data.compaction import keep_rows
 from splitveil.common.data.id_columns import check_rules
 from splitveil.common.data.id_parts import IdParts
 from splitveil.common.data.ids import IdReport
+from splitveil.common.data.label_columns import check_classes
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.sources import Part, TableSource
 from splitveil.common.data.stored_ids import StoredIds
 from splitveil.common.data.table import (
     Selection,
-    check_classes,
     part_categories,
     part_image,
     part_labels,
@@ -140,7 +140,7 @@ class _Writer:
         if part.image is not None:
             self._add_image(part.image, first_row)
         if self._settings.id_column is not None:
-            self._add_ids(part, first_row)
+            self._add_ids(part, first_row, labels)
         lengths = [len(column) for column in part.columns.values()]
         self._part_rows.append(lengths[0] if part.image is None else len(part.image))
 
@@ -182,8 +182,8 @@ class _Writer:
         for path in self._folder.iterdir():
             sync(path)
 
-    def _add_ids(self, part: Part, first_row: int) -> None:
-        ids = self._ids.add(part.columns, first_row)
+    def _add_ids(self, part: Part, first_row: int, labels: NDArray[np.float32] | None) -> None:
+        ids = self._ids.add(part.columns, first_row, labels)
         self._append("ids.bin", ids.text)
         self._append("id_ends.bin", ids.ends)
         self._append(_HASHES, ids.hashes)

@@ -48,6 +48,7 @@ from splitveil.common.data.places import FoundFile, find_files, place_of
 from splitveil.common.data.settings import DataSettings, FeatureSettings
 from splitveil.common.data.source_settings import (
     CacheableSource,
+    CsvSource,
     FileSource,
     ParquetSource,
     SqlSource,
@@ -56,7 +57,7 @@ from splitveil.common.data.sql_snapshot import snapshot_of
 from splitveil.common.data.stored_ids import RowNumbers
 from splitveil.common.data.table import Table, open_table_source
 from splitveil.common.errors import DataError, StorageError
-from splitveil.common.run.id_rules import AS_WRITTEN, IdRule, rules_as_bytes, rules_as_plain
+from splitveil.common.run.id_rules import AS_WRITTEN, IdRule, rules_as_plain
 from splitveil.common.text.files import only_one_process, sync
 
 VERSION = 1
@@ -146,48 +147,30 @@ def _key(
 ) -> str:
     """Digest everything that decides the content of the cache, and nothing else."""
     plain = settings.model_dump(mode="json")
-    if plain["classes"] is None:  # keeps the keys from before this setting existed
-        del plain["classes"]
-    if plain["label_range"] is None:
-        del plain["label_range"]
     for name in ("class_weights", "weights_are_label_free"):
         del plain[name]
-    if plain["weight_column"] is None:
-        del plain["weight_column"]
-    for name in ("duplicate_ids", "unusable_ids"):
-        if plain[name] == "error":
-            del plain[name]
     for name in _KEPT_OUT:
         plain["source"].pop(name, None)
     if settings.features is not None:
         plain["features"] = _key_of_features(settings.features)
-    added: list[Any] = [] if split_column is None else [split_column]
-    if rules_as_bytes(id_rules):
-        added.append(rules_as_plain(id_rules))
-    text = json.dumps([VERSION, stamps, plain, *added], sort_keys=True)
+    rules = rules_as_plain(id_rules)
+    text = json.dumps([VERSION, stamps, plain, split_column, rules], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _key_of_features(features: FeatureSettings) -> dict[str, Any]:
-    """Return what decides the columns; settings that came later count only where they are used."""
     plain = features.model_dump(mode="json")
     for name in ("signed_log1p", "numeric_scaling", "min_count", "max_list_categories"):
         plain.pop(name)
     plain["missing_numeric"] = {"refused": "error", "zero": "zero", "nan": "kept"}[features.gaps]
     del plain["missing_indicator"]
-    if not features.timestamps:
-        for name in ("timestamps", "timestamp_parts", "timestamp_format"):
-            del plain[name]
-    if not features.lists:
-        for name in ("lists", "list_separator"):
-            del plain[name]
     return plain
 
 
 def _stamps(source: CacheableSource, base_dir: Path) -> list[list[Any]]:
     """Return name, size and modification time of every file that is read."""
     match source:
-        case ParquetSource():
+        case ParquetSource() | CsvSource():
             found = find_files(place_of(source, base_dir))
             return [[_resolved(file), file.num_bytes, file.modified_ns] for file in found]
         case SqlSource():
@@ -215,6 +198,8 @@ def _folder_name(source: CacheableSource, base_dir: Path) -> str:
     """Return a word for the folder, so that a person finds it."""
     if isinstance(source, ParquetSource):
         return re.sub(r"[*?\[\]:/]+", "_", source.path.rstrip("/").rpartition("/")[2])
+    if isinstance(source, CsvSource):
+        return re.sub(r"[*?\[\]]+", "_", source.resolve(base_dir).name)
     if isinstance(source, FileSource):
         return source.resolve(base_dir).name
     return "query"

@@ -1,9 +1,12 @@
 """Reads text files with one row per line, whole or in parts."""
 
+import codecs
 import csv
 import io
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -11,7 +14,11 @@ import pyarrow as pa
 from pyarrow import csv as arrow_csv
 
 from splitveil.common.data import sources
+from splitveil.common.data.canonical_form import is_unicode
+from splitveil.common.data.columns import check_columns_exist
+from splitveil.common.data.places import find_files, place_on_this_machine
 from splitveil.common.data.sources import ArrowColumn, Part, list_rows, unreadable_is_data_error
+from splitveil.common.data.text_form import advice_on
 from splitveil.common.errors import DataError
 
 CODECS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4", ".br": "brotli"}
@@ -20,20 +27,40 @@ CODECS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4", ".br": "b
 HEADER_CHARACTERS = 8 * 1024 * 1024
 """The length at which pyarrow, too, rejects a row."""
 
+_LOOKED_AT = 2**16
+"""Characters at the beginning and at the end from which the form of a text is judged."""
+
+_MARKS = {
+    "utf-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
+    "utf-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
+}
+_SEPARATOR = re.compile(rb'(?:\xef\xbb\xbf)?"?sep=([ -~\t])"?\r?\n')
+_SEPARATOR_BYTES = 12
+
 
 class CsvFile:
-    """A text file with one row per line."""
+    """A text file with one row per line, or several that are the parts of one table.
 
-    def __init__(self, path: Path, separator: str, names: Sequence[str] | None) -> None:
+    Args:
+        path: the file, or a folder or pattern that names the parts.
+        separator: the character between two cells; a first line ``sep=`` takes precedence.
+        names: the column names, if there is no header line.
+        encoding: of the text; a byte order mark takes precedence.
+    """
+
+    def __init__(
+        self, path: Path, separator: str, names: Sequence[str] | None, encoding: str = "utf-8"
+    ) -> None:
         self.name = str(path)
         self._path = path
         self._separator = separator
         self._names = names
+        self._encoding = encoding
         self._block_bytes: int | None = None
 
     def in_blocks_of(self, block_bytes: int) -> "CsvFile":
         """Return the same file, whose parts are no larger than this, in bytes of its text."""
-        file = CsvFile(self._path, self._separator, self._names)
+        file = CsvFile(self._path, self._separator, self._names, self._encoding)
         file._block_bytes = block_bytes
         return file
 
@@ -41,15 +68,48 @@ class CsvFile:
         """Return the names of all columns."""
         if self._names is not None:
             return list(self._names)
-        with (
-            unreadable_is_data_error(self._path),
-            pa.input_stream(str(self._path), compression="detect") as stream,
-        ):
-            lines = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
-            header = next(csv.reader(self._first_lines(lines), delimiter=self._separator), [])
+        header = self._first_row(self._files[0])
         if not any(header):
             raise DataError(f"{self.name}: the file is empty: expected a line of column names")
         return header
+
+    def beginning(self) -> str:
+        """Return complete lines from the beginning of the (first) file."""
+        with self._text(self._files[0]) as text:
+            start = text.lines().read(_LOOKED_AT)
+        return start if len(start) < _LOOKED_AT else start[: start.rfind("\n") + 1]
+
+    def advice(self) -> str:
+        """Return what is wrong with the form of the text, with the remedy; empty if nothing is."""
+        with self._text(self._files[-1]) as text:
+            lines, end, separator = text.lines(), "", text.separator
+            while more := lines.read(_LOOKED_AT):
+                end = (end + more)[-_LOOKED_AT:]
+        return advice_on(self.beginning(), end, separator, has_header=self._names is None)
+
+    @cached_property
+    def _files(self) -> list[Path]:
+        """The parts; where there are several, an empty one is none."""
+        paths = [Path(found.path) for found in find_files(place_on_this_machine(self._path))]
+        return [path for path in paths if len(paths) == 1 or self._first_row(path)] or paths[:1]
+
+    @contextmanager
+    def _text(self, path: Path) -> Iterator["_Text"]:
+        with unreadable_is_data_error(path), path.open("rb") as file:
+            try:
+                yield _Text(file, path, self._separator, self._encoding)
+            except UnicodeError as error:
+                raise DataError(
+                    f"{path}: the text is not {self._encoding}, as data.source.encoding says"
+                ) from error
+
+    def _first_row(self, path: Path) -> list[str]:
+        with self._text(path) as text:
+            lines = self._first_lines(text.lines())
+            row = next(csv.reader(lines, delimiter=text.separator), [])
+        if not is_unicode("".join(row)):
+            raise self._undecodable(path)
+        return row
 
     def _first_lines(self, lines: io.TextIOWrapper) -> Iterator[str]:
         """Yield the lines of the header, which may span several lines with quoted line breaks."""
@@ -63,6 +123,23 @@ class CsvFile:
                 )
             yield line
 
+    def _undecodable(self, path: Path) -> DataError:
+        where, guess = "", "cp1252"
+        with suppress(csv.Error), self._text(path) as text:
+            rows = filter(None, csv.reader(text.lines(), delimiter=text.separator))
+            row, column, cell = next(
+                (row, column, cell)
+                for row, cells in enumerate(rows, start=self._names is not None)
+                for column, cell in enumerate(cells, start=1)
+                if not is_unicode(cell)
+            )
+            where = f" in {f'row {row}' if row else 'the line of column names'}, column {column}"
+            guess = "cp1252" if sum(map(is_unicode, cell)) * 2 > len(cell) else "gbk"
+        return DataError(
+            f"{path}: the text is not UTF-8{where}: set data.source.encoding (with splitveil init, "
+            f"--encoding) to the text's encoding, such as {guess}"
+        )
+
     def read(self, names: Sequence[str]) -> Mapping[str, ArrowColumn]:
         """Return the named columns as text."""
         parts = list(self.parts(names)) if names else []
@@ -75,16 +152,26 @@ class CsvFile:
 
     def parts(self, names: Sequence[str]) -> Iterator[Part]:
         """Yield the named columns as text, in parts."""
+        for index, path in enumerate(self._files):
+            if len(self._files) > 1 and self._names is None:
+                check_columns_exist(names, self._first_row(path), str(path))
+            for part in self._parts_of(path, names):
+                done = (index + part.done_fraction) / len(self._files)
+                yield part._replace(done_fraction=done)
+
+    def _parts_of(self, path: Path, names: Sequence[str]) -> Iterator[Part]:
         num_rows = 0
         try:
-            for part in self._parts(names):
+            for part in self._rows_of(path, names):
                 num_rows += len(part.columns[names[0]])
                 yield part
         except DataError as error:
-            self._report_bad_rows(names)
+            if "invalid UTF8" in str(error.__cause__):
+                raise self._undecodable(path) from error
+            self._report_bad_rows(path, names)
             if "straddling" in str(error.__cause__):
                 raise DataError(
-                    f"{self.name}: row {num_rows + 1} is longer than {self._block_size:,} bytes, "
+                    f"{path}: row {num_rows + 1} is longer than {self._block_size:,} bytes, "
                     f"or a quotation mark in it is never closed"
                 ) from error
             raise
@@ -93,32 +180,34 @@ class CsvFile:
     def _block_size(self) -> int:
         return self._block_bytes or sources.PART_BYTES
 
-    def _report_bad_rows(self, names: Sequence[str]) -> None:
+    def _report_bad_rows(self, path: Path, names: Sequence[str]) -> None:
         bad_rows: list[int] = []
         with suppress(DataError):
-            for _ in self._parts(names, bad_rows):
+            for _ in self._rows_of(path, names, bad_rows):
                 pass
         if bad_rows:
             header_lines = self._names is None
             raise DataError(
-                f"{self.name}: expected {len(self.column_names())} cells in every row, got "
-                f"another number in {list_rows([number - header_lines for number in bad_rows])}"
+                f"{path}: expected {len(self._names or self._first_row(path))} cells in every row, "
+                f"got another number in {list_rows([number - header_lines for number in bad_rows])}"
             )
 
-    def _parts(self, names: Sequence[str], bad_rows: list[int] | None = None) -> Iterator[Part]:
+    def _rows_of(
+        self, path: Path, names: Sequence[str], bad_rows: list[int] | None = None
+    ) -> Iterator[Part]:
         """Yield rows; a row with a wrong number of cells is added to the list, or is an error."""
         if not names:
             raise ValueError("to pyarrow, an empty list of columns means all of them")
-        with unreadable_is_data_error(self._path), self._path.open("rb") as file:
-            total_bytes = max(1, self._path.stat().st_size)
-            options = self._options(names, bad_rows)
-            text = pa.PythonFile(_Text(file, self._path), mode="r")
-            with arrow_csv.open_csv(text, **options) as reader:
+        with self._text(path) as text:
+            options = self._options(names, text.separator, bad_rows)
+            with arrow_csv.open_csv(pa.PythonFile(text, mode="r"), **options) as reader:
                 for batch in reader:
                     columns = {name: pa.chunked_array([batch.column(name)]) for name in names}
-                    yield Part(columns, None, min(1.0, file.tell() / total_bytes))
+                    yield Part(columns, None, text.done_fraction())
 
-    def _options(self, names: Sequence[str], bad_rows: list[int] | None = None) -> dict[str, Any]:
+    def _options(
+        self, names: Sequence[str], separator: str, bad_rows: list[int] | None
+    ) -> dict[str, Any]:
         def skip(row: Any) -> str:
             if bad_rows is not None:
                 bad_rows.append(row.number)
@@ -137,7 +226,7 @@ class CsvFile:
                 block_size=self._block_size,
             ),
             "parse_options": arrow_csv.ParseOptions(
-                delimiter=self._separator,
+                delimiter=separator,
                 newlines_in_values=True,
                 invalid_row_handler=skip if one_thread else None,
             ),
@@ -150,23 +239,56 @@ class CsvFile:
 
 
 class _Text:
-    """An open file's decompressed text; the file's own position still shows the progress."""
+    """An open file's text, decompressed and in UTF-8, without a first line that names a separator.
+
+    The file's own position still shows the progress.
+    """
 
     closed = False
 
-    def __init__(self, file: BinaryIO, path: Path) -> None:
+    def __init__(self, file: BinaryIO, path: Path, separator: str, encoding: str) -> None:
+        self.separator = separator
+        """The character between two cells."""
+        self._raw = file
+        self._num_bytes = max(1, path.stat().st_size)
         codec = CODECS.get(path.suffix)
-        self._file = file if codec is None else pa.CompressedInputStream(pa.PythonFile(file), codec)
-        self._left = b""
+        with pa.input_stream(str(path), compression=codec) as start:
+            mark = start.read(4)
+        encoding = next(
+            (name for name, marks in _MARKS.items() if mark.startswith(marks)), encoding
+        )
+        self._file: Any = file
+        if codec is not None:
+            self._file = pa.CompressedInputStream(pa.PythonFile(file), codec)
+        if codecs.lookup(encoding).name != "utf-8":
+            native = pa.PythonFile(file) if codec is None else self._file
+            self._file = pa.transcoding_input_stream(native, encoding, "utf-8")
+        self._left: bytes = self._file.read(_SEPARATOR_BYTES)
+        if named := _SEPARATOR.match(self._left):
+            self.separator = named[1].decode()
+            self._left = self._left[named.end() :]
+
+    def lines(self) -> io.TextIOWrapper:
+        """Return the text's lines; bytes that are not UTF-8 become surrogates."""
+        return io.TextIOWrapper(
+            pa.PythonFile(self, mode="r"), "utf-8-sig", "surrogateescape", newline=""
+        )
+
+    def done_fraction(self) -> float:
+        """Return the fraction of the file that has been read."""
+        return min(1.0, self._raw.tell() / self._num_bytes)
 
     def read(self, size: int) -> bytes:
         """Return the next bytes, at most this many, which end in a carriage return only if alone.
 
         At the edge of two blocks, pyarrow drops the line feed of a quoted CR LF.
         """
-        block: bytes = self._left + self._file.read(size - len(self._left))
-        self._left = b"\r" if block.endswith(b"\r") and len(block) > 1 else b""
-        return block.removesuffix(self._left)
+        block: bytes = self._left + self._file.read(max(0, size - len(self._left)))
+        end = min(size, len(block))
+        if end > 1 and block[end - 1 : end] == b"\r":
+            end -= 1
+        self._left = block[end:]
+        return block[:end]
 
     def close(self) -> None:
         """Leave the file to whoever opened it."""

@@ -24,7 +24,7 @@ from splitveil.common.data.npz_file import NpzFile
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.sources import TableSource
 from splitveil.common.data.stored_ids import StoredIds, repeated_rows
-from splitveil.common.data.table import part_splits, select_columns
+from splitveil.common.data.table import part_labels, part_splits, select_columns
 from splitveil.common.errors import DataError
 from splitveil.common.run.id_rules import AS_WRITTEN, IdRule
 
@@ -67,17 +67,21 @@ class IdParts:
         self._allowed = Allowed.by(settings)
         self._effects = Effects()
         self._num_bytes = 0
+        self._unlabelled = 0
 
     @property
     def _where(self) -> str:
         return f"{self._source}: {self._settings.place_of_ids}"
 
-    def add(self, columns: Mapping[str, Any], first_row: int) -> IdArrays:
+    def add(
+        self, columns: Mapping[str, Any], first_row: int, labels: NDArray[np.float32] | None
+    ) -> IdArrays:
         """Return the ids of the next rows.
 
         Args:
             columns: the cells of the rows, by column.
             first_row: number of the first row, for messages.
+            labels: of the rows, NaN for a row that is left out; None if there are none.
 
         Raises:
             DataError: some cannot be used, and the settings do not say that rows may be left out.
@@ -85,10 +89,11 @@ class IdParts:
         offset = "" if first_row == 1 else f" (data rows counted after row {first_row - 1})"
         raw = part_ids(self._settings, self._form.rules, columns, self._source, first_row)
         ids = self._form.of(raw, self._effects)
-        odd = odd_rows(raw, ids, self._form)
+        odd = odd_rows(raw, ids, self._form, labels)
         check_allowed(odd, self._allowed, f"{self._where}{offset}", raw)
-        for row in odd.unusable:
+        for row in (*odd.unusable, *odd.unlabelled):
             ids[row] = ""
+        self._unlabelled += len(odd.unlabelled)
         self.forms.add(self._form.columns_of([text for text in ids if text]))
         encoded = [text.encode() for text in ids]
         ends = self._num_bytes + np.cumsum([len(text) for text in encoded], dtype=np.int64)
@@ -119,12 +124,12 @@ class IdParts:
         alike = [(row, first) for row, first in twins if raw_hashes[row] != raw_hashes[first]]
         check_allowed(Odd(duplicates=same, alike=alike), self._allowed, self._where)
         is_kept = np.diff(ids.ends, prepend=0) > 0
-        unusable = num_rows - int(np.count_nonzero(is_kept))
+        unusable = num_rows - int(np.count_nonzero(is_kept)) - self._unlabelled
         is_kept[[row for row, _ in twins]] = False
         if not is_kept.any():
             raise DataError(f"{self._where}: none of the {num_rows} rows has a usable id")
         changes = changes_in_words(self._effects, self._settings.id_columns)
-        report = IdReport(num_rows, changes, unusable, len(same), len(alike))
+        report = IdReport(num_rows, changes, unusable, len(same), len(alike), self._unlabelled)
         return (np.flatnonzero(is_kept) if report.left_out else None), report
 
 
@@ -156,7 +161,8 @@ def read_compact_ids(
     Memory holds the bytes of the ids and 8 more for each row; 16 more while they are read.
 
     Args:
-        settings: name the columns of ids, at least one, and no other columns.
+        settings: name the columns of ids, at least one, and no other columns but that of labels if
+            rows without one are left out.
         source: the table.
         split_column: the column by which the contract splits the rows, if it does.
         id_rules: the contract's rules for each column of ids.
@@ -182,7 +188,8 @@ def _read(
     ends, hashes, raw_hashes = _Growing(), _Growing(), _Growing()
     first_row = 1
     for columns, num_rows in _small_parts(source, needed):
-        arrays = parts.add(columns, first_row)
+        labels = part_labels(settings, columns, source.name, first_row)
+        arrays = parts.add(columns, first_row, labels)
         text += arrays.text.data
         ends.add(arrays.ends)
         hashes.add(arrays.hashes)

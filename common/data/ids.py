@@ -46,6 +46,8 @@ class Odd(NamedTuple):
     """Rows whose id an earlier row has, with that earlier row."""
     alike: Sequence[tuple[int, int]] = ()
     """Rows whose id is equal to that of an earlier row only in canonical form."""
+    unlabelled: Sequence[int] = ()
+    """Rows without a label, whatever their ids."""
 
     @property
     def unusable(self) -> list[int]:
@@ -75,10 +77,13 @@ class IdReport:
     alike: int = 0
     """Rows left out because an earlier row has the same id in canonical form."""
 
+    unlabelled: int = 0
+    """Rows left out because they have no label."""
+
     @property
     def left_out(self) -> int:
         """The number of rows that take no part."""
-        return self.unusable + self.duplicates + self.alike
+        return self.unusable + self.duplicates + self.alike + self.unlabelled
 
     def in_words(self) -> str:
         """Describe it in one sentence without an end."""
@@ -90,6 +95,7 @@ class IdReport:
             (self.unusable, "without a usable id"),
             (self.duplicates, "with the id of an earlier row"),
             (self.alike, "whose id only the rules make equal to that of an earlier row"),
+            (self.unlabelled, "without a label"),
         )
         told = ", ".join(f"{count:,} {reason}" for count, reason in reasons if count)
         return f"; {self.left_out:,} of {self.num_rows:,} rows left out: {told}" if told else ""
@@ -130,6 +136,7 @@ def usable_ids(
     form: CanonicalForm | None = None,
     allowed: Allowed = Allowed(),  # noqa: B008 - immutable
     names: Sequence[str] = (),
+    labels: NDArray[np.float32] | None = None,
 ) -> OwnIds:
     """Return the ids of a table in canonical form, each exactly once.
 
@@ -140,6 +147,7 @@ def usable_ids(
         form: of the contract; without rules by default.
         allowed: rows that are left out instead of being an error.
         names: the columns, for the report.
+        labels: one per row, NaN for a row that is left out; None if there are none.
 
     Raises:
         DataError: there are no ids, or some cannot be used; gives the count and the first data rows
@@ -149,9 +157,9 @@ def usable_ids(
         raise DataError(f"{source}: there are no ids")
     form, effects = form or _PLAIN, Effects()
     canonical = form.of(raw, effects)
-    odd = odd_rows(raw, canonical, form)
+    odd = odd_rows(raw, canonical, form, labels)
     check_allowed(odd, allowed, source, raw)
-    left_out = {*odd.unusable, *odd.repeated}
+    left_out = {*odd.unusable, *odd.repeated, *odd.unlabelled}
     if len(left_out) == len(raw):
         raise DataError(f"{source}: none of the {len(raw)} rows has a usable id")
     report = IdReport(
@@ -160,6 +168,7 @@ def usable_ids(
         len(odd.unusable),
         len(odd.duplicates),
         len(odd.alike),
+        len(odd.unlabelled),
     )
     if not left_out:
         return OwnIds(canonical, None, report)
@@ -167,21 +176,30 @@ def usable_ids(
     return OwnIds([canonical[row] for row in kept.tolist()], kept, report)
 
 
-def odd_rows(raw: Sequence[str], canonical: Sequence[str], form: CanonicalForm) -> Odd:
+def odd_rows(
+    raw: Sequence[str],
+    canonical: Sequence[str],
+    form: CanonicalForm,
+    labels: NDArray[np.float32] | None = None,
+) -> Odd:
     """Find the rows whose ids cannot be used.
 
     Args:
         raw: one id per row, as written.
         canonical: the same in canonical form, empty for those that are none.
         form: the canonical form.
+        labels: one per row, NaN if it has none; None if no row needs one.
     """
+    without_label = set(() if labels is None else np.flatnonzero(np.isnan(labels)).tolist())
     is_fine = "" not in canonical and all(map(is_unicode, canonical))
-    if is_fine and len(set(canonical)) == len(canonical):
+    if is_fine and not without_label and len(set(canonical)) == len(canonical):
         return Odd()
-    odd = Odd([], [], [], [], [])._asdict()
+    odd = Odd([], [], [], [], [], [])._asdict()
     first_row: dict[str, int] = {}
     for row, (text, found) in enumerate(zip(raw, canonical, strict=True)):
-        if not is_unicode(text):
+        if row in without_label:
+            odd["unlabelled"].append(row)
+        elif not is_unicode(text):
             odd["not_text"].append(row)
         elif not found:
             odd["missing" if _is_blank(text, form) else "not_of_kind"].append(row)

@@ -1,6 +1,7 @@
 """Opens each kind of source that the settings can name."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from splitveil.common.data.source_settings import (
     Source,
     SqlSource,
 )
-from splitveil.common.data.sources import ArrowColumn, Part, TableSource
+from splitveil.common.data.sources import ColumnsInMemory, Part, TableSource
 from splitveil.common.data.sql_snapshot import snapshot_of
+from splitveil.common.errors import DataError, SettingsError
 
 
 def open_source(settings: Source, base_dir: Path, image_array: str | None = None) -> TableSource:
@@ -37,8 +39,7 @@ def open_source(settings: Source, base_dir: Path, image_array: str | None = None
     """
     match settings:
         case CsvSource():
-            path = settings.resolve(base_dir)
-            return CsvFile(path, settings.separator(), settings.column_names)
+            return text_file(settings, base_dir)
         case ParquetSource():
             return _parquet(place_of(settings, base_dir))
         case SqlSource():
@@ -51,6 +52,29 @@ def open_source(settings: Source, base_dir: Path, image_array: str | None = None
             return Digits(seed) if dataset == "digits" else BreastCancer(seed)
 
 
+def text_file(settings: CsvSource, base_dir: Path) -> CsvFile:
+    """Open a text file with one row per line, or its parts."""
+    path = settings.resolve(base_dir)
+    return CsvFile(path, settings.separator(), settings.column_names, settings.encoding)
+
+
+@contextmanager
+def with_advice(settings: Source, base_dir: Path) -> Iterator[None]:
+    """Add to an error what the form of a text file says about its cause."""
+    try:
+        yield
+    except (DataError, SettingsError) as error:
+        advice = ""
+        with suppress(DataError, SettingsError):
+            if isinstance(settings, CsvSource):
+                file = text_file(settings, base_dir)
+                advice = f"\n{file.name}: {found}" if (found := file.advice()) else ""
+        if not advice:
+            raise
+        kind = DataError if isinstance(error, DataError) else SettingsError
+        raise kind(f"{error}{advice}") from error
+
+
 def _parquet(place: Place) -> TableSource:
     # Importing it takes a second where pandas is installed; other kinds need not wait for it.
     from splitveil.common.data.parquet_files import ParquetFiles  # noqa: PLC0415
@@ -58,19 +82,10 @@ def _parquet(place: Place) -> TableSource:
     return ParquetFiles(place)
 
 
-class _Shipped:
-    """A table in memory."""
-
-    def __init__(self, columns: Mapping[str, Any]) -> None:
-        self._columns = dict(columns)
-
-    def column_names(self) -> list[str]:
-        """Return the names of all columns."""
-        return list(self._columns)
-
-    def read(self, names: Sequence[str]) -> Mapping[str, ArrowColumn]:
-        """Return the named columns."""
-        return {name: pa.chunked_array([pa.array(self._columns[name])]) for name in names}
+class _Shipped(ColumnsInMemory):
+    def __init__(self, name: str, columns: Mapping[str, Any]) -> None:
+        cells = {key: pa.chunked_array([pa.array(values)]) for key, values in columns.items()}
+        super().__init__(f"scikit-learn's {name}", cells)
 
     def parts(self, names: Sequence[str]) -> Iterator[Part]:
         """Yield the named columns in a single part, because the table is small."""
@@ -80,8 +95,6 @@ class _Shipped:
 class Digits(_Shipped):
     """The images of handwritten digits that scikit-learn ships."""
 
-    name = "scikit-learn's digits"
-
     def __init__(self, shuffle_seed: int) -> None:
         # Importing it takes a second, which a party with a file of its own need not wait for.
         from sklearn.datasets import load_digits  # noqa: PLC0415
@@ -90,13 +103,11 @@ class Digits(_Shipped):
         order = np.random.default_rng(shuffle_seed).permutation(len(bunch.target))
         columns = {"id": [f"image-{row:04d}" for row in order], "digit": bunch.target[order]}
         pixels = {f"pixel_{j // 8}_{j % 8}": bunch.data[order, j] for j in range(64)}
-        super().__init__(columns | pixels)
+        super().__init__("digits", columns | pixels)
 
 
 class BreastCancer(_Shipped):
     """The Wisconsin diagnostic data set that scikit-learn ships."""
-
-    name = "scikit-learn's breast_cancer"
 
     def __init__(self, shuffle_seed: int) -> None:
         # Importing it takes a second, which a party with a file of its own need not wait for.
@@ -110,4 +121,4 @@ class BreastCancer(_Shipped):
         }
         for name, values in zip(bunch.feature_names, bunch.data.T, strict=True):
             columns[str(name).replace(" ", "_")] = values[order]
-        super().__init__(columns)
+        super().__init__("breast_cancer", columns)

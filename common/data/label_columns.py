@@ -1,4 +1,4 @@
-"""Reads labels: of two classes, of several classes, and numbers within bounds.
+"""Reads labels: of two classes, of several classes, and numbers within bounds; NaN without a label.
 
 Row numbers in messages count from 1, without the header line; no value of a label is in a message.
 """
@@ -13,32 +13,69 @@ from numpy.typing import NDArray
 
 from splitveil.common.data.columns import WrittenColumn, clean_text, read_numbers
 from splitveil.common.data.label_range import LabelRange
+from splitveil.common.data.settings import DataSettings, class_key
+from splitveil.common.data.sources import ArrowColumn, RowSource
 from splitveil.common.errors import DataError
 
 _logger = logging.getLogger(__name__)
 
 
-def read_labels(column: WrittenColumn, positive_label: str | None) -> NDArray[np.float32]:
+def label_texts(column: WrittenColumn) -> ArrowColumn:
+    """Return labels as texts, null where there is none; a number may be stored in any type."""
+    cells = column.cells
+    if pa.types.is_floating(cells.type):
+        cells = pc.if_else(pc.is_nan(cells), pa.scalar(None, cells.type), cells)
+        column = column._replace(cells=pc.cast(cells, pa.string()))
+    return clean_text(column)
+
+
+def places_of(texts: ArrowColumn, names: Sequence[str]) -> ArrowColumn:
+    """Return the place of each text in ``names``, null where it has none; see ``class_key``."""
+    place = {class_key(name): number for number, name in enumerate(names)}
+    distinct = pc.unique(texts).drop_null()
+    places = pa.array([place.get(class_key(text)) for text in distinct.to_pylist()], pa.int32())
+    return pc.take(places, pc.index_in(texts, value_set=distinct))
+
+
+def others_in_words(texts: int, rows: int) -> str:
+    """Say how many texts, in how many rows, ``positive_label`` makes 0."""
+    if texts == 1:
+        return f"1 other text ({rows:,} rows) stands for 0"
+    return f"WARNING: {texts} other texts ({rows:,} rows) all stand for 0"
+
+
+def count_others(settings: DataSettings, source: RowSource) -> str:
+    """Say how many labels of a whole table ``positive_label`` makes 0; nothing without it."""
+    name = settings.label_column
+    if name is None or not settings.positive_label:
+        return ""
+    texts = label_texts(WrittenColumn(source.read([name])[name], name, settings.missing_texts))
+    others = texts.filter(pc.is_null(places_of(texts, settings.positive_labels))).drop_null()
+    distinct = set(map(class_key, others.unique().to_pylist()))
+    return f"; {others_in_words(len(distinct), len(others))}"
+
+
+def read_labels(column: WrittenColumn, positive: Sequence[str]) -> NDArray[np.float32]:
     """Return the labels as 0 and 1.
 
     Args:
         column: the labels.
-        positive_label: the text that stands for 1.
+        positive: the texts that stand for 1; empty if the column holds 0 and 1.
 
     Raises:
-        DataError: a label is missing or is neither 0 nor 1.
+        DataError: a label is neither 0 nor 1.
     """
-    if positive_label is None:
-        labels = read_numbers(column).values
-        is_wrong = ~np.isin(labels, (0.0, 1.0))
-        expected = "0 or 1 (data.positive_label names the text that stands for 1)"
-    else:
-        text = clean_text(column)
-        labels = pc.fill_null(pc.equal(text, positive_label), False).to_numpy().astype(np.float64)
-        is_wrong = pc.is_null(text).to_numpy()
-        expected = "a label"
+    if positive:
+        texts = label_texts(column)
+        labels = pc.is_valid(places_of(texts, positive)).to_numpy().astype(np.float32)
+        return np.where(pc.is_null(texts).to_numpy(), np.float32(np.nan), labels)
+    labels, is_wrong = read_numbers(column)
+    is_wrong |= ~np.isnan(labels) & ~np.isin(labels, (0.0, 1.0))
     if is_wrong.any():
-        raise DataError(f"{column.where}: expected {expected} in {column.list_rows(is_wrong)}")
+        raise DataError(
+            f"{column.where}: expected 0 or 1 (data.positive_label names the text that stands for "
+            f"1) in {column.list_rows(is_wrong)}"
+        )
     return labels.astype(np.float32)
 
 
@@ -53,19 +90,18 @@ def read_classes(
         are_numbers: whether the column holds the class indices themselves, as numbers.
 
     Raises:
-        DataError: a label is missing or unknown; the message says how many there are and where,
-            never which.
+        DataError: a label is unknown; the message says how many there are and where, never which.
     """
     if are_numbers:
-        class_indices = read_numbers(column).values
-        is_wrong = ~np.isin(class_indices, np.arange(len(names)))
+        class_indices, is_wrong = read_numbers(column)
+        is_wrong |= ~np.isnan(class_indices) & ~np.isin(class_indices, np.arange(len(names)))
         values = pa.chunked_array([pa.array(class_indices)])
         expected = f"a whole number from 0 to {len(names) - 1}"
     else:
-        values = clean_text(column)
-        found = pc.index_in(values, value_set=pa.array(names, pa.string()))
-        is_wrong = pc.is_null(found).to_numpy()
-        class_indices = pc.fill_null(found, 0).to_numpy()
+        values = label_texts(column)
+        found = places_of(values, names)
+        is_wrong = pc.and_(pc.is_null(found), pc.is_valid(values)).to_numpy()
+        class_indices = pc.cast(found, pa.float64()).to_numpy()
         expected = f"one of the {len(names)} classes in data.classes"
     if is_wrong.any():
         unknown = pc.count_distinct(pc.filter(values, pa.array(is_wrong)), mode="all").as_py()
@@ -84,15 +120,14 @@ def read_number_labels(column: WrittenColumn, within: LabelRange) -> NDArray[np.
         within: their bounds, and what to do with a label outside.
 
     Raises:
-        DataError: a label is missing, is not a number, or lies outside bounds that may not be
-            exceeded; the message says how many there are and where, never which.
+        DataError: a label is not a number, or lies outside bounds that may not be exceeded; the
+            message says how many there are and where, never which.
     """
-    values = read_numbers(column).values
-    is_missing = np.isnan(values)
-    if is_missing.any():
+    values, is_unreadable = read_numbers(column)
+    if is_unreadable.any():
         raise DataError(
             f"{column.where}: expected a number from {within.in_words} (data.label_range) in "
-            f"{column.list_rows(is_missing)}"
+            f"{column.list_rows(is_unreadable)}"
         )
     is_outside = (values < within.low) | (values > within.high)
     if is_outside.any():
@@ -110,6 +145,25 @@ def read_number_labels(column: WrittenColumn, within: LabelRange) -> NDArray[np.
             within.in_words,
         )
     return within.shares(values)
+
+
+def check_classes(settings: DataSettings, labels: NDArray[np.float32], source: str) -> None:
+    """Check that a whole file has rows of every class, or numbers that differ.
+
+    Raises:
+        DataError: a class has no rows, or all numbers are the same.
+    """
+    where = f"{source}: column {settings.label_column!r}"
+    if settings.unlabelled_rows != "error":
+        labels = labels[~np.isnan(labels)]
+        if not len(labels):
+            raise DataError(f"{where}: no row has a label")
+    if settings.label_range is not None:
+        check_not_constant(labels, where)
+    elif settings.classes is None:
+        check_both_classes(labels, where)
+    else:
+        check_all_classes(labels, settings.class_names, where)
 
 
 def check_not_constant(labels: NDArray[np.float32], where: str) -> None:

@@ -1,5 +1,6 @@
 """Reads one Parquet file, or many that are one table, in the order of their paths."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -47,6 +48,15 @@ class ParquetFiles:
         """Return the names of all columns, in the order of the first file."""
         first = self._files[0]
         return [*first.schema.names, *first.from_folders]
+
+    @property
+    def index_columns(self) -> list[str]:
+        """The columns that held the rows' labels in pandas, as it notes in the first file."""
+        noted = (self._files[0].schema.metadata or {}).get(b"pandas", b"{}")
+        try:
+            return [one for one in json.loads(noted)["index_columns"] if isinstance(one, str)]
+        except (ValueError, LookupError, TypeError):
+            return []
 
     def read(self, names: Sequence[str]) -> Mapping[str, ArrowColumn]:
         """Return the named columns in the files' own types."""

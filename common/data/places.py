@@ -9,7 +9,7 @@ from fsspec.utils import glob_translate
 from pyarrow import fs
 
 from splitveil.common.data.object_stores import open_store
-from splitveil.common.data.source_settings import ParquetSource, expand_variables
+from splitveil.common.data.source_settings import CsvSource, ParquetSource, expand_variables
 from splitveil.common.data.sources import unreadable_is_data_error
 from splitveil.common.errors import DataError
 
@@ -55,14 +55,14 @@ class Place(NamedTuple):
         return self.prefix + self.path
 
 
-def place_of(settings: ParquetSource, base_dir: Path) -> Place:
+def place_of(settings: ParquetSource | CsvSource, base_dir: Path) -> Place:
     """Return the place that the settings name.
 
     Raises:
         SettingsError: a path names an environment variable that is not set, or the file with the
             credentials cannot be used.
     """
-    if settings.scheme is None:
+    if isinstance(settings, CsvSource) or settings.scheme is None:
         return place_on_this_machine(settings.resolve(base_dir))
     address = expand_variables("path", settings.path)
     path = address.partition("://")[2].rstrip("/")
@@ -85,7 +85,7 @@ def find_files(place: Place) -> list[FoundFile]:
         found = place.filesystem.get_file_info(place.path)
         if found.type == fs.FileType.Directory:
             files, root = _below(place, place.path), place.path
-            expected = "expected Parquet files in this folder, found none"
+            expected = "expected files in this folder, found none"
         elif found.type != fs.FileType.NotFound:
             return [_found(place, found, place.path)]
         elif _WILDCARD.search(place.path):

@@ -1,5 +1,7 @@
 """Settings of a party's data: its source, and its id, label and feature columns."""
 
+import re
+from decimal import Decimal
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints, model_validator
@@ -15,6 +17,13 @@ def _as_list(value: Any) -> Any:
 
 
 MAX_CLASSES = 100
+
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,3})?", re.ASCII)
+
+
+def class_key(text: str) -> Decimal | str:
+    """Return what labels are compared by: texts of equal numbers, as ``1`` and ``1.0``, are one."""
+    return Decimal(text) if _NUMBER.fullmatch(text) else text
 
 
 def _as_class_names(value: Any) -> Any:
@@ -47,7 +56,7 @@ Gaps = Literal["refused", "zero", "nan"]
 
 
 def _single_as_text(value: Any) -> Any:
-    """Write one column without a list, so that it is the same setting in both forms."""
+    """Write one text without a list, so that it is the same setting in both forms."""
     return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
 
 
@@ -56,6 +65,12 @@ IdColumns = Annotated[
     BeforeValidator(_single_as_text, json_schema_input_type=ColumnName | tuple[ColumnName, ...]),
 ]
 """The column of ids, or several that make up the id together."""
+
+PositiveLabel = Annotated[
+    ColumnName | Annotated[tuple[ColumnName, ...], Field(min_length=2, max_length=MAX_CLASSES)],
+    BeforeValidator(_single_as_text, json_schema_input_type=ColumnName | tuple[ColumnName, ...]),
+]
+"""The text of label 1, or several that all mean it."""
 
 Weight = Annotated[float, Field(gt=0, le=1e6)]
 
@@ -83,7 +98,8 @@ class FeatureSettings(Section):
 
     A column is used in one way. A name takes precedence over a pattern, and a pattern over ``*``:
     with ``categorical: C*`` and ``numeric: "*"``, all columns except the ``C`` columns are numeric.
-    Id and label are never features.
+    Id and label are never features, and the index that pandas calls ``__index_level_0__`` is one
+    only by its name.
     """
 
     numeric: Columns = ()
@@ -95,7 +111,8 @@ class FeatureSettings(Section):
     timestamps: Columns = ()
     """Columns of dates or times, each turned into the numbers of ``timestamp_parts``. Texts are
     ISO 8601 (``2026-03-01``, ``2026-03-01T17:30:00+01:00``) unless ``timestamp_format`` says
-    otherwise; a time with a zone is taken in UTC, one without as written."""
+    otherwise; a time with a zone is taken in UTC, one without as written, and digits of a second
+    beyond the sixth are dropped."""
 
     timestamp_parts: tuple[TimestampPart, ...] = Field(
         default=("year", "month", "day_of_week", "hour"), min_length=1
@@ -136,7 +153,8 @@ class FeatureSettings(Section):
     where there is a gap, otherwise 0. These come after all columns of numbers, unscaled."""
 
     missing_texts: tuple[str, ...] = ("",)
-    """Cells that mean "no value" in features and labels, for instance ``["", "?"]``."""
+    """Cells that mean "no value" in features and labels, for instance ``["", "?"]``; in columns of
+    floating-point numbers only infinite ones and those too large for float32."""
 
     signed_log1p: bool = False
     """Whether numbers x become sign(x) log(1 + |x|) before scaling, which suits counts."""
@@ -192,17 +210,24 @@ class DataSettings(Section):
     """What happens to rows without an id, or with one that is not what the contract's ``ids`` says,
     such as an e-mail address: an error, or they are left out."""
 
+    unlabelled_rows: Literal["error", "leave_out"] = "error"
+    """What happens to rows of the label owner without a label (an empty cell, NaN, or one of
+    ``features.missing_texts``): an error, or they are left out before the alignment, as if the
+    table did not have them: the peer learns that the common ids have labels. Predictions need no
+    label."""
+
     label_column: ColumnName | None = None
     """Column with the label: 0 or 1, one of ``classes``, or a number within ``label_range``."""
 
-    positive_label: ColumnName | None = None
-    """The text that stands for label 1; all other texts then stand for 0. By default the column
-    must hold 0 and 1."""
+    positive_label: PositiveLabel | None = None
+    """The text that stands for label 1, or a list of such texts, for instance ``["yes", "YES"]``;
+    all other texts then stand for 0, and ``check`` counts them. Numbers are compared as numbers:
+    ``"1"`` is also ``1.0``. By default the column must hold 0 and 1."""
 
     classes: Classes | None = None
     """Three or more classes, for a softmax over them: a number K, for a column that holds the whole
-    numbers 0 to K - 1, or the list of the texts (or whole numbers) that the column holds. If
-    absent, there are two classes."""
+    numbers 0 to K - 1, or the list of the texts (or whole numbers) that the column holds, of which
+    equal numbers (``1`` and ``1.0``) are one. If absent, there are two classes."""
 
     label_range: LabelRange | None = None
     """Bounds of a label that is a number: the model then predicts a number (regression). Without
@@ -240,6 +265,17 @@ class DataSettings(Section):
         return f"column{'s' * (len(columns) > 1)} {names}"
 
     @property
+    def missing_texts(self) -> tuple[str, ...]:
+        """The cells that mean "no value" in features and labels."""
+        return self.features.missing_texts if self.features else ("",)
+
+    @property
+    def positive_labels(self) -> tuple[str, ...]:
+        """The texts that stand for label 1; empty if the settings name none."""
+        one = self.positive_label
+        return (one,) if isinstance(one, str) else one or ()
+
+    @property
     def class_names(self) -> tuple[str, ...]:
         """The names of the classes; empty if there are two."""
         if isinstance(self.classes, int):
@@ -261,8 +297,8 @@ class DataSettings(Section):
             raise ValueError("classes needs a label_column")
         if self.classes is not None and self.positive_label is not None:
             raise ValueError("positive_label is for two classes; leave it or classes out")
-        if len(set(self.class_names)) < len(self.class_names):
-            raise ValueError("classes: name each class only once")
+        if len(set(map(class_key, self.class_names))) < len(self.class_names):
+            raise ValueError("classes: name each class only once (1 and 1.0 are the same)")
         self._check_label_range()
         self._check_ids()
         self._check_weights()
@@ -292,6 +328,8 @@ class DataSettings(Section):
         for name in ("duplicate_ids", "unusable_ids"):
             if getattr(self, name) != "error" and self.id_column is None:
                 raise ValueError(f"{name}: {getattr(self, name)} needs an id_column")
+        if self.unlabelled_rows != "error" and not (self.id_column and self.label_column):
+            raise ValueError("unlabelled_rows: leave_out needs a label_column and an id_column")
 
     def _check_weights(self) -> None:
         for name in ("class_weights", "weight_column"):

@@ -6,7 +6,7 @@ import string
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.settings import Section
@@ -80,8 +80,13 @@ class FileSource(CacheableSource):
         """Return the file's path.
 
         Raises:
-            SettingsError: the path names an environment variable that is not set.
+            SettingsError: the path names an environment variable that is not set, or is an address.
         """
+        if _ADDRESS.match(self.path):
+            raise SettingsError(
+                f"path: {self.path}: only a source of kind parquet may be an address (s3://, "
+                f"gs://, abfs://); copy the file to this machine, or write it as Parquet"
+            )
         return expand_path("path", self.path, base_dir)
 
     def files(self, base_dir: Path) -> list[Path]:
@@ -94,7 +99,14 @@ class FileSource(CacheableSource):
 
 
 class CsvSource(FileSource):
-    """A text file with one row per line; may be compressed (.gz, .bz2, .zst)."""
+    """A text file with one row per line, or several that are read as one table.
+
+    Files may be compressed (.gz, .bz2, .zst). ``path`` is a file, a folder, or a pattern such as
+    ``part-*.csv.gz``. Parts follow each other in the order of their paths; what has a name that
+    begins with ``_`` or ``.`` is no part. Each part has a header line unless ``column_names`` is
+    set; the columns that are used must be in every part, except in empty ones. A first line such as
+    ``sep=;`` names the delimiter and is no row.
+    """
 
     kind: Literal["csv"]
 
@@ -103,6 +115,23 @@ class CsvSource(FileSource):
 
     column_names: tuple[ColumnName, ...] | None = Field(default=None, min_length=1)
     """The column names, for a file without a header line; by default the first line has them."""
+
+    encoding: str = "utf-8"
+    """The text's encoding, by a name that Python knows, such as ``cp1252`` (Windows, in Western
+    Europe), ``gbk`` or ``utf-16``. A byte order mark at the beginning takes precedence."""
+
+    decimal: Literal[".", ","] = "."
+    """The decimal mark of numbers: of numeric columns, weights and labels that are numbers. With
+    ``","``, the text ``1.234,5`` is 1234.5, and ``1.234`` is an error."""
+
+    @field_validator("encoding")
+    @classmethod
+    def _is_known(cls, encoding: str) -> str:
+        try:
+            "".encode(encoding)
+        except (LookupError, UnicodeError, ValueError) as error:
+            raise ValueError(f"Python knows no encoding of texts {encoding!r}") from error
+        return encoding
 
     def separator(self) -> str:
         """Return the character between two cells."""

@@ -8,6 +8,7 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -65,6 +66,22 @@ class RowSource(Protocol):
         ...
 
 
+@dataclass
+class ColumnsInMemory:
+    """Columns in memory, all of the same length, as a source of rows."""
+
+    name: str
+    columns: Mapping[str, ArrowColumn]
+
+    def column_names(self) -> list[str]:
+        """Return the names of all columns."""
+        return list(self.columns)
+
+    def read(self, names: Sequence[str]) -> Mapping[str, ArrowColumn]:
+        """Return the named columns."""
+        return {name: self.columns[name] for name in names}
+
+
 class TableSource(RowSource, Protocol):
     """A source of rows that may also be read in parts."""
 
@@ -104,7 +121,7 @@ def unreadable_is_data_error(path: Path | str) -> Iterator[None]:
         reason = _store_reason(path, error) or "there is no such file"
         raise DataError(f"{path}: {reason}") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: the text is not UTF-8") from error
+        raise DataError(f"{path}: the text is not UTF-8: save it as such") from error
     except MemoryError as error:  # also raised by pyarrow
         raise DataError(
             f"{path}: does not fit into memory; with data.source.cache_dir it is converted in parts"

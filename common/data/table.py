@@ -26,15 +26,14 @@ from splitveil.common.data.id_columns import check_rules, part_ids
 from splitveil.common.data.image_folder import ImageFolder
 from splitveil.common.data.kinds import open_source
 from splitveil.common.data.label_columns import (
-    check_all_classes,
-    check_both_classes,
-    check_not_constant,
+    check_classes,
     read_classes,
     read_labels,
     read_number_labels,
 )
 from splitveil.common.data.npz_file import NpzFile
 from splitveil.common.data.settings import DataSettings, Gaps, ImageSettings
+from splitveil.common.data.source_settings import CsvSource
 from splitveil.common.data.sources import RowSource, TableSource, list_rows
 from splitveil.common.data.timestamps import read_timestamps
 from splitveil.common.errors import DataError, SettingsError
@@ -235,17 +234,28 @@ def table_of(
 def part_labels(
     settings: DataSettings, columns: Mapping[str, Any], source: str, first_row: int = 1
 ) -> NDArray[np.float32] | None:
-    """Return the labels of some rows, possibly all of one class; None without a label column."""
+    """Return the labels of some rows, possibly all of one class; None without a label column.
+
+    They are NaN in the rows that ``unlabelled_rows: leave_out`` leaves out.
+    """
     name = settings.label_column
     if name is None:
         return None
-    column = _written(columns, name, source, _missing_texts(settings), first_row)
+    column = _written_numbers(settings, columns, name, source, first_row)
     if settings.classes is not None:
         are_numbers = isinstance(settings.classes, int)
-        return read_classes(column, settings.class_names, are_numbers=are_numbers)
-    if settings.label_range is not None:
-        return read_number_labels(column, settings.label_range)
-    return read_labels(column, settings.positive_label)
+        labels = read_classes(column, settings.class_names, are_numbers=are_numbers)
+    elif settings.label_range is not None:
+        labels = read_number_labels(column, settings.label_range)
+    else:
+        labels = read_labels(column, settings.positive_labels)
+    is_missing = np.isnan(labels)
+    if settings.unlabelled_rows == "error" and is_missing.any():
+        raise DataError(
+            f"{column.where}: expected a label in {column.list_rows(is_missing)}; with "
+            f"data.unlabelled_rows: leave_out, rows without one take no part"
+        )
+    return labels
 
 
 def part_weights(
@@ -254,23 +264,8 @@ def part_weights(
     """Return what some rows count in the loss; None without a column of weights."""
     if settings.weight_column is None:
         return None
-    missing_texts = _missing_texts(settings)
-    return read_weights(_written(columns, settings.weight_column, source, missing_texts, first_row))
-
-
-def check_classes(settings: DataSettings, labels: NDArray[np.float32], source: str) -> None:
-    """Check that a whole file has rows of every class, or numbers that differ.
-
-    Raises:
-        DataError: a class has no rows, or all numbers are the same.
-    """
-    where = _place(source, settings.label_column)
-    if settings.label_range is not None:
-        check_not_constant(labels, where)
-    elif settings.classes is None:
-        check_both_classes(labels, where)
-    else:
-        check_all_classes(labels, settings.class_names, where)
+    name = settings.weight_column
+    return read_weights(_written_numbers(settings, columns, name, source, first_row))
 
 
 def part_splits(
@@ -295,7 +290,7 @@ def part_numeric(
         return {}
     chosen = selection.chosen
     written = {
-        name: _written(columns, name, source, features.missing_texts, first_row)
+        name: _written_numbers(settings, columns, name, source, first_row)
         for name in (*chosen.numeric, *chosen.timestamps)
     }
     plain = {name: written[name] for name in chosen.numeric}
@@ -368,8 +363,13 @@ def _written(
     return WrittenColumn(columns[name], _place(source, name), missing_texts, first_row)
 
 
-def _missing_texts(settings: DataSettings) -> tuple[str, ...]:
-    return settings.features.missing_texts if settings.features else ("",)
+def _written_numbers(
+    settings: DataSettings, columns: Mapping[str, Any], name: str, source: str, first_row: int
+) -> WrittenColumn:
+    written = _written(columns, name, source, settings.missing_texts, first_row)
+    if isinstance(settings.source, CsvSource):
+        return written._replace(decimal=settings.source.decimal)
+    return written
 
 
 def _common_length(columns: Mapping[str, Any], image: NDArray[Any] | None, source: str) -> int:

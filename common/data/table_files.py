@@ -1,6 +1,8 @@
 """Reads files that a command line names: tables for predictions, and lists of ids."""
 
+import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from splitveil.common.data.canonical_form import CanonicalForm
@@ -8,7 +10,7 @@ from splitveil.common.data.columns import check_columns_exist
 from splitveil.common.data.csv_file import CODECS
 from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.data.id_columns import check_rules, part_ids
-from splitveil.common.data.kinds import open_source
+from splitveil.common.data.kinds import open_source, text_file, with_advice
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.source_settings import (
     CsvSource,
@@ -19,6 +21,7 @@ from splitveil.common.data.source_settings import (
 )
 from splitveil.common.data.sources import list_rows, unreadable_is_data_error
 from splitveil.common.data.table import part_name
+from splitveil.common.data.text_form import delimiter_of
 from splitveil.common.errors import DataError
 from splitveil.common.run.id_rules import AS_WRITTEN, IdRule
 
@@ -47,7 +50,17 @@ def source_of(path: Path, like: Source | None = None) -> Source:
     text = str(path.resolve()).replace("$", "$$")
     source = _KINDS[ending](text)
     if isinstance(like, FileSource) and type(like) is type(source):
-        return like.model_copy(update={"path": text})
+        source = like.model_copy(update={"path": text})
+    return _with_its_delimiter(source) if isinstance(source, CsvSource) else source
+
+
+def _with_its_delimiter(source: CsvSource) -> CsvSource:
+    """Return the source with the delimiter of its file if the other one separates nothing there."""
+    with suppress(DataError):
+        file = text_file(source, Path())
+        found, names = delimiter_of(file.beginning()), file.column_names()
+        if found is not None and len(names) == 1 and found in names[0]:
+            return source.model_copy(update={"delimiter": found})
     return source
 
 
@@ -109,17 +122,22 @@ def read_id_list(
                 f"a line of text holds no id of several columns"
             )
         with unreadable_is_data_error(path):
-            ids = form.of(path.read_text(encoding="utf-8-sig").splitlines())
+            lines = path.read_text(encoding="utf-8-sig").splitlines()
+        if all(re.fullmatch(r'\s*"[^"]+"\s*', line) for line in lines if line.strip()):
+            lines = [line.strip().strip('"') for line in lines]
+        ids = form.of(lines)
         while ids and not ids[-1]:
             ids.pop()
         where = str(path)
     else:
         if not columns:
             raise DataError(f"{path}: expected a text file with one row number per line")
-        source = open_source(source_of(path), Path())
-        check_columns_exist(columns, source.column_names(), source.name)
+        named = source_of(path)
+        source = open_source(named, Path())
         where = f"{source.name}: {settings.place_of_ids}"
-        ids = form.of(part_ids(settings, id_rules, source.read(columns), source.name))
+        with with_advice(named, Path()):
+            check_columns_exist(columns, source.column_names(), source.name)
+            ids = form.of(part_ids(settings, id_rules, source.read(columns), source.name))
     if not ids:
         raise DataError(f"{where}: there are no ids")
     if "" in ids:

@@ -1,16 +1,16 @@
-"""Builds bottom and top models from settings, and tries each on two rows before it is used.
+"""Builds bottom and top models from settings, and tries each before it is used.
 
 The initial weights depend only on the given seed; the state of torch's own generator is restored.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from splitveil.common.data.features import FeatureEncoder, FeatureShapes
-from splitveil.common.errors import SettingsError
+from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.models.conv import ConvBottom, ConvTop
 from splitveil.common.models.mlp import MlpBottom, MlpTop
 from splitveil.common.models.settings import (
@@ -21,9 +21,19 @@ from splitveil.common.models.settings import (
     WideDeepModel,
 )
 from splitveil.common.models.wide_deep import WideDeepBottom, WideDeepTop
-from splitveil.common.text.imports import first_line, import_named
+from splitveil.common.text.imports import fault_in_words, first_line, import_named, may_pass
 
 PROBE_ROWS = 2
+DROP_LAST = "contract.drop_last: true"
+
+
+class Trial(NamedTuple):
+    """Batches of zeros on which a second copy of a user-defined model is tried in training."""
+
+    sizes: Sequence[int]
+    """Their numbers of rows; a second one is that of an epoch's last batch."""
+
+    device: torch.device
 
 
 def build_bottom_model(
@@ -32,6 +42,7 @@ def build_bottom_model(
     cut_shape: Sequence[int],
     *,
     seed: int,
+    trial: Trial | None = None,
 ) -> nn.Module:
     """Return a model that maps features to the activation, on the CPU, in training mode.
 
@@ -40,11 +51,13 @@ def build_bottom_model(
         encoder: the encoder of the party's features, or their shapes.
         cut_shape: shape of one row's activation.
         seed: seed of the initial weights.
+        trial: of a user-defined class; by default it is not tried in training.
 
     Raises:
         SettingsError: there are no features, or the model does not take these features, or its last
             layer does not match the contract's cut layer; or a user-defined class cannot be loaded,
             built or called, or returns another shape.
+        SplitveilError: the trial fails for lack of memory, or for another reason that may pass.
     """
     shapes = _shapes(encoder)
     if not _has_features(shapes):
@@ -61,10 +74,11 @@ def build_bottom_model(
             case CustomModel():
                 return _build_custom(settings, "bottom_model")
 
-    def probe(model: nn.Module) -> object:
-        return model(shapes.zeros(PROBE_ROWS))
+    def probe(model: nn.Module, rows: int, device: torch.device) -> object:
+        return model(shapes.zeros(rows).to(device))
 
-    return _build_and_probe(build, probe, (PROBE_ROWS, *cut_shape), seed, "bottom_model")
+    trial = trial if isinstance(settings, CustomModel) else None
+    return _build_and_probe(build, probe, tuple(cut_shape), seed, "bottom_model", trial)
 
 
 def build_top_model(
@@ -74,6 +88,7 @@ def build_top_model(
     *,
     seed: int,
     num_classes: int = 2,
+    trial: Trial | None = None,
 ) -> nn.Module:
     """Return a model that maps the activation (and own features) to logits, on the CPU.
 
@@ -87,6 +102,7 @@ def build_top_model(
             features.
         seed: seed of the initial weights.
         num_classes: number of classes; ``ONE_NUMBER`` for labels that are numbers.
+        trial: as for ``build_bottom_model``.
 
     Raises:
         SettingsError: an output activation is set, or the model does not take these features or
@@ -94,7 +110,7 @@ def build_top_model(
             another shape.
     """
     num_logits = 1 if num_classes <= 2 else num_classes
-    expected_shape = (PROBE_ROWS,) if num_logits == 1 else (PROBE_ROWS, num_classes)
+    row_shape = () if num_logits == 1 else (num_classes,)
     shapes = None if encoder is None else _shapes(encoder)
     if shapes is not None and not _has_features(shapes):
         raise SettingsError("top_model: data.features selects no column; leave it out")
@@ -115,11 +131,21 @@ def build_top_model(
             case CustomModel():
                 return _build_custom(settings, "top_model")
 
-    def probe(model: nn.Module) -> object:
-        features = None if shapes is None else shapes.zeros(PROBE_ROWS)
-        return model(torch.zeros(PROBE_ROWS, *cut_shape), features)
+    def probe(model: nn.Module, rows: int, device: torch.device) -> object:
+        features = None if shapes is None else shapes.zeros(rows).to(device)
+        return model(torch.zeros(rows, *cut_shape, device=device, requires_grad=True), features)
 
-    return _build_and_probe(build, probe, expected_shape, seed, "top_model")
+    trial = trial if isinstance(settings, CustomModel) else None
+    return _build_and_probe(build, probe, row_shape, seed, "top_model", trial)
+
+
+def lone_row_in_words(build: Callable[..., nn.Module], device: torch.device) -> str:
+    """Say what a last batch of one row needs; empty if ``build`` accepts a trial on one row."""
+    try:
+        build(trial=Trial((1,), device))
+    except SettingsError as error:
+        return f", but a last batch of one row needs {DROP_LAST}, which leaves it out ({error})"
+    return ""
 
 
 def load_class(name: str) -> type[Any]:
@@ -157,33 +183,55 @@ def _build_custom(settings: CustomModel, role: str) -> nn.Module:
 
 def _build_and_probe(
     build: Callable[[], nn.Module],
-    probe: Callable[[nn.Module], object],
-    expected_shape: tuple[int, ...],
+    probe: Callable[[nn.Module, int, torch.device], object],
+    row_shape: tuple[int, ...],
     seed: int,
     role: str,
+    trial: Trial | None,
 ) -> nn.Module:
+    sizes, device = trial or Trial((), torch.device("cpu"))
+
+    def compute(model: nn.Module, rows: int, device: torch.device, hint: str = "") -> None:
+        try:
+            with torch.set_grad_enabled(model.training):
+                output = _checked(probe(model, rows, device), (rows, *row_shape), role)
+                if model.training:
+                    torch.autograd.backward(output.sum())
+        except SettingsError as error:
+            raise SettingsError(f"{error}{hint}") from error
+        except Exception as error:  # a user's class may raise anything
+            kind = SplitveilError if model.training and may_pass(error) else SettingsError
+            raise kind(
+                f"{role}: {type(model).__name__} fails on a batch of {_in_words(rows)}"
+                f"{' in training' * model.training}: {fault_in_words(error)}{hint}"
+            ) from error
+
     # torch.manual_seed would also seed the GPUs, whose state fork_rng does not restore here.
-    with torch.random.fork_rng(devices=()):
+    with torch.random.fork_rng([device] if device.type == "cuda" else ()):
         torch.default_generator.manual_seed(seed)
         model = _within_memory(build, role)
-        model.eval()  # the probe must not change batch statistics
-        try:
-            with torch.no_grad():
-                output = probe(model)
-        except Exception as error:  # a user's class may raise anything
-            raise SettingsError(
-                f"{role}: {type(model).__name__} fails on a batch of {PROBE_ROWS} rows: "
-                f"{first_line(error)}"
-            ) from error
+        compute(model.eval(), PROBE_ROWS, torch.device("cpu"))  # changes no batch statistics
+        tried = _within_memory(build, role).to(device) if sizes else model
+        for rows in sizes:
+            hint = "" if rows == sizes[0] else f"; {DROP_LAST} leaves this last batch out"
+            compute(tried.train(), rows, device, hint)
+    return model.train()
+
+
+def _in_words(rows: int) -> str:
+    return "1 row" if rows == 1 else f"{rows} rows"
+
+
+def _checked(output: object, expected: tuple[int, ...], role: str) -> Tensor:
     if not isinstance(output, Tensor) or not output.is_floating_point():
         got = output.dtype if isinstance(output, Tensor) else type(output).__name__
         raise SettingsError(f"{role}: expected a floating-point tensor, got {got}")
-    if tuple(output.shape) != expected_shape:
+    if tuple(output.shape) != expected:
         raise SettingsError(
-            f"{role}: expected an output of shape {expected_shape} for {PROBE_ROWS} rows, "
+            f"{role}: expected an output of shape {expected} for {_in_words(expected[0])}, "
             f"got {tuple(output.shape)}"
         )
-    return model.train()
+    return output
 
 
 def _within_memory(build: Callable[[], nn.Module], role: str) -> nn.Module:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from splitveil.common.errors import Interrupted, PeerError, SplitveilError, StorageError
+from splitveil.common.text.imports import fault_of_own_code
 from splitveil.common.text.log_lines import log_fields
 
 logger = logging.getLogger(__name__)
@@ -17,12 +18,15 @@ def exit_code_of(action: Callable[[], None]) -> int:
     """Run an action, log its errors, and return the exit code for its outcome."""
     try:
         action()
-    except SplitveilError as error:
-        for told in _with_earlier(error):
+    except Exception as error:
+        known = error if isinstance(error, SplitveilError) else fault_of_own_code(error)
+        if known is None:
+            raise
+        for told in _with_earlier(known):
             for line in str(told).splitlines() or [type(told).__name__]:
-                fields = log_fields(error=type(told).__name__, exit_code=error.exit_code)
+                fields = log_fields(error=type(told).__name__, exit_code=known.exit_code)
                 logger.error("%s", line, extra=fields)
-        return error.exit_code
+        return known.exit_code
     except KeyboardInterrupt:
         logger.error("stopped at once; nothing was saved")
         return 130
@@ -30,14 +34,6 @@ def exit_code_of(action: Callable[[], None]) -> int:
 
 
 def end_program(exit_code: int, *, is_program: bool) -> NoReturn:
-    """End with an exit code.
-
-    Args:
-        exit_code: the exit code of the process.
-        is_program: whether this process has nothing else to do. It then ends without the
-            interpreter's teardown, in which library threads (those of Arrow, after an unreadable
-            file) occasionally abort the process, so that the exit code is lost.
-    """
     if is_program:
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):

@@ -1,5 +1,6 @@
 """A party's rows as predictions need them: found by id, encoded as in the training."""
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,24 +14,20 @@ from splitveil.common.data.features import FeatureEncoder, Features
 from splitveil.common.data.id_index import ABSENT, IdIndex
 from splitveil.common.data.mapped_features import MappedFeatures, RowEncoder
 from splitveil.common.data.table_files import settings_for, source_of
-from splitveil.common.errors import SettingsError
+from splitveil.common.data.unknown_categories import unknown_categories
+from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import PartySettings
 
+_logger = logging.getLogger(__name__)
+
 
 class ServedRows:
-    """Rows of a table, found by their ids.
-
-    Args:
-        data: the table.
-        encoder: turns its rows into the features that the model was trained with.
-        form: the canonical form of the table's ids.
-    """
+    """Rows of a table, found by their ids."""
 
     def __init__(self, data: PartyData, encoder: FeatureEncoder, form: CanonicalForm) -> None:
         self._form = form
-        self.source = data.table.source
-        """The table, for messages."""
+        self.source = data.table.source  # the table, for messages
         self.encoder = encoder
         self._ids = data.ids
         self._index = IdIndex(data.ids)
@@ -46,26 +43,23 @@ class ServedRows:
     def load(
         cls, settings: PartySettings, encoder: FeatureEncoder | None, table: Path | None = None
     ) -> "ServedRows":
-        """Load a party's table, or open its memory-mapped columns.
-
-        Args:
-            settings: the party's.
-            encoder: of its trained model.
-            table: another file than that of the settings, with rows that need no label.
-
-        Raises:
-            DataError: the table cannot be used, or lacks a column that the model needs.
-            SettingsError: the model was trained without features.
-            StorageError: the cache cannot be used.
-        """
+        """Load a party's table, or open its memory-mapped columns."""
         if encoder is None:
             raise SettingsError("data.features: the model was trained without features here")
-        if table is None:
+        own = settings.data.source
+        if table is None and settings.data.unlabelled_rows == "error":
             data = PartyData.of(settings)
         else:
-            chosen = settings_for(settings.data, source_of(table, settings.data.source), encoder)
+            source = own if table is None else source_of(table, own)
+            chosen = settings_for(settings.data, source, encoder)
             data = PartyData.load(chosen, settings.base_dir, id_rules=settings.contract.ids)
-        return cls(data, encoder, CanonicalForm(settings.contract.ids))
+        served = cls(data, encoder, CanonicalForm(settings.contract.ids))
+        unknown = list(unknown_categories(encoder, data.table, settings.data.features))
+        if refused := [sentence for sentence, is_whole in unknown if is_whole]:
+            raise DataError("\n".join(refused))
+        for sentence, _ in unknown:
+            _logger.warning("%s", sentence)
+        return served
 
     def __len__(self) -> int:
         return int(self._is_served.sum())
@@ -81,7 +75,6 @@ class ServedRows:
         return np.flatnonzero(self._is_served)
 
     def ids_at(self, rows: NDArray[np.int64]) -> list[str]:
-        """Return the ids of some rows, in canonical form."""
         return [self._ids[row] for row in rows.tolist()]
 
     def rows_of(self, ids: Sequence[str]) -> NDArray[np.int64]:
@@ -90,5 +83,4 @@ class ServedRows:
         return np.where((rows != ABSENT) & self._is_served[rows], rows, ABSENT)
 
     def features_of(self, rows: NDArray[np.int64]) -> Features:
-        """Return the features of some rows, in this order."""
         return self._features.rows(torch.from_numpy(rows))

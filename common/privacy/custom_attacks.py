@@ -1,6 +1,7 @@
 """Loads user-defined attacks, and tries each on a few rows before the run."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,25 +11,13 @@ from splitveil.common.privacy.attacks import Attack, Knowledge, SideInformation
 from splitveil.common.privacy.gradient_rows import GradientRows, Gradients
 from splitveil.common.privacy.scores import KnownClasses
 from splitveil.common.privacy.settings import AuditSettings, CustomAttack
-from splitveil.common.text.imports import first_line, import_named
+from splitveil.common.text.imports import fault_in_words, import_named, may_pass
 
 PROBE_ROWS = 8
 
-_ARGUMENTS = {
-    SideInformation.POSITIVE_GRADIENT: "positive_gradient",
-    SideInformation.HINTS: "hints",
-    SideInformation.CLASSES: "classes",
-    SideInformation.ACTIVATIONS: "activations",
-}
-"""Side information -> field of `Knowledge`, and keyword argument of a custom attack."""
-
 
 def load_custom_attacks(settings: AuditSettings) -> dict[str, Attack]:
-    """Return the user-defined attacks in the settings, by name.
-
-    Raises:
-        SettingsError: a function cannot be imported.
-    """
+    """Return the user-defined attacks in the settings, by name."""
     return {chosen.name: _load(chosen) for chosen in settings.custom_attacks}
 
 
@@ -39,9 +28,6 @@ def try_custom_attacks(settings: AuditSettings | None, row_shape: Sequence[int])
         settings: settings of the audit; None for no audit.
         row_shape: shape of one example's gradient at the cut layer.
 
-    Returns:
-        The names of the attacks.
-
     Raises:
         SettingsError: a function cannot be imported, fails, does not return one finite number per
             row, changes its arguments or draws from torch's global generator.
@@ -49,38 +35,41 @@ def try_custom_attacks(settings: AuditSettings | None, row_shape: Sequence[int])
     if settings is None:
         return []
     for chosen in settings.custom_attacks:
-        _probe(_load(chosen), chosen, row_shape)
+        _probe(_load(chosen, is_trial=True), chosen, row_shape)
     return [chosen.name for chosen in settings.custom_attacks]
 
 
-def _load(chosen: CustomAttack) -> Attack:
+def _load(chosen: CustomAttack, *, is_trial: bool = False) -> Attack:
     function = import_named(chosen.module, "function")
     if not callable(function):
         raise SettingsError(f"{chosen.module}: expected a function, got {type(function).__name__}")
     needs = chosen.side_information
     num_hints = chosen.num_hints if SideInformation.HINTS in needs else 0
-    return Attack(_Scorer(chosen, function), needs, num_hints)
+    names = tuple(Attack(function, needs).arguments.values())
+    return Attack(_Scorer(chosen, function, names, is_trial), needs, num_hints)
 
 
+@dataclass(frozen=True)
 class _Scorer:
     """Calls the user's function, and checks its result."""
 
-    def __init__(self, chosen: CustomAttack, function: Callable[..., object]) -> None:
-        self._chosen = chosen
-        self._function = function
+    chosen: CustomAttack
+    function: Callable[..., object]
+    names: tuple[str, ...]
+    """Of its keyword arguments."""
+    is_trial: bool
 
-    def __call__(self, gradients: Gradients, knowledge: Knowledge) -> Tensor:
+    def __call__(self, gradients: Gradients, *told: object) -> Tensor:
         rows = gradients.gradients if isinstance(gradients, GradientRows) else gradients
-        told = {
-            name: getattr(knowledge, name)
-            for need, name in _ARGUMENTS.items()
-            if need in self._chosen.side_information
-        }
         try:
             with torch.no_grad():
-                scores = self._function(rows, **told)
+                scores = self.function(rows, **dict(zip(self.names, told, strict=True)))
         except Exception as error:  # the user's function may raise anything
-            raise self._refusal(f"fails on {len(rows)} rows: {first_line(error)}") from error
+            if may_pass(error):
+                raise
+            # What a run tells it follows from labels, and so may the text of its errors.
+            words = fault_in_words(error, shows_text=self.is_trial)
+            raise self._refusal(f"fails on {len(rows)} rows: {words}") from error
         if not isinstance(scores, Tensor):
             raise self._refusal(f"expected a tensor of scores, got {type(scores).__name__}")
         if scores.shape != rows.shape[:1] or scores.is_complex():
@@ -93,7 +82,7 @@ class _Scorer:
         return scores.detach().double()
 
     def _refusal(self, reason: str) -> SettingsError:
-        return SettingsError(f"attack {self._chosen.name} ({self._chosen.module}): {reason}")
+        return SettingsError(f"attack {self.chosen.name} ({self.chosen.module}): {reason}")
 
 
 def _probe(attack: Attack, chosen: CustomAttack, row_shape: Sequence[int]) -> None:

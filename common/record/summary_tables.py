@@ -25,11 +25,6 @@ def print_summary(party: str, summary: Summary, *, console: Console | None = Non
     """Print a run's summary to the standard output stream: its numbers, then its leak tables.
 
     With a log of JSON objects the numbers go there instead: a supervisor merges both streams.
-
-    Args:
-        party: name above each table.
-        summary: summary of the run.
-        console: the console to print on; by default the standard output stream.
     """
     if console is None and writes_json():
         logger.info("summary", extra=log_fields(**plain_figures(summary)))
@@ -66,12 +61,7 @@ def print_summary(party: str, summary: Summary, *, console: Console | None = Non
 def beyond_table(
     beyond: BeyondFigures, title: str = "Leak AUC beyond what features tell"
 ) -> FittedTable:
-    """Return the table of attacks beyond features: one row per attack.
-
-    Args:
-        beyond: the figures of the cut layer.
-        title: stands above it.
-    """
+    """Return the table of attacks beyond features: one row per attack."""
     table = FittedTable(title)
     table.add_column("attack")
     for heading in ("adjusted", "95 % interval", "advantage", "95 % interval"):
@@ -89,12 +79,7 @@ def beyond_table(
 
 
 def number_table(leak: Mapping[str, NumberLeak], title: str) -> FittedTable:
-    """Return the table of attacks on labels that are numbers: one row per attack.
-
-    Args:
-        leak: attack -> figures.
-        title: stands above it.
-    """
+    """Return the table of attacks on labels that are numbers: one row per attack."""
     table = FittedTable(title)
     table.add_column("attack")
     for heading in ("R2", "beyond features", "95 % of batches", "last epoch", "random scores"):
@@ -108,12 +93,7 @@ def number_table(leak: Mapping[str, NumberLeak], title: str) -> FittedTable:
 
 
 def leak_table(leak: ByAttack[BatchFigures], title: str = "Leak AUC") -> FittedTable:
-    """Return the table of attacks on single batches: one row per layer and attack.
-
-    Args:
-        leak: layer -> attack -> figures.
-        title: stands above it.
-    """
+    """Return the table of attacks on single batches: one row per layer and attack."""
     table = FittedTable(title, lead=2)
     table.add_column("layer")
     table.add_column("attack")
@@ -126,12 +106,7 @@ def leak_table(leak: ByAttack[BatchFigures], title: str = "Leak AUC") -> FittedT
 
 
 def class_table(leak: ByAttack[ClassFigures], title: str) -> FittedTable:
-    """Return the table of the classes that attacks tell apart best: one row per layer and attack.
-
-    Args:
-        leak: layer -> attack -> figures of single batches.
-        title: stands above it.
-    """
+    """Return the table of the classes told apart best: one row per layer and attack."""
     table = FittedTable(title, lead=2)
     for heading in ("layer", "attack", "pair told apart best", "class told best from the rest"):
         table.add_column(heading)
@@ -150,12 +125,7 @@ def class_table(leak: ByAttack[ClassFigures], title: str) -> FittedTable:
 
 
 def ledger_table(ledger: LedgerFigures, title: str = "Leak ledger") -> FittedTable:
-    """Return the table of a ledger: what all answers together may have revealed about one example.
-
-    Args:
-        ledger: bounds of the ledger.
-        title: heading of the table.
-    """
+    """Return the table of what all answers together may have revealed about one example."""
     table = FittedTable(title)
     table.add_column("over all answers")
     for heading in ("largest", "95 % of examples", "mean"):
@@ -179,12 +149,7 @@ def _bound(auc: float) -> str:
 def run_level_table(
     leak: ByAttack[RunFigures], title: str = "Leak AUC of the whole run"
 ) -> FittedTable:
-    """Return the table of attacks that accumulate over the run: one row per layer and attack.
-
-    Args:
-        leak: layer -> attack -> figures.
-        title: stands above it.
-    """
+    """Return the table of attacks that accumulate over the run: one row per layer and attack."""
     table = FittedTable(title, lead=2)
     for heading in ("layer", "attack"):
         table.add_column(heading)
@@ -199,5 +164,4 @@ def run_level_table(
 
 
 def _auc(value: float | None) -> str:
-    """Format a leak AUC with three digits."""
     return f"{math.nan if value is None else value:.3f}"

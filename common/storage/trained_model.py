@@ -4,6 +4,7 @@ The identity stands in the metadata of the weights: the run's id, the number of 
 weights have seen, and the digest of the contract. Both halves of a model have to agree in it.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,10 +12,12 @@ from torch import nn
 
 from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.errors import SettingsError
-from splitveil.common.run.contract import Contract
+from splitveil.common.run.contract import Contract, first_difference
 from splitveil.common.run.inference import ModelIdentity
+from splitveil.common.settings import validate
 from splitveil.common.storage.initial_weights import EarlierModel
 from splitveil.common.storage.model_files import WEIGHTS
+from splitveil.common.text.yaml_text import RESOLVED, read_yaml_file
 
 _RUN, _BATCHES, _CONTRACT = "run_id", "batch_number", "contract"
 
@@ -39,11 +42,6 @@ class TrainedModel:
     def open(cls, folder: Path, contract: Contract, weights: str = WEIGHTS) -> "TrainedModel":
         """Open a party's folder of a run. The weights are loaded when they are needed.
 
-        Args:
-            folder: the party's folder of the run.
-            contract: the contract of the settings.
-            weights: the name of the file of weights.
-
         Raises:
             SettingsError: there is no readable model, it does not say which run it is from, or it
                 was trained under another contract.
@@ -53,12 +51,13 @@ class TrainedModel:
         run_id, batches = saved.metadata.get(_RUN, ""), saved.metadata.get(_BATCHES, "")
         if not run_id or not batches.isdecimal():
             raise SettingsError(
-                f"model: {path} does not say which run it is from: an earlier version saved it; "
-                f"train again to predict with it"
+                f"model: {path} does not say which run it is from; train again to predict with it"
             )
-        if saved.metadata.get(_CONTRACT) != contract.digest().hex():
+        trained_under = saved.metadata.get(_CONTRACT, "")
+        if trained_under != contract.digest().hex():
             raise SettingsError(
                 f"model: {path} was trained under another contract than that of these settings"
+                f"{_difference(folder, trained_under, contract)}"
             )
         return cls(ModelIdentity(run_id, int(batches)), saved)
 
@@ -75,3 +74,14 @@ class TrainedModel:
         """
         self.saved.put_into(model)
         model.eval()
+
+
+def _difference(folder: Path, trained_under: str, contract: Contract) -> str:
+    """Return the end of a sentence, which the settings in the run's folder give if they can."""
+    with suppress(SettingsError, TypeError, KeyError):
+        stored = read_yaml_file(folder / "settings.yaml", RESOLVED)["contract"]
+        trained = validate(Contract, stored, "contract")
+        if trained.digest().hex() == trained_under:
+            then = trained.canonical_json()
+            return f": {first_difference(contract, then, 'the time of training')}"
+    return ""

@@ -14,51 +14,35 @@ import pyarrow.compute as pc
 import torch
 from numpy.typing import NDArray
 
+from splitveil.common.data.columns import is_unnamed_index
+from splitveil.common.data.ids import Allowed
+from splitveil.common.data.label_columns import places_of
 from splitveil.common.data.settings import MAX_CLASSES
 from splitveil.common.data.sources import suggest
-from splitveil.common.errors import SettingsError
+from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.privacy.leakage import auc
 from splitveil.common.run.splits import SPLITS
 from splitveil.deploy.init.columns import Column, as_text, without_gaps
-from splitveil.deploy.init.labels import Label, is_of_numbers, label_of
+from splitveil.deploy.init.labels import Label, classes_of, is_of_numbers, label_of
+from splitveil.deploy.init.own_ids import likely_ids, objections_to
 
-LABEL_WORDS = frozenset(
-    [
-        "y",
-        "label",
-        "target",
-        "class",
-        "outcome",
-        "churn",
-        "churned",
-        "default",
-        "defaulted",
-        "fraud",
-        "click",
-        "clicked",
-        "converted",
-        "conversion",
-        "income",
-        "response",
-        "survived",
-    ]
+
+def _words(name: str) -> set[str]:
+    spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
+    return set(re.split(r"[^a-z0-9]+", spaced.lower()))
+
+
+LABEL_WORDS = _words(
+    "y label target class outcome churn churned default defaulted fraud click clicked converted "
+    "conversion income response survived"
 )
 NUMBER_LABEL_WORDS = frozenset(["y", "label", "target"])
 """Words in the names of columns whose numbers are labels; others are often features."""
 
 ID_WORDS = frozenset(
     [
-        "id",
-        "ids",
-        "key",
-        "uuid",
-        "guid",
-        "identifier",
-        "customer",
-        "client",
-        "patient",
-        "person",
-        "user",
+        *("id", "ids", "key", "uuid", "guid", "identifier", "customer", "client", "patient"),
+        *("person", "user"),
     ]
 )
 TELLTALE_AUC = 0.995
@@ -87,8 +71,9 @@ class Choices(NamedTuple):
 
     @property
     def gaps(self) -> tuple[str, ...]:
-        """The texts that mean "no value" in any of the features."""
+        """The texts that mean "no value" in any of the features, or "no label"."""
         found = {gap for column in self.features for gap in column.gaps}
+        found |= set(self.label.gaps if self.label else ())
         return tuple(sorted(found | {""}))
 
     @property
@@ -114,37 +99,41 @@ class Wishes(NamedTuple):
     has_id: bool = True
     """Whether there is an id at all; without one, equal row numbers mean the same example."""
     label_column: str | None = None
-    positive_label: str | None = None
+    positive_label: tuple[str, ...] = ()
+    """The labels that stand for 1."""
+    leave_out_unlabelled: bool = False
+    """Whether rows without a label are left out."""
     label_range: tuple[float, float] | None = None
     """The bounds of labels that are numbers."""
     numeric: tuple[str, ...] = ()
     categorical: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    missing_texts: tuple[str, ...] = ()
+    """Texts that mean "no value", beside those that are known."""
+    allowed: Allowed = Allowed()
+    """Rows that are left out because of their ids."""
 
 
-def id_candidates(columns: Sequence[Column]) -> list[Column]:
-    """Return the columns that may hold ids, those that are named like one first."""
-    unique = [c for c in columns if c.is_unique and c.kind in {"whole", "text"}]
-    return sorted(unique, key=lambda column: not _words(column.name) & ID_WORDS)
+def id_candidates(
+    columns: Sequence[Column], cells: Mapping[str, Any], wishes: Wishes
+) -> dict[str, list[str]]:
+    """Return the columns that may hold ids, the likeliest first, with what a run objects to."""
+    likely = likely_ids(columns, cells, wishes.allowed)
+    return dict(sorted(likely.items(), key=lambda x: (bool(x[1]), not _words(x[0]) & ID_WORDS)))
 
 
-def label_candidates(columns: Sequence[Column]) -> list[Column]:
+def label_candidates(columns: Sequence[Column], *, with_gaps: bool = False) -> list[Column]:
     """Return the columns that may hold labels, those that are named like one first."""
-    few = [
-        c
-        for c in columns
-        if c.kind in {"whole", "text", "number"} and not c.missing and c.distinct == 2
-    ]
-    named = [
-        c
-        for c in columns
-        if _words(c.name) & LABEL_WORDS and not c.missing and 2 <= c.distinct <= MAX_CLASSES
-    ]
+    columns = [c for c in columns if with_gaps or not c.missing]
+    few = [c for c in columns if c.kind in {"whole", "text", "number"}]
+    few = [c for c in few if len(classes_of(c, fold_case=True)) == 2]
+    named = [c for c in columns if _words(c.name) & LABEL_WORDS]
+    named = [c for c in named if 2 <= len(classes_of(c)) <= MAX_CLASSES]
     numbers = [c for c in columns if _words(c.name) & NUMBER_LABEL_WORDS and is_of_numbers(c)]
     return list(dict.fromkeys([*(named or numbers), *few]))
 
 
-def choose_id(columns: Sequence[Column], wishes: Wishes) -> str | None:
+def choose_id(columns: Sequence[Column], cells: Mapping[str, Any], wishes: Wishes) -> str | None:
     """Return the column with the ids; None if the rows are numbered instead.
 
     Raises:
@@ -154,22 +143,30 @@ def choose_id(columns: Sequence[Column], wishes: Wishes) -> str | None:
         return None
     if wishes.id_column is not None:
         column = _named(columns, wishes.id_column, "--id-column")
-        if not column.is_unique or column.kind not in {"whole", "text"}:
+        try:
+            objections, _ = objections_to(cells[column.name], wishes.allowed)
+        except DataError as error:
+            objections = [str(error)]
+        if objections:
             raise SettingsError(
                 f"--id-column {column.name}: expected a text or whole number in every row, each "
-                f"once, found {column.in_words()} in {column.num_rows:,} rows"
+                f"once, found {column.in_words()} in {column.num_rows:,} rows; "
+                f"{'; '.join(objections)}"
             )
         return column.name
-    candidates = id_candidates(columns)
-    named = [column for column in candidates if _words(column.name) & ID_WORDS]
+    likely = id_candidates(columns, cells, wishes)
+    candidates = [name for name, objections in likely.items() if not objections]
+    named = [name for name in candidates if _words(name) & ID_WORDS]
     if len(named) == 1:
-        return named[0].name
-    if len(candidates) == 1:
-        return candidates[0].name
-    found = ", ".join(column.name for column in named or candidates) or "none"
+        return named[0]
+    if len(candidates) == 1 and not any(_words(name) & ID_WORDS for name in likely):
+        return candidates[0]
+    found = ", ".join(named or candidates) or "none"
+    nearly = "; ".join(f"{name} ({', '.join(why)})" for name, why in likely.items() if why)
     raise SettingsError(
         f"--id-column: name the column by which both parties know an example (columns with a text "
-        f"or whole number of its own in every row: {found}); or --no-id-column, if both files have "
+        f"or whole number of its own in every row: {found}"
+        f"{nearly and f'; in nearly every row: {nearly}'}); or --no-id-column, if both files have "
         f"the same examples in the same order"
     )
 
@@ -182,20 +179,27 @@ def choose_label(columns: Sequence[Column], wishes: Wishes) -> Label:
     """
     if wishes.label_column is not None:
         return _read(_named(columns, wishes.label_column, "--label-column"), wishes)
-    candidates = label_candidates(columns)
+    candidates = label_candidates(columns, with_gaps=wishes.leave_out_unlabelled)
     named = [column for column in candidates if _words(column.name) & LABEL_WORDS]
     if len(named) == 1:
         return _read(named[0], wishes)
     if len(candidates) == 1:
         return _read(candidates[0], wishes)._replace(is_guessed=True)
     found = ", ".join(column.name for column in named or candidates) or "none"
+    if not candidates:
+        near = [c for c in columns if _words(c.name) & LABEL_WORDS]
+        near = list(dict.fromkeys([*near, *label_candidates(columns, with_gaps=True)]))
+        found += "".join(f"; {column.name} has {column.in_words()}" for column in near[:8])
+        if any(column.missing for column in near):
+            found += "; --unlabelled-rows leave_out leaves rows without a label out"
     raise SettingsError(
         f"--label-column: name the column with the labels (columns that may be it: {found})"
     )
 
 
 def _read(column: Column, wishes: Wishes) -> Label:
-    return label_of(column, wishes.positive_label, wishes.label_range)
+    leave_out = wishes.leave_out_unlabelled
+    return label_of(column, wishes.positive_label, wishes.label_range, leave_out=leave_out)
 
 
 def choose_features(
@@ -204,6 +208,7 @@ def choose_features(
     wishes: Wishes,
     id_column: str | None,
     label: Label | None,
+    index_columns: Sequence[str] = (),
 ) -> Choices:
     """Decide which of the remaining columns the model reads.
 
@@ -213,19 +218,26 @@ def choose_features(
         wishes: what the user has decided.
         id_column: the ids.
         label: the labels; None at a passive party.
+        index_columns: those that pandas has written as the index.
 
     Raises:
-        SettingsError: a column that the user names does not exist.
+        SettingsError: a column that the user names does not exist, or it is open how one is read.
     """
     for name in (*wishes.numeric, *wishes.categorical, *wishes.exclude):
         _named(columns, name, "--numeric, --categorical and --exclude")
-    is_positive = None if label is None else _is_rarest(cells[label.column], label)
+    is_positive = None
+    if label is not None:
+        labels = without_gaps(as_text(cells[label.column]), label.gaps)
+        if labels.null_count:
+            cells = {name: column.filter(labels.is_valid()) for name, column in cells.items()}
+        is_positive = _is_rarest(labels.drop_null(), label)
     own = {id_column, None if label is None else label.column}
     numeric, categorical, timestamps, left_out, split = [], [], [], [], None
     for column in columns:
         if column.name in own:
             continue
-        why = _reason_to_leave_out(column, wishes, cells, is_positive)
+        is_index = column.name in index_columns or is_unnamed_index(column.name)
+        why = _reason_to_leave_out(column, wishes, cells, is_positive, is_index=is_index)
         if why:
             left_out.append(LeftOut(column.name, why))
             split = split or (column.name if why is _SPLIT else None)
@@ -237,6 +249,7 @@ def choose_features(
             timestamps.append(column)
         else:
             numeric.append(column)
+    _check_no_question_is_open([*numeric, *categorical], wishes)
     return Choices(
         id_column,
         label,
@@ -248,6 +261,17 @@ def choose_features(
     )
 
 
+def _check_no_question_is_open(chosen: Sequence[Column], wishes: Wishes) -> None:
+    questions = [
+        f"column {column.name!r}: {column.almost.in_words}: {column.almost.remedy}"
+        f"{f' --categorical {column.name}, or' * (column.kind == 'text')} --exclude {column.name}"
+        for column in chosen
+        if column.almost is not None and column.name not in wishes.categorical
+    ]
+    if questions:
+        raise SettingsError("\n".join(questions))
+
+
 _SPLIT = "says train, validation or test: see split in contract.yaml"
 
 
@@ -256,6 +280,8 @@ def _reason_to_leave_out(
     wishes: Wishes,
     cells: Mapping[str, Any],
     is_positive: NDArray[np.bool_] | None,
+    *,
+    is_index: bool,
 ) -> str:
     """Return why a column is not used, or an empty text."""
     if column.name in wishes.exclude:
@@ -264,6 +290,8 @@ def _reason_to_leave_out(
         return "its name has a NUL character, which settings cannot hold"
     if column.name in (*wishes.numeric, *wishes.categorical):
         return ""
+    if is_index:
+        return "the index of a pandas table, which numbers its rows"
     if is_positive is not None and _tells_label(cells[column.name], column, is_positive):
         return "tells the label almost by itself: is it known before the label is?"
     return _reason_in_its_cells(column)
@@ -277,7 +305,11 @@ def _reason_in_its_cells(column: Column) -> str:
         return f"{column.in_words()}: see timestamps and timestamp_format in docs/settings.md"
     if column.kind == "text" and set(column.values) <= set(SPLITS):
         return _SPLIT
-    if column.kind == "text" and column.distinct > _MOST_CATEGORIES_SHARE * column.present:
+    if (
+        column.almost is None
+        and column.kind == "text"
+        and column.distinct > _MOST_CATEGORIES_SHARE * column.present
+    ):
         return "texts of which most rows have their own: another id, or free text"
     is_code = column.looks_like_codes and column.is_unique
     return "a value of its own in every row: another id" if is_code else ""
@@ -309,17 +341,18 @@ def _separation(score: NDArray[np.float64], is_positive: NDArray[np.bool_]) -> f
     return max(found, 1 - found)
 
 
-def _is_rarest(cells: Any, label: Label) -> NDArray[np.bool_]:
+def _is_rarest(text: Any, label: Label) -> NDArray[np.bool_]:
     """Return which rows are of the positive class, or of the rarest of several.
 
     Of numbers, they are those above the median.
     """
-    text = as_text(cells)
     if label.within is not None:
         numbers = pc.cast(text, pa.float64(), safe=False).to_numpy(zero_copy_only=False)
         return np.asarray(numbers > np.median(numbers), np.bool_)
-    rarest = label.positive or min(label.shares, key=lambda value: label.shares[value])
-    return np.asarray(pc.equal(text, rarest).to_numpy(zero_copy_only=False), np.bool_)
+    rarest = label.positive or ("1",)
+    if label.classes is not None:
+        rarest = (min(label.shares, key=lambda value: label.shares[value]),)
+    return np.asarray(pc.is_valid(places_of(text, rarest)).to_numpy(), np.bool_)
 
 
 def _named(columns: Sequence[Column], name: str, option: str) -> Column:
@@ -328,8 +361,3 @@ def _named(columns: Sequence[Column], name: str, option: str) -> Column:
         names = [column.name for column in columns]
         raise SettingsError(f"{option}: there is no column {name!r}{suggest(name, names)}")
     return found
-
-
-def _words(name: str) -> set[str]:
-    spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
-    return set(re.split(r"[^a-z0-9]+", spaced.lower()))

@@ -29,7 +29,7 @@ def parser(program: str) -> argparse.ArgumentParser:
         choices=["active", "passive"],
         help="active: the party that has the labels; passive: the one that has only features",
     )
-    init.add_argument("file", type=Path, help="this party's table: .csv, .tsv or .parquet")
+    init.add_argument("file", type=_file_here, help="this party's table: .csv, .tsv or .parquet")
     init.add_argument("--folder", type=Path, default=Path(), help="where to write (default: .)")
     init.add_argument("--id-column", metavar="NAME", help="column with the ids")
     init.add_argument(
@@ -38,7 +38,15 @@ def parser(program: str) -> argparse.ArgumentParser:
         help="there are no ids: both files have the same examples in the same order",
     )
     init.add_argument("--label-column", metavar="NAME", help="column with the labels (active)")
-    init.add_argument("--positive-label", metavar="TEXT", help="the label that stands for 1")
+    init.add_argument(
+        "--positive-label",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="the label that stands for 1; again for each text that does",
+    )
+    what = "leave rows without a label out"
+    init.add_argument("--unlabelled-rows", choices=["leave_out"], help=what)
     init.add_argument(
         "--label-range",
         type=float,
@@ -50,17 +58,31 @@ def parser(program: str) -> argparse.ArgumentParser:
         ("numeric", "columns to read as numbers"),
         ("categorical", "columns whose values are categories"),
         ("exclude", "columns to leave out"),
+        ("missing-text", "further texts that mean that a cell has no value"),
     ):
+        metavar = "TEXT" if kind == "missing-text" else "NAME"
         init.add_argument(
-            f"--{kind}", nargs="+", action="extend", default=[], metavar="NAME", help=what
+            f"--{kind}", nargs="+", action="extend", default=[], metavar=metavar, help=what
         )
+    init.add_argument("--unusable-ids", choices=["leave_out"], help="leave out rows without an id")
+    init.add_argument(
+        "--duplicate-ids", choices=["first"], help="leave out rows whose id an earlier row has"
+    )
     init.add_argument("--delimiter", metavar="CHARACTER", help="character between two cells")
+    init.add_argument("--encoding", metavar="NAME", help="of a text file, such as cp1252")
     init.add_argument("--party", default="passive", metavar="NAME", help="the passive party")
     init.add_argument("--run-name", metavar="NAME", help="default: the name of the file")
     init.add_argument("--address", default="127.0.0.1:50051", metavar="HOST:PORT")
     init.add_argument("--force", action="store_true", help="overwrite existing files")
     add_json(init)
     return init
+
+
+def _file_here(text: str) -> Path:
+    if "://" in text:
+        what = "expected a file of this machine; only settings name addresses, of Parquet files"
+        raise argparse.ArgumentTypeError(f"{text}: {what} (s3://, gs://, abfs://)")
+    return Path(text)
 
 
 def run(parsed: argparse.Namespace) -> int:

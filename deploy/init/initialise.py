@@ -7,18 +7,27 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
 from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.id_forms import IdForms
+from splitveil.common.data.ids import Allowed
+from splitveil.common.data.kinds import with_advice
+from splitveil.common.data.settings import DataSettings
+from splitveil.common.data.sources import ColumnsInMemory
+from splitveil.common.data.table import table_of
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_settings import Address, load_party_settings
 from splitveil.common.run.contract import ACTIVE, Name
+from splitveil.common.run.id_rules import TextId
+from splitveil.common.settings import validate
 from splitveil.common.text.visible_text import visible
 from splitveil.deploy.init.choices import Wishes, id_candidates, label_candidates
 from splitveil.deploy.init.columns import Column, as_text, describe
+from splitveil.deploy.init.labels import classes_of, spellings
 from splitveil.deploy.init.proposal import (
     Proposal,
     Terms,
@@ -53,7 +62,8 @@ class Written(NamedTuple):
             "id_doubts": self.id_doubts,
             "label_column": None if label is None else label.column,
             "label_column_is_guessed": label is not None and label.is_guessed,
-            "positive_label": None if label is None else label.positive,
+            "positive_label": None if label is None else label.positive_setting,
+            "positive_label_is_guessed": label is not None and label.positive_is_guessed,
             "num_classes": None if label is None or within else label.num_classes,
             "label_range": [within.low, within.high] if within else None,
             "rarest_share": None if label is None or within else round(label.rarest_share, 6),
@@ -79,16 +89,18 @@ def initialise(
     terms: Terms,
     *,
     delimiter: str | None = None,
+    encoding: str | None = None,
     force: bool = False,
     ask: Ask | None = None,
 ) -> Written:
     """Look at a table and write the settings that fit it.
 
     Args:
-        path: the table: CSV, TSV or Parquet, or a folder of Parquet files.
+        path: the table: CSV, TSV or Parquet, or a folder of such files.
         wishes: what the user has decided about columns.
         terms: what the user has decided about the run.
         delimiter: character between two cells of a text file; by default it is found out.
+        encoding: of a text file; by default UTF-8, or what a byte order mark says.
         force: whether existing files are overwritten.
         ask: asks the user what the table leaves open; by default that is an error.
 
@@ -97,12 +109,19 @@ def initialise(
         SettingsError: a question is open, an answer does not fit, or a file exists.
         StorageError: a file cannot be written.
     """
-    table = read_raw(path, delimiter)
-    columns = [describe(name, cells) for name, cells in table.columns.items()]
+    named = (wishes.id_column, wishes.label_column, *wishes.numeric, *wishes.categorical)
+    table = read_raw(path, delimiter, encoding, has_header=any(named))
+    columns = [describe(*column, wishes.missing_texts) for column in table.columns.items()]
     if ask is not None:
-        wishes = _asked(columns, wishes, terms, ask)
-    proposal = propose(table, columns, wishes, terms)
-    files = write_files(terms.folder, texts_of(proposal, terms.role), force=force)
+        wishes = _asked(table, columns, wishes, terms, ask)
+        wishes = _asked_about_columns(columns, wishes, ask)
+        if wishes.missing_texts:
+            columns = [describe(*column, wishes.missing_texts) for column in table.columns.items()]
+    with with_advice(table.settings, Path()):
+        proposal = propose(table, columns, wishes, terms)
+    texts = texts_of(proposal, terms.role)
+    _read_as_a_run_does(table, proposal, texts[f"{terms.role}.yaml"])
+    files = write_files(terms.folder, texts, force=force)
     _check_loadable(terms)
     return Written(proposal, columns, files, _id_doubts(table, proposal.choices.id_column))
 
@@ -115,17 +134,68 @@ def _id_doubts(table: RawTable, id_column: str | None) -> Sequence[str]:
     return forms.doubts()
 
 
-def _asked(columns: Sequence[Column], wishes: Wishes, terms: Terms, ask: Ask) -> Wishes:
+def _asked(
+    table: RawTable, columns: Sequence[Column], wishes: Wishes, terms: Terms, ask: Ask
+) -> Wishes:
     """Ask for the columns that matter; the likeliest answer is the default."""
     if wishes.id_column is None and wishes.has_id:
-        names = [column.name for column in id_candidates(columns)]
-        answer = ask("Column with the ids by which both parties know an example", [*names, "-"])
+        likely = [*id_candidates(columns, table.columns, wishes), "-"]
+        answer = ask("Column with the ids by which both parties know an example", likely)
         wishes = wishes._replace(has_id=answer != "-", id_column=None if answer == "-" else answer)
-    if terms.role == ACTIVE and wishes.label_column is None:
+    if terms.role != ACTIVE:
+        return wishes
+    if wishes.label_column is None:
         others = [column for column in columns if column.name != wishes.id_column]
-        names = [column.name for column in label_candidates(others)]
+        candidates = label_candidates(others, with_gaps=True)
+        names = [column.name for column in sorted(candidates, key=lambda c: bool(c.missing))]
         wishes = wishes._replace(label_column=ask("Column with the labels", names))
+    for column in columns:
+        if column.name == wishes.label_column and wishes.label_range is None:
+            wishes = _asked_about_labels(column, wishes, ask)
     return wishes
+
+
+def _asked_about_labels(column: Column, wishes: Wishes, ask: Ask) -> Wishes:
+    if column.missing and not wishes.leave_out_unlabelled:
+        question = f"{column.missing:,} rows have no label: leave them out"
+        wishes = wishes._replace(leave_out_unlabelled=ask(question, ["no", "yes"]) == "yes")
+    positive = spellings(column)
+    if 0 < len(positive) < len(classes_of(column)) and not wishes.positive_label:
+        shown = ", ".join(map(repr, positive))
+        question = f"Labels differ in case alone: do {shown} stand for 1, and all others for 0"
+        if ask(question, ["no", "yes"]) == "yes":
+            wishes = wishes._replace(positive_label=positive)
+    return wishes
+
+
+def _asked_about_columns(columns: Sequence[Column], wishes: Wishes, ask: Ask) -> Wishes:
+    """Ask how columns are read of which nearly all cells are of one kind."""
+    for column in columns:
+        decided = (*wishes.categorical, *wishes.exclude, wishes.id_column, wishes.label_column)
+        if column.almost is None or column.name in decided:
+            continue
+        gaps = column.almost.others
+        is_category = any(set(gaps) & set(other.values) for other in columns if other != column)
+        answers = ["gaps"] if gaps and not is_category else []
+        answers += ["categorical", "exclude"] if column.kind == "text" else ["exclude"]
+        answer = ask(f"Column {column.name}: {column.almost.in_words}: read as", answers)
+        if answer not in answers:
+            raise SettingsError(f"column {column.name!r}: expected {' or '.join(answers)}")
+        if answer == "gaps":
+            wishes = wishes._replace(missing_texts=(*wishes.missing_texts, *gaps))
+        elif answer == "exclude":
+            wishes = wishes._replace(exclude=(*wishes.exclude, column.name))
+        else:
+            wishes = wishes._replace(categorical=(*wishes.categorical, column.name))
+    return wishes
+
+
+def _read_as_a_run_does(table: RawTable, proposal: Proposal, text: str) -> None:
+    """Refuse before anything is written what a run would refuse."""
+    in_memory = {"source": {"kind": "csv", "path": "as read by init"}}
+    settings = validate(DataSettings, yaml.safe_load(text)["data"] | in_memory, "data")
+    rules = [TextId(whole_numbers=proposal.whole_numbers)]
+    table_of(ColumnsInMemory(str(table.path), table.columns), settings, None, rules)
 
 
 def _check_loadable(terms: Terms) -> None:
@@ -146,6 +216,7 @@ def perform(options: argparse.Namespace) -> int:
         _wishes(options),
         _terms(options),
         delimiter=options.delimiter,
+        encoding=options.encoding,
         force=options.force,
         ask=_ask_terminal if sys.stdin.isatty() and not options.json else None,
     )
@@ -157,10 +228,11 @@ def perform(options: argparse.Namespace) -> int:
 
 
 def _wishes(options: argparse.Namespace) -> Wishes:
-    of_labels = (options.label_column, options.positive_label, options.label_range)
-    if options.role != ACTIVE and any(of_labels):
+    of_labels = ("label_column", "positive_label", "label_range", "unlabelled_rows")
+    if options.role != ACTIVE and any(getattr(options, name) for name in of_labels):
         raise SettingsError(
-            "--label-column, --positive-label, --label-range: only the active party has labels"
+            "--label-column, --positive-label, --label-range, --unlabelled-rows: only the active "
+            "party has labels"
         )
     if options.positive_label and options.label_range:
         raise SettingsError("--label-range: labels that are numbers have no --positive-label")
@@ -168,11 +240,16 @@ def _wishes(options: argparse.Namespace) -> Wishes:
         id_column=options.id_column,
         has_id=not options.no_id_column,
         label_column=options.label_column,
-        positive_label=options.positive_label,
+        positive_label=tuple(options.positive_label),
+        leave_out_unlabelled=options.unlabelled_rows is not None,
         label_range=_range_of(options.label_range),
         numeric=tuple(options.numeric),
         categorical=tuple(options.categorical),
         exclude=tuple(options.exclude),
+        missing_texts=tuple(options.missing_text),
+        allowed=Allowed(
+            duplicates=options.duplicate_ids is not None, unusable=options.unusable_ids is not None
+        ),
     )
 
 

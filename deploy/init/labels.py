@@ -1,17 +1,19 @@
 """Decides how the labels of a column are read: as one of two classes, of several, or as numbers."""
 
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
+from decimal import Decimal
+from shlex import quote
 from typing import NamedTuple
 
 from splitveil.active_party.defenses.projection.outlook import share_of_variance
-from splitveil.common.data.settings import MAX_CLASSES
+from splitveil.common.data.settings import MAX_CLASSES, class_key
 from splitveil.common.data.sources import suggest
 from splitveil.common.errors import SettingsError
 from splitveil.deploy.init.columns import Column
 
-POSITIVE_WORDS = ("1", "yes", "true", "y", "t", "positive", "pos")
+POSITIVE_WORDS = ("1", "yes", "true", "y", "t", "positive", "pos", "ja", "oui", "si", "sí")
 
 _MANTISSAS = (1, 2, 5, 10)
 
@@ -38,16 +40,25 @@ class Label(NamedTuple):
     """The label column, and how its cells are read."""
 
     column: str
-    positive: str | None
-    """The text that stands for 1; None for the numbers 0 and 1, and for several classes."""
+    positive: tuple[str, ...]
+    """The texts that stand for 1; empty for the numbers 0 and 1, and for several classes."""
     classes: tuple[str, ...] | int | None
     """The classes, if there are more than two."""
     shares: Mapping[str, float]
-    """Share of the rows by class; empty if labels are numbers."""
+    """Share of the rows with a label by class; empty if labels are numbers."""
     within: Within | None = None
     """The bounds of labels that are numbers; None for classes."""
     is_guessed: bool = False
     """Whether nothing but its two values speaks for the column: a feature may have two as well."""
+
+    positive_is_guessed: bool = False
+    """Whether the text that stands for 1 is only the rarer one."""
+    others: tuple[int, int] = (0, 0)
+    """How many other texts stand for 0, and in how many rows."""
+    unlabelled: int | None = None
+    """How many rows are left out because they have no label; None if none may be."""
+    gaps: tuple[str, ...] = ()
+    """The texts of the labels that mean "no label"."""
 
     @property
     def doubt(self) -> str:
@@ -55,6 +66,11 @@ class Label(NamedTuple):
         if not self.is_guessed:
             return ""
         return "a guess: no column is named like labels, and no other has two values"
+
+    @property
+    def positive_setting(self) -> str | tuple[str, ...] | None:
+        """The texts that stand for 1, as the settings have them."""
+        return self.positive[0] if len(self.positive) == 1 else self.positive or None
 
     @property
     def rarest_share(self) -> float:
@@ -65,7 +81,7 @@ class Label(NamedTuple):
         if self.within is not None:
             # Of labels that are almost all the same, it would be 0 after rounding.
             return max(share_of_variance(self.within.variance), 1e-9)
-        return min(self.shares.values())
+        return max(min(self.shares.values()), 1e-9)
 
     @property
     def num_classes(self) -> int:
@@ -76,54 +92,105 @@ class Label(NamedTuple):
 def is_of_numbers(column: Column) -> bool:
     """Say whether a column holds more different numbers than labels have classes."""
     is_number = column.kind in {"whole", "number"} and math.isfinite(column.low + column.high)
-    return is_number and not column.missing and column.distinct > MAX_CLASSES
+    return is_number and column.distinct > MAX_CLASSES
+
+
+def classes_of(column: Column, *, fold_case: bool = False) -> Counter[str]:
+    """Return the rows of each class, by its most frequent text; equal numbers are one class."""
+    names: dict[Decimal | str, str] = {}
+    rows = Counter[str]()
+    for text, count in zip(column.values, column.counts, strict=True):
+        rows[names.setdefault(class_key(text.casefold() if fold_case else text), text)] += count
+    return rows
+
+
+def spellings(column: Column, positive: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Return the texts that ``positive`` has to name because labels differ in case alone.
+
+    They are all texts if it names none and the labels are more than two in other case.
+    """
+    texts, folded = classes_of(column), classes_of(column, fold_case=True)
+    if len(folded) in {1, len(texts)}:
+        return ()
+    likely = [_positive_of(folded)[0]] if len(folded) == 2 else texts
+    wanted = {text.casefold() for text in positive or likely}
+    return tuple(text for text in texts if text.casefold() in wanted)
 
 
 def label_of(
-    column: Column, positive: str | None = None, bounds: tuple[float, float] | None = None
+    column: Column,
+    positive: tuple[str, ...] = (),
+    bounds: tuple[float, float] | None = None,
+    *,
+    leave_out: bool = False,
 ) -> Label:
     """Return how a column's labels are read.
 
     Args:
         column: with the labels.
-        positive: the label that the user says stands for 1.
+        positive: the labels that the user says stand for 1.
         bounds: those that the user has chosen for labels that are numbers.
+        leave_out: whether rows without a label are left out.
 
     Raises:
-        SettingsError: it has gaps, or holds one class or too many, or no numbers for the bounds.
+        SettingsError: it has gaps that are not left out, or holds one class or too many, or labels
+            that differ in case alone, or no numbers for the bounds.
     """
-    where = f"--label-column {column.name}"
+    read, found = Label(column.name, (), None, {}), column.in_words()
+    if leave_out:
+        read = read._replace(unlabelled=column.missing, gaps=column.gaps)
+    elif column.missing:
+        found += "; --unlabelled-rows leave_out leaves these rows out"
+    has_gaps = column.missing and not leave_out
     if bounds is not None:
-        if column.missing or column.kind not in {"whole", "number"}:
+        if has_gaps or column.kind not in {"whole", "number"}:
             raise SettingsError(
                 f"--label-range: expected a number in every row of column {column.name!r}, found "
-                f"{column.in_words()}"
+                f"{found}"
             )
-        return Label(column.name, None, None, {}, _within(column, *bounds, is_chosen=True))
-    if positive is None and is_of_numbers(column):
+        return read._replace(within=_within(column, *bounds, is_chosen=True))
+    if not positive and not has_gaps and is_of_numbers(column):
         low, high = 0.0 - _rounded_up(-column.low), _rounded_up(column.high)
-        return Label(column.name, None, None, {}, _within(column, low, high, is_chosen=False))
-    if column.missing or not 2 <= column.distinct <= MAX_CLASSES:
+        return read._replace(within=_within(column, low, high, is_chosen=False))
+    if has_gaps or not 2 <= len(classes_of(column)) <= MAX_CLASSES:
         raise SettingsError(
-            f"{where}: expected a label of 2 to {MAX_CLASSES} classes in every row, or a number, "
-            f"found {column.in_words()}"
+            f"--label-column {column.name}: expected a label of 2 to {MAX_CLASSES} classes in "
+            f"every row, or a number, found {found}"
         )
-    total = sum(column.counts)
-    shares = {v: n / total for v, n in zip(column.values, column.counts, strict=True)}
-    if column.distinct > 2 and positive is None:
-        numbered = {str(number) for number in range(column.distinct)}
-        classes = column.distinct if set(column.values) == numbered else tuple(sorted(shares))
-        return Label(column.name, None, classes, shares)
-    if positive is None and set(_as_numbers(column.values)) == {0.0, 1.0}:
-        return Label(column.name, None, None, shares)
-    positive = positive or _positive_of(column)
-    if positive not in shares:
+    return _of_classes(read, column, positive)
+
+
+def _of_classes(read: Label, column: Column, positive: tuple[str, ...]) -> Label:
+    rows, alike = classes_of(column), spellings(column, positive)
+    if not set(alike) <= set(positive):
+        options = " ".join(f"--positive-label {quote(text)}" for text in alike)
         raise SettingsError(
-            f"--positive-label: column {column.name!r} has no such label"
-            f"{suggest(positive, column.values)}"
+            f"--label-column {column.name}: some of the labels {', '.join(map(repr, rows))} differ "
+            f"in case alone: write those that mean the same alike"
+            + (f", or say which stand for 1: {options}" if len(alike) < len(rows) else "")
         )
-    others = 1 - shares[positive]
-    return Label(column.name, positive, None, {positive: shares[positive], "other": others})
+    keys = {class_key(text): text for text in rows}
+    if len(rows) > 2 and not positive:
+        is_numbered = keys.keys() == set(map(Decimal, range(len(rows))))
+        return read._replace(
+            classes=len(rows) if is_numbered else tuple(sorted(rows)),
+            shares={text: count / rows.total() for text, count in rows.items()},
+        )
+    likely, is_guessed = _positive_of(rows)
+    named = positive or (likely,)
+    for text in named:
+        if class_key(text) not in keys:
+            raise SettingsError(
+                f"--positive-label: column {column.name!r} has no such label{suggest(text, rows)}"
+            )
+    others = [rows[keys[key]] for key in keys.keys() - set(map(class_key, named))]
+    share = sum(others) / rows.total()
+    return read._replace(
+        positive=() if not positive and keys.keys() == {0, 1} else named,
+        positive_is_guessed=is_guessed and not positive,
+        shares={"positive": 1 - share, "other": share},
+        others=(len(others), sum(others)),
+    )
 
 
 def _within(column: Column, low: float, high: float, *, is_chosen: bool) -> Within:
@@ -144,15 +211,11 @@ def _rounded_up(number: float) -> float:
     return next(found for found in candidates if found >= number)
 
 
-def _positive_of(column: Column) -> str:
-    """Return which of two texts stands for 1: one that says so, or else the rarer one."""
-    said = [value for value in column.values if value.lower() in POSITIVE_WORDS]
-    if set(column.values) == {"1", "2"}:  # the numbers of two classes, neither of which is "yes"
-        said = []
-    return said[0] if len(said) == 1 else column.values[-1]
-
-
-def _as_numbers(values: Sequence[str]) -> list[float]:
-    return [
-        float(value) if re.fullmatch(r"[01](\.0*)?", value) else float("nan") for value in values
-    ]
+def _positive_of(rows: Counter[str]) -> tuple[str, bool]:
+    """Return which of two texts stands for 1, and whether it is only the rarer one."""
+    keys = {class_key(text.lower()): text for text in rows}
+    said = [keys[word] for word in map(class_key, POSITIVE_WORDS) if word in keys]
+    # 1 and 2 are the numbers of two classes, neither of which is "yes".
+    if len(said) == 1 and keys.keys() != {Decimal(1), Decimal(2)}:
+        return said[0], False
+    return rows.most_common()[-1][0], True

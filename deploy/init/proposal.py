@@ -2,12 +2,16 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import pyarrow as pa
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from splitveil.common.data.ids import Allowed
+from splitveil.common.data.label_columns import others_in_words
 from splitveil.common.data.source_settings import not_expanded
 from splitveil.common.errors import SettingsError, StorageError
 from splitveil.common.run.contract import ACTIVE, NAME_CHARACTERS
@@ -16,6 +20,7 @@ from splitveil.common.text.visible_text import visible
 from splitveil.common.text.wording import slug
 from splitveil.deploy.init.choices import (
     Choices,
+    LeftOut,
     Wishes,
     choose_features,
     choose_id,
@@ -66,6 +71,9 @@ class Proposal(NamedTuple):
     choices: Choices
     sizes: Sizes
     defended: Defended | None
+    allowed: Allowed = Allowed()
+    whole_numbers: bool = False
+    """Whether ids are stored as floating-point numbers, for which the contract needs a rule."""
     learning_rate: float = 0.003
     train: float = TRAIN_SHARE
     test: float = round(1 - TRAIN_SHARE, 2)
@@ -94,15 +102,20 @@ class Proposal(NamedTuple):
         label = self.choices.label
         if label is None:
             return ""
+        without = label.unlabelled
+        left_out = f" {without:,} rows without a label are left out." if without else ""
         if label.within is not None:
             bounds = f"{label.within.low:g} to {label.within.high:g}"
-            return f"The labels are numbers, and so are the predictions, from {bounds}."
+            return f"The labels are numbers, and so are the predictions, from {bounds}.{left_out}"
         if label.num_classes > 2:
-            return (
-                f"{label.num_classes} classes; the rarest has {label.rarest_share:.1%} of the rows."
-            )
-        share = label.shares[label.positive] if label.positive else label.shares.get("1", 0.0)
-        return f"{share:.1%} of the labels are positive."
+            rarest = f"the rarest has {label.rarest_share:.1%} of the rows"
+            return f"{label.num_classes} classes; {rarest}.{left_out}"
+        found = f"{label.shares['positive']:.1%} of the labels are positive"
+        if label.positive:
+            guess = ", a guess: the rarer; --positive-label names another"
+            texts = ", ".join(map(repr, label.positive)) + guess * label.positive_is_guessed
+            found += f" ({texts}); {others_in_words(*label.others)}"
+        return f"{found}.{left_out}"
 
     @property
     def outlook(self) -> str:
@@ -128,15 +141,24 @@ def propose(table: RawTable, columns: Sequence[Column], wishes: Wishes, terms: T
     Raises:
         SettingsError: the table leaves a question open that ``wishes`` does not answer.
     """
-    id_column = choose_id(columns, wishes)
+    id_column = choose_id(columns, table.columns, wishes)
     others = [column for column in columns if column.name != id_column]
     label = choose_label(others, wishes) if terms.role == ACTIVE else None
-    choices = choose_features(columns, table.columns, wishes, id_column, label)
+    choices = choose_features(columns, table.columns, wishes, id_column, label, table.index_columns)
+    unread = tuple(LeftOut(name, why) for name, why in table.left_out.items())
+    choices = choices._replace(left_out=unread + choices.left_out)
     if label is None and not choices.features:
         raise SettingsError(f"{table.path}: no column is left for the model of a passive party")
-    rate = None
+    rate, rows = None, table.num_rows
     if label is not None:
-        rate = defended(table.num_rows, label.rarest_share, label.num_classes)
+        if label.unlabelled:
+            if id_column is None or (set(label.gaps) - {""} and not choices.features):
+                raise SettingsError(
+                    "--unlabelled-rows leave_out needs a column of ids, and features if a gap is "
+                    "not an empty cell"
+                )
+            rows -= round(rows * label.unlabelled / columns[0].num_rows)
+        rate = defended(rows, label.rarest_share, label.num_classes)
     return Proposal(
         party=terms.party,
         run_name=terms.run_name or _run_name(table.path),
@@ -146,8 +168,10 @@ def propose(table: RawTable, columns: Sequence[Column], wishes: Wishes, terms: T
         num_rows=table.num_rows,
         is_whole=table.is_whole,
         choices=choices,
-        sizes=recommended_sizes(table.num_rows),
+        sizes=recommended_sizes(rows),
         defended=rate,
+        allowed=Allowed() if id_column is None else wishes.allowed,
+        whole_numbers=id_column is not None and pa.types.is_floating(table.columns[id_column].type),
     )
 
 
@@ -189,6 +213,7 @@ def _run_name(path: Path) -> str:
     return name or "run"
 
 
+@cache
 def _templates() -> Environment:
     """Return the templates, whose filters quote every value as YAML."""
     found = Environment(

@@ -1,25 +1,38 @@
 """Reads a party's own file for ``splitveil init``, or the beginning of a very large one."""
 
-import csv
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from pydantic import TypeAdapter
 
-from splitveil.common.data.kinds import open_source
-from splitveil.common.data.source_settings import Source, not_expanded
-from splitveil.common.data.sources import unreadable_is_data_error
+from splitveil.common.data.columns import (
+    COMMA_NUMBER,
+    NUMBER,
+    WrittenColumn,
+    clean_text,
+    with_points,
+)
+from splitveil.common.data.csv_file import CODECS
+from splitveil.common.data.kinds import open_source, text_file, with_advice
+from splitveil.common.data.places import find_files, place_on_this_machine
+from splitveil.common.data.source_settings import CsvSource, Source, not_expanded
+from splitveil.common.data.text_form import NO_HEADER, delimiter_of, looks_like_data
 from splitveil.common.errors import DataError, SettingsError
+from splitveil.common.settings import validate
+from splitveil.deploy.init.columns import GAPS, as_text
 
 MOST_ROWS = 1_000_000
 """Rows that are looked at; in a larger table, those at its beginning stand for the others."""
 
-DELIMITERS = (",", ";", "\t", "|")
 _TEXT = {".csv", ".tsv", ".txt"}
-_COMPRESSED = {".gz", ".bz2", ".zst", ".lz4", ".br"}
+_INDEX = "Unnamed: 0"
+_SURE_NUMBER = r"^[+-]?\d[\d.]*(\.\d+,|,\d{1,2}$|,\d{4,}$)"
+"""A number whose comma is no thousands mark."""
+_NO_NAME = "has no name, like the row numbers that DataFrame.to_csv writes: name it to use it"
 
 
 class RawTable(NamedTuple):
@@ -28,32 +41,60 @@ class RawTable(NamedTuple):
     path: Path
     source: Mapping[str, Any]
     """The source as it stands in the settings, without its path."""
+    settings: Source
+    """The same with its path."""
     columns: Mapping[str, Any]
     """Column name -> pyarrow ChunkedArray."""
     num_rows: int
     """Rows of the whole file, estimated if only its beginning was read."""
     is_whole: bool
     """Whether all rows were read."""
+    left_out: Mapping[str, str]
+    """The reasons not to use a column that is not among ``columns``."""
+    index_columns: Sequence[str]
+    """Those that held the rows' labels in pandas."""
 
 
-def read_raw(path: Path, delimiter: str | None = None, most_rows: int = MOST_ROWS) -> RawTable:
-    """Read a CSV, TSV or Parquet file, or a folder of Parquet files.
+def read_raw(
+    path: Path,
+    delimiter: str | None = None,
+    encoding: str | None = None,
+    *,
+    has_header: bool = False,
+    most_rows: int = MOST_ROWS,
+) -> RawTable:
+    """Read a CSV, TSV or Parquet file, or a folder of them.
 
     Args:
-        path: the file.
+        path: the file, or a folder or pattern that names the parts of a table.
         delimiter: character between two cells of a text file; by default it is found out.
+        encoding: of a text file; by default UTF-8, or what a byte order mark says.
+        has_header: whether the first line of a text file surely holds the column names.
         most_rows: further rows are not read.
 
     Raises:
         DataError: the file cannot be read, or has no rows.
         SettingsError: its ending is of none of these kinds.
     """
-    source = _source_of(path, delimiter)
     where = not_expanded(str(path.absolute()))
-    settings = TypeAdapter(Source).validate_python({**source, "path": where})
+    source: dict[str, Any] = {"kind": _kind_of(path)}
+    if source["kind"] == "csv":
+        source |= {"encoding": encoding} if encoding else {}
+        text = validate(CsvSource, {**source, "path": where}, "--encoding")
+        beginning = text_file(text, Path()).beginning()
+        found = delimiter or delimiter_of(beginning) or text.separator()
+        source |= {} if found == text.separator() else {"delimiter": found}
+        if not has_header and looks_like_data(beginning, found):
+            raise DataError(f"{path}: {NO_HEADER}; if it does name them, name one: --id-column")
+    settings: Source = TypeAdapter(Source).validate_python({**source, "path": where})
+    with with_advice(settings, Path()):
+        return _read(path, source, settings, most_rows)
+
+
+def _read(path: Path, source: dict[str, Any], settings: Source, most_rows: int) -> RawTable:
     table = open_source(settings, Path())
-    names = table.column_names()
-    repeated = sorted(name for name, count in Counter(names).items() if count > 1 or not name)
+    names = [name for name in table.column_names() if name]
+    repeated = sorted(name for name, count in Counter(names).items() if count > 1)
     if repeated:
         shown = ", ".join(map(repr, repeated))
         raise DataError(f"{path}: expected a name of its own for every column, got {shown} again")
@@ -68,34 +109,49 @@ def read_raw(path: Path, delimiter: str | None = None, most_rows: int = MOST_ROW
     whole = pa.concat_tables(parts)
     is_whole = rows < most_rows or done >= 1.0
     estimate = rows if is_whole else round(rows / max(done, 1e-6))
-    return RawTable(path, source, {name: whole[name] for name in names}, estimate, is_whole)
+    columns = {name: whole[name] for name in names}
+    left_out = {
+        f"column {n}": _NO_NAME for n, name in enumerate(table.column_names(), 1) if not name
+    }
+    if names[:1] == [_INDEX] and set(columns[_INDEX].to_pylist()) == set(map(str, range(rows))):
+        del columns[_INDEX]
+        left_out[_INDEX] = "the numbers of the rows, which DataFrame.to_csv writes"
+    may_have_commas = isinstance(settings, CsvSource) and settings.separator() != ","
+    if may_have_commas and (found := _with_points(columns)):
+        source["decimal"] = ","
+        columns |= found
+    index = getattr(table, "index_columns", ())
+    return RawTable(path, source, settings, columns, estimate, is_whole, left_out, index)
 
 
-def _source_of(path: Path, delimiter: str | None) -> dict[str, Any]:
-    endings = [ending for ending in path.suffixes if ending not in _COMPRESSED]
-    last = endings[-1].lower() if endings else ""
-    if path.is_dir() or last in {".parquet", ".pq"}:
-        return {"kind": "parquet"}
-    if last not in _TEXT:
-        raise SettingsError(
-            f"{path}: expected a file whose name ends in .csv, .tsv, .txt (also compressed) or "
-            f".parquet, or a folder of Parquet files; write other sources into the settings by "
-            f"hand (docs/settings.md)"
+def _with_points(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of numbers with decimal commas, with decimal points instead.
+
+    There are none if others have decimal points, or if all commas may be thousands marks.
+    """
+    found, is_sure = {}, False
+    for name, cells in columns.items():
+        text = clean_text(WrittenColumn(cells, name, GAPS)).drop_null()
+        with_comma, sure, whole, others = (
+            pc.sum(pc.match_substring_regex(text, form)).as_py() or 0
+            for form in (COMMA_NUMBER, _SURE_NUMBER, r"^[+-]?\d+$", NUMBER)
         )
-    found = delimiter or _delimiter_of(path)
-    by_default = "\t" if last == ".tsv" else ","
-    return {"kind": "csv"} | ({} if found == by_default else {"delimiter": found})
+        if with_comma and with_comma + whole == len(text):
+            found[name], is_sure = with_points(as_text(cells)), is_sure or sure > 0
+        elif whole < others == len(text):
+            return {}
+    return found if is_sure else {}
 
 
-def _delimiter_of(path: Path) -> str:
-    """Return the character that separates most cells of the header, outside of quotes."""
-    with (
-        unreadable_is_data_error(path),
-        pa.input_stream(str(path), compression="detect") as stream,
-    ):
-        beginning = stream.read(2**16).decode("utf-8-sig", errors="replace")
-    header = beginning.splitlines()[:1]
-    if not header or not header[0].strip():
-        raise DataError(f"{path}: the file is empty: expected a line of column names")
-    widths = {one: len(next(csv.reader(header, delimiter=one))) for one in DELIMITERS}
-    return max(widths, key=lambda one: widths[one])
+def _kind_of(path: Path) -> str:
+    first = Path(find_files(place_on_this_machine(path))[0].path)
+    endings = [ending.lower() for ending in first.suffixes if ending not in CODECS]
+    if endings and endings[-1] in _TEXT:
+        return "csv"
+    if path.is_dir() or (endings and endings[-1] in {".parquet", ".pq"}):
+        return "parquet"
+    raise SettingsError(
+        f"{path}: expected a file whose name ends in .csv, .tsv, .txt (also compressed) or "
+        f".parquet, or a folder of such files; write other sources into the settings by hand "
+        f"(docs/settings.md)"
+    )

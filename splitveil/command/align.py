@@ -8,7 +8,7 @@ from splitveil.common.party.arguments import ALIGN_PURPOSE, add_align_arguments,
 
 _MODULES = {
     "active": "splitveil.active_party.command",
-    "passive": "splitveil.passive_party.command",
+    "passive": "splitveil.passive_party.commands.program",
 }
 
 

@@ -38,7 +38,7 @@ SUB_COMMANDS = (
     SubCommand(
         "passive",
         "a feature owner's commands: run, check, ...",
-        "splitveil.passive_party.command",
+        "splitveil.passive_party.commands.program",
     ),
     SubCommand(
         "local",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.accumulation import SOURCES
-from splitveil.common.privacy.attacks import ATTACKS, CUT, Attack, Knowledge, SideInformation
+from splitveil.common.privacy.attacks import ATTACKS, CUT, Attack, SideInformation
 from splitveil.common.privacy.audit import LeakAudit
 from splitveil.common.privacy.beyond_features import BeyondFeatures
 from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
@@ -173,7 +173,7 @@ def audit(
     """
     given = AuditedRows.of(gradients, labels, batches, examples, activations)
     classes = _classes(given.labels)
-    own = {name: Attack(partial(_scored, score), frozenset()) for name, score in custom.items()}
+    own = {name: Attack(partial(_scored, score)) for name, score in custom.items()}
     known = _known(given, has_examples=examples is not None)
     chosen = [*known, *own] if attacks is None else [*attacks, *own]
     _check(chosen, {*known, *own})
@@ -304,7 +304,7 @@ def _only(
     return intervals
 
 
-def _scored(score: Callable[..., Tensor], gradients: Gradients, _: Knowledge) -> Tensor:
+def _scored(score: Callable[..., Tensor], gradients: Gradients) -> Tensor:
     """Let a function of the caller's own score the rows of one batch."""
     rows = gradients if isinstance(gradients, Tensor) else gradients.gradients
     return torch.as_tensor(score(rows)).double().reshape(-1)

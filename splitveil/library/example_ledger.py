@@ -12,9 +12,16 @@ import numpy as np
 from torch import Tensor
 
 from splitveil.active_party.defenses.interface import LeakCharge
-from splitveil.active_party.ledger.account_book import AccountBook, Names, indices_of, names_of
-from splitveil.active_party.ledger.bounds import LeakBounds, auc_bound, widest_covered
-from splitveil.active_party.ledger.earlier_ledgers import LEDGER, open_book
+from splitveil.active_party.ledger.account_book import (
+    LEDGER,
+    AccountBook,
+    Names,
+    indices_of,
+    names_of,
+    open_book,
+)
+from splitveil.active_party.ledger.bounds import LeakBounds, covers, widest_covered
+from splitveil.active_party.ledger.known_bounds import auc_bound
 from splitveil.active_party.ledger.ledger import LeakLedger, logged
 from splitveil.active_party.ledger.limit import Limit
 from splitveil.common.data.canonical_form import CanonicalForm
@@ -155,20 +162,20 @@ class Ledger:
         """
         positions = self._positions(rows)
         found = self._accounts.exposure(positions)
-        accounts = zip(positions, found.sum_kl, found.caveats, found.odds.kinds, strict=True)
+        accounts = zip(positions, found.sum_kl, found.caveats, found.known, strict=True)
         return frame(
             {
                 "example": int(position),
                 "sum_kl": float(sum_kl),
                 "covers": str(widest_covered(int(caveats))),
                 **{
-                    peers.column: auc_bound(
-                        float(sum_kl), found.odds.table[kind], int(caveats), peers
-                    )
+                    peers.column: auc_bound(float(sum_kl), known)
+                    if covers(int(caveats), peers)
+                    else 1.0
                     for peers in Covers
                 },
             }
-            for position, sum_kl, caveats, kind in accounts
+            for position, sum_kl, caveats, known in accounts
         )
 
     def state_dict(self) -> dict[str, Tensor]:

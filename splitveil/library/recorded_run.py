@@ -1,6 +1,7 @@
 """One run as its folder tells it, finished or still running."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, get_args
@@ -16,7 +17,7 @@ from splitveil.common.record.lines import (
     LedgerLine,
     TrainingLine,
 )
-from splitveil.common.record.summary import Summary, to_json
+from splitveil.common.record.summary import Summary
 from splitveil.library.example_ledger import Ledger
 from splitveil.library.frames import Row, as_html, frame
 
@@ -68,7 +69,7 @@ class Run:
     def summary(self) -> Mapping[str, Any]:
         """The active party's summary as in ``summary.json``; empty until the run has ended."""
         active = self._files().active
-        return MappingProxyType(to_json(active.summary) if active.has_ended else {})
+        return MappingProxyType(active.summary.form() if active.has_ended else {})
 
     @property
     def summaries(self) -> Mapping[str, Summary]:
@@ -214,7 +215,7 @@ class Run:
 
     def _steps(self) -> list[Row]:
         active = self._files().active.metrics
-        return [line._asdict() for line in active.of(TrainingLine)]
+        return [asdict(line) for line in active.of(TrainingLine)]
 
     def _batches(self) -> list[Row]:
         return [row for party in self._files().parties for row in _batch_rows(party)]

@@ -15,7 +15,7 @@ from splitveil.active_party import __main__ as active_party
 from splitveil.command import program
 from splitveil.command.table import SUB_COMMANDS
 from splitveil.common.party.transcript import Transcript
-from splitveil.passive_party import __main__ as passive_party
+from splitveil.passive_party.commands import program as passive_party
 from tests.programs import ROOT, run_program
 from tests.runs import write_example
 

@@ -1,14 +1,17 @@
 """``predict``: the joint model of a run whose parties' folders are all on this machine."""
 
+import re
 import shutil
+from contextlib import nullcontext
+from logging import WARNING
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from splitveil import predict, simulate
-from splitveil.common.errors import OtherModel, SettingsError
+from splitveil import Run, predict, simulate
+from splitveil.common.errors import DataError, OtherModel, SettingsError
 from splitveil.common.party.command_line import save_resolved
 from splitveil.common.privacy.leakage import auc
 from splitveil.common.run.contract import ACTIVE
@@ -114,3 +117,39 @@ def test_what_cannot_be_predicted_is_said(
     (run,) = simulate(tmp_path, settings=SHORT, threads=1)
     with pytest.raises(SettingsError, match=message):
         predict(run, **arguments)
+
+
+IDS = [f"person-{row}" for row in range(200)]
+
+
+@pytest.fixture(scope="module")
+def with_plans(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Return a run whose parties have numbers as texts, with gaps, as a category."""
+    table = pa.table({"id": IDS, "plan": [("1.0", "2.0", None)[row % 3] for row in range(200)]})
+    labelled = table.append_column("y", [[row % 2 for row in range(200)]])
+    runs = tmp_path_factory.mktemp("plans")
+    (run,) = simulate(
+        active=labelled, passive=table, label="y", key="id", settings=SHORT, threads=1, runs=runs
+    )
+    return run
+
+
+@pytest.mark.parametrize("party", ["active", "passive"])
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        (["1", "2"], "'plan': 40 of 40 .*as 1 from 1.0.* leave these cells empty"),
+        (["zzz", None], "'plan': 20 of 40 .*unknown; .* leave these cells empty"),
+        (["zzz", "1.0", None, "2.0"], "'plan': 10 of 40 .*unknown$"),
+        (["1.0", "2.0", None, "2.0"], "^$"),
+    ],
+)
+def test_categories_that_training_never_saw_are_counted_and_a_column_of_them_refused(
+    with_plans: Run, party: str, plan: list[str], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = pa.table({"id": IDS[:40], "plan": plan * (40 // len(plan))})
+    is_refused = said.endswith("empty")
+    with pytest.raises(DataError, match=said) if is_refused else nullcontext():
+        assert all(columns_of(predict(with_plans, IDS[:40], tables={party: own}))["found"])
+    told = "".join(one.getMessage() for one in caplog.records if one.levelno == WARNING)
+    assert re.search("^$" if is_refused else said, told)

@@ -31,7 +31,7 @@ from splitveil.common.run.contract import Contract
 from splitveil.common.settings import validate
 from splitveil.deploy import local
 from splitveil.experiments import __main__ as experiments
-from splitveil.passive_party.command import parser as passive_parser
+from splitveil.passive_party.commands.program import parser as passive_parser
 from splitveil.passive_party.settings import PassiveSettings
 from splitveil.simulation import free_address
 from tests.docs.markdown import GUIDE, ROOT, Block, blocks, name_of, prose

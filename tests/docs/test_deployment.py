@@ -19,7 +19,7 @@ from splitveil.active_party.command import parser as active_parser
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import EndedForGood, PeerEndedForGood, PeerUnreachable, SplitveilError
 from splitveil.common.party.party_settings import load_party_settings
-from splitveil.passive_party.command import parser as passive_parser
+from splitveil.passive_party.commands.program import parser as passive_parser
 from splitveil.passive_party.settings import PassiveSettings
 from tests.deployed import EXAMPLE, KUBERNETES, STATUS_PORT, VARIABLE, Deployed, filled
 from tests.docs.markdown import ROOT

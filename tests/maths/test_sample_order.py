@@ -84,6 +84,7 @@ def test_the_short_last_batch(drop_last: bool, lengths: list[int]) -> None:
     order = SampleOrder(_SEED, np.arange(10), batch_size=4, drop_last=drop_last)
     assert order.steps_per_epoch == len(lengths)
     assert [len(batch) for batch in order.epoch(1)] == lengths
+    assert order.batch_sizes == tuple(dict.fromkeys(lengths))
     with pytest.raises(IndexError):
         order.batch(1, len(lengths))
     with pytest.raises(IndexError):
@@ -102,9 +103,7 @@ def test_a_batch_cannot_be_changed_by_its_reader() -> None:
     ids=["empty", "no whole batch", "twice", "batch size"],
 )
 def test_impossible_orders_are_refused(
-    positions: list[int],
-    batch_size: int,
-    drop_last: bool,
+    positions: list[int], batch_size: int, drop_last: bool
 ) -> None:
     with pytest.raises(ValueError, match=r"batch|at most once"):
         SampleOrder(_SEED, np.array(positions, dtype=np.int64), batch_size, drop_last=drop_last)

@@ -11,7 +11,8 @@ import pytest
 from scipy.integrate import quad
 from scipy.stats import norm
 
-from benchmarks.solver import (
+from splitveil.active_party.defenses.sum_kl import NoiseSolution, leak_auc_bound, solve_noise
+from tests.solver_oracle import (
     Instance,
     brute_force,
     count_failures,
@@ -20,7 +21,6 @@ from benchmarks.solver import (
     random_instance,
     simplex_grid,
 )
-from splitveil.active_party.defenses.sum_kl import NoiseSolution, leak_auc_bound, solve_noise
 
 
 def moderate_instance(generator: random.Random) -> Instance:

@@ -30,7 +30,7 @@ from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.storage.model_files import save_model
 from splitveil.common.text.files import read_bytes
 from splitveil.common.text.yaml_text import AS_WRITTEN, MAX_DEPTH, Extent, load_yaml
-from splitveil.passive_party.__main__ import main as passive_main
+from splitveil.passive_party.commands.program import main as passive_main
 from splitveil.passive_party.settings import PassiveSettings
 from tests.programs import run_program
 from tests.runs import write_example
@@ -281,7 +281,7 @@ def test_a_line_without_end_is_read_in_bounded_memory(folder: Path) -> None:
     with (folder / f"{MARK}.csv").open("wb") as file:
         file.truncate(2**33)
     code = (
-        "import resource, sys; from splitveil.passive_party.__main__ import main; "
+        "import resource, sys; from splitveil.passive_party.commands.program import main; "
         "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize(); "
         "resource.setrlimit(resource.RLIMIT_AS, (used + 2**31,) * 2); main(sys.argv[1:])"
     )
@@ -350,7 +350,8 @@ def test_what_is_no_regular_file_is_refused_at_once(
     (folder / "key.pem").touch(0o600)
     exit_code, overrides = OPENED[role]
     sets = [override.format(path=path, folder=path.parent) for override in overrides]
-    is_empty_folder = role == "parquet" and nature == "a folder"
+    may_be_folder = role in {"csv", "parquet", "csv with a cache", "evaluation labels"}
+    is_empty_folder = may_be_folder and nature == "a folder"
     reason = "found none" if is_empty_folder else "not a regular file"
     refused(check(command, folder, *sets), exit_code, MARK, reason)
 

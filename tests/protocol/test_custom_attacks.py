@@ -255,7 +255,9 @@ def test_what_can_score_passes(shape: tuple[int, ...]) -> None:
 
 def test_one_that_fails_later_says_so_at_the_end(tmp_path: Path) -> None:
     chosen = "leak_monitor.attacks=[{kind: custom, module: 'own_attacks:fails_later', name: mine}]"
-    with pytest.raises(SettingsError, match=r"attack mine .* rows: RuntimeError: as large"):
+    with pytest.raises(
+        SettingsError, match=r"attack mine .* rows: RuntimeError .* at own_attacks.py:25"
+    ):
         record(tmp_path / "run", [chosen])
 
 

@@ -5,8 +5,11 @@ import gzip
 import io
 import itertools
 import os
+from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from splitveil.common.data import sources
+from splitveil.common.data import conversion, sources
+from splitveil.common.data import converted as converted_module
 from splitveil.common.data.csv_file import CsvFile
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.table import Table, read_table
@@ -91,40 +95,73 @@ def test_byte_order_mark_and_windows_line_ends_are_no_part_of_the_data(tmp_path:
     assert categories(table, "city") == ["Rome", None, "Oslo"]
 
 
+Rows = list[tuple[str, ...]]
+
+
+def in_memory(file: CsvFile, names: list[str], folder: Path) -> Rows:
+    return list(zip(*(column.to_pylist() for column in file.read(names).values()), strict=True))
+
+
+def converted(file: CsvFile, names: list[str], folder: Path) -> Rows:
+    """Read the text as categories, which have no white space around them."""
+    source = {"kind": "csv", "path": "unused", "cache_dir": "cache"}
+    chosen = {"categorical": names, "missing_texts": []}
+    (folder / "cache").mkdir()
+    with mock.patch.object(conversion, "sync"):
+        conversion.convert(
+            data_settings(source=source, features=chosen), file, folder / "cache", lambda _: None
+        )
+    table = converted_module._open(folder / "cache")
+    return list(zip(*(categories(table, name) for name in names), strict=True))
+
+
 @settings(max_examples=2000, deadline=None)
 @given(
-    text=st.text('",nr|aé\\ ', min_size=50, max_size=200),  # n, r: line breaks; |: ends a cell
+    text=st.text('",;\tnr|aé\\ ', min_size=50, max_size=200),  # n, r: line breaks; |: ends a cell
     width=st.integers(1, 3),
     line_end=st.sampled_from(["\n", "\r\n"]),
     quoting=st.sampled_from([csv.QUOTE_MINIMAL, csv.QUOTE_ALL]),
-    encoding=st.sampled_from(["utf-8", "utf-8-sig"]),
+    encoding=st.sampled_from(["utf-8", "utf-8-sig", "utf-16", "cp1252"]),
+    delimiter=st.sampled_from(",;\t"),
     more=st.integers(5, 100),
     ending=st.sampled_from(["csv", "csv.gz"]),
+    num_parts=st.sampled_from([1, 1, 3]),
+    read=st.sampled_from([in_memory, in_memory, converted]),
 )
 def test_rows_are_those_of_python_s_csv_wherever_a_block_ends(
-    tmp_path_factory: pytest.TempPathFactory,
     text: str,
     width: int,
     line_end: str,
     quoting: Any,
     encoding: str,
+    delimiter: str,
     more: int,
     ending: str,
+    num_parts: int,
+    read: Callable[[CsvFile, list[str], Path], Rows],
 ) -> None:
     cells = text.replace("n", "\n").replace("r", "\r\r\n").split("|")
-    rows = itertools.zip_longest(*[iter(cells)] * width, fillvalue="")
-    written, names = io.StringIO(), list("abc")[:width]
-    writer = csv.writer(written, lineterminator=line_end, quoting=quoting)
-    longest = max(writer.writerow(row) for row in [names, *rows]) + text.count("é")
-    data = written.getvalue().encode(encoding)
-    path = tmp_path_factory.getbasetemp() / f"blocks.{ending}"
-    path.write_bytes(gzip.compress(data) if ending == "csv.gz" else data)
-    expected = list(csv.reader(io.StringIO(written.getvalue(), newline="")))[1:]
-    file = CsvFile(path, ",", None).in_blocks_of(longest + more)
-    columns = file.read(names).values()
-    assert list(zip(*(column.to_pylist() for column in columns), strict=True)) == [
-        tuple(row) for row in expected
-    ]
+    rows = list(itertools.zip_longest(*[iter(cells)] * width, fillvalue=""))
+    names, longest, expected = list("abc")[:width], 0, Rows()
+    with TemporaryDirectory() as made:
+        folder = Path(made)
+        for part in range(num_parts):
+            some = rows[part * len(rows) // num_parts : (part + 1) * len(rows) // num_parts]
+            written = io.StringIO()
+            writer = csv.writer(
+                written, lineterminator=line_end, quoting=quoting, delimiter=delimiter
+            )
+            longest = max(longest, *(writer.writerow(row) for row in [names, *some]))
+            data = written.getvalue().encode(encoding)
+            path = folder / f"part-{part}.{ending}"
+            path.write_bytes(gzip.compress(data) if ending == "csv.gz" else data)
+            found = csv.reader(io.StringIO(written.getvalue(), newline=""), delimiter=delimiter)
+            expected += map(tuple, list(found)[1:])
+        file = CsvFile(folder / "part-*", delimiter, None, encoding)
+        file = file.in_blocks_of(longest + text.count("é") + more)
+        if read is converted:
+            expected = [tuple(cell.strip() for cell in row) for row in expected]
+        assert read(file, names, folder) == expected
 
 
 @pytest.mark.parametrize("source", [{}, {"cache_dir": "cache"}])

@@ -1,6 +1,8 @@
 """Features are scaled and encoded by the training rows alone."""
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,13 @@ import pytest
 import torch
 
 from splitveil.common.data import features as features_module
+from splitveil.common.data import unknown_categories as unknown_categories_module
+from splitveil.common.data.category_lists import SEPARATOR
 from splitveil.common.data.columns import CategoricalColumn
 from splitveil.common.data.features import FeatureEncoder, Features, FeatureShapes, image_as_float
 from splitveil.common.data.settings import DataSettings, FeatureSettings
 from splitveil.common.data.table import Table, read_table
+from splitveil.common.data.unknown_categories import unknown_categories
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.settings import validate
 
@@ -242,3 +247,40 @@ def test_numbers_stored_as_float32_take_half_the_memory_and_give_the_same_bits(
     (narrow, from_narrow), (wide, from_wide) = found
     assert narrow == wide
     assert torch.equal(from_narrow, from_wide)
+
+
+UNKNOWN: list[tuple[Any, ...]] = [
+    # texts in the training, at prediction, settings, unknown rows, wording
+    ("categorical", ["1.0", "2.0"], ["1", "2"] * 10, {}, 20, "unknown; some differ .*; write"),
+    ("categorical", ["North"], ["NORTH"] * 20, {}, 20, "unknown; some differ .*; write"),
+    ("categorical", ["a", "b"], ["z", None] * 20, {}, 20, "had, and count as unknown; write"),
+    ("categorical", ["a", "b"], ["z"] * 20 + ["a"], {}, 20, "had, and count as unknown$"),
+    ("categorical", ["a", "b"], ["z"] * 19, {}, 19, "had, and count as unknown$"),
+    ("categorical", ["a", "a", "b"], ["b"] * 20, {"min_count": 2}, 20, "or too few, .*unknown$"),
+    ("categorical", ["7", "7"], ["7.0"] * 20, {"min_count": 2}, 20, "too few, .* some .*; write"),
+    ("categorical", [None], ["b"] * 20, {}, 20, "had, and count as unknown$"),
+    ("categorical", ["a"], ["a", None] * 20, {}, 0, None),
+    ("lists", ["a|b"], ["z", "a|z", None, "y|z", "b"], {}, 2, "had, and count as unknown$"),
+    ("lists", ["1|b"], ["1.0|c"] * 20, {}, 20, "unknown; some differ .*; write"),
+    ("lists", ["a|b"], ["b"] * 20, {"max_list_categories": 1}, 20, "or too few, .*unknown$"),
+]
+
+
+@pytest.mark.parametrize(("kind", "before", "now", "values", "rows", "wording"), UNKNOWN)
+def test_rows_with_unknown_categories_are_counted_by_column(
+    kind: str, before: Any, now: Any, values: Any, rows: int, wording: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(unknown_categories_module, "FIT_ROWS", 7)
+    tables = []
+    for texts in (before, now):
+        sets = [text and text.replace("|", SEPARATOR) for text in texts]
+        own = table({"n": [1.0] * len(sets)}, {"c": sets})
+        of_lists = replace(own, lists=own.categorical, categorical={})
+        tables.append(of_lists if kind == "lists" else own)
+    encoder = fit(tables[0], list(range(len(before))), **values)
+    found = list(unknown_categories(encoder, tables[1], settings(**values)))
+    assert len(found) == bool(rows)
+    for sentence, is_whole in found:
+        start = f"^rows.csv: column 'c': {rows} of {len(now)} rows have categories .*"
+        assert re.search(start + wording, sentence), sentence
+        assert is_whole is wording.endswith("write")

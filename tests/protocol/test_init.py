@@ -5,6 +5,7 @@ import re
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -142,7 +143,7 @@ def test_every_column_is_found_out(tmp_path: Path) -> None:
     choices = found.choices
     assert choices.id_column == "client"
     assert choices.label is not None
-    assert (choices.label.column, choices.label.positive) == ("churned", "yes")
+    assert (choices.label.column, choices.label.positive_setting) == ("churned", "yes")
     assert choices.label.rarest_share == pytest.approx(0.2)
     assert [column.name for column in choices.numeric] == ["fee"]
     assert [column.name for column in choices.categorical] == ["plan"]
@@ -160,7 +161,7 @@ def test_the_settings_say_what_was_found(tmp_path: Path) -> None:
     written = (tmp_path / "active.yaml").read_text()
     assert "- fee  # numbers, " in written
     assert "- plan  # texts, 3 distinct; 86 gaps ('NA')" in written
-    assert "# 20.0% of the labels are positive." in written
+    assert "# 20.0% of the labels are positive ('yes'); 1 other text (480 rows) st" in written
     settings = load_party_settings(ActiveSettings, tmp_path / "active.yaml")
     assert settings.data.positive_label == "yes"
     assert settings.defense.name == "projected_labels"
@@ -190,7 +191,7 @@ def test_of_two_texts_the_one_that_says_so_or_else_the_rarer_one_is_positive(
     path = clients(tmp_path, churned=[frequent if i % 5 else rare for i in range(ROWS)])
     label = active(tmp_path, path).proposal.choices.label
     assert label is not None
-    assert label.positive == positive
+    assert label.positive_setting == positive
 
 
 def test_labels_that_are_0_and_1_need_no_name(tmp_path: Path) -> None:
@@ -338,9 +339,9 @@ def test_any_name_of_a_file_is_written_as_it_is(tmp_path: Path, name: str) -> No
 def test_a_column_is_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 
-    def noting(name: str, cells: object) -> Column:
+    def noting(name: str, *others: Any) -> Column:
         seen.append(name)
-        return describe(name, cells)
+        return describe(name, *others)
 
     for module in (initialise_module, proposal_module):
         monkeypatch.setattr(module, "describe", noting, raising=False)

@@ -19,12 +19,12 @@ from torch import Tensor
 from splitveil.active_party.__main__ import perform
 from splitveil.active_party.command import parser
 from splitveil.active_party.defenses import Examples, NoiseSecrets, noisy_label
-from splitveil.active_party.defenses.build_inputs import DefenseContext
 from splitveil.active_party.defenses.exact_auc import gaussian_auc
 from splitveil.active_party.defenses.example_keys import load_or_create_key, used_labels_file
-from splitveil.active_party.defenses.label_mechanisms import DrawnOnce
+from splitveil.active_party.defenses.interface import DefenseContext
+from splitveil.active_party.defenses.label_mechanisms import LabelMechanism
 from splitveil.active_party.defenses.noisy_label import NoisyLabel, NoisyLabelDefense
-from splitveil.active_party.ledger.earlier_ledgers import LEDGER
+from splitveil.active_party.ledger.account_book import LEDGER
 from splitveil.active_party.run.stages import Stage
 from splitveil.common.data.label_range import ONE_NUMBER
 from splitveil.common.errors import SettingsError, StorageError
@@ -303,7 +303,7 @@ def test_with_noisy_top_labels_the_true_ones_change_no_bit_of_what_the_peer_gets
     noisy: dict[str, float] = {}
 
     def draw_once(
-        mechanism: DrawnOnce, labels: Tensor, key: bytes, ids: list[str], num_classes: int
+        mechanism: LabelMechanism, labels: Tensor, key: bytes, ids: list[str], num_classes: int
     ) -> Tensor:
         generator = torch.Generator().manual_seed(1)
         for name, label in zip(ids, labels.tolist(), strict=True):

@@ -21,7 +21,7 @@ from splitveil.common.party.aligned_table import (
 )
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.party.transcript import Broken, compare, verify
-from splitveil.common.run.common_order import CommonOrder
+from splitveil.common.run.sample_order import CommonOrder
 from splitveil.passive_party.settings import PassiveSettings
 from splitveil.simulation import free_address
 from tests.runs import write_example

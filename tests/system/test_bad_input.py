@@ -138,7 +138,7 @@ REFUSALS = {
         [
             "passive.csv: column 'x2': no number (empty or NaN) in rows 3, 4 (2 in all)",
             "passive.csv: column 'x3': expected numbers, found text in row 5\n",
-            "passive.csv: column 'x4': infinite or too large for float32 in row 6\n",
+            "passive.csv: column 'x4': infinite or too large for float32 in row 6; ",
         ],
         ["person-", "a lot"],
     ),

@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 import yaml
 
+from splitveil.active_party.inference.joint_model import JointModel
 from splitveil.active_party.online.errors import Unusable
+from splitveil.active_party.online.own_features import GivenFeatures
 from tests.asked import Program, asked
 from tests.joint import Trained, predicting, train, write_wide_deep
+from tests.runs import CPU
 
 WORDS = ("red", "green", "blue", "", "grey")
 GAPS: dict[str, dict[str, object]] = {
@@ -174,3 +177,19 @@ def test_rows_of_columns_that_the_model_does_not_have_are_refused_unread(program
     rows = [Unread({f"{row} {column}": 1 for column in range(20)}) for row in range(20)]
     with pytest.raises(Unusable, match="alone"):
         program.desk.given.of_rows(rows, len(rows))
+
+
+def test_unknown_categories_of_requests_are_logged_at_each_doubling(
+    trained: Trained, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = trained.settings.active
+    given = GivenFeatures(settings.data, JointModel.load(settings, CPU).encoder)
+    row = as_json(cells_of(trained, trained.test_ids[:1])[0])
+    for number in range(1, 10):
+        given.of_rows([row | {"word": "x"}] * number + [row | {"tags": ["new"]}], number + 1)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"features: column {name!r}: {rows} of {number + 1} rows have categories that no training "
+        f"row had, and count as unknown"
+        for number in (1, 2, 4, 8)
+        for name, rows in (("word", number), ("tags", 1))
+    ]

@@ -26,6 +26,7 @@ from splitveil.common.errors import (
     PeerUntrusted,
     SettingsError,
 )
+from splitveil.common.party.command_line import save_resolved
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.transcript import Transcript, Verified, compare, verify
@@ -305,7 +306,7 @@ def test_transcripts_of_both_parties_agree(small: Trained, tmp_path: Path) -> No
 
 
 def test_a_model_that_names_no_run_is_refused(small: Trained, tmp_path: Path) -> None:
-    """As an earlier version saved it."""
+    """As another program would save it."""
     settings = small.active(f"runs_dir={tmp_path}")
     shutil.copytree(small.settings.active.run_folder("active"), settings.run_folder("active"))
     weights = load_file(settings.run_folder("active") / "checkpoint" / "model.safetensors")
@@ -314,11 +315,28 @@ def test_a_model_that_names_no_run_is_refused(small: Trained, tmp_path: Path) ->
         JointModel.load(settings, CPU)
 
 
-def test_a_model_of_another_contract_is_refused(small: Trained) -> None:
-    contract = small.settings.active.contract.model_copy(update={"epochs": 99})
-    settings = small.settings.active.model_copy(update={"contract": contract})
-    with pytest.raises(SettingsError, match="another contract"):
-        JointModel.load(settings, CPU)
+EPOCHS = ": contract.epochs: 99 here, 2 at the time of training"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ending"),
+    [
+        (["contract.epochs=99"], EPOCHS),
+        (["contract.epochs=99", "contract.drop_last=true"], f"{EPOCHS}; also different: drop_last"),
+        (None, ""),
+    ],
+)
+def test_a_model_of_another_contract_is_refused_with_the_field_that_differs(
+    small: Trained, tmp_path: Path, overrides: list[str] | None, ending: str
+) -> None:
+    """Where the folder holds the settings of another training, no field is named."""
+    asked = small.active(f"runs_dir={tmp_path}", *(overrides or ["contract.epochs=99"]))
+    folder = asked.run_folder("active")
+    shutil.copytree(small.settings.active.run_folder("active"), folder)
+    save_resolved(small.settings.active if overrides else asked, folder)
+    with pytest.raises(SettingsError) as refused:
+        JointModel.load(asked, CPU)
+    assert str(refused.value).endswith(f"another contract than that of these settings{ending}")
 
 
 def test_a_run_that_never_ended_has_no_model(small: Trained, tmp_path: Path) -> None:

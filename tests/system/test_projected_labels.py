@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 from safetensors.torch import load_file, save
 
-from splitveil.active_party.ledger.earlier_ledgers import LEDGER
+from splitveil.active_party.ledger.account_book import LEDGER
 from splitveil.common.storage.model_files import REFITTED, WEIGHTS
 from splitveil.common.storage.release_file import RELEASES
 from tests.runs import write_example

@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 
-from splitveil.active_party.ledger.earlier_ledgers import LEDGER
+from splitveil.active_party.ledger.account_book import LEDGER
 from tests import certificates
 from tests.runs import write_example
 from tests.system.processes import side_by_side

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from gzip import compress
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +216,8 @@ def test_what_a_health_check_and_an_odd_body_get_is_said_in_their_head(limited: 
     odd = {"Host": "localhost", "Content_Length": "9"}
     for kind in ({"Content_Encoding": "gzip", "Content_Type": "application/json"}, {}):
         assert b" 415 " in limited.raw(head(**odd, **kind))
+    compressed = replace(limited, headers={"Content-Encoding": "gzip"}).post(compress(b"{}"))
+    assert "Content-Encoding such as gzip" in compressed.body["detail"]
     large = {"Host": "localhost", "Content_Length": "99999", "Content_Type": "application/json"}
     assert b" 413 " in limited.raw(head(**large))
 

@@ -29,23 +29,15 @@ from splitveil.common.privacy.label_free import LABEL_FREE
 from splitveil.common.privacy.leakage import leak_auc
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.privacy.settings import DEFAULT_ATTACKS
-from splitveil.common.record.summary import to_json
 from splitveil.common.run.messages import AuditQuestion
 from splitveil.common.run.sample_order import positions_digest
-from splitveil.common.wire.audit_codec import encode_question
 from splitveil.common.wire.endpoint import method_path
+from splitveil.common.wire.small_messages import encode_question
 from splitveil.passive_party.label_free_audit import LabelFreeAudit
 from splitveil.passive_party.settings import PassiveSettings
 from splitveil.protos import split_learning_pb2 as pb
 from tests.recorded import recorders
-from tests.runs import (
-    Parties,
-    build_parties,
-    run_in_process,
-    run_over_grpc,
-    serving,
-    write_example,
-)
+from tests.runs import Parties, build_parties, run_in_process, run_over_grpc, serving, write_example
 
 ALLOWED = "contract.audits_allowed=true"
 NOISY = "defense={name: marvell, strength: {power_ratio: 4}, insecure_noise_seed: 1}"
@@ -81,7 +73,7 @@ def audited(example: Path, folder: Path, meet: Callable[[Parties], None], *activ
     with recorders(parties, folder) as both:
         parties.run.auditor = both.passive
         meet(parties)
-    return Audited(parties, *both.lines(), to_json(both.passive.summary()))
+    return Audited(parties, *both.lines(), both.passive.summary().form())
 
 
 def meeting(wire: str, port: int) -> Callable[[Parties], None]:
@@ -127,10 +119,7 @@ def test_a_refused_audit_ends_no_run_and_is_asked_for_once(
 
 
 def test_attacks_that_fail_end_no_run(
-    example: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    example: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(audit: LabelFreeAudit, observation: Observation) -> None:
         raise ValueError("no attack today")

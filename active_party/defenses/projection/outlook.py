@@ -18,20 +18,10 @@ Half of the rows' worth is left at N p (1 - p) = D^2 r/mu^2: for rare positives 
 positives, whatever the number of rows. For labels that are numbers, as shares of their range, their
 variance takes the place of p (1 - p) (`share_of_variance`).
 
-How good it is, with 8 stages of rank 96 (`benchmarks.projected_tradeoff`; losses of test AUC at the
-best epoch, with n rows and open labels against what the run loses; standard errors are .0025 or
-less):
-
-    default_credit   19,200 rows   at .60   n = 15,656   .0019   .0026
-    default_credit   19,200 rows   at .55   n =  9,999   .0047   .0108
-    default_credit    3,000 rows   at .60   n =  1,239   .0253   .0180
-    adult            31,259 rows   at .60   n = 27,613   .0010   .0051
-    adult            31,259 rows   at .55   n = 20,342   .0033   .0093
-
-So it tells a table that is too small from one that is not. Where little is lost, more is lost than
-it says, since stages with different directions do not add up completely. A smaller rank does not
-help as much as the formula says, because it takes directions away (rank 32 at 3,000 rows: .0092
-and .0201).
+It is an upper limit, and tells a table that is too small from one that is not
+(`docs/results/guaranteed-tradeoff.md`). Where little is lost, more is lost than it says, since
+stages with different directions do not add up completely. A smaller rank does not help as much as
+the formula says, because it takes directions away.
 """
 
 import math
@@ -63,9 +53,6 @@ def outlook(
         mu: the bound for the whole run, above 0.
         rank: number of sums in each stage, at least 1.
         num_classes: number of classes.
-
-    Raises:
-        ValueError: an argument is out of range.
     """
     if num_rows < 1 or rank < 1 or not 0 < pos_fraction < 1 or not 0 < mu < math.inf:
         raise ValueError(
@@ -82,7 +69,6 @@ def outlook(
 def share_of_variance(variance: float) -> float:
     """Return the share of positives, at most 1/2, with which labels of 0 and 1 have a variance.
 
-    Args:
-        variance: of numbers within 0 and 1; rounding may take it slightly above 1/4.
+    Rounding may take that of numbers within 0 and 1 slightly above 1/4.
     """
     return (1 - math.sqrt(max(1 - 4 * variance, 0.0))) / 2

@@ -1,28 +1,22 @@
 """The commands and settings in README and guide work: they are run, or at least parsed, here.
 
 The settings files of the guide's own-data page are taken from the page, with small tables made to
-fit, and its commands are run on them in order. The options and settings of every other command are
-parsed; a command in a sentence may lack its arguments.
+fit, and its commands are run on them in order. The options and settings of every other command of
+these pages are parsed.
 """
 
 import argparse
-import io
-import os
 import re
 import shlex
-import subprocess
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import chdir, redirect_stderr, redirect_stdout, suppress
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
+from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 
-from splitveil.active_party.command import parser as active_parser
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.command import program as splitveil
 from splitveil.command.table import SUB_COMMANDS
@@ -30,17 +24,15 @@ from splitveil.common.party.party_settings import PartySettings, load_party_sett
 from splitveil.common.run.contract import Contract
 from splitveil.common.settings import validate
 from splitveil.deploy import local
-from splitveil.experiments import __main__ as experiments
-from splitveil.passive_party.commands.program import parser as passive_parser
 from splitveil.passive_party.settings import PassiveSettings
 from splitveil.simulation import free_address
 from tests.docs.markdown import GUIDE, ROOT, Block, blocks, name_of, prose
-from tests.waiting import HANGS_AFTER_S
+from tests.typed import Done, begun, called, ended, write_tables
 
 OWN_DATA = ROOT / "docs" / "guide" / "own-data.md"
 SETTINGS_PAGES = [*GUIDE, ROOT / "docs" / "defenses.md"]
 EXAMPLES = ROOT / "deploy" / "examples"
-INLINE = re.compile(r"`((?:splitveil|make|python -m) [^`]+)`")
+INLINE = re.compile(r"`((?:splitveil|python -m) [^`]+)`")
 SHORT = ("--set", "contract.epochs=1", "--set", "contract.batch_size=64")
 
 VERIFY = (
@@ -66,46 +58,22 @@ RUN_HERE = (
 """In the order in which a reader types them; a run's two parties at the same time."""
 
 
-class Done(NamedTuple):
-    """The outcome of a command."""
+def typed(page: Path) -> Iterator[str]:
+    for block in blocks(page):
+        for line in block.lines if block.language == "sh" else ():
+            yield " ".join(shlex.split(line, comments=True))
 
-    exit_code: int | None
-    output: str
 
-
-TUTORIAL = ROOT / "docs" / "guide" / "two-organisations.md"
-"""Its blocks are typed, in two folders, by test_two_organisations.py."""
-
-TYPED = {
-    " ".join(shlex.split(line, comments=True))
-    for page in GUIDE
-    for block in blocks(page)
-    if page != TUTORIAL and block.language == "sh"
-    for line in block.lines
-} - {""}
-MENTIONED = {text for page in GUIDE for line in prose(page) for text in INLINE.findall(line)}
+TYPED = sorted({text for page in GUIDE for text in typed(page) if text})
+MENTIONED = sorted(
+    {text for page in GUIDE for line in prose(page) for text in INLINE.findall(line)}
+)
 
 
 def settings_block(name: str) -> Block:
     found = [block for block in blocks(OWN_DATA) if block.text.startswith(f"# {name}:")]
     assert len(found) == 1, name
     return found[0]
-
-
-def write_tables(folder: Path, rows: int = 1400, common: int = 1200) -> None:
-    """Write the page's two tables: its columns, its missing cells, ids in different orders."""
-    draw = np.random.default_rng(1)
-    clients = ["client_id;churned;tenure_months;monthly_fee;plan"]
-    usage = ["customer,calls_day,calls_night,region,device"]
-    for i in draw.permutation(rows):
-        leaves = ("no", "yes")[draw.integers(2)]
-        tenure = "NA" if i % 50 == 0 else str(draw.integers(1, 90))
-        clients.append(f"c{i:05d};{leaves};{tenure};{draw.random() * 50:.2f};{'SML'[i % 3]}")
-    for i in draw.permutation(rows) + rows - common:
-        calls = f"{draw.integers(90)},{draw.integers(9)}"
-        usage.append(f" c{i:05d},{calls},{'NESW'[i % 4]},{('a', 'b', 'NA')[i % 3]}")
-    (folder / "clients.csv").write_text("\n".join(clients) + "\n", encoding="utf-8")
-    (folder / "usage.csv").write_text("\n".join(usage) + "\n", encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -118,43 +86,17 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-MAINS: Mapping[str, Callable[[Sequence[str]], int | None]] = {
-    "splitveil": splitveil.main,
-    "python": lambda words: experiments.main(words[2:]),  # after -m and the module
-}
-
-
-def called(folder: Path, text: str) -> Done:
-    """Run a command in this process, because starting another takes seconds."""
-    program, *arguments = shlex.split(text)
-    printed = io.StringIO()
-    with chdir(folder), redirect_stdout(printed), redirect_stderr(printed):
-        try:
-            exit_code = MAINS[program](arguments)
-        except SystemExit as end:
-            exit_code = end.code if isinstance(end.code, int) else 0
-    return Done(exit_code or 0, printed.getvalue())
-
-
-def both_run(folder: Path, active: str, passive: str) -> dict[str, Done]:
+def both_run(folder: Path) -> dict[str, Done]:
     """Run both parties at the same time, for fewer epochs than the page's settings say."""
     address = free_address()
-    ends = {active: f"listen={address}", passive: f"connect={address}"}
-    processes = {}
-    for text, where in ends.items():
-        processes[text] = subprocess.Popen(
-            [sys.executable, "-m", *shlex.split(text), "--set", where, *SHORT],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-    done = {}
-    for text, process in processes.items():
-        output, _ = process.communicate(timeout=HANGS_AFTER_S)
-        done[text] = Done(process.returncode, output)
-    return done
+    processes = {
+        f"splitveil {party} run {party}.yaml": f"{where}={address}"
+        for party, where in (("active", "listen"), ("passive", "connect"))
+    }
+    started = {
+        text: begun(folder, text, "--set", where, *SHORT) for text, where in processes.items()
+    }
+    return {text: ended(process) for text, process in started.items()}
 
 
 @pytest.fixture(scope="module")
@@ -165,9 +107,7 @@ def done(own: Path) -> Mapping[str, Done]:
         if text in results:
             continue
         if " run " in text:
-            results |= both_run(
-                own, "splitveil active run active.yaml", "splitveil passive run passive.yaml"
-            )
+            results |= both_run(own)
         else:
             run_name = yaml.safe_load(settings_block("contract.yaml").text)["run_name"]
             typed = text.replace("runs/OTHER", "runs/NAME").replace("NAME/", f"{run_name}/")
@@ -204,52 +144,24 @@ def test_the_run_leaves_the_files_that_the_guide_names(own: Path, done: Mapping[
     assert '"kind": "leak"' in (folder / "metrics.jsonl").read_text()
 
 
-EXPLAINED = (
-    "batch_size",
-    "categorical",
-    "cut_shape",
-    "delimiter",
-    "min_aligned",
-    "missing_numeric",
-    "missing_texts",
-    "model_seed",
-    "positive_label",
-)
+def test_the_pages_show_the_commands_that_are_run_here() -> None:
+    assert {*RUN_HERE} - {*TYPED, *MENTIONED} == set()
 
 
-@pytest.mark.parametrize("name", EXPLAINED)
-def test_the_page_says_what_a_setting_is_for_where_it_stands(name: str) -> None:
-    """A table without an example takes these settings, and a reader has nothing but the page."""
-    written = [
-        line for block in blocks(OWN_DATA) if block.language == "yaml" for line in block.lines
-    ]
-    stands = [line for line in written if line.lstrip().startswith(f"{name}:")]
-    assert stands
-    assert all("#" in line for line in stands)
-
-
-def test_no_command_is_run_that_no_page_shows() -> None:
-    assert {*RUN_HERE} <= TYPED | MENTIONED
-
-
-@pytest.mark.parametrize("text", sorted(TYPED - {*RUN_HERE}))
-def test_what_is_not_run_is_at_least_read(text: str) -> None:
+@pytest.mark.parametrize("text", TYPED)
+def test_every_command_can_be_parsed(text: str) -> None:
     program, *arguments = shlex.split(text)
     match program:
         case "splitveil":
             read_by_sub_command(arguments)
-        case "make":
-            targets = (ROOT / "Makefile").read_text(encoding="utf-8")
-            assert re.search(rf"^{arguments[0]}:", targets, re.MULTILINE)
         case "torchrun":
-            words = shlex.split(text.partition("splitveil.")[2])
-            parsers = {"active_party": active_parser, "passive_party": passive_parser}
-            parsers[words[0]](words[0]).parse_args(words[1:])
+            module, *words = shlex.split(text.partition("splitveil.")[2])
+            read_by_sub_command([module.removesuffix("_party"), *words])
         case "docker":
             files = [one for one in arguments if one.endswith(".yml")] or ["docker-compose.yml"]
             assert all((ROOT / file).is_file() for file in files)
         case _:
-            assert text == "pip install splitveil"
+            assert program in {"make", "pip", "python", "scp"}
 
 
 def read_by_sub_command(arguments: Sequence[str]) -> None:
@@ -267,20 +179,17 @@ def read_by_sub_command(arguments: Sequence[str]) -> None:
         accept(options)
 
 
-@pytest.mark.parametrize("text", sorted(MENTIONED - TYPED - {*RUN_HERE}))
-def test_what_is_mentioned_is_read_or_in_the_help(
+@pytest.mark.parametrize("text", [text for text in MENTIONED if text.startswith("splitveil ")])
+def test_what_a_sentence_mentions_is_in_the_help(
     text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    program, *words = text.split()
-    with suppress(SystemExit):
-        test_what_is_not_run_is_at_least_read(text)
-        return
-    assert program == "splitveil"
+    _, *words = text.split()
+    options = [word for word in words if word.startswith("--")]
+    named = list(takewhile(str.isalpha, words))
     with pytest.raises(SystemExit) as end:
-        splitveil.main([*(word for word in words if not word.startswith("--")), "--help"])
+        splitveil.main([*named, "--help"])
     assert end.value.code == 0
-    shown = capsys.readouterr().out
-    assert all(word in shown for word in words if word.startswith("--"))
+    assert all(option in capsys.readouterr().out for option in options)
 
 
 def accept(options: argparse.Namespace) -> None:
@@ -296,11 +205,10 @@ def accept(options: argparse.Namespace) -> None:
 
 
 def test_a_misspelt_option_or_setting_is_noticed() -> None:
-    for text in ("splitveil demo --defence none", "splitveil active chek active.yaml"):
-        with pytest.raises(SystemExit):
-            test_what_is_not_run_is_at_least_read(text)
+    with pytest.raises(SystemExit):
+        test_every_command_can_be_parsed("splitveil demo --defence none")
     with pytest.raises(Exception, match="unknown setting"):
-        test_what_is_not_run_is_at_least_read("splitveil demo --set contract.epoch=5")
+        test_every_command_can_be_parsed("splitveil demo --set contract.epoch=5")
 
 
 PROGRAMS = [page for page in GUIDE if any(one.language == "python" for one in blocks(page))]
@@ -317,7 +225,7 @@ PRINTED = {
         r".*\n0\.7[0-4]\d+\n.*power ratio.*0\.6.*"
         r"\['active', 'contract', 'passive'\]"
     ),
-    "docs/guide/serving.md": "",  # defines functions; tests/system/test_serve_processes.py asks
+    "docs/guide/serving.md": "",  # defines functions; tests/system/test_predict_processes.py asks
 }
 """Page -> what its programs print, run one after the other in one interpreter."""
 

@@ -20,18 +20,11 @@ class EndedRun(NamedTuple):
 
     @property
     def report(self) -> Path:
-        """The active party's page."""
         return self.folder / ACTIVE / "report.html"
 
 
 def document(name: str, runs: Mapping[str, EndedRun], comparison: Path | None) -> dict[str, object]:
-    """Return what ``--json`` prints: for each run its folder, report and all parties' summaries.
-
-    Args:
-        name: of the example's run.
-        runs: title -> a run that has ended.
-        comparison: the page that compares them, if there is one.
-    """
+    """Return what ``--json`` prints: for each run, by title, its folder, report and summaries."""
     return {
         "name": name,
         "runs": [_described(title, run) for title, run in runs.items()],
@@ -58,10 +51,8 @@ def _existing(page: Path | None) -> str | None:
 def refuse_unknown_settings(overrides: Iterable[str]) -> None:
     """Name the overrides that no party has a setting for, in the words of the command line.
 
-    Parties know their own settings only, and so name none by its party.
-
     Raises:
-        SettingsError: there are some.
+        SettingsError: there are some; parties name none, because they know their own settings only.
     """
     problems = []
     for override in overrides:

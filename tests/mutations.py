@@ -9,14 +9,14 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 import grpc
 
-from splitveil.active_party.serving.server import method_handlers, start_server
-from splitveil.active_party.serving.service import ActiveService
+from splitveil.active_party.grpc_server.server import method_handlers, start_server
+from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.common.party.transcript import Crossing, Transcript
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.messages import Activation
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import method_path
-from splitveil.common.wire.error_interceptor import ErrorInterceptor
+from splitveil.common.wire.interceptors import ErrorInterceptor
 from splitveil.common.wire.limits import PARTY_KEY, SMALL_BYTES, Refused, reader
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb

@@ -92,12 +92,6 @@ class ChosenColumns(NamedTuple):
 def select_features(
     settings: FeatureSettings, names: Sequence[str], reserved: Sequence[str], source: str
 ) -> ChosenColumns:
-    """Return the columns that are features.
-
-    Raises:
-        DataError: a name or pattern matches no column.
-        SettingsError: a column is requested in two ways, or is the id, the label or the split.
-    """
     # Nobody can ask for a column without a name, such as the row numbers that pandas writes.
     candidates = [name for name in names if name and name not in reserved]
     ways = (settings.numeric, settings.categorical, settings.timestamps, settings.lists)
@@ -121,11 +115,7 @@ def select_features(
 
 
 def check_columns_exist(wanted: Sequence[str], names: Sequence[str], source: str) -> None:
-    """Check that each wanted column occurs exactly once.
-
-    Raises:
-        DataError: names every column that does not, with the most similar existing name.
-    """
+    """Check that each wanted column occurs exactly once; DataError names those that do not."""
     found = Counter(names)
     problems = [
         f"{source}: there is no column {name!r}{suggest(name, names)}"
@@ -142,13 +132,8 @@ def check_columns_exist(wanted: Sequence[str], names: Sequence[str], source: str
 def read_ids(column: WrittenColumn, *, may_be_floats: bool = False) -> list[str]:
     """Return the ids as written in the file; a missing id becomes the empty text.
 
-    Args:
-        column: the ids.
-        may_be_floats: whether whole numbers may be stored as floating-point numbers, as tables with
-            gaps often have them. Those so large that neighbours run together are refused.
-
-    Raises:
-        DataError: the column holds neither text nor whole numbers.
+    Whole numbers may be stored as floating-point numbers, as tables with gaps often have them,
+    except those so large that neighbours run together.
     """
     if may_be_floats and pa.types.is_floating(column.cells.type):
         return _ids_of_floats(column)
@@ -173,11 +158,6 @@ def _ids_of_floats(column: WrittenColumn) -> list[str]:
 
 
 def read_weights(column: WrittenColumn) -> NDArray[np.float64]:
-    """Return what each row counts.
-
-    Raises:
-        DataError: a weight is missing, or is not between 0 and a million.
-    """
     weights = read_numbers(column).values
     is_wrong = ~((weights > 0) & (weights <= MAX_WEIGHT))
     if is_wrong.any():
@@ -189,11 +169,7 @@ def read_weights(column: WrittenColumn) -> NDArray[np.float64]:
 
 
 def read_splits(column: WrittenColumn) -> NDArray[np.int8]:
-    """Return each row's split as an index into ``SPLITS``.
-
-    Raises:
-        DataError: a row holds none of these words.
-    """
+    """Return each row's split as an index into ``SPLITS``."""
     text = pc.utf8_trim_whitespace(_as_text(column))
     indices = pc.index_in(text, value_set=pa.array(SPLITS, pa.string()))
     codes = pc.fill_null(indices, -1).to_numpy()
@@ -206,14 +182,8 @@ def read_splits(column: WrittenColumn) -> NDArray[np.int8]:
 def read_numeric(columns: Mapping[str, WrittenColumn], gaps: Gaps) -> dict[str, Numbers]:
     """Return the columns as finite numbers, and NaN only for gaps that are kept.
 
-    What the file stores as float32 stays float32, at half the memory.
-
-    Args:
-        columns: the columns by name.
-        gaps: whether a cell without a number is refused, read as 0, or kept as NaN.
-
-    Raises:
-        DataError: has one line per kind of problem in each column.
+    What the file stores as float32 stays float32, at half the memory. DataError has one line per
+    kind of problem in each column.
     """
     problems: list[str] = []
     result: dict[str, Numbers] = {}
@@ -230,7 +200,8 @@ def read_numeric(columns: Mapping[str, WrittenColumn], gaps: Gaps) -> dict[str, 
         if is_infinite.any():
             problems.append(
                 f"{column.where}: infinite or too large for float32 in "
-                f"{column.list_rows(is_infinite)}"
+                f"{column.list_rows(is_infinite)}; if such a cell means that there is no value, "
+                f"name its text, such as inf, in data.features.missing_texts"
             )
         if gaps == "refused" and is_missing.any():
             problems.append(
@@ -287,7 +258,7 @@ def _closeness(name: str, requested: Sequence[str], exclude: Sequence[str]) -> i
     """Rate how directly a column is requested: 3 by name, 2 by pattern, 1 by ``*``, else 0."""
     if name in requested:
         return 3
-    if any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude):
+    if is_unnamed_index(name) or any(fnmatch.fnmatchcase(name, one) for one in exclude):
         return 0
     matching = [pattern for pattern in requested if fnmatch.fnmatchcase(name, pattern)]
     return max((1 if pattern == "*" else 2 for pattern in matching), default=0)
@@ -300,6 +271,9 @@ def _matches_any(pattern: str, names: Sequence[str]) -> bool:
 def _as_text(column: WrittenColumn) -> ArrowColumn:
     """Return a column as text: whole numbers in decimal, bytes as UTF-8."""
     kind = column.cells.type
+    if getattr(kind, "extension_name", None) == "arrow.uuid":
+        texts = [None if one is None else str(one) for one in column.cells.to_pylist()]
+        return pa.chunked_array([pa.array(texts, pa.string())])
     try:
         if pa.types.is_floating(kind):
             raise pa.ArrowTypeError("a floating-point number has no unique text form")
@@ -334,16 +308,12 @@ def with_points(text: ArrowColumn) -> ArrowColumn:
 
 
 def read_numbers(column: WrittenColumn) -> _Numbers:
-    """Read a column as numbers, and say which of its cells are none.
-
-    Raises:
-        DataError: the column is of a type that holds no numbers.
-    """
+    """Read a column as numbers, and say which of its cells are none."""
     cells = column.cells
     is_unreadable = np.zeros(len(cells), dtype=np.bool_)
     if pa.types.is_dictionary(cells.type):
         cells = pc.cast(cells, cells.type.value_type)
-    if pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type):
+    if is_text(cells.type):
         cells = clean_text(column._replace(cells=cells))
         cells = with_points(cells) if column.decimal == "," else cells
     try:
@@ -352,7 +322,20 @@ def read_numbers(column: WrittenColumn) -> _Numbers:
         raise DataError(f"{column.where}: expected numbers, not {cells.type}") from error
     except pa.ArrowInvalid:
         is_number = pc.match_substring_regex(cells, NUMBER)
-        is_unreadable = ~pc.fill_null(is_number, True).to_numpy()
+        is_unreadable = ~pc.fill_null(is_number, True).to_numpy(zero_copy_only=False)
         readable = pc.if_else(is_number, cells, pa.scalar(None, pa.string()))
         numbers = pc.cast(readable, pa.float64())
-    return _Numbers(numbers.to_numpy(), is_unreadable)
+    values = numbers.to_numpy()
+    is_infinite = np.abs(values) > LARGEST_FLOAT32
+    if is_infinite.any() and pa.types.is_floating(cells.type):
+        texts = pc.cast(cells, pa.string())
+        is_missing = pc.is_in(texts, value_set=pa.array(column.missing_texts, pa.string()))
+        values = np.where(is_infinite & is_missing.to_numpy(), np.nan, values)
+    return _Numbers(values, is_unreadable)
+
+
+def is_text(kind: Any) -> bool:
+    """Say whether a type's cells are texts, which Impala and others store as bytes."""
+    if pa.types.is_fixed_size_binary(kind):
+        return True
+    return kind in {pa.string(), pa.large_string(), pa.binary(), pa.large_binary()}

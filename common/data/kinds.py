@@ -21,22 +21,12 @@ from splitveil.common.data.source_settings import (
     Source,
     SqlSource,
 )
-from splitveil.common.data.sources import ArrowColumn, Part, TableSource
+from splitveil.common.data.sources import ColumnsInMemory, Part, TableSource
 from splitveil.common.data.sql_snapshot import snapshot_of
 from splitveil.common.errors import DataError, SettingsError
 
 
 def open_source(settings: Source, base_dir: Path, image_array: str | None = None) -> TableSource:
-    """Open a source of rows.
-
-    Args:
-        settings: name the source.
-        base_dir: folder to which relative paths refer.
-        image_array: the array of an npz file that holds images, if there is one.
-
-    Raises:
-        SettingsError: a path names an environment variable that is not set.
-    """
     match settings:
         case CsvSource():
             return text_file(settings, base_dir)
@@ -53,7 +43,6 @@ def open_source(settings: Source, base_dir: Path, image_array: str | None = None
 
 
 def text_file(settings: CsvSource, base_dir: Path) -> CsvFile:
-    """Open a text file with one row per line, or its parts."""
     path = settings.resolve(base_dir)
     return CsvFile(path, settings.separator(), settings.column_names, settings.encoding)
 
@@ -82,30 +71,16 @@ def _parquet(place: Place) -> TableSource:
     return ParquetFiles(place)
 
 
-class _Shipped:
-    """A table in memory."""
-
-    def __init__(self, columns: Mapping[str, Any]) -> None:
-        self._columns = dict(columns)
-
-    def column_names(self) -> list[str]:
-        """Return the names of all columns."""
-        return list(self._columns)
-
-    def read(self, names: Sequence[str]) -> Mapping[str, ArrowColumn]:
-        """Return the named columns."""
-        return {name: pa.chunked_array([pa.array(self._columns[name])]) for name in names}
+class _Shipped(ColumnsInMemory):
+    def __init__(self, name: str, columns: Mapping[str, Any]) -> None:
+        cells = {key: pa.chunked_array([pa.array(values)]) for key, values in columns.items()}
+        super().__init__(f"scikit-learn's {name}", cells)
 
     def parts(self, names: Sequence[str]) -> Iterator[Part]:
-        """Yield the named columns in a single part, because the table is small."""
         yield Part(self.read(names), None, 1.0)
 
 
 class Digits(_Shipped):
-    """The images of handwritten digits that scikit-learn ships."""
-
-    name = "scikit-learn's digits"
-
     def __init__(self, shuffle_seed: int) -> None:
         # Importing it takes a second, which a party with a file of its own need not wait for.
         from sklearn.datasets import load_digits  # noqa: PLC0415
@@ -114,14 +89,10 @@ class Digits(_Shipped):
         order = np.random.default_rng(shuffle_seed).permutation(len(bunch.target))
         columns = {"id": [f"image-{row:04d}" for row in order], "digit": bunch.target[order]}
         pixels = {f"pixel_{j // 8}_{j % 8}": bunch.data[order, j] for j in range(64)}
-        super().__init__(columns | pixels)
+        super().__init__("digits", columns | pixels)
 
 
 class BreastCancer(_Shipped):
-    """The Wisconsin diagnostic data set that scikit-learn ships."""
-
-    name = "scikit-learn's breast_cancer"
-
     def __init__(self, shuffle_seed: int) -> None:
         # Importing it takes a second, which a party with a file of its own need not wait for.
         from sklearn.datasets import load_breast_cancer  # noqa: PLC0415
@@ -134,4 +105,4 @@ class BreastCancer(_Shipped):
         }
         for name, values in zip(bunch.feature_names, bunch.data.T, strict=True):
             columns[str(name).replace(" ", "_")] = values[order]
-        super().__init__(columns)
+        super().__init__("breast_cancer", columns)

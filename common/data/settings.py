@@ -98,7 +98,8 @@ class FeatureSettings(Section):
 
     A column is used in one way. A name takes precedence over a pattern, and a pattern over ``*``:
     with ``categorical: C*`` and ``numeric: "*"``, all columns except the ``C`` columns are numeric.
-    Id and label are never features.
+    Id and label are never features, and the index that pandas calls ``__index_level_0__`` is one
+    only by its name.
     """
 
     numeric: Columns = ()
@@ -110,7 +111,8 @@ class FeatureSettings(Section):
     timestamps: Columns = ()
     """Columns of dates or times, each turned into the numbers of ``timestamp_parts``. Texts are
     ISO 8601 (``2026-03-01``, ``2026-03-01T17:30:00+01:00``) unless ``timestamp_format`` says
-    otherwise; a time with a zone is taken in UTC, one without as written."""
+    otherwise; a time with a zone is taken in UTC, one without as written, and digits of a second
+    beyond the sixth are dropped."""
 
     timestamp_parts: tuple[TimestampPart, ...] = Field(
         default=("year", "month", "day_of_week", "hour"), min_length=1
@@ -151,7 +153,8 @@ class FeatureSettings(Section):
     where there is a gap, otherwise 0. These come after all columns of numbers, unscaled."""
 
     missing_texts: tuple[str, ...] = ("",)
-    """Cells that mean "no value" in features and labels, for instance ``["", "?"]``."""
+    """Cells that mean "no value" in features and labels, for instance ``["", "?"]``; in columns of
+    floating-point numbers only infinite ones and those too large for float32."""
 
     signed_log1p: bool = False
     """Whether numbers x become sign(x) log(1 + |x|) before scaling, which suits counts."""

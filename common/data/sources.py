@@ -8,6 +8,7 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -65,6 +66,22 @@ class RowSource(Protocol):
         ...
 
 
+@dataclass
+class ColumnsInMemory:
+    """Columns in memory, all of the same length, as a source of rows."""
+
+    name: str
+    columns: Mapping[str, ArrowColumn]
+
+    def column_names(self) -> list[str]:
+        """Return the names of all columns."""
+        return list(self.columns)
+
+    def read(self, names: Sequence[str]) -> Mapping[str, ArrowColumn]:
+        """Return the named columns."""
+        return {name: self.columns[name] for name in names}
+
+
 class TableSource(RowSource, Protocol):
     """A source of rows that may also be read in parts."""
 
@@ -91,10 +108,9 @@ def list_rows(rows: Sequence[int] | NDArray[np.int64], count: int | None = None)
 
 @contextmanager
 def unreadable_is_data_error(path: Path | str) -> Iterator[None]:
-    """Raise DataError if the file cannot be read, without quoting any of its content.
+    """Raise DataError if a file cannot be read, without quoting any of its content.
 
-    Args:
-        path: a regular file, or the text that names a folder, a pattern or an address.
+    The path is a regular file, or the text that names a folder, a pattern or an address.
     """
     try:
         if isinstance(path, Path):

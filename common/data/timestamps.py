@@ -1,14 +1,13 @@
 """Turns columns of dates and times into numbers."""
 
 from collections.abc import Sequence
-from datetime import datetime
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from splitveil.common.data.columns import WrittenColumn, clean_text
+from splitveil.common.data.columns import WrittenColumn, clean_text, is_text
 from splitveil.common.data.settings import TimestampPart
 from splitveil.common.data.sources import ArrowColumn
 from splitveil.common.errors import DataError
@@ -17,6 +16,8 @@ _NAIVE = pa.timestamp("us")
 _UTC = pa.timestamp("us", "UTC")
 _ZONE = r"\d\d:\d\d\S*(Z|[+-]\d\d(:?\d\d)?)$"
 """The end of a text that names a zone."""
+_FORM = r"^\d{4}-\d\d-\d\d([ T]\d\d(:\d\d(:\d\d(\.\d{1,9})?)?)?(Z|[+-]\d\d(:?\d\d)?)?)?$"
+_BEYOND_MICROSECONDS = r"(:\d\d\.\d{6})\d{1,3}"
 
 _PARTS = {
     "year": pc.year,
@@ -33,13 +34,7 @@ def read_timestamps(
 ) -> dict[TimestampPart, NDArray[np.float64]]:
     """Return the numbers of a column of dates or times, NaN where there is none.
 
-    Args:
-        column: the column.
-        parts: the numbers that are wanted.
-        text_format: how texts are written; None for ISO 8601.
-
-    Raises:
-        DataError: names the rows whose text is no time, never the text.
+    DataError names the rows whose text is no time (by default of ISO 8601), never the text.
     """
     times = _times(column, text_format)
     return {part: _as_numbers(times, part) for part in parts}
@@ -65,7 +60,7 @@ def _times(column: WrittenColumn, text_format: str | None) -> ArrowColumn:
         if pa.types.is_timestamp(kind) and kind.tz is not None:
             return _without_zone(pc.cast(cells, _UTC, safe=False))
         return pc.cast(cells, _NAIVE, safe=False)
-    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+    if not is_text(kind):
         raise DataError(f"{column.where}: expected dates, times or text, not {kind}")
     text = clean_text(column._replace(cells=cells))
     if text_format is not None:
@@ -89,23 +84,42 @@ def _in_format(column: WrittenColumn, text: ArrowColumn, text_format: str) -> Ar
 
 
 def _in_iso_form(column: WrittenColumn, text: ArrowColumn) -> ArrowColumn:
-    nothing = pa.scalar(None, pa.string())
-    has_zone = pc.match_substring_regex(text, _ZONE)
     try:
-        plain = pc.cast(pc.if_else(has_zone, nothing, text), _NAIVE)
-        zoned = _without_zone(pc.cast(pc.if_else(has_zone, text, nothing), _UTC))
+        return _parsed(text)
     except pa.ArrowInvalid as error:
-        is_wrong = np.array([not _is_iso(cell) for cell in text.to_pylist()])
-        where = column.list_rows(is_wrong) if is_wrong.any() else "some rows"
+        where = column.list_rows(~are_times(text) & pc.is_valid(text).to_numpy())
         raise DataError(
             f"{column.where}: expected times such as 2026-03-01 or 2026-03-01T17:30:00 in {where}; "
-            f"data.features.timestamp_format names another form"
+            f"data.features.timestamp_format names another form, and data.features.missing_texts "
+            f"texts that mean no value"
         ) from error
+
+
+def _parsed(text: ArrowColumn) -> ArrowColumn:
+    """Return times of ISO 8601; digits of a second beyond the sixth are dropped."""
+    nothing = pa.scalar(None, pa.string())
+    text = pc.replace_substring_regex(text, _BEYOND_MICROSECONDS, r"\1")
+    has_zone = pc.match_substring_regex(text, _ZONE)
+    plain = pc.cast(pc.if_else(has_zone, nothing, text), _NAIVE)
+    zoned = _without_zone(pc.cast(pc.if_else(has_zone, text, nothing), _UTC))
     return pc.coalesce(plain, zoned)
 
 
-def _is_iso(text: str | None) -> bool:
+def are_times(text: ArrowColumn) -> NDArray[np.bool_]:
+    """Return which texts are dates or times of ISO 8601."""
+    looks_so = pc.fill_null(pc.match_substring_regex(text, _FORM), False)
+    found = np.array(looks_so.to_numpy(zero_copy_only=False), np.bool_)
+    found[found] = _are_parsed(text.filter(looks_so))
+    return found
+
+
+def _are_parsed(text: ArrowColumn) -> NDArray[np.bool_]:
+    """Parse halves, since the library does not say which text is wrong."""
     try:
-        return text is None or bool(datetime.fromisoformat(text))
-    except ValueError:
-        return False
+        _parsed(text)
+    except pa.ArrowInvalid:
+        if len(text) == 1:
+            return np.zeros(1, np.bool_)
+        half = len(text) // 2
+        return np.concatenate([_are_parsed(text[:half]), _are_parsed(text[half:])])
+    return np.ones(len(text), np.bool_)

@@ -12,8 +12,7 @@ from torch import nn
 
 from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.errors import SettingsError
-from splitveil.common.run.contract import Contract
-from splitveil.common.run.contract_difference import first_difference
+from splitveil.common.run.contract import Contract, first_difference
 from splitveil.common.run.inference import ModelIdentity
 from splitveil.common.settings import validate
 from splitveil.common.storage.initial_weights import EarlierModel

@@ -14,14 +14,17 @@ import pyarrow.compute as pc
 import torch
 from numpy.typing import NDArray
 
+from splitveil.common.data.columns import is_unnamed_index
+from splitveil.common.data.ids import Allowed
 from splitveil.common.data.label_columns import places_of
 from splitveil.common.data.settings import MAX_CLASSES
 from splitveil.common.data.sources import suggest
-from splitveil.common.errors import SettingsError
+from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.privacy.leakage import auc
 from splitveil.common.run.splits import SPLITS
 from splitveil.deploy.init.columns import Column, as_text, without_gaps
 from splitveil.deploy.init.labels import Label, classes_of, is_of_numbers, label_of
+from splitveil.deploy.init.own_ids import likely_ids, objections_to
 
 
 def _words(name: str) -> set[str]:
@@ -38,17 +41,8 @@ NUMBER_LABEL_WORDS = frozenset(["y", "label", "target"])
 
 ID_WORDS = frozenset(
     [
-        "id",
-        "ids",
-        "key",
-        "uuid",
-        "guid",
-        "identifier",
-        "customer",
-        "client",
-        "patient",
-        "person",
-        "user",
+        *("id", "ids", "key", "uuid", "guid", "identifier", "customer", "client", "patient"),
+        *("person", "user"),
     ]
 )
 TELLTALE_AUC = 0.995
@@ -84,12 +78,10 @@ class Choices(NamedTuple):
 
     @property
     def features(self) -> tuple[Column, ...]:
-        """The columns that the model reads."""
         return (*self.numeric, *self.categorical, *self.timestamps)
 
     @property
     def has_numeric_gaps(self) -> bool:
-        """Whether a column of numbers or times has cells without one."""
         return any(column.missing for column in (*self.numeric, *self.timestamps))
 
     @property
@@ -114,12 +106,18 @@ class Wishes(NamedTuple):
     numeric: tuple[str, ...] = ()
     categorical: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    missing_texts: tuple[str, ...] = ()
+    """Texts that mean "no value", beside those that are known."""
+    allowed: Allowed = Allowed()
+    """Rows that are left out because of their ids."""
 
 
-def id_candidates(columns: Sequence[Column]) -> list[Column]:
-    """Return the columns that may hold ids, those that are named like one first."""
-    unique = [c for c in columns if c.is_unique and c.kind in {"whole", "text"}]
-    return sorted(unique, key=lambda column: not _words(column.name) & ID_WORDS)
+def id_candidates(
+    columns: Sequence[Column], cells: Mapping[str, Any], wishes: Wishes
+) -> dict[str, list[str]]:
+    """Return the columns that may hold ids, the likeliest first, with what a run objects to."""
+    likely = likely_ids(columns, cells, wishes.allowed)
+    return dict(sorted(likely.items(), key=lambda x: (bool(x[1]), not _words(x[0]) & ID_WORDS)))
 
 
 def label_candidates(columns: Sequence[Column], *, with_gaps: bool = False) -> list[Column]:
@@ -133,42 +131,45 @@ def label_candidates(columns: Sequence[Column], *, with_gaps: bool = False) -> l
     return list(dict.fromkeys([*(named or numbers), *few]))
 
 
-def choose_id(columns: Sequence[Column], wishes: Wishes) -> str | None:
+def choose_id(columns: Sequence[Column], cells: Mapping[str, Any], wishes: Wishes) -> str | None:
     """Return the column with the ids; None if the rows are numbered instead.
 
-    Raises:
-        SettingsError: the column does not exist or cannot hold ids, or there are several or none.
+    SettingsError if it cannot hold ids, or there are several or none.
     """
     if not wishes.has_id:
         return None
     if wishes.id_column is not None:
         column = _named(columns, wishes.id_column, "--id-column")
-        if not column.is_unique or column.kind not in {"whole", "text"}:
+        try:
+            objections, _ = objections_to(cells[column.name], wishes.allowed)
+        except DataError as error:
+            objections = [str(error)]
+        if objections:
             raise SettingsError(
                 f"--id-column {column.name}: expected a text or whole number in every row, each "
-                f"once, found {column.in_words()} in {column.num_rows:,} rows"
+                f"once, found {column.in_words()} in {column.num_rows:,} rows; "
+                f"{'; '.join(objections)}"
             )
         return column.name
-    candidates = id_candidates(columns)
-    named = [column for column in candidates if _words(column.name) & ID_WORDS]
+    likely = id_candidates(columns, cells, wishes)
+    candidates = [name for name, objections in likely.items() if not objections]
+    named = [name for name in candidates if _words(name) & ID_WORDS]
     if len(named) == 1:
-        return named[0].name
-    if len(candidates) == 1:
-        return candidates[0].name
-    found = ", ".join(column.name for column in named or candidates) or "none"
+        return named[0]
+    if len(candidates) == 1 and not any(_words(name) & ID_WORDS for name in likely):
+        return candidates[0]
+    found = ", ".join(named or candidates) or "none"
+    nearly = "; ".join(f"{name} ({', '.join(why)})" for name, why in likely.items() if why)
     raise SettingsError(
         f"--id-column: name the column by which both parties know an example (columns with a text "
-        f"or whole number of its own in every row: {found}); or --no-id-column, if both files have "
+        f"or whole number of its own in every row: {found}"
+        f"{nearly and f'; in nearly every row: {nearly}'}); or --no-id-column, if both files have "
         f"the same examples in the same order"
     )
 
 
 def choose_label(columns: Sequence[Column], wishes: Wishes) -> Label:
-    """Return the label column, and how it is read.
-
-    Raises:
-        SettingsError: the column does not exist or holds no labels, or there are several or none.
-    """
+    """Return the label column, and how it is read; SettingsError if there are several or none."""
     if wishes.label_column is not None:
         return _read(_named(columns, wishes.label_column, "--label-column"), wishes)
     candidates = label_candidates(columns, with_gaps=wishes.leave_out_unlabelled)
@@ -200,18 +201,12 @@ def choose_features(
     wishes: Wishes,
     id_column: str | None,
     label: Label | None,
+    index_columns: Sequence[str] = (),
 ) -> Choices:
     """Decide which of the remaining columns the model reads.
 
-    Args:
-        columns: the description of every column.
-        cells: the columns as written, by name; only the label owner's are compared with the labels.
-        wishes: what the user has decided.
-        id_column: the ids.
-        label: the labels; None at a passive party.
-
-    Raises:
-        SettingsError: a column that the user names does not exist.
+    SettingsError if it is open how one is read. Cells are as written; only the label owner's are
+    compared with the labels.
     """
     for name in (*wishes.numeric, *wishes.categorical, *wishes.exclude):
         _named(columns, name, "--numeric, --categorical and --exclude")
@@ -226,7 +221,8 @@ def choose_features(
     for column in columns:
         if column.name in own:
             continue
-        why = _reason_to_leave_out(column, wishes, cells, is_positive)
+        is_index = column.name in index_columns or is_unnamed_index(column.name)
+        why = _reason_to_leave_out(column, wishes, cells, is_positive, is_index=is_index)
         if why:
             left_out.append(LeftOut(column.name, why))
             split = split or (column.name if why is _SPLIT else None)
@@ -238,6 +234,7 @@ def choose_features(
             timestamps.append(column)
         else:
             numeric.append(column)
+    _check_no_question_is_open([*numeric, *categorical], wishes)
     return Choices(
         id_column,
         label,
@@ -249,6 +246,17 @@ def choose_features(
     )
 
 
+def _check_no_question_is_open(chosen: Sequence[Column], wishes: Wishes) -> None:
+    questions = [
+        f"column {column.name!r}: {column.almost.in_words}: {column.almost.remedy}"
+        f"{f' --categorical {column.name}, or' * (column.kind == 'text')} --exclude {column.name}"
+        for column in chosen
+        if column.almost is not None and column.name not in wishes.categorical
+    ]
+    if questions:
+        raise SettingsError("\n".join(questions))
+
+
 _SPLIT = "says train, validation or test: see split in contract.yaml"
 
 
@@ -257,6 +265,8 @@ def _reason_to_leave_out(
     wishes: Wishes,
     cells: Mapping[str, Any],
     is_positive: NDArray[np.bool_] | None,
+    *,
+    is_index: bool,
 ) -> str:
     """Return why a column is not used, or an empty text."""
     if column.name in wishes.exclude:
@@ -265,6 +275,8 @@ def _reason_to_leave_out(
         return "its name has a NUL character, which settings cannot hold"
     if column.name in (*wishes.numeric, *wishes.categorical):
         return ""
+    if is_index:
+        return "the index of a pandas table, which numbers its rows"
     if is_positive is not None and _tells_label(cells[column.name], column, is_positive):
         return "tells the label almost by itself: is it known before the label is?"
     return _reason_in_its_cells(column)
@@ -278,7 +290,11 @@ def _reason_in_its_cells(column: Column) -> str:
         return f"{column.in_words()}: see timestamps and timestamp_format in docs/settings.md"
     if column.kind == "text" and set(column.values) <= set(SPLITS):
         return _SPLIT
-    if column.kind == "text" and column.distinct > _MOST_CATEGORIES_SHARE * column.present:
+    if (
+        column.almost is None
+        and column.kind == "text"
+        and column.distinct > _MOST_CATEGORIES_SHARE * column.present
+    ):
         return "texts of which most rows have their own: another id, or free text"
     is_code = column.looks_like_codes and column.is_unique
     return "a value of its own in every row: another id" if is_code else ""

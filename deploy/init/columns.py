@@ -1,10 +1,10 @@
 """Describes one column of a table: what its cells hold, how many there are of each, and its gaps.
 
-Everything is judged by the cells' texts, as the readers of a run judge them. What is found is meant
-for the table's owner only.
+The readers of a run judge what the cells are. What is found is meant for the table's owner only.
 """
 
 import re
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -12,58 +12,105 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from splitveil.common.data.columns import NUMBER
+from splitveil.common.data.columns import (
+    LARGEST_FLOAT32,
+    CategoricalColumn,
+    WrittenColumn,
+    are_numbers,
+    clean_text,
+    read_categories,
+    read_numbers,
+)
+from splitveil.common.data.sources import list_rows
+from splitveil.common.data.timestamps import are_times
+from splitveil.common.errors import DataError
+
+_FORMS = (
+    (
+        "numbers with marks between thousands",
+        r"^[+-]?(\d*|[1-9]\d{0,2}([ ,'’\x{a0}\x{202f}]\d{3})+)(\.\d+)?$",
+        'write the column without them (decimal commas: data.source.decimal: ","), or',
+    ),
+    (
+        "numbers with a decimal comma",
+        r"^[+-]?(\d*|[1-9]\d{0,2}(\.\d{3})+)(,\d+)?$",
+        'data.source.decimal: "," reads them;',
+    ),
+    (
+        "numbers with a percent sign",
+        r"^[+-]?\d*[.,]?\d+\s*%?$",
+        "write the column without it, or",
+    ),
+)
+"""Forms that no column of numbers has, each with what to do; of those that fit equally, the first.
+"""
+_MOST_TEXTS = 20
+
+
+class Almost(NamedTuple):
+    """What nearly all cells of a column are."""
+
+    in_words: str
+    """How many cells are, and which rows are not."""
+
+    others: tuple[str, ...]
+    """The texts that are not, if these may be gaps and are few."""
+
+    remedy: str
+
+
+def almost(
+    column: CategoricalColumn, what: str, is_right: NDArray[np.bool_], remedy: str = ""
+) -> Almost:
+    """Describe a column of which nearly all cells are right, or all in another form."""
+    wrong = np.flatnonzero(column.rows_of(~is_right)) + 1
+    num_cells = np.count_nonzero(column.codes >= 0)
+    words = f"{num_cells - len(wrong):,} of {num_cells:,} cells are {what}"
+    if len(wrong):
+        words += f"; {list_rows(wrong)} {'is' if len(wrong) == 1 else 'are'} not"
+    others = column.categories.filter(~is_right).to_pylist()
+    may_be_gaps = not remedy and len(others) <= _MOST_TEXTS
+    remedy = remedy or "--missing-text TEXT for a text that means no value,"
+    return Almost(words, tuple(others) if may_be_gaps else (), remedy)
+
+
+def almost_numbers(column: CategoricalColumn, is_number: NDArray[np.bool_]) -> Almost | None:
+    """Describe a column without gaps of which nearly all texts are numbers, in whatever form."""
+    found = [("numbers", is_number, "")]
+    found += [(what, matches(column.categories, form), remedy) for what, form, remedy in _FORMS]
+    likely = [one for one in found if column.is_nearly_all(one[1])]
+    best = max(likely, key=lambda one: column.rows_of(one[1]).sum(), default=None)
+    return None if best is None else almost(column, *best)
+
+
+def matches(texts: Any, pattern: str) -> NDArray[np.bool_]:
+    """Return which texts have a form."""
+    found = pc.match_substring_regex(texts, pattern)
+    return np.asarray(found.to_numpy(zero_copy_only=False), np.bool_)
+
 
 Kind = Literal["empty", "constant", "whole", "number", "time", "odd time", "text", "other"]
 """What the cells of a column hold: nothing; one value; whole numbers; numbers; dates or times (of
 ISO 8601, or in another form); texts; or something that is none of these, such as a list."""
 
-GAPS = ("", "?", "NA", "N/A", "n/a", "NaN", "nan", "NULL", "null", "None", "none", "-", "#N/A")
+GAPS = (
+    *("", "?", "NA", "N/A", "n/a", "NaN", "nan", "NULL", "null", "None", "none", "-", "."),
+    *(r"\N", "<NA>", "NaT", "0000-00-00", "0000-00-00 00:00:00"),
+    *("#N/A", "#DIV/0!", "#VALUE!", "#REF!", "#NAME?", "#NUM!", "#NULL!"),
+)
 """Texts that mean "no value" where a column holds them beside other cells."""
 
 CODE_WORDS = frozenset(
     [
-        "agent",
-        "app",
-        "area",
-        "branch",
-        "brand",
-        "category",
-        "channel",
-        "city",
-        "class",
-        "code",
-        "country",
-        "county",
-        "device",
-        "district",
-        "id",
-        "ids",
-        "ip",
-        "kind",
-        "merchant",
-        "model",
-        "os",
-        "plz",
-        "postcode",
-        "product",
-        "region",
-        "sector",
-        "shop",
-        "sku",
-        "state",
-        "store",
-        "terminal",
-        "type",
-        "vendor",
-        "zip",
-        "zipcode",
+        *("agent", "app", "area", "branch", "brand", "category", "channel", "city", "class"),
+        *("code", "country", "county", "device", "district", "id", "ids", "ip", "kind"),
+        *("merchant", "model", "os", "plz", "postcode", "product", "region", "sector", "shop"),
+        *("sku", "state", "store", "terminal", "type", "vendor", "zip", "zipcode"),
     ]
 )
 """Words in the names of columns whose whole numbers are codes and not quantities."""
 
 _WHOLE = r"^[+-]?\d+$"
-_ISO_TIME = r"^\d{4}-\d{2}-\d{2}([ T]\d{2}:\d{2}(:\d{2}(\.\d+)?)?(Z|[+-]\d{2}:\d{2})?)?$"
 _TIME = r"^\d{4}[-/.]\d{1,2}[-/.]\d{1,2}([ T]\d{1,2}:\d{2}.*)?$|^\d{1,2}[/.]\d{1,2}[/.]\d{4}( .*)?$"
 _MOST_CODES = 1000
 _LEAST_REPEATS = 20
@@ -110,14 +157,15 @@ class Column(NamedTuple):
     variance: float = 0.0
     """Of the numbers over the rows."""
 
+    almost: Almost | None = None
+    """What nearly all of its cells are, if the others keep a run from reading it so."""
+
     @property
     def present(self) -> int:
-        """The number of cells with a value."""
         return self.num_rows - self.missing
 
     @property
     def is_unique(self) -> bool:
-        """Whether every row has a value of its own."""
         return not self.missing and self.distinct == self.num_rows
 
     def in_words(self) -> str:
@@ -132,6 +180,7 @@ class Column(NamedTuple):
             "text": f"texts, {self.distinct:,} distinct",
             "other": "neither texts nor numbers",
         }[self.kind]
+        what += f" ({self.almost.in_words})" if self.almost else ""
         if not self.missing or self.kind == "empty":
             return what
         shown = ", ".join("empty" if gap == "" else repr(gap) for gap in self.gaps)
@@ -142,30 +191,27 @@ KEPT_VALUES = 200
 """Values of a column that are kept: more than any label has classes."""
 
 
-def describe(name: str, cells: Any) -> Column:
-    """Describe a column.
-
-    Args:
-        name: its name.
-        cells: a pyarrow ChunkedArray of any type.
-    """
+def describe(name: str, cells: Any, missing_texts: Sequence[str] = ()) -> Column:
     text = as_text(cells)
     if text is None:
         return Column(name, "other", len(cells), cells.null_count, (), 0, (), (), 0.0, False, "")
-    gaps = _gaps_of(text)
-    filled = without_gaps(text, gaps)
-    counted = pc.value_counts(filled.drop_null())
-    values, counts = counted.field("values"), counted.field("counts").to_numpy()
-    kind = _kind_of(cells.type, values)
+    present = set(pc.unique(text).to_pylist())
+    gaps = tuple(gap for gap in dict.fromkeys((*GAPS, *missing_texts)) if gap in present)
+    found = read_categories(WrittenColumn(text, name, gaps))
+    kind, nearly = _kind_of(name, cells.type, found)
+    values, counts = found.categories, np.bincount(found.codes + 1)[1:]
+    numbers = numbers_of(values) if kind in {"whole", "number"} else np.zeros(0)
+    if np.isnan(numbers).any():  # other spellings of NaN
+        is_value = ~np.isnan(numbers)
+        values, numbers = values.filter(pa.array(is_value)), numbers[is_value]
+        counts = counts[is_value]
     order = np.argsort(-counts, kind="stable")[:KEPT_VALUES]
-    numbers = _numbers(values) if kind in {"whole", "number"} else np.zeros(0)
     reason = _reason_for_codes(name, kind, numbers, counts)
-    has_numbers = bool(len(numbers) and np.isfinite(numbers).all())
     return Column(
         name=name,
         kind=kind,
         num_rows=len(cells),
-        missing=filled.null_count,
+        missing=len(cells) - int(counts.sum()),
         gaps=gaps,
         distinct=len(values),
         values=tuple(values.take(pa.array(order)).to_pylist()),
@@ -175,54 +221,65 @@ def describe(name: str, cells: Any) -> Column:
         reason=reason,
         low=float(numbers.min()) if len(numbers) else 0.0,
         high=float(numbers.max()) if len(numbers) else 0.0,
-        variance=_variance(numbers, counts) if has_numbers else 0.0,
+        variance=_variance(numbers, counts) if len(numbers) and nearly is None else 0.0,
+        almost=nearly,
     )
 
 
 def as_text(cells: Any) -> Any | None:
     """Return a column's cells as texts without surrounding white space; None if they have none."""
-    kind = cells.type
-    if pa.types.is_nested(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-        return None
     try:
-        return pc.utf8_trim_whitespace(pc.cast(cells, pa.string()))
-    except pa.ArrowException:
+        if pa.types.is_floating(cells.type):
+            cells = pc.cast(cells, pa.string())
+        return clean_text(WrittenColumn(cells, ""))
+    except DataError:
         return None
 
 
-def without_gaps(text: Any, gaps: tuple[str, ...]) -> Any:
+def without_gaps(text: Any, gaps: Sequence[str]) -> Any:
     """Return the texts with null in place of every gap."""
-    is_gap = pc.is_in(text, value_set=pa.array(gaps, pa.string()))
-    return pc.if_else(is_gap, pa.scalar(None, pa.string()), text)
+    return clean_text(WrittenColumn(text, "", gaps))
 
 
-def _gaps_of(text: Any) -> tuple[str, ...]:
-    present = set(pc.unique(text).to_pylist())
-    return tuple(gap for gap in GAPS if gap in present)
+def _kind_of(name: str, written_as: Any, column: CategoricalColumn) -> tuple[Kind, Almost | None]:
+    """Return what the cells are, and what nearly all of them are."""
+    texts = column.categories
+    is_number = are_numbers(texts)
+    is_typed = pa.types.is_floating(written_as) or pa.types.is_decimal(written_as)
+    if is_typed and not is_number.all():
+        return "number", almost(column, "finite numbers of float32", is_number)
+    if len(texts) <= 1:
+        return "constant" if len(texts) else "empty", None
+    if pa.types.is_temporal(written_as):  # times of day and durations only have a text
+        is_time = pa.types.is_date(written_as) or pa.types.is_timestamp(written_as)
+        return "time" if is_time else "text", None
+    if is_typed or is_number.all():
+        is_whole = matches(texts, _WHOLE).all() and not pa.types.is_floating(written_as)
+        return "whole" if is_whole else "number", None
+    return _kind_of_texts(name, column, is_number)
 
 
-def _kind_of(written_as: Any, values: Any) -> Kind:
-    if len(values) <= 1:
-        return "constant" if len(values) else "empty"
-    if pa.types.is_temporal(written_as):
-        return "time"
-    if pa.types.is_floating(written_as) or pa.types.is_decimal(written_as):
-        return "number"
-    forms: tuple[tuple[str, Kind], ...] = (
-        (_WHOLE, "whole"),
-        (NUMBER, "number"),
-        (_ISO_TIME, "time"),
-        (_TIME, "odd time"),
-    )
-    return next((kind for form, kind in forms if _all_match(values, form)), "text")
+def _kind_of_texts(
+    name: str, column: CategoricalColumn, is_number: NDArray[np.bool_]
+) -> tuple[Kind, Almost | None]:
+    texts = column.categories
+    is_time = are_times(texts)
+    if is_time.all():
+        return "time", None
+    if column.is_nearly_all(is_time):
+        return "text", almost(column, "dates or times", is_time)
+    if matches(texts, _TIME).all():
+        return "odd time", None
+    return "text", None if _is_code_word(name) else almost_numbers(column, is_number)
 
 
-def _all_match(values: Any, pattern: str) -> bool:
-    return bool(pc.all(pc.match_substring_regex(values, pattern)).as_py())
+def numbers_of(values: Any) -> NDArray[np.float64]:
+    """Return texts that are numbers as such."""
+    return read_numbers(WrittenColumn(pa.chunked_array([values]), "")).values
 
 
-def _numbers(values: Any) -> NDArray[np.float64]:
-    return np.asarray(pc.cast(values, pa.float64(), safe=False).to_numpy(), np.float64)
+def _is_code_word(name: str) -> bool:
+    return bool(CODE_WORDS & set(re.split(r"[^a-z]+", name.lower())))
 
 
 def _variance(numbers: NDArray[np.float64], counts: NDArray[np.int64]) -> float:
@@ -231,7 +288,7 @@ def _variance(numbers: NDArray[np.float64], counts: NDArray[np.int64]) -> float:
 
 
 def _skewness(numbers: NDArray[np.float64], counts: NDArray[np.int64]) -> float:
-    is_finite = np.isfinite(numbers)
+    is_finite = np.abs(numbers) <= LARGEST_FLOAT32
     numbers, counts = numbers[is_finite], counts[: len(is_finite)][is_finite]
     if len(numbers) < 2:
         return 0.0
@@ -250,7 +307,7 @@ def _reason_for_codes(
     """
     if kind != "whole" or len(numbers) < 3 or numbers.min() < 0:
         return ""
-    if CODE_WORDS & set(re.split(r"[^a-z]+", name.lower())):
+    if _is_code_word(name):
         return "named like a code"
     steps = np.diff(np.unique(numbers))
     unit = float(np.gcd.reduce(steps[steps < 2**53].astype(np.int64))) or 1.0

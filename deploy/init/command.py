@@ -15,11 +15,7 @@ from splitveil.common.party.json_output import add_json
 
 
 def parser(program: str) -> argparse.ArgumentParser:
-    """Return the sub-command's parser.
-
-    Args:
-        program: the words with which it is called.
-    """
+    """Return the sub-command's parser."""
     init = argparse.ArgumentParser(
         prog=program,
         description="look at a party's table, and write commented settings that fit it",
@@ -58,10 +54,16 @@ def parser(program: str) -> argparse.ArgumentParser:
         ("numeric", "columns to read as numbers"),
         ("categorical", "columns whose values are categories"),
         ("exclude", "columns to leave out"),
+        ("missing-text", "further texts that mean that a cell has no value"),
     ):
+        metavar = "TEXT" if kind == "missing-text" else "NAME"
         init.add_argument(
-            f"--{kind}", nargs="+", action="extend", default=[], metavar="NAME", help=what
+            f"--{kind}", nargs="+", action="extend", default=[], metavar=metavar, help=what
         )
+    init.add_argument("--unusable-ids", choices=["leave_out"], help="leave out rows without an id")
+    init.add_argument(
+        "--duplicate-ids", choices=["first"], help="leave out rows whose id an earlier row has"
+    )
     init.add_argument("--delimiter", metavar="CHARACTER", help="character between two cells")
     init.add_argument("--encoding", metavar="NAME", help="of a text file, such as cp1252")
     init.add_argument("--party", default="passive", metavar="NAME", help="the passive party")
@@ -80,6 +82,5 @@ def _file_here(text: str) -> Path:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Do what parsed arguments say, and return the exit code."""
     exit_code: int = import_module("splitveil.deploy.init.initialise").perform(parsed)
     return exit_code

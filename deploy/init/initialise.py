@@ -7,16 +7,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
 from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.id_forms import IdForms
+from splitveil.common.data.ids import Allowed
 from splitveil.common.data.kinds import with_advice
+from splitveil.common.data.settings import DataSettings
+from splitveil.common.data.sources import ColumnsInMemory
+from splitveil.common.data.table import table_of
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_settings import Address, load_party_settings
 from splitveil.common.run.contract import ACTIVE, Name
+from splitveil.common.run.id_rules import TextId
+from splitveil.common.settings import validate
 from splitveil.common.text.visible_text import visible
 from splitveil.deploy.init.choices import Wishes, id_candidates, label_candidates
 from splitveil.deploy.init.columns import Column, as_text, describe
@@ -36,8 +43,6 @@ Ask = Callable[[str, Sequence[str]], str]
 
 
 class Written(NamedTuple):
-    """The outcome of ``splitveil init``."""
-
     proposal: Proposal
     columns: Sequence[Column]
     files: Sequence[Path]
@@ -45,7 +50,6 @@ class Written(NamedTuple):
     """A sentence for each form of ids that the other party probably does not write."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the outcome for programs."""
         p, label = self.proposal, self.proposal.choices.label
         within = None if label is None else label.within
         return {
@@ -88,14 +92,7 @@ def initialise(
 ) -> Written:
     """Look at a table and write the settings that fit it.
 
-    Args:
-        path: the table: CSV, TSV or Parquet, or a folder of such files.
-        wishes: what the user has decided about columns.
-        terms: what the user has decided about the run.
-        delimiter: character between two cells of a text file; by default it is found out.
-        encoding: of a text file; by default UTF-8, or what a byte order mark says.
-        force: whether existing files are overwritten.
-        ask: asks the user what the table leaves open; by default that is an error.
+    The caller is asked what the table leaves open, if that is possible.
 
     Raises:
         DataError: the table cannot be read.
@@ -104,12 +101,17 @@ def initialise(
     """
     named = (wishes.id_column, wishes.label_column, *wishes.numeric, *wishes.categorical)
     table = read_raw(path, delimiter, encoding, has_header=any(named))
-    columns = [describe(name, cells) for name, cells in table.columns.items()]
+    columns = [describe(*column, wishes.missing_texts) for column in table.columns.items()]
     if ask is not None:
-        wishes = _asked(columns, wishes, terms, ask)
+        wishes = _asked(table, columns, wishes, terms, ask)
+        wishes = _asked_about_columns(columns, wishes, ask)
+        if wishes.missing_texts:
+            columns = [describe(*column, wishes.missing_texts) for column in table.columns.items()]
     with with_advice(table.settings, Path()):
         proposal = propose(table, columns, wishes, terms)
-    files = write_files(terms.folder, texts_of(proposal, terms.role), force=force)
+    texts = texts_of(proposal, terms.role)
+    _read_as_a_run_does(table, proposal, texts[f"{terms.role}.yaml"])
+    files = write_files(terms.folder, texts, force=force)
     _check_loadable(terms)
     return Written(proposal, columns, files, _id_doubts(table, proposal.choices.id_column))
 
@@ -122,11 +124,13 @@ def _id_doubts(table: RawTable, id_column: str | None) -> Sequence[str]:
     return forms.doubts()
 
 
-def _asked(columns: Sequence[Column], wishes: Wishes, terms: Terms, ask: Ask) -> Wishes:
+def _asked(
+    table: RawTable, columns: Sequence[Column], wishes: Wishes, terms: Terms, ask: Ask
+) -> Wishes:
     """Ask for the columns that matter; the likeliest answer is the default."""
     if wishes.id_column is None and wishes.has_id:
-        names = [column.name for column in id_candidates(columns)]
-        answer = ask("Column with the ids by which both parties know an example", [*names, "-"])
+        likely = [*id_candidates(columns, table.columns, wishes), "-"]
+        answer = ask("Column with the ids by which both parties know an example", likely)
         wishes = wishes._replace(has_id=answer != "-", id_column=None if answer == "-" else answer)
     if terms.role != ACTIVE:
         return wishes
@@ -154,6 +158,36 @@ def _asked_about_labels(column: Column, wishes: Wishes, ask: Ask) -> Wishes:
     return wishes
 
 
+def _asked_about_columns(columns: Sequence[Column], wishes: Wishes, ask: Ask) -> Wishes:
+    """Ask how columns are read of which nearly all cells are of one kind."""
+    for column in columns:
+        decided = (*wishes.categorical, *wishes.exclude, wishes.id_column, wishes.label_column)
+        if column.almost is None or column.name in decided:
+            continue
+        gaps = column.almost.others
+        is_category = any(set(gaps) & set(other.values) for other in columns if other != column)
+        answers = ["gaps"] if gaps and not is_category else []
+        answers += ["categorical", "exclude"] if column.kind == "text" else ["exclude"]
+        answer = ask(f"Column {column.name}: {column.almost.in_words}: read as", answers)
+        if answer not in answers:
+            raise SettingsError(f"column {column.name!r}: expected {' or '.join(answers)}")
+        if answer == "gaps":
+            wishes = wishes._replace(missing_texts=(*wishes.missing_texts, *gaps))
+        elif answer == "exclude":
+            wishes = wishes._replace(exclude=(*wishes.exclude, column.name))
+        else:
+            wishes = wishes._replace(categorical=(*wishes.categorical, column.name))
+    return wishes
+
+
+def _read_as_a_run_does(table: RawTable, proposal: Proposal, text: str) -> None:
+    """Refuse before anything is written what a run would refuse."""
+    in_memory = {"source": {"kind": "csv", "path": "as read by init"}}
+    settings = validate(DataSettings, yaml.safe_load(text)["data"] | in_memory, "data")
+    rules = [TextId(whole_numbers=proposal.whole_numbers)]
+    table_of(ColumnsInMemory(str(table.path), table.columns), settings, None, rules)
+
+
 def _check_loadable(terms: Terms) -> None:
     """Read the files back as a run does; a passive party may not have the contract yet."""
     if terms.role == ACTIVE:
@@ -166,7 +200,6 @@ def _check_loadable(terms: Terms) -> None:
 
 
 def perform(options: argparse.Namespace) -> int:
-    """Do what parsed arguments say, and return the exit code."""
     written = initialise(
         options.file,
         _wishes(options),
@@ -202,6 +235,10 @@ def _wishes(options: argparse.Namespace) -> Wishes:
         numeric=tuple(options.numeric),
         categorical=tuple(options.categorical),
         exclude=tuple(options.exclude),
+        missing_texts=tuple(options.missing_text),
+        allowed=Allowed(
+            duplicates=options.duplicate_ids is not None, unusable=options.unusable_ids is not None
+        ),
     )
 
 

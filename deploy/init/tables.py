@@ -1,7 +1,7 @@
 """Reads a party's own file for ``splitveil init``, or the beginning of a very large one."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,6 +51,8 @@ class RawTable(NamedTuple):
     """Whether all rows were read."""
     left_out: Mapping[str, str]
     """The reasons not to use a column that is not among ``columns``."""
+    index_columns: Sequence[str]
+    """Those that held the rows' labels in pandas."""
 
 
 def read_raw(
@@ -61,18 +63,10 @@ def read_raw(
     has_header: bool = False,
     most_rows: int = MOST_ROWS,
 ) -> RawTable:
-    """Read a CSV, TSV or Parquet file, or a folder of them.
+    """Read a CSV, TSV or Parquet file, or a folder of them; rows beyond ``most_rows`` are not read.
 
-    Args:
-        path: the file, or a folder or pattern that names the parts of a table.
-        delimiter: character between two cells of a text file; by default it is found out.
-        encoding: of a text file; by default UTF-8, or what a byte order mark says.
-        has_header: whether the first line of a text file surely holds the column names.
-        most_rows: further rows are not read.
-
-    Raises:
-        DataError: the file cannot be read, or has no rows.
-        SettingsError: its ending is of none of these kinds.
+    The delimiter and the encoding of a text are found out by default. With ``has_header``, its
+    first line surely holds the column names.
     """
     where = not_expanded(str(path.absolute()))
     source: dict[str, Any] = {"kind": _kind_of(path)}
@@ -118,7 +112,8 @@ def _read(path: Path, source: dict[str, Any], settings: Source, most_rows: int) 
     if may_have_commas and (found := _with_points(columns)):
         source["decimal"] = ","
         columns |= found
-    return RawTable(path, source, settings, columns, estimate, is_whole, left_out)
+    index = getattr(table, "index_columns", ())
+    return RawTable(path, source, settings, columns, estimate, is_whole, left_out, index)
 
 
 def _with_points(columns: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from splitveil.active_party.online.online_status import OnlineStatus
+from splitveil.active_party.http.online_status import OnlineStatus
 from splitveil.common.run.contract import Contract
 from splitveil.passive_party.inference.inference_status import InferenceStatus
 from tests.docs.markdown import ROOT
@@ -155,22 +155,6 @@ def test_the_board_shows_every_metric_of_the_run(exported: dict[str, set[str]]) 
     asked = {one.name for target in targets() for one in selectors(target["expr"])}
     own = {name for name in exported if name.startswith("splitveil_")}
     assert own - asked - {"splitveil_run_info"} == set()
-
-
-def test_no_panel_of_the_board_covers_another() -> None:
-    fields: set[tuple[int, int]] = set()
-    for panel in board()["panels"]:
-        place = panel["gridPos"]
-        assert place["x"] + place["w"] <= 24
-        own = {
-            (x, y)
-            for x in range(place["x"], place["x"] + place["w"])
-            for y in range(place["y"], place["y"] + place["h"])
-        }
-        assert not fields & own, panel["title"]
-        fields |= own
-    numbers = [panel["id"] for panel in board()["panels"]]
-    assert len(numbers) == len(set(numbers))
 
 
 def test_every_alert_is_seen_to_fire() -> None:

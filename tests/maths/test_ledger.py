@@ -95,8 +95,7 @@ def of_class_means(bounds: LeakBounds) -> Spread:
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("epochs", [1, 5, 30])
 def test_adding_up_the_answers_measures_no_more_than_the_ledger_says(
-    epochs: int,
-    persistent: bool,
+    epochs: int, persistent: bool
 ) -> None:
     simulation = Simulation(LeakLedger(EXAMPLES), persistent=persistent, epochs=epochs)
     assert holds(simulation)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from splitveil.active_party import report_command
+from splitveil.active_party.commands import report as report_command
 from splitveil.common.errors import PeerLeft, PeerUnreachable, SettingsError, StorageError
 from splitveil.common.models.settings import MlpModel
 from splitveil.common.party.ending import exit_code_of
@@ -88,5 +88,6 @@ def test_a_report_that_finds_no_room_is_one_line_and_ends_nothing(
     monkeypatch.setattr(report_command, "write_report", full)
     report_command.try_to_report(tmp_path)
     (record,) = caplog.records
-    assert "No space left on device; once the cause is gone: active-party report" in record.message
+    told = "No space left on device; once the cause is gone: splitveil active report"
+    assert told in record.message
     assert record.exc_info is None

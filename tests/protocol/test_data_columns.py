@@ -18,8 +18,7 @@ from sklearn.impute import SimpleImputer
 
 from splitveil.common.data import fitting, sources
 from splitveil.common.data.converted import MappedTable
-from splitveil.common.data.features import FeatureEncoder
-from splitveil.common.data.mapped_features import RowEncoder
+from splitveil.common.data.features import FeatureEncoder, RowEncoder
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.table_files import settings_for, source_of
 from splitveil.common.errors import DataError, SettingsError
@@ -257,6 +256,8 @@ def test_gaps_in_timestamps_are_filled_like_numbers(tmp_path: Path) -> None:
     ("cells", "features", "expected"),
     [
         (["2024-01-01", "secret", "2024-02-30"], {}, "rows 2, 3 "),
+        (["2024-01-01", "20240102", "2024-W01-3"], {}, "rows 2, 3 "),
+        (["2024-01-01", "2024-01-01 10:00:00.0000000001", None], {}, "row 2;"),
         (["01.02.2024", "secret", ""], {"timestamp_format": "%d.%m.%Y"}, "row 2"),
         ([1.5, 2.5, 3.5], {}, "not double"),
     ],
@@ -272,6 +273,37 @@ def test_what_is_no_time_is_refused_and_not_quoted(
     with pytest.raises(DataError, match=expected) as refused:
         load(tmp_path, {"t": cells}, timestamps="t", **features, **cache)
     assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("digits", [7, 9])
+def test_digits_beyond_microseconds_are_dropped(tmp_path: Path, digits: int) -> None:
+    """As nanoseconds and .NET write them."""
+    texts = [f"2024-03-01 10:00:00.{'0' * digits}", f"2024-03-01T11:00:01.{'123456789'[:digits]}Z"]
+    chosen = {"timestamps": "t", "timestamp_parts": ["seconds"], "numeric_scaling": "none"}
+    data = load(tmp_path, {"t": [text.encode() for text in texts]}, **chosen)
+    first = datetime(2024, 3, 1, 10, tzinfo=UTC).timestamp()
+    assert data.table.numeric["t.seconds"].tolist() == [first, first + 3601.123456]
+
+
+@pytest.mark.parametrize(
+    ("cells", "expected"),
+    [
+        ([b"1.5", b"?", b"-2"], [1.5, np.nan, -2]),
+        ([1.5, float("inf"), None], [1.5, np.nan, np.nan]),
+        ([1e300, float("-inf"), 2.0], [np.nan, np.nan, 2]),
+    ],
+)
+def test_numbers_in_bytes_are_read_and_infinite_ones_may_be_gaps(
+    tmp_path: Path, cells: list[Any], expected: list[float]
+) -> None:
+    texts = ["?", "inf", "-inf", "1e+300"]
+    data = load(tmp_path, {"x": cells}, numeric="x", missing_numeric="mean", missing_texts=texts)
+    assert np.array_equal(data.table.numeric["x"], expected, equal_nan=True)
+    if float("inf") in cells:
+        with pytest.raises(
+            DataError, match=r"infinite .* in row 2; .* data.features.missing_texts"
+        ):
+            load(tmp_path, {"x": cells}, numeric="x", missing_numeric="mean")
 
 
 def test_a_column_is_read_in_one_way_only(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import re
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -23,8 +24,7 @@ from splitveil.deploy.init import proposal as proposal_module
 from splitveil.deploy.init.choices import Wishes
 from splitveil.deploy.init.columns import Column, describe
 from splitveil.deploy.init.initialise import Written, initialise
-from splitveil.deploy.init.proposal import Terms
-from splitveil.deploy.init.sizes import recommended_sizes
+from splitveil.deploy.init.proposal import Terms, recommended_sizes
 
 ROWS = 600
 
@@ -338,9 +338,9 @@ def test_any_name_of_a_file_is_written_as_it_is(tmp_path: Path, name: str) -> No
 def test_a_column_is_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 
-    def noting(name: str, cells: object) -> Column:
+    def noting(name: str, *others: Any) -> Column:
         seen.append(name)
-        return describe(name, cells)
+        return describe(name, *others)
 
     for module in (initialise_module, proposal_module):
         monkeypatch.setattr(module, "describe", noting, raising=False)

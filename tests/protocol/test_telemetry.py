@@ -18,9 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
-    EventAccumulator,
-)
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from splitveil.common.errors import SettingsError, StorageError
 from splitveil.common.party.transcript import Transcript

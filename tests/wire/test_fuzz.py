@@ -11,8 +11,8 @@ import grpc
 import pytest
 import torch
 
+from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.active_party.run.stages import Stage
-from splitveil.active_party.serving.service import ActiveService
 from splitveil.common.alignment import align, build_engine
 from splitveil.common.errors import (
     AlignmentError,
@@ -109,9 +109,7 @@ def test_mutants_in_the_midst_of_a_run_change_no_bit_of_it(
         5: mutants.send_straight,
         8: mutants.finish_flood,
     }
-
     service = run_disturbed(parties, port, tape, acts)
-
     assert FAULT not in caplog.text
     assert not NO_MUTANT_GETS & set(mutants.statuses)
     assert mutants.statuses.count("UNAVAILABLE") == 0  # streams that ended are no longer counted

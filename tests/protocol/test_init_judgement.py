@@ -1,0 +1,369 @@
+"""``splitveil init`` judges columns as a run reads them, and takes none for another in silence."""
+
+import decimal
+import json
+import logging
+import re
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as arrow_csv
+import pytest
+import yaml
+from pyarrow import parquet
+
+from splitveil.command.program import main as splitveil
+from splitveil.common.data.ids import Allowed
+from splitveil.common.data.settings import DataSettings
+from splitveil.common.errors import DataError, SettingsError
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.run.id_rules import TextId
+from splitveil.common.settings import validate
+from splitveil.deploy.init.choices import Wishes
+from splitveil.deploy.init.columns import GAPS
+from splitveil.deploy.init.initialise import initialise
+from splitveil.deploy.init.proposal import Proposal, Terms
+
+ROWS = 60
+NUMBERS = [str(37 * row % 601) for row in range(ROWS)]
+SIDES = ["n", "s"] * 30
+IDS = [f"K{100_000 + row}" for row in range(ROWS)]
+
+
+def write(folder: Path, columns: dict[str, Any], ending: str = "csv") -> Path:
+    path = folder / f"t.{ending}"
+    table = pa.table({"id": IDS} | columns)
+    (arrow_csv.write_csv if ending == "csv" else parquet.write_table)(table, path)
+    return path
+
+
+def propose(path: Path, wishes: Wishes | None = None, role: Any = "passive") -> Proposal:
+    terms = Terms(role, path.parent)
+    return initialise(path, wishes or Wishes(), terms, force=True).proposal
+
+
+def check(folder: Path, role: str = "passive", rules: Sequence[Any] = (TextId(),)) -> PartyData:
+    """Read the table as a check and a run do, by the settings that were written."""
+    written = yaml.safe_load((folder / f"{role}.yaml").read_text())
+    return PartyData.load(validate(DataSettings, written["data"], "data"), folder, None, rules)
+
+
+def edited(cells: Sequence[str], **others: str) -> list[str]:
+    """Replace cells; ``r6`` is the sixth."""
+    found = list(cells)
+    for row, text in others.items():
+        found[int(row[1:]) - 1] = text
+    return found
+
+
+# ---- columns that are almost numbers or times ----
+
+TIMES = [f"2024-03-{1 + row % 28:02d} 10:00:00" for row in range(ROWS)]
+GERMAN = [f"{row},{row % 90 + 10}" for row in range(ROWS)]
+
+
+@pytest.mark.parametrize(
+    ("cells", "message"),
+    [
+        (edited(NUMBERS, r6="12O"), "59 of 60 cells are numbers; row 6 is not: --missing-text"),
+        (edited(NUMBERS, r6="x", r9="y"), "58 of 60 cells are numbers; rows 6, 9 (2 in all) are"),
+        (["0"] * 50 + edited(NUMBERS, r1="n/k")[:10], "59 of 60 cells are numbers; row 51 is not"),
+        (edited(NUMBERS, r6="inf"), "59 of 60 cells are numbers; row 6 is not"),
+        (edited(NUMBERS, r6="1e400"), "59 of 60 cells are numbers; row 6 is not"),
+        (GERMAN, '60 of 60 cells are numbers with a decimal comma: data.source.decimal: ","'),
+        (edited(GERMAN, r2="1.234,5", r3="x"), "59 of 60 cells are numbers with a decimal comma;"),
+        ([f"{row},300" for row in range(1, ROWS + 1)], "with marks between thousands: write"),
+        (["1 234 567.5", *NUMBERS[1:]], "60 of 60 cells are numbers with marks between thousands"),
+        ([f"{one}%" for one in NUMBERS], "60 of 60 cells are numbers with a percent sign: write"),
+        ([f"{one} %" for one in GERMAN], "60 of 60 cells are numbers with a percent sign"),
+        (edited(TIMES, r7="2024-02-30"), "59 of 60 cells are dates or times; row 7 is not"),
+        (edited(TIMES, r7="soon"), "59 of 60 cells are dates or times; row 7 is not"),
+    ],
+)
+def test_what_is_almost_of_one_kind_is_a_question(
+    tmp_path: Path, cells: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, {"calls": cells, "region": ["NESW"[row % 4] for row in range(ROWS)]})
+    for options in ([], ["--numeric", "calls"]):
+        with pytest.raises(SystemExit) as end:
+            splitveil(["init", "passive", str(path), "--folder", str(tmp_path), *options])
+        assert end.value.code == 2
+        said = capsys.readouterr().err
+        assert message in said
+        assert "--categorical calls, or --exclude calls" in said
+    assert propose(path, Wishes(categorical=("calls",))).choices.categorical[0].name == "calls"
+    check(tmp_path)
+    assert message.partition(":")[0] in (tmp_path / "passive.yaml").read_text()
+    assert not propose(path, Wishes(exclude=("calls",))).choices.numeric
+
+
+def test_other_cells_are_gaps_where_an_option_says_so(tmp_path: Path) -> None:
+    path = write(tmp_path, {"calls": edited(NUMBERS, r6="12O", r9="-1x"), "x": range(ROWS)})
+    told = ["--missing-text=-1x", "--missing-text", "12O"]
+    with pytest.raises(SystemExit) as end:
+        splitveil(["init", "passive", str(path), "--folder", str(tmp_path), *told])
+    assert end.value.code == 0
+    calls = check(tmp_path).table.numeric["calls"]
+    assert np.flatnonzero(np.isnan(calls)).tolist() == [5, 8]
+    assert calls[0] == float(NUMBERS[0])
+
+
+@pytest.mark.parametrize(
+    ("answers", "numeric", "missing"),
+    [(["gaps"], ["calls"], 2), (["categorical"], [], 0), (["exclude"], [], 0)],
+)
+def test_a_terminal_is_asked(
+    tmp_path: Path, answers: list[str], numeric: list[str], missing: int
+) -> None:
+    asked: list[tuple[str, Sequence[str]]] = []
+
+    def ask(question: str, suggestions: Sequence[str]) -> str:
+        asked.append((question, suggestions))
+        return "id" if "ids" in question else answers[0]
+
+    path = write(tmp_path, {"calls": edited(NUMBERS, r6="12O", r9="l"), "region": SIDES})
+    found = initialise(path, Wishes(), Terms("passive", tmp_path), ask=ask).proposal.choices
+    assert asked[1][0].startswith("Column calls: 58 of 60 cells are numbers; rows 6, 9")
+    assert asked[1][1] == ["gaps", "categorical", "exclude"]
+    assert [column.name for column in found.numeric] == numeric
+    assert sum(column.missing for column in found.numeric) == missing
+    other = write(tmp_path, {"calls": edited(NUMBERS, r6="n"), "region": SIDES})
+    answers[0] = "gaps"  # would take the category "n" away
+    with pytest.raises(SettingsError, match="expected categorical or exclude"):
+        initialise(other, Wishes(), Terms("passive", tmp_path), ask=ask, force=True)
+
+
+@pytest.mark.parametrize("cache", [{}, {"cache_dir": "cache"}])
+def test_a_check_warns_of_categories_that_are_almost_numbers(
+    tmp_path: Path, cache: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, {"calls": edited(NUMBERS, r6="12O"), "code": NUMBERS, "region": SIDES})
+    source = {"kind": "csv", "path": "t.csv", **cache}
+    features = {"categorical": ["calls", "code", "region"]}
+    plain = {"source": source, "id_column": "id", "features": features}
+    with caplog.at_level(logging.WARNING):
+        PartyData.load(validate(DataSettings, plain, "data"), tmp_path)
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert "column 'calls': each text is a category, but 59 of 60 cells are numbers, " in said
+    assert "those in row 6 are not" in said
+    assert "12O" not in said
+
+
+@pytest.mark.parametrize(
+    "gap",
+    [
+        *("\\N", ".", "<NA>", "NaT", "0000-00-00", "0000-00-00 00:00:00", "#N/A", "#DIV/0!"),
+        *("#VALUE!", "#REF!", "#NAME?", "#NUM!", "#NULL!"),
+    ],
+)
+def test_known_gaps_are_gaps_of_numbers_times_and_categories(tmp_path: Path, gap: str) -> None:
+    cells = {"calls": NUMBERS, "since": TIMES, "region": SIDES}
+    found = propose(write(tmp_path, {n: edited(one, r6=gap) for n, one in cells.items()})).choices
+    assert [(c.name, c.missing) for c in found.features] == [
+        (n, 1) for n in ("calls", "region", "since")
+    ]
+    table = check(tmp_path).table
+    assert np.isnan([table.numeric[name][5] for name in ("calls", "since.year")]).all()
+    assert table.categorical["region"].codes[5] == -1
+
+
+# ---- ids ----
+
+
+def in_binary(texts: Sequence[str]) -> pa.Array:
+    return pa.array([text.encode() for text in texts])
+
+
+WHOLE = [*range(55), *[None] * 5]
+UUIDS = [uuid.UUID(int=row) for row in range(ROWS)]
+
+
+@pytest.mark.parametrize(
+    ("ids", "options", "message", "count", "first"),
+    [
+        (in_binary(IDS), {}, "", ROWS, "K100000"),
+        (pa.array(map(decimal.Decimal, range(ROWS)), pa.decimal128(18, 0)), {}, "", ROWS, "0"),
+        (pa.array([one.bytes for one in UUIDS], pa.uuid()), {}, "", ROWS, str(UUIDS[0])),
+        (["NA", *IDS[1:]], {}, "", ROWS, "NA"),
+        (
+            pa.array(WHOLE, pa.int64()),
+            {"unusable": True},
+            "customer (5 rows without an id: --unusable-ids leave_out)",
+            55,
+            "0",
+        ),
+        (
+            [*IDS[:57], *IDS[:3]],
+            {"duplicates": True},
+            "customer (3 rows with the id of an earlier row: --duplicate-ids first)",
+            57,
+            "K100000",
+        ),
+        (
+            pa.array([*map(float, range(ROWS - 1)), None]),
+            {"unusable": True},
+            "stored as floating-point numbers: the contract says ids: {whole_numbers: true} if",
+            59,
+            "0",
+        ),
+    ],
+)
+def test_ids_that_a_run_reads_are_accepted(
+    tmp_path: Path, ids: Any, options: dict[str, bool], message: str, count: int, first: str
+) -> None:
+    path = write(tmp_path, {"id": SIDES, "customer": ids, "y": [0, 1] * 30}, "parquet")
+    for named in (None, "customer") if message else ():
+        with pytest.raises(
+            SettingsError, match=r"--id-column.* none|customer: expected"
+        ) as refused:
+            propose(path, Wishes(id_column=named, label_column="y"), "active")
+        assert message in str(refused.value) or named
+    named = "customer" if "floating" in message else None
+    wishes = Wishes(id_column=named, label_column="y", allowed=Allowed(**options))
+    assert propose(path, wishes, "active").choices.id_column == "customer"
+    contract = yaml.safe_load((tmp_path / "contract.yaml").read_text())
+    assert contract.get("ids") == ({"whole_numbers": True} if named else None)
+    found = check(tmp_path, "active", [TextId(**contract.get("ids", {}))])
+    assert (len(found.ids), found.ids[0]) == (count, first)
+
+
+def test_a_column_that_nearly_holds_ids_stops_a_guess(tmp_path: Path) -> None:
+    path = write(tmp_path, {"id": [*IDS[:58], *IDS[:2]], "note": [f"{one}!" for one in IDS]})
+    with pytest.raises(SettingsError, match=r"row: note; in nearly every row: id \(2 rows"):
+        propose(path)
+
+
+# ---- tables of pandas ----
+
+
+@pytest.mark.parametrize(
+    ("index", "left_out"),
+    [
+        ("__index_level_0__", ["__index_level_0__"]),
+        ("row", ["row"]),
+        ("id", []),
+        ({"kind": "range", "start": 0, "stop": ROWS, "step": 1}, []),
+    ],
+)
+def test_an_index_of_pandas_is_no_feature(tmp_path: Path, index: Any, left_out: list[str]) -> None:
+    columns = {"id": IDS, "calls": list(map(int, NUMBERS))} | dict.fromkeys(left_out, range(ROWS))
+    noted = json.dumps({"index_columns": [index]})
+    table = pa.table(columns).replace_schema_metadata({"pandas": noted})
+    parquet.write_table(table, tmp_path / "t.parquet")
+    choices = propose(tmp_path / "t.parquet").choices
+    assert choices.id_column == "id"
+    assert [column.name for column in choices.features] == ["calls"]
+    assert [column.name for column in choices.left_out] == left_out
+    source = {"kind": "parquet", "path": "t.parquet"}
+    plain = {"source": source, "id_column": "id", "features": {"numeric": "*"}}
+    numeric = PartyData.load(validate(DataSettings, plain, "data"), tmp_path).table.numeric
+    assert list(numeric) == (["calls", "row"] if left_out == ["row"] else ["calls"])
+
+
+@pytest.mark.parametrize(
+    ("wishes", "message"),
+    [({"numeric": ("side",)}, "found text in rows 1, 2"), ({"categorical": ("x",)}, "not double")],
+)
+def test_nothing_is_written_that_a_run_refuses(
+    tmp_path: Path, wishes: dict[str, Any], message: str
+) -> None:
+    path = write(tmp_path, {"side": SIDES, "x": pa.array([0.5, 1.5, 2] * 20)}, "parquet")
+    with pytest.raises(DataError, match=message):
+        propose(path, Wishes(**wishes))
+    assert not (tmp_path / "passive.yaml").exists()
+
+
+# ---- whatever is written, a check accepts ----
+
+
+class Made(NamedTuple):
+    """A column as it may be, and whether it is open how it is read."""
+
+    cells: Any
+    is_open: bool = False
+
+
+def made_of_texts(made: np.random.Generator) -> dict[str, Made]:
+    numbers = [f"{x:.3f}" for x in made.normal(size=ROWS)]
+    whole = [str(x) for x in made.integers(-500, 500, ROWS)]
+    row, gap = f"r{made.integers(1, ROWS + 1)}", str(made.choice(GAPS))
+    seconds = made.integers(0, 10**9, ROWS).astype("datetime64[s]").tolist()
+    iso = [one.isoformat(str(made.choice(["T", " "]))) for one in seconds]
+    tail = str(made.choice(["", ".5", ".000000000", ".1234567", "Z", "+01:00", "+0100", "+01"]))
+    day = [one[:10] for one in iso]
+    wrong = str(made.choice(["12O", "x", "inf", "-Infinity", "1e400", "9e99", "1.2.3"]))
+    sure = [
+        *(numbers, whole, SIDES, day, [one + tail for one in iso], [one[:13] for one in iso]),
+        *(["x"] * ROWS, [gap] * ROWS, [f"note {x}" for x in whole], [f"+{x}" for x in day]),
+        *([f"1{x}e-3" for x in range(ROWS)], ["31.1.2024", *["1.12.2024"] * (ROWS - 1)]),
+        made.choice(["true", "false"], ROWS).tolist(),
+        made.choice(["train", "test", "validation"], ROWS).tolist(),
+    ]
+    asked = [
+        *(edited(numbers, **{row: wrong}), edited(whole, **{row: wrong})),
+        *([f"{x}%" for x in whole], [x.replace(".", ",") for x in numbers]),
+        *([f"{abs(int(x)) + 1},250" for x in whole], edited(day, **{row: "2024-02-30"})),
+        edited(iso, **{row: "2024-01-01T25:00"}),
+    ]
+    found = {f"sure {i}": Made(cells) for i, cells in enumerate(sure)}
+    found |= {f"gaps {i}": Made(edited(cells, **{row: gap})) for i, cells in enumerate(sure)}
+    return found | {f"open {i}": Made(cells, is_open=True) for i, cells in enumerate(asked)}
+
+
+def made_of_types(made: np.random.Generator) -> dict[str, Made]:
+    x, whole = made.normal(size=ROWS).round(3), made.integers(0, 1000, ROWS)
+    is_gap = made.random(ROWS) < made.choice([0.0, 0.1])
+    infinite = np.where(np.arange(ROWS) == made.integers(ROWS), np.inf, x)
+    columns = [
+        *(pa.array(x, mask=is_gap), pa.array(x.astype(np.float32)), pa.array(whole, mask=is_gap)),
+        *(pa.array(whole).cast(pa.decimal128(19, 0)), pa.array(x).cast(pa.decimal128(20, 3))),
+        *(pa.array(np.where(is_gap, np.nan, x)), pa.array(x > 0, mask=is_gap), pa.nulls(ROWS)),
+        *(pa.array(whole.astype(np.int32)).cast(pa.date32()), pa.array(whole % 7).cast(pa.int8())),
+        *(pa.array(whole).cast(pa.timestamp("ns", "Europe/Rome")), pa.array(SIDES, pa.binary(1))),
+        *(pa.array(whole).cast(pa.time64("us")), pa.array(whole).cast(pa.duration("s"))),
+        *(in_binary([str(one % 3) for one in whole]), in_binary(SIDES), pa.array([[1]] * ROWS)),
+        *(in_binary([str(one) for one in whole]), pa.array([b"12", b"34"] * 30, pa.binary(2))),
+        *(pa.array(SIDES).dictionary_encode(), pa.array(UUIDS, pa.uuid())),
+        *(pa.array([b"\xff", b"n"] * 30), pa.array(whole % 7).dictionary_encode()),
+    ]
+    found = {f"type {i}": Made(cells) for i, cells in enumerate(columns)}
+    for name, cells in (("inf", infinite), ("f", infinite.astype(np.float32)), ("big", x * 1e300)):
+        found[f"open {name}"] = Made(pa.array(cells), is_open=True)
+    return found
+
+
+def ids_of(made: np.random.Generator, ending: str) -> tuple[Any, Allowed]:
+    """Make a column of ids, and what lets a run read it."""
+    if made.random() < 0.3:
+        return [*IDS[:-4], "", *IDS[:3]], Allowed(duplicates=True, unusable=True)
+    numbers = made.permutation(ROWS)
+    kinds = [pa.array(IDS), pa.array(numbers), pa.array([f"{x}.0" for x in numbers])]
+    if ending == "parquet":
+        kinds += [pa.array(numbers.astype(float)), in_binary(IDS), pa.array(UUIDS, pa.uuid())]
+    return kinds[made.integers(len(kinds))], Allowed()
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_a_check_accepts_what_is_written_for_any_table(tmp_path: Path, ending: str) -> None:
+    """What is open is asked about, and nothing else."""
+    made = np.random.default_rng(8)
+    for _ in range(250):
+        kinds = made_of_texts(made) | (made_of_types(made) if ending == "parquet" else {})
+        names = made.permutation(list(kinds))[: made.integers(2, 9)].tolist()
+        ids, allowed = ids_of(made, ending)
+        cells = {name: kinds[name].cells for name in names}
+        path = write(tmp_path, {"id": ids, "sure": NUMBERS, **cells}, ending)
+        wishes = Wishes(id_column="id", allowed=allowed)
+        if asked := [name for name in names if kinds[name].is_open]:
+            with pytest.raises(SettingsError) as refused:
+                propose(path, wishes)
+            told = re.findall(r"^column '([^']*)'", str(refused.value), re.MULTILINE)
+            assert sorted(told) == sorted(asked)
+            wishes = wishes._replace(exclude=tuple(asked))
+        found = propose(path, wishes)
+        table = check(tmp_path, rules=[TextId(whole_numbers=found.whole_numbers)]).table
+        assert [*table.categorical] == [column.name for column in found.choices.categorical]

@@ -9,48 +9,54 @@ INSTALLED := .venv/.installed
 # Not the parts of whole_run, and not gpu, which needs one.
 BENCHMARKS := $(filter-out __init__ environment bare_gloo slow_line gpu,$(basename $(notdir $(wildcard benchmarks/*.py))))
 
-# One worker per core, up to eight; each takes half a gigabyte. An idle worker takes tests from others.
-WORKERS := -n auto --maxprocesses 8 --dist worksteal
+# Twice as many workers as a small machine has cores: many tests wait for processes and sockets. Each
+# takes half a gigabyte; an idle one takes tests from others. TEST_OPTIONS="-n 8" asks for more.
+PYTEST := $(BIN)/pytest -n 4 --dist worksteal
 
-.PHONY: demo test test-rest test-all faults lint protos settings bench fuzz
+.PHONY: demo test test-system test-rest test-all check faults fuzz protos settings bench
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
 	$(BIN)/splitveil demo
 
-# Every claim and every invariant, in minutes.
+# Every part of the system, and one journey of real processes through each of its uses.
 test: $(INSTALLED)
-	$(BIN)/pytest $(WORKERS) -m "not slow" $(TEST_OPTIONS)
+	$(PYTEST) -m "not slow" tests/maths tests/wire tests/protocol tests/api tests/journeys $(TEST_OPTIONS)
 
-# The long proofs that `make test` leaves out.
+# Real processes in all their troubles, every defense against every attack, the documents' programs.
+test-system: $(INSTALLED)
+	$(PYTEST) -m "not slow" tests/system tests/docs $(TEST_OPTIONS)
+
+# The long proofs that the two leave out.
 test-rest: $(INSTALLED)
-	$(BIN)/pytest $(WORKERS) -m slow $(TEST_OPTIONS)
+	$(PYTEST) -m slow tests $(TEST_OPTIONS)
 
-test-all: test test-rest
+test-all: test test-system test-rest faults fuzz
 
 faults: $(INSTALLED)
 	SPLITVEIL_FAULTS=all $(BIN)/pytest -s tests/system/test_faults.py
 
-lint: $(INSTALLED)
+fuzz: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.fuzz --messages 100000
+
+# What needs no test to run: form, types, imports between packages, and generated code.
+check: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest -q tests/maths/test_house.py
+	$(BIN)/pytest -q tests/maths/test_house.py tests/maths/test_structure.py tests/docs/test_settings_reference.py
 
 protos: $(INSTALLED)
 	$(BIN)/python -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. protos/*.proto
 
 settings: $(INSTALLED)
-	$(BIN)/python -m splitveil.settings_reference > docs/settings.md
+	$(BIN)/python docs/settings_reference.py > docs/settings.md
 
 bench: $(INSTALLED)
 	@set -e; for benchmark in $(BENCHMARKS); do \
 	  echo "== $$benchmark"; $(BIN)/python -m benchmarks.$$benchmark; \
 	done
-
-fuzz: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.fuzz --messages 100000
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null || { \

@@ -53,7 +53,7 @@ def allowance_of(settings: ActiveSettings, earlier: AccountBook) -> Allowance:
 def bounds_in_words(settings: ActiveSettings) -> str:
     """Describe for whom a run can have bounds, and what else tells the peer about labels."""
     peers = allowance_of(settings, AccountBook.empty()).peers
-    covered = narrowest(peers, settings.defense.coverage().covers)
+    covered = narrowest(peers, settings.defense.traits.coverage.covers)
     reasons = (signal.why for signal in signals_of(settings))
     return " ".join([f"bounds: the ledger can state some for {covered.in_words}.", *reasons])
 
@@ -74,7 +74,7 @@ def build_session(
         or allowance_of(settings, AccountBook.empty(rules_as_bytes(settings.contract.ids))),
         allow_audits=settings.allow_audits,
         noise_seed=settings.defense.noise_seed,
-        has_survey=settings.defense.needs_survey,
+        has_survey=settings.defense.traits.is_staged,
     )
     own = OwnRows(data.ids, data.table.splits)
     return ActiveSession(settings.contract, own, build_trainer, observer, draw_nonce, rules, store)

@@ -14,8 +14,14 @@ from typing import Any
 import torch
 
 from splitveil.active_party.assembly import build_session
-from splitveil.active_party.ledger.account_book import AccountBook, check_id_rules
-from splitveil.active_party.ledger.earlier_ledgers import LEDGER, SETTING, open_book
+from splitveil.active_party.ledger.account_book import (
+    LEDGER,
+    SETTING,
+    AccountBook,
+    check_id_rules,
+    open_book,
+)
+from splitveil.active_party.ledger.known_bounds import auc_bound
 from splitveil.active_party.run.observer import Unobserved
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.trainer_builder import TrainerBuilder
@@ -76,7 +82,7 @@ def _say(folder: Path, book: AccountBook) -> None:
     written_s = max(path.stat().st_mtime for path in (folder / "checkpoint").iterdir())
     logger.info(
         "these labels were released at a leak AUC of %s for %s in %s (%s)",
-        auc_at_most(book.odds().auc_bound(book.most())),
+        auc_at_most(auc_bound(book.most(), book.known())),
         book.covers().in_words,
         folder,
         datetime.fromtimestamp(written_s, UTC).date(),

@@ -7,6 +7,7 @@ with the run's budget.
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor
 
 from splitveil.active_party.assembly import signals_of
-from splitveil.active_party.defenses.build_inputs import DefenseContext
 from splitveil.active_party.defenses.forecast import ChargeForecast, Forecast
+from splitveil.active_party.defenses.interface import DefenseContext
 from splitveil.active_party.defenses.marvell import power_ratio_for
 from splitveil.active_party.defenses.multi_class_marvell import worst_pair_factor
 from splitveil.active_party.defenses.projection.outlook import share_of_variance
@@ -24,11 +25,16 @@ from splitveil.active_party.defenses.sum_kl import (
     sum_kl_for_leak_auc,
 )
 from splitveil.active_party.ledger.account_book import AccountBook
-from splitveil.active_party.ledger.bounds import estimate_of, odds_of_entry
+from splitveil.active_party.ledger.bounds import known_of_entry
+from splitveil.active_party.ledger.known_bounds import (
+    KnownBounds,
+    auc_bound,
+    compose,
+    estimate_of,
+)
 from splitveil.active_party.ledger.label_signals import widest_circle
 from splitveil.active_party.ledger.ledger import logged
 from splitveil.active_party.ledger.limit import num_answers_within
-from splitveil.active_party.ledger.odds import Odds
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_data import PartyData
@@ -74,12 +80,12 @@ class PlannedAnswers(NamedTuple):
         charge = self.charge
         if not charge.covers.includes(peers) or not math.isfinite(charge.high):
             return None
-        return self.figure(odds_of_forecast(charge).auc_bound)
+        return self.figure(partial(auc_bound, known=known_of_forecast(charge)))
 
     def row(self) -> dict[str, Any]:
         """Return plain values, column -> value; None for what is unknown or not bounded."""
-        odds = odds_of_forecast(self.charge)
-        sum_kl, estimate = self.figure(float), self.figure(partial(estimate_of, odds=odds))
+        known = known_of_forecast(self.charge)
+        sum_kl, estimate = self.figure(float), self.figure(partial(estimate_of, known=known))
         figures = {"sum_kl": sum_kl, "estimated_leak_auc": estimate}
         figures |= {peers.column: self.bound(peers) for peers in Covers}
         return {
@@ -221,10 +227,7 @@ def _shares(labels: Tensor, data: PartyData) -> str:
 
 
 def _narrowed(forecast: Forecast, peers: Covers) -> Forecast:
-    charges = {
-        noise: charge._replace(covers=narrowest(charge.covers, peers))
-        for noise, charge in forecast.charges.items()
-    }
+    charges = {noise: charge.narrowed(peers) for noise, charge in forecast.charges.items()}
     return forecast._replace(charges=charges)
 
 
@@ -232,8 +235,8 @@ def _with_earlier(book: AccountBook, charge: ChargeForecast) -> str:
     """Say what earlier runs have told, and what they tell together with a whole run."""
     if not book.most():
         return ""
-    before, peers = book.odds(), narrowest(book.covers(), charge.covers)
-    both = before.and_also(odds_of_forecast(charge)).auc_bound(book.most() + charge.high)
+    before, peers = book.known(), narrowest(book.covers(), charge.covers)
+    both = auc_bound(book.most() + charge.high, compose(before, known_of_forecast(charge)))
     together = (
         f"together with this run {auc_at_most(both)}, bounded for {peers.in_words}"
         if charge.is_promise
@@ -241,7 +244,7 @@ def _with_earlier(book: AccountBook, charge: ChargeForecast) -> str:
     )
     return (
         f"What earlier runs have told comes on top, sum_kl {at_most(book.most())} at most, a leak "
-        f"AUC of {auc_at_most(before.auc_bound(book.most()))}, bounded for "
+        f"AUC of {auc_at_most(auc_bound(book.most(), before))}, bounded for "
         f"{book.covers().in_words}; {together}."
     )
 
@@ -258,9 +261,9 @@ def _remarks(
     if settings.data.num_classes > 2:
         remarks.append("All figures are of the pair of classes left furthest apart.")
     if forecast.charge.certainty == "unknown" or math.isfinite(forecast.charge.high):
-        remarks.append(settings.defense.coverage().why)
-    odds = odds_of_forecast(forecast.charge)
-    earlier, together = book.most(), book.odds().and_also(odds) if len(book) else odds
+        remarks.append(settings.defense.traits.coverage.why)
+    known = known_of_forecast(forecast.charge)
+    earlier, together = book.most(), compose(book.known(), known)
     if together_in_words:
         remarks.append(together_in_words)
     if settings.run_budget is None:
@@ -269,11 +272,11 @@ def _remarks(
     # Repeated noise exceeds the budget either with its first answer or never.
     epochs_charged = epochs if forecast.configured == "fresh" else 1
     charge = forecast.charge
-    last = stop_epoch(charge.low, epochs_charged, limit.of(odds))
-    first = stop_epoch(charge.high, epochs_charged, limit.of(together) - earlier)
+    last = stop_epoch(charge.low, epochs_charged, float(limit.of(known)))
+    first = stop_epoch(charge.high, epochs_charged, float(limit.of(together)) - earlier)
     return [
         *remarks,
-        f"run_budget, for {limit.peers.in_words}: {limit.in_words(odds)}: "
+        f"run_budget, for {limit.peers.in_words}: {limit.in_words(known)}: "
         + _end_in_words(first, last, epochs, charge),
     ]
 
@@ -316,6 +319,6 @@ def _fresh_ratio(sum_kl: float, epochs: int, context: DefenseContext) -> float:
     return power_ratio_for(sum_kl, epochs, context.cut_dim, context.pos_fraction)
 
 
-def odds_of_forecast(charge: ChargeForecast) -> Odds:
+def known_of_forecast(charge: ChargeForecast) -> KnownBounds:
     """Return what would be known of a charge as high as forecast, besides its divergence."""
-    return odds_of_entry(logged(charge.as_charge()))
+    return known_of_entry(logged(replace(charge.highest, noise_identity="forecast")))

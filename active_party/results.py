@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from splitveil.active_party.ledger.earlier_ledgers import LEDGER
+from splitveil.active_party.ledger.account_book import LEDGER
 from splitveil.active_party.ledger.released_targets import TARGETS, targets_by_id
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
@@ -66,12 +66,12 @@ def save_results(
     predictions = session.answering.test_predictions
     if predictions is not None:
         save_predictions(folder, session.ids, session.answering.rows, predictions)
-    targets = trainer.defense.released_targets
+    targets = None if trainer.staged is None else trainer.staged.released_targets
     if targets is not None:
         _save_targets(settings, folder, session, targets)
     delete_saved(folder, REFITTED)
     # A run that may resume is not over: its last activations are still to come.
-    if session.stage is not Stage.FINISHED or not settings.defense.refits_top:
+    if session.stage is not Stage.FINISHED or not settings.defense.traits.refits_top:
         return None
     return _refit(settings, folder, session, trainer)
 

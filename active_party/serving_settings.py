@@ -29,7 +29,7 @@ class ServingTls(Section):
 
 
 class ServingSettings(Section):
-    """Online predictions for other programs of this party: ``active-party serve``."""
+    """Online predictions for other programs of this party: ``splitveil active serve``."""
 
     http: _Address = "127.0.0.1:8080"
     """Host and port for HTTP."""
@@ -57,8 +57,8 @@ class ServingSettings(Section):
     second's number may be asked for at once."""
 
     allowed_ids: Path | None = None
-    """File with the ids that may be asked for, as ``active-party predict --ids`` takes it; every
-    other id is answered as one that is not known, and no passive party is asked. The path is
+    """File with the ids that may be asked for, as ``splitveil active predict --ids`` takes it;
+    every other id is answered as one that is not known, and no passive party is asked. The path is
     relative to this settings file. ``null`` for all."""
 
     record_ids: bool = False

@@ -6,9 +6,8 @@ from typing import Annotated, Literal
 from pydantic import Field, Tag, model_validator
 
 from splitveil.active_party.defenses import DefenseContext, DefenseSettings
-from splitveil.active_party.defenses.loss_weights import WeightUses, refusal_of_weights
-from splitveil.active_party.ledger.account_book import AccountBook
-from splitveil.active_party.ledger.earlier_ledgers import SETTING, open_books
+from splitveil.active_party.defenses.section import WeightUses, refusal_of_weights
+from splitveil.active_party.ledger.account_book import SETTING, AccountBook, open_books
 from splitveil.active_party.ledger.label_signals import LabelUses, label_signals, objection_to
 from splitveil.active_party.ledger.limit import Limit
 from splitveil.active_party.serving_settings import ServingSettings
@@ -172,7 +171,7 @@ class InferenceSettings(Section):
     """Predictions with the trained model, for which this party calls the passive parties."""
 
     connect: dict[Name, Address] = Field(default_factory=dict)
-    """Host and port of each passive party's ``passive-party serve``, by its name in the
+    """Host and port of each passive party's ``splitveil passive serve``, by its name in the
     contract."""
 
     proxy: Literal["environment"] | None = None
@@ -274,7 +273,7 @@ class ActiveSettings(PartySettings):
     @property
     def stops_by_validation(self) -> bool:
         """Whether validation rows decide when the run ends."""
-        return self.early_stopping is not None and not self.defense.holds_for_anybody
+        return self.early_stopping is not None and not self.defense.traits.is_staged
 
     def defense_context(self, pos_fraction: float = 0.5) -> DefenseContext:
         """Return the facts about the run that the defense depends on.
@@ -345,7 +344,9 @@ class ActiveSettings(PartySettings):
                     f"{name}: needs data.id_column: in another file, a row's number belongs to "
                     f"another example"
                 )
-        targets = (expand_path(SETTING, one, self.base_dir) for one in self.defense.earlier_targets)
+        targets = (
+            expand_path(SETTING, one, self.base_dir) for one in self.defense.traits.earlier_targets
+        )
         if not all(map(self.counts_run_in, targets)):
             raise ValueError(
                 "defense.earlier: needs earlier_ledgers: what earlier targets tell of labels is in "
@@ -409,7 +410,7 @@ class ActiveSettings(PartySettings):
         unbounded = self.defense.budget_refusal(context)
         if unbounded is not None:
             raise ValueError(f"run_budget: {unbounded}, or run_budget to null")
-        described, why = self.defense.coverage()
+        described, why = self.defense.traits.coverage
         if not described.includes(peers):
             raise ValueError(
                 f"run_budget: {self.defense.name} has no bound for {peers.in_words}, only for "
@@ -423,7 +424,7 @@ class ActiveSettings(PartySettings):
     def _check_leak_gate(self) -> None:
         if self.leak_gate is None:
             return
-        if self.leak_gate.action == "stop" and self.defense.holds_for_anybody:
+        if self.leak_gate.action == "stop" and self.defense.traits.is_staged:
             raise ValueError(
                 f"leak_gate: it measures with the true labels, and the moment at which it ends the "
                 f"run would tell of them what the bound of {self.defense.name} does not cover: set "

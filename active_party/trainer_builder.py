@@ -69,7 +69,7 @@ class TrainerBuilder:
     def is_label_free(self) -> bool:
         """Whether the trained model depends on labels only through what a defense released."""
         began_free = self._earlier is None or self._earlier.is_label_free
-        return began_free and self._settings.defense.model_is_label_free
+        return began_free and self._settings.defense.traits.model_is_label_free
 
     def __call__(self, rows: AlignedRows) -> TopTrainer:
         """Build the trainer.
@@ -122,7 +122,7 @@ class TrainerBuilder:
             self._device,
             answer_keys,
             self.phases,
-            tells_slopes=settings.defense.needs_slopes or _knows_predictions(settings),
+            tells_slopes=settings.defense.traits.needs_slopes or _knows_predictions(settings),
         )
 
     def _model(self, rows: AlignedRows) -> nn.Module:
@@ -142,7 +142,7 @@ class TrainerBuilder:
         return model
 
     def _example_keys(self, ids: list[str]) -> Tensor | None:
-        if self._noise_key is None or not self._settings.defense.needs_example_keys:
+        if self._noise_key is None or not self._settings.defense.traits.needs_example_keys:
             return None
         return example_keys(self._noise_key, ids, GRADIENT_NOISE)
 
@@ -158,7 +158,7 @@ class TrainerBuilder:
         objective = defense.objective(top, secrets, examples)
         return objective or OrdinaryObjective(
             top,
-            learns_targets=defense.top_learns_targets,
+            learns_targets=defense.traits.top_learns_targets,
             class_weights=self._class_weights(),
             kind=kind_of(settings.data),
             compute=None if self._line is None else self._spread(model, self._line),
@@ -196,7 +196,7 @@ def subjects_of(settings: ActiveSettings, data: PartyData) -> NDArray[np.object_
 
     None if the defense reads no persons.
     """
-    column = settings.defense.names_subjects
+    column = settings.defense.traits.subject_column
     if column is None:
         return None
     of_file = read_subjects(settings.data, settings.base_dir, column, settings.contract.ids)
@@ -205,7 +205,7 @@ def subjects_of(settings: ActiveSettings, data: PartyData) -> NDArray[np.object_
 
 def earlier_targets_of(settings: ActiveSettings) -> ReleasedTargets | None:
     """Return the targets of earlier runs that the defense uses again; None if it uses none."""
-    folders = settings.defense.earlier_targets
+    folders = settings.defense.traits.earlier_targets
     if folders and settings.data.id_column is None:
         raise SettingsError(
             f"{SETTING}: needs data.id_column: in another file, a row's number belongs to another "
@@ -225,7 +225,7 @@ def open_label_owners_model(settings: ActiveSettings) -> EarlierModel | None:
     """
     earlier = open_earlier_model(settings)
     defense = settings.defense
-    if earlier is not None and defense.needs_survey and not earlier.is_label_free:
+    if earlier is not None and defense.traits.is_staged and not earlier.is_label_free:
         raise SettingsError(
             f"initial_weights: {earlier.folder}: this model has learned from true labels, which "
             f"its predictions would tell: the bound of {defense.name} would not hold; expected a "

@@ -26,7 +26,7 @@ _ROLE = "top_model"
 def check_settings(settings: ActiveSettings) -> None:
     """Check that several processes can compute the top model, as far as the settings tell."""
     check_model(settings.top_model, _ROLE)
-    if settings.defense.has_own_objective:
+    if settings.defense.traits.has_own_objective:
         raise SettingsError(
             f"defense: {settings.defense.title} trains more than the top model, and only one "
             f"process computes it"

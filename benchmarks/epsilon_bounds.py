@@ -38,7 +38,6 @@ DEFENSES = (
     "{name: noisy_label, mechanism: {kind: laplace, epsilon: 1}}",
     "{name: noisy_label, mechanism: {kind: gaussian, noise_ratio: 2}}",
     "{name: noisy_label, mechanism: {kind: alibi, epsilon: 1}}",
-    "{name: noisy_label, mechanism: {kind: with_prior, epsilon: 1}}",
     "{name: marvell, noise: persistent, strength: {power_ratio: 4}}",
     "{name: iso, noise: persistent, noise_ratio: 8}",
     "{name: marvell, strength: {leak_auc: 0.6}}",

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.environment import print_environment
-from splitveil.active_party.watch.stored_figures import ledger_figures
+from splitveil.active_party.watch.stated import ledger_figures
 from splitveil.common.privacy.attacks import ATTACKS, CUT, RunAttackName
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
@@ -195,7 +195,7 @@ def print_tables(task: Task, runs: Mapping[str, Sequence[AttackedRun]]) -> None:
 
 
 def as_json(task: Task, run: AttackedRun) -> dict[str, Any]:
-    return task._asdict() | run._asdict() | {"bounds": ledger_figures(run.bounds).flat()}
+    return task._asdict() | run._asdict() | {"bounds": ledger_figures(run.bounds).form()}
 
 
 def main() -> None:

@@ -7,8 +7,8 @@ A split MLP 64-256-128 | 128-64-1 on 67,000 synthetic rows, batch 1,024, Adam, f
 thread per process. Each round runs, one after the other:
 
 - ``monolithic``, ``gloo``: the marks of `benchmarks.bare_gloo`;
-- ``insecure``, ``mtls``: `active-party run` and `passive-party run` as a user calls them, with the
-  defense ``none`` and without audits;
+- ``insecure``, ``mtls``: `splitveil active run` and `splitveil passive run` as a user calls them,
+  with the defense ``none`` and without audits;
 - ``shipped``: mutual TLS, ``marvell`` and the default audits;
 - ``..., depth N``: the same with ``pipeline_depth: N``;
 - ``shipped without ...``: the same with one part left out.

@@ -37,12 +37,10 @@ class PartyFolder(NamedTuple):
 
     @property
     def certificate(self) -> Path:
-        """The party's certificate."""
         return self.folder / "certificate.pem"
 
     @property
     def private_key(self) -> Path:
-        """The party's key."""
         return self.folder / "private_key.pem"
 
     @property
@@ -59,12 +57,9 @@ class Authority(NamedTuple):
 
 
 def make_certificates(folder: Path, names: dict[str, str], days: int = PARTY_DAYS) -> None:
-    """Make an authority and one certificate per party.
+    """Make an authority and one certificate per party, valid for some days.
 
-    Args:
-        folder: folder in which a subfolder ``authority`` and one for each party are made.
-        names: DNS name of each party's certificate, by the party's name.
-        days: validity of the parties' certificates in days.
+    ``names`` has the DNS name of each party's certificate, by the party's name.
 
     Raises:
         SettingsError: one of the files exists.
@@ -129,7 +124,6 @@ def _issue(authority: Authority, own: PartyFolder, name: str, days: int) -> None
 
 
 def new_authority() -> Authority:
-    """Return a new key, and a certificate with which it signs others."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "splitveil trial authority")])
     key_id = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
@@ -162,7 +156,6 @@ def make_authority(folder: Path) -> Authority:
 def party_certificate(
     authority: Authority, key: PublicKey, name: str, days: int
 ) -> x509.Certificate:
-    """Return a certificate for a party's key and DNS name, signed by the authority."""
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
     issuer = authority.certificate.subject
     issuer_key = x509.AuthorityKeyIdentifier.from_issuer_public_key(
@@ -211,7 +204,6 @@ def _key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
 
 
 def authority_folder(folder: Path) -> PartyFolder:
-    """Return the folder of the authority's own files."""
     return PartyFolder(folder / "authority")
 
 
@@ -263,17 +255,14 @@ def _suffices(certificate: x509.Certificate, name: str) -> bool:
 
 
 def days_left(certificate: x509.Certificate) -> int:
-    """Return the number of whole days for which a certificate is still valid."""
     return (certificate.not_valid_after_utc - datetime.now(UTC)).days
 
 
 def pem_of(certificate: x509.Certificate) -> bytes:
-    """Return a certificate as PEM."""
     return certificate.public_bytes(serialization.Encoding.PEM)
 
 
 def pem_of_key(key: ec.EllipticCurvePrivateKey) -> bytes:
-    """Return a private key as PEM, without a password."""
     return key.private_bytes(
         serialization.Encoding.PEM,
         serialization.PrivateFormat.PKCS8,
@@ -282,12 +271,10 @@ def pem_of_key(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Write a file that only its owner can read."""
     _write(path, data, 0o600)
 
 
 def write_public(path: Path, data: bytes) -> None:
-    """Write a file that everybody may read."""
     _write(path, data, 0o644)
 
 

@@ -7,7 +7,6 @@ SHA-256 of the public key by another channel. The certificate shows the same fig
 
 import re
 from pathlib import Path
-from typing import NamedTuple
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -41,32 +40,10 @@ _KINDS = {
 }
 
 
-class Requested(NamedTuple):
-    """A request as it was written."""
-
-    path: Path
-    name: str
-    fingerprint: str
-    is_new_key: bool
-
-
-class Signed(NamedTuple):
-    """A certificate as it was issued."""
-
-    own: PartyFolder
-    name: str
-    fingerprint: str
-    authority: str
-    """SHA-256 of the authority's certificate."""
-
-
-def make_request(folder: Path, party: str, name: str) -> Requested:
+def make_request(folder: Path, party: str, name: str) -> tuple[str, bool]:
     """Write a request for a party's certificate, with a new key if the party has none.
 
-    Args:
-        folder: folder in which the party has a subfolder, as in the settings.
-        party: name of the party.
-        name: DNS name that the certificate shall carry.
+    Returns the public key's SHA-256, and whether the key is new.
 
     Raises:
         SettingsError: the existing key cannot be used.
@@ -84,14 +61,13 @@ def make_request(folder: Path, party: str, name: str) -> Requested:
         .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
         .sign(key, hashes.SHA256())
     )
-    path = own.folder / REQUEST
-    write_public(path, request.public_bytes(serialization.Encoding.PEM))
-    return Requested(path, name, fingerprint_of_key(key.public_key()), is_new)
+    write_public(own.folder / REQUEST, request.public_bytes(serialization.Encoding.PEM))
+    return fingerprint_of_key(key.public_key()), is_new
 
 
 def sign_request(
     folder: Path, path: Path, own: PartyFolder, name: str, days: int, said: str | None = None
-) -> Signed:
+) -> tuple[str, str]:
     """Sign a party's request, and write its certificate beside that of the authority.
 
     Only the public key and the one expected name are taken from the request.
@@ -103,6 +79,8 @@ def sign_request(
         name: DNS name that the contract gives this party.
         days: validity in days.
         said: the public key's SHA-256 as the other side has read it out; None if not compared here.
+
+    Returns the SHA-256 of the public key, and that of the authority's certificate.
 
     Raises:
         SettingsError: the file is no valid request, is for another name or key, or the authority
@@ -128,7 +106,7 @@ def sign_request(
     certificate = party_certificate(authority, key, name, days)
     write_public(own.certificate, pem_of(certificate))
     write_public(own.authority, pem_of(authority.certificate))
-    return Signed(own, name, fingerprint, fingerprint_of(authority.certificate))
+    return fingerprint, fingerprint_of(authority.certificate)
 
 
 def read_request(path: Path) -> x509.CertificateSigningRequest:
@@ -137,9 +115,11 @@ def read_request(path: Path) -> x509.CertificateSigningRequest:
     Raises:
         SettingsError: the file cannot be read, or holds something else; the message says what.
     """
-    data = _read(path, "a certificate signing request")
+    found, expected = kind_of_file(path), "a certificate signing request"
+    if found != expected:
+        raise SettingsError(f"{path}: expected {expected}, found {found}")
     try:
-        request = x509.load_pem_x509_csr(data)
+        request = x509.load_pem_x509_csr(read_bytes(path, MAX_FILE_BYTES))
         is_valid = request.is_signature_valid
     except (ValueError, UnsupportedAlgorithm) as error:
         raise SettingsError(f"{path}: the certificate signing request is damaged") from error
@@ -176,7 +156,6 @@ def fingerprint_of_key(key: PublicKey) -> str:
 
 
 def fingerprint_of(certificate: x509.Certificate) -> str:
-    """Return the SHA-256 of a certificate, in groups of four digits that can be read out."""
     return _grouped(certificate.fingerprint(hashes.SHA256()).hex())
 
 
@@ -239,10 +218,3 @@ def _read_private_key(path: Path) -> ec.EllipticCurvePrivateKey | rsa.RSAPrivate
     if not isinstance(found, ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey):
         raise SettingsError(f"{path}: expected an EC or RSA private key in PEM form, no password")
     return found
-
-
-def _read(path: Path, expected: str) -> bytes:
-    found = kind_of_file(path)
-    if found != expected:
-        raise SettingsError(f"{path}: expected {expected}, found {found}")
-    return read_bytes(path, MAX_FILE_BYTES)

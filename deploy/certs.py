@@ -1,11 +1,11 @@
-"""The command ``splitveil-certs``: certificates for both parties, signed by an authority.
+"""The command ``splitveil certs``: certificates for both parties, signed by an authority.
 
-    splitveil-certs init DIR [--party NAME ...] [--name-of NAME=DNS_NAME ...] [--days N] [--keep]
-    splitveil-certs authority DIR
-    splitveil-certs request DIR --party NAME [--name DNS_NAME]
-    splitveil-certs sign DIR REQUEST --party NAME [--name DNS_NAME] [--fingerprint SHA256]
-    splitveil-certs renew DIR --party NAME [--days N]
-    splitveil-certs show FILE
+    splitveil certs init DIR [--party NAME ...] [--name-of NAME=DNS_NAME ...] [--days N] [--keep]
+    splitveil certs authority DIR
+    splitveil certs request DIR --party NAME [--name DNS_NAME]
+    splitveil certs sign DIR REQUEST --party NAME [--name DNS_NAME] [--fingerprint SHA256]
+    splitveil certs renew DIR --party NAME [--days N]
+    splitveil certs show FILE
 
 ``init`` makes everything at one place, for a trial. With ``request`` and ``sign``, each party makes
 its own key, which never leaves its machine. Parties that have their own certification authority do
@@ -24,14 +24,14 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from pydantic import TypeAdapter, ValidationError
 
-from splitveil.common.errors import SettingsError, SplitveilError
+from splitveil.common.errors import SettingsError
 from splitveil.common.party.credentials import SOON_DAYS, dns_names, subject_of
 from splitveil.common.party.json_output import add_json, print_json
 from splitveil.common.run.contract import ACTIVE, DnsName, Name
 from splitveil.common.text.log_lines import configure_logging
 from splitveil.common.text.shell_completion import add_completion
 from splitveil.common.text.version import add_version
-from splitveil.common.text.visible_text import visible, visible_lines
+from splitveil.common.text.visible_text import visible
 from splitveil.deploy.authority import (
     AUTHORITY_DAYS,
     PARTY_DAYS,
@@ -45,6 +45,7 @@ from splitveil.deploy.authority import (
     renew_certificate,
 )
 from splitveil.deploy.certificate_requests import (
+    REQUEST,
     fingerprint_of,
     fingerprint_of_key,
     kind_of_file,
@@ -56,19 +57,9 @@ from splitveil.deploy.certificate_requests import (
 logger = logging.getLogger("splitveil.deploy.certs")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return the exit code."""
-    return run(parser().parse_args(arguments))
-
-
 def run(options: argparse.Namespace) -> int:
-    """Do what parsed arguments say, and return the exit code."""
     configure_logging("certs")
-    try:
-        options.action(options)
-    except SplitveilError as error:
-        sys.stderr.write(f"splitveil-certs: {visible_lines(str(error))}\n")
-        return error.exit_code
+    options.action(options)
     return 0
 
 
@@ -105,35 +96,34 @@ def _authority(options: argparse.Namespace) -> None:
 
 
 def _request(options: argparse.Namespace) -> None:
-    made = make_request(options.folder, options.party, _name_of(options))
-    own = PartyFolder(options.folder / options.party)
+    own, name = PartyFolder(options.folder / options.party), _name_of(options)
+    fingerprint, is_new_key = make_request(options.folder, options.party, name)
     found = {
         "private key": str(own.private_key),
-        "request": str(made.path),
-        "identity": made.name,
-        "public key": made.fingerprint,
+        "request": str(own.folder / REQUEST),
+        "identity": name,
+        "public key": fingerprint,
     }
     _tell(
         options,
         found,
-        f"{'a new' if made.is_new_key else 'the same'} private key (mode 0600), which stays here; "
+        f"{'a new' if is_new_key else 'the same'} private key (mode 0600), which stays here; "
         f"send the request to the authority, and read the public key's SHA-256 out over the phone",
     )
 
 
 def _sign(options: argparse.Namespace) -> None:
     own = PartyFolder(options.output or options.folder / options.party)
-    made = sign_request(
-        options.folder, options.request, own, _name_of(options), options.days, options.fingerprint
-    )
+    name, said = _name_of(options), options.fingerprint
+    key, authority = sign_request(options.folder, options.request, own, name, options.days, said)
     found = {
-        "identity": made.name,
-        "public key": made.fingerprint,
-        "authority": made.authority,
-        "certificate": str(made.own.certificate),
+        "identity": name,
+        "public key": key,
+        "authority": authority,
+        "certificate": str(own.certificate),
     }
-    heard = "" if options.fingerprint else "compare both SHA-256 over the phone, then "
-    _tell(options, found, f"{heard}send {made.own.certificate} and {made.own.authority} back")
+    heard = "" if said else "compare both SHA-256 over the phone, then "
+    _tell(options, found, f"{heard}send {own.certificate} and {own.authority} back")
 
 
 def _name_of(options: argparse.Namespace) -> str:
@@ -163,14 +153,12 @@ def _renew(options: argparse.Namespace) -> None:
 
 
 def _print_made(options: argparse.Namespace, parties: Sequence[str]) -> None:
-    """Print what the parties' certificates say, where JSON is asked for."""
     if options.json:
         files = {party: PartyFolder(options.folder / party).certificate for party in parties}
         print_json({party: described(read_certificate(path)) for party, path in files.items()})
 
 
 def described(certificate: x509.Certificate) -> dict[str, Any]:
-    """Return the content of a certificate as plain values."""
     return {
         "subject": subject_of(certificate),
         "identities": dns_names(certificate),
@@ -218,7 +206,6 @@ def _key_of(found: x509.Certificate | x509.CertificateSigningRequest) -> str:
 
 
 def _tell(options: argparse.Namespace, found: dict[str, str], advice: str = "") -> None:
-    """Print what was found or made, and what to do next."""
     if options.json:
         print_json({name.replace(" ", "_"): value for name, value in found.items()})
         return
@@ -233,12 +220,7 @@ def _days(text: str) -> int:
     return days
 
 
-def parser(program: str = "splitveil-certs") -> argparse.ArgumentParser:
-    """Return the command's parser.
-
-    Args:
-        program: the words with which it is called.
-    """
+def parser(program: str) -> argparse.ArgumentParser:
     certs = argparse.ArgumentParser(
         prog=program, description="Make keys, requests and certificates, or show any certificate."
     )
@@ -298,7 +280,3 @@ def parser(program: str = "splitveil-certs") -> argparse.ArgumentParser:
     for command in (init, authority, request, sign, renew, show):
         add_json(command)
     return certs
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

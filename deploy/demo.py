@@ -2,7 +2,7 @@
 
     splitveil demo [EXAMPLE] [--defense DEFENSE ...] [--set PARTY.NAME=VALUE ...] [--runs DIR]
 
-It runs an example as ``splitveil-local`` does, from the copy inside the package: it needs neither
+It runs an example as ``splitveil local`` does, from the copy inside the package: it needs neither
 the repository nor a download.
 """
 
@@ -12,7 +12,6 @@ from pathlib import Path
 from splitveil.deploy import local
 
 EXAMPLES = Path(__file__).parent / "examples"
-"""The examples, as package data."""
 
 DEMO = "breast_cancer"
 DEMO_DEFENSES = ("none", "marvell", "projected_labels")
@@ -20,23 +19,16 @@ DEMO_DEFENSES = ("none", "marvell", "projected_labels")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run an example and return the exit code."""
     if options.example == DEMO:
         options.defense = options.defense or list(DEMO_DEFENSES)
-    return local.run_example(EXAMPLES / options.example, options, "splitveil demo")
+    return local.run_example(EXAMPLES / options.example, options)
 
 
 def names_of_examples() -> list[str]:
-    """Return the names of the packaged examples."""
     return sorted(path.parent.name for path in EXAMPLES.glob("*/active.yaml"))
 
 
 def parser(program: str) -> argparse.ArgumentParser:
-    """Return the sub-command's parser.
-
-    Args:
-        program: the words with which it is called.
-    """
     demo = argparse.ArgumentParser(
         prog=program,
         description="run both parties of an example on this machine, and compare defenses",

@@ -1,6 +1,6 @@
-"""The command ``splitveil-local``: all parties of an example as processes on this machine.
+"""The command ``splitveil local``: all parties of an example as processes on this machine.
 
-    splitveil-local EXAMPLE_DIR [--defense DEFENSE ...] [--set PARTY.NAME=VALUE ...] [--runs DIR]
+    splitveil local EXAMPLE_DIR [--defense DEFENSE ...] [--set PARTY.NAME=VALUE ...] [--runs DIR]
 
 An example is a folder with ``active.yaml`` and ``passive.yaml``; with more than one passive party
 it has a file for each, such as ``passive_a.yaml``. ``--set passive.NAME=VALUE`` applies to all of
@@ -37,13 +37,13 @@ from splitveil.common.settings import apply_overrides, read_yaml
 from splitveil.common.storage.ended_run import has_finished
 from splitveil.common.text.shell_completion import add_completion
 from splitveil.common.text.version import add_version
-from splitveil.common.text.visible_text import cell, visible, visible_lines
+from splitveil.common.text.visible_text import cell, visible
 from splitveil.common.text.wording import slug
 from splitveil.common.text.yaml_text import load_yaml
 from splitveil.deploy.comparison import comparison_table, read_results
 from splitveil.deploy.local_results import EndedRun, document, refuse_unknown_settings
 from splitveil.deploy.party_processes import run_parties
-from splitveil.deploy.trial_certificates import trial_overrides
+from splitveil.deploy.trial_certificates import contract_values, trial_overrides
 
 WITH_SUMMARY = (0, EndedForGood.exit_code)
 """Exit codes of runs that ended as intended, including by a budget or a gate."""
@@ -57,17 +57,11 @@ _NONCE_SEED = "insecure_nonce_seed"
 
 
 class NamedDefense(NamedTuple):
-    """A defense from the command line."""
-
     title: str
     settings: dict[str, Any]
 
     def run_name(self, name: str) -> str:
-        """Return the name of the run of an example with this defense.
-
-        Args:
-            name: of the example's run without a defense of its own.
-        """
+        """Return the name of the run of an example (by its own name) with this defense."""
         whole = f"{name}-{slug(self.title).strip('-')}"
         if len(whole) <= NAME_CHARACTERS:
             return whole
@@ -98,56 +92,33 @@ class Overrides(NamedTuple):
         """
         active, passive = list(self.active), list(self.passive)
         each = {kind: list(own) for kind, own in self.each.items()}
-        for override in overrides:
-            owner, _, own = override.partition(".")
+        for text in overrides:
+            owner, _, own = text.partition(".")
             match owner:
                 case "active":
                     active.append(own)
                 case "passive":
                     passive.append(own)
                 case "contract":
-                    active.append(override)
-                    passive.append(override)
+                    active.append(text)
+                    passive.append(text)
                 case kind if kind.startswith("passive_"):
                     each.setdefault(kind, []).append(own)
                 case _:
                     raise SettingsError(
-                        f"--set {override}: expected active.NAME=VALUE, passive.NAME=VALUE or "
+                        f"--set {text}: expected active.NAME=VALUE, passive.NAME=VALUE or "
                         "contract.NAME=VALUE"
                     )
         return Overrides(active, passive, each)
 
 
 class PlannedRun(NamedTuple):
-    """One run of the example."""
-
     name: str
     overrides: Overrides
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run an example and return the exit code."""
-    return run(parser().parse_args(arguments))
-
-
 def run(options: argparse.Namespace) -> int:
-    """Run the example that the options name and return the exit code."""
-    return run_example(options.example_dir, options, "splitveil-local")
-
-
-def run_example(example_dir: Path, options: argparse.Namespace, program: str) -> int:
-    """Run an example and return the exit code; errors are printed to the standard error stream.
-
-    Args:
-        example_dir: folder with a settings file for each party.
-        options: options from a parser with ``add_run_arguments``.
-        program: the command's name, for the message.
-    """
-    try:
-        return _run(example_dir, options)
-    except SettingsError as error:
-        sys.stderr.write(f"{program}: {visible_lines(str(error))}\n")
-        return error.exit_code
+    return run_example(options.example_dir, options)
 
 
 def parse_defense(text: str) -> NamedDefense:
@@ -172,26 +143,32 @@ def _read_mapping(text: str) -> dict[str, Any]:
 
 
 def _title_parts(settings: dict[str, Any]) -> Iterator[str]:
-    """Yield the values with their innermost names: ``marvell``, ``power_ratio=4``."""
     for name, value in settings.items():
         if isinstance(value, dict):
             yield from _title_parts(value)
         else:
-            yield str(value) if name == "name" else f"{name}={_as_yaml(value)}"
+            yield str(value) if name == "name" else override(name, value)
 
 
-def _as_yaml(value: object) -> str:
+def override(name: str, value: object) -> str:
+    """Return an override ``dotted.name=yaml``."""
     text = yaml.safe_dump(value, default_flow_style=True, width=10**6)
-    return text.removesuffix("\n").removesuffix("\n...")
+    return f"{name}={text.removesuffix(chr(10)).removesuffix('...').strip()}"
 
 
-def _run(example_dir: Path, options: argparse.Namespace) -> int:
+def run_example(example_dir: Path, options: argparse.Namespace) -> int:
+    """Run an example and return the exit code.
+
+    Raises:
+        SettingsError: the options, or a file of the example, cannot be used.
+    """
     kinds, runs_dir = party_kinds(example_dir), options.runs
     base = Overrides([], []).adding(*_defaults(example_dir, len(kinds)), *options.overrides)
     unknown = base.each.keys() - set(kinds)
     if unknown:
         raise SettingsError(f"--set: {example_dir} has no file {', '.join(sorted(unknown))}.yaml")
-    name = _run_name(example_dir, base.active)
+    settings = read_yaml(example_dir / f"{ACTIVE}.yaml")
+    name = str(contract_values(example_dir, settings, base.active).get("run_name"))
     defenses = [parse_defense(text) for text in options.defense]
     if len(defenses) > 1:
         base = _sharing_batches(example_dir, kinds, name, base)
@@ -242,17 +219,17 @@ def _report(*arguments: str, as_json: bool) -> None:
     quiet = ["--quiet"] if as_json or Console().is_terminal else []
     command = [*PYTHON, "-m", "splitveil.active_party", "report", *quiet, *arguments]
     if subprocess.run(command, check=False).returncode:
-        sys.stderr.write("splitveil-local: a report could not be written\n")
+        sys.stderr.write("splitveil local: a report could not be written\n")
 
 
 def _plan(name: str, base: Overrides, defenses: Sequence[NamedDefense]) -> dict[str, PlannedRun]:
-    """Return the runs by the titles of their columns; several runs each get their own name."""
     if not defenses:
         return {name: PlannedRun(name, base)}
     runs = {}
     for defense in defenses:
         own_name = name if len(defenses) == 1 else defense.run_name(name)
-        overrides = base.adding(f"contract.run_name={own_name}", _defense_override(defense))
+        own = override("active.defense", defense.settings)
+        overrides = base.adding(f"contract.run_name={own_name}", own)
         runs[defense.title] = PlannedRun(own_name, overrides)
     return runs
 
@@ -293,8 +270,8 @@ def _commands(
             *(["--fresh"] if fresh else []),
             *(
                 argument
-                for override in [*own.of(kind), *certificates[kind]]
-                for argument in ("--set", override)
+                for text in [*own.of(kind), *certificates[kind]]
+                for argument in ("--set", text)
             ),
         ]
         for kind in kinds
@@ -315,18 +292,6 @@ def _defaults(example_dir: Path, num_parties: int) -> list[str]:
     return shares if counts else [*shares, f"{ACTIVE}.earlier_ledgers=[]"]
 
 
-def _defense_override(defense: NamedDefense) -> str:
-    flow = yaml.safe_dump(defense.settings, default_flow_style=True, width=10**6)
-    return f"active.defense={flow.strip()}"
-
-
-def _run_name(example_dir: Path, active_overrides: list[str]) -> str:
-    settings = read_yaml(example_dir / "active.yaml")
-    contract = read_yaml(example_dir / str(settings.get("contract")))
-    own = [text for text in active_overrides if text.startswith("contract.")]
-    return str(apply_overrides({"contract": contract}, own)["contract"].get("run_name"))
-
-
 @contextmanager
 def held_port() -> Iterator[int]:
     """Yield a free port and keep other launchers from getting it until the run is over.
@@ -340,12 +305,7 @@ def held_port() -> Iterator[int]:
         yield int(holder.getsockname()[1])
 
 
-def parser(program: str = "splitveil-local") -> argparse.ArgumentParser:
-    """Return the command's parser.
-
-    Args:
-        program: the words with which it is called.
-    """
+def parser(program: str) -> argparse.ArgumentParser:
     local = argparse.ArgumentParser(
         prog=program, description="Run all parties of an example as processes on this machine."
     )
@@ -361,7 +321,6 @@ def parser(program: str = "splitveil-local") -> argparse.ArgumentParser:
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of every command that runs an example."""
     parser.add_argument(
         "--defense",
         nargs="+",
@@ -390,7 +349,3 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         help="start over where a run is unfinished; its results are moved aside",
     )
     add_json(parser)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.record.run_record import read_summary
-from splitveil.common.record.summary import to_json
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.settings import closest_setting
 
@@ -21,18 +20,11 @@ class EndedRun(NamedTuple):
 
     @property
     def report(self) -> Path:
-        """The active party's page."""
         return self.folder / ACTIVE / "report.html"
 
 
 def document(name: str, runs: Mapping[str, EndedRun], comparison: Path | None) -> dict[str, object]:
-    """Return what ``--json`` prints: for each run its folder, report and all parties' summaries.
-
-    Args:
-        name: of the example's run.
-        runs: title -> a run that has ended.
-        comparison: the page that compares them, if there is one.
-    """
+    """Return what ``--json`` prints: for each run, by title, its folder, report and summaries."""
     return {
         "name": name,
         "runs": [_described(title, run) for title, run in runs.items()],
@@ -48,7 +40,7 @@ def _described(title: str, run: EndedRun) -> dict[str, object]:
         "folder": str(run.folder),
         "exit_code": run.exit_code,
         "report": _existing(run.report),
-        "summaries": {folder.name: to_json(read_summary(folder)) for folder in folders},
+        "summaries": {folder.name: read_summary(folder).form() for folder in folders},
     }
 
 
@@ -59,10 +51,8 @@ def _existing(page: Path | None) -> str | None:
 def refuse_unknown_settings(overrides: Iterable[str]) -> None:
     """Name the overrides that no party has a setting for, in the words of the command line.
 
-    Parties know their own settings only, and so name none by its party.
-
     Raises:
-        SettingsError: there are some.
+        SettingsError: there are some; parties name none, because they know their own settings only.
     """
     problems = []
     for override in overrides:

@@ -27,18 +27,13 @@ _POLL_S = 0.05
 
 
 def run_parties(commands: Mapping[str, Sequence[str]], *, stderr: bool = False) -> int:
-    """Run the commands side by side until all have ended.
+    """Run the parties' commands side by side until all have ended.
 
     When one fails, the others have ``PEER_NOTICES_S`` to end by themselves. A SIGINT or SIGTERM
-    received meanwhile is forwarded once to each.
+    received meanwhile is forwarded once to each. With ``stderr``, their output is shown there.
 
-    Args:
-        commands: party name -> command line.
-        stderr: show their output on the standard error stream instead.
-
-    Returns:
-        0, or the exit code of the first party that failed, where a party that knows the reason
-        takes precedence over one that only noticed that its peer was gone.
+    Returns 0, or the exit code of the first party that failed, where a party that knows the reason
+    takes precedence over one that only noticed that its peer was gone.
     """
     console = Console(stderr=stderr)
     if not console.is_terminal:
@@ -58,7 +53,12 @@ def _run_side_by_side(
     finally:
         if display is not None:
             display.close_writing()
-    readers = [_copy_output(name, process, show) for name, process in processes.items()]
+    readers = [
+        threading.Thread(target=_copy_lines, args=(name, process.stdout, show), daemon=True)
+        for name, process in processes.items()
+    ]
+    for reader in readers:
+        reader.start()
     with _first_signal_forwarded(list(processes.values())) as signalled_at:
         exit_code = _wait(list(processes.values()), signalled_at)
     for reader in readers:
@@ -92,14 +92,6 @@ def _columns(name: str) -> int:
 
 def _prefix(name: str) -> str:
     return f"{name:<7} | "
-
-
-def _copy_output(
-    name: str, process: subprocess.Popen[str], show: Callable[[str, str], None]
-) -> threading.Thread:
-    reader = threading.Thread(target=_copy_lines, args=(name, process.stdout, show), daemon=True)
-    reader.start()
-    return reader
 
 
 def _copy_lines(name: str, lines: IO[str], show: Callable[[str, str], None]) -> None:

@@ -1,7 +1,7 @@
 """Shows several parties' output in one terminal: one table of log lines, and one bar beneath it.
 
-A line of the table has the time, the party, and the message, wrapped beneath itself: names and
-paths at their separators, a digest in halves. The bar is the active party's, which knows the loss.
+A line of the table has the time, the party, and the message, wrapped beneath itself. The bar is the
+active party's, which knows the loss.
 Where there is no terminal, the lines keep the party's name in front, as they come.
 """
 
@@ -11,7 +11,7 @@ import re
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import IO, Self
+from typing import Self
 
 from rich.console import Console
 from rich.table import Table
@@ -20,7 +20,6 @@ from rich.text import Text
 from splitveil.common.record.progress_pipe import VARIABLE
 from splitveil.common.record.training_progress import TrainingProgress
 from splitveil.common.text.visible_text import visible
-from splitveil.common.text.wrapping import wrapped
 
 _LOG_LINE = re.compile(r"(\d\d:\d\d:\d\d) \S+ (DEBUG|INFO|WARNING|ERROR|CRITICAL) (.*)")
 _STYLES = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
@@ -29,12 +28,7 @@ _LONGEST_LINE = 4096
 
 
 class RunDisplay:
-    """The output of some parties on one terminal; a context manager.
-
-    Args:
-        parties: their names, the one whose bar is shown first.
-        console: a terminal.
-    """
+    """The output of some parties on one terminal, with the bar of the first; a context manager."""
 
     def __init__(self, parties: Sequence[str], console: Console) -> None:
         self._console = console
@@ -49,7 +43,6 @@ class RunDisplay:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the parties need to know of the pipe to this display."""
         return {VARIABLE: str(self.descriptor)}
 
     def __enter__(self) -> Self:
@@ -65,7 +58,6 @@ class RunDisplay:
         self._resources.close()
 
     def show(self, party: str, line: str) -> None:
-        """Show one line of a party's output above the bar."""
         found = _LOG_LINE.fullmatch(line)
         when, level, message = found.groups() if found else ("", "", line)
         with self._lock:
@@ -77,25 +69,21 @@ class RunDisplay:
         row = Table.grid(padding=(0, 1, 0, 0), expand=True)
         row.add_column(width=_TIME_WIDTH, style="dim")
         row.add_column(width=self._width, no_wrap=True, style="cyan")
-        row.add_column(ratio=1)
-        room = self._console.width - _TIME_WIDTH - self._width - 2
-        row.add_row(when, party, Text("\n".join(wrapped(visible(message), room)), style=style))
+        row.add_column(ratio=1, overflow="fold")
+        row.add_row(when, party, Text(visible(message), style=style))
         return row
 
     def _read_progress(self) -> None:
         with os.fdopen(self._told, encoding="utf-8", errors="replace") as lines:
-            self._read_lines(lines)
-
-    def _read_lines(self, lines: IO[str]) -> None:
-        while line := lines.readline(_LONGEST_LINE):
-            try:
-                told = json.loads(line)
-                party, done, total = str(told["party"]), int(told["done"]), int(told["total"])
-                numbers = {str(name): float(one) for name, one in told["numbers"].items()}
-            except (ValueError, KeyError, TypeError, AttributeError):
-                continue  # a program of the user's own may write there, too
-            if party == self._leader:
-                self._advance(done, total, numbers)
+            while line := lines.readline(_LONGEST_LINE):
+                try:
+                    told = json.loads(line)
+                    party, done, total = str(told["party"]), int(told["done"]), int(told["total"])
+                    numbers = {str(name): float(one) for name, one in told["numbers"].items()}
+                except (ValueError, KeyError, TypeError, AttributeError):
+                    continue  # a program of the user's own may write there, too
+                if party == self._leader:
+                    self._advance(done, total, numbers)
 
     def _advance(self, done: int, total: int, numbers: dict[str, float]) -> None:
         if self._bar is None:

@@ -26,14 +26,16 @@ def trial_overrides(
         runs_dir: folder that keeps the certificates for the next call.
         overrides: items ``dotted.name=yaml`` for each kind of party, including contract settings.
 
-    Returns:
-        Additional overrides with which each kind of party finds its certificates, if any.
+    Returns further overrides with which each kind of party finds its certificates.
 
     Raises:
         SettingsError: the settings cannot be read, or the certificates cannot be written.
     """
     settings = {
-        kind: apply_overrides(read_yaml(example_dir / f"{kind}.yaml"), _own(given))
+        kind: apply_overrides(
+            read_yaml(example_dir / f"{kind}.yaml"),
+            [text for text in given if not text.startswith("contract.")],
+        )
         for kind, given in overrides.items()
     }
     missing = {kind: own for kind, own in settings.items() if _has_no_certificate(own, example_dir)}
@@ -42,7 +44,9 @@ def trial_overrides(
     names = {}
     for kind, own in settings.items():
         party = ACTIVE if kind == ACTIVE else str(own.get("party", "passive"))
-        names[kind] = _identity(party, own, example_dir, overrides[kind])
+        given = contract_values(example_dir, own, overrides[kind]).get("identities")
+        identities = given if isinstance(given, dict) else {}
+        names[kind] = str(identities.get(party, f"{party}.splitveil")).lower()
     folder = (runs_dir / FOLDER).resolve()
     try:
         keep_certificates(folder, names)
@@ -50,11 +54,14 @@ def trial_overrides(
         raise SettingsError(f"--runs: {error}") from error
     logger.info("certificates for this trial are in %s", folder)
     # For all parties: the others would not trust a party that keeps its own certificate.
-    return {kind: _overrides_of(PartyFolder(folder / kind)) for kind in settings}
-
-
-def _own(overrides: Sequence[str]) -> list[str]:
-    return [text for text in overrides if not text.startswith("contract.")]
+    return {
+        kind: [
+            f"security.certificate={own.certificate}",
+            f"security.private_key={own.private_key}",
+            f"security.authority={own.authority}",
+        ]
+        for kind, own in ((kind, PartyFolder(folder / kind)) for kind in settings)
+    }
 
 
 def _has_no_certificate(settings: dict[str, Any], example_dir: Path) -> bool:
@@ -64,19 +71,11 @@ def _has_no_certificate(settings: dict[str, Any], example_dir: Path) -> bool:
     return not (example_dir / str(security.get("certificate"))).exists()
 
 
-def _identity(
-    party: str, settings: dict[str, Any], example_dir: Path, overrides: Sequence[str]
-) -> str:
+def contract_values(
+    example_dir: Path, settings: Mapping[str, Any], overrides: Sequence[str]
+) -> dict[str, Any]:
+    """Return the contract that a party's settings name, with those of its overrides for it."""
     contract = read_yaml(example_dir / str(settings.get("contract")))
-    of_contract = [text for text in overrides if text.startswith("contract.")]
-    identities = apply_overrides({"contract": contract}, of_contract)["contract"].get("identities")
-    given = identities if isinstance(identities, dict) else {}
-    return str(given.get(party, f"{party}.splitveil")).lower()
-
-
-def _overrides_of(own: PartyFolder) -> list[str]:
-    return [
-        f"security.certificate={own.certificate}",
-        f"security.private_key={own.private_key}",
-        f"security.authority={own.authority}",
-    ]
+    own = [text for text in overrides if text.startswith("contract.")]
+    values: dict[str, Any] = apply_overrides({"contract": contract}, own)["contract"]
+    return values

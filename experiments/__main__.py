@@ -12,8 +12,8 @@ themselves under ``cells/``. Finished cells are not run again.
 import argparse
 import shlex
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import cache, partial
 from pathlib import Path
 
 from rich.console import Console
@@ -34,18 +34,13 @@ DEFAULT_OUTPUT = Path(__file__).parent / "results"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return the exit code."""
     options = _parser().parse_args(arguments)
-    actions: dict[str, Callable[[argparse.Namespace], int]] = {
-        "list": _list,
-        "run": _run,
-        "report": _report,
-    }
     try:
-        return actions[options.command](options)
+        exit_code: int = options.action(options)
     except SplitveilError as error:
         sys.stderr.write(f"experiments: {visible_lines(str(error))}\n")
         return error.exit_code
+    return exit_code
 
 
 def _list(_options: argparse.Namespace) -> int:
@@ -53,21 +48,16 @@ def _list(_options: argparse.Namespace) -> int:
         _, experiment, base_dir = load_experiment(name)
         _say(f"{name}: {experiment.title}")
         cells = plan(experiment, base_dir, Choice(seeds=1))
-        lacking = Counter(words for cell in cells for words in cell.needs)
         _say(f"    {len(cells)} cells per seed, {experiment.seeds} seeds by default")
-        for words, count in lacking.items():
-            _say(f"    {count} of them need {words}")
     return 0
 
 
 def _run(options: argparse.Namespace) -> int:
     name, experiment, base_dir = load_experiment(options.name)
-    size = "quick" if options.quick else options.size
-    overrides = tuple(options.overrides)
-    only = tuple(options.only)
-    choice = Choice(size, options.seeds, only, options.device, overrides)
+    only, overrides = tuple(options.only), tuple(options.overrides)
+    choice = Choice(options.size, options.seeds, only, options.device, overrides)
     cells = plan(experiment, base_dir, choice)
-    results = _results(options, name, size)
+    results = _results(options, name)
     prepared = (options.output / "prepared").resolve()
     runnable, refused = _sorted_out(cells, prepared, makes_tables=not options.dry_run)
     waiting = [cell for cell in runnable if not is_finished(cell, results)]
@@ -98,15 +88,14 @@ def _run(options: argparse.Namespace) -> int:
             finished = [cell for cell in runnable if is_finished(cell, results)]
             if finished:
                 command = shlex.join(["python", "-m", "splitveil.experiments", *_words(options)])
-                _collect(name, size, finished, results, command)
+                _collect(name, options.size, finished, results, command)
                 _show(name, experiment, results, plots=options.plots)
     return failures[0] if failures else 0
 
 
 def _report(options: argparse.Namespace) -> int:
     name, experiment, _ = load_experiment(options.name)
-    size = "quick" if options.quick else options.size
-    results = _results(options, name, size)
+    results = _results(options, name)
     _show(name, experiment, results, plots=options.plots)
     if options.into is not None:
         _put_into(options.into, name, experiment, results, plots=options.plots)
@@ -127,17 +116,13 @@ def _put_into(page: Path, name: str, experiment: Experiment, results: Path, *, p
 def _sorted_out(
     cells: Iterable[Cell], prepared: Path, *, makes_tables: bool
 ) -> tuple[list[Cell], list[tuple[Cell, list[str]]]]:
-    """Separate the cells that can run from the others, which come with their reasons."""
     runnable: list[Cell] = []
     refused: list[tuple[Cell, list[str]]] = []
-    unprepared: dict[str, str | None] = {}
+    why_unprepared = cache(partial(_why_unprepared, prepared))
     for cell in cells:
         found = problems(cell, prepared)
         if not found and cell.prepare is not None and makes_tables:
-            if cell.prepare not in unprepared:
-                unprepared[cell.prepare] = _why_unprepared(cell.prepare, prepared)
-            why = unprepared[cell.prepare]
-            found = [] if why is None else [why]
+            found = why_unprepared(cell.prepare)
         if found:
             refused.append((cell, found))
         else:
@@ -145,12 +130,12 @@ def _sorted_out(
     return runnable, refused
 
 
-def _why_unprepared(name: str, prepared: Path) -> str | None:
+def _why_unprepared(prepared: Path, name: str) -> list[str]:
     try:
         prepare(name, prepared)
     except SplitveilError as error:
-        return str(error)
-    return None
+        return [str(error)]
+    return []
 
 
 def _collect(name: str, size: str, cells: Sequence[Cell], results: Path, command: str) -> None:
@@ -178,16 +163,16 @@ def _show(name: str, experiment: Experiment, results: Path, *, plots: bool) -> N
     _say(f"{results / 'table.md'}")
 
 
-def _results(options: argparse.Namespace, name: str, size: str) -> Path:
-    folder: Path = options.output.resolve() / (name if size == "full" else f"{name}-{size}")
+def _results(options: argparse.Namespace, name: str) -> Path:
+    ending = "" if options.size == "full" else f"-{options.size}"
+    folder: Path = options.output.resolve() / f"{name}{ending}"
     return folder
 
 
 def _words(options: argparse.Namespace) -> list[str]:
     """Return the command line that reproduces the same figures."""
     words = ["run", str(options.name)]
-    size = "quick" if options.quick else options.size
-    words += ["--size", size] if size != "full" else []
+    words += ["--size", options.size] if options.size != "full" else []
     words += ["--seeds", str(options.seeds)] if options.seeds else []
     words += ["--device", options.device] if options.device != "cpu" else []
     words += ["--only", *options.only] if options.only else []
@@ -221,8 +206,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_version(parser)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", help="list the experiments and their requirements")
+    commands.add_parser("list", help="list the experiments").set_defaults(action=_list)
     run = _add(commands.add_parser("run", help="run what has not run yet, then report"))
+    run.set_defaults(action=_run)
     run.add_argument(
         "--seeds", type=_positive, help="number of runs of each variant, with seeds 0, 1, ..."
     )
@@ -254,8 +240,11 @@ def _parser() -> argparse.ArgumentParser:
         "--finished", action="store_true", help="run nothing, and report the cells that have run"
     )
     run.add_argument("--dry-run", action="store_true", help="print the cells that would run")
-    report = commands.add_parser("report", help="rewrite table and plots from results.parquet")
-    _add(report).add_argument(
+    report = _add(
+        commands.add_parser("report", help="rewrite table and plots from results.parquet")
+    )
+    report.set_defaults(action=_report)
+    report.add_argument(
         "--into",
         type=Path,
         metavar="PAGE",
@@ -267,7 +256,9 @@ def _parser() -> argparse.ArgumentParser:
 def _add(command: argparse.ArgumentParser) -> argparse.ArgumentParser:
     command.add_argument("name", help="name of an experiment, or path of its file")
     command.add_argument("--size", default="full", help="a size that the file defines")
-    command.add_argument("--quick", action="store_true", help="the same as --size quick")
+    command.add_argument(
+        "--quick", dest="size", action="store_const", const="quick", help="--size quick"
+    )
     command.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="folder of results")
     command.add_argument(
         "--no-plots", dest="plots", action="store_false", help="write the table only"

@@ -6,6 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import TypeAdapter, ValidationError
+
+from splitveil.active_party.defenses import DefenseContext, DefenseSettings
+from splitveil.active_party.defenses.section import DefenseSection
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.source_settings import FileSource
@@ -13,8 +17,6 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.run.contract import Contract
 from splitveil.common.settings import apply_overrides, read_yaml, validate
 from splitveil.common.text.wording import slug
-from splitveil.experiments.guarantees import at_guarantee
-from splitveil.experiments.needs import unmet
 from splitveil.experiments.settings import (
     GUARANTEE,
     Dataset,
@@ -22,8 +24,7 @@ from splitveil.experiments.settings import (
     Overlay,
     Settings,
     Size,
-    row_names,
-    sweep_values,
+    rows_of,
 )
 from splitveil.passive_party.settings import PassiveSettings
 
@@ -42,10 +43,10 @@ results can be moved."""
 EARLIER = "${EARLIER}"
 """Placeholder for the run with whose weights a cell starts; its settings are in the digest."""
 
+_DEFENSE: TypeAdapter[DefenseSection] = TypeAdapter(DefenseSettings)
+
 
 class Cell(NamedTuple):
-    """One run."""
-
     dataset: str
     variant: str
     series: str
@@ -54,9 +55,6 @@ class Cell(NamedTuple):
     seed: int
     settings: Settings
     prepare: str | None
-    needs: tuple[str, ...]
-    """Descriptions of the missing requirements."""
-
     after: "Cell | None" = None
     """The cell with whose weights it starts."""
 
@@ -65,15 +63,13 @@ class Cell(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The cell's name in messages."""
         return f"{self.dataset}, {self.variant}, seed {self.seed}"
 
     @property
     def folder(self) -> Path:
         """Folder of its files, relative to the experiment's results."""
-        return Path(
-            "cells", folder_name(self.dataset), folder_name(self.variant), f"seed-{self.seed}"
-        )
+        row = Path("cells", folder_name(self.dataset), folder_name(self.variant))
+        return row / f"seed-{self.seed}"
 
     @property
     def run_folder(self) -> Path:
@@ -98,19 +94,14 @@ class Choice(NamedTuple):
 
     device: str = "cpu"
     overrides: tuple[str, ...] = ()
-    """Items of the form ``active.NAME=VALUE``, ``passive.NAME=VALUE`` or ``contract.NAME=VALUE``.
-    """
+    """``active.NAME=VALUE``, ``passive.NAME=VALUE`` or ``contract.NAME=VALUE``."""
 
 
 def plan(experiment: Experiment, base_dir: Path, choice: Choice) -> list[Cell]:
     """Return the cells, seed by seed, so that every variant has a figure after the first seed.
 
-    The cells with whose weights a chosen cell starts are chosen as well, and precede it.
-
-    Args:
-        experiment: the content of the experiment's file.
-        base_dir: folder to which paths in that file refer.
-        choice: the part of the experiment to run.
+    The cells with whose weights a chosen cell starts are chosen as well, and precede it. Paths in
+    the experiment's file refer to ``base_dir``.
 
     Raises:
         SettingsError: ``choice`` has an unknown name or an invalid override.
@@ -127,7 +118,7 @@ def plan(experiment: Experiment, base_dir: Path, choice: Choice) -> list[Cell]:
                 cell = row._replace(after=after, is_followed=name in followed)
                 before[name, cell.variant] = cell
                 found.append(cell)
-    wanted = {cell.folder for cell in found if _is_chosen(cell, choice.only)}
+    wanted = {cell.folder for cell in found if not choice.only or {*choice.only} & _names(cell)}
     for cell in reversed(found):
         if cell.folder in wanted and cell.after is not None:
             wanted.add(cell.after.folder)
@@ -142,9 +133,7 @@ def plan(experiment: Experiment, base_dir: Path, choice: Choice) -> list[Cell]:
 
 
 def problems(cell: Cell, prepared: Path) -> list[str]:
-    """Return the reasons why a cell cannot run, if any: missing requirements, wrong settings."""
-    if cell.needs:
-        return [f"needs {words}" for words in cell.needs]
+    """Return the reasons why a cell cannot run, if any: missing files, wrong settings."""
     if cell.after is not None and (found := problems(cell.after, prepared)):
         return found
     settings = with_folders(cell.settings, {PREPARED: prepared})
@@ -183,7 +172,6 @@ def with_folders(settings: Settings, folders: Mapping[str, Path]) -> Settings:
 
 
 def folder_name(name: str) -> str:
-    """Convert the name of a dataset or variant to the name of its folder."""
     return slug(name, keep="_.=+-")
 
 
@@ -216,8 +204,7 @@ def _rows(
 ) -> Iterator[Cell]:
     dataset = experiment.datasets[dataset_name]
     for series, variant in experiment.variants.items():
-        names = row_names(series, variant)
-        for name, values in zip(names, sweep_values(variant), strict=True):
+        for name, swept in rows_of(series, variant).items():
             layers: Sequence[Overlay] = [
                 dataset,
                 size,
@@ -228,12 +215,11 @@ def _rows(
             settings = _example(dataset, base_dir)
             for layer in layers:
                 settings = overlaid(settings, layer.parts())
-            swept = dict(zip(variant.sweep, values, strict=True))
             guarantee = swept.pop(GUARANTEE, None)
             settings = apply_overrides(settings, [f"{path}={v}" for path, v in swept.items()])
             settings = apply_overrides(settings, choice.overrides)
             if guarantee is not None:
-                settings = at_guarantee(settings, float(guarantee))
+                settings = _at_guarantee(settings, float(guarantee))
             yield Cell(
                 dataset_name,
                 name,
@@ -241,7 +227,6 @@ def _rows(
                 seed,
                 _completed(settings, experiment, choice, seed, follows=dataset.after is not None),
                 dataset.prepare,
-                tuple(unmet(dict.fromkeys((*dataset.needs, *variant.needs)))),
             )
 
 
@@ -253,10 +238,37 @@ def _example(dataset: Dataset, base_dir: Path) -> Settings:
     return Overlay().parts() | files
 
 
+def _at_guarantee(settings: Settings, leak_auc: float) -> Settings:
+    """Return the settings with the defense at the strength at which no peer exceeds a leak AUC.
+
+    A section with mistakes is returned unchanged: they are reported with all others of the cell.
+
+    Raises:
+        SettingsError: no strength of the defense holds against everybody.
+    """
+    contract, active = settings["contract"], settings["active"]
+    try:
+        defense = _DEFENSE.validate_python(active["defense"])
+    except ValidationError:
+        return settings
+    classes = active.get("data", {}).get("classes") or 2
+    context = DefenseContext(
+        cut_shape=tuple(contract["cut_shape"]),
+        num_classes=classes if isinstance(classes, int) else len(classes),
+        epochs=contract["epochs"],
+    )
+    found = defense.at_leak_auc(leak_auc, context)
+    if found is None:
+        raise SettingsError(
+            f"sweep: guarantee: no strength of {defense.title} holds against every peer"
+        )
+    stated: dict[str, Any] = found.model_dump(mode="json", exclude_unset=True)
+    return {**settings, "active": {**active, "defense": {**stated, "name": defense.title}}}
+
+
 def _completed(
     settings: Settings, experiment: Experiment, choice: Choice, seed: int, *, follows: bool
 ) -> Settings:
-    """Add the settings that the runner decides."""
     both = {
         "contract": "contract.yaml",
         "security": {"mode": "insecure"},
@@ -291,13 +303,9 @@ def _completed(
     return completed
 
 
-def _is_chosen(cell: Cell, only: Sequence[str]) -> bool:
-    return not only or any(name in _names(cell) for name in only)
-
-
-def _names(cell: Cell) -> tuple[str, ...]:
-    in_dataset = (f"{cell.dataset}/{cell.variant}", f"{cell.dataset}/{cell.series}")
-    return (cell.dataset, cell.variant, cell.series, *in_dataset)
+def _names(cell: Cell) -> set[str]:
+    rows = {cell.variant, cell.series}
+    return {cell.dataset, *rows, *(f"{cell.dataset}/{row}" for row in rows)}
 
 
 def _missing(table: DataSettings, prepared: Path) -> Iterator[str]:

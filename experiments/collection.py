@@ -30,12 +30,9 @@ STRETCHES = 200
 
 
 _BOUNDS_OF_EPOCHS = ("anybody_max", "passive_and_honest_max", "knows_class_means_only_max")
-"""The figures of the ledger that are collected epoch by epoch."""
 
 
 class Row(NamedTuple):
-    """One figure."""
-
     experiment: str
     size: str
     dataset: str
@@ -52,29 +49,13 @@ class Row(NamedTuple):
     value: float
 
 
-SCHEMA = pa.schema(
-    [
-        ("experiment", pa.string()),
-        ("size", pa.string()),
-        ("dataset", pa.string()),
-        ("variant", pa.string()),
-        ("series", pa.string()),
-        ("setting", pa.float64()),
-        ("seed", pa.int32()),
-        ("party", pa.string()),
-        ("layer", pa.string()),
-        ("attack", pa.string()),
-        ("statistic", pa.string()),
-        ("epoch", pa.int32()),
-        ("step", pa.int64()),
-        ("value", pa.float64()),
-    ]
+_TYPES = {"setting": pa.float64(), "value": pa.float64()} | dict.fromkeys(
+    ("seed", "epoch", "step"), pa.int64()
 )
+SCHEMA = pa.schema([(name, _TYPES.get(name, pa.string())) for name in Row._fields])
 
 
 class _Found(NamedTuple):
-    """A figure before its experiment, variant and seed are added."""
-
     party: str
     statistic: str
     value: float | None
@@ -85,7 +66,6 @@ class _Found(NamedTuple):
 
 
 def collect(experiment: str, size: str, cell: Cell, results: Path) -> list[Row]:
-    """Return all figures of a finished cell."""
     folder = results / cell.folder
     swept = cell.variant.removeprefix(cell.series).split()
     setting = _number(swept[0]) if len(swept) == 1 else None
@@ -130,7 +110,6 @@ def read_rows(path: Path) -> tuple[list[Row], dict[str, str]]:
 
 
 def circumstances_of(cell: Cell, results: Path) -> dict[str, Any]:
-    """Return the machine and the versions with which a finished cell was run."""
     marker: dict[str, Any] = json.loads((results / cell.folder / FINISHED).read_text("utf-8"))
     return marker
 
@@ -148,29 +127,23 @@ def _found(folder: Path, parties: Iterable[str]) -> Iterator[_Found]:
 
 def _of_summary(party: str, summary: Summary) -> Iterator[_Found]:
     counts, active, leak = summary.counts, summary.of_active, summary.of_leak
-    yield _Found(party, "test_auc", active.model.test_auc)
-    yield _Found(party, "test_auc_refit", active.model.test_auc_refit)
-    yield _Found(party, "test_loss", active.model.test_loss)
-    yield _Found(party, "train_loss", active.model.train_loss)
-    yield _Found(party, "steps", counts.steps)
-    yield _Found(party, "steps_per_s", counts.steps_per_s)
-    yield _Found(party, "aligned_rows", counts.aligned_rows)
+    for name in ("test_auc", "test_auc_refit", "test_loss", "train_loss"):
+        yield _Found(party, name, getattr(active.model, name))
     yield _Found(party, "calibration_error", active.model.test_calibration_error)
-    for name, value in ({} if active.ledger is None else active.ledger.flat()).items():
+    for name in ("steps", "steps_per_s", "aligned_rows"):
+        yield _Found(party, name, getattr(counts, name))
+    for name, value in ({} if active.ledger is None else active.ledger.form()).items():
         yield _Found(party, f"ledger_{name}", value)
     yield _Found(party, "left_out_batches", leak.counts.left_out)
     for layer, attack, found in _each(leak.batches):
-        yield _Found(party, "mean", found.mean, layer, attack)
-        yield _Found(party, "q95", found.q95, layer, attack)
-        yield _Found(party, "last_epoch", found.last_epoch, layer, attack)
-        yield _Found(party, "random_q95", found.random_q95, layer, attack)
+        for name in ("mean", "q95", "last_epoch", "random_q95"):
+            yield _Found(party, name, getattr(found, name), layer, attack)
     for layer, attack, worst in _each(leak.worst_epoch):
         yield _Found(party, "worst_epoch", worst, layer, attack)
     for layer, attack, gathered in _each(leak.run_level):
         yield _Found(party, "run_level", gathered.auc, layer, attack)
-        yield _Found(party, "low", gathered.low, layer, attack)
-        yield _Found(party, "high", gathered.high, layer, attack)
-        yield _Found(party, "examples", gathered.examples, layer, attack)
+        for name in ("low", "high", "examples"):
+            yield _Found(party, name, getattr(gathered, name), layer, attack)
     for attack, adjusted in ({} if leak.beyond is None else leak.beyond.adjusted).items():
         yield _Found(party, "adjusted", adjusted.value, "cut", attack)
 
@@ -185,10 +158,13 @@ def _of_epochs(party: str, metrics: Metrics) -> Iterator[_Found]:
     for _, line in metrics.timed:
         match line:
             case EvaluationLine(split="test"):
-                yield from _of_test(party, line)
+                for name in ("auc", "loss", "calibration_error"):
+                    value = getattr(line, name)
+                    yield _Found(party, f"epoch_test_{name}", value, epoch=line.epoch)
+                yield _Found(party, "epoch_train_loss", line.train_loss, epoch=line.epoch)
             case LedgerLine(epoch, bounds):
                 for name in _BOUNDS_OF_EPOCHS:
-                    value = bounds.flat()[name]
+                    value = bounds.form()[name]
                     yield _Found(party, f"epoch_ledger_{name}", value, epoch=epoch)
             case EpochLeakLine(epoch, figures):
                 for layer, attack, value in figures:
@@ -198,14 +174,6 @@ def _of_epochs(party: str, metrics: Metrics) -> Iterator[_Found]:
     tests = [line for line in metrics.of(EvaluationLine) if line.split == "test"]
     if tests:
         yield _Found(party, "best_test_auc", max(line.auc or 0.0 for line in tests))
-
-
-def _of_test(party: str, line: EvaluationLine) -> Iterator[_Found]:
-    yield _Found(party, "epoch_test_auc", line.auc, epoch=line.epoch)
-    yield _Found(party, "epoch_test_loss", line.loss, epoch=line.epoch)
-    name = "epoch_test_calibration_error"
-    yield _Found(party, name, line.calibration_error, epoch=line.epoch)
-    yield _Found(party, "epoch_train_loss", line.train_loss, epoch=line.epoch)
 
 
 def _of_steps(party: str, measured: Sequence[LeakLine]) -> Iterator[_Found]:

@@ -4,7 +4,7 @@ By default the local launcher runs a cell, with a process per party; with ``in_p
 parties share one (`in_process`).
 
     cells/<data set>/<variant>/seed-<n>/
-        settings/            the files for ``splitveil-local``, which can also be run by hand
+        settings/            the files for ``splitveil local``, which can also be run by hand
         runs/run/<party>/    the parties' results
         output.log           the parties' output
         cell.json            digest of the settings, written before the run
@@ -54,8 +54,6 @@ _LAST_LINES = 12
 
 
 class Ending(NamedTuple):
-    """The outcome of one cell."""
-
     cell: Cell
     exit_code: int
     wall_s: float
@@ -64,7 +62,6 @@ class Ending(NamedTuple):
 
     @property
     def has_failed(self) -> bool:
-        """Whether the cell has no figures that count."""
         return self.exit_code not in ENDED_AS_ASKED
 
 
@@ -74,30 +71,21 @@ def is_finished(cell: Cell, results: Path) -> bool:
 
 
 class Resources(NamedTuple):
-    """What running cells may take."""
-
     jobs: int = 1
-    """Number of cells that run side by side."""
+    """Cells that run side by side."""
 
     threads: int = 1
-    """Number of cores that each party computes on."""
+    """Cores of each party."""
 
     in_process: bool = False
-    """Whether both parties of a cell share one process."""
 
 
 def run_cells(
     cells: Sequence[Cell], results: Path, prepared: Path, resources: Resources
 ) -> Iterator[Ending]:
-    """Run cells and yield the outcome of each when it ends.
+    """Run cells in the experiment's folder and yield the outcome of each when it ends.
 
     Call it only in the main thread, because it handles signals.
-
-    Args:
-        cells: the cells to run.
-        results: the experiment's folder.
-        prepared: the folder of prepared tables.
-        resources: what they may take.
 
     Raises:
         Interrupted: SIGINT or SIGTERM was received; parties with checkpoints have saved their
@@ -129,13 +117,10 @@ def run_cells(
 
 
 class _Process(Protocol):
-    """A running cell."""
-
     def wait(self) -> int:
-        """Wait for its end and return the exit code."""
+        """Wait for its end and return the exit code, negative after a signal."""
 
-    def send_signal(self, number: int, /) -> None:
-        """Send a signal to it."""
+    def send_signal(self, number: int, /) -> None: ...
 
 
 class _Launched:
@@ -148,7 +133,6 @@ class _Launched:
         self._lock = threading.RLock()
 
     def start(self, start: Callable[[], "_Process"]) -> "_Process | None":
-        """Start a process, unless all are being stopped."""
         with self._lock:
             if self.stopped_by is not None:
                 return None
@@ -157,12 +141,10 @@ class _Launched:
             return process
 
     def ended(self, process: "_Process") -> None:
-        """Forget a process that has ended."""
         with self._lock:
             self._processes.discard(process)
 
     def stop(self, signal_number: int) -> None:
-        """Signal the processes to end, and start no more of them."""
         with self._lock:
             if self.stopped_by is None:
                 self.stopped_by = signal_number
@@ -191,7 +173,8 @@ def _run(
     if launched.stopped_by is not None and exit_code:
         return None
     if exit_code not in ENDED_AS_ASKED:
-        return Ending(cell, exit_code, wall_s, _last_lines(folder / "output.log"))
+        log = (folder / "output.log").read_text(encoding="utf-8", errors="replace")
+        return Ending(cell, exit_code, wall_s, "\n".join(log.splitlines()[-_LAST_LINES:]))
     write_json_atomically(folder / FINISHED, _marker(cell) | _circumstances(wall_s, resources))
     # Other cells do not need these weights, and they take most of the disk space.
     for checkpoint in [] if cell.is_followed else folder.glob("runs/*/*/checkpoint"):
@@ -203,7 +186,7 @@ def _start(folder: Path, resources: Resources) -> _Process:
     threads, log = resources.threads, folder / "output.log"
     if resources.in_process:
         return CellProcess(folder / "settings", folder / "runs" / RUN_NAME, log, threads)
-    command = [sys.executable, "-P", "-m", "splitveil.deploy.local", str(folder / "settings")]
+    command = [sys.executable, "-P", "-m", "splitveil", "local", str(folder / "settings")]
     command += ["--runs", str(folder / "runs")]
     command += ["--set", *(f"{party}.torch_threads={threads}" for party in ("active", "passive"))]
     with log.open("ab") as output:
@@ -256,8 +239,3 @@ def _digest_in(path: Path) -> str | None:
     except (OSError, ValueError, KeyError):
         return None
     return digest
-
-
-def _last_lines(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    return "\n".join(lines[-_LAST_LINES:])

@@ -24,13 +24,9 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 
 
 class CellProcess:
-    """A process in which one cell runs.
+    """A process in which one cell runs, with the parties' files in the folder ``settings``.
 
-    Args:
-        settings: folder with the parties' files.
-        run_folder: the run's folder, in which each party has its own.
-        log: file to which the parties' output is appended.
-        threads: number of cores to compute on.
+    The parties' output is appended to ``log``; each has a folder in ``run_folder``.
     """
 
     def __init__(self, settings: Path, run_folder: Path, log: Path, threads: int) -> None:
@@ -41,7 +37,6 @@ class CellProcess:
         self._process.start()
 
     def wait(self) -> int:
-        """Wait for its end and return the exit code, negative after a signal."""
         self._process.join()
         return self._process.exitcode or 0
 

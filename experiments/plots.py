@@ -3,11 +3,11 @@
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from splitveil.common.errors import SettingsError
 from splitveil.experiments.cells import folder_name
@@ -51,7 +51,8 @@ def draw(plots: Iterable[Plot], rows: Sequence[Row], folder: Path) -> list[Path]
         for dataset in dict.fromkeys(row.dataset for row in rows):
             found = [row for row in rows if row.dataset == dataset]
             path = folder / f"{number}-{plot.kind}-{folder_name(dataset)}.svg"
-            if _draw(plot, dataset, found, path):
+            if panels := list(_panels(plot, dataset, found)):
+                _save(panels, path, dataset)
                 drawn.append(path)
     return drawn
 
@@ -60,13 +61,10 @@ def trade_off(plot: TradeOffPlot, rows: Sequence[Row]) -> dict[Panel, dict[str, 
     """Return panel -> series -> points, in the order of the sweeps in the experiment's file."""
     utility = _utility(plot, rows)
     leak: dict[Panel, dict[str, dict[str, dict[int, float]]]] = {}
-    for row in _of_the_best_witness(row for row in rows if row.statistic == plot.leak):
-        if row.layer is None or row.attack is None or _is_left_out(row.attack, plot.attacks):
-            continue
-        if row.variant == plot.floor:
-            continue
-        series = leak.setdefault((row.layer, row.attack), {}).setdefault(row.series, {})
-        series.setdefault(row.variant, {})[row.seed] = row.value
+    for panel, row in _of_the_best_witness(rows, plot.leak, plot.attacks):
+        if row.variant != plot.floor:
+            series = leak.setdefault(panel, {}).setdefault(row.series, {})
+            series.setdefault(row.variant, {})[row.seed] = row.value
     return {
         panel: {
             series: [
@@ -91,7 +89,6 @@ def floor(plot: TradeOffPlot, rows: Sequence[Row]) -> float | None:
 
 
 def _utility(plot: TradeOffPlot, rows: Sequence[Row]) -> dict[str, dict[int, float]]:
-    """Return variant -> seed -> utility, after the plot's subtraction."""
     found = _by_seed(row for row in rows if row.statistic == plot.utility and row.attack is None)
     if plot.less is None:
         return found
@@ -101,16 +98,13 @@ def _utility(plot: TradeOffPlot, rows: Sequence[Row]) -> dict[str, dict[int, flo
 
 def course(plot: CoursePlot, rows: Sequence[Row]) -> dict[Panel, dict[str, list[Point]]]:
     """Return panel -> variant -> points over steps, from 0, or epochs, from 1."""
-    wanted = "step_leak" if plot.over == "steps" else "epoch_leak"
     found: dict[Panel, dict[str, dict[int, list[float]]]] = {}
-    for row in _of_the_best_witness(row for row in rows if row.statistic == wanted):
-        epoch = None if row.epoch is None else row.epoch + 1  # plots count epochs from 1
-        at = row.step if plot.over == "steps" else epoch
-        if at is None or row.layer is None or row.attack is None:
-            continue
-        if not _is_left_out(row.attack, plot.attacks):
-            lines = found.setdefault((row.layer, row.attack), {}).setdefault(row.variant, {})
-            lines.setdefault(at, []).append(row.value)
+    over_steps = plot.over == "steps"
+    statistic = "step_leak" if over_steps else "epoch_leak"
+    for panel, row in _of_the_best_witness(rows, statistic, plot.attacks):
+        at = (row.step or 0) if over_steps else (row.epoch or 0) + 1
+        lines = found.setdefault(panel, {}).setdefault(row.variant, {})
+        lines.setdefault(at, []).append(row.value)
     return {
         panel: {variant: _line(values) for variant, values in variants.items()}
         for panel, variants in found.items()
@@ -118,7 +112,7 @@ def course(plot: CoursePlot, rows: Sequence[Row]) -> dict[Panel, dict[str, list[
 
 
 def epochs(plot: EpochPlot, rows: Sequence[Row]) -> dict[str, list[Point]]:
-    """Return variant -> points over epochs, counted from 1."""
+    """Return variant -> points over epochs, from 1."""
     found: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         if row.statistic == plot.statistic and row.epoch is not None:
@@ -150,67 +144,51 @@ def sweep(plot: SweepPlot, rows: Sequence[Row]) -> dict[str, list[Point]]:
     return {series: sorted(points) for series, points in found.items()}
 
 
-def _draw(plot: Plot, dataset: str, rows: Sequence[Row], path: Path) -> bool:
+class _Panel(NamedTuple):
+    title: str
+    x_name: str
+    y_name: str
+    draw: Callable[["Axes"], None]
+
+
+def _panels(plot: Plot, dataset: str, rows: Sequence[Row]) -> Iterator[_Panel]:
     match plot:
         case TradeOffPlot():
-            panels = trade_off(plot, rows)
-            less = "" if plot.less is None else f", less that of {plot.less}"
-            axes_names = (_words(plot.utility) + less, f"leak AUC, {_words(plot.leak)}")
-            with _panels(len(panels), path, dataset) as all_axes:
-                for axes, ((layer, attack), curves) in zip(all_axes, panels.items(), strict=True):
-                    _decorate(axes, f"{attack}, {layer}", *axes_names)
-                    _draw_points(axes, curves)
-                    _draw_floor(axes, floor(plot, rows), plot.floor or "")
-            return bool(panels)
+            names = (_utility_words(plot.utility, plot.less), f"leak AUC, {_words(plot.leak)}")
+            line = (floor(plot, rows), plot.floor or "")
+            for (layer, attack), curves in trade_off(plot, rows).items():
+                yield _Panel(f"{attack}, {layer}", *names, partial(_draw_points, curves, *line))
         case CoursePlot():
-            panels = course(plot, rows)
-            with _panels(len(panels), path, dataset) as all_axes:
-                for axes, ((layer, attack), lines) in zip(all_axes, panels.items(), strict=True):
-                    _decorate(axes, f"{attack}, {layer}", plot.over.removesuffix("s"), "leak AUC")
-                    _draw_lines(axes, lines)
-            return bool(panels)
+            names = (plot.over.removesuffix("s"), "leak AUC")
+            for (layer, attack), lines in course(plot, rows).items():
+                yield _Panel(f"{attack}, {layer}", *names, partial(_draw_lines, lines))
         case SweepPlot():
-            is_drawn = not plot.datasets or dataset in plot.datasets
-            curves = sweep(plot, rows) if is_drawn else {}
-            with _panels(min(len(curves), 1), path, dataset) as all_axes:
-                for axes in all_axes:
-                    less = "" if plot.less is None else f", less that of {plot.less}"
-                    _decorate(axes, "", plot.axis, _words(plot.statistic) + less)
-                    _draw_sweep(axes, curves)
-            return bool(curves)
+            curves = sweep(plot, rows)
+            if curves and (not plot.datasets or dataset in plot.datasets):
+                names = (plot.axis, _utility_words(plot.statistic, plot.less))
+                yield _Panel("", *names, partial(_draw_sweep, curves))
         case EpochPlot():
-            lines = epochs(plot, rows)
-            with _panels(min(len(lines), 1), path, dataset) as all_axes:
-                for axes in all_axes:
-                    words = _words(plot.statistic.removeprefix("epoch_"))
-                    _decorate(axes, words, "epoch", words)
-                    _draw_lines(axes, lines)
-            return bool(lines)
+            if lines := epochs(plot, rows):
+                words = _words(plot.statistic.removeprefix("epoch_"))
+                yield _Panel(words, "epoch", words, partial(_draw_lines, lines))
 
 
-def _of_the_best_witness(rows: Iterable[Row]) -> list[Row]:
-    """Keep one party's figures for each attack: the active party's, whose oracles know more.
+def _of_the_best_witness(
+    rows: Sequence[Row], statistic: str, attacks: Sequence[str]
+) -> Iterator[tuple[Panel, Row]]:
+    """Yield one party's figures for each attack: the active party's, whose oracles know more.
 
     At layers below the cut only the passive party sees the gradients; if there is more than one
     passive party, each has its own layers.
     """
-    found = list(rows)
+    found = [row for row in rows if row.statistic == statistic]
     active = {(row.layer, row.attack) for row in found if row.party == "active"}
-    return [
-        _with_party_in_layer(row)
-        for row in found
-        if row.party == "active" or (row.layer, row.attack) not in active
-    ]
-
-
-def _with_party_in_layer(row: Row) -> Row:
-    if row.layer is None or row.party in {"active", "passive"}:
-        return row
-    return row._replace(layer=f"{row.layer}, {row.party}")
-
-
-def _is_left_out(attack: str, chosen: Sequence[str]) -> bool:
-    return bool(chosen) and attack not in chosen
+    for row in found:
+        if row.layer is None or row.attack is None or (attacks and row.attack not in attacks):
+            continue
+        if row.party == "active" or (row.layer, row.attack) not in active:
+            is_named = row.party not in {"active", "passive"}
+            yield (f"{row.layer}, {row.party}" if is_named else row.layer, row.attack), row
 
 
 def _by_seed(rows: Iterable[Row]) -> dict[str, dict[int, float]]:
@@ -229,12 +207,7 @@ def _mean_and_sd(values: Iterable[float]) -> tuple[float, float]:
     return statistics.mean(found), statistics.stdev(found) if len(found) > 1 else 0.0
 
 
-@contextmanager
-def _panels(count: int, path: Path, title: str) -> Iterator[list["Axes"]]:
-    """Yield the panels of a new figure, and save it when they are drawn; no figure for 0 panels."""
-    if not count:
-        yield []
-        return
+def _save(panels: Sequence[_Panel], path: Path, title: str) -> None:
     try:
         import matplotlib as mpl  # noqa: PLC0415 (an extra, and slow to import)
     except ImportError as error:
@@ -248,19 +221,24 @@ def _panels(count: int, path: Path, title: str) -> Iterator[list["Axes"]]:
     mpl.rcParams["svg.fonttype"] = "none"  # keeps text searchable
     from matplotlib import pyplot  # noqa: PLC0415
 
-    columns = min(count, _COLUMNS)
-    lines = -(-count // columns)
+    columns = min(len(panels), _COLUMNS)
+    lines = -(-len(panels) // columns)
     size = (4.2 * columns + 2.0, 3.4 * lines)
     figure, grid = pyplot.subplots(lines, columns, figsize=size, squeeze=False)
-    axes = [one for line in grid for one in line]
-    for unused in axes[count:]:
-        unused.set_axis_off()
-    yield axes[:count]
-    # Not every panel has every curve.
-    named = {
-        n: h for one in axes[:count] for h, n in zip(*one.get_legend_handles_labels(), strict=True)
-    }
-    figure.legend(named.values(), named.keys(), loc="center right", frameon=False, fontsize=8)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_axis_off()
+    named: dict[str, Any] = {}  # not every panel has every curve
+    for axes, panel in zip(grid.flat, panels, strict=False):
+        axes.set_title(panel.title, fontsize=10)
+        axes.set_xlabel(panel.x_name)
+        axes.set_ylabel(panel.y_name)
+        if "leak" in panel.y_name:  # else the data decide
+            axes.set_ylim(0.45, 1.02)
+        axes.grid(alpha=0.25)
+        panel.draw(axes)
+        handles, labels = axes.get_legend_handles_labels()
+        named |= dict(zip(labels, handles, strict=True))
+    figure.legend(list(named.values()), list(named), loc="center right", frameon=False, fontsize=8)
     figure.suptitle(title)
     figure.tight_layout(rect=(0, 0, 1 - 2.0 / size[0], 1))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -272,16 +250,13 @@ def _words(statistic: str) -> str:
     return statistic.replace("_", " ").replace("auc", "AUC").replace("q95", "95 % of batches")
 
 
-def _decorate(axes: "Axes", title: str, x_name: str, y_name: str) -> None:
-    axes.set_title(title, fontsize=10)
-    axes.set_xlabel(x_name)
-    axes.set_ylabel(y_name)
-    if "leak" in y_name:  # else the data decide
-        axes.set_ylim(0.45, 1.02)
-    axes.grid(alpha=0.25)
+def _utility_words(statistic: str, less: str | None) -> str:
+    return _words(statistic) + ("" if less is None else f", less that of {less}")
 
 
-def _draw_points(axes: "Axes", curves: dict[str, list[Point]]) -> None:
+def _draw_points(
+    curves: dict[str, list[Point]], utility: float | None, floor_name: str, axes: "Axes"
+) -> None:
     drawn = {series: points for series, points in curves.items() if points}
     for (series, points), marker in zip(drawn.items(), cycle(_MARKERS), strict=False):
         x, x_sd, y, y_sd, names = zip(*points, strict=True)
@@ -290,9 +265,10 @@ def _draw_points(axes: "Axes", curves: dict[str, list[Point]]) -> None:
         )
         for at_x, at_y, name in zip(x, y, names, strict=True):
             axes.annotate(name, (at_x, at_y), xytext=(4, 4), textcoords="offset points", fontsize=7)
+    _draw_floor(axes, utility, floor_name)
 
 
-def _draw_sweep(axes: "Axes", curves: dict[str, list[Point]]) -> None:
+def _draw_sweep(curves: dict[str, list[Point]], axes: "Axes") -> None:
     for (series, points), marker in zip(curves.items(), cycle(_MARKERS), strict=False):
         x, _, y, y_sd, _ = zip(*points, strict=True)
         if math.isfinite(x[0]):
@@ -316,7 +292,7 @@ def _draw_floor(axes: "Axes", utility: float | None, name: str) -> None:
         )
 
 
-def _draw_lines(axes: "Axes", lines: dict[str, list[Point]]) -> None:
+def _draw_lines(lines: dict[str, list[Point]], axes: "Axes") -> None:
     for name, points in lines.items():
         x, _, y, y_sd, _ = zip(*points, strict=True)
         drawn = axes.plot(x, y, label=name, linewidth=1.2)

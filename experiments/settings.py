@@ -19,7 +19,8 @@ Later parts of the settings update earlier parts, section by section: the exampl
 dataset, the size, the variant, the dataset's own settings for the variant, the command line.
 """
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,7 +28,7 @@ from pydantic import Field, PositiveInt, StringConstraints, model_validator
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.settings import Section, read_yaml, validate
-from splitveil.experiments.needs import Need
+from splitveil.common.text.yaml_text import OWN_PLAN
 
 Label = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.=+ -]{0,59}$")]
 """Name of a dataset, variant or figure, in tables and (with ``-`` for blanks) folders."""
@@ -36,6 +37,7 @@ PassiveName = Annotated[str, StringConstraints(pattern=r"^passive_[A-Za-z0-9_.-]
 """Name of one passive party among several: in the contract, its settings file and its results."""
 
 Party = Literal["active", "passive"] | PassiveName
+Swept = bool | int | float | str
 
 Settings = dict[str, dict[str, Any]]
 """``contract``, ``active`` and ``passive``, each as in its own file. If there is more than one
@@ -48,7 +50,6 @@ GUARANTEE = "guarantee"
 Spread = Literal["deviation", "error"]
 
 FOLDER = Path(__file__).parent
-"""Folder of the experiments' files."""
 
 
 class Overlay(Section):
@@ -67,7 +68,6 @@ class Overlay(Section):
     """Differing settings of each passive party among several, by its name in the contract."""
 
     def parts(self) -> dict[str, dict[str, Any]]:
-        """Return the parts by name."""
         return {name: getattr(self, name) for name in ("contract", "active", "passive", "passives")}
 
 
@@ -87,9 +87,6 @@ class Dataset(Overlay):
     """Data set earlier in the file: each cell of this data set starts with the weights of that data
     set's cell with the same variant and seed."""
 
-    needs: tuple[Need, ...] = ()
-    """Features of splitveil that this needs."""
-
     variants: dict[Label, Overlay] = Field(default_factory=dict)
     """Differing settings of variants on this data set, by the variant's name."""
 
@@ -97,13 +94,10 @@ class Dataset(Overlay):
 class Variant(Overlay):
     """One row of the table, or with a sweep one row per combination of values."""
 
-    sweep: dict[str, tuple[bool | int | float | str, ...]] = Field(default_factory=dict)
+    sweep: dict[str, tuple[Swept, ...]] = Field(default_factory=dict)
     """Setting, such as ``active.defense.noise_ratio``, -> its values; more than one setting gives
     every combination. ``guarantee`` stands for the strength of the defense: its values are leak
     AUCs of the whole run that no peer can exceed, and the strength follows from them exactly."""
-
-    needs: tuple[Need, ...] = ()
-    """Features of splitveil that this needs."""
 
     @model_validator(mode="after")
     def _sweeps_over_settings(self) -> "Variant":
@@ -307,7 +301,7 @@ class Experiment(Section):
         return self
 
     def _check_published(self, published: Published) -> None:
-        rows = {row for name, variant in self.variants.items() for row in row_names(name, variant)}
+        rows = {row for name, variant in self.variants.items() for row in rows_of(name, variant)}
         _refuse_unknown("published.values", published.values, set(self.datasets))
         for dataset, variants in published.values.items():
             _refuse_unknown(f"published.values.{dataset}", variants, rows)
@@ -316,27 +310,20 @@ class Experiment(Section):
                 _refuse_unknown(where, figures, set(self.figures))
 
 
-def row_names(name: str, variant: Variant) -> list[str]:
-    """Return the names of a variant's rows."""
-    return [" ".join([name, *(str(v) for v in values)]) for values in sweep_values(variant)]
-
-
-def sweep_values(variant: Variant) -> Iterator[tuple[bool | int | float | str, ...]]:
-    """Yield every combination of a sweep's values; one empty combination without a sweep."""
-    combinations: list[tuple[bool | int | float | str, ...]] = [()]
-    for values in variant.sweep.values():
-        combinations = [(*before, value) for before in combinations for value in values]
-    yield from combinations
+def rows_of(name: str, variant: Variant) -> dict[str, dict[str, Swept]]:
+    """Return the swept settings of each of a variant's rows, by the row's name."""
+    combinations = itertools.product(*variant.sweep.values())
+    return {
+        " ".join([name, *map(str, values)]): dict(zip(variant.sweep, values, strict=True))
+        for values in combinations
+    }
 
 
 def load_experiment(name_or_path: str) -> tuple[str, Experiment, Path]:
-    """Read an experiment's file.
+    """Return an experiment's name, its content, and the folder to which its paths refer.
 
     Args:
         name_or_path: name of a file in this folder, without its ending, or path of any file.
-
-    Returns:
-        Its name, its content, and the folder to which its paths refer.
 
     Raises:
         SettingsError: the file does not exist or has mistakes, all of which are listed.
@@ -347,11 +334,10 @@ def load_experiment(name_or_path: str) -> tuple[str, Experiment, Path]:
         if not path.is_file():
             names = ", ".join(experiment_names())
             raise SettingsError(f"{name_or_path}: unknown experiment; expected one of {names}")
-    return path.stem, validate(Experiment, read_yaml(path), str(path)), path.parent
+    return path.stem, validate(Experiment, read_yaml(path, OWN_PLAN), str(path)), path.parent
 
 
 def experiment_names() -> list[str]:
-    """Return the names of the experiments in this folder."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 

@@ -37,11 +37,12 @@ def put_into(
     circumstances: Mapping[str, str],
     plots: Sequence[str] = (),
 ) -> str:
-    """Return a page with the present tables in the place of those that it has.
+    """Return a page with the present tables, and plots, in the place of those that it has.
+
+    The lines ``<!-- results of NAME -->`` and ``<!-- end of NAME -->`` mark the place.
 
     Args:
-        page: Markdown with the lines ``<!-- results of NAME -->`` and ``<!-- end of NAME -->``;
-            everything between them is replaced.
+        page: Markdown.
         name: of the experiment.
         experiment: the content of its file.
         rows: its figures.
@@ -119,7 +120,6 @@ def _tables(experiment: Experiment, rows: Sequence[Row], heading: str) -> list[s
 def _table(
     experiment: Experiment, dataset: str, measured: Mapping[str, int], found: Mapping[str, Values]
 ) -> list[str]:
-    """Return the lines of a table; ``measured`` has the number of seeds of each row."""
     published = experiment.published.values.get(dataset, {}) if experiment.published else {}
     compared = {figure for values in published.values() for figure in values}
     shown = {
@@ -134,7 +134,7 @@ def _table(
     shows_seeds = len(set(measured.values())) > 1
     header += ["seeds"] if shows_seeds else []
     lines = [_row(header), "|" + "---|" * len(header)]
-    for variant in _in_order(measured, published):
+    for variant in dict.fromkeys([*measured, *published]):  # some are in the publication alone
         cells = [variant]
         for name in shown:
             cells.append(spread(found[name].get((dataset, variant), ()), experiment.spread))
@@ -144,11 +144,6 @@ def _table(
         cells += [str(measured.get(variant, ""))] if shows_seeds else []
         lines.append(_row(cells))
     return lines
-
-
-def _in_order(measured: Iterable[str], published: Mapping[str, object]) -> list[str]:
-    """Return the variants that were run, followed by those that only the paper has."""
-    return list(dict.fromkeys([*measured, *published]))
 
 
 def _spread_note(rows: Sequence[Row], kind: Spread) -> str:

@@ -16,9 +16,7 @@ class ActivationStream(Generic[ReplyT]):
     """Sends activations, and receives their replies in the same order.
 
     Args:
-        open_stream: opens the stream.
         read: receives the reply to an activation, and checks that it is that one's.
-        limits: gives the wire's dtype and the chunk size.
     """
 
     def __init__(
@@ -36,7 +34,6 @@ class ActivationStream(Generic[ReplyT]):
         self._limits = limits
 
     def send(self, activation: Activation) -> None:
-        """Send an activation, without waiting for its reply."""
         self.unanswered.append(activation)
         if self.stream is not None:
             self.stream.send_all(encode_activation(activation, self._limits))
@@ -46,10 +43,6 @@ class ActivationStream(Generic[ReplyT]):
 
         If there is no stream, one is opened, and every activation without a reply is sent again.
         A failed attempt abandons the stream, and can be repeated.
-
-        Raises:
-            RuntimeError: no activation waits for a reply.
-            SplitveilError: no valid reply has come.
         """
         if not self.unanswered:
             raise RuntimeError("an activation must be sent first")
@@ -66,7 +59,6 @@ class ActivationStream(Generic[ReplyT]):
             raise
 
     def take(self) -> None:
-        """Note that the oldest activation has its reply."""
         self.unanswered.popleft()
 
     def drop(self) -> None:
@@ -81,7 +73,6 @@ class ActivationStream(Generic[ReplyT]):
         self.unanswered.clear()
 
     def finish(self) -> None:
-        """Close the stream, and give the other side a moment to close it as well."""
         stream, self.stream = self.stream, None
         if stream is not None:
             stream.finish()

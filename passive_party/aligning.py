@@ -4,18 +4,11 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from splitveil.common.errors import (
-    OutOfStep,
-    PeerError,
-    PeerLeft,
-    PeerRestarted,
-    ProtocolError,
-)
-from splitveil.common.run.common_order import CommonOrder
+from splitveil.common.errors import OutOfStep, PeerError, PeerLeft, PeerRestarted, ProtocolError
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.messages import LeaveReason
 from splitveil.common.run.progress import State
-from splitveil.common.run.sample_order import joint_seed
+from splitveil.common.run.sample_order import CommonOrder, joint_seed
 from splitveil.passive_party.opening import Aligner
 from splitveil.passive_party.peer import Peer
 from splitveil.passive_party.run import PassiveRun
@@ -29,7 +22,6 @@ class AlignmentObserver:
     """Receives the events of an alignment, and hands those that matter to functions.
 
     Args:
-        on_opened: called with the run's id.
         on_progress: called with the number of ids that have been processed, and of all ids.
     """
 
@@ -40,11 +32,9 @@ class AlignmentObserver:
         self._on_progress = on_progress
 
     def on_opened(self, run_id: str) -> None:
-        """Tell the run's id."""
         self._on_opened(run_id)
 
     def on_alignment_progress(self, done_ids: int, total_ids: int) -> None:
-        """Tell the progress."""
         self._on_progress(done_ids, total_ids)
 
     def _ignore(self, *_: Any, **__: Any) -> None:
@@ -53,19 +43,10 @@ class AlignmentObserver:
     on_aligned = on_step = on_epoch = on_resumed = load_state_dict = _ignore
 
     def state_dict(self) -> State:
-        """Return nothing: there are no checkpoints."""
         return {}
 
 
 class AlignmentRun(PassiveRun):
-    """One alignment with the active party.
-
-    Args:
-        aligner: finds the common rows; knows this party.
-        observer: receives the events.
-        interruption: returns the signal that asks this party to stop, once there is one.
-    """
-
     def __init__(
         self,
         aligner: Aligner,
@@ -76,11 +57,7 @@ class AlignmentRun(PassiveRun):
         self._found: CommonOrder | None = None
 
     def common_order(self) -> CommonOrder:
-        """Return the common rows, in the common order.
-
-        Raises:
-            OutOfStep: the run has not found them.
-        """
+        """Return the common rows, in the common order, or raise OutOfStep."""
         if self._found is None:
             raise OutOfStep("the common rows are not known yet")
         return self._found

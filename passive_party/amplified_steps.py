@@ -36,12 +36,7 @@ def amplify_steps(optimizer: Optimizer) -> None:
 
 
 def amplified(gradient: Tensor, before: Tensor) -> Tensor:
-    """Return a gradient times its growth since the step before.
-
-    Args:
-        gradient: of one parameter, any shape.
-        before: what the optimizer was given one step before, same shape.
-    """
+    """Return a gradient times its growth since the step before."""
     growth = 1.0 + gradient / (before + _AWAY_FROM_ZERO)
     return gradient * growth.clamp(1.0, LARGEST_FACTOR)
 

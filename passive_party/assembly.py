@@ -1,9 +1,13 @@
 """Builds the passive party's objects from its settings."""
 
+from functools import partial
+from pathlib import Path
+
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from splitveil.common.alignment import engine_of, records_of
 from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.factory import Trial, build_bottom_model
@@ -11,22 +15,29 @@ from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.speed import speed_up
 from splitveil.common.models.spread_model import RowForm
 from splitveil.common.models.worker_line import WorkerLine
+from splitveil.common.party.command_line import draw_nonce
+from splitveil.common.party.credentials import CredentialFiles, credential_files
+from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData, open_earlier_model
+from splitveil.common.party.transcript import Transcript
 from splitveil.common.run.course import AlignedRows
+from splitveil.common.status.endpoint import check_free
+from splitveil.common.status.run_status import RunStatus
+from splitveil.common.wire.connection import PeerConnection
+from splitveil.common.wire.endpoint import log_security
 from splitveil.common.wire.http_proxy import HttpProxy, named_proxy, proxy_of_environment
+from splitveil.common.wire.noted_calls import AllNotes, Notes
 from splitveil.passive_party.amplified_steps import amplify_steps
 from splitveil.passive_party.bottom_trainer import BottomTrainer, TrainingPass
+from splitveil.passive_party.grpc_peer import GrpcPeer
+from splitveil.passive_party.opening import Aligner, Participant
 from splitveil.passive_party.settings import PassiveSettings
+from splitveil.passive_party.watched_calls import WatchedCalls
 from splitveil.passive_party.workers import spread, tapped
 
 
 def http_proxy(settings: PassiveSettings) -> HttpProxy | None:
-    """Return the proxy to connect through; None for a direct connection.
-
-    Raises:
-        SettingsError: the settings or the environment name something that is not an HTTP proxy, or
-            its credentials cannot be used.
-    """
+    """Return the proxy to connect through; None for a direct connection."""
     match settings.proxy:
         case None:
             return None
@@ -35,6 +46,71 @@ def http_proxy(settings: PassiveSettings) -> HttpProxy | None:
         case url:
             known = settings.proxy_credentials
             return named_proxy(url, None if known is None else settings.base_dir / known)
+
+
+def checked_credentials(settings: PassiveSettings) -> CredentialFiles | None:
+    """Check what the connection and the status need, and return this party's credentials."""
+    credentials = credential_files(settings, settings.party)
+    log_security(credentials, settings.connect, "connect")
+    http_proxy(settings)
+    check_free(settings.status)
+    return credentials
+
+
+def connection_of(
+    settings: PassiveSettings, credentials: CredentialFiles | None, notes: Notes | None = None
+) -> PeerConnection:
+    return PeerConnection(
+        settings.connect, settings.contract, credentials, notes, http_proxy(settings)
+    )
+
+
+def build_peer(
+    settings: PassiveSettings,
+    credentials: CredentialFiles | None,
+    transcript: Transcript | None,
+    status: RunStatus,
+    interruption: Interruption,
+) -> GrpcPeer:
+    """Build the active party of a run, whose messages and answers are noted."""
+    notes = status if transcript is None else AllNotes(transcript, status)
+    return GrpcPeer(
+        connection_of(settings, credentials, notes),
+        settings.reconnect,
+        interruption,
+        settings.party,
+        WatchedCalls(status),
+    )
+
+
+def idle_peer(settings: PassiveSettings) -> GrpcPeer:
+    """Build an active party that is only asked whether it serves."""
+    connection = connection_of(settings, credential_files(settings, settings.party))
+    return GrpcPeer(connection, settings.reconnect, party=settings.party)
+
+
+def evaluation_labels(settings: PassiveSettings) -> PartyData | None:
+    if settings.adversary is None or settings.adversary.labels is None:
+        return None
+    return PartyData.load(
+        settings.adversary.labels, settings.base_dir, id_rules=settings.contract.ids
+    )
+
+
+def build_aligner(
+    settings: PassiveSettings, data: PartyData, folder: Path, *, fresh: bool = False
+) -> Aligner:
+    """Build the aligner. Call it before the first gRPC channel, because it may start processes."""
+    kept, tried = records_of(settings, folder)
+    if fresh:
+        kept.discard()
+    return Aligner(
+        Participant(settings.contract, settings.party, data.ids, data.table.splits),
+        engine_of(settings, len(data.ids)),
+        partial(draw_nonce, settings),
+        tried,
+        kept,
+    )
 
 
 class TrainerBuilder:
@@ -55,7 +131,6 @@ class TrainerBuilder:
         self._earlier = open_earlier_model(settings)
 
     def __call__(self, rows: AlignedRows) -> BottomTrainer:
-        """Build the trainer."""
         settings, contract = self._settings, self._settings.contract
         encoder, features = self._data.encode(rows, self._earlier)
         if encoder is None or features is None:

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,20 +24,15 @@ BottomModel = Callable[[Features], Tensor]
 """Computes the activation of a batch with its graph: the model itself, or several processes."""
 
 
-class TakesGradient(Protocol):
-    """Holds the latest gradient at a layer's output."""
-
-    @property
-    def take(self) -> Callable[[], Tensor | None]:
-        """Return the gradient and forget it."""
+Take = Callable[[], Tensor | None]  # returns the latest gradient at a layer's output and forgets it
 
 
 class TrainingPass(NamedTuple):
     """How training batches are computed."""
 
     compute: BottomModel
-    taps: Mapping[str, TakesGradient] = MappingProxyType({})
-    """Layers whose gradients the adversary wants to see, by name."""
+    taps: Mapping[str, Take] = MappingProxyType({})
+    """For each layer whose gradients the adversary wants to see, by name."""
 
 
 class BottomTrainer:
@@ -45,11 +40,6 @@ class BottomTrainer:
 
     Args:
         model: maps features to activations (batch, *cut_shape).
-        optimizer: over the model's parameters.
-        schedule: changes the optimiser's learning rate after each step.
-        features: this party's features in the common order.
-        device: where the model is.
-        data_digest: distinguishes these data from others when the run is resumed.
         training: how training batches are computed; by default by the model, without taps.
     """
 
@@ -82,7 +72,6 @@ class BottomTrainer:
 
     @property
     def num_rows(self) -> int:
-        """Number of aligned rows."""
         return len(self._features)
 
     def rows(self, positions: Positions) -> Features:
@@ -93,7 +82,6 @@ class BottomTrainer:
         """Return the activation of a training batch, (batch, *cut_shape), and keep its graph.
 
         Args:
-            features: of the batch.
             keeps_weights: whether the model may learn from other gradients before this batch's.
         """
         in_training_mode(self.model)
@@ -107,8 +95,7 @@ class BottomTrainer:
 
         It is that of the weights with which the activation was computed, and changes those of now.
 
-        Returns:
-            The gradients at the tapped layers, (batch, ...) each.
+        Returns the gradients at the tapped layers, (batch, ...) each.
         """
         if not self._waiting:
             raise RuntimeError("backward without a forward")
@@ -118,15 +105,11 @@ class BottomTrainer:
         torch.autograd.backward(_with_gradient(activation, received))
         self._optimizer.step()
         self._schedule.step()
-        taken = {name: tap.take() for name, tap in self._taps.items()}
+        taken = {name: take() for name, take in self._taps.items()}
         return {name: gradient for name, gradient in taken.items() if gradient is not None}
 
     def state_dict(self) -> State:
-        """Return everything that a step changes.
-
-        Raises:
-            RuntimeError: in the middle of a step.
-        """
+        """Return everything that a step changes, or raise RuntimeError."""
         if not self.is_between_steps:
             raise RuntimeError("no state in the middle of a step")
         return {
@@ -137,7 +120,6 @@ class BottomTrainer:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Restore the state that ``state_dict`` returned."""
         self._waiting.clear()
         self.model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])

@@ -11,28 +11,25 @@ It is a lower bound: a nonlinear map, or the bottom model itself, may tell more,
 columns together.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 
 from splitveil.common.data.features import FeatureEncoder, Features
-from splitveil.common.record.values import as_count, as_list, as_mapping, as_number, as_text
 from splitveil.common.run.sample_order import Positions
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 
 FOLDS = 5
-LEAST_ROWS = 50
-"""Fewer rows say nothing."""
-MOST_DIMENSIONS = 1024
-"""Wider activations are projected onto as many random directions first."""
+LEAST_ROWS = 50  # fewer rows say nothing
+MOST_DIMENSIONS = 1024  # wider activations are projected onto as many random directions first
 MOST_CATEGORIES = 64
 """The most frequent categories of a column; rows of the others are not asked about."""
 
-_RIDGE = 1e-3
-"""Penalty per row, in units of the variance of a standardised activation."""
+_RIDGE = 1e-3  # penalty per row, in units of the variance of a standardised activation
 _SEED = 0
 _EMBEDDED_AT_ONCE = 1024
 
@@ -40,15 +37,14 @@ _Numbers = npt.NDArray[np.float64]
 Kind = Literal["numeric", "categorical"]
 
 
-class ColumnExposure(NamedTuple):
+@dataclass(frozen=True)
+class ColumnExposure:
     """How well one column is reconstructed from activations."""
 
     name: str
     kind: Kind
-    figure: float
-    """R^2, or accuracy; of rows that the map has not seen."""
-    without: float
-    """The same without activations: 0, or the share of the most frequent category."""
+    figure: float  # R^2, or accuracy; of rows that the map has not seen
+    without: float  # the same without activations: 0, or the share of the most frequent category
 
     @property
     def gain_fraction(self) -> float:
@@ -61,32 +57,19 @@ class ColumnExposure(NamedTuple):
 class FeatureExposure:
     """What activations tell of the features of some rows."""
 
-    rows: int
-    dimensions: int
-    """Values per activation."""
+    rows: NonNegativeInt
+    dimensions: NonNegativeInt  # values per activation
     columns: tuple[ColumnExposure, ...]
-    own_rows: int
-    """Rows of this party's file, whose blinded ids were offered."""
-    has_images: bool = False
-    """Whether there are images, whose reconstruction is not measured."""
+    own_rows: NonNegativeInt  # rows of this party's file, whose blinded ids were offered
+    has_images: bool = False  # whether there are images, whose reconstruction is not measured
 
 
 def measure_exposure(
-    trainer: BottomTrainer,
-    encoder: FeatureEncoder,
-    own_rows: int,
-    most_rows: int,
+    trainer: BottomTrainer, encoder: FeatureEncoder, own_rows: int, most_rows: int
 ) -> FeatureExposure | None:
     """Reconstruct the features of some aligned rows from the activations of the trained model.
 
-    Args:
-        trainer: the bottom model with its features.
-        encoder: names the columns.
-        own_rows: number of rows of this party's file.
-        most_rows: number of rows that are sampled.
-
-    Returns:
-        None if there are too few rows.
+    Returns None if there are too few rows.
     """
     aligned_rows = trainer.num_rows
     count = min(aligned_rows, most_rows)
@@ -104,27 +87,19 @@ def measure_exposure(
     return FeatureExposure(count, dimensions, columns, own_rows, encoder.image is not None)
 
 
-def exposure_to_json(exposure: FeatureExposure) -> dict[str, Any]:
-    """Return the form of the figures in ``exposure.json``."""
-    return {
-        "rows": exposure.rows,
-        "dimensions": exposure.dimensions,
-        "own_rows": exposure.own_rows,
-        "has_images": exposure.has_images,
-        "columns": [one._asdict() for one in exposure.columns],
-    }
+_EXPOSURE = TypeAdapter(FeatureExposure)
+
+
+def exposure_to_json(exposure: FeatureExposure) -> Any:
+    return _EXPOSURE.dump_python(exposure, mode="json")
 
 
 def exposure_from_json(document: object) -> FeatureExposure | None:
     """Return the figures that a decoded JSON document holds; None if it is of another form."""
-    values = as_mapping(document)
-    rows, dimensions, own = (
-        as_count(values.get(name)) for name in ("rows", "dimensions", "own_rows")
-    )
-    if rows is None or dimensions is None or own is None:
+    try:
+        return _EXPOSURE.validate_python(document)
+    except ValidationError:
         return None
-    columns = tuple(_read_columns(as_list(values.get("columns"))))
-    return FeatureExposure(rows, dimensions, columns, own, values.get("has_images") is True)
 
 
 def cross_fitted(inputs: _Numbers, targets: _Numbers, folds: npt.NDArray[np.int64]) -> _Numbers:
@@ -139,7 +114,7 @@ def cross_fitted(inputs: _Numbers, targets: _Numbers, folds: npt.NDArray[np.int6
     for fold in np.unique(folds):
         known, asked = folds != fold, folds == fold
         centre, spread = inputs[known].mean(axis=0), inputs[known].std(axis=0)
-        # A unit that is silent on the known rows tells nothing.
+        # a unit that is silent on the known rows tells nothing.
         spread = np.where(spread > 0, spread, np.inf)
         fitted_on = (inputs[known] - centre) / spread
         mean = targets[known].mean(axis=0)
@@ -161,10 +136,7 @@ def _embedded(trainer: BottomTrainer, positions: Positions) -> tuple[_Numbers, F
 
 
 def _columns(
-    activations: _Numbers,
-    features: Features,
-    encoder: FeatureEncoder,
-    folds: npt.NDArray[np.int64],
+    activations: _Numbers, features: Features, encoder: FeatureEncoder, folds: npt.NDArray[np.int64]
 ) -> Iterator[ColumnExposure]:
     if features.numeric is not None:
         numbers = features.numeric.double().numpy()
@@ -202,17 +174,3 @@ def _of_category(
     is_asked = classes < asked
     is_named = predicted.argmax(axis=1)[is_asked] == classes[is_asked]
     return float(is_named.mean()), float(counts.max() / is_asked.sum())
-
-
-def _read_columns(entries: Sequence[object]) -> Iterator[ColumnExposure]:
-    for entry in map(as_mapping, entries):
-        yield from _read_column(entry)
-
-
-def _read_column(values: Mapping[str, Any]) -> Iterator[ColumnExposure]:
-    name, kind = as_text(values.get("name")), values.get("kind")
-    figure, without = as_number(values.get("figure")), as_number(values.get("without"))
-    if name is None or figure is None or without is None:
-        return
-    if kind == "numeric" or kind == "categorical":  # noqa: PLR1714 - narrows the type
-        yield ColumnExposure(name, kind, figure, without)

@@ -21,14 +21,10 @@ from splitveil.common.errors import (
 )
 from splitveil.common.party.party_settings import ReconnectSettings
 from splitveil.common.run import messages
-from splitveil.common.run.contract_difference import check_same_contract
-from splitveil.common.wire import probe_codec
-from splitveil.common.wire.audit_codec import encode_question
+from splitveil.common.run.contract import check_same_contract
+from splitveil.common.wire import probes
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import HANDSHAKE_TIMEOUT_S, SERVICE, method_path
-from splitveil.common.wire.enums import LEAVE_REASON_TO_WIRE
-from splitveil.common.wire.evaluation_codec import decode_course
-from splitveil.common.wire.handshake_codec import Greeting, decode_opening, encode_greeting
 from splitveil.common.wire.limits import (
     ALIGN_FRAME_BYTES,
     PARTY_KEY,
@@ -40,6 +36,14 @@ from splitveil.common.wire.limits import (
 )
 from splitveil.common.wire.message_stream import Interruption, MessageStream
 from splitveil.common.wire.retrying import CallWatch, Retrying
+from splitveil.common.wire.small_messages import (
+    LEAVE_REASON_TO_WIRE,
+    Greeting,
+    decode_course,
+    decode_opening,
+    encode_greeting,
+    encode_question,
+)
 from splitveil.common.wire.status import error_from
 from splitveil.common.wire.tensor_codec import TensorAssembler, TensorLimits
 from splitveil.common.wire.tensor_frame import Frame
@@ -57,11 +61,8 @@ class GrpcPeer:
     """Calls the active party, and reconnects when the connection was lost.
 
     Args:
-        connection: the channel to the active party, which this peer closes in the end.
-        reconnect: how long to keep trying, and how long one answer may take.
-        interruption: returns the signal that asks this party to stop, once there is one.
-        party: this party's name, which every call carries if the run has several passive parties.
-        watch: is told how each attempt to ask the active party ended.
+        party: this party's name, which every call carries if the run has several passive
+            parties.
     """
 
     def __init__(
@@ -98,7 +99,6 @@ class GrpcPeer:
         self.close()
 
     def close(self) -> None:
-        """Close every stream and the connection."""
         for stream in (self._train, self._evaluate):
             stream.finish()
         if self._align is not None:
@@ -123,32 +123,19 @@ class GrpcPeer:
             raise
 
     def _compare_contracts(self, party: str) -> None:
-        """Ask the active party for its contract, as ``check`` does, to name both values.
-
-        Raises:
-            ContractMismatch: it names them.
-        """
+        """Ask the active party for its contract, as ``check`` does, to name both values."""
         own = self.connection.contract
-        introduction = probe_codec.Introduction(party, own.canonical_json(), time.time(), None)
-        request = pb.ProbeRequest(introduction=probe_codec.encode_introduction(introduction))
+        introduction = probes.Introduction(party, own.canonical_json(), time.time(), None)
+        request = pb.ProbeRequest(introduction=probes.encode_introduction(introduction))
         with suppress(PeerError):  # what the refusal has said is enough
             reply = self._unary(
-                "Probe",
-                request,
-                pb.ProbeReply,
-                HANDSHAKE_TIMEOUT_S,
-                probe_codec.SERVICE,
-                PROBE_BYTES,
+                "Probe", request, pb.ProbeReply, HANDSHAKE_TIMEOUT_S, probes.SERVICE, PROBE_BYTES
             )
-            theirs = probe_codec.decode_introduction(reply.introduction).contract
+            theirs = probes.decode_introduction(reply.introduction).contract
             check_same_contract(own, theirs, "the active party")
 
     def is_ready(self) -> bool:
-        """Ask once whether the active party serves.
-
-        Raises:
-            PeerError: no server answers, or one that this party does not trust.
-        """
+        """Ask once whether the active party serves, or raise PeerError."""
         try:
             reply = health_pb2_grpc.HealthStub(self._connected()).Check(
                 health_pb2.HealthCheckRequest(service=SERVICE), timeout=HEALTH_TIMEOUT_S
@@ -158,24 +145,19 @@ class GrpcPeer:
         return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
     def open_alignment(self) -> AlignChannel:
-        """Open the alignment stream."""
-        method = self._connected().stream_stream(
+        method: Any = self._connected().stream_stream(
             method_path("Align"),
             pb.AlignFrame.SerializeToString,
             reader(pb.AlignFrame, ALIGN_FRAME_BYTES),
         )
-        return StreamChannel(
-            self._start_alignment(method),
-            deadline_s=self._reconnect.deadline_s,
-            translate=self.connection.error_of,
-        )
 
-    def _start_alignment(self, method: Any) -> Callable[[Iterator[pb.AlignFrame]], Any]:
-        def connect(outgoing: Iterator[pb.AlignFrame]) -> Any:
+        def connect(outgoing: Iterator[pb.AlignFrame]) -> Iterator[pb.AlignFrame]:
             self._align = method(outgoing, metadata=self._metadata)
             return map(believed, self._align)
 
-        return connect
+        return StreamChannel(
+            connect, deadline_s=self._reconnect.deadline_s, translate=self.connection.error_of
+        )
 
     def close_alignment(self) -> None:
         """Wait until the peer has the result as well, and is ready to train."""
@@ -188,7 +170,6 @@ class GrpcPeer:
             raise error_from(call.code(), call.details())
 
     def send_activation(self, activation: messages.Activation) -> None:
-        """Send the activation of a training batch, without waiting for its answer."""
         self._train.send(activation)
 
     def receive_gradient(self) -> messages.Answer:
@@ -199,7 +180,6 @@ class GrpcPeer:
         return self._receive(self._train)
 
     def send_held_out(self, activation: messages.Activation) -> None:
-        """Send the activation of held-out rows, without waiting for the reply."""
         self._evaluate.send(activation)
 
     def receive_course(self) -> messages.Course:
@@ -256,11 +236,7 @@ class GrpcPeer:
         self._align = None
 
     def _connected(self) -> grpc.Channel:
-        """Return the channel, and drop the streams of a channel that was replaced.
-
-        Raises:
-            PeerError: no server answers, or one that this party does not trust.
-        """
+        """Return the channel, and drop the streams of a channel that was replaced."""
         if self.connection.is_outdated:
             self._train.drop()
             self._evaluate.drop()
@@ -286,12 +262,7 @@ class GrpcPeer:
             raise self.connection.error_of(error) from error
         return believed(answer)
 
-    def _open(
-        self,
-        method: str,
-        read: Callable[[bytes], Any],
-    ) -> MessageStream:
-        """Open a stream of tensors, whose replies are parsed by ``read``."""
+    def _open(self, method: str, read: Callable[[bytes], Any]) -> MessageStream:
         call: Any = self._connected().stream_stream(
             method_path(method), Frame.serialised, response_deserializer=read
         )

@@ -19,8 +19,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class _Kept(NamedTuple):
-    """A tensor that a backward pass will need."""
-
     tensor: Tensor
     version: int
     """Counts the changes of the tensor; another number later means that it is another value."""
@@ -32,9 +30,6 @@ def keeping_weights(model: nn.Module) -> Iterator[None]:
 
     A function that keeps a weight by other means than ``save_for_backward``, or computes the
     forward pass again (``torch.utils.checkpoint``), gets the weights of its backward pass instead.
-
-    Raises:
-        RuntimeError: in the backward pass, if another tensor that it needs was changed in place.
     """
     owned = {_storage(tensor) for tensor in chain(model.parameters(), model.buffers())}
 

@@ -32,17 +32,10 @@ class GatheredScores(NamedTuple):
 
 
 class LabelFreeAudit:
-    """Accumulates scores over a run: 12 bytes per example, attack and layer. Thread-safe.
-
-    Args:
-        attacks: the attacks to run; attacks that need labels are skipped.
-        every_steps: only steps of an epoch that are a multiple of this are attacked.
-        num_examples: number of aligned examples of the run.
-    """
+    """Accumulates scores over a run: 12 bytes per example, attack and layer. Thread-safe."""
 
     def __init__(self, attacks: Sequence[str], every_steps: int, num_examples: int) -> None:
-        self.left_out = 0
-        """Number of batches that should have been attacked and were not."""
+        self.left_out = 0  # number of batches that should have been attacked and were not
         self._attacks = tuple(name for name in LABEL_FREE if name in attacks)
         self._every_steps = every_steps
         self._num_examples = num_examples
@@ -95,11 +88,7 @@ class LabelFreeAudit:
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state that ``state_dict`` returned.
-
-        Raises:
-            ValueError: the state belongs to other attacks or to another number of examples.
-        """
+        """Resume from a state that ``state_dict`` returned, or raise ValueError."""
         if list(state["attacks"]) != list(self._attacks):
             raise ValueError(
                 f"expected scores of {', '.join(self._attacks)}; "

@@ -1,8 +1,6 @@
 """Chooses the layers whose gradients are attacked, and captures them during training."""
 
 from collections.abc import Iterator
-from types import TracebackType
-from typing import Self
 
 from torch import Tensor, nn
 
@@ -21,9 +19,6 @@ def first_layer(model: nn.Module) -> nn.Module:
     activation and pooling: the gradient before the pooling has the same norms, in four times the
     values. In a user-defined model it is the first submodule, in the order of definition, that has
     parameters of its own; settings can name another.
-
-    Raises:
-        SettingsError: the model has no parameters.
     """
     if isinstance(model, MlpBottom | MlpTop | WideDeepBottom | WideDeepTop):
         return next(iter(model.layers.children()))
@@ -36,11 +31,7 @@ def first_layer(model: nn.Module) -> nn.Module:
 
 
 def named_layer(model: nn.Module, name: str) -> nn.Module:
-    """Return the layer that settings name: ``first``, or a dotted name such as ``layers.hidden_1``.
-
-    Raises:
-        SettingsError: the model has no such layer.
-    """
+    """Return the layer that settings name: ``first``, or a path such as ``layers.hidden_1``."""
     if name == "first":
         return first_layer(model)
     layers = dict(_named_layers(model))
@@ -56,7 +47,7 @@ def _named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 class LayerTap:
-    """Keeps the latest gradient with respect to a layer's output.
+    """Holds the latest gradient with respect to a layer's output, of the output's shape.
 
     It costs one reference per step and does not copy: the gradient must not be changed in place.
     Each backward pass replaces the stored gradient; a new forward pass in training discards it.
@@ -64,22 +55,12 @@ class LayerTap:
 
     def __init__(self, layer: nn.Module) -> None:
         self._gradient: Tensor | None = None
-        self._handle = layer.register_forward_hook(self._watch)
-
-    @property
-    def gradient(self) -> Tensor | None:
-        """The gradient, of the shape of the layer's output; None before the backward pass."""
-        return self._gradient
+        layer.register_forward_hook(self._watch)
 
     def take(self) -> Tensor | None:
-        """Return the gradient and forget it."""
+        """Return the gradient and forget it; None before the backward pass."""
         gradient, self._gradient = self._gradient, None
         return gradient
-
-    def close(self) -> None:
-        """Remove the hook, which restores the layer."""
-        self._handle.remove()
-        self._gradient = None
 
     def _watch(self, _layer: nn.Module, _inputs: object, output: object) -> None:
         if isinstance(output, Tensor) and output.requires_grad:
@@ -88,14 +69,3 @@ class LayerTap:
 
     def _keep(self, gradient: Tensor) -> None:
         self._gradient = gradient
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
-        self.close()

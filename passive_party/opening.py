@@ -30,11 +30,8 @@ class Participant:
 
     contract: Contract
     name: str
-    ids: Sequence[str]
-    """Canonical ids, by row of the file."""
-
-    file_splits: Splits | None = None
-    """Split of each row, if the contract splits by a column."""
+    ids: Sequence[str]  # canonical ids, by row of the file
+    file_splits: Splits | None = None  # split of each row, if the contract splits by a column
 
     @property
     def index(self) -> int:
@@ -50,12 +47,10 @@ class Participant:
         """Open a run with the active party, or resume one.
 
         Args:
-            peer: the active party.
             nonce: this party's share of the joint seed, to which it commits itself.
             offer: the run to resume; None for a new one.
 
-        Raises:
-            ContractMismatch: the active party holds another contract.
+        Raises ContractMismatch: the active party holds another contract.
         """
         opening = peer.handshake(
             self.name, self.contract.canonical_json(), _commitment(nonce), offer
@@ -69,9 +64,8 @@ class Aligner:
     """Finds the rows that all parties have in common.
 
     Args:
-        participant: this party.
-        engine: finds the common ids.
-        draw_nonce: gives this party's share of the joint seed, 32 bytes, a new one per alignment.
+        draw_nonce: gives this party's share of the joint seed, 32 bytes, a new one per
+            alignment.
         tried: counts the ids that the active party tries; by default while this process lives.
         kept: where an unfinished exchange is kept to be resumed; by default it is not.
     """
@@ -101,19 +95,10 @@ class Aligner:
         """Align with the active party, and through it with the other passive parties.
 
         Args:
-            peer: the active party.
-            opening: its reply to the handshake of this run.
-            nonce: this party's share of the joint seed.
             on_progress: called with the number of ids that have been processed, and of all ids.
-            stop_if_interrupted: called while this party waits; raises Interrupted to stop.
 
-        Returns:
-            The rows of this party's file that all parties have, and the nonces of all passive
-            parties in the contract's order.
-
-        Raises:
-            AlignmentError: too few ids are in common.
-            InvalidMessage: the active party's nonce has changed since the handshake.
+        Returns the rows of this party's file that all parties have, and the nonces of all passive
+        parties in the contract's order.
         """
         has_companions = self.participant.has_companions
         files = None if self.kept is None else self.kept.of(ACTIVE)
@@ -135,6 +120,12 @@ class Aligner:
         if alignment.peer_nonce != opening.nonce:
             raise InvalidMessage("the active party's nonce changed since the handshake")
         return alignment if has_companions else alignment._replace(nonces=(nonce,))
+
+    def forget(self) -> None:
+        """Forget the exchanges of a run that has finished."""
+        if self.kept is not None:
+            self.kept.discard()
+        self.tried.forget()
 
     def _agreeing(
         self, opening: Opening, nonce: bytes, stop_if_interrupted: Callable[[], None]
@@ -161,11 +152,7 @@ class Aligner:
 
 
 def check_nonce(nonce: bytes) -> None:
-    """Check the length of the active party's share of the joint seed.
-
-    Raises:
-        InvalidMessage: it has another length than a nonce.
-    """
+    """Check the length of the active party's share of the joint seed, or raise InvalidMessage."""
     if len(nonce) != NONCE_BYTES:
         raise InvalidMessage(f"nonce: expected {NONCE_BYTES} bytes, got {len(nonce)}")
 

@@ -21,17 +21,17 @@ from splitveil.common.wire.limits import (
     believed,
     reader,
 )
-from splitveil.common.wire.probe_codec import (
-    Introduction,
-    decode_introduction,
-    encode_introduction,
-    method_path,
-)
 from splitveil.common.wire.probe_findings import (
     Check,
     certificate_in_words,
     checks_of,
     clock_in_words,
+)
+from splitveil.common.wire.probes import (
+    Introduction,
+    decode_introduction,
+    encode_introduction,
+    method_path,
 )
 from splitveil.passive_party.settings import PassiveSettings
 from splitveil.protos import split_learning_pb2 as pb
@@ -39,8 +39,7 @@ from splitveil.protos import split_learning_pb2 as pb
 ROUND_TRIPS = 20
 UNDER_WAY = 8
 """Large probes that are under way at the same time, so that the round trip does not slow them."""
-SPEED_S = 2.0
-"""Time for which the speed is measured."""
+SPEED_S = 2.0  # time for which the speed is measured
 MOST_BYTES = 256 * 2**20
 _CALL_S = 30.0
 _RETRY_S = 0.5
@@ -50,20 +49,12 @@ _ACTIVE = "the active party"
 class Speed(NamedTuple):
     """How fast messages cross."""
 
-    round_trip_s: float
-    """Median of the round trips."""
-    bytes_per_s: float
-    """Bytes in each direction, both at once, as in training."""
+    round_trip_s: float  # median of the round trips
+    bytes_per_s: float  # bytes in each direction, both at once, as in training
 
 
 class Probing:
-    """Probes one connection.
-
-    Args:
-        settings: this party's.
-        connection: to the active party; the caller closes it.
-        own: what this party says about itself.
-    """
+    """Probes one connection."""
 
     def __init__(
         self, settings: PassiveSettings, connection: PeerConnection, own: Introduction
@@ -75,11 +66,7 @@ class Probing:
     def introduce(self, wait_s: float) -> tuple[Introduction, float, float]:
         """Exchange introductions, and return the peer's, its clock's lead and the error of that.
 
-        Args:
-            wait_s: how long to wait for an active party that does not answer yet.
-
-        Raises:
-            PeerError: it does not answer in time, or is not trusted.
+        Raises PeerError: it does not answer in time, or is not trusted.
         """
         deadline = time.monotonic() + wait_s
         while True:
@@ -103,11 +90,7 @@ class Probing:
         return peer, peer.clock_s - (sent + half), half + 0.001  # it tells whole milliseconds
 
     def speed(self) -> Speed:
-        """Measure round trips, and how many bytes cross in a second.
-
-        Raises:
-            PeerError: the active party stops answering.
-        """
+        """Measure round trips, and how many bytes cross in a second, or raise PeerError."""
         trips = []
         for _ in range(ROUND_TRIPS):
             begin = time.perf_counter()
@@ -167,16 +150,7 @@ class Probing:
 def connection_checks(
     settings: PassiveSettings, connection: PeerConnection, wait_s: float
 ) -> Iterator[Check]:
-    """Probe the connection, and yield what was found.
-
-    Args:
-        settings: this party's.
-        connection: to the active party; closed at the end.
-        wait_s: how long to wait for the active party.
-
-    Raises:
-        SplitveilError: there is no connection; the message names the proxy, if there is one.
-    """
+    """Probe the connection, and yield what was found, or raise SplitveilError."""
     contract = settings.contract
     form = form_of_own_ids(settings)
     own = Introduction(settings.party, contract.canonical_json(), time.time(), form)

@@ -19,27 +19,23 @@ from splitveil.common.record.lines import AuditLine
 from splitveil.common.record.run_recorder import RunRecorder
 from splitveil.common.record.summary import AuditedFigures, RunCounts, Summary
 from splitveil.common.run.course import AlignedRows, Batch
+from splitveil.common.status.run_status import RunStatus
 from splitveil.common.storage.ended_run import clear_mark
 from splitveil.passive_party.label_free_audit import GatheredScores, LabelFreeAudit
 from splitveil.passive_party.settings import PassiveSettings
+from splitveil.passive_party.watched_calls import OPEN
 
 logger = logging.getLogger(__name__)
 
-CATCH_UP_S = 5.0
-"""Longest time that an audit waits for the attacks on an epoch's last batches."""
+CATCH_UP_S = 5.0  # longest time that an audit waits for the attacks on an epoch's last batches
 
 
 class PassiveRecorder(RunRecorder):
     """Observes a run, and attacks the gradients that were received.
 
     Args:
-        settings: the party's settings.
-        folder: the run's folder.
-        ids: this party's canonical ids.
-        evaluation_labels: labels that both sides know; without them no leak AUC is measured here.
-
-    Raises:
-        SettingsError: an attack of the user's own cannot be used.
+        status: what operators see of the run. Of a step it hears only which batch it was, and
+            nothing of what the adversary measures, which may say something about labels.
     """
 
     def __init__(
@@ -48,11 +44,13 @@ class PassiveRecorder(RunRecorder):
         folder: Path,
         ids: Sequence[str],
         evaluation_labels: PartyData | None,
+        status: RunStatus | None = None,
     ) -> None:
         try_custom_attacks(settings.adversary, settings.contract.cut_shape)
         super().__init__(folder)
         self._settings = settings
         self._ids = ids
+        self._status = status
         self._evaluation_labels = evaluation_labels
         self._labels: Tensor | None = None
         self._epochs = 0
@@ -65,36 +63,46 @@ class PassiveRecorder(RunRecorder):
         self._audit_refused = False
         self._audited: dict[str, dict[str, float]] = {}
 
-    def on_opened(self, run_id: str) -> None:  # noqa: ARG002
+    def on_opened(self, run_id: str) -> None:
         """Unmark a run that had ended for good: the active party has opened it again."""
+        if self._status is not None:
+            self._status.name_run(run_id)
+            self._status.enter_stage("aligning")
+            self._status.set_ready(OPEN)
         clear_mark(self._folder)
 
     def on_alignment_progress(self, done_ids: int, total_ids: int) -> None:
-        """Show nothing: small sets are aligned before a progress bar could be drawn."""
+        """Draw no bar: small sets are aligned before it could be seen."""
+        if self._status is not None:
+            self._status.note_alignment(done_ids, total_ids)
 
     def on_aligned(self, rows: AlignedRows, seed: bytes) -> None:
-        """Look up the evaluation labels, start the progress bar and the adversary."""
         self._begin_run(rows)
         self._start_attacks(rows, seed)
         self._show_progress("passive", rows, self._settings.contract)
+        if self._status is not None:
+            self._status.note_aligned(rows)
+            self._status.enter_stage("training")
 
     def on_step(
         self, batch: Batch, sent: Tensor, received: Tensor, layers: dict[str, Tensor]
     ) -> None:
-        """Hand the gradients to the adversary."""
         self._steps += 1
         self._attack(batch, sent, received, layers)
         if self._progress is not None:
             self._progress.advance(**(self._leaks.shown() if self._leaks is not None else {}))
+        if self._status is not None:
+            self._status.note_step(batch)
 
     def on_epoch(self, epoch: int) -> None:
-        """Note that an epoch is over."""
         self._epochs = epoch + 1
         if self._leaks is not None:
             self._leaks.end_epoch(epoch)
 
     def on_resumed(self, epoch: int | None) -> None:
-        """Log where the run resumes."""
+        if self._status is not None:
+            self._status.note_resumed(epoch)
+            self._status.enter_stage("training")
         logger.info("resuming %s", "at the end" if epoch is None else f"in epoch {epoch + 1}")
 
     def scores_to_audit(self, epoch: int) -> Iterator[GatheredScores]:
@@ -106,7 +114,6 @@ class PassiveRecorder(RunRecorder):
         yield from self._label_free.gathered(self._rows.splits["train"])
 
     def on_audit(self, epoch: int, scored: GatheredScores, leak_auc: float) -> None:
-        """Note the leak AUC that the active party measured."""
         self._audited.setdefault(scored.layer, {})[scored.attack] = leak_auc
         figure = AttackFigure(scored.layer, scored.attack, leak_auc)
         self._metrics.write(AuditLine(epoch, figure))
@@ -132,13 +139,12 @@ class PassiveRecorder(RunRecorder):
         """Return a copy of the recorded state, once the attacks on all batches so far are done.
 
         Call it between steps, after `on_aligned`.
-
-        Raises:
-            StorageError: a line of the metrics could not be written.
         """
         if not self._wait_until_idle(IDLE_S):
             logger.warning("the audit is behind: a checkpoint is written without the last batches")
         leaks = None if self._leaks is None else self._leaks.state_dict()
+        if self._status is not None:
+            self._status.note_checkpoint()
         return {
             "steps": self._steps,
             "epochs": self._epochs,
@@ -153,9 +159,6 @@ class PassiveRecorder(RunRecorder):
         """Resume from a state that ``state_dict`` returned; call it after `on_aligned`.
 
         Measuring may be switched on and off within a run, but its attacks may not change.
-
-        Raises:
-            SettingsError: the state belongs to other attacks than the settings name.
         """
         self._wait_until_idle(IDLE_S)
         self._steps, self._epochs = state["steps"], state["epochs"]
@@ -173,7 +176,6 @@ class PassiveRecorder(RunRecorder):
         self._metrics.load_state_dict(state["metrics"])
 
     def _start_attacks(self, rows: AlignedRows, seed: bytes) -> None:
-        """Look up the evaluation labels, and start the attacks that they and the settings allow."""
         names: Sequence[str] = ()
         if self._evaluation_labels is not None:
             ids = [self._ids[row] for row in rows.file_rows]

@@ -41,14 +41,12 @@ from splitveil.common.text.imports import fault_of_own_code
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from splitveil.passive_party.opening import Aligner, check_nonce
 from splitveil.passive_party.peer import Peer
-from splitveil.passive_party.training import Auditor, NoAudits, RunObserver, Training
+from splitveil.passive_party.training import Auditor, RunObserver, Training
 
 _MAX_ALIGNMENTS = 20
 """Alignments that one process starts because the peer was lost during the previous one."""
 
-_MAX_DAMAGED = 3
-"""Alignments among these that may be due to an invalid message of the previous one."""
-
+_MAX_DAMAGED = 3  # alignments among these that may be due to an invalid message of the previous one
 TrainerFactory = Callable[[AlignedRows], BottomTrainer]
 
 Begun = TypeVar("Begun")
@@ -58,13 +56,8 @@ class PassiveRun:
     """One run with the active party.
 
     Args:
-        aligner: finds the common rows; knows this party.
-        build_trainer: makes the trainer once the common rows are known.
-        observer: receives the events of the run.
         store: keeps checkpoints; by default none, and then the run cannot be resumed.
         auditor: gives the scores for audits; by default there are no audits.
-        interruption: returns the signal that asks this party to stop, once there is one.
-        phases: charges the time that the run takes.
     """
 
     def __init__(
@@ -80,9 +73,8 @@ class PassiveRun:
         self.aligner = aligner
         self.contract = aligner.participant.contract
         self.observer = observer
-        self.auditor = auditor or NoAudits()
-        self.run_id = ""
-        """The run that the active party has opened; empty before that."""
+        self.auditor = auditor
+        self.run_id = ""  # the run that the active party has opened; empty before that
         self._me = aligner.participant
         self._build_trainer = build_trainer
         self._store = store or NoStore()
@@ -103,13 +95,7 @@ class PassiveRun:
         return ModelIdentity(self.run_id, number)
 
     def run(self, peer: Peer) -> None:
-        """Take part in the whole run, and tell the peer how it ended.
-
-        Raises:
-            SplitveilError: the reason why the run ended before its last step; Interrupted takes
-                precedence over what the peer says meanwhile. The trainer, if there is one by then,
-                holds the model as far as it got.
-        """
+        """Take part in the whole run, and tell the peer how it ended, or raise SplitveilError."""
         try:
             self._go_through(peer)
         except (PeerUnreachable, PeerLeft, ContractMismatch):
@@ -123,7 +109,7 @@ class PassiveRun:
             raise
         except BaseException as error:
             self._say_goodbye(peer, LeaveReason.FAILED)
-            # A bottom model is given no labels, so that the text of its errors holds none.
+            # a bottom model is given no labels, so that the text of its errors holds none.
             own = fault_of_own_code(error, shows_text=True)
             if own is None:
                 raise
@@ -209,7 +195,8 @@ class PassiveRun:
         self._training = Training(
             self.run_id, rows, trainer, progress, self.observer, self.auditor, self._phases
         )
-        self.observer.on_aligned(rows, seed)
+        with self._phases(Phase.RECORD):
+            self.observer.on_aligned(rows, seed)
         return self._training, rows
 
     def _on_alignment_progress(self, done_ids: int, total_ids: int) -> None:
@@ -219,12 +206,7 @@ class PassiveRun:
     # ---- resuming ----
 
     def reopen(self) -> Training | None:
-        """Reopen the stored run; return None if there is none.
-
-        Raises:
-            DataError: this party's data are not those with which the run was started.
-            StorageError: a file of the run is damaged, or of another version.
-        """
+        """Reopen the stored run; return None if there is none."""
         stored = self._store.run()
         checkpoints = [] if stored is None else self._store.checkpoints()
         if stored is None or not checkpoints:
@@ -287,7 +269,7 @@ class PassiveRun:
     def _say_goodbye(self, peer: Peer, reason: LeaveReason) -> None:
         if not self.run_id:
             return  # there is no run that the peer could end
-        # A goodbye that does not arrive changes nothing here: the peer notices the silence.
+        # a goodbye that does not arrive changes nothing here: the peer notices the silence.
         with contextlib.suppress(PeerError):
             peer.leave(self.run_id, reason)
 

@@ -7,12 +7,7 @@ from pydantic import Field, StringConstraints, model_validator
 
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.models.settings import ModelSettings
-from splitveil.common.party.party_settings import (
-    Address,
-    Insecure,
-    PartySettings,
-    ReportSettings,
-)
+from splitveil.common.party.party_settings import Address, Insecure, PartySettings, ReportSettings
 from splitveil.common.privacy.attacks import ATTACKS, CUT
 from splitveil.common.privacy.label_free import LABEL_FREE
 from splitveil.common.privacy.settings import AuditSettings
@@ -88,7 +83,7 @@ class PassiveReportSettings(ReportSettings):
 
 
 class AnswerSettings(Section):
-    """Answers about rows once the model is trained, by ``passive-party serve``.
+    """Answers about rows once the model is trained, by ``splitveil passive serve``.
 
     The active party names ids, and this party answers with the activations of their rows. Each
     answer tells the active party whether this party has a row of that id.

@@ -68,23 +68,7 @@ class Auditor(Protocol):
         """The active party did not measure them; the run continues."""
 
 
-class NoAudits:
-    """Asks for no audit."""
-
-    def scores_to_audit(self, epoch: int) -> Iterable[GatheredScores]:  # noqa: ARG002
-        """Return no scores."""
-        return ()
-
-    def on_audit(self, epoch: int, scored: GatheredScores, leak_auc: float) -> None:
-        """Take no note."""
-
-    def on_audit_failed(self, epoch: int, error: PeerError) -> None:
-        """Take no note."""
-
-
 class _Sent(NamedTuple):
-    """An activation that waits for its gradient."""
-
     batch: Batch
     activation: Tensor
 
@@ -99,17 +83,7 @@ class _Step(NamedTuple):
 
 
 class Training:
-    """One run after its alignment: follows the course, and can be saved and resumed.
-
-    Args:
-        run_id: names the run.
-        rows: the common rows.
-        trainer: this party's half of the network.
-        progress: the progress through the course.
-        observer: receives the steps and epochs.
-        auditor: gives the scores for audits.
-        phases: charges the time that training takes.
-    """
+    """One run after its alignment: follows the course, and can be saved and resumed."""
 
     def __init__(
         self,
@@ -118,7 +92,7 @@ class Training:
         trainer: BottomTrainer,
         progress: Progress,
         observer: RunObserver,
-        auditor: Auditor,
+        auditor: Auditor | None,
         phases: Phases,
     ) -> None:
         self.trainer = trainer
@@ -136,29 +110,17 @@ class Training:
     # ---- checkpoints ----
 
     def save(self, *, soon: bool = False) -> None:
-        """Save a checkpoint, if the store keeps any.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
+        """Save a checkpoint, if the store keeps any, or raise StorageError."""
         with self._phases(Phase.CHECKPOINT):
             self.progress.save(self._state, soon=soon)
 
     def save_if_between_steps(self) -> None:
-        """Save a checkpoint unless nothing has been done yet, or a step is under way.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
+        """Save a checkpoint unless nothing has been done yet, or a step is under way."""
         if self.trainer.is_between_steps and self.progress.batch_number:
             self.save()
 
     def restore(self, batch_number: int) -> None:
-        """Go back to the checkpoint after a number of batches.
-
-        Raises:
-            StorageError: it cannot be read, or is of another version.
-        """
+        """Go back to the checkpoint after a number of batches, or raise StorageError."""
         self._unanswered.clear()
         self._held_out_sent = 0
         state = self.progress.store.load(batch_number)
@@ -183,12 +145,8 @@ class Training:
         """Handle every batch that is left.
 
         Args:
-            peer: the active party.
             stop_if_interrupted: called before each batch and each audit; raises Interrupted to
                 stop.
-
-        Raises:
-            SplitveilError: the run cannot continue.
         """
         try:
             while (batch := self.progress.due) is not None:
@@ -198,7 +156,8 @@ class Training:
                 else:
                     self._evaluate(peer, batch)
                     if batch.closes_epoch:
-                        self._observer.on_epoch(batch.epoch)
+                        with self._phases(Phase.RECORD):
+                            self._observer.on_epoch(batch.epoch)
                         self._audit(peer, batch.epoch, stop_if_interrupted)
                 if self.progress.checkpoint_due:
                     self._report_step()
@@ -254,7 +213,6 @@ class Training:
         self._held_out_sent += 1
 
     def _gather(self, batch: Batch | None) -> None:
-        """Gather the features of a batch in advance, unless there is none."""
         if batch is not None:
             self._gathered = batch, self.trainer.rows(batch.positions)
 
@@ -269,7 +227,8 @@ class Training:
         """Report the previous step to the observer, if that has not been done yet."""
         if self._unobserved is not None:
             step, self._unobserved = self._unobserved, None
-            self._observer.on_step(*step)
+            with self._phases(Phase.RECORD):
+                self._observer.on_step(*step)
 
     def _check(self, answer: Answer, batch: Batch) -> None:
         is_due = answer.batch == batch.identity(self._run_id)
@@ -279,7 +238,9 @@ class Training:
             )
 
     def _audit(self, peer: Peer, epoch: int, stop_if_interrupted: Callable[[], None]) -> None:
-        for scored in self._auditor.scores_to_audit(epoch):
+        if (auditor := self._auditor) is None:
+            return
+        for scored in auditor.scores_to_audit(epoch):
             stop_if_interrupted()
             try:
                 with self._phases(Phase.AUDIT):
@@ -287,11 +248,11 @@ class Training:
             except PeerRestarted:
                 raise
             except PeerError as error:
-                self._auditor.on_audit_failed(epoch, error)
+                auditor.on_audit_failed(epoch, error)
                 if isinstance(error, ProtocolError) and not isinstance(error, AuditRefused):
                     continue  # the error concerns these scores only
                 return  # where the peer is gone, the next step notices
-            self._auditor.on_audit(epoch, scored, leak_auc)
+            auditor.on_audit(epoch, scored, leak_auc)
 
     def _question(self, epoch: int, scored: GatheredScores) -> AuditQuestion:
         digest = positions_digest(self._rows.splits["train"])

@@ -1,10 +1,9 @@
 """The workers of the passive party: processes that compute the bottom model together with it."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.factory import build_bottom_model
@@ -15,7 +14,7 @@ from splitveil.common.models.worker_line import WorkerLine
 from splitveil.common.party import command_line
 from splitveil.common.party.place import Place
 from splitveil.common.party.workers import check_same_model, work
-from splitveil.passive_party.bottom_trainer import TrainingPass
+from splitveil.passive_party.bottom_trainer import Take, TrainingPass
 from splitveil.passive_party.kept_weights import keeping_weights
 from splitveil.passive_party.layer_taps import LayerTap, named_layer
 from splitveil.passive_party.settings import PassiveSettings
@@ -24,11 +23,7 @@ _ROLE = "bottom_model"
 
 
 def work_for(settings: PassiveSettings, place: Place) -> None:
-    """Compute the bottom model's batches for rank 0 of this party.
-
-    Raises:
-        SettingsError, WorkerLost: as for ``work``.
-    """
+    """Compute the bottom model's batches for rank 0 of this party."""
     device = command_line.prepare(settings, place)
     depth = settings.contract.pipeline_depth
 
@@ -44,7 +39,7 @@ def work_for(settings: PassiveSettings, place: Place) -> None:
             seed=settings.model_seed,
         ).to(device)
         taps = tapped(settings, model)
-        watched = [tap.take for tap in taps.values()]
+        watched = list(taps.values())
         if depth == 1:
             return Replica(model, form, device, watched)
         return Replica(model, form, device, watched, depth, partial(keeping_weights, model))
@@ -55,30 +50,18 @@ def work_for(settings: PassiveSettings, place: Place) -> None:
 def spread(
     settings: PassiveSettings, model: nn.Module, form: RowForm, line: WorkerLine
 ) -> TrainingPass:
-    """Return the bottom model as all processes compute it, and the layers that are attacked.
-
-    Raises:
-        SettingsError: shares of a batch would not give what the whole batch does.
-    """
+    """Return the bottom model as all processes compute it, and the layers that are attacked."""
     check_spreadable(model, _ROLE)
     refuse_speed_ups(settings.autocast, compiled=settings.compile)
     taps = tapped(settings, model)
-    found = SpreadModel(model, line, [tap.take for tap in taps.values()])
+    found = SpreadModel(model, line, list(taps.values()))
     line.begin({"form": form.to_json(), "model": settings.bottom_model.model_dump(mode="json")})
-    return TrainingPass(found, {name: SpreadTap(found, at) for at, name in enumerate(taps)})
+    return TrainingPass(found, {name: partial(found.take_seen, at) for at, name in enumerate(taps)})
 
 
-def tapped(settings: PassiveSettings, model: nn.Module) -> dict[str, LayerTap]:
+def tapped(settings: PassiveSettings, model: nn.Module) -> dict[str, Take]:
     """Tap the layers before the cut that the adversary looks at; the cut itself needs none."""
     if settings.adversary is None or not (settings.adversary.labels or settings.audits):
         return {}
     layers = [name for name in settings.adversary.layers if name != "cut"]
-    return {name: LayerTap(named_layer(model, name)) for name in layers}
-
-
-class SpreadTap:
-    """The gradients at a layer that all processes have seen, as if one tap had seen them."""
-
-    def __init__(self, model: SpreadModel, index: int) -> None:
-        self.take: Callable[[], Tensor | None] = partial(model.take_seen, index)
-        """Returns the gradient of the last backward pass and forgets it."""
+    return {name: LayerTap(named_layer(model, name)).take for name in layers}

@@ -41,7 +41,6 @@ __all__ = [
 ]
 
 __version__ = VERSION
-"""The version of the installed package."""
 
 _HOMES = {
     "Audit": "auditing",

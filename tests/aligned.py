@@ -4,17 +4,9 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from splitveil.common.alignment import (
-    AlignChannel,
-    Alignment,
-    AlignmentEngine,
-    align,
-    channel_pair,
-)
+from splitveil.common.alignment import AlignChannel, Alignment, AlignmentEngine, align, channel_pair
 from splitveil.common.alignment.ecdh import CHUNK_IDS, EcdhEngine, EcdhExchange
-from splitveil.common.errors import (
-    SplitveilError,
-)
+from splitveil.common.errors import SplitveilError
 from splitveil.protos import split_learning_pb2 as pb
 from tests.waiting import HANGS_AFTER_S
 
@@ -65,11 +57,7 @@ def align_both(
     def party(index: int) -> Outcome:
         return Outcome(
             lambda: align(
-                engines[index],
-                ids[index],
-                ends[index],
-                nonce=NONCES[index],
-                run_id=run_ids[index],
+                engines[index], ids[index], ends[index], nonce=NONCES[index], run_id=run_ids[index]
             )
         )
 

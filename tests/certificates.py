@@ -12,6 +12,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from splitveil.command import program
 from splitveil.common.party.credentials import CredentialFiles, Credentials
 from splitveil.deploy import authority as issuing
 from splitveil.deploy.authority import PartyFolder, keep_certificates, make_certificates
@@ -24,6 +25,14 @@ def files(folder: Path, party: str, identity: str | None = None) -> CredentialFi
     own = PartyFolder(folder / party)
     name = identity or f"{party}.splitveil"
     return CredentialFiles(own.certificate, own.private_key, own.authority, name)
+
+
+def certs(words: Sequence[str]) -> int:
+    """Run ``splitveil certs`` and return its exit code."""
+    with pytest.raises(SystemExit) as end:
+        program.main(["certs", *words])
+    assert isinstance(end.value.code, int)
+    return end.value.code
 
 
 def use(folder: Path, example: Path) -> None:
@@ -88,7 +97,7 @@ def add_unusual(
     extensions: Sequence[x509.ExtensionType] = (),
     replaced: tuple[bytes, bytes] = (b"", b""),
 ) -> None:
-    """Add a party with a certificate that ``splitveil-certs`` would not issue.
+    """Add a party with a certificate that ``splitveil certs`` would not issue.
 
     Args:
         folder: a folder made by ``make``, whose authority signs the certificate.

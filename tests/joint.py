@@ -23,6 +23,7 @@ from splitveil.active_party.results import save_alone, save_results
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import Evaluation, Evaluator
 from splitveil.active_party.training.predictions import PredictionFigures
+from splitveil.common.alignment import build_engine
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import PartySettingsT, load_party_settings
@@ -46,7 +47,7 @@ from splitveil.simulation import (
     Simulation,
     free_address,
 )
-from splitveil.simulation.parties import assemble_active, assemble_passive, private_engine
+from splitveil.simulation.parties import assemble_active, assemble_passive
 from tests.runs import ACTIVE as ACTIVE_VALUES
 from tests.runs import CONTRACT, CPU, PASSIVE
 
@@ -149,10 +150,10 @@ def _train(settings: simulation.PartiesSettings, certificates: Path) -> Trained:
     parties, encoders = {}, {}
     for name, own in settings.passive.items():
         data = PartyData.load(own.data, own.base_dir, contract.split)
-        engine = private_engine(contract.alignment)
+        engine = build_engine(contract.alignment)
         run, encoders[name] = assemble_passive(own, data, PassiveRecording(), engine, device=CPU)
         parties[name] = PassiveParty(own, run, PassiveRecording())
-    active = ActiveParty(settings.active, session, private_engine(contract.alignment), seen)
+    active = ActiveParty(settings.active, session, build_engine(contract.alignment), seen)
     evaluated = Evaluated()
     with pytest.MonkeyPatch.context() as patch:
         _record(evaluated, patch)

@@ -11,8 +11,7 @@ def stored(state: Any) -> Any:
         assert all(isinstance(name, str) for name in state)
         return {name: stored(state[name]) for name in sorted(state, reverse=True)}
     if isinstance(state, list):
-        assert all(isinstance(item, bool | int | float | str | None) for item in state)
-        return list(state)
+        return [stored(item) for item in state]
     assert isinstance(state, Tensor | bool | int | float | str | None), type(state)
     return state.clone() if isinstance(state, Tensor) else state
 
@@ -21,6 +20,8 @@ def same(first: Any, second: Any) -> bool:
     """Return whether two states are equal bit for bit."""
     if isinstance(first, dict) and isinstance(second, dict):
         return first.keys() == second.keys() and all(same(first[k], second[k]) for k in first)
+    if isinstance(first, list) and isinstance(second, list):
+        return len(first) == len(second) and all(map(same, first, second))
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         return (
             first.dtype == second.dtype

@@ -15,8 +15,9 @@ from splitveil.active_party.grpc_server.server import start_server
 from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.active_party.trainer_builder import TrainerBuilder as TopBuilder
 from splitveil.active_party.watch.active_status import ActiveStatus
+from splitveil.active_party.watch.active_status import StatusObserver as ActiveObserver
 from splitveil.active_party.watch.recorder import ActiveRecorder
-from splitveil.active_party.watch.status_observer import StatusObserver as ActiveObserver
+from splitveil.common.alignment import build_engine
 from splitveil.common.party.command_line import draw_nonce
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.record.summary import Summary
@@ -28,9 +29,8 @@ from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.opening import Aligner, Participant
 from splitveil.passive_party.recorder import PassiveRecorder
 from splitveil.passive_party.run import PassiveRun
-from splitveil.passive_party.status_observer import StatusObserver, WatchedCalls
+from splitveil.passive_party.watched_calls import WatchedCalls
 from splitveil.simulation import free_address, read_settings
-from splitveil.simulation.parties import private_engine
 from tests.runs import CPU
 
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -78,18 +78,18 @@ def watched_run(folder: Path, into: Path, *active: str) -> Watched:
             ActiveObserver(recorder, statuses[0]),
             partial(draw_nonce, settings.active),
         )
-        engine = private_engine(contract.alignment)
+        engine = build_engine(contract.alignment)
         service = ActiveService(session, engine, 300, status=statuses[0])
         server = start_server(service, contract, address, transcript=statuses[0])
         stack.callback(lambda: server.stop(1).wait())
         stack.enter_context(statuses[0].serving(session))
-        attacker = PassiveRecorder(passive_settings, into / "passive", own.ids, labels)
+        attacker = PassiveRecorder(passive_settings, into / "passive", own.ids, labels, statuses[1])
         attacker = stack.enter_context(attacker)
         me = Participant(contract, "passive", own.ids)
         run = PassiveRun(
             Aligner(me, engine, partial(draw_nonce, passive_settings)),
             BottomBuilder(passive_settings, own, CPU),
-            StatusObserver(attacker, statuses[1]),
+            attacker,
             phases=statuses[1].phases,
         )
         connection = PeerConnection(address, contract, transcript=statuses[1])

@@ -1,4 +1,4 @@
-"""``active-party align``: finds the rows that all parties have, without training."""
+"""``splitveil active align``: finds the rows that all parties have, without training."""
 
 import argparse
 import logging
@@ -24,8 +24,8 @@ from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.transcript import Transcript
 from splitveil.common.record.alignment_progress import AlignmentProgress
-from splitveil.common.run.common_order import CommonOrder
 from splitveil.common.run.contract import ACTIVE
+from splitveil.common.run.sample_order import CommonOrder
 from splitveil.common.status.endpoint import check_free, serving_status
 from splitveil.common.storage.run_folder import open_run_folder
 

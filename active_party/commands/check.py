@@ -1,4 +1,4 @@
-"""``active-party check``: tries everything on which a run depends, and changes nothing."""
+"""``splitveil active check``: tries everything on which a run depends, and changes nothing."""
 
 import argparse
 import socket
@@ -97,7 +97,7 @@ def check(parsed: argparse.Namespace) -> None:
             defense,
             lambda: bounds_in_words(settings),
             earlier,
-            *([earlier_targets] if settings.defense.earlier_targets else []),
+            *([earlier_targets] if settings.defense.traits.earlier_targets else []),
             *([own_attacks] if monitor is not None and monitor.custom_attacks else []),
             data_and_model,
         ],

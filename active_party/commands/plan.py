@@ -1,4 +1,4 @@
-"""``active-party plan``: what a run will reveal about the labels, before any training."""
+"""``splitveil active plan``: what a run will reveal about the labels, before any training."""
 
 import argparse
 import math
@@ -9,15 +9,15 @@ from rich.console import Console
 
 from splitveil.active_party.defenses.forecast import ChargeForecast
 from splitveil.active_party.earlier_runs import answers_before
-from splitveil.active_party.ledger.bounds import estimate_of
-from splitveil.active_party.planned import Plan, Target, odds_of_forecast, plan_of
+from splitveil.active_party.ledger.known_bounds import auc_bound, estimate_of
+from splitveil.active_party.planned import Plan, Target, known_of_forecast, plan_of
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.party import command_line
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy.covers import Covers
-from splitveil.common.text.fitted_table import FittedTable
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
+from splitveil.common.text.visible_text import PlainTable
 
 
 def plan(parsed: argparse.Namespace) -> None:
@@ -50,8 +50,8 @@ def show(plan: Plan, console: Console | None = None) -> None:
         console.print(_target_table(plan.target))
 
 
-def _forecast_table(plan: Plan) -> FittedTable:
-    table = FittedTable(f"defense {plan.defense}: what the peer may learn of one example", lead=2)
+def _forecast_table(plan: Plan) -> PlainTable:
+    table = PlainTable(f"defense {plan.defense}: what the peer may learn of one example", lead=2)
     table.add_column("noise")
     bounds = (f"leak AUC bound: {peers}" for peers in Covers)
     for heading in ("answers", "sum_kl", "leak AUC, estimated", *bounds):
@@ -64,12 +64,12 @@ def _forecast_table(plan: Plan) -> FittedTable:
     return table
 
 
-def _target_table(target: Target) -> FittedTable:
+def _target_table(target: Target) -> PlainTable:
     """Tabulate the power ratios of marvell that keep the whole run below a leak AUC."""
     of_several = target.holds_for_any_means
     title = f"marvell's power ratio for a leak AUC of {target.leak_auc:g} over the whole run"
     caption = "fresh: an estimate, for classes without any spread; others are charged more"
-    table = FittedTable(
+    table = PlainTable(
         f"{title}, whatever the class means" if of_several else title,
         caption="" if of_several else caption,
     )
@@ -83,16 +83,16 @@ def _target_table(target: Target) -> FittedTable:
 
 def _figures(charge: ChargeForecast) -> list[str]:
     """Write sum_kl, the estimated AUC, and the bound for each circle of peers, rounded up."""
-    odds = odds_of_forecast(charge)
+    known = known_of_forecast(charge)
     shown: list[Callable[[float], str]] = [
         at_most,
-        lambda sum_kl: f"{estimate_of(sum_kl, odds):.3f}",
+        lambda sum_kl: f"{estimate_of(sum_kl, known):.3f}",
     ]
     written = [_in_words(charge, figure) for figure in shown]
     for peers in Covers:
         described = charge.high < math.inf or charge.certainty == "unknown"
         if described and charge.covers.includes(peers):
-            written.append(_in_words(charge, lambda sum_kl: auc_at_most(odds.auc_bound(sum_kl))))
+            written.append(_in_words(charge, lambda sum_kl: auc_at_most(auc_bound(sum_kl, known))))
         else:
             written.append("none")
     return written

@@ -1,4 +1,4 @@
-"""``active-party predict``: predicts every id of a file with the trained model."""
+"""``splitveil active predict``: predicts every id of a file with the trained model."""
 
 import argparse
 import logging

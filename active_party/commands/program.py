@@ -1,4 +1,4 @@
-"""The arguments of ``active-party``, and the function that does what each command says.
+"""The arguments of ``splitveil active``, and the function that does what each command says.
 
 It imports neither torch nor gRPC, so that help and a mistyped option are answered at once.
 """

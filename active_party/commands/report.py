@@ -1,4 +1,4 @@
-"""``active-party report``: writes the page of a run, or of several."""
+"""``splitveil active report``: writes the page of a run, or of several."""
 
 import argparse
 import logging

@@ -1,4 +1,4 @@
-"""``active-party run``: trains with the passive parties, or resumes an unfinished run."""
+"""``splitveil active run``: trains with the passive parties, or resumes an unfinished run."""
 
 import argparse
 import json
@@ -18,9 +18,8 @@ from splitveil.active_party.results import forget_account, save_alone, save_resu
 from splitveil.active_party.run_folder import leave_summary, open_folder
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.trainer_builder import TrainerBuilder
-from splitveil.active_party.watch.active_status import ActiveStatus
+from splitveil.active_party.watch.active_status import ActiveStatus, StatusObserver
 from splitveil.active_party.watch.recorder import ActiveRecorder
-from splitveil.active_party.watch.status_observer import StatusObserver
 from splitveil.active_party.workers import check_settings, work_for
 from splitveil.common.party import command_line
 from splitveil.common.party.credentials import CredentialFiles

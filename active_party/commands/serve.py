@@ -1,12 +1,10 @@
-"""``active-party serve``: answers other programs' requests for predictions, until stopped."""
+"""``splitveil active serve``: answers other programs' requests for predictions, until stopped."""
 
 import argparse
 import logging
 import time
 from contextlib import ExitStack
 
-from splitveil.active_party.http.online_status import OnlineStatus
-from splitveil.active_party.http.opening import impatient, open_desk, open_doors, serving
 from splitveil.active_party.predict.predictor import log_security, open_predictor
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.party import command_line
@@ -15,7 +13,14 @@ from splitveil.common.party.transcript import Transcript
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.status.endpoint import endpoint_of
 from splitveil.common.storage.run_folder import claimed, inner_folder
+from splitveil.common.text.imports import extra_missing
 from splitveil.common.wire.noted_calls import AllNotes
+
+try:
+    from splitveil.active_party.http.online_status import OnlineStatus
+    from splitveil.active_party.http.opening import impatient, open_desk, open_doors, serving
+except ImportError as error:
+    raise extra_missing("splitveil active serve", "serve") from error
 
 logger = logging.getLogger(__name__)
 

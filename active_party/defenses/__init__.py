@@ -13,22 +13,23 @@ from typing import Annotated
 
 from pydantic import Field
 
-from splitveil.active_party.defenses.build_inputs import DefenseContext, Examples, NoiseSecrets
 from splitveil.active_party.defenses.custom import CustomDefense
 from splitveil.active_party.defenses.gafm import GafmDefense
 from splitveil.active_party.defenses.interface import (
     Defended,
     DefendedGradient,
     Defense,
+    DefenseContext,
     DefenseReport,
+    Examples,
     LeakCharge,
+    NoiseSecrets,
     RawBatch,
     release,
 )
 from splitveil.active_party.defenses.iso import IsoDefense
 from splitveil.active_party.defenses.marvell import MarvellDefense
-from splitveil.active_party.defenses.max_norm import MaxNormDefense
-from splitveil.active_party.defenses.max_norm_positive import MaxNormPositiveDefense
+from splitveil.active_party.defenses.max_norm import MaxNormDefense, MaxNormPositiveDefense
 from splitveil.active_party.defenses.noise import AnswerKeys, NoiseSource
 from splitveil.active_party.defenses.noisy_label import NoisyLabelDefense
 from splitveil.active_party.defenses.none import NoDefense

@@ -1,8 +1,12 @@
-"""Means and spreads of the gradients of two classes, in a batch and over earlier batches."""
+"""Means and spreads of the gradients of each class, in a batch and over earlier batches.
+
+Of two classes each has a spread of its own. Of several, the spread within the classes is one
+number, because the noise is the same for all of them.
+"""
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Self
 
 import torch
@@ -13,27 +17,34 @@ from splitveil.active_party.defenses.rows import RowsInDouble
 KEPT_SHARE = 0.9
 """Weight of the past in all running statistics: about the last ten batches count."""
 
+_NAMES = ("neg", "pos")
+
 
 class ClassMoments(NamedTuple):
     """Maximum-likelihood estimates of one class."""
 
     mean: Tensor  # (cut_dim,) float64
-    deviation: (
-        float  # root-mean-square deviation per coordinate; unlike its square, never overflows
-    )
+    deviation: float  # root-mean-square, per coordinate; unlike its square, never overflows
 
     def to(self, device: torch.device) -> Self:
-        """Move the mean to a device."""
         return self._replace(mean=self.mean.to(device))
 
 
 class BatchClasses(NamedTuple):
-    """The classes of one batch; None for a class without examples."""
+    """The negatives and the positives of one batch."""
 
-    neg: ClassMoments | None
-    pos: ClassMoments | None
-    neg_rows: int
-    pos_rows: int
+    moments: tuple[ClassMoments | None, ClassMoments | None]
+    """None for a class without examples."""
+
+    rows: tuple[int, int]
+
+    @classmethod
+    def of(cls, means: Tensor, deviations: Sequence[float], rows: Sequence[float]) -> Self:
+        neg, pos = (
+            ClassMoments(mean, deviation) if count else None
+            for mean, deviation, count in zip(means, deviations, rows, strict=True)
+        )
+        return cls((neg, pos), (int(rows[0]), int(rows[1])))
 
 
 class ClassEstimate(NamedTuple):
@@ -53,7 +64,6 @@ class ClassEstimate(NamedTuple):
 
     @classmethod
     def between(cls, neg: ClassMoments, pos: ClassMoments, pos_fraction: float) -> Self:
-        """Compare two classes."""
         gap = pos.mean - neg.mean
         unit = (
             max(float(torch.linalg.vector_norm(gap, math.inf)), neg.deviation, pos.deviation) or 1.0
@@ -69,41 +79,25 @@ class ClassEstimate(NamedTuple):
         )
 
 
-def measure_classes(
-    rows: Tensor, positive: Tensor, reduce: Callable[[Tensor], Tensor] | None = None
-) -> BatchClasses:
-    """Estimate the classes of one batch, in two passes and float64.
-
-    Args:
-        rows: raw gradients, (batch, cut_dim).
-        positive: (batch,) bool.
-        reduce: adds up a tensor over all workers and returns the sum to each, for a batch that is
-            spread over workers. Every worker then gets the estimate of the whole batch.
-    """
-    shards = _identity if reduce is None else reduce
-    chunks = RowsInDouble(rows, reduce)
+def measure_classes(rows: Tensor, positive: Tensor) -> BatchClasses:
+    """Estimate the classes of one batch, (batch, cut_dim), in two passes and float64."""
+    chunks = RowsInDouble(rows)
     members = torch.stack((~positive, positive)).double()
-    counts = shards(members.sum(dim=1))
-    sums = shards(_total(members[:, part] @ chunk for part, chunk in chunks))
+    counts = members.sum(dim=1)
+    sums = _total(members[:, part] @ chunk for part, chunk in chunks)
     means = sums.div_(counts.clamp(min=1)[:, None])
-    squares = shards(_total(_squares(members[:, part], means, chunk) for part, chunk in chunks))
+    squares = _total(_squares(members[:, part], means, chunk) for part, chunk in chunks)
     # A single transfer, because each one makes the processor wait for the device.
-    neg_rows, pos_rows, neg_square, pos_square = torch.cat((counts, squares)).tolist()
-    neg, pos = chunks.to_size(means)
-    return BatchClasses(
-        neg=ClassMoments(neg, _deviation(neg_square, neg_rows, chunks)) if neg_rows else None,
-        pos=ClassMoments(pos, _deviation(pos_square, pos_rows, chunks)) if pos_rows else None,
-        neg_rows=int(neg_rows),
-        pos_rows=int(pos_rows),
-    )
+    neg_rows, pos_rows, *of_squares = torch.cat((counts, squares)).tolist()
+    deviations = [
+        math.sqrt(square / (max(count, 1) * chunks.cut_dim)) * chunks.unit
+        for square, count in zip(of_squares, (neg_rows, pos_rows), strict=True)
+    ]
+    return BatchClasses.of(chunks.to_size(means), deviations, (neg_rows, pos_rows))
 
 
 def measure_means(rows: Tensor, positive: Tensor) -> tuple[BatchClasses, Tensor]:
-    """Estimate only the means, for classes without spread, in one pass and float64.
-
-    Returns:
-        The classes, and the norms of the rows, (batch,) float64.
-    """
+    """Estimate only the means, in one pass and float64, and return the rows' norms, too."""
     chunks = RowsInDouble(rows)
     members = torch.stack((~positive, positive)).double()
     sums, norms = [], []
@@ -112,18 +106,7 @@ def measure_means(rows: Tensor, positive: Tensor) -> tuple[BatchClasses, Tensor]
         norms.append(torch.linalg.vector_norm(chunk, dim=1))
     counts = members.sum(dim=1)
     means = chunks.to_size(_total(sums).div_(counts.clamp(min=1)[:, None]))
-    neg_rows, pos_rows = (int(count) for count in counts.tolist())
-    classes = BatchClasses(
-        neg=ClassMoments(means[0], 0.0) if neg_rows else None,
-        pos=ClassMoments(means[1], 0.0) if pos_rows else None,
-        neg_rows=neg_rows,
-        pos_rows=pos_rows,
-    )
-    return classes, chunks.to_size(torch.cat(norms))
-
-
-def _identity(sums: Tensor) -> Tensor:
-    return sums
+    return BatchClasses.of(means, (0.0, 0.0), counts.tolist()), chunks.to_size(torch.cat(norms))
 
 
 def _total(parts: Iterable[Tensor]) -> Tensor:
@@ -131,103 +114,168 @@ def _total(parts: Iterable[Tensor]) -> Tensor:
 
 
 def _squares(members: Tensor, means: Tensor, rows: Tensor) -> Tensor:
-    """Return the sum of each class's squared distances from its mean, (2,).
+    """Return the sum of each class's squared distances from its mean, (2,); overwrites the rows.
 
-    Args:
-        members: 1 where a row belongs to a class, else 0, (2, rows).
-        means: of both classes, (2, cut_dim).
-        rows: (rows, cut_dim); overwritten.
+    ``members`` is 1 where a row belongs to a class, else 0, (2, rows); means are (2, cut_dim).
     """
     rows.addmm_(members.T, means, alpha=-1)  # one of the two products is exactly zero
     return members.mv(torch.linalg.vector_norm(rows, dim=1).square_())
-
-
-def _deviation(squares: float, rows: float, chunks: RowsInDouble) -> float:
-    return math.sqrt(squares / (rows * chunks.cut_dim)) * chunks.unit
 
 
 class RunningClasses:
     """Running statistics of both classes over earlier batches. Private to the active party."""
 
     def __init__(self) -> None:
-        self._moments: dict[str, ClassMoments] = {}
-        self._rows = {"neg": 0, "pos": 0}
+        self._moments: list[ClassMoments | None] = [None, None]
+        self._rows = [0, 0]
 
     def earlier(self, device: torch.device) -> ClassEstimate | None:
         """Estimate both classes from earlier batches; None until both have been seen."""
-        return self._estimate(
-            self._moments.get("neg"), self._moments.get("pos"), self._rows, device
-        )
+        return _estimate(self._moments, self._rows, device)
 
     def take_in(self, batch: BatchClasses) -> ClassEstimate | None:
-        """Remember a batch, and estimate both classes.
+        """Remember a batch, and estimate both classes from it.
 
-        Returns:
-            The batch's own estimate if it has both classes. If one is missing, its running
-            statistics are used instead; None if it has never been seen.
+        If one is missing, its running statistics are used instead; None if it was never seen.
         """
-        own_rows = {"neg": batch.neg_rows, "pos": batch.pos_rows}
-        for name, count in own_rows.items():
-            self._rows[name] += count
-        present = batch.neg or batch.pos
-        if present is None:
-            raise ValueError("a batch without rows has no classes")
-        neg = self._remember("neg", batch.neg)
-        pos = self._remember("pos", batch.pos)
-        rows = own_rows if batch.neg and batch.pos else self._rows
-        return self._estimate(neg, pos, rows, present.mean.device)
-
-    @staticmethod
-    def _estimate(
-        neg: ClassMoments | None,
-        pos: ClassMoments | None,
-        rows: Mapping[str, int],
-        device: torch.device,
-    ) -> ClassEstimate | None:
-        if neg is None or pos is None:
-            return None
-        pos_fraction = rows["pos"] / (rows["neg"] + rows["pos"])
-        return ClassEstimate.between(neg.to(device), pos.to(device), pos_fraction)
-
-    def _remember(self, name: str, new: ClassMoments | None) -> ClassMoments | None:
-        old = self._moments.get(name)
-        if new is None:
-            return old
-        if old is not None and old.mean.shape != new.mean.shape:
-            raise ValueError(f"cut_dim was {len(old.mean)} and is now {len(new.mean)}")
-        self._moments[name] = new if old is None else _blend(old, new)
-        return new
+        pairs = list(zip(self._moments, batch.moments, strict=True))
+        self._moments = [_blend(old, new) for old, new in pairs]
+        self._rows = [sum(rows) for rows in zip(self._rows, batch.rows, strict=True)]
+        device = next(new.mean.device for new in batch.moments if new)
+        rows = batch.rows if all(batch.rows) else self._rows
+        return _estimate([new or old for old, new in pairs], rows, device)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the statistics of each class seen so far."""
         state = {}
-        for name, moments in self._moments.items():
-            state[f"{name}_mean"] = moments.mean.clone()
-            state[f"{name}_deviation"] = torch.tensor(moments.deviation, dtype=torch.float64)
-            state[f"{name}_rows"] = torch.tensor(self._rows[name])
+        for name, moments, rows in zip(_NAMES, self._moments, self._rows, strict=True):
+            if moments is not None:
+                state[f"{name}_mean"] = moments.mean.clone()
+                state[f"{name}_deviation"] = torch.tensor(moments.deviation, dtype=torch.float64)
+                state[f"{name}_rows"] = torch.tensor(rows)
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Replace the statistics.
-
-        Raises:
-            ValueError: the state does not have the names that ``state_dict`` gives.
-        """
-        classes = [name for name in self._rows if f"{name}_mean" in state]
-        parts = ("mean", "deviation", "rows")
-        expected = {f"{name}_{part}" for name in classes for part in parts}
+        classes = [name for name in _NAMES if f"{name}_mean" in state]
+        expected = {f"{name}_{part}" for name in classes for part in ("mean", "deviation", "rows")}
         if set(state) != expected:
             raise ValueError(f"expected class statistics {sorted(expected)}, got {sorted(state)}")
-        self._moments = {
-            name: ClassMoments(state[f"{name}_mean"].clone(), float(state[f"{name}_deviation"]))
-            for name in classes
-        }
-        self._rows = {
-            name: int(state[f"{name}_rows"]) if name in classes else 0 for name in self._rows
-        }
+        for index, name in enumerate(_NAMES):
+            self._moments[index], self._rows[index] = None, 0
+            if name in classes:
+                mean, deviation = state[f"{name}_mean"].clone(), float(state[f"{name}_deviation"])
+                self._moments[index] = ClassMoments(mean, deviation)
+                self._rows[index] = int(state[f"{name}_rows"])
 
 
-def _blend(old: ClassMoments, new: ClassMoments) -> ClassMoments:
+def _estimate(
+    moments: Sequence[ClassMoments | None], rows: Sequence[int], device: torch.device
+) -> ClassEstimate | None:
+    neg, pos = moments
+    if neg is None or pos is None:
+        return None
+    return ClassEstimate.between(neg.to(device), pos.to(device), rows[1] / sum(rows))
+
+
+def _blend(old: ClassMoments | None, new: ClassMoments | None) -> ClassMoments | None:
+    if old is None or new is None:
+        return new or old
+    if old.mean.shape != new.mean.shape:
+        raise ValueError(f"cut_dim was {len(old.mean)} and is now {len(new.mean)}")
     mean = old.to(new.mean.device).mean.lerp(new.mean, 1 - KEPT_SHARE)
     deviation = KEPT_SHARE * old.deviation + (1 - KEPT_SHARE) * new.deviation
     return ClassMoments(mean, deviation)
+
+
+class ClassMeans(NamedTuple):
+    """The classes of a batch, or the best available estimate of them."""
+
+    means: Tensor
+    """(classes, cut_dim) float64; zeros for a class without examples."""
+
+    counts: Tensor
+    """Examples of each class, (classes,) float64, on the CPU."""
+
+    deviation: float
+    """Root-mean-square distance of an example to its class's mean, per coordinate."""
+
+    norms: Tensor
+    """Norms of the batch's rows, (batch,) float64."""
+
+
+def squared_distances(points: Tensor) -> Tensor:
+    """Return the squared distance of every two points, (points, points), without cancellation."""
+    distances: Tensor = torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist")
+    return distances.square()
+
+
+def longest_gap(means: Tensor) -> float:
+    """Return the distance of the two class means furthest apart, exact for means of any size."""
+    unit = float(means.abs().max())
+    return math.sqrt(float(squared_distances(means / unit).max())) * unit if unit else 0.0
+
+
+def measure_class_means(rows: Tensor, classes: Tensor, num_classes: int) -> ClassMeans:
+    """Estimate the classes of one batch, (batch, cut_dim), in two passes and float64."""
+    chunks = RowsInDouble(rows)
+    counts = torch.bincount(classes, minlength=num_classes).double()
+    means = torch.zeros(num_classes, rows.shape[1], dtype=torch.float64, device=rows.device)
+    for part, chunk in chunks:
+        means.index_add_(0, classes[part], chunk)
+    means /= counts.clamp(min=1)[:, None]
+    norms, squares = [], torch.zeros((), dtype=torch.float64, device=rows.device)
+    for part, chunk in chunks:
+        norms.append(torch.linalg.vector_norm(chunk, dim=1))
+        squares += chunk.sub_(means[classes[part]]).square_().sum()
+    size = chunks.unit
+    deviation = math.sqrt(float(squares) / rows.numel()) * size
+    return ClassMeans(means * size, counts.cpu(), deviation, torch.cat(norms) * size)
+
+
+class RunningMeans:
+    """Running class means over earlier batches. Private to the active party."""
+
+    def __init__(self, num_classes: int) -> None:
+        self.num_classes = num_classes
+        self._means: Tensor | None = None
+        self._counts = torch.zeros(num_classes, dtype=torch.float64)
+
+    def earlier(self, batch: ClassMeans) -> ClassMeans | None:
+        """Return a batch with the means before it; None if a class had not been seen before."""
+        if self._means is None or not bool((self._counts > 0).all()):
+            return None
+        return batch._replace(means=self._means.to(batch.means.device), counts=self._counts.clone())
+
+    def take_in(self, batch: ClassMeans) -> ClassMeans | None:
+        """Remember a batch, and return its classes, with running means for classes that it lacks.
+
+        None if one has never been seen.
+        """
+        present = (batch.counts > 0)[:, None].to(batch.means.device)
+        if self._means is None:
+            self._means = torch.zeros_like(batch.means)
+        old = self._means.to(batch.means.device)
+        if old.shape != batch.means.shape:
+            raise ValueError(f"cut_dim was {old.shape[1]} and is now {batch.means.shape[1]}")
+        known = (self._counts > 0)[:, None].to(old.device)
+        blended = torch.where(known, old.lerp(batch.means, 1 - KEPT_SHARE), batch.means)
+        self._means = torch.where(present, blended, old)
+        self._counts = self._counts + batch.counts
+        if not bool((self._counts > 0).all()):
+            return None
+        return batch._replace(means=torch.where(present, batch.means, old))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        if self._means is None:
+            return {}
+        return {"means": self._means.cpu().clone(), "counts": self._counts.clone()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        if set(state) not in ({"means", "counts"}, set[str]()):
+            raise ValueError(f"expected means and counts of classes, got {sorted(state)}")
+        if state and len(state["counts"]) != self.num_classes:
+            raise ValueError(
+                f"expected means of {self.num_classes} classes, got {len(state['counts'])}"
+            )
+        self._means = state["means"].clone() if state else None
+        counts = torch.zeros(self.num_classes, dtype=torch.float64)
+        self._counts = state["counts"].clone() if state else counts

@@ -6,6 +6,7 @@ the amount that its report states, for the peers that the charge names, and with
 report does not state a charge.
 """
 
+import math
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -13,12 +14,12 @@ import torch
 from pydantic import Field, StringConstraints
 from torch import Tensor
 
-from splitveil.active_party.defenses.build_inputs import BuildInputs, DefenseContext
-from splitveil.active_party.defenses.coverage import Coverage
 from splitveil.active_party.defenses.forecast import UNKNOWN, ChargeForecast
 from splitveil.active_party.defenses.interface import (
+    BuildInputs,
     Defended,
     Defense,
+    DefenseContext,
     DefenseReport,
     LabelledRows,
     LabelMove,
@@ -27,7 +28,7 @@ from splitveil.active_party.defenses.interface import (
     RememberingDefense,
 )
 from splitveil.active_party.defenses.noise import NoiseSource, SecureNoise
-from splitveil.active_party.defenses.section import NoisyDefense
+from splitveil.active_party.defenses.section import Coverage, NoisyDefense
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.factory import load_class
 from splitveil.common.privacy.covers import Covers
@@ -53,17 +54,12 @@ class CustomDefense(NoisyDefense):
     """Further keyword arguments with which the class is built."""
 
     def _build(self, given: BuildInputs, /) -> Defense:
-        return self._load(given.context, self.keyed_noise_source(given.secrets))
+        return self._load(given.context, self._noise_source(given.secrets))
 
     def require_usable(self, context: DefenseContext, /) -> None:
-        """Try out the class on batches of all classes, of one class, and of zeros.
-
-        Raises:
-            SettingsError: it cannot be loaded or built, fails, or returns something other than a
-                defended batch.
-        """
+        """Try out the class on batches of all classes, of one class, and of zeros."""
         defense = self._load(context, SecureNoise())
-        for batch in _probe_batches(context, with_keys=self.needs_example_keys):
+        for batch in _probe_batches(context, with_keys=self.traits.needs_example_keys):
             try:
                 defense.defend(batch)
                 defense.load_state_dict(defense.state_dict())
@@ -74,32 +70,26 @@ class CustomDefense(NoisyDefense):
                 ) from error
 
     def noise_key_strength(self, _context: DefenseContext, /) -> str | None:
-        """Name the strength for which the noise key is derived: class and arguments."""
         if self.noise == "fresh":
             return None
         return f"custom {self.module} {sorted(self.arguments.items())!r}"
 
-    def fresh_charge(self, _context: DefenseContext) -> ChargeForecast:
-        """Return that the charge is unknown: only the class itself states it."""
-        return UNKNOWN._replace(covers=Covers.ANYBODY)
+    def _fresh_charge(self, _context: DefenseContext) -> ChargeForecast:
+        charge = LeakCharge(math.inf, covers=Covers.ANYBODY)
+        return UNKNOWN._replace(highest=charge)  # only the class itself states it
 
-    def repeated_charge(self, _context: DefenseContext) -> ChargeForecast:
-        """Return that the charge is unknown: only the class itself states it."""
-        return UNKNOWN._replace(covers=Covers.ANYBODY)
+    def _repeated_charge(self, context: DefenseContext) -> ChargeForecast:
+        return self._fresh_charge(context)
 
-    def honesty(self, _context: DefenseContext) -> str:
-        """Describe how reliable the forecast is."""
+    def _honesty(self, _context: DefenseContext) -> str:
         return (
             f"{self.module} states its charges itself: nothing can be said before the run. "
             "Where it states none, the charge is infinite."
         )
 
-    def coverage(self) -> Coverage:
-        """Explain that only the class itself states whom its charges describe."""
-        return Coverage(
-            Covers.ANYBODY,
-            f"{self.module} states its charges and whom they describe itself.",
-        )
+    def _coverage(self) -> Coverage:
+        said = f"{self.module} states its charges and whom they describe itself."
+        return Coverage(Covers.ANYBODY, said)
 
     def _load(self, context: DefenseContext, noise: NoiseSource) -> Defense:
         cls = load_class(self.module)
@@ -117,22 +107,13 @@ class CustomDefense(NoisyDefense):
 
 
 class CheckedDefense(RememberingDefense):
-    """Checks the answers of a defense that is not part of this package.
-
-    Args:
-        own: the user's defense.
-    """
+    """Checks the answers of a defense of the user's own."""
 
     def __init__(self, own: Defense) -> None:
         super().__init__(own)
         self._own = own
 
     def defend(self, batch: RawBatch) -> Defended:
-        """Let the user's defense answer.
-
-        Raises:
-            ValueError: as for every defense, or the answer is not a defended batch.
-        """
         answer: object = self._own.defend(batch)
         if not isinstance(answer, Defended) or not isinstance(answer.report, DefenseReport):
             raise ValueError(
@@ -142,11 +123,6 @@ class CheckedDefense(RememberingDefense):
         return answer
 
     def targets(self, batch: LabelledRows, /) -> Tensor:
-        """Return the labels with which the user's defense replaces the true ones.
-
-        Raises:
-            ValueError: the result does not have one finite number per row.
-        """
         targets: object = self._own.targets(batch)
         if not isinstance(targets, Tensor) or targets.shape != batch.labels.shape:
             raise ValueError(f"expected one target per row, got {_described(targets)}")
@@ -155,7 +131,6 @@ class CheckedDefense(RememberingDefense):
         return targets.to(batch.labels)
 
     def charge_covering(self, move: LabelMove, /) -> LeakCharge:
-        """Return the user's own charge."""
         return self._own.charge_covering(move)
 
 

@@ -63,8 +63,7 @@ def auc_of_epsilon(epsilon: float) -> float:
 def gaussian_of_epsilon(epsilon: float) -> float:
     """Return the mu of the weakest Gaussian mechanism that tells no less than any e-label-DP one.
 
-    Args:
-        epsilon: at least 0; infinite for none.
+    An infinite epsilon is that of a mechanism without one.
     """
     # exp(-e) is 0 in double precision from 745 on.
     return gaussian_of_response(epsilon) if epsilon < 700 else math.inf
@@ -73,9 +72,7 @@ def gaussian_of_epsilon(epsilon: float) -> float:
 def gaussian_of_response(epsilon: float, num_classes: int = 2) -> float:
     """Return the mu of the weakest Gaussian mechanism that tells no less than randomised response.
 
-    Args:
-        epsilon: as for ``response_auc``, and below 700.
-        num_classes: as for ``response_auc``.
+    Epsilon is below 700.
     """
     swapped = 1 / (math.exp(epsilon) + num_classes - 1)
     return -NormalDist().inv_cdf((num_classes - 1) * swapped) - NormalDist().inv_cdf(swapped)
@@ -84,9 +81,7 @@ def gaussian_of_response(epsilon: float, num_classes: int = 2) -> float:
 def gaussian_of_laplace(epsilon: float, num_numbers: int = 1) -> float:
     """Return the mu of a Gaussian mechanism that tells no less than numbers with Laplace noise.
 
-    Args:
-        epsilon: as for ``laplace_auc``.
-        num_numbers: as for ``laplace_auc``; for 1 there is no weaker Gaussian mechanism.
+    The arguments are those of ``laplace_auc``; for one number there is no weaker mechanism.
     """
     each = -2 * NormalDist().inv_cdf(math.exp(-epsilon / num_numbers / 2) / 2)
     return each * math.sqrt(num_numbers)
@@ -127,11 +122,9 @@ def laplace_auc(epsilon: float, num_numbers: int = 1) -> float:
 
 
 def strength_for_auc(auc_of: Callable[[float], float], leak_auc: float) -> float:
-    """Return the strength at which an increasing bound is the given AUC, above 0.5 and below 1.
+    """Return the strength (mu or epsilon) at which an increasing bound is the given AUC.
 
-    Args:
-        auc_of: maps mu or epsilon to the best AUC; 0.5 at 0.
-        leak_auc: the AUC that no score shall exceed.
+    The bound is 0.5 at 0, and the AUC is above 0.5 and below 1.
     """
     high = 1.0
     while auc_of(high) < leak_auc:
@@ -140,14 +133,10 @@ def strength_for_auc(auc_of: Callable[[float], float], leak_auc: float) -> float
 
 
 def _tilted_above_zero(uniform: int, size: float, centre: float, top: float) -> float:
-    """Integrate exp((s - top)/2) over s > 0 against a sum of uniform numbers.
+    """Integrate exp((s - top)/2) over s > 0, with s the centre plus a sum of uniform numbers.
 
-    Args:
-        uniform: the number of independent numbers, each uniform between -size and size. Without any
-            the sum is an atom, half of which counts if it is at 0.
-        size: see ``uniform``.
-        centre: added to their sum.
-        top: the largest possible s.
+    There are ``uniform`` of them, each between -size and size. Without any the sum is an atom, half
+    of which counts if it is at 0. The largest possible s is ``top``.
     """
     if uniform == 0:
         return math.exp((centre - top) / 2) * (0.5 if centre == 0 else float(centre > 0))

@@ -33,7 +33,7 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def load_or_create_key(path: Path) -> NoiseKey:
-    """Read the noise key, or create it. Safe for workers that start at the same time.
+    """Read the noise key, or create it. Safe for processes that start at the same time.
 
     Raises:
         SettingsError: the file is not a key, or a user other than this process's owns it or may
@@ -87,16 +87,7 @@ def key_name(key: NoiseKey) -> str:
 
 
 def example_keys(key: NoiseKey, ids: Sequence[str], purpose: bytes) -> Tensor:
-    """Derive each example's secret bits.
-
-    Args:
-        key: the noise key.
-        ids: canonical ids.
-        purpose: keeps draws for different purposes independent.
-
-    Returns:
-        (ids, 2) int64, on the CPU.
-    """
+    """Derive each canonical id's secret bits for a purpose, (ids, 2) int64, on the CPU."""
     bits = keyed_digests(ids, key, purpose)
     return torch.from_numpy(np.frombuffer(bits, dtype="<i8").astype(np.int64).reshape(-1, 2))
 

@@ -12,10 +12,11 @@ forecast is one of four kinds:
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from splitveil.active_party.defenses.interface import LeakCharge
-from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.covers import Covers, narrowest
 
 NoiseKind = Literal["fresh", "persistent"]
 
@@ -23,70 +24,55 @@ Certainty = Literal["exact", "bound", "estimate", "unknown"]
 
 
 class ChargeForecast(NamedTuple):
-    """A divergence, as precisely as it is known before the run."""
+    """A charge, as precisely as it is known before the run."""
 
     low: float
-    high: float
+    """The lowest divergence."""
+
+    highest: LeakCharge
+    """The charge with the highest divergence, and everything else that is known of it."""
+
     certainty: Certainty
-    """The relation of the charge to the two figures: exactly ``high`` (then ``low`` is the same),
-    at most ``high``, probably between the two, or anything at all."""
+    """The relation of the divergence to the two: exactly ``high`` (then ``low`` is the same), at
+    most ``high``, probably between the two, or anything at all."""
 
-    covers: Covers = Covers.CLASS_MEANS
-    """The peers whom the charge describes."""
+    @property
+    def high(self) -> float:
+        """The highest divergence."""
+        return self.highest.sum_kl
 
-    is_gaussian: bool = False
-    """Whether the answers are a Gaussian mechanism, see ``LeakCharge``."""
-
-    epsilon: float | None = None
-    """Label differential privacy of repeated noise, see ``LeakCharge``."""
-
-    leak_auc: float | None = None
-    """AUC that no score of repeated noise passes, see ``LeakCharge``."""
-
-    dominating_mu: float | None = None
-    """mu of a Gaussian mechanism that tells no less than repeated noise, see ``LeakCharge``."""
-
-    def times(self, answers: int) -> "ChargeForecast":
-        """Return the sum over several answers with independent noise."""
-        if answers == 1:
-            return self
-        whole = self._replace(low=self.low * answers, high=self.high * answers)
-        return whole._replace(epsilon=None, leak_auc=None, dominating_mu=None)
-
-    def as_charge(self) -> LeakCharge:
-        """Return the highest charge that is forecast."""
-        return LeakCharge(
-            self.high,
-            "forecast",
-            self.epsilon,
-            self.covers,
-            self.is_gaussian,
-            self.leak_auc,
-            self.dominating_mu,
-        )
-
-    @classmethod
-    def exactly(
-        cls, sum_kl: float, covers: Covers = Covers.CLASS_MEANS, *, is_gaussian: bool = False
-    ) -> "ChargeForecast":
-        """Return a charge that the settings determine."""
-        return cls(sum_kl, sum_kl, "exact", covers, is_gaussian)
-
-    @classmethod
-    def of(cls, charge: LeakCharge) -> "ChargeForecast":
-        """Return a charge that the settings determine, with everything that is known of it."""
-        exact = cls.exactly(charge.sum_kl, charge.covers, is_gaussian=charge.is_gaussian)
-        return exact._replace(
-            epsilon=charge.epsilon, leak_auc=charge.leak_auc, dominating_mu=charge.dominating_mu
-        )
+    @property
+    def covers(self) -> Covers:
+        """The peers whom the charge describes."""
+        return self.highest.covers
 
     @property
     def is_promise(self) -> bool:
         """Whether a run is never charged more than ``high``."""
         return self.certainty in ("exact", "bound")
 
+    def times(self, answers: int) -> "ChargeForecast":
+        """Return the sum over several answers with independent noise."""
+        if answers == 1:
+            return self
+        charge = self.highest
+        whole = LeakCharge(
+            self.high * answers, covers=charge.covers, is_gaussian=charge.is_gaussian
+        )
+        return ChargeForecast(self.low * answers, whole, self.certainty)
 
-UNKNOWN = ChargeForecast(0.0, math.inf, "unknown")
+    def narrowed(self, peers: Covers) -> "ChargeForecast":
+        """Return the same for no more peers than these."""
+        return self._replace(highest=replace(self.highest, covers=narrowest(self.covers, peers)))
+
+
+def exactly(charge: LeakCharge | float) -> ChargeForecast:
+    """Return a charge that the settings determine."""
+    charge = charge if isinstance(charge, LeakCharge) else LeakCharge(charge)
+    return ChargeForecast(charge.sum_kl, charge, "exact")
+
+
+UNKNOWN = ChargeForecast(0.0, LeakCharge(math.inf), "unknown")
 
 
 class Forecast(NamedTuple):

@@ -16,19 +16,12 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.optim import Adam
 from torch.optim.lr_scheduler import LambdaLR
 
-from splitveil.active_party.defenses.build_inputs import (
-    BuildInputs,
-    DefenseContext,
-    Examples,
-    NoiseSecrets,
-)
-from splitveil.active_party.defenses.coverage import Coverage
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
 from splitveil.active_party.defenses.forecast import (
     UNKNOWN,
-    ChargeForecast,
     Forecast,
     depends_on_gradients,
+    exactly,
 )
 from splitveil.active_party.defenses.gafm_losses import (
     MixedTerms,
@@ -43,10 +36,14 @@ from splitveil.active_party.defenses.gafm_losses import (
     soften,
 )
 from splitveil.active_party.defenses.interface import (
+    BuildInputs,
     Defended,
     Defense,
+    DefenseContext,
+    Examples,
     LabelledRows,
     LabelMove,
+    NoiseSecrets,
     RawBatch,
     RememberingDefense,
 )
@@ -64,8 +61,10 @@ from splitveil.active_party.defenses.objective import (
     descend,
 )
 from splitveil.active_party.defenses.section import (
+    COVERS_CLASS_MEANS,
     SeededDefense,
-    two_classes_alone,
+    Traits,
+    refusal_of_several_classes,
     warn_about_seed,
 )
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
@@ -145,25 +144,24 @@ class GafmDefense(SeededDefense):
         return self
 
     @property
-    def mixed_terms(self) -> MixedTerms:
-        """The terms that are mixed, and their weights."""
-        return MixedTerms(self.terms, self.gan_weight, self.response_width)
+    def traits(self) -> Traits:
+        # A charge for the label's own move does not count that the critic and the scale of the
+        # noise depend on labels, too.
+        behind = self.composed_with.traits.coverage
+        return Traits(
+            behind if behind.covers is Covers.ANYBODY else COVERS_CLASS_MEANS,
+            takes_weights=False,  # they are made for the cross entropy
+            has_own_objective=True,
+        )
 
     def _build(self, given: BuildInputs, /) -> Defense:
-        """Build the defense of the mixed gradient, which charges for the move of a label."""
         if self.insecure_noise_seed is not None:
             warn_about_seed()
         return MixedGradientDefense(self.composed_with.build(*given))
 
-    @property
-    def has_own_objective(self) -> bool:
-        """Whether ``objective`` returns one: the critic's."""
-        return True
-
     def objective(
         self, top: TopModel, secrets: NoiseSecrets, examples: Examples, /
     ) -> Objective | None:
-        """Return the objective of training against a critic."""
         seed, shifts = self.insecure_noise_seed, None
         if self.response == "persistent" and secrets.noise_key is not None:
             shifts = persistent_shifts(secrets.noise_key, examples.ids, self.response_width)
@@ -180,18 +178,14 @@ class GafmDefense(SeededDefense):
         )
 
     def noise_key_strength(self, context: DefenseContext, /) -> str | None:
-        """Name the strength for which the noise key is derived.
-
-        The key of noisy labels is the same as for ``noisy_label`` by itself: a label's flip is
-        drawn once for all uses of the flipped label.
-        """
+        # Of noisy labels it is the same as for noisy_label by itself: a label's flip is drawn once
+        # for all uses of the flipped label.
         behind = self.composed_with.noise_key_strength(context)
         if behind is not None or self.response == "fresh":
             return behind
         return f"gafm {self.response_width!r}"
 
     def forecast(self, context: DefenseContext) -> Forecast:
-        """Forecast the charge of one answer: that of noisy labels; otherwise it is unknown."""
         behind = self.composed_with.forecast(context)
         if behind.configured == "persistent":
             return behind
@@ -199,18 +193,16 @@ class GafmDefense(SeededDefense):
             said = depends_on_gradients(f"gafm with {self.composed_with.name}")
             return Forecast({"fresh": UNKNOWN}, "fresh", said)
         return Forecast(
-            {"fresh": ChargeForecast.exactly(math.inf)},
+            {"fresh": exactly(math.inf)},
             "fresh",
             "gafm hides labels from norms and class means. A peer that knows its own activations "
             "can read them: the ledger gives no credit.",
         )
 
-    def refusal(self, context: DefenseContext, /) -> str | None:
-        """Explain why the defense cannot be used with more than two classes."""
-        return two_classes_alone(self.name) if context.num_classes > 2 else None
+    def _refusal(self, context: DefenseContext, /) -> str | None:
+        return refusal_of_several_classes(self.name, context)
 
     def budget_refusal(self, context: DefenseContext, /) -> str | None:
-        """Explain why the first answer would exceed every budget."""
         if self._is_credited(context.cut_dim):
             return None
         return (
@@ -219,20 +211,6 @@ class GafmDefense(SeededDefense):
             "cut of one number"
         )
 
-    @property
-    def takes_weights(self) -> bool:
-        """Whether the loss can have weights: it is not the cross entropy that they are made for."""
-        return False
-
-    def coverage(self) -> Coverage:
-        """Return the peers whom the charges describe: those of the defense behind, or the fewest.
-
-        A charge for the label's own move does not count that the critic and the scale of the noise
-        depend on labels, too.
-        """
-        behind = self.composed_with.coverage()
-        return behind if behind.covers is Covers.ANYBODY else super().coverage()
-
     def _is_credited(self, cut_dim: int) -> bool:
         """Whether the ledger may give credit to the defense behind; it never does to gafm."""
         is_known = self.terms != "gan_only"
@@ -240,11 +218,7 @@ class GafmDefense(SeededDefense):
 
 
 class MixedGradientDefense(RememberingDefense):
-    """Defends a mixed gradient, and charges for a peer that knows everything but one label.
-
-    Args:
-        behind: the defense that adds the noise.
-    """
+    """Lets a defense behind add noise, and charges for a peer that knows all but one label."""
 
     def __init__(self, behind: Defense) -> None:
         super().__init__(behind)
@@ -254,9 +228,6 @@ class MixedGradientDefense(RememberingDefense):
         """Let the defense behind answer, and correct the charge.
 
         That defense charges for the gap of the class means, which here is not the label's move.
-
-        Raises:
-            ValueError: as for every defense, or the batch lacks the move of a label.
         """
         if batch.label_move is None:
             raise ValueError("expected a gradient of gafm's objective, with its label_move")
@@ -267,7 +238,6 @@ class MixedGradientDefense(RememberingDefense):
         return Defended(defended, replace(report, charge=charge, leak_auc_bound=bound))
 
     def targets(self, batch: LabelledRows, /) -> Tensor:
-        """Return the labels from which critic and softened labels are computed."""
         return self.behind.targets(batch)
 
 
@@ -299,6 +269,7 @@ class Adversarial:
         self.model: nn.Module = self._oriented
         self._generator = generator.model
         self._settings = settings
+        self._terms = MixedTerms(settings.terms, settings.gan_weight, settings.response_width)
         self._optimizer = generator.optimizer
         self._critic = critic
         self._critic_optimizer = Adam(critic.parameters(), lr=settings.critic_learning_rate)
@@ -309,13 +280,12 @@ class Adversarial:
         self._shifts = shifts
 
     def compute(self, activation: Tensor, own: Features | None, labels: BatchLabels) -> StepOutcome:
-        """Let critic and generator learn, and compute the mixed gradient."""
         self._teach_critic(activation, own, labels.targets)
         self._teach_generator(activation, own)
         logits = self._generator(activation, own)
         predictions = torch.sigmoid(logits)
         soft = soften(labels.targets, self._own_shifts(labels))
-        mixed = mix(self._settings.mixed_terms, activation, predictions, self._critic, soft)
+        mixed = mix(self._terms, activation, predictions, self._critic, soft)
         self._oriented.watch(predictions.detach(), labels.targets)
         oriented = self._oriented.orient(logits.detach())
         return StepOutcome(
@@ -331,7 +301,6 @@ class Adversarial:
             schedule.step()
 
     def state_dict(self) -> State:
-        """Return everything that a step changes."""
         return {
             "model": self.model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
@@ -341,7 +310,6 @@ class Adversarial:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Return to the step at which ``state_dict`` was taken."""
         self.model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         self._critic.load_state_dict(state["critic"])

@@ -70,11 +70,7 @@ class MixedGradient(NamedTuple):
 
 
 class Oriented(nn.Module):
-    """A generator, and the orientation of its output: the end at which the positives are.
-
-    Args:
-        generator: maps (activation, own features or None) to logits (batch,).
-    """
+    """A generator, and the orientation of its output: the end at which the positives are."""
 
     agreement: Tensor
     """Mean prediction of positives minus that of negatives, a running mean over batches."""
@@ -104,10 +100,7 @@ class Oriented(nn.Module):
 def build_critic(width: int, weight_limit: float, entropy: bytes) -> nn.Sequential:
     """Return a critic of single numbers: two dense layers, clipped.
 
-    Args:
-        width: width of the hidden layer.
-        weight_limit: largest size of any weight.
-        entropy: 2,496 secret bytes, for the initial weights.
+    Its initial weights come from the entropy, 2,496 secret bytes.
     """
     with torch.random.fork_rng(devices=()):  # layers fill themselves from torch's own generator
         critic = nn.Sequential(nn.Linear(1, width), nn.LeakyReLU(), nn.Linear(width, 1))
@@ -162,12 +155,7 @@ def mix(
 ) -> MixedGradient:
     """Compute the gradient that GAFM sends, before any defense behind it.
 
-    Args:
-        terms: the terms to mix, and their weights.
-        activation: the losses are differentiated with respect to it, (batch, *cut_shape).
-        predictions: Y^ with the graph that leads to the activation, (batch,).
-        critic: D, on single numbers.
-        soft: softened labels, (batch,).
+    Predictions Y^ come with the graph that leads to the activation; ``soft`` are softened labels.
     """
     sums = activation.flatten(start_dim=1).sum(dim=1)
     raw = torch.zeros_like(activation)

@@ -8,86 +8,38 @@ infinite.
 """
 
 import math
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses.class_means import (
-    ClassMeans,
-    RunningMeans,
-    longest_gap,
-    measure_class_means,
-)
 from splitveil.active_party.defenses.class_statistics import (
     BatchClasses,
     ClassEstimate,
+    ClassMeans,
     RunningClasses,
+    RunningMeans,
+    longest_gap,
+    measure_class_means,
     measure_means,
 )
-from splitveil.active_party.defenses.interface import LeakCharge, Memory
+from splitveil.active_party.defenses.interface import LeakCharge
 from splitveil.active_party.defenses.row_noise import RowNoise
 from splitveil.active_party.defenses.rows import as_classes, as_positive
 from splitveil.active_party.defenses.sum_kl import sum_kl_along_gap
 
 
-class BatchGaps(Protocol):
-    """The gaps between the classes of a batch."""
+class _TwoClassGap(NamedTuple):
+    """The gap between the two classes of a batch."""
 
-    @property
-    def norms(self) -> Tensor:
-        """Norms of the batch's rows, (batch,) float64."""
-        ...
-
-    @property
-    def largest(self) -> float:
-        """The largest of the norms."""
-        ...
-
-    def longest(self) -> float:
-        """Return the distance of the two classes furthest apart.
-
-        It is infinite if a class has never been seen, and 0 if all rows are zero.
-        """
-        ...
-
-    def charge(self, noise: RowNoise) -> LeakCharge:
-        """Charge each gap against the mean noise variance that either class has on it."""
-        ...
-
-
-class GapMemory(Memory, Protocol):
-    """Measures the gaps of batches, and remembers the classes for batches that lack one."""
-
-    def measure(self, rows: Tensor, labels: Tensor) -> BatchGaps:
-        """Measure a batch, and remember it.
-
-        Args:
-            rows: raw gradients, (batch, cut_dim).
-            labels: as in ``RawBatch``.
-
-        Raises:
-            ValueError: the labels do not fit, or ``cut_dim`` has changed.
-        """
-        ...
-
-
-def gap_memory(num_classes: int) -> GapMemory:
-    """Return an empty memory for a number of classes."""
-    return GapOfTwo() if num_classes == 2 else GapsOfSeveral(num_classes)
-
-
-class TwoClassGap(NamedTuple):
-    """The gap between two classes."""
-
-    norms: Tensor
-    largest: float
+    norms: Tensor  # of the batch's rows, (batch,) float64
+    largest: float  # of the norms
     positive: Tensor  # (batch,) bool
     batch: BatchClasses
     estimate: ClassEstimate | None
 
     def longest(self) -> float:
-        """Return the distance of the class means."""
+        """Return the distance of the class means, infinite if a class has never been seen."""
         if self.largest == 0:
             return 0.0
         return math.inf if self.estimate is None else self.estimate.gap_length
@@ -113,25 +65,21 @@ class TwoClassGap(NamedTuple):
         members = torch.stack((~self.positive, self.positive)).double()
         neg_sum, pos_sum = (members @ squares).tolist()
         other = estimate.gap * (estimate.unit / target)
-        neg_variance = (
-            neg_sum / batch.neg_rows
-            if batch.neg or not batch.pos
-            else _stand_in_variance(batch.pos.mean / target - other, direction)
-        )
-        pos_variance = (
-            pos_sum / batch.pos_rows
-            if batch.pos or not batch.neg
-            else _stand_in_variance(batch.neg.mean / target + other, direction)
-        )
-        return LeakCharge(
-            sum_kl_along_gap(
-                math.sqrt(neg_variance), math.sqrt(pos_variance), estimate.gap_length / target
-            )
-        )
+        neg, pos = batch.moments
+        if neg or not pos:
+            neg_variance = neg_sum / batch.rows[0]
+        else:
+            neg_variance = _stand_in_variance(pos.mean / target - other, direction)
+        if pos or not neg:
+            pos_variance = pos_sum / batch.rows[1]
+        else:
+            pos_variance = _stand_in_variance(neg.mean / target + other, direction)
+        gap = estimate.gap_length / target
+        return LeakCharge(sum_kl_along_gap(math.sqrt(neg_variance), math.sqrt(pos_variance), gap))
 
 
-class MultiClassGaps(NamedTuple):
-    """The gaps between all pairs of several classes."""
+class _MultiClassGaps(NamedTuple):
+    """The gaps between all pairs of several classes of a batch."""
 
     norms: Tensor
     largest: float
@@ -170,25 +118,26 @@ class MultiClassGaps(NamedTuple):
         return LeakCharge(_worst_pair(coordinates, moments))
 
 
-class GapOfTwo(RunningClasses):
-    """The memory of two classes."""
-
-    def measure(self, rows: Tensor, labels: Tensor) -> TwoClassGap:
-        """Measure a batch, and remember it."""
+class _TwoClassMemory(RunningClasses):
+    def measure(self, rows: Tensor, labels: Tensor) -> _TwoClassGap:
+        """Measure a batch of rows (batch, cut_dim), and remember it."""
         positive = as_positive(labels, rows)
         batch, norms = measure_means(rows, positive)
-        return TwoClassGap(norms, float(norms.max()), positive, batch, self.take_in(batch))
+        return _TwoClassGap(norms, float(norms.max()), positive, batch, self.take_in(batch))
 
 
-class GapsOfSeveral(RunningMeans):
-    """The memory of several classes."""
-
-    def measure(self, rows: Tensor, labels: Tensor) -> MultiClassGaps:
-        """Measure a batch, and remember it."""
+class _MultiClassMemory(RunningMeans):
+    def measure(self, rows: Tensor, labels: Tensor) -> _MultiClassGaps:
+        """Measure a batch of rows (batch, cut_dim), and remember it."""
         classes = as_classes(labels, rows, self.num_classes)
         batch = measure_class_means(rows, classes, self.num_classes)
         largest = float(batch.norms.max())
-        return MultiClassGaps(batch.norms, largest, classes, batch, self.take_in(batch))
+        return _MultiClassGaps(batch.norms, largest, classes, batch, self.take_in(batch))
+
+
+def gap_memory(num_classes: int) -> _TwoClassMemory | _MultiClassMemory:
+    """Return an empty memory, which measures batches and knows the classes that one lacks."""
+    return _TwoClassMemory() if num_classes == 2 else _MultiClassMemory(num_classes)
 
 
 def _stand_in_variance(mean: Tensor, direction: Tensor) -> float:
@@ -201,9 +150,7 @@ def _stand_in_variance(mean: Tensor, direction: Tensor) -> float:
 def _worst_pair(coordinates: Tensor, moments: Tensor) -> float:
     """Return the largest divergence of a pair of classes.
 
-    Args:
-        coordinates: class means along the axes, (classes, axes) float64.
-        moments: each class's mean noise covariance along the axes, (classes, axes, axes) float64.
+    Of their means along the axes, (classes, axes), and their mean noise covariances there.
     """
     gaps = coordinates[:, None] - coordinates[None]
     squares = gaps.square().sum(dim=2)

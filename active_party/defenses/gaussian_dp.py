@@ -31,33 +31,21 @@ def _special() -> Any:
 
 
 def mu_of_leak_auc(leak_auc: float) -> float:
-    """Return the mu for which no score reaches a higher AUC.
-
-    Raises:
-        ValueError: the AUC is not within [0.5, 1).
-    """
+    """Return the mu for which no score reaches a higher AUC, which is within [0.5, 1)."""
     if not 0.5 <= leak_auc < 1:
         raise ValueError(f"expected a leak AUC from 0.5 to less than 1, got {leak_auc}")
     return math.sqrt(2) * float(_special().ndtri(leak_auc))
 
 
 def leak_auc_of_mu(mu: float) -> float:
-    """Return the AUC of the best score, Phi(mu / sqrt 2).
-
-    Raises:
-        ValueError: mu is negative or not a number.
-    """
+    """Return the AUC of the best score, Phi(mu / sqrt 2)."""
     if not mu >= 0:
         raise ValueError(f"expected mu of at least 0, got {mu}")
     return float(_special().ndtr(mu / math.sqrt(2)))
 
 
 def delta_of(mu: float, epsilon: float) -> float:
-    """Return the least delta for which mu-GDP implies (epsilon, delta)-privacy.
-
-    Raises:
-        ValueError: mu is not positive or not finite, or epsilon is negative or not finite.
-    """
+    """Return the least delta for which mu-GDP implies (epsilon, delta)-privacy."""
     if not 0 < mu < math.inf or not 0 <= epsilon < math.inf:
         raise ValueError(f"expected finite mu > 0 and epsilon >= 0, got {mu} and {epsilon}")
     near, far = (epsilon / mu - mu / 2) / math.sqrt(2), (epsilon / mu + mu / 2) / math.sqrt(2)
@@ -73,9 +61,6 @@ def epsilon_of(mu: float, delta: float) -> float:
     """Return the least epsilon for which mu-GDP implies (epsilon, delta)-privacy.
 
     Rounded up by less than a millionth; infinite for a mu beyond all use.
-
-    Raises:
-        ValueError: mu is negative or not a number, or delta is not within (0, 1).
     """
     if not mu >= 0 or not 0 < delta < 1:
         raise ValueError(f"expected mu of at least 0 and 0 < delta < 1, got {mu} and {delta}")
@@ -93,11 +78,7 @@ def epsilon_of(mu: float, delta: float) -> float:
 
 
 def mu_of_epsilon_delta(epsilon: float, delta: float) -> float:
-    """Return the largest mu that implies (epsilon, delta)-privacy.
-
-    Raises:
-        ValueError: epsilon is not positive and finite, or delta is not within (1e-300, 1).
-    """
+    """Return the largest mu that implies (epsilon, delta)-privacy, delta within (1e-300, 1)."""
     if not 0 < epsilon < math.inf or not 1e-300 < delta < 1:
         raise ValueError(f"expected epsilon > 0 and 0 < delta < 1, got {epsilon} and {delta}")
 

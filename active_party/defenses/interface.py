@@ -1,17 +1,23 @@
-"""The interface of a defense: a raw batch in, a defended gradient and a report out."""
+"""The interface of a defense: a raw batch in, a defended gradient and a report out.
+
+It also has the facts about a run from which a defense is built.
+"""
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from splitveil.active_party.defenses.example_keys import NoiseKey
+from splitveil.active_party.defenses.noise import DrawKeys
 from splitveil.active_party.defenses.projection.features import RowChunk
 from splitveil.active_party.defenses.rows import all_finite
 from splitveil.active_party.defenses.sum_kl import NoiseSolution
+from splitveil.common.data.label_range import ONE_NUMBER
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.run import messages
 
@@ -91,6 +97,86 @@ class DefenseReport:
     """The amount that the leak ledger records for each example of the batch."""
 
 
+class DefenseContext(NamedTuple):
+    """The facts about a run that a defense depends on."""
+
+    cut_shape: tuple[int, ...]
+    """Shape of one row of the gradient that is defended."""
+
+    num_classes: int = 2
+    """``ONE_NUMBER`` where labels are numbers, as shares of their range within 0 and 1."""
+
+    pos_fraction: float = 0.5
+    """Share of positives among the training rows, above 0 and below 1; with several classes and
+    with numbers, charges do not depend on it. For numbers: the share with which 0 and 1 would have
+    the labels' variance."""
+
+    epochs: int = 1
+    """Number of epochs of the run."""
+
+    label_bounds: tuple[float, float] | None = None
+    """The bounds of labels that are numbers, in their unit; None for classes."""
+
+    labels: str = ""
+    """Says what the labels are: their column, and what 0, 1 or a class in it stands for."""
+
+    @property
+    def is_number(self) -> bool:
+        """Whether labels are numbers."""
+        return self.num_classes == ONE_NUMBER
+
+    @property
+    def cut_dim(self) -> int:
+        """Number of values in one row of the gradient."""
+        return math.prod(self.cut_shape)
+
+
+class NoiseSecrets(NamedTuple):
+    """The secrets from which a defense draws its noise."""
+
+    noise_key: NoiseKey | None = None
+    """The key of persistent noise and noisy labels; None where the defense needs none."""
+
+    draw_keys: DrawKeys | None = None
+    """The source of the keys of fresh noise. If it is None, they come from the operating system,
+    or in tests from the settings' ``insecure_noise_seed``."""
+
+
+NO_SECRETS = NoiseSecrets()
+
+
+class Examples(NamedTuple):
+    """The aligned examples of a run, in the common order."""
+
+    ids: Sequence[str]
+    """Canonical ids; empty if the defense does not have a noise key."""
+
+    labels: Tensor
+    """True labels, (aligned,)."""
+
+    device: torch.device
+    """The device on which the top model is trained."""
+
+    training: Tensor | None = None
+    """Positions of the training rows, (training rows,) int64, ascending; None for all rows."""
+
+    subjects: Tensor | None = None
+    """A number for each person, (aligned,) int64; None if every row has a person of its own."""
+
+    known_targets: Tensor | None = None
+    """Targets that earlier runs released, (aligned,) or (aligned, classes), NaN where there is
+    none; None if there are none at all."""
+
+
+class BuildInputs(NamedTuple):
+    """Everything from which a defense is built, beside its settings."""
+
+    context: DefenseContext
+    secrets: NoiseSecrets = NO_SECRETS
+    examples: Examples | None = None
+    """A defense that replaces their labels needs them for ``Defense.targets``."""
+
+
 class RawBatch(NamedTuple):
     """Everything that a defense may use of one batch."""
 
@@ -112,7 +198,7 @@ class RawBatch(NamedTuple):
     means represents it, as it does for a cross entropy."""
 
     slopes: Tensor | None = None
-    """The gradient for each unit of a logit's residual p - y, of which labels know nothing,
+    """The gradient for each unit of a logit's residual p - y, in which no label has a part,
     (batch, *cut_shape). None where the settings do not ask for it, and for several classes."""
 
 
@@ -191,8 +277,7 @@ class PendingRelease(ABC):
     def draw(self, key: bytes) -> Mapping[str, Tensor]:
         """Compute the release.
 
-        Args:
-            key: the source of its noise, 32 secret bytes.
+        The key, 32 secret bytes, is the source of its noise.
         """
 
     @abstractmethod
@@ -223,32 +308,8 @@ class Defense(ABC):
         """Return the labels from which the batch's gradient is computed, (batch,).
 
         Called once for every training step, in the order of the run and before the gradient exists.
-        A defense that makes targets for a whole stage can collect the activations of all training
-        rows here.
         """
         return batch.labels
-
-    def pending_release(self, _epoch: int, _facts: RowFacts, /) -> PendingRelease | None:
-        """Return the release that is due before an epoch's next answer; None if none is.
-
-        Args:
-            _epoch: the epoch, from 0.
-            _facts: facts about the training rows.
-
-        Raises:
-            ValueError: the facts are not of the kind that can be summed.
-        """
-        return None
-
-    @property
-    def released_rows(self) -> Tensor | None:
-        """Positions of the rows that releases are about, (rows,); None for all training rows."""
-        return None
-
-    @property
-    def released_targets(self) -> Tensor | None:
-        """Targets of all aligned rows that were computed from releases alone, if there are any."""
-        return None
 
     def charge_covering(self, _move: LabelMove, /) -> LeakCharge:
         """Return a charge that also holds for a peer that knows all but the example's own label.
@@ -271,19 +332,42 @@ class Defense(ABC):
             raise ValueError(f"this defense keeps no state, got {sorted(state)}")
 
 
+class StagedDefense(Defense):
+    """A defense that releases something about all training rows, stage by stage.
+
+    Everything else that it sends is computed from these releases.
+    """
+
+    @abstractmethod
+    def pending_release(self, epoch: int, facts: RowFacts, /) -> PendingRelease | None:
+        """Return the release that is due before an epoch's next answer; None if none is.
+
+        Args:
+            epoch: the epoch, from 0.
+            facts: facts about the training rows.
+
+        Raises:
+            ValueError: the facts are not of the kind that can be summed.
+        """
+
+    @property
+    @abstractmethod
+    def released_rows(self) -> Tensor:
+        """Positions of the training rows that releases are about, (rows,)."""
+
+    @property
+    @abstractmethod
+    def released_targets(self) -> Tensor | None:
+        """Targets of all aligned rows that were computed from releases alone, if there are any."""
+
+
 class Memory(Protocol):
     """Statistics of earlier batches, private to the active party."""
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the statistics."""
-        ...
+    def state_dict(self) -> dict[str, Tensor]: ...
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Replace the statistics.
-
-        Raises:
-            ValueError: the state belongs to another kind of memory.
-        """
+        """Replace the statistics; raises ValueError for a state of another kind of memory."""
         ...
 
 
@@ -294,15 +378,9 @@ class RememberingDefense(Defense):
         self._memory = memory
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the memory."""
         return self._memory.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Replace the memory.
-
-        Raises:
-            ValueError: the state belongs to another defense.
-        """
         self._memory.load_state_dict(state)
 
 

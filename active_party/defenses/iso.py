@@ -13,14 +13,14 @@ from typing import Literal, Self
 import torch
 from pydantic import Field, model_validator
 
-from splitveil.active_party.defenses.build_inputs import BuildInputs, DefenseContext
-from splitveil.active_party.defenses.coverage import COVERS_PASSIVE_AND_HONEST, Coverage
 from splitveil.active_party.defenses.example_keys import key_name
-from splitveil.active_party.defenses.forecast import ChargeForecast
+from splitveil.active_party.defenses.forecast import ChargeForecast, exactly
 from splitveil.active_party.defenses.gaps import gap_memory
 from splitveil.active_party.defenses.interface import (
+    BuildInputs,
     Defended,
     Defense,
+    DefenseContext,
     DefenseReport,
     LabelMove,
     LeakCharge,
@@ -28,12 +28,14 @@ from splitveil.active_party.defenses.interface import (
     RememberingDefense,
     release,
 )
-from splitveil.active_party.defenses.isotropic_noise import isotropic_noise
 from splitveil.active_party.defenses.noise import NoiseSource
 from splitveil.active_party.defenses.persistent import moves_of, noisy_rows, repeated_report
+from splitveil.active_party.defenses.row_noise import isotropic_noise
 from splitveil.active_party.defenses.rows import as_rows
 from splitveil.active_party.defenses.section import (
+    COVERS_PASSIVE_AND_HONEST,
     PERSISTENT_NOISE_HONESTY,
+    Coverage,
     NoisyDefense,
     refusal_of_persistent,
     require_key,
@@ -64,39 +66,35 @@ class IsoDefense(NoisyDefense):
 
     @property
     def norm_ratio(self) -> float:
-        """The ratio r of noise norm to largest gradient norm, given by either setting."""
+        """The ratio r, given by either setting."""
         if self.power_ratio is not None:
             return math.sqrt(self.power_ratio)
         return 1.0 if self.noise_ratio is None else self.noise_ratio
 
     def _build(self, given: BuildInputs, /) -> Defense:
-        noise = self.noise_source(given.secrets)
+        noise = self._noise_source(given.secrets)
         if self.noise == "fresh":
             return Isotropic(self.norm_ratio, noise, given.context.num_classes)
         key = require_key(given.secrets.noise_key, self.name)
         return PersistentIsotropic(self.norm_ratio, noise, key_name(key))
 
     def noise_key_strength(self, context: DefenseContext, /) -> str | None:
-        """Name the strength for which the noise key is derived."""
         if self.noise == "fresh":
             return None
         return f"iso {self.norm_ratio!r} in {context.cut_dim}"
 
-    def fresh_charge(self, context: DefenseContext) -> ChargeForecast:
-        """Estimate the charge of one answer, see the module."""
+    def _fresh_charge(self, context: DefenseContext) -> ChargeForecast:
         power_ratio = self.norm_ratio**2
         if not power_ratio:
-            return ChargeForecast.exactly(math.inf)
-        return ChargeForecast(0.0, 4 * context.cut_dim / power_ratio, "estimate")
+            return exactly(math.inf)
+        return ChargeForecast(0.0, LeakCharge(4 * context.cut_dim / power_ratio), "estimate")
 
-    def repeated_charge(self, context: DefenseContext) -> ChargeForecast:
-        """Return the charge of all answers together, which is a constant of the defense."""
+    def _repeated_charge(self, context: DefenseContext) -> ChargeForecast:
         ratio = self.norm_ratio
         sum_kl = context.cut_dim / ratio**2 if ratio else math.inf
-        return ChargeForecast.exactly(sum_kl, Covers.PASSIVE_AND_HONEST)
+        return exactly(LeakCharge(sum_kl, covers=Covers.PASSIVE_AND_HONEST))
 
-    def honesty(self, _context: DefenseContext) -> str:
-        """Describe how reliable the forecast is."""
+    def _honesty(self, _context: DefenseContext) -> str:
         if self.noise == "persistent":
             return PERSISTENT_NOISE_HONESTY
         return (
@@ -106,25 +104,19 @@ class IsoDefense(NoisyDefense):
             "charged more, up to infinity."
         )
 
-    def refusal(self, context: DefenseContext, /) -> str | None:
-        """Explain why persistent noise cannot be used with more than two classes."""
+    def _refusal(self, context: DefenseContext, /) -> str | None:
         return refusal_of_persistent(self, context)
 
     def budget_refusal(self, _context: DefenseContext, /) -> str | None:
-        """Explain why the first answer would exceed every budget."""
         if self.norm_ratio:
             return None
         return "the first answer without noise would pass every budget; set noise_ratio above 0"
 
-    def coverage(self) -> Coverage:
-        """Return the peers whom the charges describe."""
-        if self.noise == "persistent":
-            return COVERS_PASSIVE_AND_HONEST
-        return super().coverage()
+    def _coverage(self) -> Coverage:
+        return COVERS_PASSIVE_AND_HONEST if self.noise == "persistent" else super()._coverage()
 
     def bounds_label_move(self, _cut_dim: int, *, is_known: bool) -> bool:
-        """Whether a finite charge covers the label's move: the noise lies in all directions."""
-        return is_known
+        return is_known  # the noise lies in all directions
 
 
 class Isotropic(RememberingDefense):
@@ -145,7 +137,6 @@ class Isotropic(RememberingDefense):
         self._noise = noise
 
     def defend(self, batch: RawBatch) -> Defended:
-        """Add noise, and charge the longest gap against it."""
         rows = as_rows(batch.gradients)
         gaps = self._gaps.measure(rows, batch.labels)
         noise_norm = self._norm_ratio * gaps.largest
@@ -180,11 +171,6 @@ class PersistentIsotropic(Defense):
         self._key_name = key_name
 
     def defend(self, batch: RawBatch) -> Defended:
-        """Add noise.
-
-        Raises:
-            ValueError: as for every defense, or keys or probabilities are missing.
-        """
         moves = moves_of(batch)
         cut_dim = moves.values.shape[1]
         deviation = self._norm_ratio / cut_dim**0.5
@@ -200,7 +186,11 @@ class PersistentIsotropic(Defense):
     def _charge(self, cut_dim: int) -> LeakCharge:
         ratio = self._norm_ratio
         sum_kl = cut_dim / ratio / ratio if ratio else math.inf
-        return LeakCharge(sum_kl, noise_identity=f"iso {ratio!r} {self._key_name}")
+        return LeakCharge(
+            sum_kl,
+            noise_identity=f"iso {ratio!r} {self._key_name}",
+            covers=Covers.PASSIVE_AND_HONEST,
+        )
 
 
 def _charge(gap: float, largest: float, noise_norm: float, cut_dim: int) -> float:

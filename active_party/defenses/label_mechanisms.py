@@ -1,6 +1,6 @@
 """The ways in which ``noisy_label`` makes a noisy label, and what each reveals about the label.
 
-Drawn once per example, from the noise key:
+All are drawn once per example, from the noise key:
 
     gaussian             y + k x, x ~ N(0, 1)            sumKL = 1/k^2, AUC <= Phi(1/(k sqrt 2))
     laplace              y + x/e, x ~ Laplace(1)         sumKL = 2 (e + exp(-e) - 1), e-label-DP
@@ -22,18 +22,27 @@ sum is the sum rounded: the guarantee is not weakened, and the low bits of a flo
 which differ between y = 0 and y = 1, reveal nothing. Laplace noise ends at 44 times its scale;
 anything beyond has probability 2^-63.
 
-Drawn during training: ``with_prior`` (`label_prior`), once per example with the model's prediction
-as the prior, and ``projected_batches`` (`label_batches`), again for every answer.
+The best AUC of any score, and the Gaussian mechanism that reveals no less, are those of
+`exact_auc`. What is drawn once costs the same whatever the number of epochs.
 """
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Literal, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from splitveil.active_party.defenses.exact_auc import (
+    gaussian_auc,
+    gaussian_of_laplace,
+    gaussian_of_response,
+    laplace_auc,
+    response_auc,
+    strength_for_auc,
+)
 from splitveil.active_party.defenses.example_keys import (
     LABEL_NOISE,
     NoiseKey,
@@ -104,116 +113,75 @@ class AlibiLabels(Section):
 
     @property
     def posterior(self) -> Posterior:
-        """The posterior is what distinguishes the mechanism."""
         return "model"
 
 
-class ResponseWithPrior(Section):
-    """RRWithPrior in several stages: randomized response among the classes that the model expects.
-
-    The training rows are divided into parts. A row's label is drawn once, when the stage of its
-    part has begun, among the k classes that the model trained so far expects most, with the k at
-    which the answer is most likely to be right; until then its target is the prediction, which
-    tells nothing (Ghazi et al., "Deep Learning with Label Differential Privacy", NeurIPS 2021,
-    algorithms 2 and 3).
-    """
-
-    kind: Literal["with_prior"]
-
-    epsilon: float = Field(ge=0.01, le=20)
-    """Label differential privacy of the whole run."""
-
-    parts: int = Field(default=2, ge=1, le=100)
-    """Number of parts and stages. One part draws every label at the example's first visit."""
-
-    epochs_per_part: int = Field(default=5, ge=1, le=10_000)
-    """Epochs of a stage; the last one lasts until the end. Labels of a part whose stage does not
-    begin within the run are never used."""
-
-    if_certain: Literal["prediction", "class"] = "prediction"
-    """The target where k = 1, so that the answer is the class that the model expects, whatever the
-    label.
-
-    ``prediction``: the prediction at each step, so that such rows do not reinforce what the model
-    believes. ``class``: that class, as in the paper. With a small epsilon nearly all rows have
-    k = 1, and a model trained on them forgets how to rank.
-    """
-
-
-class ProjectedBatches(Section):
-    """Gaussian noise on a batch's labels, projected on what its activations span.
-
-    The labels of each batch are told only as their products with a few directions in which
-    activations and predictions vary, with fresh Gaussian noise, and targets are rebuilt from those:
-    LabelDP-Pro (Ghazi et al., ICLR 2024) for a peer that sees a gradient per example.
-    """
-
-    kind: Literal["projected_batches"]
-
-    noise_ratio: float = Field(default=16.0, ge=0.01, le=1000)
-    """k: each answer is a Gaussian mechanism with mu = 1/k for each label, a run of E epochs one
-    with mu = sqrt(E)/k; no attack exceeds AUC Phi(mu / sqrt 2)."""
-
-    rank: int = Field(default=32, ge=1, le=1024)
-    """Number of directions; at most the number of rows of a batch is used."""
-
-
 LabelMechanism = Annotated[
-    GaussianLabels
-    | LaplaceLabels
-    | RandomizedResponse
-    | AlibiLabels
-    | ResponseWithPrior
-    | ProjectedBatches,
-    Field(discriminator="kind"),
+    GaussianLabels | LaplaceLabels | RandomizedResponse | AlibiLabels, Field(discriminator="kind")
 ]
 """The way in which a noisy label is made from a label."""
 
-DrawnOnce = GaussianLabels | LaplaceLabels | RandomizedResponse | AlibiLabels
-"""The mechanisms whose noisy labels are drawn before training, from the noise key."""
-
 
 class LabelLeak(NamedTuple):
-    """What a mechanism reveals between two classes."""
+    """What one draw of a mechanism reveals between two classes."""
 
     sum_kl: float
-    """Divergence of one draw."""
-
     epsilon: float | None
-    """Label differential privacy of one draw; None if it has none."""
+    """Label differential privacy; None if it has none."""
+    leak_auc: float
+    """The best AUC of any score."""
+    mu: float
+    """Of a Gaussian mechanism that reveals no less."""
 
 
 def label_leak(mechanism: LabelMechanism, num_classes: int = 2) -> LabelLeak:
-    """Return a noisy label's divergence between two classes, and its epsilon if it has one.
-
-    For ``with_prior`` the divergence is a bound that randomized response of two classes meets: it
-    can be turned into every epsilon-label-DP draw.
-    """
+    """Return what one draw reveals."""
+    if isinstance(mechanism, GaussianLabels):
+        mu = 1 / mechanism.noise_ratio
+        return LabelLeak(mechanism.noise_ratio**-2, None, gaussian_auc(mu), mu)
+    epsilon = mechanism.epsilon
     match mechanism:
-        case GaussianLabels() | ProjectedBatches():
-            return LabelLeak(mechanism.noise_ratio**-2, None)
         case LaplaceLabels():
-            epsilon = mechanism.epsilon
-            return LabelLeak(2 * (epsilon + math.expm1(-epsilon)), epsilon)
+            sum_kl = 2 * (epsilon + math.expm1(-epsilon))
+            return LabelLeak(sum_kl, epsilon, laplace_auc(epsilon), gaussian_of_laplace(epsilon))
         case AlibiLabels():
-            epsilon = mechanism.epsilon
-            return LabelLeak(4 * (epsilon / 2 + math.expm1(-epsilon / 2)), epsilon)
-        case RandomizedResponse() | ResponseWithPrior():
-            epsilon = mechanism.epsilon
-            if num_classes == 2 or isinstance(mechanism, ResponseWithPrior):
-                return LabelLeak(2 * epsilon * math.tanh(epsilon / 2), epsilon)
-            odds = num_classes - 1 + math.exp(epsilon)
-            return LabelLeak(2 * epsilon * math.expm1(epsilon) / odds, epsilon)
+            sum_kl = 4 * (epsilon / 2 + math.expm1(-epsilon / 2))
+            mu = gaussian_of_laplace(epsilon, 2)
+            return LabelLeak(sum_kl, epsilon, laplace_auc(epsilon, 2), mu)
+        case RandomizedResponse():
+            if num_classes == 2:
+                sum_kl = 2 * epsilon * math.tanh(epsilon / 2)
+            else:
+                odds = num_classes - 1 + math.exp(epsilon)
+                sum_kl = 2 * epsilon * math.expm1(epsilon) / odds
+            auc, mu = response_auc(epsilon, num_classes), gaussian_of_response(epsilon, num_classes)
+            return LabelLeak(sum_kl, epsilon, auc, mu)
 
 
-def strength_name(mechanism: DrawnOnce) -> str:
+def at_leak_auc(mechanism: LabelMechanism, leak_auc: float, num_classes: int = 2) -> LabelMechanism:
+    """Return the mechanism at the strength at which no score of any peer exceeds a leak AUC.
+
+    The AUC is above 0.5 and below 1, and between any two of the classes.
+    """
+    if isinstance(mechanism, GaussianLabels):
+        ratio = 1 / strength_for_auc(gaussian_auc, leak_auc)
+        return mechanism.model_copy(update={"noise_ratio": ratio})
+    bound = laplace_auc
+    if isinstance(mechanism, AlibiLabels):
+        bound = partial(laplace_auc, num_numbers=2)
+    elif isinstance(mechanism, RandomizedResponse):
+        bound = partial(response_auc, num_classes=num_classes)
+    return mechanism.model_copy(update={"epsilon": strength_for_auc(bound, leak_auc)})
+
+
+def strength_name(mechanism: LabelMechanism) -> str:
     """Name what is drawn, whatever is made of it afterwards: the posterior reveals no more."""
     drawn = (f"{name}={value!r}" for name, value in mechanism if name != "posterior")
     return f"{type(mechanism).__name__}({', '.join(drawn)})"
 
 
 def draw_noisy_labels(
-    mechanism: DrawnOnce,
+    mechanism: LabelMechanism,
     labels: Tensor,
     key: NoiseKey,
     ids: Sequence[str],
@@ -240,12 +208,11 @@ def draw_noisy_labels(
             noise = mechanism.noise_ratio * scalars(example_keys(key, ids, LABEL_NOISE))
             return _on_grid(labels, noise)
         case LaplaceLabels() if num_classes <= 2:
-            return _on_grid(
-                labels, _laplace(example_keys(key, ids, LABEL_NOISE), mechanism.epsilon)
-            )
+            noise = _laplace(example_keys(key, ids, LABEL_NOISE), mechanism.epsilon)
+            return _on_grid(labels, noise)
         case RandomizedResponse():
-            keys = example_keys(key, ids, LABEL_NOISE)
-            chance = _flip_probability(mechanism, num_classes)
+            keys, num_others = example_keys(key, ids, LABEL_NOISE), num_classes - 1
+            chance = num_others / (num_others + math.exp(mechanism.epsilon))
             flipped = open_uniform(keys[:, 0], torch.float64) <= chance
             others = 1 - labels if num_classes == 2 else _others(labels, keys[:, 1], num_classes)
             return torch.where(flipped, others, labels).float()
@@ -263,19 +230,15 @@ def draw_noisy_labels(
             raise ValueError(f"{mechanism.kind} noise is for two classes, got {num_classes}")
 
 
-def evidence(mechanism: DrawnOnce, noisy: Tensor, num_classes: int = 2) -> Tensor:
+def evidence(mechanism: LabelMechanism, noisy: Tensor, num_classes: int = 2) -> Tensor:
     """Return what noisy labels add to the logits of their labels: their log likelihoods.
 
-    Args:
-        mechanism: the mechanism that made them.
-        noisy: (rows,) or (rows, classes), as ``draw_noisy_labels`` returns them.
-        num_classes: number of classes.
+    The noisy labels are as ``draw_noisy_labels`` returns them. Logits plus this are those of the
+    posterior of the label under the prior that the logits predict.
 
     Returns:
         (rows,), the log likelihood of label 1 minus that of label 0; with several classes
         (rows, classes), the log likelihood of each class but for a number of the row's own.
-        `predictions.probabilities_of` of logits plus this is the posterior of the label under the
-        prior that the logits predict.
     """
     match mechanism:
         case GaussianLabels():
@@ -303,11 +266,6 @@ def _laplace(keys: Tensor, epsilon: float) -> Tensor:
     """Turn secret bits into Laplace noise of scale 1/epsilon, (rows,) float64."""
     sizes = -open_uniform(keys[:, 0], torch.float64).log_()
     return sizes.copysign_(keys[:, 1]).div_(epsilon)
-
-
-def _flip_probability(mechanism: RandomizedResponse, num_classes: int) -> float:
-    others = num_classes - 1
-    return others / (others + math.exp(mechanism.epsilon))
 
 
 def _others(labels: Tensor, bits: Tensor, num_classes: int) -> Tensor:

@@ -25,24 +25,23 @@ Noise fitted to earlier batches may meet a gap that did not exist before.
 """
 
 import math
-from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses.build_inputs import BuildInputs, DefenseContext
 from splitveil.active_party.defenses.class_statistics import (
     ClassEstimate,
     RunningClasses,
     measure_classes,
 )
-from splitveil.active_party.defenses.coverage import COVERS_PASSIVE_AND_HONEST, SEE, Coverage
 from splitveil.active_party.defenses.example_keys import key_name
-from splitveil.active_party.defenses.forecast import ChargeForecast
+from splitveil.active_party.defenses.forecast import ChargeForecast, exactly
 from splitveil.active_party.defenses.interface import (
+    BuildInputs,
     Defended,
     Defense,
+    DefenseContext,
     DefenseReport,
     LabelMove,
     LeakCharge,
@@ -50,16 +49,16 @@ from splitveil.active_party.defenses.interface import (
     RememberingDefense,
     release,
 )
-from splitveil.active_party.defenses.isotropic_noise import noise_alone
-from splitveil.active_party.defenses.multi_class_marvell import (
-    MultiClassMarvell,
-    worst_pair_factor,
-)
+from splitveil.active_party.defenses.multi_class_marvell import MultiClassMarvell, worst_pair_factor
 from splitveil.active_party.defenses.noise import NoiseSource
 from splitveil.active_party.defenses.persistent import moves_of, noisy_rows, repeated_report
+from splitveil.active_party.defenses.row_noise import noise_alone
 from splitveil.active_party.defenses.rows import as_positive, as_rows, row_norms
 from splitveil.active_party.defenses.section import (
+    COVERS_PASSIVE_AND_HONEST,
     PERSISTENT_NOISE_HONESTY,
+    SEE,
+    Coverage,
     NoisyDefense,
     refusal_of_persistent,
     require_key,
@@ -98,7 +97,7 @@ class MarvellDefense(NoisyDefense):
 
     def _build(self, given: BuildInputs, /) -> Defense:
         num_classes = given.context.num_classes
-        noise = self.noise_source(given.secrets)
+        noise = self._noise_source(given.secrets)
         if self.noise == "persistent":
             key = require_key(given.secrets.noise_key, self.name)
             return PersistentMarvell(repeated_sum_kl(self.strength), key_name(key))
@@ -108,10 +107,9 @@ class MarvellDefense(NoisyDefense):
         return Marvell(power_rule(self.strength), noise, from_earlier=from_earlier)
 
     def noise_key_strength(self, _context: DefenseContext, /) -> str | None:
-        """Name the strength for which the noise key is derived, the same in every unit."""
         return f"marvell {repeated_sum_kl(self.strength)!r}" if self.noise == "persistent" else None
 
-    def fresh_charge(self, context: DefenseContext) -> ChargeForecast:
+    def _fresh_charge(self, context: DefenseContext) -> ChargeForecast:
         """Forecast the charge of one answer: an estimate, or with several classes a bound.
 
         With several classes the ledger charges the largest entry of ``pair_divergences`` at a
@@ -125,19 +123,18 @@ class MarvellDefense(NoisyDefense):
             low = repeated_sum_kl(self.strength)
             high = low if ratio is None else worst_pair_factor(context.num_classes) / ratio
             is_bound = self.statistics == "batch"
-            return ChargeForecast(low, high, "bound" if is_bound else "estimate")
+            return ChargeForecast(low, LeakCharge(high), "bound" if is_bound else "estimate")
         if ratio is None:
             charge = repeated_sum_kl(self.strength)
         else:
             charge = solve_noise(0.0, 0.0, 1.0, context.cut_dim, context.pos_fraction, ratio).sum_kl
-        return ChargeForecast(charge, charge * (1 + charge), "estimate")
+        return ChargeForecast(charge, LeakCharge(charge * (1 + charge)), "estimate")
 
-    def repeated_charge(self, _context: DefenseContext) -> ChargeForecast:
-        """Return the charge of all answers together, which is a constant of the defense."""
-        return ChargeForecast.exactly(repeated_sum_kl(self.strength), Covers.PASSIVE_AND_HONEST)
+    def _repeated_charge(self, _context: DefenseContext) -> ChargeForecast:
+        sum_kl = repeated_sum_kl(self.strength)
+        return exactly(LeakCharge(sum_kl, covers=Covers.PASSIVE_AND_HONEST))
 
-    def honesty(self, context: DefenseContext) -> str:
-        """Describe how reliable the forecast is."""
+    def _honesty(self, context: DefenseContext) -> str:
         if context.num_classes > 2:
             return self._honesty_of_bound()
         if self.noise == "persistent":
@@ -164,12 +161,10 @@ class MarvellDefense(NoisyDefense):
             "longer than it was is charged more, and one that was not there without bound."
         )
 
-    def refusal(self, context: DefenseContext, /) -> str | None:
-        """Explain why persistent noise cannot be used with more than two classes."""
+    def _refusal(self, context: DefenseContext, /) -> str | None:
         return refusal_of_persistent(self, context)
 
-    def coverage(self) -> Coverage:
-        """Return the peers whom the charges describe."""
+    def _coverage(self) -> Coverage:
         if self.noise == "persistent":
             return COVERS_PASSIVE_AND_HONEST
         return Coverage(
@@ -181,7 +176,6 @@ class MarvellDefense(NoisyDefense):
         )
 
     def bounds_label_move(self, cut_dim: int, *, is_known: bool) -> bool:
-        """Whether a finite charge covers the label's move."""
         return is_known and cut_dim == 1
 
 
@@ -209,33 +203,19 @@ class Marvell(RememberingDefense):
         from_earlier: fit the noise to the batches before this one, so that this batch's share of
             positives does not show in its scale. The first batches, until both classes have been
             seen, get noise without signal.
-        reduce: adds up a tensor over all shards of the same batch, so that each is given noise of
-            the amount that the whole batch needs. It does not keep their noise apart: two shards
-            whose sources draw from one key get the same numbers, and one subtracted from the other
-            is free of noise. Each shard therefore needs a key of its own. An answer without signal
-            depends on the shard alone.
     """
 
-    def __init__(
-        self,
-        power: PowerRule,
-        noise: NoiseSource,
-        *,
-        from_earlier: bool = False,
-        reduce: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
+    def __init__(self, power: PowerRule, noise: NoiseSource, *, from_earlier: bool = False) -> None:
         self._classes = RunningClasses()
         super().__init__(self._classes)
         self._power = power
         self._noise = noise
         self._from_earlier = from_earlier
-        self._reduce = reduce
 
     def defend(self, batch: RawBatch) -> Defended:
-        """Add noise; the answer is unbiased unless it is noise without any signal."""
         rows = as_rows(batch.gradients)
         positive = as_positive(batch.labels, rows)
-        classes = measure_classes(rows, positive, self._reduce)
+        classes = measure_classes(rows, positive)
         earlier = self._classes.earlier(rows.device) if self._from_earlier else None
         current = self._classes.take_in(classes)
         estimate = earlier if self._from_earlier else current
@@ -247,7 +227,7 @@ class Marvell(RememberingDefense):
             return self._answer_without_signal(rows, batch)
         before = self._solve(estimate, cut_dim, 0.0).sum_kl
         defended = self._draw(solution, estimate, rows, positive).add_(rows)
-        pos_share = classes.pos_rows / (classes.pos_rows + classes.neg_rows)
+        pos_share = classes.rows[1] / sum(classes.rows)
         report = DefenseReport(
             noise_power=_mean_power(solution, pos_share, cut_dim) * estimate.unit * estimate.unit,
             sum_kl_before=before,
@@ -330,14 +310,11 @@ class PersistentMarvell(Defense):
 
     def __init__(self, sum_kl: float, key_name: str) -> None:
         self._norm_ratio = sum_kl**-0.5
-        self._charge = LeakCharge(sum_kl, noise_identity=f"marvell {sum_kl!r} {key_name}")
+        identity = f"marvell {sum_kl!r} {key_name}"
+        self._charge = LeakCharge(sum_kl, identity, covers=Covers.PASSIVE_AND_HONEST)
 
     def defend(self, batch: RawBatch) -> Defended:
-        """Add noise; a batch of one class is like any other, because classes are not estimated.
-
-        Raises:
-            ValueError: as for every defense, or keys or probabilities are missing.
-        """
+        """Add noise; a batch of one class is like any other, because classes are not estimated."""
         moves = moves_of(batch)
         defended = noisy_rows(batch, moves, self._norm_ratio).to(batch.gradients.dtype)
         report = repeated_report(moves, self._norm_ratio, self._charge)
@@ -367,11 +344,5 @@ def _mean_power(solution: NoiseSolution, pos_share: float, cut_dim: int) -> floa
 
 
 def _in_units_of_one(solution: NoiseSolution, unit: float) -> NoiseSolution:
-    area = unit * unit
-    return NoiseSolution(
-        neg_along=area * solution.neg_along,
-        neg_across=area * solution.neg_across,
-        pos_along=area * solution.pos_along,
-        pos_across=area * solution.pos_across,
-        sum_kl=solution.sum_kl,
-    )
+    neg_along, neg_across, pos_along, pos_across = (unit * unit * v for v in solution[:4])
+    return NoiseSolution(neg_along, neg_across, pos_along, pos_across, solution.sum_kl)

@@ -1,9 +1,20 @@
-"""Noise along each gradient that brings it, on average, to the largest norm of its batch.
+"""Noise along each gradient that brings it, on average, to a norm that does not tell its label.
 
-Row g becomes g (1 + s n) with n ~ N(0, 1) and s^2 = |g_max|^2/|g|^2 - 1, one scalar per row, so
-that E|row|^2 = |g_max|^2 for every row (Li et al., ICLR 2022, section 4.1). g_max is the largest
-row, not the whole batch: noise up to the batch's norm, spread over all directions, leaves a smaller
-row with more of it, and the norm leaks with the opposite sign.
+``max_norm`` takes the largest norm of the batch. Row g becomes g (1 + s n) with n ~ N(0, 1) and
+s^2 = |g_max|^2/|g|^2 - 1, one scalar per row, so that E|row|^2 = |g_max|^2 for every row (Li et
+al., ICLR 2022, section 4.1). g_max is the largest row, not the whole batch: noise up to the batch's
+norm, spread over all directions, leaves a smaller row with more of it, and the norm leaks with the
+opposite sign.
+
+``max_norm_positive`` takes the norm of the least expected positive, with the target and the norms
+from the predicted probabilities p: for a binary cross entropy on |w|, a positive's gradient is
+(1-p)|w| long and a negative's p|w|. With q the smallest p of a positive (Sun et al., "Label Leakage
+and Protection in Two-party Split Learning", technical report, Algorithm 5), the scalars are
+
+    positives  s^2 = ((1-q)/(1-p))^2 - 1        negatives  s^2 = max(((1-q)/p)^2 - 1, 0)
+
+In a batch without positives, q is the smallest p of all rows, as if the least expected row were a
+positive; the negatives then have the same length as they would beside that positive.
 
 Persistent noise draws n once per example. It protects only against a peer that adds up answers
 (see ``persistent``), and is charged without bound.
@@ -12,18 +23,21 @@ Persistent noise draws n once per example. It protects only against a peer that 
 import math
 from typing import Literal
 
+import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses.build_inputs import BuildInputs, DefenseContext
 from splitveil.active_party.defenses.forecast import (
     UNKNOWN,
     ChargeForecast,
     depends_on_gradients,
+    exactly,
 )
 from splitveil.active_party.defenses.gaps import gap_memory
 from splitveil.active_party.defenses.interface import (
+    BuildInputs,
     Defended,
     Defense,
+    DefenseContext,
     DefenseReport,
     LeakCharge,
     RawBatch,
@@ -31,35 +45,30 @@ from splitveil.active_party.defenses.interface import (
     release,
 )
 from splitveil.active_party.defenses.noise import NoiseSource
-from splitveil.active_party.defenses.persistent import own_scalars
+from splitveil.active_party.defenses.persistent import checked_probabilities, own_scalars
 from splitveil.active_party.defenses.row_noise import missing_norms, stretch_rows
 from splitveil.active_party.defenses.rows import as_rows
-from splitveil.active_party.defenses.section import NoisyDefense
+from splitveil.active_party.defenses.section import NoisyDefense, refusal_of_several_classes
 
 
-class NormAligningDefense(NoisyDefense):
+class _NormAligningDefense(NoisyDefense):
     """The settings of the defenses that bring rows to a common norm."""
 
     def noise_key_strength(self, _context: DefenseContext, /) -> str | None:
-        """Name the strength for which the noise key is derived."""
         return f"{self.title} to the largest norm" if self.noise == "persistent" else None
 
-    def fresh_charge(self, _context: DefenseContext) -> ChargeForecast:
-        """Return that the charge is unknown: it depends on the gradients alone."""
-        return UNKNOWN
+    def _fresh_charge(self, _context: DefenseContext) -> ChargeForecast:
+        return UNKNOWN  # it depends on the gradients alone
 
-    def repeated_charge(self, _context: DefenseContext) -> ChargeForecast:
-        """Return an infinite charge: repeated noise is charged without bound."""
-        return ChargeForecast.exactly(math.inf)
+    def _repeated_charge(self, _context: DefenseContext) -> ChargeForecast:
+        return exactly(math.inf)
 
-    def honesty(self, _context: DefenseContext) -> str:
-        """Describe how reliable the forecast is."""
+    def _honesty(self, _context: DefenseContext) -> str:
         if self.noise == "persistent":
             return f"The ledger gives persistent {self.title} no credit."
         return depends_on_gradients(self.title)
 
     def budget_refusal(self, _context: DefenseContext, /) -> str | None:
-        """Explain why the first answer would exceed every budget."""
         if self.noise == "fresh":
             return None
         return (
@@ -68,14 +77,27 @@ class NormAligningDefense(NoisyDefense):
         )
 
 
-class MaxNormDefense(NormAligningDefense):
+class MaxNormDefense(_NormAligningDefense):
     """Noise along each gradient that brings it to the batch's largest norm."""
 
     name: Literal["max_norm"] = "max_norm"
 
     def _build(self, given: BuildInputs, /) -> Defense:
-        noise = self.keyed_noise_source(given.secrets)
+        noise = self._noise_source(given.secrets)
         return MaxNorm(noise, given.context.num_classes, is_persistent=self.noise == "persistent")
+
+
+class MaxNormPositiveDefense(_NormAligningDefense):
+    """Noise along each gradient that brings it to the norm of the least expected positive."""
+
+    name: Literal["max_norm_positive"] = "max_norm_positive"
+
+    def _build(self, given: BuildInputs, /) -> Defense:
+        noise = self._noise_source(given.secrets)
+        return MaxNormPositive(noise, is_persistent=self.noise == "persistent")
+
+    def _refusal(self, context: DefenseContext, /) -> str | None:
+        return refusal_of_several_classes(self.name, context)
 
 
 class MaxNorm(RememberingDefense):
@@ -100,15 +122,9 @@ class MaxNorm(RememberingDefense):
         self._is_persistent = is_persistent
 
     def defend(self, batch: RawBatch) -> Defended:
-        """Add noise.
-
-        Raises:
-            ValueError: as for every defense, or data that the norms or persistent noise need is
-                missing.
-        """
         rows = as_rows(batch.gradients)
         gaps = self._gaps.measure(rows, batch.labels)
-        missing = self.noise_norms(batch, rows, gaps.norms)
+        missing = self._noise_norms(batch, rows, gaps.norms)
         if self._is_persistent:
             scalars = own_scalars(batch.example_keys, rows).to(rows.dtype)
         else:
@@ -119,12 +135,28 @@ class MaxNorm(RememberingDefense):
         report = DefenseReport(noise_power=float(noise.norms.square().mean()), charge=charge)
         return Defended(release(defended, batch.gradients), report)
 
-    def noise_norms(self, _batch: RawBatch, _rows: Tensor, norms: Tensor) -> Tensor:
+    def _noise_norms(self, _batch: RawBatch, _rows: Tensor, norms: Tensor) -> Tensor:
         """Return the root-mean-square noise norm of each row, (batch,) float64.
 
-        Args:
-            _batch: the batch.
-            _rows: its gradients, (batch, cut_dim).
-            norms: their norms, (batch,) float64.
+        The rows are (batch, cut_dim), their norms (batch,) float64.
         """
         return missing_norms(norms)
+
+
+class MaxNormPositive(MaxNorm):
+    """Aligns every row to the norm that the least expected positive of the batch has.
+
+    A row without a direction of its own is answered as by ``max_norm``.
+    """
+
+    def _noise_norms(self, batch: RawBatch, rows: Tensor, norms: Tensor) -> Tensor:
+        # A row that is predicted with certainty has a gradient of zero, to which a ratio is
+        # undefined.
+        predicted = checked_probabilities(batch.probabilities, rows).double()
+        predicted = predicted.clamp(1e-30, 1 - 1e-15)
+        positive = batch.labels.detach().to(rows.device).reshape(len(norms)) == 1
+        of_positives = torch.where(positive, predicted, 1.0)
+        smallest = torch.where(positive.any(), of_positives.min(), predicted.min())
+        own = torch.where(positive, 1 - predicted, predicted)
+        ratios = (1 - smallest) / own
+        return norms * ((ratios - 1) * (ratios + 1)).clamp_(min=0).sqrt_()

@@ -42,11 +42,7 @@ def solve_shared_noise(
         priors: share of each class, (classes,), not negative, summing to one.
         residual_variance: variance within the classes per coordinate (w).
         noise_power: expected squared noise norm per example (P).
-
-    Raises:
-        ValueError: an argument is outside its range.
     """
-    _check(class_means, priors, residual_variance, noise_power)
     priors = priors.double() / priors.double().sum()
     largest = float(class_means.abs().max())
     unit = max(largest, math.sqrt(residual_variance), math.sqrt(noise_power)) or 1.0
@@ -76,19 +72,8 @@ def power_for_worst_pair(class_means: Tensor, priors: Tensor, sum_kl: float) -> 
     """Find the least noise power that leaves every pair of classes at most this divergence.
 
     Spread within the classes is not given credit: the noise is the solution of
-    ``solve_shared_noise`` with a residual variance of 0, and the divergence is that of
-    `pair_divergences`.
-
-    Args:
-        class_means: (classes, cut_dim).
-        priors: as for ``solve_shared_noise``, all above 0.
-        sum_kl: divergence that may be left, above 0.
-
-    Returns:
-        The power, exact up to rounding: without spread, all divergences fall as its reciprocal.
-
-    Raises:
-        ValueError: an argument is outside its range.
+    ``solve_shared_noise`` with a residual variance of 0, and the divergence, above 0, is that of
+    `pair_divergences`. It falls as the reciprocal of the power, which is exact up to rounding.
     """
     if not sum_kl > 0:
         raise ValueError(f"sum_kl must be above 0, got {sum_kl}")
@@ -106,11 +91,6 @@ def pair_divergences(
     """Return the symmetrised divergence of every two classes, (classes, classes) float64.
 
     It is infinite for a pair whose means differ where there is neither noise nor spread.
-
-    Args:
-        class_means: (classes, cut_dim).
-        solution: the noise, whose directions span the means' differences or leave them bare.
-        residual_variance: variance within the classes per coordinate.
     """
     means = class_means.double()
     coordinates = means @ solution.directions.T
@@ -140,19 +120,3 @@ def _water_levels(roots: list[float], residual: float, power: float) -> list[flo
         if level * roots[active - 1] >= residual:
             break
     return [max(residual, level * root) for root in roots]
-
-
-def _check(
-    class_means: Tensor, priors: Tensor, residual_variance: float, noise_power: float
-) -> None:
-    if class_means.ndim != 2 or class_means.shape[0] < 2 or class_means.shape[1] < 1:
-        raise ValueError(f"expected (classes, cut_dim) means, got {tuple(class_means.shape)}")
-    if not bool(torch.isfinite(class_means).all()):
-        raise ValueError("class_means must be finite")
-    if priors.shape != class_means.shape[:1]:
-        raise ValueError(f"expected {class_means.shape[0]} priors, got {tuple(priors.shape)}")
-    if not bool((priors >= 0).all()) or abs(float(priors.double().sum()) - 1) > 1e-6:
-        raise ValueError("priors must not be negative and have a sum of one")
-    for name, value in (("residual_variance", residual_variance), ("noise_power", noise_power)):
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{name} must be finite and at least 0, got {value}")

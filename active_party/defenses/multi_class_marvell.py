@@ -23,7 +23,7 @@ import math
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses.class_means import (
+from splitveil.active_party.defenses.class_statistics import (
     RunningMeans,
     longest_gap,
     measure_class_means,
@@ -37,7 +37,6 @@ from splitveil.active_party.defenses.interface import (
     RememberingDefense,
     release,
 )
-from splitveil.active_party.defenses.isotropic_noise import noise_alone
 from splitveil.active_party.defenses.multi_class import (
     draw_shared_noise,
     pair_divergences,
@@ -45,6 +44,7 @@ from splitveil.active_party.defenses.multi_class import (
     solve_shared_noise,
 )
 from splitveil.active_party.defenses.noise import NoiseSource
+from splitveil.active_party.defenses.row_noise import noise_alone
 from splitveil.active_party.defenses.rows import as_classes, as_rows
 from splitveil.active_party.defenses.strength import PowerRatio, Strength, allowed_sum_kl
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
@@ -79,7 +79,6 @@ class MultiClassMarvell(RememberingDefense):
         self._weights = torch.full((num_classes,), 1 / num_classes, dtype=torch.float64)
 
     def defend(self, batch: RawBatch) -> Defended:
-        """Add noise; the answer is unbiased unless it is noise without any signal."""
         rows = as_rows(batch.gradients)
         num_classes = self._classes.num_classes
         measured = measure_class_means(

@@ -57,26 +57,18 @@ def fresh_key() -> bytes:
 
 
 class AnswerKeys:
-    """Derives the keys of an answer's draws from a key of that answer.
-
-    Before the first answer the keys come from the operating system's entropy.
-    """
+    """Derives the keys of an answer's draws from a key of that answer."""
 
     def __init__(self) -> None:
         self._answer_key = fresh_key()
         self._draws = 0
 
     def begin(self, answer_key: bytes) -> None:
-        """Start the draws of one answer.
-
-        Args:
-            answer_key: 32 secret bytes, equal only for equal questions.
-        """
+        """Start the draws of one answer, whose key is equal only for equal questions."""
         self._answer_key = answer_key
         self._draws = 0
 
     def __call__(self) -> bytes:
-        """Return the key of the next draw."""
         self._draws += 1
         counter = self._draws.to_bytes(8, "little")
         return hashlib.blake2b(counter, digest_size=_KEY_BYTES, key=self._answer_key).digest()
@@ -89,7 +81,6 @@ class SecureNoise:
         self._keys = keys
 
     def standard_normal(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Draw numbers with the dtype and on the device of ``like``."""
         numbers = secure_normal(math.prod(shape), like.dtype, self._keys())
         return numbers.reshape(shape).to(like.device)
 
@@ -101,7 +92,6 @@ class EntropyNoise:
         self._keys = keys
 
     def standard_normal(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Draw numbers with the dtype and on the device of ``like``."""
         generator = torch.Generator(like.device)
         key = self._keys()
         if like.device.type == "cpu":
@@ -119,7 +109,6 @@ class DefaultNoise:
         self._fast = EntropyNoise(keys)
 
     def standard_normal(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Draw numbers with the dtype and on the device of ``like``."""
         source: NoiseSource = self._secure if like.device.type == "cpu" else self._fast
         return source.standard_normal(shape, like)
 
@@ -132,7 +121,6 @@ class InsecureSeededNoise:
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def standard_normal(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Draw numbers with the dtype and on the device of ``like``."""
         generator = self._generators.get(like.device)
         if generator is None:
             generator = torch.Generator(like.device).manual_seed(self._seed)
@@ -141,16 +129,7 @@ class InsecureSeededNoise:
 
 
 def secure_normal(count: int, dtype: torch.dtype, key: bytes) -> Tensor:
-    """Turn the ChaCha20 keystream of a key into standard normal numbers.
-
-    Args:
-        count: number of normal numbers.
-        dtype: float32 or float64.
-        key: 32 secret bytes that have no other use.
-
-    Returns:
-        (count,), on the CPU.
-    """
+    """Turn the ChaCha20 keystream of a key, 32 secret bytes, into normal numbers on the CPU."""
     words = torch.int32 if dtype == torch.float32 else torch.int64
     cipher = Cipher(algorithms.ChaCha20(key, nonce=bytes(16)), mode=None).encryptor()
     numbers = torch.empty(count + count % 2, dtype=dtype)
@@ -161,21 +140,6 @@ def secure_normal(count: int, dtype: torch.dtype, key: bytes) -> Tensor:
         radius, angle = torch.frombuffer(keystream, dtype=words).chunk(2)
         box_muller(radius, angle, out=pairs)
     return numbers[:count]
-
-
-def secure_uniform(count: int, key: bytes) -> Tensor:
-    """Turn the ChaCha20 keystream of a key into uniform numbers above 0 and at most 1.
-
-    Args:
-        count: number of numbers.
-        key: 32 secret bytes that have no other use.
-
-    Returns:
-        (count,) float64, on the CPU.
-    """
-    cipher = Cipher(algorithms.ChaCha20(key, nonce=bytes(16)), mode=None).encryptor()
-    keystream = bytearray(cipher.update(bytes(count * torch.int64.itemsize)))
-    return open_uniform(torch.frombuffer(keystream, dtype=torch.int64), torch.float64)
 
 
 def box_muller(radius_bits: Tensor, angle_bits: Tensor, out: Tensor) -> None:

@@ -17,9 +17,9 @@ As the model has only ever seen noisy labels, that is another function of them, 
 With ``top_labels: true`` the top model learns from the labels themselves, and its knowledge shows
 in p and J of later gradients (p - noisy y) J. Given p and J, a gradient is a function of the noisy
 label, so that its charge describes what a passive and honest peer learns beyond the predictions. A
-peer that chooses activations can make the top model learn a single label by heart, and read it
-from p: nothing bounds what it learns, and there is no label-DP. Targets that depend on predictions
-are refused with it: they would pass on the label itself.
+peer that chooses activations can make the top model memorise a single label, and read it from p:
+nothing bounds what it learns, and there is no label-DP. Targets that depend on predictions are
+refused with it: they would pass on the label itself.
 """
 
 from typing import Annotated, Literal, Self
@@ -28,42 +28,32 @@ import torch
 from pydantic import BeforeValidator, model_validator
 from torch import Tensor
 
-from splitveil.active_party.defenses.build_inputs import BuildInputs, DefenseContext
-from splitveil.active_party.defenses.coverage import Coverage
 from splitveil.active_party.defenses.example_keys import NoiseKey, key_name
-from splitveil.active_party.defenses.forecast import ChargeForecast, Forecast
+from splitveil.active_party.defenses.forecast import Forecast, exactly
 from splitveil.active_party.defenses.interface import (
+    BuildInputs,
     Defended,
     DefendedGradient,
     Defense,
+    DefenseContext,
     DefenseReport,
     LabelledRows,
     LabelMove,
     LeakCharge,
     RawBatch,
 )
-from splitveil.active_party.defenses.label_batches import BatchProjections
 from splitveil.active_party.defenses.label_mechanisms import (
-    DrawnOnce,
     GaussianLabels,
     LabelMechanism,
     LaplaceLabels,
-    ProjectedBatches,
-    ResponseWithPrior,
+    at_leak_auc,
     draw_noisy_labels,
     evidence,
     label_leak,
     strength_name,
 )
-from splitveil.active_party.defenses.label_prior import LabelsWithPrior
-from splitveil.active_party.defenses.label_strength import (
-    at_leak_auc,
-    dominating_mu_of,
-    leak_auc_of,
-)
-from splitveil.active_party.defenses.noise import SecureNoise, fresh_key
 from splitveil.active_party.defenses.rows import as_rows, check_labels
-from splitveil.active_party.defenses.section import SeededDefense, require_key, warn_about_seed
+from splitveil.active_party.defenses.section import Coverage, SeededDefense, Traits, require_key
 from splitveil.common.privacy.covers import Covers
 
 
@@ -78,8 +68,8 @@ class NoisyLabelDefense(SeededDefense):
     name: Literal["noisy_label"] = "noisy_label"
 
     mechanism: LabelMechanism = GaussianLabels(kind="gaussian")
-    """The kind and strength of the noise. What is drawn once per example before training comes from
-    the key at ``noise_key_path``."""
+    """The kind and strength of the noise, drawn once per example from the key at
+    ``noise_key_path``."""
 
     top_labels: Annotated[Literal["noisy", "true"], BeforeValidator(_word_of_true)] = "noisy"
     """The labels from which the top model learns.
@@ -92,7 +82,7 @@ class NoisyLabelDefense(SeededDefense):
 
     @model_validator(mode="after")
     def _predictions_know_noisy_labels_alone(self) -> Self:
-        if self.top_labels == "true" and self._asks_for_predictions:
+        if self.top_labels == "true" and self.mechanism.posterior == "model":
             raise ValueError(
                 "top_labels: with this mechanism targets depend on the model's predictions, which "
                 "must not know the labels; expected noisy"
@@ -100,96 +90,72 @@ class NoisyLabelDefense(SeededDefense):
         return self
 
     @property
-    def _asks_for_predictions(self) -> bool:
-        if isinstance(self.mechanism, ResponseWithPrior | ProjectedBatches):
-            return True
-        return self.mechanism.posterior == "model"
-
-    @property
-    def is_gaussian(self) -> bool:
-        """Whether noisy labels are a Gaussian mechanism, of which the exact AUC is known."""
-        return isinstance(self.mechanism, GaussianLabels | ProjectedBatches)
-
-    @property
-    def top_learns_targets(self) -> bool:
-        """Whether the top model learns from the noisy labels."""
-        return self.top_labels == "noisy"
-
-    @property
-    def model_is_label_free(self) -> bool:
-        """Whether the trained model depends on labels only through the noisy ones."""
-        return self.top_learns_targets
-
-    @property
-    def takes_numbers(self) -> bool:
-        """Whether labels may be numbers: that depends on the mechanism, see ``refusal``."""
-        return True
+    def traits(self) -> Traits:
+        is_noisy = self.top_labels == "noisy"
+        covered = Coverage(
+            Covers.ANYBODY,
+            "Everything that the peer receives is a function of features and noisy labels.",
+        )
+        if not is_noisy:
+            covered = Coverage(
+                Covers.PASSIVE_AND_HONEST,
+                "With top_labels true, the charge of the noisy label describes a peer that sends "
+                "its model's activations, and what it learns beyond the model's predictions. It "
+                "does not describe one that chooses activations to make the top model learn single "
+                "labels.",
+            )
+        return Traits(
+            covered,
+            takes_numbers=True,  # depending on the mechanism, see _refusal
+            top_learns_targets=is_noisy,
+            model_is_label_free=is_noisy,
+        )
 
     def _build(self, given: BuildInputs, /) -> Defense:
-        """Build the defense; without examples it lacks the noisy labels for training."""
         num_classes, examples = given.context.num_classes, given.examples
-        mechanism, draw_keys = self.mechanism, given.secrets.draw_keys or fresh_key
-        if isinstance(mechanism, ResponseWithPrior | ProjectedBatches):
-            if self.insecure_noise_seed is not None:
-                warn_about_seed()
-            if isinstance(mechanism, ProjectedBatches):
-                return BatchProjections(mechanism, SecureNoise(draw_keys), num_classes)
-            labels = None if examples is None else examples.labels.to(examples.device)
-            return LabelsWithPrior(mechanism, draw_keys, num_classes, labels)
-        key = require_key(given.secrets.noise_key, self.name)
-        noisy = None
+        key, noisy = require_key(given.secrets.noise_key, self.name), None
         if examples is not None:
             noisy = draw_noisy_labels(
-                mechanism, examples.labels, key, examples.ids, num_classes
+                self.mechanism, examples.labels, key, examples.ids, num_classes
             ).to(examples.device)
-        return NoisyLabel(self, mechanism, key, num_classes, noisy)
+        return NoisyLabel(self, key, num_classes, noisy)
 
     def noise_key_strength(self, _context: DefenseContext, /) -> str | None:
-        """Name the strength for which the noise key is derived; what is done with it is not one."""
-        if isinstance(self.mechanism, ResponseWithPrior | ProjectedBatches):
-            return None
         return f"noisy_label {strength_name(self.mechanism)}"
 
     def charge(self, num_classes: int, noise_identity: str | None = None) -> LeakCharge:
         """Return the charge of an answer, which the mechanism determines.
 
-        Args:
-            num_classes: number of classes.
-            noise_identity: names the draw of the noisy labels.
+        The noise identity names the draw of the noisy labels.
         """
         leak = label_leak(self.mechanism, num_classes)
+        is_gaussian = isinstance(self.mechanism, GaussianLabels)
         return LeakCharge(
             leak.sum_kl,
             noise_identity=noise_identity,
             # A top model that knows the labels leaves no bound on the odds.
             epsilon=leak.epsilon if self.top_labels == "noisy" else None,
-            covers=self.coverage().covers,
-            is_gaussian=self.is_gaussian,
+            covers=self.traits.coverage.covers,
+            is_gaussian=is_gaussian,
             # Those of a Gaussian mechanism follow from its divergence.
-            leak_auc=None if self.is_gaussian else leak_auc_of(self.mechanism, num_classes),
-            dominating_mu=None
-            if self.is_gaussian
-            else dominating_mu_of(self.mechanism, num_classes),
+            leak_auc=None if is_gaussian else leak.leak_auc,
+            dominating_mu=None if is_gaussian else leak.mu,
         )
 
     def forecast(self, context: DefenseContext) -> Forecast:
-        """Return the charge, which the mechanism determines."""
-        charge = ChargeForecast.of(self.charge(context.num_classes))
         honesty = (
             "Exact, whatever the gradients."
             if self.top_labels == "noisy"
             else "Charges of noisy labels depend on their mechanism alone."
         )
-        if isinstance(self.mechanism, ProjectedBatches):
-            return Forecast({"fresh": charge}, "fresh", honesty)
+        charge = exactly(self.charge(context.num_classes))
         return Forecast({"persistent": charge}, "persistent", honesty)
 
-    def refusal(self, context: DefenseContext, /) -> str | None:
-        """Explain why the mechanism cannot be used with more than two classes, or with numbers."""
+    def _refusal(self, context: DefenseContext, /) -> str | None:
         mechanism = self.mechanism
         if context.is_number:
             adds_noise = isinstance(mechanism, GaussianLabels | LaplaceLabels)
-            if adds_noise and not self._asks_for_predictions:
+            if adds_noise and mechanism.posterior != "model":
                 return None
             return (
                 f"noisy_label by {mechanism.kind} with these settings is defined for classes "
@@ -203,32 +169,16 @@ class NoisyLabelDefense(SeededDefense):
         return (
             f"noisy_label by {mechanism.kind} noise adds to a label of 0 or 1; with "
             "several classes expected mechanism: {kind: randomized_response, epsilon: ...}, alibi, "
-            "with_prior, projected_batches, or gaussian with posterior: model"
+            "or gaussian with posterior: model"
         )
 
     def at_leak_auc(self, leak_auc: float, context: DefenseContext, /) -> Self | None:
-        """Return these settings with that bound; None if the top model learns from true labels."""
         if self.top_labels == "true":
             return None
-        mechanism = at_leak_auc(self.mechanism, leak_auc, context.epochs, context.num_classes)
+        mechanism = at_leak_auc(self.mechanism, leak_auc, context.num_classes)
         return self.model_copy(update={"mechanism": mechanism})
 
-    def coverage(self) -> Coverage:
-        """Return the peers whom the charge describes: everybody, if nothing else uses labels."""
-        if self.top_labels == "noisy":
-            return Coverage(
-                Covers.ANYBODY,
-                "Everything that the peer receives is a function of features and noisy labels.",
-            )
-        return Coverage(
-            Covers.PASSIVE_AND_HONEST,
-            "With top_labels true, the charge of the noisy label describes a peer that sends its "
-            "model's activations, and what it learns beyond the model's predictions. It does not "
-            "describe one that chooses activations to make the top model learn single labels.",
-        )
-
     def composition_refusal(self) -> str | None:
-        """Explain why the noisy labels cannot replace the labels of another loss."""
         if (
             self.mechanism.kind == "randomized_response"
             and self.mechanism.posterior == "none"
@@ -242,7 +192,6 @@ class NoisyLabelDefense(SeededDefense):
         )
 
     def bounds_label_move(self, _cut_dim: int, *, is_known: bool) -> bool:  # noqa: ARG002
-        """Whether a finite charge covers the label: always, for any use of the noisy label."""
         return True
 
 
@@ -250,8 +199,7 @@ class NoisyLabel(Defense):
     """Releases gradients of labels drawn once, and charges what those labels reveal.
 
     Args:
-        settings: the labels from which the top model learns.
-        mechanism: the settings' mechanism.
+        settings: the mechanism, and the labels from which the top model learns.
         key: the noise key.
         num_classes: number of classes.
         noisy_labels: as ``draw_noisy_labels`` returns them, on the device of training; None for a
@@ -261,11 +209,11 @@ class NoisyLabel(Defense):
     def __init__(
         self,
         settings: NoisyLabelDefense,
-        mechanism: DrawnOnce,
         key: NoiseKey,
         num_classes: int = 2,
         noisy_labels: Tensor | None = None,
     ) -> None:
+        mechanism = settings.mechanism
         self.noisy_labels = noisy_labels
         self._num_classes = num_classes
         self._evidence = None
@@ -276,18 +224,12 @@ class NoisyLabel(Defense):
         self._report = DefenseReport(
             noise_power=0.0,  # the noise is in the labels: nothing is added to the gradient
             sum_kl_after=charge.sum_kl,
-            leak_auc_bound=leak_auc_of(mechanism, num_classes),
+            leak_auc_bound=label_leak(mechanism, num_classes).leak_auc,
             charge=charge,
         )
 
     def targets(self, batch: LabelledRows, /) -> Tensor:
-        """Return the noisy labels of a batch, (batch,), or the posterior of the labels.
-
-        The posterior is (batch,), or with several classes (batch, classes).
-
-        Raises:
-            ValueError: noisy labels were not drawn.
-        """
+        """Return the noisy labels, (batch,), or the posterior, (batch,) or (batch, classes)."""
         if self.noisy_labels is None:
             raise ValueError("noisy_label was built without examples: there are no noisy labels")
         if self._evidence is None:

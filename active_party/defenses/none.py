@@ -3,18 +3,18 @@
 import math
 from typing import Literal
 
-from splitveil.active_party.defenses.build_inputs import BuildInputs, DefenseContext
-from splitveil.active_party.defenses.forecast import ChargeForecast, Forecast
+from splitveil.active_party.defenses.forecast import Forecast, exactly
 from splitveil.active_party.defenses.interface import (
+    BuildInputs,
     Defended,
     DefendedGradient,
     Defense,
+    DefenseContext,
     DefenseReport,
-    LeakCharge,
     RawBatch,
 )
 from splitveil.active_party.defenses.rows import as_rows, check_labels
-from splitveil.active_party.defenses.section import DefenseSection
+from splitveil.active_party.defenses.section import DefenseSection, Traits
 
 
 class NoDefense(DefenseSection):
@@ -23,23 +23,17 @@ class NoDefense(DefenseSection):
     name: Literal["none"] = "none"
 
     @property
-    def takes_numbers(self) -> bool:
-        """Whether labels may be numbers: always."""
-        return True
+    def traits(self) -> Traits:
+        return Traits(takes_numbers=True)
 
     def _build(self, given: BuildInputs, /) -> Defense:
         return Undefended(given.context.num_classes)
 
     def forecast(self, _context: DefenseContext) -> Forecast:
-        """Return an infinite charge for every answer."""
-        return Forecast(
-            {"fresh": ChargeForecast.exactly(math.inf)},
-            "fresh",
-            "Raw gradients tell the label outright.",
-        )
+        said = "Raw gradients tell the label outright."
+        return Forecast({"fresh": exactly(math.inf)}, "fresh", said)
 
     def budget_refusal(self, _context: DefenseContext, /) -> str | None:
-        """Explain why the first answer would exceed every budget."""
         return "the first answer without a defense would pass every budget; set a defense"
 
 
@@ -50,7 +44,5 @@ class Undefended(Defense):
         self._num_classes = num_classes
 
     def defend(self, batch: RawBatch) -> Defended:
-        """Return the values unchanged."""
         check_labels(batch.labels, as_rows(batch.gradients), self._num_classes)
-        report = DefenseReport(noise_power=0.0, charge=LeakCharge(math.inf))
-        return Defended(DefendedGradient(batch.gradients.detach()), report)
+        return Defended(DefendedGradient(batch.gradients.detach()), DefenseReport(noise_power=0.0))

@@ -2,6 +2,11 @@
 
 An objective computes the gradient at the cut layer and lets the top model learn. It knows neither
 the protocol nor the noise that a defense adds to its gradient.
+
+Labels that are numbers are shares of their range, within 0 and 1 (`common.data.label_range`). Then
+an output of the top model is measured from the middle of the range, so that a model whose output is
+0 says as little as one of two classes whose logit is 0. Training uses it as it is; a prediction is
+cut off at the bounds, which only brings it closer to the label.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,6 +19,8 @@ from torch.optim import Optimizer
 
 from splitveil.common.data.features import Features
 from splitveil.common.run.progress import State
+
+_MIDDLE = 0.5
 
 Schedule = Callable[[int], float]
 """Maps a step to the multiplier of the learning rate."""
@@ -79,13 +86,7 @@ class Objective(Protocol):
     (batch,), or (batch, classes) with several classes."""
 
     def compute(self, activation: Tensor, own: Features | None, labels: BatchLabels) -> StepOutcome:
-        """Compute the gradient at the cut layer.
-
-        Args:
-            activation: (batch, *cut_shape), requires its gradient.
-            own: the active party's features of the same rows.
-            labels: of the same rows.
-        """
+        """Compute the gradient at the activation, (batch, *cut_shape), which requires it."""
         ...
 
     def learn(self, outcome: StepOutcome, /) -> None:
@@ -109,3 +110,13 @@ def descend(loss: Tensor, parameters: Iterable[nn.Parameter], optimizer: Optimiz
     for parameter, gradient in zip(trained, gradients, strict=True):
         parameter.grad = gradient
     optimizer.step()
+
+
+def residuals_of(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Return output less label, which may be a noisy one, as a share of the range, (rows,)."""
+    return outputs + (_MIDDLE - labels)
+
+
+def shares_of(outputs: Tensor) -> Tensor:
+    """Return the predictions as shares of the range, (rows,), within 0 and 1."""
+    return (outputs + _MIDDLE).clamp(0.0, 1.0)

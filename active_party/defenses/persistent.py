@@ -28,8 +28,7 @@ J has to come from the model alone. Taken from the raw gradient, divided by p - 
 label: in its last bits, which are rounded differently for p and for p - 1, and all of it where the
 model is certain, since nothing can be divided by zero. So J is the slope of the logit, the noise
 k x is rounded to a multiple of 2^-20 like y itself, and an answer is (p + (k x - y)) J, computed in
-float64 and rounded once: a function of p, J and k x - y alone. A batch that comes without slopes is
-answered from its raw gradient, and charged for a peer that knows class means only.
+float64 and rounded once: a function of p, J and k x - y alone.
 
 Two things are not covered. The model itself learns from the labels, so p may reveal as much about y
 as a model trained on all labels does, and a peer that chooses its activations can have it learn one
@@ -37,7 +36,6 @@ label by heart (``noisy_label`` avoids this). And unbiasedness holds over the ke
 an example's error does not average out.
 """
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -45,97 +43,46 @@ from torch import Tensor
 
 from splitveil.active_party.defenses.example_keys import scalars
 from splitveil.active_party.defenses.interface import DefenseReport, LeakCharge, RawBatch
-from splitveil.active_party.defenses.rows import (
-    RowsInDouble,
-    as_positive,
-    as_rows,
-    row_norms,
-)
+from splitveil.active_party.defenses.rows import as_positive, as_rows, row_norms
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
-from splitveil.common.privacy.covers import Covers
-
-_SMALLEST_RESIDUAL = 2.0**-10
-"""Below this |p - y|, a row holds too little of J to recover J from it in float32."""
-
 
 _GRID = 2.0**20
 """The noise on a label is a multiple of its inverse, as the label is."""
 
 
 class LabelMoves(NamedTuple):
-    """The move of each row by one unit of probability, or minus one unit of label."""
+    """J: the move of each row by one unit of probability, or minus one unit of label."""
 
     values: Tensor  # (batch, cut_dim)
     norms: Tensor  # (batch,) float64, exact where the values overflow their dtype
-    covers: Covers = Covers.CLASS_MEANS  # for whom a move says nothing of its row's label
 
 
 def moves_of(batch: RawBatch) -> LabelMoves:
-    """Return the slopes of a batch if it comes with them, and `label_moves` otherwise.
-
-    Raises:
-        ValueError: slopes have another shape than the gradient, or as for `label_moves`.
-    """
+    """Return the slopes of a batch; raises ValueError if it comes without them."""
     rows = as_rows(batch.gradients)
-    if batch.slopes is None:
-        return label_moves(rows, as_positive(batch.labels, rows), batch.probabilities)
-    if batch.slopes.shape != batch.gradients.shape:
-        raise ValueError(
-            f"expected slopes {tuple(batch.gradients.shape)}, got {tuple(batch.slopes.shape)}"
-        )
+    if batch.slopes is None or batch.slopes.shape != batch.gradients.shape:
+        got = None if batch.slopes is None else tuple(batch.slopes.shape)
+        raise ValueError(f"expected slopes {tuple(batch.gradients.shape)}, got {got}")
     slopes = as_rows(batch.slopes).to(rows)
-    return LabelMoves(slopes, row_norms(slopes), Covers.PASSIVE_AND_HONEST)
+    return LabelMoves(slopes, row_norms(slopes))
 
 
 def noisy_rows(batch: RawBatch, moves: LabelMoves, noise_ratio: float) -> Tensor:
     """Return the rows with noise along their label's moves, (batch, cut_dim) float64.
 
-    Args:
-        batch: with probabilities and example keys.
-        moves: of the batch.
-        noise_ratio: k, in units of one label.
-
-    Raises:
-        ValueError: keys or probabilities are missing.
+    The noise ratio is k, in units of one label.
     """
     rows = as_rows(batch.gradients)
     noise = noise_ratio * own_scalars(batch.example_keys, rows).squeeze(1)
     noise = (noise * _GRID).round_() / _GRID
-    if batch.slopes is None:
-        return moves.values.double() * noise[:, None] + rows.double()
     # In this order: k x - y is exact, and the sum with p the same function of it for either label.
     noisy_labels = noise - as_positive(batch.labels, rows).double()
-    residuals = _checked(batch.probabilities, rows).double() + noisy_labels
+    residuals = checked_probabilities(batch.probabilities, rows).double() + noisy_labels
     return moves.values.double() * residuals[:, None]
 
 
-def label_moves(rows: Tensor, positive: Tensor, probabilities: Tensor | None) -> LabelMoves:
-    """Divide each raw gradient (p - y) J by p - y.
-
-    Rows in which p - y is nearly zero get the batch's J by least squares instead. A batch in which
-    p is exactly y everywhere is a batch of zeros, and all its J are taken as zero.
-
-    Raises:
-        ValueError: the probabilities are missing, of another number, or outside [0, 1].
-    """
-    residuals = _checked(probabilities, rows).double() - positive.double()
-    row_lengths, common = _lengths_and_common_move(rows, residuals)
-    small = residuals.abs() < _SMALLEST_RESIDUAL
-    divisors = torch.where(small, 1.0, residuals)
-    values = (rows / divisors[:, None].to(rows.dtype)).nan_to_num_()
-    lengths = row_lengths / divisors.abs()
-    sure = small.nonzero().squeeze(1)
-    values[sure] = common.to(rows.dtype)
-    lengths[sure] = row_norms(common[None])
-    return LabelMoves(values, lengths)
-
-
 def own_scalars(example_keys: Tensor | None, rows: Tensor) -> Tensor:
-    """Return each example's standard normal number, (batch, 1) float64, on the rows' device.
-
-    Raises:
-        ValueError: there is not one key per row.
-    """
+    """Return each example's standard normal number, (batch, 1) float64, on the rows' device."""
     if example_keys is None or example_keys.shape != (rows.shape[0], 2):
         got = None if example_keys is None else tuple(example_keys.shape)
         raise ValueError(f"expected example keys ({rows.shape[0]}, 2), got {got}")
@@ -145,20 +92,19 @@ def own_scalars(example_keys: Tensor | None, rows: Tensor) -> Tensor:
 def repeated_report(moves: LabelMoves, noise_ratio: float, charge: LeakCharge) -> DefenseReport:
     """Report noise drawn once per example.
 
-    Args:
-        moves: of the batch.
-        noise_ratio: root-mean-square noise norm, in units of the move by one unit of label.
-        charge: charge of all answers with this noise together.
+    The noise ratio is in units of the move by one unit of label; the charge is that of all answers
+    with this noise together.
     """
     return DefenseReport(
         noise_power=float((moves.norms * noise_ratio).square_().mean()),
         sum_kl_after=charge.sum_kl,
         leak_auc_bound=leak_auc_bound(charge.sum_kl),
-        charge=replace(charge, covers=moves.covers),
+        charge=charge,
     )
 
 
-def _checked(probabilities: Tensor | None, rows: Tensor) -> Tensor:
+def checked_probabilities(probabilities: Tensor | None, rows: Tensor) -> Tensor:
+    """Return the predictions on the rows' device, (batch,); raises ValueError for other things."""
     if probabilities is None or probabilities.shape != rows.shape[:1]:
         got = None if probabilities is None else tuple(probabilities.shape)
         raise ValueError(f"expected {rows.shape[0]} probabilities, got {got}")
@@ -166,19 +112,3 @@ def _checked(probabilities: Tensor | None, rows: Tensor) -> Tensor:
     if not bool(((probabilities >= 0) & (probabilities <= 1)).all()):
         raise ValueError("probabilities must be between 0 and 1")
     return probabilities
-
-
-def _lengths_and_common_move(rows: Tensor, residuals: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows' norms, (batch,), and the J that explains (p - y) J best, (cut_dim,).
-
-    Both float64, in one pass.
-    """
-    chunks = RowsInDouble(rows)
-    size = torch.linalg.vector_norm(residuals).clamp(min=1e-200)
-    weights = residuals / size
-    move = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
-    lengths = []
-    for part, chunk in chunks:
-        lengths.append(torch.linalg.vector_norm(chunk, dim=1))
-        move.addmv_(chunk.T, weights[part])
-    return torch.cat(lengths).mul_(chunks.unit), move * (chunks.unit / size)

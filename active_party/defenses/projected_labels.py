@@ -31,16 +31,17 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, Tag
 
-from splitveil.active_party.defenses.build_inputs import BuildInputs, DefenseContext
-from splitveil.active_party.defenses.coverage import Coverage
-from splitveil.active_party.defenses.forecast import ChargeForecast, Forecast
+from splitveil.active_party.defenses.forecast import Forecast, exactly
 from splitveil.active_party.defenses.gaussian_dp import (
     leak_auc_of_mu,
     mu_of_epsilon_delta,
     mu_of_leak_auc,
 )
 from splitveil.active_party.defenses.interface import (
+    BuildInputs,
     Defense,
+    DefenseContext,
+    LeakCharge,
 )
 from splitveil.active_party.defenses.projected_stages import (
     ProjectedLabels,
@@ -48,7 +49,7 @@ from splitveil.active_party.defenses.projected_stages import (
     stage_epochs,
 )
 from splitveil.active_party.defenses.projection.outlook import outlook
-from splitveil.active_party.defenses.section import SeededDefense
+from splitveil.active_party.defenses.section import Coverage, SeededDefense, Traits
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.settings import Section, kind_by_key
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
@@ -66,7 +67,6 @@ class LeakAucStrength(Section):
 
     @property
     def of_run(self) -> float:
-        """The run's mu."""
         return mu_of_leak_auc(self.leak_auc)
 
 
@@ -78,7 +78,6 @@ class MuStrength(Section):
 
     @property
     def of_run(self) -> float:
-        """The run's mu."""
         return self.mu
 
 
@@ -93,7 +92,6 @@ class EpsilonDeltaStrength(Section):
 
     @property
     def of_run(self) -> float:
-        """The run's mu."""
         return mu_of_epsilon_delta(self.epsilon, self.delta)
 
 
@@ -150,39 +148,17 @@ class ProjectedLabelsDefense(SeededDefense):
     ``data.id_column``."""
 
     @property
-    def takes_numbers(self) -> bool:
-        """Whether labels may be numbers: always."""
-        return True
-
-    @property
-    def needs_survey(self) -> bool:
-        """Whether a run has to begin with a survey: always."""
-        return True
-
-    @property
-    def names_subjects(self) -> str | None:
-        """The column that names the person whom a row is about."""
-        return self.subject_column
-
-    @property
-    def earlier_targets(self) -> tuple[str, ...]:
-        """Folders of earlier runs whose targets are used again."""
-        return self.earlier
-
-    @property
-    def model_is_label_free(self) -> bool:
-        """Whether the trained model depends on labels only through the sums: always."""
-        return True
-
-    @property
-    def holds_for_anybody(self) -> bool:
-        """Whether nothing else that the peer sees may depend on true labels: always."""
-        return True
-
-    @property
-    def refits_top(self) -> bool:
-        """Whether the top model is fitted to the true labels at the end."""
-        return self.refit_top
+    def traits(self) -> Traits:
+        said = "Everything that the peer receives is a function of features and of the noisy sums."
+        return Traits(
+            Coverage(Covers.ANYBODY, said),
+            takes_numbers=True,
+            model_is_label_free=True,
+            is_staged=True,
+            refits_top=self.refit_top,
+            subject_column=self.subject_column,
+            earlier_targets=self.earlier,
+        )
 
     def _build(self, given: BuildInputs, /) -> Defense:
         context = given.context
@@ -195,18 +171,16 @@ class ProjectedLabelsDefense(SeededDefense):
         return ProjectedLabels(plan, given)
 
     def forecast(self, context: DefenseContext) -> Forecast:  # noqa: ARG002
-        """Return the charge of all stages together, which the strength determines."""
         mu = self.strength.of_run
         honesty = (
             f"Exact, whatever the activations: each label is {at_most(mu)}-Gaussian-differentially "
             f"private over the whole run, so no score of any peer exceeds AUC "
             f"{auc_at_most(leak_auc_of_mu(mu))}."
         )
-        charge = ChargeForecast.exactly(mu**2, Covers.ANYBODY, is_gaussian=True)
+        charge = exactly(LeakCharge(mu**2, covers=Covers.ANYBODY, is_gaussian=True))
         return Forecast({"persistent": charge}, "persistent", honesty)
 
     def outlook(self, context: DefenseContext, training_rows: int, /) -> str:
-        """Say how many rows with open labels the sums are worth."""
         share = 1 / context.num_classes if context.num_classes > 2 else context.pos_fraction
         if training_rows < 1 or not 0 < share < 1:
             return ""
@@ -224,17 +198,5 @@ class ProjectedLabelsDefense(SeededDefense):
             f"worth is left at {half:,} rows{of_positives}; the price at other sizes: {PRICE}."
         )
 
-    def coverage(self) -> Coverage:
-        """Return the peers whom the charges describe: everybody."""
-        return Coverage(
-            Covers.ANYBODY,
-            "Everything that the peer receives is a function of features and of the noisy sums.",
-        )
-
     def at_leak_auc(self, leak_auc: float, _context: DefenseContext, /) -> Self:
-        """Return these settings with that bound."""
         return self.model_copy(update={"strength": LeakAucStrength(leak_auc=leak_auc)})
-
-    def composition_refusal(self) -> str | None:
-        """Explain why another loss cannot train on targets."""
-        return "projected_labels trains on targets of a cross entropy, which this is not"

@@ -8,22 +8,23 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from splitveil.active_party.defenses.build_inputs import BuildInputs
 from splitveil.active_party.defenses.gaussian_dp import leak_auc_of_mu
 from splitveil.active_party.defenses.interface import (
+    BuildInputs,
     Defended,
     DefendedGradient,
-    Defense,
     DefenseReport,
+    Examples,
     LabelledRows,
     LabelMove,
     LeakCharge,
     PendingRelease,
     RawBatch,
     RowFacts,
+    StagedDefense,
 )
 from splitveil.active_party.defenses.noise import SecureNoise
-from splitveil.active_party.defenses.number_outputs import shares_of
+from splitveil.active_party.defenses.objective import shares_of
 from splitveil.active_party.defenses.projection.design import (
     Design,
     design,
@@ -31,11 +32,7 @@ from splitveil.active_party.defenses.projection.design import (
     stage_sigma,
 )
 from splitveil.active_party.defenses.projection.posterior import Posterior
-from splitveil.active_party.defenses.projection.release import (
-    Release,
-    draw_release,
-    on_label_grid,
-)
+from splitveil.active_party.defenses.projection.release import Release, draw_release, on_label_grid
 from splitveil.active_party.defenses.rows import as_rows, check_labels
 from splitveil.common.data.label_range import ONE_NUMBER
 from splitveil.common.privacy.covers import Covers
@@ -53,16 +50,6 @@ class StagePlan(NamedTuple):
     rank: int
     memory_bytes: int
 
-    def charge(self, stage: int) -> LeakCharge:
-        """Return the charge of a stage: the first pays for all.
-
-        A peer that sees a stage's release and then decides whether to leave makes the runs in which
-        it leaves reveal more than their stages do. No such choice makes all runs together reveal
-        more than the plan.
-        """
-        sum_kl = 0.0 if stage else self.mu**2
-        return LeakCharge(sum_kl, covers=Covers.ANYBODY, is_gaussian=True)
-
 
 def stage_epochs(stages: int, epochs: int) -> tuple[int, ...]:
     """Return the epochs at which stages begin, ascending: at equal distances, at most one each."""
@@ -70,7 +57,7 @@ def stage_epochs(stages: int, epochs: int) -> tuple[int, ...]:
     return tuple(number * epochs // count for number in range(count))
 
 
-class ProjectedLabels(Defense):
+class ProjectedLabels(StagedDefense):
     """Releases gradients of targets unchanged; only the sums from which targets come are charged.
 
     Args:
@@ -84,20 +71,21 @@ class ProjectedLabels(Defense):
         self._epochs = plan.epochs
         self._next_stage = 0
         self._followed = -1  # the epoch whose predictions are in the targets
-        self._examples = given.examples
-        self._posterior: Posterior | None = None
+        self._examples = given.examples or Examples([], torch.zeros(0), torch.device("cpu"))
+        _, labels, _, training, subjects, known_targets = self._examples
+        self._rows = torch.arange(len(labels)) if training is None else training
+        self._subjects = None if subjects is None else subjects[self._rows]
+        self._labels = _summable(labels[self._rows], self._num_classes)
+        self._posterior = Posterior(plan.memory_bytes)
         self._targets: Tensor | None = None
-        if given.examples is not None:
-            labels = given.examples.labels
-            training = given.examples.training
-            self._rows = torch.arange(len(labels)) if training is None else training
-            subjects = given.examples.subjects
-            self._subjects = None if subjects is None else subjects[self._rows]
-            self._labels = _summable(labels[self._rows], self._num_classes)
-            self._posterior = Posterior(plan.memory_bytes)
-            self._known = _known(given.examples.known_targets, self._rows)
-            if self._known is not None and bool(self._known.excluded.all()):
-                self._use(self._known.targets)  # every label was told before: there is no stage
+        self._known_targets = known_targets
+        self._is_known = torch.zeros(len(self._rows), dtype=torch.bool)
+        if known_targets is not None:
+            self._known_targets = known_targets[self._rows].cpu()
+            lacks = self._known_targets.isnan().reshape(len(self._rows), -1).any(dim=1)
+            self._is_known = ~lacks
+            if not lacks.any():  # every label was released before: there is no stage
+                self._use(self._known_targets)
                 self._epochs = ()
         mu = plan.mu
         self._report = DefenseReport(
@@ -108,11 +96,7 @@ class ProjectedLabels(Defense):
         )
 
     def targets(self, batch: LabelledRows, /) -> Tensor:
-        """Return the present stage's targets of a batch, (batch,), or (batch, classes).
-
-        Raises:
-            ValueError: no stage has begun.
-        """
+        """Return the present stage's targets of a batch, (batch,), or (batch, classes)."""
         if self._targets is None:
             raise ValueError("projected_labels has begun no stage: there are no targets")
         return self._targets[batch.rows]
@@ -127,11 +111,7 @@ class ProjectedLabels(Defense):
         return self._report.charge
 
     def pending_release(self, epoch: int, facts: RowFacts, /) -> PendingRelease | None:
-        """Return the release of a stage that begins with this epoch, unless it has begun.
-
-        Raises:
-            ValueError: the predictions are not finite.
-        """
+        """Return the release of a stage that begins with this epoch, unless it has begun."""
         stage = self._next_stage
         if stage == len(self._epochs) or epoch < self._epochs[stage]:
             self._follow(epoch, facts)
@@ -142,8 +122,8 @@ class ProjectedLabels(Defense):
             len(self._rows),
             self._plan.rank,
             subjects=self._subjects,
-            excluded=None if self._known is None else self._known.excluded,
-            earlier=None if self._posterior is None else self._posterior.told,
+            excluded=self._is_known,
+            earlier=self._posterior.released,
         )
         return StageRelease(self, stage, rows, predictions)
 
@@ -152,10 +132,9 @@ class ProjectedLabels(Defense):
 
         Measured, this is worth .001 to .006 of test AUC; it tells nothing, since it needs no label.
         """
-        if self._posterior is None or not self._posterior.num_stages or epoch <= self._followed:
-            return
-        self._use_posterior(self._predictions(facts))
-        self._followed = epoch
+        if self._posterior.num_stages and epoch > self._followed:
+            self._use_posterior(self._predictions(facts))
+            self._followed = epoch
 
     def _predictions(self, facts: RowFacts) -> Tensor:
         link = shares_of if self._num_classes == ONE_NUMBER else _probabilities
@@ -170,53 +149,42 @@ class ProjectedLabels(Defense):
         return stage_sigma(self._plan.mu, share, self._num_classes)
 
     def charge_of(self, stage: int) -> LeakCharge:
-        """Return the charge of a stage."""
-        return self._plan.charge(stage)
+        """Return the charge of a stage: the first pays for all.
+
+        A peer that sees a stage's release and then decides whether to leave makes the runs in which
+        it leaves reveal more than their stages do. No such choice makes all runs together reveal
+        more than the plan.
+        """
+        sum_kl = 0.0 if stage else self._plan.mu**2
+        return LeakCharge(sum_kl, covers=Covers.ANYBODY, is_gaussian=True)
 
     def draw(self, stage: int, rows: Design, key: bytes) -> Release:
         """Compute the noisy sums of a stage's design."""
         return draw_release(rows, self._labels, self.sigma_of(stage), SecureNoise(lambda: key))
 
     def begin(self, stage: int, rows: Design, release: Release, predictions: Tensor) -> None:
-        """Begin a stage: make its targets from all sums so far.
-
-        Raises:
-            ValueError: the release has another shape than the design.
-        """
-        if self._posterior is None:
-            raise ValueError("projected_labels was built without examples")
+        """Begin a stage: make its targets from all sums so far."""
         self._posterior.add(rows, release)
         self._use_posterior(predictions)
         self._next_stage = stage + 1
         self._followed = self._epochs[stage]
 
     def _use_posterior(self, predictions: Tensor) -> None:
-        if self._posterior is None:
-            raise ValueError("projected_labels was built without examples")
         targets = self._posterior.targets(predictions)
-        if self._known is not None:
-            excluded = self._known.excluded
-            targets[excluded] = self._known.targets[excluded]
+        if self._known_targets is not None:
+            targets[self._is_known] = self._known_targets[self._is_known]
         self._use(targets)
 
     def _use(self, targets: Tensor) -> None:
-        """Train on targets from now on.
-
-        Args:
-            targets: of the training rows, (training rows,) or (training rows, classes).
-        """
-        if self._examples is None:
-            raise ValueError("projected_labels was built without examples")
+        """Train on targets of the training rows from now on."""
         every = torch.zeros(len(self._examples.labels), *targets.shape[1:])
         every[self._rows] = targets.float()
         self._targets = every.to(self._examples.device)
 
     @property
-    def released_rows(self) -> Tensor | None:
+    def released_rows(self) -> Tensor:
         """Positions of the training rows that no earlier run has released, (rows,)."""
-        if self._examples is None:
-            return None
-        return self._rows if self._known is None else self._rows[~self._known.excluded]
+        return self._rows[~self._is_known]
 
     @property
     def released_targets(self) -> Tensor | None:
@@ -224,62 +192,31 @@ class ProjectedLabels(Defense):
         return self._targets
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the targets, and what later stages need of the earlier ones."""
         state = {
             "next_stage": torch.tensor(self._next_stage),
             "followed": torch.tensor(self._followed),
         }
         if self._targets is not None:
             state["targets"] = self._targets
-        if self._posterior is not None:
-            state |= {f"posterior.{name}": v for name, v in self._posterior.state_dict().items()}
-        return state
+        return state | {f"posterior.{name}": v for name, v in self._posterior.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Resume from a state that ``state_dict`` returned.
-
-        Raises:
-            ValueError: the state belongs to another defense.
-        """
         if not {"next_stage", "followed"} <= set(state):
             raise ValueError(f"expected the state of projected_labels, got {sorted(state)}")
         self._next_stage = int(state["next_stage"])
         self._followed = int(state["followed"])
         targets = state.get("targets")
-        device = None if self._examples is None else self._examples.device
-        self._targets = None if targets is None else targets.to(device)
-        if self._posterior is not None:
-            prefix = "posterior."
-            self._posterior.load_state_dict(
-                {n.removeprefix(prefix): v for n, v in state.items() if n.startswith(prefix)}
-            )
-
-
-class _Known(NamedTuple):
-    """Training rows whose labels earlier runs have told."""
-
-    targets: Tensor
-    """(training rows,) or (training rows, classes), any number for the other rows."""
-
-    excluded: Tensor
-    """Whether a row was told, (training rows,) bool."""
-
-
-def _known(targets: Tensor | None, rows: Tensor) -> _Known | None:
-    if targets is None:
-        return None
-    of_rows = targets[rows].cpu()
-    return _Known(of_rows, ~of_rows.isnan().reshape(len(rows), -1).any(dim=1))
+        self._targets = None if targets is None else targets.to(self._examples.device)
+        prefix = "posterior."
+        self._posterior.load_state_dict(
+            {n.removeprefix(prefix): v for n, v in state.items() if n.startswith(prefix)}
+        )
 
 
 class StageRelease(PendingRelease):
     """The release with which a stage of projected labels begins.
 
-    Args:
-        defense: the defense whose stage it is.
-        stage: number of the stage.
-        rows: the weights of the training rows.
-        predictions: of the model for the training rows, which no label has entered.
+    The predictions are those of the model for the training rows, which no label has entered.
     """
 
     def __init__(
@@ -298,11 +235,6 @@ class StageRelease(PendingRelease):
         return {"sums": sums, "sigma": torch.tensor(sigma, dtype=torch.float64)}
 
     def use(self, release: Mapping[str, Tensor]) -> None:
-        """Make the stage's targets.
-
-        Raises:
-            ValueError: the release has other parts or shapes.
-        """
         sums, sigma = release.get("sums"), release.get("sigma")
         if sums is None or sigma is None or len(sums) != self._rows.rank:
             raise ValueError(f"expected {self._rows.rank} sums and their sigma")

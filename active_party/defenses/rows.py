@@ -1,7 +1,7 @@
 """Batches of gradients in the form that the mathematics needs: rows, with sizes in float64."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -13,11 +13,7 @@ _SMALLEST_UNIT = 1e-307
 
 
 def as_rows(gradients: Tensor) -> Tensor:
-    """View a raw gradient as (batch, cut_dim).
-
-    Raises:
-        ValueError: it has no rows or no columns, is not float32 or float64, or is not finite.
-    """
+    """View a raw gradient as (batch, cut_dim), or raise ValueError if it cannot be one."""
     if gradients.dtype not in {torch.float32, torch.float64}:
         raise ValueError(f"gradients must be float32 or float64, got {gradients.dtype}")
     if gradients.ndim < 2 or gradients.numel() == 0:
@@ -28,16 +24,17 @@ def as_rows(gradients: Tensor) -> Tensor:
     return rows
 
 
-def as_positive(labels: Tensor, rows: Tensor) -> Tensor:
-    """Turn labels into a (batch,) bool tensor on the rows' device.
-
-    Raises:
-        ValueError: their number is not the batch's, or one is neither 0 nor 1.
-    """
+def _one_per_row(labels: Tensor, rows: Tensor) -> Tensor:
+    """Return labels as (batch,), on the rows' device."""
     batch = rows.shape[0]
     if labels.shape not in {(batch,), (batch, 1)}:
         raise ValueError(f"expected {batch} labels, got shape {tuple(labels.shape)}")
-    labels = labels.detach().to(rows.device).reshape(batch)
+    return labels.detach().to(rows.device).reshape(batch)
+
+
+def as_positive(labels: Tensor, rows: Tensor) -> Tensor:
+    """Turn labels of 0 and 1 into a (batch,) bool tensor on the rows' device."""
+    labels = _one_per_row(labels, rows)
     positive = labels == 1
     if not torch.equal(labels, positive.to(labels.dtype)):
         raise ValueError("labels must be 0 or 1")
@@ -45,17 +42,10 @@ def as_positive(labels: Tensor, rows: Tensor) -> Tensor:
 
 
 def as_classes(labels: Tensor, rows: Tensor, num_classes: int) -> Tensor:
-    """Turn labels into class indices, (batch,) int64 on the rows' device.
-
-    Raises:
-        ValueError: their number is not the batch's, or one is not a class index.
-    """
+    """Turn labels into class indices, (batch,) int64 on the rows' device."""
     if num_classes == 2:
         return as_positive(labels, rows).long()
-    batch = rows.shape[0]
-    if labels.shape not in {(batch,), (batch, 1)}:
-        raise ValueError(f"expected {batch} labels, got shape {tuple(labels.shape)}")
-    labels = labels.detach().to(rows.device).reshape(batch)
+    labels = _one_per_row(labels, rows)
     classes = labels.long()
     if not bool(((classes == labels) & (classes >= 0) & (classes < num_classes)).all()):
         raise ValueError(f"labels must be class indices from 0 to {num_classes - 1}")
@@ -63,21 +53,11 @@ def as_classes(labels: Tensor, rows: Tensor, num_classes: int) -> Tensor:
 
 
 def check_labels(labels: Tensor, rows: Tensor, num_classes: int) -> None:
-    """Check the labels of a batch whose values a defense does not use.
-
-    Args:
-        labels: 0 or 1, class indices, or shares of the range if they are numbers.
-        rows: the batch's gradients.
-        num_classes: ``ONE_NUMBER`` if they are numbers.
-
-    Raises:
-        ValueError: their number is not the batch's, or one is out of range.
-    """
+    """Check the labels of a batch, of classes or numbers, whose values a defense does not use."""
     if num_classes != ONE_NUMBER:
         as_classes(labels, rows, num_classes)
         return
-    if labels.shape not in {(len(rows),), (len(rows), 1)}:
-        raise ValueError(f"expected {len(rows)} labels, got shape {tuple(labels.shape)}")
+    labels = _one_per_row(labels, rows)
     if not bool(((labels >= 0) & (labels <= 1)).all()):
         raise ValueError("labels must be shares of their range, within 0 and 1")
 
@@ -85,16 +65,16 @@ def check_labels(labels: Tensor, rows: Tensor, num_classes: int) -> None:
 def all_finite(rows: Tensor) -> bool:
     """Return whether no value is NaN or infinite."""
     # A sum takes a fifth of the time. It may overflow, but is never finite if one value is not.
-    return math.isfinite(rows.sum()) or math.isfinite(largest_size(rows))
+    return math.isfinite(rows.sum()) or math.isfinite(_largest_size(rows))
 
 
-def largest_size(rows: Tensor) -> Tensor:
+def _largest_size(rows: Tensor) -> Tensor:
     """Return the largest absolute value, as a float64 scalar on the same device."""
     low, high = rows.aminmax()
     return torch.maximum(-low, high).double()
 
 
-def as_unit(largest: float) -> float:
+def _as_unit(largest: float) -> float:
     """Return the unit in which to measure values, given their largest size: 1 if it is 0.
 
     The unit is never so small that its reciprocal overflows.
@@ -113,20 +93,15 @@ class RowsInDouble:
 
     Args:
         rows: (batch, cut_dim), float32 or float64.
-        reduce: adds up a tensor over all workers that share the batch, which then have one unit.
     """
 
-    def __init__(self, rows: Tensor, reduce: Callable[[Tensor], Tensor] | None = None) -> None:
-        self.unit = 1.0
-        if rows.dtype != torch.float32:
-            largest = largest_size(rows)
-            self.unit = as_unit(float(largest if reduce is None else reduce(largest)))
+    def __init__(self, rows: Tensor) -> None:
+        self.unit = 1.0 if rows.dtype == torch.float32 else _as_unit(float(_largest_size(rows)))
         self.cut_dim = rows.shape[1]
         self._rows = rows
         self._only: Tensor | None = None
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield slices of the batch with their rows, in ascending order."""
         rows = self._rows
         step = max(1, (2**24 if rows.is_cuda else 2**17) // self.cut_dim)
         if len(rows) <= step:

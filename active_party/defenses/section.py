@@ -1,25 +1,31 @@
-"""The settings that every defense shares, and the questions that every defense's settings answer.
+"""The settings that every defense shares, and what a run asks the settings of its defense.
 
 The settings class of a defense is its front door: it builds the defense, and it alone knows which
 noise key the defense needs, which charges to expect, and where the defense cannot be used. Other
-modules ask these questions and never check which defense it is.
+modules read its `Traits` or ask it, and never check which defense it is.
+
+Which weights in the loss a defense can be used with (``refusal_of_weights``): a defended gradient
+is that of w_i c_y times the loss of row i, with the row's own weight w_i and the weight c_y of its
+class.
+
+- Class weights c are fixed numbers. They multiply the loss of each label. A defense that replaces
+  labels by targets multiplies by the targets' shares of the labels, never by those of the true
+  label: weights and gradient stay a function of what was released, and every bound holds as before.
+  A defense that adds noise to gradients measures the weighted ones. Persistent noise does not
+  measure: it is made for a label that moves a residual by 1, which with class weights it does not.
+- Row weights w stand in the gradient of every defense, as they are: the peer reads them off the
+  gradients' lengths. Weights that depend on the label would reveal it, whatever replaces the label
+  in the loss. Charges that are measured from class means see that; all others need weights that
+  were chosen without a look at labels.
 """
 
 import logging
 from abc import abstractmethod
 from pathlib import Path
-from typing import Literal, Self, final
+from typing import Literal, NamedTuple, Self, final
 
 from pydantic import Field
 
-from splitveil.active_party.defenses.build_inputs import (
-    NO_SECRETS,
-    BuildInputs,
-    DefenseContext,
-    Examples,
-    NoiseSecrets,
-)
-from splitveil.active_party.defenses.coverage import COVERS_CLASS_MEANS, Coverage
 from splitveil.active_party.defenses.example_keys import (
     NoiseKey,
     key_for,
@@ -27,7 +33,14 @@ from splitveil.active_party.defenses.example_keys import (
     load_or_create_key,
 )
 from splitveil.active_party.defenses.forecast import ChargeForecast, Forecast, NoiseKind
-from splitveil.active_party.defenses.interface import Defense
+from splitveil.active_party.defenses.interface import (
+    NO_SECRETS,
+    BuildInputs,
+    Defense,
+    DefenseContext,
+    Examples,
+    NoiseSecrets,
+)
 from splitveil.active_party.defenses.noise import (
     DefaultNoise,
     EntropyNoise,
@@ -37,7 +50,74 @@ from splitveil.active_party.defenses.noise import (
     fresh_key,
 )
 from splitveil.active_party.defenses.objective import Objective, TopModel
+from splitveil.common.privacy.covers import Covers
 from splitveil.common.settings import Section
+
+SEE = "docs/defenses.md, section 'Which bounds do not hold'"
+
+
+class Coverage(NamedTuple):
+    """The peers whom all charges of a defense describe, and the reason."""
+
+    covers: Covers
+    """The widest circle that every charge describes."""
+
+    why: str
+    """A sentence about who is described, and who is not."""
+
+
+COVERS_CLASS_MEANS = Coverage(
+    Covers.CLASS_MEANS,
+    "The charges of fresh noise compare the class means of a batch. They do not describe a peer "
+    "that looks at anything else, such as the energy of single rows or what the model predicts "
+    f"for an example: see {SEE}.",
+)
+COVERS_PASSIVE_AND_HONEST = Coverage(
+    Covers.PASSIVE_AND_HONEST,
+    "The charges of persistent noise describe a peer that sends its model's activations. They do "
+    f"not describe one that chooses its activations: see {SEE}.",
+)
+
+
+class Traits(NamedTuple):
+    """What a run has to know of its defense, whichever it is."""
+
+    coverage: Coverage = COVERS_CLASS_MEANS
+
+    takes_numbers: bool = False
+    """Whether labels may be numbers within bounds, and not only classes."""
+
+    takes_weights: bool = True
+    """Whether the loss can have weights of rows and classes."""
+
+    needs_example_keys: bool = False
+    """Whether ``RawBatch.example_keys`` has to be given."""
+
+    needs_slopes: bool = False
+    """Whether ``RawBatch.slopes`` has to be given."""
+
+    has_own_objective: bool = False
+    """Whether ``DefenseSection.objective`` returns one."""
+
+    top_learns_targets: bool = True
+    """Whether the top model learns from ``Defense.targets``, and not from the true labels."""
+
+    model_is_label_free: bool = False
+    """Whether the trained model depends on labels only through what the defense released."""
+
+    is_staged: bool = False
+    """Whether it is a `StagedDefense`: the run begins with a survey of the training rows, and
+    nothing else that the peer sees may depend on true labels, not even the moment at which the run
+    ends."""
+
+    refits_top: bool = False
+    """Whether the top model is fitted to the true labels once the last answer has left."""
+
+    subject_column: str | None = None
+    """The column that names the person whom a row is about; None if the defense reads none."""
+
+    earlier_targets: tuple[str, ...] = ()
+    """Folders of earlier runs whose targets are used again."""
 
 
 class DefenseSection(Section):
@@ -54,67 +134,9 @@ class DefenseSection(Section):
         return None
 
     @property
-    def needs_example_keys(self) -> bool:
-        """Whether ``RawBatch.example_keys`` has to be given."""
-        return False
-
-    @property
-    def needs_slopes(self) -> bool:
-        """Whether ``RawBatch.slopes`` has to be given."""
-        return False
-
-    @property
-    def needs_survey(self) -> bool:
-        """Whether a run has to begin with a survey of the training rows' activations."""
-        return False
-
-    @property
-    def names_subjects(self) -> str | None:
-        """The column that names the person whom a row is about; None if the defense reads none."""
-        return None
-
-    @property
-    def earlier_targets(self) -> tuple[str, ...]:
-        """Folders of earlier runs whose targets are used again."""
-        return ()
-
-    @property
-    def model_is_label_free(self) -> bool:
-        """Whether the trained model depends on labels only through what the defense released."""
-        return False
-
-    @property
-    def holds_for_anybody(self) -> bool:
-        """Whether the bound holds for every peer, so that nothing else may depend on true labels.
-
-        Not even the moment at which a run ends.
-        """
-        return False
-
-    @property
-    def refits_top(self) -> bool:
-        """Whether the top model is fitted to the true labels once the last answer has left."""
-        return False
-
-    @property
-    def top_learns_targets(self) -> bool:
-        """Whether the top model learns from ``Defense.targets``, and not from the true labels."""
-        return True
-
-    @property
-    def has_own_objective(self) -> bool:
-        """Whether ``objective`` returns one."""
-        return False
-
-    @property
-    def takes_numbers(self) -> bool:
-        """Whether labels may be numbers within bounds, and not only classes."""
-        return False
-
-    @property
-    def takes_weights(self) -> bool:
-        """Whether the loss can have weights of rows and classes."""
-        return True
+    def traits(self) -> Traits:
+        """What a run with these settings has to know of the defense."""
+        return Traits()
 
     @final
     def build(
@@ -124,11 +146,6 @@ class DefenseSection(Section):
         examples: Examples | None = None,
     ) -> Defense:
         """Build the defense.
-
-        Args:
-            context: facts about the run.
-            secrets: see `BuildInputs`.
-            examples: see `BuildInputs`.
 
         Raises:
             ValueError: the defense is refused, or lacks a noise key that it needs.
@@ -142,9 +159,12 @@ class DefenseSection(Section):
     @final
     def objection(self, context: DefenseContext) -> str | None:
         """Explain why the defense cannot be used with these labels; None if it can."""
-        if context.is_number and not self.takes_numbers:
-            return classes_alone(self.title)
-        return self.refusal(context)
+        if context.is_number and not self.traits.takes_numbers:
+            return (
+                f"{self.title} is defined for classes alone; with data.label_range expected "
+                f"projected_labels, noisy_label by gaussian or laplace noise, or none"
+            )
+        return self._refusal(context)
 
     @abstractmethod
     def _build(self, given: BuildInputs, /) -> Defense:
@@ -163,11 +183,8 @@ class DefenseSection(Section):
         """
         return None
 
-    def refusal(self, _context: DefenseContext, /) -> str | None:
-        """Explain why the defense cannot be used with this number of classes; None if it can.
-
-        Ask ``objection``, which also knows whether labels may be numbers.
-        """
+    def _refusal(self, _context: DefenseContext, /) -> str | None:
+        """Explain why the defense cannot be used with this number of classes; None if it can."""
         return None
 
     def budget_refusal(self, _context: DefenseContext, /) -> str | None:
@@ -178,20 +195,11 @@ class DefenseSection(Section):
         """Say what the model can learn from a table of that size; empty if it does not matter."""
         return ""
 
-    def coverage(self) -> Coverage:
-        """Return the peers whom the charges of a run with these settings describe."""
-        return COVERS_CLASS_MEANS
-
     def at_leak_auc(self, _leak_auc: float, _context: DefenseContext, /) -> Self | None:
         """Return these settings at the strength that bounds a run's leak AUC for every peer.
 
-        The bound is exact: it is met by the best score. None if no strength of this defense holds
-        against everybody.
-
-        Args:
-            _leak_auc: AUC over the whole run that no score of any peer may exceed, above 0.5 and
-                below 1.
-            _context: facts about the run, above all its number of epochs.
+        The bound, above 0.5 and below 1, is exact: it is met by the best score. None if no strength
+        of this defense holds against everybody.
         """
         return None
 
@@ -209,11 +217,7 @@ class DefenseSection(Section):
         return False
 
     def objective(
-        self,
-        _top: TopModel,
-        _secrets: NoiseSecrets,
-        _examples: Examples,
-        /,
+        self, _top: TopModel, _secrets: NoiseSecrets, _examples: Examples, /
     ) -> Objective | None:
         """Return the top model's objective; None for the cross entropy of its logits."""
         return None
@@ -255,7 +259,6 @@ class SeededDefense(DefenseSection):
 
     @property
     def noise_seed(self) -> int | None:
-        """The seed that replaces all secrets in tests; None outside tests."""
         return self.insecure_noise_seed
 
 
@@ -282,14 +285,14 @@ class NoisyDefense(SeededDefense):
     """
 
     @property
-    def needs_example_keys(self) -> bool:
-        """Whether ``RawBatch.example_keys`` has to be given."""
-        return self.noise == "persistent"
+    def traits(self) -> Traits:
+        is_persistent = self.noise == "persistent"
+        return Traits(
+            self._coverage(), needs_example_keys=is_persistent, needs_slopes=is_persistent
+        )
 
-    @property
-    def needs_slopes(self) -> bool:
-        """Whether ``RawBatch.slopes`` has to be given, as for all noise along label moves."""
-        return self.noise == "persistent"
+    def _coverage(self) -> Coverage:
+        return COVERS_CLASS_MEANS
 
     def forecast(self, context: DefenseContext) -> Forecast:
         """Forecast the charge of one answer, for either kind of noise.
@@ -297,27 +300,26 @@ class NoisyDefense(SeededDefense):
         With several classes, only the configured kind of noise is considered.
         """
         charges: dict[NoiseKind, ChargeForecast] = {
-            "fresh": self.fresh_charge(context),
-            "persistent": self.repeated_charge(context),
+            "fresh": self._fresh_charge(context),
+            "persistent": self._repeated_charge(context),
         }
         if context.num_classes > 2:
             charges = {self.noise: charges[self.noise]}
-        return Forecast(charges, self.noise, self.honesty(context))
+        return Forecast(charges, self.noise, self._honesty(context))
 
     @abstractmethod
-    def fresh_charge(self, context: DefenseContext) -> ChargeForecast:
+    def _fresh_charge(self, context: DefenseContext) -> ChargeForecast:
         """Forecast the charge of one answer with fresh noise."""
 
     @abstractmethod
-    def repeated_charge(self, context: DefenseContext) -> ChargeForecast:
+    def _repeated_charge(self, context: DefenseContext) -> ChargeForecast:
         """Forecast the charge of noise drawn once per example, with all its repetitions."""
 
     @abstractmethod
-    def honesty(self, context: DefenseContext) -> str:
+    def _honesty(self, context: DefenseContext) -> str:
         """Describe how reliable the forecast is."""
 
     def composition_refusal(self) -> str | None:
-        """Say why the defense cannot follow a loss other than the cross entropy; None if it can."""
         if self.noise == "fresh":
             return None
         return (
@@ -325,18 +327,10 @@ class NoisyDefense(SeededDefense):
             "entropy's gradient, which this is not; expected noise: fresh, or noisy_label"
         )
 
-    def keyed_noise_source(self, secrets: NoiseSecrets) -> NoiseSource:
-        """Return the source of fresh noise, once persistent noise is known to have its key.
-
-        Raises:
-            ValueError: the noise is persistent, and there is no noise key.
-        """
+    def _noise_source(self, secrets: NoiseSecrets) -> NoiseSource:
+        """Return the source of fresh noise, once persistent noise is known to have its key."""
         if self.noise == "persistent":
             require_key(secrets.noise_key, self.title)
-        return self.noise_source(secrets)
-
-    def noise_source(self, secrets: NoiseSecrets) -> NoiseSource:
-        """Return the source of fresh noise."""
         if self.insecure_noise_seed is not None:
             warn_about_seed()
             if secrets.draw_keys is None:
@@ -360,28 +354,18 @@ def refusal_of_persistent(settings: NoisyDefense, context: DefenseContext) -> st
     )
 
 
-def two_classes_alone(name: str) -> str:
+def refusal_of_several_classes(name: str, context: DefenseContext) -> str | None:
     """Explain that a defense is for two classes only, and name the other defenses."""
+    if context.num_classes <= 2:
+        return None
     return (
         f"{name} is defined for two classes alone; expected none, iso, max_norm, "
         "marvell or noisy_label"
     )
 
 
-def classes_alone(name: str) -> str:
-    """Explain that a defense is for classes only, and name those that take numbers."""
-    return (
-        f"{name} is defined for classes alone; with data.label_range expected projected_labels, "
-        f"noisy_label by gaussian or laplace noise, or none"
-    )
-
-
 def require_key(noise_key: NoiseKey | None, name: str) -> NoiseKey:
-    """Return the noise key of a defense that needs one.
-
-    Raises:
-        ValueError: the key is missing.
-    """
+    """Return the noise key of a defense that needs one; raises ValueError if it is missing."""
     if noise_key is None:
         raise ValueError(f"{name} with these settings needs a noise key")
     return noise_key
@@ -393,3 +377,35 @@ def warn_about_seed() -> None:
         "INSECURE: insecure_noise_seed is set; whoever knows it subtracts the noise and reads the "
         "labels. It is for tests only."
     )
+
+
+class WeightUses(NamedTuple):
+    """The weights that a run's loss has."""
+
+    of_classes: bool = False
+    of_rows: bool = False
+    are_label_free: bool = False
+    """Whether the rows' weights were chosen without a look at labels."""
+
+
+def refusal_of_weights(defense: DefenseSection, uses: WeightUses) -> str | None:
+    """Explain why a defense cannot be used with such weights; None if it can."""
+    traits = defense.traits
+    if (uses.of_classes or uses.of_rows) and not traits.takes_weights:
+        return (
+            f"{defense.title} has a loss of its own, which knows no weights: leave out "
+            f"data.class_weights and data.weight_column"
+        )
+    if uses.of_classes and traits.needs_slopes:
+        return (
+            f"persistent noise of {defense.title} is measured by what a label moves in a loss "
+            f"without class weights: leave out data.class_weights, or set noise: fresh"
+        )
+    is_measured = traits.coverage.covers is Covers.CLASS_MEANS
+    if uses.of_rows and not (uses.are_label_free or is_measured):
+        return (
+            f"the peer reads data.weight_column off the gradients, so that weights that depend on "
+            f"labels would tell them beside the bound of {defense.title}: set "
+            f"data.weights_are_label_free if no label was looked at to choose them"
+        )
+    return None

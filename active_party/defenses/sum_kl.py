@@ -142,20 +142,9 @@ def power_for_sum_kl(
 ) -> float:
     """Find the least noise power that leaves no more than ``sum_kl``: the inverse of the solver.
 
-    Args:
-        neg_variance: variance of the negatives' gradients per coordinate (u).
-        pos_variance: variance of the positives' gradients per coordinate (v).
-        gap_squared: squared distance of the class means (c).
-        cut_dim: width of the cut layer (d).
-        pos_fraction: share of positives (p), above 0 and below 1.
-        sum_kl: divergence that may be left, above 0.
-
-    Returns:
-        The power, to a relative 1e-7 and never too small: ``solve_noise`` leaves at most ``sum_kl``
-        with it. 0 where nothing is needed, infinite where it is too large for a float.
-
-    Raises:
-        ValueError: an argument is outside its range.
+    To a relative 1e-7 and never too small: ``solve_noise`` leaves at most ``sum_kl``, which is
+    above 0, with it. 0 where nothing is needed, infinite where it is too large for a float. The
+    other arguments are those of ``solve_noise``.
     """
     if not sum_kl > 0:
         raise ValueError(f"sum_kl must be above 0, got {sum_kl}")

@@ -16,18 +16,16 @@ from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import form_of_own_ids
 from splitveil.common.run.contract import ACTIVE, Contract
 from splitveil.common.run.messages import IdForm
-from splitveil.common.wire.endpoint import SERVICE, add_port, server_options
-from splitveil.common.wire.error_interceptor import ErrorInterceptor
-from splitveil.common.wire.health import add_health
+from splitveil.common.wire.endpoint import SERVICE, add_health, add_port, server_options
+from splitveil.common.wire.interceptors import ErrorInterceptor
 from splitveil.common.wire.limits import CONCURRENT_RPCS, SERVER_THREADS
-from splitveil.common.wire.probe_codec import Introduction
-from splitveil.common.wire.probe_desk import ProbeDesk
 from splitveil.common.wire.probe_findings import (
     Check,
     certificate_in_words,
     checks_of,
     clock_in_words,
 )
+from splitveil.common.wire.probes import Introduction, ProbeDesk
 from splitveil.common.wire.tls import PartyInterceptor
 
 logger = logging.getLogger(__name__)
@@ -84,7 +82,7 @@ class ProbeServer:
                 if time.monotonic() > deadline:
                     names = ", ".join(sorted(missing))
                     raise PeerUnreachable(
-                        f"no probe came from {names} within {wait_s:g} s: passive-party check "
+                        f"no probe came from {names} within {wait_s:g} s: splitveil passive check "
                         f"--connect sends it, over there"
                     )
                 time.sleep(_POLL_S)
@@ -116,7 +114,7 @@ def probe_checks(settings: ActiveSettings, wait_s: float) -> Iterator[Check]:
     contract = settings.contract
     form = form_of_own_ids(settings)
     server = ProbeServer(contract, settings.listen, credential_files(settings, ACTIVE), form)
-    logger.info("waiting up to %g s for passive-party check --connect", wait_s)
+    logger.info("waiting up to %g s for splitveil passive check --connect", wait_s)
     interruption = Interruption()
     interruption.install()
     server.wait(wait_s, interruption)

@@ -9,9 +9,8 @@ import grpc
 from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.run.contract import Contract
-from splitveil.common.wire.endpoint import SERVICE, add_port, server_options
-from splitveil.common.wire.error_interceptor import ErrorInterceptor
-from splitveil.common.wire.health import add_health
+from splitveil.common.wire.endpoint import SERVICE, add_health, add_port, server_options
+from splitveil.common.wire.interceptors import ErrorInterceptor
 from splitveil.common.wire.limits import (
     ALIGN_FRAME_BYTES,
     CONCURRENT_RPCS,
@@ -23,7 +22,7 @@ from splitveil.common.wire.limits import (
     reader,
 )
 from splitveil.common.wire.noted_calls import Notes, NotingServer
-from splitveil.common.wire.probe_desk import ProbeDesk
+from splitveil.common.wire.probes import ProbeDesk
 from splitveil.common.wire.tensor_frame import Frame
 from splitveil.common.wire.tls import PartyInterceptor
 from splitveil.protos import split_learning_pb2 as pb

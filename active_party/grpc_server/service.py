@@ -43,14 +43,17 @@ from splitveil.common.run.phases import Phase
 from splitveil.common.status.run_status import RunStatus
 from splitveil.common.text.imports import fault_of_own_code
 from splitveil.common.text.log_lines import log_fields
-from splitveil.common.wire.audit_codec import decode_question
-from splitveil.common.wire.enums import leave_reason_from_wire
-from splitveil.common.wire.evaluation_codec import encode_course
-from splitveil.common.wire.handshake_codec import decode_greeting, encode_opening
 from splitveil.common.wire.limits import (
     PARTY_KEY,
     REFUSALS_LOGGED,
     believed,
+)
+from splitveil.common.wire.small_messages import (
+    decode_greeting,
+    decode_question,
+    encode_course,
+    encode_opening,
+    leave_reason_from_wire,
 )
 from splitveil.common.wire.tensor_codec import TensorAssembler, TensorLimits, encode_answer
 from splitveil.common.wire.tensor_frame import Frame

@@ -19,7 +19,7 @@ from splitveil.common.party.transcript import Transcript
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.wire.endpoint import check_security
 from splitveil.common.wire.noted_calls import AllNotes
-from splitveil.common.wire.probe_desk import ProbeDesk
+from splitveil.common.wire.probes import ProbeDesk
 
 logger = logging.getLogger("splitveil.active_party")
 

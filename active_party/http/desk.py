@@ -24,7 +24,7 @@ from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind, kind_of
 from splitveil.active_party.training.own_models import build_alone, predictions_alone
 from splitveil.common.data.canonical_form import CanonicalForm
-from splitveil.common.data.id_index import ABSENT
+from splitveil.common.data.stored_ids import ABSENT
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party.served_rows import ServedRows
 from splitveil.common.run.contract import ACTIVE

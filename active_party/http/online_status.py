@@ -52,7 +52,7 @@ class IdOutcome(Enum):
 
 
 class OnlineStatus(PartyStatus):
-    """The state of ``active-party serve``, for its operators."""
+    """The state of ``splitveil active serve``, for its operators."""
 
     def __init__(self, contract: Contract) -> None:
         super().__init__(ACTIVE, contract, STAGES)

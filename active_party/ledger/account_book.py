@@ -12,24 +12,32 @@ ids and entries.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from splitveil.active_party.ledger.bounds import widest_covered
-from splitveil.active_party.ledger.ledger import LeakLedger
-from splitveil.active_party.ledger.odds import Odds
+from splitveil.active_party.ledger.known_bounds import NOTHING, KnownBounds
+from splitveil.active_party.ledger.ledger import Exposure, LeakLedger
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.run.id_rules import rules_of_bytes
 from splitveil.common.run.sample_order import Positions
+from splitveil.common.text.files import check_regular
+
+LEDGER = "ledger.safetensors"
+"""File in the active party's ``checkpoint`` folder."""
+SETTING = "earlier_ledgers"
 
 Names = npt.NDArray[np.uint8]
 """A digest for each example, (examples, 16)."""
@@ -59,16 +67,11 @@ class AccountBook:
 
     @classmethod
     def empty(cls, id_rules: bytes = b"") -> "AccountBook":
-        """Return the book from before the first run."""
         return cls(np.empty((0, _DIGEST_BYTES), dtype=np.uint8), LeakLedger(0), id_rules)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Tensor]) -> "AccountBook":
-        """Rebuild a book from its tensors.
-
-        Raises:
-            ValueError: the tensors do not come from a book.
-        """
+        """Rebuild a book from its tensors; raises ValueError if they are not of a book."""
         names = state.get(_EXAMPLES)
         if names is None or names.dtype != torch.uint8 or names.shape[1:] != (_DIGEST_BYTES,):
             raise ValueError("does not say whose accounts these are")
@@ -102,16 +105,19 @@ class AccountBook:
 
     def most(self) -> float:
         """Return the largest divergence among all accounts, 0 if there are none."""
-        return self.ledger.exposure(np.arange(len(self))).most if len(self) else 0.0
+        return self._exposure().most if len(self) else 0.0
 
-    def odds(self) -> Odds:
-        """Return what is known of every account besides its divergence."""
-        return self.ledger.exposure(np.arange(len(self))).odds.worst()
+    def known(self) -> KnownBounds:
+        """Return what is known of every account besides its divergence, (3,)."""
+        known: KnownBounds = np.vstack([self._exposure().known, NOTHING]).max(axis=0)
+        return known
 
     def covers(self) -> Covers:
         """Return the widest circle of peers that every account describes."""
-        caveats = self.ledger.exposure(np.arange(len(self))).caveats
-        return widest_covered(int(np.bitwise_or.reduce(caveats)))
+        return widest_covered(int(np.bitwise_or.reduce(self._exposure().caveats)))
+
+    def _exposure(self) -> Exposure:
+        return self.ledger.exposure(np.arange(len(self)))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the tensors from which ``from_state`` rebuilds the book."""
@@ -142,13 +148,9 @@ class AccountBook:
     def begun(
         self, ids: Iterable[str], num_examples: int, persons: Names | None = None
     ) -> LeakLedger:
-        """Return the ledger with which a run begins.
+        """Return the ledger with which a run on these canonical ids begins.
 
-        Args:
-            ids: canonical ids in the common order.
-            num_examples: number of ids.
-            persons: of the same rows, as ``persons_of`` returns them; a row of a person of whom the
-                book has no account begins with its own.
+        A row of a person of whom the book has no account (``persons_of``) begins with its own.
         """
         ledger = LeakLedger(num_examples)
         if len(self):
@@ -165,28 +167,61 @@ class AccountBook:
     ) -> "AccountBook":
         """Return the book that a run leaves if it began with this one.
 
-        Args:
-            ids: canonical ids in the common order.
-            ledger: of the run, as ``begun`` returned it and with all charges since.
-            persons: as for ``begun``; a person's account is that of its most exposed row.
+        The ledger is that of ``begun`` with all charges since. A person's account is that of its
+        most exposed row.
         """
         names = names_of(ids)
+        of = np.arange(len(names))
         if persons is not None:
-            largest_first = np.argsort(-ledger.exposure(np.arange(len(names))).sum_kl)
+            largest_first = np.argsort(-ledger.exposure(of).sum_kl)
             _, first = np.unique(persons[largest_first], axis=0, return_index=True)
             rows = largest_first[first]
             rows = rows[indices_of(persons[rows], names) < 0]
-            of = np.concatenate([np.arange(len(names)), rows])
-            names, alone = np.concatenate([names, persons[rows]]), ledger
-            ledger = LeakLedger(len(names))
-            ledger.add(np.arange(len(names)), alone, of)
+            of, names = np.concatenate([of, rows]), np.concatenate([names, persons[rows]])
         others = np.flatnonzero(indices_of(self.names, names) < 0)
-        return AccountBook(
-            np.concatenate([names, self.names[others]]),
-            ledger.carrying_over(self.ledger, others),
-            self.id_rules,
-            self.runs,
-        )
+        whole = LeakLedger(len(names) + len(others))
+        whole.add(np.arange(len(names)), ledger, of)
+        carried = np.arange(len(names), len(whole))
+        whole.add(carried, self.ledger, others, is_counted=True)
+        names = np.concatenate([names, self.names[others]])
+        return AccountBook(names, whole, self.id_rules, self.runs)
+
+
+def open_books(folders: Sequence[Path], id_rules: bytes = b"") -> AccountBook:
+    """Read the books of earlier runs, from their ``checkpoint`` folders, and return them as one.
+
+    What a chain of runs charged counts once.
+
+    Raises:
+        SettingsError: a folder has no book, or the book cannot be read, or its ids were compared by
+            other rules.
+    """
+    books = [open_book(folder) for folder in folders]
+    for folder, book in zip(folders, books, strict=True):
+        check_id_rules(book.id_rules, id_rules, f"{SETTING}: {folder}")
+    return AccountBook.together(books, id_rules)
+
+
+def open_book(folder: Path) -> AccountBook:
+    """Read the book of one run, whatever its rules for ids, from its ``checkpoint`` folder.
+
+    Raises:
+        SettingsError: the folder has no book, or the book cannot be read.
+    """
+    path = folder / LEDGER
+    try:
+        check_regular(path)
+        return AccountBook.from_state(load_file(path))
+    except FileNotFoundError as error:
+        raise SettingsError(
+            f"{SETTING}: {folder}: there is no {LEDGER}: expected the active party's checkpoint "
+            f"folder of a run that has ended. A run that was killed leaves none: start it again "
+            f"to resume it"
+        ) from error
+    except (OSError, SafetensorError) as error:
+        raise SettingsError(f"{SETTING}: {path}: cannot be read") from error
+    except ValueError as error:
+        raise SettingsError(f"{SETTING}: {path}: {error}") from error
 
 
 def id_rules_as_tensor(id_rules: bytes) -> dict[str, Tensor]:
@@ -197,24 +232,19 @@ def id_rules_as_tensor(id_rules: bytes) -> dict[str, Tensor]:
 def id_rules_of(state: Mapping[str, Tensor]) -> bytes:
     """Return the rules by which the ids of a file were brought into canonical form, as bytes.
 
-    Raises:
-        ValueError: it holds something else.
+    Raises ValueError if it holds something else.
     """
     found = state.get(_ID_RULES)
     if found is None:
         return b""
     if found.dtype != torch.uint8 or found.ndim != 1 or len(found) > _RULES_BYTES:
         raise ValueError("does not say by which rules its ids were compared")
-    rules_of_bytes(kept := bytes(found.tolist()))
-    return kept
+    rules_of_bytes(rules := bytes(found.tolist()))
+    return rules
 
 
 def check_id_rules(found: bytes, expected: bytes, where: str) -> None:
-    """Check that a file names examples as this run does: under other names none would be found.
-
-    Raises:
-        SettingsError: it was made under other rules.
-    """
+    """Check that a file names examples as this run does: under other names none would be found."""
     if found != expected:
         raise SettingsError(
             f"{where}: its run compared ids by other rules than this contract's ids, so that no "
@@ -223,12 +253,7 @@ def check_id_rules(found: bytes, expected: bytes, where: str) -> None:
 
 
 def persons_of(subjects: npt.NDArray[np.object_], ids: Iterable[str]) -> Names:
-    """Return the name of the person whom each row is about, (rows, 16).
-
-    Args:
-        subjects: (rows,); a row without one, "", is named by its id.
-        ids: canonical ids of the same rows.
-    """
+    """Return the name of each row's person, (rows, 16); a row without one, "", has its id's."""
     without = (subjects == "")[:, None]
     return np.where(without, names_of(ids), names_of(subjects, b"leak person"))
 

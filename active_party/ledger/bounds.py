@@ -9,10 +9,10 @@ Two figures follow from the divergence K of all answers about an example:
 
 Where all answers together are one Gaussian mechanism, mu^2 = K, the estimate is exact, and so the
 bound is the same number: Phi(mu / sqrt 2) (Dong, Roth and Su 2022, "Gaussian differential privacy",
-theorem 3 and corollary 2). For noisy labels of other kinds ``odds`` has bounds of their own, down
-to the exact AUC of a label that was drawn once; the smallest one counts, and caps the estimate. A
-bound holds for the peers whom every charge of the account describes, and for no others: for them it
-is 1.
+theorem 3 and corollary 2). For noisy labels of other kinds ``known_bounds`` has bounds of their
+own, down to the exact AUC of a label that was drawn once; the smallest one counts, and caps the
+estimate. A bound holds for the peers whom every charge of the account describes, and for no others:
+for them it is 1.
 """
 
 import math
@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from splitveil.active_party.defenses.interface import LeakCharge
-from splitveil.active_party.defenses.sum_kl import estimated_auc
-from splitveil.active_party.ledger.odds import Kinds, ManyOdds, Odds, odds_of
+from splitveil.active_party.ledger.known_bounds import KnownBounds, auc_bound, estimate_of, known_of
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.storage.answer_log import ChargedAnswer
 from splitveil.common.text.upper_bounds import auc_at_most
@@ -34,14 +34,16 @@ Divergences = npt.NDArray[np.float64]
 Caveats = npt.NDArray[np.uint8]
 """What does not hold of each account, as bits."""
 
-NOT_GAUSSIAN = 1
-"""The bit of an account that has a charge other than of a Gaussian mechanism."""
+_NOT_GAUSSIAN = 1
 _DOES_NOT_COVER = {covers: 2 << rank for rank, covers in enumerate(Covers)}
+ALL_CAVEATS = _NOT_GAUSSIAN + sum(_DOES_NOT_COVER.values())
 
 _SATURATED = 75.0
 """Divergence above which both AUCs are 1 to nine digits."""
 _CELLS_PER_UNIT = 4096
 """Mean AUCs are rounded up by less than the inverse of this: millions of roots take seconds."""
+_ROUNDING = 1e-9
+"""Difference of two AUCs below which rounding may have made them differ."""
 
 
 class Spread(NamedTuple):
@@ -85,9 +87,8 @@ class LeakBounds(NamedTuple):
 
     def in_words(self) -> str:
         """Return the bounds of the most exposed example, for the log."""
-        found = [self.against(peers).leak_auc.max for peers in Covers]
-        words = ("none" if auc >= 1 else auc_at_most(auc) for auc in found)
-        parts = (f"{peers} {word}" for peers, word in zip(Covers, words, strict=True))
+        aucs = {peers: self.against(peers).leak_auc.max for peers in Covers}
+        parts = (f"{who} {'none' if auc >= 1 else auc_at_most(auc)}" for who, auc in aucs.items())
         return "bounds on the leak AUC: " + ", ".join(parts)
 
     def or_more(self, other: "LeakBounds | None") -> "LeakBounds":
@@ -120,19 +121,11 @@ class LeakBounds(NamedTuple):
         )
 
 
-_ROUNDING = 1e-9
-"""Difference of two AUCs below which rounding may have made them differ."""
-
-
 def caveats_of(charge: LeakCharge) -> int:
     """Return what does not hold of a charge, as bits."""
     narrow = sum(bit for peers, bit in _DOES_NOT_COVER.items() if not charge.covers.includes(peers))
-    # Nothing is added to a Gaussian mechanism by an answer that tells nothing.
-    return narrow | (0 if charge.is_gaussian or charge.sum_kl == 0 else NOT_GAUSSIAN)
-
-
-UNKNOWN = caveats_of(LeakCharge(math.inf))
-"""The caveats of an account that does not say whom it describes: the narrowest circle of peers."""
+    # Nothing is added to a Gaussian mechanism by an answer that reveals nothing.
+    return narrow | (0 if charge.is_gaussian or charge.sum_kl == 0 else _NOT_GAUSSIAN)
 
 
 def covers(caveats: int, peers: Covers) -> bool:
@@ -145,36 +138,31 @@ def widest_covered(caveats: int) -> Covers:
     return next(peers for peers in Covers if covers(caveats, peers))
 
 
-def odds_of_entry(entry: ChargedAnswer) -> Odds:
-    """Return what is known of a charge besides its divergence."""
-    mu = entry.dominating_mu if entry.caveats & NOT_GAUSSIAN else math.sqrt(entry.sum_kl)
-    return odds_of(entry.sum_kl, entry.epsilon, entry.leak_auc, mu)
+def known_of_entry(entry: ChargedAnswer) -> KnownBounds:
+    """Return what is known of a charge besides its divergence, (3,)."""
+    mu = entry.dominating_mu if entry.caveats & _NOT_GAUSSIAN else math.sqrt(entry.sum_kl)
+    return known_of(entry.sum_kl, entry.epsilon, entry.leak_auc, mu)
 
 
-def auc_bound(sum_kl: float, odds: Odds, caveats: int, peers: Covers) -> float:
-    """Return the AUC that no score of some peers exceeds; 1 if the account says nothing of them."""
-    return odds.auc_bound(sum_kl) if covers(caveats, peers) else 1.0
-
-
-def estimate_of(sum_kl: float, odds: Odds) -> float:
-    """Return the AUC of the best score under the Gaussian model, or what bounds every score."""
-    return min(estimated_auc(sum_kl), odds.auc_bound(sum_kl))
-
-
-def bounds_of(sums: Divergences, caveats: Caveats, odds: ManyOdds, epsilon: float) -> LeakBounds:
+def bounds_of(
+    sums: Divergences, caveats: Caveats, known: KnownBounds, epsilon: float
+) -> LeakBounds:
     """Return the bounds on what some examples' answers revealed.
 
     Args:
-        sums: each example's divergence, (examples,), not empty.
+        sums: each example's divergence, (examples,), not empty; left in another order.
         caveats: what does not hold of each, (examples,).
-        odds: what else is known of each.
+        known: what else is known of each, (examples, 3).
         epsilon: label differential privacy of all answers together; infinite for none.
     """
-    groups = list(_groups(sums, caveats, odds))
-    sum_kl = _spread(sums)
+    groups = list(_groups(sums, caveats, known))
+    largest, mean = float(sums.max()), float(sums.mean())
+    rank = math.ceil(0.95 * (len(sums) - 1))
+    sums.partition(rank)
+    sum_kl = Spread(largest, float(sums[rank]), mean)
     return LeakBounds(
         sum_kl,
-        _auc_spread(groups, sum_kl, lambda of_one, group: estimate_of(of_one, group.odds)),
+        _auc_spread(groups, sum_kl, lambda of_one, group: estimate_of(of_one, group.known)),
         tuple(_bound_for(peers, groups, sum_kl) for peers in Covers),
         epsilon if math.isfinite(epsilon) else None,
     )
@@ -184,20 +172,11 @@ class _Group(NamedTuple):
     """The examples of which the same is known, and the same does not hold."""
 
     caveats: int
-    odds: Odds
+    known: KnownBounds
     most: float
     """The largest divergence."""
     by_root: npt.NDArray[np.int64]
     """Number of examples in each cell of the square root of their divergence."""
-
-    @classmethod
-    def of(cls, sums: Divergences, caveats: int, odds: Odds) -> "_Group":
-        # Both AUCs are smooth in the root.
-        most = float(sums.max())
-        roots = np.minimum(sums, _SATURATED)
-        np.sqrt(roots, out=roots)
-        roots *= _CELLS_PER_UNIT
-        return cls(caveats, odds, most, np.bincount(roots.astype(np.int32)))
 
     def cells(self) -> Iterator[tuple[float, int]]:
         """Yield an upper bound on the divergence in each cell, and the number of examples."""
@@ -205,28 +184,33 @@ class _Group(NamedTuple):
             yield min(((cell + 1) / _CELLS_PER_UNIT) ** 2, self.most), int(self.by_root[cell])
 
 
-def _groups(sums: Divergences, caveats: Caveats, odds: ManyOdds) -> Iterator[_Group]:
-    first = int(odds.kinds[0])
-    kinds: Caveats | Kinds = caveats
-    if (odds.kinds == first).all():  # mostly so, and of millions that saves most of the time
-        first *= UNKNOWN + 1
-    else:
-        kinds, first = odds.kinds * (UNKNOWN + 1) + caveats, 0
-    present = np.flatnonzero(np.bincount(kinds)).tolist()
-    for kind in present:
-        of_kind = sums if len(present) == 1 else sums[kinds == kind]
-        known, caveat = divmod(first + kind, UNKNOWN + 1)
-        yield _Group.of(of_kind, caveat, odds.table[known])
+def _groups(sums: Divergences, caveats: Caveats, known: KnownBounds) -> Iterator[_Group]:
+    """Yield the examples by what is the same of them; mostly that is a single group."""
+    kinds = np.zeros(len(sums), dtype=np.int64)
+    for column in (caveats, *known.T):
+        if (column != column[0]).any():  # of millions, looking first saves most of the time
+            values = pa.array(column).dictionary_encode()
+            kinds = kinds * len(values.dictionary) + values.indices.to_numpy()
+            kinds = pa.array(kinds).dictionary_encode().indices.to_numpy().astype(np.int64)
+    for kind in range(int(kinds.max()) + 1):
+        members = np.flatnonzero(kinds == kind) if kinds.any() else slice(None)
+        first = 0 if isinstance(members, slice) else members[0]
+        # Both AUCs are smooth in the root.
+        roots = np.minimum(sums[members], _SATURATED)
+        most = float(sums[members].max())
+        np.sqrt(roots, out=roots)
+        roots *= _CELLS_PER_UNIT
+        yield _Group(int(caveats[first]), known[first], most, np.bincount(roots.astype(np.int32)))
 
 
 def _bound_for(peers: Covers, groups: list[_Group], sum_kl: Spread) -> PeerBound:
     spread = _auc_spread(
         groups,
         sum_kl,
-        lambda of_one, group: auc_bound(of_one, group.odds, group.caveats, peers),
+        lambda of_one, group: auc_bound(of_one, group.known) if covers(group.caveats, peers) else 1,
     )
     exact = all(
-        covers(group.caveats, peers) and not group.caveats & NOT_GAUSSIAN for group in groups
+        covers(group.caveats, peers) and not group.caveats & _NOT_GAUSSIAN for group in groups
     )
     mu = math.sqrt(sum_kl.max)
     return PeerBound(spread, mu if exact and math.isfinite(mu) else None)
@@ -246,14 +230,6 @@ def _auc_spread(
     rank = math.ceil(0.95 * (int(counts.sum()) - 1))
     q95 = float(aucs[np.searchsorted(np.cumsum(counts), rank, side="right")])
     return Spread(largest, min(q95, largest), mean)
-
-
-def _spread(sums: Divergences) -> Spread:
-    """Summarise the accounts, and leave them in another order: that saves a copy."""
-    largest, mean = float(sums.max()), float(sums.mean())
-    rank = math.ceil(0.95 * (len(sums) - 1))
-    sums.partition(rank)
-    return Spread(max=largest, q95=float(sums[rank]), mean=mean)
 
 
 def _larger(one: Spread, other: Spread) -> Spread:

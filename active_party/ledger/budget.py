@@ -1,20 +1,25 @@
 """The leak budget of a run: decides whether an answer may leave, and charges it before it does.
 
-The budget is compared with the charges of all answers ever given, not only of those up to the run's
-present position: a run that resumes from an earlier checkpoint gets back none of the charges since.
+A run that resumes from a checkpoint takes its ledger from there, so that the ledger afterwards is,
+bit for bit, what it would have been. Later answers stay known to the peer, whether or not the run
+gets that far again: it gets back none of their charges. So the accounts of everything that was
+answered are kept as well, until the same answers have been given again; these are the ones that are
+reported and held against a budget. After a process was killed they are rebuilt from the newest
+checkpoint and the log of answers.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from splitveil.active_party.defenses.interface import LeakCharge
 from splitveil.active_party.ledger.account_book import AccountBook, Names, indices_of
 from splitveil.active_party.ledger.bounds import LeakBounds
-from splitveil.active_party.ledger.ledger import logged
+from splitveil.active_party.ledger.ledger import LeakLedger, logged
 from splitveil.active_party.ledger.limit import Limit
-from splitveil.active_party.ledger.run_ledger import RunLedger
 from splitveil.common.errors import BudgetExhausted
 from splitveil.common.privacy.covers import Covers, narrowest
 from splitveil.common.run.course import AlignedRows
@@ -41,15 +46,65 @@ class Allowance:
     later run may train on them, and then has bounds for these peers at most."""
 
 
+class RunLedger:
+    """The two ledgers of a run that may resume, both begin with what earlier runs have left."""
+
+    def __init__(self, begun: LeakLedger) -> None:
+        self.course = begun
+        """Accounts of the answers on the run's course so far, the same in every such run."""
+        self.told = begun
+        """Accounts of all answers ever given; the same object while there are no others."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether answers were given beyond the run's present position."""
+        return self.told is not self.course
+
+    def enter(self, positions: Positions, charge: ChargedAnswer) -> None:
+        """Charge one answer, before it leaves; a run that is behind has given it before."""
+        self.course.enter(positions, charge)
+
+    def catch_up(self) -> None:
+        """Note that the run has reached the end of all answers ever given."""
+        self.course = self.told
+
+    def go_back(self, course: Mapping[str, Tensor]) -> None:
+        """Take the accounts of a checkpoint as those of the course so far; no charge is lost.
+
+        Raises ValueError if they are not of a ledger of as many examples.
+        """
+        self.course = _loaded(course, len(self.told))
+
+    def reopen(
+        self, state: Mapping[str, Any], since: Iterable[tuple[Positions, ChargedAnswer]]
+    ) -> None:
+        """Rebuild the accounts that an earlier process of the run had.
+
+        They are those of the newest checkpoint, and the answers that were given since. Raises
+        ValueError as ``go_back``.
+        """
+        told = state["course"] if state["told"] is None else state["told"]
+        self.told = _loaded(told, len(self.told))
+        for positions, charge in since:
+            self.told.enter(positions, charge)
+        self.go_back(state["course"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return both ledgers, for a checkpoint."""
+        told = self.told.state_dict() if self.is_behind else None
+        return {"course": self.course.state_dict(), "told": told}
+
+
+def _loaded(state: Mapping[str, Tensor], num_examples: int) -> LeakLedger:
+    ledger = LeakLedger(num_examples)
+    ledger.load_state_dict(state)
+    return ledger
+
+
 class LeakBudget:
     """The accounts of one run, held against its allowance.
 
-    Args:
-        allowance: the limit, and the accounts of earlier runs.
-        ids: this party's canonical ids, by row of its file.
-        rows: the rows that all parties have in common.
-        persons: the person whom each of them is about, in the common order; None if every row has
-            a person of its own.
+    Ids are by row of this party's file; persons, if rows do not have one each, by aligned row.
     """
 
     def __init__(
@@ -127,11 +182,6 @@ class LeakBudget:
     def earlier(self) -> AccountBook:
         """The accounts of earlier runs."""
         return self._allowance.earlier
-
-    @property
-    def counts_earlier_runs(self) -> bool:
-        """Whether answers of earlier runs are counted."""
-        return len(self._allowance.earlier) > 0
 
     def num_charged(self) -> int:
         """Return the number of training examples that have been charged anything so far."""

@@ -10,7 +10,7 @@ about a label beyond what the model predicts of it.
 
 from typing import NamedTuple
 
-from splitveil.common.privacy.covers import Covers, narrowest
+from splitveil.common.privacy.covers import Covers
 
 
 class LabelUses(NamedTuple):
@@ -33,8 +33,6 @@ class LabelSignal(NamedTuple):
     """One way on which labels reach the peer besides the answers."""
 
     setting: str
-    covers: Covers
-    """The widest circle of peers for whom a bound on training labels holds in spite of it."""
     why: str
     """A sentence about it."""
 
@@ -44,31 +42,26 @@ def label_signals(uses: LabelUses) -> tuple[LabelSignal, ...]:
     signals = {
         LabelSignal(
             "allow_audits",
-            Covers.PASSIVE_AND_HONEST,
             "With allow_audits the peer is told how well scores of its choice agree with the "
             "training labels, which no charge counts.",
         ): uses.allows_audits,
         LabelSignal(
             "leak_gate",
-            Covers.PASSIVE_AND_HONEST,
             "With leak_gate.action stop, attacks that know the training labels decide when the run "
             "ends, which the peer sees and no charge counts.",
         ): uses.has_stopping_gate,
         LabelSignal(
             "initial_weights",
-            Covers.PASSIVE_AND_HONEST,
             "The model of initial_weights has learned from true labels, which show in its "
             "predictions and so in the answers.",
         ): uses.begins_with_labels,
         LabelSignal(
             "initial_weights",
-            Covers.PASSIVE_AND_HONEST,
             "The model of initial_weights has learned from what an earlier run released, which "
             "shows in the answers and is not counted: name that run in earlier_ledgers.",
         ): uses.begins_with_releases,
         LabelSignal(
             "early_stopping",
-            Covers.PASSIVE_AND_HONEST,
             "With early_stopping the validation labels decide when the run ends, which no charge "
             "counts: a peer that ranks one row first and then last reads its label from the end.",
         ): uses.has_early_stopping,
@@ -76,17 +69,17 @@ def label_signals(uses: LabelUses) -> tuple[LabelSignal, ...]:
     return tuple(signal for signal, is_given in signals.items() if is_given)
 
 
-def objection_to(peers: Covers, signals: tuple[LabelSignal, ...]) -> str | None:
-    """Say which setting voids a bound for some peers; None if there is none."""
-    for signal in signals:
-        if not signal.covers.includes(peers):
-            return (
-                f"{signal.setting} leaves no bound for {peers.in_words}. {signal.why} Expected a "
-                f"run without it, or covers: {signal.covers} in run_budget"
-            )
-    return None
-
-
 def widest_circle(signals: tuple[LabelSignal, ...]) -> Covers:
     """Return the widest circle of peers for whom bounds on training labels can hold."""
-    return narrowest(*(signal.covers for signal in signals))
+    return Covers.PASSIVE_AND_HONEST if signals else Covers.ANYBODY
+
+
+def objection_to(peers: Covers, signals: tuple[LabelSignal, ...]) -> str | None:
+    """Say which setting voids a bound for some peers; None if there is none."""
+    widest = widest_circle(signals)
+    if widest.includes(peers):
+        return None
+    return (
+        f"{signals[0].setting} leaves no bound for {peers.in_words}. {signals[0].why} Expected a "
+        f"run without it, or covers: {widest} in run_budget"
+    )

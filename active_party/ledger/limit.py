@@ -2,22 +2,19 @@
 
 A limit in divergences is the same for every account. A limit in AUCs allows an account the larger
 a divergence, the more is known of it: its exact figure where all its charges are a Gaussian
-mechanism, and any divergence where another bound (``odds``) is within the limit.
+mechanism, and any divergence where another bound (``known_bounds``) is within the limit.
 """
 
 import math
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from splitveil.active_party.defenses.exact_auc import auc_of_epsilon
-from splitveil.active_party.defenses.sum_kl import (
-    sum_kl_for_estimated_auc,
-    sum_kl_for_leak_auc,
-)
+from splitveil.active_party.defenses.sum_kl import sum_kl_for_estimated_auc, sum_kl_for_leak_auc
 from splitveil.active_party.ledger.bounds import widest_covered
+from splitveil.active_party.ledger.known_bounds import KnownBounds, auc_bound
 from splitveil.active_party.ledger.ledger import Exposure
-from splitveil.active_party.ledger.odds import Odds
 from splitveil.common.privacy.covers import Covers, narrowest
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
 
@@ -49,47 +46,46 @@ class Limit:
         general, gaussian = sum_kl_for_leak_auc(leak_auc), sum_kl_for_estimated_auc(leak_auc)
         return cls(general, gaussian, peers, leak_auc)
 
-    def of(self, odds: Odds) -> float:
-        """Return the divergence allowed to an account of which this is known."""
+    def of(self, known: KnownBounds) -> npt.NDArray[np.float64]:
+        """Return the divergence allowed to each account of which this is known, (accounts,)."""
+        leak_auc, epsilon, excess = np.moveaxis(known, -1, 0)
         if self.max_leak_auc is None:
-            return self.max_sum_kl
-        known = min(odds.leak_auc, auc_of_epsilon(odds.epsilon))
-        if known - 0.5 <= (self.max_leak_auc - 0.5) * (1 + ROUNDING):
-            return math.inf
-        return max(self.max_sum_kl, self.max_gaussian_sum_kl - odds.excess)
+            return np.full(leak_auc.shape, self.max_sum_kl)
+        bound = np.minimum(leak_auc, 0.5 + np.tanh(epsilon / 2) / 2)  # `exact_auc.auc_of_epsilon`
+        is_within = bound - 0.5 <= (self.max_leak_auc - 0.5) * (1 + ROUNDING)
+        allowed = np.maximum(self.max_sum_kl, self.max_gaussian_sum_kl - excess)
+        return np.where(is_within, math.inf, allowed)
 
     def objection(self, reached: Exposure) -> str | None:
         """Say by how much some accounts would exceed the limit; None if they are within it."""
-        described = [widest_covered(kind) for kind in np.unique(reached.caveats).tolist()]
-        narrow = narrowest(*described)
+        narrow = narrowest(*map(widest_covered, np.unique(reached.caveats).tolist()))
         if not narrow.includes(self.peers):
             return (
                 f"would leave an example without a bound for {self.peers.in_words}: what was told "
                 f"about it is bounded for {narrow.in_words}"
             )
-        allowed = np.array([self.of(odds) for odds in reached.odds.table])[reached.odds.kinds]
-        excess = reached.sum_kl / allowed
+        excess = reached.sum_kl / self.of(reached.known)
         worst = int(excess.argmax())
         if excess[worst] <= 1 + ROUNDING:
             return None
-        odds = reached.odds.table[reached.odds.kinds[worst]]
+        known, sum_kl = reached.known[worst], float(reached.sum_kl[worst])
         return (
-            f"would take an example to {in_words(float(reached.sum_kl[worst]), odds)} for "
-            f"{self.peers.in_words}; the budget is {self.in_words(odds)}"
+            f"would take an example to {_in_words(sum_kl, auc_bound(sum_kl, known))} for "
+            f"{self.peers.in_words}; the budget is {self.in_words(known)}"
         )
 
-    def in_words(self, odds: Odds) -> str:
-        """Describe what is allowed to an account of which this is known."""
-        allowed = self.of(odds)
+    def in_words(self, known: KnownBounds) -> str:
+        """Describe what is allowed to an account of which this is known, (3,)."""
+        allowed = float(self.of(known))
         if self.max_leak_auc is None:
-            return in_words(allowed, odds._replace(leak_auc=1.0, epsilon=math.inf))
-        leak_auc = f"a leak AUC of at most {auc_at_most(self.max_leak_auc)}"
-        return f"sum_kl {at_most(allowed)}, {leak_auc}" if math.isfinite(allowed) else leak_auc
+            of_any_epsilon = np.array([1.0, math.inf, known[2]])
+            return _in_words(allowed, auc_bound(allowed, of_any_epsilon))
+        if math.isfinite(allowed):
+            return _in_words(allowed, self.max_leak_auc)
+        return f"a leak AUC of at most {auc_at_most(self.max_leak_auc)}"
 
 
-def in_words(sum_kl: float, odds: Odds) -> str:
-    """Describe a divergence, and the leak AUC that it allows the peers whom it describes."""
-    leak_auc = odds.auc_bound(sum_kl)
+def _in_words(sum_kl: float, leak_auc: float) -> str:
     return f"sum_kl {at_most(sum_kl)}, a leak AUC of at most {auc_at_most(leak_auc)}"
 
 

@@ -54,11 +54,7 @@ class ReleasedTargets(NamedTuple):
         return named | id_rules_as_tensor(self.id_rules)
 
     def of(self, ids: Iterable[str]) -> Tensor:
-        """Return the targets of some examples, NaN for those that have none.
-
-        Args:
-            ids: canonical ids.
-        """
+        """Return the targets of some canonical ids, NaN for those that have none."""
         at = torch.from_numpy(indices_of(names_of(ids), self.names))
         found = self.targets[at.clamp_min(0)].clone()
         found[at < 0] = torch.nan
@@ -71,14 +67,7 @@ def targets_by_id(
     id_rules: bytes = b"",
     bounds: tuple[float, float] | None = None,
 ) -> ReleasedTargets:
-    """Return targets with the names of their examples.
-
-    Args:
-        ids: canonical ids, in the order of the targets.
-        targets: (examples,) or (examples, classes).
-        id_rules: ``rules_as_bytes`` of the contract.
-        bounds: of labels that are numbers; None for classes.
-    """
+    """Return the targets of these canonical ids with the names of their examples."""
     return ReleasedTargets(names_of(ids), targets.detach().cpu().float(), id_rules, bounds)
 
 
@@ -88,16 +77,10 @@ def read_targets(
     id_rules: bytes = b"",
     bounds: tuple[float, float] | None = None,
 ) -> ReleasedTargets | None:
-    """Read the targets of earlier runs; the later folder counts for an example of several.
+    """Read the targets of earlier runs from their ``checkpoint`` folders; None without any.
 
-    Args:
-        folders: the active party's ``checkpoint`` folder of each run.
-        num_classes: of this run.
-        id_rules: ``rules_as_bytes`` of this run's contract.
-        bounds: of this run's labels, if they are numbers.
-
-    Returns:
-        None without folders.
+    The later folder counts for an example of several. Classes, rules for ids, and bounds of numbers
+    have to be those of this run.
 
     Raises:
         SettingsError: a folder has no such file, or it cannot be read or is of other classes

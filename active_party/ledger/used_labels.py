@@ -36,11 +36,8 @@ _PURPOSE = b"first used label"
 def labels_first_used(path: Path, key: NoiseKey, ids: Sequence[str], labels: Tensor) -> Tensor:
     """Return the label with which each example was first used; those of new ones are now written.
 
-    Args:
-        path: of the file of the noise key.
-        key: derived from it.
-        ids: canonical ids of the training rows.
-        labels: their present labels, (ids,) float32.
+    The path is that of the noise key, and ``key`` is derived from it. The labels, (ids,) float32,
+    are the present ones of the training rows.
 
     Raises:
         SettingsError: the file of labels cannot be read.

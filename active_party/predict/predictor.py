@@ -19,7 +19,7 @@ from splitveil.active_party.predict.joint_model import JointModel, ModelChoice
 from splitveil.active_party.predict.table_client import TableClient
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.features import Features
-from splitveil.common.data.id_index import ABSENT
+from splitveil.common.data.stored_ids import ABSENT
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.served_rows import ServedRows
@@ -221,7 +221,7 @@ def _check_addresses(parties: Sequence[str], addresses: dict[str, str]) -> None:
     unknown = [name for name in addresses if name not in parties]
     problems = [
         f"inference.connect: no address of passive party {name!r}: add inference.connect.{name}, "
-        f"the host and port of its passive-party serve"
+        f"the host and port of its splitveil passive serve"
         for name in missing
     ]
     problems += [f"inference.connect: the contract has no passive party {n!r}" for n in unknown]

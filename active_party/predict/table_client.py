@@ -12,7 +12,7 @@ import torch
 
 from splitveil.active_party.predict.embed_client import EmbedClient
 from splitveil.common.alignment import ristretto
-from splitveil.common.data.id_index import ABSENT, IdIndex
+from splitveil.common.data.stored_ids import ABSENT, IdIndex
 from splitveil.common.errors import InvalidMessage
 from splitveil.common.run.inference import Embedded
 from splitveil.common.wire.connection import PeerConnection

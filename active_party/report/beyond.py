@@ -5,6 +5,7 @@ what features tell, which no defense of gradients can hide. All of them are of t
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from splitveil.active_party.report.bounds import guarantee_of
@@ -39,7 +40,7 @@ def beyond_of(run: RunFiles) -> BeyondFigures:
     found = measured_of(run)
     aside = set_aside(found, guarantee_of(run))
     kept = {name: one for name, one in found.adjusted.items() if name not in aside}
-    return found._replace(adjusted=kept)
+    return replace(found, adjusted=kept)
 
 
 def tells_something(beyond: BeyondFigures) -> bool:

@@ -2,8 +2,12 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
-from splitveil.active_party.ledger.coverage import coverage_of
+from pydantic import TypeAdapter, ValidationError
+
+from splitveil.active_party.defenses import DefenseSettings
+from splitveil.active_party.defenses.section import COVERS_CLASS_MEANS, Coverage
 from splitveil.active_party.report.run_files import RunFiles
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.record.figures import LedgerFigures
@@ -12,6 +16,7 @@ from splitveil.common.text.upper_bounds import auc_at_most
 
 NO_BOUND = 0.999
 """Bound at and above which a ledger excludes nothing."""
+_SETTINGS: TypeAdapter[DefenseSettings] = TypeAdapter(DefenseSettings)
 
 
 def guarantee_of(run: RunFiles) -> float:
@@ -58,6 +63,18 @@ def in_short(bounds: Mapping[Covers, float]) -> str:
 def widest_bounded(bounds: Mapping[Covers, float]) -> Covers | None:
     """Return the widest circle of peers for whom a bound says anything; None if there is none."""
     return next((p for p in Covers if bounds.get(p, math.inf) < NO_BOUND), None)
+
+
+def coverage_of(defense: Mapping[str, Any]) -> Coverage:
+    """Return the peers whom the charges of a defense describe.
+
+    Args:
+        defense: the settings of the defense as plain values, as a run's summary has them.
+    """
+    try:
+        return _SETTINGS.validate_python(defense).traits.coverage
+    except ValidationError:
+        return COVERS_CLASS_MEANS
 
 
 def _why(run: RunFiles, peers: Covers) -> str:

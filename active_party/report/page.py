@@ -71,7 +71,7 @@ from splitveil.common.storage.run_folder import write_text_atomically
 
 logger = logging.getLogger("splitveil.active_party")
 
-_REPORT_LATER = "once the cause is gone: active-party report"
+_REPORT_LATER = "once the cause is gone: splitveil active report"
 _PACKAGE = "splitveil.active_party.report"
 _NAME_LENGTH = 36
 _EXPECTED_TO_DIFFER = {"contract.run_name", "listen", "runs_dir"}

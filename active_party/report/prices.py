@@ -56,8 +56,7 @@ def steps_to_a_bound(run: RunFiles, target: float, size: TableSize | None) -> It
         begins_with_labels=bool(run.active.setting("initial_weights")),
     )
     for signal in label_signals(uses):
-        if not signal.covers.includes(Covers.ANYBODY):
-            yield Step(*_without(signal.setting, signal.why))
+        yield Step(*_without(signal.setting, signal.why))
     defense = defense_at(run, target)
     if defense is None:
         return
@@ -76,7 +75,7 @@ def defense_at(run: RunFiles, target: float) -> DefenseSettings | None:
     context = _context(run, None)
     own = _defense_of(run)
     found = None if own is None else own.at_leak_auc(target, context)
-    if found is not None and found.coverage().covers.includes(Covers.ANYBODY):
+    if found is not None and found.traits.coverage.covers.includes(Covers.ANYBODY):
         return found
     try:
         other = _SETTINGS.validate_python(

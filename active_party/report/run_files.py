@@ -15,8 +15,13 @@ import numpy.typing as npt
 from splitveil.common.data.label_range import ONE_NUMBER
 from splitveil.common.errors import SettingsError
 from splitveil.common.record.figures import LedgerFigures
-from splitveil.common.record.histogram_line import HistogramLine
-from splitveil.common.record.lines import EpochLeakLine, EvaluationLine, LeakLine, TrainingLine
+from splitveil.common.record.lines import (
+    EpochLeakLine,
+    EvaluationLine,
+    HistogramLine,
+    LeakLine,
+    TrainingLine,
+)
 from splitveil.common.record.run_record import (
     METRICS,
     Metrics,

@@ -14,10 +14,9 @@ from splitveil.active_party.run.preparation import OwnRows
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
 from splitveil.common.errors import OutOfStep
-from splitveil.common.run.common_order import CommonOrder
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows
-from splitveil.common.run.sample_order import joint_seed
+from splitveil.common.run.sample_order import CommonOrder, joint_seed
 
 
 class AlignmentLifecycle(Lifecycle):

@@ -317,6 +317,6 @@ class Lifecycle:
 
 def _reported(observer: SessionObserver, setup: TrainingSetup, seed: bytes) -> TrainingSetup:
     observer.on_aligned(setup.rows, seed)
-    if setup.budget.counts_earlier_runs:
+    if len(setup.budget.earlier):
         observer.on_earlier_answers(setup.budget.num_charged(), setup.budget.told())
     return setup

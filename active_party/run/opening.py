@@ -19,8 +19,7 @@ from splitveil.active_party.run.stages import RunStages, Stage
 from splitveil.common.alignment import RowIndices, Share
 from splitveil.common.alignment.share import Mask
 from splitveil.common.errors import AlignmentError, ContractMismatch, NothingBegun, OutOfStep
-from splitveil.common.run.contract import Contract
-from splitveil.common.run.contract_difference import check_same_contract
+from splitveil.common.run.contract import Contract, check_same_contract
 from splitveil.common.run.messages import Offer
 from splitveil.common.run.sample_order import NONCE_BYTES, Positions
 from splitveil.common.text.visible_text import visible

@@ -113,8 +113,9 @@ class Preparation:
         questions: AnsweredQuestions,
         file: ReleaseFile,
     ) -> Answering:
-        rows = setup.trainer.released_rows
-        about = setup.rows.splits["train"] if rows is None else rows.cpu().numpy()
+        staged, about = setup.trainer.staged, setup.rows.splits["train"]
+        if staged is not None:
+            about = staged.released_rows.numpy()
         charged = setup.budget.sharing_accounts(about)
         releases = Releases(file, questions, setup.budget, charged)
         evaluator = Evaluator(self.rules.early_stop, setup.trainer.kind)

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from splitveil.active_party.defenses.number_outputs import residuals_of, shares_of
+from splitveil.active_party.defenses.objective import residuals_of, shares_of
 from splitveil.active_party.training.predictions import (
     LossWeights,
     PredictionFigures,

@@ -18,7 +18,7 @@ from splitveil.active_party.defenses import (
     DefenseReport,
     RawBatch,
 )
-from splitveil.active_party.defenses.interface import LabelledRows, PendingRelease
+from splitveil.active_party.defenses.interface import LabelledRows, PendingRelease, StagedDefense
 from splitveil.active_party.defenses.objective import BatchLabels, Objective, StepOutcome
 from splitveil.active_party.training.cut_memory import CutMemory, LabelFreeFacts
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
@@ -122,6 +122,7 @@ class TopTrainer:
         self.num_classes = rows.num_classes
         self.kind = rows.kind
         self.defense = defense
+        self.staged = defense if isinstance(defense, StagedDefense) else None
         self.phases = phases or Phases()
         self._objective = objective
         self._features = None if rows.features is None else rows.features.to(device)
@@ -151,20 +152,16 @@ class TopTrainer:
         """
         self._note(torch.from_numpy(positions.copy()), activation)
 
-    @property
-    def released_rows(self) -> Tensor | None:
-        return self.defense.released_rows
-
     def pending_release(self, epoch: int) -> PendingRelease | None:
         """Return the release that the defense needs before an epoch's next answer, if any."""
-        if self._training is None or self.memory is None:
+        if self.staged is None or self._training is None or self.memory is None:
             return None
         self.learn()
         facts = LabelFreeFacts(
             self.model, self.memory, self._features, self._training, self._device
         )
         with self._defending("the defense cannot begin a stage"):
-            return self.defense.pending_release(epoch, facts)
+            return self.staged.pending_release(epoch, facts)
 
     def gradient(
         self, positions: Positions, activation: Tensor, answer_key: bytes | None = None

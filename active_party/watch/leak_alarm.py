@@ -14,6 +14,7 @@ Oracles that know the classes of half the batch are ignored: the bound is about 
 in one answer about an example's label, and not about what other examples' labels add to it.
 """
 
+import logging
 import math
 import statistics
 from collections.abc import Collection, Mapping
@@ -22,6 +23,13 @@ from typing import Any, NamedTuple
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.common.privacy.attacks import ATTACKS, SideInformation
 from splitveil.common.privacy.audit import BatchLeak
+from splitveil.common.record.figures import AttackFigure
+from splitveil.common.record.lines import AlarmLine
+from splitveil.common.record.metrics_log import MetricsLog
+from splitveil.common.run.progress import State
+from splitveil.common.text.upper_bounds import auc_at_most
+
+logger = logging.getLogger(__name__)
 
 _CLASS_ORACLES: frozenset[str] = frozenset(
     name for name, attack in ATTACKS.items() if SideInformation.CLASSES in attack.needs
@@ -44,11 +52,7 @@ class Alarm(NamedTuple):
 
 
 class LeakAlarm:
-    """Collects charges and measurements, and judges the epochs that are complete.
-
-    Args:
-        class_oracles: names of the attacks to ignore.
-    """
+    """Collects charges and measurements, and judges the epochs that are complete."""
 
     def __init__(self, class_oracles: Collection[str] = _CLASS_ORACLES) -> None:
         self._class_oracles = frozenset(class_oracles)
@@ -56,18 +60,15 @@ class LeakAlarm:
         self._gains: dict[tuple[str, str], list[float]] = {}
 
     def note_charge(self, epoch: int, sum_kl: float) -> None:
-        """Note the charge of an answer in an epoch."""
         self._largest[epoch] = max(self._largest.get(epoch, 0.0), sum_kl)
 
     def note_leak(self, measured: BatchLeak) -> None:
-        """Note the measurements of the attacks on an answer."""
         for layer, attacks in measured.leak.items():
             for attack, value in attacks.items():
                 if attack not in self._class_oracles:
                     self._gains.setdefault((attack, layer), []).append(value - measured.random)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of everything noted and not yet judged."""
         gains: dict[str, dict[str, list[float]]] = {}
         for (attack, layer), values in self._gains.items():
             gains.setdefault(attack, {})[layer] = list(values)
@@ -77,7 +78,6 @@ class LeakAlarm:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state that ``state_dict`` returned."""
         self._largest = {int(epoch): charge for epoch, charge in state["largest"].items()}
         self._gains = {
             (attack, layer): list(values)
@@ -110,3 +110,71 @@ class LeakAlarm:
             if measured - margin > bound:
                 found.append(Alarm(attack, layer, measured, margin, bound))
         return found
+
+
+class AlarmBell:
+    """Has the epochs judged as they are measured; every alarm is recorded, one of each kind logged.
+
+    An alarm's kind is its attack and layer: an attack that passes its bound usually does so in
+    every epoch.
+
+    Args:
+        class_oracles: names of the attacks that know classes, which the alarm ignores.
+    """
+
+    def __init__(self, metrics: MetricsLog, class_oracles: Collection[str]) -> None:
+        self.alarms = 0
+        self._metrics = metrics
+        self._alarm = LeakAlarm(class_oracles)
+        self._measured_epoch = 0
+        self._said: set[tuple[str, str]] = set()
+
+    def note_charge(self, epoch: int, sum_kl: float) -> None:
+        self._alarm.note_charge(epoch, sum_kl)
+
+    def note_leak(self, measured: BatchLeak) -> None:
+        """Note a measured batch, and judge the epochs before it."""
+        if measured.epoch > self._measured_epoch:  # the monitor may lag behind the training
+            self.judge_measured()
+            self._measured_epoch = measured.epoch
+        self._alarm.note_leak(measured)
+
+    def judge_measured(self) -> None:
+        """Judge all epochs up to the last one with a measured batch."""
+        for alarm in self._alarm.judge(self._measured_epoch):
+            self.alarms += 1
+            self._report(alarm)
+
+    def state_dict(self) -> State:
+        return {
+            "alarm": self._alarm.state_dict(),
+            "alarms": self.alarms,
+            "measured_epoch": self._measured_epoch,
+            "said": sorted(map(list, self._said)),
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Resume from a state that ``state_dict`` returned; other entries are ignored."""
+        self._alarm.load_state_dict(state["alarm"])
+        self.alarms, self._measured_epoch = state["alarms"], state["measured_epoch"]
+        # What this process has said before it went back is said all the same.
+        self._said |= {(attack, layer) for attack, layer in state["said"]}
+
+    def _report(self, alarm: Alarm) -> None:
+        figure = AttackFigure(alarm.layer, alarm.attack, alarm.measured)
+        self._metrics.write(AlarmLine(self._measured_epoch, figure, alarm.margin, alarm.bound))
+        if (alarm.attack, alarm.layer) in self._said:
+            return
+        self._said.add((alarm.attack, alarm.layer))
+        logger.error(
+            "LEAK ALARM: up to epoch %d: %s at %s measures a leak AUC of %.3f (+- %.3f), above "
+            "the %s that the ledger states for one answer: the charges of this defense "
+            "do not describe this attack on these gradients; later epochs of the same are in "
+            "metrics.jsonl",
+            self._measured_epoch + 1,
+            alarm.attack,
+            alarm.layer,
+            alarm.measured,
+            alarm.margin,
+            auc_at_most(alarm.bound),
+        )

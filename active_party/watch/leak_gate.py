@@ -6,6 +6,7 @@ Random scores reach more than 1/2 on small batches, because an attacker may inve
 leak AUC on the same batches is reported beside the figure.
 """
 
+import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,8 +14,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from splitveil.active_party.settings import LeakGateSettings
+from splitveil.common.errors import LeakGateClosed
 from splitveil.common.privacy.audit import BatchLeak
+from splitveil.common.record.figures import AttackFigure
+from splitveil.common.record.lines import GateLine
+from splitveil.common.record.metrics_log import MetricsLog
+from splitveil.common.record.summary import GateFigures
 from splitveil.common.run.course import batch_in_words
+from splitveil.common.run.progress import State
+
+logger = logging.getLogger(__name__)
 
 
 class GateFinding(NamedTuple):
@@ -32,11 +41,7 @@ class GateFinding(NamedTuple):
 
 
 class LeakGate:
-    """Judges every measured batch together with those before it.
-
-    Args:
-        settings: limit and window.
-    """
+    """Judges every measured batch together with those before it."""
 
     def __init__(self, settings: LeakGateSettings) -> None:
         self._settings = settings
@@ -78,7 +83,6 @@ class LeakGate:
         return worst
 
     def sentence(self, finding: GateFinding) -> str:
-        """Describe a finding to the label owner."""
         settings = self._settings
         figure = "the mean" if settings.quantile == "mean" else f"the {settings.quantile} quantile"
         place = batch_in_words(finding.epoch, finding.step)
@@ -90,7 +94,6 @@ class LeakGate:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the windows."""
         windows: dict[str, dict[str, Any]] = {}
         for (layer, attack), window in self._windows.items():
             lists = {"leak": list(window.leak), "random": list(window.random)}
@@ -121,3 +124,53 @@ class _Window(NamedTuple):
     @classmethod
     def of(cls, settings: LeakGateSettings) -> "_Window":
         return cls(deque(maxlen=settings.window_steps), deque(maxlen=settings.window_steps))
+
+
+class GateKeeper:
+    """Shows measured batches to a leak gate, and acts on its findings as the settings say.
+
+    Args:
+        settings: limit, window and action; None without a gate.
+    """
+
+    def __init__(self, settings: LeakGateSettings | None, metrics: MetricsLog) -> None:
+        self.objection: LeakGateClosed | None = None
+        """The reason why the run must end, once the gate is closed."""
+        self._metrics = metrics
+        self._settings = settings
+        self._gate = None if settings is None else LeakGate(settings)
+        self._findings = 0
+
+    def note_leak(self, measured: BatchLeak) -> None:
+        if self._gate is None or self._settings is None:
+            return
+        finding = self._gate.note(measured)
+        if finding is None or self.objection is not None:
+            return
+        self._findings += 1
+        self._write(finding, self._settings.max_leak_auc)
+        sentence = self._gate.sentence(finding)
+        if self._settings.action == "stop":
+            self.objection = LeakGateClosed(sentence)
+        else:
+            logger.warning(sentence)
+
+    def figures(self) -> GateFigures | None:
+        """Return the gate's actions for the summary; None without a gate."""
+        if self._gate is None:
+            return None
+        return GateFigures(self._findings, self.objection is not None)
+
+    def state_dict(self) -> State:
+        gate = None if self._gate is None else self._gate.state_dict()
+        return {"gate": gate, "gate_findings": self._findings}
+
+    def load_state_dict(self, state: State) -> None:
+        """Resume from a state that ``state_dict`` returned; other entries are ignored."""
+        if self._gate is not None and state["gate"] is not None:
+            self._gate.load_state_dict(state["gate"])
+        self._findings = state["gate_findings"]
+
+    def _write(self, finding: GateFinding, limit: float) -> None:
+        figure = AttackFigure(finding.layer, finding.attack, finding.measured)
+        self._metrics.write(GateLine(finding.epoch, finding.step, figure, finding.random, limit))

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.active_party.training.top_trainer import StepResult
-from splitveil.active_party.watch.alarm_bell import AlarmBell
-from splitveil.active_party.watch.gate_keeper import GateKeeper
+from splitveil.active_party.watch.leak_alarm import AlarmBell
+from splitveil.active_party.watch.leak_gate import GateKeeper
 from splitveil.active_party.watch.row_covariates import RowCovariates
 from splitveil.common.errors import LeakGateClosed
 from splitveil.common.privacy.attacks import SideInformation
@@ -25,12 +25,7 @@ from splitveil.common.run.progress import State
 
 
 class LeakWatch:
-    """The leak monitor of a run with its alarm and its gate, each of which may be switched off.
-
-    Args:
-        settings: settings of the active party.
-        metrics: gets the lines of monitor, alarm and gate.
-    """
+    """The leak monitor of a run with its alarm and its gate, each of which may be switched off."""
 
     def __init__(self, settings: ActiveSettings, metrics: MetricsLog) -> None:
         # Its attacks tell classes apart; `NumberWatch` has those on numbers.
@@ -49,12 +44,7 @@ class LeakWatch:
 
     @contextmanager
     def watching(self, seed: bytes, rows: AlignedRows) -> Iterator[None]:
-        """Run the monitor within the block; the last batches are measured and judged at its end.
-
-        Args:
-            seed: the joint seed.
-            rows: the aligned rows of the run.
-        """
+        """Run the monitor within the block; the last batches are measured and judged at its end."""
         if self._settings is None:
             yield
             return
@@ -96,14 +86,12 @@ class LeakWatch:
             self._covariates.note_held_out(evaluation.auc)
 
     def end_epoch(self, epoch: int) -> None:
-        """Note that an epoch is over."""
         if self._covariates is not None:
             self._covariates.end_epoch(epoch)
         if self.monitor is not None:
             self.monitor.end_epoch(epoch)
 
     def shown(self) -> dict[str, float]:
-        """Return the latest leak AUCs, for the progress line."""
         return {} if self.monitor is None else self.monitor.shown()
 
     def objection(self) -> LeakGateClosed | None:
@@ -126,11 +114,7 @@ class LeakWatch:
         return self.monitor.summary(covariates)
 
     def state_dict(self) -> State:
-        """Return everything noted, once the monitor has measured all gradients sent so far.
-
-        Raises:
-            StorageError: a line of the metrics could not be written.
-        """
+        """Return everything noted, once the monitor has measured all gradients sent so far."""
         leaks = None if self.monitor is None else self.monitor.state_dict()
         covariates = None if self._covariates is None else self._covariates.state_dict()
         watched = {"leaks": leaks, "covariates": covariates}

@@ -18,7 +18,7 @@ import torch
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.active_party.training.top_trainer import StepResult
-from splitveil.active_party.watch.number_covariates import NumberRowCovariates
+from splitveil.active_party.watch.row_covariates import NumberRowCovariates
 from splitveil.common.privacy.accumulation import RunScores
 from splitveil.common.privacy.adjusted_r2 import AdjustedR2, measure_numbers_beyond_features
 from splitveil.common.privacy.audit_worker import CpuBudget
@@ -50,8 +50,6 @@ class NumberWatch:
 
     Args:
         settings: of the active party; how often and with how much CPU time to measure.
-        metrics: gets a line for each epoch.
-        rows: the aligned rows of the run.
     """
 
     def __init__(self, settings: ActiveSettings, metrics: MetricsLog, rows: AlignedRows) -> None:
@@ -99,7 +97,6 @@ class NumberWatch:
             self._covariates.note_held_out(evaluation.number.r2)
 
     def end_epoch(self, epoch: int) -> None:
-        """Write the line of an epoch."""
         self._covariates.end_epoch(epoch)
         found = {attack: by_epoch.get(epoch) for attack, by_epoch in self._r2.items()}
         means = {attack: _mean_of_defined(r2) for attack, r2 in found.items() if r2}
@@ -142,7 +139,6 @@ class NumberWatch:
         )
 
     def state_dict(self) -> State:
-        """Return a copy of everything measured."""
         return {
             "sums": self._sums.state_dict(),
             "r2": copy.deepcopy(self._r2),
@@ -152,7 +148,6 @@ class NumberWatch:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Resume from a state that ``state_dict`` returned."""
         self._sums.load_state_dict(state["sums"])
         self._r2 = copy.deepcopy(state["r2"])
         self._random = list(state["random"])

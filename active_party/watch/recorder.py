@@ -11,30 +11,27 @@ from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.active_party.training.predictions import PredictionFigures
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.active_party.watch.distributions import gradient_distributions, spread_epochs
-from splitveil.active_party.watch.held_against import hold_against, log_beyond
 from splitveil.active_party.watch.leak_watch import LeakWatch
 from splitveil.active_party.watch.number_watch import NumberWatch
-from splitveil.active_party.watch.stored_figures import (
-    bounds_of_state,
-    evaluation_of_state,
+from splitveil.active_party.watch.stated import (
+    hold_against,
     ledger_figures,
+    log_beyond,
     peer_bounds,
-    state_of_bounds,
-    state_of_evaluation,
 )
 from splitveil.common.errors import LeakGateClosed
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
-from splitveil.common.record.charting import ChartClock
 from splitveil.common.record.figures import AttackFigure, NumberFigures
-from splitveil.common.record.histogram_line import HistogramLine
 from splitveil.common.record.leak_figures import LeakFigures
 from splitveil.common.record.lines import (
     AuditLine,
     EvaluationLine,
+    HistogramLine,
     LedgerLine,
     Line,
     TrainingLine,
 )
+from splitveil.common.record.metrics_log import ChartClock
 from splitveil.common.record.run_record import write_ledger_ahead
 from splitveil.common.record.run_recorder import RunRecorder
 from splitveil.common.record.summary import (
@@ -44,6 +41,7 @@ from splitveil.common.record.summary import (
     RunCounts,
     Summary,
 )
+from splitveil.common.record.values import from_form, to_form
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.run.messages import AuditQuestion
 from splitveil.common.run.progress import State
@@ -59,11 +57,6 @@ _ALL_CHARTED = 200
 
 class ActiveRecorder(RunRecorder):
     """Observes a session. Its numbers are about batches and epochs, never about one example.
-
-    Args:
-        settings: settings of the active party.
-        folder: the run's folder.
-        on_line: called with each line of the metrics once it is written.
 
     Raises:
         SettingsError: a user-defined attack cannot be used.
@@ -94,7 +87,6 @@ class ActiveRecorder(RunRecorder):
         self._alone: PredictionFigures | None = None
 
     def on_aligned(self, rows: AlignedRows, seed: bytes) -> None:
-        """Start the progress bar and the leak monitor."""
         self._begin_run(rows)
         if self._settings.data.label_range is not None:
             self._numbers = NumberWatch(self._settings, self._metrics, rows)
@@ -102,7 +94,6 @@ class ActiveRecorder(RunRecorder):
         self._show_progress("active", rows, self._settings.contract)
 
     def on_earlier_answers(self, examples: int, bounds: LeakBounds) -> None:
-        """Note the bounds on what earlier runs may have revealed."""
         self._earlier = EarlierAnswers(examples, ledger_figures(bounds))
         logger.info(
             "earlier runs answered about %d of the training rows: sum_kl %s, %s (largest of all "
@@ -113,7 +104,6 @@ class ActiveRecorder(RunRecorder):
         )
 
     def on_step(self, batch: Batch, result: StepResult) -> None:
-        """Note the loss, and hand the gradients to the leak monitor."""
         loss = float(result.loss.detach())
         if batch.step == 0:
             self._epoch_losses.clear()
@@ -130,7 +120,6 @@ class ActiveRecorder(RunRecorder):
             self._progress.advance(loss=loss, **self._shown_leak())
 
     def on_epoch(self, epoch: int) -> None:
-        """Note that an epoch is over, its evaluations included, and log its figures."""
         self._watch.end_epoch(epoch)
         if self._numbers is not None:
             self._numbers.end_epoch(epoch)
@@ -146,7 +135,6 @@ class ActiveRecorder(RunRecorder):
         )
 
     def on_ledger(self, epoch: int, bounds: LeakBounds) -> None:
-        """Note the bounds on what the run may have revealed so far."""
         self._bounds = bounds
         self._metrics.write(LedgerLine(epoch, ledger_figures(bounds)))
         bounds = bounds.or_more(self._ahead)
@@ -161,7 +149,6 @@ class ActiveRecorder(RunRecorder):
         )
 
     def on_answers_ahead(self, bounds: LeakBounds) -> None:
-        """Note the bounds on all answers of a run that resumes at a point before some of them."""
         if bounds != self._ahead:
             logger.info(
                 "the run was ahead of where it resumes: the ledger keeps the later answers: "
@@ -174,12 +161,12 @@ class ActiveRecorder(RunRecorder):
         write_ledger_ahead(self._folder, ledger_figures(bounds))
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        """Note loss and AUC of a split."""
         self._train_loss = sum(self._epoch_losses) / len(self._epoch_losses)
         self._evaluations[evaluation.split] = evaluation
         self._watch.note_evaluation(evaluation)
         if self._numbers is not None:
             self._numbers.note_evaluation(evaluation)
+        classes = evaluation.classes
         line = EvaluationLine(
             evaluation.epoch,
             evaluation.split,
@@ -187,41 +174,33 @@ class ActiveRecorder(RunRecorder):
             evaluation.auc,
             evaluation.calibration_error,
             self._train_loss,
+            None if classes is None else classes.accuracy,
+            {} if classes is None else self._by_class(classes.aucs),
+            evaluation.number,
         )
-        if evaluation.classes is not None:
-            aucs = self._by_class(evaluation.classes.aucs)
-            line = line._replace(accuracy=evaluation.classes.accuracy, class_aucs=aucs)
-        line = line._replace(number=evaluation.number)
         self._metrics.write(line)
 
     def on_audit(self, question: AuditQuestion, leak_auc: float, party: str) -> None:
-        """Note the leak AUC that a passive party is told about its scores."""
         multi_party = len(self._settings.contract.passive_parties) > 1
         layer = f"{party}: {question.layer}" if multi_party else question.layer
         figure = AttackFigure(layer, question.attack, leak_auc)
         self._metrics.write(AuditLine(question.epoch, figure))
 
     def on_audits_answered(self, count: int) -> None:
-        """Note the number of audits answered, including those after the checkpoint resumed from."""
         self._audits = count
 
     def on_resumed(self, epoch: int | None) -> None:
-        """Log where the run resumes."""
         logger.info("resuming %s", "at the end" if epoch is None else f"in epoch {epoch + 1}")
 
     def state_dict(self) -> State:
-        """Return everything noted, once the leak monitor has measured all gradients sent so far.
-
-        Raises:
-            StorageError: a line of the metrics could not be written.
-        """
+        """Return everything noted, once the leak monitor has measured all gradients sent so far."""
         watch = self._watch.state_dict()
         return {
             "steps": self._steps,
             "epoch_losses": list(self._epoch_losses),
             "train_loss": self._train_loss,
-            "evaluations": {s: state_of_evaluation(e) for s, e in self._evaluations.items()},
-            "bounds": None if self._bounds is None else state_of_bounds(self._bounds),
+            "evaluations": to_form(self._evaluations),
+            "bounds": to_form(self._bounds),
             **watch,
             "numbers": None if self._numbers is None else self._numbers.state_dict(),
             "metrics": self._metrics.state_dict(),
@@ -232,7 +211,6 @@ class ActiveRecorder(RunRecorder):
 
         Raises:
             SettingsError: the state belongs to attacks other than those in the settings.
-            StorageError: the metrics cannot be changed.
         """
         self._watch.load_state_dict(state)
         if self._numbers is not None and state["numbers"] is not None:
@@ -240,24 +218,21 @@ class ActiveRecorder(RunRecorder):
         self._steps, self._train_loss = state["steps"], state["train_loss"]
         self._epoch_losses = list(state["epoch_losses"])
         self._evaluations = {
-            split: evaluation_of_state(split, *figures)
-            for split, figures in state["evaluations"].items()
+            split: from_form(Evaluation, figures) for split, figures in state["evaluations"].items()
         }
-        self._bounds = None if state["bounds"] is None else bounds_of_state(state["bounds"])
+        bounds = state["bounds"]
+        self._bounds = None if bounds is None else from_form(LeakBounds, bounds)
         self._metrics.load_state_dict(state["metrics"])
         if self._progress is not None:
             self._progress.resume_at(self._steps)
 
     def note_refit(self, figures: PredictionFigures | None) -> None:
-        """Note the test figures of the refitted model, if there is one."""
         self._refit = figures
 
     def note_alone(self, figures: PredictionFigures | None) -> None:
-        """Note the test figures of the model of this party's features alone, if there is one."""
         self._alone = figures
 
     def objection(self) -> LeakGateClosed | None:
-        """Return the reason why the leak gate is closed; None while it is open."""
         return self._watch.objection()
 
     def summary(self, refused: dict[str, int]) -> Summary:
@@ -314,15 +289,17 @@ class ActiveRecorder(RunRecorder):
             return ModelFigures(train_loss=self._train_loss)
         if test.number is not None:
             return self._number_figures(test.number, test.loss)
-        figures = ModelFigures(test.auc, test.loss, test.calibration_error, self._train_loss)
-        if self._refit is not None:
-            figures = figures._replace(test_auc_refit=self._refit.auc)
-        if self._alone is not None:
-            figures = figures._replace(test_auc_alone=self._alone.auc)
-        if test.classes is None:
-            return figures
-        aucs = self._by_class(test.classes.aucs)
-        return figures._replace(test_accuracy=test.classes.accuracy, test_auc_by_class=aucs)
+        refit, alone, classes = self._refit, self._alone, test.classes
+        return ModelFigures(
+            test.auc,
+            test.loss,
+            test.calibration_error,
+            self._train_loss,
+            test_accuracy=None if classes is None else classes.accuracy,
+            test_auc_by_class=None if classes is None else self._by_class(classes.aucs),
+            test_auc_refit=None if refit is None else refit.auc,
+            test_auc_alone=None if alone is None else alone.auc,
+        )
 
     def _number_figures(self, test: NumberFigures, loss: float) -> ModelFigures:
         refit, alone = (

@@ -26,6 +26,7 @@ from torch import Tensor
 from splitveil.active_party.training.predictions import measure_predictions
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.data.features import Features
+from splitveil.common.privacy.adjusted_r2 import NumberCovariates
 from splitveil.common.privacy.beyond_features import Covariates
 from splitveil.common.run.course import Batch
 from splitveil.common.run.progress import State
@@ -83,7 +84,6 @@ class Latest:
         """Note the predictions of some rows, each once.
 
         Args:
-            rows: the rows.
             logits: of their predictions, (rows, logits).
             visits: the number of their visits, this one included, (rows, 1).
         """
@@ -96,7 +96,6 @@ class Latest:
         return type(self)(self.activations.clone(), self.outlooks.clone())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return both tensors."""
         return {"activations": self.activations, "outlooks": self.outlooks}
 
 
@@ -105,8 +104,6 @@ class RowCovariates:
 
     Args:
         training: positions of the training rows, ascending.
-        num_examples: number of aligned examples.
-        num_classes: number of classes of the labels.
     """
 
     _LABEL_TYPE: ClassVar[torch.dtype] = torch.int8
@@ -182,7 +179,6 @@ class RowCovariates:
         return _Visited(self._positions[visited], activations, outlooks, own, labels)
 
     def state_dict(self) -> State:
-        """Return a copy of everything noted."""
         self._sum_up()
         return {
             "labels": self._labels.clone(),
@@ -245,6 +241,35 @@ class RowCovariates:
         """Return the AUC of predictions of training rows; NaN if it cannot be measured."""
         logits = outlooks[:, 0] if self._num_logits == 1 else outlooks
         return measure_predictions(logits, labels.float()).auc
+
+
+class NumberRowCovariates(RowCovariates):
+    """What is known about some training rows whose labels are numbers.
+
+    Predictions stand as they are in place of logits, and ``MAX_GAP`` is one of R2.
+    """
+
+    _LABEL_TYPE = torch.float32
+
+    def __init__(self, training: Positions, num_examples: int) -> None:
+        super().__init__(training, num_examples, num_classes=2)
+
+    def numbers(self) -> NumberCovariates | None:
+        """Return what is known about the rows that were visited; None before the first one."""
+        known = self._visited()
+        if known is None:
+            return None
+        features = np.column_stack([known.activations, known.outlooks, known.own])
+        return NumberCovariates(known.positions, features, known.labels.astype(np.float64))
+
+    def _outlooks(self, probabilities: Tensor) -> Tensor:
+        return probabilities
+
+    def _told_in_training(self, outlooks: Tensor, labels: Tensor) -> float:
+        """Return the R2 of predictions; NaN if all labels are the same."""
+        spread = float((labels.double() - labels.double().mean()).square().sum())
+        missed = float((labels.double() - outlooks[:, 0].double()).square().sum())
+        return 1 - missed / spread if spread > 0 else math.nan
 
 
 def _finite(values: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from splitveil.common.alignment.channel import (
     StreamChannel,
     channel_pair,
 )
-from splitveil.common.alignment.engine import build_engine, engine_of
+from splitveil.common.alignment.engine import Records, build_engine, engine_of, records_of
 from splitveil.common.alignment.exchange import align
 from splitveil.common.alignment.interface import (
     Agree,
@@ -22,14 +22,7 @@ from splitveil.common.alignment.interface import (
     Splits,
 )
 from splitveil.common.alignment.kept import ExchangeFiles, KeptExchanges
-from splitveil.common.alignment.records import Records, records_of
-from splitveil.common.alignment.share import (
-    WAIT_S,
-    Share,
-    receive_share,
-    share_frames,
-    wait_frame,
-)
+from splitveil.common.alignment.share import WAIT_S, Share, receive_share, share_frames, wait_frame
 from splitveil.common.alignment.tried_ids import TriedIds, file_of_count
 
 __all__ = [

@@ -23,18 +23,10 @@ class AlignChannel(Protocol):
     """One party's end of the exchange. One thread may send while another receives."""
 
     def send(self, frame: AlignFrame) -> None:
-        """Send a frame, waiting until the peer has taken earlier frames.
-
-        Raises:
-            PeerUnreachable: the deadline passed, or one of the two ends is closed.
-        """
+        """Send a frame, waiting until the peer has taken earlier frames. Raises PeerUnreachable."""
 
     def receive(self) -> AlignFrame:
-        """Wait for the peer's next frame.
-
-        Raises:
-            PeerUnreachable: the deadline passed, or one of the two ends is closed.
-        """
+        """Wait for the peer's next frame, or raise PeerUnreachable."""
 
     def close(self) -> None:
         """Stop. Frames already sent still reach the peer, and pending waits on both ends return."""
@@ -51,12 +43,7 @@ class FrameQueue:
         self._changed = threading.Condition()
 
     def put(self, frame: AlignFrame, deadline_s: float | None) -> None:
-        """Add a frame, waiting for room.
-
-        Raises:
-            PeerUnreachable: the deadline passed, or the queue is closed without an error.
-            Exception: the error that the queue was closed with.
-        """
+        """Add a frame, waiting for room, or raise PeerUnreachable or Exception."""
         with self._changed:
             self._wait(lambda: len(self._frames) < self._capacity or self._closed, deadline_s)
             if self._closed:
@@ -65,12 +52,7 @@ class FrameQueue:
             self._changed.notify_all()
 
     def get(self, deadline_s: float | None) -> AlignFrame | None:
-        """Take the next frame; None after the last frame of a closed queue.
-
-        Raises:
-            PeerUnreachable: no frame arrived before the deadline.
-            Exception: the error that the queue was closed with.
-        """
+        """Take the next frame; None after the last frame of a closed queue."""
         with self._changed:
             self._wait(lambda: self._frames or self._closed, deadline_s)
             if self._frames:
@@ -102,11 +84,9 @@ class QueueChannel:
         self._deadline_s = deadline_s
 
     def send(self, frame: AlignFrame) -> None:
-        """Send a frame; see ``AlignChannel``."""
         self._outgoing.put(frame, self._deadline_s)
 
     def receive(self) -> AlignFrame:
-        """Wait for the peer's next frame; see ``AlignChannel``."""
         frame = self._incoming.get(self._deadline_s)
         if frame is None:
             raise PeerUnreachable(
@@ -115,7 +95,6 @@ class QueueChannel:
         return frame
 
     def close(self) -> None:
-        """Stop; see ``AlignChannel``."""
         self._outgoing.close()
         self._incoming.close()
 
@@ -123,7 +102,6 @@ class QueueChannel:
 def channel_pair(
     *, deadline_s: float = DEFAULT_DEADLINE_S, queue_frames: int = DEFAULT_QUEUE_FRAMES
 ) -> tuple[QueueChannel, QueueChannel]:
-    """Connect two parties that live in the same process."""
     there, back = FrameQueue(queue_frames), FrameQueue(queue_frames)
     return QueueChannel(there, back, deadline_s), QueueChannel(back, there, deadline_s)
 
@@ -141,8 +119,7 @@ class StreamChannel(QueueChannel):
     ``align`` closes the channel when it returns; ``outgoing`` then ends after the last frame.
     """
 
-    outgoing: Iterator[AlignFrame]
-    """The frames to put on the stream; for one consumer."""
+    outgoing: Iterator[AlignFrame]  # the frames to put on the stream; for one consumer
 
     def __init__(
         self,
@@ -152,15 +129,6 @@ class StreamChannel(QueueChannel):
         queue_frames: int = DEFAULT_QUEUE_FRAMES,
         translate: Callable[[Exception], Exception] | None = None,
     ) -> None:
-        """Connect at once.
-
-        Args:
-            connect: takes the outgoing frames and returns the incoming frames.
-            deadline_s: longest wait for the peer to take or to send a frame, in seconds.
-            queue_frames: capacity of the queue in each direction.
-            translate: converts an error of the incoming frames into the error that ``receive``
-                raises; PeerUnreachable by default.
-        """
         outgoing, incoming = FrameQueue(queue_frames), FrameQueue(queue_frames)
         super().__init__(outgoing, incoming, deadline_s)
         self.outgoing = iter(lambda: outgoing.get(None), None)

@@ -26,19 +26,18 @@ An exchange that was kept (``kept.py``) continues where it broke off, if both he
 the same scalars, points and commitments, so that it can tell nothing but what it would have told.
 """
 
-import logging
 import os
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from splitveil.common.alignment import ristretto
-from splitveil.common.alignment.hello import check_hello
+from splitveil.common.alignment.agreement import agreed_rows, check_done, check_hello
+from splitveil.common.alignment.common_tags import Workspace
 from splitveil.common.alignment.interface import RowIndices, Splits
 from splitveil.common.alignment.keeping import Keeping, Secrets
 from splitveil.common.alignment.kept import ExchangeFiles, forgetting
-from splitveil.common.alignment.outcome import Sizes, agreed_rows, check_done
-from splitveil.common.alignment.room import Room, RoomInMemory
 from splitveil.common.alignment.tag_lists import SecretOrder
-from splitveil.common.alignment.tag_sets import tags_of
 from splitveil.common.alignment.turns import Frames, TagTurns, check_chunk, check_length
 from splitveil.common.alignment.workers import GroupOperations, WorkerPool
 from splitveil.common.data.ids import NORMALISATION
@@ -51,8 +50,6 @@ from splitveil.common.errors import (
 )
 from splitveil.common.wire import limits
 from splitveil.protos import split_learning_pb2 as pb
-
-logger = logging.getLogger(__name__)
 
 ENGINE = "ecdh-ristretto255"
 VERSION = 2
@@ -74,12 +71,8 @@ class EcdhEngine:
         """Load libsodium and start the workers. Call it before opening the first gRPC channel.
 
         Args:
-            min_aligned: the smallest intersection that is accepted.
-            max_set_size: the largest set that is accepted from either party.
-            workers: number of processes for the group operations; with 0 they run in the threads
-                that send and receive, at most two at a time.
-            group: other operations in place of those, for parties that hide nothing from each
-                other because they are one process.
+            workers: number of processes for the group operations; with 0 they run in the
+                threads that send and receive, at most two at a time.
         """
         self._min_aligned = min_aligned
         self._max_set_size = max_set_size
@@ -98,12 +91,9 @@ class EcdhEngine:
 
         Args:
             ids: from ``canonical_ids``.
-            nonce: this party's share of the joint seed.
-            run_id: from the handshake.
             splits: the split that this party's column gives each id, if there is such a column.
 
-        Raises:
-            AlignmentError: the set is empty or larger than the contract allows.
+        Raises AlignmentError: the set is empty or larger than the contract allows.
         """
         if not 0 < len(ids) <= self._max_set_size:
             raise AlignmentError(f"expected 1 to {self._max_set_size} own ids, got {len(ids)}")
@@ -127,7 +117,6 @@ class EcdhEngine:
         )
 
     def close(self) -> None:
-        """End the workers."""
         self._group.close()
 
 
@@ -155,7 +144,7 @@ class EcdhExchange:
         self._group = group
         self._min_aligned = min_aligned
         self._max_set_size = max_set_size
-        self._room: Room = RoomInMemory()
+        self._workspace = Workspace()
         self._order: SecretOrder | None = None
         self._peer_hello: pb.AlignHello | None = None
         self._tags = TagTurns(len(ids), CHUNK_IDS, lambda: pb.AlignFrame(done=self._intersect()))
@@ -167,52 +156,42 @@ class EcdhExchange:
 
     @property
     def peer_nonce(self) -> bytes:
-        """The peer's share of the joint seed, from its hello."""
         return self._require_hello().nonce
 
     @property
     def peer_set_size(self) -> int:
-        """The number of ids that the peer has."""
         return int(self._require_hello().set_size)
 
     @property
     def done_ids(self) -> int:
-        """The number of ids of both parties that have been processed, out of ``total_ids``."""
         return self._tags.num_received + self._tags.num_computed
 
     @property
     def total_ids(self) -> int:
-        """The number of ids of both parties."""
         return self._tags.num_own + self._tags.num_peer
 
     @property
     def answered_ids(self) -> int:
-        """The number of the peer's ids for which tags have been sent."""
         return self._tags.num_answered
 
     @property
     def number(self) -> str:
-        """The number that both parties give the exchange; the same if it is resumed."""
         return self._exchange.hex()
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing more will be sent or is expected."""
         return self._own_done is not None and self._peer_done is not None
 
     def keep_in(self, files: ExchangeFiles) -> None:
-        """Keep the exchange in files, and go on from what they hold; call it first of all."""
         self._keeping = Keeping(files, self._ids, CHUNK_IDS)
-        self._room = self._keeping.room
+        self._workspace = self._keeping.workspace
         self._keeping.describe(self._hello)
 
     def forget(self) -> None:
-        """Delete what was kept, because the exchange has failed."""
         if self._keeping is not None:
             self._keeping.forget()
 
     def hello(self) -> pb.AlignFrame:
-        """Return the frame that opens the exchange."""
         return pb.AlignFrame(hello=self._hello)
 
     def own_frames(self) -> Iterator[pb.AlignFrame]:
@@ -230,13 +209,6 @@ class EcdhExchange:
         yield from last
 
     def receive(self, frame: pb.AlignFrame) -> Frames:
-        """Process the peer's next frame and return the frames to send in reply.
-
-        Raises:
-            AlignmentError: the peer uses another engine or other parameters.
-            InvalidMessage, OutOfStep, TooLarge: the peer broke a rule of the protocol.
-            StorageError: what is to be kept cannot be written.
-        """
         with forgetting(self.forget):
             return self._receive(frame)
 
@@ -262,14 +234,11 @@ class EcdhExchange:
         return Frames()
 
     def result(self) -> RowIndices:
-        """Return the rows of the common ids, in the order that both parties share.
-
-        Raises:
-            AlignmentError: the parties disagree, or have too few ids in common.
-            OutOfStep: the exchange is not complete.
-        """
-        sizes = Sizes(len(self._ids), self.peer_set_size, self._min_aligned)
-        return agreed_rows(sizes, self._common_rows, self._own_done, self._peer_done)
+        """Return the rows of the common ids, in the order that both parties share."""
+        sizes = len(self._ids), self.peer_set_size
+        return agreed_rows(
+            self._common_rows, self._own_done, self._peer_done, sizes, self._min_aligned
+        )
 
     def _receive_hello(self, peer: pb.AlignHello) -> None:
         if self._peer_hello is not None:
@@ -281,7 +250,7 @@ class EcdhExchange:
             self._exchange, self._secrets = self._keeping.start(
                 self._hello, peer, self._secrets, self._tags
             )
-        self._order = self._room.order(len(self._ids), self._secrets.shuffle_seed)
+        self._order = self._workspace.order(len(self._ids), self._secrets.shuffle_seed)
 
     def _answer_points(self, message: pb.MaskedPoints) -> None:
         received = self._tags.num_computed
@@ -294,12 +263,11 @@ class EcdhExchange:
             products = self._group.multiply(message.points, self._secrets.scalar)
         except ristretto.NotInGroupError as error:
             raise InvalidMessage(f"points of chunk {message.chunk}: {error}") from error
-        self._tags.note_answered(message.points, tags_of(products))
+        self._tags.note_answered(message.points, _tags_of(products))
 
     def _intersect(self) -> pb.AlignDone:
-        """Find the common ids once all tags have arrived."""
         order = self._require_order()
-        found = self._room.common_rows(self._tags.own, self._tags.of_peer, order)
+        found = self._workspace.common_rows(self._tags.own, self._tags.of_peer, order)
         self._common_rows = found.rows
         self._own_done = pb.AlignDone(
             count=len(found.rows),
@@ -318,3 +286,9 @@ class EcdhExchange:
         if self._peer_hello is None:
             raise OutOfStep("expected an alignment hello before anything else")
         return self._peer_hello
+
+
+def _tags_of(points: bytes) -> bytes:
+    """Return the first bytes of each encoded point."""
+    rows = np.frombuffer(points, np.uint8).reshape(-1, ristretto.POINT_BYTES)
+    return rows[:, :TAG_BYTES].tobytes()

@@ -1,9 +1,13 @@
-"""Builds a party's alignment engine."""
+"""Builds a party's alignment engine, and opens what it keeps about its exchanges for one run."""
 
 import os
+from pathlib import Path
+from typing import NamedTuple
 
 from splitveil.common.alignment.ecdh import EcdhEngine
 from splitveil.common.alignment.interface import AlignmentEngine
+from splitveil.common.alignment.kept import KeptExchanges
+from splitveil.common.alignment.tried_ids import TriedIds, file_of_count
 from splitveil.common.party.party_settings import PartySettings
 from splitveil.common.run.contract import AlignmentSettings
 
@@ -40,3 +44,14 @@ def engine_of(settings: PartySettings, num_ids: int) -> AlignmentEngine:
     return build_engine(
         settings.contract.alignment, default_workers(num_ids) if workers is None else workers
     )
+
+
+class Records(NamedTuple):
+    kept: KeptExchanges
+    tried: TriedIds
+
+
+def records_of(settings: PartySettings, folder: Path) -> Records:
+    most, attempts = settings.contract.alignment.max_set_size, settings.alignment_attempts
+    kept = KeptExchanges(folder, settings.alignment_memory_limit)
+    return Records(kept, TriedIds(most, attempts, file_of_count(folder)))

@@ -40,25 +40,16 @@ def align(
     """Find the ids that both parties have. Always closes the channel, also after an error.
 
     Args:
-        engine: from ``build_engine``.
         ids: from ``canonical_ids``.
         channel: to the other party, which calls ``align`` on its end.
-        nonce: this party's share of the joint seed.
-        run_id: from the handshake.
         progress: called with the number of ids of both parties that have been processed and the
             total number.
-        agree: the remaining step if there is more than one passive party.
         splits: the split that this party's column gives each id, if the contract splits by a
             column: the peer's column must give the same split for every common id.
-        counting: the context in which everything that reveals something about the ids is sent.
         files: keeps the exchange, so that another call with the same ids continues it, until it
             fails or ``files.discard`` is called; by default, another call begins afresh.
 
-    Raises:
-        AlignmentError: the intersection is too small or the parties disagree (raised on both
-            ends), or the peer has tried too many ids.
-        PeerError: the peer is silent or gone, or it breaks a rule.
-        StorageError: the exchange cannot be kept.
+    Raises AlignmentError, PeerError or StorageError.
     """
     with ExitStack() as ending:
         ending.callback(channel.close)
@@ -147,5 +138,4 @@ def _send_some(channel: AlignChannel, frames: Iterable[AlignFrame]) -> None:
         channel.send(frame)
 
 
-def _ignore(_done_ids: int, _total_ids: int) -> None:
-    """Report no progress."""
+def _ignore(_done_ids: int, _total_ids: int) -> None: ...

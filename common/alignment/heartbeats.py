@@ -26,9 +26,7 @@ class Heartbeats:
     Leaving its context ends the signs of life, and closes the channel only after an error.
 
     Args:
-        channel: to the other party.
         every_s: seconds without a frame after which a sign of life is sent.
-        most: signs of life that are accepted between two frames with content.
     """
 
     def __init__(
@@ -40,7 +38,6 @@ class Heartbeats:
         self._thread = threading.Thread(target=self._beat, name="align-heartbeat", daemon=True)
 
     def __enter__(self) -> Self:
-        """Begin to send signs of life."""
         self._thread.start()
         return self
 
@@ -50,23 +47,17 @@ class Heartbeats:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Send no more of them: what follows is not an exchange of ids any more."""
         self._has_ended.set()
         if error is not None:
             self._channel.close()  # the thread may wait for a peer that takes nothing
         self._thread.join()
 
     def send(self, frame: AlignFrame) -> None:
-        """Send a frame; see ``AlignChannel``."""
         self._channel.send(frame)
         self._sent_at = time.monotonic()
 
     def receive(self) -> AlignFrame:
-        """Wait for the peer's next frame with content; see ``AlignChannel``.
-
-        Raises:
-            TooLarge: the peer sends nothing but signs of life.
-        """
+        """Wait for the peer's next frame with content; see ``AlignChannel``. Raises TooLarge."""
         for _ in range(self._most + 1):
             frame = self._channel.receive()
             if frame.WhichOneof("body") != "wait":
@@ -74,7 +65,6 @@ class Heartbeats:
         raise TooLarge(f"expected at most {self._most} signs of life in a row")
 
     def close(self) -> None:
-        """Stop; see ``AlignChannel``."""
         self._has_ended.set()
         self._channel.close()
 

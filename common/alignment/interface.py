@@ -89,14 +89,11 @@ class AlignmentEngine(Protocol):
 class Alignment(NamedTuple):
     """The outcome of one alignment."""
 
-    rows: RowIndices
-    """This party's rows of the common ids, in the order that both parties share."""
-
+    rows: RowIndices  # this party's rows of the common ids, in the order that both parties share
     peer_nonce: bytes
     peer_set_size: int
 
-    nonces: tuple[bytes, ...] = ()
-    """The nonces of all passive parties, if there is more than one."""
+    nonces: tuple[bytes, ...] = ()  # the nonces of all passive parties, if there is more than one
 
 
 Counting = Callable[[AlignmentExchange], AbstractContextManager[None]]

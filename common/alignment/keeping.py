@@ -4,9 +4,10 @@ import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from splitveil.common.alignment.hello import number_of_exchange
-from splitveil.common.alignment.kept import Begun, ExchangeFiles, Kept, KeptTags, digest_of_ids
-from splitveil.common.alignment.room import Room, room_of
+from splitveil.common.alignment.agreement import number_of_exchange
+from splitveil.common.alignment.common_tags import Workspace
+from splitveil.common.alignment.kept import Begun, ExchangeFiles, Kept, digest_of_ids
+from splitveil.common.alignment.tag_lists import TagList
 from splitveil.common.alignment.turns import TagTurns, part_of
 from splitveil.common.errors import InvalidMessage
 from splitveil.protos import split_learning_pb2 as pb
@@ -15,38 +16,26 @@ logger = logging.getLogger(__name__)
 
 
 class Secrets(NamedTuple):
-    """What a party tells nobody."""
-
     scalar: bytes
     shuffle_seed: bytes
 
 
 class Keeping:
-    """The files of one exchange.
-
-    Args:
-        files: of the exchange.
-        ids: of this party.
-        chunk_ids: largest number of points or tags in a message.
-
-    Raises:
-        StorageError: a file cannot be read or written.
-    """
-
     def __init__(self, files: ExchangeFiles, ids: Sequence[str], chunk_ids: int) -> None:
-        self.room: Room = room_of(files)
+        self.workspace = Workspace(files)
         self._files, self._chunk_ids = files, chunk_ids
         self._ids_digest = digest_of_ids(ids)
         self._kept = files.load(self._ids_digest, chunk_ids, part_of(chunk_ids))
 
     def describe(self, hello: pb.AlignHello) -> None:
-        """Say in this party's hello what has been kept."""
         if self._kept is not None:
             held = pb.AlignResume(
                 exchange=self._kept.begun.exchange,
-                points=self._kept.peer_points.num_points,
-                points_digest=self._kept.peer_points.all().digest(),
-                tags=self._kept.own_tags.num_tags,
+                points=self._kept.peer_points,
+                points_digest=self._files.points_digest(
+                    "peer.points", self._kept.peer_points
+                ).digest(),
+                tags=len(self._kept.own_tags),
             )
             hello.resume.CopyFrom(held)
 
@@ -55,18 +44,7 @@ class Keeping:
     ) -> tuple[bytes, Secrets]:
         """Resume the kept exchange if the peer has kept it too, and keep a new one otherwise.
 
-        Args:
-            own: the hello of this party.
-            peer: the hello of the peer.
-            fresh: secrets of a new exchange.
-            tags: of the exchange; gets what was kept.
-
-        Returns:
-            The number of the exchange, and its secrets.
-
-        Raises:
-            InvalidMessage: the peer cannot have kept what it says.
-            StorageError: the exchange cannot be kept.
+        Returns the number of the exchange, and its secrets.
         """
         kept = self._kept
         if kept is not None and peer.resume.exchange == kept.begun.exchange:
@@ -75,22 +53,18 @@ class Keeping:
         number = number_of_exchange(own, peer)
         sizes = tags.num_own, tags.num_peer, self._chunk_ids
         self._files.begin(Begun(number, *fresh, self._ids_digest, *sizes))
-        tags.keeper = self._files
-        empty = (
-            KeptTags(self._files.path("own.tags"), 0),
-            KeptTags(self._files.path("peer.tags"), 0),
-        )
-        tags.hold(*map(self.room.tags, empty))
+        tags.files = self._files
+        empty = (TagList(file=self._files.path(name)) for name in ("own.tags", "peer.tags"))
+        tags.hold(*map(self.workspace.tags, empty))
         return number, fresh
 
     def forget(self) -> None:
-        """Delete what was kept."""
         self._files.discard()
 
     def _resume(self, kept: Kept, peer: pb.AlignHello, tags: TagTurns) -> None:
         if kept.begun.peer_size != tags.num_peer:
             raise InvalidMessage("the other party resumes with another number of ids")
-        tags.hold(self.room.tags(kept.own_tags), self.room.tags(kept.peer_tags))
+        tags.hold(self.workspace.tags(kept.own_tags), self.workspace.tags(kept.peer_tags))
         tags.restore(kept, peer.resume, self._files)
         logger.info(
             "resuming an exchange of ids: %d of %d own points were sent, %d of %d answered",

@@ -17,16 +17,18 @@ the same scalar.
 """
 
 import hashlib
-import json
 import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
+
+from pydantic import ConfigDict, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
 from splitveil.common.alignment.storing import private, storing
+from splitveil.common.alignment.tag_lists import TagList
 from splitveil.common.errors import AlignmentError, ProtocolError, StorageError
 from splitveil.common.storage.run_folder import write_bytes_atomically
 from splitveil.common.wire.limits import POINT_BYTES, TAG_BYTES
@@ -42,6 +44,7 @@ _STATE = "state"
 _IDS_DOMAIN = b"splitveil alignment ids 2\x00"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _READ_BYTES = 1 << 20
+# Bytes of one element of each file.
 _LENGTHS: dict[KeptName, int] = {
     "own.points": POINT_BYTES,
     "peer.points": POINT_BYTES,
@@ -49,109 +52,42 @@ _LENGTHS: dict[KeptName, int] = {
     "peer.commitment": _DIGEST_BYTES,
     "own.tags": TAG_BYTES,
 }
-"""Bytes of one element of each file."""
 
 
 class Begun(NamedTuple):
     """What an exchange is of, and its secrets."""
 
-    exchange: bytes
-    """The number that both parties give it, 32 bytes."""
+    exchange: bytes  # the number that both parties give it, 32 bytes
     scalar: bytes
     shuffle_seed: bytes
-    ids_digest: bytes
-    """Of this party's ids: with others, the exchange cannot be resumed."""
-    own_size: int
-    """Number of this party's ids."""
-    peer_size: int
-    chunk_ids: int
+    ids_digest: bytes  # of this party's ids: with others, the exchange cannot be resumed
+    own_size: NonNegativeInt  # number of this party's ids
+    peer_size: NonNegativeInt
+    chunk_ids: PositiveInt
 
 
-class KeptPoints(NamedTuple):
-    """Points in a file."""
-
-    path: Path
-    num_points: int
-
-    def prefix(self, count: int) -> "hashlib._Hash | None":
-        """Return the SHA-256 over the first ``count`` points, or None if there are fewer."""
-        if not 0 <= count <= self.num_points:
-            return None
-        return self._digest(count)
-
-    def all(self) -> "hashlib._Hash":
-        """Return the SHA-256 over all points."""
-        return self._digest(self.num_points)
-
-    def _digest(self, count: int) -> "hashlib._Hash":
-        digest, left = hashlib.sha256(), count * POINT_BYTES
-        if not left:
-            return digest  # there may be no file yet
-        with storing(self.path), self.path.open("rb") as file:
-            while left:
-                data = file.read(min(left, _READ_BYTES))
-                if not data:
-                    raise StorageError(f"{self.path}: is damaged")
-                digest.update(data)
-                left -= len(data)
-        return digest
-
-
-class KeptTags(NamedTuple):
-    """Tags in a file, which need not exist if there are none."""
-
-    path: Path
-    num_tags: int
+_BEGUN = TypeAdapter(
+    Begun, config=ConfigDict(ser_json_bytes="hex", val_json_bytes="hex", strict=True)
+)
 
 
 class Kept(NamedTuple):
     """An exchange that broke off."""
 
     begun: Begun
-    own_points: KeptPoints
-    peer_points: KeptPoints
-    peer_tags: "KeptTags"
-    own_tags: "KeptTags"
-    peer_commitment: bytes
-    """Empty if it had not arrived."""
-
-
-class Keeper(Protocol):
-    """Takes what an exchange has sent and received."""
-
-    def append(self, name: KeptName, data: bytes) -> None:
-        """Append to one of the files, before anything that follows from it is sent."""
-
-    def cut(self, name: KeptName, count: int) -> None:
-        """Keep no more than the first ``count`` elements of a file."""
-
-    def sync(self) -> None:
-        """Return once everything is on disk."""
-
-
-class _Nothing:
-    """Keeps nothing."""
-
-    def append(self, name: KeptName, data: bytes) -> None:
-        """Keep nothing."""
-
-    def cut(self, name: KeptName, count: int) -> None:
-        """Cut nothing."""
-
-    def sync(self) -> None:
-        """Wait for nothing."""
-
-
-NOTHING_KEPT: Keeper = _Nothing()
+    own_points: int  # number of points in the file
+    peer_points: int
+    peer_tags: TagList
+    own_tags: TagList
+    peer_commitment: bytes  # empty if it had not arrived
 
 
 class ExchangeFiles:
     """The files of one unfinished exchange, or of none.
 
     Args:
-        folder: their folder, which need not exist.
-        memory_limit_bytes: memory for the exchange, which reads its tags from the files then; by
-            default it holds them in memory as well.
+        memory_limit_bytes: memory for the exchange, which reads its tags from the files then;
+            by default it holds them in memory as well.
     """
 
     def __init__(self, folder: Path, memory_limit_bytes: int | None = None) -> None:
@@ -162,14 +98,6 @@ class ExchangeFiles:
         """Return the exchange that was kept; None if there is none that these ids can resume.
 
         What a killed process has written in part is left out.
-
-        Args:
-            ids_digest: of this party's ids.
-            chunk_ids: points in a message, of which a file holds whole chunks.
-            part_of: gives the number of tags in a message of tags for a number of ids.
-
-        Raises:
-            StorageError: a file cannot be read.
         """
         begun = self._begun()
         if begun is None or (begun.ids_digest, begun.chunk_ids) != (ids_digest, chunk_ids):
@@ -193,39 +121,40 @@ class ExchangeFiles:
             self.cut(name, count)
         return Kept(
             begun,
-            KeptPoints(self._folder / "own.points", sent),
-            KeptPoints(self._folder / "peer.points", answered),
-            KeptTags(self.path("peer.tags"), answered),
-            KeptTags(self.path("own.tags"), shown),
+            sent,
+            answered,
+            TagList(file=self.path("peer.tags"), count=answered),
+            TagList(file=self.path("own.tags"), count=shown),
             bytes(commitment),
         )
 
     def begin(self, begun: Begun) -> None:
-        """Keep a new exchange, and nothing of an earlier one.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
+        """Keep a new exchange, and nothing of an earlier one, or raise StorageError."""
         self.discard()
         with storing(self._folder):
             self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._folder.mkdir(mode=0o700)
-        stored = {
-            name: value.hex() if isinstance(value, bytes) else value
-            for name, value in begun._asdict().items()
-        }
-        write_bytes_atomically(self._folder / _STATE, json.dumps(stored).encode(), 0o600)
+        write_bytes_atomically(self._folder / _STATE, _BEGUN.dump_json(begun), 0o600)
 
     def path(self, name: KeptName | OwnName) -> Path:
-        """Return the path of a file."""
         return self._folder / name
 
-    def append(self, name: KeptName, data: bytes) -> None:
-        """Append to one of the files.
+    def points_digest(self, name: KeptName, count: int) -> "hashlib._Hash":
+        """Return the SHA-256 over the first ``count`` points of a file, or raise StorageError."""
+        path, digest, left = self.path(name), hashlib.sha256(), count * POINT_BYTES
+        if not left:
+            return digest  # there may be no file yet
+        with storing(path), path.open("rb") as file:
+            while left:
+                data = file.read(min(left, _READ_BYTES))
+                if not data:
+                    raise StorageError(f"{path}: is damaged")
+                digest.update(data)
+                left -= len(data)
+        return digest
 
-        Raises:
-            StorageError: it cannot be written.
-        """
+    def append(self, name: KeptName, data: bytes) -> None:
+        """Append to one of the files, before anything that follows from it is sent."""
         path = self._folder / name
         with storing(path), _opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as descriptor:
             rest = memoryview(data)
@@ -233,22 +162,12 @@ class ExchangeFiles:
                 rest = rest[os.write(descriptor, rest) :]
 
     def cut(self, name: KeptName, count: int) -> None:
-        """Keep no more than the first ``count`` elements of a file.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
         path = self._folder / name
         if path.exists():
             with storing(path), _opened(path, os.O_WRONLY) as descriptor:
                 os.ftruncate(descriptor, min(count * _LENGTHS[name], os.fstat(descriptor).st_size))
 
     def sync(self) -> None:
-        """Return once everything is on disk.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
         for path in (*(self._folder / name for name in _LENGTHS), self._folder):
             if path.exists():
                 with storing(path), _opened(path, os.O_RDONLY) as descriptor:
@@ -267,17 +186,8 @@ class ExchangeFiles:
         path = self._folder / _STATE
         try:
             with storing(path):
-                stored = json.loads(path.read_bytes()) if path.exists() else None
-            if stored is None:
-                return None
-            number, scalar, seed, ids = (bytes.fromhex(stored[name]) for name in Begun._fields[:4])
-            own_size, peer_size, chunk_ids = (stored[name] for name in Begun._fields[4:])
-            if any(type(size) is not int or size < 0 for size in (own_size, peer_size)):
-                raise ValueError(stored)
-            if type(chunk_ids) is not int or chunk_ids < 1:
-                raise ValueError(chunk_ids)
-            return Begun(number, scalar, seed, ids, own_size, peer_size, chunk_ids)
-        except (ValueError, TypeError, LookupError):
+                return _BEGUN.validate_json(path.read_bytes()) if path.exists() else None
+        except ValidationError:
             logger.warning("%s: is damaged; the ids are exchanged anew", path)
             return None
 
@@ -302,9 +212,8 @@ class KeptExchanges:
     """The unfinished exchanges of one party with all of its peers.
 
     Args:
-        folder: the party's folder of the run; the exchanges lie beside it, because starting over
-            moves it aside.
-        memory_limit_bytes: memory for each exchange.
+        folder: the party's folder of the run; the exchanges lie beside it, because starting
+            over moves it aside.
     """
 
     def __init__(self, folder: Path, memory_limit_bytes: int | None = None) -> None:
@@ -312,11 +221,9 @@ class KeptExchanges:
         self._folder = folder.with_name(f".{folder.name}.exchanges")
 
     def of(self, peer: str) -> ExchangeFiles:
-        """Return the files of the exchange with a peer."""
         return ExchangeFiles(self._folder / peer, self._memory_limit_bytes)
 
     def discard(self) -> None:
-        """Delete all of them."""
         if self._folder.exists():
             for folder in self._folder.iterdir():
                 ExchangeFiles(folder).discard()

@@ -34,11 +34,8 @@ class Records(NamedTuple):
     dtype: np.dtype[Any]
     """Of a record; its first two bytes are the highest of the key by which records are sorted."""
 
-    blocks: Callable[[], Iterator[Block]]
-    """Yields all records, in small blocks."""
-
-    bytes_each: int
-    """Memory that the caller takes for each record of a part."""
+    blocks: Callable[[], Iterator[Block]]  # yields all records, in small blocks
+    bytes_each: int  # memory that the caller takes for each record of a part
 
 
 def partitions(
@@ -47,16 +44,10 @@ def partitions(
     """Yield all records in the order of their ranges, those of several ranges at a time.
 
     Args:
-        kinds: the records; those of different kinds that begin alike come in the same part.
         scratch: path of a file, which is replaced, mode 0600, and deleted in the end.
-        most_bytes: memory for one part.
 
     Yields:
         The records of each kind in the next part, in the order in which they were read.
-
-    Raises:
-        StorageError: the file cannot be written or read.
-        UnevenError: one range does not fit into the memory.
     """
     counts = [_count(kind) for kind in kinds]
     weights = [count * kind.bytes_each for count, kind in zip(counts, kinds, strict=True)]
@@ -93,7 +84,6 @@ def _ranges(block: Block) -> npt.NDArray[np.int64]:
 
 
 def _first_ranges(weights: _Counts, most_bytes: int) -> _Counts:
-    """Return the first range of each part."""
     largest = int(weights.max())
     if largest > most_bytes:
         raise UnevenError(f"{largest} bytes for one range of records, of {most_bytes}")
@@ -106,8 +96,6 @@ def _first_ranges(weights: _Counts, most_bytes: int) -> _Counts:
 
 
 class _Scratch:
-    """A file in which every part has its place."""
-
     def __init__(self, path: Path) -> None:
         self._path, self._end = path, 0
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -121,7 +109,6 @@ class _Scratch:
         return places
 
     def write(self, kind: Records, part_of: _Counts, places: _Counts) -> None:
-        """Write every record to its part."""
         free = places[:-1].tolist()
         for block in kind.blocks():
             parts = part_of[_ranges(block)]
@@ -136,7 +123,6 @@ class _Scratch:
                     data = data[written:]
 
     def read(self, places: _Counts, part: int) -> bytearray:
-        """Return a part."""
         start, length = int(places[part]), int(places[part + 1] - places[part])
         found = bytearray(length)
         with memoryview(found) as rest:
@@ -150,6 +136,5 @@ class _Scratch:
         return found
 
     def delete(self) -> None:
-        """Delete the file."""
         os.close(self._descriptor)
         self._path.unlink(missing_ok=True)

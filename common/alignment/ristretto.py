@@ -71,11 +71,6 @@ class Ristretto:
     """
 
     def __init__(self, name: str) -> None:
-        """Load the library with this name or path.
-
-        Raises:
-            LibraryError: it is missing, too old, or fails a test vector.
-        """
         self.name = name
         try:
             library = ctypes.CDLL(name)
@@ -120,11 +115,6 @@ class Ristretto:
         return points.raw
 
     def multiply(self, points: bytes, scalar: bytes) -> bytes:
-        """Multiply each point by the scalar.
-
-        Raises:
-            NotInGroupError: a point is not canonical, not in the group, or the identity.
-        """
         _refuse_high_bits(points)
         products = ctypes.create_string_buffer(len(points))
         source, target = _address(points), ctypes.addressof(products)
@@ -136,7 +126,6 @@ class Ristretto:
         return products.raw
 
     def mask(self, digests: bytes, scalar: bytes) -> bytes:
-        """Hash each digest to the group and multiply it by the scalar."""
         return self.multiply(self.hash_to_group(digests), scalar)
 
     def close(self) -> None:
@@ -165,8 +154,7 @@ def _address(data: bytes) -> int:
 def load() -> Ristretto:
     """Load libsodium once per process: the system's library, or the copy in the ``rbcl`` wheel.
 
-    Raises:
-        LibraryError: neither can be used; the message gives the reason for each.
+    Raises LibraryError: neither can be used; the message gives the reason for each.
     """
     problems = []
     for name in (*_SYSTEM_LIBRARIES, None):

@@ -21,8 +21,7 @@ from splitveil.protos.split_learning_pb2 import AlignFrame, AlignShare, AlignWai
 
 Mask = npt.NDArray[np.bool_]
 
-WAIT_S = 2.0
-"""Seconds between two wait frames to a party that waits."""
+WAIT_S = 2.0  # seconds between two wait frames to a party that waits
 
 
 class Share(NamedTuple):
@@ -32,17 +31,14 @@ class Share(NamedTuple):
     """For each id of the pair's intersection, in the order of its tags, whether all parties have
     it."""
 
-    nonces: tuple[bytes, ...]
-    """The nonces of all passive parties, in the contract's order."""
+    nonces: tuple[bytes, ...]  # the nonces of all passive parties, in the contract's order
 
 
 def wait_frame() -> AlignFrame:
-    """Return the frame that tells a party to keep waiting for its share."""
     return AlignFrame(wait=AlignWait())
 
 
 def share_frames(share: Share) -> Iterator[AlignFrame]:
-    """Yield the frames that carry a party's share."""
     mask = np.packbits(share.mask, bitorder="little").tobytes()
     for chunk, first in enumerate(range(0, len(mask), MASK_BYTES)):
         nonces = () if chunk else share.nonces
@@ -51,22 +47,13 @@ def share_frames(share: Share) -> Iterator[AlignFrame]:
 
 
 def receive_share(
-    channel: AlignChannel,
-    num_ids: int,
-    commitments: Sequence[bytes],
-    on_wait: Callable[[], None],
+    channel: AlignChannel, num_ids: int, commitments: Sequence[bytes], on_wait: Callable[[], None]
 ) -> Share:
     """Wait for this party's share.
 
     Args:
-        channel: to the active party, once the pair has finished its alignment.
         num_ids: number of ids that the pair has in common, at least one.
-        commitments: commitments to the nonces of all passive parties, from the handshake.
         on_wait: called for every wait frame.
-
-    Raises:
-        ProtocolError: the frames received are not a share, or not one of these ids and nonces.
-        PeerUnreachable: no frame arrives.
     """
     mask, nonces, chunk = bytearray(), tuple[bytes, ...](), 0
     num_bytes = -(-num_ids // 8)

@@ -8,7 +8,6 @@ broke off may be resumed with another limit or with none.
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +21,8 @@ Rows = npt.NDArray[np.int64]
 
 _SHUFFLE = b"splitveil alignment shuffle 2\x00"
 _KEYS_AT_ONCE = 2**13
-_PIECE_TAGS = 2**14
-"""Tags that are read from a list at a time."""
-
-ROW = np.dtype("<i8")
-"""A row number in a file."""
-
+_PIECE_TAGS = 2**14  # tags that are read from a list at a time
+ROW = np.dtype("<i8")  # a row number in a file
 TAG = np.dtype(f"S{TAG_BYTES}")
 TAGGED_ROW = np.dtype([("tag", TAG), ("row", ROW)])
 _KEYED_ROW = np.dtype([("key", ">u8"), ("row", ROW)])
@@ -35,74 +30,39 @@ _SORTED_BYTES = 64
 """Bytes that sorting takes for each key: the record, its key in native order, and the positions."""
 
 
-class TagList(Protocol):
-    """Tags one after another, in the order in which they were added."""
-
-    def __len__(self) -> int:
-        """Return the number of tags."""
-
-    def append(self, tags: bytes) -> None:
-        """Add tags that the exchange's keeper has stored already."""
-
-    def read(self, first: int, count: int) -> bytes:
-        """Return at most ``count`` tags.
-
-        Raises:
-            StorageError: they cannot be read.
-        """
-
-
-class TagsInMemory:
-    """Tags in memory."""
-
-    def __init__(self, tags: bytes = b"") -> None:
-        self._tags = bytearray(tags)
-
-    def __len__(self) -> int:
-        """Return the number of tags."""
-        return len(self._tags) // TAG_BYTES
-
-    def append(self, tags: bytes) -> None:
-        """Add tags."""
-        self._tags += tags
-
-    def read(self, first: int, count: int) -> bytes:
-        """Return at most ``count`` tags."""
-        with memoryview(self._tags) as tags:
-            return bytes(tags[first * TAG_BYTES : (first + count) * TAG_BYTES])
-
-    def all(self) -> bytearray:
-        """Return all tags themselves, not a copy."""
-        return self._tags
-
-
-class TagsInFile:
-    """Tags in a file to which the exchange's keeper appends them.
+class TagList:
+    """Tags one after another, in the order in which they were added, in memory or in a file.
 
     Args:
-        path: the file, which need not exist while there are no tags.
-        count: number of tags in it.
+        tags: those that are there already, in memory.
+        file: to which the exchange's keeper appends tags before they are added here; it need not
+            exist while there are none.
+        count: number of tags in the file.
     """
 
-    def __init__(self, path: Path, count: int = 0) -> None:
-        self._path, self._count = path, count
+    def __init__(self, tags: bytes = b"", file: Path | None = None, count: int = 0) -> None:
+        self.held = bytearray(tags)
+        self._file = file
+        self._count = len(tags) // TAG_BYTES if file is None else count
 
     def __len__(self) -> int:
-        """Return the number of tags."""
         return self._count
 
     def append(self, tags: bytes) -> None:
-        """Count tags that were appended to the file."""
         self._count += len(tags) // TAG_BYTES
+        if self._file is None:
+            self.held += tags
 
     def read(self, first: int, count: int) -> bytes:
-        """Return at most ``count`` tags.
+        """Return at most ``count`` tags, or raise StorageError."""
+        start, length = first * TAG_BYTES, max(min(count, self._count - first), 0) * TAG_BYTES
+        if self._file is not None:
+            return _read_part(self._file, start, length) if length else b""
+        with memoryview(self.held) as tags:
+            return bytes(tags[start : start + length])
 
-        Raises:
-            StorageError: they cannot be read.
-        """
-        wanted = max(min(count, self._count - first), 0) * TAG_BYTES
-        return _read_part(self._path, first * TAG_BYTES, wanted) if wanted else b""
+    def copy_in_memory(self) -> "TagList":
+        return TagList(self.read(0, self._count))
 
 
 def tag_blocks(tags: TagList) -> Iterator[npt.NDArray[np.bytes_]]:
@@ -111,12 +71,7 @@ def tag_blocks(tags: TagList) -> Iterator[npt.NDArray[np.bytes_]]:
 
 
 def tagged_rows(tags: TagList, order: "SecretOrder") -> Iterator[npt.NDArray[np.void]]:
-    """Yield all of a party's own tags with their rows, in small arrays of ``TAGGED_ROW``.
-
-    Args:
-        tags: in the secret order.
-        order: the party's secret order.
-    """
+    """Yield a party's own tags, which are in the secret order, with their rows, in small arrays."""
     first = 0
     for some in tag_blocks(tags):
         block = np.empty(len(some), TAGGED_ROW)
@@ -130,65 +85,30 @@ def pieces(tags: TagList) -> Iterator[bytes]:
     return (tags.read(first, _PIECE_TAGS) for first in range(0, len(tags), _PIECE_TAGS))
 
 
-class SecretOrder(Protocol):
-    """The secret order in which a party sends its ids."""
-
-    def rows(self, first: int, count: int) -> Rows:
-        """Return the rows of at most ``count`` ids, from the given place in the order on.
-
-        Raises:
-            StorageError: they cannot be read.
-        """
-
-
-class OrderInMemory:
-    """A secret order in memory; see ``secret_permutation``."""
-
-    def __init__(self, size: int, seed: bytes) -> None:
-        self._rows = secret_permutation(size, seed)
-
-    def rows(self, first: int, count: int) -> Rows:
-        """Return the rows of at most ``count`` ids."""
-        return self._rows[first : first + count]
-
-
-class OrderInFile:
-    """The same order in a file.
+class SecretOrder:
+    """The secret order in which a party sends its ids: a ``secret_permutation``.
 
     Args:
-        size: number of ids.
         seed: 32 bytes from the operating system.
-        path: the file, which is replaced, mode 0600.
-        most_bytes: memory for sorting.
-
-    Raises:
-        StorageError: the file cannot be written.
+        file: where the order is held, mode 0600; by default in memory.
+        most_bytes: memory for sorting the file.
     """
 
-    def __init__(self, size: int, seed: bytes, path: Path, most_bytes: int) -> None:
-        self._path, self._size = path, size
-
-        def blocks() -> Iterator[npt.NDArray[np.void]]:
-            for first, keys in _keys(size, seed):
-                block = np.empty(len(keys), _KEYED_ROW)
-                block["key"], block["row"] = keys, np.arange(first, first + len(keys))
-                yield block
-
-        records = Records(_KEYED_ROW, blocks, _SORTED_BYTES)
-        scratch = path.with_name(f"{path.name}.parts")
-        with storing(path), open(path, "wb", opener=private) as file:
-            for (part,) in partitions([records], scratch, most_bytes):
-                order = np.argsort(part["key"].astype(np.uint64), kind="stable")
-                file.write(part["row"][order].tobytes())
+    def __init__(
+        self, size: int, seed: bytes, file: Path | None = None, most_bytes: int = 0
+    ) -> None:
+        self._size, self._file = size, file
+        if file is None:
+            self._rows = secret_permutation(size, seed)
+        else:
+            _write_permutation(size, seed, file, most_bytes)
 
     def rows(self, first: int, count: int) -> Rows:
-        """Return the rows of at most ``count`` ids.
-
-        Raises:
-            StorageError: they cannot be read.
-        """
-        wanted = max(min(count, self._size - first), 0) * ROW.itemsize
-        data = _read_part(self._path, first * ROW.itemsize, wanted)
+        """Return the rows of at most ``count`` ids, or raise StorageError."""
+        if self._file is None:
+            return self._rows[first : first + count]
+        length = max(min(count, self._size - first), 0) * ROW.itemsize
+        data = _read_part(self._file, first * ROW.itemsize, length)
         return np.frombuffer(data, ROW).astype(np.int64, copy=False)
 
 
@@ -197,15 +117,26 @@ def secret_permutation(size: int, seed: bytes) -> Rows:
 
     Sorting by pseudo-random 64-bit keys is uniform unless two keys are equal, which has a
     probability below 2^-18 for 10 million keys.
-
-    Args:
-        size: number of elements.
-        seed: 32 bytes from the operating system.
     """
     keys = np.empty(size, np.uint64)
     for first, some in _keys(size, seed):
         keys[first : first + len(some)] = some
     return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
+
+
+def _write_permutation(size: int, seed: bytes, path: Path, most_bytes: int) -> None:
+    def blocks() -> Iterator[npt.NDArray[np.void]]:
+        for first, keys in _keys(size, seed):
+            block = np.empty(len(keys), _KEYED_ROW)
+            block["key"], block["row"] = keys, np.arange(first, first + len(keys))
+            yield block
+
+    records = Records(_KEYED_ROW, blocks, _SORTED_BYTES)
+    scratch = path.with_name(f"{path.name}.parts")
+    with storing(path), open(path, "wb", opener=private) as file:
+        for (part,) in partitions([records], scratch, most_bytes):
+            order = np.argsort(part["key"].astype(np.uint64), kind="stable")
+            file.write(part["row"][order].tobytes())
 
 
 def _keys(size: int, seed: bytes) -> Iterator[tuple[int, npt.NDArray[np.uint64]]]:

@@ -16,13 +16,14 @@ once a tag was shown, because each start draws the joint seed anew, and a peer s
 draw until it likes the seed.
 """
 
-import json
 import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from pydantic import ConfigDict, NonNegativeInt, TypeAdapter, ValidationError
 
 from splitveil.common.alignment.interface import CountedExchange
 from splitveil.common.errors import AlignmentError, StorageError
@@ -44,37 +45,29 @@ class Tried(NamedTuple):
 
 
 class _Count(NamedTuple):
-    """What is stored about one peer."""
-
-    tried: Tried = Tried()
-    exchange: str = ""
-    """Number of the last exchange that can be resumed."""
-
-    charged: int = 0
-    """Ids that were charged for it."""
+    ids: NonNegativeInt = 0
+    exchanges: NonNegativeInt = 0
+    exchange: str = ""  # number of the last exchange that can be resumed
+    charged: NonNegativeInt = 0  # ids that were charged for it
 
     def without(self, number: str) -> int:
         """Return the ids that were tried in all other exchanges than the one of this number."""
-        return self.tried.ids - (self.charged if number and number == self.exchange else 0)
+        return self.ids - (min(self.charged, self.ids) if number == self.exchange != "" else 0)
+
+
+_COUNTS = TypeAdapter(dict[str, _Count], config=ConfigDict(strict=True))
 
 
 class TriedIds:
     """Keeps a count for every peer. Thread-safe.
 
     Args:
-        max_set_size: largest number of ids in one exchange.
         attempts: a peer may try this many times ``max_set_size`` ids in all.
         path: the file with the counts; with None, the counts end with the process.
-
-    Raises:
-        StorageError: the file exists and cannot be read.
     """
 
     def __init__(
-        self,
-        max_set_size: int,
-        attempts: int = ALIGNMENT_ATTEMPTS,
-        path: Path | None = None,
+        self, max_set_size: int, attempts: int = ALIGNMENT_ATTEMPTS, path: Path | None = None
     ) -> None:
         self._max = Tried(attempts * max_set_size, attempts * EXCHANGES_PER_ATTEMPT)
         self._path = path
@@ -82,20 +75,14 @@ class TriedIds:
         self._lock = threading.Lock()
 
     def of(self, peer: str) -> Tried:
-        """Return the count of a peer so far."""
-        return self._count_of(peer).tried
+        return Tried(*self._count_of(peer)[:2])
 
     @contextmanager
     def counted(self, peer: str, exchange: CountedExchange) -> Iterator[None]:
         """Charge an exchange, and refund the unanswered ids when it is over.
 
         Args:
-            peer: the other party's name.
             exchange: an exchange that has received the peer's hello.
-
-        Raises:
-            AlignmentError: the peer has used up its attempts.
-            StorageError: the count cannot be written.
         """
         announced, number = exchange.peer_set_size, exchange.number
         self._charge(peer, announced, number)
@@ -134,32 +121,30 @@ class TriedIds:
         with self._lock:
             before = self._count_of(peer)
             others = before.without(number)
-            after = Tried(others + announced, before.tried.exchanges + 1)
-            if after.ids > self._max.ids or after.exchanges > self._max.exchanges:
-                tried = Tried(others, before.tried.exchanges)
+            ids, exchanges = others + announced, before.exchanges + 1
+            if ids > self._max.ids or exchanges > self._max.exchanges:
+                tried = Tried(others, before.exchanges)
                 raise AlignmentError(self._refusal(peer, tried, announced))
-            self._write({**self._counts, peer: _Count(after, number, announced)})
+            self._write({**self._counts, peer: _Count(ids, exchanges, number, announced)})
 
     def _refund(self, peer: str, announced: int, answered: int, number: str) -> None:
         with self._lock:
             before = self._count_of(peer)
             # A count that was reset meanwhile no longer includes this exchange.
-            after = Tried(
-                max(before.tried.ids - (announced - answered), 0),
-                max(before.tried.exchanges - (not answered), 0),
-            )
-            if after == before.tried:
+            ids = max(before.ids - (announced - answered), 0)
+            exchanges = max(before.exchanges - (not answered), 0)
+            if (ids, exchanges) == before[:2]:
                 return
+            after = _Count(ids, exchanges, number, min(answered, ids))
             try:
-                self._write({**self._counts, peer: _Count(after, number, min(answered, after.ids))})
+                self._write({**self._counts, peer: after})
             except StorageError as error:
                 logger.warning("%s; the unanswered ids stay counted", error)
 
     def _write(self, counts: dict[str, _Count]) -> None:
         """Store the counts, in the file first, so that a failed write changes neither."""
         if self._path is not None:
-            stored = {peer: [*one.tried, one.exchange, one.charged] for peer, one in counts.items()}
-            write_bytes_atomically(self._path, json.dumps(stored).encode(), 0o600)
+            write_bytes_atomically(self._path, _COUNTS.dump_json(counts), 0o600)
         self._counts = counts
 
     def _refusal(self, peer: str, before: Tried, announced: int) -> str:
@@ -186,19 +171,9 @@ def _read(path: Path) -> dict[str, _Count]:
     except OSError as error:
         raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
     try:
-        return {str(peer): _count(value) for peer, value in json.loads(text).items()}
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        return _COUNTS.validate_json(text)
+    except ValidationError as error:
         raise StorageError(
             f"{path}: expected the number of ids that each peer has tried; deleting the file "
             f"resets every peer's count to zero"
         ) from error
-
-
-def _count(value: Any) -> _Count:
-    ids, exchanges, *last = value
-    number, charged = last or ("", 0)
-    if type(number) is not str or any(type(one) is not int for one in (ids, exchanges, charged)):
-        raise ValueError(value)
-    if min(ids, exchanges, charged, ids - charged) < 0:
-        raise ValueError(value)
-    return _Count(Tried(ids, exchanges), number, charged)

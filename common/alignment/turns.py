@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from splitveil.common.alignment.kept import NOTHING_KEPT, Keeper, Kept
-from splitveil.common.alignment.tag_lists import TagList, TagsInMemory, pieces
+from splitveil.common.alignment.kept import ExchangeFiles, Kept, KeptName
+from splitveil.common.alignment.tag_lists import TagList, pieces
 from splitveil.common.errors import InvalidMessage, OutOfStep, TooLarge
 from splitveil.common.wire.limits import POINT_BYTES, TAG_BYTES
 from splitveil.protos import split_learning_pb2 as pb
@@ -32,11 +32,9 @@ class Frames:
         self._makers = makers
 
     def __len__(self) -> int:
-        """Return the number of frames."""
         return len(self._makers)
 
     def __iter__(self) -> Iterator[pb.AlignFrame]:
-        """Make them."""
         return (make() for make in self._makers)
 
 
@@ -44,29 +42,21 @@ class TagTurns:
     """The tags of one exchange. The threads that send and receive may use it at the same time.
 
     Args:
-        num_own: number of this party's ids.
-        chunk_ids: largest number of points or tags in a message.
         finish: makes the frame that follows the last tags, once all have been received and shown.
     """
 
     def __init__(self, num_own: int, chunk_ids: int, finish: Callable[[], pb.AlignFrame]) -> None:
-        self.own: TagList = TagsInMemory()
+        self.own = TagList()
         """Tags of this party's ids, in the order of its points, computed by the peer."""
 
-        self.of_peer: TagList = TagsInMemory()
+        self.of_peer = TagList()
         """Tags of the peer's ids, in the order of its points, computed by this party."""
 
         self.num_own = num_own
-        """Number of this party's ids."""
-
-        self.num_peer = 0
-        """Number of the peer's ids, once its hello is there."""
-
-        self.num_shown = 0
-        """Number of the peer's ids whose tags it was sent."""
-
-        self.keeper: Keeper = NOTHING_KEPT
-        """Keeps points and tags for an exchange that resumes this one."""
+        self.num_peer = 0  # number of the peer's ids, once its hello is there
+        self.num_shown = 0  # number of the peer's ids whose tags it was sent
+        self.files: ExchangeFiles | None = None
+        """Keep points and tags for an exchange that resumes this one."""
 
         self._chunk_ids = chunk_ids
         self._part = part_of(chunk_ids)
@@ -84,17 +74,14 @@ class TagTurns:
 
     @property
     def num_received(self) -> int:
-        """The number of this party's ids whose tags it was sent."""
         return len(self.own)
 
     @property
     def num_computed(self) -> int:
-        """The number of the peer's ids whose tags this party has computed."""
         return len(self.of_peer)
 
     @property
     def num_sent(self) -> int:
-        """The number of this party's points that were sent."""
         return self._points_sent // POINT_BYTES
 
     @property
@@ -103,17 +90,15 @@ class TagTurns:
         return max(self.num_shown, self._answered_before)
 
     def note_sent(self, points: bytes) -> None:
-        """Note points of this party, before they are sent."""
         with self._lock:
-            self.keeper.append("own.points", points)
+            self._keep("own.points", points)
             self._own_points.update(points)
             self._points_sent += len(points)
 
     def note_answered(self, points: bytes, tags: bytes) -> None:
-        """Keep the tags of some of the peer's points."""
         with self._lock:
-            self.keeper.append("peer.points", points)
-            self.keeper.append("peer.tags", tags)
+            self._keep("peer.points", points)
+            self._keep("peer.tags", tags)
             self._peer_points.update(points)
             self.of_peer.append(tags)
 
@@ -122,32 +107,27 @@ class TagTurns:
         with self._lock:
             self.own, self.of_peer = own, of_peer
 
-    def restore(self, kept: Kept, peer: pb.AlignResume, keeper: Keeper) -> None:
+    def restore(self, kept: Kept, peer: pb.AlignResume, files: ExchangeFiles) -> None:
         """Continue a kept exchange, of which the tags are held, where both have what was sent.
 
         A peer that understates what it has is sent the same bytes again, which tell it nothing new.
 
-        Args:
-            kept: what this party has kept.
-            peer: what the peer says that it has.
-            keeper: keeps what follows.
-
-        Raises:
-            InvalidMessage: the peer cannot have that.
+        Raises InvalidMessage: the peer cannot have that.
         """
         num_held, num_taken = int(peer.points), int(peer.tags)
         with self._lock:
-            sent = kept.own_points.prefix(num_held)
             are_whole = num_held == self.num_own or num_held % self._chunk_ids == 0
-            if sent is None or not are_whole or sent.digest() != peer.points_digest:
+            sent = files.points_digest("own.points", min(num_held, kept.own_points))
+            is_sent = are_whole and num_held <= kept.own_points
+            if not is_sent or sent.digest() != peer.points_digest:
                 raise InvalidMessage("the other party has kept other points than were sent")
             part = self._part(self.num_peer)
             if num_taken > self.num_peer or (num_taken % part and num_taken < self.num_peer):
                 raise InvalidMessage("the other party has kept other tags than were shown")
-            keeper.cut("own.points", num_held)  # the others are sent, and kept, once more
-            self.keeper = keeper
+            files.cut("own.points", num_held)  # the others are sent, and kept, once more
+            self.files = files
             self._own_points, self._points_sent = sent, num_held * POINT_BYTES
-            self._peer_points = kept.peer_points.all()
+            self._peer_points = files.points_digest("peer.points", kept.peer_points)
             self.num_shown = num_taken
             self._kept_commitment = kept.peer_commitment
             if self._kept_commitment:
@@ -156,8 +136,7 @@ class TagTurns:
     def commit(self) -> Frames:
         """Commit to all tags, once, as soon as every point of both parties was sent and received.
 
-        Raises:
-            InvalidMessage: the peer has sent this party's points back.
+        Raises InvalidMessage: the peer has sent this party's points back.
         """
         with self._lock:
             are_sent = self._points_sent == self.num_own * POINT_BYTES
@@ -174,8 +153,7 @@ class TagTurns:
     def receive_commitment(self, message: pb.AlignCommitment) -> Frames:
         """Take the peer's commitment, and return the tags that may be shown now.
 
-        Raises:
-            InvalidMessage, OutOfStep: the peer broke a rule of the protocol.
+        Raises InvalidMessage or OutOfStep: the peer broke a rule of the protocol.
         """
         with self._lock:
             if self._peer_commitment is not None:
@@ -187,7 +165,7 @@ class TagTurns:
                     f"expected a commitment of 32 bytes, got {len(message.digest)}"
                 )
             if not self._kept_commitment:
-                self.keeper.append("peer.commitment", message.digest)
+                self._keep("peer.commitment", message.digest)
             elif message.digest != self._kept_commitment:
                 raise InvalidMessage("the other party commits to other tags than before")
             self._peer_commitment = message.digest
@@ -196,8 +174,7 @@ class TagTurns:
     def receive(self, message: pb.Tags) -> Frames:
         """Take tags of this party's ids, and return those whose turn it is then.
 
-        Raises:
-            InvalidMessage, OutOfStep, TooLarge: the peer broke a rule of the protocol.
+        Raises InvalidMessage, OutOfStep or TooLarge: the peer broke a rule of the protocol.
         """
         with self._lock:
             if not self._has_committed or self._peer_commitment is None:
@@ -208,9 +185,13 @@ class TagTurns:
                 raise OutOfStep("received more tags than points were sent")
             check_chunk("tags", message.chunk, self.num_received // part)
             check_length("tags", message.tags, expected * TAG_BYTES)
-            self.keeper.append("own.tags", message.tags)
+            self._keep("own.tags", message.tags)
             self.own.append(message.tags)
             return Frames(self._show())
+
+    def _keep(self, name: KeptName, data: bytes) -> None:
+        if self.files is not None:
+            self.files.append(name, data)
 
     def _check_commitment(self) -> None:
         if _commitment(self._peer_points.digest(), self.own) != self._peer_commitment:
@@ -225,7 +206,8 @@ class TagTurns:
         if not self._has_committed or self._peer_commitment is None:
             return frames
         if not self._is_on_disk:
-            self.keeper.sync()
+            if self.files is not None:
+                self.files.sync()
             self._is_on_disk = True
         if self.num_received == self.num_own:
             self._check_commitment()
@@ -265,13 +247,11 @@ def _commitment(points_digest: bytes, tags: TagList) -> bytes:
 
 
 def check_chunk(what: str, number: int, expected: int) -> None:
-    """Refuse another chunk than the next one."""
     if number != expected:
         raise OutOfStep(f"expected {what} of chunk {expected}, got chunk {number}")
 
 
 def check_length(what: str, data: bytes, expected: int) -> None:
-    """Refuse data that are longer or shorter than they have to be."""
     if len(data) > expected:
         raise TooLarge(f"expected {expected} bytes of {what}, got {len(data)}")
     if len(data) < expected:

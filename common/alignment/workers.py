@@ -28,8 +28,7 @@ class GroupOperations(Protocol):
     def multiply(self, points: bytes, scalar: bytes) -> bytes:
         """Multiply each point by the scalar, or raise NotInGroupError."""
 
-    def close(self) -> None:
-        """Release the resources."""
+    def close(self) -> None: ...
 
 
 class WorkerPool:
@@ -43,19 +42,12 @@ class WorkerPool:
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="align-worker")
 
     def mask(self, digests: bytes, scalar: bytes) -> bytes:
-        """Hash each digest to the group and multiply it by the scalar."""
         return self._spread(ristretto.MASK, digests, ristretto.DIGEST_BYTES, scalar)
 
     def multiply(self, points: bytes, scalar: bytes) -> bytes:
-        """Multiply each point by the scalar.
-
-        Raises:
-            ristretto.NotInGroupError: a point is outside the group, or is its identity.
-        """
         return self._spread(ristretto.MULTIPLY, points, ristretto.POINT_BYTES, scalar)
 
     def close(self) -> None:
-        """Stop the workers."""
         self._threads.shutdown(cancel_futures=True)
         for worker in self._workers:
             worker.close()
@@ -82,8 +74,6 @@ class WorkerPool:
 
 
 class _Worker:
-    """One process and its pipe, for one request at a time."""
-
     def __init__(self, library_name: str) -> None:
         self._process = subprocess.Popen(  # noqa: S603 - this interpreter and a file of ours
             [sys.executable, "-I", ristretto.__file__, library_name],

@@ -75,7 +75,6 @@ class JoinedOptimizer(Optimizer):
         self._share_groups()
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001 (torch's signature)
-        """Clear the gradients."""
         for part in self.parts:
             part.zero_grad(set_to_none)
 
@@ -86,14 +85,12 @@ class JoinedOptimizer(Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Step every part."""
         loss = None if closure is None else closure()
         for part in self.parts:
             part.step()
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the parts' states, in order."""
         return {"parts": [part.state_dict() for part in self.parts]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -17,31 +17,24 @@ from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_data import PartyData, read_ids_alone
 from splitveil.common.party.party_settings import PartySettings, PartySettingsT
-from splitveil.common.run.common_order import CommonOrder
 from splitveil.common.run.contract import AlignmentContract
+from splitveil.common.run.sample_order import CommonOrder
 from splitveil.common.storage.table_output import check_output, replacing, writer_of
 
 _logger = logging.getLogger(__name__)
 
 _ROWS_AT_ONCE = 2**16
 
-FOLDER = "alignment"
-"""Folder of a run's alignments, in which each party has its own."""
+FOLDER = "alignment"  # folder of a run's alignments, in which each party has its own
 
 
 def aligning(settings: PartySettingsT) -> PartySettingsT:
-    """Return a party's settings with the contract of a run that only aligns."""
     contract = AlignmentContract.of(settings.contract)
     return settings.model_copy(update={"contract": contract})
 
 
 def check_outputs(settings: PartySettings, output: Path) -> None:
-    """Check that the aligned rows can be written, before anything is sent.
-
-    Raises:
-        SettingsError: the output's ending names no format, its folder is not there, or it is the
-            table that is to be aligned.
-    """
+    """Check that the aligned rows can be written, before anything is sent."""
     check_output(output)
     if output.resolve() in {path.resolve() for path in _files_of(settings)}:
         raise SettingsError(f"--output: {output} is the table of data.source itself")
@@ -55,11 +48,7 @@ class OwnIds(NamedTuple):
 
 
 def read_own_ids(settings: PartySettings) -> OwnIds:
-    """Read a party's ids, and the column by which the contract splits rows, but nothing else.
-
-    Raises:
-        DataError, SettingsError: as ``PartyData.load``.
-    """
+    """Read a party's ids, and the column by which the contract splits rows, but nothing else."""
     contract, stamps = settings.contract, _stamps(settings)
     data = _ids_alone(settings.data)
     return OwnIds(read_ids_alone(data, settings.base_dir, contract.split, contract.ids), stamps)
@@ -90,15 +79,11 @@ def _ids_alone(data: DataSettings) -> DataSettings:
 
 
 class AlignedTable(NamedTuple):
-    """The outcome of a party's ``align``, in numbers."""
-
     order: CommonOrder
-    num_ids: int
-    """This party's usable ids."""
+    num_ids: int  # this party's usable ids
     output: Path
 
     def in_words(self) -> str:
-        """Describe it in one sentence without an end."""
         return (
             f"{len(self.order.file_rows):,} of {self.num_ids:,} ids are common to all parties; "
             f"their rows are in {self.output}, in the order with fingerprint "
@@ -106,7 +91,6 @@ class AlignedTable(NamedTuple):
         )
 
     def to_json(self) -> dict[str, object]:
-        """Return it as plain values."""
         return {
             "run_id": self.order.run_id,
             "ids": self.num_ids,
@@ -122,14 +106,7 @@ def write_aligned(
     """Write the common rows of a party's table, with all of its columns, in the common order.
 
     Args:
-        settings: name the table.
-        own: the ids that were aligned.
-        order: the common rows.
         output: a file ending in ``.parquet`` or ``.csv``, which is replaced as a whole.
-
-    Raises:
-        DataError: the table cannot be read, or has changed since its ids were.
-        StorageError: the output cannot be written.
     """
     data = own.data
     rows = order.file_rows if data.kept is None else data.kept[order.file_rows]
@@ -145,7 +122,6 @@ def write_aligned(
 
 
 def print_aligned(found: AlignedTable, *, as_json: bool) -> None:
-    """Print the outcome."""
     if as_json:
         print_json(found.to_json())
     _logger.info("%s", found.in_words())

@@ -22,12 +22,6 @@ ALIGN_PURPOSE = "find the rows that all parties have, and write this party's, wi
 def party_parser(
     program: str, add_own_commands: Callable[[Commands], None] = lambda _: None
 ) -> argparse.ArgumentParser:
-    """Return the parser of a party's command.
-
-    Args:
-        program: the words with which the command is called.
-        add_own_commands: adds the sub-commands that only this kind of party has.
-    """
     parser = argparse.ArgumentParser(prog=program)
     add_version(parser)
     add_completion(parser)
@@ -96,7 +90,6 @@ def add_align_arguments(align: argparse.ArgumentParser) -> None:
 
 
 def add_verbosity(command: argparse.ArgumentParser) -> None:
-    """Add the options that make a command's log longer or shorter."""
     command.add_argument("-v", "--verbose", action="count", default=0)
     command.add_argument("-q", "--quiet", action="count", default=0)
 

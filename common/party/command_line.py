@@ -18,14 +18,10 @@ from rich.console import Console
 
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party.json_output import print_json
-from splitveil.common.party.party_settings import (
-    PartySettings,
-    PartySettingsT,
-    load_party_settings,
-)
+from splitveil.common.party.party_settings import PartySettings, PartySettingsT, load_party_settings
 from splitveil.common.party.place import ONLY, Place
-from splitveil.common.party.transcript import Broken, Comparison, Verified, compare, verify
-from splitveil.common.run.contract_difference import in_short
+from splitveil.common.party.transcript import Broken, Verified, compare, verify
+from splitveil.common.run.contract import in_short
 from splitveil.common.settings import validate
 from splitveil.common.storage.ended_run import end_of, has_finished
 from splitveil.common.storage.run_folder import write_text_atomically
@@ -36,6 +32,7 @@ from splitveil.common.text.yaml_text import RESOLVED, read_yaml_file
 
 logger = logging.getLogger(__name__)
 
+# Settings that may differ when a run is resumed; all others affect its results.
 MAY_CHANGE = frozenset(
     {
         "alignment_attempts",
@@ -63,7 +60,6 @@ MAY_CHANGE = frozenset(
         "transcript",
     }
 )
-"""Settings that may differ when a run is resumed; all others affect its results."""
 _SECRET = frozenset({"insecure_noise_seed", "insecure_nonce_seed", "uri"})
 _SETTINGS = "settings.yaml"
 
@@ -71,27 +67,31 @@ _SETTINGS = "settings.yaml"
 def verify_transcript(parsed: argparse.Namespace) -> None:
     """Check one transcript, or two against each other, and print the result.
 
-    Raises:
-        SettingsError: a file cannot be read.
-        SplitveilError: a chain is broken, or one party received something the other did not send.
+    Raises SplitveilError: a chain is broken, or one party received what the other did not send.
     """
-    verified = {}
-    for path in (parsed.transcript, parsed.against):
-        if path is not None:
-            verified[path] = _verified(path)
-            if not parsed.json:
-                _print_verified(path, verified[path])
-    both = list(verified.values())
-    compared = compare(*both) if parsed.against is not None else None
-    if parsed.json:
-        print_json(
-            {
-                "transcripts": [_plain_verified(path, one) for path, one in verified.items()],
-                "compared": None if compared is None else compared._asdict(),
-            }
+    console = Console(file=sys.stdout, highlight=False, soft_wrap=True, quiet=parsed.json)
+    verified: list[Verified] = []
+    files = [path for path in (parsed.transcript, parsed.against) if path is not None]
+    for path in files:
+        verified.append(found := _verified(path))
+        console.print(
+            f"{visible(str(path))}: the chain of {found.entries:,} entries is intact; the last "
+            f"link is {found.last_link}",
+            markup=False,
         )
-    elif compared is not None:
-        _print_compared(compared)
+    compared = compare(*verified) if parsed.against is not None else None
+    if compared is not None:
+        console.print(f"{compared.agreed:,} messages were received as the other party sent them")
+        for kind, count in compared.lost.items():
+            line = f"{kind}: {count:,} sent but not received, as when a connection breaks"
+            console.print(line, markup=False)
+    if parsed.json:
+        found_in = [
+            {"file": str(path), "entries": found.entries, "last_link": found.last_link}
+            for path, found in zip(files, verified, strict=True)
+        ]
+        document = None if compared is None else compared._asdict()
+        print_json({"transcripts": found_in, "compared": document})
     if compared is not None and compared.unsent:
         raise SplitveilError(
             "\n".join(
@@ -111,38 +111,13 @@ def _verified(path: Path) -> Verified:
     return found
 
 
-def _print_verified(path: Path, found: Verified) -> None:
-    Console(file=sys.stdout, highlight=False, soft_wrap=True).print(
-        f"{visible(str(path))}: the chain of {found.entries:,} entries is intact; the last link "
-        f"is {found.last_link}",
-        markup=False,
-    )
-
-
-def _plain_verified(path: Path, found: Verified) -> dict[str, Any]:
-    return {"file": str(path), "entries": found.entries, "last_link": found.last_link}
-
-
-def _print_compared(compared: Comparison) -> None:
-    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
-    console.print(f"{compared.agreed:,} messages were received as the other party sent them")
-    for kind, count in compared.lost.items():
-        line = f"{kind}: {count:,} sent but not received, as when a connection breaks"
-        console.print(line, markup=False)
-
-
 def load_settings(
     section: type[PartySettingsT], arguments: argparse.Namespace, party: str
 ) -> PartySettingsT:
     """Load the settings that a command names, with its overrides, and log as they say.
 
     Args:
-        section: the settings class of this kind of party.
-        arguments: of the command.
         party: this party's name in the overrides, where it may be left out.
-
-    Raises:
-        SettingsError: lists every problem of the settings and the contract.
     """
     overrides = [text.removeprefix(f"{party}.") for text in arguments.overrides]
     if arguments.runs is not None:
@@ -157,16 +132,6 @@ def load_settings(
 
 
 def torch_device(device: str, local_rank: int = 0) -> torch.device:
-    """Return the device that the setting ``device`` names.
-
-    Args:
-        device: as in the settings.
-        local_rank: of this process among those of the party on this machine; where the settings
-            leave the GPU open, each process takes its own.
-
-    Raises:
-        SettingsError: it names a GPU that does not exist.
-    """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     found = torch.device(device)
@@ -210,7 +175,6 @@ def draw_nonce(settings: PartySettings) -> bytes:
 
 
 def resolved_yaml(settings: PartySettings) -> str:
-    """Return the settings as YAML, with every default filled in."""
     return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
@@ -218,14 +182,6 @@ def takes_up(settings: PartySettings, *, fresh: bool, folder: Path) -> bool:
     """Return whether a folder's run is taken up, and does not make room for a new one.
 
     For a run that was ended for good, only the party itself knows whether it resumes.
-
-    Args:
-        settings: the settings of this start.
-        fresh: whether to start over in any case.
-        folder: the folder of the results.
-
-    Raises:
-        SettingsError: it is a run with other settings, or whose settings are gone.
     """
     if fresh:
         return False
@@ -248,7 +204,6 @@ def takes_up(settings: PartySettings, *, fresh: bool, folder: Path) -> bool:
 
 
 def is_finished(folder: Path) -> bool:
-    """Return whether the run in a folder has finished, and say so."""
     if not has_finished(folder):
         return False
     logger.info(
@@ -261,11 +216,7 @@ def is_finished(folder: Path) -> bool:
 
 
 def stored_settings(folder: Path) -> dict[str, Any]:
-    """Return the settings with which the run in a folder was started, as plain values.
-
-    Raises:
-        SettingsError: they are gone or damaged.
-    """
+    """Return the settings with which the run in a folder was started, as plain values."""
     path = folder / _SETTINGS
     found = read_yaml_file(path, RESOLVED)
     if not isinstance(found, dict) or not isinstance(found.get("data"), dict):
@@ -292,7 +243,6 @@ def _with_defaults(section: type[PartySettings], earlier: dict[str, Any]) -> dic
 
 
 def save_resolved(settings: PartySettings, folder: Path) -> None:
-    """Write the resolved settings into the run's folder."""
     write_text_atomically(folder / _SETTINGS, resolved_yaml(settings))
 
 
@@ -303,17 +253,7 @@ def report_check(
     *,
     as_json: bool = False,
 ) -> None:
-    """Print the resolved settings and the outcome of every successful check.
-
-    Args:
-        settings: of the party.
-        checks: each returns what it found, or raises.
-        probes: yields further checks, which need the other party.
-        as_json: print settings and all outcomes, failures included, as one JSON document.
-
-    Raises:
-        SplitveilError: has the messages of all failed checks, and the smallest of their exit codes.
-    """
+    """Print the resolved settings and the outcome of every successful check."""
     _find_own_modules(settings)
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True, quiet=as_json)
     console.print(resolved_yaml(settings), markup=False)

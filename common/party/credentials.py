@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -21,10 +20,9 @@ from splitveil.common.text.files import read_bytes
 
 logger = logging.getLogger(__name__)
 
-MAX_FILE_BYTES = 2**20
-"""Largest size of a PEM file, enough for hundreds of certificates."""
-SOON_DAYS = 30
-"""A certificate that expires within this many days causes a warning."""
+MAX_FILE_BYTES = 2**20  # largest size of a PEM file, enough for hundreds of certificates
+SOON_DAYS = 30  # a certificate that expires within this many days causes a warning
+_Version = tuple[int, int, int]  # inode, time of the last change and size of a file
 
 
 @dataclass(frozen=True)
@@ -36,9 +34,7 @@ class Credentials:
 
     private_key: bytes = field(repr=False)
 
-    authority: bytes
-    """Certificates of the authorities that may have signed the peer's certificate."""
-
+    authority: bytes  # certificates of the authorities that may have signed the peer's certificate
     subject: str
     identities: tuple[str, ...]
     """The DNS names among the certificate's subject alternative names, in lower case."""
@@ -46,7 +42,6 @@ class Credentials:
     ends: datetime
 
     def days_left(self) -> int:
-        """Return the number of whole days for which the certificate is still valid."""
         return (self.ends - datetime.now(UTC)).days
 
 
@@ -57,7 +52,6 @@ class CredentialFiles:
         certificate: PEM file with the party's own certificate first.
         private_key: PEM file without a password, readable by its owner only.
         authority: PEM file with every authority that may have signed the peer's certificate.
-        identity: the DNS name that the own certificate must carry.
     """
 
     def __init__(
@@ -74,9 +68,6 @@ class CredentialFiles:
 
         If changed files cannot be used, the previous credentials stay in force, with one warning
         per change: halfway through a rotation, certificate and key do not match.
-
-        Raises:
-            SettingsError: the files cannot be used, and no credentials were read before.
         """
         with self._lock:
             # Taken before reading, so that the next call notices a change during the reading.
@@ -112,21 +103,8 @@ class CredentialFiles:
             )
 
 
-class _Version(NamedTuple):
-    """Identifies one state of a file."""
-
-    inode: int
-    modified_ns: int
-    size: int
-
-
 def credential_files(settings: PartySettings, party: str) -> CredentialFiles | None:
-    """Return the files that a party's settings name; None for an insecure connection.
-
-    Args:
-        settings: the party's settings.
-        party: the party's name in the contract.
-    """
+    """Return the files that a party's settings name; None for an insecure connection."""
     match settings.security:
         case MutualTls() as tls:
             return CredentialFiles(
@@ -140,7 +118,6 @@ def credential_files(settings: PartySettings, party: str) -> CredentialFiles | N
 
 
 def describe(credentials: Credentials) -> str:
-    """Describe subject, identities and remaining days."""
     names = ", ".join(credentials.identities)
     return f"{credentials.subject} ({names}), {credentials.days_left()} days left"
 
@@ -164,11 +141,7 @@ def in_lower_case(dns_name: str) -> str:
 
 
 def dns_names(certificate: x509.Certificate) -> tuple[str, ...]:
-    """Return the DNS names of a certificate's subject alternative name, in lower case.
-
-    Raises:
-        ValueError: the certificate's extensions cannot be read.
-    """
+    """Return the DNS names of a certificate's subject alternative name, in lower case."""
     try:
         extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
     except x509.ExtensionNotFound:
@@ -184,7 +157,7 @@ def _version(path: Path) -> _Version | None:
         found = path.stat()
     except OSError:
         return None
-    return _Version(found.st_ino, found.st_mtime_ns, found.st_size)
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def _load(certificate: Path, private_key: Path, authority: Path, identity: str) -> Credentials:

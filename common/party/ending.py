@@ -34,14 +34,6 @@ def exit_code_of(action: Callable[[], None]) -> int:
 
 
 def end_program(exit_code: int, *, is_program: bool) -> NoReturn:
-    """End with an exit code.
-
-    Args:
-        exit_code: the exit code of the process.
-        is_program: whether this process has nothing else to do. It then ends without the
-            interpreter's teardown, in which library threads (those of Arrow, after an unreadable
-            file) occasionally abort the process, so that the exit code is lost.
-    """
     if is_program:
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):

@@ -42,7 +42,6 @@ class Interruption:
 
     @property
     def signal_number(self) -> int | None:
-        """The signal that was received, if any."""
         if self._received is not None:
             self.before_stopping()
         return self._received
@@ -57,15 +56,9 @@ class Interruption:
             signal.signal(number, self._remember)
 
     def __call__(self) -> int | None:
-        """Return the signal that was received, if any."""
         return self.signal_number
 
     def check(self) -> None:
-        """Raise an error if a signal was received.
-
-        Raises:
-            Interrupted: a signal was received.
-        """
         number = self.signal_number
         if number is not None:
             raise Interrupted(number)

@@ -17,12 +17,11 @@ from torch import Tensor
 from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.columns import almost_numbers
 from splitveil.common.data.converted import MappedTable, open_converted
-from splitveil.common.data.features import FeatureEncoder, Features
+from splitveil.common.data.features import FeatureEncoder, Features, MappedFeatures, RowEncoder
 from splitveil.common.data.id_forms import ColumnForms, form_of
 from splitveil.common.data.id_parts import read_compact_ids
 from splitveil.common.data.ids import NOTHING_DONE, Allowed, IdReport, usable_ids
 from splitveil.common.data.kinds import with_advice
-from splitveil.common.data.mapped_features import MappedFeatures, RowEncoder
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.source_settings import (
     CacheableSource,
@@ -60,11 +59,8 @@ class PartyData:
     settings: DataSettings
     table: Table
     ids: Sequence[str]
-    kept: NDArray[np.int64] | None = None
-    """The rows of the file; None for all."""
-
-    report: IdReport = NOTHING_DONE
-    """What became of the ids."""
+    kept: NDArray[np.int64] | None = None  # the rows of the file; None for all
+    report: IdReport = NOTHING_DONE  # what became of the ids
 
     @classmethod
     def of(cls, settings: PartySettings) -> "PartyData":
@@ -83,16 +79,8 @@ class PartyData:
         """Read a party's file, or open its converted copy in the cache.
 
         Args:
-            settings: name the file and its columns.
-            base_dir: folder to which relative paths refer.
-            split: the contract's split, which may need a column; None for a table that is not used
-                for training.
-            id_rules: the contract's rules for each column of ids.
-
-        Raises:
-            DataError: names file, column, rows and count of each problem.
-            SettingsError: the rules are for another number of columns of ids.
-            StorageError: the cache cannot be used.
+            split: the contract's split, which may need a column; None for a table that is not
+                used for training.
         """
         with with_advice(settings.source, base_dir):
             return cls._load(settings, base_dir, split, id_rules)
@@ -128,12 +116,7 @@ class PartyData:
     def fit(
         self, training_rows: Positions, earlier: EarlierModel | None = None
     ) -> FeatureEncoder | None:
-        """Fit scalers and vocabularies on some rows of the file; None without features.
-
-        Raises:
-            SettingsError: the earlier model, whose encoder is used, has other features.
-            DataError: there are no rows to fit on, or the earlier model needs other columns.
-        """
+        """Fit scalers and vocabularies on some rows of the file; None without features."""
         if earlier is not None:
             table = None if self.settings.features is None else self.table
             return earlier.encoder_for(table, self.table.source)
@@ -161,12 +144,9 @@ class PartyData:
         found = hashlib.sha256()
         for text in _joined(self.ids):
             found.update(text.encode())
-        if self.table.labels is not None:
-            found.update(np.ascontiguousarray(self.table.labels).tobytes())
-        if self.table.splits is not None:
-            found.update(np.ascontiguousarray(self.table.splits).tobytes())
-        if self.table.weights is not None:
-            found.update(np.ascontiguousarray(self.table.weights).tobytes())
+        for column in (self.table.labels, self.table.splits, self.table.weights):
+            if column is not None:
+                found.update(np.ascontiguousarray(column).tobytes())
         if encoder is not None:
             found.update(json.dumps(encoder.state(), sort_keys=True).encode())
         if features is not None:
@@ -193,11 +173,7 @@ class PartyData:
         return f"{text} ({', '.join(parts)})"
 
     def labels_at(self, file_rows: Positions) -> Tensor:
-        """Return the labels of some rows of the file, (rows,), float32.
-
-        Raises:
-            DataError: there are no labels.
-        """
+        """Return the labels of some rows of the file, (rows,), float32, or raise DataError."""
         if self.table.labels is None:
             raise DataError(f"{self.table.source}: there is no label column")
         return torch.from_numpy(self.table.labels[file_rows])
@@ -213,11 +189,7 @@ class PartyData:
         return torch.from_numpy((weights / weights[rows.splits["train"]].mean()).astype(np.float32))
 
     def labels_of(self, ids: Sequence[str]) -> Tensor:
-        """Return the labels of some ids, (ids,), float32.
-
-        Raises:
-            DataError: some of the ids have no label here.
-        """
+        """Return the labels of some ids, (ids,), float32, or raise DataError."""
         if self.table.labels is None:
             raise DataError(f"{self.table.source}: there is no label column")
         row_of = {name: row for row, name in enumerate(self.ids)}
@@ -231,22 +203,14 @@ class PartyData:
 
 
 def read_ids_alone(
-    settings: DataSettings,
-    base_dir: Path,
-    split: SplitSettings | None,
-    id_rules: Sequence[IdRule],
+    settings: DataSettings, base_dir: Path, split: SplitSettings | None, id_rules: Sequence[IdRule]
 ) -> PartyData:
     """Read the ids of a table, and the column by which the contract splits rows.
 
     Args:
         settings: name the file and its columns of ids, and no other columns but that of labels if
             rows without one are left out.
-        base_dir: folder to which relative paths refer.
         split: the contract's split.
-        id_rules: the contract's rules for each column of ids.
-
-    Raises:
-        DataError, SettingsError, StorageError: as ``PartyData.load``.
     """
     is_converted = getattr(settings.source, "cache_dir", None) is not None
     if not settings.id_columns or is_converted:
@@ -272,18 +236,13 @@ def form_of_own_ids(settings: PartySettings) -> IdForm | None:
 
 
 def open_earlier_model(settings: PartySettings) -> EarlierModel | None:
-    """Open the model that a party's settings start from; None without one.
-
-    Raises:
-        SettingsError: it cannot be read.
-    """
+    """Open the model that a party's settings start from; None without one. Raises SettingsError."""
     if settings.initial_weights is None:
         return None
     return EarlierModel.open(expand_path(SETTING, settings.initial_weights, settings.base_dir))
 
 
 def _joined(ids: Sequence[str]) -> Iterator[str]:
-    """Yield all ids, separated by zero characters, in large pieces."""
     for start in range(0, len(ids), _IDS_AT_ONCE):
         yield ("\0" if start else "") + "\0".join(ids[start : start + _IDS_AT_ONCE])
 

@@ -11,23 +11,14 @@ class Place(NamedTuple):
     """Which of a party's processes this one is."""
 
     rank: int = 0
-    size: int = 1
-    """Number of processes, on all machines."""
-
+    size: int = 1  # number of processes, on all machines
     local_rank: int = 0
-    local_size: int = 1
-    """Number of processes on this machine."""
-
-    restarts: int = 0
-    """How often all of them were started again."""
+    local_size: int = 1  # number of processes on this machine
+    restarts: int = 0  # how often all of them were started again
 
     @classmethod
     def of_environment(cls, variables: Mapping[str, str] = os.environ) -> "Place":
-        """Return what ``torchrun`` says; the only process without it.
-
-        Raises:
-            SettingsError: a variable is no number.
-        """
+        """Return what ``torchrun`` says; the only process without it. Raises SettingsError."""
         if "RANK" not in variables or "MASTER_ADDR" not in variables:
             return cls()
         names = (
@@ -47,5 +38,4 @@ class Place(NamedTuple):
         return cls(*found)
 
 
-ONLY = Place()
-"""A process that has no others beside it."""
+ONLY = Place()  # a process that has no others beside it

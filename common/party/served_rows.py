@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 
 from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.converted import MappedTable
-from splitveil.common.data.features import FeatureEncoder, Features
-from splitveil.common.data.id_index import ABSENT, IdIndex
-from splitveil.common.data.mapped_features import MappedFeatures, RowEncoder
+from splitveil.common.data.features import FeatureEncoder, Features, MappedFeatures, RowEncoder
+from splitveil.common.data.stored_ids import ABSENT, IdIndex
 from splitveil.common.data.table_files import settings_for, source_of
 from splitveil.common.data.unknown_categories import unknown_categories
 from splitveil.common.errors import DataError, SettingsError
@@ -23,18 +22,11 @@ _logger = logging.getLogger(__name__)
 
 
 class ServedRows:
-    """Rows of a table, found by their ids.
-
-    Args:
-        data: the table.
-        encoder: turns its rows into the features that the model was trained with.
-        form: the canonical form of the table's ids.
-    """
+    """Rows of a table, found by their ids."""
 
     def __init__(self, data: PartyData, encoder: FeatureEncoder, form: CanonicalForm) -> None:
         self._form = form
-        self.source = data.table.source
-        """The table, for messages."""
+        self.source = data.table.source  # the table, for messages
         self.encoder = encoder
         self._ids = data.ids
         self._index = IdIndex(data.ids)
@@ -50,18 +42,7 @@ class ServedRows:
     def load(
         cls, settings: PartySettings, encoder: FeatureEncoder | None, table: Path | None = None
     ) -> "ServedRows":
-        """Load a party's table, or open its memory-mapped columns.
-
-        Args:
-            settings: the party's.
-            encoder: of its trained model.
-            table: another file than that of the settings, with rows that need no label.
-
-        Raises:
-            DataError: the table cannot be used, or not a column of it that the model needs.
-            SettingsError: the model was trained without features.
-            StorageError: the cache cannot be used.
-        """
+        """Load a party's table, or open its memory-mapped columns."""
         if encoder is None:
             raise SettingsError("data.features: the model was trained without features here")
         own = settings.data.source
@@ -93,7 +74,6 @@ class ServedRows:
         return np.flatnonzero(self._is_served)
 
     def ids_at(self, rows: NDArray[np.int64]) -> list[str]:
-        """Return the ids of some rows, in canonical form."""
         return [self._ids[row] for row in rows.tolist()]
 
     def rows_of(self, ids: Sequence[str]) -> NDArray[np.int64]:
@@ -102,5 +82,4 @@ class ServedRows:
         return np.where((rows != ABSENT) & self._is_served[rows], rows, ABSENT)
 
     def features_of(self, rows: NDArray[np.int64]) -> Features:
-        """Return the features of some rows, in this order."""
         return self._features.rows(torch.from_numpy(rows))

@@ -13,13 +13,10 @@ _DIRECTIONS: tuple[Direction, ...] = ("sent", "received")
 
 
 class Volume(NamedTuple):
-    """A number of messages and their size."""
-
     messages: int = 0
     size_bytes: int = 0
 
     def __add__(self, other: object) -> "Volume":
-        """Add up messages and bytes."""
         if not isinstance(other, Volume):
             return NotImplemented
         return Volume(self.messages + other.messages, self.size_bytes + other.size_bytes)
@@ -28,20 +25,17 @@ class Volume(NamedTuple):
 class Traffic(NamedTuple):
     """What crossed the wire between a party and its peers, over all starts of a run."""
 
-    first: str
-    """Time of the first line, UTC, ISO 8601."""
+    first: str  # time of the first line, UTC, ISO 8601
     last: str
     volumes: Mapping[tuple[str | None, Direction, str], Volume]
     """(Passive party at the other end, None if there is only one; direction; kind of message)."""
 
     @property
     def sent(self) -> Volume:
-        """Everything that left."""
         return self._total("sent")
 
     @property
     def received(self) -> Volume:
-        """Everything that arrived."""
         return self._total("received")
 
     def _total(self, direction: Direction) -> Volume:
@@ -53,9 +47,6 @@ def read_traffic(folder: Path) -> Traffic | None:
     """Count the messages in the transcript of a party's folder; None if there is none.
 
     A line that is cut off or of another form is left out: the run may still be writing it.
-
-    Raises:
-        SettingsError: the file cannot be read.
     """
     path = folder / FILE
     if not path.is_file():

@@ -56,16 +56,12 @@ _to_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 
 class Crossing(NamedTuple):
-    """One message that crossed the wire."""
-
     direction: Direction
-    kind: str
-    """The call and its side, for instance ``Train reply``."""
+    kind: str  # the call and its side, for instance ``Train reply``
     data: bytes
     epoch: int | None = None
     step: int | None = None
-    party: str | None = None
-    """The passive party at the other end, if there is more than one."""
+    party: str | None = None  # the passive party at the other end, if there is more than one
 
 
 class TranscriptEnd(NamedTuple):
@@ -80,19 +76,9 @@ class Transcript:
 
     An existing file is continued, and its chain with it. Lines that a killed process had not
     written yet are missing; the next process adds a line that records its start.
-
-    Args:
-        folder: the run's folder.
-        party: this party's name.
-        defenses: kind of message -> the defense that was applied to its content.
     """
 
     def __init__(self, folder: Path, party: str, defenses: Mapping[str, str] | None = None) -> None:
-        """Open the file and start the thread.
-
-        Raises:
-            StorageError: the file cannot be read or written.
-        """
         self._path = folder / FILE
         self._defenses = dict(defenses or {})
         self._waiting: deque[tuple[float, Crossing | Answered]] = deque()
@@ -121,11 +107,7 @@ class Transcript:
         self.close()
 
     def note(self, crossing: Crossing) -> None:
-        """Record a message; waits only if the disk is far behind.
-
-        Raises:
-            StorageError: an earlier message could not be written; messages must be recorded.
-        """
+        """Record a message; waits only if the disk is far behind. Raises StorageError."""
         if self._error is not None:
             raise self._storage_error(self._error)
         if self._closed:
@@ -140,11 +122,6 @@ class Transcript:
                 self._hurry.set()
 
     def note_answered(self, answered: Answered) -> None:
-        """Record a request for predictions.
-
-        Raises:
-            StorageError: an earlier entry could not be written.
-        """
         self.check()
         if not self._closed:
             with self._changed:
@@ -152,11 +129,7 @@ class Transcript:
                     self._put(time.time(), line)
 
     def check(self) -> None:
-        """Notice without an entry that an earlier one could not be written.
-
-        Raises:
-            StorageError: it could not.
-        """
+        """Notice without an entry that an earlier one could not be written. Raises StorageError."""
         if self._error is not None:
             raise self._storage_error(self._error)
 
@@ -165,11 +138,7 @@ class Transcript:
         return TranscriptEnd(self._number, self._link)
 
     def close(self) -> None:
-        """Write pending lines; closing again has no effect.
-
-        Raises:
-            StorageError: a line could not be written.
-        """
+        """Write pending lines; closing again has no effect. Raises StorageError."""
         if self._closed:
             return
         with self._changed:
@@ -263,13 +232,11 @@ class Verified(NamedTuple):
     entries: int
     starts: int
     last_link: str
-    party: str | None
-    """The party that wrote it."""
+    party: str | None  # the party that wrote it
     crossings: Mapping[str | None, Counter[Noted]]
     """Passive party at the other end (None if there is only one) -> message -> count."""
 
     def with_party(self, name: str | None) -> Counter[Noted]:
-        """Count the messages that crossed between this party and one other party."""
         found: Counter[Noted] = Counter()
         for end in {None, name}:
             found.update(self.crossings.get(end, {}))
@@ -277,11 +244,7 @@ class Verified(NamedTuple):
 
 
 def verify(path: Path) -> Verified | Broken:
-    """Check every link of a transcript.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Check every link of a transcript, or raise OSError."""
     link, starts, number = _FIRST_LINK, 0, 0
     party: str | None = None
     crossings: dict[str | None, Counter[Noted]] = {}

@@ -23,13 +23,13 @@ from splitveil.protos import split_learning_pb2 as pb
 LINE_BYTES = 64 * 1024
 """About thirty times our longest line, which names a defense with all its settings."""
 
+# The kinds of all messages of the protocol.
 KINDS = frozenset(
     f"{call.name} {side}"
     for service in pb.DESCRIPTOR.services_by_name.values()
     for call in service.methods
     for side in ("request", "reply")
 )
-"""The kinds of all messages of the protocol."""
 
 
 def _known(kind: str) -> str:
@@ -47,8 +47,6 @@ _Party = Annotated[str, Field(max_length=NAME_CHARACTERS)]
 
 
 class _Line(BaseModel):
-    """The fields that every line has."""
-
     model_config = ConfigDict(strict=True, frozen=True)
 
     number: _Count
@@ -57,16 +55,12 @@ class _Line(BaseModel):
 
 
 class Opening(_Line):
-    """A process opened the transcript."""
-
     event: Literal["opened"]
     version: Annotated[str, Field(max_length=64)] | None = None
     """The version of splitveil that opened it."""
 
 
 class Crossed(_Line):
-    """A message crossed."""
-
     direction: Literal["sent", "received"]
     kind: Annotated[str, AfterValidator(_known)]
     epoch: _Count | None
@@ -111,14 +105,10 @@ class Answered(BaseModel):
 
 
 class AnsweredLine(_Line, Answered):
-    """A request for predictions was answered or refused."""
-
     event: Literal["answered"]
 
 
 class Unreadable(NamedTuple):
-    """The reason why a line is neither of the two."""
-
     reason: str
 
 
@@ -141,11 +131,7 @@ _ENTRY: TypeAdapter[Entry] = TypeAdapter(
 
 
 def read_lines(path: Path) -> Iterator[tuple[bytes, Entry | Unreadable]]:
-    """Yield every line without its line break, and its parsed content.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Yield every line without its line break, and its parsed content, or raise OSError."""
     check_regular(path)
     with path.open("rb") as file:
         while raw := file.readline(LINE_BYTES + 1):

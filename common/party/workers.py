@@ -30,19 +30,14 @@ class Workers(NamedTuple):
     """This process's place, and at rank 0 the line to the others."""
 
     place: Place = ONLY
-    line: WorkerLine | None = None
-    """None if there are no others."""
+    line: WorkerLine | None = None  # None if there are no others
 
 
 ALONE = Workers()
 
 
 def act(parsed: argparse.Namespace, action: Callable[[argparse.Namespace], None]) -> None:
-    """Do what a command says, unless it was started several times and computes in one process.
-
-    Raises:
-        SettingsError: it was.
-    """
+    """Do what a command says, unless it was started several times and computes in one process."""
     size = Place.of_environment().size
     if size > 1 and parsed.command != "run":
         raise SettingsError(
@@ -53,11 +48,7 @@ def act(parsed: argparse.Namespace, action: Callable[[argparse.Namespace], None]
 
 
 def check_model(settings: ModelSettings, role: str) -> None:
-    """Check that several processes can compute a model, as far as its settings tell.
-
-    Raises:
-        SettingsError: it has dropout.
-    """
+    """Check that several processes can compute a model, as far as its settings tell."""
     if isinstance(settings, MlpModel) and settings.dropout:
         raise SettingsError(
             f"{role}.dropout: expected 0 with several processes, because its random state is that "
@@ -90,16 +81,7 @@ def joined(place: Place, interruption: Interruption) -> Iterator[Workers]:
 
 
 def work(place: Place, build: Callable[[dict[str, Any]], Replica]) -> None:
-    """Compute for rank 0 until it lets this process end.
-
-    Args:
-        place: of this worker.
-        build: builds the copy of the model from what rank 0 says about it.
-
-    Raises:
-        WorkerLost: rank 0 is gone.
-        SettingsError: rank 0 has another model.
-    """
+    """Compute for rank 0 until it lets this process end, or raise WorkerLost or SettingsError."""
     line = WorkerLine.join(
         place.rank, place.size, attempt=place.restarts, file=_private_file(place)
     )
@@ -110,11 +92,6 @@ def work(place: Place, build: Callable[[dict[str, Any]], Replica]) -> None:
 
 
 def check_same_model(told: dict[str, Any], settings: ModelSettings, role: str) -> None:
-    """Check that a worker was started with rank 0's model.
-
-    Raises:
-        SettingsError: its settings name another one.
-    """
     if told != settings.model_dump(mode="json"):
         raise SettingsError(
             f"{role}: differs from that of rank 0: give all ranks the same settings"
@@ -125,9 +102,6 @@ def _private_file(place: Place) -> Path | None:
     """Return the file by which processes on one machine find each other; None on several.
 
     By itself torch lets them meet at a port, where whoever comes first is taken for a worker.
-
-    Raises:
-        SettingsError: its folder belongs to somebody else, or is open to others.
     """
     if place.local_size < place.size:
         return None

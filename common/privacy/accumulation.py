@@ -114,21 +114,15 @@ class ContinuousSign:
         return -top.projections if turns else top.projections
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state on which the signs of later batches depend."""
         direction = self._direction
         return {"direction": None if direction is None else direction.cpu().clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state that ``state_dict`` returned."""
         self._direction = state["direction"]
 
 
 class AccumulatedScores:
-    """Sums standardised scores per example: 12 bytes for each.
-
-    Args:
-        num_examples: examples of the run.
-    """
+    """Sums standardised scores per example: 12 bytes for each."""
 
     def __init__(self, num_examples: int) -> None:
         self._sums = torch.zeros(num_examples, dtype=torch.float64)
@@ -136,7 +130,6 @@ class AccumulatedScores:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the state."""
         return self._sums.nbytes + self._counts.nbytes
 
     def add(self, positions: Tensor, scores: Tensor) -> None:
@@ -155,10 +148,6 @@ class AccumulatedScores:
         """Return a batch's scores with the sign that agrees with the sums of the same examples.
 
         A batch that has nothing in common with earlier ones keeps its sign.
-
-        Args:
-            positions: positions of the examples in the common order, (batch,), each once.
-            scores: standardised scores, (batch,).
         """
         return -scores if self._sums.numpy()[positions.numpy()] @ scores.numpy() < 0 else scores
 
@@ -168,15 +157,9 @@ class AccumulatedScores:
         return RunScores(seen, self._sums.numpy()[seen])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the sums."""
         return {"sums": self._sums.clone(), "counts": self._counts.clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state that ``state_dict`` returned.
-
-        Raises:
-            ValueError: the state belongs to another number of examples.
-        """
         _check_shape(state["sums"], self._sums)
         self._sums = state["sums"].clone()
         self._counts = state["counts"].clone()
@@ -187,9 +170,6 @@ class ScoreHistory:
 
     A stretch is one epoch at first. When a fifth stretch is needed, neighbouring stretches are
     merged in pairs, and stretches are twice as long from then on.
-
-    Args:
-        num_examples: examples of the run.
     """
 
     def __init__(self, num_examples: int) -> None:
@@ -198,14 +178,12 @@ class ScoreHistory:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the state."""
         return self._sums.nbytes
 
     def add(self, epoch: int, positions: Tensor, scores: tuple[Tensor, Tensor]) -> None:
         """Add one batch.
 
         Args:
-            epoch: counted from 0.
             positions: positions of the examples in the common order, (batch,), each once.
             scores: two standardised scores, (batch,) each.
         """
@@ -221,15 +199,9 @@ class ScoreHistory:
         return rows.flatten(start_dim=1).double().numpy()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the sums."""
         return {"sums": self._sums.clone(), "epochs_per_stretch": self._epochs_per_stretch}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state that ``state_dict`` returned.
-
-        Raises:
-            ValueError: the state belongs to another number of examples.
-        """
         _check_shape(state["sums"], self._sums)
         self._sums = state["sums"].clone()
         self._epochs_per_stretch = state["epochs_per_stretch"]
@@ -252,8 +224,6 @@ def combine_with_hints(
     Args:
         features: (examples, features).
         labels: 0 or 1, (examples,); only the labels of the hints are read.
-        num_hints: number of examples whose labels are known, drawn at random.
-        generator: the only source of randomness.
 
     Returns:
         The scores, and a mask of the examples that are not hints; None if the hints are all of one

@@ -114,7 +114,6 @@ def strata_of(predictions: Floats, positive: Mask, max_strata: int = MAX_STRATA)
     Args:
         predictions: of the positive class, (rows,).
         positive: (rows,).
-        max_strata: the largest number of strata.
 
     Returns:
         The number of each row's stratum from 0, ascending with the predictions, (rows,).
@@ -142,11 +141,9 @@ def adjusted_leak_auc(
         positive: (rows,).
         predictions: of the positive class, by a model that has not seen the row's label, (rows,),
             above 0 and below 1.
-        max_strata: the largest number of strata.
 
     Raises:
         OneClass: a class has fewer than two rows.
-        ValueError: a score is NaN, or the shapes differ.
     """
     rarer = min(int(positive.sum()), int((~positive).sum()))
     if rarer < _FEWEST:

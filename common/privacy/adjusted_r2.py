@@ -92,7 +92,6 @@ def measure_numbers_beyond_features(
     """Measure attacks on some of a run's rows.
 
     Args:
-        covariates: the rows, and what features tell about them.
         attacks: attack -> its scores, without the rows whose labels it was told.
 
     Returns:

@@ -25,9 +25,7 @@ class Advantage(NamedTuple):
     """By how much an attack does better than the attacker's own features."""
 
     value: float
-    """Difference of the leak AUCs."""
     low: float
-    """Lower end of its 95 % interval."""
     high: float
     prior: float
     """Leak AUC of the attacker's own model."""
@@ -54,7 +52,6 @@ def advantage_over(prior: Floats, scores: Floats, positive: Mask) -> Advantage:
 
     Raises:
         OneClass: there is no positive, or no negative.
-        ValueError: a score is NaN, or the shapes differ.
     """
     attack, own = placements(scores, positive), placements(prior, positive)
     signs = [1.0 if one.auc >= 0.5 else -1.0 for one in (attack, own)]
@@ -79,7 +76,6 @@ def operating_points(scores: Floats, positive: Mask) -> OperatingPoints:
 
     Raises:
         OneClass: there is no positive, or no negative.
-        ValueError: a score is NaN, or the shapes differ.
     """
     if placements(scores, positive).auc < 0.5:
         scores = -scores

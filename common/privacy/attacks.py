@@ -35,11 +35,10 @@ The oracles learn the classes from examples other than the ones that they score:
 includes the scored example itself finds a leak in pure noise.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
-from functools import partial
 from types import MappingProxyType
-from typing import Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -106,9 +105,6 @@ AttackName: TypeAlias = Literal[BatchAttackName, RunAttackName]
 CUT = "cut"
 """Name of the layer at which the gradients arrive."""
 
-KnowledgeT = TypeVar("KnowledgeT")
-
-
 _EVALUATION_ONLY = " (evaluation only)"
 
 
@@ -161,30 +157,24 @@ class Knowledge(NamedTuple):
     other_hints: Tensor | None = None
     """Gradient of one example of each other class, (classes, ...)."""
 
-    def suffices_for(self, attack: "Attack") -> bool:
-        """Return whether it holds everything that the attack needs."""
-        return not attack.needs or attack.needs.isdisjoint(self._missing(attack.num_hints))
 
-    def _missing(self, num_hints: int) -> Iterator[SideInformation]:
-        if self.positive_gradient is None:
-            yield SideInformation.POSITIVE_GRADIENT
-        if self.hints is None or len(self.hints) < num_hints:
-            yield SideInformation.HINTS
-        if self.classes is None:
-            yield SideInformation.CLASSES
-        if self.activations is None:
-            yield SideInformation.ACTIVATIONS
-        if self.predictions is None:
-            yield SideInformation.PREDICTIONS
-        if self.other_hints is None or not len(self.other_hints):
-            yield SideInformation.OTHER_HINTS
+_FIELDS = {
+    SideInformation.POSITIVE_GRADIENT: "positive_gradient",
+    SideInformation.HINTS: "hints",
+    SideInformation.CLASSES: "classes",
+    SideInformation.ACTIVATIONS: "activations",
+    SideInformation.PREDICTIONS: "predictions",
+    SideInformation.OTHER_HINTS: "other_hints",
+}
+"""What an attack is told -> field of `Knowledge`, in the order of a function's arguments."""
 
 
 class Attack(NamedTuple):
     """One row of the table of attacks."""
 
-    score: Callable[[Gradients, Knowledge], Tensor]
-    needs: frozenset[SideInformation]
+    function: Callable[..., Tensor]
+    """Returns the scores, from the gradients (if it reads them) and each thing that it needs."""
+    needs: frozenset[SideInformation] = frozenset()
     num_hints: int = 0
     reads_gradients: bool = True
     """False for an attack whose scores are the same at every layer."""
@@ -199,115 +189,70 @@ class Attack(NamedTuple):
         """Whether every passive party can run it without knowing a label."""
         return all(need.is_free for need in self.needs)
 
+    @property
+    def arguments(self) -> dict[SideInformation, str]:
+        """What it is told -> field of `Knowledge`."""
+        return {need: name for need, name in _FIELDS.items() if need in self.needs}
 
-def _needed(value: KnowledgeT | None, what: SideInformation, attack: str) -> KnowledgeT:
-    if value is None:
-        raise ValueError(f"{attack} needs {what}")
-    return value
+    def missing(self, knowledge: Knowledge) -> SideInformation | None:
+        """Return the first thing that it needs and is not there; None if it has everything."""
+        fewest = {SideInformation.HINTS: self.num_hints, SideInformation.OTHER_HINTS: 1}
+        for need, name in self.arguments.items():
+            value = getattr(knowledge, name)
+            if value is None or (need in fewest and len(value) < fewest[need]):
+                return need
+        return None
 
+    def score(self, gradients: Gradients, knowledge: Knowledge) -> Tensor:
+        """Return one score per example, (batch,).
 
-def _score_cosine(gradients: Gradients, knowledge: Knowledge) -> Tensor:
-    known = _needed(knowledge.positive_gradient, SideInformation.POSITIVE_GRADIENT, "cosine")
-    return scores.cosine(gradients, known)
-
-
-def _score_with_hints(
-    score: Callable[[Gradients, Tensor], Tensor],
-    num_hints: int,
-    gradients: Gradients,
-    known: Knowledge,
-) -> Tensor:
-    hints = _needed(known.hints, SideInformation.HINTS, score.__name__)
-    if len(hints) < num_hints:
-        raise ValueError(f"{score.__name__} needs {num_hints} hints, got {len(hints)}")
-    return score(gradients, hints[:num_hints])
-
-
-def _score_with_classes(
-    score: Callable[[Gradients, scores.KnownClasses], Tensor],
-    gradients: Gradients,
-    known: Knowledge,
-) -> Tensor:
-    return score(gradients, _needed(known.classes, SideInformation.CLASSES, score.__name__))
-
-
-def _score_regress_out(gradients: Gradients, knowledge: Knowledge) -> Tensor:
-    known = _needed(knowledge.activations, SideInformation.ACTIVATIONS, "regress_out")
-    return scores.regress_out(gradients, known)
-
-
-def _score_activations(_: Gradients, knowledge: Knowledge) -> Tensor:
-    known = _needed(knowledge.activations, SideInformation.ACTIVATIONS, "activation_spectral")
-    return scores.spectral(known)
-
-
-def _score_activation_kmeans(_: Gradients, knowledge: Knowledge) -> Tensor:
-    known = _needed(knowledge.activations, SideInformation.ACTIVATIONS, "activation_kmeans")
-    return scores.activation_kmeans(known)
-
-
-def _score_with_each_class(
-    score: Callable[[Gradients, Tensor, Tensor], Tensor], gradients: Gradients, known: Knowledge
-) -> Tensor:
-    hints = _needed(known.hints, SideInformation.HINTS, score.__name__)
-    others = _needed(known.other_hints, SideInformation.OTHER_HINTS, score.__name__)
-    return score(gradients, hints[:1], others)
-
-
-def _score_informed(gradients: Gradients, knowledge: Knowledge) -> Tensor:
-    known = _needed(knowledge.predictions, SideInformation.PREDICTIONS, "informed")
-    return informed(gradients, known, knowledge.target)
+        Raises:
+            ValueError: something that it needs is missing.
+        """
+        missing = self.missing(knowledge)
+        if missing is not None:
+            name = getattr(self.function, "__name__", "the attack")
+            hints = f" ({self.num_hints} hints)" if missing is SideInformation.HINTS else ""
+            raise ValueError(f"{name} needs {missing}{hints}")
+        if self.num_hints and knowledge.hints is not None:
+            knowledge = knowledge._replace(hints=knowledge.hints[: self.num_hints])
+        told = [getattr(knowledge, name) for name in self.arguments.values()]
+        if SideInformation.PREDICTIONS in self.needs:
+            told.append(knowledge.target)
+        return self.function(*([gradients] if self.reads_gradients else []), *told)
 
 
 def _hinted(score: Callable[[Gradients, Tensor], Tensor], num_hints: int) -> Attack:
-    scored = partial(_score_with_hints, score, num_hints)
-    return Attack(scored, frozenset({SideInformation.HINTS}), num_hints)
-
-
-def _classed(score: Callable[[Gradients, scores.KnownClasses], Tensor]) -> Attack:
-    return Attack(partial(_score_with_classes, score), frozenset({SideInformation.CLASSES}))
+    return Attack(score, frozenset({SideInformation.HINTS}), num_hints)
 
 
 _ONE_OF_EACH_CLASS = frozenset({SideInformation.HINTS, SideInformation.OTHER_HINTS})
-
 _MINORITY = frozenset({SideInformation.POSITIVES_ARE_FEWER})
+_OWN_MINORITY = _MINORITY | {SideInformation.ACTIVATIONS}
+_CLASSES = frozenset({SideInformation.CLASSES})
 
 ATTACKS: Mapping[BatchAttackName, Attack] = MappingProxyType(
     {
-        "norm": Attack(lambda gradients, _: scores.norm(gradients), frozenset()),
-        "cosine": Attack(_score_cosine, frozenset({SideInformation.POSITIVE_GRADIENT})),
-        "cosine_majority": Attack(
-            lambda gradients, _: scores.cosine_majority(gradients), _MINORITY
-        ),
+        "norm": Attack(scores.norm),
+        "cosine": Attack(scores.cosine, frozenset({SideInformation.POSITIVE_GRADIENT})),
+        "cosine_majority": Attack(scores.cosine_majority, _MINORITY),
         "hint_inner_product_1": _hinted(scores.hint_inner_product, 1),
         "hint_inner_product_3": _hinted(scores.hint_inner_product, 3),
         "hint_inner_product_5": _hinted(scores.hint_inner_product, 5),
         "hint_distance_1": _hinted(scores.hint_distance, 1),
         "hint_distance_3": _hinted(scores.hint_distance, 3),
         "hint_distance_5": _hinted(scores.hint_distance, 5),
-        "mean": _classed(scores.mean),
-        "median": _classed(scores.median),
-        "lda": _classed(scores.lda),
-        "spectral": Attack(lambda gradients, _: scores.spectral(gradients), _MINORITY),
-        "residual_energy": Attack(lambda gradients, _: residual_energy(gradients), _MINORITY),
-        "informed": Attack(_score_informed, frozenset({SideInformation.PREDICTIONS})),
-        "regress_out": Attack(_score_regress_out, _MINORITY | {SideInformation.ACTIVATIONS}),
-        "activation_spectral": Attack(
-            _score_activations,
-            _MINORITY | {SideInformation.ACTIVATIONS},
-            reads_gradients=False,
-        ),
-        "kmeans": Attack(lambda gradients, _: scores.kmeans(gradients), _MINORITY),
-        "kmeans_hint": Attack(
-            partial(_score_with_each_class, scores.kmeans_hint), _ONE_OF_EACH_CLASS, num_hints=1
-        ),
-        "nearest_hint": Attack(
-            partial(_score_with_each_class, scores.nearest_hint), _ONE_OF_EACH_CLASS, num_hints=1
-        ),
-        "activation_kmeans": Attack(
-            _score_activation_kmeans,
-            _MINORITY | {SideInformation.ACTIVATIONS},
-            reads_gradients=False,
-        ),
+        "mean": Attack(scores.mean, _CLASSES),
+        "median": Attack(scores.median, _CLASSES),
+        "lda": Attack(scores.lda, _CLASSES),
+        "spectral": Attack(scores.spectral, _MINORITY),
+        "residual_energy": Attack(residual_energy, _MINORITY),
+        "informed": Attack(informed, frozenset({SideInformation.PREDICTIONS})),
+        "regress_out": Attack(scores.regress_out, _OWN_MINORITY),
+        "activation_spectral": Attack(scores.spectral, _OWN_MINORITY, reads_gradients=False),
+        "kmeans": Attack(scores.kmeans, _MINORITY),
+        "kmeans_hint": Attack(scores.kmeans_hint, _ONE_OF_EACH_CLASS, num_hints=1),
+        "nearest_hint": Attack(scores.nearest_hint, _ONE_OF_EACH_CLASS, num_hints=1),
+        "activation_kmeans": Attack(scores.activation_kmeans, _OWN_MINORITY, reads_gradients=False),
     }
 )

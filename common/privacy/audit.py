@@ -74,7 +74,6 @@ class BatchRecord:
     Safe to read while another thread observes.
 
     Args:
-        attacks: the attacks to run.
         every_steps: only steps of an epoch that are a multiple of this are audited.
     """
 
@@ -96,11 +95,9 @@ class BatchRecord:
         self._latest: BatchLeak | None = None
 
     def wants(self, step: int) -> bool:
-        """Return whether a step of an epoch is to be audited at all."""
         return step % self._every_steps == 0
 
     def leave_out(self) -> None:
-        """Count a batch that should have been audited and was not."""
         with self._lock:
             self._left_out += 1
 
@@ -144,7 +141,6 @@ class BatchRecord:
         return max((attack.num_hints for attack in self._scored.values()), default=0)
 
     def latest(self) -> BatchLeak | None:
-        """Return the leak AUCs of the batch audited last."""
         return self._latest
 
     def counts(self) -> AuditCounts:
@@ -204,11 +200,8 @@ class LeakAudit(BatchRecord):
     """The leak AUC of every attack on every layer and batch of a run, and of the run as a whole.
 
     Args:
-        attacks: names of the attacks to run, on single batches and over the run.
-        every_steps: only steps of an epoch that are a multiple of this are audited.
         num_examples: number of aligned examples of the run, for attacks that accumulate over it.
         class_names: names of more than two classes, in the order of their indices; empty for two.
-        custom: user-defined attacks on single batches, by name.
         keeps_scores: whether to keep each example's latest scores at the cut layer, too.
     """
 
@@ -231,7 +224,6 @@ class LeakAudit(BatchRecord):
 
     @property
     def is_multi_class(self) -> bool:
-        """Whether there are more than two classes."""
         return self._classes.is_multi_class
 
     def clues(
@@ -241,7 +233,6 @@ class LeakAudit(BatchRecord):
 
         Args:
             observation: the batch; clues that it already holds are not read.
-            seed: the joint seed.
             sources: layer -> gradients from which references are taken, (batch, ...).
         """
         return {
@@ -310,18 +301,16 @@ class LeakAudit(BatchRecord):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of all measurements and sums so far."""
         with self._lock:
-            state = self._recorded() | {
-                "run": self._run.state_dict(),
-                "latest_scores": self._latest_scores.state_dict(),
-            }
-            if not self.is_multi_class:
-                return state
             by_class: dict[str, dict[str, Any]] = {}
             for (layer, attack), tally in self._by_class.items():
                 by_class.setdefault(layer, {})[attack] = tally.state_dict()
-            return state | {"num_classes": self._classes.num_classes, "by_class": by_class}
+            return self._recorded() | {
+                "run": self._run.state_dict(),
+                "latest_scores": self._latest_scores.state_dict(),
+                "num_classes": self._classes.num_classes,
+                "by_class": by_class,
+            }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a state that ``state_dict`` returned.
@@ -330,7 +319,7 @@ class LeakAudit(BatchRecord):
             ValueError: the state belongs to other attacks, classes or number of examples.
         """
         self._check_attacks(state)
-        stored, expected = state.get("num_classes", 2), self._classes.num_classes
+        stored, expected = state["num_classes"], self._classes.num_classes
         if stored != expected:
             raise ValueError(f"expected figures of {expected} classes, got those of {stored}")
         with self._lock:
@@ -338,7 +327,7 @@ class LeakAudit(BatchRecord):
             self._latest_scores.load_state_dict(state["latest_scores"])
             self._record_again(state)
             self._by_class = {}
-            for layer, attacks in state.get("by_class", {}).items():
+            for layer, attacks in state["by_class"].items():
                 for attack, found in attacks.items():
                     self._by_class[layer, attack] = tally = MultiClassTally(expected)
                     tally.load_state_dict(found)

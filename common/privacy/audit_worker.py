@@ -91,7 +91,6 @@ class AuditWorker:
 
         Args:
             audit: receives the batches; counts, summary and latest values are read from it.
-            queue_batches: number of batches that may wait.
             on_result: called in the worker's thread with each measured batch.
             max_cpu_share: largest share of the process's CPU time; None for no limit.
         """
@@ -133,8 +132,6 @@ class AuditWorker:
         """Submit one batch as `submit` does, and let the thread build the observation.
 
         Args:
-            step: step of the batch.
-            gradients: the observation's gradients.
             observation: builds the observation, in the worker's thread, if the batch is taken.
         """
         if not self.audit.wants(step):

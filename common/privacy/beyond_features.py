@@ -86,18 +86,13 @@ def measure_beyond_features(
     """Measure the attacks on some of a run's rows.
 
     Args:
-        covariates: the rows, and what features tell about them.
         batch_attacks: attack on single batches -> its scores, one or one per target.
         run_attacks: the same for attacks over the run.
-        classes: classes of the labels.
         told_classes: attacks whose score of a row depends on the labels of other rows that are
             tested. They do not count for epsilon.
 
     Returns:
         None if the rows hold too few of a class to predict labels.
-
-    Raises:
-        ValueError: a score is NaN.
     """
     features = np.column_stack([covariates.activations, covariates.outlooks, covariates.own])
     models = FeatureModels.of(features, covariates.labels)

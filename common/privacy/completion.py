@@ -56,7 +56,6 @@ def pick_labelled(
     Args:
         labels: class indices, (examples,).
         num_hints: number of examples; what does not divide evenly goes to the first classes.
-        generator: the only source of randomness.
 
     Returns:
         None if there is only one class, or no example would be left to score.
@@ -79,7 +78,6 @@ def complete_model(activations: Tensor, hints: Hints, num_classes: int, seed: in
     Args:
         activations: of the examples, (examples, ...), finite, of any floating dtype.
         hints: at least one example.
-        num_classes: number of classes.
         seed: of batches and mixing; the same seed gives the same result.
 
     Returns:

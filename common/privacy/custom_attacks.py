@@ -15,21 +15,9 @@ from splitveil.common.text.imports import fault_in_words, import_named, may_pass
 
 PROBE_ROWS = 8
 
-_ARGUMENTS = {
-    SideInformation.POSITIVE_GRADIENT: "positive_gradient",
-    SideInformation.HINTS: "hints",
-    SideInformation.CLASSES: "classes",
-    SideInformation.ACTIVATIONS: "activations",
-}
-"""Side information -> field of `Knowledge`, and keyword argument of a custom attack."""
-
 
 def load_custom_attacks(settings: AuditSettings) -> dict[str, Attack]:
-    """Return the user-defined attacks in the settings, by name.
-
-    Raises:
-        SettingsError: a function cannot be imported.
-    """
+    """Return the user-defined attacks in the settings, by name."""
     return {chosen.name: _load(chosen) for chosen in settings.custom_attacks}
 
 
@@ -39,9 +27,6 @@ def try_custom_attacks(settings: AuditSettings | None, row_shape: Sequence[int])
     Args:
         settings: settings of the audit; None for no audit.
         row_shape: shape of one example's gradient at the cut layer.
-
-    Returns:
-        The names of the attacks.
 
     Raises:
         SettingsError: a function cannot be imported, fails, does not return one finite number per
@@ -60,7 +45,8 @@ def _load(chosen: CustomAttack, *, is_trial: bool = False) -> Attack:
         raise SettingsError(f"{chosen.module}: expected a function, got {type(function).__name__}")
     needs = chosen.side_information
     num_hints = chosen.num_hints if SideInformation.HINTS in needs else 0
-    return Attack(_Scorer(chosen, function, is_trial), needs, num_hints)
+    names = tuple(Attack(function, needs).arguments.values())
+    return Attack(_Scorer(chosen, function, names, is_trial), needs, num_hints)
 
 
 @dataclass(frozen=True)
@@ -69,18 +55,15 @@ class _Scorer:
 
     chosen: CustomAttack
     function: Callable[..., object]
+    names: tuple[str, ...]
+    """Of its keyword arguments."""
     is_trial: bool
 
-    def __call__(self, gradients: Gradients, knowledge: Knowledge) -> Tensor:
+    def __call__(self, gradients: Gradients, *told: object) -> Tensor:
         rows = gradients.gradients if isinstance(gradients, GradientRows) else gradients
-        told = {
-            name: getattr(knowledge, name)
-            for need, name in _ARGUMENTS.items()
-            if need in self.chosen.side_information
-        }
         try:
             with torch.no_grad():
-                scores = self.function(rows, **told)
+                scores = self.function(rows, **dict(zip(self.names, told, strict=True)))
         except Exception as error:  # the user's function may raise anything
             if may_pass(error):
                 raise

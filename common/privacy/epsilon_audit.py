@@ -64,14 +64,7 @@ def epsilon_lower_bound(
     """Return the largest epsilon that so many correct guesses exclude; 0 if they exclude none.
 
     Args:
-        guesses: pairs on which the adversary did not abstain.
-        correct: its correct guesses.
-        pairs: all pairs.
-        delta: the delta of the bound.
         confidence: an epsilon is excluded if its p-value is at most one minus this.
-
-    Raises:
-        ValueError: the numbers do not fit each other.
     """
     largest_p = 1 - confidence
     if p_value(guesses, correct, pairs, 0.0, delta) > largest_p:

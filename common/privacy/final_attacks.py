@@ -53,11 +53,7 @@ class LabelledActivations(NamedTuple):
 
 
 class LastActivations:
-    """Keeps the latest activation of each example, in half precision.
-
-    Args:
-        num_examples: examples of the run.
-    """
+    """Keeps the latest activation of each example, in half precision."""
 
     def __init__(self, num_examples: int) -> None:
         self._num_examples = num_examples
@@ -65,7 +61,6 @@ class LastActivations:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the state."""
         return 0 if self._rows is None else self._rows.nbytes
 
     def add(self, positions: Tensor, activations: Tensor) -> None:
@@ -92,11 +87,9 @@ class LastActivations:
         return kept.numpy() * self._every(self._rows.shape[1]), self._rows[kept]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of all activations."""
         return {"rows": None if self._rows is None else self._rows.clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state that ``state_dict`` returned."""
         self._rows = None if state["rows"] is None else state["rows"].clone()
 
     def _every(self, row_dim: int) -> int:

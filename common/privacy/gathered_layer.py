@@ -29,13 +29,7 @@ _OF_EACH_TARGET = frozenset({*_OF_TARGETS, "accumulated_informed"})
 
 
 class GatheredLayer:
-    """The scores of one layer that the attacks of a run accumulate.
-
-    Args:
-        attacks: the attacks of the run for which scores are accumulated.
-        num_examples: number of aligned examples of the run.
-        classes: classes of the run's labels.
-    """
+    """The scores of one layer that the attacks of a run accumulate."""
 
     def __init__(
         self, attacks: Sequence[RunAttackName], num_examples: int, classes: LabelClasses
@@ -45,7 +39,6 @@ class GatheredLayer:
         """Attack -> one sum for all classes, or one for each target."""
         # One history serves all numbers of hints, and all classes.
         self._history = ScoreHistory(num_examples if self.combining else 0)
-        self._is_multi_class = classes.is_multi_class
         num_targets = len(classes.targets)
         for attack in attacks:
             if attack not in NUM_HINTS and attack not in FINAL_ATTACKS:
@@ -57,7 +50,6 @@ class GatheredLayer:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the accumulated scores."""
         of_sums = sum(one.num_bytes for sums in self.sums.values() for one in sums)
         return of_sums + self._history.num_bytes
 
@@ -66,13 +58,7 @@ class GatheredLayer:
         return self._history.features(positions)
 
     def add(self, epoch: int, positions: Tensor, found: LayerScores) -> None:
-        """Add the scores of one batch.
-
-        Args:
-            epoch: epoch of the batch, counted from 0.
-            positions: positions of its rows in the common order, (batch,), each once.
-            found: the scores.
-        """
+        """Add the scores of one batch."""
         spectral = None if found.top is None else self._sign.turn(found.top)
         if spectral is not None and (self.combining or "accumulated_spectral" in self.sums):
             self._add_spectral(epoch, positions, standardised(spectral), found)
@@ -92,49 +78,27 @@ class GatheredLayer:
                 self._add_of_targets(attack, source, positions, found)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the sums; with two classes, without numbers of targets."""
-        signs = [sign.state_dict() for sign in self._reference_signs]
-        states = {attack: [one.state_dict() for one in sums] for attack, sums in self.sums.items()}
-        if not self._is_multi_class:
-            return {
-                "sums": {attack: of_targets[0] for attack, of_targets in states.items()},
-                "history": self._history.state_dict() if self.combining else None,
-                "sign": self._sign.state_dict(),
-                "cluster_sign": self._cluster_sign.state_dict(),
-                "reference_sign": signs[0],
-            }
         return {
-            "sums": {attack: _numbered(of_targets) for attack, of_targets in states.items()},
+            "sums": {
+                attack: [one.state_dict() for one in sums] for attack, sums in self.sums.items()
+            },
             "history": self._history.state_dict(),
             "sign": self._sign.state_dict(),
             "cluster_sign": self._cluster_sign.state_dict(),
-            "reference_signs": _numbered(signs),
+            "reference_signs": [sign.state_dict() for sign in self._reference_signs],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state that ``state_dict`` returned.
-
-        Raises:
-            ValueError: the state belongs to other attacks or to another number of examples.
-        """
-        history = state["history"]
-        has_history = self._is_multi_class or bool(self.combining)
-        if state["sums"].keys() != self.sums.keys() or (history is not None) != has_history:
+        if state["sums"].keys() != self.sums.keys():
             raise ValueError("expected what the same attacks have gathered")
         for attack, sums in self.sums.items():
-            for number, one in enumerate(sums):
-                stored = state["sums"][attack]
-                one.load_state_dict(stored[str(number)] if self._is_multi_class else stored)
-        if history is not None:
-            self._history.load_state_dict(history)
+            for one, stored in zip(sums, state["sums"][attack], strict=True):
+                one.load_state_dict(stored)
+        self._history.load_state_dict(state["history"])
         self._sign.load_state_dict(state["sign"])
         self._cluster_sign.load_state_dict(state["cluster_sign"])
-        for number, sign in enumerate(self._reference_signs):
-            sign.load_state_dict(
-                state["reference_signs"][str(number)]
-                if self._is_multi_class
-                else state["reference_sign"]
-            )
+        for sign, stored in zip(self._reference_signs, state["reference_signs"], strict=True):
+            sign.load_state_dict(stored)
 
     def _add_spectral(
         self, epoch: int, positions: Tensor, spectral: Tensor, found: LayerScores
@@ -167,7 +131,3 @@ class GatheredLayer:
             kept[list(told)] = False
             others, rows = scores.cpu().numpy()[kept], positions.numpy()[kept]
             sums.add(torch.from_numpy(rows), standardised(torch.from_numpy(others)))
-
-
-def _numbered(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return {str(number): state for number, state in enumerate(states)}

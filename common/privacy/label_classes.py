@@ -19,12 +19,10 @@ class LabelClasses(NamedTuple):
 
     @property
     def num_classes(self) -> int:
-        """Number of classes."""
         return len(self.names) or 2
 
     @property
     def is_multi_class(self) -> bool:
-        """Whether there are more than two."""
         return self.num_classes > 2
 
     @property

@@ -12,12 +12,7 @@ from splitveil.common.privacy.scoring import AttackScores
 
 
 class LatestScores:
-    """Keeps the standardised scores of one layer: 2 bytes per example, attack and target.
-
-    Args:
-        attacks: names of the attacks.
-        num_examples: examples of the run.
-    """
+    """Keeps the standardised scores of one layer: 2 bytes per example, attack and target."""
 
     def __init__(self, attacks: Sequence[str], num_examples: int) -> None:
         self._attacks = tuple(attacks)
@@ -27,16 +22,10 @@ class LatestScores:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the scores."""
         return sum(kept.nbytes for kept in self._scores.values())
 
     def add(self, positions: Tensor, found: Mapping[str, AttackScores]) -> None:
-        """Replace the scores of one batch's examples.
-
-        Args:
-            positions: positions of the examples in the common order, (batch,), each once.
-            found: attack -> its scores.
-        """
+        """Replace the scores of one batch's examples."""
         rows = positions.numpy()
         for attack in self._attacks:
             if attack not in found:
@@ -59,15 +48,9 @@ class LatestScores:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the scores."""
         return {attack: kept.clone() for attack, kept in self._scores.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state that ``state_dict`` returned.
-
-        Raises:
-            ValueError: the state belongs to other attacks or to another number of examples.
-        """
         for attack, kept in state.items():
             if attack not in self._attacks or kept.shape[1] != self._num_examples:
                 raise ValueError(f"expected scores of {self._num_examples} examples by {attack}")

@@ -91,11 +91,7 @@ def areas(scores: Tensor, positive: Tensor, kept: Tensor | None = None) -> Tenso
 
 
 def _has_both_classes(labels: Tensor) -> bool:
-    """Return whether there are positives and negatives.
-
-    Raises:
-        ValueError: a label is neither 0 nor 1.
-    """
+    """Return whether there are positives and negatives."""
     num_positives, num_negatives = _count(labels == 1), _count(labels == 0)
     if num_positives + num_negatives != len(labels):
         raise ValueError("expected labels in {0, 1}")
@@ -103,12 +99,7 @@ def _has_both_classes(labels: Tensor) -> bool:
 
 
 def leak_auc_many(scores: Tensor, labels: Tensor, kept: Tensor | None = None) -> Tensor:
-    """Return ``max(auc, 1 - auc)`` for each row of scores.
-
-    Raises:
-        OneClass: the labels hold no positive, or no negative.
-        ValueError: as for `auc_many`.
-    """
+    """Return ``max(auc, 1 - auc)`` for each row of scores."""
     areas = auc_many(scores, labels, kept)
     return torch.maximum(areas, 1.0 - areas)
 
@@ -216,7 +207,6 @@ def _refuse_nan(scores: Tensor) -> None:
 
 
 def _count(true: Tensor) -> int:
-    """Return the number of true values."""
     if true.device.type == "cpu":  # there numpy takes a fraction of torch's time
         return int(np.count_nonzero(true.numpy()))
     return int(true.sum())

@@ -26,15 +26,10 @@ class ClassLeak(TypedDict):
     """Leak AUC of each class against the rest."""
 
     random: dict[str, float]
-    """The same for random scores."""
 
 
 class MultiClassTally:
-    """Means over the batches of one attack's leak AUCs on one layer, for each class and pair.
-
-    Args:
-        num_classes: number of classes.
-    """
+    """Means over the batches of one attack's leak AUCs on one layer, for each class and pair."""
 
     def __init__(self, num_classes: int) -> None:
         pairs, classes = (num_classes, num_classes), (num_classes,)
@@ -46,12 +41,7 @@ class MultiClassTally:
         }
 
     def add(self, leak: PairAucs, random: PairAucs) -> None:
-        """Add one batch.
-
-        Args:
-            leak: the attack's leak AUCs.
-            random: the leak AUCs of random scores on the same batch.
-        """
+        """Add one batch."""
         values = (leak.pairs, leak.one_vs_rest, random.pairs, random.one_vs_rest)
         for means, value in zip(self._means.values(), values, strict=True):
             means.add(value)
@@ -73,11 +63,9 @@ class MultiClassTally:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the sums."""
         return {name: one.state_dict() for name, one in self._means.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state that ``state_dict`` returned."""
         for name, one in self._means.items():
             one.load_state_dict(state[name])
 

@@ -91,8 +91,6 @@ def ridge_scores(
     Args:
         gradients: (rows, ...), finite.
         labels: (rows,), of which those of the known rows are read.
-        seed: of the choice of the known rows.
-        num_hints: number of known labels.
     """
     rows = prepared(gradients.cpu()).rows.numpy()
     known = labels.detach().double().cpu().numpy()
@@ -145,11 +143,7 @@ def _squared_correlation(scores: _Floats, labels: _Floats) -> float:
 
 
 class SummedGradients:
-    """Adds up each example's gradients over a run, and remembers its last activation.
-
-    Args:
-        num_examples: number of aligned examples.
-    """
+    """Adds up each example's gradients over a run, and remembers its last activation."""
 
     def __init__(self, num_examples: int) -> None:
         self._num_examples = num_examples
@@ -192,12 +186,10 @@ class SummedGradients:
         return SeenSums(sums, last, self._labels[visited], positions)
 
     def state_dict(self) -> dict[str, Tensor | None]:
-        """Return a copy of all sums."""
         sums = None if self._sums is None else self._sums.clone()
         return {"sums": sums, "last": self._last.clone(), "labels": self._labels.clone()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Resume from a state that ``state_dict`` returned."""
         sums = state["sums"]
         self._sums = None if sums is None else sums.clone()
         self._last = state["last"].clone()

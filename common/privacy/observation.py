@@ -77,11 +77,7 @@ def pick_clues(
     """Pick the clues about one class of a batch, the same on both sides of the wire.
 
     Args:
-        observation: the batch.
         sources: layer name -> gradients from which references are taken, (batch, ...).
-        seed: the joint seed.
-        num_hints: number of rows that the hint attacks need to know.
-        class_index: the class.
     """
     labels, epoch, step = observation.labels, observation.epoch, observation.step
     row = pick_reference_row(labels, seed, epoch, step, class_index)

@@ -114,10 +114,6 @@ def observe_epsilon(
 ) -> EpsilonBound | None:
     """Bound epsilon from below with the best of several attacks.
 
-    Args:
-        models: of the features that explain labels and scores.
-        attacks: attack -> its scores.
-
     Returns:
         None if no attack has enough offered pairs.
     """
@@ -174,12 +170,7 @@ def _prepare(
 
 
 class _Explainer:
-    """Subtracts from scores what features explain of them.
-
-    Args:
-        models: of the features.
-        attacks: all scores that will be asked about.
-    """
+    """Subtracts from scores what features explain of them."""
 
     def __init__(self, models: FeatureModels, attacks: Iterable[ScoredRows]) -> None:
         known: list[Floats] = []

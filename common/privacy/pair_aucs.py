@@ -107,7 +107,6 @@ def batch_aucs(attacks: Sequence[Sequence[Score]], labels: Tensor, num_classes: 
     Args:
         attacks: each attack's scores, one or one per class; with two classes at most one.
         labels: class indices, (batch,), of more than one class.
-        num_classes: number of classes.
 
     Raises:
         ValueError: a score is NaN, or the shapes differ.
@@ -136,12 +135,8 @@ def pair_aucs(
     Args:
         scores: (examples,); infinities are allowed.
         labels: class indices, (examples,).
-        num_classes: number of classes.
         of_class: the class to which the score belongs; other classes then have no AUC. None for a
             score for all classes.
-
-    Raises:
-        ValueError: a score is NaN, or the shapes differ.
     """
     if scores.shape != labels.shape or scores.ndim != 1:
         raise ValueError(f"expected one class per score, got {labels.shape} for {scores.shape}")
@@ -175,14 +170,10 @@ def worst_pair_leak_auc(
     """Return the leak AUC of the pair of classes that a score tells apart best.
 
     Args:
-        scores: (examples,).
-        labels: class indices, (examples,).
-        num_classes: number of classes.
         min_examples: number of examples that each class of a pair needs for the pair to count.
 
     Raises:
         OneClass: no pair of classes has that many examples.
-        ValueError: as for `pair_aucs`.
     """
     found = pair_aucs(scores, labels, num_classes)
     sizes = np.bincount(labels, minlength=num_classes)

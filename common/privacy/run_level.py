@@ -81,11 +81,6 @@ class RunAudit:
     Keeps, per layer, at most 16 bytes per example and attack (with more than two classes, per
     target class for attacks that are told something about each), and once per example its label;
     for attacks on the last activations, these as well.
-
-    Args:
-        attacks: the attacks to run.
-        num_examples: number of aligned examples of the run.
-        classes: classes of the run's labels.
     """
 
     def __init__(
@@ -108,7 +103,6 @@ class RunAudit:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the accumulated scores and labels."""
         of_layers = sum(layer.num_bytes for layer in self._layers.values())
         return self._labels.nbytes + of_layers + self._last.num_bytes
 
@@ -126,7 +120,6 @@ class RunAudit:
             epoch: epoch of the batch, not before that of the previous batch.
             positions: positions in the common order, (batch,), each at most once.
             labels: class indices, (batch,), for the measurement alone.
-            layers: layer -> the attacks' scores of the batch.
             activations: at the cut layer, (batch, ...); without them, attacks on the last
                 activations find nothing.
         """
@@ -184,7 +177,6 @@ class RunAudit:
             }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of all sums and measurements so far."""
         with self._lock:
             return {
                 "labels": self._labels.clone(),
@@ -198,11 +190,6 @@ class RunAudit:
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state that ``state_dict`` returned.
-
-        Raises:
-            ValueError: the state belongs to other attacks or to another number of examples.
-        """
         if state["labels"].shape != self._labels.shape:
             raise ValueError(
                 f"expected scores of {len(self._labels)} examples, got {len(state['labels'])}"

@@ -53,33 +53,15 @@ class BatchScorer:
     """Scores batches with a fixed set of attacks.
 
     Args:
-        attacks: by name.
         targets: the classes to treat as the positives.
     """
 
     def __init__(self, attacks: Mapping[str, Attack], targets: Sequence[int]) -> None:
-        self._free = {name: attack for name, attack in attacks.items() if attack.is_free}
-        self._crossed = {
-            name: attack
-            for name, attack in attacks.items()
-            if SideInformation.CLASSES in attack.needs
-        }
-        self._informed = {
-            name: attack
-            for name, attack in attacks.items()
-            if SideInformation.PREDICTIONS in attack.needs
-        }
-        apart = self._free.keys() | self._crossed.keys() | self._informed.keys()
-        self._told = {name: attack for name, attack in attacks.items() if name not in apart}
+        self._attacks = attacks
         self._targets = tuple(targets)
 
     def score(self, observation: Observation, labels: Tensor) -> dict[str, LayerScores]:
-        """Score every layer of a batch.
-
-        Args:
-            observation: the batch.
-            labels: its class indices, (batch,).
-        """
+        """Score every layer of a batch."""
         return {
             layer: self._score_layer(observation.rows(layer), observation, labels, layer)
             for layer in observation.gradients
@@ -91,32 +73,32 @@ class BatchScorer:
         clues = [observation.clues.get(target, _NO_CLUES) for target in self._targets]
         references = [known.references.get(layer) for known in clues]
         scores: dict[str, AttackScores] = {}
-        free = Knowledge(activations=observation.activations)
-        for name, attack in self._free.items():
-            if layer == CUT or attack.reads_gradients:
-                scores[name] = AttackScores([_score(attack, gradients, free)], _TOLD_NOTHING)
-        for name, attack in self._told.items():
-            told = [
-                _score_told(attack, gradients, observation.activations, known, reference)
-                for known, reference in zip(clues, references, strict=True)
-            ]
-            scores[name] = AttackScores([found for found, _ in told], [rows for _, rows in told])
-        for name, attack in self._informed.items():
-            if layer == CUT and observation.predictions is not None:
+        shared = Knowledge(activations=observation.activations, predictions=observation.predictions)
+        for name, attack in self._attacks.items():
+            knows_predictions = SideInformation.PREDICTIONS in attack.needs
+            if layer != CUT and (knows_predictions or not attack.reads_gradients):
+                continue
+            if attack.is_free:
+                scores[name] = AttackScores([_score(attack, gradients, shared)], _TOLD_NOTHING)
+            elif SideInformation.CLASSES in attack.needs:
+                crossed = [
+                    cross_scores(attack, gradients.gradients, labels == target)
+                    for target in self._targets
+                ]
+                scores[name] = AttackScores(crossed, [()] * len(crossed))
+            elif not knows_predictions:
+                told = [
+                    _score_told(attack, gradients, shared, known, reference)
+                    for known, reference in zip(clues, references, strict=True)
+                ]
+                scores[name] = AttackScores([one for one, _ in told], [rows for _, rows in told])
+            elif observation.predictions is not None:
                 knowing = [
-                    attack.score(
-                        gradients, Knowledge(predictions=observation.predictions, target=t)
-                    )
-                    for t in self._targets
+                    attack.score(gradients, shared._replace(target=target))
+                    for target in self._targets
                 ]
                 scores[name] = AttackScores(knowing, [()] * len(knowing))
-        for name, attack in self._crossed.items():
-            crossed = [
-                cross_scores(attack, gradients.gradients, labels == target)
-                for target in self._targets
-            ]
-            scores[name] = AttackScores(crossed, [()] * len(crossed))
-        top = gradients.top if "spectral" in self._free else None
+        top = gradients.top if "spectral" in self._attacks else None
         noisy = [
             None if observation.references_are_clean or known.reference_row is None else reference
             for known, reference in zip(clues, references, strict=True)
@@ -152,13 +134,13 @@ def cross_scores(attack: Attack, gradients: Tensor, positive: Tensor) -> Tensor 
 
 
 def _score(attack: Attack, gradients: GradientRows, knowledge: Knowledge) -> Tensor | None:
-    return attack.score(gradients, knowledge) if knowledge.suffices_for(attack) else None
+    return attack.score(gradients, knowledge) if attack.missing(knowledge) is None else None
 
 
 def _score_told(
     attack: Attack,
     gradients: GradientRows,
-    activations: Tensor | None,
+    shared: Knowledge,
     clues: Clues,
     reference: Tensor | None,
 ) -> tuple[Tensor | None, tuple[int, ...]]:
@@ -169,7 +151,7 @@ def _score_told(
     if SideInformation.OTHER_HINTS in attack.needs:
         others = gradients.gradients[list(clues.other_hint_rows)]
         told = (*told, *clues.other_hint_rows)
-    knowledge = Knowledge(reference, hints, None, activations, other_hints=others)
+    knowledge = shared._replace(positive_gradient=reference, hints=hints, other_hints=others)
     found = _score(attack, gradients, knowledge)
     if SideInformation.POSITIVE_GRADIENT in attack.needs:
         row = clues.reference_row

@@ -66,7 +66,6 @@ class CustomAttack(Section):
 
     @property
     def side_information(self) -> frozenset[SideInformation]:
-        """The side information that it needs besides the gradients."""
         return frozenset(SideInformation[need.upper()] for need in self.needs)
 
     @field_validator("name")
@@ -145,12 +144,10 @@ class AuditSettings(Section):
 
     @property
     def attack_names(self) -> tuple[str, ...]:
-        """The names of all attacks."""
         return tuple(one.name if isinstance(one, CustomAttack) else one for one in self.attacks)
 
     @property
     def custom_attacks(self) -> tuple[CustomAttack, ...]:
-        """The user-defined attacks."""
         return tuple(one for one in self.attacks if isinstance(one, CustomAttack))
 
     @property

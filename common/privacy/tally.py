@@ -25,15 +25,10 @@ class AucCounts:
         self._counts: npt.NDArray[np.int32] = np.zeros(_CELLS, dtype=np.int32)
 
     def add(self, auc: float) -> None:
-        """Count one."""
         self._counts[min(int((auc - 0.5) * 2 * _CELLS), _CELLS - 1)] += 1
 
     def quantile(self, share: float) -> float:
-        """Return the quantile of the cells' midpoints, interpolated as numpy does by default.
-
-        Raises:
-            ValueError: nothing was counted.
-        """
+        """Return the quantile of the cells' midpoints, interpolated as numpy does by default."""
         cumulated = np.cumsum(self._counts)
         total = int(cumulated[-1])
         if not total:
@@ -46,11 +41,9 @@ class AucCounts:
         return below + (above - below) * (place - math.floor(place))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the counts."""
         return {"counts": torch.from_numpy(self._counts.copy())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state that ``state_dict`` returned."""
         self._counts = state["counts"].numpy().copy()
 
 
@@ -71,8 +64,6 @@ class AttackTally:
 
         Args:
             epoch: epoch of the batch, not before that of the previous batch.
-            auc: leak AUC of the attack.
-            random: leak AUC of random scores on the same batch.
         """
         if epoch != self.last_epoch:
             self._begin(epoch)
@@ -85,7 +76,6 @@ class AttackTally:
 
     @property
     def mean(self) -> float:
-        """Mean over all batches."""
         return self._sum / self.batches
 
     @property
@@ -101,7 +91,6 @@ class AttackTally:
         return total / count
 
     def quantile(self, share: float) -> float:
-        """Return a quantile over the batches."""
         return self._measured.quantile(share)
 
     def random_quantile(self, share: float) -> float:
@@ -109,7 +98,6 @@ class AttackTally:
         return self._random.quantile(share)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy."""
         return {
             "batches": self.batches,
             "last_epoch": self.last_epoch,
@@ -121,7 +109,6 @@ class AttackTally:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state that ``state_dict`` returned."""
         self.batches, self.last_epoch = state["batches"], state["last_epoch"]
         self._sum, self._worst_before = state["sum"], state["worst_before"]
         self._measured.load_state_dict(state["measured"])

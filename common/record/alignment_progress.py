@@ -20,13 +20,7 @@ _logger = logging.getLogger(__name__)
 
 
 class AlignmentProgress:
-    """A bar with rate and time left on a terminal, occasional log lines elsewhere.
-
-    Args:
-        party: name before the bar.
-        console: the console to show it on; by default the standard error stream.
-        log_every_s: least seconds between two log lines if there is no terminal.
-    """
+    """A bar with rate and time left on a terminal, occasional log lines elsewhere."""
 
     def __init__(
         self, party: str, *, console: Console | None = None, log_every_s: float = 10.0
@@ -53,7 +47,6 @@ class AlignmentProgress:
         self._bar.stop()
 
     def note(self, done_ids: int, total_ids: int) -> None:
-        """Show how many ids of both parties have been processed, of all."""
         if self._console.is_terminal:
             speed = self._bar.tasks[0].speed
             rate = "" if speed is None else f"{speed:,.0f} ids/s"

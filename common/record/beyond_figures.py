@@ -4,14 +4,23 @@ Entries ``adjusted_leak`` and ``leak_advantage`` hold figures by attack, all of 
 ``epsilon_lower_bound`` is a number, and ``epsilon_lower_bound_details`` says where it comes from.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, NamedTuple
 
 from splitveil.common.privacy.covers import Covers
-from splitveil.common.record.values import ValueT, as_count, as_mapping, as_number, as_text
+from splitveil.common.record.values import (
+    IF_ANY,
+    Form,
+    Key,
+    Known,
+    KnownCount,
+    Maybe,
+    Number,
+    Table,
+    Text,
+)
 
-_EPSILON = "epsilon_lower_bound"
 _DETAILS = "epsilon_lower_bound_details"
 _CLEARLY = 3.0 / 1.96
 _UNLIKELY_P = 0.05
@@ -23,48 +32,44 @@ _CLEARLY_P = 0.001
 epsilon, and read exactly, come as close to it as guesses can: at 0.05, one such run in twenty would
 raise an alarm that nothing is behind."""
 BEYOND_TABLES = ("adjusted_leak", "leak_advantage", _DETAILS)
-"""Entries of a summary that hold more than one number."""
 
 
 class AdjustedFigures(NamedTuple):
     """The leak AUC of one attack among rows of which features tell the same."""
 
-    value: float
-    low: float
+    value: Known
+    low: Known
     """Lower end of its 95 % interval; below 1/2 where the leak may be chance."""
-    high: float
+    high: Known
 
 
 class AdvantageFigures(NamedTuple):
     """By how much one attack over the run does better than the attacker's own features."""
 
-    value: float
-    low: float
-    """Lower end of its 95 % interval."""
-    high: float
-    prior: float
+    value: Known
+    low: Known
+    high: Known
+    prior: Known
     """Leak AUC of the attacker's own model, fitted to as many labels."""
 
 
 class EpsilonFigures(NamedTuple):
     """The largest epsilon of label differential privacy that a run's attacks exclude."""
 
-    epsilon: float
+    epsilon: Known
     attack: str
-    """The attack whose guesses were tested."""
-    guesses: int
-    correct: int
-    pairs: int
+    guesses: KnownCount
+    correct: KnownCount
+    pairs: KnownCount
     """Pairs of a true and another label among which the attack chose its guesses."""
-    confidence: float
-    delta: float
-    p_value: float
+    confidence: Known
+    delta: Known
+    p_value: Known
     """Of so many correct guesses by chance alone: that of epsilon 0."""
-    stated: float | None = None
+    stated: Number = None
     """The smallest epsilon that the ledger states at this delta; None where it states none."""
-    stated_for: str | None = None
-    """The peers for whom it states it."""
-    p_value_of_stated: float | None = None
+    stated_for: Text = None
+    p_value_of_stated: Number = None
     """Of so many correct guesses in a run that is as private as stated."""
 
     @property
@@ -73,16 +78,22 @@ class EpsilonFigures(NamedTuple):
         return self.p_value_of_stated is not None and self.p_value_of_stated < _CLEARLY_P
 
 
-class BeyondFigures(NamedTuple):
+@dataclass(frozen=True)
+class BeyondFigures(Form):
     """What attacks tell beyond features."""
 
-    adjusted: Mapping[str, AdjustedFigures] = MappingProxyType({})
-    advantage: Mapping[str, AdvantageFigures] = MappingProxyType({})
-    epsilon: EpsilonFigures | None = None
+    adjusted: Annotated[Table[AdjustedFigures], Key("adjusted_leak")] = field(default_factory=dict)
+    advantage: Annotated[Table[AdvantageFigures], Key("leak_advantage")] = field(
+        default_factory=dict
+    )
+    epsilon: Annotated[Maybe[EpsilonFigures], Key(_DETAILS), IF_ANY] = None
     """None if too few rows were offered another label; the file then has a bound of 0."""
 
+    def form(self) -> dict[str, Any]:
+        bound = 0.0 if self.epsilon is None else self.epsilon.epsilon
+        return super().form() | {"epsilon_lower_bound": bound}
+
     def strongest(self) -> tuple[str, AdjustedFigures] | None:
-        """Return the attack with the largest adjusted leak AUC, if any was measured."""
         return max(self.adjusted.items(), key=lambda item: item[1].value, default=None)
 
 
@@ -105,7 +116,6 @@ def passed_bounds(
     where there are too few rows for guesses: see `set_aside`.
 
     Args:
-        beyond: the figures of a run.
         bounds: AUC that no score of some peers exceeds, from the widest circle of them on.
     """
     if _guesses_by_chance(beyond):
@@ -127,7 +137,6 @@ def set_aside(beyond: BeyondFigures, bound: float) -> dict[str, AdjustedFigures]
     is proved for anybody.
 
     Args:
-        beyond: the figures of a run.
         bound: AUC that no score of anybody exceeds; 1 or NaN where there is none.
     """
     if not (_guesses_by_chance(beyond) or _guesses_as_permitted(beyond)):
@@ -150,65 +159,4 @@ def _guesses_as_permitted(beyond: BeyondFigures) -> bool:
         measured.pairs < _FEW_PAIRS
         and measured.stated_for == Covers.ANYBODY
         and says_nothing_against
-    )
-
-
-def beyond_to_json(beyond: BeyondFigures) -> dict[str, Any]:
-    """Return the form of the figures in a summary's file."""
-    written: dict[str, Any] = {
-        "adjusted_leak": {name: one._asdict() for name, one in beyond.adjusted.items()},
-        "leak_advantage": {name: one._asdict() for name, one in beyond.advantage.items()},
-    }
-    if beyond.epsilon is None:
-        return written | {_EPSILON: 0.0}  # too few rows to exclude anything
-    details = beyond.epsilon._asdict()
-    return written | {_EPSILON: details.pop("epsilon"), _DETAILS: details}
-
-
-def beyond_from_json(values: Mapping[str, Any]) -> BeyondFigures | None:
-    """Return the figures that a summary's JSON object holds; None if it lacks such entries."""
-    if not values.keys() & {*BEYOND_TABLES, _EPSILON}:
-        return None
-    return BeyondFigures(
-        _read_each(values.get("adjusted_leak"), _read_adjusted),
-        _read_each(values.get("leak_advantage"), _read_advantage),
-        _read_epsilon(values),
-    )
-
-
-def _read_each(
-    written: object, read: Callable[[Mapping[str, Any]], ValueT | None]
-) -> dict[str, ValueT]:
-    found = {str(name): read(as_mapping(one)) for name, one in as_mapping(written).items()}
-    return {name: one for name, one in found.items() if one is not None}
-
-
-def _read_adjusted(values: Mapping[str, Any]) -> AdjustedFigures | None:
-    value, low, high = (as_number(values.get(name)) for name in AdjustedFigures._fields)
-    if value is None or low is None or high is None:
-        return None
-    return AdjustedFigures(value, low, high)
-
-
-def _read_advantage(values: Mapping[str, Any]) -> AdvantageFigures | None:
-    of_attack, prior = _read_adjusted(values), as_number(values.get("prior"))
-    if of_attack is None or prior is None:
-        return None
-    return AdvantageFigures(*of_attack, prior)
-
-
-def _read_epsilon(values: Mapping[str, Any]) -> EpsilonFigures | None:
-    details = as_mapping(values.get(_DETAILS))
-    epsilon, attack = as_number(values.get(_EPSILON)), as_text(details.get("attack"))
-    counts = [as_count(details.get(name)) for name in ("guesses", "correct", "pairs")]
-    numbers = [as_number(details.get(name)) for name in ("confidence", "delta", "p_value")]
-    if epsilon is None or attack is None or None in counts or None in numbers:
-        return None
-    guesses, correct, pairs = (count or 0 for count in counts)
-    confidence, delta, chance = (number or 0.0 for number in numbers)
-    return EpsilonFigures(
-        *(epsilon, attack, guesses, correct, pairs, confidence, delta, chance),
-        stated=as_number(details.get("stated")),
-        stated_for=as_text(details.get("stated_for")),
-        p_value_of_stated=as_number(details.get("p_value_of_stated")),
     )

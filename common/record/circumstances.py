@@ -43,12 +43,7 @@ def circumstances(
 
 
 def traffic_rows(traffic: Traffic | None, only_peer: str) -> list[TrafficRow]:
-    """Return one row per peer, kind of message and direction, the largest first.
-
-    Args:
-        traffic: what crossed the wire.
-        only_peer: name of the peer, if there is only one.
-    """
+    """Return one row per peer, kind of message and direction, the largest first."""
     if traffic is None:
         return []
     largest_first = sorted(traffic.volumes.items(), key=lambda item: -item[1].size_bytes)

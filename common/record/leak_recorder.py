@@ -5,46 +5,34 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from splitveil.common.errors import SettingsError, StorageError
-from splitveil.common.privacy.audit import AttackSummary, BatchLeak, LeakAudit, LeakByAttack
+from splitveil.common.privacy.audit import BatchLeak, LeakAudit, LeakByAttack
 from splitveil.common.privacy.audit_worker import Auditing, AuditWorker
 from splitveil.common.privacy.beyond_features import BeyondFeatures, Covariates
 from splitveil.common.privacy.custom_attacks import load_custom_attacks
+from splitveil.common.privacy.gradient_rows import GradientRows
 from splitveil.common.privacy.informed import KnownPredictions
-from splitveil.common.privacy.multi_class_tally import ClassLeak
 from splitveil.common.privacy.observation import Observation
-from splitveil.common.privacy.run_level import ClassRunLeak, RunLevelLeak
 from splitveil.common.privacy.settings import AuditSettings
-from splitveil.common.record.audits_together import AuditsTogether
 from splitveil.common.record.beyond_figures import (
     AdjustedFigures,
     AdvantageFigures,
     BeyondFigures,
     EpsilonFigures,
 )
-from splitveil.common.record.charting import ChartClock
 from splitveil.common.record.figures import AttackFigure
-from splitveil.common.record.leak_figures import (
-    BatchCounts,
-    BatchFigures,
-    ClassFigures,
-    LeakByClass,
-    LeakFigures,
-    RunFigures,
-)
+from splitveil.common.record.leak_figures import LeakFigures
 from splitveil.common.record.lines import EpochLeakLine, LeakLine
-from splitveil.common.record.metrics_log import MetricsLog
-from splitveil.common.record.values import ByAttack, ValueT
+from splitveil.common.record.metrics_log import ChartClock, MetricsLog
+from splitveil.common.record.values import from_form
 from splitveil.common.run.course import Batch
 
 logger = logging.getLogger(__name__)
-
-FoundT = TypeVar("FoundT")
 
 IDLE_S = 120.0
 """Time that a checkpoint waits for the attacks on the batches before it."""
@@ -56,7 +44,6 @@ class AuditedRun(NamedTuple):
     seed: bytes
     """The joint seed, from which both parties pick the same positives."""
     num_examples: int
-    """Number of aligned examples."""
     class_names: Sequence[str] = ()
     """Empty where there are two classes."""
     keeps_scores: bool = False
@@ -70,11 +57,9 @@ class LeakRecorder:
     active party's leak monitor on the gradients that it sent.
 
     Args:
-        settings: the attacks, and the steps at which they run.
         metrics: gets a ``leak`` line per batch and an ``epoch_leak`` line per epoch, once all its
             batches are measured: the mean over them, and the leak AUC of the sums so far. With
             more than two classes, the figures are about the pair of classes told apart best.
-        run: the run that is attacked.
         on_leak: called in the audit's thread with each measured batch, after its line is written.
         beside: another audit that gets the same observations, in the same thread.
     """
@@ -129,16 +114,11 @@ class LeakRecorder:
         """Hand over the gradients of one batch without waiting.
 
         Args:
-            batch: the step and its rows.
             gradients: layer -> gradients, (batch, ...), as on the wire or derived from it.
             labels: (batch,).
             clean: layer -> gradients before the defense, from which the oracle takes that of a
                 positive; without them it takes it from ``gradients``.
             activations: of the cut layer, (batch, ...), for the attacks that use them.
-            predictions: of the model, for the attacks that know them.
-
-        Raises:
-            StorageError: a line of an earlier batch could not be written.
         """
         if self._unwritten is not None:
             raise self._unwritten
@@ -161,7 +141,6 @@ class LeakRecorder:
         self._ended_epoch = epoch
 
     def shown(self) -> dict[str, float]:
-        """Return the latest leak AUCs of the first layer, for the progress line."""
         latest = self._audit.latest()
         if latest is None:
             return {}
@@ -180,27 +159,21 @@ class LeakRecorder:
             measured = executor.submit(self._beyond_features, covariates)
             run = self._audit.run_figures()
             beyond = measured.result()
-        by_class: LeakByClass | None = None
+        found: dict[str, Any] = {
+            "leak": self._audit.summary(),
+            "leak_worst_epoch": self._audit.worst_epochs(),
+            "leak_run_level": run.leak,
+            "leak_batches": self._audit.counts()._asdict(),
+        }
         if self._audit.is_multi_class:
-            by_class = LeakByClass(
-                _each(self._audit.classes(), _class_figures),
-                _each(run.by_class, _run_class_figures),
-            )
-        return LeakFigures(
-            batches=_each(self._audit.summary(), _batch_figures),
-            worst_epoch=self._audit.worst_epochs(),
-            run_level=_each(run.leak, _run_figures),
-            by_class=by_class,
-            beyond=beyond,
-            counts=BatchCounts(*self._audit.counts()),
-        )
+            found |= {
+                "leak_classes": self._audit.classes(),
+                "leak_run_level_classes": run.by_class,
+            }
+        return dataclasses.replace(from_form(LeakFigures, found), beyond=beyond)
 
     def wait_until_idle(self, timeout_s: float = IDLE_S) -> bool:
-        """Wait until all batches handed over are measured and written; return whether they are.
-
-        Raises:
-            StorageError: a line of one of them could not be written.
-        """
+        """Wait until all batches handed over are measured and written; return whether they are."""
         idle = self._worker.wait_until_idle(timeout_s)
         if self._unwritten is not None:
             raise self._unwritten
@@ -211,9 +184,6 @@ class LeakRecorder:
 
         Their lines are written by that time: lines about later batches, which the metrics file gets
         afterwards, are written again when the run resumes from here.
-
-        Raises:
-            StorageError: a line could not be written.
         """
         if not self.wait_until_idle():
             logger.warning(
@@ -267,28 +237,50 @@ class LeakRecorder:
             self._on_leak(measured)
 
 
+class AuditsTogether:
+    """Shows every observation to two audits, which audit the same steps.
+
+    Quantities that both derive from a layer's gradients, such as the direction in which they
+    stretch most, are computed once. An error in the second audit costs it the batch and is logged,
+    the first time with its trace; an error in the first one costs both the batch and is raised.
+
+    Args:
+        first: the audit whose result is returned.
+        second: the audit that only accumulates scores.
+    """
+
+    def __init__(self, first: Auditing, second: Auditing) -> None:
+        self._first = first
+        self._second = second
+        self._has_failed = False
+
+    def wants(self, step: int) -> bool:
+        return self._first.wants(step)
+
+    def observe(self, observation: Observation) -> BatchLeak | None:
+        rows = {layer: GradientRows(found) for layer, found in observation.gradients.items()}
+        observation = dataclasses.replace(observation, prepared=rows)
+        measured = self._first.observe(observation)
+        try:
+            self._second.observe(observation)
+        except Exception:
+            self._second.leave_out()
+            if not self._has_failed:
+                logger.exception("the attacks for the audit failed on a batch")
+            self._has_failed = True
+        return measured
+
+    def leave_out(self) -> None:
+        self._first.leave_out()
+        self._second.leave_out()
+
+
 def attack_figures(leak: LeakByAttack) -> tuple[AttackFigure, ...]:
-    """Return leak AUCs by layer and attack as a list of figures."""
     return tuple(
         AttackFigure(layer, attack, value)
         for layer, attacks in leak.items()
         for attack, value in attacks.items()
     )
-
-
-def _each(found: ByAttack[FoundT], figures_of: Callable[[FoundT], ValueT]) -> ByAttack[ValueT]:
-    return {
-        layer: {attack: figures_of(one) for attack, one in attacks.items()}
-        for layer, attacks in found.items()
-    }
-
-
-def _batch_figures(found: AttackSummary) -> BatchFigures:
-    return BatchFigures(found["q95"], found["mean"], found["last_epoch"], found["random_q95"])
-
-
-def _run_figures(found: RunLevelLeak) -> RunFigures:
-    return RunFigures(**found)
 
 
 def _beyond_figures(found: BeyondFeatures) -> BeyondFigures:
@@ -298,17 +290,3 @@ def _beyond_figures(found: BeyondFeatures) -> BeyondFigures:
         {attack: AdvantageFigures(*one) for attack, one in found.advantage.items()},
         None if epsilon is None else EpsilonFigures(*epsilon, p_value=epsilon.p_value_of(0.0)),
     )
-
-
-def _class_figures(found: ClassLeak) -> ClassFigures:
-    return ClassFigures(
-        tuple(found["worst_pair"]),
-        found["worst_pair_auc"],
-        found["worst_pair_random"],
-        found["classes"],
-        found["random"],
-    )
-
-
-def _run_class_figures(found: ClassRunLeak) -> ClassFigures:
-    return ClassFigures(tuple(found["worst_pair"]), classes=found["classes"])

@@ -5,118 +5,191 @@ of its kind. Names such as ``cut/norm_leak_auc`` are composed and parsed only he
 about batches, epochs and runs, never about one example.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
+
+from pydantic import BeforeValidator
 
 from splitveil.common.record.figures import AttackFigure, LedgerFigures, NumberFigures
-from splitveil.common.record.histogram_line import HistogramLine
-from splitveil.common.record.values import as_count, as_list, as_mapping, as_number, as_text
+from splitveil.common.record.values import (
+    IF_ANY,
+    Count,
+    Flat,
+    Form,
+    Key,
+    Known,
+    KnownCount,
+    Number,
+    Object,
+    as_list,
+    as_mapping,
+    as_number,
+    from_form,
+)
 from splitveil.common.run.splits import SplitName
 from splitveil.common.storage.run_folder import finite_or_null
 
-_OF_A_BATCH = "_leak_auc"
-_RANDOM = "random"
-_OF_A_CLASS = "auc/"
-_OF_NUMBERS = "_r2"
+
+def _write_figures(figures: tuple[AttackFigure, ...]) -> dict[str, float | None]:
+    return {f"{one.layer}/{one.attack}": one.leak_auc for one in figures}
 
 
-class AlignmentLine(NamedTuple):
+def _write_figure(figure: AttackFigure) -> dict[str, float | None]:
+    return _write_figures((figure,))
+
+
+def _read_figures(values: Mapping[str, Any]) -> tuple[AttackFigure, ...]:
+    """Parse the names of layers and attacks; an attack's name never contains a slash."""
+    return tuple(
+        AttackFigure(layer, attack, as_number(value))
+        for name, value in values.items()
+        for layer, slash, attack in [name.rpartition("/")]
+        if slash
+    )
+
+
+def _read_figure(values: Mapping[str, Any]) -> AttackFigure | None:
+    return next(iter(_read_figures(values)), None)
+
+
+Figures: TypeAlias = Annotated[tuple[AttackFigure, ...], BeforeValidator(_read_figures)]
+Figure: TypeAlias = Annotated[
+    AttackFigure, BeforeValidator(_read_figure), Flat(write=_write_figure)
+]
+OF_A_BATCH = Flat(suffix="_leak_auc", write=_write_figures)
+
+
+@dataclass(frozen=True)
+class AlignmentLine(Form):
     """The end of the alignment: the parties hold the same rows."""
 
-    aligned_rows: int | None
+    aligned_rows: Count = None
 
 
-class TrainingLine(NamedTuple):
-    """One training step of the active party."""
+@dataclass(frozen=True)
+class TrainingLine(Form):
+    epoch: KnownCount
+    step: KnownCount
+    loss: Number = None
+    noise_power: Number = None
 
-    epoch: int
-    step: int
-    loss: float | None
-    noise_power: float | None
 
-
-class LeakLine(NamedTuple):
-    """The attacks on the gradients of one batch."""
-
-    epoch: int
-    step: int
-    figures: tuple[AttackFigure, ...]
-    random: float | None
+@dataclass(frozen=True)
+class LeakLine(Form):
+    epoch: KnownCount
+    step: KnownCount
+    figures: Annotated[Figures, OF_A_BATCH]
+    random: Annotated[Number, Key("random_leak_auc")] = None
     """The leak AUC of random scores on the same batch."""
 
 
-class EpochLeakLine(NamedTuple):
+@dataclass(frozen=True)
+class EpochLeakLine(Form):
     """The attacks over one epoch.
 
     For an attack on single batches the figure is its mean over the epoch's batches, and for an
     attack that accumulates over the run it is the leak AUC of all gradients up to the epoch's end.
     """
 
-    epoch: int
-    figures: tuple[AttackFigure, ...]
+    epoch: KnownCount
+    figures: Annotated[Figures, Flat(write=_write_figures)]
 
 
-class NumberLeakLine(NamedTuple):
+@dataclass(frozen=True)
+class NumberLeakLine(Form):
     """The attacks on labels that are numbers, over one epoch or up to its end."""
 
-    epoch: int
-    figures: Mapping[str, float | None]
+    epoch: KnownCount
+    figures: Annotated[Object[Number], Flat(suffix="_r2")]
     """Attack -> the share of the labels' variance that it explains."""
 
 
-class LedgerLine(NamedTuple):
-    """The bounds of the leak ledger after an epoch."""
+@dataclass(frozen=True)
+class LedgerLine(Form):
+    epoch: KnownCount
+    bounds: Annotated[LedgerFigures, Flat()]
 
-    epoch: int
-    bounds: LedgerFigures
 
-
-class EvaluationLine(NamedTuple):
+@dataclass(frozen=True)
+class EvaluationLine(Form):
     """The model on a held-out split after an epoch."""
 
-    epoch: int
-    split: SplitName
-    loss: float | None
-    auc: float | None
-    calibration_error: float | None
-    train_loss: float | None
+    epoch: KnownCount
+    split: Annotated[SplitName, Key("kind")]
+    loss: Number = None
+    auc: Number = None
+    calibration_error: Number = None
+    train_loss: Number = None
     """Mean over the training steps of the epoch."""
-    accuracy: float | None = None
+    accuracy: Annotated[Number, IF_ANY] = None
     """Only with more than two classes."""
-    class_aucs: Mapping[str, float | None] = MappingProxyType({})
+    class_aucs: Annotated[Object[Number], Flat("auc/")] = field(default_factory=dict)
     """Class -> AUC against the rest; only with more than two classes."""
-    number: NumberFigures | None = None
+    number: Annotated[NumberFigures | None, Flat()] = None
     """Only with labels that are numbers, which have neither AUC nor calibration."""
 
+    def form(self) -> dict[str, Any]:
+        written = super().form()
+        if self.number is not None:
+            del written["auc"], written["calibration_error"]
+        return written
 
-class AuditLine(NamedTuple):
+
+@dataclass(frozen=True)
+class AuditLine(Form):
     """A reply to scores that a passive party chose."""
 
-    epoch: int
-    figure: AttackFigure
+    epoch: KnownCount
+    figure: Figure
 
 
-class GateLine(NamedTuple):
+@dataclass(frozen=True)
+class GateLine(Form):
     """A finding of the leak gate, at the last batch of its window."""
 
-    epoch: int
-    step: int
-    figure: AttackFigure
-    random: float | None
+    epoch: KnownCount
+    step: KnownCount
+    figure: Figure
+    random: Number = None
     """The same figure of random scores on the same batches."""
-    limit: float | None
+    limit: Number = None
 
 
-class AlarmLine(NamedTuple):
+@dataclass(frozen=True)
+class AlarmLine(Form):
     """A leak alarm: an attack measured more than the ledger states for one answer."""
 
-    epoch: int
+    epoch: KnownCount
     """The last epoch that was judged."""
-    figure: AttackFigure
-    margin: float | None
+    figure: Figure
+    margin: Number = None
     """The part of the figure that chance may account for."""
-    bound: float | None
+    bound: Number = None
+
+
+@dataclass(frozen=True)
+class HistogramLine(Form):
+    """The gradients of one batch, counted by one of their figures; for the label owner only.
+
+    Raises:
+        ValueError: the number of counts in a series differs from the number of bins.
+    """
+
+    epoch: KnownCount
+    step: KnownCount
+    figure: str
+    edges: Annotated[tuple[Known, ...], BeforeValidator(as_list)]
+    """Rising, one more than there are bins."""
+    counts: Object[tuple[KnownCount, ...]]
+    """``<before|after>/<negative|positive>`` -> examples in each bin."""
+
+    def __post_init__(self) -> None:
+        for name, series in self.counts.items():
+            if len(series) != len(self.edges) - 1:
+                raise ValueError(
+                    f"{name}: expected {len(self.edges) - 1} counts, got {len(series)}"
+                )
 
 
 Line: TypeAlias = (
@@ -134,6 +207,22 @@ Line: TypeAlias = (
 )
 LineT = TypeVar("LineT", bound=Line)
 
+_TYPES: Mapping[str, type[Line]] = {
+    "alignment": AlignmentLine,
+    "train": TrainingLine,
+    "leak": LeakLine,
+    "epoch_leak": EpochLeakLine,
+    "epoch_leak_of_numbers": NumberLeakLine,
+    "ledger": LedgerLine,
+    "validation": EvaluationLine,
+    "test": EvaluationLine,
+    "audit": AuditLine,
+    "leak_gate": GateLine,
+    "leak_alarm": AlarmLine,
+    "histogram": HistogramLine,
+}
+_KINDS = {kind: name for name, kind in _TYPES.items()}
+
 
 class LineFields(NamedTuple):
     """A line as it stands in the file, without its time."""
@@ -148,15 +237,15 @@ class LineFields(NamedTuple):
 
 
 def to_fields(line: Line) -> LineFields:
-    """Return a line's form in the file."""
-    return _FORMS_BY_TYPE[type(line)].write(line)
+    written = line.form()
+    kind, epoch = written.pop("kind", _KINDS[type(line)]), written.pop("epoch", None)
+    return LineFields(kind, epoch, written.pop("step", None), written)
 
 
 def to_json(fields: LineFields, time_s: float) -> dict[str, Any]:
     """Return a line as a JSON object; a number that is not finite becomes null.
 
     Args:
-        fields: of the line, from ``to_fields``.
         time_s: seconds since the start of the run.
     """
     kind, epoch, step, values = fields
@@ -166,222 +255,10 @@ def to_json(fields: LineFields, time_s: float) -> dict[str, Any]:
 
 
 def from_json(document: object) -> Line | None:
-    """Return the line that a decoded JSON document holds; None for an unknown kind of line."""
+    """Return the line that a decoded JSON document holds; None if it is unknown or incomplete."""
     values = as_mapping(document)
-    form = _FORMS_BY_KIND.get(str(values.get("kind")))
-    if form is None:
-        return None
-    fields = LineFields(
-        str(values["kind"]), as_count(values.get("epoch")), as_count(values.get("step")), values
-    )
+    kind = _TYPES.get(str(values.get("kind")))
     try:
-        line: Line = form.read(fields)
+        return None if kind is None else from_form(kind, values)
     except ValueError:  # an essential field is missing
         return None
-    return line
-
-
-class _Form(NamedTuple, Generic[LineT]):
-    """One type of line: the functions that write and read it."""
-
-    type: type[LineT]
-    kinds: tuple[str, ...]
-    write: Callable[[Any], LineFields]
-    read: Callable[[LineFields], LineT]
-
-
-def _epoch_of(fields: LineFields) -> int:
-    return _required(fields.epoch)
-
-
-def _step_of(fields: LineFields) -> int:
-    return _required(fields.step)
-
-
-def _required(value: int | None) -> int:
-    if value is None:
-        raise ValueError
-    return value
-
-
-def _flat(figures: Iterable[AttackFigure], suffix: str = "") -> dict[str, float | None]:
-    return {f"{one.layer}/{one.attack}{suffix}": one.leak_auc for one in figures}
-
-
-def _figures(values: Mapping[str, Any], suffix: str = "") -> tuple[AttackFigure, ...]:
-    """Parse the names of layers and attacks; an attack's name never contains a slash."""
-    return tuple(
-        AttackFigure(layer, attack.removesuffix(suffix), as_number(value))
-        for name, value in values.items()
-        for layer, slash, attack in [name.rpartition("/")]
-        if slash and name.endswith(suffix)
-    )
-
-
-def _figure(values: Mapping[str, Any]) -> AttackFigure:
-    found = _figures(values)
-    if not found:
-        raise ValueError
-    return found[0]
-
-
-def _write_alignment(line: AlignmentLine) -> LineFields:
-    return LineFields("alignment", None, None, line._asdict())
-
-
-def _read_alignment(fields: LineFields) -> AlignmentLine:
-    return AlignmentLine(as_count(fields.values.get("aligned_rows")))
-
-
-def _write_training(line: TrainingLine) -> LineFields:
-    values = {"loss": line.loss, "noise_power": line.noise_power}
-    return LineFields("train", line.epoch, line.step, values)
-
-
-def _read_training(fields: LineFields) -> TrainingLine:
-    numbers = (as_number(fields.values.get(name)) for name in ("loss", "noise_power"))
-    return TrainingLine(_epoch_of(fields), _step_of(fields), *numbers)
-
-
-def _write_leak(line: LeakLine) -> LineFields:
-    values = _flat(line.figures, _OF_A_BATCH) | {f"{_RANDOM}{_OF_A_BATCH}": line.random}
-    return LineFields("leak", line.epoch, line.step, values)
-
-
-def _read_leak(fields: LineFields) -> LeakLine:
-    random = as_number(fields.values.get(f"{_RANDOM}{_OF_A_BATCH}"))
-    figures = _figures(fields.values, _OF_A_BATCH)
-    return LeakLine(_epoch_of(fields), _step_of(fields), figures, random)
-
-
-def _write_epoch_leak(line: EpochLeakLine) -> LineFields:
-    return LineFields("epoch_leak", line.epoch, None, _flat(line.figures))
-
-
-def _read_epoch_leak(fields: LineFields) -> EpochLeakLine:
-    return EpochLeakLine(_epoch_of(fields), _figures(fields.values))
-
-
-def _write_number_leak(line: NumberLeakLine) -> LineFields:
-    values = {f"{attack}{_OF_NUMBERS}": r2 for attack, r2 in line.figures.items()}
-    return LineFields("epoch_leak_of_numbers", line.epoch, None, values)
-
-
-def _read_number_leak(fields: LineFields) -> NumberLeakLine:
-    figures = {
-        name.removesuffix(_OF_NUMBERS): as_number(value)
-        for name, value in fields.values.items()
-        if name.endswith(_OF_NUMBERS)
-    }
-    return NumberLeakLine(_epoch_of(fields), figures)
-
-
-def _write_ledger(line: LedgerLine) -> LineFields:
-    return LineFields("ledger", line.epoch, None, line.bounds.flat())
-
-
-def _read_ledger(fields: LineFields) -> LedgerLine:
-    return LedgerLine(_epoch_of(fields), LedgerFigures.from_flat(fields.values))
-
-
-def _write_evaluation(line: EvaluationLine) -> LineFields:
-    names = ("loss", "auc", "calibration_error", "train_loss")
-    values = {name: getattr(line, name) for name in names}
-    if line.number is not None:
-        losses = {"loss": line.loss, "train_loss": line.train_loss}
-        return LineFields(line.split, line.epoch, None, losses | line.number.flat())
-    if line.class_aucs:
-        values |= {"accuracy": line.accuracy}
-        values |= {f"{_OF_A_CLASS}{name}": auc for name, auc in line.class_aucs.items()}
-    return LineFields(line.split, line.epoch, None, values)
-
-
-def _read_evaluation(fields: LineFields) -> EvaluationLine:
-    split: SplitName = "validation" if fields.kind == "validation" else "test"
-    loss, auc, calibration_error, train_loss, accuracy = (
-        as_number(fields.values.get(name))
-        for name in ("loss", "auc", "calibration_error", "train_loss", "accuracy")
-    )
-    aucs = {
-        name.removeprefix(_OF_A_CLASS): as_number(value)
-        for name, value in fields.values.items()
-        if name.startswith(_OF_A_CLASS)
-    }
-    epoch = _epoch_of(fields)
-    number = NumberFigures.from_flat(fields.values)
-    return EvaluationLine(
-        epoch, split, loss, auc, calibration_error, train_loss, accuracy, aucs, number
-    )
-
-
-def _write_audit(line: AuditLine) -> LineFields:
-    return LineFields("audit", line.epoch, None, _flat([line.figure]))
-
-
-def _read_audit(fields: LineFields) -> AuditLine:
-    return AuditLine(_epoch_of(fields), _figure(fields.values))
-
-
-def _write_gate(line: GateLine) -> LineFields:
-    values = _flat([line.figure]) | {_RANDOM: line.random, "limit": line.limit}
-    return LineFields("leak_gate", line.epoch, line.step, values)
-
-
-def _read_gate(fields: LineFields) -> GateLine:
-    numbers = (as_number(fields.values.get(name)) for name in (_RANDOM, "limit"))
-    return GateLine(_epoch_of(fields), _step_of(fields), _figure(fields.values), *numbers)
-
-
-def _write_alarm(line: AlarmLine) -> LineFields:
-    values = _flat([line.figure]) | {"margin": line.margin, "bound": line.bound}
-    return LineFields("leak_alarm", line.epoch, None, values)
-
-
-def _read_alarm(fields: LineFields) -> AlarmLine:
-    numbers = (as_number(fields.values.get(name)) for name in ("margin", "bound"))
-    return AlarmLine(_epoch_of(fields), _figure(fields.values), *numbers)
-
-
-def _write_histogram(line: HistogramLine) -> LineFields:
-    counts = {name: list(series) for name, series in line.counts.items()}
-    values = {"figure": line.figure, "edges": list(line.edges), "counts": counts}
-    return LineFields("histogram", line.epoch, line.step, values)
-
-
-def _read_histogram(fields: LineFields) -> HistogramLine:
-    figure = as_text(fields.values.get("figure"))
-    if figure is None:
-        raise ValueError
-    edges = _all_of(as_list(fields.values.get("edges")), as_number)
-    counts = {
-        name: tuple(_all_of(as_list(series), as_count))
-        for name, series in as_mapping(fields.values.get("counts")).items()
-    }
-    return HistogramLine(_epoch_of(fields), _step_of(fields), figure, tuple(edges), counts)
-
-
-ValueT = TypeVar("ValueT")
-
-
-def _all_of(values: Sequence[object], read: Callable[[object], ValueT | None]) -> list[ValueT]:
-    found = [one for one in map(read, values) if one is not None]
-    if len(found) != len(values):
-        raise ValueError
-    return found
-
-
-_FORMS: tuple[_Form[Any], ...] = (
-    _Form(AlignmentLine, ("alignment",), _write_alignment, _read_alignment),
-    _Form(TrainingLine, ("train",), _write_training, _read_training),
-    _Form(LeakLine, ("leak",), _write_leak, _read_leak),
-    _Form(EpochLeakLine, ("epoch_leak",), _write_epoch_leak, _read_epoch_leak),
-    _Form(NumberLeakLine, ("epoch_leak_of_numbers",), _write_number_leak, _read_number_leak),
-    _Form(LedgerLine, ("ledger",), _write_ledger, _read_ledger),
-    _Form(EvaluationLine, ("validation", "test"), _write_evaluation, _read_evaluation),
-    _Form(AuditLine, ("audit",), _write_audit, _read_audit),
-    _Form(GateLine, ("leak_gate",), _write_gate, _read_gate),
-    _Form(AlarmLine, ("leak_alarm",), _write_alarm, _read_alarm),
-    _Form(HistogramLine, ("histogram",), _write_histogram, _read_histogram),
-)
-_FORMS_BY_TYPE: Mapping[type, _Form[Any]] = {form.type: form for form in _FORMS}
-_FORMS_BY_KIND: Mapping[str, _Form[Any]] = {kind: form for form in _FORMS for kind in form.kinds}

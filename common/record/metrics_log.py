@@ -8,18 +8,42 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
-from splitveil.common.errors import StorageError
-from splitveil.common.record.histogram_line import HistogramLine
-from splitveil.common.record.lines import Line, LineFields, to_fields, to_json
+from splitveil.common.record.lines import HistogramLine, Line, LineFields, to_fields, to_json
 from splitveil.common.record.run_record import METRICS
-from splitveil.common.storage.run_folder import OWNER_ONLY, finite_or_null, open_to_append
+from splitveil.common.storage.run_folder import (
+    OWNER_ONLY,
+    finite_or_null,
+    open_to_append,
+    storage_errors,
+)
 
 _SOUGHT_BYTES = 2**16
 """Bytes at the end of a metrics file that are searched for the end of a line at a time."""
+
+
+CHARTED_EVERY_S = 0.5
+"""Least time between two batches in TensorBoard's charts: a point there costs a thread as much CPU
+as some attacks."""
+
+
+class ChartClock:
+    """Says which lines about single batches TensorBoard gets: it shows no more than a thousand."""
+
+    def __init__(self) -> None:
+        self._last_s = -CHARTED_EVERY_S
+
+    def is_due(self) -> bool:
+        """Return whether the next line is to be charted, which then counts as charted."""
+        now_s = time.monotonic()
+        is_due = now_s - self._last_s >= CHARTED_EVERY_S
+        if is_due:
+            self._last_s = now_s
+        return is_due
 
 
 class MetricsLog:
@@ -35,12 +59,8 @@ class MetricsLog:
         """Open both files.
 
         Args:
-            folder: an existing folder.
             steps_per_epoch: puts the epochs on TensorBoard's single axis; may be set later.
             on_line: called with each line once it is written.
-
-        Raises:
-            StorageError: the files cannot be made.
         """
         self.steps_per_epoch = steps_per_epoch
         self._on_line = on_line
@@ -48,13 +68,11 @@ class MetricsLog:
         self._path = folder / METRICS
         self._lock = threading.Lock()
         self._start = time.monotonic()
-        try:
+        with self._storage_errors():
             _cut_to_whole_lines(self._path)
             # Line by line, so that a reader sees each line at once and a crash does not lose it.
             self._file = open_to_append(self._path)
             self._charts = _open_charts(folder)
-        except OSError as error:
-            raise self._storage_error(error) from error
 
     def __enter__(self) -> Self:
         return self
@@ -71,7 +89,6 @@ class MetricsLog:
 
         Raises:
             TypeError: a value is not a plain number.
-            StorageError: the line cannot be written.
         """
         fields = to_fields(line)
         if not isinstance(line, HistogramLine):
@@ -80,67 +97,53 @@ class MetricsLog:
         with self._lock:
             if self._file.closed:
                 return
-            try:
+            with self._storage_errors():
                 self._file.write(_encoded(written) + "\n")
                 chart_step = self._chart_step(fields.epoch, fields.step)
-                if isinstance(line, HistogramLine):
+                if self._charts is None:
+                    pass
+                elif isinstance(line, HistogramLine):
                     self._chart_histograms(line, chart_step)
                 elif charted:
                     self._chart(fields, chart_step)
-            except OSError as error:
-                raise self._storage_error(error) from error
         if self._on_line is not None:
             self._on_line(line)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the length of the file, the time and the step that it has reached.
-
-        Raises:
-            StorageError: something cannot be written.
-        """
+        """Return the length of the file, the time and the step that it has reached."""
         with self._lock:
-            try:
+            with self._storage_errors():
                 self._file.flush()
                 written = self._path.stat().st_size
-            except OSError as error:
-                raise self._storage_error(error) from error
             seconds = time.monotonic() - self._start
             return {"bytes": written, "seconds": seconds, "chart_step": self._next_chart_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Drop the lines and charts written after ``state_dict``, and resume from there.
-
-        Raises:
-            StorageError: the files cannot be changed.
-        """
+        """Drop the lines and charts written after ``state_dict``, and resume from there."""
         with self._lock:
-            try:
-                self._charts.close()
+            with self._storage_errors():
+                self._close_charts()
                 self._file.close()
                 _cut_to_whole_lines(self._path, state["bytes"])
                 self._file = open_to_append(self._path)
                 self._charts = _open_charts(self._path.parent, purge_step=state["chart_step"])
-            except OSError as error:
-                raise self._storage_error(error) from error
             self._start = time.monotonic() - state["seconds"]
             self._next_chart_step = state["chart_step"]
 
     def close(self) -> None:
-        """Write pending output; closing again has no effect.
-
-        Raises:
-            StorageError: something cannot be written.
-        """
+        """Write pending output; closing again has no effect."""
         with self._lock:
             if self._file.closed:
                 return
-            try:
+            with self._storage_errors():
                 try:
-                    self._charts.close()
+                    self._close_charts()
                 finally:
                     self._file.close()
-            except OSError as error:
-                raise self._storage_error(error) from error
+
+    def _close_charts(self) -> None:
+        if self._charts is not None:
+            self._charts.close()
 
     def _chart(self, fields: LineFields, chart_step: int) -> None:
         # One event per line: an event per number takes several times as much of a core.
@@ -174,8 +177,8 @@ class MetricsLog:
         self._next_chart_step = max(self._next_chart_step, chart_step + 1)
         return chart_step
 
-    def _storage_error(self, error: OSError) -> StorageError:
-        return StorageError(f"{self._path}: cannot be written: {error.strerror}")
+    def _storage_errors(self) -> AbstractContextManager[None]:
+        return storage_errors(self._path, "cannot be written")
 
 
 _encoded = json.JSONEncoder(allow_nan=False).encode  # json.dumps would make one for every line
@@ -210,8 +213,12 @@ def _cut_to_whole_lines(path: Path, most_bytes: int | None = None) -> None:
 
 
 def _open_charts(folder: Path, purge_step: int | None = None) -> Any:
-    # Importing it takes seconds, which other commands should not pay.
-    from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
+    """Return TensorBoard's writer; None where the extra ``board`` is not installed."""
+    try:
+        # Importing it takes seconds, which other commands should not pay.
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
+    except ImportError:
+        return None
 
     charts = SummaryWriter(str(folder), flush_secs=1, purge_step=purge_step)
     for path in folder.glob("events.out.tfevents.*"):

@@ -17,11 +17,7 @@ _EVERY_S = 0.1
 
 
 class ProgressPipe:
-    """Writes one JSON object in a line, at most ten times in a second.
-
-    Args:
-        descriptor: the write end of a pipe.
-    """
+    """Writes one JSON object in a line, at most ten times in a second."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -39,11 +35,7 @@ class ProgressPipe:
         """Tell the count of steps, and numbers such as ``loss``.
 
         Args:
-            party: name of the party.
-            done: finished steps.
-            total: steps of the whole run.
             numbers: figures to show, the most important one first.
-            is_last: whether to tell them even if the last time was just now.
         """
         now = time.monotonic()
         if now - self._told < _EVERY_S and not is_last:

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from splitveil.common.errors import SettingsError
-from splitveil.common.record import lines, summary
+from splitveil.common.record import lines
 from splitveil.common.record.figures import LedgerFigures
 from splitveil.common.record.lines import Line, LineT
 from splitveil.common.record.summary import Summary
-from splitveil.common.record.values import as_mapping, as_number
+from splitveil.common.record.values import as_mapping, as_number, from_form
 from splitveil.common.storage.run_folder import write_json_atomically
 
 METRICS = "metrics.jsonl"
@@ -29,31 +29,22 @@ _FORMAT, _FORMAT_KEY = 1, "format"
 
 
 class TimedLine(NamedTuple):
-    """A line and the time at which it was written."""
-
     time_s: float | None
     """Seconds since the start of the run, without the time in which the party was not running."""
     line: Line
 
 
 class Metrics:
-    """The lines of a metrics file, in the order written."""
-
     def __init__(self, timed_lines: list[TimedLine]) -> None:
         self.timed = timed_lines
 
     def of(self, kind: type[LineT]) -> list[LineT]:
-        """Return the lines of one type."""
         return [line for _, line in self.timed if isinstance(line, kind)]
 
 
 def write_summary(folder: Path, written: Summary) -> None:
-    """Write a party's summary.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
-    write_json_atomically(folder / SUMMARY, summary.to_json(written))
+    """Write a party's summary."""
+    write_json_atomically(folder / SUMMARY, written.form())
 
 
 def read_summary(folder: Path) -> Summary:
@@ -75,11 +66,10 @@ def find_summary(folder: Path) -> Summary | None:
         SettingsError: it is damaged, or of another format.
     """
     found = _read_object(folder / SUMMARY)
-    return summary.from_json(found) if found else None
+    return from_form(Summary, found) if found else None
 
 
 def has_summary(folder: Path) -> bool:
-    """Return whether there is a summary in a party's folder."""
     return (folder / SUMMARY).is_file()
 
 
@@ -96,11 +86,7 @@ def read_metrics(folder: Path) -> Metrics:
 
 
 def text_of(path: Path) -> str:
-    """Return the text of a file; empty if there is none.
-
-    Raises:
-        SettingsError: it cannot be read.
-    """
+    """Return the text of a file; empty if there is none."""
     try:
         return path.read_text(encoding="utf-8") if path.is_file() else ""
     except UnicodeDecodeError as error:
@@ -111,22 +97,14 @@ def text_of(path: Path) -> str:
 
 
 def write_ledger_ahead(folder: Path, bounds: LedgerFigures) -> None:
-    """Write the bounds on all answers of a run that resumes at a point before some of them.
-
-    Raises:
-        StorageError: they cannot be written.
-    """
-    write_json_atomically(folder / LEDGER_AHEAD, bounds.flat())
+    """Write the bounds on all answers of a run that resumes at a point before some of them."""
+    write_json_atomically(folder / LEDGER_AHEAD, bounds.form())
 
 
 def find_ledger_ahead(folder: Path) -> LedgerFigures | None:
-    """Read the bounds on all answers; None if the run never went back.
-
-    Raises:
-        SettingsError: the file is damaged, or of another format.
-    """
+    """Read the bounds on all answers; None if the run never went back."""
     found = _read_object(folder / LEDGER_AHEAD)
-    return LedgerFigures.from_flat(found) if found else None
+    return from_form(LedgerFigures, found) if found else None
 
 
 def _timed_lines(path: Path) -> Iterator[TimedLine]:

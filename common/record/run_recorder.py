@@ -20,7 +20,6 @@ class RunRecorder:
     """Writes metrics and shows progress; a party's recorder adds what that party observes.
 
     Args:
-        folder: the run's folder.
         on_line: called with each line of the metrics once it is written.
     """
 
@@ -51,7 +50,6 @@ class RunRecorder:
         self._metrics.write(AlignmentLine(len(rows)))
 
     def _show_progress(self, party: str, rows: AlignedRows, contract: Contract) -> None:
-        """Start the progress bar."""
         console = self.console or printing_console(stderr=True, plain=writes_json())
         bar = TrainingProgress(party, rows.total_steps(contract), console=console)
         self._progress = self._of_run.enter_context(bar)

@@ -31,14 +31,7 @@ class TrainingProgress:
         console: Console | None = None,
         log_every_s: float = 10.0,
     ) -> None:
-        """Prepare the display; it starts with the ``with`` block.
-
-        Args:
-            party: name before the bar.
-            total_steps: number of steps of the whole run.
-            console: the console to show it on; by default the standard error stream.
-            log_every_s: minimum seconds between two log lines if there is no terminal.
-        """
+        """Prepare the display; it starts with the ``with`` block."""
         self.steps_done = 0
         self._steps_before = 0
         self._total_steps = total_steps
@@ -125,7 +118,6 @@ class TrainingProgress:
         )
 
     def _tell(self, *, is_last: bool) -> None:
-        """Tell a launcher, which shows the bar itself."""
         if self._pipe is not None:
             done, total = self.steps_done, self._total_steps
             self._pipe.tell(self._party, done, total, self._numbers, is_last=is_last)

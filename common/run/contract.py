@@ -10,17 +10,12 @@ import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    Field,
-    PositiveInt,
-    StringConstraints,
-    Tag,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, PositiveInt, StringConstraints, Tag, field_validator, model_validator
 
+from splitveil.common.errors import ContractMismatch
 from splitveil.common.run.id_rules import AS_WRITTEN, IdRules
 from splitveil.common.settings import Section, kind_by_field
+from splitveil.common.text.visible_text import visible
 
 CutDtype = Literal["float32", "float16", "bfloat16"]
 Aggregation = Literal["mean", "sum", "concat"]
@@ -33,19 +28,15 @@ DnsName = Annotated[
     ),
 ]
 
-PASSIVE_PARTIES = 8
-"""The most passive parties that one run can have."""
-
-NAME_CHARACTERS = 64
-"""The most characters that ``Name`` allows in the name of a party or a run."""
-
+PASSIVE_PARTIES = 8  # the most passive parties that one run can have
+NAME_CHARACTERS = 64  # the most characters that `Name` allows in the name of a party or a run
 _OTHER_FIELDS = "(other fields)"
 _IDS = "ids"
 _PURPOSE = "purpose"
+_SHOWN_CHARACTERS = 60
+_ABSENT = "nothing"
 
-ACTIVE = "active"
-"""Name of the active party; the passive parties choose theirs."""
-
+ACTIVE = "active"  # name of the active party; the passive parties choose theirs
 MAX_CUT_DIM = 2**24
 """64 MiB of float32 for each example: far beyond any cut layer, and far below what overflows."""
 
@@ -258,11 +249,6 @@ class Contract(Section):
         return (self.cut_shape[0] * len(self.passive_parties), *self.cut_shape[1:])
 
     @property
-    def aggregate_dim(self) -> int:
-        """Number of values in the top model's input for one example."""
-        return math.prod(self.aggregate_shape)
-
-    @property
     def max_rows(self) -> int:
         """The most rows that one tensor on the wire may have."""
         return max(self.batch_size, self.evaluation_batch_size)
@@ -335,3 +321,40 @@ def _differing(own: dict[str, Any], other: Any, prefix: str = "") -> Iterator[st
             yield prefix + name
     if others.keys() - own.keys():
         yield _OTHER_FIELDS
+
+
+def check_same_contract(own: Contract, canonical: str, others_name: str) -> None:
+    if fields := own.fields_differing_from(canonical):
+        raise ContractMismatch(fields, first_difference(own, canonical, others_name))
+
+
+def first_difference(own: Contract, canonical: str, others_name: str) -> str:
+    """Return a sentence about the first field that differs; empty if none does.
+
+    Args:
+        canonical: the other party's canonical form, which may be any text.
+    """
+    fields = own.fields_differing_from(canonical)
+    if not fields:
+        return ""
+    name, *others = fields
+    ours = _shown(json.loads(own.canonical_json()), name)
+    try:
+        theirs = _shown(json.loads(canonical), name)
+    except (ValueError, RecursionError):
+        return f"what {others_name} holds is no contract"
+    also = f"; also different: {', '.join(others)}" if others else ""
+    return f"contract.{name}: {ours} here, {theirs} at {others_name}{also}"
+
+
+def _shown(value: Any, name: str) -> str:
+    for part in name.split("."):
+        if not isinstance(value, dict) or part not in value:
+            return _ABSENT
+        value = value[part]
+    return in_short(value)
+
+
+def in_short(value: Any) -> str:
+    text = visible(json.dumps(value, ensure_ascii=False))
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."

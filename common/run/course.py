@@ -23,8 +23,7 @@ from splitveil.common.run.splits import SPLITS, PassName, SplitName
 HELD_OUT: tuple[SplitName, ...] = ("validation", "test")
 
 MAX_EVALUATIONS_AHEAD = 16
-EVALUATION_BYTES_AHEAD = 4 * 1024 * 1024
-"""What a line of 1 Gbit/s and a round trip of 30 ms holds."""
+EVALUATION_BYTES_AHEAD = 4 * 1024 * 1024  # what a line of 1 Gbit/s and a round trip of 30 ms holds
 
 
 @dataclass(frozen=True)
@@ -34,15 +33,11 @@ class AlignedRows:
     A *position* is an index into this order and means the same example at every party.
     """
 
-    file_rows: Positions
-    """Row of this party's own file at each position, (aligned,)."""
-
+    file_rows: Positions  # row of this party's own file at each position, (aligned,)
     splits: dict[SplitName, Positions]
     """Positions of each split; disjoint, and together all positions."""
 
-    order: SampleOrder
-    """The order of the training positions in each epoch."""
-
+    order: SampleOrder  # the order of the training positions in each epoch
     id_digests: NDArray[np.uint8]
     """Digest of the id at each position, keyed with the joint seed, (aligned, 16)."""
 
@@ -65,16 +60,11 @@ class AlignedRows:
         The order is that of ``in_common_order``.
 
         Args:
-            contract: defines the split and the batch size.
-            joint_seed: derived from the nonces of all parties.
-            ids: all canonical ids of this party.
             file_rows: indices into ``ids`` of the common ids, in any order, (aligned,).
-            file_splits: index into ``SPLITS`` of every row of the file, if the contract splits by a
-                column.
-            has_survey: whether the run begins with a survey.
+            file_splits: index into ``SPLITS`` of every row of the file, if the contract splits
+                by a column.
 
-        Raises:
-            AlignmentError: there are too few common rows for a training and a test split.
+        Raises AlignmentError: there are too few common rows for a training and a test split.
         """
         file_rows, digests = in_common_order(ids, file_rows, joint_seed)
         match contract.split:
@@ -135,26 +125,17 @@ class Batch:
 
     epoch: int
     split: PassName
-    step: int
-    """Number of the batch within the epoch's split, from 0."""
-
+    step: int  # number of the batch within the epoch's split, from 0
     positions: Positions
-    digest: bytes
-    """Keyed digest of the rows' ids."""
-
-    closes_split: bool
-    """Whether it is the last batch of its split in this epoch."""
-
-    closes_epoch: bool
-    """Whether it is the last batch of its epoch."""
+    digest: bytes  # keyed digest of the rows' ids
+    closes_split: bool  # whether it is the last batch of its split in this epoch
+    closes_epoch: bool  # whether it is the last batch of its epoch
 
     @property
     def key(self) -> tuple[int, PassName, int]:
-        """Epoch, split and step, which identify the batch within the run."""
         return (self.epoch, self.split, self.step)
 
     def identity(self, run_id: str) -> BatchId:
-        """Return the identity that messages about this batch carry."""
         return BatchId(run_id, self.epoch, self.step, self.split, self.digest)
 
 
@@ -162,11 +143,6 @@ def run_course(contract: Contract, rows: AlignedRows, batch_number: int = 0) -> 
     """Yield the batches of a run: each epoch's training rows, then its held-out rows.
 
     A survey comes before the first epoch, and its batches count as the first epoch's.
-
-    Args:
-        contract: gives batch sizes and epochs.
-        rows: the common rows.
-        batch_number: number of batches to skip, because they were handled before.
     """
     held_out = [name for name in HELD_OUT if len(rows.splits[name])]
     size = contract.evaluation_batch_size
@@ -182,7 +158,6 @@ def run_course(contract: Contract, rows: AlignedRows, batch_number: int = 0) -> 
 
 
 def is_checkpoint(contract: Contract, rows: AlignedRows, batch: Batch) -> bool:
-    """Return whether all parties save a checkpoint after a batch."""
     if batch.split != "train":
         return batch.closes_epoch
     steps = batch.epoch * rows.order.steps_per_epoch + batch.step + 1

@@ -25,11 +25,7 @@ _CPU = torch.device("cpu")
 def to_host(values: TensorT) -> TensorT:
     """Copy a tensor to the host's memory, and wait until it is there.
 
-    Args:
-        values: of any shape, on any device, not part of a graph.
-
-    Returns:
-        Of the same shape and dtype; ``values`` itself where it is on the CPU already.
+    Returns of the same shape and dtype; ``values`` itself where it is on the CPU already.
     """
     if values.device.type != "cuda":
         return cast("TensorT", values.to(_CPU))
@@ -44,11 +40,6 @@ def to_device(values: Tensor, device: torch.device, dtype: torch.dtype) -> Tenso
     """Copy a tensor from the host's memory to a device, without waiting for it.
 
     What is computed with the copy on the current stream waits for it on the device.
-
-    Args:
-        values: of any shape, on the CPU or on the device.
-        device: where it is needed.
-        dtype: in which it is needed.
     """
     if device.type != "cuda" or values.device.type != "cpu":
         return values.to(device, dtype)

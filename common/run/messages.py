@@ -27,9 +27,7 @@ class BatchId(NamedTuple):
 
     run_id: str
     epoch: int
-    step: int
-    """Number of the batch within the epoch's split, from 0."""
-
+    step: int  # number of the batch within the epoch's split, from 0
     split: PassName
     rows_digest: bytes
     """Keyed digest of the rows' ids, by which parties notice that they mean different rows."""
@@ -40,8 +38,7 @@ class Activation:
     """The passive party's output at the cut layer for one batch."""
 
     batch: BatchId
-    values: Tensor
-    """(rows, *cut_shape)."""
+    values: Tensor  # (rows, *cut_shape)
 
 
 @dataclass(frozen=True)
@@ -49,44 +46,36 @@ class Answer:
     """The active party's reply to a training activation, or one passive party's part of it."""
 
     batch: BatchId
-    values: DefendedGradient
-    """(rows, *cut_shape)."""
+    values: DefendedGradient  # (rows, *cut_shape)
 
 
 class Course(Enum):
     """The active party's reply to held-out activations."""
 
     CONTINUE = "continue"
-    STOP = "stop"
-    """The run ends here; only on the last batch of an epoch."""
+    STOP = "stop"  # the run ends here; only on the last batch of an epoch
 
 
 class Offer(NamedTuple):
     """A run that a passive party can resume."""
 
     run_id: str
-    batch_numbers: frozenset[int]
-    """Numbers of batches after which it has a checkpoint."""
+    batch_numbers: frozenset[int]  # numbers of batches after which it has a checkpoint
 
 
 class Opening(NamedTuple):
     """The active party's reply to a handshake."""
 
     run_id: str
-    contract_digest: bytes
-    """SHA-256 of the active party's canonical contract."""
-
-    nonce: bytes
-    """The active party's share of the joint seed."""
-
+    contract_digest: bytes  # SHA-256 of the active party's canonical contract
+    nonce: bytes  # the active party's share of the joint seed
     resumes_at: int | None = None
     """Number of batches after which all parties resume; None for a new run."""
 
     commitments: tuple[bytes, ...] = ()
     """Commitments to the nonces of all passive parties, if there is more than one."""
 
-    survey: bool = False
-    """Whether the run begins with a survey of the training rows' activations."""
+    survey: bool = False  # whether the run begins with a survey of the training rows' activations
 
 
 class LeaveReason(Enum):
@@ -103,26 +92,21 @@ class AuditQuestion:
     """A passive party's request for the leak AUC of its scores of the training rows."""
 
     run_id: str
-    epoch: int
-    """The epoch up to whose end the scores were gathered."""
-
+    epoch: int  # the epoch up to whose end the scores were gathered
     attack: str
     layer: str
-    positions_digest: bytes
-    """Digest of the training rows' positions, ascending."""
-
-    scores: Tensor
-    """One score per training row in that order, (training rows,), float32."""
+    positions_digest: bytes  # digest of the training rows' positions, ascending
+    scores: Tensor  # one score per training row in that order, (training rows,), float32
 
 
 ID_MARKS = string.punctuation.replace("~", "") + " "
+# The kinds of characters that are compared, each with its pattern in RE2's syntax.
 ID_CHARACTERS = {mark: re.escape(mark) for mark in ID_MARKS} | {
     "0": r"\p{Nd}",
     "A": r"\p{Lu}",
     "a": r"\p{Ll}",
     "~": r"[^\x00-\x7f]",
 }
-"""The kinds of characters that are compared, each with its pattern in RE2's syntax."""
 
 
 class IdForm(NamedTuple):

@@ -2,9 +2,9 @@
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import StrEnum
-from types import TracebackType
 
 
 class Phase(StrEnum):
@@ -38,23 +38,31 @@ class Phases:
     """A clock that charges each moment to the phase that was entered last and has not been left.
 
     The seconds of all phases add up to the time since the clock was made. Threads may enter phases
-    at the same time; the newest one then counts. Entering and leaving take about a microsecond.
-
-    Args:
-        clock: returns seconds.
+    at the same time; the newest one then counts. Entering and leaving take a few microseconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._entered: list[_Stay] = []
+        self._entered: dict[object, Phase] = {}  # in the order in which they were entered
         self._current = Phase.OTHER
         self._since = clock()
         self._seconds = dict.fromkeys(Phase, 0.0)
 
-    def __call__(self, phase: Phase) -> "_Stay":
-        """Return a context manager that is in a phase while it is open."""
-        return _Stay(self, phase)
+    @contextmanager
+    def __call__(self, phase: Phase) -> Iterator[None]:
+        """Be in a phase while the context is open."""
+        stay = object()
+        with self._lock:
+            self._charge()
+            self._entered[stay] = self._current = phase
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._charge()
+                del self._entered[stay]
+                self._current = next(reversed(self._entered.values()), Phase.OTHER)
 
     def seconds(self) -> Mapping[Phase, float]:
         """Return the seconds of each phase so far, the present one included."""
@@ -62,42 +70,7 @@ class Phases:
             self._charge()
             return dict(self._seconds)
 
-    def enter(self, stay: "_Stay") -> None:
-        """Begin a stay; for the context manager."""
-        with self._lock:
-            self._charge()
-            self._entered.append(stay)
-            self._current = stay.phase
-
-    def leave(self, stay: "_Stay") -> None:
-        """End a stay; for the context manager."""
-        with self._lock:
-            self._charge()
-            self._entered.remove(stay)
-            self._current = self._entered[-1].phase if self._entered else Phase.OTHER
-
     def _charge(self) -> None:
         now = self._clock()
         self._seconds[self._current] += now - self._since
         self._since = now
-
-
-class _Stay:
-    """One stay in a phase."""
-
-    __slots__ = ("_phases", "phase")
-
-    def __init__(self, phases: Phases, phase: Phase) -> None:
-        self._phases = phases
-        self.phase = phase
-
-    def __enter__(self) -> None:
-        self._phases.enter(self)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._phases.leave(self)

@@ -23,8 +23,7 @@ from splitveil.common.run.course import (
 from splitveil.common.run.sample_order import Positions, joint_seed
 from splitveil.common.text.version import VERSION
 
-State = dict[str, Any]
-"""Nested dicts, lists and tuples of tensors and plain values."""
+State = dict[str, Any]  # nested dicts, lists and tuples of tensors and plain values
 
 
 class CheckpointStore(Protocol):
@@ -57,67 +56,35 @@ class RunIdentity(NamedTuple):
     """The identity of a run, and the values with which it was started."""
 
     run_id: str
-    active_nonce: bytes
-    """The active party's share of the joint seed."""
-
-    passive_nonces: tuple[bytes, ...]
-    """The passive parties' shares, in the contract's order."""
-
-    file_rows: Positions
-    """This party's rows of the common ids, (aligned,), in any order."""
-
-    data_digest: str
-    """Distinguishes this party's data from others."""
-
+    active_nonce: bytes  # the active party's share of the joint seed
+    passive_nonces: tuple[bytes, ...]  # the passive parties' shares, in the contract's order
+    file_rows: Positions  # this party's rows of the common ids, (aligned,), in any order
+    data_digest: str  # distinguishes this party's data from others
     has_survey: bool = False
     """Whether the run begins with a survey of the training rows' activations."""
 
     @property
     def seed(self) -> bytes:
-        """The joint seed, 32 bytes."""
         return joint_seed(self.active_nonce, *self.passive_nonces)
 
     def check_rows(self, num_rows: int) -> None:
-        """Check that this party's file still has all rows of the run.
-
-        Args:
-            num_rows: rows of the file now.
-
-        Raises:
-            DataError: some are missing.
-        """
+        """Check that this party's file still has all rows of the run, or raise DataError."""
         if len(self.file_rows) and int(self.file_rows.max()) >= num_rows:
             raise other_data()
 
     def check_data(self, data_digest: str) -> None:
-        """Check that this party's data are still those with which the run was started.
-
-        Raises:
-            DataError: they have changed.
-        """
+        """Check that this party's data are still those with which the run was started."""
         if data_digest != self.data_digest:
             raise other_data()
 
 
 class Progress:
-    """The progress of one party through the course of a run.
-
-    Args:
-        contract: gives the course, and the interval of checkpoints.
-        rows: the common rows.
-        store: keeps the checkpoints.
-    """
+    """The progress of one party through the course of a run."""
 
     def __init__(self, contract: Contract, rows: AlignedRows, store: CheckpointStore) -> None:
-        self.batch_number = 0
-        """Number of batches that have been handled."""
-
-        self.due: Batch | None = None
-        """The batch that is due; None after the last one."""
-
-        self.checkpoint_due = False
-        """Whether a checkpoint must be saved before the next batch."""
-
+        self.batch_number = 0  # number of batches that have been handled
+        self.due: Batch | None = None  # the batch that is due; None after the last one
+        self.checkpoint_due = False  # whether a checkpoint must be saved before the next batch
         self.store = store
         self._contract = contract
         self._rows = rows
@@ -133,7 +100,6 @@ class Progress:
 
     @property
     def is_over(self) -> bool:
-        """Whether no batch is left."""
         return self.due is None
 
     @property
@@ -156,11 +122,7 @@ class Progress:
     def to_send(self, unanswered: int) -> Batch | None:
         """Return the training batch whose activation a passive party sends now.
 
-        Args:
-            unanswered: number of activations that it has sent and whose gradients are to come.
-
-        Returns:
-            None if it has to receive a gradient first, or no training batch follows.
+        Returns None if it has to receive a gradient first, or no training batch follows.
         """
         batch = self.ahead(unanswered)
         if batch is None or batch.split != "train" or unanswered == self._contract.pipeline_depth:
@@ -172,12 +134,8 @@ class Progress:
     def to_evaluate(self, unanswered: int) -> Batch | None:
         """Return the batch without gradient whose activation a passive party sends now.
 
-        Args:
-            unanswered: number of such activations that it has sent and whose replies are to come.
-
-        Returns:
-            None if it has to receive a reply first, because so many are under way, a training batch
-            follows, or the epoch ends.
+        Returns None if it has to receive a reply first, because so many are under way, a training
+        batch follows, or the epoch ends.
         """
         batch = self.ahead(unanswered)
         if batch is None or batch.split == "train" or unanswered >= self._evaluations_ahead:
@@ -186,7 +144,6 @@ class Progress:
         return None if before is not None and before.closes_epoch else batch
 
     def go_to(self, batch_number: int) -> None:
-        """Go to the point after a number of batches."""
         self.batch_number = batch_number
         self._course = run_course(self._contract, self._rows, batch_number)
         self._ahead.clear()
@@ -194,7 +151,6 @@ class Progress:
         self.checkpoint_due = False
 
     def advance(self) -> None:
-        """Go to the next batch: the one that was due has been handled."""
         handled, self.due = self.due, self.ahead(1)
         if self._ahead:
             self._ahead.popleft()
@@ -203,19 +159,10 @@ class Progress:
             self.checkpoint_due = is_checkpoint(self._contract, self._rows, handled)
 
     def finish(self) -> None:
-        """End the course: no batch is due any more."""
         self.due = None
 
     def save(self, state: Callable[[], State], *, soon: bool = False) -> None:
-        """Save a checkpoint, if the store keeps any.
-
-        Args:
-            state: returns everything that changes during the run.
-            soon: whether another thread may write it.
-
-        Raises:
-            StorageError: the checkpoint cannot be written.
-        """
+        """Save a checkpoint, if the store keeps any, or raise StorageError."""
         self.checkpoint_due = False
         if self.store.keeps:
             save = self.store.save_soon if soon else self.store.save
@@ -224,11 +171,7 @@ class Progress:
 
 @contextmanager
 def refusing_other_versions() -> Iterator[None]:
-    """Hold while the parts of a state are loaded, each of which checks its own part.
-
-    Raises:
-        StorageError: a part does not have the form that this version of splitveil saves.
-    """
+    """Hold while the parts of a state are loaded, each of which checks its own part."""
     try:
         yield
     except (LookupError, TypeError, ValueError, RuntimeError) as error:

@@ -10,22 +10,17 @@ import hashlib
 import math
 import struct
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
-Positions = npt.NDArray[np.int64]
-"""Indices of examples in the common order, counted from 0."""
-
-NONCE_BYTES = 32
-"""Length of a party's share of the joint seed, the same as that of the seed."""
-
+Positions = npt.NDArray[np.int64]  # indices of examples in the common order, counted from 0
+NONCE_BYTES = 32  # length of a party's share of the joint seed, the same as that of the seed
 POSITIONS_DIGEST_BYTES = 16
 """Length of a digest of positions, which detects mistakes and need not keep anything secret."""
 
-ROWS_DIGEST_BYTES = 16
-"""Length of a digest of a batch's ids."""
-
+ROWS_DIGEST_BYTES = 16  # length of a digest of a batch's ids
 _ROWS_DOMAIN = b"splitveil rows 1"
 _SEED_DOMAIN = b"splitveil joint seed v1"
 _EPOCH_DOMAIN = b"splitveil sample order v1"
@@ -41,13 +36,7 @@ class SampleOrder:
         """Fix the order.
 
         Args:
-            seed: the joint seed, the same on both sides.
             positions: the training positions in the common order, (examples,).
-            batch_size: rows of a batch; the last batch of an epoch may be shorter.
-            drop_last: whether to leave out a shorter last batch.
-
-        Raises:
-            ValueError: the positions do not fill a batch, or a position occurs twice.
         """
         if batch_size < 1:
             raise ValueError(f"expected a batch size of at least 1, got {batch_size}")
@@ -71,15 +60,10 @@ class SampleOrder:
         return (self.batch_size, last) if before and last < self.batch_size else (last,)
 
     def epoch(self, epoch: int) -> Iterator[Positions]:
-        """Yield the batches of one epoch."""
         return (self.batch(epoch, step) for step in range(self.steps_per_epoch))
 
     def batch(self, epoch: int, step: int) -> Positions:
-        """Return one batch of one epoch, at most (batch_size,).
-
-        Raises:
-            IndexError: an epoch does not have that many steps.
-        """
+        """Return one batch of one epoch, at most (batch_size,), or raise IndexError."""
         if not 0 <= step < self.steps_per_epoch:
             raise IndexError(f"expected a step below {self.steps_per_epoch}, got {step}")
         start = step * self.batch_size
@@ -124,7 +108,6 @@ def keyed_id_digests(ids: Iterable[str], seed: bytes) -> npt.NDArray[np.uint8]:
     Ids can therefore not be chosen by their digests before the seed is known.
 
     Args:
-        ids: the normalised ids, iterated once.
         seed: the joint seed, at most 64 bytes.
     """
     return np.frombuffer(keyed_digests(ids, seed, _ID_DOMAIN), dtype=np.uint8).reshape(-1, 16)
@@ -134,7 +117,6 @@ def keyed_digests(texts: Iterable[str], key: bytes, purpose: bytes) -> bytearray
     """Return 16 bytes per text, one after another, unpredictable without the key.
 
     Args:
-        texts: hashed as UTF-8, iterated once.
         key: at most 64 bytes.
         purpose: keeps digests for different purposes independent, at most 16 bytes.
     """
@@ -161,16 +143,32 @@ def in_common_order(
     That order does not depend on any file, and no party knows it before all nonces are known.
 
     Args:
-        ids: all canonical ids of this party.
         file_rows: indices into ``ids`` of the common ids, in any order, (aligned,).
-        joint_seed: derived from the nonces of all parties.
 
-    Returns:
-        The same rows in the common order, (aligned,), and their keyed digests, (aligned, 16).
+    Returns the same rows in the common order, (aligned,), and their keyed digests, (aligned, 16).
     """
     digests = keyed_id_digests((ids[row] for row in file_rows), joint_seed)
     order = canonical_order(digests)
     return file_rows[order], digests[order]
+
+
+class CommonOrder(NamedTuple):
+    """The rows that all parties have, in the order that is the same at all of them."""
+
+    run_id: str  # of the run that found them
+    file_rows: Positions  # this party's rows, (aligned,)
+    fingerprint: str
+    """Hexadecimal digest of the ids in their order under the joint seed: equal at all parties."""
+
+    @classmethod
+    def of(cls, run_id: str, ids: Sequence[str], file_rows: Positions, joint_seed: bytes) -> Self:
+        """Put common rows in order.
+
+        Args:
+            file_rows: indices into ``ids`` of the common ids, in any order, (aligned,).
+        """
+        rows, digests = in_common_order(ids, file_rows, joint_seed)
+        return cls(run_id, rows, rows_digest(digests).hex())
 
 
 def split_rows(
@@ -180,15 +178,8 @@ def split_rows(
 
     Args:
         digests: digests of the aligned ids in the common order, (examples, 16).
-        train: fraction of the ids to train on.
-        validation: fraction to validate on.
-        test: fraction to test on; the three add up to 1.
 
-    Returns:
-        The positions of ``train``, ``validation`` and ``test``, ascending.
-
-    Raises:
-        ValueError: a fraction is negative, or they do not add up to 1.
+    Returns the positions of ``train``, ``validation`` and ``test``, ascending.
     """
     fractions = {"train": train, "validation": validation, "test": test}
     if min(fractions.values()) < 0 or not math.isclose(sum(fractions.values()), 1.0):

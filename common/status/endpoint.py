@@ -24,8 +24,7 @@ from splitveil.common.text.addresses import is_numeric_loopback, split_address
 
 logger = logging.getLogger(__name__)
 
-REQUESTS_AT_ONCE = 8
-"""Requests that are answered at the same time."""
+REQUESTS_AT_ONCE = 8  # requests that are answered at the same time
 PATIENCE_S = 5.0
 """Seconds that a client may take to send its request, or to take a part of the answer."""
 LAST_LOOK_S = 65.0
@@ -36,11 +35,7 @@ _POLL_S = 0.05
 
 
 def check_free(address: str | None) -> None:
-    """Check that the endpoint could be served at an address, if there is to be one.
-
-    Raises:
-        SettingsError: the address is taken, or does not belong to this machine.
-    """
+    """Check that the endpoint could be served at an address, if there is to be one."""
     if address is not None:
         _Server(address, _Handler).server_close()
 
@@ -63,14 +58,6 @@ def serving_status(
 
     A run that has finished, or was ended for good, is served until its metrics were asked for once
     more, if somebody asks regularly: who sees a party vanish from training has to look after it.
-
-    Args:
-        status: of this party.
-        address: host and port.
-        interruption: returns the signal that asks this party to stop, once there is one.
-
-    Raises:
-        SettingsError: the address is taken, or does not belong to this machine.
     """
     if address is None:
         yield
@@ -89,11 +76,7 @@ def serving_status(
 def endpoint_of(
     status: PartyStatus, address: str | None
 ) -> AbstractContextManager["StatusEndpoint | None"]:
-    """Return the endpoint of a program that ends at once when it is asked to, if it has an address.
-
-    Raises:
-        SettingsError: the address is taken, or does not belong to this machine.
-    """
+    """Return the endpoint, if there is one, of a program that ends as soon as it is asked to."""
     return nullcontext() if address is None else StatusEndpoint(status, address)
 
 
@@ -101,16 +84,10 @@ class StatusEndpoint:
     """Serves what a status says, in threads of its own.
 
     Args:
-        status: of this party.
         address: host and port; port 0 takes any free one.
     """
 
     def __init__(self, status: PartyStatus, address: str) -> None:
-        """Bind the address; requests are answered from the ``with`` block on.
-
-        Raises:
-            SettingsError: the address is taken, or does not belong to this machine.
-        """
         self._looks = _Looks()
         self._server = _Server(address, partial(_Handler, status, self._looks))
         self._host, port = str(self._server.server_address[0]), self._server.server_address[1]
@@ -137,7 +114,6 @@ class StatusEndpoint:
         """Wait until the metrics are asked for once more, if they were asked for twice.
 
         Args:
-            interruption: returns the signal that asks this party to stop, once there is one.
             patience_s: longest wait; by default twice the time between the last two requests,
                 and a little more.
         """
@@ -166,7 +142,6 @@ class _Looks:
         self._last_at: float | None = None
 
     def note(self) -> None:
-        """Note a request that was answered."""
         now = time.monotonic()
         if self._last_at is not None:
             self.every_s = now - self._last_at
@@ -185,7 +160,6 @@ class _Handler(BaseHTTPRequestHandler):
         super().__init__(*connection)
 
     def do_GET(self) -> None:
-        """Answer."""
         path = self.path.partition("?")[0].rstrip("/")
         code, kind, body = _answer(self._status, path)
         if path == "/metrics" and self.command == "GET":
@@ -201,7 +175,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET  # noqa: N815 - the library's name
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the library's name
-        """Log nothing."""
+        ...
 
 
 class _Server(ThreadingTCPServer):
@@ -222,7 +196,6 @@ class _Server(ThreadingTCPServer):
             raise SettingsError(f"status: cannot serve at {address}: {error}") from error
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer a request in a thread."""
         if not self._slots.acquire(blocking=False):
             # Whoever sends a request byte by byte must not keep a health check waiting.
             with suppress(IndexError, OSError):  # it has just ended
@@ -232,7 +205,6 @@ class _Server(ThreadingTCPServer):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Hang up, and free the thread."""
         super().shutdown_request(request)
         self._oldest_first.remove(request)
         self._slots.release()
@@ -243,7 +215,6 @@ class _Server(ThreadingTCPServer):
 
 
 def _answer(status: PartyStatus, path: str) -> tuple[int, str, bytes]:
-    """Return the code, the type and the text of an answer."""
     if path == "/metrics":
         return (
             200,

@@ -23,23 +23,14 @@ def _kinds_of(error: type[PeerError]) -> Iterator[str]:
 
 
 class Readiness(NamedTuple):
-    """Whether a party can do its part now."""
-
     ready: bool
-    reason: str
-    """Why not, or what it is doing."""
+    reason: str  # why not, or what it is doing
 
 
 class PartyStatus:
     """The state of one party's program, for its operators.
 
     Its methods take microseconds and never raise; any thread may call them.
-
-    Args:
-        party: this party's name, as in the contract.
-        contract: of the run.
-        stages: of the program, in order; it begins in the first.
-        clock: returns seconds, for durations.
     """
 
     def __init__(
@@ -100,16 +91,13 @@ class PartyStatus:
 
     @property
     def stage(self) -> str:
-        """The stage that the program is in."""
         return self._stage_of()
 
     @property
     def readiness(self) -> Readiness:
-        """Whether this party can do its part now."""
         return self._readiness
 
     def facts(self) -> dict[str, str]:
-        """Return what the endpoint tells beside health and readiness."""
         return {
             "party": self.party,
             "run": self.run_name,
@@ -118,22 +106,18 @@ class PartyStatus:
         }
 
     def set_ready(self, reason: str, *, ready: bool = True) -> None:
-        """Say whether this party can do its part, and why not."""
         self._readiness = Readiness(ready, reason)
 
     def enter_stage(self, stage: str) -> None:
-        """Note the stage that the program is in."""
         self.follow_stage(lambda: stage)
 
     def follow_stage(self, stage_of: Callable[[], str]) -> None:
-        """Ask for the stage whenever somebody wants to know it."""
         self._stage_of = stage_of
 
     def _is_in(self, stage: str) -> bool:
         return self.stage == stage
 
     def name_run(self, run_id: str) -> None:
-        """Note the id of the run, once it is known."""
         if run_id == self.run_id:
             return
         self._info.remove(self.party, self.run_name, self.run_id, VERSION)
@@ -144,7 +128,6 @@ class PartyStatus:
     # ---- messages ----
 
     def note(self, crossing: Crossing) -> None:
-        """Count a message that crosses the wire."""
         crossed = self._crossed.get((crossing.direction, crossing.kind))
         if crossed is None:  # to look up a series by its labels takes longer than to count
             call = crossing.kind.partition(" ")[0]
@@ -155,9 +138,7 @@ class PartyStatus:
         crossed[1].inc(len(crossing.data))
 
     def note_refused(self, error: Exception) -> None:
-        """Count a message that was refused, by the kind of error."""
         self._refused.labels(type(error).__name__).inc()
 
     def note_failed_call(self, error: Exception) -> None:
-        """Count a call that got no usable answer, by the kind of error."""
         self._failed.labels(type(error).__name__).inc()

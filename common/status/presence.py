@@ -8,12 +8,7 @@ from splitveil.common.status.registry import Metrics
 
 
 class Presence:
-    """What one party sees of the peers to which it talks.
-
-    Args:
-        metrics: where the figures go.
-        clock: returns seconds.
-    """
+    """What one party sees of the peers to which it talks."""
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = metrics
@@ -44,7 +39,6 @@ class Presence:
         self._returns.labels(peer)
 
     def heard(self, peer: str) -> None:
-        """Note that a message of the peer has arrived."""
         now = self._clock()
         with self._lock:
             is_new = peer not in self._heard_at
@@ -83,6 +77,5 @@ class Presence:
         return None if heard_at is None else self._clock() - heard_at
 
     def is_there(self, peer: str) -> bool:
-        """Whether the peer was heard, and has neither left nor been lost since."""
         with self._lock:
             return peer in self._heard_at and peer not in self._lost | self._away

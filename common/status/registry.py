@@ -29,7 +29,6 @@ class Registry(CollectorRegistry):
     """A registry that leaves out the time at which each series was made, which nobody asked for."""
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics."""
         for metric in super().collect():
             metric.samples = [s for s in metric.samples if not s.name.endswith("_created")]
             yield metric
@@ -43,11 +42,9 @@ class Metrics:
         ProcessCollector(registry=self.registry)
 
     def counter(self, name: str, meaning: str, labels: Sequence[str] = ()) -> Counter:
-        """Make a counter; ``_total`` is appended to its name."""
         return Counter(name, meaning, labels, namespace=_PREFIX, registry=self.registry)
 
     def gauge(self, name: str, meaning: str, labels: Sequence[str] = ()) -> Gauge:
-        """Make a gauge."""
         return Gauge(name, meaning, labels, namespace=_PREFIX, registry=self.registry)
 
     def unknown_gauge(self, name: str, meaning: str) -> Gauge:
@@ -59,7 +56,6 @@ class Metrics:
     def histogram(
         self, name: str, meaning: str, buckets: Sequence[float], labels: Sequence[str] = ()
     ) -> Histogram:
-        """Make a histogram with these upper bounds, and one without."""
         return Histogram(
             name, meaning, labels, namespace=_PREFIX, registry=self.registry, buckets=buckets
         )
@@ -72,7 +68,6 @@ class PhaseCollector(Collector):
         self._phases = phases
 
     def collect(self) -> Iterable[Metric]:
-        """Return the seconds by phase."""
         family = CounterMetricFamily(
             "splitveil_phase_seconds",
             "Seconds that this process has spent in each phase; they add up to its age.",

@@ -22,11 +22,6 @@ class RunStatus(PartyStatus):
     """The state of one party's run, for its operators.
 
     Its methods take microseconds and never raise; any thread may call them.
-
-    Args:
-        party: this party's name, as in the contract.
-        contract: of the run.
-        clock: returns seconds, for durations.
     """
 
     def __init__(
@@ -67,11 +62,9 @@ class RunStatus(PartyStatus):
         )
 
     def note_alignment(self, done_ids: int, total_ids: int) -> None:
-        """Note how far the alignment is."""
         self._alignment.set(done_ids / total_ids if total_ids else 0.0)
 
     def note_aligned(self, rows: AlignedRows) -> None:
-        """Note the common rows, and the length of the run that follows from them."""
         self._alignment.set(1)
         self._aligned.set(len(rows))
         self._steps_per_epoch = rows.order.steps_per_epoch
@@ -88,7 +81,6 @@ class RunStatus(PartyStatus):
         self._last_step_at = None
 
     def note_step(self, batch: Batch) -> None:
-        """Note that a training step is done."""
         now = self._clock()
         if self._last_step_at is not None:
             self._step_s.observe(now - self._last_step_at)
@@ -99,5 +91,4 @@ class RunStatus(PartyStatus):
         self._epoch.set(batch.epoch + 1)
 
     def note_checkpoint(self) -> None:
-        """Note that the run's state was taken."""
         self._checkpoint.set_to_current_time()

@@ -20,10 +20,12 @@ import math
 import os
 import struct
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Self
 
 from splitveil.common.errors import StorageError
+from splitveil.common.storage.run_folder import storage_errors
 
 FIRST_RELEASE_NUMBER = 1 << 62
 """Numbers from here on belong to releases about all training rows, one for each stage."""
@@ -37,8 +39,6 @@ HOW_TO_RECOVER = (
 )
 
 _NAME = b"splitveil answers"
-# 1 had neither replies, charges nor links; 2 did not say whom a charge describes;
-# 3 had neither leak AUC nor mu
 _VERSION = 4
 _HEADER = struct.Struct(f"<{len(_NAME)}sBB")
 _FINGERPRINT_BYTES = 16
@@ -112,21 +112,10 @@ class AnswerLog:
 
     @classmethod
     def create(cls, path: Path, questions: int = 1, run: bytes = b"") -> Self:
-        """Start a log.
-
-        Raises:
-            StorageError: the file cannot be written.
-        """
-        try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-            descriptor = os.open(path, flags, 0o600)
-            try:
-                _write_whole(descriptor, _header(questions))
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
+        """Start a log."""
+        with _opened(path, os.O_CREAT | os.O_TRUNC) as descriptor:
+            _write_whole(descriptor, _header(questions))
+            os.fsync(descriptor)
         return cls(path, questions, run)
 
     @staticmethod
@@ -170,27 +159,19 @@ class AnswerLog:
         packed = self._packed(record)
         link = _link(self._link, packed)
         if self._path is not None:
-            _append(self._path, packed + link)
+            # Synced only with the next checkpoint: a killed process loses nothing that it has
+            # written, and a peer cannot cause a power failure.
+            with _opened(self._path, os.O_APPEND) as descriptor:
+                _write_whole(descriptor, packed + link)
         self._link = link
         self._count += 1
         self._known[number] = record
 
     def sync(self) -> None:
-        """Make the log survive a power failure, as the checkpoint that counts its records does.
-
-        Raises:
-            StorageError: the file cannot be written.
-        """
-        if self._path is None:
-            return
-        try:
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
-            try:
+        """Make the log survive a power failure, as the checkpoint that counts its records does."""
+        if self._path is not None:
+            with _opened(self._path) as descriptor:
                 os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            raise StorageError(f"{self._path}: cannot be written: {error.strerror}") from error
 
     def since(self, count: int) -> Iterator[Record]:
         """Yield the records that follow the first few.
@@ -241,7 +222,10 @@ class AnswerLog:
             record = self._unpacked(packed)
             if record.number >= first_batch:
                 self._known[record.number] = record
-        _cut_off(path, len(data), len(header) + self._count * size)
+        whole = len(header) + self._count * size
+        if len(data) != whole:  # a crash left part of a record: its answer never left this party
+            with storage_errors(path, "cannot be written"):
+                os.truncate(path, whole)
 
     def _packed(self, record: Record) -> bytes:
         sum_kl, identity, epsilon, *more = record.charge
@@ -282,27 +266,14 @@ def _content(path: Path) -> bytes:
         raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _cut_off(path: Path, length: int, whole: int) -> None:
-    """Cut off a partial record that a crash left: its answer never left this party."""
-    if length == whole:
-        return
-    try:
-        os.truncate(path, whole)
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
-
-
-def _append(path: Path, record: bytes) -> None:
-    # Synced only with the next checkpoint: a killed process loses nothing that it has written, and
-    # a peer cannot cause a power failure.
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+@contextmanager
+def _opened(path: Path, flags: int = 0) -> Iterator[int]:
+    with storage_errors(path, "cannot be written"):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags, 0o600)
         try:
-            _write_whole(descriptor, record)
+            yield descriptor
         finally:
             os.close(descriptor)
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def _write_whole(descriptor: int, data: bytes) -> None:

@@ -18,11 +18,7 @@ def mark_as_ended(folder: Path, why: Mapping[str, Any]) -> None:
     """Mark a run as ended for good.
 
     Args:
-        folder: the run's folder.
         why: the facts that the next start needs, as JSON values.
-
-    Raises:
-        StorageError: the mark cannot be written.
     """
     write_json_atomically(folder / FILE, why)
 
@@ -45,9 +41,5 @@ def has_finished(folder: Path) -> bool:
 
 
 def clear_mark(folder: Path) -> None:
-    """Delete the mark, so that a run whose limits have changed since can be resumed.
-
-    Raises:
-        StorageError: the mark cannot be deleted.
-    """
+    """Delete the mark, so that a run whose limits have changed since can be resumed."""
     delete(folder / FILE)

@@ -66,7 +66,6 @@ class EarlierModel:
         Args:
             folder: a party's ``checkpoint``.
             weights: the name of the file of weights.
-            setting: what names the folder, for messages.
 
         Raises:
             SettingsError: the folder has no readable model, or a weight is not a finite number;
@@ -152,11 +151,7 @@ def is_label_free(folder: Path) -> bool:
 
 @contextmanager
 def _reading(folder: Path, weights: str, setting: str) -> Iterator[None]:
-    """Translate errors of files and libraries.
-
-    Raises:
-        SettingsError: there is no readable model.
-    """
+    """Translate errors of files and libraries."""
     try:
         yield
     except FileNotFoundError as error:

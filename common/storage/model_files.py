@@ -33,17 +33,7 @@ def save_model(
     encoder: FeatureEncoder | None,
     metadata: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write ``checkpoint/model.safetensors`` and ``checkpoint/encoder.json`` into a run's folder.
-
-    Args:
-        folder: the party's folder of the run.
-        model: the model.
-        encoder: of its features; None if it has none.
-        metadata: kept with the weights.
-
-    Raises:
-        StorageError: a file cannot be written; its earlier version stays.
-    """
+    """Write ``checkpoint/model.safetensors`` and ``checkpoint/encoder.json`` into a run."""
     checkpoint = checkpoint_folder(folder)
     if encoder is not None:
         write_json_atomically(checkpoint / ENCODER, encoder.state())
@@ -57,11 +47,7 @@ def save_tensors(
     tensors: Mapping[str, Tensor],
     metadata: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write named tensors as ``checkpoint/<file_name>`` into a run's folder.
-
-    Raises:
-        StorageError: the file cannot be written; its earlier version stays.
-    """
+    """Write named tensors as ``checkpoint/<file_name>`` into a run's folder."""
     path = checkpoint_folder(folder) / file_name
     plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     write_bytes_atomically(path, save(plain, None if metadata is None else dict(metadata)))
@@ -69,9 +55,5 @@ def save_tensors(
 
 
 def delete_saved(folder: Path, file_name: str) -> None:
-    """Delete ``checkpoint/<file_name>`` from a run's folder, if it is there.
-
-    Raises:
-        StorageError: it cannot be deleted.
-    """
+    """Delete ``checkpoint/<file_name>`` from a run's folder, if it is there."""
     delete(folder / "checkpoint" / file_name)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from splitveil.common.errors import SettingsError, StorageError
 from splitveil.common.text.files import sync
@@ -45,48 +45,34 @@ def open_run_folder(
     """Claim the folder for one party's results, for as long as this process lives.
 
     Args:
-        runs_dir: folder of all runs.
-        run_name: name of this run.
-        party: name of the party's folder, such as ``active`` or ``passive``.
         resumes: returns whether the results in a folder belong to the run that is resumed now;
             otherwise they are moved aside.
 
     Raises:
         SettingsError: the run's or the party's name cannot be the name of a folder, or another
             process uses the folder.
-        StorageError: the folder cannot be made.
     """
     for name in (run_name, party):
         if name in {"", ".", ".."} or set(name) & {"/", "\\", "\0"}:
             raise SettingsError(f"expected a name that can name a folder, got {name!r}")
     folder = runs_dir / run_name / party
-    try:
+    with storage_errors(folder, "cannot be used for results"):
         _claim(folder, _RUNS_ALREADY)
         if folder.is_dir():
             _close_to_others(folder)
             if any(folder.iterdir()) and not resumes(folder):
                 move_aside(folder)
         folder.mkdir(_OWNER_ONLY_FOLDER, parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"{folder}: cannot be used for results: {error.strerror}") from error
     return folder
 
 
 def open_to_append(path: Path) -> TextIO:
-    """Open a UTF-8 text file for appending, for its owner only; each line is written out at once.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
+    """Open a UTF-8 text file for appending, for its owner only, line by line."""
     return os.fdopen(_appending(path), "a", buffering=1, encoding="utf-8")
 
 
 def open_unbuffered_to_append(path: Path) -> FileIO:
-    """Open a file for appending bytes, for its owner only; each write goes out at once.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
+    """Open a file for appending bytes, for its owner only; each write goes out at once."""
     return FileIO(_appending(path), "a")
 
 
@@ -98,51 +84,50 @@ def write_bytes_atomically(path: Path, data: bytes, mode: int = OWNER_ONLY) -> N
     """Replace a file as a whole: afterwards it holds the old content or the new, never a part.
 
     Args:
-        path: the file.
-        data: its new content.
         mode: its permissions, less those that the process's umask takes away.
+    """
+    with storage_errors(path, "cannot be written"), replacing_file(path, mode) as file:
+        file.write(data)
+
+
+@contextmanager
+def replacing_file(path: Path, mode: int = OWNER_ONLY) -> Iterator[BinaryIO]:
+    """Open a file that takes the place of another once it is whole and on disk.
 
     Raises:
-        StorageError: it cannot be written; the old file stays.
+        OSError: it cannot be written; the old file stays.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     # Anyone who can write to the folder could have put a link there, to a file that would change.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    temporary.unlink(missing_ok=True)  # left by a killed process that had this number
     try:
-        temporary.unlink(missing_ok=True)  # left by a killed process that had this number
-        try:
-            with os.fdopen(os.open(temporary, flags, mode), "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        sync(path.parent)
+        with os.fdopen(os.open(temporary, flags, mode), "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+@contextmanager
+def storage_errors(path: Path, problem: str) -> Iterator[None]:
+    """Turn errors of the disk into a StorageError that names the path and the problem."""
+    try:
+        yield
     except OSError as error:
-        raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
+        raise StorageError(f"{path}: {problem}: {error.strerror}") from error
 
 
 def write_text_atomically(path: Path, text: str, mode: int = OWNER_ONLY) -> None:
-    """Replace a text file as a whole, in UTF-8.
-
-    Args:
-        path: the file.
-        text: its new content.
-        mode: as for ``write_bytes_atomically``.
-
-    Raises:
-        StorageError: it cannot be written; the old file stays.
-    """
+    """Replace a text file as a whole, in UTF-8."""
     write_bytes_atomically(path, text.encode(), mode)
 
 
 def write_json_atomically(path: Path, value: object) -> None:
-    """Replace a JSON file as a whole; numbers that are not finite become null.
-
-    Raises:
-        StorageError: it cannot be written; the old file stays.
-    """
+    """Replace a JSON file as a whole; numbers that are not finite become null."""
     text = json.dumps(finite_or_null(value), indent=2, ensure_ascii=False, allow_nan=False)
     write_text_atomically(path, text + "\n")
 
@@ -186,7 +171,7 @@ def _claim(folder: Path, complaint: str) -> int:
 
 
 def _close_to_others(folder: Path) -> None:
-    """Withdraw any access that an earlier version, or a person, gave to others than the owner."""
+    """Withdraw any access that somebody gave to others than the owner."""
     if not folder.stat().st_mode & _OTHERS:
         return
     try:
@@ -197,11 +182,7 @@ def _close_to_others(folder: Path) -> None:
 
 
 def move_aside(folder: Path) -> None:
-    """Rename a party's folder to the next free ``<name>.previous-N``.
-
-    Raises:
-        OSError: it cannot be renamed.
-    """
+    """Rename a party's folder to the next free ``<name>.previous-N``."""
     prefix = f"{folder.name}.previous-"
     endings = (path.name.removeprefix(prefix) for path in folder.parent.glob(f"{prefix}*"))
     newest = max((int(ending) for ending in endings if ending.isdecimal()), default=0)
@@ -211,35 +192,19 @@ def move_aside(folder: Path) -> None:
 
 
 def checkpoint_folder(folder: Path) -> Path:
-    """Return the folder ``checkpoint`` of a run's folder, which is made if it does not exist.
-
-    Raises:
-        StorageError: it cannot be made.
-    """
+    """Return the folder ``checkpoint`` of a run's folder, which is made if it does not exist."""
     return inner_folder(folder, "checkpoint")
 
 
 def inner_folder(folder: Path, name: str) -> Path:
-    """Return a folder inside a run's folder, which is made if it does not exist.
-
-    Raises:
-        StorageError: it cannot be made.
-    """
+    """Return a folder inside a run's folder, which is made if it does not exist."""
     inner = folder / name
-    try:
+    with storage_errors(inner, "cannot be made"):
         inner.mkdir(exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"{inner}: cannot be made: {error.strerror}") from error
     return inner
 
 
 def delete(path: Path) -> None:
-    """Delete a file, if it exists.
-
-    Raises:
-        StorageError: it cannot be deleted.
-    """
-    try:
+    """Delete a file, if it exists."""
+    with storage_errors(path, "cannot be deleted"):
         path.unlink(missing_ok=True)
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be deleted: {error.strerror}") from error

@@ -16,7 +16,7 @@ from splitveil.common.errors import StorageError
 from splitveil.common.run.progress import State
 from splitveil.common.storage.answer_log import AnswerLog
 from splitveil.common.storage.release_file import RELEASES, ReleaseFile
-from splitveil.common.storage.run_folder import checkpoint_folder, delete
+from splitveil.common.storage.run_folder import checkpoint_folder, delete, storage_errors
 from splitveil.common.storage.state_file import (
     DIGEST_BYTES,
     OtherVersionError,
@@ -39,11 +39,7 @@ _LOST = (
 
 
 class NoStore:
-    """Keeps nothing: a run without checkpoints cannot be resumed.
-
-    Args:
-        questions_per_batch: number of parties that ask about each batch.
-    """
+    """Keeps nothing: a run without checkpoints cannot be resumed."""
 
     keeps = False
 
@@ -51,14 +47,12 @@ class NoStore:
         self._questions_per_batch = questions_per_batch
 
     def run(self) -> State | None:
-        """Return None: there is no run to resume."""
         return None
 
     def save_run(self, state: State) -> None:
         """Keep nothing."""
 
     def checkpoints(self) -> list[int]:
-        """Return an empty list."""
         return []
 
     def refuse_if_answered(self) -> None:
@@ -79,15 +73,12 @@ class NoStore:
         """Keep nothing."""
 
     def new_answers(self) -> AnswerLog:
-        """Return a log that exists in this process only."""
         return AnswerLog(questions=self._questions_per_batch)
 
     def answers(self) -> AnswerLog:
-        """Return an empty log: nothing is known of earlier processes."""
         return self.new_answers()
 
     def releases(self) -> ReleaseFile:
-        """Return releases that exist in this process only."""
         return ReleaseFile()
 
 
@@ -97,9 +88,7 @@ class RunStore:
     Only one store at a time may use a folder.
 
     Args:
-        folder: the run's folder.
         keep: number of checkpoints to keep, the newest ones.
-        questions_per_batch: number of parties that ask about each batch.
         in_background: whether ``save_soon`` writes in a thread of its own. Such a store has to be
             closed.
     """
@@ -128,11 +117,7 @@ class RunStore:
         self.close()
 
     def close(self) -> None:
-        """Wait until everything is on disk; ``save_soon`` cannot be used afterwards.
-
-        Raises:
-            StorageError: a state given to ``save_soon`` cannot be written.
-        """
+        """Wait until everything is on disk; ``save_soon`` cannot be used afterwards."""
         if self._writer is not None:
             self._writer.shutdown()
         self._wait()
@@ -158,11 +143,7 @@ class RunStore:
             raise StorageError(f"{path}: {error}: {_LOST}") from error
 
     def save_run(self, state: State) -> None:
-        """Start a run: keep its constants, and delete everything of earlier runs.
-
-        Raises:
-            StorageError: the file cannot be written.
-        """
+        """Start a run: keep its constants, and delete everything of earlier runs."""
         self.forget()
         delete(self._folder / RELEASES)
         checkpoint_folder(self._folder.parent)
@@ -249,21 +230,13 @@ class RunStore:
         return state
 
     def new_answers(self) -> AnswerLog:
-        """Start the log of answers, once the run is saved.
-
-        Raises:
-            StorageError: the log cannot be written.
-        """
+        """Start the log of answers, once the run is saved."""
         path = checkpoint_folder(self._folder.parent) / ANSWERED
         self._answers = AnswerLog.create(path, self._questions_per_batch, self._run_name())
         return self._answers
 
     def answers(self) -> AnswerLog:
-        """Return the log of the answers, given in this process or before.
-
-        Raises:
-            StorageError: the file is missing, damaged, or of another version.
-        """
+        """Return the log of the answers, given in this process or before."""
         if self._answers is None:
             first = min((number for number, _ in self._files()), default=0)
             self._answers = AnswerLog(
@@ -272,21 +245,14 @@ class RunStore:
         return self._answers
 
     def releases(self) -> ReleaseFile:
-        """Return the run's releases, made in this process or before.
-
-        Raises:
-            StorageError: the file is damaged.
-        """
+        """Return the run's releases, made in this process or before."""
         return ReleaseFile.read(self._folder.parent)
 
     def _run_name(self) -> bytes:
         """Return the bytes that distinguish this run's log of answers from others."""
         path = self._folder / RUN_STATE
-        try:
-            with path.open("rb") as file:
-                return file.read(DIGEST_BYTES)
-        except OSError as error:
-            raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
+        with storage_errors(path, "cannot be read"), path.open("rb") as file:
+            return file.read(DIGEST_BYTES)
 
     def forget(self) -> None:
         """Delete every state: there is nothing to resume."""

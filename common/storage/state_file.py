@@ -29,18 +29,13 @@ class OtherVersionError(UnreadableError):
 
 
 def serialised(state: State) -> bytes:
-    """Return a state as bytes."""
     buffer = io.BytesIO()
     torch.save({"version": _VERSION, "state": state}, buffer)
     return buffer.getvalue()
 
 
 def write_serialised(path: Path, content: bytes) -> None:
-    """Write a serialised state.
-
-    Raises:
-        StorageError: the file cannot be written.
-    """
+    """Write a serialised state."""
     write_bytes_atomically(path, hashlib.sha256(content).digest() + content, mode=0o600)
 
 

@@ -1,6 +1,5 @@
 """Writes tables as Parquet or CSV files, for their owner only, whole or not at all."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,8 +10,7 @@ from pyarrow import csv as arrow_csv
 from pyarrow import parquet
 
 from splitveil.common.errors import SettingsError, StorageError
-from splitveil.common.storage.run_folder import OWNER_ONLY
-from splitveil.common.text.files import sync
+from splitveil.common.storage.run_folder import replacing_file
 
 FORMATS = (".parquet", ".csv")
 
@@ -30,13 +28,7 @@ def check_output(output: Path) -> None:
 
 
 def writer_of(output: Path, file: Any, schema: pa.Schema) -> Any:
-    """Return pyarrow's writer of the format that the output's ending names.
-
-    Args:
-        output: names the format.
-        file: open for bytes, such as that of ``replacing``.
-        schema: of the tables that will be written.
-    """
+    """Return pyarrow's writer of the format that the output's ending names."""
     if output.suffix.lower() == ".csv":
         return arrow_csv.CSVWriter(file, schema)
     return parquet.ParquetWriter(file, schema)
@@ -54,21 +46,6 @@ def refusing_to_write(path: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Any]:
-    """Open a file that takes the place of another once it is whole and on disk.
-
-    Raises:
-        StorageError: it cannot be written; the old file stays.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with refusing_to_write(path):
-        temporary.unlink(missing_ok=True)
-        try:
-            with os.fdopen(os.open(temporary, flags, OWNER_ONLY), "wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        sync(path.parent)
+    """Open a file that takes the place of another once it is whole and on disk."""
+    with refusing_to_write(path), replacing_file(path) as file:
+        yield file

@@ -12,8 +12,7 @@ from torch import nn
 
 from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.errors import SettingsError
-from splitveil.common.run.contract import Contract
-from splitveil.common.run.contract_difference import first_difference
+from splitveil.common.run.contract import Contract, first_difference
 from splitveil.common.run.inference import ModelIdentity
 from splitveil.common.settings import validate
 from splitveil.common.storage.initial_weights import EarlierModel
@@ -43,11 +42,6 @@ class TrainedModel:
     def open(cls, folder: Path, contract: Contract, weights: str = WEIGHTS) -> "TrainedModel":
         """Open a party's folder of a run. The weights are loaded when they are needed.
 
-        Args:
-            folder: the party's folder of the run.
-            contract: the contract of the settings.
-            weights: the name of the file of weights.
-
         Raises:
             SettingsError: there is no readable model, it does not say which run it is from, or it
                 was trained under another contract.
@@ -57,8 +51,7 @@ class TrainedModel:
         run_id, batches = saved.metadata.get(_RUN, ""), saved.metadata.get(_BATCHES, "")
         if not run_id or not batches.isdecimal():
             raise SettingsError(
-                f"model: {path} does not say which run it is from: an earlier version saved it; "
-                f"train again to predict with it"
+                f"model: {path} does not say which run it is from; train again to predict with it"
             )
         trained_under = saved.metadata.get(_CONTRACT, "")
         if trained_under != contract.digest().hex():

@@ -15,12 +15,8 @@ class PeerConnection:
     """A channel to another party, opened when it is needed.
 
     Args:
-        address: host and port of the party.
         contract: gives the limits of messages, and the party's identity.
         credentials: this party's; without them the channel uses plain text, on loopback only.
-        transcript: takes note of every message that crosses, if there is one.
-        proxy: the proxy to connect through, with credentials only.
-        party: the party's name in the contract.
     """
 
     def __init__(
@@ -53,8 +49,7 @@ class PeerConnection:
     def channel(self) -> grpc.Channel:
         """Return the channel, replaced if it was opened with certificates no longer in use.
 
-        Raises:
-            PeerError: no server answers, or one that this party does not trust.
+        Raises PeerError: no server answers, or one that this party does not trust.
         """
         if self.is_outdated:
             self.close()
@@ -76,7 +71,6 @@ class PeerConnection:
         return True
 
     def error_of(self, error: Exception) -> SplitveilError:
-        """Return the meaning of a call's error."""
         code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
         details = error.details() if isinstance(error, grpc.Call) else None
         meaning = error_from(code, details)
@@ -85,7 +79,6 @@ class PeerConnection:
         return meaning
 
     def close(self) -> None:
-        """Close the channel, if there is one."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None

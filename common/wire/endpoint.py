@@ -1,9 +1,12 @@
 """Opens either end of the connection: names, options, and TLS unless it was declined."""
 
+import logging
 import resource
 import socket
+from typing import Any
 
 import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from splitveil.common.errors import PeerError, PeerUnreachable, PeerUntrusted, SettingsError
 from splitveil.common.party.credentials import CredentialFiles, Credentials, describe
@@ -14,8 +17,9 @@ from splitveil.common.wire.limits import STREAMS_PER_CONNECTION
 from splitveil.common.wire.server_certificate import LOOK_TIMEOUT_S, judged_certificate
 from splitveil.common.wire.tls import channel_credentials, server_credentials
 
-SERVICE = "splitveil.v1.SplitLearning"
-"""Served by the active party while a model is trained."""
+logger = logging.getLogger(__name__)
+
+SERVICE = "splitveil.v1.SplitLearning"  # served by the active party while a model is trained
 INFERENCE_SERVICE = "splitveil.v1.SplitInference"
 """Served by a passive party once a model is trained."""
 
@@ -26,7 +30,6 @@ _MOST_CONNECTIONS = 1024
 
 
 def method_path(method: str, service: str = SERVICE) -> str:
-    """Return the full name of an RPC, as gRPC expects it."""
     return f"/{service}/{method}"
 
 
@@ -44,17 +47,10 @@ def open_channel(
     first call.
 
     Args:
-        address: host and port.
         contract: gives the limits, and the name that the party's certificate must carry.
         credentials: this party's; None for plain text, which never leaves the machine.
-        proxy: the proxy to connect through, with credentials only.
-        party: the party's name in the contract.
 
-    Raises:
-        SettingsError: there are no credentials, and the address is beyond loopback or there is a
-            proxy.
-        PeerUntrusted: the server that answers is not that party.
-        PeerUnreachable: no server answers.
+    Raises SettingsError, PeerUntrusted or PeerUnreachable.
     """
     options = channel_options(contract) + (without_proxy() if proxy is None else proxy.through())
     if credentials is None:
@@ -74,9 +70,7 @@ def shown_certificate(
 ) -> bytes:
     """Return the certificate that the active party shows now, PEM, once it has been verified.
 
-    Raises:
-        PeerUntrusted: it is not the active party's.
-        PeerUnreachable: no server answers.
+    Raises PeerUntrusted or PeerUnreachable.
     """
     return _pinned(address, proxy, credentials.authority, contract.identities[ACTIVE])
 
@@ -123,12 +117,7 @@ def add_port(server: grpc.Server, address: str, files: CredentialFiles | None) -
     """Let a server listen, and require a certificate from every client.
 
     Args:
-        server: not yet started.
-        address: host and port.
         files: this party's credentials; None for plain text, which never leaves the machine.
-
-    Raises:
-        SettingsError: the address is taken, does not belong to this machine, or needs credentials.
     """
     try:
         if files is None:
@@ -147,11 +136,6 @@ def check_security(files: CredentialFiles | None, address: str, setting: str) ->
 
     Args:
         files: this party's credentials; None for plain text.
-        address: host and port, of either side.
-        setting: name of the address in the settings.
-
-    Raises:
-        SettingsError: the credentials cannot be used, or there are none and the address needs them.
     """
     if files is not None:
         return f"mtls as {describe(files.current())}"
@@ -159,12 +143,14 @@ def check_security(files: CredentialFiles | None, address: str, setting: str) ->
     return "insecure: the connection is not encrypted"
 
 
-def refuse_plain_text_through(proxy: HttpProxy | None) -> None:
-    """Refuse to send plain text through a proxy, which would read it.
+def log_security(files: CredentialFiles | None, address: str, setting: str) -> None:
+    """Log the protection of the connection, or raise SettingsError; see ``check_security``."""
+    level = logging.WARNING if files is None else logging.INFO
+    logger.log(level, "security: %s", check_security(files, address, setting))
 
-    Raises:
-        SettingsError: there is a proxy.
-    """
+
+def refuse_plain_text_through(proxy: HttpProxy | None) -> None:
+    """Refuse to send plain text through a proxy, which would read it, or raise SettingsError."""
     if proxy is not None:
         raise SettingsError(
             f"proxy: security.mode is insecure, and {proxy} would read every message; use "
@@ -173,7 +159,6 @@ def refuse_plain_text_through(proxy: HttpProxy | None) -> None:
 
 
 def server_options(contract: Contract) -> ChannelOptions:
-    """Return the options of a server."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return [
         *channel_options(contract),
@@ -182,7 +167,7 @@ def server_options(contract: Contract) -> ChannelOptions:
         ("grpc.max_allowed_incoming_connections", min(descriptors // 4, _MOST_CONNECTIONS)),
         ("grpc.server_handshake_timeout_ms", 10_000),
         ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION),
-        # A few compressed kilobytes could expand without limit.
+        # a few compressed kilobytes could expand without limit.
         ("grpc.compression_enabled_algorithms_bitset", 1),
     ]
 
@@ -200,7 +185,7 @@ def channel_options(contract: Contract) -> ChannelOptions:
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        # A server that takes a ping every 30 s for an attack would drop the connection.
+        # a server that takes a ping every 30 s for an attack would drop the connection.
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
         ("grpc.enable_retries", 0),
@@ -210,3 +195,19 @@ def channel_options(contract: Contract) -> ChannelOptions:
         # Two servers on one port would each get some of the calls: the second must fail instead.
         ("grpc.so_reuseport", 0),
     ]
+
+
+class HealthService(health.HealthServicer):  # type: ignore[misc]
+    """Answers whether this party serves; there is no stream of later changes."""
+
+    def Watch(self, request: Any, context: grpc.ServicerContext) -> None:  # noqa: ARG002, N802 (gRPC's)
+        """Refuse: long-lived streams would occupy every slot that calls have."""
+        context.abort(grpc.StatusCode.UNIMPLEMENTED, "ask with Check")
+
+
+def add_health(server: grpc.Server, service: str) -> HealthService:
+    """Let a server answer that it serves a service, and return what answers."""
+    servicer = HealthService()
+    servicer.set(service, health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    return servicer

@@ -50,15 +50,7 @@ class HttpProxy:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def connect(self, address: str, timeout_s: float) -> socket.socket:
-        """Have the proxy open a connection, and return it.
-
-        Args:
-            address: host and port.
-            timeout_s: longest wait for a connection to the proxy, and then for its whole reply.
-
-        Raises:
-            PeerUnreachable: the proxy does not answer, or does not open the connection.
-        """
+        """Have the proxy open a connection, and return it, or raise PeerUnreachable."""
         try:
             connection = socket.create_connection((self.host, self.port), timeout_s)
             try:
@@ -84,7 +76,6 @@ class HttpProxy:
         return "\r\n".join([*lines, "", ""]).encode()
 
     def through(self) -> ChannelOptions:
-        """Return the options of a channel that goes through this proxy."""
         url = f"http://{self.credentials}@{self}" if self.credentials else f"http://{self}"
         return [("grpc.enable_http_proxy", 1), ("grpc.http_proxy", url), *_NO_ADDRESSES]
 
@@ -100,9 +91,6 @@ def named_proxy(url: str, credentials: Path | None = None) -> HttpProxy:
     Args:
         url: ``http://HOST:PORT``.
         credentials: file with ``USER:PASSWORD``, which only its owner may read.
-
-    Raises:
-        SettingsError: the address is none, or the file cannot be used; its content is not repeated.
     """
     known = "" if credentials is None else _read_credentials(credentials)
     try:
@@ -133,14 +121,7 @@ def _read_credentials(path: Path) -> str:
 
 
 def proxy_of_environment(address: str) -> HttpProxy | None:
-    """Return the proxy that the environment names for an address, or None.
-
-    Args:
-        address: host and port of the active party.
-
-    Raises:
-        SettingsError: it names something that is not an HTTP proxy.
-    """
+    """Return the proxy that the environment names for an address, or None. Raises SettingsError."""
     variable = next((name for name in VARIABLES if name in os.environ), None)
     if variable is None or not os.environ[variable] or _is_excepted(address.rpartition(":")[0]):
         return None

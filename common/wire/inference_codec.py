@@ -26,16 +26,11 @@ class Described(NamedTuple):
     """What a passive party says of the model that it serves."""
 
     model: ModelIdentity
-    max_ids: int
-    """The most ids that it takes at a time."""
+    max_ids: int  # the most ids that it takes at a time
 
 
 def most_ids(contract: Contract) -> int:
-    """Return the most ids of a request: their activations fit into one message.
-
-    Raises:
-        TooLarge: not even one activation does.
-    """
+    """Return the most ids of a request: their activations fit into one message. Raises TooLarge."""
     room = contract.max_message_bytes - HEADER_BYTES
     row_bytes = contract.cut_dim * DTYPE_BYTES[contract.cut_dtype]
     if row_bytes > room:
@@ -51,8 +46,6 @@ def portions(ids: Sequence[str], most: int, contract: Contract) -> Iterator[slic
 
     Args:
         ids: none longer than ``ID_BYTES``.
-        most: the most ids of a request.
-        contract: gives the size of a message.
     """
     room = contract.max_message_bytes - HEADER_BYTES
     # A character takes at most four bytes, and the frame around a text at most three.
@@ -69,19 +62,13 @@ def portions(ids: Sequence[str], most: int, contract: Contract) -> Iterator[slic
 
 
 def encode_describe(party: str, contract: Contract) -> pb.DescribeRequest:
-    """Encode the question which model a passive party serves."""
     return pb.DescribeRequest(
         protocol_version=PROTOCOL_VERSION, party=party, contract=contract.canonical_json()
     )
 
 
 def check_describe(request: pb.DescribeRequest, party: str, contract: Contract) -> None:
-    """Check that a question is for this party, and comes from one with the same contract.
-
-    Raises:
-        ContractMismatch: names the fields in which the parties differ.
-        InvalidMessage: the question is for another party.
-    """
+    """Check that a question is for this party, and comes from one with the same contract."""
     if request.protocol_version != PROTOCOL_VERSION:
         raise ContractMismatch(["protocol_version"])
     if differing := contract.fields_differing_from(request.contract):
@@ -91,7 +78,6 @@ def check_describe(request: pb.DescribeRequest, party: str, contract: Contract) 
 
 
 def encode_described(described: Described) -> pb.DescribeReply:
-    """Encode the answer."""
     return pb.DescribeReply(
         run_id=described.model.run_id,
         batch_number=described.model.batch_number,
@@ -100,11 +86,6 @@ def encode_described(described: Described) -> pb.DescribeReply:
 
 
 def decode_described(reply: pb.DescribeReply) -> Described:
-    """Decode the answer.
-
-    Raises:
-        InvalidMessage: it does not name a run, or no request could have any id.
-    """
     if not re.fullmatch(RUN_ID_PATTERN, reply.run_id):
         raise InvalidMessage("the description of a model does not name a run")
     if not reply.max_ids:
@@ -121,23 +102,10 @@ def model_digest(model: ModelIdentity) -> bytes:
 
 
 def encode_ids(number: int, ids: Sequence[str], digest: bytes) -> pb.EmbedRequest:
-    """Encode a request.
-
-    Args:
-        number: of the request on its stream.
-        ids: in canonical form, at most ``most_ids``, none longer than ``ID_BYTES``.
-        digest: the model's.
-    """
     return pb.EmbedRequest(number=number, model_digest=digest, ids=ids)
 
 
 def decode_ids(request: pb.EmbedRequest, max_ids: int) -> list[str]:
-    """Decode the ids of a request.
-
-    Raises:
-        InvalidMessage: there are none, or one is too long.
-        TooLarge: there are too many.
-    """
     ids = list(request.ids)
     if not ids:
         raise InvalidMessage("ids: a request without any")
@@ -150,7 +118,6 @@ def decode_ids(request: pb.EmbedRequest, max_ids: int) -> list[str]:
 
 
 def encode_embedded(number: int, embedded: Embedded, limits: TensorLimits) -> pb.EmbedReply:
-    """Encode the reply to a request."""
     values = embedded.values.detach().to("cpu", TORCH_DTYPES[limits.dtype]).contiguous()
     return pb.EmbedReply(
         number=number,
@@ -164,12 +131,7 @@ def encode_embedded(number: int, embedded: Embedded, limits: TensorLimits) -> pb
 def decode_embedded(
     reply: pb.EmbedReply, number: int, num_ids: int, limits: TensorLimits
 ) -> Embedded:
-    """Decode the reply to the request with a number and so many ids.
-
-    Raises:
-        InvalidMessage: the reply is for another request, or its dtype, shape, length or values are
-            not those of such a reply.
-    """
+    """Decode the reply to the request with a number and so many ids, or raise InvalidMessage."""
     if reply.number != number:
         raise InvalidMessage(f"the reply is for request {reply.number}, expected {number}")
     known = _decode_known(reply.known, num_ids)

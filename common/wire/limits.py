@@ -15,11 +15,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from splitveil.common.errors import InvalidMessage, ProtocolError, TooLarge
 from splitveil.common.run.contract import NAME_CHARACTERS, PASSIVE_PARTIES
 from splitveil.common.run.messages import ID_CHARACTERS
-from splitveil.common.run.sample_order import (
-    NONCE_BYTES,
-    POSITIONS_DIGEST_BYTES,
-    ROWS_DIGEST_BYTES,
-)
+from splitveil.common.run.sample_order import NONCE_BYTES, POSITIONS_DIGEST_BYTES, ROWS_DIGEST_BYTES
 
 MessageT = TypeVar("MessageT", bound=Message)
 
@@ -50,8 +46,6 @@ SMALL_BYTES = 1024
 TENSOR_HEADER_BYTES = 1024
 """The fields beside a tensor's payload, about 80 bytes. Without this bound, a megabyte of shape
 would become twenty megabytes of Python numbers."""
-CONTRACT_DEPTH = 4
-"""Levels of nested sections in a contract; the real one has three."""
 DETAILS_CHARACTERS = 2000
 """Characters of a status from the peer that are read."""
 
@@ -208,7 +202,7 @@ EXEMPT: Mapping[str, str] = {
     "AlignFrame.wait": "a message, without fields",
     "AlignFrame.share": "a message: its own fields are bounded",
     "AlignShare.nonces[]": "has to match its commitment",
-    "HandshakeReply.nonce_commitments[]": "handshake_codec requires 32 bytes",
+    "HandshakeReply.nonce_commitments[]": "small_messages requires 32 bytes",
     "TensorFrame.rows": "tensor_codec compares it with the contract's max_rows",
     "TensorFrame.total_bytes": "tensor_codec: exactly the size that follows from the shape",
     "TensorFrame.offset": "tensor_codec: exactly the bytes received before",

@@ -10,9 +10,7 @@ import grpc
 
 from splitveil.common.errors import PeerUnreachable, SplitveilError
 
-FAREWELL_S = 2.0
-"""Time that the other side of a stream may take to close it as well."""
-
+FAREWELL_S = 2.0  # time that the other side of a stream may take to close it as well
 Interruption = Callable[[], int | None]
 
 

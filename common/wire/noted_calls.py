@@ -8,7 +8,7 @@ gone.
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol
 
 import grpc
 
@@ -16,37 +16,25 @@ from splitveil.common.errors import StorageError
 from splitveil.common.party.transcript import Crossing, Direction
 from splitveil.common.run.contract import NAME_CHARACTERS
 from splitveil.common.wire.endpoint import INFERENCE_SERVICE, SERVICE
-from splitveil.common.wire.interceptor import HandlerInterceptor
+from splitveil.common.wire.interceptors import Handler, HandlerInterceptor
 from splitveil.common.wire.limits import PARTY_KEY
 from splitveil.common.wire.tensor_frame import Frame
-
-if TYPE_CHECKING:
-    from splitveil.common.wire.interceptor import Handler
 
 
 class Notes(Protocol):
     """Takes note of messages, like a transcript."""
 
     def note(self, crossing: Crossing) -> None:
-        """Take note of a message.
-
-        Raises:
-            StorageError: it cannot be noted, and must not cross.
-        """
+        """Take note of a message, or raise StorageError."""
 
 
 class AllNotes:
-    """Takes note of each message in several places.
-
-    Args:
-        places: in order; a message that the first cannot note does not reach the others.
-    """
+    """Takes note of each message in several places."""
 
     def __init__(self, *places: Notes) -> None:
         self._places = places
 
     def note(self, crossing: Crossing) -> None:
-        """Take note of a message in every place."""
         for place in self._places:
             place.note(crossing)
 
@@ -59,33 +47,24 @@ _NoteOf = Callable[[str | None, Direction, str, Any], Any]
 
 
 class NotingServer(HandlerInterceptor):
-    """Notes every message that a server receives or sends.
-
-    Args:
-        notes: the serving party's.
-    """
-
     def __init__(self, notes: Notes) -> None:
         self._note_of = _noting(notes)
 
-    def wrap(self, handler: "Handler", details: grpc.HandlerCallDetails, /) -> "Handler":
-        """Listen to the handler of a call."""
+    def wrap(self, handler: Handler, details: grpc.HandlerCallDetails, /) -> Handler:
         method = _own_method(details.method)
         if method is None:
             return handler
         note_of = self._note_of
-        # grpcio's stubs do not say that a handler is a named tuple.
-        own: Any = handler
-        if own.unary_unary is not None:
-            answer = own.unary_unary
+        if handler.unary_unary is not None:
+            answer = handler.unary_unary
 
             def unary(request: Any, context: grpc.ServicerContext) -> Any:
                 note = partial(note_of, _caller(context))
                 note("received", f"{method} request", request)
                 return note("sent", f"{method} reply", answer(request, context))
 
-            return cast("Handler", own._replace(unary_unary=unary))
-        stream_answers = own.stream_stream
+            return handler._replace(unary_unary=unary)
+        stream_answers = handler.stream_stream
 
         def stream(requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
             note = partial(note_of, _caller(context))
@@ -93,27 +72,19 @@ class NotingServer(HandlerInterceptor):
             for reply in stream_answers(heard, context):
                 yield note("sent", f"{method} reply", reply)
 
-        return cast("Handler", own._replace(stream_stream=stream))
+        return handler._replace(stream_stream=stream)
 
 
 class NotingClient(
     grpc.UnaryUnaryClientInterceptor,  # type: ignore[misc, unused-ignore]
     grpc.StreamStreamClientInterceptor,  # type: ignore[misc, unused-ignore]
 ):
-    """Notes every message that a client sends or receives.
-
-    Args:
-        notes: the calling party's.
-        party: the passive party at the other end, if there is more than one.
-    """
-
     def __init__(self, notes: Notes, party: str | None = None) -> None:
         self._note: _Note = partial(_noting(notes), party)
 
     def intercept_unary_unary(
         self, continuation: Callable[..., Any], details: grpc.ClientCallDetails, request: Any
     ) -> Any:
-        """Listen to a call with one message each way."""
         method = _own_method(details.method)
         if method is None:
             return continuation(details, request)
@@ -131,7 +102,6 @@ class NotingClient(
         details: grpc.ClientCallDetails,
         requests: Iterator[Any],
     ) -> Any:
-        """Listen to a call with many messages each way."""
         method = _own_method(details.method)
         if method is None:
             return continuation(details, requests)
@@ -199,7 +169,6 @@ def _caller(context: grpc.ServicerContext) -> str | None:
 
 def _noting(notes: Notes) -> _NoteOf:
     def note(party: str | None, direction: Direction, kind: str, message: Any) -> Any:
-        """Note a message, and return it."""
         epoch: int | None
         step: int | None
         if isinstance(message, Frame):

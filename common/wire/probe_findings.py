@@ -8,31 +8,20 @@ from cryptography import x509
 
 from splitveil.common.errors import ContractMismatch, DataError, PeerUntrusted, SettingsError
 from splitveil.common.party.credentials import dns_names, printable, subject_of
-from splitveil.common.run.contract import Contract
-from splitveil.common.run.contract_difference import check_same_contract
+from splitveil.common.run.contract import Contract, check_same_contract
 from splitveil.common.run.messages import ID_MARKS, IdForm
 from splitveil.common.text.version import VERSION
 from splitveil.common.text.visible_text import visible
 from splitveil.common.wire.limits import PROTOCOL_VERSION
-from splitveil.common.wire.probe_codec import Introduction
+from splitveil.common.wire.probes import Introduction
 
-Check = Callable[[], str]
-"""Returns a finding, or raises it if it would end a run."""
-
+Check = Callable[[], str]  # returns a finding, or raises it if it would end a run
 CLOCK_TOLERANCE_S = 60.0
 """Difference of the clocks from which a certificate may be judged wrongly at either side."""
 
 
 def certificate_in_words(pem: bytes, owner: str) -> str:
-    """Describe a peer's certificate that was verified.
-
-    Args:
-        pem: the certificate.
-        owner: the party, in words.
-
-    Raises:
-        PeerUntrusted: it cannot be read.
-    """
+    """Describe a peer's certificate that was verified, or raise PeerUntrusted."""
     try:
         found = x509.load_pem_x509_certificate(pem)
         names = ", ".join(map(printable, dns_names(found)))
@@ -48,14 +37,7 @@ def certificate_in_words(pem: bytes, owner: str) -> str:
 
 
 def checks_of(own: Contract, form: Introduction, peer: Introduction, owner: str) -> Iterator[Check]:
-    """Yield the checks of what both parties have said about themselves.
-
-    Args:
-        own: this party's contract.
-        form: what this party says about itself.
-        peer: what the other party has said.
-        owner: the other party, in words.
-    """
+    """Yield the checks of what both parties have said about themselves."""
 
     def versions() -> str:
         if peer.protocol_version != PROTOCOL_VERSION:
@@ -130,10 +112,6 @@ def clock_in_words(ahead_s: float, error_s: float) -> str:
 
     Args:
         ahead_s: seconds by which the peer's clock is ahead of this machine's.
-        error_s: how far that may be off.
-
-    Raises:
-        SettingsError: it is so large that certificates may be judged wrongly.
     """
     side = "ahead of" if ahead_s >= 0 else "behind"
     text = f"the other party's is {abs(ahead_s):.2f} s {side} this machine's (± {error_s:.2f} s)"

@@ -29,33 +29,13 @@ Interruption = Callable[[], int | None]
 class CallWatch(Protocol):
     """Is told how each attempt to ask the peer ended."""
 
-    def answered(self) -> None:
-        """An answer has come."""
+    def answered(self) -> None: ...
 
-    def unanswered(self, error: SplitveilError) -> None:
-        """No usable answer has come."""
-
-
-class NoWatch:
-    """Takes no note."""
-
-    def answered(self) -> None:
-        """Take no note."""
-
-    def unanswered(self, error: SplitveilError) -> None:
-        """Take no note."""
+    def unanswered(self, error: SplitveilError) -> None: ...
 
 
 class Retrying:
-    """Repeats a question, with growing waits in between.
-
-    Args:
-        settings: how long to try, and how long to wait in between.
-        interruption: returns the signal that asks this party to stop, once there is one.
-        where: the peer's address, in words.
-        renew: uses the certificates as they are now, and returns whether they have changed.
-        watch: is told how each attempt ended.
-    """
+    """Repeats a question, with growing waits in between."""
 
     def __init__(
         self,
@@ -69,7 +49,7 @@ class Retrying:
         self._interruption = interruption
         self._where = where
         self._renew = renew
-        self._watch = watch or NoWatch()
+        self._watch = watch
         self._was_answered = False
 
     def until_answered(self, ask: Callable[[], ResultT]) -> ResultT:
@@ -78,11 +58,7 @@ class Retrying:
         A question that arrived damaged, or whose answer did, is asked a few more times: the same
         bytes get the same answer.
 
-        Raises:
-            PeerUnreachable: no answer arrived in time.
-            PeerUntrusted: the server that answers is not trusted.
-            ProtocolError: the answers stay damaged.
-            Interrupted: a signal came.
+        Raises PeerUnreachable, PeerUntrusted, ProtocolError or Interrupted.
         """
         wait_s = self._settings.first_wait_s
         lost_at: float | None = None
@@ -122,17 +98,15 @@ class Retrying:
         try:
             answer = ask()
         except PeerError as error:
-            self._watch.unanswered(error)
+            if self._watch is not None:
+                self._watch.unanswered(error)
             raise
-        self._watch.answered()
+        if self._watch is not None:
+            self._watch.answered()
         return answer
 
     def sleep(self, wait_s: float) -> None:
-        """Wait, in steps short enough to notice a signal.
-
-        Raises:
-            Interrupted: a signal came.
-        """
+        """Wait, in steps short enough to notice a signal, or raise Interrupted."""
         until = time.monotonic() + wait_s
         while (left := until - time.monotonic()) > 0:
             signal_number = self._interruption()

@@ -48,13 +48,9 @@ def judged_certificate(connection: socket.socket, authority: bytes, identity: st
     """Return the certificate of the server that answers, in PEM, once it has been verified.
 
     Args:
-        connection: a fresh connection to the other party; it cannot be used afterwards.
         authority: PEM certificates of the authorities whose signatures are trusted.
-        identity: the DNS name that the certificate has to carry.
 
-    Raises:
-        PeerUntrusted: it is not the right certificate; the message says what is wrong with it.
-        PeerUnreachable: the server does not answer, or not with a whole handshake.
+    Raises PeerUntrusted or PeerUnreachable.
     """
     shown = _shown_certificate(connection, _context(authority), identity)
     names = _dns_names(shown)

@@ -46,98 +46,47 @@ class PeerStatus(NamedTuple):
 
 
 _MISMATCH = "contract-mismatch"
-_BUSY = "Concurrent RPC limit exceeded"
-"""gRPC's own wording."""
+_BUSY = "Concurrent RPC limit exceeded"  # gRPC's own wording
 _FIELD_NAME = re.compile(r"[A-Za-z0-9_. ()-]{1,100}")
 _OTHER_FIELDS = "(other fields)"
 
+_NOT_NOW, _DENIED = grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.PERMISSION_DENIED
+_AWAY, _ENDED = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED
+
 # From the most specific to the most general: the first that fits an error is sent.
-_SENT: tuple[tuple[type[Exception], PeerStatus], ...] = (
-    (
-        InvalidMessage,
-        PeerStatus(
-            grpc.StatusCode.INVALID_ARGUMENT,
-            "invalid-message: a message has the wrong dtype, shape, length or values",
-        ),
+_SENT: dict[type[Exception], PeerStatus] = {
+    InvalidMessage: PeerStatus(
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "invalid-message: a message has the wrong dtype, shape, length or values",
     ),
-    (
-        TooLarge,
-        PeerStatus(
-            grpc.StatusCode.RESOURCE_EXHAUSTED,
-            "too-large: a message is beyond the contract's limits",
-        ),
+    TooLarge: PeerStatus(
+        grpc.StatusCode.RESOURCE_EXHAUSTED, "too-large: a message is beyond the contract's limits"
     ),
-    (
-        NotOpen,
-        PeerStatus(
-            grpc.StatusCode.FAILED_PRECONDITION,
-            "not-open: this party was restarted; open the run again with a handshake",
-        ),
+    NotOpen: PeerStatus(
+        _NOT_NOW, "not-open: this party was restarted; open the run again with a handshake"
     ),
-    (
-        Busy,
-        PeerStatus(grpc.StatusCode.UNAVAILABLE, "busy: this party serves no further stream now"),
+    Busy: PeerStatus(_AWAY, "busy: this party serves no further stream now"),
+    OthersAwaited: PeerStatus(_AWAY, "others-awaited: another party is not there yet"),
+    NothingBegun: PeerStatus(
+        _NOT_NOW, "nothing-begun: nothing of this run was answered; align again"
     ),
-    (
-        OthersAwaited,
-        PeerStatus(grpc.StatusCode.UNAVAILABLE, "others-awaited: another party is not there yet"),
+    OutOfStep: PeerStatus(
+        _NOT_NOW,
+        "out-of-step: a message is for another run, epoch, step or other rows than expected",
     ),
-    (
-        NothingBegun,
-        PeerStatus(
-            grpc.StatusCode.FAILED_PRECONDITION,
-            "nothing-begun: nothing of this run was answered; align again",
-        ),
+    OtherModel: PeerStatus(
+        _NOT_NOW, "other-model: this party's half of the model is from another training"
     ),
-    (
-        OutOfStep,
-        PeerStatus(
-            grpc.StatusCode.FAILED_PRECONDITION,
-            "out-of-step: a message is for another run, epoch, step or other rows than expected",
-        ),
+    TableRefused: PeerStatus(_DENIED, "table-refused: this party does not give its whole table"),
+    AuditRefused: PeerStatus(_DENIED, "audit-refused: this party measures no scores in this run"),
+    AlignmentError: PeerStatus(
+        _NOT_NOW, "alignment-failed: the parties' ids give no intersection to train on"
     ),
-    (
-        OtherModel,
-        PeerStatus(
-            grpc.StatusCode.FAILED_PRECONDITION,
-            "other-model: this party's half of the model is from another training",
-        ),
-    ),
-    (
-        TableRefused,
-        PeerStatus(
-            grpc.StatusCode.PERMISSION_DENIED,
-            "table-refused: this party does not give its whole table",
-        ),
-    ),
-    (
-        AuditRefused,
-        PeerStatus(
-            grpc.StatusCode.PERMISSION_DENIED,
-            "audit-refused: this party measures no scores in this run",
-        ),
-    ),
-    (
-        AlignmentError,
-        PeerStatus(
-            grpc.StatusCode.FAILED_PRECONDITION,
-            "alignment-failed: the parties' ids give no intersection to train on",
-        ),
-    ),
-    (
-        Interrupted,
-        PeerStatus(grpc.StatusCode.ABORTED, "interrupted: this party was stopped"),
-    ),
-    (
-        # The status does not say whether it was a budget or a gate.
-        EndedForGood,
-        PeerStatus(grpc.StatusCode.ABORTED, "ended-for-good: this party has ended the run"),
-    ),
-    (
-        SplitveilError,
-        PeerStatus(grpc.StatusCode.ABORTED, "stopped: this party cannot go on"),
-    ),
-)
+    Interrupted: PeerStatus(_ENDED, "interrupted: this party was stopped"),
+    # The status does not say whether it was a budget or a gate.
+    EndedForGood: PeerStatus(_ENDED, "ended-for-good: this party has ended the run"),
+    SplitveilError: PeerStatus(_ENDED, "stopped: this party cannot go on"),
+}
 
 UNTRUSTED = PeerStatus(grpc.StatusCode.UNAUTHENTICATED, "untrusted: not accepted")
 """Sent to a peer whose certificate is genuine, but not that of a party to the contract."""
@@ -207,10 +156,8 @@ _PASSING = frozenset(
 def status_for(error: BaseException) -> PeerStatus:
     """Return the status that tells the peer about an error."""
     if isinstance(error, ContractMismatch):
-        return PeerStatus(
-            grpc.StatusCode.FAILED_PRECONDITION, f"{_MISMATCH}: {', '.join(error.fields)}"
-        )
-    for kind, status in _SENT:
+        return PeerStatus(_NOT_NOW, f"{_MISMATCH}: {', '.join(error.fields)}")
+    for kind, status in _SENT.items():
         if isinstance(error, kind):
             return status
     return _INTERNAL
@@ -251,10 +198,10 @@ def _error_without_connection(details: str) -> PeerError:
         if words in details:
             return PeerUntrusted(meaning)
     if "CERTIFICATE_VERIFY_FAILED" in details or "certificate signature failure" in details:
-        # A channel trusts only one certificate, which was verified when the channel was made.
+        # a channel trusts only one certificate, which was verified when the channel was made.
         return PeerRenewed("the peer shows another certificate than before")
     if "failed to connect" in details and "Socket closed" in details:
-        # A server that refuses a certificate, or requires one, says nothing else.
+        # a server that refuses a certificate, or requires one, says nothing else.
         return PeerUnreachable(
             "no connection to the peer (it hangs up: it may refuse this party's certificate, or "
             "require TLS; its own log says more)"

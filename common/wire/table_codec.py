@@ -50,7 +50,6 @@ def secrets_of(points: bytes) -> Iterator[Secret]:
 
 
 def rows_of_a_reply(contract: Contract) -> int:
-    """Return the most rows of one reply."""
     room = contract.max_message_bytes - HEADER_BYTES
     row_bytes = contract.cut_dim * DTYPE_BYTES[contract.cut_dtype] + _SEAL_BYTES + TAG_BYTES
     if row_bytes > room:
@@ -62,9 +61,7 @@ def seal(secrets: Sequence[Secret], values: Tensor, limits: TensorLimits) -> pb.
     """Encode some rows.
 
     Args:
-        secrets: one for each row.
         values: their activations, (rows, *cut_shape).
-        limits: gives the wire's dtype.
     """
     plain = values.detach().to("cpu", TORCH_DTYPES[limits.dtype]).contiguous()
     rows = plain.view(len(secrets), -1).view(torch.uint8).numpy()
@@ -77,11 +74,6 @@ def seal(secrets: Sequence[Secret], values: Tensor, limits: TensorLimits) -> pb.
 
 
 def decode_points(points: bytes, expected: int | None = None) -> bytes:
-    """Check the length of some points.
-
-    Raises:
-        InvalidMessage: there is not a whole number of them, or not the expected number.
-    """
     if len(points) % POINT_BYTES or not points:
         raise InvalidMessage(f"points: {len(points)} bytes are no group elements")
     if expected is not None and len(points) != expected * POINT_BYTES:
@@ -90,11 +82,7 @@ def decode_points(points: bytes, expected: int | None = None) -> bytes:
 
 
 def sealed_rows(reply: pb.TableReply, limits: TensorLimits) -> Iterator[tuple[bytes, bytes]]:
-    """Yield the tag and the sealed bytes of each row of a reply.
-
-    Raises:
-        InvalidMessage: the lengths do not fit together.
-    """
+    """Yield the tag and the sealed bytes of each row of a reply, or raise InvalidMessage."""
     size = limits.row_bytes + _SEAL_BYTES
     tags, sealed = reply.tags, reply.sealed  # each access copies
     num_rows, rest = divmod(len(tags), TAG_BYTES)
@@ -106,11 +94,7 @@ def sealed_rows(reply: pb.TableReply, limits: TensorLimits) -> Iterator[tuple[by
 
 
 def open_row(sealed: bytes, key: bytes) -> bytes:
-    """Return the bytes of a row's activation.
-
-    Raises:
-        InvalidMessage: the row was not sealed with this key.
-    """
+    """Return the bytes of a row's activation, or raise InvalidMessage."""
     try:
         return ChaCha20Poly1305(key).decrypt(_NONCE, sealed, None)
     except InvalidTag:
@@ -118,11 +102,7 @@ def open_row(sealed: bytes, key: bytes) -> bytes:
 
 
 def decode_rows(rows: Sequence[bytes], limits: TensorLimits) -> Tensor:
-    """Return the activations of opened rows, (rows, *cut_shape).
-
-    Raises:
-        InvalidMessage: their values are not finite.
-    """
+    """Return the activations of opened rows, (rows, *cut_shape), or raise InvalidMessage."""
     shape, dtype = (len(rows), *limits.cut_shape), TORCH_DTYPES[limits.dtype]
     if not rows:
         return torch.zeros(shape, dtype=dtype)

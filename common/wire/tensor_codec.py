@@ -19,7 +19,7 @@ from torch import Tensor
 from splitveil.common.errors import InvalidMessage, TooLarge
 from splitveil.common.run.contract import DTYPE_BYTES, Contract, CutDtype
 from splitveil.common.run.messages import Activation, Answer, BatchId, DefendedGradient
-from splitveil.common.wire.enums import SPLIT_TO_WIRE, split_from_wire
+from splitveil.common.wire.small_messages import SPLIT_TO_WIRE, split_from_wire
 from splitveil.common.wire.tensor_frame import Frame
 from splitveil.protos import split_learning_pb2 as pb
 

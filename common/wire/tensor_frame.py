@@ -17,11 +17,7 @@ _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
 
 
 class Frame:
-    """A serialised ``TensorFrame``.
-
-    Args:
-        data: the bytes that cross the wire.
-    """
+    """A serialised ``TensorFrame``."""
 
     __slots__ = ("_parts", "data")
 
@@ -43,12 +39,7 @@ class Frame:
         return frame
 
     def parts(self) -> tuple[pb.TensorFrame, memoryview]:
-        """Return the small fields, and the payload without a copy.
-
-        Raises:
-            InvalidMessage: it is not a legal frame.
-            TooLarge: a field exceeds its bound.
-        """
+        """Return the small fields, and the payload without a copy."""
         if self._parts is None:
             self._parts = _split(self.data)
         return self._parts

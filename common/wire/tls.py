@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import grpc
 
@@ -16,15 +16,12 @@ from splitveil.common.party.credentials import (
     printable,
 )
 from splitveil.common.run.contract import Contract
-from splitveil.common.wire.interceptor import HandlerInterceptor
+from splitveil.common.wire.interceptors import Handler, HandlerInterceptor
 from splitveil.common.wire.limits import PARTY_KEY
 from splitveil.common.wire.status import UNTRUSTED
 from splitveil.protos import split_learning_pb2 as pb
 
 logger = logging.getLogger(__name__)
-
-if TYPE_CHECKING:
-    from splitveil.common.wire.interceptor import Handler
 
 _Shown = Mapping[str, Sequence[bytes]]
 
@@ -36,22 +33,14 @@ def channel_credentials(credentials: Credentials, pinned: bytes) -> grpc.Channel
     """Return the credentials that a client shows, and the only certificate that it trusts.
 
     Args:
-        credentials: the client's.
         pinned: the server's own certificate, PEM, as ``judged_certificate`` returns it.
-
-    Raises:
-        SettingsError: gRPC would agree to TLS 1.2.
     """
     _require_tls_1_3()
     return grpc.ssl_channel_credentials(pinned, credentials.private_key, credentials.certificate)
 
 
 def server_credentials(files: CredentialFiles) -> grpc.ServerCredentials:
-    """Return a server's credentials and authorities, read again for every new connection.
-
-    Raises:
-        SettingsError: the files cannot be used, or gRPC would agree to TLS 1.2.
-    """
+    """Return a server's credentials and authorities, read again for every new connection."""
     _require_tls_1_3()
     served = files.current()
 
@@ -91,7 +80,6 @@ class PartyInterceptor(HandlerInterceptor):
     handler, and leaves one line in the log for each connection.
 
     Args:
-        contract: gives the parties' identities.
         admitted: the parties' names in the contract; by default every passive party.
     """
 
@@ -102,13 +90,9 @@ class PartyInterceptor(HandlerInterceptor):
         self._told: set[str] = set()
         self._lock = threading.Lock()
 
-    def wrap(self, handler: "Handler", _details: grpc.HandlerCallDetails, /) -> "Handler":
-        """Put the check before the handler of a call."""
-        # grpcio's stubs do not say that a handler is a named tuple.
-        own: Any = handler
-        kind = next(kind for kind in _KINDS if getattr(own, kind) is not None)
-        guarded: Handler = own._replace(**{kind: self._guarded(getattr(own, kind))})
-        return guarded
+    def wrap(self, handler: Handler, _details: grpc.HandlerCallDetails, /) -> Handler:
+        kind = next(kind for kind in _KINDS if getattr(handler, kind) is not None)
+        return handler._replace(**{kind: self._guarded(getattr(handler, kind))})
 
     def _guarded(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
         def guarded(request: Any, context: grpc.ServicerContext) -> Any:

@@ -11,19 +11,12 @@ from splitveil.common.run.contract import ACTIVE, Contract
 from splitveil.common.status.party_status import PartyStatus
 from splitveil.common.status.registry import ANSWER_BUCKETS_S
 
-STAGES = ("starting", "serving", "closing")
-"""The stages of the program, in order."""
-
+STAGES = ("starting", "serving", "closing")  # the stages of the program, in order
 CALLS = ("Describe", "Embed", "EmbedTable")
 
 
 class InferenceStatus(PartyStatus):
-    """The state of ``passive-party serve``, for its operators.
-
-    Args:
-        party: this party's name, as in the contract.
-        contract: of the run that trained the model.
-    """
+    """The state of ``splitveil passive serve``, for its operators."""
 
     def __init__(self, party: str, contract: Contract) -> None:
         super().__init__(party, contract, STAGES)
@@ -51,13 +44,6 @@ class InferenceStatus(PartyStatus):
             self._refused.labels(reason.__name__)
 
     def follow(self, run_id: str, num_rows: int, streams_of: Callable[[], int]) -> None:
-        """Note that a model is served.
-
-        Args:
-            run_id: of the run that trained it.
-            num_rows: number of rows that are answered for.
-            streams_of: returns the number of open streams.
-        """
         self.name_run(run_id)
         self._rows.set(num_rows)
         self._streams.set_function(streams_of)
@@ -65,22 +51,13 @@ class InferenceStatus(PartyStatus):
         self.set_ready("serving")
 
     def close(self) -> None:
-        """Note that no more requests are taken."""
         self.enter_stage("closing")
         self.set_ready("stopping", ready=False)
 
     def note_described(self) -> None:
-        """Count a question about the model."""
         self._heard("Describe")
 
     def note_embedded(self, num_ids: int, num_known: int, seconds: float) -> None:
-        """Count a request for activations.
-
-        Args:
-            num_ids: number of ids in it.
-            num_known: how many of them have a row here.
-            seconds: how long the activations took.
-        """
         self._heard("Embed")
         self._ids.labels("known").inc(num_known)
         self._ids.labels("unknown").inc(num_ids - num_known)
@@ -92,11 +69,9 @@ class InferenceStatus(PartyStatus):
         self._ids.labels("masked").inc(num_ids)
 
     def note_waited(self, seconds: float) -> None:
-        """Count the seconds for which a request was held back."""
         self._waited.inc(seconds)
 
     def note_stream_ended(self, num_left: int) -> None:
-        """Note that a stream is over, and how many are left."""
         if not num_left:
             self.peers.left(ACTIVE)
 

@@ -19,10 +19,6 @@ class SealedTable:
     """Seals rows under a scalar that lives as long as this process.
 
     The secrets of rows are computed once, which takes some 60 microseconds each.
-
-    Args:
-        model: the bottom model and its rows.
-        contract: gives the size of messages.
     """
 
     def __init__(self, model: ServedModel, contract: Contract) -> None:
@@ -39,18 +35,13 @@ class SealedTable:
         self._computing = threading.Lock()
 
     def multiply(self, points: bytes) -> bytes:
-        """Return k P for each of some points P.
-
-        Raises:
-            InvalidMessage: one is not in the group.
-        """
+        """Return k P for each of some points P, or raise InvalidMessage."""
         try:
             return self._group.multiply(points, self._scalar)
         except ristretto.NotInGroupError as error:
             raise InvalidMessage(f"points: {error}") from error
 
     def replies(self) -> Iterator[pb.TableReply]:
-        """Yield all rows."""
         for number, rows in enumerate(self._chunks):
             values = self._model.activations(rows)
             yield seal(self._secrets_of(number), values, self._limits)

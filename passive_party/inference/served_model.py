@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from splitveil.common.data.id_index import ABSENT
 from splitveil.common.data.source_settings import expand_path
+from splitveil.common.data.stored_ids import ABSENT
 from splitveil.common.data.table_files import read_id_list
 from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.factory import build_bottom_model
@@ -21,15 +21,7 @@ from splitveil.passive_party.settings import PassiveSettings
 
 
 class ServedModel:
-    """Answers ids with activations. Several threads may ask; one at a time is answered.
-
-    Args:
-        identity: the training that the model is the result of.
-        model: the bottom model.
-        rows: the rows that are answered for.
-        cut_shape: shape of one row's activation.
-        device: where the model computes.
-    """
+    """Answers ids with activations. Several threads may ask; one at a time is answered."""
 
     def __init__(
         self,
@@ -50,18 +42,7 @@ class ServedModel:
     def load(
         cls, settings: PassiveSettings, device: torch.device, table: Path | None = None
     ) -> "ServedModel":
-        """Load the model that a run has left, and the table.
-
-        Args:
-            settings: this party's.
-            device: where the model computes.
-            table: another file than that of the settings, with rows to answer for.
-
-        Raises:
-            SettingsError: there is no model, or it is not one of these settings.
-            DataError: the table or the list of allowed ids cannot be used.
-            StorageError: the cache cannot be used.
-        """
+        """Load the model that a run has left, and the table."""
         contract = settings.contract
         trained = TrainedModel.open(settings.run_folder(settings.folder_name()), contract)
         rows = ServedRows.load(settings, trained.encoder, table)
@@ -70,10 +51,7 @@ class ServedModel:
             path = expand_path("answers.allowed_ids", allowed, settings.base_dir)
             rows.serve_only(read_id_list(path, settings.data, settings.contract.ids))
         model = build_bottom_model(
-            settings.bottom_model,
-            rows.encoder,
-            contract.cut_shape,
-            seed=settings.model_seed,
+            settings.bottom_model, rows.encoder, contract.cut_shape, seed=settings.model_seed
         )
         trained.put_into(model)
         return cls(trained.identity, model, rows, contract.cut_shape, device)

@@ -9,28 +9,23 @@ from grpc_health.v1 import health_pb2
 
 from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.run.contract import ACTIVE, Contract
-from splitveil.common.wire.endpoint import INFERENCE_SERVICE, add_port, server_options
-from splitveil.common.wire.error_interceptor import ErrorInterceptor
-from splitveil.common.wire.health import add_health
+from splitveil.common.wire.endpoint import INFERENCE_SERVICE, add_health, add_port, server_options
+from splitveil.common.wire.interceptors import ErrorInterceptor
 from splitveil.common.wire.limits import CONCURRENT_RPCS, HANDSHAKE_BYTES, believed, reader
 from splitveil.common.wire.noted_calls import Notes, NotingServer
 from splitveil.common.wire.tls import PartyInterceptor
 from splitveil.passive_party.inference.service import MAX_STREAMS, InferenceService
 from splitveil.protos import split_learning_pb2 as pb
 
-OTHER_THREADS = 8
-"""For single calls, and for streams that are turned away."""
+OTHER_THREADS = 8  # for single calls, and for streams that are turned away
 
 
 class InferenceServer(AbstractContextManager["InferenceServer"]):
     """Serves a service at an address, together with the standard health service.
 
     Args:
-        service: answers the calls.
         contract: gives the limits, and the active party's identity.
-        address: host and port.
         credentials: this party's; without them it serves plain text, on loopback only.
-        notes: take note of every message that crosses, if there are any.
     """
 
     def __init__(
@@ -41,12 +36,6 @@ class InferenceServer(AbstractContextManager["InferenceServer"]):
         credentials: CredentialFiles | None = None,
         notes: Notes | None = None,
     ) -> None:
-        """Start to serve.
-
-        Raises:
-            SettingsError: the address is taken, does not belong to this machine, or needs
-                credentials.
-        """
         self._service = service
         interceptors: list[grpc.ServerInterceptor] = []
         if credentials is not None:

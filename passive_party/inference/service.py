@@ -48,16 +48,7 @@ WAIT_S = 5.0
 
 
 class InferenceService:
-    """Answers the active party's questions about rows.
-
-    Args:
-        model: the bottom model and its rows.
-        party: this party's name in the contract.
-        contract: gives the limits.
-        throttle: limits the number of ids per second.
-        gives_table: whether the active party may take the whole table, sealed.
-        status: for this party's operators.
-    """
+    """Answers the active party's questions about rows."""
 
     def __init__(
         self,
@@ -69,8 +60,7 @@ class InferenceService:
         gives_table: bool = False,
         status: InferenceStatus | None = None,
     ) -> None:
-        self.refused: Counter[str] = Counter()
-        """Number of refused messages by kind of error."""
+        self.refused: Counter[str] = Counter()  # number of refused messages by kind of error
         self.answered: Counter[str] = Counter()
         """Numbers of ``requests``, of the ``ids`` in them, and of the ``known`` ids."""
         self._model = model
@@ -86,14 +76,12 @@ class InferenceService:
         self._busy: set[int] = set()
         self._stopping = False
         self._lock = threading.Lock()
-        self.status = status or InferenceStatus(party, contract)
-        """For this party's operators."""
+        self.status = status or InferenceStatus(party, contract)  # for this party's operators
         self.status.follow(model.identity.run_id, len(model.rows), lambda: len(self._streams))
 
     def describe(
         self, request: pb.DescribeRequest, _context: grpc.ServicerContext
     ) -> pb.DescribeReply:
-        """Say which model is served."""
         check_describe(request, self._party, self._contract)
         self.status.note_described()
         most = self._throttle.most_ids(self._most_ids, WAIT_S)
@@ -152,7 +140,6 @@ class InferenceService:
             stream.cancel()
 
     def on_error(self, error: Exception) -> None:
-        """Log and count an error; serving goes on."""
         kind = type(error).__name__
         self.refused[kind] += 1
         if not isinstance(error, Interrupted):

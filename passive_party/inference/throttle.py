@@ -4,8 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 
-BURST_S = 1.0
-"""Seconds of answers that may be saved up by asking nothing."""
+BURST_S = 1.0  # seconds of answers that may be saved up by asking nothing
 _LOOK_EVERY_S = 0.1
 
 
@@ -14,8 +13,6 @@ class Throttle:
 
     Args:
         ids_per_s: the most ids per second on average; None for no limit.
-        now: the clock, in seconds.
-        sleep: waits for some seconds.
     """
 
     def __init__(
@@ -37,15 +34,7 @@ class Throttle:
         return max(1, min(most, int(self._ids_per_s * seconds)))
 
     def wait(self, num_ids: int, is_active: Callable[[], bool]) -> bool:
-        """Wait until so many ids are due.
-
-        Args:
-            num_ids: number of ids of a request.
-            is_active: returns whether anybody still waits for the answer.
-
-        Returns:
-            Whether somebody does.
-        """
+        """Wait until so many ids are due. Returns whether somebody does."""
         if self._ids_per_s is None:
             return True
         with self._lock:

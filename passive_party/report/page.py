@@ -26,6 +26,7 @@ EXPOSURE = "exposure.json"
 
 _PACKAGE = "splitveil.passive_party.report"
 
+# What each kind of message that this party sends contains.
 _CONTENT: Mapping[str, str] = {
     "Handshake request": "the contract, field by field",
     "Align request": "ids, blinded by a secret of this party",
@@ -37,7 +38,6 @@ _CONTENT: Mapping[str, str] = {
     "Embed reply": "activations of rows asked for by id",
     "EmbedTable reply": "encrypted activations of the whole table",
 }
-"""What each kind of message that this party sends contains."""
 
 
 class Left(NamedTuple):
@@ -55,8 +55,7 @@ class ColumnRow(NamedTuple):
     measure: str
     figure: str
     without: str
-    width: str
-    """Of a bar, as a CSS percentage."""
+    width: str  # of a bar, as a CSS percentage
 
 
 class PassiveFiles(NamedTuple):
@@ -70,11 +69,6 @@ class PassiveFiles(NamedTuple):
 
 
 def write_exposure(folder: Path, exposure: FeatureExposure) -> None:
-    """Write what activations tell of features into a party's folder.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
     write_json_atomically(folder / EXPOSURE, exposure_to_json(exposure))
 
 
@@ -85,12 +79,7 @@ def write_passive_report(folder: Path, output: Path | None = None) -> Path:
         folder: the party's folder, ``runs/<run name>/passive``, or the run's with only one.
         output: the file to write; ``report.html`` in the party's folder by default.
 
-    Returns:
-        The file written.
-
-    Raises:
-        SettingsError: there are no metrics of a passive party, or a file cannot be read.
-        StorageError: the file cannot be written.
+    Returns the file written.
     """
     own = folder / "passive" if (folder / "passive" / METRICS).is_file() else folder
     files = read_files(own)
@@ -100,11 +89,7 @@ def write_passive_report(folder: Path, output: Path | None = None) -> Path:
 
 
 def read_files(folder: Path) -> PassiveFiles:
-    """Read a passive party's folder.
-
-    Raises:
-        SettingsError: there are no metrics of a passive party, or a file cannot be read.
-    """
+    """Read a passive party's folder, or raise SettingsError."""
     settings = _mapping(load_yaml(text_of(folder / "settings.yaml") or "{}", str(folder), RESOLVED))
     if not (folder / METRICS).is_file() or "bottom_model" not in settings:
         raise SettingsError(f"{folder}: expected a passive party's folder of a run")

@@ -1,4 +1,4 @@
-"""``splitveil align``: the same as ``active-party align`` or ``passive-party align``."""
+"""``splitveil align``: the same as ``splitveil active align`` or ``splitveil passive align``."""
 
 import argparse
 from importlib import import_module
@@ -8,16 +8,11 @@ from splitveil.common.party.arguments import ALIGN_PURPOSE, add_align_arguments,
 
 _MODULES = {
     "active": "splitveil.active_party.commands.program",
-    "passive": "splitveil.passive_party.command",
+    "passive": "splitveil.passive_party.commands.program",
 }
 
 
 def parser(program: str) -> argparse.ArgumentParser:
-    """Return the sub-command's parser.
-
-    Args:
-        program: the words with which it is called.
-    """
     align = argparse.ArgumentParser(
         prog=program,
         description=f"{ALIGN_PURPOSE[0].upper()}{ALIGN_PURPOSE[1:]}. Every party runs it at once.",
@@ -30,7 +25,6 @@ def parser(program: str) -> argparse.ArgumentParser:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Align, and return the exit code."""
     module: Any = import_module(_MODULES[parsed.party])
     exit_code: int = module.run(parsed)
     return exit_code

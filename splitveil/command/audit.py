@@ -18,11 +18,6 @@ OPTIONAL = ("batches", "examples", "activations", "covariates", "predictions")
 
 
 def parser(program: str) -> argparse.ArgumentParser:
-    """Return the sub-command's parser.
-
-    Args:
-        program: the words with which it is called.
-    """
     audit = argparse.ArgumentParser(
         prog=program,
         description="Attack gradients of any trainer, and print what they tell of the labels.",

@@ -10,11 +10,6 @@ from splitveil.common.party.json_output import add_json, print_json
 
 
 def parser(program: str) -> argparse.ArgumentParser:
-    """Return the sub-command's parser.
-
-    Args:
-        program: the words with which it is called.
-    """
     compare = argparse.ArgumentParser(
         prog=program, description="Print the final figures of several runs, side by side."
     )

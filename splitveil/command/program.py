@@ -7,6 +7,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from typing import NoReturn, Protocol, cast
 
@@ -21,24 +22,16 @@ PROGRAM = "splitveil"
 
 
 class CommandModule(Protocol):
-    """What a module of ``SUB_COMMANDS`` has."""
+    """A module of ``SUB_COMMANDS``."""
 
-    def parser(self, program: str) -> argparse.ArgumentParser:
-        """Return the sub-command's arguments."""
+    def parser(self, program: str) -> argparse.ArgumentParser: ...
 
-    def run(self, parsed: argparse.Namespace) -> int:
-        """Do what they say, and return the exit code."""
+    def run(self, parsed: argparse.Namespace) -> int: ...
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command and exit with its code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     end_program(_exit_code(words), is_program=arguments is None)
-
-
-def whole_parser() -> argparse.ArgumentParser:
-    """Return a parser with the arguments of all sub-commands."""
-    return _parser(with_arguments=True)
 
 
 def _exit_code(words: Sequence[str]) -> int:
@@ -62,7 +55,7 @@ def _parser(*, with_arguments: bool = False) -> argparse.ArgumentParser:
         prog=PROGRAM, description="Two-party split learning with defended gradients."
     )
     add_version(parser)
-    add_completion(parser, whole_parser)
+    add_completion(parser, partial(_parser, with_arguments=True))
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for one in SUB_COMMANDS:
         own = [_module(one).parser(f"{PROGRAM} {one.name}")] if with_arguments else []

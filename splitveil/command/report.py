@@ -1,4 +1,4 @@
-"""``splitveil report``: the same as ``active-party report``."""
+"""``splitveil report``: the same as ``splitveil active report``."""
 
 import argparse
 
@@ -7,11 +7,6 @@ from splitveil.active_party.commands.program import run as run_active
 
 
 def parser(program: str) -> argparse.ArgumentParser:
-    """Return the sub-command's parser.
-
-    Args:
-        program: the words with which it is called.
-    """
     report = argparse.ArgumentParser(prog=program, description=REPORT_PURPOSE)
     add_report_arguments(report)
     report.set_defaults(command="report")
@@ -19,5 +14,4 @@ def parser(program: str) -> argparse.ArgumentParser:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Write the report, and return the exit code."""
     return run_active(parsed)

@@ -7,11 +7,6 @@ from splitveil.common.party.json_output import print_json
 
 
 def parser(program: str) -> argparse.ArgumentParser:
-    """Return the sub-command's parser.
-
-    Args:
-        program: the words with which it is called.
-    """
     schema = argparse.ArgumentParser(
         prog=program, description="Print the JSON Schema of a settings file."
     )
@@ -25,6 +20,5 @@ def parser(program: str) -> argparse.ArgumentParser:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Print the schema."""
     print_json(import_module("splitveil.library.schema").settings_schema(parsed.file))
     return 0

@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 
 class SubCommand(NamedTuple):
-    """One sub-command."""
-
     name: str
     purpose: str
     module: str
@@ -34,17 +32,17 @@ SUB_COMMANDS = (
     ),
     SubCommand(
         "active",
-        "the label owner's commands, as active-party: run, check, plan, report, ...",
+        "the label owner's commands: run, check, plan, report, ...",
         "splitveil.active_party.commands.program",
     ),
     SubCommand(
         "passive",
-        "a feature owner's commands, as passive-party: run, check, ...",
-        "splitveil.passive_party.command",
+        "a feature owner's commands: run, check, ...",
+        "splitveil.passive_party.commands.program",
     ),
     SubCommand(
         "local",
-        "run all parties of a folder as processes on this machine, as splitveil-local",
+        "run all parties of a folder as processes on this machine",
         "splitveil.deploy.local",
     ),
     SubCommand(
@@ -54,7 +52,7 @@ SUB_COMMANDS = (
     ),
     SubCommand(
         "certs",
-        "make and show certificates, as splitveil-certs",
+        "make and show certificates",
         "splitveil.deploy.certs",
     ),
     SubCommand(

@@ -29,14 +29,7 @@ class AuditedRows(NamedTuple):
     def of(
         cls, gradients: Any, labels: Any, batches: Any, examples: Any, activations: Any
     ) -> "AuditedRows":
-        """Check the arrays' shapes and values.
-
-        Args:
-            gradients: as for ``audit``, like all others.
-            labels: one per row.
-            batches: numbers or a size.
-            examples: one name per row, or None.
-            activations: one row each, or None.
+        """Check the arguments of ``audit``.
 
         Raises:
             ValueError: shapes do not fit, or a value is not finite.
@@ -61,7 +54,6 @@ class AuditedRows(NamedTuple):
 
     @property
     def num_examples(self) -> int:
-        """Number of examples that the rows are about."""
         return int(self.positions.max()) + 1
 
     def observations(self) -> Iterator[Observation]:
@@ -87,10 +79,6 @@ class AuditedRows(NamedTuple):
 
     def covariates(self, covariates: Any, predictions: Any) -> Covariates:
         """Return what is known of each example, from the last row about it.
-
-        Args:
-            covariates: (rows, values), or None.
-            predictions: (rows,) or (rows, classes), or None.
 
         Raises:
             ValueError: shapes do not fit, or a value is not finite.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.accumulation import SOURCES
-from splitveil.common.privacy.attacks import ATTACKS, CUT, Attack, Knowledge, SideInformation
+from splitveil.common.privacy.attacks import ATTACKS, CUT, Attack, SideInformation
 from splitveil.common.privacy.audit import LeakAudit
 from splitveil.common.privacy.beyond_features import BeyondFeatures
 from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
@@ -60,9 +60,7 @@ class Audit:
     """What attacks read of the labels in gradients."""
 
     rows: int
-    """Rows that were audited."""
     batches: tuple[BatchLeak, ...]
-    """Attacks on single batches."""
     run: Mapping[str, RunLevelLeak] = field(default_factory=dict)
     """Attacks over all batches together: leak AUC with its interval."""
     beyond: BeyondFeatures | None = None
@@ -89,14 +87,11 @@ class Audit:
         return max(found, key=lambda one: one[1])
 
     def frame(self, of: Part = "batches") -> Any:
-        """Return the figures as a data frame, one row per attack.
+        """Return the figures, one row per attack, as a data frame (else a ``pyarrow.Table``).
 
         Args:
             of: ``batches`` for attacks on single batches, ``run`` for those over all of them,
                 ``adjusted`` for what they tell beyond the covariates.
-
-        Returns:
-            A ``pandas.DataFrame`` where pandas is installed, otherwise a ``pyarrow.Table``.
 
         Raises:
             ValueError: there is no such kind of frame.
@@ -104,11 +99,7 @@ class Audit:
         return frame(self.table(of))
 
     def table(self, of: Part = "batches") -> list[Row]:
-        """Return the rows of a frame as mappings, column -> value.
-
-        Raises:
-            ValueError: there is no such kind of frame.
-        """
+        """Return the rows of a frame as mappings, column -> value; errors as for ``frame``."""
         if of == "batches":
             return [one._asdict() for one in self.batches]
         if of == "run":
@@ -182,7 +173,7 @@ def audit(
     """
     given = AuditedRows.of(gradients, labels, batches, examples, activations)
     classes = _classes(given.labels)
-    own = {name: Attack(partial(_scored, score), frozenset()) for name, score in custom.items()}
+    own = {name: Attack(partial(_scored, score)) for name, score in custom.items()}
     known = _known(given, has_examples=examples is not None)
     chosen = [*known, *own] if attacks is None else [*attacks, *own]
     _check(chosen, {*known, *own})
@@ -227,7 +218,6 @@ def _classes(labels: Tensor) -> LabelClasses:
 
 
 def _known(given: AuditedRows, *, has_examples: bool) -> list[str]:
-    """Return the attacks that the arrays suffice for."""
     missing = {SideInformation.PREDICTIONS}  # only the model's own trainer has them
     if given.activations is None:
         missing.add(SideInformation.ACTIVATIONS)
@@ -314,7 +304,7 @@ def _only(
     return intervals
 
 
-def _scored(score: Callable[..., Tensor], gradients: Gradients, _: Knowledge) -> Tensor:
+def _scored(score: Callable[..., Tensor], gradients: Gradients) -> Tensor:
     """Let a function of the caller's own score the rows of one batch."""
     rows = gradients if isinstance(gradients, Tensor) else gradients.gradients
     return torch.as_tensor(score(rows)).double().reshape(-1)

@@ -1,6 +1,14 @@
-"""Defenses and attacks as a program chooses them: by name, as settings, or as code of one's own."""
+"""Defenses and attacks as a program chooses them: by name, as settings, or as code of one's own.
 
+Settings name such code as ``package.module:name``. What a notebook or a closure defines has no such
+name, so it gets one here, which only this process knows.
+"""
+
+import itertools
+import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any, TypeAlias
 
 from pydantic import TypeAdapter, ValidationError
@@ -17,7 +25,6 @@ from splitveil.active_party.defenses.section import DefenseSection
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.settings import CustomAttack
 from splitveil.deploy.local import NamedDefense, parse_defense
-from splitveil.library.own_code import name_of
 
 DefenseChoice: TypeAlias = str | Mapping[str, Any] | DefenseSection | Callable[..., Any]
 """A name (``marvell``), a name with settings (``iso:noise_ratio=2``), a mapping or a section of
@@ -26,6 +33,7 @@ settings, a subclass of `Defense`, or a function of gradients, labels and noise.
 AttackChoice: TypeAlias = str | Mapping[str, Any] | CustomAttack | Callable[..., Any]
 """The name of an attack, a mapping or a section of settings, or a function of gradients."""
 
+_HANDED_OVER = "splitveil.library.handed_over"
 _defenses: TypeAdapter[DefenseSection] = TypeAdapter(DefenseSettings)
 
 
@@ -46,10 +54,10 @@ def own_defense(code: Callable[..., Any], **arguments: Any) -> CustomDefense:
     if isinstance(code, type):
         if not issubclass(code, Defense):
             raise SettingsError(f"{code.__name__}: expected a subclass of defenses.Defense")
-        return CustomDefense(module=name_of(code), arguments=arguments)
+        return CustomDefense(module=_name_of(code), arguments=arguments)
     if not callable(code):
         raise SettingsError(f"expected a defense's class or function, got {type(code).__name__}")
-    return CustomDefense(module=name_of(_class_around(code)), arguments=arguments)
+    return CustomDefense(module=_name_of(_class_around(code)), arguments=arguments)
 
 
 def own_attack(
@@ -73,7 +81,7 @@ def own_attack(
     """
     values = {
         "kind": "custom",
-        "module": name_of(function),
+        "module": _name_of(function),
         "name": name or getattr(function, "__name__", "").strip("<>"),
         "needs": tuple(needs),
         **({} if num_hints is None else {"num_hints": num_hints}),
@@ -129,8 +137,6 @@ def attack_settings(choice: AttackChoice) -> str | dict[str, Any]:
 
 
 def _class_around(function: Callable[..., Any]) -> type[Defense]:
-    """Return a defense's class that lets a function answer, without state or charge."""
-
     class FunctionDefense(Defense):
         def __init__(self, _context: object, noise: NoiseSource, **arguments: Any) -> None:
             self._noise, self._arguments = noise, arguments
@@ -161,3 +167,19 @@ def _problems(where: str, error: ValidationError) -> list[str]:
         + problem["msg"].removeprefix("Value error, ")
         for problem in error.errors()
     ]
+
+
+def _name_of(thing: Callable[..., object]) -> str:
+    """Return ``package.module:name``, under which an import finds a class or a function.
+
+    Another one of the same name gets a name of its own.
+    """
+    module, name = thing.__module__, getattr(thing, "__qualname__", "")
+    if module != "__main__" and getattr(sys.modules.get(module), name, None) is thing:
+        return f"{module}:{name}"
+    plain = re.sub(r"\W", "_", getattr(thing, "__name__", "")).strip("_") or "unnamed"
+    home = sys.modules.setdefault(_HANDED_OVER, ModuleType(_HANDED_OVER))
+    names = itertools.chain([plain], (f"{plain}_{number}" for number in itertools.count(2)))
+    free = next(one for one in names if getattr(home, one, thing) is thing)
+    setattr(home, free, thing)
+    return f"{_HANDED_OVER}:{free}"

@@ -12,9 +12,16 @@ import numpy as np
 from torch import Tensor
 
 from splitveil.active_party.defenses.interface import LeakCharge
-from splitveil.active_party.ledger.account_book import AccountBook, Names, indices_of, names_of
-from splitveil.active_party.ledger.bounds import LeakBounds, auc_bound, widest_covered
-from splitveil.active_party.ledger.earlier_ledgers import LEDGER, open_book
+from splitveil.active_party.ledger.account_book import (
+    LEDGER,
+    AccountBook,
+    Names,
+    indices_of,
+    names_of,
+    open_book,
+)
+from splitveil.active_party.ledger.bounds import LeakBounds, covers, widest_covered
+from splitveil.active_party.ledger.known_bounds import auc_bound
 from splitveil.active_party.ledger.ledger import LeakLedger, logged
 from splitveil.active_party.ledger.limit import Limit
 from splitveil.common.data.canonical_form import CanonicalForm
@@ -58,13 +65,9 @@ class Ledger:
 
     @classmethod
     def load(cls, folder: str | Path) -> "Ledger":
-        """Load the ledger that a run or ``save`` has left.
+        """Load what a run or ``save`` has left in a folder such as ``runs/NAME/active/checkpoint``.
 
         Ids are then compared by the rules of that run's contract.
-
-        Args:
-            folder: the folder with ``ledger.safetensors``, such as
-                ``runs/monday/active/checkpoint``.
 
         Raises:
             SettingsError: there is none, or it cannot be read.
@@ -102,14 +105,11 @@ class Ledger:
         self._accounts.charge(self._positions(rows), _charge(charge, covers, is_gaussian))
 
     def guarantee(self, rows: Rows = None) -> LeakBounds:
-        """Return the bounds on all answers so far, over some examples.
+        """Return the bounds on all answers so far, over some examples; all by default.
 
         ``guarantee(...).guarantee`` is the AUC that no score of anybody exceeds, as ``max``,
         ``q95`` and ``mean`` over the examples; ``against(peers)`` is the same for fewer peers. An
         AUC of 1 is no bound.
-
-        Args:
-            rows: the examples; all by default.
 
         Raises:
             ValueError: there are no examples, or a row is unknown or given twice.
@@ -132,11 +132,13 @@ class Ledger:
     ) -> bool:
         """Return whether an answer would take an example beyond a limit; nothing is charged.
 
+        The first four arguments are those of ``charge``.
+
         Args:
-            charge: as for ``charge``.
-            rows: as for ``charge``.
-            covers: as for ``charge``.
-            is_gaussian: as for ``charge``.
+            charge: the answer.
+            rows: its examples.
+            covers: its peers.
+            is_gaussian: its mechanism.
             leak_auc: the limit as an AUC, above 0.5 and below 1; this or ``sum_kl``.
             sum_kl: the limit as a divergence, above 0.
             peers: the peers for whom the limit has to hold. An account that does not describe them
@@ -153,32 +155,27 @@ class Ledger:
         return limit.objection(reached) is not None
 
     def frame(self, rows: Rows = None) -> Any:
-        """Return the accounts, one row per example.
+        """Return the accounts, one row per example, as a data frame (else a ``pyarrow.Table``).
 
-        Args:
-            rows: the examples; all by default.
-
-        Returns:
-            A ``pandas.DataFrame`` where pandas is installed, otherwise a ``pyarrow.Table``, with
-            ``sum_kl``, the widest circle of peers that the account ``covers``, and the bound for
-            each circle.
+        Its columns are ``sum_kl``, the widest circle of peers that the account ``covers``, and the
+        bound for each circle. ``rows`` are all examples by default.
         """
         positions = self._positions(rows)
         found = self._accounts.exposure(positions)
-        accounts = zip(positions, found.sum_kl, found.caveats, found.odds.kinds, strict=True)
+        accounts = zip(positions, found.sum_kl, found.caveats, found.known, strict=True)
         return frame(
             {
                 "example": int(position),
                 "sum_kl": float(sum_kl),
                 "covers": str(widest_covered(int(caveats))),
                 **{
-                    peers.column: auc_bound(
-                        float(sum_kl), found.odds.table[kind], int(caveats), peers
-                    )
+                    peers.column: auc_bound(float(sum_kl), known)
+                    if covers(int(caveats), peers)
+                    else 1.0
                     for peers in Covers
                 },
             }
-            for position, sum_kl, caveats, kind in accounts
+            for position, sum_kl, caveats, known in accounts
         )
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -203,13 +200,9 @@ class Ledger:
         self._accounts = book.ledger
 
     def save(self, folder: str | Path) -> Path:
-        """Write ``checkpoint/ledger.safetensors`` into a folder, for ``earlier_ledgers`` of a run.
+        """Write ``checkpoint/ledger.safetensors`` into a folder, and return the file's path.
 
-        Args:
-            folder: like a party's folder of a run; name its ``checkpoint`` in the settings.
-
-        Returns:
-            The file written.
+        Name that ``checkpoint`` in ``earlier_ledgers`` of a run's settings.
 
         Raises:
             ValueError: the ledger knows no ids, so that a run could not find its examples again.

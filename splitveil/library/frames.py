@@ -12,13 +12,9 @@ Row = Mapping[str, object]
 
 
 def frame(rows: Iterable[Row]) -> Any:
-    """Return rows as a data frame, whose columns are in the order in which they first appear.
+    """Return rows (column -> value) as a ``pandas.DataFrame``; without pandas, a ``pyarrow.Table``.
 
-    Args:
-        rows: column -> value. A column that a row lacks is missing there.
-
-    Returns:
-        A ``pandas.DataFrame`` where pandas is installed, otherwise a ``pyarrow.Table``.
+    Columns are in the order in which they first appear; one that a row lacks is missing there.
     """
     listed = list(rows)
     names = dict.fromkeys(name for row in listed for name in row)
@@ -31,13 +27,7 @@ def frame(rows: Iterable[Row]) -> Any:
 
 
 def as_html(title: str, rows: Sequence[Row], note: str = "") -> str:
-    """Return a small table as HTML; everything in it is escaped.
-
-    Args:
-        title: the line above it.
-        rows: column -> value, the same columns in every row.
-        note: the line below it.
-    """
+    """Return a small table as HTML, between a title and a note; everything in it is escaped."""
     heads = "".join(f"<th>{html.escape(str(name))}</th>" for name in (rows[0] if rows else ()))
     body = "".join(
         "<tr>"

@@ -5,17 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import SettingsError
-from splitveil.common.party.party_settings import load_party_settings
-from splitveil.common.run.contract import ACTIVE
+from splitveil.deploy import local
 from splitveil.deploy.demo import EXAMPLES, names_of_examples
 from splitveil.deploy.local import Overrides, party_kinds
 from splitveil.library import own_data
-from splitveil.passive_party.settings import PassiveSettings
-from splitveil.simulation import PartiesSettings
+from splitveil.simulation import PartiesSettings, read_settings
 
 
 def source_of(
@@ -27,12 +22,8 @@ def source_of(
 ) -> Path:
     """Return the folder with the parties' settings files.
 
-    Args:
-        example: the name of an example of the package, or a folder; None for tables.
-        folder: in which settings for tables are written.
-        active: the label owner's table.
-        passive: the feature owner's table, or those of several.
-        labels: ``label``, ``key`` and ``label_range`` of ``own_data.write_settings``.
+    Settings for tables are written into a new folder in ``folder``; ``labels`` are ``label``,
+    ``key`` and ``label_range`` of ``own_data.write_settings``.
 
     Raises:
         SettingsError: there is no such example, or a table cannot be used.
@@ -60,33 +51,21 @@ def source_of(
 def load(source: Path, overrides: Overrides) -> PartiesSettings:
     """Load the settings of all parties of a folder.
 
-    Args:
-        source: the folder.
-        overrides: of each party's settings.
-
     Raises:
         SettingsError: lists every problem of a party's file and of the contract.
     """
-    kinds = party_kinds(source)
-    unknown = sorted(overrides.each.keys() - set(kinds))
+    unknown = sorted(overrides.each.keys() - set(party_kinds(source)))
     if unknown:
         raise SettingsError(f"settings: {source} has no file {', '.join(unknown)}.yaml")
-    active = load_party_settings(ActiveSettings, source / "active.yaml", overrides.of(ACTIVE))
-    passive = [
-        load_party_settings(PassiveSettings, source / f"{kind}.yaml", overrides.of(kind))
-        for kind in kinds[1:]
-    ]
-    return PartiesSettings(active, {one.party: one for one in passive})
+    return read_settings(source, overrides.active, overrides.passive, overrides.each)
 
 
 def override(name: str, value: object) -> str:
-    """Return an override ``dotted.name=yaml`` for a value of plain parts."""
-    plain = yaml.safe_dump(_plain(value), default_flow_style=True, width=10**6)
-    return f"{name}={plain.removesuffix(chr(10)).removesuffix('...').strip()}"
+    """Return an override ``dotted.name=yaml`` of mappings, sequences, paths and scalars."""
+    return local.override(name, _plain(value))
 
 
 def _plain(value: object) -> object:
-    """Return a value that YAML can hold."""
     if isinstance(value, Mapping):
         return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -48,17 +48,10 @@ def write_settings(
     key: str | None = None,
     label_range: tuple[float, float] | None = None,
 ) -> None:
-    """Write the parties' tables and settings files for them.
+    """Write the parties' tables and settings files for them into a folder for its owner alone.
 
-    Args:
-        folder: where they are written; it is made for its owner alone.
-        active: the label owner's table: a data frame, a ``pyarrow.Table``, a mapping of columns, or
-            an array with one row per example, whose columns become ``x0``, ``x1``, ...
-        passive: the feature owner's table, or a mapping from the names of up to eight feature
-            owners to their tables; None for settings of the active party alone.
-        label: the column of the active party's table that holds the labels.
-        key: the column or index of ids that all tables have; without it, see ``id_columns``.
-        label_range: the bounds of labels that are numbers; None for classes.
+    The arguments are those of ``simulate``; without ``passive``, there are settings of the active
+    party alone.
 
     Raises:
         SettingsError: a table is of another kind, or lacks a column, or it is unknown which rows
@@ -133,10 +126,6 @@ def id_columns(tables: Mapping[str, pa.Table], key: str | None = None) -> dict[s
     all of them. Otherwise all tables must have the same row labels: different ones mean that rows
     were sorted or left out in one of them, and that row n is another example.
 
-    Args:
-        tables: as ``as_table`` returns them, by the names of their parties.
-        key: the column or index of ids.
-
     Raises:
         SettingsError: a table lacks the key, or without one they differ in length or row labels.
     """
@@ -180,7 +169,6 @@ def check_rows_correspond(tables: Mapping[str, pa.Table]) -> None:
 
 
 def _index_of(table: pa.Table) -> list[str]:
-    """Return the columns that are row labels of a data frame."""
     described = table.schema.pandas_metadata or {}
     names = {one.get("field_name"): one["name"] for one in described.get("columns", ())}
     fields = [one for one in described.get("index_columns", ()) if isinstance(one, str)]
@@ -207,7 +195,6 @@ def _row_labels(table: pa.Table) -> list[list[Any]]:
 
 
 def _is_several(passive: Any) -> bool:
-    """Return whether tables of several parties were given, and not the columns of one."""
     return isinstance(passive, Mapping) and all(
         np.ndim(table) == 2 or isinstance(table, Mapping | pa.Table) for table in passive.values()
     )

@@ -24,11 +24,7 @@ _COLUMNS = 120
 
 
 class RunPlan:
-    """What a run would reveal about the labels, as far as it is known before.
-
-    Args:
-        plan: the figures.
-    """
+    """What a run would reveal about the labels, as far as it is known before."""
 
     def __init__(self, plan: Plan) -> None:
         self.figures = plan
@@ -43,15 +39,12 @@ class RunPlan:
 
         A figure has two columns, the least that it may be (``..._least``) and the most; they are
         equal where ``certainty`` is ``exact``, and missing where it is ``unknown``. A bound is
-        missing where there is none for these peers.
-
-        Returns:
-            A ``pandas.DataFrame`` where pandas is installed, otherwise a ``pyarrow.Table``.
+        missing where there is none for these peers. Without pandas it is a ``pyarrow.Table``.
         """
         return frame(one.row() for one in self.figures.answers)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as plain values, as ``active-party plan --json`` prints them."""
+        """Return the plan as plain values, as ``splitveil active plan --json`` prints them."""
         return self.figures.to_json()
 
     def __str__(self) -> str:
@@ -82,11 +75,11 @@ def plan(
     Args:
         example: the name of an example of the package, a folder with ``active.yaml``, or the
             active party's settings file; this, or ``active``.
-        active: the label owner's table, as for ``simulate``.
+        active: the label owner's table, like the other arguments as for ``simulate``.
         label: the column of ``active`` with the labels.
-        key: the column or index of ids, as for ``simulate``.
-        label_range: the bounds of labels that are numbers, as for ``simulate``.
-        defense: the defense, as for ``simulate``; by default that of the settings.
+        key: the column or index of ids.
+        label_range: the bounds of labels that are numbers.
+        defense: by default that of the settings.
         target_leak_auc: also tell the power ratio of ``marvell`` at which the whole run stays below
             this AUC.
         settings: settings of the active party and of the contract to override:

@@ -1,7 +1,7 @@
 """Predicts with the model of a run whose parties are all here: nothing crosses a network.
 
-What two organisations do with ``active-party predict`` and ``passive-party serve`` happens in this
-process, with the same bits.
+What two organisations do with ``splitveil active predict`` and ``splitveil passive serve`` happens
+in this process, with the same bits.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -39,13 +39,7 @@ MAX_IDS = 8192
 
 
 class LocalEmbedder:
-    """A passive party's half of the model in this process, asked as if it were served elsewhere.
-
-    Args:
-        party: its name in the contract.
-        served: the half, with its rows.
-        model: the identity of the active party's half.
-    """
+    """A passive party's half of the model in this process, asked as if it were served elsewhere."""
 
     max_ids = MAX_IDS
 
@@ -55,25 +49,18 @@ class LocalEmbedder:
         self._model = model
 
     def submit(self, ids: Sequence[str]) -> "Future[Embedded]":
-        """Answer some ids; the answer is there at once."""
         answer: Future[Embedded] = Future()
         answer.set_result(self._served.embed(ids))
         return answer
 
     def check_model(self) -> None:
-        """Check that both halves are of one training.
-
-        Raises:
-            OtherModel: they are not.
-        """
         if self._served.identity != self._model:
             raise OtherModel(
                 f"{self.party}: expected the model of {self._model}, got that of "
                 f"{self._served.identity}"
             )
 
-    def close(self) -> None:
-        """Do nothing: there is no connection."""
+    def close(self) -> None: ...
 
 
 def predict(
@@ -102,9 +89,9 @@ def predict(
             that of the settings.
 
     Returns:
-        A ``pandas.DataFrame`` where pandas is installed, otherwise a ``pyarrow.Table``: ``id``,
-        whether every party has a row of it (``found``), and ``probability``, or one column
-        ``probability_<class>`` for each of several classes.
+        A data frame (a ``pyarrow.Table`` without pandas): ``id``, whether every party has a row of
+        it (``found``), and ``probability``, or one column ``probability_<class>`` for each of
+        several classes.
 
     Raises:
         SplitveilError: a model, table or setting cannot be used, or the halves are not of one
@@ -154,7 +141,6 @@ class _Parties:
         self._served: dict[str, ServedModel] = {}
 
     def predictor(self, choice: ModelChoice | None) -> Predictor:
-        """Load all halves of the model."""
         device = torch_device(self.active.device)
         model = JointModel.load(self.active, device, choice)
         own = None

@@ -1,6 +1,7 @@
 """One run as its folder tells it, finished or still running."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, get_args
@@ -16,12 +17,11 @@ from splitveil.common.record.lines import (
     LedgerLine,
     TrainingLine,
 )
-from splitveil.common.record.summary import Summary, to_json
+from splitveil.common.record.summary import Summary
 from splitveil.library.example_ledger import Ledger
 from splitveil.library.frames import Row, as_html, frame
 
 Kind: TypeAlias = Literal["epochs", "attacks", "steps", "batches"]
-"""What a row of a run's frame is about."""
 
 
 class Run:
@@ -62,7 +62,6 @@ class Run:
 
     @property
     def defense(self) -> str:
-        """The defense's name."""
         chosen = self.settings.get("defense")
         return str(chosen.get("name")) if isinstance(chosen, dict) else "unknown"
 
@@ -70,7 +69,7 @@ class Run:
     def summary(self) -> Mapping[str, Any]:
         """The active party's summary as in ``summary.json``; empty until the run has ended."""
         active = self._files().active
-        return MappingProxyType(to_json(active.summary) if active.has_ended else {})
+        return MappingProxyType(active.summary.form() if active.has_ended else {})
 
     @property
     def summaries(self) -> Mapping[str, Summary]:
@@ -86,10 +85,7 @@ class Run:
 
     @property
     def strongest_leak_auc(self) -> float | None:
-        """The largest leak AUC that an attack measured over the whole run or, on average, batches.
-
-        None if none was measured.
-        """
+        """The largest leak AUC that an attack measured: over the run, or the mean of batches."""
         figures = (row["leak_auc"] for row in self._attacks())
         return max((one for one in figures if isinstance(one, float)), default=None)
 
@@ -115,15 +111,12 @@ class Run:
         return Ledger.load(self.path / "active" / "checkpoint")
 
     def frame(self, of: Kind = "epochs") -> Any:
-        """Return the run's figures as a data frame.
+        """Return the run's figures as a data frame (a ``pyarrow.Table`` without pandas).
 
         Args:
             of: what a row is about. ``epochs``: evaluations, losses and bounds. ``attacks``: each
                 attack at each layer, over the run. ``steps``: each training step. ``batches``: each
                 attack on each audited batch.
-
-        Returns:
-            A ``pandas.DataFrame`` where pandas is installed, otherwise a ``pyarrow.Table``.
 
         Raises:
             ValueError: there is no such kind of frame.
@@ -131,11 +124,7 @@ class Run:
         return frame(self.rows(of))
 
     def rows(self, of: Kind = "epochs") -> list[Row]:
-        """Return the rows of a frame as mappings, column -> value.
-
-        Raises:
-            ValueError: there is no such kind of frame.
-        """
+        """Return the rows of a frame as mappings, column -> value; errors as for ``frame``."""
         makers: Mapping[str, Callable[[], list[Row]]] = {
             "epochs": self._epochs,
             "attacks": self._attacks,
@@ -149,8 +138,7 @@ class Run:
     def report(self, output: str | Path | None = None) -> Path:
         """Write the report, one HTML page without further files, and return its path.
 
-        Args:
-            output: the file; by default ``active/report.html`` in the run's folder.
+        By default it is ``active/report.html`` in the run's folder.
 
         Raises:
             StorageError: the file cannot be written.
@@ -227,7 +215,7 @@ class Run:
 
     def _steps(self) -> list[Row]:
         active = self._files().active.metrics
-        return [line._asdict() for line in active.of(TrainingLine)]
+        return [asdict(line) for line in active.of(TrainingLine)]
 
     def _batches(self) -> list[Row]:
         return [row for party in self._files().parties for row in _batch_rows(party)]

@@ -16,20 +16,13 @@ _MEASURED = ("test_auc", "strongest_leak_auc", *(peers.column for peers in Cover
 
 
 class PlannedRun(NamedTuple):
-    """What distinguishes one run from the others."""
-
     defense: str
     """The title of the defense."""
     seed: int
 
 
 class Runs(Sequence[Run]):
-    """The runs of a simulation, in the order in which they ran.
-
-    Args:
-        runs: with what distinguishes each.
-        folder: of all of them.
-    """
+    """The runs of a simulation, in the order in which they ran."""
 
     def __init__(self, runs: Mapping[PlannedRun, Run], folder: Path) -> None:
         self.folder = folder
@@ -60,7 +53,6 @@ class Runs(Sequence[Run]):
 
     @property
     def seeds(self) -> list[int]:
-        """The seeds."""
         return list(dict.fromkeys(planned.seed for planned in self._runs))
 
     @property
@@ -97,20 +89,13 @@ class Runs(Sequence[Run]):
             of: what a row is about. ``runs``: one run. ``defenses``: mean and standard deviation
                 over the seeds of one defense. All others as in ``Run.frame``.
 
-        Returns:
-            A ``pandas.DataFrame`` where pandas is installed, otherwise a ``pyarrow.Table``.
-
         Raises:
             ValueError: there is no such kind of frame.
         """
         return frame(self.rows(of))
 
     def rows(self, of: KindOfSeveral = "runs") -> list[Row]:
-        """Return the rows of a frame as mappings, column -> value.
-
-        Raises:
-            ValueError: there is no such kind of frame.
-        """
+        """Return the rows of a frame as mappings, column -> value; errors as for ``frame``."""
         if of == "defenses":
             return list(self._of_defenses())
         if of == "runs":
@@ -131,9 +116,8 @@ class Runs(Sequence[Run]):
     def report(self, output: str | Path | None = None) -> Path:
         """Write the report of the only run, or a comparison of several, and return its path.
 
-        Args:
-            output: the file; by default ``active/report.html`` in the only run's folder, or
-                ``comparison.html`` beside the folders of several.
+        By default it is ``active/report.html`` in the only run's folder, or ``comparison.html``
+        beside the folders of several.
 
         Raises:
             StorageError: the file cannot be written.

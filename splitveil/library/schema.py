@@ -8,7 +8,6 @@ from splitveil.common.settings import Section
 from splitveil.passive_party.settings import PassiveSettings
 
 File: TypeAlias = Literal["active", "passive", "contract"]
-"""The kinds of settings files."""
 
 _SECTIONS: dict[str, type[Section]] = {
     "active": ActiveSettings,
@@ -22,7 +21,7 @@ def settings_schema(file: File | None = None) -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of settings files.
 
     A schema knows types, bounds and names. What depends on several settings at once is checked by
-    ``active-party check`` and ``passive-party check`` alone.
+    ``splitveil active check`` and ``splitveil passive check`` alone.
 
     Args:
         file: ``active``, ``passive`` or ``contract``; by default a mapping of all three.

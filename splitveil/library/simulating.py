@@ -176,7 +176,8 @@ def _run(
     overrides = base.adding(
         override("contract.run_name", own),
         override("active.defense", seeded),
-        *_of_both(model_seed=seed, runs_dir=str(runs)),
+        *(override(f"{party}.model_seed", seed) for party in (ACTIVE, "passive")),
+        *(override(f"{party}.runs_dir", runs) for party in (ACTIVE, "passive")),
         override("active.insecure_nonce_seed", seed),
     )
     settings = load(source, overrides)
@@ -195,14 +196,6 @@ def _run(
         with _as_in_a_process_of_its_own(settings.active), suppress(EndedForGood):
             run_recorded(settings, folder)
     return folder
-
-
-def _of_both(**values: Any) -> list[str]:
-    return [
-        override(f"{party}.{name}", value)
-        for name, value in values.items()
-        for party in (ACTIVE, "passive")
-    ]
 
 
 @contextmanager

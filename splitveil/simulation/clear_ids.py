@@ -20,11 +20,10 @@ class ClearGroup:
         return b"".join(digests[start : start + POINT_BYTES] for start in starts)
 
     def multiply(self, points: bytes, scalar: bytes) -> bytes:  # noqa: ARG002
-        """Return the points unchanged."""
         return points
 
     def close(self) -> None:
-        """Do nothing: there are no resources."""
+        """There are no resources."""
 
 
 def clear_engine(settings: AlignmentSettings) -> AlignmentEngine:

@@ -70,7 +70,6 @@ class InProcessPeer:
                     raise
 
     def open_alignment(self) -> AlignChannel:
-        """Let the active party's engine run in a thread, and return the channel to it."""
         own, other = channel_pair()
         self._failure = None
         self._aligning = threading.Thread(target=self._align, args=(other,))
@@ -78,11 +77,7 @@ class InProcessPeer:
         return own
 
     def close_alignment(self) -> None:
-        """Wait for the active party's engine.
-
-        Raises:
-            SplitveilError: the error with which its alignment ended.
-        """
+        """Wait for the active party's engine; raises the error with which its alignment ended."""
         if self._aligning is not None:
             self._aligning.join()
         if self._failure is not None:
@@ -90,11 +85,9 @@ class InProcessPeer:
                 raise self._failure
 
     def send_activation(self, activation: messages.Activation) -> None:
-        """Keep the activation until its gradient is asked for."""
         self._sent.append(activation)
 
     def receive_gradient(self) -> messages.Answer:
-        """Let the session answer the oldest activation that was sent and not answered."""
         if not self._sent:
             raise RuntimeError("no activation was sent")
         reply = self._exchange(self._sent[0])
@@ -109,17 +102,14 @@ class InProcessPeer:
         return reply
 
     def send_held_out(self, activation: messages.Activation) -> None:
-        """Keep the activation of held-out rows until its reply is asked for."""
         self._held_out.append(activation)
 
     def receive_course(self) -> messages.Course:
-        """Let the session score the oldest held-out rows that were sent and not scored."""
         course = self.evaluate(self._held_out[0])
         self._held_out.popleft()
         return course
 
     def evaluate(self, activation: messages.Activation) -> messages.Course:
-        """Let the session score held-out rows."""
         session = self.session
         with _as_the_status_says():
             course = session.evaluate(activation, self._party, self._is_connected(session))
@@ -127,7 +117,6 @@ class InProcessPeer:
         return course
 
     def audit(self, question: messages.AuditQuestion) -> float:
-        """Let the session measure scores of the training rows."""
         return self.session.audit(question, self._party)
 
     def leave(self, run_id: str, reason: messages.LeaveReason) -> None:

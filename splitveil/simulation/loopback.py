@@ -22,11 +22,7 @@ _given: deque[int] = deque(maxlen=1000)
 
 
 def free_address() -> str:
-    """Return an address of loopback at which nobody listens, and which was not returned yet.
-
-    Raises:
-        OSError: none was found.
-    """
+    """Return an address of loopback at which nobody listens, and which was not returned yet."""
     for _ in range(100):
         port = _PORTS[secrets.randbelow(len(_PORTS))]
         if port in _given:  # whoever asked for it may not listen yet
@@ -39,15 +35,7 @@ def free_address() -> str:
 
 @contextmanager
 def serving(active: ActiveParty, address: str) -> Iterator[ActiveService]:
-    """Serve an active party at an address, with the protection that its settings ask for.
-
-    Args:
-        active: the party.
-        address: host and port.
-
-    Raises:
-        SettingsError: it cannot be served there.
-    """
+    """Serve an active party at an address, with the protection that its settings ask for."""
     settings = active.settings
     service = ActiveService(active.session, active.engine, settings.reconnect.deadline_s)
     credentials = credential_files(settings, ACTIVE)
@@ -59,15 +47,7 @@ def serving(active: ActiveParty, address: str) -> Iterator[ActiveService]:
 
 
 def meet_over_grpc(simulation: Simulation, address: str | None = None) -> None:
-    """Let all parties meet over gRPC.
-
-    Args:
-        simulation: the parties.
-        address: host and port of the active party; by default a free port of loopback.
-
-    Raises:
-        SplitveilError: the error that ended the run.
-    """
+    """Let all parties meet over gRPC, by default at a free port; raises what ended the run."""
     address = address or free_address()
     with ExitStack() as resources:
         resources.enter_context(serving(simulation.active, address))

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -20,7 +21,7 @@ from splitveil.common.alignment import AlignmentEngine, build_engine
 from splitveil.common.party.command_line import draw_nonce, torch_device
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import PartySettings, load_party_settings
-from splitveil.common.run.contract import ACTIVE, AlignmentSettings
+from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.storage.run_store import RunStore
 from splitveil.passive_party.assembly import TrainerBuilder as BottomBuilder
@@ -39,8 +40,6 @@ _seeding = threading.Lock()
 
 
 class PartiesSettings(NamedTuple):
-    """The settings of all parties of a run."""
-
     active: ActiveSettings
     passive: Mapping[str, PassiveSettings]
     """By the name of each passive party in the contract."""
@@ -48,8 +47,6 @@ class PartiesSettings(NamedTuple):
 
 @dataclass
 class ActiveParty:
-    """The active party of a simulation."""
-
     settings: ActiveSettings
     session: ActiveSession
     engine: AlignmentEngine
@@ -58,8 +55,6 @@ class ActiveParty:
 
 @dataclass
 class PassiveParty:
-    """A passive party of a simulation."""
-
     settings: PassiveSettings
     run: PassiveRun
     seen: PassiveRecording
@@ -67,12 +62,7 @@ class PassiveParty:
 
 @dataclass
 class Simulation:
-    """All parties of a run, ready to meet.
-
-    Args:
-        active: the active party.
-        passive: the passive parties, by name.
-    """
+    """All parties of a run, ready to meet."""
 
     active: ActiveParty
     passive: dict[str, PassiveParty]
@@ -82,10 +72,6 @@ class Simulation:
 
         A run with checkpoints is resumed. A single passive party runs in the calling thread,
         several parties in one thread each.
-
-        Args:
-            connect: connects each passive party to the active party; by default the session is
-                called directly.
 
         Raises:
             SplitveilError: the error that ended the run; with several passive parties the first.
@@ -112,10 +98,7 @@ class Simulation:
     ) -> threading.Thread:
         """Let one passive party run in a thread of its own.
 
-        Args:
-            name: the party's name in the contract.
-            connect: connects it to the active party.
-            on_error: called in that thread with the error that ends the party's run, if one does.
+        An error that ends its run is given to ``on_error`` in that thread.
         """
         party, connect = self.passive[name], connect or connect_in_process
 
@@ -130,10 +113,7 @@ class Simulation:
         return thread
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights of all models.
-
-        Returns:
-            ``top.<parameter>`` for the active party's, ``<party>.<parameter>`` for the others'.
+        """Return the weights of all models, ``top.<parameter>`` and ``<party>.<parameter>``.
 
         Raises:
             RuntimeError: the parties have not aligned yet, so that models do not exist.
@@ -155,13 +135,15 @@ Connect = Callable[[Simulation, str], Peer]
 
 
 def connect_in_process(simulation: Simulation, name: str) -> Peer:
-    """Connect a passive party directly to the active party's session."""
     active = simulation.active
     return InProcessPeer(active.session, active.engine, name)
 
 
 def read_settings(
-    folder: Path, active: Sequence[str] = (), passive: Sequence[str] = ()
+    folder: Path,
+    active: Sequence[str] = (),
+    passive: Sequence[str] = (),
+    each: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> PartiesSettings:
     """Read the settings of all parties from a folder.
 
@@ -171,16 +153,18 @@ def read_settings(
         active: overrides of the active party's settings, ``dotted.name=yaml`` each; overrides of
             the contract begin with ``contract.`` and belong in ``passive``, too.
         passive: overrides of every passive party's settings.
+        each: further overrides of single passive parties, by the names of their files.
 
     Raises:
         SettingsError: lists every problem of a party's file and of the contract.
     """
     files = sorted(folder.glob("passive_*.yaml")) or [folder / "passive.yaml"]
-    read = [load_party_settings(PassiveSettings, path, passive) for path in files]
-    return PartiesSettings(
-        load_party_settings(ActiveSettings, folder / "active.yaml", active),
-        {settings.party: settings for settings in read},
-    )
+    own = load_party_settings(ActiveSettings, folder / "active.yaml", active)
+    read = [
+        load_party_settings(PassiveSettings, path, [*passive, *each.get(path.stem, ())])
+        for path in files
+    ]
+    return PartiesSettings(own, {settings.party: settings for settings in read})
 
 
 def build(
@@ -220,13 +204,9 @@ def build_active(
     device: torch.device | None = None,
     seen: ActiveRecording | None = None,
 ) -> ActiveParty:
-    """Build the active party, with the same arguments as ``build``.
-
-    Raises:
-        SplitveilError: settings or data cannot be used.
-    """
+    """Build the active party, with the arguments and errors of ``build``."""
     observer = ActiveRecording() if seen is None else seen
-    engine = private_engine(settings.contract.alignment)
+    engine = build_engine(settings.contract.alignment)
     num_parties = len(settings.contract.passive_parties)
     store = _store(settings, ACTIVE, runs, num_parties)
     session, _ = assemble_active(settings, observer, store=store, device=device)
@@ -240,15 +220,11 @@ def build_passive(
     device: torch.device | None = None,
     seen: PassiveRecording | None = None,
 ) -> PassiveParty:
-    """Build a passive party, with the same arguments as ``build``.
-
-    Raises:
-        SplitveilError: settings or data cannot be used.
-    """
+    """Build a passive party, with the arguments and errors of ``build``."""
     observer = PassiveRecording() if seen is None else seen
     data = PartyData.of(settings)
     store = _store(settings, settings.folder_name(), runs)
-    engine = private_engine(settings.contract.alignment)
+    engine = build_engine(settings.contract.alignment)
     run, _ = assemble_passive(settings, data, observer, engine, store=store, device=device)
     return PassiveParty(settings, run, observer)
 
@@ -260,11 +236,7 @@ def assemble_active(
     store: RunStore | None = None,
     device: torch.device | None = None,
 ) -> tuple[ActiveSession, TopBuilder]:
-    """Build the active party's session with any observer, and what builds its trainer.
-
-    Raises:
-        SplitveilError: settings or data cannot be used.
-    """
+    """Build the active party's session with any observer, and what builds its trainer."""
     data = PartyData.of(settings)
     builder = TopBuilder(settings, data, device or torch_device(settings.device))
     session = build_session(
@@ -288,21 +260,11 @@ def assemble_passive(
     store: RunStore | None = None,
     device: torch.device | None = None,
 ) -> tuple[PassiveRun, BottomBuilder]:
-    """Build a passive party's run with any observer, and what builds its trainer.
-
-    Raises:
-        SplitveilError: settings or data cannot be used.
-    """
+    """Build a passive party's run with any observer, and what builds its trainer."""
     builder = BottomBuilder(settings, data, device or torch_device(settings.device))
     me = Participant(settings.contract, settings.party, data.ids, data.table.splits)
     aligner = Aligner(me, engine, partial(draw_nonce, settings))
     return PassiveRun(aligner, _one_at_a_time(builder), observer, store), builder
-
-
-def private_engine(settings: AlignmentSettings) -> AlignmentEngine:
-    """Build the engine that the contract names."""
-    # Without worker processes, so that nothing must be closed.
-    return build_engine(settings)
 
 
 def _store(
@@ -316,8 +278,6 @@ def _store(
 
 
 def _one_at_a_time(build: Callable[[AlignedRows], ResultT]) -> Callable[[AlignedRows], ResultT]:
-    """Prevent two parties from drawing weights at the same time."""
-
     def locked(rows: AlignedRows) -> ResultT:
         with _seeding:
             return build(rows)

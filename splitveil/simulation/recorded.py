@@ -58,13 +58,12 @@ class _Passive:
             self.run.auditor = self._recorder
 
     def save_model(self) -> None:
-        """Save what was learned, if the run had begun to train."""
         if self.run.trainer is not None:
             identity = identity_metadata(self.run.model_identity, self.settings.contract)
             save_model(self._folder, self.run.trainer.model, self._builder.encoder, identity)
 
     def write_summary(self) -> None:
-        """Write the summary; call it after the recorder has been closed."""
+        """Write the summary, after the recorder has been closed."""
         write_summary(self._folder, replace(self._recorder.summary(), version=VERSION))
 
 

@@ -21,28 +21,20 @@ class Recording:
     """
 
     rows: AlignedRows | None = None
-    """The aligned rows, once they are known."""
-
     epochs: list[int] = field(default_factory=list)
-    """The epochs that are over."""
-
     resumed: list[int | None] = field(default_factory=list)
     """The epoch in which each resumption continued; None at the end of the run. Never shortened."""
 
     def on_aligned(self, rows: AlignedRows, seed: bytes) -> None:
-        """Keep the rows."""
         self.rows = rows
 
     def on_resumed(self, epoch: int | None) -> None:
-        """Keep the epoch in which the run continues."""
         self.resumed.append(epoch)
 
     def on_epoch(self, epoch: int) -> None:
-        """Keep the number of the epoch."""
         self.epochs.append(epoch)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the length of every list."""
         return {name: len(seen) for name, seen in vars(self).items() if isinstance(seen, list)}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -54,17 +46,11 @@ class Recording:
 
 @dataclass
 class ActiveRecording(Recording):
-    """The events that the active party's observer received."""
-
     losses: list[float] = field(default_factory=list)
-    """The training loss of every batch."""
-
     sent: list[Tensor] = field(default_factory=list)
     """The defended gradient of every training batch, (batch, *cut_shape)."""
 
     evaluations: list[Evaluation] = field(default_factory=list)
-    """Every evaluation of a held-out split."""
-
     ledger: list[tuple[int, LeakBounds]] = field(default_factory=list)
     """The epoch, and the bounds on all answers up to its end."""
 
@@ -81,58 +67,45 @@ class ActiveRecording(Recording):
     """The bounds on all answers, at each resumption before some of them; never shortened."""
 
     def on_step(self, batch: Batch, result: StepResult) -> None:
-        """Keep the loss and the gradient that was sent."""
         self.losses.append(float(result.loss.detach()))
         self.sent.append(result.defended.clone())
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        """Keep the evaluation."""
         self.evaluations.append(evaluation)
 
     def on_earlier_answers(self, examples: int, bounds: LeakBounds) -> None:
-        """Keep the bounds on earlier runs."""
         self.earlier = (examples, bounds)
 
     def on_ledger(self, epoch: int, bounds: LeakBounds) -> None:
-        """Keep the bounds."""
         self.ledger.append((epoch, bounds))
 
     def on_answers_ahead(self, bounds: LeakBounds) -> None:
-        """Keep the bounds on all answers of a run that resumes before some of them."""
         self.ahead += (bounds,)
 
     def on_audit(self, question: AuditQuestion, leak_auc: float, party: str) -> None:
-        """Keep the scores and the figure."""
         self.audits.append((question, leak_auc))
 
     def on_audits_answered(self, count: int) -> None:
-        """Keep the number."""
         self.audits_answered = count
 
     def objection(self) -> SplitveilError | None:
-        """Never object."""
         return None
 
 
 @dataclass
 class PassiveRecording(Recording):
-    """The events that a passive party's observer received."""
-
     received: list[Tensor] = field(default_factory=list)
     """The gradient that came back for every training batch, (batch, *cut_shape)."""
 
     layers: list[dict[str, Tensor]] = field(default_factory=list)
     """The gradients at the layers before the cut that are tapped, by name."""
 
-    def on_opened(self, run_id: str) -> None:
-        """Ignore that the run was opened."""
+    def on_opened(self, run_id: str) -> None: ...
 
-    def on_alignment_progress(self, done_ids: int, total_ids: int) -> None:
-        """Ignore the progress of the alignment."""
+    def on_alignment_progress(self, done_ids: int, total_ids: int) -> None: ...
 
     def on_step(
         self, batch: Batch, sent: Tensor, received: Tensor, layers: dict[str, Tensor]
     ) -> None:
-        """Keep the gradients."""
         self.received.append(received.clone())
         self.layers.append({name: gradient.clone() for name, gradient in layers.items()})

@@ -15,8 +15,7 @@ from splitveil.active_party.commands import program as active_party
 from splitveil.command import program
 from splitveil.command.table import SUB_COMMANDS
 from splitveil.common.party.transcript import Transcript
-from splitveil.deploy import certs
-from splitveil.passive_party import __main__ as passive_party
+from splitveil.passive_party.commands import program as passive_party
 from tests.programs import ROOT, run_program
 from tests.runs import write_example
 
@@ -121,8 +120,8 @@ def test_an_error_is_one_line_with_the_whole_name(call: Call, tmp_path: Path) ->
 @pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
 @pytest.mark.parametrize(
     "main",
-    [program.main, active_party.main, passive_party.main, certs.main],
-    ids=["splitveil", "active-party", "passive-party", "splitveil-certs"],
+    [program.main, active_party.main, passive_party.main],
+    ids=["splitveil", "active-party", "passive-party"],
 )
 def test_every_command_prints_its_completion(shell: str, main: Any, call: Call) -> None:
     done = call("--print-completion", shell, main=main)

@@ -250,7 +250,6 @@ def test_a_function_is_an_attack(tmp_path: Path) -> None:
 
 
 TABLES: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "columns": dict,
     "pyarrow": pa.table,
     "pandas": lambda columns: pytest.importorskip("pandas").DataFrame(columns),
     "another frame": lambda columns: pa.table(columns).to_reader(),  # as polars hands over
@@ -270,14 +269,19 @@ def columns() -> tuple[dict[str, Any], dict[str, Any]]:
     )
 
 
+@pytest.fixture(scope="module")
+def expected(columns: tuple[dict[str, Any], dict[str, Any]]) -> Run:
+    """Return the run of the columns as they are, without attacks."""
+    active, passive = columns
+    return simulate(active=active, passive=passive, key="id", settings=SHORT, attacks=[])[0]
+
+
 @pytest.mark.parametrize("kind", TABLES)
 def test_a_table_of_any_kind_gives_the_same_bits(
-    kind: str, columns: tuple[dict[str, Any], dict[str, Any]]
+    kind: str, columns: tuple[dict[str, Any], dict[str, Any]], expected: Run
 ) -> None:
-    make = TABLES[kind]
-    (expected,) = simulate(active=columns[0], passive=columns[1], key="id", settings=SHORT)
-    active, passive = map(make, columns)
-    (run,) = simulate(active=active, passive=passive, key="id", settings=SHORT)
+    active, passive = map(TABLES[kind], columns)
+    (run,) = simulate(active=active, passive=passive, key="id", settings=SHORT, attacks=[])
     assert run.rows("steps") == expected.rows("steps")
     assert len(run.rows("steps")) > 2
     features = run.settings["data"]["features"]
@@ -309,18 +313,19 @@ FRAMES: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.parametrize("given", FRAMES)
 def test_an_index_joins_data_frames_as_a_key_and_is_no_feature(
-    given: str, columns: tuple[dict[str, Any], dict[str, Any]]
+    given: str, columns: tuple[dict[str, Any], dict[str, Any]], expected: Run
 ) -> None:
     active, passive = map(pytest.importorskip("pandas").DataFrame, columns)
     if given == "an index of whole numbers":
         active, passive = (
             one.assign(id=one["id"].str[1:].astype(int)) for one in (active, passive)
         )
+        tables = {"active": active, "passive": passive}
+        (expected,) = simulate(**tables, key="id", settings=SHORT, attacks=[])
     passive = passive.sample(frac=1, random_state=0)
-    short: dict[str, Any] = {"settings": SHORT, "attacks": []}
-    (expected,) = simulate(active=active, passive=passive, key="id", **short)
     make_active, make_passive, key = FRAMES[given]
-    (run,) = simulate(active=make_active(active), passive=make_passive(passive), key=key, **short)
+    tables = {"active": make_active(active), "passive": make_passive(passive)}
+    (run,) = simulate(**tables, key=key, settings=SHORT, attacks=[])
     assert run.rows("steps") == expected.rows("steps")
     assert run.test_auc == expected.test_auc is not None
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +13,6 @@ GUIDE = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
 _FENCE = re.compile(r"^```(\w*)$")
 _CODE = re.compile(r"`[^`]*`")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
-_ITEM = re.compile(r"^ *(?:- |\d+\. )?")
 _HEADING = re.compile(r"^#{1,6} (.*)$")
 
 
@@ -55,11 +55,11 @@ def prose(path: Path) -> Iterator[str]:
             yield line
 
 
-def sentences(path: Path) -> Iterator[str]:
-    """Yield the lines of prose, without tables and headings; code is blanked."""
-    for line in prose(path):
-        if line and not line.startswith(("|", "#", "!")):
-            yield _CODE.sub("`code`", _ITEM.sub("", line))
+def tables(path: Path) -> Iterator[list[str]]:
+    """Yield the rows of each table, with their code blanked."""
+    for is_row, lines in groupby(prose(path), lambda line: line.startswith("|")):
+        if is_row:
+            yield [_CODE.sub("`code`", line) for line in lines]
 
 
 def links(path: Path) -> Iterator[str]:

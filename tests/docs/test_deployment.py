@@ -17,21 +17,39 @@ import yaml
 
 from splitveil.active_party.commands.program import parser as active_parser
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.common.errors import EndedForGood, PeerEndedForGood, PeerUnreachable, SplitveilError
-from splitveil.common.party.party_settings import load_party_settings
-from splitveil.passive_party.command import parser as passive_parser
+from splitveil.common.errors import (
+    DataError,
+    EndedForGood,
+    PeerEndedForGood,
+    PeerUnreachable,
+    SettingsError,
+    SplitveilError,
+)
+from splitveil.common.party.party_settings import PartySettings, load_party_settings
+from splitveil.passive_party.commands.program import parser as passive_parser
 from splitveil.passive_party.settings import PassiveSettings
-from tests.deployed import EXAMPLE, KUBERNETES, STATUS_PORT, VARIABLE, Deployed, filled
+from tests.deployed import EXAMPLE, STATUS_PORT, VARIABLE, Deployed, filled
 from tests.docs.markdown import ROOT
 
 PARTIES = ("active", "passive")
 PARSERS = {"active": active_parser, "passive": passive_parser}
-SYSTEMD = ROOT / "deploy" / "systemd"
+SETTINGS: dict[str, type[PartySettings]] = {"active": ActiveSettings, "passive": PassiveSettings}
+TRAINING = [Deployed(name, "", f"{name}-party", "Job") for name in PARTIES]
+SERVING = [Deployed(name, "-serve", f"{name}-serve", "Deployment") for name in PARTIES]
+PORTS = {"active": "8443", "passive": "50061"}
+"""Those at which others ask of a party that serves."""
 
-FINAL = {2, 3, 5}
+FINAL = {"": {2, 3, 5}, "-serve": {2, 3}}
 """Exit codes after which the same start ends the same way: settings, data, and the end for good."""
 
-party = pytest.mark.parametrize("party", PARTIES)
+
+def named(found: Deployed) -> str:
+    return found.party + found.ending
+
+
+deployed = pytest.mark.parametrize("found", [*TRAINING, *SERVING], ids=named)
+trained = pytest.mark.parametrize("found", TRAINING, ids=named)
+served = pytest.mark.parametrize("found", SERVING, ids=named)
 
 
 class Words(NamedTuple):
@@ -41,74 +59,63 @@ class Words(NamedTuple):
     words: Sequence[str]
 
 
-def deployed(party: str) -> Deployed:
-    return Deployed(party, "", f"{party}-party", "Job")
-
-
-def commands(party: str) -> Iterator[Words]:
+def commands(found: Deployed) -> Iterator[Words]:
     """Yield the command line in each of a party's files."""
-    program = f"{party}-party"
-    yield Words(
-        program,
-        [filled(word, deployed(party).env_example) for word in deployed(party).compose["command"]],
-    )
-    (start,) = deployed(party).unit["ExecStart"]
-    path, *words = filled(start, deployed(party).unit_environment).split()
+    program = f"{found.party}-party"
+    yield Words(program, [filled(word, found.env_example) for word in found.compose["command"]])
+    (start,) = found.unit["ExecStart"]
+    path, *words = filled(start, found.unit_environment).split()
     yield Words(Path(path).name, words)
-    (container,) = deployed(party).pod["containers"]
-    environment = {one["name"]: one["value"] for one in container.get("env", ())}
+    (container,) = found.pod["containers"]
+    environment = {one["name"]: one.get("value", "") for one in container.get("env", ())}
     args = [re.sub(r"\$\((\w+)\)", lambda m: environment[m[1]], one) for one in container["args"]]
     yield Words(program, args)
-
-
-def status_of(party: str, overrides: Sequence[str]) -> str | None:
-    """Load an example's settings with overrides, and return the address of the endpoint."""
-    path = EXAMPLE / f"{party}.yaml"
-    if party == "active":
-        return load_party_settings(ActiveSettings, path, overrides).status
-    return load_party_settings(PassiveSettings, path, overrides).status
 
 
 # ---- what all of them agree on ----
 
 
-@party
-def test_every_command_line_is_one_that_the_program_takes(party: str) -> None:
-    for program, words in commands(party):
-        assert program == f"{party}-party"
-        parsed = PARSERS[party]().parse_args(words)
-        assert parsed.command == "run"
+@deployed
+def test_every_command_line_is_one_that_the_program_takes(found: Deployed) -> None:
+    for program, words in commands(found):
+        assert program == f"{found.party}-party"
+        parsed = PARSERS[found.party]().parse_args(words)
+        assert parsed.command == ("serve" if found.ending else "run")
         assert parsed.log_format == "json"
-        assert status_of(party, parsed.overrides) is not None
+        path = EXAMPLE / f"{found.party}.yaml"
+        settings = load_party_settings(SETTINGS[found.party], path, parsed.overrides)
+        assert settings.status is not None
+        if isinstance(settings, ActiveSettings) and found.ending:
+            serving = settings.serving
+            is_beyond = serving.http is not None and "127." not in serving.http
+            assert not is_beyond or (serving.tls is not None and serving.token_file is not None)
 
 
-def test_the_codes_of_a_run_that_was_ended_for_good_are_final() -> None:
-    assert {EndedForGood.exit_code, PeerEndedForGood.exit_code} <= FINAL
-    assert SplitveilError.exit_code not in FINAL  # a full disk
-    assert PeerUnreachable.exit_code not in FINAL  # a peer that comes back
+def test_exit_codes_that_may_pass_are_not_final() -> None:
+    assert {SettingsError.exit_code, DataError.exit_code} == FINAL["-serve"]
+    assert {EndedForGood.exit_code, PeerEndedForGood.exit_code} <= FINAL[""]
+    assert not {SplitveilError.exit_code, PeerUnreachable.exit_code} & FINAL[""]
 
 
-@party
-def test_no_supervisor_restarts_for_ever_what_will_not_change(party: str) -> None:
-    prevented = {
-        int(code) for code in " ".join(deployed(party).unit["RestartPreventExitStatus"]).split()
-    }
-    rules = deployed(party).manifests["Job"]["spec"]["podFailurePolicy"]["rules"]
-    failing = [rule["onExitCodes"] for rule in rules if rule["action"] == "FailJob"]
-    assert prevented == FINAL
-    assert [(one["operator"], set(one["values"])) for one in failing] == [("In", FINAL)]
-    assert [one["containerName"] for one in failing] == [f"{party}-party"]
+@deployed
+def test_no_supervisor_restarts_for_ever_what_will_not_change(found: Deployed) -> None:
+    prevented = " ".join(found.unit["RestartPreventExitStatus"]).split()
+    assert {int(code) for code in prevented} == FINAL[found.ending]
+    assert found.unit["Restart"] == ["on-failure"]
+    if found.ending:
+        assert found.unit["StartLimitIntervalSec"] == ["0"]
+        assert found.compose["restart"] == "unless-stopped"
+        return
+    rules = found.manifests["Job"]["spec"]["podFailurePolicy"]["rules"]
+    (failing,) = [rule["onExitCodes"] for rule in rules if rule["action"] == "FailJob"]
+    assert (failing["operator"], set(failing["values"])) == ("In", FINAL[""])
+    assert failing["containerName"] == f"{found.party}-party"
+    assert found.manifests["Job"]["spec"]["backoffLimit"] >= 10
+    assert found.pod["restartPolicy"] == "Never"  # as podFailurePolicy demands
     # Compose knows no exit codes, so that the number of restarts is bounded; after exit code 5, the
     # next start ends with 0.
-    assert re.fullmatch(r"on-failure:\$\{\w+:-[1-9]\d*\}", deployed(party).compose["restart"])
-
-
-@party
-def test_a_failure_that_may_pass_is_tried_again(party: str) -> None:
-    assert deployed(party).unit["Restart"] == ["on-failure"]
-    assert deployed(party).manifests["Job"]["spec"]["backoffLimit"] >= 10
-    assert deployed(party).pod["restartPolicy"] == "Never"  # as podFailurePolicy demands
-    assert int(deployed(party).env_example[f"{party.upper()}_RESTARTS"]) >= 10
+    assert re.fullmatch(r"on-failure:\$\{\w+:-[1-9]\d*\}", found.compose["restart"])
+    assert int(found.env_example[f"{found.party.upper()}_RESTARTS"]) >= 10
 
 
 def test_the_guide_has_the_exit_codes_of_the_supervisors() -> None:
@@ -117,40 +124,35 @@ def test_the_guide_has_the_exit_codes_of_the_supervisors() -> None:
         r"^\| (\d(?:, \d+)*) \|.*\| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", text, re.MULTILINE
     )
     final = {int(codes) for codes, _, systemd, _ in rows if systemd.startswith("stays down")}
-    assert final == FINAL
+    assert final == FINAL[""]
 
 
-@party
-def test_nobody_is_root_and_nothing_but_the_results_can_be_written(party: str) -> None:
-    service = deployed(party).compose
-    assert [one for one in service["volumes"] if not one.endswith(":ro")] == [
-        f"${{{party.upper()}_RUNS:?folder for the results}}:/runs"
-    ]
-    deployed(party).check_nobody_is_root()
+@deployed
+def test_nobody_is_root_and_nothing_but_the_results_can_be_written(found: Deployed) -> None:
+    (writable,) = [one for one in found.compose["volumes"] if not one.endswith(":ro")]
+    assert writable.endswith(":/runs")
+    found.check_nobody_is_root()
 
 
-@party
-def test_health_is_asked_at_the_status_port(party: str) -> None:
-    assert f"127.0.0.1:{STATUS_PORT}/healthz" in " ".join(
-        deployed(party).compose["healthcheck"]["test"]
-    )
-    (container,) = deployed(party).pod["containers"]
-    paths = {
-        probe: container[probe]["httpGet"]["path"]
-        for probe in ("startupProbe", "livenessProbe", "readinessProbe")
-    }
-    health = {"startupProbe": "/healthz", "livenessProbe": "/healthz"}
-    assert paths == health | {"readinessProbe": "/readyz"}
+@deployed
+def test_health_is_asked_at_the_status_port_which_stays_on_loopback(found: Deployed) -> None:
+    check = " ".join(found.compose["healthcheck"]["test"])
+    assert f"127.0.0.1:{STATUS_PORT}/healthz" in check
+    (status,) = [port for port in found.compose["ports"] if port.endswith(f":{STATUS_PORT}")]
+    assert status.partition(":-")[2].startswith("127.0.0.1:")
+    (container,) = found.pod["containers"]
+    for probe in ("startupProbe", "livenessProbe"):
+        assert container[probe]["httpGet"] == {"path": "/healthz", "port": "status"}
+    assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
     ports = {port["name"]: str(port["containerPort"]) for port in container["ports"]}
     assert ports["status"] == STATUS_PORT
+    if found.ending:
+        assert {*ports.values()} == {PORTS[found.party], STATUS_PORT}
+        assert {port.rpartition(":")[2] for port in found.compose["ports"]} == {*ports.values()}
 
 
-@pytest.mark.parametrize("ending", ["", "-serve"])
-@party
-def test_a_party_s_memory_is_limited_alike_by_every_supervisor(party: str, ending: str) -> None:
-    found = Deployed(
-        party, ending, f"{party}{ending or '-party'}", "Deployment" if ending else "Job"
-    )
+@deployed
+def test_a_party_s_memory_is_limited_alike_by_every_supervisor(found: Deployed) -> None:
     (container,) = found.pod["containers"]
     limits = (
         found.compose["mem_limit"],
@@ -165,11 +167,10 @@ def test_a_party_s_memory_is_limited_alike_by_every_supervisor(party: str, endin
 
 def test_what_compose_runs_is_defended() -> None:
     both = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))["services"]
-    for party, service in (("active", both["active-party"]), ("passive", both["passive-party"])):
+    for party in PARTIES:
+        service = both[f"{party}-party"]
         assert service["command"][1] == f"/examples/{EXAMPLE.name}/{party}.yaml"
         assert service["mem_limit"]
-    settings = load_party_settings(ActiveSettings, EXAMPLE / "active.yaml", [])
-    assert settings.defense.name in {"marvell", "max_norm"}
 
 
 @pytest.mark.parametrize(
@@ -179,37 +180,38 @@ def test_every_example_is_defended(example: Path) -> None:
     assert load_party_settings(ActiveSettings, example, []).defense.name != "none"
 
 
-@party
-def test_the_example_of_an_env_file_names_every_variable_and_no_other(party: str) -> None:
-    text = (ROOT / f"docker-compose.{party}.yml").read_text(encoding="utf-8")
-    assert {found[1] for found in VARIABLE.finditer(text)} == set(deployed(party).env_example)
+@deployed
+def test_the_example_of_an_env_file_names_every_variable_and_no_other(found: Deployed) -> None:
+    assert {one[1] for one in VARIABLE.finditer(found.compose_text)} == set(found.env_example)
 
 
-@party
-def test_the_status_port_is_published_on_loopback_only(party: str) -> None:
-    published = [port for port in deployed(party).compose["ports"] if f":{STATUS_PORT}" in port]
-    assert len(published) == 1
-    assert published[0].partition(":-")[2].startswith("127.0.0.1:")
-    assert deployed(party).env_example[f"{party.upper()}_STATUS"].startswith("127.0.0.1:")
+@served
+def test_training_and_serving_use_different_ports_of_the_host(found: Deployed) -> None:
+    training = (ROOT / f"docker-compose.{found.party}.yml").read_text(encoding="utf-8")
+    taken = set(re.findall(r":-[\d.]+:(\d+)\}", training))
+    own = set(re.findall(r":-[\d.]+:(\d+)\}", str(found.compose["ports"])))
+    (start,) = found.unit["ExecStart"]
+    assert own
+    assert not (own | set(re.findall(r"127\.0\.0\.1:(\d+)", start))) & taken
 
 
-@party
-def test_an_image_is_built_from_the_packages_of_one_party(party: str) -> None:
-    other = PARTIES[1 - PARTIES.index(party)]
+@trained
+def test_an_image_is_built_from_the_packages_of_one_party(found: Deployed) -> None:
+    party = found.party
     text = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
     stages = dict(
         re.findall(r"^FROM \S+ AS (\S+)\n(.*?)(?=^FROM |\Z)", text, re.MULTILINE | re.DOTALL)
     )
-    assert f"--from={party}-packages" in stages[f"{party}-party"]
-    assert "--from=packages" not in stages[f"{party}-party"]
+    own = stages[f"{party}-party"]
+    assert f"--from={party}-packages" in own
+    assert "--from=packages" not in own
     kept = re.findall(r"! -name (\S+)", stages[f"{party}-packages"])
     assert kept == ["__init__.py", "protos", "common", f"{party}_party", f"{party}-party"]
-    assert f"{other}_party" not in stages[f"{party}-party"]
-    assert "USER splitveil" in stages[f"{party}-party"]
-    assert deployed(party).compose["build"]["target"] == f"{party}-party"
+    assert "USER splitveil" in own
+    assert found.compose["build"]["target"] == f"{party}-party"
 
 
-@party
+@pytest.mark.parametrize("party", PARTIES)
 def test_a_party_runs_without_the_packages_that_its_image_lacks(party: str) -> None:
     other = PARTIES[1 - PARTIES.index(party)]
     kept = ("protos", "common", f"{party}_party")
@@ -234,24 +236,22 @@ def test_a_party_runs_without_the_packages_that_its_image_lacks(party: str) -> N
 # ---- systemd ----
 
 
-@pytest.mark.parametrize("ending", ["", "-serve"])
-@party
-def test_an_instance_can_have_a_status_port_of_its_own(party: str, ending: str) -> None:
-    found = Deployed(party, ending, "", "")
+@deployed
+def test_an_instance_can_have_a_status_port_of_its_own(found: Deployed) -> None:
     (start,) = found.unit["ExecStart"]
-    name = f"{party}{ending}".upper().replace("-", "_") + "_STATUS"
+    name = f"{named(found)}".upper().replace("-", "_") + "_STATUS"
     assert f"--set status=${{{name}}}" in start
     assert found.unit_environment[name] == found.env_example[name]
-    assert found.unit["EnvironmentFile"] == [f"-/etc/splitveil/%i/{party}{ending}.env"]
+    assert found.unit["EnvironmentFile"] == [f"-/etc/splitveil/%i/{named(found)}.env"]
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
-@party
-def test_systemd_finds_no_fault_with_a_unit(party: str, tmp_path: Path) -> None:
+@deployed
+def test_systemd_finds_no_fault_with_a_unit(found: Deployed, tmp_path: Path) -> None:
     """The program is not installed here, so that another stands in its place."""
-    text = (SYSTEMD / f"splitveil-{party}@.service").read_text(encoding="utf-8")
-    file = tmp_path / f"splitveil-{party}@.service"
-    file.write_text(text.replace(f"/opt/splitveil/bin/{party}-party", "/bin/true"))
+    text = found.unit_file.read_text(encoding="utf-8")
+    file = tmp_path / found.unit_file.name
+    file.write_text(text.replace(f"/opt/splitveil/bin/{found.party}-party", "/bin/true"))
     done = subprocess.run(
         ["systemd-analyze", "verify", str(file)], capture_output=True, text=True, check=False
     )
@@ -261,50 +261,52 @@ def test_systemd_finds_no_fault_with_a_unit(party: str, tmp_path: Path) -> None:
 # ---- Kubernetes ----
 
 
-@party
-def test_every_manifest_fits_the_schema_of_kubernetes(party: str) -> None:
-    version = kubernetes_validate.latest_version()
-    found = deployed(party).manifests
-    assert {"Job", "NetworkPolicy", "PersistentVolumeClaim"} <= found.keys()
-    for document in found.values():
-        kubernetes_validate.validate(document, version, strict=True)
+@deployed
+def test_every_manifest_fits_the_schema_of_kubernetes_and_is_applied(found: Deployed) -> None:
+    kinds = {found.workload, "NetworkPolicy"}
+    kinds |= {"Service"} if found.ending else {"PersistentVolumeClaim"}
+    assert kinds <= found.manifests.keys()
+    for document in found.manifests.values():
+        kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+    files = {path.name for path in found.manifest_folder.glob("*.yaml")} - {"kustomization.yaml"}
+    assert files == set(found.kustomization["resources"])
+    volumes = {one["name"] for one in found.pod["volumes"]}
+    containers = (*found.pod["containers"], *found.pod["initContainers"])
+    assert {m["name"] for one in containers for m in one["volumeMounts"]} == volumes
 
 
 def test_the_schema_notices_a_misspelt_field() -> None:
-    job = deployed("active").manifests["Job"]
+    job = TRAINING[0].manifests["Job"]
     job["spec"]["backofLimit"] = 3
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(job, kubernetes_validate.latest_version(), strict=True)
 
 
-@party
-def test_every_manifest_of_the_folder_is_applied(party: str) -> None:
-    files = {path.name for path in (KUBERNETES / party).glob("*.yaml")} - {"kustomization.yaml"}
-    assert files == set(deployed(party).kustomization["resources"])
-
-
-@party
-def test_policies_and_services_choose_the_party_s_pods(party: str) -> None:
-    (labels,) = (one["pairs"] for one in deployed(party).kustomization["labels"])
-    name = {"app.kubernetes.io/name": f"splitveil-{party}"}
+@deployed
+def test_policies_and_services_choose_the_party_s_pods(found: Deployed) -> None:
+    (labels,) = (one["pairs"] for one in found.kustomization["labels"])
+    name = {"app.kubernetes.io/name": f"splitveil-{named(found)}"}
     assert name.items() <= labels.items()
-    assert deployed(party).manifests["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"] == name
-    if party == "active":
-        service = deployed(party).manifests["Service"]["spec"]
-        assert service["selector"] == name
-        assert STATUS_PORT not in str(service["ports"])
+    chosen = [found.manifests["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"]]
+    if found.ending:
+        chosen.append(found.manifests["Deployment"]["spec"]["selector"]["matchLabels"])
+    if "Service" in found.manifests:
+        service = found.manifests["Service"]["spec"]
+        chosen.append(service["selector"])
+        assert STATUS_PORT not in {str(port["port"]) for port in service["ports"]}
+    assert chosen == [name] * len(chosen)
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
-@party
-def test_kustomize_builds_what_fits_the_schema(party: str) -> None:
+@deployed
+def test_kustomize_builds_what_fits_the_schema(found: Deployed) -> None:
     done = subprocess.run(
-        ["kubectl", "kustomize", str(KUBERNETES / party)],
+        ["kubectl", "kustomize", str(found.manifest_folder)],
         capture_output=True,
         text=True,
         check=True,
     )
     built = list(yaml.safe_load_all(done.stdout))
-    assert {document["kind"] for document in built} == set(deployed(party).manifests)
+    assert {document["kind"] for document in built} == set(found.manifests)
     for document in built:
         kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)

@@ -157,22 +157,6 @@ def test_the_board_shows_every_metric_of_the_run(exported: dict[str, set[str]]) 
     assert own - asked - {"splitveil_run_info"} == set()
 
 
-def test_no_panel_of_the_board_covers_another() -> None:
-    fields: set[tuple[int, int]] = set()
-    for panel in board()["panels"]:
-        place = panel["gridPos"]
-        assert place["x"] + place["w"] <= 24
-        own = {
-            (x, y)
-            for x in range(place["x"], place["x"] + place["w"])
-            for y in range(place["y"], place["y"] + place["h"])
-        }
-        assert not fields & own, panel["title"]
-        fields |= own
-    numbers = [panel["id"] for panel in board()["panels"]]
-    assert len(numbers) == len(set(numbers))
-
-
 def test_every_alert_is_seen_to_fire() -> None:
     tests = yaml.safe_load(RULE_TESTS.read_text(encoding="utf-8"))["tests"]
     cases = [case for test in tests for case in test["alert_rule_test"]]

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from splitveil.active_party.defenses.interface import DefenseReport, release
 from splitveil.active_party.training.top_trainer import StepResult
-from splitveil.active_party.watch.number_covariates import NumberRowCovariates
-from splitveil.active_party.watch.row_covariates import MAX_GAP
+from splitveil.active_party.watch.row_covariates import MAX_GAP, NumberRowCovariates
 from splitveil.common.privacy.accumulation import RunScores
 from splitveil.common.privacy.adjusted_r2 import (
     MIN_ROWS,

@@ -9,7 +9,7 @@ import torch
 from sklearn.cluster import KMeans
 from torch import Tensor
 
-from splitveil.common.privacy.attacks import ATTACKS, AttackName, Knowledge
+from splitveil.common.privacy.attacks import ATTACKS, AttackName, Knowledge, SideInformation
 from splitveil.common.privacy.audit import LeakAudit
 from splitveil.common.privacy.clusters import settled_centres, two_clusters
 from splitveil.common.privacy.leakage import auc, leak_auc
@@ -130,11 +130,11 @@ def test_attacks_with_one_example_of_each_class_ask_for_them() -> None:
     for attack in (ATTACKS["kmeans_hint"], ATTACKS["nearest_hint"]):
         assert not attack.is_free
         assert not attack.is_oracle
-        assert not Knowledge(hints=gradients).suffices_for(attack)
+        assert attack.missing(Knowledge(hints=gradients)) is SideInformation.OTHER_HINTS
         with pytest.raises(ValueError, match="one example of each other class"):
             attack.score(gradients, Knowledge(hints=gradients))
         known = Knowledge(hints=gradients[:1], other_hints=gradients[1:])
-        assert known.suffices_for(attack)
+        assert attack.missing(known) is None
         assert int(attack.score(gradients, known).argmax()) == 0
 
 

@@ -91,11 +91,7 @@ def test_mu_is_that_of_the_most_exposed_example_and_of_covered_ones_alone() -> N
     ledger.charge(np.array([2]), GAUSSIAN)
     assert [one.mu for one in ledger.bounds(np.arange(3)).by_peers] == [math.sqrt(0.6)] * 3
     ledger.charge(np.array([0]), LeakCharge(0.0, covers=WEAK))
-    assert [one.mu for one in ledger.bounds(np.arange(3)).by_peers] == [
-        None,
-        None,
-        math.sqrt(0.6),
-    ]
+    assert [one.mu for one in ledger.bounds(np.arange(3)).by_peers] == [None, None, math.sqrt(0.6)]
     assert ledger.bounds(np.array([1, 2])).against(ANYBODY).mu == math.sqrt(0.6)
 
 
@@ -143,22 +139,6 @@ def test_whom_accounts_describe_survives_the_file_and_the_adding_up_of_books(
     assert carried.covers() is WEAK
 
 
-def as_before(ledger: LeakLedger, *lacks: str) -> dict[str, torch.Tensor]:
-    """Return the state of a ledger that did not keep odds, nor some other things."""
-    without = (*lacks, "odds", "odds_of", "current_odds")
-    return {name: value for name, value in ledger.state_dict().items() if name not in without}
-
-
-def test_a_book_from_before_covers_the_fewest_peers_where_anything_was_charged() -> None:
-    ledger = after(GAUSSIAN, of=3)
-    ledger.load_state_dict(as_before(ledger, "caveats"))
-    assert columns(ledger) == [1, 1, leak_auc_bound(0.3)]
-    untouched = LeakLedger(3)
-    untouched.load_state_dict(as_before(untouched, "caveats"))
-    untouched.charge(np.arange(3), GAUSSIAN)
-    assert columns(untouched) == [exact(math.sqrt(0.3))] * 3
-
-
 @pytest.mark.parametrize(
     "caveats",
     [
@@ -168,7 +148,7 @@ def test_a_book_from_before_covers_the_fewest_peers_where_anything_was_charged()
     ],
 )
 def test_caveats_that_cannot_be_of_these_accounts_are_refused(caveats: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match="caveats: expected 3"):
+    with pytest.raises(ValueError, match="caveats: expected"):
         LeakLedger(3).load_state_dict(LeakLedger(3).state_dict() | {"caveats": caveats})
 
 

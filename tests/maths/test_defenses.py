@@ -1,5 +1,6 @@
 """Every defense is, as promised, unbiased, finite, unpredictable, of stated power, protective."""
 
+import itertools
 import math
 
 import numpy as np
@@ -9,32 +10,47 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from splitveil.active_party import defenses
-from splitveil.active_party.defenses import Defense, DefenseSettings, RawBatch
+from splitveil.active_party.defenses import Defended, Defense, DefenseSettings, RawBatch
 from splitveil.active_party.defenses.class_statistics import RunningClasses, measure_classes
+from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
 from splitveil.active_party.defenses.noise import EntropyNoise, fill_state
 from splitveil.active_party.defenses.rows import all_finite
 from splitveil.active_party.defenses.strength import PowerRatio
-from splitveil.active_party.defenses.sum_kl import NoiseSolution
 from splitveil.common.privacy.leakage import leak_auc
 from splitveil.common.privacy.scores import cosine, norm
 from tests.defended import build_defense
 
+ADAPTER: TypeAdapter[DefenseSettings] = TypeAdapter(DefenseSettings)
 NOISY = ["iso", "max_norm", "max_norm_positive", "marvell"]
+SEVERAL = ["iso, 4 classes", "max_norm, 4 classes", "marvell, 4 classes"]
+ALL = ["none", *NOISY, *SEVERAL, *(f"{name}, persistent" for name in NOISY), "marvell, running"]
 
 
 def settings_of(name: str, seed: int | None = None, power_ratio: float = 4.0) -> DefenseSettings:
-    match name:
-        case "iso":
-            return defenses.IsoDefense(insecure_noise_seed=seed)
-        case "max_norm":
-            return defenses.MaxNormDefense(insecure_noise_seed=seed)
-        case "max_norm_positive":
-            return defenses.MaxNormPositiveDefense(insecure_noise_seed=seed)
-        case "marvell":
-            strength = PowerRatio(power_ratio=power_ratio)
-            return defenses.MarvellDefense(insecure_noise_seed=seed, strength=strength)
-        case _:
-            return defenses.NoDefense()
+    name, _, more = name.partition(", ")
+    values: dict[str, object] = {"name": name, "insecure_noise_seed": seed}
+    if more == "persistent":
+        values["noise"] = "persistent"
+    if name == "marvell":
+        values["strength"] = {"power_ratio": power_ratio}
+        values["statistics"] = "running" if more == "running" else "batch"
+    return ADAPTER.validate_python({"name": "none"} if name == "none" else values)
+
+
+def built(name: str, seed: int | None = None) -> Defense:
+    key = key_from_insecure_seed(1)
+    return build_defense(settings_of(name, seed), key, num_classes=4 if name in SEVERAL else 2)
+
+
+def batch_of(name: str, rows: int = 512, cut_dim: int = 16) -> tuple[Tensor, Tensor]:
+    """Make gradients as a cross entropy does, of two classes or of four."""
+    if name not in SEVERAL:
+        return binary_batch(rows, cut_dim)
+    generator = torch.Generator().manual_seed(5)
+    labels = torch.arange(rows) % 4
+    weights = torch.randn(4, cut_dim, generator=generator)
+    spread = 0.2 * torch.randn(rows, cut_dim, generator=generator)
+    return (0.25 - torch.nn.functional.one_hot(labels, 4)) @ weights + spread, labels
 
 
 def binary_batch(
@@ -55,14 +71,23 @@ def predicted(labels: Tensor) -> Tensor:
     return 0.1 + 0.8 * torch.rand(len(labels), generator=generator)
 
 
+def asked(gradients: Tensor, labels: Tensor, probabilities: Tensor | None = None) -> RawBatch:
+    keys = torch.arange(2 * len(gradients)).view(-1, 2) * 2**40 + 2**59
+    probabilities = predicted(labels) if probabilities is None else probabilities
+    return RawBatch(gradients, labels, keys, probabilities, slopes=gradients)
+
+
+def answered(name: str, gradients: Tensor, labels: Tensor, seed: int | None = None) -> Defended:
+    return built(name, seed).defend(asked(gradients, labels))
+
+
 def repeated(name: str, gradients: Tensor, labels: Tensor, times: int) -> Tensor:
     """Defend the same batch many times: (times, batch, cut_dim).
 
     What a row's noise depends on (class means and covariances, the largest norm, the least
     probability of a positive) is the same in a batch that holds every row ``times / 8`` times.
     """
-    defense = build_defense(settings_of(name, seed=1))
-    return defended_often(defense, gradients, labels, predicted(labels), times)
+    return defended_often(built(name, seed=1), gradients, labels, predicted(labels), times)
 
 
 def defended_often(
@@ -86,25 +111,25 @@ def bias_score(samples: Tensor, expected: Tensor) -> float:
     return float(((samples.mean(dim=0) - expected).abs() / error)[moved].max())
 
 
-@pytest.mark.parametrize("name", NOISY)
+@pytest.mark.parametrize("name", [*NOISY, *SEVERAL])
 def test_noise_is_unbiased(name: str) -> None:
     """Accepts the raw gradient as the mean, and rejects one that is shrunk by 30 %.
 
     128 coordinates, so that 5 standard errors are exceeded by chance once in 10,000 seeds.
     """
-    gradients, labels = binary_batch(batch=16, cut_dim=8)
-    labels[:3] = 1
+    gradients, labels = batch_of(name, rows=16, cut_dim=8)
+    if name in NOISY:
+        labels[:3] = 1
     samples = repeated(name, gradients, labels, times=8000)
     assert bias_score(samples, gradients.double()) < 5
     assert bias_score(samples, 0.7 * gradients.double()) > 5
 
 
-@pytest.mark.parametrize("name", NOISY)
+@pytest.mark.parametrize("name", [*NOISY, *SEVERAL])
 def test_power_spent_is_the_power_reported(name: str) -> None:
     """Accepts the report, and rejects one that is 5 % off."""
-    gradients, labels = binary_batch(batch=256)
-    defense = build_defense(settings_of(name, seed=1))
-    _, report = defense.defend(RawBatch(gradients, labels, probabilities=predicted(labels)))
+    gradients, labels = batch_of(name, rows=256)
+    report = answered(name, gradients, labels, seed=1).report
     samples = repeated(name, gradients, labels, times=2000)
     measured = float((samples - gradients).square().sum(dim=2).mean())
     assert measured == pytest.approx(report.noise_power, rel=0.02)
@@ -117,8 +142,7 @@ def test_powers_are_the_documented_ones() -> None:
     norms = gradients.norm(dim=1)
     gap = gradients[positive].mean(dim=0) - gradients[~positive].mean(dim=0)
     reports = {
-        name: build_defense(settings_of(name)).defend(RawBatch(gradients, labels))[1]
-        for name in ("iso", "max_norm", "marvell")
+        name: answered(name, gradients, labels)[1] for name in ("iso", "max_norm", "marvell")
     }
     assert reports["iso"].noise_power == pytest.approx(float(norms.max() ** 2))
     assert reports["max_norm"].noise_power == pytest.approx(
@@ -223,9 +247,7 @@ def powers_by_hand(labels: Tensor, probabilities: Tensor, smallest: float) -> Te
 
 
 @pytest.mark.parametrize("positives", [True, False], ids=["positives", "none"])
-def test_max_norm_positive_brings_rows_to_the_least_expected_positive(
-    positives: bool,
-) -> None:
+def test_max_norm_positive_brings_rows_to_the_least_expected_positive(positives: bool) -> None:
     """Accepts the report's formula, with the least p of all where no row is positive."""
     gradients, labels, probabilities = sigmoid_batch()
     if not positives:
@@ -258,7 +280,7 @@ def test_max_norm_positive_hides_the_norm_of_every_row_below_its_target() -> Non
 @pytest.mark.parametrize(
     ("probabilities", "complaint"),
     [
-        (None, "needs the predicted probabilities"),
+        (None, "expected 60 probabilities"),
         (torch.full((3,), 0.5), "expected 60 probabilities"),
         (torch.full((60,), math.nan), "between 0 and 1"),
         (torch.full((60,), 1.5), "between 0 and 1"),
@@ -272,15 +294,6 @@ def test_max_norm_positive_needs_probabilities(
         build_defense(defenses.MaxNormPositiveDefense()).defend(
             RawBatch(gradients, labels, probabilities=probabilities)
         )
-
-
-def test_max_norm_positive_stands_predictions_without_doubt() -> None:
-    gradients, labels, _ = sigmoid_batch()
-    for certain in (labels.float(), 1 - labels.float(), torch.zeros(60), torch.ones(60)):
-        defended, _ = build_defense(defenses.MaxNormPositiveDefense()).defend(
-            RawBatch(gradients, labels, probabilities=certain)
-        )
-        assert torch.isfinite(defended).all()
 
 
 # ---- marvell
@@ -314,9 +327,8 @@ def test_marvell_noise_has_the_covariance_of_the_solution() -> None:
 def test_marvell_statistics_are_those_of_numpy() -> None:
     gradients, labels = binary_batch(batch=3000, cut_dim=70)  # more than one chunk
     batch = measure_classes(gradients, labels == 1)
-    assert batch.neg is not None
-    assert batch.pos is not None
-    for moments, label in ((batch.neg, 0), (batch.pos, 1)):
+    for label, moments in enumerate(batch.moments):
+        assert moments is not None
         rows = gradients[labels == label].double().numpy()
         np.testing.assert_allclose(moments.mean.numpy(), rows.mean(axis=0), rtol=1e-12, atol=1e-14)
         assert moments.deviation == pytest.approx(float(rows.var(axis=0).mean() ** 0.5), rel=1e-12)
@@ -327,11 +339,11 @@ def test_a_class_of_one_row_has_no_spread_at_all(batch: int) -> None:
     """Rounding must not pass for a spread, on which the solver would rely."""
     gradients, _ = binary_batch(batch=batch, cut_dim=70)
     positive = torch.arange(batch) == batch // 2
-    measured = measure_classes(gradients, positive)
-    assert measured.pos is not None
-    assert measured.neg is not None
-    assert torch.equal(measured.pos.mean, gradients[batch // 2].double())
-    assert measured.pos.deviation == 0 < measured.neg.deviation
+    neg, pos = measure_classes(gradients, positive).moments
+    assert neg is not None
+    assert pos is not None
+    assert torch.equal(pos.mean, gradients[batch // 2].double())
+    assert pos.deviation == 0 < neg.deviation
 
 
 @pytest.mark.parametrize("size", [1e-44, 1e37])
@@ -340,11 +352,11 @@ def test_marvell_statistics_follow_the_size_of_float32_gradients(size: float) ->
     labels = torch.tensor([0, 0, 1, 1])
     rows = signs * torch.tensor(size)  # the smallest are subnormal
     unit = float(rows[0, 0])
-    measured = measure_classes(rows, labels == 1)
-    assert measured.neg is not None
-    assert measured.pos is not None
-    assert (measured.neg.deviation, measured.pos.deviation) == pytest.approx((unit, unit), rel=1e-6)
-    assert measured.pos.mean.tolist() == pytest.approx([4 * unit] * 4, rel=1e-6)
+    neg, pos = measure_classes(rows, labels == 1).moments
+    assert neg is not None
+    assert pos is not None
+    assert (neg.deviation, pos.deviation) == pytest.approx((unit, unit), rel=1e-6)
+    assert pos.mean.tolist() == pytest.approx([4 * unit] * 4, rel=1e-6)
 
 
 def test_gradients_whose_sum_overflows_are_finite() -> None:
@@ -374,9 +386,7 @@ def empirical_sum_kl(rows: Tensor, labels: Tensor, gap: Tensor) -> float:
 
 def test_marvell_leaves_about_the_divergence_that_it_reports() -> None:
     gradients, labels = binary_batch(batch=20_000)
-    defended, report = build_defense(settings_of("marvell", seed=1)).defend(
-        RawBatch(gradients, labels)
-    )
+    defended, report = answered("marvell", gradients, labels, seed=1)
     positive = labels == 1
     gap = gradients[positive].mean(dim=0) - gradients[~positive].mean(dim=0)
     before = empirical_sum_kl(gradients, labels, gap)
@@ -397,9 +407,7 @@ def test_marvell_stops_the_attacks_that_succeed_without_it(attack: str) -> None:
     def leak(rows: Tensor) -> float:
         return leak_auc(norm(rows) if attack == "norm" else cosine(rows, reference), labels)
 
-    defended, report = build_defense(settings_of("marvell", seed=1)).defend(
-        RawBatch(gradients, labels)
-    )
+    defended, report = answered("marvell", gradients, labels, seed=1)
     assert leak(gradients) > 0.99
     assert leak(defended) < 0.72
     assert report.leak_auc_bound is not None
@@ -429,7 +437,7 @@ def one_class_rows(batch: int = 4000) -> tuple[Tensor, Tensor]:
 
 def test_one_class_before_any_statistics_gets_noise_without_signal() -> None:
     rows, labels = one_class_rows()
-    defended, report = build_defense(settings_of("marvell", seed=1)).defend(RawBatch(rows, labels))
+    defended, report = answered("marvell", rows, labels, seed=1)
     largest = float(rows.norm(dim=1).max())
     assert report.noise_power == pytest.approx(largest**2, rel=1e-6)
     assert float(defended.square().sum(dim=1).mean()) == pytest.approx(largest**2, rel=0.05)
@@ -461,16 +469,21 @@ def test_one_class_first_then_the_other_is_enough() -> None:
     assert second.solution is not None
 
 
-def test_class_statistics_survive_a_checkpoint() -> None:
-    rows, labels = one_class_rows()
-    before, after = (build_defense(settings_of("marvell", seed=seed)) for seed in (1, 2))
-    before.defend(RawBatch(*binary_batch()))
+@pytest.mark.parametrize("name", [*NOISY, *SEVERAL, "marvell, running"])
+def test_statistics_of_earlier_batches_survive_a_checkpoint(name: str) -> None:
+    """The next batch lacks the first class; without the state it would be charged otherwise."""
+    before, after, fresh = (built(name, seed=seed) for seed in (1, 2, 3))
+    gradients, labels = batch_of(name)
+    before.defend(asked(gradients, labels))
     after.load_state_dict(before.state_dict())
-    assert before.defend(RawBatch(rows, labels))[1] == after.defend(RawBatch(rows, labels))[1]
-    with pytest.raises(ValueError, match="expected class statistics"):
-        after.load_state_dict({"pos_mean": torch.zeros(16)})
+    some = asked(gradients[labels > 0], labels[labels > 0])
+    reports = [defense.defend(some).report for defense in (before, after, fresh)]
+    assert reports[0] == reports[1]
+    assert reports[0].charge != reports[2].charge
+    with pytest.raises(ValueError, match=r"expected (class statistics|means)"):
+        after.load_state_dict({"neg_deviation": torch.zeros(16)})
     with pytest.raises(ValueError, match="no state"):
-        build_defense(defenses.NoDefense()).load_state_dict(before.state_dict())
+        built("none").load_state_dict(before.state_dict())
 
 
 def test_running_statistics_follow_the_gradients() -> None:
@@ -509,80 +522,55 @@ AWKWARD = {
 }
 
 
-@pytest.mark.parametrize("name", ["none", *NOISY])
-@pytest.mark.parametrize("labels", ["mixed", "positive", "negative"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("kind", AWKWARD)
-def test_every_finite_gradient_gets_a_finite_answer(
-    name: str, labels: str, dtype: torch.dtype, kind: str
-) -> None:
-    gradients = AWKWARD[kind].to(dtype)
-    ones = torch.ones(len(gradients))
-    choices = {"mixed": (torch.arange(len(gradients)) < 4).float(), "positive": ones}
-    defense = build_defense(settings_of(name))
-    for _ in range(3):
-        chosen = choices.get(labels, 0 * ones)
-        defended, report = defense.defend(
-            RawBatch(gradients, chosen, probabilities=predicted(chosen))
-        )
-        assert torch.isfinite(defended).all()
-        assert math.isfinite(report.noise_power)
-        assert defended.dtype == dtype
-        assert defended.shape == gradients.shape
+def test_every_finite_gradient_gets_a_finite_answer(name: str, kind: str) -> None:
+    """Whatever the dtype, the classes in the batch, and how sure the predictions are."""
+    mixed = (torch.arange(len(AWKWARD[kind])) < 4).float()
+    for dtype, labels in itertools.product(
+        (torch.float32, torch.float64), (mixed, torch.ones_like(mixed), torch.zeros_like(mixed))
+    ):
+        gradients, defense = AWKWARD[kind].to(dtype), built(name)
+        for probabilities in (predicted(labels), labels, 1 - labels):
+            defended, report = defense.defend(asked(gradients, labels, probabilities))
+            assert torch.isfinite(defended).all()
+            assert math.isfinite(report.noise_power)
+            assert report.charge.sum_kl >= 0
+            assert (defended.dtype, defended.shape) == (dtype, gradients.shape)
 
 
 def test_a_batch_without_a_gap_is_not_sent_bare() -> None:
     """Positives +-g around zero, negatives zero: the norm gives them away, the gap says 0 power."""
     gradients = AWKWARD["gap of zero"]
     labels = torch.arange(8) >= 4
-    defended, report = build_defense(settings_of("marvell")).defend(RawBatch(gradients, labels))
+    defended, report = answered("marvell", gradients, labels)
     assert report.noise_power == pytest.approx(4.0)
     assert float(defended[:4].norm(dim=1).min()) > 0
 
 
-@pytest.mark.parametrize("name", NOISY)
-@pytest.mark.parametrize("exponent", [-99, -40, 7, 99])
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("exponent", [-99, 60])
 def test_defense_scales_with_the_gradient_bit_for_bit(name: str, exponent: int) -> None:
-    gradients, labels = binary_batch()
+    """And its charge does not change."""
+    gradients, labels = batch_of(name)
     factor = 2.0**exponent
-    plain, _ = build_defense(settings_of(name, seed=1)).defend(
-        RawBatch(gradients, labels, probabilities=predicted(labels))
-    )
-    scaled, _ = build_defense(settings_of(name, seed=1)).defend(
-        RawBatch(factor * gradients, labels, probabilities=predicted(labels))
-    )
+    plain, report = answered(name, gradients, labels, seed=1)
+    scaled, of_scaled = answered(name, factor * gradients, labels, seed=1)
     assert torch.equal(scaled, factor * plain)
+    assert of_scaled.charge.sum_kl == pytest.approx(report.charge.sum_kl, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", NOISY)
-def test_two_builds_of_the_same_settings_send_different_noise(name: str) -> None:
-    gradients, labels = binary_batch()
-    first, second = (
-        build_defense(settings_of(name)).defend(
-            RawBatch(gradients, labels, probabilities=predicted(labels))
-        )[0]
-        for _ in range(2)
-    )
-    differing = (first != second).any(dim=1).float().mean()
-    assert differing > 0.99
-
-
-@pytest.mark.parametrize("name", NOISY)
-def test_an_insecure_seed_repeats_the_noise_and_warns(
+@pytest.mark.parametrize("name", [*NOISY, *SEVERAL])
+def test_noise_is_new_for_every_build_and_an_insecure_seed_repeats_it_and_warns(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     gradients, labels = binary_batch()
-    first, second = (
-        build_defense(settings_of(name, seed=3)).defend(
-            RawBatch(gradients, labels, probabilities=predicted(labels))
-        )[0]
-        for _ in range(2)
-    )
+    first, second = (answered(name, gradients, labels).gradient for _ in range(2))
+    assert (first != second).any(dim=1).float().mean() > 0.99
+    assert not caplog.text
+    first, second = (answered(name, gradients, labels, seed=3).gradient for _ in range(2))
     assert torch.equal(first, second)
     assert "INSECURE" in caplog.text
-    caplog.clear()
-    build_defense(settings_of(name))
-    assert not caplog.text
 
 
 def test_torchs_own_seed_would_be_guessable_and_ours_is_not() -> None:
@@ -616,54 +604,32 @@ def test_entropy_noise_is_standard_normal_and_never_repeats() -> None:
 
 
 @pytest.mark.parametrize("name", ["none", *NOISY])
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.uint8, torch.float32])
-@pytest.mark.parametrize("shape", [(-1,), (-1, 1)])
-def test_labels_may_come_in_any_dtype_and_as_a_column(
-    name: str, dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
-    gradients, labels = binary_batch()
-    expected, _ = build_defense(settings_of(name, seed=1)).defend(
-        RawBatch(gradients, labels, probabilities=predicted(labels))
-    )
-    other = labels.to(dtype).reshape(shape)
-    defended, _ = build_defense(settings_of(name, seed=1)).defend(
-        RawBatch(gradients, other, probabilities=predicted(other))
-    )
-    assert torch.equal(defended, expected)
-
-
-@pytest.mark.parametrize("name", ["none", *NOISY])
-def test_a_cut_of_any_shape_is_defended_as_rows(name: str) -> None:
-    gradients, labels = binary_batch()
-    flat, _ = build_defense(settings_of(name, seed=1)).defend(
-        RawBatch(gradients, labels, probabilities=predicted(labels))
-    )
-    shaped, _ = build_defense(settings_of(name, seed=1)).defend(
-        RawBatch(gradients.reshape(-1, 2, 4, 2), labels, probabilities=predicted(labels))
-    )
-    assert shaped.shape == (len(labels), 2, 4, 2)
-    assert torch.equal(shaped.flatten(1), flat)
-
-
-@pytest.mark.parametrize("name", ["none", *NOISY])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_raw_gradient_is_left_as_it_was(name: str, dtype: torch.dtype) -> None:
+def test_labels_and_cut_may_come_in_any_form_and_the_raw_gradient_is_left_as_it_was(
+    name: str, dtype: torch.dtype
+) -> None:
     gradients, labels = binary_batch(dtype=dtype)
     copy = gradients.clone()
-    build_defense(settings_of(name)).defend(
-        RawBatch(gradients, labels, probabilities=predicted(labels))
-    )
+    expected = answered(name, gradients, labels, seed=1).gradient
     assert torch.equal(gradients, copy)
+    for label_dtype in (torch.bool, torch.uint8, torch.float32):
+        for other in (labels.to(label_dtype), labels.to(label_dtype)[:, None]):
+            assert torch.equal(answered(name, gradients, other, seed=1).gradient, expected)
+    shaped = answered(name, gradients.reshape(-1, 2, 4, 2), labels, seed=1).gradient
+    assert shaped.shape == (len(labels), 2, 4, 2)
+    assert torch.equal(shaped.flatten(1), expected)
 
 
-@pytest.mark.parametrize("name", ["none", *NOISY])
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize(
     ("gradients", "labels", "complaint"),
     [
         (torch.full((2, 3), math.nan), torch.tensor([0, 1]), "NaN"),
         (torch.full((2, 3), math.inf), torch.tensor([0, 1]), "infinity"),
-        (torch.ones(2, 3), torch.tensor([0, 2]), "0 or 1"),
-        (torch.ones(2, 3), torch.tensor([0.0, math.nan]), "0 or 1"),
+        (torch.ones(2, 3), torch.tensor([0, 7]), "labels must be"),
+        (torch.ones(2, 3), torch.tensor([0, -1]), "labels must be"),
+        (torch.ones(2, 3), torch.tensor([0.0, 0.5]), "labels must be"),
+        (torch.ones(2, 3), torch.tensor([0.0, math.nan]), "labels must be"),
         (torch.ones(2, 3), torch.tensor([0, 1, 1]), "labels"),
         (torch.ones(2), torch.tensor([0, 1]), "cut_shape"),
         (torch.ones(0, 3), torch.zeros(0), "cut_shape"),
@@ -674,18 +640,14 @@ def test_what_cannot_be_defended_is_refused(
     name: str, gradients: Tensor, labels: Tensor, complaint: str
 ) -> None:
     with pytest.raises(ValueError, match=complaint):
-        build_defense(settings_of(name)).defend(
-            RawBatch(gradients, labels, probabilities=predicted(labels))
-        )
+        answered(name, gradients, labels)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", NOISY)
 def test_noise_on_a_gpu_has_the_power_reported(name: str) -> None:
     gradients, labels = (tensor.cuda() for tensor in binary_batch(batch=20_000))
-    defended, report = build_defense(settings_of(name)).defend(
-        RawBatch(gradients, labels, probabilities=predicted(labels))
-    )
+    defended, report = answered(name, gradients, labels)
     assert defended.is_cuda
     measured = float((defended - gradients).square().sum(dim=1).mean())
     assert measured == pytest.approx(report.noise_power, rel=0.05)
@@ -695,7 +657,7 @@ def test_noise_on_a_gpu_has_the_power_reported(name: str) -> None:
 
 
 def test_settings_are_chosen_by_name_and_a_typo_is_an_error() -> None:
-    adapter: TypeAdapter[DefenseSettings] = TypeAdapter(DefenseSettings)
+    adapter = ADAPTER
     marvell = adapter.validate_python({"name": "marvell", "strength": {"power_ratio": 9.0}})
     assert marvell == defenses.MarvellDefense(strength=PowerRatio(power_ratio=9.0))
     assert adapter.validate_python({"name": "marvell"}) == settings_of("marvell")
@@ -709,13 +671,3 @@ def test_settings_are_chosen_by_name_and_a_typo_is_an_error() -> None:
     ):
         with pytest.raises(ValidationError):
             adapter.validate_python(wrong)
-
-
-def test_solution_names_are_the_ones_that_other_parts_rely_on() -> None:
-    assert NoiseSolution._fields == (
-        "neg_along",
-        "neg_across",
-        "pos_along",
-        "pos_across",
-        "sum_kl",
-    )

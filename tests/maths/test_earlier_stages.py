@@ -18,7 +18,7 @@ def after(sigma: float, num_rows: int = ROWS, stages: int = 1) -> tuple[list[Des
     """Return the designs of some stages, and the posterior that knows their releases."""
     made, posterior = [], Posterior()
     for _ in range(stages):
-        new = design(in_chunks(rows_of(num_rows)), num_rows, RANK, earlier=posterior.told)
+        new = design(in_chunks(rows_of(num_rows)), num_rows, RANK, earlier=posterior.released)
         posterior.add(new, Release(torch.zeros(new.rank, dtype=torch.float64), sigma))
         made.append(new)
     return made, posterior
@@ -32,7 +32,7 @@ def share_within(new: Design, known: Design) -> float:
 
 
 def next_design(posterior: Posterior, num_rows: int = ROWS) -> Design:
-    return design(in_chunks(rows_of(num_rows)), num_rows, RANK, earlier=posterior.told)
+    return design(in_chunks(rows_of(num_rows)), num_rows, RANK, earlier=posterior.released)
 
 
 def test_sums_with_little_noise_are_not_asked_for_again() -> None:
@@ -58,7 +58,7 @@ def test_stages_that_tell_all_directions_know_labels_that_lie_in_them() -> None:
     def error(looks_away: bool) -> float:
         posterior = Posterior()
         for _ in range(5):
-            told = posterior.told if looks_away else None
+            told = posterior.released if looks_away else None
             made = design(in_chunks(rows), ROWS, RANK, earlier=told)
             sums = made.rows.double().T @ truth.double()
             posterior.add(made, Release(sums, 0.001))
@@ -74,7 +74,7 @@ def test_flipping_any_label_moves_the_sums_of_a_later_stage_by_at_most_1(kind: s
     labels = torch.randint(2, (num_rows,), generator=generator(3)).double()
     posterior = Posterior()
     for _ in range(3):
-        made = design(in_chunks(rows), num_rows, RANK, earlier=posterior.told)
+        made = design(in_chunks(rows), num_rows, RANK, earlier=posterior.released)
         one = round(1 / made.unit) ** 2
         assert int(made.steps.long().square().sum(dim=1).max()) <= one
         sigma = stage_sigma(mu_of_leak_auc(0.6), 1 / 3)
@@ -98,7 +98,7 @@ def test_excluded_rows_stay_without_weight() -> None:
     excluded = torch.arange(ROWS) % 3 == 0
     posterior = Posterior()
     for _ in range(2):
-        made = design(in_chunks(rows), ROWS, RANK, excluded=excluded, earlier=posterior.told)
+        made = design(in_chunks(rows), ROWS, RANK, excluded=excluded, earlier=posterior.released)
         assert not made.steps[excluded].any()
         assert made.steps[~excluded].any(dim=1).all()
         posterior.add(made, Release(torch.zeros(made.rank, dtype=torch.float64), 1.0))

@@ -258,7 +258,7 @@ def test_a_tap_gets_the_gradient_of_each_batch_in_turn() -> None:
         optimizer=optimizer,
         schedule=schedule,
         features=data(),
-        training=TrainingPass(model, {"last": LayerTap(model.layers[-1])}),
+        training=TrainingPass(model, {"last": LayerTap(model.layers[-1]).take}),
         device=torch.device("cpu"),
     )
     sent = [trainer.forward(trainer.rows(batch_of(step)), keeps_weights=True) for step in range(3)]

@@ -18,7 +18,7 @@ from splitveil.active_party.defenses.sum_kl import estimated_auc, leak_auc_bound
 from splitveil.active_party.ledger.bounds import LeakBounds, PeerBound, Spread
 from splitveil.active_party.ledger.ledger import LeakLedger, logged
 from splitveil.active_party.watch.leak_alarm import MIN_BATCHES, LeakAlarm
-from splitveil.active_party.watch.stored_figures import ledger_figures
+from splitveil.active_party.watch.stated import ledger_figures
 from splitveil.common.privacy.audit import BatchLeak
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.privacy.leakage import auc, leak_auc
@@ -95,8 +95,7 @@ def of_class_means(bounds: LeakBounds) -> Spread:
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("epochs", [1, 5, 30])
 def test_adding_up_the_answers_measures_no_more_than_the_ledger_says(
-    epochs: int,
-    persistent: bool,
+    epochs: int, persistent: bool
 ) -> None:
     simulation = Simulation(LeakLedger(EXAMPLES), persistent=persistent, epochs=epochs)
     assert holds(simulation)
@@ -191,7 +190,7 @@ def test_bounds_are_those_of_the_accounts_one_by_one() -> None:
         assert found.max == pytest.approx(values.max(), rel=1e-12)
         assert np.mean(values <= found.q95) == pytest.approx(0.95, abs=0.0011)
         assert values.mean() - 1e-12 <= found.mean <= values.mean() + 1 / 4096
-    flat = ledger_figures(bounds).flat()
+    flat = ledger_figures(bounds).form()
     assert flat["knows_class_means_only_q95"] == of_class_means(bounds).q95
     assert flat["anybody_q95"] == flat["passive_and_honest_mean"] == 1
 
@@ -295,9 +294,9 @@ def test_short_epochs_are_judged_together_and_by_their_own_charges() -> None:
 
 def test_bounds_have_flat_names_and_leave_out_an_epsilon_that_is_none() -> None:
     bounds: LeakBounds = LeakLedger(1).bounds(np.array([0]))
-    assert ledger_figures(bounds).flat()["epsilon"] == 0.0
-    assert ledger_figures(bounds).flat().keys() >= {"sum_kl_max", "estimate_mean", "anybody_q95"}
-    assert "epsilon" not in ledger_figures(bounds._replace(epsilon=None)).flat()
+    assert ledger_figures(bounds).form()["epsilon"] == 0.0
+    assert ledger_figures(bounds).form().keys() >= {"sum_kl_max", "estimate_mean", "anybody_q95"}
+    assert "epsilon" not in ledger_figures(bounds._replace(epsilon=None)).form()
 
 
 def test_the_larger_of_two_bounds_is_that_of_the_larger_sums_to_the_last_bit() -> None:

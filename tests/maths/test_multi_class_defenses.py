@@ -25,7 +25,7 @@ from splitveil.active_party.defenses import (
     NoisyLabelDefense,
     RawBatch,
 )
-from splitveil.active_party.defenses.class_means import measure_class_means, squared_distances
+from splitveil.active_party.defenses.class_statistics import measure_class_means, squared_distances
 from splitveil.active_party.defenses.example_keys import (
     LABEL_NOISE,
     example_keys,
@@ -85,61 +85,6 @@ DEFENSES: dict[str, Callable[[int], MultiClass]] = {
     "max_norm": lambda seed: MaxNorm(InsecureSeededNoise(seed), 4),
     "marvell": lambda seed: marvell(PowerRatio(power_ratio=4), seed),
 }
-
-
-@pytest.mark.parametrize("name", DEFENSES)
-def test_defended_gradients_are_unbiased(name: str) -> None:
-    """Accepts the raw gradient as the mean at 5 standard errors; rejects half of it."""
-    gradients, labels = softmax_batch(64)
-    # As one large batch, whose classes are those of the small one.
-    drawn, _ = DEFENSES[name](1).defend(RawBatch(gradients.repeat(4000, 1), labels.repeat(4000)))
-    draws = drawn.reshape(4000, 64, -1)
-    errors = draws.double().std(dim=0) / math.sqrt(len(draws))
-    off = (draws.double().mean(dim=0) - gradients).abs()
-    assert bool((off <= 5 * errors + 1e-9).all())
-    shrunk = (draws.double().mean(dim=0) - 0.5 * gradients).abs()
-    assert not bool((shrunk <= 5 * errors + 1e-9).all())
-
-
-@pytest.mark.parametrize("name", DEFENSES)
-def test_defenses_scale_with_the_gradients(name: str) -> None:
-    gradients, labels = softmax_batch(50)
-    plain, report = DEFENSES[name](3).defend(RawBatch(gradients, labels))
-    for factor in (2.0**-90, 2.0**90):
-        scaled, of_scaled = DEFENSES[name](3).defend(RawBatch(gradients * factor, labels))
-        assert torch.allclose(scaled.double() / factor, plain.double(), rtol=1e-4, atol=1e-9)
-        assert of_scaled.charge.sum_kl == pytest.approx(report.charge.sum_kl, rel=1e-4)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", DEFENSES)
-def test_no_finite_input_leads_to_anything_else(name: str, dtype: torch.dtype) -> None:
-    gradients, labels = softmax_batch(40)
-    cases = {
-        "zeros": (torch.zeros(6, 3), torch.tensor([0, 1, 2, 3, 0, 1])),
-        "one row": (torch.ones(1, 3), torch.tensor([2])),
-        "one column": (gradients[:, :1], labels),
-        "equal rows": (torch.ones(6, 3), torch.tensor([0, 1, 2, 3, 0, 1])),
-        "one class": (gradients, torch.zeros(40)),
-        "tiny": (1e-30 * gradients, labels),
-        "huge": (1e30 * gradients / gradients.abs().max(), labels),
-        "some zero rows": (gradients * (torch.arange(40)[:, None] % 3 > 0), labels),
-    }
-    for case, (values, of_rows) in cases.items():
-        defended, report = DEFENSES[name](1).defend(RawBatch(values.to(dtype), of_rows))
-        assert bool(torch.isfinite(defended).all()), case
-        assert defended.dtype == dtype
-        assert defended.shape == values.shape
-        assert not math.isnan(report.charge.sum_kl), case
-        assert report.charge.sum_kl >= 0, case
-
-
-@pytest.mark.parametrize("name", DEFENSES)
-def test_labels_that_are_no_places_are_refused(name: str) -> None:
-    gradients, labels = softmax_batch(40)
-    for wrong in (labels + 1, labels - 1, labels + 0.5, labels[:3]):
-        with pytest.raises(ValueError, match="label"):
-            DEFENSES[name](1).defend(RawBatch(gradients, wrong))
 
 
 @pytest.mark.parametrize(
@@ -312,29 +257,13 @@ def test_noise_fitted_to_earlier_batches_is_charged_for_longer_gaps() -> None:
     assert stretched.charge.sum_kl == pytest.approx(9 * 0.3, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", DEFENSES)
-def test_a_loaded_state_resumes_alike(name: str) -> None:
-    batches = [softmax_batch(60, seed=seed) for seed in range(4)]
-
-    def after(defense: MultiClass, rows: slice) -> list[Tensor]:
-        found: list[Tensor] = []
-        for gradients, labels in batches[rows]:
-            lacking = labels != 3 if rows.start else labels >= 0
-            found.append(defense.defend(RawBatch(gradients[lacking], labels[lacking]))[0])
-        return found
-
-    whole, first, second = DEFENSES[name](1), DEFENSES[name](1), DEFENSES[name](1)
-    after(whole, slice(0, 2))
-    after(first, slice(0, 2))
-    second._noise = first._noise
-    second.load_state_dict(first.state_dict())
-    for ours, theirs in zip(after(second, slice(2, 4)), after(whole, slice(2, 4)), strict=True):
-        assert torch.equal(ours, theirs)
-    assert set(DEFENSES[name](1).state_dict()) == set()
+def test_a_state_of_another_number_of_classes_is_refused() -> None:
+    five = MaxNorm(InsecureSeededNoise(1), 5)
+    defense = DEFENSES["max_norm"](1)
+    assert defense.state_dict() == {}
+    defense.defend(RawBatch(*softmax_batch(60)))
     with pytest.raises(ValueError, match="classes"):
-        MaxNorm(InsecureSeededNoise(1), 5).load_state_dict(first.state_dict())
-    with pytest.raises(ValueError, match="expected means"):
-        second.load_state_dict({"neg_mean": torch.zeros(3)})
+        five.load_state_dict(defense.state_dict())
 
 
 @pytest.mark.parametrize("num_classes", [2, 3, 10])
@@ -362,7 +291,7 @@ def test_randomised_response_has_its_probabilities(num_classes: int) -> None:
     second = first.copy()
     first[0] = second[1] = kept
     divergence = float(((first - second) * np.log(first / second)).sum())
-    found, epsilon_found = label_leak(mechanism, num_classes)
+    found, epsilon_found, _, _ = label_leak(mechanism, num_classes)
     assert found == pytest.approx(divergence, rel=1e-12)
     assert epsilon_found == epsilon
     defense = NoisyLabelDefense(mechanism=mechanism)
@@ -394,7 +323,7 @@ REFUSED: dict[str, DefenseSettings] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_defined_for_two_classes_is_refused(name: str) -> None:
-    refusal = REFUSED[name].refusal(context_of(num_classes=3))
+    refusal = REFUSED[name].objection(context_of(num_classes=3))
     assert refusal is not None
     assert name in refusal
     with pytest.raises(ValueError, match=r"classes|0 or 1"):

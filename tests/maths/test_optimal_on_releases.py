@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from splitveil.active_party.defenses.gaussian_dp import leak_auc_of_mu, mu_of_leak_auc
+from splitveil.active_party.defenses.interface import BuildInputs, DefenseContext
 from splitveil.active_party.defenses.noise import InsecureSeededNoise
-from splitveil.active_party.defenses.projected_stages import StagePlan
+from splitveil.active_party.defenses.projected_stages import ProjectedLabels, StagePlan
 from splitveil.active_party.defenses.projection.design import (
     Design,
     design,
@@ -120,11 +121,12 @@ def test_who_leaves_with_strong_evidence_has_more_than_its_stages_and_not_than_t
     of_all = auc(torch.where(leaves, first, whole), labels)
     assert of_one_stage + TOLERANCE < of_all < BOUND + TOLERANCE
 
-    ledger, plan = LeakLedger(1), StagePlan(mu, tuple(range(STAGES)), RANK, 2**20)
-    ledger.charge(np.arange(1), plan.charge(0))
+    plan = StagePlan(mu, tuple(range(STAGES)), RANK, 2**20)
+    ledger, defense = LeakLedger(1), ProjectedLabels(plan, BuildInputs(DefenseContext((1,))))
+    ledger.charge(np.arange(1), defense.charge_of(0))
     assert ledger.bounds(np.arange(1)).guarantee.max == pytest.approx(BOUND)
     for number in range(1, STAGES):
-        ledger.charge(np.arange(1), plan.charge(number))
+        ledger.charge(np.arange(1), defense.charge_of(number))
     assert ledger.bounds(np.arange(1)).guarantee.max == pytest.approx(BOUND)
 
 

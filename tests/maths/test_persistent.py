@@ -2,7 +2,6 @@
 
 import math
 import multiprocessing
-from collections.abc import Callable
 from pathlib import Path
 from statistics import NormalDist
 from typing import NamedTuple
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from splitveil.active_party import defenses
-from splitveil.active_party.defenses import Covers, Defense, DefenseSettings, RawBatch, persistent
+from splitveil.active_party.defenses import Covers, DefenseSettings, RawBatch, persistent
 from splitveil.active_party.defenses.example_keys import (
     GRADIENT_NOISE,
     LABEL_NOISE,
@@ -22,7 +21,7 @@ from splitveil.active_party.defenses.example_keys import (
     key_name,
     scalars,
 )
-from splitveil.active_party.defenses.persistent import label_moves, moves_of, noisy_rows
+from splitveil.active_party.defenses.persistent import moves_of, noisy_rows
 from splitveil.active_party.defenses.strength import (
     DetectionError,
     LeakAuc,
@@ -79,6 +78,10 @@ class Epoch(NamedTuple):
     moves: Tensor
     probabilities: Tensor
 
+    def asks(self, keys: Tensor | None = None) -> RawBatch:
+        keys = keys_of(IDS) if keys is None else keys
+        return RawBatch(self.raw, self.labels, keys, self.probabilities, slopes=self.moves)
+
     def sends(self, sent: Tensor) -> Answer:
         return Answer(sent, self.moves, self.probabilities)
 
@@ -109,20 +112,7 @@ def epochs_of_a_run(num_epochs: int, *, linear_head: bool = True) -> list[Epoch]
 def defended(settings: DefenseSettings, epochs: list[Epoch]) -> list[Answer]:
     """Let a defense answer every epoch."""
     defense = build_defense(settings, KEY)
-    keys = keys_of(IDS)
-    return [
-        epoch.sends(
-            defense.defend(
-                RawBatch(
-                    epoch.raw,
-                    epoch.labels,
-                    example_keys=keys,
-                    probabilities=epoch.probabilities,
-                )
-            )[0]
-        )
-        for epoch in epochs
-    ]
+    return [epoch.sends(defense.defend(epoch.asks()).gradient) for epoch in epochs]
 
 
 def added_up(answers: list[Answer]) -> Tensor:
@@ -180,26 +170,13 @@ def test_fresh_noise_adds_up_and_persistent_noise_does_not(
 @pytest.mark.parametrize("settings", BOUNDED, ids=named)
 @pytest.mark.parametrize("num_epochs", [1, 5, 30])
 def test_the_charge_bounds_what_remembering_gives(
-    settings: DefenseSettings,
-    num_epochs: int,
-    linear_head: bool,
+    settings: DefenseSettings, num_epochs: int, linear_head: bool
 ) -> None:
     """Adding up and solving: neither passes the estimate by more than chance, nor the guarantee."""
     epochs = epochs_of_a_run(num_epochs, linear_head=linear_head)
     labels = epochs[0].labels
     answers = defended(settings, epochs)
-    charge = (
-        build_defense(settings, KEY)
-        .defend(
-            RawBatch(
-                epochs[0].raw,
-                labels,
-                example_keys=keys_of(IDS),
-                probabilities=epochs[0].probabilities,
-            )
-        )[1]
-        .charge
-    )
+    charge = build_defense(settings, KEY).defend(epochs[0].asks()).report.charge
     assert charge.noise_identity is not None
     estimate = NormalDist().cdf(math.sqrt(charge.sum_kl / 2))
     leaks = [leak_auc(added_up(answers), labels)]
@@ -252,14 +229,7 @@ def test_another_strength_draws_other_noise_from_the_same_file(tmp_path: Path) -
         )
         key = settings.open_noise_key(context_of(CUT_DIM), tmp_path / "noise.key")
         assert key is not None
-        sent, report = build_defense(settings, key).defend(
-            RawBatch(
-                epoch.raw,
-                epoch.labels,
-                example_keys=keys_of(IDS, key),
-                probabilities=epoch.probabilities,
-            )
-        )
+        sent, report = build_defense(settings, key).defend(epoch.asks(keys_of(IDS, key)))
         answers.append(epoch.sends(sent))
         charge += report.charge.sum_kl
     labels = epochs[0].labels
@@ -343,12 +313,7 @@ def test_persistent_norm_alignment_is_solved_for_and_charged_without_bound(
         return (first - second).abs()
 
     assert leak_auc(disagreement(0.0) - disagreement(1.0), labels) > 0.95
-    defense = build_defense(settings, KEY)
-    epoch = epochs[0]
-    keys = keys_of(IDS)
-    _, report = defense.defend(
-        RawBatch(epoch.raw, labels, example_keys=keys, probabilities=epoch.probabilities)
-    )
+    report = build_defense(settings, KEY).defend(epochs[0].asks()).report
     assert report.charge.sum_kl == math.inf
 
 
@@ -416,74 +381,46 @@ def test_the_name_of_a_key_tells_keys_apart_and_does_not_hold_it() -> None:
 # ---- the defenses
 
 
-def batch(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients, labels, probabilities and keys of 512 rows whose J differ."""
+def batch(rows: slice | Tensor = slice(0, 512), factor: float = 1.0) -> RawBatch:
+    """Return rows whose J differ."""
     epoch = epochs_of_a_run(3, linear_head=False)[2]
-    part = slice(0, 512)
-    raw, probabilities = epoch.raw[part].to(dtype), epoch.probabilities[part].to(dtype)
-    return raw, epoch.labels[part], probabilities, keys_of(IDS[part])
-
-
-def answer(defense: Defense, rows: slice = slice(None), factor: float = 1.0) -> Tensor:
-    raw, labels, probabilities, keys = batch()
-    defended, _ = defense.defend(
-        RawBatch(
-            factor * raw[rows],
-            labels[rows],
-            example_keys=keys[rows],
-            probabilities=probabilities[rows],
-        )
-    )
-    return defended
+    raw, slopes = (factor * part.float()[rows] for part in (epoch.raw, epoch.moves))
+    probabilities = epoch.probabilities.float()[rows]
+    keys = keys_of(IDS)[rows]
+    return RawBatch(raw, epoch.labels[rows], keys, probabilities, slopes=slopes)
 
 
 def test_marvell_repeats_itself_whatever_the_batch_and_the_worker() -> None:
     """Same model, same example: the same answer, from another object, in another batch, alone."""
     settings = defenses.MarvellDefense(noise="persistent")
-    whole = answer(build_defense(settings, KEY))
+    whole = build_defense(settings, KEY).defend(batch()).gradient
     for rows in (slice(0, 1), slice(100, 300), slice(1, 512, 7)):
-        assert torch.equal(answer(build_defense(settings, KEY), rows), whole[rows])
+        assert torch.equal(build_defense(settings, KEY).defend(batch(rows)).gradient, whole[rows])
 
 
 @pytest.mark.parametrize("settings", PERSISTENT, ids=named)
 def test_another_key_gives_other_noise(settings: DefenseSettings) -> None:
-    raw, labels, probabilities, keys = batch()
-    first, second = (
-        build_defense(settings, KEY).defend(
-            RawBatch(raw, labels, example_keys=chosen, probabilities=probabilities)
-        )[0]
-        for chosen in (keys, keys_of(IDS[:512], key_from_insecure_seed(2)))
-    )
+    others = batch()._replace(example_keys=keys_of(IDS[:512], key_from_insecure_seed(2)))
+    first, second = (build_defense(settings, KEY).defend(one).gradient for one in (batch(), others))
     moved = (first != second).any(dim=1).float().mean()
     assert moved > 0.99 if settings.name != "max_norm_positive" else moved > 0.5
 
 
 def test_marvell_is_unbiased_over_keys_and_of_the_power_it_reports() -> None:
     """Accepts the raw gradient and the report; rejects a mean 30 % and a power 5 % off."""
-    raw, labels, probabilities, _ = batch()
+    raw, labels, _, probabilities, *_ = given = batch()
     defense = build_defense(defenses.MarvellDefense(noise="persistent"), KEY)
+    keys = (keys_of(IDS[:512], key_from_insecure_seed(seed)) for seed in range(300))
     samples = torch.stack(
-        [
-            defense.defend(
-                RawBatch(
-                    raw,
-                    labels,
-                    example_keys=keys_of(IDS[:512], key_from_insecure_seed(seed)),
-                    probabilities=probabilities,
-                )
-            )[0]
-            for seed in range(300)
-        ]
+        [defense.defend(given._replace(example_keys=one)).gradient for one in keys]
     ).double()
-    moves = label_moves(raw, labels == 1, probabilities).values.double()
+    assert probabilities is not None
+    moves = moves_of(given).values.double()
     along = ((samples - raw) * moves).sum(dim=2) / moves.square().sum(dim=1)
     error = 2 / along.numel() ** 0.5
     assert abs(float(along.mean())) < 5 * error
     assert abs(float((along + 0.3 * (probabilities - labels).abs()).mean())) > 5 * error
-    keys = keys_of(IDS[:512])
-    _, report = defense.defend(
-        RawBatch(raw, labels, example_keys=keys, probabilities=probabilities)
-    )
+    report = defense.defend(given).report
     measured = float((samples - raw).square().sum(dim=2).mean())
     assert measured == pytest.approx(report.noise_power, rel=0.02)
     assert measured != pytest.approx(1.05 * report.noise_power, rel=0.02)
@@ -491,18 +428,15 @@ def test_marvell_is_unbiased_over_keys_and_of_the_power_it_reports() -> None:
 
 def test_iso_spends_its_power_evenly_over_all_directions() -> None:
     """Persistent along J, fresh across it, and the same variance in both. Within 3 %."""
-    raw, labels, probabilities, _ = batch()
+    given = batch()
+    raw = given.gradients
     defense = build_defense(defenses.IsoDefense(noise="persistent", noise_ratio=2.0), KEY)
-    moves = label_moves(raw, labels == 1, probabilities).values.double()
+    moves = moves_of(given).values.double()
     units = moves / moves.norm(dim=1, keepdim=True)
     along, total = [], []
     for seed in range(200):
-        keys = keys_of(IDS[:512], key_from_insecure_seed(seed))
-        pair = [
-            defense.defend(RawBatch(raw, labels, example_keys=keys, probabilities=probabilities))[0]
-            - raw
-            for _ in range(2)
-        ]
+        asked = given._replace(example_keys=keys_of(IDS[:512], key_from_insecure_seed(seed)))
+        pair = [defense.defend(asked).gradient - raw for _ in range(2)]
         components = [(noise.double() * units).sum(dim=1) for noise in pair]
         assert torch.allclose(components[0], components[1], rtol=1e-4, atol=1e-9)
         assert not torch.allclose(pair[0], pair[1], rtol=1e-2)
@@ -524,11 +458,8 @@ def test_iso_spends_its_power_evenly_over_all_directions() -> None:
 def test_every_strength_is_met_by_all_answers_together(
     strength: Strength, sum_kl: float | None
 ) -> None:
-    raw, labels, probabilities, keys = batch()
     defense = build_defense(defenses.MarvellDefense(noise="persistent", strength=strength), KEY)
-    _, report = defense.defend(
-        RawBatch(raw, labels, example_keys=keys, probabilities=probabilities)
-    )
+    report = defense.defend(batch()).report
     if sum_kl is None:
         assert report.leak_auc_bound == pytest.approx(0.7)
     else:
@@ -538,11 +469,7 @@ def test_every_strength_is_met_by_all_answers_together(
 
 def test_an_identity_names_defense_strength_and_key_and_nothing_else_changes_it() -> None:
     def identity(settings: DefenseSettings, key: NoiseKey = KEY) -> str | None:
-        raw, labels, probabilities, keys = batch()
-        _, report = build_defense(settings, key).defend(
-            RawBatch(raw, labels, example_keys=keys, probabilities=probabilities)
-        )
-        return report.charge.noise_identity
+        return build_defense(settings, key).defend(batch()).report.charge.noise_identity
 
     marvell = defenses.MarvellDefense(noise="persistent")
     others = {
@@ -557,88 +484,38 @@ def test_an_identity_names_defense_strength_and_key_and_nothing_else_changes_it(
     assert KEY.hex() not in str(identity(marvell))
 
 
-def test_rows_that_the_model_is_sure_of_borrow_the_batchs_move() -> None:
-    """p = y: such a row is zero, its own J cannot be found, and it must not be sent bare."""
+def test_rows_that_the_model_is_sure_of_are_not_sent_bare() -> None:
+    """p = y: the raw gradient of such a row is zero."""
     epoch = epochs_of_a_run(1)[0]
     probabilities, raw = epoch.probabilities.clone(), epoch.raw.clone()
     probabilities[:10], raw[:10] = epoch.labels[:10], 0.0
-    moves = label_moves(raw, epoch.labels == 1, probabilities)
-    assert torch.allclose(moves.values, epoch.moves, rtol=1e-9)
-    assert torch.allclose(moves.norms, epoch.moves.norm(dim=1), rtol=1e-9)
     defense = build_defense(defenses.MarvellDefense(noise="persistent"), KEY)
-    sent, _ = defense.defend(
-        RawBatch(raw, epoch.labels, example_keys=keys_of(IDS), probabilities=probabilities)
-    )
+    sent = defense.defend(epoch.asks()._replace(gradients=raw, probabilities=probabilities))[0]
     assert float(sent[:10].norm(dim=1).min()) > 0
 
 
 @pytest.mark.parametrize("label", [0.0, 1.0])
 def test_a_batch_of_one_class_is_answered_with_the_same_ratio(label: float) -> None:
     """It needs no statistics: the very rows get the very answer that they get in a mixed batch."""
-    raw, labels, probabilities, keys = batch()
     settings = defenses.MarvellDefense(noise="persistent")
-    whole = answer(build_defense(settings, KEY))
-    one = labels == label
-    sent, _ = build_defense(settings, KEY).defend(
-        RawBatch(raw[one], labels[one], example_keys=keys[one], probabilities=probabilities[one])
-    )
-    assert torch.equal(sent, whole[one])
-
-
-@pytest.mark.parametrize("settings", PERSISTENT, ids=named)
-@pytest.mark.parametrize("exponent", [-99, -40, 7, 60])
-def test_defense_scales_with_the_gradient_bit_for_bit(
-    settings: DefenseSettings, exponent: int
-) -> None:
-    seeded = settings.model_copy(update={"insecure_noise_seed": 1})
-    factor = 2.0**exponent
-    plain, scaled = (answer(build_defense(seeded, KEY), factor=f) for f in (1.0, factor))
-    assert torch.equal(scaled, factor * plain)
-
-
-AWKWARD: dict[str, Callable[[Tensor], Tensor]] = {
-    "zeros": torch.zeros_like,
-    "tiny": lambda raw: 1e-30 * raw,
-    "huge": lambda raw: 1e30 * raw,
-    "largest": lambda raw: raw.sign() * 3.4e38,
-    "subnormal": lambda raw: torch.full_like(raw, 1e-45),
-    "zero rows": lambda raw: raw * (torch.arange(len(raw)) % 2)[:, None],
-}
-
-
-@pytest.mark.parametrize("settings", PERSISTENT, ids=named)
-@pytest.mark.parametrize("kind", AWKWARD)
-@pytest.mark.parametrize("surety", ["sure", "half", "wrong"])
-@pytest.mark.parametrize("rows", [slice(None), slice(0, 1)])
-def test_every_finite_gradient_gets_a_finite_answer(
-    settings: DefenseSettings, kind: str, surety: str, rows: slice
-) -> None:
-    raw, labels, _, keys = batch()
-    probabilities = {"sure": labels, "half": 0 * labels + 0.5, "wrong": 1 - labels}[surety].float()
-    sent, report = build_defense(settings, KEY).defend(
-        RawBatch(
-            AWKWARD[kind](raw)[rows],
-            labels[rows],
-            example_keys=keys[rows],
-            probabilities=probabilities[rows],
-        )
-    )
-    assert torch.isfinite(sent).all()
-    assert math.isfinite(report.noise_power)
+    whole = build_defense(settings, KEY).defend(batch()).gradient
+    one = (batch().labels == label).nonzero().squeeze(1)
+    assert torch.equal(build_defense(settings, KEY).defend(batch(one)).gradient, whole[one])
 
 
 @pytest.mark.parametrize("settings", BOUNDED, ids=named)
 def test_what_is_needed_is_asked_for(settings: DefenseSettings) -> None:
-    raw, labels, probabilities, keys = batch()
-    defense = build_defense(settings, KEY)
-    with pytest.raises(ValueError, match="example keys"):
-        defense.defend(RawBatch(raw, labels, probabilities=probabilities))
-    with pytest.raises(ValueError, match="example keys"):
-        defense.defend(RawBatch(raw, labels, example_keys=keys[1:], probabilities=probabilities))
-    with pytest.raises(ValueError, match="probabilities"):
-        defense.defend(RawBatch(raw, labels, example_keys=keys))
-    with pytest.raises(ValueError, match="between 0 and 1"):
-        defense.defend(RawBatch(raw, labels, example_keys=keys, probabilities=probabilities + 1))
+    given, defense = batch(), build_defense(settings, KEY)
+    assert given.example_keys is not None
+    assert given.probabilities is not None
+    for wrong, said in (
+        (given._replace(example_keys=None), "example keys"),
+        (given._replace(example_keys=given.example_keys[1:]), "example keys"),
+        (given._replace(probabilities=None), "probabilities"),
+        (given._replace(probabilities=given.probabilities + 1), "between 0 and 1"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            defense.defend(wrong)
     with pytest.raises(ValueError, match="noise key"):
         build_defense(settings)
 
@@ -647,9 +524,9 @@ def test_what_is_needed_is_asked_for(settings: DefenseSettings) -> None:
 def test_an_answer_is_a_function_of_prediction_slope_and_noisy_label_alone(
     monkeypatch: pytest.MonkeyPatch, surety: float
 ) -> None:
-    """Label 1 with noise k x + 1 gets the bits of label 0 with noise k x, if slopes are given.
+    """Label 1 with noise k x + 1 gets the bits of label 0 with noise k x.
 
-    Without them, the raw gradient's rounding tells the two apart, and a sure prediction altogether.
+    Added to the raw gradient, the same noise leaves rounding that tells the two apart.
     """
     generator = torch.Generator().manual_seed(5)
     slopes = torch.randn(400, 8, generator=generator)
@@ -657,25 +534,22 @@ def test_an_answer_is_a_function_of_prediction_slope_and_noisy_label_alone(
     numbers = torch.randn(400, generator=generator, dtype=torch.float64)
     keys = torch.zeros(400, 2, dtype=torch.int64)
 
-    def answer(label: float, slopes_or_none: Tensor | None) -> Tensor:
+    def answers(label: float) -> tuple[Tensor, Tensor]:
         labels = torch.full((400,), label)
         raw = (probabilities - labels)[:, None] * slopes
-        batch = RawBatch(raw, labels, keys, probabilities, None, slopes_or_none)
+        batch = RawBatch(raw, labels, keys, probabilities, slopes=slopes)
         own = (numbers + label)[:, None]
         monkeypatch.setattr(persistent, "own_scalars", lambda *_: own)
-        return noisy_rows(batch, moves_of(batch), 1.0).float()
+        return noisy_rows(batch, moves_of(batch), 1.0).float(), (raw + own * slopes).float()
 
-    assert torch.equal(answer(0.0, slopes), answer(1.0, slopes))
-    assert not torch.equal(answer(0.0, None), answer(1.0, None))
+    (ours, plain), (also_ours, also_plain) = answers(0.0), answers(1.0)
+    assert torch.equal(ours, also_ours)
+    assert not torch.equal(plain, also_plain)
 
 
-def test_only_moves_that_the_label_has_no_part_in_describe_an_honest_peer() -> None:
-    raw, labels, probabilities, keys = batch()
-    residuals = (probabilities - labels)[:, None]
-    given = RawBatch(raw, labels, keys, probabilities, slopes=raw / residuals)
+def test_the_charge_describes_a_passive_and_honest_peer_and_asks_for_slopes() -> None:
     defense = build_defense(defenses.MarvellDefense(noise="persistent"), KEY)
-    assert defense.defend(given).report.charge.covers is Covers.PASSIVE_AND_HONEST
-    taken = defense.defend(given._replace(slopes=None)).report.charge.covers
-    assert taken is Covers.CLASS_MEANS
-    with pytest.raises(ValueError, match="expected slopes"):
-        defense.defend(given._replace(slopes=raw[:1]))
+    assert defense.defend(batch()).report.charge.covers is Covers.PASSIVE_AND_HONEST
+    for wrong in (None, batch().gradients[:1]):
+        with pytest.raises(ValueError, match="expected slopes"):
+            defense.defend(batch()._replace(slopes=wrong))

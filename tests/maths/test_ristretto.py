@@ -67,30 +67,25 @@ def _wheel() -> str:
 
 def test_multiples_of_the_generator_are_those_of_the_rfc(group: Ristretto) -> None:
     multiples = [group.multiply(GENERATOR, scalar(n)).hex() for n in (1, 2, 3)]
-
     assert multiples == MULTIPLES
 
 
 def test_hashes_to_the_group_are_those_of_the_rfc(group: Ristretto) -> None:
     digests = b"".join(hashlib.sha512(label.encode()).digest() for label in HASHED)
-
     assert group.hash_to_group(digests).hex() == "".join(HASHED.values())
 
 
 @pytest.mark.parametrize("encoding", BAD_ENCODINGS.values(), ids=BAD_ENCODINGS.keys())
 def test_a_bad_encoding_is_rejected_wherever_it_stands(group: Ristretto, encoding: str) -> None:
     good = bytes.fromhex("".join(MULTIPLES))
-
     with pytest.raises(NotInGroupError) as caught:
         group.multiply(good + bytes.fromhex(encoding) + good, scalar(5))
-
     assert caught.value.position == 3
 
 
 def test_the_order_of_two_multiplications_does_not_matter(group: Ristretto) -> None:
     a, b = group.random_scalar(), group.random_scalar()
     digests = ristretto.digest_ids(["one", "two", "three"])
-
     assert a != b
     there = group.multiply(group.mask(digests, a), b)
     assert there == group.multiply(group.mask(digests, b), a)
@@ -99,7 +94,6 @@ def test_the_order_of_two_multiplications_does_not_matter(group: Ristretto) -> N
 
 def test_an_id_is_hashed_under_the_domain() -> None:
     expected = hashlib.sha512(b"splitveil ecdh-ristretto255 id 1\x00" + "Zoë".encode()).digest()
-
     assert ristretto.digest_ids(["Zoë"]) == expected
     assert ristretto.digest_ids(["Zoë"]) != hashlib.sha512("Zoë".encode()).digest()
 
@@ -117,7 +111,6 @@ def test_a_library_without_the_group_is_refused() -> None:
 
 def test_a_library_that_computes_wrongly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ristretto, "_TWICE_GENERATOR", GENERATOR)
-
     with pytest.raises(LibraryError, match="RFC 9496"):
         Ristretto(ristretto.load().name)
 
@@ -131,7 +124,6 @@ def test_the_wheel_steps_in_and_leaves_no_file(tmp_path_factory: pytest.TempPath
         "print(r.load().name); assert r.load() is r.load();"
         f"print(len(os.listdir({str(folder)!r})))"
     )
-
     ran = subprocess.run(
         [sys.executable, "-c", program],
         env={"TMPDIR": str(folder), "PYTHONPATH": ":".join(sys.path)},
@@ -139,7 +131,6 @@ def test_the_wheel_steps_in_and_leaves_no_file(tmp_path_factory: pytest.TempPath
         text=True,
         check=True,
     )
-
     name, files_while_loaded = ran.stdout.split()
     assert name.startswith(str(folder))
     assert files_while_loaded == "1"
@@ -191,15 +182,11 @@ def test_workers_end_when_their_party_is_killed() -> None:
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     ends, start = os.pipe()
-
     with subprocess.Popen(
-        [sys.executable, "-c", program],
-        env={"PYTHONPATH": ":".join(sys.path)},
-        stderr=start,
+        [sys.executable, "-c", program], env={"PYTHONPATH": ":".join(sys.path)}, stderr=start
     ) as party:
         os.close(start)
         assert party.wait(timeout=HANGS_AFTER_S) == -signal.SIGKILL
-
     # The workers hold the other end of this pipe as their standard error for as long as they live.
     with os.fdopen(ends, "rb") as pipe:
         assert pipe.read() == b""
@@ -209,7 +196,5 @@ def test_closing_the_pool_ends_every_worker() -> None:
     pool = WorkerPool(2, ristretto.load().name)
     processes = [worker._process for worker in pool._workers]
     assert all(process.poll() is None for process in processes)
-
     pool.close()
-
     assert [process.poll() for process in processes] == [0, 0]

@@ -103,9 +103,7 @@ def test_a_batch_cannot_be_changed_by_its_reader() -> None:
     ids=["empty", "no whole batch", "twice", "batch size"],
 )
 def test_impossible_orders_are_refused(
-    positions: list[int],
-    batch_size: int,
-    drop_last: bool,
+    positions: list[int], batch_size: int, drop_last: bool
 ) -> None:
     with pytest.raises(ValueError, match=r"batch|at most once"):
         SampleOrder(_SEED, np.array(positions, dtype=np.int64), batch_size, drop_last=drop_last)

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from splitveil.active_party.defenses import AnswerKeys, NoiseSecrets
-from splitveil.active_party.defenses.build_inputs import DefenseContext
-from splitveil.active_party.defenses.interface import RawBatch
+from splitveil.active_party.defenses.interface import DefenseContext, RawBatch
 from splitveil.active_party.defenses.marvell import MarvellDefense
 from splitveil.common.data.features import Features, FeatureShapes
 from splitveil.common.errors import SettingsError

@@ -2,26 +2,14 @@
 
 import math
 import random
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses import (
-    DefenseReport,
-    DefenseSettings,
-    IsoDefense,
-    MarvellDefense,
-    RawBatch,
-)
-from splitveil.active_party.defenses.class_statistics import measure_classes
-from splitveil.active_party.defenses.marvell import Marvell
-from splitveil.active_party.defenses.noise import InsecureSeededNoise
+from splitveil.active_party.defenses import DefenseSettings, IsoDefense, MarvellDefense, RawBatch
 from splitveil.active_party.defenses.strength import (
     DetectionError,
     LeakAuc,
@@ -29,7 +17,6 @@ from splitveil.active_party.defenses.strength import (
     Strength,
     SumKl,
     allowed_sum_kl,
-    power_rule,
 )
 from splitveil.active_party.defenses.sum_kl import (
     leak_auc_bound,
@@ -41,7 +28,6 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.settings import Section, apply_overrides, validate
 from tests.defended import build_defense
 from tests.solver_oracle import random_instance
-from tests.waiting import HANGS_AFTER_S
 
 # ---- power for a divergence
 
@@ -303,18 +289,6 @@ def test_running_statistics_start_without_signal_and_end_at_the_classes() -> Non
     assert reports[-1].sum_kl_after == pytest.approx(whole.sum_kl_after, rel=0.05)
 
 
-def test_running_statistics_survive_a_checkpoint() -> None:
-    settings = MarvellDefense(statistics="running", insecure_noise_seed=1)
-    before, after = build_defense(settings), build_defense(settings)
-    before.defend(RawBatch(*gaussian_batch(2000, seed=1)))
-    after.load_state_dict(before.state_dict())
-    reports = [
-        defense.defend(RawBatch(*gaussian_batch(500, seed=2)))[1] for defense in (before, after)
-    ]
-    assert reports[0].solution is not None
-    assert reports[0] == reports[1]
-
-
 def test_running_statistics_leave_the_answer_unbiased() -> None:
     """120 coordinates at 5 standard errors; rejects what is shrunk by a third."""
     gradients, labels = gaussian_batch(20, seed=3)
@@ -330,72 +304,3 @@ def test_running_statistics_leave_the_answer_unbiased() -> None:
     error = samples.std(dim=0) / len(answers) ** 0.5
     assert float(((samples.mean(dim=0) - gradients).abs() / error).max()) < 5
     assert float(((samples.mean(dim=0) - 0.67 * gradients).abs() / error).max()) > 5
-
-
-# ---- several workers
-
-
-Shard = tuple[Tensor, Tensor]
-Reduce = Callable[[Tensor], Tensor]
-Result = TypeVar("Result")
-
-
-def on_workers(work: Callable[[Shard, Reduce], Result], shards: list[Shard]) -> list[Result]:
-    """Do the work for each shard in a thread of its own, with sums over all of them."""
-    barrier = Barrier(len(shards))
-    slots: list[Tensor] = [torch.empty(0)] * len(shards)
-
-    def reducer(rank: int) -> Reduce:
-        def reduce(part: Tensor) -> Tensor:
-            slots[rank] = part
-            barrier.wait(timeout=HANGS_AFTER_S)
-            total = torch.stack(slots).sum(dim=0)
-            barrier.wait(timeout=HANGS_AFTER_S)
-            return total
-
-        return reduce
-
-    with ThreadPoolExecutor(len(shards)) as pool:
-        futures = [pool.submit(work, shard, reducer(rank)) for rank, shard in enumerate(shards)]
-        return [future.result() for future in futures]
-
-
-@pytest.mark.parametrize("workers", [2, 3, 4])
-@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
-def test_workers_with_parts_of_a_batch_measure_the_whole(workers: int, scale: float) -> None:
-    rows, positive = gaussian_batch(101, seed=5)
-    order = positive.long().argsort(stable=True)  # some parts hold one class only
-    rows, positive = scale * rows[order], positive[order]
-    whole = measure_classes(rows, positive)
-    parts = list(zip(rows.tensor_split(workers), positive.tensor_split(workers), strict=True))
-    assert any(part.all() or not part.any() for _, part in parts)
-    for measured in on_workers(lambda shard, reduce: measure_classes(*shard, reduce), parts):
-        assert (measured.neg_rows, measured.pos_rows) == (whole.neg_rows, whole.pos_rows)
-        for moments, expected in ((measured.neg, whole.neg), (measured.pos, whole.pos)):
-            assert moments is not None
-            assert expected is not None
-            assert moments.deviation == pytest.approx(expected.deviation, rel=1e-12)
-            assert torch.allclose(moments.mean, expected.mean, rtol=1e-12, atol=1e-14 * scale)
-    alone = measure_classes(*parts[0]).neg
-    assert alone is not None
-    assert whole.neg is not None
-    assert not torch.allclose(alone.mean, whole.neg.mean, rtol=1e-3, atol=0)
-
-
-def test_workers_with_parts_of_a_batch_add_the_noise_of_one() -> None:
-    gradients, labels = gaussian_batch(101, seed=5)
-    power = power_rule(LeakAuc(leak_auc=0.6))
-    noise = InsecureSeededNoise(77)
-    _, whole = Marvell(power, noise).defend(RawBatch(gradients, labels))
-
-    def defend(shard: Shard, reduce: Reduce) -> DefenseReport:
-        return Marvell(power, noise, reduce=reduce).defend(RawBatch(*shard))[1]
-
-    parts = list(zip(gradients.tensor_split(3), labels.tensor_split(3), strict=True))
-    assert whole.solution is not None
-    for report in on_workers(defend, parts):
-        assert report.solution == pytest.approx(whole.solution, rel=1e-9)
-        assert report.noise_power == pytest.approx(whole.noise_power, rel=1e-9)
-        assert report.charge.sum_kl == pytest.approx(whole.charge.sum_kl, rel=1e-9)
-    _, alone = Marvell(power, noise).defend(RawBatch(*parts[0]))
-    assert alone.noise_power != pytest.approx(whole.noise_power, rel=0.01)

@@ -16,15 +16,10 @@ from splitveil.common.alignment import AlignChannel, QueueChannel
 from splitveil.common.alignment.ecdh import EcdhEngine
 from splitveil.common.alignment.ristretto import load
 from splitveil.common.alignment.workers import GroupOperations
-from splitveil.common.errors import (
-    AlignmentError,
-    ContractMismatch,
-    OutOfStep,
-    PeerUnreachable,
-)
-from splitveil.common.run.common_order import CommonOrder
+from splitveil.common.errors import AlignmentError, ContractMismatch, OutOfStep, PeerUnreachable
 from splitveil.common.run.contract import AlignmentContract, Contract
 from splitveil.common.run.messages import Activation, BatchId, LeaveReason
+from splitveil.common.run.sample_order import CommonOrder
 from splitveil.passive_party.aligning import AlignmentObserver, AlignmentRun
 from splitveil.passive_party.opening import Aligner, Participant
 from splitveil.protos.split_learning_pb2 import AlignFrame
@@ -141,9 +136,7 @@ def common_to(meeting: Meeting) -> set[str]:
 @pytest.mark.parametrize("parties", range(1, 9))
 def test_one_to_eight_parties_get_exactly_the_ids_of_all_in_one_order(parties: int) -> None:
     meeting = some_ids(parties)
-
     meeting.meet()
-
     assert not meeting.errors
     orders = meeting.orders()
     assert len(orders) == parties + 1
@@ -161,7 +154,6 @@ def test_an_order_is_new_in_every_alignment() -> None:
         meeting = some_ids(1)
         meeting.meet()
         orders.append(meeting.orders()["active"])
-
     assert sorted(orders[0]) == sorted(orders[1])
     assert orders[0] != orders[1]
 
@@ -193,9 +185,7 @@ class Together:
 def test_two_parties_are_aligned_at_a_time() -> None:
     meeting = some_ids(2)
     meeting.engine = engine(Together())
-
     meeting.meet()
-
     assert not meeting.errors
     assert set(meeting.orders()["active"]) == common_to(meeting)
 
@@ -237,9 +227,7 @@ class Broken(QueueChannel):
 @pytest.mark.parametrize("parties", [1, 3])
 def test_a_line_that_breaks_in_mid_alignment_leads_to_the_same_ids_for_all(parties: int) -> None:
     meeting = some_ids(parties)
-
     meeting.meet({NAMES[parties - 1]: BreaksOff})
-
     assert not meeting.errors
     assert len({tuple(order) for order in meeting.orders().values()}) == 1
     assert set(meeting.orders()["active"]) == common_to(meeting)
@@ -262,17 +250,13 @@ class DiesAligned(InProcessPeer):
 
 
 @pytest.mark.parametrize("parties", [1, 3])
-def test_a_party_that_was_killed_after_its_alignment_comes_back_and_all_agree(
-    parties: int,
-) -> None:
+def test_a_party_that_was_killed_after_its_alignment_comes_back_and_all_agree(parties: int) -> None:
     meeting = some_ids(parties)
     last = NAMES[parties - 1]
     others = [meeting.start(name, InProcessPeer) for name in NAMES[: parties - 1]]
     finish([meeting.start(last, DiesAligned)])
     assert isinstance(meeting.errors.pop(last), Killed)
-
     finish([*others, meeting.start(last, InProcessPeer)])
-
     assert not meeting.errors
     assert len({tuple(order) for order in meeting.orders().values()}) == 1
     assert set(meeting.orders()["active"]) == common_to(meeting)
@@ -300,12 +284,10 @@ def test_a_goodbye_to_a_run_that_another_party_has_replaced_leads_to_that_run() 
     assert isinstance(meeting.errors.pop("birch"), Killed)
     assert ready.wait(HANGS_AFTER_S)
     before = meeting.session.run_id
-
     second = meeting.start("birch", InProcessPeer)
     wait_until(lambda: meeting.session.run_id != before)
     may_leave.set()
     finish([first, second])
-
     assert not meeting.errors
     assert len(meeting.fingerprints()) == 1
     assert set(meeting.orders()["active"]) == common_to(meeting)
@@ -314,9 +296,7 @@ def test_a_goodbye_to_a_run_that_another_party_has_replaced_leads_to_that_run() 
 def test_ids_that_only_pairs_have_in_common_are_too_few_for_all() -> None:
     first, second = [f"a-{n}" for n in range(20)], [f"b-{n}" for n in range(20)]
     meeting = Meeting([*first, *second], {"ash": first, "birch": second}, min_aligned=5)
-
     meeting.meet()
-
     assert isinstance(meeting.session.error, AlignmentError)
     assert any(isinstance(error, AlignmentError) for error in meeting.errors.values())
     with pytest.raises(OutOfStep):
@@ -336,7 +316,6 @@ def test_training_and_mere_alignment_are_no_common_purpose(trains: str) -> None:
     aligns = contract_of(1)
     training = Contract.model_validate(aligns.model_dump(exclude={"purpose"}))
     own, other = (training, aligns) if trains == "active" else (aligns, training)
-
     assert own.fields_differing_from(other.canonical_json()) == ["purpose"]
     assert training.digest() != aligns.digest()
     if own is aligns:

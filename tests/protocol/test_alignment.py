@@ -12,23 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splitveil.common.alignment import (
-    Splits,
-    align,
-    build_engine,
-    channel_pair,
-    ecdh,
-)
+from splitveil.common.alignment import Splits, align, build_engine, channel_pair, ecdh
 from splitveil.common.alignment.ecdh import CHUNK_IDS, EcdhEngine, EcdhExchange
 from splitveil.common.alignment.exchange import _send_all
 from splitveil.common.alignment.tag_lists import secret_permutation
 from splitveil.common.data.ids import canonical_ids
-from splitveil.common.errors import (
-    AlignmentError,
-    DataError,
-    InvalidMessage,
-    PeerUnreachable,
-)
+from splitveil.common.errors import AlignmentError, DataError, InvalidMessage, PeerUnreachable
 from splitveil.common.run.contract import AlignmentSettings
 from splitveil.common.settings import validate
 from splitveil.protos import split_learning_pb2 as pb
@@ -61,9 +50,7 @@ pytestmark = pytest.mark.usefixtures("small_chunks")
 def test_both_find_exactly_the_common_ids_in_one_order() -> None:
     own, peer = names(range(100)), names(range(60, 190))
     random.Random(1).shuffle(peer)
-
     first, second = align_both((own, peer))
-
     assert first.alignment.rows.dtype == np.int64
     assert set(common_ids(own, first)) == set(own) & set(peer)
     assert len(first.alignment.rows) == 40
@@ -80,9 +67,7 @@ def test_any_two_sets_align(own: set[int], peer: set[int], order: random.Random)
     sets = names(sorted(own)), names(sorted(peer))
     for ids in sets:
         order.shuffle(ids)
-
     outcomes = align_both(sets)
-
     if own & peer:
         orders = [common_ids(ids, outcome) for ids, outcome in zip(sets, outcomes, strict=True)]
         assert orders[0] == orders[1]
@@ -93,9 +78,7 @@ def test_any_two_sets_align(own: set[int], peer: set[int], order: random.Random)
 
 def test_the_common_order_is_new_in_every_run_and_not_the_order_of_a_file() -> None:
     ids = names(range(100))
-
     orders = [common_ids(ids, align_both((ids, ids))[0]) for _ in range(2)]
-
     assert sorted(orders[0]) == sorted(orders[1]) == sorted(ids)
     assert orders[0] != orders[1]
     assert ids not in orders
@@ -103,7 +86,6 @@ def test_the_common_order_is_new_in_every_run_and_not_the_order_of_a_file() -> N
 
 def test_each_learns_the_nonce_and_the_set_size_of_the_other() -> None:
     first, second = align_both((names(range(7)), names(range(9))))
-
     assert (first.alignment.peer_nonce, first.alignment.peer_set_size) == (NONCES[1], 9)
     assert (second.alignment.peer_nonce, second.alignment.peer_set_size) == (NONCES[0], 7)
 
@@ -118,7 +100,6 @@ def test_whole_chunks_and_worker_processes_give_the_same_result(
         first, second = align_both((own, peer), (with_workers, ENGINE))
     finally:
         with_workers.close()
-
     assert set(common_ids(own, first)) == set(own) & set(peer)
     assert common_ids(own, first) == common_ids(peer, second)
 
@@ -127,7 +108,6 @@ def test_progress_rises_to_the_number_of_all_ids() -> None:
     seen: list[tuple[int, int]] = []
     ends = channel_pair(deadline_s=LONG_S)
     ids = names(range(40)), names(range(30))
-
     with ThreadPoolExecutor(2) as executor:
         peer = executor.submit(align, ENGINE, ids[1], ends[1], nonce=b"", run_id="")
         align(
@@ -139,7 +119,6 @@ def test_progress_rises_to_the_number_of_all_ids() -> None:
             progress=lambda done, total: seen.append((done, total)),
         )
         peer.result()
-
     assert seen[-1] == (70, 70)
     assert all(before <= after for before, after in pairwise(seen))
     assert len(set(seen)) > 3
@@ -153,16 +132,13 @@ def test_every_session_has_a_key_of_its_own() -> None:
     for _ in range(2):
         session = greeted(names(range(30)))
         transcripts.append(set(split(b"".join(points_of(session)), 32)))
-
     assert transcripts[0].isdisjoint(transcripts[1])
 
 
 def test_points_leave_in_shuffled_order() -> None:
     ids = names(range(40))
     session = greeted(ids)
-
     sent = split(b"".join(points_of(session)), 32)
-
     in_file_order = split(ENGINE._library.mask(digests(ids), session._secrets.scalar), 32)
     assert sorted(sent) == sorted(in_file_order)
     assert sent != in_file_order
@@ -185,7 +161,6 @@ def test_a_permutation_puts_every_row_everywhere_equally_often() -> None:
     draw = random.Random(1).randbytes
     drawn = [secret_permutation(4, draw(32)) for _ in range(8000)]
     lazy = [np.arange(4) if i % 20 == 0 else drawn[i] for i in range(8000)]
-
     assert chi_squared(drawn) < 33.7
     assert chi_squared(lazy) > 33.7
 
@@ -193,9 +168,7 @@ def test_a_permutation_puts_every_row_everywhere_equally_often() -> None:
 def test_what_is_sent_is_neither_the_id_nor_its_unmasked_point() -> None:
     ids = names(range(20))
     session = greeted(ids)
-
     sent = b"".join([session.hello().SerializeToString(), *points_of(session)])
-
     unmasked = split(ENGINE._library.hash_to_group(digests(ids)), 32)
     assert not any(text.encode() in sent for text in ids)
     assert not any(point in sent for point in unmasked)
@@ -227,7 +200,6 @@ def test_unusable_ids_are_named_by_row_and_never_by_text(
 ) -> None:
     with pytest.raises(DataError) as caught:
         canonical_ids(raw, "rows.csv, column k")
-
     assert message in str(caught.value)
     assert str(caught.value).startswith("rows.csv, column k: ")
     assert not any(text.strip() in str(caught.value) for text in raw if text and text.strip())
@@ -236,14 +208,12 @@ def test_unusable_ids_are_named_by_row_and_never_by_text(
 def test_every_kind_of_problem_is_reported_at_once() -> None:
     with pytest.raises(DataError) as caught:
         canonical_ids(["x1", "", "x1", " x1"], "rows.csv")
-
     assert len(str(caught.value).splitlines()) == 3
 
 
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"])), min_size=1, max_size=8))
 def test_ids_come_out_in_canonical_form_or_not_at_all(raw: list[str]) -> None:
     expected = [unicodedata.normalize("NFC", text).strip() for text in raw]
-
     if len(set(expected)) == len(expected) and all(expected):
         assert canonical_ids(raw, "rows.csv") == expected
         assert canonical_ids(expected, "rows.csv") == expected
@@ -255,16 +225,13 @@ def test_ids_come_out_in_canonical_form_or_not_at_all(raw: list[str]) -> None:
 def test_canonical_ids_of_both_parties_meet() -> None:
     own = canonical_ids(["Zo\u00eb", " Max"], "own.csv")
     peer = canonical_ids(["Max", "Zoe\u0308\n", "Ida"], "peer.csv")
-
     first, _ = align_both((own, peer))
-
     assert set(common_ids(own, first)) == {"Zo\u00eb", "Max"}
 
 
 @pytest.mark.parametrize("size", [0, 11])
 def test_an_empty_or_too_large_own_set_is_refused_before_anything_is_sent(size: int) -> None:
     here, there = channel_pair(deadline_s=0.05)
-
     with pytest.raises(AlignmentError, match=f"expected 1 to 10 own ids, got {size}"):
         align(engine(max_set_size=10), names(range(size)), here, nonce=b"", run_id="")
     with pytest.raises(PeerUnreachable):
@@ -276,9 +243,7 @@ def test_an_empty_or_too_large_own_set_is_refused_before_anything_is_sent(size: 
 
 def test_a_tiny_intersection_is_an_error_on_both_sides_with_the_counts() -> None:
     strict = engine(min_aligned=5)
-
     outcomes = align_both((names(range(20)), names(range(16, 46))), (strict, strict))
-
     assert [type(outcome.error) for outcome in outcomes] == [AlignmentError] * 2
     counts = "20 own ids, 30 ids of the other party, 4 in common, expected at least 5"
     assert counts in str(outcomes[0].error)
@@ -288,9 +253,7 @@ def test_a_tiny_intersection_is_an_error_on_both_sides_with_the_counts() -> None
 
 def test_an_intersection_of_the_smallest_size_is_accepted() -> None:
     strict = engine(min_aligned=4)
-
     first, second = align_both((names(range(20)), names(range(16, 46))), (strict, strict))
-
     assert len(first.alignment.rows) == len(second.alignment.rows) == 4
 
 
@@ -306,9 +269,7 @@ def test_another_result_of_the_peer_stops_both() -> None:
 
     here, there = channel_pair(deadline_s=LONG_S)
     ids = names(range(10))
-
     outcomes = align_both((ids, ids), channels=(Flipping(here), there))
-
     assert type(outcomes[0].error) is PeerUnreachable
     assert type(outcomes[1].error) is InvalidMessage
     assert "not those that it committed to" in str(outcomes[1].error)
@@ -327,7 +288,6 @@ def test_another_result_of_the_peer_stops_both() -> None:
 def test_a_peer_with_other_rules_is_named_and_refused(field: str, value: str | int) -> None:
     hello = peer_hello()
     setattr(hello, field, value)
-
     with pytest.raises(AlignmentError, match=f"differently: {field}"):
         started(names(range(3))).receive(pb.AlignFrame(hello=hello))
 
@@ -342,9 +302,7 @@ def test_parties_with_different_versions_both_see_why(monkeypatch: pytest.Monkey
             return session
 
     other = OtherEngine(min_aligned=1, max_set_size=100, workers=0)
-
     outcomes = align_both((names(range(3)), names(range(3))), (ENGINE, other))
-
     assert [type(outcome.error) for outcome in outcomes] == [AlignmentError] * 2
 
 

@@ -7,13 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splitveil.common.alignment import (
-    AlignChannel,
-    Alignment,
-    QueueChannel,
-    align,
-    channel_pair,
-)
+from splitveil.common.alignment import AlignChannel, Alignment, QueueChannel, align, channel_pair
 from splitveil.common.data.ids import Allowed, canonical_ids, usable_ids
 from splitveil.common.errors import (
     AlignmentError,
@@ -55,17 +49,14 @@ def test_a_table_without_rows_ends_before_anything_is_sent(tmp_path: Path) -> No
     write_example(tmp_path, rows=40)
     (tmp_path / "passive.csv").write_text("id,x1,x2,x3,x4,x5\n")
     own = aligning(load_party_settings(PassiveSettings, tmp_path / "passive.yaml"))
-
     with pytest.raises(DataError, match="there are no rows"):
         read_own_ids(own)
 
 
 def test_ids_that_are_all_equal_are_an_error_or_a_single_id() -> None:
     raw = ["the same"] * 1000
-
     with pytest.raises(DataError, match="999 duplicate ids"):
         canonical_ids(raw, "here")
-
     first = usable_ids(raw, "here", allowed=Allowed(duplicates=True))
     assert first.ids == ["the same"]
     assert first.report.left_out == 999
@@ -85,9 +76,7 @@ def test_ids_of_one_byte_and_of_64_kib_align_exactly() -> None:
     short = [chr(code) for code in range(33, 127)]
     long = [character * (LONG - 1) + last for character in "ab" for last in "xyz"]
     mine, theirs = [*short[:60], *long[:4]], [*long[2:], *reversed(short[30:])]
-
     outcomes = align_both((mine, theirs))
-
     found = [common_ids(ids, one) for ids, one in zip((mine, theirs), outcomes, strict=True)]
     assert found[0] == found[1]
     assert sorted(found[0]) == sorted({*short[30:60], *long[2:4]})
@@ -110,9 +99,7 @@ def test_any_unicode_aligns_as_its_canonical_forms_do(texts: set[str], data: st.
     ids = canonical_ids(list(forms.values()), "here")
     theirs = data.draw(st.lists(st.sampled_from(ids), unique=True, min_size=1))
     theirs.append("\N{OLD ITALIC LETTER A}" * 21)
-
     outcomes = align_both((ids, theirs))
-
     found = [common_ids(own, one) for own, one in zip((ids, theirs), outcomes, strict=True)]
     assert found[0] == found[1]
     assert set(found[0]) == set(ids) & set(theirs)
@@ -182,9 +169,7 @@ def test_a_peer_that_tampers_with_its_chunks_is_refused_at_once(
 ) -> None:
     ids = names(range(70))  # five chunks of 16, the last of which has 6
     here, there = channel_pair(deadline_s=LONG_S)
-
     honest, dishonest = align_both((ids, ids), channels=(here, Tampers(there, 5, tampering)))
-
     assert type(honest.error) is error
     assert isinstance(dishonest.error, SplitveilError), "it learns nothing either"
 
@@ -193,9 +178,7 @@ def test_a_peer_that_announces_more_than_it_sends_is_unreachable_after_the_deadl
     here, there = channel_pair(deadline_s=0.3)
     there.send(pb.AlignFrame(hello=peer_hello(set_size=9_000)))
     there.send(points_frame(0, points(16)))
-
     outcome = Outcome(lambda: align_here(here, names(range(20))))
-
     assert type(outcome.error) is PeerUnreachable
     assert "silent" in str(outcome.error)
 
@@ -212,9 +195,7 @@ def test_a_peer_that_stops_half_way_is_unreachable_at_once() -> None:
 
     here, there = channel_pair(deadline_s=LONG_S)
     ids = names(range(70))
-
     honest, _ = align_both((ids, ids), channels=(here, Stops(there)))
-
     assert type(honest.error) is PeerUnreachable
     assert "silent" not in str(honest.error)
 
@@ -257,9 +238,7 @@ def test_a_peer_that_sends_for_ever_is_refused_after_what_it_announced(
 ) -> None:
     here, _ = channel_pair(deadline_s=LONG_S)
     endless = Endless(here, frames)
-
     outcome = Outcome(lambda: align_here(endless, names(range(20))))
-
     assert type(outcome.error) is error
     assert endless.taken <= 5
 
@@ -274,7 +253,5 @@ def test_what_a_peer_sends_after_the_end_is_not_waited_for() -> None:
 
     here, there = channel_pair(deadline_s=LONG_S)
     ids = names(range(20))
-
     honest, _ = align_both((ids, ids), channels=(here, GoesOn(there)))
-
     assert sorted(common_ids(ids, honest)) == sorted(ids)

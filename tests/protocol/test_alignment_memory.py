@@ -16,10 +16,10 @@ import pytest
 
 from splitveil.common.alignment import Alignment, ExchangeFiles, KeptExchanges, align, channel_pair
 from splitveil.common.alignment import partitions as partitions_module
+from splitveil.common.alignment.common_tags import Workspace
 from splitveil.common.alignment.ecdh import EcdhEngine
 from splitveil.common.alignment.partitions import Records, UnevenError, partitions
-from splitveil.common.alignment.tag_lists import OrderInFile, OrderInMemory, TagsInMemory
-from splitveil.common.alignment.tag_sets import common_rows, common_rows_by_parts
+from splitveil.common.alignment.tag_lists import SecretOrder, TagList
 from splitveil.common.errors import AlignmentError, InvalidMessage, SettingsError, StorageError
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.passive_party.settings import PassiveSettings
@@ -119,7 +119,6 @@ def test_the_result_is_the_same_with_a_limit_at_either_party(
     tmp_path: Path, limits: tuple[int | None, int | None], num_parts: list[int]
 ) -> None:
     first, second = aligned(parties(tmp_path, limits))
-
     assert set(common_ids(OWN, first)) == COMMON
     assert common_ids(OWN, first) == common_ids(PEER, second)
     assert len(num_parts) == 2 * sum(limit is not None for limit in limits)
@@ -169,7 +168,6 @@ def test_a_full_disk_ends_the_exchange_and_it_continues_when_there_is_room(
     left = files_in(tmp_path / "active")
     assert not [path for path in left if path.name.endswith("parts")]
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in left)
-
     monkeypatch.setattr(os, "pwrite", write)
     first, second = aligned(both)
     assert common_ids(OWN, first) == common_ids(PEER, second)
@@ -238,8 +236,8 @@ def test_the_tags_that_follow_one_are_read_when_they_are_sent(tmp_path: Path) ->
 
 def test_the_secret_order_is_the_same_in_a_file_and_in_memory(tmp_path: Path) -> None:
     size, seed = 20_000, b"s" * 32
-    held = OrderInMemory(size, seed)
-    filed = OrderInFile(size, seed, tmp_path / "order", 2**16)
+    held = SecretOrder(size, seed)
+    filed = SecretOrder(size, seed, tmp_path / "order", 2**16)
     assert sorted(held.rows(0, size).tolist()) == list(range(size))
     assert np.array_equal(held.rows(0, size), filed.rows(0, size))
     assert np.array_equal(held.rows(777, 16), filed.rows(777, 16))
@@ -252,12 +250,10 @@ def test_common_rows_found_by_parts_are_those_found_at_once(tmp_path: Path, seed
     draw = random.Random(seed)
     tags = [draw.randbytes(16) for _ in range(6000)]
     own, peer = draw.sample(tags, 4000), draw.sample(tags, 3000)
-    lists = TagsInMemory(b"".join(own)), TagsInMemory(b"".join(peer))
-    order = OrderInMemory(len(own), bytes([seed]) * 32)
-
-    whole = common_rows(*lists, order)
-    by_parts = common_rows_by_parts(*lists, order, tmp_path / "parts", 2**14)
-
+    lists = TagList(b"".join(own)), TagList(b"".join(peer))
+    order = SecretOrder(len(own), bytes([seed]) * 32)
+    whole = Workspace().common_rows(*lists, order)
+    by_parts = Workspace(ExchangeFiles(tmp_path, SMALL)).common_rows(*lists, order)
     rows = order.rows(0, len(own)).tolist()
     expected = sorted({*own} & {*peer})
     place = dict(zip(own, rows, strict=True))
@@ -271,11 +267,11 @@ def test_common_rows_found_by_parts_are_those_found_at_once(tmp_path: Path, seed
 def test_a_tag_that_is_twice_is_refused_in_any_part(tmp_path: Path) -> None:
     draw = random.Random(1)
     tags = [draw.randbytes(16) for _ in range(2000)]
-    once, twice = TagsInMemory(b"".join(tags)), TagsInMemory(b"".join([*tags, tags[1234]]))
+    once, twice = TagList(b"".join(tags)), TagList(b"".join([*tags, tags[1234]]))
     for own, peer in ((once, twice), (twice, once)):
-        order = OrderInMemory(len(own), bytes(32))
+        order = SecretOrder(len(own), bytes(32))
         with pytest.raises(InvalidMessage, match="same tag"):
-            common_rows_by_parts(own, peer, order, tmp_path / "parts", 2**14)
+            Workspace(ExchangeFiles(tmp_path, SMALL)).common_rows(own, peer, order)
     assert not files_in(tmp_path)
 
 
@@ -287,7 +283,6 @@ def test_parts_hold_all_records_in_order_and_fit_into_the_memory(tmp_path: Path)
         np.dtype("S4"), lambda: (block.view("S4").ravel() for block in np.split(data, 10)), each
     )
     parts = [part for (part,) in partitions([kind], tmp_path / "parts", most)]
-
     assert len(parts) >= 5000 * each / most
     assert all(len(part) * each <= most for part in parts)
     found = np.concatenate(parts).view(np.uint8).reshape(-1, 4)

@@ -7,13 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from splitveil.common.alignment import (
-    QueueChannel,
-    Splits,
-    StreamChannel,
-    align,
-    channel_pair,
-)
+from splitveil.common.alignment import QueueChannel, Splits, StreamChannel, align, channel_pair
 from splitveil.common.alignment.ecdh import EcdhEngine, EcdhExchange
 from splitveil.common.alignment.workers import WorkerPool
 from splitveil.common.errors import (
@@ -72,7 +66,6 @@ def test_a_bad_frame_after_the_hello_is_rejected(
     frame: pb.AlignFrame, error: type[SplitveilError]
 ) -> None:
     session = greeted(names(range(20)))
-
     with pytest.raises(error):
         session.receive(frame)
     assert session.done_ids == 0
@@ -90,7 +83,6 @@ def test_a_bad_frame_after_the_hello_is_rejected(
 )
 def test_bad_tags_are_rejected(frame: pb.AlignFrame, error: type[SplitveilError]) -> None:
     session = committed(40, bytes(40 * 16), points(40))
-
     with pytest.raises(error):
         session.receive(frame)
     assert len(session.receive(tags_frame(0, bytes(16)))) == 1
@@ -99,7 +91,6 @@ def test_bad_tags_are_rejected(frame: pb.AlignFrame, error: type[SplitveilError]
 def test_no_tag_is_shown_or_taken_before_both_have_committed_to_theirs() -> None:
     session = greeted(names(range(16)), peer_set_size=16)
     sent = [*session.own_frames(), *session.receive(points_frame(0, points(16)))]
-
     assert [frame.WhichOneof("body") for frame in sent] == ["points", "commitment"]
     with pytest.raises(OutOfStep, match="committed"):
         session.receive(tags_frame(0, bytes(16)))
@@ -113,7 +104,6 @@ def test_a_commitment_before_all_points_or_of_another_length_is_rejected() -> No
     session = greeted(names(range(16)), peer_set_size=17)
     session.receive(points_frame(0, points(16)))
     frame = commitment_frame(points(17), bytes(256))
-
     with pytest.raises(OutOfStep, match="before all points"):
         session.receive(frame)
     session.receive(points_frame(1, points(1, first=16)))
@@ -134,7 +124,6 @@ def test_tags_are_shown_in_turns_so_that_nobody_is_ahead_by_more_than_a_part(
         session.receive(points_frame(chunk, points(count, first=first)))
     session.receive(commitment_frame(points(num_peer), tags))
     part = min(16, -(-own // 64))
-
     for number, first in enumerate(range(0, own, part)):
         lead = session.answered_ids / num_peer - first / own
         assert 0 < lead <= min(16, -(-num_peer // 64)) / num_peer + 1e-9
@@ -144,7 +133,6 @@ def test_tags_are_shown_in_turns_so_that_nobody_is_ahead_by_more_than_a_part(
 
 def test_tags_other_than_those_committed_to_are_rejected() -> None:
     session = committed(1, bytes(16), points(1))
-
     with pytest.raises(InvalidMessage, match="committed to"):
         session.receive(tags_frame(0, b"1" * 16))
 
@@ -152,7 +140,6 @@ def test_tags_other_than_those_committed_to_are_rejected() -> None:
 def test_points_beyond_the_announced_set_are_rejected() -> None:
     session = greeted(names(range(16)), peer_set_size=18)
     session.receive(points_frame(0, points(16)))
-
     with pytest.raises(TooLarge):
         session.receive(points_frame(1, points(3)))
     session.receive(points_frame(1, points(2, first=16)))
@@ -175,7 +162,6 @@ def test_a_bad_hello_is_rejected(
     hello = peer_hello()
     for name, value in changes.items():
         setattr(hello, name, value)
-
     with pytest.raises(error):
         started(names(range(3))).receive(pb.AlignFrame(hello=hello))
 
@@ -185,7 +171,6 @@ def test_a_bad_hello_is_rejected(
 )
 def test_nothing_is_answered_or_sent_before_the_hello(frame: pb.AlignFrame) -> None:
     session = started(names(range(16)))
-
     with pytest.raises(OutOfStep):
         session.receive(frame)
     with pytest.raises(OutOfStep, match="hello"):
@@ -212,9 +197,7 @@ def complete(own: list[str], peer: list[str]) -> tuple[EcdhExchange, pb.AlignFra
 
 def test_the_honest_done_is_accepted() -> None:
     session, done = complete(names(range(20)), names(range(10, 30)))
-
     session.receive(done)
-
     assert session.is_complete
     assert {f"customer {row}" for row in session.result()} == set(names(range(10, 20)))
 
@@ -227,14 +210,12 @@ def test_a_tampered_done_is_an_alignment_error(field: str) -> None:
     else:
         done.done.digest = bytes(32)
     session.receive(done)
-
     with pytest.raises(AlignmentError, match="disagree"):
         session.result()
 
 
 def test_a_done_with_a_short_digest_or_twice_is_rejected() -> None:
     session, done = complete(names(range(20)), names(range(10, 30)))
-
     with pytest.raises(InvalidMessage, match="digest"):
         session.receive(done_frame(10, b"short"))
     session.receive(done)
@@ -244,7 +225,6 @@ def test_a_done_with_a_short_digest_or_twice_is_rejected() -> None:
 
 def test_there_is_no_result_before_the_peers_done() -> None:
     session, _ = complete(names(range(20)), names(range(10, 30)))
-
     with pytest.raises(OutOfStep, match="not complete"):
         session.result()
 
@@ -255,7 +235,6 @@ def test_a_point_or_a_tag_that_comes_twice_is_rejected(what: str) -> None:
     tags = bytes(32) if what == "tag" else bytes(16) + b"1" * 16
     session = committed(2, tags, points(1) * 2 if what == "point" else points(2))
     session.receive(tags_frame(0, tags[:16]))
-
     with pytest.raises(InvalidMessage, match="same tag"):
         session.receive(tags_frame(1, tags[16:]))
 
@@ -291,7 +270,6 @@ def test_no_peer_makes_500_ids_common_where_none_are(kind: str) -> None:
     """With version 1 of the protocol, which had no commitments, ``tags`` succeeded."""
     here, there = channel_pair(deadline_s=LONG_S)
     ids = [f"somebody else {number}" for number in range(500)]
-
     with ThreadPoolExecutor(1) as executor:
         liar = executor.submit(lie, there, kind, len(ids))
         with pytest.raises(InvalidMessage, match=r"committed to|own points back"):
@@ -312,9 +290,7 @@ def test_a_rule_broken_in_mid_stream_ends_both_parties_at_once() -> None:
             return session
 
     liar = Repeating(min_aligned=1, max_set_size=100, workers=0)
-
     outcomes = align_both((names(range(50)), names(range(50))), (ENGINE, liar))
-
     assert type(outcomes[0].error) is OutOfStep
     assert type(outcomes[1].error) is PeerUnreachable
     assert "silent" not in str(outcomes[1].error)
@@ -327,10 +303,8 @@ def test_a_failure_of_the_sending_side_is_raised_at_once_and_as_it_is() -> None:
     process = pool._workers[0]._process
     process.kill()
     process.wait()
-
     outcomes = align_both((names(range(50)), names(range(50))), (workers, ENGINE))
     workers.close()
-
     assert "worker process ended" in str(outcomes[0].error)
     assert type(outcomes[1].error) is PeerUnreachable
     assert "silent" not in str(outcomes[1].error)
@@ -347,7 +321,6 @@ def test_a_sender_that_cannot_send_wakes_the_receiver() -> None:
 
     here, there = channel_pair(deadline_s=LONG_S)
     there.send(pb.AlignFrame(hello=peer_hello()))
-
     with pytest.raises(PeerUnreachable, match="mute"):
         align(ENGINE, names(range(50)), Mute(here), nonce=NONCES[0], run_id="run")
 
@@ -357,9 +330,7 @@ def test_a_sender_that_cannot_send_wakes_the_receiver() -> None:
 
 def test_queues_of_one_frame_do_not_deadlock() -> None:
     ids = names(range(200)), names(range(100, 350))
-
     first, second = align_both(ids, channels=channel_pair(deadline_s=LONG_S, queue_frames=1))
-
     assert common_ids(ids[0], first) == common_ids(ids[1], second)
     assert len(first.alignment.rows) == 100
 
@@ -386,16 +357,13 @@ def stream_pair(deadline_s: float, queue_frames: int) -> tuple[StreamChannel, St
 
 def test_streams_with_the_smallest_buffers_give_the_same_result() -> None:
     ids = names(range(200)), names(range(100, 350))
-
     first, second = align_both(ids, channels=stream_pair(deadline_s=LONG_S, queue_frames=1))
-
     assert common_ids(ids[0], first) == common_ids(ids[1], second)
     assert len(first.alignment.rows) == 100
 
 
 def test_a_silent_peer_is_unreachable_after_the_deadline() -> None:
     here, _there = channel_pair(deadline_s=0.05)
-
     with pytest.raises(PeerUnreachable, match=r"silent for 0\.05 s"):
         align(ENGINE, names(range(3)), here, nonce=b"", run_id="")
 
@@ -403,7 +371,6 @@ def test_a_silent_peer_is_unreachable_after_the_deadline() -> None:
 def test_a_peer_that_takes_nothing_more_is_unreachable_after_the_deadline() -> None:
     here, there = channel_pair(deadline_s=0.3, queue_frames=1)
     there.send(pb.AlignFrame(hello=peer_hello()))
-
     with pytest.raises(PeerUnreachable, match="silent"):
         align(ENGINE, names(range(100)), here, nonce=NONCES[0], run_id="run")
 
@@ -432,7 +399,6 @@ def test_an_error_of_the_stream_can_be_translated() -> None:
         deadline_s=LONG_S,
         translate=lambda _: AlignmentError("told so"),
     )
-
     with pytest.raises(AlignmentError, match="told so"):
         channel.receive()
 
@@ -441,9 +407,7 @@ def test_closing_lets_sent_frames_through_and_ends_the_stream() -> None:
     channel = StreamChannel(lambda _outgoing: iter(()), deadline_s=LONG_S)
     channel.send(done_frame(1))
     channel.send(done_frame(2))
-
     channel.close()
-
     assert [frame.done.count for frame in channel.outgoing] == [1, 2]
     with pytest.raises(PeerUnreachable):
         channel.send(done_frame(3))

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from splitveil.common.alignment.common_tags import common_tags
 from splitveil.common.alignment.ecdh import EcdhEngine
-from splitveil.common.alignment.tag_sets import common_tags
 from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.ids import Allowed, OwnIds, usable_ids
 from splitveil.common.errors import AlignmentError, DataError, InvalidMessage
@@ -72,9 +72,7 @@ def test_any_two_tables_align_as_the_sets_of_their_people(
         usable_ids([written(person, draw, form) for person in table], "t", form, Allowed(True))
         for table in tables
     )
-
     outcomes = align_both((own.ids, peer.ids), (engines[workers], ENGINE))
-
     common = set(tables[0]) & set(tables[1])
     if not common:
         assert [type(outcome.error) for outcome in outcomes] == [AlignmentError] * 2
@@ -94,7 +92,6 @@ def test_a_person_who_is_twice_in_a_table_is_refused_unless_the_first_row_is_cho
     people: list[int], form: CanonicalForm, draw: random.Random
 ) -> None:
     raw = [written(person, draw, form) for person in people]
-
     if len(set(people)) < len(people):
         with pytest.raises(DataError, match=r"duplicate ids|equal to another id"):
             usable_ids(raw, "t", form)
@@ -117,8 +114,7 @@ TAGS = st.lists(st.integers(1, 255), min_size=1, max_size=60, unique=True)
 def test_common_tags_are_those_of_both_sets_in_the_order_of_their_bytes(
     own: list[int], peer: list[int]
 ) -> None:
-    found = common_tags(tags_of(own), tags_of(peer))
-
+    found = common_tags(*(np.frombuffer(tags_of(tags), "S16") for tags in (own, peer)))
     split = [tags_of([number]) for number in own]
     expected = sorted({*split} & {tags_of([number]) for number in peer})
     assert found.tags.tobytes() == b"".join(expected)
@@ -133,6 +129,5 @@ def test_a_tag_that_is_twice_in_either_set_is_refused(
 ) -> None:
     repeated = own if is_own else peer
     repeated.insert(draw.randrange(len(repeated) + 1), draw.choice(repeated))
-
     with pytest.raises(InvalidMessage, match="same tag"):
-        common_tags(tags_of(own), tags_of(peer))
+        common_tags(*(np.frombuffer(tags_of(tags), "S16") for tags in (own, peer)))

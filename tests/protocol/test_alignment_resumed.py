@@ -2,13 +2,12 @@
 
 import hashlib
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from splitveil.common.alignment import (
-    ExchangeFiles,
-)
+from splitveil.common.alignment import ExchangeFiles
 from splitveil.common.alignment.ecdh import EcdhExchange
 from splitveil.common.alignment.kept import KeptName
 from splitveil.common.errors import InvalidMessage, OutOfStep, PeerUnreachable
@@ -48,7 +47,6 @@ def test_a_line_that_breaks_off_again_and_again_costs_no_id_and_repeats_little(
         assert any(isinstance(one.error, PeerUnreachable) for one in (first, second))
     else:
         first, second = pair.attempt()
-
     assert set(common_ids(OWN, first)) == COMMON
     assert common_ids(OWN, first) == common_ids(PEER, second)
     assert pair.is_kept() == [False, False]
@@ -77,14 +75,12 @@ def test_what_the_peer_has_is_neither_computed_nor_sent_again(tmp_path: Path) ->
     assert all(pair.is_kept())
     masked, multiplied = pair.groups[0].masked, pair.groups[1].multiplied
     assert multiplied == 5 * CHUNK
-
     first, second = pair.attempt()
     assert set(common_ids(OWN, first)) == COMMON
     assert pair.groups[0].masked <= len(OWN) + CHUNK  # the chunk that was lost
     assert pair.groups[0].masked - masked <= len(OWN) - 5 * CHUNK
     assert pair.groups[1].multiplied == len(OWN)
     assert pair.groups[0].multiplied == len(PEER)
-
     whole = Pair(tmp_path / "whole")
     whole.attempt()
     assert pair.groups[1].multiplied == whole.groups[1].multiplied
@@ -101,7 +97,6 @@ def test_a_last_message_that_is_lost_costs_neither_party_an_id(tmp_path: Path, l
     pair.loses_last_frame_of = None
     pair.limits[loser] = 2**15
     outcomes = pair.attempt()
-
     assert common_ids(OWN, outcomes[0]) == common_ids(PEER, outcomes[1])
     assert set(common_ids(OWN, outcomes[0])) == COMMON
     assert [group.masked for group in pair.groups] == [len(OWN), len(PEER)]
@@ -110,22 +105,30 @@ def test_a_last_message_that_is_lost_costs_neither_party_an_id(tmp_path: Path, l
     assert pair.is_kept() == [False, False]
 
 
-def test_without_files_each_attempt_begins_afresh(tmp_path: Path) -> None:
-    pair = Pair(tmp_path)
-    pair.attempt(breaks_at=(6, None))
+def without_files(pair: Pair) -> None:
     pair.kept[1].discard()
-    first, second = pair.attempt()
-    assert common_ids(OWN, first) == common_ids(PEER, second)
-    assert pair.groups[1].multiplied == 5 * CHUNK + len(OWN)
 
 
-def test_other_ids_begin_afresh(tmp_path: Path) -> None:
+def with_other_ids(pair: Pair) -> None:
+    pair.ids = (OWN, names(range(60, 191)))
+
+
+def with_damaged_states(pair: Pair) -> None:
+    for files, text in zip(pair.files, ("{", '{"exchange": "zz"}'), strict=True):
+        (files._folder / "state").write_text(text)
+
+
+@pytest.mark.parametrize("change", [without_files, with_other_ids, with_damaged_states])
+def test_what_cannot_be_resumed_begins_afresh(
+    tmp_path: Path, change: Callable[[Pair], None]
+) -> None:
     pair = Pair(tmp_path)
     pair.attempt(breaks_at=(6, None))
-    pair.ids = (OWN, names(range(60, 191)))
+    change(pair)
     first, second = pair.attempt()
     assert set(common_ids(OWN, first)) == COMMON
     assert common_ids(OWN, first) == common_ids(pair.ids[1], second)
+    assert pair.groups[1].multiplied == 5 * CHUNK + len(OWN)
 
 
 def test_only_the_owner_can_read_what_is_kept(tmp_path: Path) -> None:
@@ -154,15 +157,6 @@ def test_files_that_a_crash_left_in_part_are_used_as_far_as_they_are_whole(
         if first.error is None and second.error is None:
             break
     assert set(common_ids(OWN, first)) == COMMON
-    assert common_ids(OWN, first) == common_ids(PEER, second)
-
-
-def test_a_damaged_state_begins_afresh(tmp_path: Path) -> None:
-    pair = Pair(tmp_path)
-    pair.attempt(breaks_at=(6, None))
-    for files, text in zip(pair.files, ("{", '{"exchange": "zz"}'), strict=True):
-        (files._folder / "state").write_text(text)
-    first, second = pair.attempt()
     assert common_ids(OWN, first) == common_ids(PEER, second)
 
 
@@ -298,7 +292,6 @@ def test_what_is_refused_while_own_points_are_sent_is_forgotten_too(tmp_path: Pa
         victim.exchange.receive(tags_frame(chunk, tags[at : at + 2 * 16]))
     path = victim.files._folder / "own.tags"
     path.write_bytes(bytes(16) + tags[16:])
-
     victim.start(victim.resume())
     assert victim.held.tags == 100
     victim.exchange.receive(commitment)  # before the last own points are sent

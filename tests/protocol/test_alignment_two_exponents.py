@@ -94,9 +94,7 @@ def test_a_peer_with_two_exponents_learns_what_the_other_party_misses(
     mine, theirs = names(range(60)), names(range(10, 80))
     common = set(mine) & set(theirs)
     peer = TwoExponents(kind)
-
     honest, dishonest = align_both((mine, theirs), engines=(ENGINE, peer))
-
     found = set(common_ids(mine, honest))
     assert peer.learned() == common
     assert found < common

@@ -3,6 +3,7 @@
 import copy
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from splitveil.active_party.ledger.bounds import LeakBounds, PeerBound, Spread
 from splitveil.active_party.report import write_report
 from splitveil.active_party.report.run_files import read_run
 from splitveil.active_party.report.verdict import judge
-from splitveil.active_party.watch.held_against import hold_against, log_beyond, stated_epsilon
+from splitveil.active_party.watch.stated import hold_against, log_beyond, stated_epsilon
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.record.beyond_figures import (
     AdjustedFigures,
@@ -23,7 +24,7 @@ from splitveil.common.record.beyond_figures import (
 )
 from splitveil.common.record.leak_figures import LeakFigures
 from splitveil.common.record.run_record import METRICS, read_summary, write_summary
-from splitveil.common.record.summary import Summary, to_json
+from splitveil.common.record.summary import Summary
 from splitveil.common.record.summary_tables import print_summary
 from tests.own_defenses import write_own_defenses
 from tests.recorded import recorders
@@ -40,7 +41,7 @@ def recorded(folder: Path, *active: str) -> tuple[dict[str, Any], dict[str, Any]
     parties = build_parties(folder, [f"leak_monitor.{ALL}", *active], [f"adversary.{ALL}"])
     with recorders(parties, folder) as both:
         run_in_process(parties)
-    return to_json(both.active.summary({})), to_json(both.passive.summary())
+    return both.active.summary({}).form(), both.passive.summary().form()
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +109,7 @@ def test_several_classes_are_measured_by_the_pair_told_apart_best(tmp_path: Path
     parties = build_parties(tmp_path, [], ["adversary=null"])
     with recorders(parties, tmp_path) as both:
         run_in_process(parties)
-    found = to_json(both.active.summary({}))
+    found = both.active.summary({}).form()
     for attack in ("cosine", "accumulated_cosine"):
         assert found["adjusted_leak"][attack]["value"] > 0.9
     assert found["adjusted_leak"]["norm"]["value"] < found["adjusted_leak"]["cosine"]["value"]
@@ -179,7 +180,7 @@ def test_a_resumed_run_measures_the_same(tmp_path: Path) -> None:
             if name == "resumed":
                 parties.session.lifecycle.observer = _Forgetful(both.active)
             run_in_process(parties)
-        found.append(to_json(both.active.summary({})))
+        found.append(both.active.summary({}).form())
     for key in ("adjusted_leak", "leak_advantage", "epsilon_lower_bound_details"):
         assert found[0][key] == found[1][key]
 
@@ -266,7 +267,7 @@ def test_an_alarm_needs_guesses_that_are_better_than_chance(
     p_value: float, *, passed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of few rows, adjusted figures show what the model of the features has not learned."""
-    held = BEYOND._replace(epsilon=MEASURED._replace(p_value=p_value))
+    held = replace(BEYOND, epsilon=MEASURED._replace(p_value=p_value))
     log_beyond(held, bounds(0.6))
     assert ("norm reaches a leak AUC of 0.700" in caplog.text) is passed
 
@@ -278,7 +279,7 @@ def test_an_alarm_needs_guesses_that_are_better_than_chance(
 def test_a_figure_above_a_proved_bound_is_set_aside_where_guesses_are_chance(
     p_value: float, bound: float, aside: list[str]
 ) -> None:
-    measured = BEYOND._replace(epsilon=MEASURED._replace(p_value=p_value))
+    measured = replace(BEYOND, epsilon=MEASURED._replace(p_value=p_value))
     assert list(set_aside(measured, bound)) == aside
 
 
@@ -297,7 +298,7 @@ def test_of_few_pairs_a_bound_for_anybody_is_passed_only_if_guesses_are_better_t
     """Guesses of 569 patients were better than chance, and an adjusted figure was .87 at .60."""
     measured = MEASURED._replace(stated=2.0, stated_for=str(peers), pairs=pairs)
     stated = measured._replace(p_value_of_stated=p_value)
-    held = BEYOND._replace(epsilon=stated)
+    held = replace(BEYOND, epsilon=stated)
     log_beyond(held, bounds(0.6))
     assert ("norm reaches a leak AUC of 0.700 beyond what features tell, above" in caplog.text) is (
         passed
@@ -310,7 +311,7 @@ def test_without_rows_to_guess_only_bounds_that_are_not_for_anybody_are_passed(
     *, for_anybody: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Features decide all but a few dozen of 300 digits, and an adjusted figure was .99 at .60."""
-    without = BEYOND._replace(epsilon=None)
+    without = replace(BEYOND, epsilon=None)
     known = bounds(0.6)
     nobody = bounds(1.0).by_peers[0]
     by_peers = (known.by_peers[0] if for_anybody else nobody, *known.by_peers[1:])

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from splitveil.active_party.defenses import LeakCharge
-from splitveil.active_party.ledger.account_book import AccountBook
-from splitveil.active_party.ledger.earlier_ledgers import open_books
+from splitveil.active_party.ledger.account_book import AccountBook, open_books
 from splitveil.active_party.ledger.ledger import LeakLedger
 from splitveil.common.data import sources
 from splitveil.common.data.canonical_form import CanonicalForm, compose, decompose

@@ -12,8 +12,7 @@ from cryptography.x509.oid import NameOID
 
 from splitveil.deploy.authority import PartyFolder
 from splitveil.deploy.certificate_requests import REQUEST, make_request
-from splitveil.deploy.certs import main
-from tests.certificates import files
+from tests.certificates import certs, files
 
 GROUPS = r"(?:[0-9a-f]{4} ){15}[0-9a-f]{4}"
 
@@ -21,7 +20,7 @@ GROUPS = r"(?:[0-9a-f]{4} ){15}[0-9a-f]{4}"
 @pytest.fixture
 def ours(tmp_path: Path) -> Path:
     """Return the folder of the party that keeps the authority."""
-    assert main(["authority", str(tmp_path / "ours")]) == 0
+    assert certs(["authority", str(tmp_path / "ours")]) == 0
     return tmp_path / "ours"
 
 
@@ -33,7 +32,7 @@ def theirs(tmp_path: Path) -> Path:
 
 
 def sign(ours: Path, request: Path, *options: str) -> int:
-    return main(["sign", str(ours), str(request), "--party", "passive", *options])
+    return certs(["sign", str(ours), str(request), "--party", "passive", *options])
 
 
 def read_out(text: str, line: str) -> str:
@@ -46,7 +45,7 @@ def test_a_certificate_comes_back_for_the_key_that_stayed(
     ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     theirs = tmp_path / "theirs"
-    assert main(["request", str(theirs), "--party", "passive"]) == 0
+    assert certs(["request", str(theirs), "--party", "passive"]) == 0
     said = read_out(capsys.readouterr().out, "public key")
     own = PartyFolder(theirs / "passive")
     assert stat.S_IMODE(own.private_key.stat().st_mode) == 0o600
@@ -64,24 +63,24 @@ def test_a_certificate_comes_back_for_the_key_that_stayed(
         getattr(own, name).write_bytes(getattr(made, name).read_bytes())
     assert files(theirs, "passive").current().identities == ("passive.splitveil",)
     # Both sides can compare the authority, and the key, with what the files hold.
-    assert main(["show", str(own.certificate)]) == 0
+    assert certs(["show", str(own.certificate)]) == 0
     assert read_out(capsys.readouterr().out, "public key") == said
-    assert main(["show", str(own.authority)]) == 0
+    assert certs(["show", str(own.authority)]) == 0
     assert read_out(capsys.readouterr().out, "SHA-256") == read_out(shown, "authority")
 
 
 def test_a_second_request_is_for_the_same_key(theirs: Path) -> None:
     before = PartyFolder(theirs / "passive").private_key.read_bytes()
-    again = make_request(theirs, "passive", "passive.splitveil")
-    assert not again.is_new_key
+    _, is_new_key = make_request(theirs, "passive", "passive.splitveil")
+    assert not is_new_key
     assert PartyFolder(theirs / "passive").private_key.read_bytes() == before
 
 
 def test_another_key_than_the_one_read_out_is_not_signed(
     ours: Path, theirs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = make_request(tmp_path / "thief", "passive", "passive.splitveil")
-    assert sign(ours, theirs / "passive" / REQUEST, "--fingerprint", other.fingerprint) == 2
+    other, _ = make_request(tmp_path / "thief", "passive", "passive.splitveil")
+    assert sign(ours, theirs / "passive" / REQUEST, "--fingerprint", other) == 2
     assert "is not the one that was read out" in capsys.readouterr().err
     assert not (ours / "passive").exists()
 
@@ -89,13 +88,14 @@ def test_another_key_than_the_one_read_out_is_not_signed(
 def test_a_request_for_another_name_is_not_signed(
     ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = make_request(tmp_path / "thief", "passive", "active.splitveil")
-    assert sign(ours, made.path) == 2
+    make_request(tmp_path / "thief", "passive", "active.splitveil")
+    request = tmp_path / "thief" / "passive" / REQUEST
+    assert sign(ours, request) == 2
     assert (
         "expected a request for the one DNS name 'passive.splitveil', got active.splitveil"
         in capsys.readouterr().err
     )
-    assert sign(ours, made.path, "--name", "active.splitveil") == 0
+    assert sign(ours, request, "--name", "active.splitveil") == 0
 
 
 def crafted(path: Path, key: ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey) -> Path:
@@ -149,7 +149,7 @@ def test_a_wrong_file_is_called_what_it_is(
         assert f"expected a certificate signing request, found {found}\n" in message
     assert sign(ours, tmp_path / "absent.pem") == 2
     assert "No such file" in capsys.readouterr().err
-    assert main(["show", str(private_key)]) == 2
+    assert certs(["show", str(private_key)]) == 2
     assert "private key" in capsys.readouterr().err
 
 
@@ -157,7 +157,7 @@ def test_a_key_that_is_kept_elsewhere_cannot_be_renewed_here(
     ours: Path, theirs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert sign(ours, theirs / "passive" / REQUEST) == 0
-    assert main(["renew", str(ours), "--party", "passive"]) == 2
+    assert certs(["renew", str(ours), "--party", "passive"]) == 2
     assert "have it send a request" in capsys.readouterr().err
     assert sign(ours, theirs / "passive" / REQUEST, "--days", "9") == 0
 
@@ -169,4 +169,4 @@ def test_another_party_s_folder_is_left_alone(
     assert sign(ours, theirs / "passive" / REQUEST) == 2
     assert "belongs to another key than the request" in capsys.readouterr().err
     assert sign(ours, theirs / "passive" / REQUEST, "--output", str(ours / "sent")) == 0
-    assert main(["authority", str(ours)]) == 2
+    assert certs(["authority", str(ours)]) == 2

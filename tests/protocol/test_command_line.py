@@ -88,5 +88,6 @@ def test_a_report_that_finds_no_room_is_one_line_and_ends_nothing(
     monkeypatch.setattr(page, "write_report", full)
     page.try_to_report(tmp_path)
     (record,) = caplog.records
-    assert "No space left on device; once the cause is gone: active-party report" in record.message
+    told = "No space left on device; once the cause is gone: splitveil active report"
+    assert told in record.message
     assert record.exc_info is None

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
-from splitveil.common.record.summary import to_json
 from tests.recorded import recorders
 from tests.runs import Parties, build_parties, run_in_process, write_example
 
@@ -30,7 +29,7 @@ def recorded(folder: Path, *adversary: str) -> tuple[Parties, list[dict[str, Any
     )
     with recorders(parties, folder) as both:
         run_in_process(parties)
-    summaries = to_json(both.active.summary({})), to_json(both.passive.summary())
+    summaries = both.active.summary({}).form(), both.passive.summary().form()
     return parties, [summary["leak_run_level"]["cut"] for summary in summaries]
 
 

@@ -25,9 +25,8 @@ from splitveil.deploy.authority import (
     make_certificates,
     renew_certificate,
 )
-from splitveil.deploy.certs import main
 from splitveil.passive_party.settings import PassiveSettings
-from tests.certificates import NAMES, add_expired, files, make, use
+from tests.certificates import NAMES, add_expired, certs, files, make, use
 from tests.runs import CONTRACT, write_example
 
 FORMAT = (
@@ -251,7 +250,7 @@ def test_identities_that_tell_no_party_from_another_are_refused(
     assert text in str(caught.value)
 
 
-# ---- splitveil-certs ----
+# ---- splitveil certs ----
 
 
 def certificate_of(folder: Path, party: str) -> x509.Certificate:
@@ -293,8 +292,8 @@ def test_keys_are_private_whatever_the_umask(tmp_path: Path) -> None:
 
 def test_nothing_is_overwritten(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = {path: path.read_bytes() for path in folder.rglob("*.pem")}
-    assert main(["init", str(folder)]) == 2
-    assert main(["init", str(folder), "--party", "another", "--party", "active"]) == 2
+    assert certs(["init", str(folder)]) == 2
+    assert certs(["init", str(folder), "--party", "another", "--party", "active"]) == 2
     assert "will not be overwritten" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in folder.rglob("*.pem")} == before
 
@@ -303,7 +302,7 @@ def test_init_keep_adds_what_is_missing_and_renews_what_ends_soon(folder: Path) 
     renew_certificate(folder, "passive", 20)
     kept, ending = certificate_of(folder, "active"), certificate_of(folder, "passive")
     keep = ["init", str(folder), "--keep", *(f"--party={p}" for p in (*NAMES, "third"))]
-    assert main(keep) == 0
+    assert certs(keep) == 0
     assert certificate_of(folder, "active") == kept
     assert certificate_of(folder, "passive").not_valid_after_utc > ending.not_valid_after_utc
     files(folder, "third").current()
@@ -311,7 +310,7 @@ def test_init_keep_adds_what_is_missing_and_renews_what_ends_soon(folder: Path) 
 
 def test_renew_gives_another_key_the_same_name(folder: Path) -> None:
     before = certificate_of(folder, "stranger")
-    assert main(["renew", str(folder), "--party", "stranger", "--days", "7"]) == 0
+    assert certs(["renew", str(folder), "--party", "stranger", "--days", "7"]) == 0
     after = certificate_of(folder, "stranger")
     assert after.public_key() != before.public_key()
     renewed = files(folder, "stranger", "stranger.example").current()
@@ -320,7 +319,7 @@ def test_renew_gives_another_key_the_same_name(folder: Path) -> None:
 
 
 def test_show_tells_who_and_until_when(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", str(PartyFolder(folder / "stranger").certificate)]) == 0
+    assert certs(["show", str(PartyFolder(folder / "stranger").certificate)]) == 0
     shown = capsys.readouterr().out
     assert "subject     CN=stranger.example\nidentities  stranger.example\n" in shown
     assert "days left   89\n" in shown
@@ -338,7 +337,7 @@ def test_show_tells_who_and_until_when(folder: Path, capsys: pytest.CaptureFixtu
 def test_names_that_no_contract_could_use_are_refused(
     tmp_path: Path, arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["init", str(tmp_path / "new"), *arguments]) == 2
+    assert certs(["init", str(tmp_path / "new"), *arguments]) == 2
     assert text in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 

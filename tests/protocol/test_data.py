@@ -115,7 +115,7 @@ def converted(file: CsvFile, names: list[str], folder: Path) -> Rows:
     return list(zip(*(categories(table, name) for name in names), strict=True))
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=2000, deadline=None)
 @given(
     text=st.text('",;\tnr|aé\\ ', min_size=50, max_size=200),  # n, r: line breaks; |: ends a cell
     width=st.integers(1, 3),

@@ -17,9 +17,8 @@ from splitveil.active_party.defenses.exact_auc import (
     gaussian_of_epsilon,
 )
 from splitveil.active_party.earlier_runs import earlier_answers
-from splitveil.active_party.ledger.account_book import AccountBook
+from splitveil.active_party.ledger.account_book import LEDGER, AccountBook
 from splitveil.active_party.ledger.budget import Allowance
-from splitveil.active_party.ledger.earlier_ledgers import LEDGER
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import BudgetExhausted, SettingsError
 from splitveil.common.party.command_line import save_resolved

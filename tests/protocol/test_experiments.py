@@ -28,7 +28,7 @@ from splitveil.common.record.lines import EpochLeakLine, EvaluationLine, LeakLin
 from splitveil.common.record.run_record import METRICS, write_summary
 from splitveil.common.record.summary import ActiveFigures, ModelFigures, RunCounts, Summary
 from splitveil.common.storage.run_folder import claimed
-from splitveil.experiments import needs, preparation
+from splitveil.experiments import preparation
 from splitveil.experiments.__main__ import main
 from splitveil.experiments.cells import (
     PREPARED,
@@ -58,18 +58,6 @@ from splitveil.experiments.settings import (
 from splitveil.experiments.table import markdown, values_of
 from tests.records import append_lines
 
-ISSUE = {
-    "marvell_tradeoff_criteo",
-    "marvell_tradeoff_avazu",
-    "marvell_tradeoff_melanoma",
-    "gafm_table2",
-    "gafm_multi_party",
-    "gafm_ablation",
-    "layers_fig10_11",
-    "hint_attack_v1",
-    "calibration_ace_v1",
-    "daily_stream",
-}
 EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
 TINY: dict[str, Any] = {
     "title": "Tiny",
@@ -96,6 +84,13 @@ def tiny(**changes: Any) -> Experiment:
     return Experiment.model_validate(TINY | changes)
 
 
+def write(folder: Path, **changes: Any) -> Path:
+    """Write the file of the tiny experiment."""
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump(TINY | changes, sort_keys=False))
+    return path
+
+
 def cells_of(experiment: Experiment, choice: Choice | None = None) -> list[Cell]:
     return plan(experiment, Path(), choice or Choice())
 
@@ -103,22 +98,18 @@ def cells_of(experiment: Experiment, choice: Choice | None = None) -> list[Cell]
 # ---- files and cells ----
 
 
-def test_all_experiments_are_there() -> None:
-    assert set(experiment_names()) >= ISSUE
-
-
 @pytest.mark.parametrize("name", experiment_names())
 def test_whatever_cannot_run_says_what_it_needs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mistake in a shipped file would be another problem than a missing file or feature."""
+    """A mistake in a shipped file would be another problem than a missing file."""
     monkeypatch.setenv("SPLITVEIL_DATA", str(tmp_path))
     _, experiment, base_dir = load_experiment(name)
     for size in ("full", *experiment.sizes):
         cells = plan(experiment, base_dir, Choice(size, seeds=1))
         assert cells
         found = [problem for cell in cells for problem in problems(cell, tmp_path / "prepared")]
-        assert [problem for problem in found if not problem.startswith("needs ")] == []
+        assert [problem for problem in found if not problem.startswith("needs the file ")] == []
 
 
 def test_a_cell_for_every_data_set_variant_and_seed() -> None:
@@ -151,26 +142,17 @@ def test_a_sweep_of_guarantees_sets_the_strength_that_each_needs() -> None:
     assert found(projected) == [
         (f"bounded {auc}", projected | {"strength": {"leak_auc": auc}}) for auc in (0.55, 0.6)
     ]
-    batches = {"name": "noisy_label", "mechanism": {"kind": "projected_batches"}}
-    ratios = [
-        [defense["mechanism"]["noise_ratio"] for _, defense in found(batches, epochs=epochs)]
-        for epochs in (1, 9)
-    ]
-    assert ratios[1] == pytest.approx([3 * ratio for ratio in ratios[0]])
     with pytest.raises(SettingsError, match="no strength of marvell holds against every peer"):
         found({"name": "marvell"})
     wrong = {"name": "projected_labels", "ranks": 5}  # reported with the cell's other problems
     assert found(wrong) == [("bounded 0.55", wrong), ("bounded 0.6", wrong)]
 
 
-def test_seeds_repeat_weights_and_split_and_leave_the_noise_secret() -> None:
+def test_seeds_repeat_weights_and_split_and_the_noise_where_it_is_asked_to() -> None:
     settings = cells_of(tiny())[-1].settings
     assert settings["active"]["model_seed"] == settings["passive"]["model_seed"] == 1
     assert settings["active"]["insecure_nonce_seed"] != settings["passive"]["insecure_nonce_seed"]
     assert "insecure_noise_seed" not in settings["active"]["defense"]
-
-
-def test_noise_follows_the_seed_where_it_is_asked_to() -> None:
     defenses = [cell.settings["active"]["defense"] for cell in cells_of(tiny(seeded_noise=True))]
     assert [defense.get("insecure_noise_seed") for defense in defenses] == [None, 0, 0, None, 1, 1]
 
@@ -247,19 +229,14 @@ def test_a_prepared_table_s_folder_is_no_part_of_a_digest() -> None:
     assert "/some/where" not in json.dumps(cell.settings)
 
 
-def test_what_is_missing_is_said_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_what_cannot_run_is_said_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lacking = needs._FEATURES["gafm"]._replace(is_there=lambda: False)
-    monkeypatch.setattr(needs, "_FEATURES", {**needs._FEATURES, "gafm": lacking})
-    gafm = {"needs": ["gafm"], "active": {"defense": {"name": "no such thing"}}}
-    path = tmp_path / "tiny.yaml"
-    variants = {"gafm": gafm, "gafm again": gafm}
-    path.write_text(yaml.safe_dump(TINY | {"variants": variants, "published": None}))
+    wrong = {"active": {"defense": {"name": "no such thing"}}}
+    path = write(tmp_path, variants={"wrong": wrong, "wrong again": wrong}, published=None)
     assert main(["run", str(path), "--output", str(tmp_path / "out")]) == 2
-    said = [line for line in capsys.readouterr().out.splitlines() if "cannot run" in line]
-    assert len(said) == 1
-    assert said[0].startswith("cannot run cancer, gafm, gafm again: needs the defense gafm")
+    (said,) = [line for line in capsys.readouterr().out.splitlines() if "cannot run" in line]
+    assert said.startswith("cannot run cancer, wrong, wrong again: active: defense")
     assert not (tmp_path / "out").exists()
 
 
@@ -267,18 +244,11 @@ def test_an_experiment_that_runs_already_is_not_run_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     launcher(tmp_path, monkeypatch, "exit 3")
-    path = tmp_path / "tiny.yaml"
-    path.write_text(yaml.safe_dump(TINY | {"published": None}, sort_keys=False))
-    command = ["run", str(path), "--output", str(tmp_path / "out")]
+    command = ["run", str(write(tmp_path, published=None)), "--output", str(tmp_path / "out")]
     with claimed(tmp_path / "out" / "tiny", "taken"):
         assert main(command) == 2
     assert "another process is running this experiment" in capsys.readouterr().err
     assert main(command) == 3  # it runs now, and its launcher fails
-
-
-def test_every_need_is_a_question_that_has_an_answer() -> None:
-    assert {type(feature.is_there()) for feature in needs._FEATURES.values()} == {bool}
-    assert needs.unmet(["wide_deep"]) == []
 
 
 # ---- several passive parties ----
@@ -403,10 +373,10 @@ def test_days_wait_for_the_day_before_and_find_its_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many run side by side."""
-    # $4 is the folder of the settings. The first weights take a while; the second day wants them.
+    # $5 is the folder of the settings. The first weights take a while; the second day wants them.
     script = """
-runs="$(dirname "$4")/runs/run/active/checkpoint"
-earlier=$(sed -n 's/^initial_weights: //p' "$4/active.yaml")
+runs="$(dirname "$5")/runs/run/active/checkpoint"
+earlier=$(sed -n 's/^initial_weights: //p' "$5/active.yaml")
 if [ -n "$earlier" ]; then [ -e "$earlier/model" ] || exit 2; else sleep 0.5; fi
 mkdir -p "$runs"; touch "$runs/model"
 """
@@ -451,8 +421,8 @@ def run_all(cells: Sequence[Cell], folder: Path, jobs: int = 1) -> list[Ending]:
 def test_a_finished_cell_is_marked_and_loses_its_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # $4 is the folder of the settings, beside which the runs lie.
-    made = '"$(dirname "$4")/runs/run/active/checkpoint"'
+    # $5 is the folder of the settings, beside which the runs lie.
+    made = '"$(dirname "$5")/runs/run/active/checkpoint"'
     launcher(tmp_path, monkeypatch, f"mkdir -p {made}; echo weights > {made}/model")
     cells = cells_of(tiny(), Choice("quick"))
     endings = run_all(cells, tmp_path, jobs=3)
@@ -583,8 +553,7 @@ def test_cells_that_have_run_are_reported_without_running_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launcher(tmp_path, monkeypatch, f"touch {tmp_path / 'started'}")
-    path = tmp_path / "tiny.yaml"
-    path.write_text(yaml.safe_dump(TINY, sort_keys=False))
+    path = write(tmp_path)
     results = tmp_path / "out" / "tiny"
     for cell in cells_of(tiny())[2:4]:  # marvell 4 of seed 0, none of seed 1
         leave_behind(cell, results)
@@ -620,17 +589,22 @@ def row(variant: str, seed: int, statistic: str, value: float, **where: Any) -> 
 NORM: Mapping[str, Any] = {"layer": "cut", "attack": "norm"}
 
 
-def test_the_table_has_mean_and_spread_beside_what_was_published() -> None:
+@pytest.mark.parametrize(("spread", "divisor"), [("deviation", 1.0), ("error", math.sqrt(3))])
+def test_the_table_has_mean_and_spread_beside_what_was_published(
+    spread: str, divisor: float
+) -> None:
     aucs = [0.9, 0.94, 0.95]
     rows = [row("marvell 4", seed, "test_auc", auc) for seed, auc in enumerate(aucs)]
     rows += [row("marvell 4", seed, "q95", 0.7, **NORM) for seed in range(3)]
     rows += [row("none", 0, "test_auc", 0.97), row("none", 0, "q95", 1.0, **NORM)]
-    page = markdown("tiny", tiny(), rows, {"command": "the command", "machine": "abacus"})
-    mean, sd = statistics.mean(aucs), np.std(aucs, ddof=1)
-    expected = f"| marvell 4 | {mean:.3f} ± {sd:.3f} | 0.700 ± 0.000 | 0.600 | 3 |"
+    circumstances = {"command": "the command", "machine": "abacus"}
+    page = markdown("tiny", tiny(spread=spread), rows, circumstances)
+    mean, half = statistics.mean(aucs), np.std(aucs, ddof=1) / divisor
+    expected = f"| marvell 4 | {mean:.3f} ± {half:.3f} | 0.700 ± 0.000 | 0.600 | 3 |"
     assert expected.replace("0.", ".") in page.splitlines()
     assert "| none | .970 | 1.000 |  | 1 |" in page.splitlines()
     assert "| variant | test_auc | norm | published | seeds |" in page.splitlines()
+    assert f"Mean ± standard {spread} over 1 or 3 seeds." in page
     assert "`the command`" in page
     assert "abacus" in page
 
@@ -703,17 +677,6 @@ def test_a_refitted_model_is_compared_with_one_that_is_not() -> None:
     assert ("cancer", "none") not in found
 
 
-def test_a_table_may_have_standard_errors() -> None:
-    aucs = [0.9, 0.94, 0.95]
-    rows = [row("none", seed, "test_auc", auc) for seed, auc in enumerate(aucs)]
-    rows += [row("marvell 4", 0, "test_auc", 0.9)]
-    page = markdown("tiny", tiny(spread="error"), rows, {})
-    error = np.std(aucs, ddof=1) / math.sqrt(3)
-    assert f".930 ± {error:.3f}".replace("0.", ".") in page
-    assert "Mean ± standard error over 1 or 3 seeds." in page
-    assert "| marvell 4 | .900 | - | .600 | 1 |" in page  # rows differ in their seeds
-
-
 def test_a_sweep_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot = SweepPlot(kind="sweep", statistic="test_auc_refit", less="none", axis="bound")
@@ -750,40 +713,42 @@ def test_plots_count_epochs_from_1() -> None:
     assert [point.x for point in of_figure] == [point.x for point in of_leak] == [1.0, 2.0]
 
 
+MEASURED = "| marvell 4 | .900 | .800 | .600 |"
+
+
+def measured(folder: Path, *plots: Mapping[str, str]) -> tuple[list[str], Path]:
+    """Write an experiment with the figures of one cell; return the command and their folder."""
+    path, results = write(folder, plots=list(plots)), folder / "out" / "tiny"
+    cell = cells_of(tiny())[2]
+    leave_behind(cell, results)
+    write_rows(results / "results.parquet", collect("tiny", "full", cell, results), {})
+    return ["report", str(path), "--output", str(folder / "out")], results
+
+
 def test_report_writes_table_and_plots_from_the_parquet_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plots = [{"kind": "trade_off", "utility": "test_auc"}, {"kind": "course"}, {"kind": "epochs"}]
-    path = tmp_path / "tiny.yaml"
-    path.write_text(yaml.safe_dump(TINY | {"plots": plots}, sort_keys=False))
-    results = tmp_path / "out" / "tiny"
-    cell = cells_of(tiny())[2]
-    leave_behind(cell, results)
-    rows = collect("tiny", "full", cell, results)
-    write_rows(results / "results.parquet", rows, {})
-    assert main(["report", str(path), "--output", str(tmp_path / "out")]) == 0
-    assert "| marvell 4 | .900 | .800 | .600 |" in (results / "table.md").read_text()
+    pytest.importorskip("matplotlib")
+    kinds = ({"kind": "trade_off", "utility": "test_auc"}, {"kind": "course"}, {"kind": "epochs"})
+    report, results = measured(tmp_path, *kinds)
+    assert main(report) == 0
+    assert MEASURED in (results / "table.md").read_text()
     drawn = {file.name for file in (results / "plots").iterdir()}
     assert drawn == {"1-trade_off-cancer.svg", "2-course-cancer.svg", "3-epochs-cancer.svg"}
-    assert "marvell 4" in capsys.readouterr().out
-    assert main(["report", "gafm_table2", "--output", str(tmp_path / "out")]) == 1
+    assert MEASURED in capsys.readouterr().out
+    assert main(["report", "gafm_table2", *report[2:]]) == 1
 
 
 def test_without_matplotlib_the_table_is_there_and_one_line_says_what_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # importing it now fails
-    path = tmp_path / "tiny.yaml"
-    path.write_text(yaml.safe_dump(TINY | {"plots": [{"kind": "course"}]}, sort_keys=False))
-    results = tmp_path / "out" / "tiny"
-    cell = cells_of(tiny())[2]
-    leave_behind(cell, results)
-    write_rows(results / "results.parquet", collect("tiny", "full", cell, results), {})
-    assert main(["report", str(path), "--output", str(tmp_path / "out")]) == 0
-    assert "| marvell 4 | .900 | .800 | .600 |" in (results / "table.md").read_text()
+    report, results = measured(tmp_path, {"kind": "course"})
+    assert main(report) == 0
+    assert MEASURED in (results / "table.md").read_text()
     assert not (results / "plots").exists()
     printed = capsys.readouterr()
-    assert "| marvell 4 | .900 | .800 | .600 |" in printed.out
+    assert MEASURED in printed.out
     (line,) = printed.err.splitlines()
     assert "the plots were left out" in line
     assert "pip install 'splitveil[experiments]'" in line
@@ -791,24 +756,18 @@ def test_without_matplotlib_the_table_is_there_and_one_line_says_what_is_missing
 
 def test_report_replaces_its_part_of_a_page(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    path = tmp_path / "tiny.yaml"
-    plots = [{"kind": "sweep", "axis": "ratio"}]
-    path.write_text(yaml.safe_dump(TINY | {"plots": plots}, sort_keys=False))
-    results = tmp_path / "out" / "tiny"
-    cell = cells_of(tiny())[2]
-    leave_behind(cell, results)
-    write_rows(results / "results.parquet", collect("tiny", "full", cell, results), {})
+    report, _ = measured(tmp_path, {"kind": "sweep", "axis": "ratio"})
     page = tmp_path / "docs" / "page.md"
     page.parent.mkdir()
     ends = ("# Above\n\n<!-- results of tiny -->\n", "<!-- end of tiny -->\n\nBelow.\n")
     page.write_text("an old table".join(ends))
-    report = ["report", str(path), "--output", str(tmp_path / "out"), "--into", str(page)]
+    report += ["--into", str(page)]
     assert main(report) == 0
     written = page.read_text()
     assert written.startswith(ends[0])
     assert written.endswith(ends[1])
     assert "an old table" not in written
-    assert "| marvell 4 | .900 | .800 | .600 |" in written
+    assert MEASURED in written
     plot = "images/tiny/1-sweep-cancer.svg"
     assert f"![1-sweep-cancer]({plot})" in written
     assert (page.parent / plot).is_file()

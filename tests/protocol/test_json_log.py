@@ -16,7 +16,6 @@ from rich.console import Console
 
 from splitveil.active_party.commands.program import main as active_main
 from splitveil.common.record.run_recorder import RunRecorder
-from splitveil.common.record.summary import from_json
 from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows
@@ -28,6 +27,7 @@ from splitveil.common.text.log_lines import (
     use_log_format,
     writes_json,
 )
+from tests.records import summary_of
 from tests.runs import write_example
 
 Lines = Callable[[], list[dict[str, Any]]]
@@ -173,10 +173,10 @@ def test_no_progress_bar_is_drawn_between_objects(
 def test_the_summary_is_an_object_and_no_table(
     lines: Lines, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    print_summary("active", from_json({"steps": 3, "aligned_rows": 569}))
+    print_summary("active", summary_of({"steps": 3, "aligned_rows": 569}))
     (line,) = lines()
     assert (line["message"], line["steps"], line["aligned_rows"]) == ("summary", 3, 569)
     assert capsys.readouterr().out == ""
     screen = io.StringIO()
-    print_summary("active", from_json({"steps": 3}), console=Console(file=screen, width=80))
+    print_summary("active", summary_of({"steps": 3}), console=Console(file=screen, width=80))
     assert "steps" in screen.getvalue()

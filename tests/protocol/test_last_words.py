@@ -1,6 +1,5 @@
 """A party that is lost at the edges of a run: before the first step, and around the last answer."""
 
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,12 +19,10 @@ from splitveil.common.errors import (
 )
 from splitveil.common.run.messages import Activation, Answer, BatchId, Course, LeaveReason
 from splitveil.common.storage.run_store import RunStore
-from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.retrying import MAX_DAMAGED
-from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.compared import assert_same_weights
 from tests.peers import InProcessPeer
-from tests.runs import Parties, build_parties, run_in_process, serving
+from tests.runs import Parties, build_parties, run_in_process, run_over_grpc
 
 EVERY_2 = "contract.checkpoints.every_steps=2"
 
@@ -153,38 +150,23 @@ def damaged_gradients(parties: Parties, times: int) -> Callable[[], int]:
     return lambda: asked
 
 
-@pytest.fixture
-def address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return f"127.0.0.1:{listener.getsockname()[1]}"
-
-
-def run_over(parties: Parties, address: str) -> None:
-    settings = parties.passive_settings
-    with (
-        serving(parties, int(address.rpartition(":")[2])),
-        GrpcPeer(PeerConnection(address, settings.contract), settings.reconnect) as peer,
-    ):
-        parties.run.run(peer)
-
-
-def test_a_damaged_answer_is_asked_for_again(example: Path, address: str) -> None:
+def test_a_damaged_answer_is_asked_for_again(example: Path, port: int) -> None:
     parties, whole = build(example), build(example)
     damaged_gradients(parties, MAX_DAMAGED)
-    run_over(parties, address)
+    run_over_grpc(parties, port)
     run_in_process(whole)
     assert_same_weights(parties.weights(), whole.weights())
 
 
-def test_answers_that_stay_damaged_end_the_run(example: Path, address: str) -> None:
+def test_answers_that_stay_damaged_end_the_run(example: Path, port: int) -> None:
     parties = build(example)
     asked = damaged_gradients(parties, 100)
     with pytest.raises(InvalidMessage):
-        run_over(parties, address)
+        run_over_grpc(parties, port)
     assert asked() == MAX_DAMAGED + 1
 
 
-def test_a_refused_message_is_sent_a_few_times_more(example: Path, address: str) -> None:
+def test_a_refused_message_is_sent_a_few_times_more(example: Path, port: int) -> None:
     parties = build(example)
     asked = 0
 
@@ -195,7 +177,7 @@ def test_a_refused_message_is_sent_a_few_times_more(example: Path, address: str)
 
     parties.session.exchange = refuse  # type: ignore[method-assign, assignment]
     with pytest.raises(ProtocolError):
-        run_over(parties, address)
+        run_over_grpc(parties, port)
     assert asked == MAX_DAMAGED + 1
 
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from splitveil.active_party.watch.alarm_bell import AlarmBell
-from splitveil.active_party.watch.leak_alarm import MIN_BATCHES
+from splitveil.active_party.watch.leak_alarm import MIN_BATCHES, AlarmBell
 from splitveil.active_party.watch.recorder import ActiveRecorder
 from splitveil.common.privacy.audit import BatchLeak
 from splitveil.common.privacy.settings import DEFAULT_ATTACKS

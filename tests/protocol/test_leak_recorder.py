@@ -23,7 +23,7 @@ from splitveil.common.record.leak_figures import LeakFigures
 from splitveil.common.record.leak_recorder import AuditedRun, LeakRecorder
 from splitveil.common.record.lines import LeakLine, Line
 from splitveil.common.record.metrics_log import MetricsLog
-from splitveil.common.record.summary import Summary, to_json
+from splitveil.common.record.summary import Summary
 from splitveil.common.run.course import Batch
 from splitveil.passive_party.recorder import PassiveRecorder
 from tests.recorded import recorders
@@ -52,8 +52,8 @@ def record(
         run_in_process(parties)
     active_lines, passive_lines = both.lines()
     return (
-        Recorded(active_lines, to_json(both.active.summary({}))),
-        Recorded(passive_lines, to_json(both.passive.summary())),
+        Recorded(active_lines, both.active.summary({}).form()),
+        Recorded(passive_lines, both.passive.summary().form()),
     )
 
 
@@ -156,7 +156,7 @@ class Listening:
 def test_every_batch_has_a_line_and_charts_have_a_batch_now_and_then(
     monkeypatch: pytest.MonkeyPatch, every_s: float
 ) -> None:
-    monkeypatch.setattr("splitveil.common.record.charting.CHARTED_EVERY_S", every_s)
+    monkeypatch.setattr("splitveil.common.record.metrics_log.CHARTED_EVERY_S", every_s)
     metrics = Listening()
     labels = torch.tensor([0.0, 1.0, 0.0, 1.0])
     gradients = {"cut": torch.randn(4, 2, generator=torch.Generator().manual_seed(1))}

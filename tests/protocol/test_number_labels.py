@@ -107,7 +107,6 @@ CLASSES_ALONE = [
     "{name: gafm}",
     "{name: noisy_label, mechanism: {kind: alibi, epsilon: 1}}",
     "{name: noisy_label, mechanism: {kind: randomized_response, epsilon: 1}}",
-    "{name: noisy_label, mechanism: {kind: with_prior, epsilon: 1}}",
     "{name: noisy_label, mechanism: {kind: gaussian, posterior: model}}",
 ]
 

@@ -27,8 +27,9 @@ from splitveil.common.record.figures import AttackFigure
 from splitveil.common.record.lines import AlignmentLine, AuditLine, EpochLeakLine, LeakLine
 from splitveil.common.record.run_record import write_summary
 from splitveil.common.record.summary import AuditedFigures, RunCounts, Summary
-from splitveil.passive_party.__main__ import main
 from splitveil.passive_party.bottom_trainer import BottomTrainer
+from splitveil.passive_party.commands.program import main
+from splitveil.passive_party.commands.results import try_to_report
 from splitveil.passive_party.feature_exposure import (
     FOLDS,
     FeatureExposure,
@@ -38,7 +39,6 @@ from splitveil.passive_party.feature_exposure import (
     measure_exposure,
 )
 from splitveil.passive_party.report import write_passive_report
-from splitveil.passive_party.report.at_end import try_to_report
 from splitveil.passive_party.report.page import write_exposure
 from tests.records import append_lines
 
@@ -278,7 +278,7 @@ def test_damaged_files_are_read_as_far_as_they_go(
         write_passive_report(run)
     try_to_report(run / "passive")
     (record,) = caplog.records
-    assert "not valid JSON; once the cause is gone: passive-party report" in record.message
+    assert "not valid JSON; once the cause is gone: splitveil passive report" in record.message
     assert record.exc_info is None
     (run / "passive" / "exposure.json").unlink()
     transcript.unlink()

@@ -7,13 +7,7 @@ import torch
 
 from splitveil.active_party.run.stages import Stage
 from splitveil.common.errors import Interrupted, InvalidMessage, PeerError
-from splitveil.common.run.messages import (
-    Answer,
-    AuditQuestion,
-    LeaveReason,
-    Offer,
-    Opening,
-)
+from splitveil.common.run.messages import Answer, AuditQuestion, LeaveReason, Offer, Opening
 from splitveil.passive_party.label_free_audit import GatheredScores
 from tests.peers import InProcessPeer
 from tests.runs import build_parties, run_in_process, write_example

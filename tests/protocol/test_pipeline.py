@@ -37,7 +37,6 @@ DEFENSES = [
     "{name: marvell, statistics: running, insecure_noise_seed: 7}",
     "{name: marvell, noise: persistent, insecure_noise_seed: 7}",
     "{name: noisy_label, insecure_noise_seed: 7}",
-    "{name: noisy_label, mechanism: {kind: with_prior, epsilon: 1}, insecure_noise_seed: 7}",
     "{name: gafm, insecure_noise_seed: 7}",
     "{name: gafm, composed_with: {name: marvell, statistics: running}, insecure_noise_seed: 7}",
 ]

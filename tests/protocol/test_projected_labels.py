@@ -26,7 +26,7 @@ from splitveil.common.run.messages import Activation, Answer, Course, Opening
 from splitveil.common.run.progress import State
 from splitveil.common.storage.release_file import ReleaseFile
 from splitveil.common.storage.run_store import RunStore
-from splitveil.common.wire.handshake_codec import decode_opening, encode_opening
+from splitveil.common.wire.small_messages import decode_opening, encode_opening
 from splitveil.passive_party import run as passive_run
 from tests.compared import assert_same_weights
 from tests.peers import FaultyPeer, InProcessPeer, Lost, dying

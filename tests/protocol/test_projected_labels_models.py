@@ -10,10 +10,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from splitveil.active_party.results import save_results
+from splitveil.common.alignment import build_engine
 from splitveil.common.errors import BudgetExhausted, SettingsError
 from splitveil.common.storage.model_files import REFITTED, WEIGHTS
 from splitveil.simulation import ActiveRecording, build_passive, read_settings
-from splitveil.simulation.parties import assemble_active, private_engine
+from splitveil.simulation.parties import assemble_active
 from tests.peers import InProcessPeer
 from tests.projected import DEFENSE, SMALL, defense
 from tests.runs import write_example
@@ -36,7 +37,7 @@ def left_by(
     settings = read_settings(folder, [*both, *active], both)
     session, builder = assemble_active(settings.active, ActiveRecording())
     passive = build_passive(settings.passive["passive"])
-    peer = InProcessPeer(session, private_engine(settings.active.contract.alignment))
+    peer = InProcessPeer(session, build_engine(settings.active.contract.alignment))
     if fails:
         with pytest.raises(BudgetExhausted):
             passive.run.run(peer)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from splitveil.active_party.ledger.earlier_ledgers import LEDGER
+from splitveil.active_party.ledger.account_book import LEDGER
 from splitveil.active_party.run.questions import AnsweredQuestions
 from splitveil.active_party.run.stages import Stage
 from splitveil.common.errors import BudgetExhausted, OtherAnswer, StorageError

@@ -24,7 +24,7 @@ from splitveil.common.record.figures import (
     NumberFigures,
     SpreadFigures,
 )
-from splitveil.common.record.histogram_line import HistogramLine
+from splitveil.common.record.lines import HistogramLine
 from splitveil.common.record.run_record import (
     METRICS,
     SUMMARY,
@@ -45,6 +45,7 @@ from splitveil.common.record.summary import (
     RunCounts,
     Summary,
 )
+from splitveil.common.record.values import from_form
 from tests.records import append_lines
 
 BOUNDS = LedgerFigures(
@@ -241,8 +242,8 @@ LEAK_FORM = {
     "leak_advantage": {
         "accumulated_cosine": {"value": 0.125, "low": 0.0, "high": 0.25, "prior": 0.625}
     },
-    "epsilon_lower_bound": 1.5,
     "epsilon_lower_bound_details": {
+        "epsilon": 1.5,
         "attack": "norm",
         "guesses": 40,
         "correct": 38,
@@ -254,6 +255,7 @@ LEAK_FORM = {
         "stated_for": "anybody",
         "p_value_of_stated": 0.25,
     },
+    "epsilon_lower_bound": 1.5,
     "leak": {
         "cut": {"norm": {"q95": 0.75, "mean": 0.625, "last_epoch": 0.5625, "random_q95": 0.5}}
     },
@@ -273,7 +275,7 @@ LEAK_FORM = {
     },
     "leak_batches": {"observed": 42, "skipped_one_class": 1, "left_out": 2},
 }
-COUNTS = {"aligned_rows": 569, "epochs": 2, "steps": 30}
+COUNTS = {"aligned_rows": 569, "epochs": 2, "steps": 30, "steps_per_s": 12.5}
 MODEL = {
     "test_auc": 0.75,
     "test_loss": 0.5,
@@ -311,7 +313,6 @@ SUMMARIES: Mapping[str, tuple[Summary, dict[str, Any]]] = {
         {
             **COUNTS,
             **MODEL,
-            "steps_per_s": 12.5,
             "defense": DEFENSE,
             "ledger": LEDGER_FORM,
             "bounds": [
@@ -323,9 +324,9 @@ SUMMARIES: Mapping[str, tuple[Summary, dict[str, Any]]] = {
             "refused_messages": {"too-large": 1},
             "earlier_answers": {"examples": 9, **LEDGER_FORM},
             "leak_alarms": 1,
-            **LEAK_FORM,
             "leak_gate_findings": 2,
             "leak_gate_closed": True,
+            **LEAK_FORM,
             **ENDS,
         },
     ),
@@ -338,8 +339,8 @@ SUMMARIES: Mapping[str, tuple[Summary, dict[str, Any]]] = {
             "aligned_rows": 569,
             "epochs": 0,
             "steps": 0,
-            **dict.fromkeys(MODEL),
             "steps_per_s": None,
+            **dict.fromkeys(MODEL),
             "defense": DEFENSE,
             "ledger": None,
             "bounds": [],
@@ -366,13 +367,12 @@ SUMMARIES: Mapping[str, tuple[Summary, dict[str, Any]]] = {
         {
             **COUNTS,
             **MODEL,
-            "steps_per_s": 12.5,
+            "test_accuracy": 0.875,
+            "test_auc_by_class": {"van": 0.75},
             "defense": DEFENSE,
             "ledger": None,
             "bounds": [],
             "refused_messages": {},
-            "test_accuracy": 0.875,
-            "test_auc_by_class": {"van": 0.75},
             "leak": {},
             "leak_worst_epoch": {},
             "leak_run_level": {},
@@ -401,7 +401,6 @@ SUMMARIES: Mapping[str, tuple[Summary, dict[str, Any]]] = {
         ),
         {
             **COUNTS,
-            "steps_per_s": 12.5,
             "audit": {"cut": {"norm": 0.75}},
             "audit_left_out_batches": 4,
             **LEAK_FORM,
@@ -489,13 +488,12 @@ def test_what_attacks_explain_of_numbers_beyond_features_is_read_as_it_was_writt
             "top_direction": leak_figures.NumberLeak(0.5),
         }
     )
-    written = leak_figures.leak_to_json(leak)["leak_of_numbers"]
+    (written,) = leak.form().values()
     assert written["informed"]["beyond"] == {"r2": 0.25, "low": 0.0, "high": 0.5}
     assert written["top_direction"]["beyond"] is None
-    assert leak_figures.leak_from_json({"leak_of_numbers": written}) == leak
+    assert from_form(leak_figures.LeakFigures, {"leak_of_numbers": written}) == leak
     del written["informed"]["beyond"]["low"]  # of a file that somebody has changed
-    found = leak_figures.leak_from_json({"leak_of_numbers": written})
-    assert found is not None
+    found = from_form(leak_figures.LeakFigures, {"leak_of_numbers": written})
     assert found.of_numbers["informed"].beyond is None
 
 

@@ -17,8 +17,8 @@ from sklearn.metrics import roc_auc_score
 
 from splitveil.active_party.commands.program import main
 from splitveil.active_party.defenses.sum_kl import estimated_auc
-from splitveil.active_party.ledger.coverage import coverage_of
 from splitveil.active_party.report import read_run, try_to_report, write_comparison, write_report
+from splitveil.active_party.report.bounds import coverage_of
 from splitveil.active_party.report.distributions import auc_of_counts, random_q95
 from splitveil.active_party.report.figures import finding_of, windows
 from splitveil.active_party.report.run_files import leak_series
@@ -29,7 +29,6 @@ from splitveil.common.privacy.attacks import BatchAttackName, RunAttackName
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.record.beyond_figures import AdjustedFigures, AdvantageFigures, BeyondFigures
 from splitveil.common.record.figures import AttackFigure, LedgerFigures, SpreadFigures
-from splitveil.common.record.histogram_line import HistogramLine
 from splitveil.common.record.leak_figures import LeakFigures, RunFigures
 from splitveil.common.record.lines import (
     AlarmLine,
@@ -37,6 +36,7 @@ from splitveil.common.record.lines import (
     EpochLeakLine,
     EvaluationLine,
     GateLine,
+    HistogramLine,
     LeakLine,
     LedgerLine,
     Line,

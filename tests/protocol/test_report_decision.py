@@ -25,9 +25,14 @@ from splitveil.common.record.beyond_figures import AdjustedFigures, BeyondFigure
 from splitveil.common.record.figures import LedgerFigures, SpreadFigures
 from splitveil.common.record.leak_figures import LeakFigures
 from splitveil.common.record.lines import AlignmentLine, LeakLine, LedgerLine
-from splitveil.common.record.provenance import Provenance
 from splitveil.common.record.run_record import write_summary
-from splitveil.common.record.summary import ActiveFigures, ModelFigures, RunCounts, Summary
+from splitveil.common.record.summary import (
+    ActiveFigures,
+    ModelFigures,
+    Provenance,
+    RunCounts,
+    Summary,
+)
 from tests.records import append_lines
 
 ALIGNED = 10_000

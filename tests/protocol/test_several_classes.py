@@ -49,10 +49,6 @@ DEFENSES = {
     "gaussian posterior": "{name: noisy_label, insecure_noise_seed: 7, "
     "mechanism: {kind: gaussian, noise_ratio: 1, posterior: model}}",
     "alibi": "{name: noisy_label, mechanism: {kind: alibi, epsilon: 2}, insecure_noise_seed: 7}",
-    "with_prior": "{name: noisy_label, insecure_noise_seed: 7, "
-    "mechanism: {kind: with_prior, epsilon: 2, parts: 2, epochs_per_part: 1}}",
-    "projected_batches": "{name: noisy_label, insecure_noise_seed: 7, "
-    "mechanism: {kind: projected_batches, noise_ratio: 2}}",
 }
 
 

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from splitveil.common.alignment.sorted_tags import SortedTags
+from splitveil.common.alignment.common_tags import SortedTags
 
 OWN = [random.Random(7).randbytes(8) + bytes([n]) * 8 for n in range(200)]
 """All begin alike, and end otherwise."""

@@ -38,20 +38,12 @@ from splitveil.common.status.endpoint import (
 )
 from splitveil.common.status.run_status import STAGES, RunStatus
 from splitveil.passive_party.settings import PassiveSettings
-from splitveil.passive_party.status_observer import WatchedCalls
+from splitveil.passive_party.watched_calls import WatchedCalls
 from splitveil.simulation import free_address
 from tests.numbers import write_numbers
 from tests.runs import in_background, write_example
 from tests.waiting import HANGS_AFTER_S, wait_until
-from tests.watched import (
-    Watched,
-    asked,
-    names_in,
-    series_of,
-    value_of,
-    watched_run,
-    without_time,
-)
+from tests.watched import Watched, asked, names_in, series_of, value_of, watched_run, without_time
 
 CONTRACT = Contract(run_name="small", cut_shape=(4,), batch_size=8, epochs=3)
 WITH_LIMITS = (
@@ -246,15 +238,12 @@ def test_exactly_one_stage_is_the_present_one(status: RunStatus) -> None:
         assert [one for one, value in found.items() if value] == [stage]
 
 
-def test_other_methods_than_get_and_head_are_refused(served: str) -> None:
+def test_odd_requests_are_answered_and_other_methods_than_get_and_head_refused(
+    served: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert asked(served, "/metrics", method="POST")[0] == 501
     for path in ("/healthz", "/metrics", "/metrics/"):
         assert asked(served, path, method="HEAD") == (200, "")
-
-
-def test_an_odd_request_for_metrics_is_answered(
-    served: str, capfd: pytest.CaptureFixture[str]
-) -> None:
     assert asked(served, "/metrics", accept="application/openmetrics-text; version=x")[0] == 200
     assert "Traceback" not in capfd.readouterr().err
 
@@ -293,17 +282,15 @@ def test_many_slow_clients_stop_neither_the_run_nor_a_health_check(
         one.close()
 
 
-def test_another_address_than_loopback_is_warned_of(
+def test_an_endpoint_may_be_at_ipv6_and_another_address_than_loopback_is_warned_of(
     status: RunStatus, caplog: pytest.LogCaptureFixture
 ) -> None:
+    with StatusEndpoint(status, "[::1]:0") as endpoint:
+        assert asked(endpoint.address, "/healthz")[0] == 200
+    assert caplog.text == ""
     with StatusEndpoint(status, "0.0.0.0:0"):
         pass
     assert "can be reached from other machines" in caplog.text
-
-
-def test_an_endpoint_may_be_at_ipv6(status: RunStatus) -> None:
-    with StatusEndpoint(status, "[::1]:0") as endpoint:
-        assert asked(endpoint.address, "/healthz")[0] == 200
 
 
 def test_two_parties_in_one_process_do_not_share_figures() -> None:
@@ -352,17 +339,14 @@ def test_the_last_look_ends_the_wait(status: RunStatus) -> None:
         assert not waits.is_alive()
 
 
-def test_nobody_is_waited_for_who_does_not_look(status: RunStatus) -> None:
+@pytest.mark.parametrize(("looks", "number"), [(1, None), (2, signal.SIGTERM)])
+def test_nobody_is_waited_for_who_looks_once_and_nobody_after_a_signal(
+    status: RunStatus, looks: int, number: int | None
+) -> None:
     with StatusEndpoint(status, "127.0.0.1:0") as endpoint:
-        asked(endpoint.address, "/metrics")  # once, as a person does
-        endpoint.wait_for_last_look(never, math.inf)
-
-
-def test_a_signal_ends_the_wait(status: RunStatus) -> None:
-    with StatusEndpoint(status, "127.0.0.1:0") as endpoint:
-        for _ in range(2):
+        for _ in range(looks):
             asked(endpoint.address, "/metrics")
-        endpoint.wait_for_last_look(lambda: signal.SIGTERM, math.inf)
+        endpoint.wait_for_last_look(lambda: number, math.inf)
 
 
 @pytest.mark.parametrize(
@@ -410,13 +394,11 @@ def test_a_peer_that_is_lost_and_comes_back_is_counted_once(status: RunStatus) -
     assert status.readiness.ready
 
 
-def test_a_peer_that_was_never_there_is_not_lost(status: RunStatus) -> None:
-    calls = WatchedCalls(status)
-    calls.unanswered(PeerUnreachable("not yet"))
+def test_refusals_are_told_by_reason_and_a_peer_that_was_never_there_is_not_lost(
+    status: RunStatus,
+) -> None:
+    WatchedCalls(status).unanswered(PeerUnreachable("not yet"))
     assert value_of(status, "splitveil_connection_losses_total", peer="active") == 0
-
-
-def test_refusals_are_told_by_reason(status: RunStatus) -> None:
     status.note_refused(InvalidMessage("a"))
     status.note_refused(InvalidMessage("b"))
     assert value_of(status, "splitveil_refused_messages_total", reason="InvalidMessage") == 2

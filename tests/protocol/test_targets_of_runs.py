@@ -1,4 +1,4 @@
-"""Whole runs on targets that depend on predictions: ALIBI, RRWithPrior and projected batches."""
+"""Whole runs on targets that depend on predictions: ALIBI and the posterior of Gaussian noise."""
 
 import math
 from collections.abc import Callable
@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses.label_prior import LabelsWithPrior
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.text.upper_bounds import at_most
 from tests.compared import assert_same, assert_same_weights
@@ -21,9 +20,6 @@ from tests.several import run_in_process as run_several
 MECHANISMS = {
     "alibi": "{kind: alibi, epsilon: 2}",
     "gaussian": "{kind: gaussian, noise_ratio: 1, posterior: model}",
-    "with_prior": "{kind: with_prior, epsilon: 2, parts: 2, epochs_per_part: 1}",
-    "certain": "{kind: with_prior, epsilon: 1, if_certain: class}",
-    "projected_batches": "{kind: projected_batches, noise_ratio: 4}",
 }
 EVERY_2 = ["contract.checkpoints={every_steps: 2, keep: 100}"]
 
@@ -35,8 +31,9 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def defense(name: str, seed: str = ", insecure_noise_seed: 7") -> str:
-    return f"defense={{name: noisy_label, mechanism: {MECHANISMS[name]}{seed}}}"
+def defense(name: str) -> str:
+    mechanism = MECHANISMS[name]
+    return f"defense={{name: noisy_label, mechanism: {mechanism}, insecure_noise_seed: 7}}"
 
 
 def parties_of(folder: Path, name: str, runs: Path | None = None, *more: str) -> Parties:
@@ -65,37 +62,6 @@ def test_a_run_whose_parties_were_killed_ends_as_if_nothing_had_happened(
     assert_same(second, whole)
 
 
-def test_a_run_with_secret_noise_draws_no_label_again_after_a_restart(
-    example: Path, tmp_path: Path
-) -> None:
-    """Every label drawn before the end of the first process is the same in the second."""
-    active = [*EVERY_2, defense("with_prior", seed=""), f"noise_key_path={tmp_path}/noise.key"]
-    first = build_parties(example, active, EVERY_2, runs=tmp_path)
-    with pytest.raises(Lost):
-        run_in_process(first, dying(8, after=True))
-    drawn = drawn_labels(first)
-    second = build_parties(example, active, EVERY_2, runs=tmp_path)
-    assert second.session.reopen()
-    for state in sorted((tmp_path / "passive" / "checkpoint").glob("at-*.state"))[1:]:
-        state.unlink()  # so that both go back to the beginning
-    run_in_process(second)
-    again = drawn_labels(second)
-    known = drawn >= 0
-    assert 0 < int(known.sum()) < len(known)
-    assert torch.equal(again[known], drawn[known])
-    another = build_parties(example, active, EVERY_2, runs=tmp_path / "another")
-    run_in_process(another)
-    assert not torch.equal(drawn_labels(another)[known], drawn[known])
-    assert not (tmp_path / "noise.key").exists()
-
-
-def drawn_labels(parties: Parties) -> Tensor:
-    trainer = parties.session.trainer
-    assert trainer is not None
-    assert isinstance(trainer.defense, LabelsWithPrior)
-    return trainer.defense.state_dict()["answers"].clone()
-
-
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_lost_replies_change_no_bit(example: Path, name: str) -> None:
     quiet, faulty = (parties_of(example, name) for _ in range(2))
@@ -120,16 +86,11 @@ def test_several_parties_train_on_the_same_targets(
 LEDGER: dict[str, tuple[float, float | None]] = {
     "alibi": (4 * (1 + math.expm1(-1)), 2.0),
     "gaussian": (1.0, None),
-    "with_prior": (4 * math.tanh(1), 2.0),
-    "certain": (2 * math.tanh(0.5), 1.0),
-    "projected_batches": (3 / 16, None),  # fresh noise: every epoch adds 1/k^2
 }
 
 
 @pytest.mark.parametrize("name", MECHANISMS)
-def test_the_ledger_charges_a_draw_once_and_fresh_noise_for_every_epoch(
-    example: Path, name: str
-) -> None:
+def test_the_ledger_charges_a_draw_once_over_all_epochs(example: Path, name: str) -> None:
     parties = parties_of(example, name, None, "contract.epochs=3")
     run_in_process(parties)
     bounds = parties.session.leak_bounds()

@@ -18,16 +18,12 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
-    EventAccumulator,
-)
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from splitveil.common.errors import SettingsError, StorageError
 from splitveil.common.party.transcript import Transcript
-from splitveil.common.record.histogram_line import HistogramLine
-from splitveil.common.record.lines import AlignmentLine, EvaluationLine, TrainingLine
+from splitveil.common.record.lines import AlignmentLine, EvaluationLine, HistogramLine, TrainingLine
 from splitveil.common.record.metrics_log import MetricsLog
-from splitveil.common.record.summary import from_json
 from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.record.training_progress import TrainingProgress
 from splitveil.common.storage.model_files import save_tensors
@@ -38,6 +34,7 @@ from splitveil.common.storage.run_folder import (
     write_text_atomically,
 )
 from splitveil.common.text.log_lines import configure_logging
+from tests.records import summary_of
 
 _LEAK = {"cut": {"norm": {"q95": 0.91, "mean": 0.8, "last_epoch": 0.75, "random_q95": 0.54321}}}
 
@@ -263,7 +260,7 @@ def test_what_cannot_be_printed_disturbs_nothing(monkeypatch: pytest.MonkeyPatch
         for _ in range(3):
             progress.advance(loss=0.5)
             logging.getLogger("splitveil.active_party").warning("a line")
-    print_summary("active", from_json({"steps": 3, "test_auc": 0.5}))
+    print_summary("active", summary_of({"steps": 3, "test_auc": 0.5}))
     assert progress.steps_done == 3
 
 
@@ -272,7 +269,7 @@ def test_tables_without_codes_for_their_frames_disturb_nothing(
 ) -> None:
     ascii_only = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", ascii_only)
-    print_summary("active", from_json({"defense": {"name": "märvell"}}))
+    print_summary("active", summary_of({"defense": {"name": "märvell"}}))
 
 
 @pytest.mark.parametrize("failed", [True, False])
@@ -314,13 +311,13 @@ def test_the_final_tables_show_the_numbers_and_the_leak() -> None:
     screen = io.StringIO()
     summary: dict[str, object] = {"aligned_rows": 569, "test_auc": 0.98765, "leak": _LEAK}
     summary |= {"defense": {"name": "marvell"}}
-    print_summary("active", from_json(summary), console=Console(file=screen, width=80))
+    print_summary("active", summary_of(summary), console=Console(file=screen, width=80))
     text = screen.getvalue()
     for expected in ("aligned rows", "569", "0.9877", "marvell", "cut", "norm", "0.910", "0.543"):
         assert expected in text
     assert max(len(line) for line in text.splitlines()) <= 80
     bare = io.StringIO()
-    print_summary("passive", from_json({"steps": 3}), console=Console(file=bare, width=80))
+    print_summary("passive", summary_of({"steps": 3}), console=Console(file=bare, width=80))
     assert "leak" not in bare.getvalue()
 
 
@@ -359,7 +356,7 @@ def test_names_in_tables_are_no_markup() -> None:
         "leak_run_level": {"[/cut]": {"[/norm]": of_run}},
     }
     console = Console(file=io.StringIO(), width=200)
-    print_summary("active party", from_json(summary), console=console)
+    print_summary("active party", summary_of(summary), console=console)
     assert isinstance(console.file, io.StringIO)
     shown = console.file.getvalue()
     assert shown.count("[/cut]") == shown.count("[/norm]") == 3
@@ -392,7 +389,7 @@ def test_the_final_tables_speak_no_python() -> None:
             for part in ("max", "q95", "mean")
         },
     }
-    print_summary("active", from_json(summary), console=Console(file=screen, width=120))
+    print_summary("active", summary_of(summary), console=Console(file=screen, width=120))
     text = screen.getvalue()
     for expected in (
         "gafm, noise fresh, power ratio 4, marvell, exact yes, widths 1, 0.5",

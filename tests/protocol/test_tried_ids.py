@@ -21,10 +21,9 @@ from splitveil.common.errors import (
 )
 from splitveil.common.run.messages import Offer, Opening
 from splitveil.common.storage.run_folder import open_run_folder
-from splitveil.common.wire.connection import PeerConnection
-from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.peers import InProcessPeer
 from tests.runs import build_parties, run_in_process, serving
+from tests.wire.lines import peer_of
 
 CAP = 600
 ROUNDS = 12
@@ -63,12 +62,8 @@ def test_a_passive_party_that_breaks_off_and_comes_again_learns_three_sets_and_n
 ) -> None:
     parties = build_parties(example, SAME_CAP, SAME_CAP)
     learned: set[str] = set()
-    contract, reconnect = parties.run.contract, parties.passive_settings.reconnect
-    rounds = 0
-    with (
-        serving(parties, port),
-        GrpcPeer(PeerConnection(f"127.0.0.1:{port}", contract), reconnect) as peer,
-    ):
+    contract, rounds = parties.run.contract, 0
+    with serving(parties, port), peer_of(parties, port) as peer:
         for ids in guesses():
             nonce = random.Random(rounds).randbytes(32)
             commitment = hashlib.sha256(nonce).digest()
@@ -177,8 +172,7 @@ class BadLine(InProcessPeer):
 def test_an_honest_repetition_is_no_guess_even_with_the_tightest_cap(
     example: Path, tmp_path: Path, breaks: list[int]
 ) -> None:
-    parties = build_parties(example)
-    size = len(parties.session.ids)
+    size = len(build_parties(example).session.ids)
     tight = [f"contract.alignment.max_set_size={size}"]
     parties = build_parties(example, tight, tight)
     tried = TriedIds(size, path=file_of_count(tmp_path / "passive"))
@@ -278,12 +272,7 @@ def test_an_exchange_that_cannot_be_counted_is_not_answered(example: Path, tmp_p
 
 def test_both_parties_count_what_the_other_has_tried(example: Path, port: int) -> None:
     parties = build_parties(example)
-    contract, reconnect = parties.run.contract, parties.passive_settings.reconnect
-    address = f"127.0.0.1:{port}"
-    with (
-        serving(parties, port) as service,
-        GrpcPeer(PeerConnection(address, contract), reconnect) as peer,
-    ):
+    with serving(parties, port) as service, peer_of(parties, port) as peer:
         parties.run.run(peer)
     assert service.tried.of("passive") == (len(parties.run.aligner.participant.ids), 1)
     assert parties.run.aligner.tried.of("active") == (len(parties.session.ids), 1)

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from splitveil.active_party.defenses import AnswerKeys
-from splitveil.active_party.ledger.earlier_ledgers import LEDGER
+from splitveil.active_party.ledger.account_book import LEDGER
 from splitveil.active_party.report.bounds import bounds_of
 from splitveil.active_party.report.run_files import read_run
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.watch.recorder import ActiveRecorder
-from splitveil.active_party.watch.stored_figures import ledger_figures
+from splitveil.active_party.watch.stated import ledger_figures
 from splitveil.common.errors import BudgetExhausted, OtherAnswer, PeerLeft, ProtocolError
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.run.messages import LeaveReason, Offer
@@ -35,9 +35,6 @@ NOISY = (
     "defense={name: noisy_label, top_labels: noisy, insecure_noise_seed: 1, "
     "mechanism: {kind: randomized_response, epsilon: 1}}"
 )
-SEEDED_LABELS = "defense={name: noisy_label, insecure_noise_seed: 1, mechanism: "
-WITH_PRIOR = f"{SEEDED_LABELS} {{kind: with_prior, epsilon: 1, parts: 2, epochs_per_part: 1}}}}"
-BATCHES = f"{SEEDED_LABELS} {{kind: projected_batches, noise_ratio: 4}}}}"
 ONE_EPOCH = 7
 """Messages after which every training row was answered about once: four steps of them, and more."""
 
@@ -82,7 +79,7 @@ def answered(example: Path, runs: Path, *active: str, messages: int = ONE_EPOCH)
     return parties
 
 
-@pytest.mark.parametrize("defense", [MARVELL, PERSISTENT, ISO, NOISY, WITH_PRIOR, BATCHES])
+@pytest.mark.parametrize("defense", [MARVELL, PERSISTENT, ISO, NOISY])
 def test_a_peer_that_goes_back_and_leaves_takes_no_charge_with_it(
     example: Path, tmp_path: Path, defense: str
 ) -> None:
@@ -136,7 +133,7 @@ def test_the_next_run_begins_with_what_was_told_and_its_budget_counts_it(
     assert third.active.sent == []
 
 
-@pytest.mark.parametrize("defense", [MARVELL, PERSISTENT, ISO, NOISY, WITH_PRIOR, BATCHES])
+@pytest.mark.parametrize("defense", [MARVELL, PERSISTENT, ISO, NOISY])
 @pytest.mark.parametrize("killed", ["the passive party", "both"])
 def test_an_honest_return_to_a_checkpoint_is_not_charged_twice(
     example: Path, tmp_path: Path, defense: str, killed: str

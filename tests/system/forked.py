@@ -3,7 +3,7 @@
 To import torch, gRPC and the rest takes two seconds of a core, more than a small example trains
 for. What comes after that is the program itself: ``main`` with the words of a command line, in a
 process of its own, with its own signals, limits, output and exit code. That the same happens from
-``python -m`` is for the tests of ``splitveil-local``, which starts its parties so.
+``python -m`` is for the tests of ``splitveil local``, which starts its parties so.
 """
 
 import multiprocessing
@@ -25,7 +25,7 @@ from tests.system import fast_clock, unit_sandbox
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(
     # pytest as well: its script is run again, as the main module, in every process.
-    ["pytest", "splitveil.active_party.commands.run", "splitveil.passive_party.__main__"]
+    ["pytest", "splitveil.active_party.commands.run", "splitveil.passive_party.commands.run"]
 )
 _lock = threading.Lock()
 """An exit code can be read once, and starting a process looks for those of all others."""

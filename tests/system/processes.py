@@ -23,11 +23,11 @@ ResultT = TypeVar("ResultT")
 
 
 class Party:
-    """One process of a party, with its log in a file."""
+    """A party as a supervisor keeps it: a process that can be started again, and its results."""
 
     def __init__(
         self,
-        party: PartyName,
+        party: str,
         folder: Path,
         *overrides: str,
         command: Literal["run", "check", "predict", "serve", "align"] = "run",
@@ -36,11 +36,12 @@ class Party:
         fast_clock: bool = False,
         descriptors: int | None = None,
         as_unit: bool = False,
+        begin: bool = True,
     ) -> None:
         """Start it.
 
         Args:
-            party: which settings file of the folder, and which program.
+            party: which settings file of the folder; every one but ``active`` is a passive party's.
             folder: as ``write_example`` leaves it; results go to its subfolder ``runs``.
             overrides: of settings, as after ``--set``.
             command: what the program is to do.
@@ -49,48 +50,88 @@ class Party:
             fast_clock: let ``hurry`` be there.
             descriptors: files and connections that it may have open.
             as_unit: run it under the filters of its systemd unit.
+            begin: whether to start it now.
         """
         self.party = party
         self.runs = folder / "runs"
+        self.starts = 0
+        self._kind = "active" if party == "active" else "passive"
         self._log = folder / f"{party}.{log or command}.log"
-        settings = [str(folder / f"{party}.yaml"), "--runs", str(self.runs)]
-        sets = [text for override in overrides for text in ("--set", override)]
+        self._words = [command, str(folder / f"{party}.yaml"), "--runs", str(self.runs)]
+        self._overrides, self._options = overrides, options
+        self._fast_clock, self._descriptors = fast_clock, descriptors
+        self._unit = Deployed(self._kind, "", "", "").unit if as_unit else None
+        self._outputs: list[str] = []
+        self._process: Forked
+        if begin:
+            self.start()
+
+    def start(self, *overrides: str, options: Sequence[str] = (), fast_clock: bool = False) -> None:
+        """Start it, or start it again once its process before has ended."""
+        if self.starts:
+            self._outputs.append(self.said)
+        self.starts += 1
         self._log.write_bytes(b"")
+        sets = [text for one in (*self._overrides, *overrides) for text in ("--set", one)]
         self._process = Forked(
-            f"splitveil.{party}_party",
-            [command, *settings, *sets, *options],
+            f"splitveil.{self._kind}_party",
+            [*self._words, *sets, *self._options, *options],
             self._log,
-            has_fast_clock=fast_clock,
-            descriptors=descriptors,
-            unit=Deployed(party, "", "", "").unit if as_unit else None,
+            has_fast_clock=fast_clock or self._fast_clock,
+            descriptors=self._descriptors,
+            unit=self._unit,
         )
 
     @property
-    def output(self) -> str:
-        """The party's output so far."""
+    def said(self) -> str:
+        """Its output since its last start."""
         return self._log.read_text(encoding="utf-8")
+
+    @property
+    def output(self) -> str:
+        """Its complete output so far."""
+        return "\n-- started again\n".join([*self._outputs, self.said])
 
     def results(self, run_name: str = "small") -> Path:
         """Return the folder of its results."""
         return self.runs / run_name / self.party
 
     @property
+    def folder(self) -> Path:
+        return self.results()
+
+    @property
     def has_checkpoint(self) -> bool:
         """Whether it has saved its half of the model, encoder and all."""
-        folder = self.results() / "checkpoint"
+        folder = self.folder / "checkpoint"
         return all((folder / name).is_file() for name in ("model.safetensors", "encoder.json"))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether its results are complete: to start it again would begin another run."""
+        if self.exit_code == 0:
+            return True
+        written = (self.folder / "summary.json").is_file()
+        return written and not (self.folder / "checkpoint" / "run.state").exists()
+
+    @property
+    def lines(self) -> int:
+        """The number of lines in its metrics."""
+        try:
+            return (self.folder / "metrics.jsonl").read_bytes().count(b"\n")
+        except FileNotFoundError:
+            return 0
 
     @property
     def exit_code(self) -> int | None:
         """Its exit code, negative for a signal that it did not take; None while it runs."""
         return self._process.poll()
 
-    def wait(self, timeout_s: float = HANGS_AFTER_S) -> int:
+    def wait(self) -> int:
         """Wait for its end and return its exit code, negative for a signal that it did not take."""
-        return self._process.wait(timeout_s)
+        return self._process.wait(HANGS_AFTER_S)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal."""
         self._process.send_signal(number)
 
     def hurry(self) -> None:
@@ -107,15 +148,11 @@ class Party:
 
     def wait_until_says(self, text: str) -> None:
         """Wait for a text in its output."""
-        self.wait_until(lambda: text in self.output, f"{text!r} in its output")
+        self.wait_until(lambda: text in self.said, f"{text!r} in its output")
 
-    def wait_until_training(self, steps: int = 3) -> None:
+    def wait_until_training(self) -> None:
         """Wait until it has written down some training steps."""
-        metrics = self.results() / "metrics.jsonl"
-        self.wait_until(
-            lambda: metrics.is_file() and len(metrics.read_bytes().splitlines()) > steps,
-            f"{steps} steps in its metrics",
-        )
+        self.wait_until(lambda: self.lines > 3, "steps in its metrics")
 
     def wait_until(self, condition: Callable[[], bool], meaning: str) -> None:
         """Wait for something that it is to do before its end."""
@@ -133,6 +170,10 @@ class Pair(NamedTuple):
     active: Party
     passive: Party
 
+    def start(self, *overrides: str, options: Sequence[str] = (), fast_clock: bool = False) -> None:
+        for party in self:
+            party.start(*overrides, options=options, fast_clock=fast_clock)
+
     def wait(self) -> tuple[int, int]:
         """Wait for both ends and return the exit codes, the active party's first."""
         return self.active.wait(), self.passive.wait()
@@ -142,10 +183,19 @@ class Pair(NamedTuple):
         for party in self:
             party.wait_until_training()
 
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait for something, at most until one of the two ends of itself."""
+        deadline = time.monotonic() + HANGS_AFTER_S
+        while not condition():
+            if any(party.starts and party.exit_code is not None for party in self):
+                return
+            assert time.monotonic() < deadline, f"hangs\n{self.outputs}"
+            time.sleep(0.002)
+
     @property
     def outputs(self) -> str:
         """The output of both parties, for the message of a failed test."""
-        return "\n".join(f"--- {party.party}\n{party.output}" for party in self)
+        return "\n".join(f"--- {one.party}\n{one.output}" for one in self if one.starts)
 
 
 @contextmanager

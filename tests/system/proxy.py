@@ -1,6 +1,6 @@
-"""Proxies that damage the traffic between two parties: bytes of a connection, or whole messages.
+"""A proxy that damages the bytes between two parties.
 
-Each proxy counts what passes in a direction over all its connections, so that one fault-free run
+It counts what passes in a direction over all its connections, so that one fault-free run
 tells where a fault can strike.
 """
 
@@ -9,17 +9,12 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, NamedTuple, Self
-
-import grpc
+from typing import Literal, NamedTuple, Self
 
 Direction = Literal["up", "down"]
 """``up`` is from the passive party to the active one."""
 
 ByteHarm = Literal["end", "reset", "swallow", "delay", "duplicate", "truncate"]
-MessageHarm = Literal["lose", "duplicate", "truncate", "delay"]
 
 CUT_AFTER_S = 1.0
 """How long a connection lasts of which bytes are missing: keepalive would take a minute."""
@@ -33,10 +28,10 @@ class Fault(NamedTuple):
     harm: str
     direction: Direction
     at: int
-    """After so many bytes or messages in that direction."""
+    """After so many bytes in that direction."""
 
     extent: float
-    """Seconds of a pause, or the share of a message, or of 1,000 bytes."""
+    """Seconds of a pause, or the share of 1,000 bytes."""
 
 
 class Plan:
@@ -61,9 +56,6 @@ class Plan:
                     return before, fault
             self.passed[direction] += amount
             return amount, None
-
-
-# ---- bytes ----
 
 
 class TcpProxy:
@@ -169,80 +161,3 @@ class _Connection:
             case _:
                 threading.Timer(CUT_AFTER_S, self.cut).start()
                 return data[some:]
-
-
-# ---- messages ----
-
-
-class MessageProxy:
-    """A gRPC server that passes every call on, message for message but for the faults.
-
-    It reads no message: so it shows what the parties make of one that is damaged.
-    """
-
-    def __init__(self, target: str, plan: Plan) -> None:
-        self._channel = grpc.insecure_channel(target, [("grpc.max_reconnect_backoff_ms", 200)])
-        self._server = grpc.server(ThreadPoolExecutor(16), options=[("grpc.so_reuseport", 0)])
-        self._server.add_generic_rpc_handlers((_Handler(self._channel, plan),))
-        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
-
-    def __enter__(self) -> Self:
-        self._server.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._channel.close()
-        self._server.stop(0).wait()
-
-
-class _Handler(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
-    def __init__(self, channel: grpc.Channel, plan: Plan) -> None:
-        self._channel = channel
-        self._plan = plan
-
-    def service(self, details: grpc.HandlerCallDetails) -> Any:
-        method: str = details.method
-        if method.rpartition("/")[2] in {"Align", "Train", "Evaluate"}:
-            stream: Any = self._channel.stream_stream(method)
-            return grpc.stream_stream_rpc_method_handler(
-                lambda requests, context: self._pass_stream(stream, requests, context)
-            )
-        unary: Any = self._channel.unary_unary(method)
-        return grpc.unary_unary_rpc_method_handler(
-            lambda request, context: self._pass_unary(unary, request, context)
-        )
-
-    def _pass_stream(
-        self, stream: Any, requests: Iterator[bytes], context: grpc.ServicerContext
-    ) -> Iterator[bytes]:
-        call = stream(self._harmed(requests, "up"))
-        context.add_callback(call.cancel)
-        try:
-            yield from self._harmed(call, "down")
-        except grpc.RpcError as error:
-            context.abort(error.code(), error.details() or "")
-
-    def _pass_unary(self, unary: Any, request: bytes, context: grpc.ServicerContext) -> bytes:
-        """Pass on one call; a message that is lost is a connection that breaks."""
-        try:
-            replies = [unary(one, timeout=60) for one in self._harmed([request], "up")]
-        except grpc.RpcError as error:
-            context.abort(error.code(), error.details() or "")
-        answer: list[bytes] = list(self._harmed(replies[:1], "down"))
-        if not answer:
-            context.abort(grpc.StatusCode.UNAVAILABLE, "lost")
-        return answer[0]
-
-    def _harmed(self, messages: Any, direction: Direction) -> Iterator[bytes]:
-        for message in messages:
-            _, fault = self._plan.pass_on(direction, 1)
-            if fault is None:
-                yield message
-            elif fault.harm == "truncate":
-                yield message[: int(len(message) * min(fault.extent, 0.999))]
-            elif fault.harm == "duplicate":
-                yield message
-                yield message
-            elif fault.harm == "delay":
-                time.sleep(fault.extent)
-                yield message

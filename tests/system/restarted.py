@@ -1,48 +1,19 @@
-"""Parties that are killed, stopped, and restarted with the same command, and their results.
-
-The run that they are compared with takes place in this process, without a fault.
-"""
+"""Parties that are killed, stopped, and restarted with the same command, and their results."""
 
 import json
-import signal
-import threading
-import time
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from safetensors.torch import load_file, save
 
-from splitveil.active_party.assembly import build_session
-from splitveil.active_party.grpc_server.server import start_server
-from splitveil.active_party.grpc_server.service import ActiveService
-from splitveil.active_party.run.session import ActiveSession
-from splitveil.active_party.settings import ActiveSettings
-from splitveil.active_party.trainer_builder import TrainerBuilder as TopBuilder
-from splitveil.active_party.watch.recorder import ActiveRecorder
-from splitveil.common.alignment import build_engine
-from splitveil.common.party.command_line import draw_nonce
-from splitveil.common.party.credentials import CredentialFiles
-from splitveil.common.party.party_data import PartyData
-from splitveil.common.party.party_settings import load_party_settings
-from splitveil.common.record.run_record import write_summary
-from splitveil.common.storage.model_files import save_model
-from splitveil.common.storage.run_store import RunStore
-from splitveil.common.wire.connection import PeerConnection
-from splitveil.passive_party.assembly import TrainerBuilder as BottomBuilder
-from splitveil.passive_party.grpc_peer import GrpcPeer
-from splitveil.passive_party.opening import Aligner, Participant
-from splitveil.passive_party.recorder import PassiveRecorder
-from splitveil.passive_party.run import PassiveRun
-from splitveil.passive_party.settings import PassiveSettings
 from splitveil.simulation import free_address
 from tests import certificates
-from tests.runs import CPU
-from tests.system.processes import Party, PartyName
-from tests.waiting import HANGS_AFTER_S
+from tests.runs import write_example
+from tests.system.processes import Pair, Party, PartyName
 
 
 class Settings(NamedTuple):
@@ -104,243 +75,89 @@ def assert_same(found: Outcome, expected: Outcome, told: str = "") -> None:
 # ---- processes ----
 
 
-class Restarted:
-    """One party as a supervisor keeps it: whenever it was killed, started with the same command."""
-
-    def __init__(
-        self, party: PartyName, folder: Path, address: str, settings: Settings, log: str
-    ) -> None:
-        self.party: PartyName = party
-        self._log = log
-        self.starts = 0
-        self._folder = folder
-        where = f"{'listen' if party == 'active' else 'connect'}={address}"
-        self._overrides = (where, *settings.of(party))
-        self._process: Party
-        self._outputs: list[str] = []
-
-    def start(self, *overrides: str, options: Sequence[str] = (), fast_clock: bool = False) -> None:
-        """Start it, once its process before has ended; ``hurry`` needs a fast clock."""
-        if self.starts:
-            self._outputs.append(self._process.output)
-        self.starts += 1
-        self._process = Party(
-            self.party,
-            self._folder,
-            *self._overrides,
-            *overrides,
-            options=options,
-            log=self._log,
-            fast_clock=fast_clock,
-        )
-
-    def kill(self) -> None:
-        """End it as a power failure would; also after its end."""
-        self._process.kill()
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send it a signal."""
-        self._process.signal(number)
-
-    def limit_files(self, max_bytes: int) -> None:
-        """Let every write beyond this size of a file fail from now on, as on a full disk."""
-        self._process.limit_files(max_bytes)
-
-    def hurry(self) -> None:
-        """Let its clock go a minute a second from now on."""
-        self._process.hurry()
-
-    def wait(self) -> int:
-        """Wait for its end and return its exit code."""
-        return self._process.wait(HANGS_AFTER_S)
-
-    @property
-    def exit_code(self) -> int | None:
-        """Its exit code, negative after a kill; None while it runs."""
-        return self._process.exit_code
-
-    @property
-    def folder(self) -> Path:
-        """The folder of its results."""
-        return self._process.results()
-
-    @property
-    def is_done(self) -> bool:
-        """Whether its results are complete: to start it again would begin another run."""
-        if self.exit_code == 0:
-            return True
-        written = (self.folder / "summary.json").is_file()
-        return written and not (self.folder / "checkpoint" / "run.state").exists()
-
-    @property
-    def lines(self) -> int:
-        """The number of lines in its metrics."""
-        try:
-            return (self.folder / "metrics.jsonl").read_bytes().count(b"\n")
-        except FileNotFoundError:
-            return 0
-
-    @property
-    def is_saving(self) -> bool:
-        """Whether it is writing a checkpoint at this moment."""
-        return any((self.folder / "checkpoint").glob(".at-*.tmp"))
-
-    @property
-    def said(self) -> str:
-        """Its output since its last start."""
-        return self._process.output
-
-    @property
-    def output(self) -> str:
-        """Its complete output."""
-        return "\n-- started again\n".join([*self._outputs, self.said])
-
-
-class Both(NamedTuple):
-    """Both parties."""
-
-    active: Restarted
-    passive: Restarted
-
-    def start(self, *overrides: str, options: Sequence[str] = (), fast_clock: bool = False) -> None:
-        """Start both; ``hurry`` needs a fast clock."""
-        for party in self:
-            party.start(*overrides, options=options, fast_clock=fast_clock)
-
-    def wait(self) -> tuple[int, int]:
-        """Wait for both ends and return the exit codes, the active party's first."""
-        return self.active.wait(), self.passive.wait()
-
-    def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait for something, at most until one of the two ends of itself."""
-        deadline = time.monotonic() + HANGS_AFTER_S
-        while not condition():
-            if any(party.exit_code is not None for party in self):
-                return
-            assert time.monotonic() < deadline, f"hangs\n{self.outputs}"
-            time.sleep(0.002)
-
-    @property
-    def outputs(self) -> str:
-        """The output of both parties, for the message of a failed test."""
-        return "\n".join(f"--- {party.party}\n{party.output}" for party in self)
+Between = Callable[[str], AbstractContextManager[Any]]
+"""Puts something before the active party's address; what it gives has an ``address``."""
 
 
 @contextmanager
-def kept_up(folder: Path, settings: Settings, log: str = "run") -> Iterator[Both]:
+def kept_up(
+    folder: Path, settings: Settings, log: str = "run", between: Between | None = None
+) -> Iterator[Pair]:
     """Yield both parties at a free port, not started; one that still runs in the end is killed.
 
     Args:
         folder: as ``write_example`` leaves it.
         settings: overrides.
         log: what names the files of their output.
+        between: what stands between the two.
     """
-    address = free_address()
-    both = Both(
-        Restarted("active", folder, address, settings, log),
-        Restarted("passive", folder, address, settings, log),
-    )
-    try:
-        yield both
-    finally:
-        for party in both:
-            if party.starts:
-                party.kill()
-
-
-# ---- both parties in this process ----
-
-
-class Wire(NamedTuple):
-    """The connection of the two parties of one run."""
-
-    between: Callable[[str], AbstractContextManager[Any]] | None = None
-    """Puts something before the active party's address; what it gives has an ``address``."""
-
-    certificates: Path | None = None
-
-    def credentials(self, party: str) -> CredentialFiles | None:
-        return None if self.certificates is None else certificates.files(self.certificates, party)
-
-
-DIRECT = Wire()
-
-
-def run_here(example: Path, runs: Path, settings: Settings, wire: Wire = DIRECT) -> Outcome:
-    """Let both parties, recorders and checkpoints and all, meet over a wire in this process."""
-    folders = [runs / "small" / party for party in ("active", "passive")]
-    for folder in folders:
-        (folder / "checkpoint").mkdir(parents=True)
-    failures: list[BaseException] = []
-    with _active(example, runs, settings, wire) as (session, recorder, address):
-        run = partial(_passive, example, runs, settings, wire, address)
-        passive = threading.Thread(target=lambda: _noted(failures, run), daemon=True)
-        passive.start()
-        passive.join(HANGS_AFTER_S)
-        assert not passive.is_alive(), f"hangs: the active party is {session.stage.value}"
-        if failures:
-            raise failures[0]
-        assert session.wait_for_farewell(HANGS_AFTER_S)
-        if session.error is not None:
-            raise session.error
-        assert session.trainer is not None
-        save_model(folders[0], session.trainer.model, None)
-    write_summary(folders[0], recorder.summary({}))
-    return outcome(runs)
-
-
-def _noted(failures: list[BaseException], action: Callable[[], None]) -> None:
-    try:
-        action()
-    except BaseException as error:
-        failures.append(error)
-
-
-@contextmanager
-def _active(
-    example: Path, runs: Path, settings: Settings, wire: Wire
-) -> Iterator[tuple[ActiveSession, ActiveRecorder, str]]:
-    """Serve the active party; give the address at which the passive one finds it, too."""
-    own = load_party_settings(
-        ActiveSettings, example / "active.yaml", [*settings.of("active"), f"runs_dir={runs}"]
-    )
-    data = PartyData.load(own.data, own.base_dir)
-    folder, address = runs / "small" / "active", free_address()
-    engine = build_engine(own.contract.alignment)
+    there = address = free_address()
     with ExitStack() as stack:
-        recorder = stack.enter_context(ActiveRecorder(own, folder))
-        build, nonces = TopBuilder(own, data, CPU), partial(draw_nonce, own)
-        store = RunStore(folder, own.contract.checkpoints.keep)
-        session = build_session(own, data, build, recorder, nonces, store)
-        service = ActiveService(session, engine, own.reconnect.deadline_s)
-        server = start_server(service, own.contract, address, wire.credentials("active"))
-        stack.callback(lambda: server.stop(0).wait())
-        if wire.between is not None:
-            address = stack.enter_context(wire.between(address)).address
-        yield session, recorder, address
-
-
-def _passive(example: Path, runs: Path, settings: Settings, wire: Wire, address: str) -> None:
-    own = load_party_settings(PassiveSettings, example / "passive.yaml", settings.of("passive"))
-    data = PartyData.load(own.data, own.base_dir)
-    assert own.adversary is not None
-    assert own.adversary.labels is not None
-    labels = PartyData.load(own.adversary.labels, own.base_dir)
-    folder = runs / "small" / "passive"
-    with PassiveRecorder(own, folder, data.ids, labels) as recorder:
-        engine = build_engine(own.contract.alignment)
-        run = PassiveRun(
-            Aligner(
-                Participant(own.contract, own.party, data.ids), engine, partial(draw_nonce, own)
-            ),
-            BottomBuilder(own, data, CPU),
-            recorder,
-            RunStore(folder, own.contract.checkpoints.keep),
+        if between is not None:
+            there = stack.enter_context(between(address)).address
+        where = f"listen={address}", f"connect={there}"
+        own = settings.of("active"), settings.of("passive")
+        both = Pair(
+            Party("active", folder, where[0], *own[0], log=log, begin=False),
+            Party("passive", folder, where[1], *own[1], log=log, begin=False),
         )
-        credentials = wire.credentials("passive")
-        with GrpcPeer(
-            PeerConnection(address, own.contract, credentials=credentials), own.reconnect
-        ) as peer:
-            run.run(peer)
-    assert run.trainer is not None
-    save_model(folder, run.trainer.model, None)
+        try:
+            yield both
+        finally:
+            for party in both:
+                if party.starts:
+                    party.kill()
+
+
+def run_once(
+    folder: Path,
+    settings: Settings,
+    between: Between | None = None,
+    trusted: Path | None = None,
+) -> Outcome:
+    """Write an example, let both parties run to their end, and return what they leave.
+
+    Args:
+        folder: gets the example, and the results in ``runs``.
+        settings: overrides.
+        between: what stands between the two.
+        trusted: certificates of both; None for plain text.
+    """
+    write_example(folder)
+    if trusted is not None:
+        certificates.use(trusted, folder)
+    with kept_up(folder, settings, between=between) as both:
+        both.active.start()
+        both.wait_until(lambda: "waiting for the passive party" in both.active.said)
+        both.passive.start()
+        assert both.wait() == (0, 0), both.outputs
+    return outcome(folder / "runs")
+
+
+def wait_for_line(both: Pair, line: int) -> None:
+    """Wait until the active party has noted so much, and see to it that the run is not over."""
+    both.wait_until(lambda: both.active.lines >= line)
+    assert [party.exit_code for party in both] == [None, None], both.outputs
+
+
+def killed_and_resumed(
+    folder: Path, settings: Settings, whole: Outcome, struck: Sequence[Sequence[str]]
+) -> None:
+    """Kill parties of a run one after the other at random steps; compare it with the whole one."""
+    generator, lines = random.Random(len(whole.metrics["active"])), len(whole.metrics["active"])
+    share = 0.8 / len(struck)
+    with kept_up(folder, settings) as both:
+        both.start()
+        for part, names in enumerate(struck):
+            at = 0.1 + share * part + 0.7 * share * generator.random()
+            wait_for_line(both, int(lines * at))
+            victims = [party for party in both if party.party in names]
+            for party in victims:
+                party.kill()
+            for party in victims:
+                party.start()
+        assert both.wait() == (0, 0), both.outputs
+        for party in both:
+            assert ("resuming in epoch" in party.output) == (party.starts > 1), both.outputs
+        assert_same(outcome(folder / "runs"), whole, both.outputs)
+    assert not list((folder / "runs" / "small").glob("*.previous-*"))

@@ -21,15 +21,12 @@ from splitveil.common.party.aligned_table import (
 )
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.party.transcript import Broken, compare, verify
-from splitveil.common.run.common_order import CommonOrder
+from splitveil.common.run.sample_order import CommonOrder
 from splitveil.passive_party.settings import PassiveSettings
 from splitveil.simulation import free_address
 from tests.runs import write_example
-from tests.several import NAMES, write_several
-from tests.system.forked import Forked
 from tests.system.processes import Pair, Party
 from tests.system.test_written_differently import write_parties
-from tests.waiting import HANGS_AFTER_S, wait_until
 
 Row = dict[str, Any]
 AWAY = "reconnect={max_s: 0.3, first_wait_s: 0.05, longest_wait_s: 0.1, deadline_s: 60}"
@@ -140,87 +137,6 @@ def test_too_few_common_ids_end_both_and_leave_earlier_outputs_as_they_were(
 
     assert (tmp_path / "active_out.csv").read_text(encoding="utf-8") == "of last week"
     assert not (tmp_path / "passive_out.csv").exists()
-
-
-def test_contracts_that_differ_in_the_rules_are_refused(tmp_path: Path) -> None:
-    write_example(tmp_path, rows=120)
-    address = free_address()
-    with ExitStack() as stack:
-        options = ("--output", str(tmp_path / "active_out.csv"))
-        active = Party("active", tmp_path, f"listen={address}", command="align", options=options)
-        stack.callback(active.kill)
-        rules = "contract.ids=[{name: id, fold_case: true}]"
-        options = ("--output", str(tmp_path / "passive_out.csv"))
-        passive = Party(
-            "passive", tmp_path, f"connect={address}", rules, command="align", options=options
-        )
-        stack.callback(passive.kill)
-        assert passive.wait() == 2, passive.output
-        active.wait_until_says("contract.ids: nothing here, ")
-
-
-def test_a_party_that_trains_and_one_that_only_aligns_refuse_each_other(tmp_path: Path) -> None:
-    write_example(tmp_path, rows=120)
-    address = free_address()
-    with ExitStack() as stack:
-        active = Party("active", tmp_path, f"listen={address}")
-        stack.callback(active.kill)
-        options = ("--output", str(tmp_path / "passive_out.csv"))
-        passive = Party("passive", tmp_path, f"connect={address}", command="align", options=options)
-        stack.callback(passive.kill)
-        assert passive.wait() == 2, passive.output
-        active.wait_until_says("contract.purpose: nothing here, ")
-    assert not (tmp_path / "passive_out.csv").exists()
-
-
-def test_a_peer_that_is_not_there_is_awaited_as_long_as_the_settings_say(tmp_path: Path) -> None:
-    write_example(tmp_path, rows=120)
-    with ExitStack() as stack:
-        options = ("--output", str(tmp_path / "out.csv"))
-        where = f"connect={free_address()}"
-        passive = Party("passive", tmp_path, where, AWAY, command="align", options=options)
-        stack.callback(passive.kill)
-        where = f"listen={free_address()}"
-        soon = "first_contact_s=0.3"
-        active = Party("active", tmp_path, where, soon, command="align", options=options)
-        stack.callback(active.kill)
-        assert Pair(active, passive).wait() == (4, 4)
-    assert not (tmp_path / "out.csv").exists()
-
-
-def test_several_parties_agree_although_one_of_them_is_killed_and_comes_back(
-    tmp_path: Path,
-) -> None:
-    write_several(tmp_path, parties=3, rows=1200)
-    address, runs = free_address(), ["--runs", str(tmp_path / "runs")]
-
-    def start(name: str) -> Forked:
-        program, place = ("active", "listen") if name == "active" else ("passive", "connect")
-        words = ["align", str(tmp_path / f"{name}.yaml"), *runs, "--set", f"{place}={address}"]
-        words += ["--set", "insecure_nonce_seed=null"]  # as in earnest: a new one per alignment
-        output = ["--output", str(tmp_path / f"{name}_out.csv")]
-        return Forked(f"splitveil.{program}_party", [*words, *output], tmp_path / f"{name}.log")
-
-    names = ("active", *NAMES)
-    with ExitStack() as stack:
-        processes = {name: start(name) for name in names}
-        for process in processes.values():
-            stack.callback(process.kill)
-        log = tmp_path / "active.log"
-        wait_until(lambda: "with party birch" in log.read_text(encoding="utf-8"))
-        processes["birch"].kill()
-        processes["birch"] = start("birch")
-        stack.callback(processes["birch"].kill)
-        codes = {name: process.wait(HANGS_AFTER_S) for name, process in processes.items()}
-        said = {name: (tmp_path / f"{name}.log").read_text(encoding="utf-8") for name in names}
-        assert set(codes.values()) == {0}, said
-
-    orders = {name: [row["id"] for row in rows_of(tmp_path / f"{name}_out.csv")] for name in names}
-    common = set.intersection(
-        *({row["id"] for row in rows_of(tmp_path / f"{name}.csv")} for name in names)
-    )
-    assert len({tuple(order) for order in orders.values()}) == 1
-    assert sorted(orders["active"]) == sorted(common)
 
 
 def passive_settings(folder: Path) -> PassiveSettings:

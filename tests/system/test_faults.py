@@ -1,7 +1,7 @@
 """After any fault between and around the parties, a run ends as if nothing had happened.
 
-Faults are drawn at random: a process is killed or stopped for a while; bytes or messages are lost,
-held back, doubled or cut off. Each test says its seed when it fails: ``FAULT_SEED=<seed> pytest
+Faults are drawn at random: a process is killed or stopped for a while; bytes are lost, held back or
+doubled, or a connection ends. Each test says its seed when it fails: ``FAULT_SEED=<seed> pytest
 tests/system/test_faults.py`` draws the same faults again. ``make faults`` draws over 200.
 """
 
@@ -11,38 +11,24 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import pytest
-import torch
 
 from tests import certificates
 from tests.runs import write_example
-from tests.system.processes import side_by_side
+from tests.system.processes import Pair, Party, side_by_side
 from tests.system.proxy import (
     ByteHarm,
     Direction,
     Fault,
-    MessageHarm,
-    MessageProxy,
     Plan,
     TcpProxy,
 )
-from tests.system.restarted import (
-    Both,
-    Outcome,
-    Restarted,
-    Settings,
-    Wire,
-    assert_same,
-    kept_up,
-    outcome,
-    run_here,
-)
+from tests.system.restarted import Outcome, Settings, assert_same, kept_up, outcome, run_once
 
 ALL = os.environ.get("SPLITVEIL_FAULTS") == "all"
 SEED = int(os.environ.get("FAULT_SEED", "1"))
@@ -74,41 +60,29 @@ def trusted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return certificates.make(tmp_path_factory.mktemp("certificates"))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
-def faultless(example: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return run_here(example, tmp_path_factory.mktemp("faultless"), SETTINGS)
+def faultless(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return run_once(tmp_path_factory.mktemp("faultless"), SETTINGS)
 
 
 # ---- the connection ----
 
-Proxy = Callable[[str, Plan], AbstractContextManager[Any]]
-
 
 class Harmed(NamedTuple):
-    """Runs of both parties in this process, with faults between them."""
+    """Runs with faults between the parties."""
 
-    example: Path
     folder: Path
     faultless: Outcome
-    proxy: Proxy
-    trusted: Path | None = None
+    trusted: Path | None
 
-    def check(self, harms: Sequence[str], longest_s: float, drawn: Sequence[int]) -> None:
+    def check(self, harms: Sequence[str], drawn: Sequence[int]) -> None:
         """Compare runs, each with four faults, with the one that has none."""
         none = Plan([])
         assert_same(self._run("none", none), self.faultless, "through a proxy that harms nothing")
         struck: Counter[str] = Counter()
         for seed in drawn:
             generator = random.Random(seed)
-            plan = Plan([_draw(harms, longest_s, generator, none.passed) for _ in range(4)])
+            plan = Plan([_draw(harms, generator, none.passed) for _ in range(4)])
             told = f"FAULT_SEED={seed}: {plan.waiting}"
             try:
                 found = self._run(str(seed), plan)
@@ -120,38 +94,24 @@ class Harmed(NamedTuple):
         assert sum(struck.values()) >= 2 * len(drawn)
 
     def _run(self, name: str, plan: Plan) -> Outcome:
-        wire = Wire(lambda address: self.proxy(address, plan), self.trusted)
-        return run_here(self.example, self.folder / name, SETTINGS, wire)
+        between = partial(TcpProxy, plan=plan)
+        return run_once(self.folder / name, SETTINGS, between, self.trusted)
 
 
-def _draw(
-    harms: Sequence[str], longest_s: float, generator: random.Random, passed: dict[Direction, int]
-) -> Fault:
+def _draw(harms: Sequence[str], generator: random.Random, passed: dict[Direction, int]) -> Fault:
     direction = generator.choice(get_args(Direction))
     harm, at = generator.choice(harms), generator.randrange(passed[direction])
     is_pause = harm in {"swallow", "delay"}
-    extent = generator.uniform(0.05, longest_s) if is_pause else generator.random()
+    extent = generator.uniform(0.05, 1.0) if is_pause else generator.random()
     return Fault(harm, direction, at, extent)
 
 
-def test_a_connection_that_breaks_or_stalls_changes_no_bit(
-    example: Path, tmp_path: Path, faultless: Outcome
+@pytest.mark.parametrize("harms", [UNPROTECTED, get_args(ByteHarm)], ids=["plain text", "TLS"])
+def test_faults_of_the_connection_change_no_bit(
+    tmp_path: Path, faultless: Outcome, trusted: Path, harms: tuple[ByteHarm, ...]
 ) -> None:
-    Harmed(example, tmp_path, faultless, TcpProxy).check(UNPROTECTED, 1.0, seeds(2, 14))
-
-
-def test_bytes_that_are_damaged_on_their_way_change_no_bit_under_tls(
-    example: Path, tmp_path: Path, faultless: Outcome, trusted: Path
-) -> None:
-    harms: tuple[str, ...] = get_args(ByteHarm)
-    Harmed(example, tmp_path, faultless, TcpProxy, trusted).check(harms, 1.0, seeds(2, 16))
-
-
-def test_messages_that_are_lost_doubled_or_cut_off_change_no_bit(
-    example: Path, tmp_path: Path, faultless: Outcome
-) -> None:
-    harms: tuple[str, ...] = get_args(MessageHarm)
-    Harmed(example, tmp_path, faultless, MessageProxy).check(harms, 2.5, seeds(2, 16))
+    harmed = Harmed(tmp_path, faultless, None if harms is UNPROTECTED else trusted)
+    harmed.check(harms, seeds(2, 20))
 
 
 # ---- the processes ----
@@ -190,7 +150,7 @@ def draw_blow(generator: random.Random) -> Blow:
     )
 
 
-def strike(both: Both, blow: Blow, lines: int) -> bool:
+def strike(both: Pair, blow: Blow, lines: int) -> bool:
     """Wait for the moment, strike, and say whether anybody was still there to be struck."""
     victims = list(both) if blow.party == "both" else [getattr(both, blow.party)]
     watched = victims[0]
@@ -210,7 +170,7 @@ def strike(both: Both, blow: Blow, lines: int) -> bool:
     return bool(victims)
 
 
-def _moment_of(blow: Blow, watched: Restarted, lines: int) -> Callable[[], bool]:
+def _moment_of(blow: Blow, watched: Party, lines: int) -> Callable[[], bool]:
     now = time.monotonic()
     match blow.moment:
         case "time":
@@ -221,7 +181,10 @@ def _moment_of(blow: Blow, watched: Restarted, lines: int) -> Callable[[], bool]
             return lambda: watched.lines >= start + blow.share * (lines - start)
         case "checkpoint":
             from_line = blow.share * lines
-            return lambda: watched.lines >= from_line and watched.is_saving
+            return lambda: (
+                watched.lines >= from_line
+                and any((watched.folder / "checkpoint").glob(".at-*.tmp"))
+            )
         case _:
             texts = SAID[watched.party]
             text = texts[int(blow.share * len(texts))]
@@ -230,7 +193,7 @@ def _moment_of(blow: Blow, watched: Restarted, lines: int) -> Callable[[], bool]
 
 @pytest.mark.timeout(3600 if ALL else 1800)
 def test_processes_that_are_killed_or_stopped_change_no_bit(
-    example: Path, tmp_path: Path, faultless: Outcome
+    tmp_path: Path, faultless: Outcome
 ) -> None:
     struck: Counter[str] = Counter()
     lock = threading.Lock()
@@ -254,7 +217,7 @@ def test_processes_that_are_killed_or_stopped_change_no_bit(
             )
             assert_same(outcome(folder / "runs"), faultless, f"{told}\n{both.outputs}")
 
-    drawn = seeds(3, 24)
+    drawn = seeds(3, 20)
     side_by_side(*(partial(run, seed) for seed in drawn))
     print(f"\n{len(drawn)} runs, faults: {dict(sorted(struck.items()))}")
     assert sum(struck.values()) >= 2 * len(drawn)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.runs import write_example
 from tests.system.processes import side_by_side
-from tests.system.restarted import Outcome, Settings, assert_same, kept_up, outcome, run_here
+from tests.system.restarted import Outcome, Settings, assert_same, kept_up, outcome, run_once
 
 SETTINGS = Settings(
     both=(
@@ -31,9 +31,7 @@ has filled half of it before."""
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    folder = tmp_path_factory.mktemp("whole")
-    write_example(folder)
-    return run_here(folder, folder / "runs", SETTINGS)
+    return run_once(tmp_path_factory.mktemp("whole"), SETTINGS)
 
 
 def limited(party: Literal["active", "passive"], folder: Path, whole: Outcome) -> None:

@@ -48,15 +48,10 @@ needs_data = pytest.mark.skipif(
 def test_two_defenses_are_run_and_set_side_by_side(compared: LocalRun) -> None:
     assert compared.exit_code == 0, compared.output
     table = compared.output[compared.output.rindex("┏") :]
-    assert "none" in table
-    assert "marvell" in table
-    assert "cut: cosine leak AUC" in table
-    assert "bound: anybody" in table
-
-
-def test_the_log_counts_epochs_from_1(compared: LocalRun) -> None:
-    told = {int(number) for number in re.findall(r"epoch (\d+)", compared.output)}
-    assert told == {1, 2, 3, 4, 5, 6}
+    words = ("none", "marvell", "cut: cosine leak AUC", "bound: anybody")
+    assert [word for word in words if word not in table] == []
+    logged = {int(number) for number in re.findall(r"epoch (\d+)", compared.output)}
+    assert logged == {1, 2, 3, 4, 5, 6}
 
 
 @pytest.mark.parametrize("run_name", RUNS)
@@ -67,9 +62,7 @@ def test_both_summaries_hold_what_later_checks_read(compared: LocalRun, run_name
     assert active["epochs"] == passive["epochs"] == 6
     assert active["steps"] == passive["steps"] > 6 * 12
     assert active["test_auc"] > 0.9
-    assert active["test_loss"] > 0
-    assert active["train_loss"] > 0
-    assert active["steps_per_s"] > 0
+    assert min(active[name] for name in ("test_loss", "train_loss", "steps_per_s")) > 0
     assert active["defense"]["name"] in run_name
     assert set(active["leak"]) == {"cut"}
     assert set(passive["leak"]) == {"cut", "first"}
@@ -89,22 +82,15 @@ def test_marvell_takes_away_what_the_oracle_reads_without_it(compared: LocalRun)
         assert without - defended >= 0.25
 
 
-def test_files_of_both_parties_lie_in_their_own_folders(compared: LocalRun) -> None:
-    for party in ("active", "passive"):
-        folder = compared.runs_dir / RUNS[0] / party
-        assert (folder / "settings.yaml").is_file()
-        assert (folder / "metrics.jsonl").is_file()
-        assert list(folder.glob("events.out.tfevents.*"))
-        assert list(folder.glob("checkpoint*"))
-
-
-def test_results_are_their_owner_s_alone(compared: LocalRun) -> None:
+def test_results_lie_in_each_party_s_folder_and_are_their_owner_s_alone(compared: LocalRun) -> None:
     """Weights, histograms by class and digests of ids tell other users of labels and members."""
     pages = [*compared.runs_dir.glob("*.html")]
     folders = [compared.runs_dir / run / party for run in RUNS for party in ("active", "passive")]
     written = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
     assert pages
-    assert len(written) > 6 * len(folders)
+    for folder in folders:
+        for name in ("settings.yaml", "metrics.jsonl", "events.out.tfevents.*", "checkpoint*"):
+            assert list(folder.glob(name)), name
     assert not [path for path in (*pages, *folders, *written) if path.stat().st_mode & 0o077]
 
 
@@ -123,12 +109,6 @@ def test_contracts_that_differ_end_both_with_exit_code_2(tmp_path: Path) -> None
     for party in ("active", "passive"):
         lines = [line for line in run.output.splitlines() if line.startswith(party)]
         assert any("batch_size" in line for line in lines), run.output
-
-
-def test_a_misspelt_setting_is_named_and_ends_with_exit_code_2(tmp_path: Path) -> None:
-    run = run_locally(tmp_path, "breast_cancer", "--set", "active.optimizer.learning_rat=0.1")
-    assert run.exit_code == 2, run.output
-    assert "learning_rate" in run.output
 
 
 OWN_BOTTOM = """
@@ -154,7 +134,7 @@ def test_folders_of_the_user_with_our_names_are_left_alone(tmp_path: Path) -> No
             (tmp_path / "here" / name / module).write_text(f"raise SystemExit('wrong {name}')")
     done = run_program(
         # As the command itself is started: without the working directory on the module path.
-        *(sys.executable, "-P", "-m", "splitveil.deploy.local", str(tmp_path / "settings")),
+        *(sys.executable, "-P", "-m", "splitveil", "local", str(tmp_path / "settings")),
         *("--runs", str(tmp_path / "runs"), "--set", "contract.epochs=1"),
         "passive.bottom_model={kind: custom, module: my_models:Bottom}",
         cwd=tmp_path / "here",
@@ -169,7 +149,7 @@ def test_a_finished_rehearsal_runs_again_and_none_counts_as_an_earlier_release(
     tmp_path: Path,
 ) -> None:
     write_example(tmp_path / "settings")
-    words = ("splitveil.deploy.local", str(tmp_path / "settings"), "--runs", str(tmp_path / "runs"))
+    words = ("splitveil", "local", str(tmp_path / "settings"), "--runs", str(tmp_path / "runs"))
     for _ in range(2):
         done = run_program(*PYTHON, *words, "--set", "contract.epochs=1")
         assert done.returncode == 0, done.stdout
@@ -263,41 +243,35 @@ def test_a_run_s_name_is_as_long_as_a_contract_allows_and_differs_where_settings
 
 
 def test_overrides_reach_the_party_they_name_and_the_contract_both() -> None:
+    with pytest.raises(SettingsError, match=r"expected active\.NAME=VALUE"):
+        Overrides([], []).adding("epochs=2")
     routed = Overrides([], []).adding("active.device=cpu", "passive.party=p", "contract.epochs=2")
     assert routed.active == ["device=cpu", "contract.epochs=2"]
     assert routed.passive == ["party=p", "contract.epochs=2"]
 
 
-def test_an_override_for_an_unknown_party_is_refused() -> None:
-    with pytest.raises(SettingsError, match=r"expected active\.NAME=VALUE"):
-        Overrides([], []).adding("epochs=2")
-
-
-def test_a_leak_that_was_never_measured_is_a_dash_in_the_table() -> None:
-    figures = BatchFigures(q95=None, mean=None, last_epoch=None, random_q95=0.7)
+def test_the_table_has_a_dash_for_what_was_not_measured_and_rounds_bounds_up() -> None:
     counts = RunCounts(aligned_rows=9, steps_per_s=2.0)
-    passive = Summary(leak=LeakFigures(batches={"cut": {"norm": figures}}))
-    results = RunResults(Summary(counts=counts, active=ActiveFigures()), {"": passive})
-    console = Console(width=100, file=io.StringIO(), record=True)
-    console.print(comparison_table("run", {"none": results}))
-    assert "-  - (0.700)" in console.export_text()
-
-
-def test_the_table_holds_what_a_whole_run_told_and_rounds_bounds_up() -> None:
-    found = RunFigures(0.81234, 0.8, 0.82, 400)
     figures = ActiveFigures(model=ModelFigures(test_auc=0.9))
-    other = Summary(counts=RunCounts(aligned_rows=9, steps_per_s=2.0), active=figures)
     ledger = LedgerFigures(estimate=SpreadFigures(max=0.85), anybody=SpreadFigures(max=0.9101))
-    active = replace(
-        other,
-        active=replace(figures, ledger=ledger),
-        leak=LeakFigures(run_level={"cut": {"accumulated_spectral": found}}),
-    )
+    whole = RunFigures(0.81234, 0.8, 0.82, 400)
+    unmeasured = BatchFigures(q95=None, mean=None, last_epoch=None, random_q95=0.7)
+    results = {
+        "one": RunResults(
+            Summary(
+                counts=counts,
+                active=replace(figures, ledger=ledger),
+                leak=LeakFigures(run_level={"cut": {"accumulated_spectral": whole}}),
+            ),
+            {"": Summary(leak=LeakFigures(batches={"cut": {"norm": unmeasured}}))},
+        ),
+        "two": RunResults(Summary(counts=counts, active=figures), {}),
+    }
     console = Console(width=100, file=io.StringIO(), record=True)
-    results = {"one": RunResults(active, {}), "two": RunResults(other, {})}
     console.print(comparison_table("run", results))
     rows = [line.split("│") for line in console.export_text().splitlines() if "│" in line]
     cells = {row[1].strip(): [cell.strip() for cell in row[2:4]] for row in rows}
+    assert cells["cut: norm leak AUC"] == ["-  - (0.700)", "-"]
     assert cells["cut: accumulated_spectral"] == ["0.812", "-"]
     assert cells["ledger: estimate"] == ["0.850", "-"]
     assert cells["bound: anybody"] == ["0.911", "-"]
@@ -339,7 +313,7 @@ def test_as_json_the_standard_output_stream_has_one_document_and_nothing_else(
 def test_as_json_a_run_that_its_budget_ends_is_described_and_one_that_fails_is_not(
     tmp_path: Path,
 ) -> None:
-    words = ("splitveil.deploy.local", "deploy/examples/breast_cancer", "--json")
+    words = ("splitveil", "local", "deploy/examples/breast_cancer", "--json")
     runs = ("--runs", str(tmp_path), "--set", "contract.epochs=2", *SAME_SPLIT)
     ended = run_program(*PYTHON, *words, *runs, *BUDGET, stderr=PIPE)
     assert ended.returncode == 5, ended.stderr

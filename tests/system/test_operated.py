@@ -42,16 +42,6 @@ def stage_at(address: str) -> str:
     return stage
 
 
-def shown_stage(address: str) -> str:
-    """Return the stage as Prometheus sees it."""
-    try:
-        _, text = asked(address, "/metrics")
-    except OSError:
-        return "not there"
-    (found,) = re.findall(r'^splitveil_stage{stage="(\w+)"} 1.0$', text, re.MULTILINE)
-    return str(found)
-
-
 def steps_at(address: str) -> float:
     _, text = asked(address, "/metrics")
     (found,) = re.findall(r"^splitveil_steps_total (\S+)$", text, re.MULTILINE)
@@ -138,31 +128,3 @@ def test_the_active_party_is_ready_before_and_without_a_peer(example: Path) -> N
         wait_until(lambda: connected in asked(watching.active, "/metrics")[1])
         code, text = asked(watching.active, "/readyz")
         assert (code, json.loads(text)["reason"]) == (200, "serving")
-
-
-def test_a_run_that_a_budget_ends_is_shown_as_ended_until_somebody_has_looked(
-    example: Path,
-) -> None:
-    watching = Watching()
-    limit = "run_budget={sum_kl: 0.5, covers: knows class means only}"
-    defense = "defense={name: marvell, strength: {power_ratio: 2}}"
-    with watching.both(example, LONG, active=[limit, defense]) as pair:
-        seen = set()
-
-        def is_over() -> bool:
-            seen.add(shown_stage(watching.active))
-            return pair.active.exit_code is not None
-
-        wait_until(is_over, every_s=0.5)
-        assert pair.active.wait() == 5, pair.outputs
-    assert "ended" in seen
-
-
-def test_a_taken_port_ends_a_party_before_its_folder_is_opened(example: Path) -> None:
-    address = free_address()
-    both = [f"status={address}", f"runs_dir={example / 'taken'}"]
-    with started(example, *both, LONG) as pair:
-        wait_until(lambda: any(party.exit_code is not None for party in pair))
-        first = next(party for party in pair if party.exit_code is not None)
-        assert first.exit_code == 2
-        assert f"status: cannot serve at {address}" in first.output

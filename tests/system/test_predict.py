@@ -306,7 +306,7 @@ def test_transcripts_of_both_parties_agree(small: Trained, tmp_path: Path) -> No
 
 
 def test_a_model_that_names_no_run_is_refused(small: Trained, tmp_path: Path) -> None:
-    """As an earlier version saved it."""
+    """As another program would save it."""
     settings = small.active(f"runs_dir={tmp_path}")
     shutil.copytree(small.settings.active.run_folder("active"), settings.run_folder("active"))
     weights = load_file(settings.run_folder("active") / "checkpoint" / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Projected labels between two processes: killed with signals, refused if releases are lost."""
+"""Projected labels between two processes: killed with signals, and started over."""
 
 import json
 from collections.abc import Iterator
@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import pytest
 from safetensors.torch import load_file, save
 
-from splitveil.active_party.ledger.earlier_ledgers import LEDGER
+from splitveil.active_party.ledger.account_book import LEDGER
 from splitveil.common.storage.model_files import REFITTED, WEIGHTS
 from splitveil.common.storage.release_file import RELEASES
 from tests.runs import write_example
-from tests.system.restarted import Both, Restarted, Settings, kept_up, metrics_of
+from tests.system.processes import Pair, Party
+from tests.system.restarted import Settings, kept_up, metrics_of
 
 SETTINGS = Settings(
     both=(
@@ -54,7 +55,7 @@ def tensors_in(path: Path) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Both]]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Pair]]:
     folder = tmp_path_factory.mktemp("whole")
     write_example(folder)
     with kept_up(folder, SETTINGS) as both:
@@ -63,11 +64,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Both
         yield folder, both
 
 
-def file_of(both: Both) -> Path:
+def file_of(both: Pair) -> Path:
     return both.active.folder / "checkpoint" / RELEASES
 
 
-def answered(both: Both) -> int:
+def answered(both: Pair) -> int:
     """Return how many bytes the log of answers has."""
     try:
         return (both.active.folder / "checkpoint" / "answered.log").stat().st_size
@@ -75,7 +76,7 @@ def answered(both: Both) -> int:
         return 0
 
 
-def stages(both: Both) -> int:
+def stages(both: Pair) -> int:
     """Return how many stages have their release on disk."""
     try:
         return len(load_file(file_of(both))) // 4
@@ -83,7 +84,7 @@ def stages(both: Both) -> int:
         return 0
 
 
-def kill_and_start(*parties: Restarted) -> None:
+def kill_and_start(*parties: Party) -> None:
     for party in parties:
         party.kill()
     for party in parties:
@@ -91,7 +92,7 @@ def kill_and_start(*parties: Restarted) -> None:
 
 
 def test_killed_in_the_survey_at_a_stage_and_at_the_end_it_ends_as_if_nothing_had_happened(
-    tmp_path: Path, whole: tuple[Path, Both]
+    tmp_path: Path, whole: tuple[Path, Pair]
 ) -> None:
     write_example(tmp_path)
     with kept_up(tmp_path, SETTINGS) as both:
@@ -114,7 +115,7 @@ def test_killed_in_the_survey_at_a_stage_and_at_the_end_it_ends_as_if_nothing_ha
 
 
 def test_it_leaves_a_refitted_model_beside_the_one_that_was_trained(
-    whole: tuple[Path, Both],
+    whole: tuple[Path, Pair],
 ) -> None:
     folder, both = whole
     found = outcome(folder)
@@ -129,7 +130,7 @@ def test_it_leaves_a_refitted_model_beside_the_one_that_was_trained(
     assert both.active.said.count("Traceback") == 0
 
 
-def test_no_text_of_either_party_is_about_single_rows(whole: tuple[Path, Both]) -> None:
+def test_no_text_of_either_party_is_about_single_rows(whole: tuple[Path, Pair]) -> None:
     """No id is in one, and no line has a number for each of many rows."""
     folder, both = whole
     texts = [path for party in both for path in party.folder.iterdir() if path.is_file()]
@@ -153,41 +154,6 @@ def longest_list(value: Any) -> int:
     if isinstance(value, dict):
         return max([0, *map(longest_list, value.values())])
     return 0
-
-
-# ---- releases that are lost ----
-
-
-def emptied(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def cut_off(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def test_lost_releases_are_refused_with_a_line_that_says_what_to_do(
-    tmp_path: Path, whole: tuple[Path, Both]
-) -> None:
-    """The copy brings the run back; without one, only ``--fresh`` at both parties goes on."""
-    write_example(tmp_path)
-    with kept_up(tmp_path, SETTINGS) as both:
-        both.start()
-        both.wait_until(lambda: stages(both) == 2)
-        for party in both:
-            party.kill()
-        kept = file_of(both).read_bytes()
-        for harm in (emptied, Path.unlink, cut_off):
-            harm(file_of(both))
-            both.active.start()
-            assert both.active.wait() == 1, both.outputs
-            told = both.active.said
-            assert "Traceback" not in told
-            assert "start over with --fresh at both parties" in told.splitlines()[-1]
-            file_of(both).write_bytes(kept)
-        both.start()
-        assert both.wait() == (0, 0), both.outputs
-        assert outcome(tmp_path).files == outcome(whole[0]).files
 
 
 def test_started_over_a_run_draws_stages_of_its_own(tmp_path: Path) -> None:

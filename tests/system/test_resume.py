@@ -1,129 +1,102 @@
 """Parties that were killed or stopped and started again with the same commands: exact resume."""
 
-import random
 import signal
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import pytest
 
-from splitveil.active_party.ledger.earlier_ledgers import LEDGER
+from splitveil.active_party.ledger.account_book import LEDGER
 from tests import certificates
 from tests.runs import write_example
-from tests.system.processes import side_by_side
+from tests.system.processes import Pair, PartyName, side_by_side
 from tests.system.restarted import (
-    Both,
     Outcome,
     Settings,
     assert_same,
     kept_up,
+    killed_and_resumed,
     outcome,
-    run_here,
+    run_once,
+    wait_for_line,
 )
 
-DEFENSES = {
-    "none": "{name: none}",
-    "max_norm": "{name: max_norm, insecure_noise_seed: 7}",
-    "marvell, fresh noise": "{name: marvell, noise: fresh, insecure_noise_seed: 7}",
-    "marvell, persistent noise": "{name: marvell, noise: persistent, insecure_noise_seed: 7}",
+SHORT = Settings(
+    both=(
+        "contract.epochs=6",
+        "contract.batch_size=32",
+        "contract.checkpoints.every_steps=4",
+        "reconnect={max_s: 300, first_wait_s: 0.1, longest_wait_s: 0.5}",
+    ),
+)
+"""A run of some seconds, with a checkpoint every few steps."""
+
+
+class Case(NamedTuple):
+    """A run, and which of its parties are killed when."""
+
+    defense: str
+    more: tuple[str, ...]
+    struck: tuple[tuple[PartyName, ...], ...]
+    has_tls: bool = False
+
+    @property
+    def settings(self) -> Settings:
+        defense = f"defense={{name: {self.defense}}}"
+        return Settings((*SHORT.both, *self.more), active=(defense,))
+
+
+CASES = {
+    "none": Case("none", (), (("active", "passive"), ("passive",))),
+    "max_norm": Case(
+        "max_norm, insecure_noise_seed: 7", (), (("passive",), ("active",)), has_tls=True
+    ),
+    "marvell": Case("marvell, insecure_noise_seed: 7", (), (("active",), ("active", "passive"))),
+    "activations ahead": Case(
+        "marvell, insecure_noise_seed: 7",
+        ("contract.pipeline_depth=4",),
+        (("passive",), ("active",), ("passive",)),
+    ),
 }
-
-
-def settings(defense: str = "{name: none}") -> Settings:
-    """Return a run of some seconds, with a checkpoint every few steps."""
-    return Settings(
-        both=(
-            "contract.epochs=6",
-            "contract.batch_size=32",
-            "contract.checkpoints.every_steps=4",
-            "reconnect={max_s: 300, first_wait_s: 0.1, longest_wait_s: 0.5}",
-        ),
-        active=(f"defense={defense}",),
-    )
+"""Persistent noise has its own in tests/journeys/test_killed.py, projected labels in
+test_projected_labels.py."""
 
 
 @pytest.fixture(scope="module")
-def whole(example: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    """Return the results of an undisturbed run with each defense."""
-    return {
-        name: run_here(example, tmp_path_factory.mktemp("whole"), settings(defense))
-        for name, defense in DEFENSES.items()
-    }
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    """Return the results of each run undisturbed."""
+    runs = (
+        partial(run_once, tmp_path_factory.mktemp("whole"), case.settings)
+        for case in CASES.values()
+    )
+    return dict(zip(CASES, side_by_side(*runs), strict=True))
 
 
 def test_the_comparison_would_notice_another_run(whole: dict[str, Outcome]) -> None:
-    for name, other in (("none", "max_norm"), ("max_norm", "marvell, fresh noise")):
+    for name, other in pairwise(CASES):
         with pytest.raises(AssertionError):
             assert_same(whole[name], whole[other])
 
 
-def wait_for_line(both: Both, line: int) -> None:
-    """Wait until the active party has noted so much, and see to it that the run is not over."""
-    both.wait_until(lambda: both.active.lines >= line)
-    assert [party.exit_code for party in both] == [None, None], both.outputs
-
-
-def test_killed_at_random_steps_every_defense_ends_as_if_nothing_had_happened(
+def test_killed_at_random_steps_every_run_ends_as_if_nothing_had_happened(
     tmp_path: Path, whole: dict[str, Outcome]
 ) -> None:
-    victims: dict[str, list[tuple[str, ...]]] = {
-        "none": [("active", "passive"), ("passive",)],
-        "max_norm": [("passive",), ("active",)],
-        "marvell, fresh noise": [("active",), ("active", "passive")],
-        "marvell, persistent noise": [("active", "passive"), ("active",)],
-    }
+    trusted = certificates.make(tmp_path / "certificates")
 
-    def run(name: str) -> None:
-        folder = tmp_path / name.replace(", ", "-").replace(" ", "-")
+    def run(name: str, case: Case) -> None:
+        folder = tmp_path / name.replace(" ", "-")
         write_example(folder)
-        if name == "max_norm":
-            certificates.use(certificates.make(tmp_path / "certificates"), folder)
-        generator, lines = random.Random(name), len(whole[name].metrics["active"])
-        with kept_up(folder, settings(DEFENSES[name])) as both:
-            both.start()
-            for part, names in enumerate(victims[name]):
-                wait_for_line(both, int(lines * (0.1 + 0.4 * part + 0.3 * generator.random())))
-                struck = [party for party in both if party.party in names]
-                for party in struck:
-                    party.kill()
-                for party in struck:
-                    party.start()
-            assert both.wait() == (0, 0), both.outputs
-            for party in both:
-                assert "resuming in epoch" in party.output
-            assert_same(outcome(folder / "runs"), whole[name], both.outputs)
-            assert not list(tmp_path.glob(f"{folder.name}/runs/small/*.previous-*"))
+        if case.has_tls:
+            certificates.use(trusted, folder)
+        killed_and_resumed(folder, case.settings, whole[name], case.struck)
 
-    side_by_side(*(partial(run, name) for name in DEFENSES))
+    side_by_side(*(partial(run, name, case) for name, case in CASES.items()))
 
 
-def test_killed_at_random_steps_a_run_with_activations_ahead_ends_as_if_nothing_had_happened(
-    example: Path, tmp_path: Path
-) -> None:
-    plain = settings("{name: marvell, insecure_noise_seed: 7}")
-
-    def run(depth: int) -> None:
-        ahead = plain._replace(both=(*plain.both, f"contract.pipeline_depth={depth}"))
-        whole = run_here(example, tmp_path / f"whole-{depth}", ahead)
-        folder = tmp_path / str(depth)
-        write_example(folder)
-        generator, lines = random.Random(depth), len(whole.metrics["active"])
-        with kept_up(folder, ahead) as both:
-            both.start()
-            for part, struck in enumerate((both.passive, both.active, both.passive)):
-                wait_for_line(both, int(lines * (0.1 + 0.25 * part + 0.2 * generator.random())))
-                struck.kill()
-                struck.start()
-            assert both.wait() == (0, 0), both.outputs
-            assert_same(outcome(folder / "runs"), whole, both.outputs)
-
-    for depth in (2, 4):
-        run(depth)
-
-
-def interrupted(both: Both, whole: Outcome) -> None:
+def interrupted(both: Pair, whole: Outcome) -> None:
     """Ctrl-C at a terminal reaches both.
 
     A ledger lies there while nothing more is told: not while a run goes on, which may be killed.
@@ -143,7 +116,7 @@ def interrupted(both: Both, whole: Outcome) -> None:
     assert all("resuming in epoch" in party.said for party in both)
 
 
-def given_up(lost: Literal["active", "passive"], both: Both, whole: Outcome) -> None:
+def given_up(lost: Literal["active", "passive"], both: Pair, whole: Outcome) -> None:
     """Past ``reconnect.max_s`` without its peer, a party saves where it is, and says so."""
     both.start(fast_clock=True)
     wait_for_line(both, len(whole.metrics["active"]) // 3)
@@ -159,7 +132,7 @@ def given_up(lost: Literal["active", "passive"], both: Both, whole: Outcome) -> 
     assert all("resuming in epoch" in party.said for party in both)
 
 
-def started_over_by_option(both: Both, whole: Outcome) -> None:
+def started_over_by_option(both: Pair, whole: Outcome) -> None:
     both.start()
     wait_for_line(both, len(whole.metrics["active"]) // 3)
     for party in both:
@@ -173,7 +146,7 @@ def started_over_by_option(both: Both, whole: Outcome) -> None:
     assert (both.active.folder.with_name("active.previous-1") / "checkpoint" / LEDGER).is_file()
 
 
-def other_settings(both: Both, whole: Outcome) -> None:
+def other_settings(both: Pair, whole: Outcome) -> None:
     """They are refused, whether the run is unfinished or finished, and nothing is moved."""
 
     def refused(*overrides: str) -> tuple[str, ...]:
@@ -206,7 +179,7 @@ def other_settings(both: Both, whole: Outcome) -> None:
     )
 
 
-def finished(both: Both, whole: Outcome) -> None:
+def finished(both: Pair, whole: Outcome) -> None:
     """The same commands train nothing once more, as where a unit starts at each boot."""
     both.start()
     assert both.wait() == (0, 0), both.outputs
@@ -217,14 +190,14 @@ def finished(both: Both, whole: Outcome) -> None:
     assert {path: path.stat().st_mtime_ns for path in both.active.folder.parent.rglob("*")} == files
 
 
-def refused_twice(both: Both, whole: Outcome) -> None:
+def refused_twice(both: Pair, whole: Outcome) -> None:
     """A second process of the same run goes without, and does the first one no harm."""
     both.start()
     wait_for_line(both, 5)
     for party in both:
         party.signal(signal.SIGSTOP)  # so that it is there for as long as the others need
     folder = both.active.folder.parents[2]
-    with kept_up(folder, settings(), log="second") as others:
+    with kept_up(folder, SHORT, log="second") as others:
         others.start()
         assert others.wait() == (2, 2), others.outputs
         assert all("another process" in other.said for other in others)
@@ -233,7 +206,7 @@ def refused_twice(both: Both, whole: Outcome) -> None:
     assert both.wait() == (0, 0), both.outputs
 
 
-Story = Callable[[Both, Outcome], None]
+Story = Callable[[Pair, Outcome], None]
 
 
 def test_a_run_that_was_ended_early_can_be_resumed_or_started_over(
@@ -252,7 +225,7 @@ def test_a_run_that_was_ended_early_can_be_resumed_or_started_over(
     def tell(name: str, story: Story) -> None:
         folder = tmp_path / name
         write_example(folder)
-        with kept_up(folder, settings()) as both:
+        with kept_up(folder, CASES["none"].settings) as both:
             story(both, whole["none"])
             assert_same(outcome(folder / "runs"), whole["none"], both.outputs)
 

@@ -1,4 +1,4 @@
-"""A budget ends a real run of two processes where plan and ledger say."""
+"""What a budget ended, or a release revealed, counts in every later start; plan says so before."""
 
 import json
 import subprocess
@@ -7,115 +7,24 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from splitveil.active_party.ledger.account_book import AccountBook
-from splitveil.common.privacy.covers import Covers
-from tests.plans import printed_plan
 from tests.programs import run_program
 from tests.runs import write_example
-from tests.system.processes import Pair, side_by_side, started
-from tests.system.restarted import Both, Restarted, Settings, kept_up
+from tests.system.processes import Pair, Party, side_by_side
+from tests.system.restarted import Settings, kept_up
 
 
 def budget_of(leak_auc: float) -> str:
     return f"run_budget={{leak_auc: {leak_auc}, covers: knows class means only}}"
 
 
-BUDGET = [
+BUDGET = (
     "defense={name: marvell, strength: {power_ratio: 16}, insecure_noise_seed: 7}",
     budget_of(0.7),
-]
-EPOCHS = "contract.epochs=10"
-
-
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Pair, tuple[int, int]]:
-    folder = tmp_path_factory.mktemp("stopped")
-    write_example(folder)
-    with started(folder, EPOCHS, active=BUDGET) as pair:
-        return folder, pair, pair.wait()
-
-
-def metrics(pair: Pair, kind: str) -> list[dict[str, Any]]:
-    lines = (pair.active.results() / "metrics.jsonl").read_text().splitlines()
-    return [line for line in map(json.loads, lines) if line["kind"] == kind]
-
-
-def test_the_run_stops_in_the_epoch_that_the_plan_names_with_an_exit_code_of_its_own(
-    stopped: tuple[Path, Pair, tuple[int, int]],
-) -> None:
-    folder, pair, exit_codes = stopped
-    assert exit_codes == (5, 5), pair.outputs
-    assert "the run is expected to end in epoch 4 " in printed_plan(folder, *BUDGET, EPOCHS)
-    assert "run_budget: epoch 4 step 1 would take an example to sum_kl 0.2" in pair.active.output
-    assert "the budget is sum_kl 0.2068, a leak AUC of at most 0.700" in pair.active.output
-
-
-def test_the_last_answer_is_the_last_that_the_ledger_allows(
-    stopped: tuple[Path, Pair, tuple[int, int]],
-) -> None:
-    _, pair, _ = stopped
-    assert {(line["epoch"], line["step"]) for line in metrics(pair, "train")} == {
-        (epoch, step) for epoch in range(3) for step in range(4)
-    }
-    ledger = metrics(pair, "ledger")
-    assert [line["epoch"] for line in ledger] == [0, 1, 2, 3]
-    assert ledger[2]["knows_class_means_only_max"] <= 0.7
-    # One more epoch like the others would not have fitted.
-    per_epoch = ledger[2]["sum_kl_max"] / 3
-    assert ledger[2]["sum_kl_max"] + per_epoch > 0.2068
-    assert ledger[3] | {"epoch": 2, "time_s": 0} == ledger[2] | {"time_s": 0}
-
-
-def test_checkpoint_summary_and_ledger_are_left(
-    stopped: tuple[Path, Pair, tuple[int, int]],
-) -> None:
-    _, pair, _ = stopped
-    assert pair.active.has_checkpoint
-    assert pair.passive.has_checkpoint
-    summary = json.loads((pair.active.results() / "summary.json").read_text())
-    assert summary["epochs"] == 3
-    assert summary["test_auc"] > 0.5
-    assert summary["leak_alarms"] == 0
-    assert 0.6 < summary["ledger"]["knows_class_means_only_max"] <= 0.7
-    stored = load_file(pair.active.results() / "checkpoint" / "ledger.safetensors")
-    ledger = AccountBook.from_state(stored).ledger
-    charged = torch.nonzero(stored["settled"]).reshape(-1).numpy()
-    assert 0 < len(charged) < 360
-    assert ledger.bounds(charged).sum_kl.max == summary["ledger"]["sum_kl_max"]
-    for written, peers in zip(summary["bounds"], Covers, strict=True):
-        bound = ledger.bounds(np.arange(360)).against(peers)
-        assert written == {"covers": peers, "leak_auc": bound.leak_auc.max, "mu": bound.mu}
-
-
-def test_the_next_run_has_no_budget_left_where_this_one_ended(
-    stopped: tuple[Path, Pair, tuple[int, int]],
-) -> None:
-    folder, first, _ = stopped
-    earlier = f"earlier_ledgers=[{first.active.results() / 'checkpoint'}]"
-    with started(folder, "contract.run_name=next", active=[*BUDGET, earlier]) as pair:
-        assert pair.wait() == (5, 5), pair.outputs
-    assert "earlier runs answered about" in pair.active.output
-    assert "run_budget: epoch 1 step 1 would take an example to sum_kl 0.2" in pair.active.output
-    summary = json.loads((pair.active.results("next") / "summary.json").read_text())
-    assert summary["steps"] == 0
-    assert summary["earlier_answers"]["examples"] > 100
-
-
-def test_the_peer_learns_that_the_run_has_ended_and_nothing_else(
-    stopped: tuple[Path, Pair, tuple[int, int]],
-) -> None:
-    _, pair, _ = stopped
-    told = "the active party has ended this run for good; its own log says why"
-    assert told in pair.passive.output
-    for word in ("budget", "ledger", "sum_kl"):
-        assert word not in pair.passive.output
+    "contract.epochs=10",
+)
 
 
 # ---- a second release of the same labels ----
@@ -146,7 +55,7 @@ def of_releases(number: int) -> float:
     return NormalDist().cdf(shift * number**0.5 / 2**0.5)
 
 
-def killed_and_changed(both: Both) -> None:
+def killed_and_changed(both: Pair) -> None:
     both.start()
     both.wait_until(lambda: both.active.lines > 20)
     for party in both:
@@ -156,7 +65,7 @@ def killed_and_changed(both: Both) -> None:
     both.start("contract.batch_size=50", options=["--fresh"])
 
 
-def finished_and_run_again(both: Both) -> None:
+def finished_and_run_again(both: Pair) -> None:
     both.start()
     assert both.wait() == (0, 0), both.outputs
     both.start()
@@ -165,7 +74,7 @@ def finished_and_run_again(both: Both) -> None:
     both.start(options=["--fresh"])
 
 
-def under_another_name(both: Both) -> None:
+def under_another_name(both: Pair) -> None:
     both.start()
     assert both.wait() == (0, 0), both.outputs
     both.active.folder.parent.rename(both.active.folder.parent.with_name("other"))
@@ -175,7 +84,7 @@ def under_another_name(both: Both) -> None:
 def test_whatever_leads_to_a_second_release_its_ledger_states_what_both_tell_together(
     tmp_path: Path,
 ) -> None:
-    def second(way: Callable[[Both], None]) -> None:
+    def second(way: Callable[[Pair], None]) -> None:
         folder = tmp_path / way.__name__
         write_example(folder)
         with kept_up(folder, RELEASED) as both:
@@ -203,7 +112,7 @@ def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_plan_is_a_command_that_trains_nothing(tmp_path: Path) -> None:
     write_example(tmp_path)
-    overrides = [text for override in (*BUDGET, EPOCHS) for text in ("--set", override)]
+    overrides = [text for override in BUDGET for text in ("--set", override)]
     done = command(tmp_path, *overrides, "--target-leak-auc", "0.7")
     assert done.returncode == 0, done.stderr
     assert "the run is expected to end in epoch 4 " in done.stdout
@@ -222,10 +131,10 @@ def test_a_budget_without_a_defense_is_refused_before_anything_is_read(tmp_path:
     assert "run_budget" in done.stderr
 
 
-def supervised(both: Both) -> None:
+def supervised(both: Pair) -> None:
     """Start whatever ends with an error again, as a supervisor does."""
 
-    def keep_up(party: Restarted) -> None:
+    def keep_up(party: Party) -> None:
         party.start()
         while party.wait() and party.starts < 4:
             party.start()

@@ -91,16 +91,3 @@ def test_one_process_finds_what_two_did(vehicles: LocalRun) -> None:
     assert written.loss == found.loss
     assert found.classes is not None
     assert written.accuracy == found.classes.accuracy
-
-
-def test_the_example_without_a_file_learns_ten_digits(tmp_path: Path) -> None:
-    options = ("--set", "contract.epochs=6", "active.defense={name: none}", *SAME_SPLIT)
-    run = run_locally(tmp_path, "digits", *options)
-    assert run.exit_code == 0, run.output
-    summary = run.summary("digits", "active")
-    assert summary["aligned_rows"] == 1797
-    assert summary["test_auc"] > 0.95
-    assert len(summary["test_auc_by_class"]) == 10
-    leak = run.summary("digits", "passive")["leak_classes"]["cut"]["cosine"]
-    assert leak["worst_pair_auc"] >= 0.95
-    assert len(leak["classes"]) == 10

@@ -21,16 +21,13 @@ from tests.programs import ROOT
 from tests.runs import write_example
 from tests.system.forked import Forked
 from tests.system.processes import Party, PartyName
-from tests.system.restarted import Settings, Wire, assert_same, outcome, run_here
+from tests.system.restarted import Settings, assert_same, outcome, run_once
 from tests.waiting import HANGS_AFTER_S, wait_until
 
 SHORT = ("contract.epochs=2", "contract.batch_size=63", "contract.checkpoints.every_steps=2")
 """Batches of an odd number of rows, whose last one is shorter."""
 
-DEFENSES = {
-    "none": "{name: none}",
-    "noisy_label": "{name: noisy_label, insecure_noise_seed: 7}",
-}
+LABELS = "{name: noisy_label, insecure_noise_seed: 7}"
 """Answers without noise of their own: that of other defenses follows from the bits of a question,
 and sums in another order have other bits."""
 
@@ -121,18 +118,17 @@ def assert_close(found: Course, expected: Course) -> None:
         assert got == both, name
 
 
-@pytest.mark.parametrize("defense", DEFENSES)
-def test_two_processes_each_follow_the_course_of_one_each(defense: str, tmp_path: Path) -> None:
+def test_two_processes_each_follow_the_course_of_one_each(tmp_path: Path) -> None:
     """With certificates, and gradients of an inner layer, which the adversary looks at."""
     write_example(tmp_path)
-    settings = Settings(SHORT, active=(f"defense={DEFENSES[defense]}",))
+    settings = Settings(SHORT, active=(f"defense={LABELS}",))
     folder = certificates.make(tmp_path / "certificates")
     certificates.use(folder, tmp_path)
-    run_here(tmp_path, tmp_path / "alone", settings, Wire(certificates=folder))
+    run_once(tmp_path / "alone", settings, trusted=folder)
     with ranks(tmp_path, settings, active=2, passive=2) as both:
         codes = [processes.wait() for processes in both]
         assert codes == [[0, 0], [0, 0]], "\n".join(one.output for one in both)
-    assert_close(course_of(tmp_path / "runs"), course_of(tmp_path / "alone"))
+    assert_close(course_of(tmp_path / "runs"), course_of(tmp_path / "alone" / "runs"))
     lines = (tmp_path / "runs/small/passive/metrics.jsonl").read_text().splitlines()
     leaks = [line for line in map(json.loads, lines) if line["kind"] == "leak"]
     assert all("first/norm_leak_auc" in line for line in leaks)
@@ -140,12 +136,10 @@ def test_two_processes_each_follow_the_course_of_one_each(defense: str, tmp_path
 
 
 def test_the_comparison_would_notice_another_course(tmp_path: Path) -> None:
-    write_example(tmp_path)
     runs = []
     for seed in (0, 1):
-        settings = Settings(SHORT, passive=(f"model_seed={seed}",))
-        run_here(tmp_path, tmp_path / str(seed), settings)
-        runs.append(course_of(tmp_path / str(seed)))
+        run_once(tmp_path / str(seed), Settings(SHORT, passive=(f"model_seed={seed}",)))
+        runs.append(course_of(tmp_path / str(seed) / "runs"))
     with pytest.raises(AssertionError):
         assert_close(*runs)
 
@@ -229,27 +223,21 @@ class Supervised:
         self._process.wait(HANGS_AFTER_S)
 
 
-@pytest.mark.parametrize("victim", ["active", "passive"])
-def test_a_killed_worker_ends_in_a_resumed_run_with_the_same_course(
-    victim: PartyName, tmp_path: Path
-) -> None:
+def test_a_killed_worker_ends_in_a_resumed_run_with_the_same_course(tmp_path: Path) -> None:
     lasting = ("contract.epochs=40", "contract.batch_size=63", "contract.checkpoints.every_steps=7")
     again = "reconnect={max_s: 300, first_wait_s: 0.1, longest_wait_s: 0.5}"
     noisy = "defense={name: marvell, insecure_noise_seed: 7}"
     settings = Settings((*lasting, again), active=(noisy,))
     for name in ("whole", "killed"):
         write_example(tmp_path / name)
-    sizes = {"active": 1, "passive": 1} | {victim: 2}
-    with ranks(tmp_path / "whole", settings, **sizes) as both:
+    with ranks(tmp_path / "whole", settings, active=2, passive=1) as both:
         assert sum(sum(one.wait()) for one in both) == 0, "\n".join(one.output for one in both)
     folder, address = tmp_path / "killed", free_address()
-    where = {"active": f"listen={address}", "passive": f"connect={address}"}
-    other: PartyName = "passive" if victim == "active" else "active"
     metrics = folder / "runs/small/active/metrics.jsonl"
     with ExitStack() as stack:
-        supervised = Supervised(victim, folder, (where[victim], *settings.of(victim)))
+        supervised = Supervised("active", folder, (f"listen={address}", *settings.of("active")))
         stack.callback(supervised.end)
-        alone = Party(other, folder, where[other], *settings.of(other))
+        alone = Party("passive", folder, f"connect={address}", *settings.of("passive"))
         stack.callback(alone.kill)
         wait_until(lambda: metrics.is_file() and metrics.read_bytes().count(b"\n") > 30)
         supervised.kill_worker()

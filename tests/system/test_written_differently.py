@@ -72,34 +72,45 @@ def write_parties(folder: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("whole_table", [False, True])
-def test_parties_that_write_ids_differently_meet(tmp_path: Path, whole_table: bool) -> None:
-    write_parties(tmp_path)
-    with started(tmp_path) as pair:
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Return the folder of a run that has ended, and what both parties said."""
+    folder = tmp_path_factory.mktemp("differently")
+    write_parties(folder)
+    with started(folder) as pair:
         assert pair.wait() == (0, 0), pair.outputs
-        outputs = pair.outputs
-    assert "fold_case of 'surname' changed 320, leading_zeros of 'no' changed 320" in str(outputs)
-    assert "1 of 321 rows left out: 1 without a usable id" in str(outputs)
-    assert "whole_numbers of 'nr' changed 340" in str(outputs)
+    return folder, pair.outputs
+
+
+def test_parties_that_write_ids_differently_train_together(trained: tuple[Path, str]) -> None:
+    _, outputs = trained
+    assert "fold_case of 'surname' changed 320, leading_zeros of 'no' changed 320" in outputs
+    assert "1 of 321 rows left out: 1 without a usable id" in outputs
+    assert "whole_numbers of 'nr' changed 340" in outputs
     in_common = len(set(PEOPLE[:320]) & set(PEOPLE[60:]))
-    assert f"aligned rows │ {in_common} " in " ".join(str(outputs).split())
+    assert f"aligned rows │ {in_common} " in " ".join(outputs.split())
+
+
+@pytest.mark.parametrize("whole_table", [False, True])
+def test_and_predict(trained: tuple[Path, str], whole_table: bool) -> None:
+    folder, _ = trained
     asked = [[number, surname] for surname, number in PEOPLE[50:70]]
-    write_table(tmp_path / "ask.csv", ["no", "surname"], *asked)
+    write_table(folder / "ask.csv", ["no", "surname"], *asked)
     address = free_address()
     serving = Party(
         "passive",
-        tmp_path,
+        folder,
         f"answers.listen={address}",
         f"answers.whole_table={str(whole_table).lower()}",
         command="serve",
     )
     try:
         serving.wait_until_says("waiting for the active party")
-        options = ["--ids", str(tmp_path / "ask.csv"), "--output", str(tmp_path / "out.csv")]
+        options = ["--ids", str(folder / "ask.csv"), "--output", str(folder / "out.csv")]
         options += ["--whole-table"] * whole_table
         predicting = Party(
             "active",
-            tmp_path,
+            folder,
             f"inference.connect.passive={address}",
             command="predict",
             options=tuple(options),
@@ -107,7 +118,7 @@ def test_parties_that_write_ids_differently_meet(tmp_path: Path, whole_table: bo
         assert predicting.wait() == 0, predicting.output
     finally:
         serving.kill()
-    with (tmp_path / "out.csv").open(encoding="utf-8", newline="") as file:
+    with (folder / "out.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["found"] for row in rows] == ["false"] * 10 + ["true"] * 10
     assert rows[10]["id"] == "6:näme604:1060"

@@ -8,19 +8,16 @@ from typing import Any
 import pytest
 
 import splitveil.active_party.commands.program
-import splitveil.passive_party.__main__
-from splitveil.active_party.grpc_server.server import start_server
-from splitveil.active_party.grpc_server.service import ActiveService
+import splitveil.passive_party.commands.program
 from splitveil.common.errors import SettingsError
 from splitveil.common.text.addresses import HostAndPort, on_loopback, split_address
-from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import add_port
-from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.runs import Parties, build_parties
+from tests.wire.lines import peer_of, serving
 
 PROGRAMS: dict[str, tuple[ModuleType, str]] = {
     "active": (splitveil.active_party.commands.program, "listen"),
-    "passive": (splitveil.passive_party.__main__, "connect"),
+    "passive": (splitveil.passive_party.commands.program, "connect"),
 }
 
 
@@ -102,14 +99,8 @@ def rebound(monkeypatch: pytest.MonkeyPatch) -> str:
 def test_plain_text_goes_and_listens_where_the_name_led_when_it_was_judged(
     parties: Parties, port: int, rebound: str
 ) -> None:
-    service = ActiveService(parties.session, parties.engine, deadline_s=20)
-    contract, reconnect = parties.run.contract, parties.passive_settings.reconnect
-    server = start_server(service, contract, f"{rebound}:{port}")
-    try:
-        with GrpcPeer(PeerConnection(f"{rebound}:{port}", contract), reconnect) as peer:
-            assert peer.is_ready()
-    finally:
-        server.stop(0).wait()
+    with serving(parties, port, host=rebound), peer_of(parties, port, host=rebound) as peer:
+        assert peer.is_ready()
 
 
 def test_a_name_that_leads_to_two_places_needs_both_on_loopback(

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from splitveil.active_party.grpc_server.service import ActiveService
-from splitveil.active_party.run.audit_desk import MAX_LAYERS, MIN_EXAMPLES
+from splitveil.active_party.run import audit_desk
+from splitveil.active_party.run.audit_desk import MAX_LAYERS
 from splitveil.active_party.run.preparation import OwnRows, OwnRules
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
@@ -29,27 +30,20 @@ from splitveil.common.privacy.label_free import LABEL_FREE
 from splitveil.common.privacy.leakage import leak_auc
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.privacy.settings import DEFAULT_ATTACKS
-from splitveil.common.record.summary import to_json
 from splitveil.common.run.messages import AuditQuestion
 from splitveil.common.run.sample_order import positions_digest
-from splitveil.common.wire.audit_codec import encode_question
 from splitveil.common.wire.endpoint import method_path
+from splitveil.common.wire.small_messages import encode_question
 from splitveil.passive_party.label_free_audit import LabelFreeAudit
 from splitveil.passive_party.settings import PassiveSettings
 from splitveil.protos import split_learning_pb2 as pb
 from tests.recorded import recorders
-from tests.runs import (
-    Parties,
-    build_parties,
-    run_in_process,
-    run_over_grpc,
-    serving,
-    write_example,
-)
+from tests.runs import Parties, build_parties, run_in_process, run_over_grpc, serving, write_example
 
 ALLOWED = "contract.audits_allowed=true"
 NOISY = "defense={name: marvell, strength: {power_ratio: 4}, insecure_noise_seed: 1}"
-ROWS = 7500  # 9 in 10 common, 6 in 10 of those trained on, 3 in 10 of those positive
+ROWS = 1000  # 9 in 10 common, 6 in 10 of those trained on, 3 in 10 of those positive
+FEWEST = 100
 LARGE = "contract.batch_size=512"
 
 
@@ -58,6 +52,13 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("example")
     write_example(folder, rows=ROWS)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def small_tables_are_audited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As large ones are, in tests/system/test_audit_call.py."""
+    assert audit_desk.MIN_EXAMPLES == 1000
+    monkeypatch.setattr(audit_desk, "MIN_EXAMPLES", FEWEST)
 
 
 def parties_with(example: Path, *active: str) -> Parties:
@@ -81,7 +82,7 @@ def audited(example: Path, folder: Path, meet: Callable[[Parties], None], *activ
     with recorders(parties, folder) as both:
         parties.run.auditor = both.passive
         meet(parties)
-    return Audited(parties, *both.lines(), to_json(both.passive.summary()))
+    return Audited(parties, *both.lines(), both.passive.summary().form())
 
 
 def meeting(wire: str, port: int) -> Callable[[Parties], None]:
@@ -127,10 +128,7 @@ def test_a_refused_audit_ends_no_run_and_is_asked_for_once(
 
 
 def test_attacks_that_fail_end_no_run(
-    example: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    example: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(audit: LabelFreeAudit, observation: Observation) -> None:
         raise ValueError("no attack today")
@@ -257,11 +255,11 @@ def test_the_desk_looks_at_the_contract_itself(example: Path) -> None:
         session.audit(question(parties))
 
 
-def test_fewer_than_a_thousand_training_rows_of_a_class_are_not_measured(tmp_path: Path) -> None:
-    write_example(tmp_path, rows=4500)
+def test_fewer_training_rows_of_a_class_are_not_measured(tmp_path: Path) -> None:
+    write_example(tmp_path, rows=450)
     parties = finished(tmp_path, "allow_audits=true")
-    assert 500 < true_labels(parties).sum() < MIN_EXAMPLES < (1 - true_labels(parties)).sum()
-    with pytest.raises(AuditRefused, match="1000 of each of two classes"):
+    assert FEWEST / 2 < true_labels(parties).sum() < FEWEST < (1 - true_labels(parties)).sum()
+    with pytest.raises(AuditRefused, match=f"{FEWEST} of each of two classes"):
         parties.session.audit(question(parties))
     assert parties.session.audits_answered == 0
 

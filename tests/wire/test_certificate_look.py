@@ -18,8 +18,7 @@ from splitveil.common.wire.endpoint import open_channel
 from splitveil.common.wire.http_proxy import HttpProxy
 from splitveil.common.wire.server_certificate import LOOK_TIMEOUT_S, judged_certificate
 from splitveil.deploy.authority import PartyFolder
-from splitveil.deploy.certs import main
-from tests.certificates import NAMES, add_unusual, files, make
+from tests.certificates import NAMES, add_unusual, certs, files, make
 from tests.runs import build_parties, in_background, write_example
 
 SUBJECT_ALTERNATIVE_NAME = x509.ObjectIdentifier("2.5.29.17")
@@ -181,7 +180,7 @@ def test_an_own_certificate_that_cannot_be_read_is_a_bad_setting(
     with pytest.raises(SettingsError, match=r"security\.certificate: .*cannot be read"):
         files(folder, "strange", NAMES["active"]).current()
     capsys.readouterr()
-    assert main(["show", str(PartyFolder(folder / "strange").certificate)]) == 2
+    assert certs(["show", str(PartyFolder(folder / "strange").certificate)]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -10,13 +9,10 @@ from typing import Any
 
 import pytest
 
-from splitveil.active_party.grpc_server.server import start_server
-from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.common.errors import PeerLeft, SplitveilError, StorageError
 from splitveil.common.party.transcript import FILE, Broken, Crossing, Transcript, verify
-from splitveil.common.wire.connection import PeerConnection
-from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.runs import Parties, build_parties
+from tests.wire.lines import free_port, peer_of, serving
 
 FULL = os.strerror(errno.ENOSPC)
 
@@ -63,22 +59,14 @@ class Noted:
                 transcript.close()
 
     def run(self, full: str | None = None, room: int = 0) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            address = f"127.0.0.1:{listener.getsockname()[1]}"
-        service = ActiveService(self.parties.session, self.parties.engine, deadline_s=20)
-        contract, settings = self.parties.active_settings.contract, self.parties.passive_settings
+        port = free_port()
         with (
             self.transcript("active", room if full == "active" else None) as one,
             self.transcript("passive", room if full == "passive" else None) as other,
+            serving(self.parties, port, transcript=one),
+            peer_of(self.parties, port, transcript=other) as peer,
         ):
-            server = start_server(service, contract, address, transcript=one)
-            try:
-                with GrpcPeer(
-                    PeerConnection(address, contract, transcript=other), settings.reconnect
-                ) as peer:
-                    self.parties.run.run(peer)
-            finally:
-                server.stop(1).wait()
+            self.parties.run.run(peer)
 
 
 @pytest.fixture(scope="module")

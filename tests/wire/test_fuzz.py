@@ -109,9 +109,7 @@ def test_mutants_in_the_midst_of_a_run_change_no_bit_of_it(
         5: mutants.send_straight,
         8: mutants.finish_flood,
     }
-
     service = run_disturbed(parties, port, tape, acts)
-
     assert FAULT not in caplog.text
     assert not NO_MUTANT_GETS & set(mutants.statuses)
     assert mutants.statuses.count("UNAVAILABLE") == 0  # streams that ended are no longer counted

@@ -23,8 +23,8 @@ from splitveil.common.errors import (
 )
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.sample_order import positions_digest
-from splitveil.common.wire.audit_codec import decode_question
 from splitveil.common.wire.limits import Refused, believed, check_fields, reader
+from splitveil.common.wire.small_messages import decode_question
 from splitveil.common.wire.status import error_from
 from splitveil.common.wire.tensor_codec import TensorAssembler, TensorLimits
 from splitveil.common.wire.tensor_frame import Frame

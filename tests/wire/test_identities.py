@@ -1,22 +1,16 @@
 """The certificates that each party accepts as the other's follow the same rule on both sides."""
 
-import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
 import pytest
 from cryptography import x509
 
-from splitveil.active_party.grpc_server.server import start_server
-from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.active_party.run.stages import Stage
 from splitveil.common.errors import PeerError, PeerUntrusted
-from splitveil.common.party.credentials import CredentialFiles, in_lower_case
-from splitveil.common.wire.connection import PeerConnection
+from splitveil.common.party.credentials import in_lower_case
 from splitveil.deploy.authority import renew_certificate
-from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.certificates import (
     CLIENT,
     NAMES,
@@ -30,6 +24,7 @@ from tests.certificates import (
 from tests.peers import AtSteps
 from tests.runs import Parties, build_parties, run_in_process, write_example
 from tests.wire.between import Relay
+from tests.wire.lines import free_port, peer_of, serving
 
 WRONG_NAME = "does not carry the called party's name"
 
@@ -121,53 +116,27 @@ def parties(tmp_path_factory: pytest.TempPathFactory) -> Parties:
     return build_parties(folder)
 
 
-@contextmanager
-def serving(
-    parties: Parties, credentials: CredentialFiles, port: int | None = None
-) -> Iterator[int]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        free = int(listener.getsockname()[1])
-    service = ActiveService(parties.session, parties.engine, deadline_s=20)
-    contract = parties.active_settings.contract
-    server = start_server(service, contract, f"127.0.0.1:{port or free}", credentials)
-    try:
-        yield port or free
-    finally:
-        server.stop(0).wait()
-
-
-def peer_of(parties: Parties, port: int, credentials: CredentialFiles) -> GrpcPeer:
-    settings = parties.passive_settings
-    return GrpcPeer(
-        PeerConnection(f"127.0.0.1:{port}", settings.contract, credentials=credentials),
-        settings.reconnect,
-    )
-
-
 @pytest.mark.parametrize("kind", ACCEPTED)
 @pytest.mark.parametrize("party", NAMES)
 def test_either_party_accepts_a_certificate_with_the_very_name(
-    parties: Parties, tmp_path: Path, kind: str, party: str
+    parties: Parties, tmp_path: Path, port: int, kind: str, party: str
 ) -> None:
     folder = make(tmp_path / "certificates")
     ACCEPTED[kind](folder, NAMES[party])
     shown = {one: files(folder, one) for one in NAMES} | {party: Unchecked(folder, "unusual")}
-    with (
-        serving(parties, shown["active"]) as port,
-        peer_of(parties, port, shown["passive"]) as peer,
-    ):
+    with serving(parties, port, shown["active"]), peer_of(parties, port, shown["passive"]) as peer:
         assert peer.is_ready()
 
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_the_passive_party_refuses_every_other_certificate_and_says_why(
-    parties: Parties, tmp_path: Path, kind: str
+    parties: Parties, tmp_path: Path, port: int, kind: str
 ) -> None:
     folder = make(tmp_path / "certificates")
     spoil, reason = REFUSED[kind]
     spoil(folder, NAMES["active"])
     with (
-        serving(parties, Unchecked(folder, "unusual")) as port,
+        serving(parties, port, Unchecked(folder, "unusual")),
         peer_of(parties, port, files(folder, "passive")) as peer,
         pytest.raises(PeerUntrusted, match=reason),
     ):
@@ -176,14 +145,14 @@ def test_the_passive_party_refuses_every_other_certificate_and_says_why(
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_the_active_party_refuses_the_same_certificates(
-    parties: Parties, tmp_path: Path, kind: str
+    parties: Parties, tmp_path: Path, port: int, kind: str
 ) -> None:
     folder = make(tmp_path / "certificates")
     spoil, reason = REFUSED[kind]
     spoil(folder, NAMES["passive"])
     is_about_the_name = reason.startswith(WRONG_NAME)
     with (
-        serving(parties, files(folder, "active")) as port,
+        serving(parties, port, files(folder, "active")),
         peer_of(parties, port, Unchecked(folder, "unusual")) as peer,
         pytest.raises(PeerError) as caught,
     ):
@@ -210,9 +179,10 @@ def test_whoever_passes_the_look_on_and_then_answers_by_itself_is_spoken_to_by_n
     """Somebody on the way, with a wildcard certificate of the same authority."""
     folder = make(tmp_path / "certificates")
     add_unusual(folder, "between", dns("*.splitveil"))
+    genuine, between = free_port(), free_port()
     with (
-        serving(parties, files(folder, "active")) as genuine,
-        serving(parties, Unchecked(folder, "between")) as between,
+        serving(parties, genuine, files(folder, "active")),
+        serving(parties, between, Unchecked(folder, "between")),
         Relay(genuine, between) as switch,
         peer_of(parties, switch.port, files(folder, "passive")) as peer,
     ):
@@ -229,16 +199,11 @@ def test_a_renewed_certificate_of_the_active_party_is_looked_at_when_it_is_met(
     write_example(tmp_path)
     parties, undisturbed = build_parties(tmp_path), build_parties(tmp_path)
     folder = make(tmp_path / "certificates")
-    settings = parties.passive_settings
+    port = free_port()
     with (
-        serving(parties, files(folder, "active")) as port,
+        serving(parties, port, files(folder, "active")),
         Relay(port, port) as switch,
-        AtSteps(
-            PeerConnection(
-                f"127.0.0.1:{switch.port}", settings.contract, credentials=files(folder, "passive")
-            ),
-            settings.reconnect,
-        ) as peer,
+        peer_of(parties, switch.port, files(folder, "passive"), kind=AtSteps) as peer,
     ):
         peer.actions = {2: lambda: renew_certificate(folder, "active"), 5: switch.cut}
         parties.run.run(peer)
@@ -253,10 +218,10 @@ def test_a_pinned_certificate_is_all_that_grpc_believes(parties: Parties, tmp_pa
     folder = make(tmp_path / "certificates", other=NAMES["active"])
     own = Unchecked(folder, "passive").current()
     options = [("grpc.ssl_target_name_override", NAMES["active"])]
-    answered = {}
+    answered, genuine, other = {}, free_port(), free_port()
     with (
-        serving(parties, files(folder, "active")) as genuine,
-        serving(parties, Unchecked(folder, "other")) as other,
+        serving(parties, genuine, files(folder, "active")),
+        serving(parties, other, Unchecked(folder, "other")),
     ):
         for name, port in (("genuine", genuine), ("other", other)):
             pinned = grpc.ssl_channel_credentials(

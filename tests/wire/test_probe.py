@@ -3,7 +3,7 @@
 import logging
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -16,7 +16,6 @@ import yaml
 
 from splitveil.active_party.grpc_server import probe_server
 from splitveil.active_party.grpc_server.probe_server import ProbeServer
-from splitveil.active_party.grpc_server.server import start_server
 from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.active_party.run.stages import Stage
 from splitveil.common.data.canonical_form import CanonicalForm
@@ -32,18 +31,16 @@ from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.party.transcript import Transcript, Verified, verify
-from splitveil.common.run.contract import Contract
-from splitveil.common.run.contract_difference import first_difference
+from splitveil.common.run.contract import Contract, first_difference
 from splitveil.common.run.id_rules import TextId
 from splitveil.common.run.messages import IdForm
 from splitveil.common.settings import validate
-from splitveil.common.wire import probe_codec
+from splitveil.common.wire import probes
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.http_proxy import HttpProxy
 from splitveil.common.wire.limits import PROBE_BYTES, PROBE_PADDING_BYTES
-from splitveil.common.wire.probe_codec import Introduction
-from splitveil.common.wire.probe_desk import ProbeDesk
 from splitveil.common.wire.probe_findings import checks_of, clock_in_words
+from splitveil.common.wire.probes import Introduction, ProbeDesk
 from splitveil.passive_party import probing
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.probing import connection_checks
@@ -52,6 +49,8 @@ from splitveil.protos import split_learning_pb2 as pb
 from tests.certificates import add_expired, files, make, use
 from tests.runs import CONTRACT, Parties, build_parties, in_background, write_example
 from tests.wire.between import ConnectProxy
+from tests.wire.lines import peer_of
+from tests.wire.lines import serving as served
 
 TEXTS = IdForm("-0a", length=11)
 SAME_IDS = "ids: 11 letters and digits with small letters, the marks - at both parties"
@@ -78,22 +77,15 @@ def _briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe_server, "QUIET_S", 0.2)
 
 
-@contextmanager
 def serving(
     parties: Parties,
     port: int,
     credentials: CredentialFiles | None = None,
     transcript: Transcript | None = None,
     id_form: IdForm | None = None,
-) -> Iterator[ActiveService]:
-    service = ActiveService(parties.session, parties.engine, deadline_s=20)
-    contract = parties.active_settings.contract
-    desk = ProbeDesk(contract, id_form)
-    server = start_server(service, contract, f"127.0.0.1:{port}", credentials, transcript, desk)
-    try:
-        yield service
-    finally:
-        server.stop(0).wait()
+) -> AbstractContextManager[ActiveService]:
+    desk = ProbeDesk(parties.active_settings.contract, id_form)
+    return served(parties, port, credentials, transcript, desk)
 
 
 def found(
@@ -186,8 +178,7 @@ def test_a_run_between_probes_ends_with_the_same_bits(example: Path, port: int) 
 
 
 def _run(parties: Parties, port: int) -> None:
-    contract, reconnect = parties.run.contract, parties.passive_settings.reconnect
-    with GrpcPeer(PeerConnection(f"127.0.0.1:{port}", contract), reconnect) as peer:
+    with peer_of(parties, port) as peer:
         parties.run.run(peer)
 
 
@@ -377,7 +368,7 @@ def test_a_party_that_does_not_come_is_named(example: Path, port: int) -> None:
 
 def answer(port: int, data: bytes) -> bytes | grpc.StatusCode:
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-        call: Any = channel.unary_unary(probe_codec.method_path())
+        call: Any = channel.unary_unary(probes.method_path())
         try:
             reply: bytes = call(data, timeout=20)
         except grpc.RpcError as error:

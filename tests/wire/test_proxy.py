@@ -2,27 +2,22 @@
 
 import base64
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from splitveil.active_party.grpc_server.server import start_server
-from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.active_party.run.stages import Stage
 from splitveil.common.errors import PeerUnreachable, SettingsError
-from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.party.party_settings import load_party_settings
-from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import open_channel
 from splitveil.common.wire.http_proxy import HttpProxy, proxy_of_environment
 from splitveil.passive_party.assembly import http_proxy
-from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.settings import PassiveSettings
 from tests.certificates import files, make, use
 from tests.runs import Parties, build_parties, write_example
 from tests.wire.between import ConnectProxy
+from tests.wire.lines import peer_of, serving
 
 HASTY = ["reconnect={max_s: 1, first_wait_s: 0.3, longest_wait_s: 0.3}"]
 UNREPEATED = "hunter2"
@@ -31,19 +26,6 @@ UNREPEATED = "hunter2"
 @pytest.fixture(scope="module")
 def trusted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(tmp_path_factory.mktemp("trusted"))
-
-
-@contextmanager
-def serving(
-    parties: Parties, port: int, credentials: CredentialFiles | None = None
-) -> Iterator[None]:
-    service = ActiveService(parties.session, parties.engine, deadline_s=20)
-    contract = parties.active_settings.contract
-    server = start_server(service, contract, f"127.0.0.1:{port}", credentials)
-    try:
-        yield
-    finally:
-        server.stop(0).wait()
 
 
 def name_proxy(patch: pytest.MonkeyPatch, variable: str, port: int) -> None:
@@ -69,27 +51,16 @@ def test_what_the_environment_names_is_not_asked(
 ) -> None:
     parties = build_parties(example)
     shown = {p: files(trusted, p) if protected else None for p in ("active", "passive")}
-    contract, reconnect = parties.run.contract, parties.passive_settings.reconnect
     with ConnectProxy() as proxy, serving(parties, port, shown["active"]):
         name_proxy(monkeypatch, variable, proxy.port)
-        with GrpcPeer(
-            PeerConnection(f"127.0.0.1:{port}", contract, credentials=shown["passive"]), reconnect
-        ) as peer:
+        with peer_of(parties, port, shown["passive"]) as peer:
             assert peer.is_ready()
         assert proxy.heads == []
 
 
-def through(parties: Parties, trusted: Path, port: int, proxy: HttpProxy | None = None) -> GrpcPeer:
-    address = f"127.0.0.1:{port}"
-    return GrpcPeer(
-        PeerConnection(
-            address,
-            parties.run.contract,
-            credentials=files(trusted, "passive"),
-            proxy=proxy or proxy_of_environment(address),
-        ),
-        parties.passive_settings.reconnect,
-    )
+def through(parties: Parties, trusted: Path, port: int, proxy: HttpProxy | None = None) -> Any:
+    proxy = proxy or proxy_of_environment(f"127.0.0.1:{port}")
+    return peer_of(parties, port, files(trusted, "passive"), proxy=proxy)
 
 
 def test_a_whole_run_goes_through_the_proxy_that_is_asked_for(

@@ -31,15 +31,9 @@ from splitveil.common.wire.tensor_codec import TensorLimits, encode_activation
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
 from tests.compared import assert_same_weights
-from tests.runs import (
-    Parties,
-    build_parties,
-    in_background,
-    run_in_process,
-    run_over_grpc,
-    serving,
-)
+from tests.runs import Parties, build_parties, in_background, run_in_process, run_over_grpc, serving
 from tests.waiting import HANGS_AFTER_S
+from tests.wire.lines import peer_of
 
 
 def test_a_run_over_grpc_is_bit_equal_to_one_in_process(example: Path, port: int) -> None:
@@ -91,11 +85,7 @@ class BreakingPeer(GrpcPeer):
 
 def test_broken_streams_are_opened_again_and_change_no_bit(example: Path, port: int) -> None:
     broken, whole = build_parties(example, ["defense.name=none"]), build_parties(example)
-    contract, reconnect = broken.run.contract, broken.passive_settings.reconnect
-    with (
-        serving(broken, port),
-        BreakingPeer(PeerConnection(f"127.0.0.1:{port}", contract), reconnect) as peer,
-    ):
+    with serving(broken, port), peer_of(broken, port, kind=BreakingPeer) as peer:
         broken.run.run(peer)
     run_in_process(whole)
     assert_same_weights(broken.weights(), whole.weights())
@@ -105,12 +95,11 @@ def test_the_passive_party_waits_for_an_active_one_that_comes_later(
     example: Path, port: int
 ) -> None:
     parties = build_parties(example)
-    contract, reconnect = parties.run.contract, parties.passive_settings.reconnect
     errors: list[BaseException] = []
 
     def run() -> None:
         try:
-            with GrpcPeer(PeerConnection(f"127.0.0.1:{port}", contract), reconnect) as peer:
+            with peer_of(parties, port) as peer:
                 parties.run.run(peer)
         except BaseException as error:
             errors.append(error)
@@ -127,11 +116,7 @@ def test_the_passive_party_waits_for_an_active_one_that_comes_later(
 
 def test_a_peer_that_never_comes_is_given_up_after_max_s(example: Path, port: int) -> None:
     parties = build_parties(example, [], ["reconnect={max_s: 1, first_wait_s: 0.1}"])
-    contract, reconnect = parties.run.contract, parties.passive_settings.reconnect
-    with (
-        GrpcPeer(PeerConnection(f"127.0.0.1:{port}", contract), reconnect) as peer,
-        pytest.raises(PeerUnreachable, match="1 s"),
-    ):
+    with peer_of(parties, port) as peer, pytest.raises(PeerUnreachable, match="1 s"):
         parties.run.run(peer)
 
 
@@ -155,10 +140,9 @@ def test_a_peer_that_takes_messages_and_never_answers_is_given_up(example: Path,
         stuck.wait(HANGS_AFTER_S)
 
     parties.session.exchange = never_answer  # type: ignore[method-assign, assignment]
-    contract, reconnect = parties.run.contract, parties.passive_settings.reconnect
     with (
         serving(parties, port),
-        ImpatientFromTheFirstStep(PeerConnection(f"127.0.0.1:{port}", contract), reconnect) as peer,
+        peer_of(parties, port, kind=ImpatientFromTheFirstStep) as peer,
     ):
         with pytest.raises(PeerUnreachable, match=r"has not answered for 1 s"):
             parties.run.run(peer)
@@ -254,11 +238,11 @@ def at_first_step(
     example: Path, port: int
 ) -> Iterator[tuple[Parties, ActiveService, Activation, grpc.Channel]]:
     parties = build_parties(example)
-    contract, reconnect = parties.run.contract, parties.passive_settings.reconnect
+    contract = parties.run.contract
     options = channel_options(contract)
     with (
         serving(parties, port) as service,
-        AtFirstStep(PeerConnection(f"127.0.0.1:{port}", contract), reconnect) as peer,
+        peer_of(parties, port, kind=AtFirstStep) as peer,
         grpc.insecure_channel(f"127.0.0.1:{port}", options) as channel,
     ):
         with pytest.raises(KeyboardInterrupt):
@@ -296,10 +280,7 @@ BAD_FRAMES: list[tuple[Callable[[bytes], bytes], grpc.StatusCode]] = [
     (lambda frame: changed(frame, step=5), grpc.StatusCode.FAILED_PRECONDITION),
     (lambda frame: changed(frame, epoch=1), grpc.StatusCode.FAILED_PRECONDITION),
     (lambda frame: changed(frame, run_id="x"), grpc.StatusCode.FAILED_PRECONDITION),
-    (
-        lambda frame: changed(frame, rows_digest=b"0" * 16),
-        grpc.StatusCode.FAILED_PRECONDITION,
-    ),
+    (lambda frame: changed(frame, rows_digest=b"0" * 16), grpc.StatusCode.FAILED_PRECONDITION),
 ]
 
 

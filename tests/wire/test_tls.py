@@ -6,8 +6,7 @@ import re
 import socket
 import ssl
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from splitveil.active_party.grpc_server.server import start_server
 from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.active_party.run.stages import Stage
 from splitveil.common.errors import PeerUnreachable, PeerUntrusted, SettingsError
-from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import method_path, open_channel
 from splitveil.deploy.authority import PartyFolder, keep_certificates, renew_certificate
@@ -31,8 +29,9 @@ from splitveil.protos import split_learning_pb2 as pb
 from tests.certificates import NAMES, Unchecked, add_expired, files, make
 from tests.peers import AtSteps
 from tests.programs import run_program
-from tests.runs import Parties, build_parties, in_background, run_in_process
+from tests.runs import build_parties, in_background, run_in_process
 from tests.wire.between import Relay
+from tests.wire.lines import peer_of, serving
 
 HASTY = ["reconnect={max_s: 1, first_wait_s: 0.3, longest_wait_s: 0.3}"]
 
@@ -50,27 +49,6 @@ def trusted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return certificates with the same names, signed by somebody else."""
     return make(tmp_path_factory.mktemp("foreign"))
-
-
-@contextmanager
-def serving(
-    parties: Parties, port: int, credentials: CredentialFiles | None
-) -> Iterator[ActiveService]:
-    service = ActiveService(parties.session, parties.engine, deadline_s=300)
-    contract = parties.active_settings.contract
-    server = start_server(service, contract, f"127.0.0.1:{port}", credentials)
-    try:
-        yield service
-    finally:
-        server.stop(0).wait()
-
-
-def peer_of(parties: Parties, port: int, credentials: CredentialFiles | None) -> GrpcPeer:
-    settings = parties.passive_settings
-    return GrpcPeer(
-        PeerConnection(f"127.0.0.1:{port}", settings.contract, credentials=credentials),
-        settings.reconnect,
-    )
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -114,9 +92,17 @@ def test_a_run_over_mutual_tls_is_bit_equal_to_one_in_process(
     ],
 )
 def test_a_server_with_the_wrong_certificate_is_refused_at_once_and_with_the_reason(
-    example: Path, trusted: Path, foreign: Path, port: int, server: str | None, reason: str
+    example: Path,
+    trusted: Path,
+    foreign: Path,
+    port: int,
+    caplog: pytest.LogCaptureFixture,
+    server: str | None,
+    reason: str,
 ) -> None:
+    """No line of the log is worth more than the error."""
     parties = build_parties(example)
+    caplog.clear()
     shown = {None: None, "foreign": Unchecked(foreign, "active")}.get(
         server, Unchecked(trusted, server or "")
     )
@@ -128,19 +114,6 @@ def test_a_server_with_the_wrong_certificate_is_refused_at_once_and_with_the_rea
         parties.run.run(peer)
     assert caught.value.exit_code == 4
     assert parties.session.stage is Stage.WAITING
-
-
-def test_an_untrusted_server_is_worth_no_line_but_the_error(
-    example: Path, trusted: Path, foreign: Path, port: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    parties = build_parties(example)
-    caplog.clear()
-    with (
-        serving(parties, port, Unchecked(foreign, "active")),
-        peer_of(parties, port, files(trusted, "passive")) as peer,
-        pytest.raises(PeerUntrusted),
-    ):
-        parties.run.run(peer)
     assert warnings(caplog) == []
 
 
@@ -175,10 +148,7 @@ def test_a_client_without_a_valid_certificate_gets_no_connection(
         theirs.write_bytes(
             theirs.read_bytes() + PartyFolder(trusted / "active").authority.read_bytes()
         )
-    with (
-        serving(parties, port, files(trusted, "active")),
-        peer_of(parties, port, shown) as peer,
-    ):
+    with serving(parties, port, files(trusted, "active")), peer_of(parties, port, shown) as peer:
         capfd.readouterr()
         with pytest.raises(PeerUnreachable, match="may refuse this party's certificate"):
             peer.is_ready()
@@ -427,16 +397,10 @@ def test_replaced_certificates_are_taken_up_without_a_restart_and_cut_no_connect
         connections.append(relay.connections)
         relay.cut()
 
-    settings = parties.passive_settings
     with (
         relay,
         serving(parties, port, files(own, "active")),
-        AtSteps(
-            PeerConnection(
-                f"127.0.0.1:{relay.port}", settings.contract, credentials=files(own, "passive")
-            ),
-            settings.reconnect,
-        ) as peer,
+        peer_of(parties, relay.port, files(own, "passive"), kind=AtSteps) as peer,
     ):
         peer.actions = {2: rotate, 5: cut}
         parties.run.run(peer)

@@ -2,18 +2,14 @@
 
 import hashlib
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from splitveil.active_party.commands.program import main as active_main
-from splitveil.active_party.grpc_server.server import start_server
-from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.common.party.transcript import (
     FILE,
     Broken,
@@ -26,37 +22,37 @@ from splitveil.common.party.transcript import (
     verify,
 )
 from splitveil.common.party.transcript_lines import KINDS
-from splitveil.common.wire.connection import PeerConnection
-from splitveil.passive_party.grpc_peer import GrpcPeer
+from tests.compared import assert_same_weights
 from tests.programs import run_program
 from tests.runs import Parties, build_parties, run_in_process
+from tests.wire.lines import free_port, peer_of, serving
 
 Lines = list[str]
 
 
-def run_noted(folder: Path, into: Path, *overrides: str) -> tuple[Parties, Path, Path]:
+Noted = tuple[Parties, Path, Path]
+
+
+def run_noted(folder: Path, into: Path, *overrides: str) -> Noted:
     """Run over localhost with both transcripts; return them."""
     parties = build_parties(folder, overrides)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
     for party in ("active", "passive"):
         (into / party).mkdir(parents=True)
-    service = ActiveService(parties.session, parties.engine, deadline_s=300)
-    contract, settings = parties.active_settings.contract, parties.passive_settings
     in_force = {"Train reply": "a strong one"}
+    port = free_port()
     with (
         Transcript(into / "active", "active", in_force) as one,
         Transcript(into / "passive", "passive") as other,
+        serving(parties, port, transcript=one),
+        peer_of(parties, port, transcript=other) as peer,
     ):
-        server = start_server(service, contract, address, transcript=one)
-        try:
-            with GrpcPeer(
-                PeerConnection(address, contract, transcript=other), settings.reconnect
-            ) as peer:
-                parties.run.run(peer)
-        finally:
-            server.stop(1).wait()
+        parties.run.run(peer)
     return parties, into / "active" / FILE, into / "passive" / FILE
+
+
+@pytest.fixture(scope="module")
+def noted(example: Path, tmp_path_factory: pytest.TempPathFactory) -> Noted:
+    return run_noted(example, tmp_path_factory.mktemp("noted"))
 
 
 def verified(path: Path) -> Verified:
@@ -69,8 +65,8 @@ def entries(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_each_party_notes_what_the_other_notes(example: Path, tmp_path: Path) -> None:
-    parties, active, passive = run_noted(example, tmp_path)
+def test_each_party_notes_what_the_other_notes(noted: Noted) -> None:
+    parties, active, passive = noted
     one, other = verified(active), verified(passive)
     compared = compare(one, other)
     assert compared.lost == compared.unsent == {}
@@ -86,14 +82,14 @@ def test_each_party_notes_what_the_other_notes(example: Path, tmp_path: Path) ->
     assert [(entry["epoch"], entry["step"]) for entry in train][-1] == (1, steps // 2 - 1)
     assert {entry["defense"] for entry in train} == {"a strong one"}
     assert not any("defense" in entry for entry in entries(passive))
+    of_messages = {str(entry["kind"]) for entry in entries(active) if "kind" in entry}
+    assert {"Train request", "Train reply", "Align reply"} <= of_messages <= KINDS
 
 
-def test_noting_changes_nothing_in_a_run(example: Path, tmp_path: Path) -> None:
-    noted, _, _ = run_noted(example, tmp_path)
+def test_noting_changes_nothing_in_a_run(example: Path, noted: Noted) -> None:
     plain = build_parties(example)
     run_in_process(plain)
-    one, other = noted.weights(), plain.weights()
-    assert all(torch.equal(one[name], other[name]) for name in other)
+    assert_same_weights(noted[0].weights(), plain.weights())
 
 
 def changed(lines: Lines) -> Lines:
@@ -158,9 +154,9 @@ def test_a_message_that_only_one_party_knows_of_shows(tmp_path: Path) -> None:
 
 
 def test_the_command_checks_one_transcript_or_two(
-    example: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    noted: Noted, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, active, passive = run_noted(example, tmp_path)
+    _, active, passive = noted
 
     def exit_code(*arguments: str) -> int:
         with pytest.raises(SystemExit) as ended:
@@ -171,9 +167,9 @@ def test_the_command_checks_one_transcript_or_two(
     assert exit_code(str(active), "--against", str(passive)) == 0
     assert "messages were received as the other party sent them" in capsys.readouterr().out
     assert exit_code(str(tmp_path / "none")) == 2
-    lines = passive.read_text().splitlines()
-    passive.write_text("\n".join(dropped(lines)) + "\n")
-    assert exit_code(str(active), "--against", str(passive)) == 1
+    broken = tmp_path / FILE
+    broken.write_text("\n".join(dropped(passive.read_text().splitlines())) + "\n")
+    assert exit_code(str(active), "--against", str(broken)) == 1
     assert "line 5: the link does not match the previous line" in capsys.readouterr().err
 
 
@@ -249,12 +245,6 @@ def test_another_s_transcript_gets_one_line_and_steers_no_terminal(
     (line,) = shown.out.splitlines()
     assert "own.jsonl: the chain of 1 entries is intact" in line
     assert (shown.out + shown.err).replace("\n", "").isprintable()
-
-
-def test_every_message_that_is_noted_is_of_a_known_kind(example: Path, tmp_path: Path) -> None:
-    _, active, _ = run_noted(example, tmp_path)
-    kinds = {str(entry["kind"]) for entry in entries(active) if "kind" in entry}
-    assert {"Train request", "Train reply", "Align reply"} <= kinds <= KINDS
 
 
 def test_a_passive_party_may_be_called_event(tmp_path: Path) -> None:

@@ -90,11 +90,7 @@ class Sample(NamedTuple):
 
 
 def sample_of(chunks: Chunks, num_rows: int) -> Sample:
-    """Collect at most 65,536 rows at equal distances.
-
-    Raises:
-        ValueError: the chunks do not hold ``num_rows`` rows, or their shapes differ.
-    """
+    """Collect at most 65,536 rows at equal distances."""
     stride = max(1, -(-num_rows // _SAMPLE_ROWS))
     kept: list[RowChunk] = []
     start = 0

@@ -54,12 +54,9 @@ SquaredBound = Callable[[Tensor], Tensor]
 
 
 class BoundedWeights:
-    """Collects weights, rounds them to a grid, and shrinks what exceeds a bound of 1.
+    """Collects weights (N, r), rounds them to a grid, and shrinks what exceeds a bound of 1.
 
-    Args:
-        num_rows: N.
-        rank: r.
-        subjects: (N,) int64, equal for rows that share one bound; None if every row has its own.
+    Subjects, (N,) int64, are equal for rows that share one bound; None if every row has its own.
     """
 
     def __init__(self, num_rows: int, rank: int, subjects: Tensor | None) -> None:
@@ -77,7 +74,6 @@ class BoundedWeights:
             start += len(block)
 
     def finish(self) -> GridWeights:
-        """Return all weights."""
         unit = 2.0**-_BITS
         if self._subjects is None:
             return GridWeights(self._weights, unit)

@@ -53,9 +53,6 @@ def outlook(
         mu: the bound for the whole run, above 0.
         rank: number of sums in each stage, at least 1.
         num_classes: number of classes.
-
-    Raises:
-        ValueError: an argument is out of range.
     """
     if num_rows < 1 or rank < 1 or not 0 < pos_fraction < 1 or not 0 < mu < math.inf:
         raise ValueError(
@@ -72,7 +69,6 @@ def outlook(
 def share_of_variance(variance: float) -> float:
     """Return the share of positives, at most 1/2, with which labels of 0 and 1 have a variance.
 
-    Args:
-        variance: of numbers within 0 and 1; rounding may take it slightly above 1/4.
+    Rounding may take that of numbers within 0 and 1 slightly above 1/4.
     """
     return (1 - math.sqrt(max(1 - 4 * variance, 0.0))) / 2

@@ -27,8 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses.projection.design import Design
-from splitveil.active_party.defenses.projection.earlier import Told
+from splitveil.active_party.defenses.projection.design import Design, ReleasedStages
 from splitveil.active_party.defenses.projection.grid import BLOCK_ROWS
 from splitveil.active_party.defenses.projection.release import Release
 
@@ -56,17 +55,15 @@ class Posterior:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages in memory."""
         return len(self._stages)
 
     @property
-    def told(self) -> Told | None:
+    def released(self) -> ReleasedStages | None:
         """Weights and noise of the stages in memory; None if there is none."""
         if not self._stages:
             return None
-        return Told(
-            [stage.design.steps for stage in self._stages],
-            [stage.design.unit for stage in self._stages],
+        return ReleasedStages(
+            [stage.design for stage in self._stages],
             [stage.release.sigma for stage in self._stages],
             self._gram,
         )
@@ -74,8 +71,7 @@ class Posterior:
     def add(self, design: Design, release: Release) -> None:
         """Remember a stage, and forget the oldest ones that no longer fit.
 
-        Raises:
-            ValueError: the release does not fit the design, or they do not fit earlier ones.
+        Raises ValueError if the release does not fit the design, or they do not fit earlier ones.
         """
         self._check(design, release)
         while self._stages and self._bytes() + _bytes(design) > self.memory_bytes:
@@ -94,14 +90,8 @@ class Posterior:
     def targets(self, prior: Tensor) -> Tensor:
         """Return the targets of all rows.
 
-        Args:
-            prior: predicted probability of label 1, (N,), or of each class, (N, classes).
-
-        Returns:
-            float32, of the prior's shape: within 0 and 1, or rows on the simplex.
-
-        Raises:
-            ValueError: the prior does not fit the releases, or is not finite.
+        They are float32, within 0 and 1 or rows on the simplex, and of the shape of the prior: the
+        predicted probability of label 1, (N,), or of each class, (N, classes).
         """
         mean = prior.detach().cpu().float()
         if not bool(mean.isfinite().all()):
@@ -125,11 +115,7 @@ class Posterior:
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue exactly where ``state_dict`` was taken.
-
-        Raises:
-            ValueError: the state is not that of a posterior.
-        """
+        """Continue exactly where ``state_dict`` was taken."""
         names = ("steps", "sums", "numbers")
         count = (len(state) - 1) // len(names)
         expected = {"gram", *(f"{name}.{number}" for name in names for number in range(count))}
@@ -187,14 +173,8 @@ def likeliest_variance(gram: Tensor, surprise: Tensor) -> tuple[float, Tensor]:
     """Find the q with the largest likelihood of the surprise, N(0, q gram + I) in each column.
 
     A peer can make the columns of several stages equal. The Gram matrix, whose sums are rounded,
-    then has eigenvalues slightly below 0, which count as 0.
-
-    Args:
-        gram: (R, R), in units of the noise.
-        surprise: (R, classes), in units of the noise.
-
-    Returns:
-        q, and (q gram + I)^-1 surprise, (R, classes).
+    then has eigenvalues slightly below 0, which count as 0. Gram (R, R) and surprise (R, classes)
+    are in units of the noise. Returns q, and (q gram + I)^-1 surprise, (R, classes).
     """
     powers, vectors = torch.linalg.eigh(gram)
     powers = powers.clamp(min=0.0)[:, None]

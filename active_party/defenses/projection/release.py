@@ -50,9 +50,6 @@ def draw_release(design: Design, labels: Tensor, sigma: float, normals: NoiseSou
             (N, classes).
         sigma: standard deviation of the noise, > 0; `stage_sigma` has it for a bound of the run.
         normals: asked once, for float64 on the CPU; never to be asked twice for one stage.
-
-    Raises:
-        ValueError: labels are not of that form or number, or sigma is not positive and finite.
     """
     if not 0 < sigma < math.inf:
         raise ValueError(f"expected a positive, finite sigma, got {sigma}")
@@ -72,20 +69,13 @@ def on_label_grid(labels: Tensor) -> Tensor:
 
     The grid has steps of 2^-16, and of more from 2^22 rows on, so that products with weights, of
     up to 2^14 steps, add up to less than 2^53. That rounding is far below any noise.
-
-    Args:
-        labels: (N,), N at least 1.
     """
-    steps = 2.0 ** min(16, 38 - math.ceil(math.log2(len(labels))))
+    steps = 2.0 ** min(16, 38 - math.ceil(math.log2(max(1, len(labels)))))
     return (labels.double() * steps).round() / steps
 
 
 def exact_sums(design: Design, labels: Tensor) -> Tensor:
-    """Return A^T y, (r,) or (r, classes) float64, exactly; sums of several workers' rows add up.
-
-    Raises:
-        ValueError: labels are not within 0 and 1 and on their grid, or not one-hot.
-    """
+    """Return A^T y, (r,) or (r, classes) float64, exactly."""
     labels = labels.detach().cpu()
     if labels.ndim not in (1, 2) or len(labels) != design.num_rows:
         raise ValueError(

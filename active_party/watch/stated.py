@@ -1,0 +1,119 @@
+"""What the ledger states, as a record holds it, and held against what attacks tell."""
+
+import logging
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+from splitveil.active_party.defenses.gaussian_dp import epsilon_of
+from splitveil.active_party.ledger.bounds import LeakBounds
+from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.epsilon_audit import p_value
+from splitveil.common.record import summary
+from splitveil.common.record.beyond_figures import BeyondFigures, passed_bounds
+from splitveil.common.record.figures import LedgerFigures, SpreadFigures
+from splitveil.common.text.upper_bounds import at_least, at_most, auc_at_most
+
+logger = logging.getLogger(__name__)
+
+
+def ledger_figures(bounds: LeakBounds) -> LedgerFigures:
+    """Return bounds as a run's record holds them."""
+    anybody, honest, class_means = (SpreadFigures(*one.leak_auc) for one in bounds.by_peers)
+    sum_kl, estimate = SpreadFigures(*bounds.sum_kl), SpreadFigures(*bounds.estimate)
+    return LedgerFigures(sum_kl, estimate, anybody, honest, class_means, bounds.epsilon)
+
+
+def peer_bounds(bounds: LeakBounds) -> tuple[summary.PeerBound, ...]:
+    """Return the bounds of the most exposed example as a run's summary holds them."""
+    return tuple(
+        summary.PeerBound(peers, bounds.against(peers).leak_auc.max, bounds.against(peers).mu)
+        for peers in Covers
+    )
+
+
+class Stated(NamedTuple):
+    """The smallest epsilon that a ledger states."""
+
+    epsilon: float
+    peers: Covers
+    """For whom."""
+
+
+def stated_epsilon(bounds: LeakBounds, delta: float) -> Stated | None:
+    """Return the smallest epsilon of label differential privacy that bounds state at a delta.
+
+    A Gaussian mechanism states one at every delta (Dong, Roth and Su 2022, corollary 2.13), a
+    randomised label the same at all.
+
+    Returns:
+        None where nothing states one.
+    """
+    found = []
+    if bounds.epsilon is not None:
+        found.append(Stated(bounds.epsilon, Covers.ANYBODY))
+    for peers in Covers:
+        mu = bounds.against(peers).mu
+        if mu is not None and math.isfinite(epsilon_of(mu, delta)):
+            found.append(Stated(epsilon_of(mu, delta), peers))
+    return min(found, key=lambda one: one.epsilon, default=None)
+
+
+def hold_against(beyond: BeyondFigures, bounds: LeakBounds | None) -> BeyondFigures:
+    """Return the figures with the ledger's own epsilon beside the one that attacks exclude."""
+    measured = beyond.epsilon
+    if measured is None or bounds is None:
+        return beyond
+    stated = stated_epsilon(bounds, measured.delta)
+    if stated is None:
+        return beyond
+    guesses = measured.guesses, measured.correct, measured.pairs
+    return replace(
+        beyond,
+        epsilon=measured._replace(
+            stated=stated.epsilon,
+            stated_for=stated.peers,
+            p_value_of_stated=p_value(*guesses, stated.epsilon, measured.delta),
+        ),
+    )
+
+
+def log_beyond(beyond: BeyondFigures, bounds: LeakBounds | None) -> None:
+    """Log what attacks tell beyond features, and an alarm for every statement that they pass."""
+    strongest, epsilon = beyond.strongest(), beyond.epsilon
+    if strongest is not None:
+        attack, found = strongest
+        logger.info(
+            "beyond what features tell: %s reaches a leak AUC of %.3f (95 %% interval %.3f to "
+            "%.3f) among rows of which features tell the same",
+            attack,
+            *found,
+        )
+    if epsilon is not None:
+        logger.info(
+            "epsilon of label differential privacy is at least %s (delta %g): %s guessed %d of "
+            "%d labels right; the ledger states %s",
+            at_least(epsilon.epsilon),
+            epsilon.delta,
+            epsilon.attack,
+            epsilon.correct,
+            epsilon.guesses,
+            "none" if epsilon.stated is None else at_most(epsilon.stated),
+        )
+        if epsilon.passes_stated:
+            logger.error(
+                "LEAK ALARM: attacks exclude the epsilon of %s that the ledger states for %s",
+                at_most(epsilon.stated or 0.0),
+                epsilon.stated_for,
+            )
+    if bounds is not None:
+        by_peers = {peers: bounds.against(peers).leak_auc.max for peers in Covers}
+        for attack, found, peers in passed_bounds(beyond, by_peers):
+            logger.error(
+                "LEAK ALARM: %s reaches a leak AUC of %.3f beyond what features tell, above the "
+                "%s that the ledger states for %s",
+                attack,
+                found.value,
+                auc_at_most(by_peers[peers]),
+                peers,
+            )

@@ -1,0 +1,172 @@
+"""Encodes the small messages of a run, and alone checks and decodes them.
+
+They are those of the handshake, of the replies to held-out activations, of audits and of leaving.
+"""
+
+import re
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from splitveil.common.errors import ContractMismatch, InvalidMessage, OutOfStep, ProtocolError
+from splitveil.common.run.messages import (
+    AuditQuestion,
+    BatchId,
+    Course,
+    LeaveReason,
+    Offer,
+    Opening,
+)
+from splitveil.common.run.splits import PassName
+from splitveil.common.wire.limits import DIGEST_BYTES, PROTOCOL_VERSION, RUN_ID_PATTERN
+from splitveil.protos import split_learning_pb2 as pb
+
+_FLOAT_BYTES = 4
+
+OursT = TypeVar("OursT")
+TheirsT = TypeVar("TheirsT")
+
+SPLIT_TO_WIRE: dict[PassName, pb.Split] = {
+    "survey": pb.SPLIT_SURVEY,
+    "train": pb.SPLIT_TRAIN,
+    "validation": pb.SPLIT_VALIDATION,
+    "test": pb.SPLIT_TEST,
+}
+COURSE_TO_WIRE: dict[Course, pb.Course] = {
+    Course.CONTINUE: pb.COURSE_CONTINUE,
+    Course.STOP: pb.COURSE_STOP,
+}
+LEAVE_REASON_TO_WIRE: dict[LeaveReason, pb.LeaveReason] = {
+    LeaveReason.FINISHED: pb.LEAVE_REASON_FINISHED,
+    LeaveReason.INTERRUPTED: pb.LEAVE_REASON_INTERRUPTED,
+    LeaveReason.ALIGNMENT_FAILED: pb.LEAVE_REASON_ALIGNMENT_FAILED,
+    LeaveReason.FAILED: pb.LEAVE_REASON_FAILED,
+}
+
+
+def split_from_wire(split: pb.Split) -> PassName:
+    return _from_wire(SPLIT_TO_WIRE, split, OutOfStep("a tensor that belongs to no split"))
+
+
+def course_from_wire(course: pb.Course) -> Course:
+    refusal = InvalidMessage("the evaluation reply does not say whether to continue")
+    return _from_wire(COURSE_TO_WIRE, course, refusal)
+
+
+def leave_reason_from_wire(reason: pb.LeaveReason) -> LeaveReason:
+    refusal = InvalidMessage("a leave request without a reason")
+    return _from_wire(LEAVE_REASON_TO_WIRE, reason, refusal)
+
+
+def _from_wire(to_wire: dict[OursT, TheirsT], received: TheirsT, refusal: ProtocolError) -> OursT:
+    for ours, theirs in to_wire.items():
+        if theirs == received:
+            return ours
+    raise refusal
+
+
+class Greeting(NamedTuple):
+    """A passive party's request for a handshake."""
+
+    party: str  # its name, as the contract lists it
+    contract: str  # its canonical contract
+    commitment: bytes  # SHA-256 of its nonce
+    offer: Offer | None = None  # the run that it wants to resume; None for a new run
+
+
+def encode_greeting(greeting: Greeting) -> pb.HandshakeRequest:
+    offer = greeting.offer
+    return pb.HandshakeRequest(
+        protocol_version=PROTOCOL_VERSION,
+        party=greeting.party,
+        contract=greeting.contract,
+        nonce_commitment=greeting.commitment,
+        resume_run_id="" if offer is None else offer.run_id,
+        resume_places=() if offer is None else sorted(offer.batch_numbers),
+    )
+
+
+def decode_greeting(request: pb.HandshakeRequest) -> Greeting:
+    if request.protocol_version != PROTOCOL_VERSION:
+        raise ContractMismatch(["protocol_version"])
+    if len(request.nonce_commitment) != DIGEST_BYTES or not request.contract:
+        raise InvalidMessage("a handshake without a contract or a commitment of 32 bytes")
+    if bool(request.resume_run_id) != bool(request.resume_places):
+        raise InvalidMessage("a run to resume and the batches to resume at come together")
+    offer = None
+    if request.resume_run_id:
+        offer = Offer(request.resume_run_id, frozenset(request.resume_places))
+    return Greeting(request.party, request.contract, request.nonce_commitment, offer)
+
+
+def encode_opening(opening: Opening) -> pb.HandshakeReply:
+    return pb.HandshakeReply(
+        run_id=opening.run_id,
+        contract_digest=opening.contract_digest,
+        nonce=opening.nonce,
+        resumes_at=opening.resumes_at,
+        nonce_commitments=opening.commitments,
+        survey=opening.survey,
+    )
+
+
+def decode_opening(reply: pb.HandshakeReply, offer: Offer | None) -> Opening:
+    if not re.fullmatch(RUN_ID_PATTERN, reply.run_id):
+        raise InvalidMessage("the handshake's reply does not name a run")
+    commitments = tuple(reply.nonce_commitments)
+    named = [("nonce", reply.nonce), ("contract_digest", reply.contract_digest)]
+    for name, value in named + [("nonce_commitments", value) for value in commitments]:
+        if len(value) != DIGEST_BYTES:  # as long as a nonce
+            raise InvalidMessage(f"{name}: expected {DIGEST_BYTES} bytes, got {len(value)}")
+    resumes_at = reply.resumes_at if reply.HasField("resumes_at") else None
+    if offer is not None and (
+        reply.run_id != offer.run_id or resumes_at not in offer.batch_numbers
+    ):
+        raise InvalidMessage("the active party resumes another run than this one")
+    return Opening(
+        reply.run_id, reply.contract_digest, reply.nonce, resumes_at, commitments, reply.survey
+    )
+
+
+def encode_course(batch: BatchId, course: Course) -> pb.EvaluateReply:
+    return pb.EvaluateReply(
+        epoch=batch.epoch,
+        step=batch.step,
+        split=SPLIT_TO_WIRE[batch.split],
+        course=COURSE_TO_WIRE[course],
+    )
+
+
+def decode_course(reply: pb.EvaluateReply, asked: BatchId) -> Course:
+    """Decode the reply to a batch, or raise InvalidMessage."""
+    wanted = (asked.epoch, asked.step, SPLIT_TO_WIRE[asked.split])
+    if (reply.epoch, reply.step, reply.split) != wanted:
+        raise InvalidMessage("the evaluation reply is for another batch")
+    return course_from_wire(reply.course)
+
+
+def encode_question(question: AuditQuestion) -> pb.AuditRequest:
+    return pb.AuditRequest(
+        run_id=question.run_id,
+        epoch=question.epoch,
+        attack=question.attack,
+        layer=question.layer,
+        positions_digest=question.positions_digest,
+        scores=question.scores.numpy().astype("<f4").tobytes(),
+    )
+
+
+def decode_question(request: pb.AuditRequest) -> AuditQuestion:
+    size = len(request.scores)
+    if not size or size % _FLOAT_BYTES:
+        raise InvalidMessage(f"audit: {size} bytes are not float32 scores")
+    # The copy is writable, which torch requires.
+    scores = torch.frombuffer(bytearray(request.scores), dtype=torch.float32)
+    return AuditQuestion(
+        request.run_id,
+        request.epoch,
+        request.attack,
+        request.layer,
+        request.positions_digest,
+        scores,
+    )

@@ -1,0 +1,80 @@
+"""``splitveil passive align``: finds the rows that all parties have, without training."""
+
+import argparse
+import logging
+from contextlib import ExitStack, nullcontext
+
+from splitveil.common.party import command_line
+from splitveil.common.party.aligned_table import (
+    FOLDER,
+    aligning,
+    check_outputs,
+    print_aligned,
+    read_own_ids,
+    write_aligned,
+)
+from splitveil.common.party.credentials import CredentialFiles
+from splitveil.common.party.interruption import Interruption
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.party.transcript import Transcript
+from splitveil.common.record.alignment_progress import AlignmentProgress
+from splitveil.common.run.sample_order import CommonOrder
+from splitveil.common.status.endpoint import serving_status
+from splitveil.common.status.run_status import RunStatus
+from splitveil.common.storage.run_folder import open_run_folder
+from splitveil.passive_party.aligning import AlignmentObserver, AlignmentRun
+from splitveil.passive_party.assembly import build_aligner, build_peer, checked_credentials
+from splitveil.passive_party.settings import PassiveSettings
+
+logger = logging.getLogger(__name__)
+
+
+def align(parsed: argparse.Namespace) -> None:
+    """Find the common rows with the active party, and write this party's."""
+    interruption = Interruption()
+    interruption.install()
+    settings = aligning(command_line.load_settings(PassiveSettings, parsed, "passive"))
+    check_outputs(settings, parsed.output)
+    credentials = checked_credentials(settings)
+    own = read_own_ids(settings)
+    logger.info("%d ids read from %s", len(own.data.ids), own.data.table.source)
+    interruption.check()
+    status = RunStatus(settings.party, settings.contract)
+    with (
+        AlignmentProgress(settings.party) as progress,
+        serving_status(status, settings.status, interruption),
+    ):
+        order = _find_common_order(settings, own.data, credentials, status, progress, interruption)
+    print_aligned(write_aligned(settings, own, order, parsed.output), as_json=parsed.json)
+
+
+def _find_common_order(
+    settings: PassiveSettings,
+    data: PartyData,
+    credentials: CredentialFiles | None,
+    status: RunStatus,
+    progress: AlignmentProgress,
+    interruption: Interruption,
+) -> CommonOrder:
+    contract = settings.contract
+    folder = open_run_folder(settings.runs_dir / contract.run_name, FOLDER, settings.folder_name())
+    command_line.save_resolved(settings, folder)
+    aligner = build_aligner(settings, data, folder)
+
+    def show(done_ids: int, total_ids: int) -> None:
+        status.enter_stage("aligning")
+        status.note_alignment(done_ids, total_ids)
+        progress.note(done_ids, total_ids)
+
+    with ExitStack() as resources:
+        resources.callback(aligner.engine.close)
+        wanted = Transcript(folder, settings.party) if settings.transcript else nullcontext()
+        transcript = resources.enter_context(wanted)
+        peer = resources.enter_context(
+            build_peer(settings, credentials, transcript, status, interruption)
+        )
+        status.enter_stage("waiting")
+        run = AlignmentRun(aligner, AlignmentObserver(status.name_run, show), interruption)
+        run.run(peer)
+    aligner.forget()
+    return run.common_order()

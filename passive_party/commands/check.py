@@ -1,0 +1,89 @@
+"""``splitveil passive check``: checks settings, data, model and connection without training."""
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import numpy as np
+
+from splitveil.common.errors import PeerUnreachable, SettingsError
+from splitveil.common.models.factory import Trial, build_bottom_model, lone_row_in_words
+from splitveil.common.party import command_line
+from splitveil.common.party.credentials import credential_files
+from splitveil.common.party.party_data import PartyData, open_earlier_model
+from splitveil.common.privacy.custom_attacks import try_custom_attacks
+from splitveil.common.status.endpoint import status_checks
+from splitveil.common.wire.endpoint import check_security
+from splitveil.passive_party.assembly import connection_of, evaluation_labels, idle_peer
+from splitveil.passive_party.probing import connection_checks
+from splitveil.passive_party.settings import PassiveSettings
+
+
+def check(parsed: argparse.Namespace) -> None:
+    """Check settings, data and model without training, and the connection if it is asked for."""
+    settings = command_line.load_settings(PassiveSettings, parsed, "passive")
+
+    def connection() -> str:
+        credentials = credential_files(settings, settings.party)
+        security = check_security(credentials, settings.connect, "connect")
+        state = "probed below" if parsed.connect else _peer_state(settings)
+        return f"connect: {state}; security: {security}"
+
+    def data_and_model() -> str:
+        data = PartyData.of(settings)
+        earlier = open_earlier_model(settings)
+        encoder = data.fit(np.arange(len(data.ids)), earlier)
+        if encoder is None:
+            raise SettingsError("data.features: the passive party needs features")
+        contract, device = settings.contract, command_line.torch_device(settings.device)
+        build = partial(
+            build_bottom_model,
+            settings.bottom_model,
+            encoder,
+            contract.cut_shape,
+            seed=settings.model_seed,
+        )
+        model = build(trial=Trial((contract.batch_size,), device))
+        but = "" if contract.drop_last else lone_row_in_words(build, device)
+        if earlier is not None:
+            earlier.put_into(model)
+        fits = f"the bottom model fits them{but}"
+        return f"data: {data.summary()}; {fits}; {data.report.in_words()}"
+
+    def labels() -> str:
+        found = evaluation_labels(settings)
+        return f"evaluation labels: {'none' if found is None else found.table.source}"
+
+    def probes() -> Iterator[Callable[[], str]]:
+        link = connection_of(settings, credential_files(settings, settings.party))
+        return connection_checks(settings, link, parsed.wait)
+
+    adversary = settings.adversary
+
+    def own_attacks() -> str:
+        names = try_custom_attacks(adversary, settings.contract.cut_shape)
+        return f"attacks: {', '.join(names)} can score gradients"
+
+    command_line.report_check(
+        settings,
+        [
+            connection,
+            *status_checks(settings.status),
+            lambda: f"device: {command_line.torch_device(settings.device)}",
+            *([own_attacks] if adversary is not None and adversary.custom_attacks else []),
+            data_and_model,
+            labels,
+        ],
+        probes if parsed.connect else None,
+        as_json=parsed.json,
+    )
+
+
+def _peer_state(settings: PassiveSettings) -> str:
+    with idle_peer(settings) as peer:
+        where = peer.connection.where
+        try:
+            ready = peer.is_ready()
+        except PeerUnreachable:
+            return f"no active party answers at {where} now; a run would wait for it"
+    return f"the active party at {where} is {'ready' if ready else 'not ready'}"

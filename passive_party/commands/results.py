@@ -1,0 +1,75 @@
+"""Leaves the results of a run, and measures and reports, which may fail without harm to them."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+from splitveil.common.data.features import FeatureEncoder
+from splitveil.common.errors import PeerEndedForGood, SplitveilError
+from splitveil.common.party.transcript import Transcript
+from splitveil.common.record.run_record import write_summary
+from splitveil.common.record.summary import Summary, provenance_of_process
+from splitveil.common.record.summary_tables import print_summary
+from splitveil.common.storage.ended_run import mark_as_ended
+from splitveil.common.text.version import VERSION
+from splitveil.passive_party.bottom_trainer import BottomTrainer
+from splitveil.passive_party.feature_exposure import measure_exposure
+from splitveil.passive_party.report.page import write_exposure, write_passive_report
+from splitveil.passive_party.settings import PassiveReportSettings, PassiveSettings
+
+_logger = logging.getLogger(__name__)
+
+
+def try_to_measure(
+    settings: PassiveReportSettings,
+    folder: Path,
+    trainer: BottomTrainer,
+    encoder: FeatureEncoder,
+    own_rows: int,
+) -> None:
+    """Write what the trained model's activations tell of this party's features."""
+    try:
+        found = measure_exposure(trainer, encoder, own_rows, settings.probe_rows)
+        if found is not None:
+            write_exposure(folder, found)
+    except SplitveilError as error:  # a full disk needs no traceback
+        _logger.error("%s", error)
+    except Exception:
+        _logger.exception("what the activations tell of the features could not be measured")
+
+
+def try_to_report(folder: Path) -> None:
+    """Write the report of a run that is over."""
+    try:
+        _logger.info("report written to %s", write_passive_report(folder))
+    except SplitveilError as error:
+        _logger.error("%s; once the cause is gone: splitveil passive report %s", error, folder)
+    except Exception:
+        _logger.exception("the report could not be written: splitveil passive report %s", folder)
+
+
+def leave_results(
+    settings: PassiveSettings,
+    folder: Path,
+    recorded: Summary,
+    transcript: Transcript | None,
+    stopped: PeerEndedForGood | None,
+) -> None:
+    """Write and print the summary of a run, and its report.
+
+    Args:
+        stopped: the active party has ended the run for good, which is raised again at the end.
+    """
+    summary = replace(
+        recorded,
+        transcript=None if transcript is None else transcript.summary(),
+        version=VERSION,
+        provenance=provenance_of_process(shows_host=settings.report.show_host),
+    )
+    write_summary(folder, summary)
+    if stopped is not None:
+        mark_as_ended(folder, {"ended_by": "the active party"})
+    print_summary("passive party", summary)
+    try_to_report(folder)
+    if stopped is not None:
+        raise stopped

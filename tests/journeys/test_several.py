@@ -1,0 +1,39 @@
+"""Examples of several passive parties and of several classes, by the local launcher."""
+
+from pathlib import Path
+
+from splitveil.common.party.transcript import FILE, Verified, compare, verify
+from tests.system.conftest import SAME_SPLIT, run_locally
+
+
+def test_the_example_with_two_laboratories_runs(tmp_path: Path) -> None:
+    options = ("--set", "contract.epochs=2", "passive_b.model_seed=5")
+    run = run_locally(tmp_path, "breast_cancer_two_labs", *options)
+    assert run.exit_code == 0, run.output
+    for party in ("active", "means", "extremes"):
+        assert run.summary("breast_cancer_two_labs", party)["aligned_rows"] == 569
+    table = run.output[run.output.rindex("┏") :]
+    assert "extremes: cut: cosine" in table
+    assert "means: first: norm" in table
+    folder = tmp_path / "breast_cancer_two_labs"
+    noted = {party: verify(folder / party / FILE) for party in ("active", "means", "extremes")}
+    for party in ("means", "extremes"):
+        one, other = noted["active"], noted[party]
+        assert isinstance(one, Verified)
+        assert isinstance(other, Verified)
+        compared = compare(one, other)
+        assert compared.agreed > 50
+        assert not compared.unsent
+
+
+def test_the_example_without_a_file_learns_ten_digits(tmp_path: Path) -> None:
+    options = ("--set", "contract.epochs=6", "active.defense={name: none}", *SAME_SPLIT)
+    run = run_locally(tmp_path, "digits", *options)
+    assert run.exit_code == 0, run.output
+    summary = run.summary("digits", "active")
+    assert summary["aligned_rows"] == 1797
+    assert summary["test_auc"] > 0.95
+    assert len(summary["test_auc_by_class"]) == 10
+    leak = run.summary("digits", "passive")["leak_classes"]["cut"]["cosine"]
+    assert leak["worst_pair_auc"] >= 0.95
+    assert len(leak["classes"]) == 10

@@ -1,0 +1,158 @@
+"""The tutorial of two organisations: its commands are typed in two folders, one for each machine.
+
+Blocks of commands say in their first line at whose machine they are typed. ``scp`` copies a file
+into the other folder; names of hosts become this machine.
+"""
+
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import yaml
+
+from splitveil.simulation import free_address
+from tests.docs.markdown import blocks
+from tests.programs import ROOT
+from tests.typed import Done, begun, called, ended, write_tables
+
+PAGE = ROOT / "docs" / "guide" / "two-organisations.md"
+OWNERS = {"# at the label owner": "label-owner", "# at the feature owner": "feature-owner"}
+INSTALLS = "pip install splitveil"
+CONNECTED = tuple(
+    f"splitveil {party} {command} "
+    for party in ("active", "passive")
+    for command in ("check --connect", "run")
+)
+FASTER = ("--set", "contract.epochs=2", "--set", "contract.batch_size=64")
+
+
+class Typed(NamedTuple):
+    """A command, and where it is typed."""
+
+    owner: str
+    text: str
+
+
+def commands() -> Iterator[Typed]:
+    for block in blocks(PAGE):
+        if block.language == "sh" and block.lines != (INSTALLS,):
+            owner, *lines = block.lines
+            yield from (Typed(OWNERS[owner], line) for line in lines)
+
+
+class Machines:
+    """Two folders, and what was typed in them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folders = {owner: folder / owner for owner in OWNERS.values()}
+        self.done: dict[Typed, Done] = {}
+        self._address = free_address()
+        self._waiting: list[tuple[Typed, subprocess.Popen[str]]] = []
+
+    def type(self, typed: Typed) -> None:
+        """Run a command; both sides of a connection each in a process of its own."""
+        folder, text = self.folders[typed.owner], typed.text
+        for address in ("0.0.0.0:50051", "label-owner.example:50051"):
+            text = text.replace(address, self._address)
+        if text.startswith("scp "):
+            self._copy(typed)
+        elif text.startswith(CONNECTED):
+            short = FASTER if " run " in text else ()
+            self._waiting.append((typed, begun(folder, text, *short)))
+            if len(self._waiting) == 2:
+                self.done |= {one: ended(process) for one, process in self._waiting}
+                self._waiting = []
+        else:
+            self.done[typed] = called(folder, text)
+
+    def _copy(self, typed: Typed) -> None:
+        _, source, target = shlex.split(typed.text)
+        host, _, path = target.partition(":")
+        owner = host.removesuffix(".example")
+        assert owner != typed.owner
+        shutil.copy(self.folders[typed.owner] / source, self.folders[owner] / path)
+        self.done[typed] = Done(0, "")
+
+
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory: pytest.TempPathFactory) -> Machines:
+    folder = tmp_path_factory.mktemp("two")
+    made = Machines(folder)
+    write_tables(folder)
+    for owner, table in (("label-owner", "clients.csv"), ("feature-owner", "usage.csv")):
+        made.folders[owner].mkdir()
+        shutil.move(folder / table, made.folders[owner] / table)
+    for typed in commands():
+        made.type(typed)
+    return made
+
+
+def output_of(machines: Machines, text: str) -> str:
+    (found,) = (done.output for typed, done in machines.done.items() if typed.text == text)
+    return found
+
+
+def test_every_command_ends_well(machines: Machines) -> None:
+    assert [*machines.done] == sorted(commands(), key=[*machines.done].index)
+    failed = {typed.text: done.output for typed, done in machines.done.items() if done.exit_code}
+    assert failed == {}
+
+
+def test_no_key_and_no_row_is_sent(machines: Machines) -> None:
+    sent = [typed.text for typed in commands() if typed.text.startswith("scp ")]
+    assert sent
+    assert not [text for text in sent if "private_key" in text or ".csv" in text]
+    keys = [path.read_bytes() for path in machines.folders["label-owner"].rglob("private_key.pem")]
+    (other,) = machines.folders["feature-owner"].rglob("private_key.pem")
+    assert other.read_bytes() not in keys
+
+
+def test_both_screens_show_the_same_digits(machines: Machines) -> None:
+    def line(text: str, name: str) -> str:
+        output = output_of(machines, text)
+        (found,) = (one for one in output.splitlines() if one.startswith(name))
+        return found.removeprefix(name).strip()
+
+    asked = line("splitveil certs request certificates --party passive", "public key")
+    assert len(asked.replace(" ", "")) == 64
+    assert line("splitveil certs show request.pem", "public key") == asked
+    signed = "splitveil certs sign certificates request.pem --party passive"
+    assert line(signed, "public key") == asked
+    shown = "splitveil certs show certificates/passive/authority.pem"
+    assert line(signed, "authority") == line(shown, "SHA-256")
+
+
+def test_the_probe_tells_both_sides_what_the_page_shows(machines: Machines) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    ours = output_of(machines, "splitveil passive check --connect passive.yaml")
+    theirs = output_of(machines, "splitveil active check --connect active.yaml")
+    for line in (
+        "ok: contract: the active party holds the same",
+        "ok: ids: 6 letters and digits with small letters at both parties",
+    ):
+        assert line in ours
+        assert line in page
+    for start in ("ok: connection: ", "ok: certificate of the active party: CN=active.splitveil ("):
+        assert start in ours
+        assert start in page
+    assert "ok: certificate of party passive: CN=passive.splitveil (passive.splitveil)" in theirs
+    assert "ok: contract: party passive holds the same" in theirs
+
+
+def test_the_run_trains_on_the_common_ids_and_leaves_what_the_page_names(
+    machines: Machines,
+) -> None:
+    for owner, party in (("label-owner", "active"), ("feature-owner", "passive")):
+        results = machines.folders[owner] / "runs" / "churn-2026-03" / party
+        assert (results / "checkpoint").is_dir()
+        assert yaml.safe_load((results / "summary.json").read_text())["aligned_rows"] == 1200
+    report = machines.folders["label-owner"] / "runs" / "churn-2026-03" / "active" / "report.html"
+    assert report.is_file()
+
+
+def test_the_plan_names_the_defense_that_init_has_chosen(machines: Machines) -> None:
+    assert "projected_labels" in output_of(machines, "splitveil active plan active.yaml")

@@ -35,16 +35,11 @@ class WrittenColumn(NamedTuple):
     """A column of some rows, as written in the file."""
 
     cells: ArrowColumn
-
     where: str
-    """The file and the column, for messages."""
-
     missing_texts: Sequence[str] = ()
     """Cells that mean "no value"."""
 
     first_row: int = 1
-    """Number of the first row, for messages."""
-
     decimal: str = "."
     """The decimal mark of numbers that are written as text."""
 

@@ -26,12 +26,8 @@ from splitveil.common.data.sources import Part, TableSource
 from splitveil.common.data.stored_ids import StoredIds
 from splitveil.common.data.table import (
     Selection,
-    part_categories,
+    WrittenRows,
     part_image,
-    part_labels,
-    part_numeric,
-    part_splits,
-    part_weights,
     select_columns,
 )
 from splitveil.common.errors import DataError
@@ -106,21 +102,21 @@ class _Writer:
 
     def add(self, part: Part) -> None:
         first_row = sum(self._part_rows) + 1
-        labels = part_labels(self._settings, part.columns, self._source, first_row)
-        if labels is not None:
-            self._append("labels.bin", labels)
-        weights = part_weights(self._settings, part.columns, self._source, first_row)
-        if weights is not None:
-            self._append("weights.bin", weights)
-        splits = part_splits(self._split_column, part.columns, self._source, first_row)
-        if splits is not None:
-            self._append("splits.bin", splits)
-        numeric = part_numeric(
-            self._settings, self._selection, part.columns, self._source, first_row
-        )
-        if numeric:
-            self._append("numeric.bin", np.column_stack(list(numeric.values())).astype(np.float64))
-        self._add_categories(part, first_row)
+        rows = WrittenRows(self._settings, self._source, part.columns, first_row)
+        labels, numeric = rows.labels(), [*rows.numeric(self._selection).values()]
+        for name, column in (
+            ("labels.bin", labels),
+            ("weights.bin", rows.weights()),
+            ("splits.bin", rows.splits(self._split_column)),
+            ("numeric.bin", np.column_stack(numeric).astype(np.float64) if numeric else None),
+        ):
+            if column is not None:
+                self._append(name, column)
+        coded = rows.coded(self._selection)
+        if coded:
+            self._append("codes.bin", np.column_stack([c.codes for c in coded.values()]))
+        for texts, categories in zip(self._texts, coded.values(), strict=True):
+            texts.write_batch(pa.record_batch([categories.categories], schema=TEXT))
         if part.image is not None:
             self._add_image(part.image, first_row)
         if self._settings.id_column is not None:
@@ -181,16 +177,6 @@ class _Writer:
         for name in (_HASHES, _RAW_HASHES):
             (self._folder / name).unlink()
         return found
-
-    def _add_categories(self, part: Part, first_row: int) -> None:
-        columns = part_categories(
-            self._settings, self._selection, part.columns, self._source, first_row
-        )
-        if not columns:
-            return
-        self._append("codes.bin", np.column_stack([c.codes for c in columns.values()]))
-        for texts, column in zip(self._texts, columns.values(), strict=True):
-            texts.write_batch(pa.record_batch([column.categories], schema=TEXT))
 
     def _add_image(self, stored: NDArray[Any], first_row: int) -> None:
         features = self._settings.features

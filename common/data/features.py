@@ -95,30 +95,20 @@ class FeatureShapes(NamedTuple):
 
 class NumericScaler(Section):
     name: str
-    """The column."""
-
     shift: float
-    """Subtracted from each number."""
-
     scale: float = Field(gt=0)
-    """Divides the difference."""
-
     fill: float | None = None
     """The number in place of a gap, before the scaling; None if the column has no gaps."""
 
 
 class Vocabulary(Section):
     name: str
-    """The column."""
-
     categories: tuple[str, ...]
     """The texts of slots 2 and up."""
 
 
 class ListVocabulary(Section):
     name: str
-    """The column."""
-
     categories: tuple[str, ...]
     """The texts that have a number of their own; the column's last number is for all others."""
 
@@ -130,14 +120,12 @@ class ImageInfo(Section):
     """Channels, height, width."""
 
     dtype: ImageDtype
-    """Element type."""
 
 
 class FeatureEncoder(Section):
     """Turns rows of a table into tensors with fitted scalers and vocabularies."""
 
     signed_log1p: bool
-    """Whether numbers become sign(x) log(1 + |x|) before scaling."""
 
     numeric: tuple[NumericScaler, ...]
     """Numeric columns, in the order of the tensor's columns."""
@@ -146,8 +134,6 @@ class FeatureEncoder(Section):
     """Categorical columns, in the order of the tensor's columns."""
 
     image: ImageInfo | None
-    """The kind of images, if there are images."""
-
     indicators: tuple[str, ...] = ()
     """Numeric columns whose gaps are told by a number of their own, after all scaled numbers."""
 
@@ -302,13 +288,10 @@ class MappedFeatures(Features):
     """Features of many rows, of which only the requested rows are read and encoded."""
 
     encode: RowEncoder
-    """Encodes rows of the table."""
-
     file_rows: NDArray[np.int64]
     """Rows of the table, in the order of these features, (rows,)."""
 
     device: torch.device = CPU
-    """The device for the tensors of requested rows."""
 
     def __len__(self) -> int:
         return len(self.file_rows)

@@ -25,7 +25,7 @@ from splitveil.common.data.npz_file import NpzFile
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.sources import TableSource
 from splitveil.common.data.stored_ids import StoredIds, repeated_rows
-from splitveil.common.data.table import part_labels, part_splits, select_columns
+from splitveil.common.data.table import WrittenRows, select_columns
 from splitveil.common.errors import DataError
 from splitveil.common.run.id_rules import AS_WRITTEN, IdRule
 
@@ -130,7 +130,6 @@ class CompactIds(NamedTuple):
 
     report: IdReport
     doubts: Sequence[str]
-    """A sentence for each doubtful form of the ids."""
 
 
 def read_compact_ids(
@@ -160,13 +159,13 @@ def _read(
     ends, hashes, raw_hashes = _Growing(), _Growing(), _Growing()
     first_row = 1
     for columns, num_rows in _small_parts(source, needed):
-        labels = part_labels(settings, columns, source.name, first_row)
-        arrays = parts.add(columns, first_row, labels)
+        rows = WrittenRows(settings, source.name, columns, first_row)
+        arrays = parts.add(columns, first_row, rows.labels())
         text += arrays.text.data
         ends.add(arrays.ends)
         hashes.add(arrays.hashes)
         raw_hashes.add(arrays.raw_hashes)
-        split = part_splits(split_column, columns, source.name, first_row)
+        split = rows.splits(split_column)
         splits += [] if split is None else [split]
         first_row += num_rows
     if first_row == 1:

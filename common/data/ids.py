@@ -88,7 +88,6 @@ class Odd(NamedTuple):
     alike: Sequence[tuple[int, int]] = ()
     """Rows whose id is equal to that of an earlier row only in canonical form."""
     unlabelled: Sequence[int] = ()
-    """Rows without a label, whatever their ids."""
 
     @property
     def unusable(self) -> list[int]:
@@ -109,8 +108,6 @@ class IdReport:
     """Ids that a rule has changed, by the rule (and the column, if there are several)."""
 
     unusable: int = 0
-    """Rows left out because they have no id."""
-
     duplicates: int = 0
     """Rows left out because an earlier row has the same id."""
 
@@ -118,7 +115,6 @@ class IdReport:
     """Rows left out because an earlier row has the same id in canonical form."""
 
     unlabelled: int = 0
-    """Rows left out because they have no label."""
 
     @property
     def left_out(self) -> int:

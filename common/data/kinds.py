@@ -1,6 +1,6 @@
 """Opens each kind of source that the settings can name."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ def open_source(settings: Source, base_dir: Path, image_array: str | None = None
         case ImagesSource():
             return ImageFolder(settings, base_dir)
         case SklearnSource(dataset=dataset, shuffle_seed=seed):
-            return Digits(seed) if dataset == "digits" else BreastCancer(seed)
+            return _Shipped(dataset, seed)
 
 
 def text_file(settings: CsvSource, base_dir: Path) -> CsvFile:
@@ -72,37 +72,26 @@ def _parquet(place: Place) -> TableSource:
 
 
 class _Shipped(ColumnsInMemory):
-    def __init__(self, name: str, columns: Mapping[str, Any]) -> None:
+    """A data set that scikit-learn ships."""
+
+    def __init__(self, name: str, shuffle_seed: int) -> None:
+        # Importing it takes a second, which a party with a file of its own need not wait for.
+        from sklearn import datasets  # noqa: PLC0415
+
+        bunch = datasets.load_digits() if name == "digits" else datasets.load_breast_cancer()
+        order = np.random.default_rng(shuffle_seed).permutation(len(bunch.target))
+        columns: dict[str, Any] = {}
+        if name == "digits":
+            columns["id"] = [f"image-{row:04d}" for row in order]
+            columns["digit"] = bunch.target[order]
+            names = [f"pixel_{j // 8}_{j % 8}" for j in range(64)]
+        else:
+            columns["id"] = [f"patient-{row:04d}" for row in order]
+            columns["malignant"] = 1 - bunch.target[order]
+            names = [str(feature).replace(" ", "_") for feature in bunch.feature_names]
+        columns |= {feature: bunch.data[order, j] for j, feature in enumerate(names)}
         cells = {key: pa.chunked_array([pa.array(values)]) for key, values in columns.items()}
         super().__init__(f"scikit-learn's {name}", cells)
 
     def parts(self, names: Sequence[str]) -> Iterator[Part]:
         yield Part(self.read(names), None, 1.0)
-
-
-class Digits(_Shipped):
-    def __init__(self, shuffle_seed: int) -> None:
-        # Importing it takes a second, which a party with a file of its own need not wait for.
-        from sklearn.datasets import load_digits  # noqa: PLC0415
-
-        bunch = load_digits()
-        order = np.random.default_rng(shuffle_seed).permutation(len(bunch.target))
-        columns = {"id": [f"image-{row:04d}" for row in order], "digit": bunch.target[order]}
-        pixels = {f"pixel_{j // 8}_{j % 8}": bunch.data[order, j] for j in range(64)}
-        super().__init__("digits", columns | pixels)
-
-
-class BreastCancer(_Shipped):
-    def __init__(self, shuffle_seed: int) -> None:
-        # Importing it takes a second, which a party with a file of its own need not wait for.
-        from sklearn.datasets import load_breast_cancer  # noqa: PLC0415
-
-        bunch = load_breast_cancer()
-        order = np.random.default_rng(shuffle_seed).permutation(len(bunch.target))
-        columns: dict[str, Any] = {
-            "id": [f"patient-{row:04d}" for row in order],
-            "malignant": 1 - bunch.target[order],
-        }
-        for name, values in zip(bunch.feature_names, bunch.data.T, strict=True):
-            columns[str(name).replace(" ", "_")] = values[order]
-        super().__init__("breast_cancer", columns)

@@ -45,8 +45,6 @@ class Table:
     """The needed columns of a party's data, row by row as in the file."""
 
     source: str
-    """The file, for messages."""
-
     ids: Sequence[str]
     """Each row's id as written in the file, or an empty text if the row has none; of several
     columns, as ``compose`` puts them together. ``usable_ids`` brings them into canonical form and
@@ -61,8 +59,6 @@ class Table:
     each of its parts."""
 
     categorical: Mapping[str, CategoricalColumn]
-    """Categories by column."""
-
     image: NDArray[Any] | None
     """(rows, channels, height, width), uint8 or float32."""
 
@@ -79,7 +75,6 @@ class Table:
     """What each row counts in the loss, positive; None if all count the same."""
 
     gaps: Gaps = "refused"
-    """What stands in place of missing numbers."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -189,114 +184,99 @@ def table_of(
     columns = source.read(selection.needed)
     image = _read_image(source, features.image) if features and features.image else None
     num_rows = _common_length(columns, image, source.name)
-    labels = part_labels(settings, columns, source.name)
+    rows = WrittenRows(settings, source.name, columns)
+    labels = rows.labels()
     if labels is not None:
         check_classes(settings, labels, source.name)
-    coded = part_categories(settings, selection, columns, source.name)
+    coded = rows.coded(selection)
     return Table(
         source=source.name,
         ids=[str(row + 1) for row in range(num_rows)]
         if settings.id_column is None
         else part_ids(settings, id_rules, columns, source.name),
         labels=labels,
-        numeric=part_numeric(settings, selection, columns, source.name),
+        numeric=rows.numeric(selection),
         categorical={name: coded[name] for name in selection.chosen.categorical},
         image=image,
-        splits=part_splits(split_column, columns, source.name),
+        splits=rows.splits(split_column),
         lists={name: coded[name] for name in selection.chosen.lists},
         timestamps=tuple(selection.chosen.timestamps),
-        weights=part_weights(settings, columns, source.name),
+        weights=rows.weights(),
         gaps=features.gaps if features else "refused",
     )
 
 
-def part_labels(
-    settings: DataSettings, columns: Mapping[str, Any], source: str, first_row: int = 1
-) -> NDArray[np.float32] | None:
-    """Return the labels of some rows, possibly all of one class; None without a label column.
+class WrittenRows(NamedTuple):
+    """Some consecutive rows of a source, and the settings that say how they are read."""
 
-    They are NaN in the rows that ``unlabelled_rows: leave_out`` leaves out.
-    """
-    name = settings.label_column
-    if name is None:
-        return None
-    column = _written_numbers(settings, columns, name, source, first_row)
-    if settings.classes is not None:
-        are_numbers = isinstance(settings.classes, int)
-        labels = read_classes(column, settings.class_names, are_numbers=are_numbers)
-    elif settings.label_range is not None:
-        labels = read_number_labels(column, settings.label_range)
-    else:
-        labels = read_labels(column, settings.positive_labels)
-    is_missing = np.isnan(labels)
-    if settings.unlabelled_rows == "error" and is_missing.any():
-        raise DataError(
-            f"{column.where}: expected a label in {column.list_rows(is_missing)}; with "
-            f"data.unlabelled_rows: leave_out, rows without one take no part"
-        )
-    return labels
+    settings: DataSettings
+    source: str
+    columns: Mapping[str, Any]
+    first_row: int = 1
 
+    def labels(self) -> NDArray[np.float32] | None:
+        """Return the labels, possibly all of one class; None without a label column.
 
-def part_weights(
-    settings: DataSettings, columns: Mapping[str, Any], source: str, first_row: int = 1
-) -> NDArray[np.float64] | None:
-    if settings.weight_column is None:
-        return None
-    name = settings.weight_column
-    return read_weights(_written_numbers(settings, columns, name, source, first_row))
+        They are NaN in the rows that ``unlabelled_rows: leave_out`` leaves out.
+        """
+        settings = self.settings
+        if settings.label_column is None:
+            return None
+        column = self._numbers_of(settings.label_column)
+        if settings.classes is not None:
+            are_numbers = isinstance(settings.classes, int)
+            labels = read_classes(column, settings.class_names, are_numbers=are_numbers)
+        elif settings.label_range is not None:
+            labels = read_number_labels(column, settings.label_range)
+        else:
+            labels = read_labels(column, settings.positive_labels)
+        is_missing = np.isnan(labels)
+        if settings.unlabelled_rows == "error" and is_missing.any():
+            raise DataError(
+                f"{column.where}: expected a label in {column.list_rows(is_missing)}; with "
+                f"data.unlabelled_rows: leave_out, rows without one take no part"
+            )
+        return labels
 
+    def weights(self) -> NDArray[np.float64] | None:
+        name = self.settings.weight_column
+        return None if name is None else read_weights(self._numbers_of(name))
 
-def part_splits(
-    split_column: str | None, columns: Mapping[str, Any], source: str, first_row: int = 1
-) -> NDArray[np.int8] | None:
-    if split_column is None:
-        return None
-    return read_splits(_written(columns, split_column, source, first_row=first_row))
+    def splits(self, column: str | None) -> NDArray[np.int8] | None:
+        return None if column is None else read_splits(self._texts_of(column, ()))
 
+    def numeric(self, selection: Selection) -> dict[str, Numbers]:
+        features, chosen = self.settings.features, selection.chosen
+        if features is None:
+            return {}
+        plain = {name: self._numbers_of(name) for name in chosen.numeric}
+        for name in chosen.timestamps:
+            written = self._numbers_of(name)
+            parts = read_timestamps(written, features.timestamp_parts, features.timestamp_format)
+            for part, numbers in parts.items():
+                plain[part_name(name, part)] = written._replace(cells=pa.array(numbers))
+        return read_numeric(plain, features.gaps)
 
-def part_numeric(
-    settings: DataSettings,
-    selection: Selection,
-    columns: Mapping[str, Any],
-    source: str,
-    first_row: int = 1,
-) -> dict[str, Numbers]:
-    features = settings.features
-    if features is None:
-        return {}
-    chosen = selection.chosen
-    written = {
-        name: _written_numbers(settings, columns, name, source, first_row)
-        for name in (*chosen.numeric, *chosen.timestamps)
-    }
-    plain = {name: written[name] for name in chosen.numeric}
-    for name in chosen.timestamps:
-        parts = read_timestamps(written[name], features.timestamp_parts, features.timestamp_format)
-        for part, numbers in parts.items():
-            cells = pa.array(numbers)
-            plain[part_name(name, part)] = written[name]._replace(cells=cells)
-    return read_numeric(plain, features.gaps)
+    def coded(self, selection: Selection) -> dict[str, CategoricalColumn]:
+        """Return codes by column: categories, then sets of categories."""
+        features = self.settings.features
+        if features is None:
+            return {}
+        gaps, chosen = features.missing_texts, selection.chosen
+        found = {n: read_categories(self._texts_of(n, gaps)) for n in chosen.categorical}
+        for name in chosen.lists:
+            found[name] = read_lists(self._texts_of(name, gaps), features.list_separator)
+        return found
 
+    def _texts_of(self, name: str, gaps: Sequence[str]) -> WrittenColumn:
+        where = f"{self.source}: column {name!r}"
+        return WrittenColumn(self.columns[name], where, gaps, self.first_row)
 
-def part_categories(
-    settings: DataSettings,
-    selection: Selection,
-    columns: Mapping[str, Any],
-    source: str,
-    first_row: int = 1,
-) -> dict[str, CategoricalColumn]:
-    """Return the codes of some rows, by column: categories, then sets of categories."""
-    features = settings.features
-    if features is None:
-        return {}
-
-    def written(name: str) -> WrittenColumn:
-        return _written(columns, name, source, features.missing_texts, first_row)
-
-    found = {name: read_categories(written(name)) for name in selection.chosen.categorical}
-    for name in selection.chosen.lists:
-        found[name] = read_lists(written(name), features.list_separator)
-    return found
+    def _numbers_of(self, name: str) -> WrittenColumn:
+        written = self._texts_of(name, self.settings.missing_texts)
+        if isinstance(self.settings.source, CsvSource):
+            return written._replace(decimal=self.settings.source.decimal)
+        return written
 
 
 def part_image(
@@ -318,29 +298,6 @@ def part_image(
         rows = list_rows(np.flatnonzero(is_wrong) + first_row)
         raise DataError(f"{where}: NaN or infinite in {rows}")
     return image
-
-
-def _place(source: str, column: str | None) -> str:
-    return f"{source}: column {column!r}"
-
-
-def _written(
-    columns: Mapping[str, Any],
-    name: str,
-    source: str,
-    missing_texts: Sequence[str] = (),
-    first_row: int = 1,
-) -> WrittenColumn:
-    return WrittenColumn(columns[name], _place(source, name), missing_texts, first_row)
-
-
-def _written_numbers(
-    settings: DataSettings, columns: Mapping[str, Any], name: str, source: str, first_row: int
-) -> WrittenColumn:
-    written = _written(columns, name, source, settings.missing_texts, first_row)
-    if isinstance(settings.source, CsvSource):
-        return written._replace(decimal=settings.source.decimal)
-    return written
 
 
 def _common_length(columns: Mapping[str, Any], image: NDArray[Any] | None, source: str) -> int:

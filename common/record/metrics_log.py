@@ -100,12 +100,11 @@ class MetricsLog:
             with self._storage_errors():
                 self._file.write(_encoded(written) + "\n")
                 chart_step = self._chart_step(fields.epoch, fields.step)
-                if self._charts is None:
-                    pass
-                elif isinstance(line, HistogramLine):
-                    self._chart_histograms(line, chart_step)
-                elif charted:
-                    self._chart(fields, chart_step)
+                if self._charts is not None and charted:
+                    if isinstance(line, HistogramLine):
+                        self._chart_histograms(line, chart_step)
+                    else:
+                        self._chart(fields, chart_step)
         if self._on_line is not None:
             self._on_line(line)
 

@@ -98,18 +98,14 @@ class Wishes(NamedTuple):
     """Whether there is an id at all; without one, equal row numbers mean the same example."""
     label_column: str | None = None
     positive_label: tuple[str, ...] = ()
-    """The labels that stand for 1."""
     leave_out_unlabelled: bool = False
-    """Whether rows without a label are left out."""
     label_range: tuple[float, float] | None = None
-    """The bounds of labels that are numbers."""
     numeric: tuple[str, ...] = ()
     categorical: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     missing_texts: tuple[str, ...] = ()
     """Texts that mean "no value", beside those that are known."""
     allowed: Allowed = Allowed()
-    """Rows that are left out because of their ids."""
 
 
 def id_candidates(

@@ -84,7 +84,6 @@ def almost_numbers(column: CategoricalColumn, is_number: NDArray[np.bool_]) -> A
 
 
 def matches(texts: Any, pattern: str) -> NDArray[np.bool_]:
-    """Return which texts have a form."""
     found = pc.match_substring_regex(texts, pattern)
     return np.asarray(found.to_numpy(zero_copy_only=False), np.bool_)
 
@@ -123,10 +122,7 @@ class Column(NamedTuple):
     name: str
     kind: Kind
     num_rows: int
-
     missing: int
-    """Number of cells that hold no value."""
-
     gaps: tuple[str, ...]
     """The texts in this column that mean "no value"."""
 
@@ -137,8 +133,6 @@ class Column(NamedTuple):
     """The distinct values, the most frequent first; at most ``KEPT_VALUES`` of them."""
 
     counts: tuple[int, ...]
-    """Number of rows of each value in ``values``."""
-
     skewness: float
     """Third standardised moment of the numbers; 0 for other cells."""
 
@@ -152,8 +146,6 @@ class Column(NamedTuple):
     """The least of the numbers; 0 for other cells."""
 
     high: float = 0.0
-    """The greatest of the numbers."""
-
     variance: float = 0.0
     """Of the numbers over the rows."""
 

@@ -26,7 +26,6 @@ class Within(NamedTuple):
     is_chosen: bool
     """Whether the user has chosen them; otherwise they are proposed after a look at the labels."""
     holds_all: bool
-    """Whether no label of the table lies outside."""
     variance: float
     """Of the labels, each as its share of the range; at most 1/4."""
 
@@ -43,7 +42,6 @@ class Label(NamedTuple):
     positive: tuple[str, ...]
     """The texts that stand for 1; empty for the numbers 0 and 1, and for several classes."""
     classes: tuple[str, ...] | int | None
-    """The classes, if there are more than two."""
     shares: Mapping[str, float]
     """Share of the rows with a label by class; empty if labels are numbers."""
     within: Within | None = None

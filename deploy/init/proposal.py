@@ -108,9 +108,7 @@ class Terms(NamedTuple):
 
     role: Role
     folder: Path
-    """Folder in which the settings are written."""
     party: str = "passive"
-    """The passive party's name in the contract."""
     run_name: str | None = None
     """By default the name of the file."""
     address: str = "127.0.0.1:50051"

@@ -48,7 +48,6 @@ class RawTable(NamedTuple):
     num_rows: int
     """Rows of the whole file, estimated if only its beginning was read."""
     is_whole: bool
-    """Whether all rows were read."""
     left_out: Mapping[str, str]
     """The reasons not to use a column that is not among ``columns``."""
     index_columns: Sequence[str]

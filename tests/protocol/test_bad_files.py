@@ -451,29 +451,13 @@ def changed(part: str, **values: object) -> Callable[[dict[str, list[dict[str, o
 WORDS = [{"name": "c", "categories": ["a"]}]
 BAD_ENCODERS: dict[str, Callable[[dict[str, list[dict[str, object]]]], str]] = {
     "lists 100,000 deep": lambda _: 100_000 * "[",
-    "objects 100,000 deep": lambda _: 100_000 * '{"a":',
-    "an integer of 6,000 digits": lambda _: f'{{"signed_log1p": {6_000 * "9"}}}',
-    "a list": lambda _: "[1, 2]",
-    "a long text": lambda _: json.dumps("x" * 100_000),
     "a text as numeric": lambda s: json.dumps(s | {"numeric": "x"}),
-    "a deep list as numeric": lambda s: json.dumps(s | {"numeric": [[[[1]]]]}),
     "no scale": changed("numeric", scale=None),
     "a scale of 0": changed("numeric", scale=0.0),
-    "a negative scale": changed("numeric", scale=-1.0),
-    "a scale that is NaN": changed("numeric", scale=float("nan")),
     "an infinite scale": changed("numeric", scale=float("inf")),
-    "a shift that is NaN": changed("numeric", shift=float("nan")),
-    "an infinite shift": changed("numeric", shift=float("-inf")),
-    "a number as name": changed("numeric", name=3),
     "half of a surrogate pair": changed("numeric", name="\ud800"),
-    "categories that are numbers": lambda s: json.dumps(
-        s | {"categorical": [{"name": "c", "categories": [1]}]}
-    ),
     "a text as categories": lambda s: json.dumps(
         s | {"categorical": [{"name": "c", "categories": "abc"}]}
-    ),
-    "half a pair as category": lambda s: json.dumps(
-        s | {"categorical": [{"name": "c", "categories": ["\ud800"]}]}
     ),
     "a shape that is a text": lambda s: json.dumps(
         s | {"image": {"shape": "abc", "dtype": "uint8"}}

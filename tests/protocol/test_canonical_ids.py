@@ -8,7 +8,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
@@ -23,7 +22,6 @@ from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.subjects import read_subjects
 from splitveil.common.data.table_files import read_id_list
 from splitveil.common.errors import DataError, SettingsError
-from splitveil.common.party import command_line
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.id_rules import (
@@ -36,8 +34,6 @@ from splitveil.common.run.id_rules import (
     rules_of_bytes,
 )
 from splitveil.common.settings import validate
-from splitveil.common.storage.run_store import RunStore
-from splitveil.passive_party.settings import PassiveSettings
 
 CHARACTERS = "07.-+ ßŉΐίἄİi\u0307\u0345\u00a0\u00b4Aa"
 TEXTS = st.text(max_size=6) | st.text(CHARACTERS, max_size=8)
@@ -332,37 +328,3 @@ def test_an_account_book_is_refused_under_other_rules(tmp_path: Path) -> None:
     state = AccountBook.empty(rules).state_dict() | {"id_rules": torch.zeros(3)}
     with pytest.raises(ValueError, match="by which rules"):
         AccountBook.from_state(state)
-
-
-def test_a_run_from_before_these_settings_resumes(tmp_path: Path) -> None:
-    values = {
-        "contract": {"run_name": "r", "cut_shape": [1], "batch_size": 1, "epochs": 1},
-        "data": {
-            "source": {"kind": "csv", "path": "x.csv"},
-            "id_column": "id",
-            "features": {"numeric": "x"},
-        },
-        "security": {"mode": "insecure"},
-        "connect": "127.0.0.1:50051",
-        "bottom_model": {"kind": "mlp", "hidden": [1]},
-        "optimizer": {"kind": "adam", "learning_rate": 0.1},
-    }
-    own = validate(PassiveSettings, values, "settings")
-    RunStore(tmp_path, keep=3).save_run({"run_id": "r"})
-
-    def resumes(change: dict[str, Any]) -> bool:
-        stored = own.model_dump(mode="json")
-        del (
-            stored["contract"]["ids"],
-            stored["data"]["duplicate_ids"],
-            stored["data"]["unusable_ids"],
-        )
-        assert stored["data"]["id_column"] == "id"
-        stored["data"] |= change
-        (tmp_path / "settings.yaml").write_text(yaml.safe_dump(stored))
-        return command_line.takes_up(own, fresh=False, folder=tmp_path)
-
-    assert resumes({})
-    for name, value in (("id_column", "other"), ("duplicate_ids", "first")):
-        with pytest.raises(SettingsError, match=rf"unfinished run .*data\.{name}: .* then"):
-            resumes({name: value})

@@ -4,7 +4,6 @@ import csv
 import gzip
 import io
 import itertools
-import os
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -87,12 +86,6 @@ def test_file_without_header_and_ids_is_numbered_from_one(tmp_path: Path) -> Non
     assert table.numeric["I1"].tolist() == [1, 0]
     assert table.numeric["I2"].tolist() == [0, -3]
     assert categories(table, "C1") == ["68fd1e64", None]
-
-
-def test_byte_order_mark_and_windows_line_ends_are_no_part_of_the_data(tmp_path: Path) -> None:
-    table = read_csv(tmp_path, "\ufeff" + ROWS.replace("\n", "\r\n"), **NAMED, features=FEATURES)
-    assert table.ids == ["007", "a,b", "Zoë"]
-    assert categories(table, "city") == ["Rome", None, "Oslo"]
 
 
 Rows = list[tuple[str, ...]]
@@ -277,13 +270,6 @@ def test_unneeded_columns_are_neither_read_nor_checked(tmp_path: Path) -> None:
     assert not table.categorical
 
 
-def test_positive_label_names_class_one(tmp_path: Path) -> None:
-    text = "y\n>50K\n <=50K\n>50K\n"
-    table = read_csv(tmp_path, text, label_column="y", positive_label=">50K")
-    assert table.labels is not None
-    assert table.labels.tolist() == [1, 0, 1]
-
-
 def test_path_takes_an_environment_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -442,13 +428,6 @@ def test_bad_image_is_explained(tmp_path: Path, arrays: dict[str, Any], part: st
     assert part in str(raised.value)
 
 
-def test_floating_point_ids_are_refused(tmp_path: Path) -> None:
-    np.savez(tmp_path / "rows.npz", id=np.array([1.0, 2.0]), y=np.array([0, 1]))
-    settings = data_settings(source={"kind": "npz", "path": "rows.npz"}, **NAMED)
-    with pytest.raises(DataError, match=r"column 'id': expected text or whole numbers, not double"):
-        read_table(settings, tmp_path)
-
-
 @pytest.mark.parametrize(
     ("values", "part"),
     [
@@ -465,40 +444,3 @@ def test_impossible_settings_are_refused(tmp_path: Path, values: dict[str, Any],
     with pytest.raises(SettingsError) as raised:
         read_csv(tmp_path, ROWS, **{**NAMED, **values})
     assert part in str(raised.value)
-
-
-DATA = os.environ.get("SPLITVEIL_DATA")
-needs_data = pytest.mark.skipif(DATA is None, reason="SPLITVEIL_DATA names no folder of data sets")
-
-
-@needs_data
-def test_default_credit_is_read_as_published() -> None:
-    def read(name: str, **values: Any) -> Table:
-        source = {"kind": "csv", "path": f"${{SPLITVEIL_DATA}}/default_credit/{name}.csv.gz"}
-        features = {"numeric": "x*"}
-        settings = data_settings(source=source, id_column="id", features=features, **values)
-        return read_table(settings, Path())
-
-    active, passive = read("guest", label_column="y"), read("host")
-    assert len(active) == len(passive) == len(set(active.ids)) == 24_000
-    assert active.ids == passive.ids
-    assert (len(active.numeric), len(passive.numeric)) == (13, 10)
-    assert active.labels is not None
-    assert round(100 * float(active.labels.mean()), 2) == 22.12
-
-
-@needs_data
-def test_criteo_is_read_as_published() -> None:
-    names = ["label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27))]
-    path = "${SPLITVEIL_DATA}/criteo/criteo.tsv.gz"
-    settings = data_settings(
-        source={"kind": "csv", "path": path, "column_names": names},
-        label_column="label",
-        features={"numeric": "I*", "categorical": "C*", "missing_numeric": "zero"},
-    )
-    table = read_table(settings, Path())
-    assert len(table) == 8000
-    assert table.labels is not None
-    assert round(100 * float(table.labels.mean()), 2) == 21.46
-    assert (len(table.numeric), len(table.categorical)) == (13, 26)
-    assert round(float((table.categorical["C22"].codes < 0).mean()), 1) == 0.8

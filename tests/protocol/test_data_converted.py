@@ -3,7 +3,6 @@
 import csv
 import gzip
 import io
-import json
 import multiprocessing
 import os
 import signal
@@ -375,17 +374,6 @@ def test_one_class_only_and_no_rows_are_errors_in_a_cache_too(tmp_path: Path) ->
         convert(settings(source), tmp_path)
 
 
-def test_a_row_with_too_few_cells_is_named(tmp_path: Path) -> None:
-    source = {**source_of("csv", tmp_path), "cache_dir": "cache"}
-    lines = (tmp_path / "rows.csv").read_text().splitlines()
-    lines[500] = "only,three,cells"
-    (tmp_path / "rows.csv").write_text("\n".join(lines) + "\n")
-    with pytest.raises(
-        DataError, match="expected 8 cells in every row, got another number in row 500"
-    ):
-        convert(settings(source), tmp_path)
-
-
 def test_different_ids_with_one_hash_are_no_duplicates() -> None:
     ids = ["a", "b", "c", "b"]
     assert repeated_rows(ids[:3], np.array([7, 7, 7])) == []
@@ -496,51 +484,3 @@ def test_images_come_from_sources_that_have_them(
     with pytest.raises(SettingsError) as raised:
         settings(values, features={"image": image})
     assert part in str(raised.value)
-
-
-DATA = os.environ.get("SPLITVEIL_DATA")
-needs_data = pytest.mark.skipif(DATA is None, reason="SPLITVEIL_DATA names no folder of data sets")
-
-
-@needs_data
-@pytest.mark.parametrize("name", ["criteo/criteo.tsv.gz", "avazu/avazu.csv.gz"])
-def test_published_files_are_the_same_in_memory_and_mapped(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sources, "PART_BYTES", 200_000)
-    columns = ["label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27))]
-    is_criteo = name.startswith("criteo")
-    source: dict[str, Any] = {"kind": "csv", "path": f"{DATA}/{name}"}
-    source |= {"column_names": columns} if is_criteo else {}
-    values: dict[str, Any] = {
-        "id_column": None if is_criteo else "id",
-        "label_column": "label" if is_criteo else "click",
-        "features": {"numeric": "I*", "categorical": "C*", "missing_numeric": "zero"}
-        if is_criteo
-        else {"categorical": "*"},
-    }
-    plain = PartyData.load(settings(source, **values), tmp_path)
-    mapped = PartyData.load(settings({**source, "cache_dir": "cache"}, **values), tmp_path)
-    training = np.arange(0, 7999, 2)
-    encoder = plain.fit(training)
-    assert encoder is not None
-    assert mapped.fit(training) == encoder
-    assert mapped.digest(encoder) == plain.digest(encoder)
-    assert isinstance(mapped.table, MappedTable)
-    order = np.random.default_rng(1).permutation(7999)
-    found, expected = (
-        RowEncoder(encoder, mapped.table)(order),
-        encoder.transform(plain.table, order),
-    )
-    assert same(found, expected)
-    assert encoder.shapes.vocabulary_sizes == found_sizes(plain, training)
-    assert json.loads(json.dumps(encoder.state())) == encoder.state()
-
-
-def found_sizes(data: PartyData, training: np.ndarray[Any, Any]) -> tuple[int, ...]:
-    """Count the training rows' different categories by hand, with two slots for other cells."""
-    sizes = []
-    for column in data.table.categorical.values():
-        codes = column.codes[training]
-        sizes.append(2 + len(set(codes[codes >= 0].tolist())))
-    return tuple(sizes)

@@ -18,7 +18,6 @@ from pyarrow import fs, parquet
 
 from splitveil import simulation
 from splitveil.common.data import sources
-from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.subjects import read_subjects
 from splitveil.common.data.table import read_table
@@ -575,15 +574,3 @@ def test_a_run_from_a_store_and_a_database_is_one_from_files(
         run.meet()
         weights.append(run.weights())
     assert_same_weights(*weights)
-
-
-def test_an_encoder_is_the_same_for_one_file_and_for_many(tmp_path: Path) -> None:
-    parquet.write_table(rows(), tmp_path / "rows.parquet")
-    write_parts(tmp_path / "parts", rows())
-    found = []
-    for path in ("rows.parquet", "parts"):
-        chosen = settings({"kind": "parquet", "path": path})
-        assert chosen.features is not None
-        table = read_table(chosen, tmp_path)
-        found.append(FeatureEncoder.fit(chosen.features, table, np.arange(COUNT)))
-    assert found[0] == found[1]

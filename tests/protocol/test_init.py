@@ -5,7 +5,6 @@ import re
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,8 +18,6 @@ from splitveil.command.program import main as splitveil
 from splitveil.common.data.table import read_table
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_settings import load_party_settings
-from splitveil.deploy.init import initialise as initialise_module
-from splitveil.deploy.init import proposal as proposal_module
 from splitveil.deploy.init.choices import Wishes
 from splitveil.deploy.init.columns import Column, describe
 from splitveil.deploy.init.initialise import Written, initialise
@@ -333,19 +330,6 @@ def test_any_name_of_a_file_is_written_as_it_is(tmp_path: Path, name: str) -> No
     active(tmp_path, clients(tmp_path).rename(tmp_path / name))
     settings = load_party_settings(ActiveSettings, tmp_path / "active.yaml")
     assert len(read_table(settings.data, tmp_path)) == ROWS
-
-
-def test_a_column_is_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-
-    def noting(name: str, *others: Any) -> Column:
-        seen.append(name)
-        return describe(name, *others)
-
-    for module in (initialise_module, proposal_module):
-        monkeypatch.setattr(module, "describe", noting, raising=False)
-    passive(tmp_path, usage(tmp_path))
-    assert seen == ["id", "calls", "region"]
 
 
 def test_sizes_grow_with_the_table() -> None:

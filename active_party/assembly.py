@@ -1,17 +1,8 @@
-"""Builds the active party's objects from its settings."""
+"""Builds a session from the active party's settings, and says what limits it."""
 
-import math
 from collections.abc import Callable
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor, nn
-
-from splitveil.active_party.defenses import AnswerKeys, Examples, NoiseSecrets
-from splitveil.active_party.defenses.example_keys import GRADIENT_NOISE, example_keys, key_name
-from splitveil.active_party.defenses.objective import Objective, TopModel
-from splitveil.active_party.ledger.account_book import AccountBook, persons_of
+from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.budget import Allowance
 from splitveil.active_party.ledger.label_signals import (
     LabelSignal,
@@ -19,259 +10,25 @@ from splitveil.active_party.ledger.label_signals import (
     objection_to,
     widest_circle,
 )
-from splitveil.active_party.ledger.released_targets import (
-    SETTING,
-    ReleasedTargets,
-    read_targets,
-)
-from splitveil.active_party.ledger.used_labels import labels_first_used
 from splitveil.active_party.run.observer import SessionObserver
 from splitveil.active_party.run.preparation import OwnRows, OwnRules
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.active_party.training.early_stopping import EarlyStop
-from splitveil.active_party.training.label_kinds import LabelKind, kind_of
-from splitveil.active_party.training.objectives import OrdinaryObjective
-from splitveil.active_party.training.predictions import LossWeights
-from splitveil.active_party.training.top_trainer import TopTrainer, TrainingRows
-from splitveil.active_party.workers import spread
-from splitveil.common.data.features import FeatureEncoder
+from splitveil.active_party.training.evaluation import EarlyStop
+from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.data.source_settings import expand_path
-from splitveil.common.data.subjects import numbered, read_subjects
-from splitveil.common.errors import DataError, SettingsError
-from splitveil.common.models.factory import Trial, build_top_model
-from splitveil.common.models.optimizers import build_optimizer
-from splitveil.common.models.speed import speed_up
-from splitveil.common.models.spread_model import SpreadModel
-from splitveil.common.models.worker_line import WorkerLine
-from splitveil.common.party.party_data import PartyData, open_earlier_model
+from splitveil.common.errors import SettingsError
+from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy.covers import narrowest
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.id_rules import rules_as_bytes
-from splitveil.common.run.phases import Phases
 from splitveil.common.storage.initial_weights import SETTING as WEIGHTS_SETTING
-from splitveil.common.storage.initial_weights import EarlierModel, is_label_free
+from splitveil.common.storage.initial_weights import is_label_free
 from splitveil.common.storage.run_store import RunStore
 
 
-class TrainerBuilder:
-    """Builds the trainer once the common rows are known, and keeps the encoder fitted on them.
-
-    Raises:
-        DataError: there is no column of the persons whom rows are about, and the defense needs it.
-        SettingsError: the existing noise key cannot be used, or a defense of the user's own fails.
-        StorageError: a noise key is needed and cannot be written.
-    """
-
-    def __init__(
-        self,
-        settings: ActiveSettings,
-        data: PartyData,
-        device: torch.device,
-        phases: Phases | None = None,
-        line: WorkerLine | None = None,
-    ) -> None:
-        self.phases = phases
-        self._line = line
-        self.encoder: FeatureEncoder | None = None
-        self._settings = settings
-        self._data = data
-        self._device = device
-        self._num_classes = settings.data.num_classes
-        self._earlier = open_label_owners_model(settings)
-        self._subjects = subjects_of(settings, data)
-        self._known_targets = earlier_targets_of(settings)
-        # Now, not at the first step: a key that others can read ends a run before it begins.
-        context = settings.defense_context()
-        settings.defense.require_usable(context)
-        self._noise_key = settings.defense.open_noise_key(context, settings.noise_key_file())
-
-    @property
-    def is_label_free(self) -> bool:
-        """Whether the trained model depends on labels only through what a defense released."""
-        began_free = self._earlier is None or self._earlier.is_label_free
-        return began_free and self._settings.defense.traits.model_is_label_free
-
-    def __call__(self, rows: AlignedRows) -> TopTrainer:
-        """Build the trainer.
-
-        The peer has chosen its ids, and sees whether the run goes on: that must not depend on the
-        labels of the aligned rows.
-
-        Raises:
-            DataError: there are no validation rows, which early stopping needs.
-        """
-        settings, contract = self._settings, self._settings.contract
-        if settings.stops_by_validation and not len(rows.splits["validation"]):
-            raise DataError(
-                f"{self._data.table.source}: early_stopping needs validation rows, and none of the "
-                f"aligned ones is"
-            )
-        labels = self._data.labels_at(rows.file_rows)
-        self.encoder, features = self._data.encode(rows, self._earlier)
-        model = build_top_model(
-            settings.top_model,
-            contract.aggregate_shape,
-            self.encoder,
-            seed=settings.model_seed,
-            num_classes=self._num_classes,
-            trial=None if self._line else Trial(rows.order.batch_sizes, self._device),
-        )
-        if self._earlier is not None:
-            self._earlier.put_into(model)
-        model.to(self._device)
-        speed_up(model, settings.autocast, compiled=settings.compile)
-        answer_keys = AnswerKeys()
-        secrets = NoiseSecrets(self._noise_key, answer_keys)
-        # Only if noise belongs to ids: many millions of texts take gigabytes.
-        with_ids = self._noise_key is not None
-        ids = [self._data.ids[row] for row in rows.file_rows] if with_ids else []
-        train = rows.splits["train"]
-        if self._noise_key is not None and settings.defense.noise_seed is None:
-            path, trained = settings.noise_key_file(), [ids[position] for position in train]
-            labels[train] = labels_first_used(path, self._noise_key, trained, labels[train])
-        training = torch.from_numpy(train) if rows.has_survey else None
-        known = (
-            None
-            if self._known_targets is None
-            else self._known_targets.of(self._data.ids[row] for row in rows.file_rows)
-        )
-        of_file = self._subjects
-        persons = subjects = None
-        if of_file is not None:
-            of_rows = of_file[rows.file_rows]
-            subjects = torch.from_numpy(numbered(of_rows))
-            persons = persons_of(of_rows, (self._data.ids[row] for row in rows.file_rows))
-        examples = Examples(ids, labels, self._device, training, subjects, known)
-        return TopTrainer(
-            self._build_objective(model, rows.total_steps(contract), secrets, examples),
-            settings.defense.build(settings.defense_context(), secrets, examples),
-            TrainingRows(
-                labels,
-                features,
-                self._num_classes,
-                self._example_keys(ids),
-                self._data.digest(self.encoder, features),
-                "" if self._noise_key is None else key_name(self._noise_key),
-                persons,
-                self._loss_weights(rows),
-                training,
-                self._kind_of(rows, labels),
-            ),
-            self._device,
-            answer_keys,
-            self.phases,
-            tells_slopes=settings.defense.traits.needs_slopes or _knows_predictions(settings),
-        )
-
-    def _example_keys(self, ids: list[str]) -> Tensor | None:
-        if self._noise_key is None or not self._settings.defense.traits.needs_example_keys:
-            return None
-        return example_keys(self._noise_key, ids, GRADIENT_NOISE)
-
-    def _build_objective(
-        self, model: nn.Module, total_steps: int, secrets: NoiseSecrets, examples: Examples
-    ) -> Objective:
-        settings, defense = self._settings, self._settings.defense
-
-        def schedule(step: int) -> float:
-            return settings.contract.schedule.factor(step, total_steps)
-
-        top = TopModel(model, build_optimizer(settings.optimizer, model), schedule)
-        objective = defense.objective(top, secrets, examples)
-        return objective or OrdinaryObjective(
-            top,
-            learns_targets=defense.traits.top_learns_targets,
-            class_weights=self._class_weights(),
-            kind=kind_of(settings.data),
-            compute=None if self._line is None else self._spread(model, self._line),
-        )
-
-    def _spread(self, model: nn.Module, line: WorkerLine) -> SpreadModel:
-        shapes = None if self.encoder is None else self.encoder.shapes
-        return spread(self._settings, model, shapes, line)
-
-    def _kind_of(self, rows: AlignedRows, labels: Tensor) -> LabelKind:
-        mean = math.nan
-        if self._settings.data.label_range is not None:
-            mean = float(labels[rows.splits["train"]].double().mean())
-        return kind_of(self._settings.data, mean)
-
-    def _loss_weights(self, rows: AlignedRows) -> LossWeights:
-        of_rows = self._data.weights_at(rows)
-        on_device = None if of_rows is None else of_rows.to(self._device)
-        return LossWeights(on_device, self._class_weights())
-
-    def _class_weights(self) -> Tensor | None:
-        weights = self._settings.data.class_weights
-        return None if weights is None else torch.tensor(weights, device=self._device)
-
-
-def _knows_predictions(settings: ActiveSettings) -> bool:
-    """Return whether an attack of the leak monitor is told the model's predictions."""
-    monitor = settings.leak_monitor
-    is_of_numbers = settings.data.label_range is not None
-    return monitor is not None and (is_of_numbers or monitor.needs_predictions)
-
-
-def subjects_of(settings: ActiveSettings, data: PartyData) -> NDArray[np.object_] | None:
-    """Return the person whom each row of the data is about, "" for a row of its own.
-
-    None if the defense reads no persons.
-
-    Raises:
-        DataError: there is no such column.
-        SettingsError: the column is a feature, too.
-    """
-    column = settings.defense.traits.subject_column
-    if column is None:
-        return None
-    of_file = read_subjects(settings.data, settings.base_dir, column, settings.contract.ids)
-    return of_file if data.kept is None else of_file[data.kept]
-
-
-def earlier_targets_of(settings: ActiveSettings) -> ReleasedTargets | None:
-    """Return the targets of earlier runs that the defense uses again; None if it uses none.
-
-    Raises:
-        SettingsError: they cannot be read, or rows have no ids by which to know them again.
-    """
-    folders = settings.defense.traits.earlier_targets
-    if folders and settings.data.id_column is None:
-        raise SettingsError(
-            f"{SETTING}: needs data.id_column: in another file, a row's number belongs to another "
-            f"example"
-        )
-    paths = [expand_path(SETTING, text, settings.base_dir) for text in folders]
-    context = settings.defense_context()
-    rules = rules_as_bytes(settings.contract.ids)
-    return read_targets(paths, context.num_classes, rules, context.label_bounds)
-
-
-def open_label_owners_model(settings: ActiveSettings) -> EarlierModel | None:
-    """Open the model that the settings start from; None without one.
-
-    Raises:
-        SettingsError: it cannot be read, or true labels have entered it and would void the bound.
-    """
-    earlier = open_earlier_model(settings)
-    defense = settings.defense
-    if earlier is not None and defense.traits.is_staged and not earlier.is_label_free:
-        raise SettingsError(
-            f"initial_weights: {earlier.folder}: this model has learned from true labels, which "
-            f"its predictions would tell: the bound of {defense.name} would not hold; expected a "
-            f"model that a run with {defense.name}, or with noisy_label and top_labels: noisy, "
-            f"has left"
-        )
-    return earlier
-
-
 def signals_of(settings: ActiveSettings) -> tuple[LabelSignal, ...]:
-    """Return what the peer of a run may learn about labels besides the answers.
-
-    Raises:
-        SettingsError: the initial weights cannot be read.
-    """
+    """Return what the peer of a run may learn about labels besides the answers."""
     uses = settings.label_uses()
     if settings.initial_weights is not None:
         folder = expand_path(WEIGHTS_SETTING, settings.initial_weights, settings.base_dir)
@@ -284,15 +41,7 @@ def signals_of(settings: ActiveSettings) -> tuple[LabelSignal, ...]:
 
 
 def allowance_of(settings: ActiveSettings, earlier: AccountBook) -> Allowance:
-    """Return the limit to what a run may reveal, and the peers for whom it can have bounds.
-
-    Args:
-        settings: the active party's settings.
-        earlier: the accounts of earlier runs.
-
-    Raises:
-        SettingsError: the run cannot have a bound for the peers whom its budget names.
-    """
+    """Return the limit to what a run may reveal, and the peers for whom it can have bounds."""
     budget, signals = settings.run_budget, signals_of(settings)
     objection = None if budget is None else objection_to(budget.peers, signals)
     if objection is not None:
@@ -302,11 +51,7 @@ def allowance_of(settings: ActiveSettings, earlier: AccountBook) -> Allowance:
 
 
 def bounds_in_words(settings: ActiveSettings) -> str:
-    """Describe for whom a run can have bounds, and what else tells the peer about labels.
-
-    Raises:
-        SettingsError: as for ``allowance_of``.
-    """
+    """Describe for whom a run can have bounds, and what else tells the peer about labels."""
     peers = allowance_of(settings, AccountBook.empty()).peers
     covered = narrowest(peers, settings.defense.traits.coverage.covers)
     reasons = (signal.why for signal in signals_of(settings))
@@ -322,7 +67,6 @@ def build_session(
     store: RunStore | None = None,
     allowance: Allowance | None = None,
 ) -> ActiveSession:
-    """Build the session of one run."""
     stopping = settings.early_stopping
     rules = OwnRules(
         early_stop=None if stopping is None else EarlyStop(stopping),

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from splitveil.active_party.assembly import TrainerBuilder, build_session
+from splitveil.active_party.assembly import build_session
 from splitveil.active_party.ledger.account_book import (
     LEDGER,
     SETTING,
@@ -25,6 +25,7 @@ from splitveil.active_party.ledger.account_book import (
 from splitveil.active_party.ledger.known_bounds import auc_bound
 from splitveil.active_party.run.observer import SessionObserver
 from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.trainer_builder import TrainerBuilder
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party.command_line import stored_settings
 from splitveil.common.party.party_data import PartyData
@@ -47,16 +48,7 @@ _READS_ALIKE = {"cache_dir", "store", "snapshot", "snapshot_dir", "encoding", "d
 def earlier_answers(
     settings: ActiveSettings, own: Path | None, *, leaves_books: bool
 ) -> AccountBook:
-    """Return what earlier runs have charged: those that the settings name, or else all.
-
-    Args:
-        settings: of this run.
-        own: the folder of this run, which does not count.
-        leaves_books: whether the book of a run that was killed is written into its folder.
-
-    Raises:
-        SettingsError: a run about the same labels goes on, or what it has charged cannot be known.
-    """
+    """Return what earlier runs have charged: those that the settings name, or else all."""
     if settings.earlier_ledgers is not None:
         return settings.earlier_answers()
     rules, books = rules_as_bytes(settings.contract.ids), {}
@@ -82,11 +74,7 @@ def earlier_answers(
 
 
 def answers_before(settings: ActiveSettings) -> AccountBook:
-    """Return what a run would begin with; a finished run of this name counts, as with --fresh.
-
-    Raises:
-        SettingsError: as for ``earlier_answers``.
-    """
+    """Return what a run would begin with; a finished run of this name counts, as with --fresh."""
     own = settings.run_folder(ACTIVE)
     return earlier_answers(settings, None if has_finished(own) else own, leaves_books=False)
 
@@ -157,7 +145,5 @@ def _charged_by(folder: Path, values: dict[str, Any]) -> AccountBook:
 
 
 class _Unseen:
-    """Observes nothing: the run is not resumed."""
-
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_: None

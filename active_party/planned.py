@@ -68,11 +68,6 @@ class PlannedAnswers(NamedTuple):
     """Of all of them together."""
 
     def figure(self, of_divergence: Callable[[float], float]) -> tuple[float, float] | None:
-        """Return the least and the most that a figure may be; None if nothing is known.
-
-        Args:
-            of_divergence: returns the figure for a divergence.
-        """
         if self.charge.certainty == "unknown":
             return None
         return of_divergence(self.charge.low), of_divergence(self.charge.high)
@@ -128,7 +123,6 @@ class Plan(NamedTuple):
     """What a run will reveal, as far as it is known before."""
 
     defense: str
-    """Its name."""
     data: PlannedRows
     answers: tuple[PlannedAnswers, ...]
     """One answer and all answers of a run, for each kind of noise."""
@@ -139,7 +133,6 @@ class Plan(NamedTuple):
     """What earlier runs have told, alone and together with this run; empty if they told nothing."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as plain values."""
         target = self.target
         return {
             "defense": self.defense,
@@ -161,18 +154,6 @@ def plan_of(
     target_leak_auc: float | None = None,
     earlier: AccountBook | None = None,
 ) -> Plan:
-    """Return what a run with these settings would reveal.
-
-    Args:
-        settings: the active party's settings, with the contract.
-        data: the label file, not yet aligned.
-        target_leak_auc: AUC below which the whole run should stay, above 0.5 and below 1.
-        earlier: what earlier runs have told; by default what the ledgers in the settings say.
-
-    Raises:
-        SettingsError: the target is not such an AUC, or earlier ledgers or initial weights cannot
-            be read.
-    """
     if target_leak_auc is not None and not 0.5 < target_leak_auc < 1:
         raise SettingsError(
             f"--target-leak-auc: expected an AUC between 0.5 and 1, got {target_leak_auc}"
@@ -246,7 +227,6 @@ def _shares(labels: Tensor, data: PartyData) -> str:
 
 
 def _narrowed(forecast: Forecast, peers: Covers) -> Forecast:
-    """Return a forecast for no more peers than those for whom the run can have bounds."""
     charges = {noise: charge.narrowed(peers) for noise, charge in forecast.charges.items()}
     return forecast._replace(charges=charges)
 
@@ -302,15 +282,7 @@ def _remarks(
 
 
 def _end_in_words(first: int | None, last: int | None, epochs: int, charge: ChargeForecast) -> str:
-    """Describe when a budget ends the run.
-
-    Args:
-        first: the epoch in which the budget ends the run at the highest charge; None if it does
-            not.
-        last: the same epoch at the lowest charge.
-        epochs: number of epochs of the run.
-        charge: forecast for one answer.
-    """
+    """Describe when a budget ends the run."""
     if first is None:
         fits = f"all {epochs} epochs fit"
         return fits if charge.is_promise else f"{fits}, if charges are as estimated"

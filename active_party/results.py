@@ -17,16 +17,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from splitveil.active_party.assembly import TrainerBuilder
 from splitveil.active_party.ledger.account_book import LEDGER
 from splitveil.active_party.ledger.released_targets import TARGETS, targets_by_id
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.active_party.training.alone import build_alone, predicted_alone, train_alone
+from splitveil.active_party.trainer_builder import TrainerBuilder
 from splitveil.active_party.training.held_out import save_predictions
+from splitveil.active_party.training.own_models import Fitting, build_alone, train_alone
 from splitveil.active_party.training.predictions import PredictionFigures
-from splitveil.active_party.training.refit import Fitting
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.run.id_rules import rules_as_bytes
@@ -44,16 +43,17 @@ from splitveil.common.storage.trained_model import identity_metadata
 logger = logging.getLogger(__name__)
 
 
+def forget_account(folder: Path) -> None:
+    """Delete the account book: from the first answer on, none may pass for the whole account."""
+    delete_saved(folder, LEDGER)
+
+
 def save_results(
     settings: ActiveSettings, folder: Path, session: ActiveSession, builder: TrainerBuilder
 ) -> PredictionFigures | None:
     """Save the models and the account book of a run that is over, if it had begun to train.
 
-    Returns:
-        The refitted model's figures on the test rows; None if it was not fitted.
-
-    Raises:
-        StorageError: a file cannot be written.
+    Returns the refitted model's figures on the test rows; None if it was not fitted.
     """
     trainer = session.trainer
     if trainer is None:
@@ -83,11 +83,7 @@ def save_alone(
 
     It learns from true labels: the run is over, and nothing of this model is ever sent.
 
-    Returns:
-        Its figures on the test rows; None if there is no such model, or there are no test rows.
-
-    Raises:
-        StorageError: the file cannot be written.
+    Returns its figures on the test rows; None if there is no such model, or there are no test rows.
     """
     delete_saved(folder, ALONE)
     trainer, encoder = session.trainer, builder.encoder
@@ -100,16 +96,14 @@ def save_alone(
         build_alone(encoder, settings.data.num_classes, settings.model_seed),
         rows,
         torch.from_numpy(splits["train"].copy()),
-        lambda model: build_optimizer(settings.optimizer, model),
-        settings.contract.batch_size,
-        settings.model_seed,
+        _fitting(settings),
     )
     metadata = TRUE_LABELS | _identity(settings, session)
     save_tensors(folder, ALONE, model.state_dict(), metadata)
     if not len(splits["test"]):
         return None
-    logits, labels = predicted_alone(model, rows, torch.from_numpy(splits["test"].copy()))
-    figures = rows.kind.measure(logits, labels)
+    test = torch.from_numpy(splits["test"].copy())
+    figures = rows.kind.measure(rows.logits(model, test), rows.labels[test])
     logger.info("this party's own features alone: test %s", figures.in_short)
     return figures
 
@@ -117,6 +111,14 @@ def save_alone(
 def _identity(settings: ActiveSettings, session: ActiveSession) -> dict[str, str]:
     model = ModelIdentity(session.run_id, session.answering.batch_number)
     return identity_metadata(model, settings.contract)
+
+
+def _fitting(settings: ActiveSettings) -> Fitting:
+    return Fitting(
+        lambda model: build_optimizer(settings.optimizer, model),
+        settings.contract.batch_size,
+        settings.model_seed,
+    )
 
 
 def _save_targets(
@@ -134,12 +136,7 @@ def _save_targets(
 def _refit(
     settings: ActiveSettings, folder: Path, session: ActiveSession, trainer: TopTrainer
 ) -> PredictionFigures | None:
-    fitting = Fitting(
-        lambda model: build_optimizer(settings.optimizer, model),
-        settings.contract.batch_size,
-        settings.model_seed,
-    )
-    model = trainer.refitted(fitting)
+    model = trainer.refitted(_fitting(settings))
     if model is None:
         return None
     metadata = TRUE_LABELS | _identity(settings, session)

@@ -3,24 +3,78 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, Tag, model_validator
 
-from splitveil.active_party.budget_settings import RunBudget
 from splitveil.active_party.defenses import DefenseContext, DefenseSettings
 from splitveil.active_party.defenses.section import WeightUses, refusal_of_weights
 from splitveil.active_party.ledger.account_book import SETTING, AccountBook, open_books
 from splitveil.active_party.ledger.label_signals import LabelUses, label_signals, objection_to
-from splitveil.active_party.number_refusals import ClassUses, refusal_of_class_uses
+from splitveil.active_party.ledger.limit import Limit
 from splitveil.active_party.serving_settings import ServingSettings
 from splitveil.common.data.source_settings import expand_path
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.settings import ModelSettings
 from splitveil.common.party.party_settings import Address, PartySettings, ReportSettings
 from splitveil.common.privacy.attacks import SideInformation
+from splitveil.common.privacy.covers import Covers
 from splitveil.common.privacy.settings import DEFAULT_ATTACKS, AuditSettings, suggested
 from splitveil.common.run.contract import ACTIVE, Name
 from splitveil.common.run.id_rules import rules_as_bytes
-from splitveil.common.settings import Section
+from splitveil.common.settings import Section, kind_by_key
+
+
+class PeersOfBudget(Section):
+    """The peers for whom a budget has to hold."""
+
+    covers: Literal["anybody", "passive and honest", "knows class means only"] = "anybody"
+    """The peers for whom the limit has to hold.
+
+    ``anybody``: a peer that may choose its activations, and may know everything but one label.
+    ``passive and honest``: one that sends its model's activations. ``knows class means only``: one
+    that compares gradients with the class means of a batch, and looks at nothing else. A defense
+    whose charges do not describe these peers is refused.
+    """
+
+    @property
+    def peers(self) -> Covers:
+        """The peers for whom the limit has to hold."""
+        return Covers(self.covers)
+
+
+class LeakAucBudget(PeersOfBudget):
+    """Limit on what a run may reveal, as an AUC."""
+
+    leak_auc: float = Field(gt=0.5, lt=1)
+    """Highest AUC that a score computed from all answers together may reach on any example.
+
+    The limit is compared with the ledger's bound for these peers. Where all answers are a Gaussian
+    mechanism, or follow from one noisy label, that is the exact figure; otherwise it is the bound
+    for any distributions, or a smaller one where the defense has it.
+    """
+
+    @property
+    def limit(self) -> Limit:
+        """The limit as divergences."""
+        return Limit.of_leak_auc(self.leak_auc, self.peers)
+
+
+class SumKlBudget(PeersOfBudget):
+    """Limit on what a run may reveal, as a symmetrised divergence."""
+
+    sum_kl: float = Field(gt=0, le=1e6)
+    """Largest divergence between the classes in all answers about one example together."""
+
+    @property
+    def limit(self) -> Limit:
+        """The limit as divergences."""
+        return Limit.of_sum_kl(self.sum_kl, self.peers)
+
+
+RunBudget = Annotated[
+    Annotated[LeakAucBudget, Tag("leak_auc")] | Annotated[SumKlBudget, Tag("sum_kl")],
+    kind_by_key("leak_auc", "sum_kl", error_type="run_budget_key"),
+]
+"""Limit on what a run may reveal about each label; the key that is present names the unit."""
 
 
 class EarlyStopping(Section):
@@ -327,16 +381,27 @@ class ActiveSettings(PartySettings):
         if data.label_range is None:
             return
         monitor = self.leak_monitor
-        uses = ClassUses(
-            self.leak_gate is not None,
-            self.report.min_test_auc is not None,
-            self.allow_audits,
-            # By their value: settings that were written out in full name the default ones.
-            monitor is not None and monitor.attacks != DEFAULT_ATTACKS,
-        )
-        refusal = refusal_of_class_uses(uses)
-        if refusal is not None:
-            raise ValueError(refusal)
+        if self.leak_gate is not None:
+            raise ValueError(
+                "leak_gate: it judges AUCs of attacks on classes; with data.label_range set it to "
+                "null"
+            )
+        if self.report.min_test_auc is not None:
+            raise ValueError(
+                "report.min_test_auc: with data.label_range there is no AUC; set it to null"
+            )
+        if self.allow_audits:
+            raise ValueError(
+                "allow_audits: audits measure AUCs of attacks on classes; with data.label_range "
+                "set it to false"
+            )
+        # By their value: settings that were written out in full name the default ones.
+        if monitor is not None and monitor.attacks != DEFAULT_ATTACKS:
+            raise ValueError(
+                "leak_monitor.attacks: they tell classes apart; with data.label_range the leak "
+                "monitor always runs those on numbers: leave the list out, or set leak_monitor to "
+                "null for none"
+            )
 
     def _check_run_budget(self) -> None:
         if self.run_budget is None:

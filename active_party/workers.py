@@ -24,11 +24,7 @@ _ROLE = "top_model"
 
 
 def check_settings(settings: ActiveSettings) -> None:
-    """Check that several processes can compute the top model, as far as the settings tell.
-
-    Raises:
-        SettingsError: names the setting that stands against it.
-    """
+    """Check that several processes can compute the top model, as far as the settings tell."""
     check_model(settings.top_model, _ROLE)
     if settings.defense.traits.has_own_objective:
         raise SettingsError(
@@ -38,11 +34,7 @@ def check_settings(settings: ActiveSettings) -> None:
 
 
 def work_for(settings: ActiveSettings, place: Place) -> None:
-    """Compute the top model's batches for rank 0 of this party.
-
-    Raises:
-        SettingsError, WorkerLost: as for ``work``.
-    """
+    """Compute the top model's batches for rank 0 of this party."""
     device = command_line.prepare(settings, place)
 
     def build(facts: dict[str, Any]) -> Replica:
@@ -63,11 +55,7 @@ def work_for(settings: ActiveSettings, place: Place) -> None:
 def spread(
     settings: ActiveSettings, model: nn.Module, shapes: FeatureShapes | None, line: WorkerLine
 ) -> SpreadModel:
-    """Return the top model as all processes compute it.
-
-    Raises:
-        SettingsError: shares of a batch would not give what the whole batch does.
-    """
+    """Return the top model as all processes compute it."""
     check_spreadable(model, _ROLE)
     refuse_speed_ups(settings.autocast, compiled=settings.compile)
     form = RowForm(tuple(settings.contract.aggregate_shape), shapes)

@@ -29,7 +29,7 @@ from sklearn.metrics import roc_auc_score
 from benchmarks.environment import print_environment
 from splitveil import simulation
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.active_party.training.refit import Fitting
+from splitveil.active_party.training.own_models import Fitting
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.run.course import AlignedRows

@@ -28,9 +28,9 @@ import yaml
 from pyarrow import parquet
 
 from benchmarks.environment import print_environment
-from splitveil.active_party.inference.batch import BatchPrediction
-from splitveil.active_party.inference.parts import Parts, Plan
-from splitveil.active_party.inference.predictor import open_predictor
+from splitveil.active_party.predict.batch import BatchPrediction
+from splitveil.active_party.predict.parts import Parts, Plan
+from splitveil.active_party.predict.predictor import open_predictor
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.models.factory import build_bottom_model, build_top_model
 from splitveil.common.party.credentials import credential_files

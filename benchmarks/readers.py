@@ -29,8 +29,7 @@ from pyarrow import csv as arrow_csv
 
 from benchmarks.environment import in_a_process, print_environment
 from splitveil.common.data.converted import MappedTable, open_converted
-from splitveil.common.data.features import FeatureEncoder
-from splitveil.common.data.mapped_features import RowEncoder
+from splitveil.common.data.features import FeatureEncoder, RowEncoder
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.party.party_data import PartyData
 

@@ -30,9 +30,9 @@ from numpy.typing import NDArray
 
 from benchmarks.environment import in_a_process, print_environment
 from benchmarks.predict import save_models, serve, started, write_example
-from splitveil.active_party.inference.predictor import open_predictor
-from splitveil.active_party.online.command import open_desk, open_doors, serving
-from splitveil.active_party.online.online_status import OnlineStatus
+from splitveil.active_party.http.online_status import OnlineStatus
+from splitveil.active_party.http.opening import open_desk, open_doors, serving
+from splitveil.active_party.predict.predictor import open_predictor
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.passive_party.settings import PassiveSettings

@@ -1,7 +1,8 @@
 """Reads settings from YAML files and command-line overrides, and reports all problems at once."""
 
 import difflib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -10,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, ValidationError
 from splitveil.common.errors import SettingsError
 from splitveil.common.text.addresses import may_hold_secret
 from splitveil.common.text.visible_text import visible
-from splitveil.common.text.yaml_text import load_yaml, read_yaml_file
+from splitveil.common.text.yaml_text import AS_WRITTEN, Extent, load_yaml, read_yaml_file
 
 _SHOWN_CHARACTERS = 200
 """Number of characters of a value or an override that a message shows."""
@@ -27,25 +28,17 @@ class Section(BaseModel):
     )
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Read one settings file into plain values.
-
-    Raises:
-        SettingsError: the file is missing, unreadable, not YAML, or not a mapping.
-    """
-    values = read_yaml_file(path)
+def read_yaml(path: Path, extent: Extent = AS_WRITTEN) -> dict[str, Any]:
+    """Read one settings file into plain values; SettingsError if that fails or it is no mapping."""
+    values = read_yaml_file(path, extent)
     if not isinstance(values, dict):
         raise SettingsError(f"{path}: expected names and values, got {type(values).__name__}")
     return values
 
 
 def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """Return a copy of ``values`` with each override ``dotted.name=yaml`` applied.
-
-    Raises:
-        SettingsError: an override has no ``=``, is not YAML, or treats a plain value as a section.
-    """
-    result = _copy(values)
+    """Return a copy of ``values`` with each override ``dotted.name=yaml`` applied."""
+    result = deepcopy(values)
     for override in overrides:
         name, separator, text = override.partition("=")
         if not separator or not name:
@@ -58,8 +51,7 @@ def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> dict[st
 def validate(section: type[SectionT], values: Mapping[str, Any], source: str) -> SectionT:
     """Build a section from plain values.
 
-    Raises:
-        SettingsError: has one line per problem: where it is, what was expected, what was found.
+    SettingsError has one line per problem: where it is, what was expected, what was found.
     """
     try:
         return section.model_validate(values)
@@ -71,27 +63,10 @@ def validate(section: type[SectionT], values: Mapping[str, Any], source: str) ->
         raise SettingsError(problems) from error
 
 
-def kind_by_only_key(*keys: str, error_type: str, advice: str = "") -> Discriminator:
-    """Return the discriminator of a union whose kind is determined by the key that is present.
-
-    Args:
-        keys: one for each kind, to be named in the message.
-        error_type: pydantic's name of the error that there is not exactly one key.
-        advice: the end of its message.
-    """
-    return Discriminator(
-        _only_key,
-        custom_error_type=error_type,
-        custom_error_message=f"expected exactly one of {', '.join(keys)}{advice}",
-    )
-
-
-def kind_by_key(*keys: str, error_type: str) -> Discriminator:
+def kind_by_key(*keys: str, error_type: str, advice: str = "") -> Discriminator:
     """Return the discriminator of a union whose kinds have one key each that no other kind has.
 
-    Args:
-        keys: one for each kind, to be named in the message; a kind may have further keys.
-        error_type: pydantic's name of the error that there is not exactly one of them.
+    A kind may have further keys. ``advice`` ends the message that there is not exactly one of them.
     """
 
     def kind_of(value: object) -> str | None:
@@ -102,33 +77,12 @@ def kind_by_key(*keys: str, error_type: str) -> Discriminator:
     return Discriminator(
         kind_of,
         custom_error_type=error_type,
-        custom_error_message=f"expected exactly one of {', '.join(keys)}",
+        custom_error_message=f"expected exactly one of {', '.join(keys)}{advice}",
     )
 
 
 def kind_by_field(field: str, *kinds: str, error_type: str) -> Discriminator:
-    """Return the discriminator of a union whose kind stands in a field, the first kind by default.
-
-    Args:
-        field: the name of the field.
-        kinds: the values that it may have.
-        error_type: pydantic's name of the error that it has any other value.
-    """
-    return Discriminator(
-        _named_kind(field, *kinds),
-        custom_error_type=error_type,
-        custom_error_message=f"expected {field} {' or '.join(kinds)}",
-    )
-
-
-def _only_key(value: object) -> str | None:
-    """Return the only key of a section, or None, which is an error."""
-    keys = list(value) if isinstance(value, dict) else list(getattr(value, "model_fields_set", ()))
-    return str(keys[0]) if len(keys) == 1 else None
-
-
-def _named_kind(field: str, *kinds: str) -> Callable[[object], str | None]:
-    """Return a function that reads a section's kind, or returns None, which is an error."""
+    """Return the discriminator of a union whose kind stands in a field, the first by default."""
 
     def kind_of(value: object) -> str | None:
         if isinstance(value, dict):
@@ -137,11 +91,11 @@ def _named_kind(field: str, *kinds: str) -> Callable[[object], str | None]:
             kind = getattr(value, field, None)
         return kind if kind in kinds else None
 
-    return kind_of
-
-
-def _copy(values: dict[str, Any]) -> dict[str, Any]:
-    return {k: _copy(v) if isinstance(v, dict) else v for k, v in values.items()}
+    return Discriminator(
+        kind_of,
+        custom_error_type=error_type,
+        custom_error_message=f"expected {field} {' or '.join(kinds)}",
+    )
 
 
 def _as_yaml(value: object) -> str:
@@ -185,10 +139,6 @@ def closest_setting(section: type[Section], where: Sequence[str | int]) -> str |
 
     A setting of this very name elsewhere comes first, then a similar one of the same section, then
     a similar one elsewhere.
-
-    Args:
-        section: the whole file.
-        where: the unknown setting's place, as pydantic gives it.
     """
     paths = sorted(_field_paths(section, (), ()), key=lambda path: (len(path), path))
     parent, wrong = _parent(where, paths), str(where[-1])
@@ -223,13 +173,7 @@ def _parent(where: Sequence[str | int], paths: Collection[tuple[str, ...]]) -> t
 def _field_paths(
     annotation: Any, path: tuple[str, ...], within: tuple[Any, ...]
 ) -> set[tuple[str, ...]]:
-    """Collect the paths of all fields reachable from a type.
-
-    Args:
-        annotation: the type.
-        path: where it stands.
-        within: the types around it, which it may contain again.
-    """
+    """Collect the paths of all fields reachable from a type; the types around it may recur."""
     if annotation in within:
         return set()
     around = (*within, annotation)

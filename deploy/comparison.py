@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from rich.console import Group
+
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.record.figures import LedgerFigures
 from splitveil.common.record.leak_figures import BatchFigures, LeakFigures, RunFigures
@@ -12,8 +14,10 @@ from splitveil.common.record.summary import Summary
 from splitveil.common.record.values import ByAttack, ValueT
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.settings import read_yaml
-from splitveil.common.text.fitted_table import FittedTable
 from splitveil.common.text.upper_bounds import auc_at_most
+from splitveil.common.text.visible_text import PlainTable
+
+_RUNS_BESIDE = 3
 
 
 class RunResults(NamedTuple):
@@ -58,7 +62,14 @@ def read_results(run_dir: Path) -> RunResults:
     return RunResults(active, {f"{name}: ": read_summary(run_dir / name) for name in names})
 
 
-def comparison_table(title: str, results: Mapping[str, RunResults]) -> FittedTable:
+def comparison_table(title: str, results: Mapping[str, RunResults]) -> Group:
+    """Return a table with one column per run and one row per figure, and further ones below it."""
+    runs = list(results.items())
+    parts = (dict(runs[at : at + _RUNS_BESIDE]) for at in range(0, len(runs), _RUNS_BESIDE))
+    return Group(*(_table(title, part) for part in parts))
+
+
+def _table(title: str, results: Mapping[str, RunResults]) -> PlainTable:
     caption = (
         "leak AUC at a layer: mean over batches, 95 % quantile (that of random scores); "
         "below, leak AUC of the whole run"
@@ -66,7 +77,7 @@ def comparison_table(title: str, results: Mapping[str, RunResults]) -> FittedTab
     runs = list(results.values())
     if any(run.active.of_leak.by_class for run in runs):
         caption += "; of the pair of classes told apart best"
-    table = FittedTable(title, caption=caption)
+    table = PlainTable(title, caption=caption)
     table.add_column("")
     for name in results:
         table.add_column(name, justify="right")
@@ -86,7 +97,7 @@ def comparison_table(title: str, results: Mapping[str, RunResults]) -> FittedTab
     return table
 
 
-def _add_leaks(table: FittedTable, runs: Sequence[RunResults]) -> None:
+def _add_leaks(table: PlainTable, runs: Sequence[RunResults]) -> None:
     table.add_section()
     for layer, attack in _pairs(run.leak for run in runs):
         cells = [_leak_cell(run.leak.get(layer, {}).get(attack)) for run in runs]

@@ -1,7 +1,7 @@
 """Shows several parties' output in one terminal: one table of log lines, and one bar beneath it.
 
-A line of the table has the time, the party, and the message, wrapped beneath itself: names and
-paths at their separators, a digest in halves. The bar is the active party's, which knows the loss.
+A line of the table has the time, the party, and the message, wrapped beneath itself. The bar is the
+active party's, which knows the loss.
 Where there is no terminal, the lines keep the party's name in front, as they come.
 """
 
@@ -20,7 +20,6 @@ from rich.text import Text
 from splitveil.common.record.progress_pipe import VARIABLE
 from splitveil.common.record.training_progress import TrainingProgress
 from splitveil.common.text.visible_text import visible
-from splitveil.common.text.wrapping import wrapped
 
 _LOG_LINE = re.compile(r"(\d\d:\d\d:\d\d) \S+ (DEBUG|INFO|WARNING|ERROR|CRITICAL) (.*)")
 _STYLES = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
@@ -70,9 +69,8 @@ class RunDisplay:
         row = Table.grid(padding=(0, 1, 0, 0), expand=True)
         row.add_column(width=_TIME_WIDTH, style="dim")
         row.add_column(width=self._width, no_wrap=True, style="cyan")
-        row.add_column(ratio=1)
-        room = self._console.width - _TIME_WIDTH - self._width - 2
-        row.add_row(when, party, Text("\n".join(wrapped(visible(message), room)), style=style))
+        row.add_column(ratio=1, overflow="fold")
+        row.add_row(when, party, Text(visible(message), style=style))
         return row
 
     def _read_progress(self) -> None:

@@ -28,6 +28,7 @@ from pydantic import Field, PositiveInt, StringConstraints, model_validator
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.settings import Section, read_yaml, validate
+from splitveil.common.text.yaml_text import OWN_PLAN
 
 Label = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.=+ -]{0,59}$")]
 """Name of a dataset, variant or figure, in tables and (with ``-`` for blanks) folders."""
@@ -333,7 +334,7 @@ def load_experiment(name_or_path: str) -> tuple[str, Experiment, Path]:
         if not path.is_file():
             names = ", ".join(experiment_names())
             raise SettingsError(f"{name_or_path}: unknown experiment; expected one of {names}")
-    return path.stem, validate(Experiment, read_yaml(path), str(path)), path.parent
+    return path.stem, validate(Experiment, read_yaml(path, OWN_PLAN), str(path)), path.parent
 
 
 def experiment_names() -> list[str]:

@@ -145,23 +145,19 @@ class GrpcPeer:
         return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
     def open_alignment(self) -> AlignChannel:
-        method = self._connected().stream_stream(
+        method: Any = self._connected().stream_stream(
             method_path("Align"),
             pb.AlignFrame.SerializeToString,
             reader(pb.AlignFrame, ALIGN_FRAME_BYTES),
         )
-        return StreamChannel(
-            self._start_alignment(method),
-            deadline_s=self._reconnect.deadline_s,
-            translate=self.connection.error_of,
-        )
 
-    def _start_alignment(self, method: Any) -> Callable[[Iterator[pb.AlignFrame]], Any]:
-        def connect(outgoing: Iterator[pb.AlignFrame]) -> Any:
+        def connect(outgoing: Iterator[pb.AlignFrame]) -> Iterator[pb.AlignFrame]:
             self._align = method(outgoing, metadata=self._metadata)
             return map(believed, self._align)
 
-        return connect
+        return StreamChannel(
+            connect, deadline_s=self._reconnect.deadline_s, translate=self.connection.error_of
+        )
 
     def close_alignment(self) -> None:
         """Wait until the peer has the result as well, and is ready to train."""

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from splitveil.active_party.inference.predictor import open_predictor
-from splitveil.active_party.online.command import Doors, impatient, open_desk, open_doors, serving
-from splitveil.active_party.online.desk import AnswerDesk
-from splitveil.active_party.online.online_status import OnlineStatus
+from splitveil.active_party.http.desk import AnswerDesk
+from splitveil.active_party.http.online_status import OnlineStatus
+from splitveil.active_party.http.opening import Doors, impatient, open_desk, open_doors, serving
+from splitveil.active_party.predict.predictor import open_predictor
 from splitveil.common.party.transcript import Transcript
 from splitveil.common.wire.noted_calls import AllNotes
 from tests import joint

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 import grpc
 
-from splitveil.active_party.serving.server import method_handlers, start_server
-from splitveil.active_party.serving.service import ActiveService
+from splitveil.active_party.grpc_server.server import method_handlers, start_server
+from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.common.party.transcript import Crossing, Transcript
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.messages import Activation

@@ -13,7 +13,7 @@ from splitveil.active_party.defenses.projected_stages import ProjectedLabels, St
 from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.training.evaluation import Evaluation
-from splitveil.active_party.training.refit import Fitting
+from splitveil.active_party.training.own_models import Fitting
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.run.messages import LeaveReason

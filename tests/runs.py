@@ -12,8 +12,8 @@ import yaml
 from torch import Tensor
 
 from splitveil import simulation
+from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.active_party.run.session import ActiveSession
-from splitveil.active_party.serving.service import ActiveService
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.alignment import AlignmentEngine
 from splitveil.passive_party.peer import Peer

@@ -10,10 +10,10 @@ from typing import NamedTuple
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from splitveil.active_party.assembly import TrainerBuilder as TopBuilder
 from splitveil.active_party.assembly import build_session
-from splitveil.active_party.serving.server import start_server
-from splitveil.active_party.serving.service import ActiveService
+from splitveil.active_party.grpc_server.server import start_server
+from splitveil.active_party.grpc_server.service import ActiveService
+from splitveil.active_party.trainer_builder import TrainerBuilder as TopBuilder
 from splitveil.active_party.watch.active_status import ActiveStatus
 from splitveil.active_party.watch.active_status import StatusObserver as ActiveObserver
 from splitveil.active_party.watch.recorder import ActiveRecorder

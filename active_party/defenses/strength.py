@@ -18,7 +18,7 @@ from pydantic import Field, Tag
 
 from splitveil.active_party.defenses.class_statistics import ClassEstimate
 from splitveil.active_party.defenses.sum_kl import power_for_sum_kl, sum_kl_for_leak_auc
-from splitveil.common.settings import Section, kind_by_only_key
+from splitveil.common.settings import Section, kind_by_key
 
 
 class PowerRatio(Section):
@@ -57,7 +57,7 @@ Strength = Annotated[
     | Annotated[SumKl, Tag("sum_kl")]
     | Annotated[DetectionError, Tag("detection_error")]
     | Annotated[LeakAuc, Tag("leak_auc")],
-    kind_by_only_key(
+    kind_by_key(
         "power_ratio",
         "sum_kl",
         "detection_error",

@@ -4,11 +4,12 @@ These figures lead the verdict wherever a run has them: a leak AUC of all exampl
 what features tell, which no defense of gradients can hide. All of them are of the cut layer.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
 from splitveil.active_party.report.bounds import guarantee_of
+from splitveil.active_party.report.figures import ABSENT, Row, figure
 from splitveil.active_party.report.run_files import RunFiles
 from splitveil.common.privacy.attacks import CUT
 from splitveil.common.privacy.covers import Covers
@@ -22,25 +23,8 @@ from splitveil.common.record.beyond_figures import (
 )
 from splitveil.common.text.upper_bounds import at_least, at_most, auc_at_most
 
-_ABSENT = "–"
 _KNOWS_NOTHING = 1e-3
 """Leak AUC over one half that rounding may leave of a prior without any label."""
-
-
-class BeyondRow(NamedTuple):
-    """One attack among examples of which features tell the same."""
-
-    attack: str
-    needs: str
-    adjusted: str
-    interval: str
-    is_clear: bool
-    """Whether it is above chance by more than chance explains."""
-    raw: str
-    advantage: str
-    advantage_interval: str
-    prior: str
-    """Leak AUC of the attacker's own model of its features."""
 
 
 def measured_of(run: RunFiles) -> BeyondFigures:
@@ -94,14 +78,7 @@ def prior_of(run: RunFiles) -> Prior | None:
 
 
 def headline(found: AdjustedFigures, attack: str, *, knows: str, recovers: bool) -> str:
-    """Return the strongest attack's success as the beginning of a sentence.
-
-    Args:
-        found: its figures.
-        attack: its name.
-        knows: words for what it needs to know besides the gradients, empty for nothing.
-        recovers: whether that counts as recovering the labels.
-    """
+    """Return the strongest attack's success as the beginning of a sentence."""
     if recovers:
         return (
             f"Anyone who keeps the gradients of this run{knows} recovers the labels: AUC "
@@ -168,27 +145,17 @@ def contradictions(run: RunFiles, bounds: Mapping[Covers, float]) -> Iterator[st
         )
 
 
-def beyond_rows(run: RunFiles, needs: Mapping[str, str]) -> Iterator[BeyondRow]:
-    """Yield the table of attacks beyond features.
-
-    Args:
-        run: the run.
-        needs: attack -> what it needs to know besides the gradients.
-    """
+def beyond_rows(run: RunFiles, needs: Callable[[str], str]) -> Iterator[Row]:
+    """Yield the table of attacks beyond features; ``needs`` says what an attack has to know."""
     beyond, raw = beyond_of(run), raw_figures(run)
     for attack, found in beyond.adjusted.items():
-        gain = beyond.advantage.get(attack)
-        yield BeyondRow(
-            attack,
-            needs.get(attack, ""),
-            f"{found.value:.3f}",
-            f"{found.low:.3f} to {found.high:.3f}",
-            is_clearly_above(found, 0.5),
-            f"{raw[attack]:.3f}" if attack in raw else _ABSENT,
-            _ABSENT if gain is None else f"{gain.value:+.3f}",
-            _ABSENT if gain is None else f"{gain.low:+.3f} to {gain.high:+.3f}",
-            _ABSENT if gain is None else f"{gain.prior:.3f}",
-        )
+        adjusted = (f"{found.value:.3f}", f"{found.low:.3f} to {found.high:.3f}")
+        gained = (ABSENT,) * 3
+        if (gain := beyond.advantage.get(attack)) is not None:
+            interval = f"{gain.low:+.3f} to {gain.high:+.3f}"
+            gained = (f"{gain.value:+.3f}", interval, f"{gain.prior:.3f}")
+        cells = (attack, needs(attack), *adjusted, figure(raw.get(attack)), *gained)
+        yield Row(cells, is_clearly_above(found, 0.5))
 
 
 def _epsilon_in_words(found: EpsilonFigures) -> str:

@@ -7,7 +7,7 @@ attack that has not been run may do better.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from splitveil.active_party.defenses.projection.outlook import share_of_variance
 from splitveil.active_party.report.beyond import beyond_of, contradictions
@@ -46,7 +46,6 @@ class Check(NamedTuple):
 
     @property
     def word(self) -> str:
-        """The outcome in words."""
         return WORDS[self.outcome]
 
 
@@ -63,16 +62,11 @@ class Decision(NamedTuple):
 
     @property
     def word(self) -> str:
-        """The outcome in words."""
         return WORDS[self.outcome] if self.has_target else "no target"
 
 
 def decide(run: RunFiles, findings: Sequence[Finding], accumulated: Sequence[RunLevel]) -> Decision:
-    """Hold a run against its target.
-
-    Raises:
-        SettingsError: the kept predictions of the test rows are damaged.
-    """
+    """Hold a run against its target."""
     target, where = target_of(run)
     predictions = read_predictions(run.active.folder)
     size = _table_size(run, predictions)
@@ -102,10 +96,10 @@ def decide(run: RunFiles, findings: Sequence[Finding], accumulated: Sequence[Run
 
 def target_of(run: RunFiles) -> tuple[float | None, str]:
     """Return the largest accepted leak AUC, and the setting that says so."""
-    own = (run.active.settings.get("report") or {}).get("target_leak_auc")
+    own = run.active.setting("report", "target_leak_auc")
     if isinstance(own, int | float):
         return float(own), "report.target_leak_auc"
-    budget = (run.active.settings.get("run_budget") or {}).get("leak_auc")
+    budget = run.active.setting("run_budget", "leak_auc")
     if isinstance(budget, int | float):
         return float(budget), "run_budget.leak_auc"
     return None, ""
@@ -188,8 +182,7 @@ def _ledger_checks(run: RunFiles) -> Iterator[Check]:
         yield Check(_DOUBTS, "fail", str(len(doubts)), "0", doubts[0])
     elif bounds_of(run):
         yield Check(_DOUBTS, "pass", "0", "0", "No attack that was run passed a stated bound.")
-    budget = run.active.settings.get("run_budget") or {}
-    limit, spent = budget.get("sum_kl"), run.active.summary.of_active.ledger
+    limit, spent = run.active.setting("run_budget", "sum_kl"), run.active.summary.of_active.ledger
     if isinstance(limit, int | float) and spent is not None and spent.sum_kl.max is not None:
         held = spent.sum_kl.max <= limit * (1 + _ROUNDING)
         figure = f"sum_kl {at_most(spent.sum_kl.max)}"
@@ -199,7 +192,7 @@ def _ledger_checks(run: RunFiles) -> Iterator[Check]:
 
 def _quality_checks(run: RunFiles, predictions: StoredPredictions | None) -> Iterator[Check]:
     model = run.active.summary.of_active.model
-    least = (run.active.settings.get("report") or {}).get("min_test_auc")
+    least = run.active.setting("report", "min_test_auc")
     if model.test_number is not None and model.test_rmse_alone is not None:
         rmse, alone = model.test_number.rmse, model.test_rmse_alone
         outcome: Outcome = "pass" if rmse < alone else "fail"
@@ -228,7 +221,6 @@ def _quality_check(auc: float, found: Estimate | None, figure: str, least: float
 
 
 def _interval(auc: float, predictions: StoredPredictions | None) -> Estimate | None:
-    """Return the interval of the recorded test AUC; None if the predictions are not of that."""
     found = None if predictions is None else auc_estimate(predictions)
     return None if found is None or abs(found.value - auc) > 1e-4 else found
 
@@ -310,8 +302,7 @@ def _headline(outcome: Outcome, checks: Sequence[Check], target: float | None, w
 
 def _table_size(run: RunFiles, predictions: StoredPredictions | None) -> TableSize | None:
     aligned = run.active.summary.counts.aligned_rows
-    split: Mapping[str, Any] = (run.active.settings.get("contract") or {}).get("split") or {}
-    share = split.get("train")
+    share = run.active.setting("contract", "split", "train")
     if aligned is None or predictions is None or not len(predictions.labels):
         return None
     if isinstance(share, int | float):

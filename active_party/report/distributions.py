@@ -29,13 +29,11 @@ _NORMAL_Q975 = 1.959964
 
 
 class StepRow(NamedTuple):
-    """The panels of one batch."""
-
     title: str
     panels: list[Panel]
 
 
-def class_rows(histograms: Sequence[ClassHistogram]) -> list[StepRow]:
+def step_rows(histograms: Sequence[ClassHistogram]) -> list[StepRow]:
     """Return one row of panels per batch, norms and cosines on the same axes in all rows."""
     axes = _axes(histograms)
     steps = dict.fromkeys((one.epoch, one.step) for one in histograms)

@@ -15,6 +15,7 @@ MIN_WINDOW = 15
 MAX_WINDOWS = 40
 LOW, HIGH = 0.1, 0.9
 """The quantiles that bound a band."""
+ABSENT = "–"
 STANDARD_ERRORS = 4.0
 """Number of standard errors by which a mean must exceed the mean of random scores, as for the leak
 alarm."""
@@ -25,11 +26,18 @@ WITHOUT_GRADIENTS = frozenset(
 """Attacks that look only at a party's own activations: a baseline, and not a gradient leak."""
 
 
+class Row(NamedTuple):
+    """One row of a table."""
+
+    cells: tuple[str, ...]
+    is_strong: bool = False
+    """Whether its first number is written in bold."""
+
+
 class Windows(NamedTuple):
     """Quantiles over consecutive batches, one entry per window."""
 
     steps: Numbers
-    """Middle of each window."""
     low: Numbers
     median: Numbers
     high: Numbers
@@ -95,3 +103,13 @@ def strongest(findings: Sequence[Finding]) -> Finding | None:
     """Return the attack on gradients with the highest mean; None if none was measured."""
     of_gradients = [found for found in findings if found.attack not in WITHOUT_GRADIENTS]
     return max(of_gradients, key=lambda found: found.mean, default=None)
+
+
+def figure(value: float | None, digits: int = 3) -> str:
+    """Format a figure; a dash stands for a missing one."""
+    return ABSENT if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
+
+
+def count(value: int | None) -> str:
+    """Format a count; a dash stands for a missing one."""
+    return ABSENT if value is None else f"{value:,}"

@@ -5,13 +5,13 @@ leak AUC on this page is only ever the ledger's: that of telling the two ends of
 """
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 from splitveil.active_party.report.bounds import bounds_of, guarantee_of, in_full, in_short
+from splitveil.active_party.report.figures import ABSENT, Row, count, figure
 from splitveil.active_party.report.panels import Panel, figure_panel
 from splitveil.active_party.report.run_files import RunFiles, column, num_classes, test_lines
 from splitveil.active_party.report.svg import Line
-from splitveil.active_party.report.tables import Tile, figure
+from splitveil.active_party.report.tables import Tile
 from splitveil.active_party.report.verdict import RECOVERED, WEAK_GUARANTEE, Level, Verdict
 from splitveil.common.data.label_range import ONE_NUMBER
 from splitveil.common.record.leak_figures import NumberBeyond, NumberLeak
@@ -44,36 +44,20 @@ _UNSEEN = (
 )
 
 
-class NumberRow(NamedTuple):
-    """One attack in the table."""
-
-    attack: str
-    needs: str
-    figures: tuple[str, ...]
-    """R2 beyond features and its interval, R2, on 95 % of batches, in the last epoch, of random
-    scores, and the examples."""
-    is_clear: bool
-    """Whether it explains more than features do, by more than chance explains."""
-
-
 def is_of_numbers(run: RunFiles) -> bool:
-    """Return whether the labels of a run are numbers."""
     return num_classes(run) == ONE_NUMBER
 
 
-def number_rows(run: RunFiles) -> Iterator[NumberRow]:
-    """Yield the attacks of a run."""
+def number_rows(run: RunFiles) -> Iterator[Row]:
+    """Yield the attacks of a run: R2 beyond features and its interval, then other figures of R2."""
     for attack, found in run.active.summary.of_leak.of_numbers.items():
-        others = (found.q95, found.last_epoch, found.random)
-        examples = "–" if found.examples is None else f"{found.examples:,}"
-        beyond, is_clear = ("–", "–"), False
+        beyond, is_clear = (ABSENT, ABSENT), False
         if found.beyond is not None:
-            beyond, is_clear = (
-                (figure(found.beyond.r2), _interval(found.beyond)),
-                found.beyond.is_clear,
-            )
-        figures = (*beyond, figure(found.r2), *map(figure, others), examples)
-        yield NumberRow(attack, _NEEDS.get(attack, "not known here"), figures, is_clear)
+            beyond = (figure(found.beyond.r2), _interval(found.beyond))
+            is_clear = found.beyond.is_clear
+        others = map(figure, (found.r2, found.q95, found.last_epoch, found.random))
+        needs = _NEEDS.get(attack, "not known here")
+        yield Row((attack, needs, *beyond, *others, count(found.examples)), is_clear)
 
 
 def number_tiles(run: RunFiles) -> Iterator[Tile]:

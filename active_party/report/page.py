@@ -9,13 +9,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from splitveil.active_party.report.beyond import beyond_of, beyond_rows, prior_of
+from splitveil.active_party.report.beyond import beyond_rows, prior_of
 from splitveil.active_party.report.bounds import ledger_of
-from splitveil.active_party.report.classes import class_table, pair_rows, run_pairs
-from splitveil.active_party.report.compared_tests import compare_tests, rows_of_tests
 from splitveil.active_party.report.decision import decide
-from splitveil.active_party.report.distributions import class_rows, sent_panels
-from splitveil.active_party.report.figures import Finding, finding_of, strongest
+from splitveil.active_party.report.distributions import sent_panels, step_rows
+from splitveil.active_party.report.figures import Finding, count, figure, finding_of, strongest
 from splitveil.active_party.report.numbers import (
     is_of_numbers,
     judge_numbers,
@@ -24,6 +22,7 @@ from splitveil.active_party.report.numbers import (
     number_summary,
     number_tiles,
 )
+from splitveil.active_party.report.paired import compare_tests, rows_of_tests
 from splitveil.active_party.report.panels import (
     NUM_STYLES,
     Coloured,
@@ -50,11 +49,11 @@ from splitveil.active_party.report.tables import (
     alarm_rows,
     audit_rows,
     bound_cells,
-    count,
-    figure,
+    class_rows,
     flattened,
     gate_rows,
     leak_rows,
+    pair_rows,
     run_level_rows,
     settings_tables,
     summary_rows,
@@ -75,8 +74,6 @@ _EXPECTED_TO_DIFFER = {"contract.run_name", "listen", "runs_dir"}
 
 
 class _Compared(NamedTuple):
-    """One of the runs on a comparison page."""
-
     title: str
     style: str
     run: RunFiles
@@ -89,20 +86,7 @@ class _Compared(NamedTuple):
 def write_report(
     run_dir: Path, output: Path | None = None, target_leak_auc: float | None = None
 ) -> Path:
-    """Write the report of a run.
-
-    Args:
-        run_dir: the run's folder.
-        output: the file to write; ``active/report.html`` in the run's folder by default.
-        target_leak_auc: largest accepted leak AUC; that of the run's settings by default.
-
-    Returns:
-        The file written.
-
-    Raises:
-        SettingsError: there are no metrics of an active party.
-        StorageError: the file cannot be written.
-    """
+    """Write the report of a run. Returns the file written."""
     run = read_run(run_dir)
     if target_leak_auc is not None:
         run = run.with_target(target_leak_auc)
@@ -112,12 +96,7 @@ def write_report(
 
 
 def write_comparison(run_dirs: Sequence[Path], output: Path) -> Path:
-    """Write a page with several runs side by side, and return its path.
-
-    Raises:
-        SettingsError: there are fewer than two runs, or one has no metrics.
-        StorageError: the file cannot be written.
-    """
+    """Write a page with several runs side by side, and return its path."""
     if len(run_dirs) < 2:
         raise SettingsError("--compare: expected the folders of at least two runs")
     write_text_atomically(output, comparison_page([read_run(folder) for folder in run_dirs]))
@@ -133,7 +112,6 @@ def report_page(run: RunFiles) -> str:
     measured = [*of_active, *(finding_of(one) for one in adversary)]
     accumulated = run_levels(run)
     traffic = read_traffic(run.active.folder)
-    needs = {attack: needs_of(attack) for attack in beyond_of(run).adjusted}
     return render(
         _PACKAGE,
         "report.html.jinja",
@@ -150,18 +128,17 @@ def report_page(run: RunFiles) -> str:
         cut_panels=[leak_panel(run, one) for one in series if one.party == "active"],
         layer_panels=layer_panels(run, adversary),
         layers=list(dict.fromkeys(one.layer for one in adversary)),
-        class_rows=class_rows(class_histograms(run)),
+        step_rows=step_rows(class_histograms(run)),
         num_classes=num_classes(run),
-        class_table=class_table(run),
+        class_rows=list(class_rows(run)),
         pair_rows=list(pair_rows(run)),
-        run_pairs=run_pairs(run),
-        beyond_rows=list(beyond_rows(run, needs)),
+        beyond_rows=list(beyond_rows(run, needs_of)),
         leak_rows=list(leak_rows(measured)),
         alarm_rows=list(alarm_rows(run)),
         gate_rows=list(gate_rows(run)),
         audit_rows=list(audit_rows(run)),
         watch_notes=list(watch_notes(run)),
-        run_level_rows=list(run_level_rows(accumulated)),
+        run_level_rows=list(run_level_rows(run, accumulated)),
         prior=prior_of(run),
         ledger_panels=ledger_panels(run, series, accumulated),
         summary_rows=[*number_summary(run), *summary_rows(run)],
@@ -205,12 +182,12 @@ def _judge(run: RunFiles, findings: Sequence[Finding], accumulated: Sequence[Run
 
 
 def _only_peer(run: RunFiles) -> str:
-    names = (run.active.settings.get("contract") or {}).get("passive_parties")
+    names = run.active.setting("contract", "passive_parties")
     return str(names[0]) if isinstance(names, list) and names else "passive"
 
 
 def _defense(run: RunFiles) -> str:
-    return str((run.active.settings.get("defense") or {}).get("name", "unknown"))
+    return str(run.active.setting("defense", "name") or "unknown")
 
 
 def _compared(title: str, style: str, run: RunFiles) -> _Compared:

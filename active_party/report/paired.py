@@ -8,13 +8,17 @@ terms.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from scipy.special import softmax
+from scipy.stats import rankdata
 
-from splitveil.active_party.training.held_out import StoredPredictions
+from splitveil.active_party.report.figures import ABSENT, figure
+from splitveil.active_party.report.run_files import RunFiles
+from splitveil.active_party.training.held_out import StoredPredictions, read_predictions
 
 Z_95 = 1.959963984540054
 """Quantile of the normal distribution for an interval of 95 %."""
@@ -23,8 +27,6 @@ _Numbers = npt.NDArray[np.float64]
 
 
 class Estimate(NamedTuple):
-    """A figure with its 95 % interval."""
-
     value: float
     low: float
     high: float
@@ -75,14 +77,10 @@ def compare(first: StoredPredictions | None, other: StoredPredictions | None) ->
 def auc_terms(logits: _Numbers, labels: npt.NDArray[np.int64]) -> tuple[float, _Numbers] | None:
     """Return an AUC and one term per row; the sum of their squares is the variance of the AUC.
 
-    Args:
-        logits: (rows,) or (rows, classes).
-        labels: 0 or 1, or class indices, (rows,).
-
-    Returns:
-        None if no class has at least two members and two others.
+    None if no class has at least two members and two others. Shapes: ``logits`` (rows,) or (rows,
+    classes), ``labels`` (rows,).
     """
-    scores = logits[:, None] if logits.ndim == 1 else _shares(logits)
+    scores = logits[:, None] if logits.ndim == 1 else softmax(logits, axis=1)
     classes = [1] if logits.ndim == 1 else range(scores.shape[1])
     found = [
         _terms_of_class(scores[:, column], labels == label)
@@ -95,34 +93,15 @@ def auc_terms(logits: _Numbers, labels: npt.NDArray[np.int64]) -> tuple[float, _
 
 
 def _terms_of_class(scores: _Numbers, members: npt.NDArray[np.bool_]) -> tuple[float, _Numbers]:
-    ranks = _average_ranks(scores)
+    ranks = rankdata(scores)
     won = np.empty_like(ranks)
     """Share of the other group that a row is ranked on the right side of."""
     num_members, num_others = int(members.sum()), int((~members).sum())
-    won[members] = (ranks[members] - _average_ranks(scores[members])) / num_others
-    won[~members] = 1 - (ranks[~members] - _average_ranks(scores[~members])) / num_members
+    won[members] = (ranks[members] - rankdata(scores[members])) / num_others
+    won[~members] = 1 - (ranks[~members] - rankdata(scores[~members])) / num_members
     auc = float(won[members].mean())
     size = np.where(members, num_members, num_others)
     return auc, (won - auc) / np.sqrt(size * (size - 1.0))
-
-
-# SciPy has both functions. Importing it takes half a second of CPU time and 50 MiB of memory.
-
-
-def _average_ranks(values: _Numbers) -> _Numbers:
-    """Return the ranks from 1, their mean among equal values; NaN if there is one."""
-    if np.isnan(values).any():
-        return np.full(len(values), np.nan)
-    ordered = np.sort(values)
-    below, not_above = (np.searchsorted(ordered, values, side) for side in ("left", "right"))
-    return (below + not_above + 1) / 2
-
-
-def _shares(logits: _Numbers) -> _Numbers:
-    """Return the softmax of each row."""
-    powers = np.exp(logits - logits.max(axis=1, keepdims=True))
-    shares: _Numbers = powers / powers.sum(axis=1, keepdims=True)
-    return shares
 
 
 def _estimate(value: float, terms: _Numbers) -> Estimate:
@@ -136,3 +115,70 @@ def _within_range(found: Estimate) -> Estimate:
 
 def _keys(ids: npt.NDArray[np.void]) -> Sequence[bytes]:
     return [bytes(one) for one in ids]
+
+
+_CLOSE = 1e-4
+"""Difference of an AUC from the recorded one that rounding may make."""
+
+
+class ComparedTests(NamedTuple):
+    """The test AUCs of several runs."""
+
+    aucs: tuple[str, ...]
+    """Each run's, with its 95 % interval where its predictions were kept."""
+    alone: tuple[str, ...]
+    """Each run's active party alone; dashes where no such model was trained."""
+    differences: tuple[str, ...]
+    """Each run's less the first run's, with its paired interval where they share test rows."""
+    sharing: str
+    """A sentence about what the runs share with the first one."""
+
+
+def compare_tests(runs: Sequence[RunFiles]) -> ComparedTests:
+    predictions = [
+        None
+        if run.active.summary.of_active.model.test_number is not None
+        else read_predictions(run.active.folder)
+        for run in runs
+    ]
+    aucs = tuple(map(_auc, runs, predictions))
+    models = [run.active.summary.of_active.model for run in runs]
+    found = [compare(predictions[0], one) for one in predictions[1:]]
+    differences = tuple(_in_words(one.difference) for one in found)
+    return ComparedTests(
+        aucs,
+        tuple(figure(model.test_auc_alone, 4) for model in models),
+        ("(the first run)", *differences),
+        _sharing(found),
+    )
+
+
+def rows_of_tests(compared: ComparedTests) -> Iterator[tuple[str, list[str]]]:
+    yield "test AUC (95 % interval)", list(compared.aucs)
+    yield "test AUC less that of the first run (paired 95 % interval)", list(compared.differences)
+    if any(cell != ABSENT for cell in compared.alone):
+        yield "test AUC of the active party alone", list(compared.alone)
+
+
+def _auc(run: RunFiles, predictions: StoredPredictions | None) -> str:
+    recorded = run.active.summary.of_active.model.test_auc
+    found = None if predictions is None else auc_estimate(predictions)
+    if recorded is None or found is None or abs(found.value - recorded) > _CLOSE:
+        return figure(recorded, 4)
+    return found.in_words()
+
+
+def _in_words(found: Estimate | None) -> str:
+    return "not comparable" if found is None else found.in_words(signed=True)
+
+
+def _sharing(found: Sequence[Comparison]) -> str:
+    said = list(dict.fromkeys(one.sharing for one in found))
+    if len(said) == 1:
+        return f"Every run has, compared with the first one: {_lowered(said[0])}"
+    each = (f"run {number}: {_lowered(one.sharing)}" for number, one in enumerate(found, start=2))
+    return f"Compared with the first run, {' '.join(each)}"
+
+
+def _lowered(sentence: str) -> str:
+    return sentence[0].lower() + sentence[1:]

@@ -40,8 +40,6 @@ NUM_STYLES = 8
 
 
 class Panel(NamedTuple):
-    """A chart with its title and note."""
-
     title: str
     chart: Markup
     note: str = ""
@@ -158,7 +156,6 @@ def ledger_panels(
     lines = run.active.metrics.of(LedgerLine)
     if not lines:
         return []
-    budget = run.active.settings.get("run_budget") or {}
     epochs = column(line.epoch for line in lines) + 1
     marks = [
         *_peer_marks(epochs, [line.bounds.by_peers() for line in lines]),
@@ -172,7 +169,7 @@ def ledger_panels(
             *marks,
             *_measured(run, series, accumulated),
             *_baseline(run),
-            *_limit(budget.get("leak_auc")),
+            *_limit(run.active.setting("run_budget", "leak_auc")),
         ],
         *_WIDE,
     )
@@ -180,7 +177,9 @@ def ledger_panels(
     largest = column(line.bounds.sum_kl.max for line in lines)
     if np.isfinite(largest).any():
         mean = column(line.bounds.sum_kl.mean for line in lines)
-        panels.append(_sum_kl_panel(epochs, largest, mean, budget.get("sum_kl")))
+        panels.append(
+            _sum_kl_panel(epochs, largest, mean, run.active.setting("run_budget", "sum_kl"))
+        )
     return panels
 
 
@@ -201,12 +200,7 @@ def shared_ledger_panel(runs: Sequence[Coloured]) -> Panel | None:
 
 
 def trade_off(dots: Sequence[Dot], measured: str) -> Markup | None:
-    """Return test AUC against leak AUC, one point per run.
-
-    Args:
-        dots: leak AUC, test AUC and name of each run.
-        measured: the kind of leak AUC.
-    """
+    """Return test AUC against leak AUC, one point per run."""
     if not dots:
         return None
     y = round_axis("test AUC", np.array([dot.y for dot in dots]), least_span=_LEAST_AUC_SPAN)

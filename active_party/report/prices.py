@@ -39,13 +39,10 @@ class Price(NamedTuple):
     rows: float
     """Rows with open labels that would teach as much, at most."""
     share: float
-    """The same as a share of the training rows."""
     is_target: bool
 
 
 class TableSize(NamedTuple):
-    """What a price depends on."""
-
     training_rows: int
     pos_fraction: float
     """With several classes, that of a class of average size."""
@@ -53,8 +50,12 @@ class TableSize(NamedTuple):
 
 def steps_to_a_bound(run: RunFiles, target: float, size: TableSize | None) -> Iterator[Step]:
     """Yield the settings that would bound the leak for anybody at the target."""
-    settings = run.active.settings
-    for signal in label_signals(_uses_of(settings)):
+    uses = LabelUses(
+        allows_audits=bool(run.active.setting("allow_audits")),
+        has_stopping_gate=run.active.setting("leak_gate", "action") == "stop",
+        begins_with_labels=bool(run.active.setting("initial_weights")),
+    )
+    for signal in label_signals(uses):
         yield Step(*_without(signal.setting, signal.why))
     defense = defense_at(run, target)
     if defense is None:
@@ -89,7 +90,7 @@ def price_list(run: RunFiles, target: float | None, size: TableSize | None) -> l
     """Return what the run's table is worth under ``projected_labels`` at several bounds."""
     if size is None or size.training_rows < 1 or not 0 < size.pos_fraction < 1:
         return []
-    rank = (run.active.settings.get("defense") or {}).get("rank", _RANK)
+    rank = run.active.setting("defense", "rank")
     rank = rank if isinstance(rank, int) and rank > 0 else _RANK
     classes = num_classes(run)
     bounds = sorted({*TYPICAL_BOUNDS, *([] if target is None else [target])})
@@ -103,29 +104,19 @@ def price_list(run: RunFiles, target: float | None, size: TableSize | None) -> l
 
 def _defense_of(run: RunFiles) -> DefenseSettings | None:
     try:
-        return _SETTINGS.validate_python(run.active.settings.get("defense") or {})
+        return _SETTINGS.validate_python(run.active.setting("defense") or {})
     except ValidationError:  # settings of another version
         return None
 
 
 def _context(run: RunFiles, size: TableSize | None) -> DefenseContext:
-    contract = run.active.settings.get("contract") or {}
-    shape = tuple(contract.get("cut_shape") or (1,))
-    epochs = contract.get("epochs")
+    shape = tuple(run.active.setting("contract", "cut_shape") or (1,))
+    epochs = run.active.setting("contract", "epochs")
     return DefenseContext(
         shape,
         num_classes(run),
         0.5 if size is None else size.pos_fraction,
         epochs if isinstance(epochs, int) and epochs > 0 else 1,
-    )
-
-
-def _uses_of(settings: Mapping[str, Any]) -> LabelUses:
-    gate = settings.get("leak_gate") or {}
-    return LabelUses(
-        allows_audits=bool(settings.get("allow_audits")),
-        has_stopping_gate=gate.get("action") == "stop",
-        begins_with_labels=bool(settings.get("initial_weights")),
     )
 
 

@@ -37,34 +37,33 @@ from splitveil.common.text.yaml_text import RESOLVED, load_yaml
 Numbers = npt.NDArray[np.float64]
 
 _ACTIVE, _ALONE = "active", "passive"
-"""Folders of the active party, and of a passive party that is the only one."""
 
 _ACCUMULATED = "accumulated_"
 
 
 class PartyFiles(NamedTuple):
-    """The files of one party."""
-
     folder: Path
     name: str
-    """``active``, ``passive`` or, of several passive parties, one's name in the contract."""
     settings: Mapping[str, Any]
     summary: Summary
     """Empty if the run has not ended."""
     has_ended: bool
-    """Whether there is a summary."""
     metrics: Metrics
     ledger_ahead: LedgerFigures | None = None
     """The bounds on all answers of a run that resumed at a point before some of them."""
 
+    def setting(self, *path: str) -> Any:
+        """Return a setting by the names of its sections and its own; None if it is not there."""
+        value: Any = self.settings
+        for name in path:
+            value = value.get(name) if isinstance(value, Mapping) else None
+        return value
+
     def layer(self, name: str) -> str:
-        """Return the name of a layer of this party beside other parties' layers."""
         return name if self.name in {_ACTIVE, _ALONE} else f"{self.name}: {name}"
 
 
 class RunFiles(NamedTuple):
-    """The files from which a report is made."""
-
     folder: Path
     name: str
     active: PartyFiles
@@ -72,14 +71,12 @@ class RunFiles(NamedTuple):
     """Without the parties whose files are missing or belong to another run."""
 
     def with_target(self, leak_auc: float) -> "RunFiles":
-        """Return the same run with another largest accepted leak AUC."""
         settings = dict(self.active.settings)
         settings["report"] = {**(settings.get("report") or {}), "target_leak_auc": leak_auc}
         return self._replace(active=self.active._replace(settings=settings))
 
     @property
     def parties(self) -> tuple[PartyFiles, ...]:
-        """All parties whose files are there, the active party first."""
         return self.active, *self.passives
 
 
@@ -87,7 +84,6 @@ class LeakSeries(NamedTuple):
     """One attack on one layer, batch by batch."""
 
     party: str
-    """The party that measured it."""
     layer: str
     attack: str
     epochs: Numbers
@@ -198,17 +194,15 @@ def num_classes(run: RunFiles) -> int:
 
     It is ``ONE_NUMBER`` if labels are numbers.
     """
-    data = run.active.settings.get("data") or {}
-    if data.get("label_range"):
+    if run.active.setting("data", "label_range"):
         return ONE_NUMBER
-    declared = data.get("classes")
+    declared = run.active.setting("data", "classes")
     if isinstance(declared, int):
         return declared
     return len(declared) if isinstance(declared, list) else 2
 
 
 def steps_per_epoch_of(run: RunFiles) -> int:
-    """Return the number of steps of the longest epoch."""
     metrics = run.active.metrics
     steps = [line.step for line in metrics.of(TrainingLine)]
     steps += [line.step for line in metrics.of(LeakLine)]

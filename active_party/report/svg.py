@@ -27,7 +27,6 @@ class Axis(NamedTuple):
     low: float
     high: float
     ticks: Sequence[float] = ()
-    """Values of the ticks; round numbers by default."""
     names: Sequence[str] = ()
     """One label for each tick; the numbers themselves by default."""
 
@@ -78,8 +77,6 @@ class Rule:
 
 @dataclass(frozen=True)
 class Dot:
-    """One labelled point."""
-
     x: float
     y: float
     style: str
@@ -109,7 +106,6 @@ class Chart:
     height: float = 300.0
 
     def svg(self) -> Markup:
-        """Draw it."""
         return _Drawing(self).markup()
 
 

@@ -1,89 +1,31 @@
 """The figures and settings that a report shows as text: key figures, summary, settings."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from splitveil.active_party.report.beyond import beyond_of
 from splitveil.active_party.report.bounds import bounds_of, ledger_of
-from splitveil.active_party.report.figures import Finding, strongest
-from splitveil.active_party.report.run_files import RunFiles, test_lines
+from splitveil.active_party.report.figures import ABSENT, Finding, Row, count, figure, strongest
+from splitveil.active_party.report.run_files import PartyFiles, RunFiles, num_classes, test_lines
 from splitveil.active_party.report.verdict import (
     RunLevel,
     needs_of,
 )
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.record.figures import AttackFigure
+from splitveil.common.record.leak_figures import ClassFigures, LeakByClass
 from splitveil.common.record.lines import AlarmLine, AuditLine, GateLine
 from splitveil.common.text.upper_bounds import at_least, at_most, auc_at_most
 from splitveil.common.text.wording import setting_in_words
 
 _SECRETS = ("insecure_nonce_seed", "insecure_noise_seed")
 """Settings from which a reader could derive the noise or the batches."""
-_ABSENT = "–"
 
 
 class Tile(NamedTuple):
-    """A key figure."""
-
     label: str
     value: str
     note: str
-
-
-class LeakRow(NamedTuple):
-    """One attack on single batches of one layer."""
-
-    party: str
-    layer: str
-    attack: str
-    needs: str
-    beats_chance: bool
-    figures: tuple[str, ...]
-    """Mean, 95 % of batches, worst epoch, last epoch, mean and 95 % of random scores."""
-
-
-class RunLevelRow(NamedTuple):
-    """One attack on the whole run."""
-
-    layer: str
-    attack: str
-    needs: str
-    leak_auc: str
-    interval: str
-    examples: str
-    points: tuple[str, str, str]
-    """True positive rates at false positive rates of 0.1 % and 1 %, and precision at 100."""
-
-
-class GateRow(NamedTuple):
-    """One finding of the leak gate."""
-
-    window_end: str
-    attack: str
-    measured: str
-    limit: str
-    random: str
-
-
-class AlarmRow(NamedTuple):
-    """An attack that measured more than the ledger's charge allows for."""
-
-    epoch: str
-    attack: str
-    measured: str
-    margin: str
-    bound: str
-
-
-class AuditRow(NamedTuple):
-    """The peer's audits of one attack's scores."""
-
-    attack: str
-    replies: str
-    first: str
-    largest: str
-    last: str
 
 
 def tiles(
@@ -131,46 +73,86 @@ def tiles(
             yield Tile(f"Bound for the run: {peers}", written, meaning)
 
 
-def leak_rows(findings: Sequence[Finding]) -> Iterator[LeakRow]:
-    """Yield the table of attacks on single batches."""
+def leak_rows(findings: Sequence[Finding]) -> Iterator[Row]:
+    """Yield the table of attacks on single batches of one layer."""
     for found in findings:
         of_attack = (found.mean, found.q95, found.worst_epoch, found.last_epoch)
-        figures = tuple(map(figure, (*of_attack, found.random_mean, found.random_q95)))
-        needs = needs_of(found.attack)
-        yield LeakRow(found.party, found.layer, found.attack, needs, found.beats_chance, figures)
+        figures = map(figure, (*of_attack, found.random_mean, found.random_q95))
+        where = (found.party, found.layer, found.attack, needs_of(found.attack))
+        yield Row((*where, *figures), found.beats_chance)
 
 
-def run_level_rows(accumulated: Sequence[RunLevel]) -> Iterator[RunLevelRow]:
-    """Yield the table of attacks on the whole run."""
+def run_level_rows(run: RunFiles, accumulated: Sequence[RunLevel]) -> Iterator[Row]:
+    """Yield the table of attacks on the whole run; with several classes, with the pair told best.
+
+    The last three figures are the true positive rates at false positive rates of 0.1 % and 1 %, and
+    the precision at 100.
+    """
+    pairs: dict[tuple[str, str], str] = {}
+    for party in run.parties:
+        for name, attacks in _by_class(party).run_level.items():
+            for attack, found in attacks.items():
+                pairs.setdefault((party.layer(name), attack), " and ".join(found.worst_pair))
     for one in accumulated:
+        pair = [pairs.get((one.layer, one.attack), "")] if num_classes(run) > 2 else []
         interval = f"{figure(one.low)} to {figure(one.high)}"
-        needs = needs_of(one.attack)
-        auc, examples = figure(one.leak_auc), count(one.examples)
-        points = (
-            figure(one.tpr_at_per_mille),
-            figure(one.tpr_at_percent),
-            figure(one.precision_at_100),
-        )
-        yield RunLevelRow(one.layer, one.attack, needs, auc, interval, examples, points)
+        points = map(figure, (one.tpr_at_per_mille, one.tpr_at_percent, one.precision_at_100))
+        of_attack = (one.layer, one.attack, needs_of(one.attack), *pair, figure(one.leak_auc))
+        yield Row((*of_attack, interval, count(one.examples), *points))
 
 
-def gate_rows(run: RunFiles) -> Iterator[GateRow]:
-    """Yield the findings of the leak gate."""
+def pair_rows(run: RunFiles) -> Iterator[Row]:
+    """Yield the pair that each attack on single batches tells apart best on average."""
+    for party in run.parties:
+        for layer, attack, found in _of_batches(party):
+            name, leak = found.worst_class() or ("", None)
+            pair = (" and ".join(found.worst_pair), found.worst_pair_auc, found.worst_pair_random)
+            of_class = (name, figure(leak), figure(found.random.get(name)))
+            yield Row((party.name, layer, attack, pair[0], *map(figure, pair[1:]), *of_class))
+
+
+def class_rows(run: RunFiles) -> Iterator[Row]:
+    """Yield one row per class: its test AUC, and its largest leak AUC against the rest.
+
+    The leak AUC is the mean over batches of the attack for which it is largest.
+    """
+    test_aucs = run.active.summary.of_active.model.test_auc_by_class or {}
+    found = [
+        (f"{attack} at {layer}", figures.classes)
+        for party in run.parties
+        for layer, attack, figures in _of_batches(party)
+    ]
+    for name, test_auc in test_aucs.items():
+        leaks = {attack: auc for attack, aucs in found if (auc := aucs.get(name)) is not None}
+        worst = max(leaks, key=lambda attack: leaks[attack], default="")
+        yield Row((name, figure(test_auc), figure(leaks.get(worst)), worst))
+
+
+def _of_batches(party: PartyFiles) -> Iterator[tuple[str, str, ClassFigures]]:
+    for name, attacks in _by_class(party).batches.items():
+        for attack, found in attacks.items():
+            yield party.layer(name), attack, found
+
+
+def _by_class(party: PartyFiles) -> LeakByClass:
+    return party.summary.of_leak.by_class or LeakByClass({}, {})
+
+
+def gate_rows(run: RunFiles) -> Iterator[Row]:
     for line in run.active.metrics.of(GateLine):
         window_end = f"epoch {line.epoch + 1}, step {line.step + 1}"
-        figures = (line.figure.leak_auc, line.limit, line.random)
-        yield GateRow(window_end, _named(line.figure), *map(figure, figures))
+        figures = map(figure, (line.figure.leak_auc, line.limit, line.random))
+        yield Row((window_end, _named(line.figure), *figures), is_strong=True)
 
 
-def alarm_rows(run: RunFiles) -> Iterator[AlarmRow]:
-    """Yield the leak alarms."""
+def alarm_rows(run: RunFiles) -> Iterator[Row]:
     for line in run.active.metrics.of(AlarmLine):
-        figures = (figure(line.figure.leak_auc), figure(line.margin))
-        written = _ABSENT if line.bound is None else auc_at_most(line.bound)
-        yield AlarmRow(str(line.epoch + 1), _named(line.figure), *figures, written)
+        figures = map(figure, (line.figure.leak_auc, line.margin))
+        bound = ABSENT if line.bound is None else auc_at_most(line.bound)
+        yield Row((str(line.epoch + 1), _named(line.figure), *figures, bound), is_strong=True)
 
 
-def audit_rows(run: RunFiles) -> Iterator[AuditRow]:
+def audit_rows(run: RunFiles) -> Iterator[Row]:
     """Yield the peer's audits of its scores, one row per attack and layer."""
     replies: dict[str, list[float]] = {}
     for line in run.active.metrics.of(AuditLine):
@@ -178,19 +160,19 @@ def audit_rows(run: RunFiles) -> Iterator[AuditRow]:
             replies.setdefault(_named(line.figure), []).append(line.figure.leak_auc)
     for attack, told in replies.items():
         figures = (figure(value, 2) for value in (told[0], max(told), told[-1]))
-        yield AuditRow(attack, count(len(told)), *figures)
+        yield Row((attack, count(len(told)), *figures))
 
 
 def watch_notes(run: RunFiles) -> Iterator[str]:
     """Yield a sentence about each guard against the leak: whether it was on, and its actions."""
-    settings, summary = run.active.settings, run.active.summary.of_active
+    summary = run.active.summary.of_active
     alarms = summary.leak_alarms
     if alarms is not None:
         yield (
             f"The leak alarm, which compares measured leaks with the ledger's charges, went off "
             f"{alarms} time{'s' * (alarms != 1)}."
         )
-    gate = settings.get("leak_gate")
+    gate = run.active.setting("leak_gate")
     if gate:
         found = len(run.active.metrics.of(GateLine))
         ended = ", and ended the run" if summary.gate is not None and summary.gate.closed else ""
@@ -203,7 +185,7 @@ def watch_notes(run: RunFiles) -> Iterator[str]:
         yield "Leak gate: not set, so no measured leak could end the run."
     # The summary also counts audits after the checkpoint resumed from, whose lines are gone.
     told = max(len(run.active.metrics.of(AuditLine)), summary.audits_answered or 0)
-    if settings.get("allow_audits") or told:
+    if run.active.setting("allow_audits") or told:
         yield (
             f"Audit calls answered: {told}. The peer chose the scores and was told their leak "
             "AUC to two digits. The ledger does not count them."
@@ -277,18 +259,8 @@ def bound_cells(run: RunFiles) -> dict[Covers, str]:
 
 def _bound_in_words(bound: float | None) -> str:
     if bound is None:
-        return _ABSENT
+        return ABSENT
     return f"≤ {auc_at_most(bound)}" if bound < 1 else "none"
-
-
-def figure(value: float | None, digits: int = 3) -> str:
-    """Format a figure; a dash stands for a missing one."""
-    return _ABSENT if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
-
-
-def count(value: int | None) -> str:
-    """Format a count; a dash stands for a missing one."""
-    return _ABSENT if value is None else f"{value:,}"
 
 
 def _named(figure: AttackFigure) -> str:

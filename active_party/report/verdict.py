@@ -52,7 +52,6 @@ class _Need(NamedTuple):
     is_free: bool = False
     """Whether every passive party knows it or can guess it."""
     is_oracle: bool = False
-    """Whether only an evaluation has it, and a passive party does not."""
 
     def in_words(self) -> str:
         return f"{self.words} (evaluation only)" if self.is_oracle else self.words
@@ -98,7 +97,6 @@ class RunLevel(NamedTuple):
     tpr_at_per_mille: float | None = None
     """Share of the positives found while at most 0.1 % of the negatives are accused."""
     tpr_at_percent: float | None = None
-    """The same for 1 %."""
     precision_at_100: float | None = None
     """Share of positives among the 100 highest scores."""
 
@@ -135,7 +133,6 @@ def is_oracle(attack: str) -> bool:
 
 
 def run_levels(run: RunFiles) -> list[RunLevel]:
-    """Return the run-level figures of both parties that were recorded."""
     found: dict[tuple[str, str], RunLevel] = {}
     for party in run.parties:
         for name, attacks in party.summary.of_leak.run_level.items():
@@ -359,7 +356,6 @@ def _not_measured(
 
 
 def _more_than_free(attack: str) -> list[_Need]:
-    """Return the needs of an attack that not every passive party meets."""
     return sorted(need for need in _NEEDS.get(attack, _OF_UNKNOWN) if not need.is_free)
 
 

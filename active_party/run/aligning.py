@@ -23,10 +23,8 @@ class AlignmentLifecycle(Lifecycle):
     """The lifecycle of a run that finishes as soon as the common rows are known."""
 
     common: CommonRows | None = None
-    """The rows that all parties have; None before every party is aligned."""
 
     def begin(self, common: CommonRows) -> None:
-        """Keep the common rows, and finish."""
         self.common = common
         for party, share in zip(self.parties, common.shares, strict=False):
             party.take_share(share)
@@ -46,25 +44,12 @@ class AlignmentLifecycle(Lifecycle):
 
 
 class AlignmentSession(ActiveSession):
-    """One alignment with the contract's passive parties.
-
-    Args:
-        contract: the agreement that all parties hold, an ``AlignmentContract``.
-        own: this party's rows.
-        draw_nonce: gives this party's share of the joint seed, 32 bytes, a new one per alignment.
-    """
-
     lifecycle_type: ClassVar[type[Lifecycle]] = AlignmentLifecycle
 
     def __init__(self, contract: Contract, own: OwnRows, draw_nonce: Callable[[], bytes]) -> None:
         super().__init__(contract, own, _train_nothing, _Unobserved(), draw_nonce)
 
     def common_order(self) -> CommonOrder:
-        """Return the common rows, in the common order.
-
-        Raises:
-            OutOfStep: some party is not aligned yet.
-        """
         common = getattr(self.lifecycle, "common", None)
         if not isinstance(common, CommonRows):
             raise OutOfStep("the common rows are not known yet")
@@ -73,8 +58,6 @@ class AlignmentSession(ActiveSession):
 
 
 class _Unobserved:
-    """Receives the events of a run and does nothing about them."""
-
     def _ignore(self, *_: Any, **__: Any) -> None:
         pass
 
@@ -83,11 +66,9 @@ class _Unobserved:
     on_audit = on_audits_answered = load_state_dict = _ignore
 
     def objection(self) -> SplitveilError | None:
-        """Never object."""
         return None
 
     def state_dict(self) -> State:
-        """Return nothing: there are no checkpoints."""
         return {}
 
 

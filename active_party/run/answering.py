@@ -9,6 +9,7 @@ Nothing here ends the run, saves it or reports it: failures are raised to the se
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
@@ -25,7 +26,7 @@ from splitveil.active_party.training.evaluation import (
     HeldOutPredictions,
 )
 from splitveil.active_party.training.top_trainer import StepResult, TopTrainer
-from splitveil.common.errors import OtherAnswer, OutOfStep
+from splitveil.common.errors import OutOfStep
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows, Batch, batch_in_words, run_course
 from splitveil.common.run.host_copies import to_host
@@ -64,47 +65,22 @@ class TrainingSetup(NamedTuple):
     """Decides whether an answer may leave."""
 
 
-class Unaligned(NamedTuple):
+@dataclass(frozen=True)
+class Unaligned:
     """The part of a run before its rows are known."""
 
     earlier: AccountBook
-    """The accounts of earlier runs."""
-
-    @property
-    def trainer(self) -> None:
-        """There is none yet."""
-
-    @property
-    def has_answered(self) -> bool:
-        """Whether anything was ever answered."""
-        return False
-
-    @property
-    def batch_number(self) -> int:
-        """Number of batches that have been answered."""
-        return 0
-
-    @property
-    def audits_answered(self) -> int:
-        """Number of audits that have been answered."""
-        return 0
+    trainer: None = None
+    has_answered: bool = False
+    batch_number: int = 0
+    audits_answered: int = 0
 
     def account_book(self) -> AccountBook:
-        """Return the accounts of earlier runs."""
         return self.earlier
 
 
 class Answering:
-    """The part of a run between the alignment and the last answer.
-
-    Args:
-        run_id: names the run in every batch's id.
-        parties: the parties whose questions are answered.
-        setup: everything that follows from the common rows.
-        questions: the questions answered so far.
-        evaluator: measures held-out rows, and decides whether training stops early.
-        releases: begins the stages of a defense that has any.
-    """
+    """The part of a run between the alignment and the last answer."""
 
     def __init__(
         self,
@@ -123,12 +99,13 @@ class Answering:
         self._parties = parties
         self._evaluator = evaluator
         self._releases = releases
-        self._unlearned: AnsweredStep | None = None
-        self._is_midway = False
+        self.unlearned: AnsweredStep | None = None
+        """The step that the top model has still to learn from."""
+        self.is_midway = False
+        """Whether a change of the state has failed, so that it must not be saved."""
 
     @property
     def training_positions(self) -> Positions:
-        """Positions of the training rows, ascending."""
         return self.rows.splits["train"]
 
     @property
@@ -143,7 +120,6 @@ class Answering:
 
     @property
     def has_answered(self) -> bool:
-        """Whether anything was ever answered, in this process or before."""
         return self.batch_number > 0 or len(self.questions) > 0
 
     @property
@@ -152,26 +128,15 @@ class Answering:
         return self.progress.is_over
 
     @property
-    def unlearned(self) -> AnsweredStep | None:
-        """The step that the top model has still to learn from."""
-        return self._unlearned
-
-    @property
-    def is_midway(self) -> bool:
-        """Whether a change of the state has failed, so that it must not be saved."""
-        return self._is_midway
-
-    @property
     def is_between_steps(self) -> bool:
-        """Whether the state is whole."""
-        return self.trainer.is_between_steps and not self._is_midway
+        return self.trainer.is_between_steps and not self.is_midway
 
     @contextmanager
     def changing(self) -> Iterator[None]:
         """Change more than one part of a checkpoint's state; if that fails, none is saved."""
-        self._is_midway = True
+        self.is_midway = True
         yield
-        self._is_midway = False
+        self.is_midway = False
 
     # ---- one question ----
 
@@ -209,8 +174,7 @@ class Answering:
         The trainer must not compute a step twice: after an error here the run has to end, and may
         resume from its checkpoint.
 
-        Returns:
-            Each party's part, in the contract's order.
+        Returns each party's part, in the contract's order.
 
         Raises:
             OtherAnswer: the step was answered before, and differently.
@@ -220,49 +184,29 @@ class Answering:
         asked, aggregation = self._parties.questions, self.contract.aggregation
         fingerprints = [question.fingerprint for question in asked]
         cut = aggregate(aggregation, [question.activation.values for question in asked])
-        key = self.questions.answer_key(self.batch_number, fingerprints)
+        number, where = self.batch_number, batch_in_words(batch.epoch, batch.step)
+        key = self.questions.answer_key(number, fingerprints)
         with self.changing():
-            self._begin_stage(batch)
+            pending = self.trainer.pending_release(batch.epoch)
+            if pending is not None:
+                self._releases.begin(pending)
             result = self.trainer.gradient(batch.positions, cut, key)
             defended = to_host(result.defended)
-            tag = self.questions.reply_tag(self.batch_number, defended)
-            self._admit(batch, result, fingerprints, tag)
+            entry = self.budget.entry_of(result.report.charge)
+            is_repeated, log = self.questions.admission(
+                number, fingerprints, entry, defended, where
+            )
+            self.budget.admit(batch.positions, entry, where, is_repeated=is_repeated, log=log)
             parts = parts_of(aggregation, defended, len(asked))
             replies = [Answer(q.activation.batch, p) for q, p in zip(asked, parts, strict=True)]
             self._reply(replies)
-        self._unlearned = AnsweredStep(batch, result)
+        self.unlearned = AnsweredStep(batch, result)
         return replies
-
-    def _begin_stage(self, batch: Batch) -> None:
-        pending = self.trainer.pending_release(batch.epoch)
-        if pending is not None:
-            self._releases.begin(pending)
-
-    def _admit(
-        self, batch: Batch, result: StepResult, fingerprints: list[bytes], reply: bytes
-    ) -> None:
-        number, entry = self.batch_number, self.budget.entry_of(result.report.charge)
-        is_repeated = self.questions.is_repeated(number, entry, reply)
-        if self.questions.is_answered(number) and not is_repeated:
-            raise OtherAnswer(
-                f"{batch_in_words(batch.epoch, batch.step)}: the same question would get another "
-                f"answer than before: the arithmetic has changed, as with another device, "
-                f"torch_threads, autocast, compile or version of a library; restore those, or "
-                f"start over with --fresh at both parties"
-            )
-        self.budget.admit(
-            batch.positions,
-            entry,
-            batch_in_words(batch.epoch, batch.step),
-            is_repeated=is_repeated,
-            log=lambda: self.questions.record(number, fingerprints, entry, reply),
-        )
 
     def evaluate(self, batch: Batch) -> tuple[Evaluation | None, Sequence[Reply]]:
         """Score the held-out rows, or survey the training rows, that every party has asked about.
 
-        Returns:
-            The figures of the split if this is its last batch, and the reply to each party.
+        Returns the figures of the split if this is its last batch, and the reply to each party.
 
         Raises:
             StorageError: the questions cannot be logged; they are not answered.
@@ -322,7 +266,7 @@ class Answering:
 
     def learn(self) -> None:
         """Let the top model learn from the step that was answered last."""
-        self._unlearned = None
+        self.unlearned = None
         self.trainer.learn()
 
     # ---- checkpoints ----
@@ -345,9 +289,10 @@ class Answering:
 
     def load_state_dict(self, batch_number: int, state: State) -> None:
         """Go to the checkpoint after some batches; all answers given since stay charged."""
-        self._unlearned = None
+        self.unlearned = None
         self.progress.go_to(batch_number)
-        self._parties.forget_questions()
+        for party in self._parties:
+            party.forget_questions()
         self.trainer.load_state_dict(state["trainer"])
         self.budget.accounts.go_back(state["accounts"]["course"])
         self._catch_up()

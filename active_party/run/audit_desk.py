@@ -45,12 +45,7 @@ _LAYER_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class AuditDesk:
-    """Keeps count of the questions of one run.
-
-    Args:
-        is_open: whether both the contract and this party's settings allow audits.
-        asker: number of the party that asks; each has its own questions.
-    """
+    """Keeps count of the questions of one run."""
 
     def __init__(self, *, is_open: bool, asker: int = 0) -> None:
         self._is_open = is_open
@@ -76,11 +71,7 @@ class AuditDesk:
         return is_first
 
     def remember(self, noted: Iterable[bytes]) -> None:
-        """Count the layers about which earlier processes of this run answered.
-
-        Args:
-            noted: the digests that ``answer`` has noted, for questions of any party.
-        """
+        """Count the layers about which earlier processes of this run answered."""
         self._layers |= {about for about in noted if about[:1] == self._asker_byte}
 
     def open_epoch(self, epoch: int) -> None:
@@ -95,23 +86,7 @@ class AuditDesk:
         note: Callable[[QuestionNumber, Tensor, bytes], object],
         num_classes: int = 2,
     ) -> float:
-        """Return the leak AUC of the scores, rounded to two digits.
-
-        Args:
-            question: the peer's question.
-            positions: positions of the training rows, ascending.
-            labels_of: returns the labels of some positions.
-            note: records for good which scores were measured under a number, and for which layer;
-                raises OutOfStep if other scores were measured under it before.
-            num_classes: number of classes of the labels.
-
-        Raises:
-            AuditRefused: there are no audits in this run, or too few examples for one.
-            OutOfStep: another epoch or other rows than those due, or a second question with other
-                scores; the same scores again get the same answer.
-            TooLarge: the run has asked about its most layers already, and this is another.
-            InvalidMessage: the scores or names cannot be what they claim to be.
-        """
+        """Return the leak AUC of the scores, rounded to two digits."""
         if not self._is_open:
             raise AuditRefused("an audit, which contract.audits_allowed or allow_audits forbids")
         labels = labels_of(positions).long()
@@ -132,7 +107,6 @@ class AuditDesk:
         return self._asker.to_bytes(1, "little")
 
     def _about(self, layer: str) -> bytes:
-        """Return the 32 bytes that identify a layer of this party in the log of answers."""
         digest = hashlib.blake2b(layer.encode(), digest_size=31, person=b"audited layer")
         return self._asker_byte + digest.digest()
 

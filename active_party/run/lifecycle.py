@@ -48,25 +48,15 @@ class ActiveStore(CheckpointStore, Protocol):
     def refuse_if_answered(self) -> None:
         """Raise a StorageError if a run without a checkpoint has answered something."""
 
-    def new_answers(self) -> AnswerLog:
-        """Start the log of a run."""
+    def new_answers(self) -> AnswerLog: ...
 
-    def answers(self) -> AnswerLog:
-        """Return the log of the stored run."""
+    def answers(self) -> AnswerLog: ...
 
-    def releases(self) -> ReleaseFile:
-        """Return the releases of the run that has been saved."""
+    def releases(self) -> ReleaseFile: ...
 
 
 class Lifecycle:
-    """The lifecycle of one run. Callers hold the lock of ``rendezvous``.
-
-    Args:
-        preparation: builds everything that depends on the common rows.
-        observer: receives the steps and evaluations.
-        store: keeps checkpoints.
-        run: the id and the nonce with which the run opens.
-    """
+    """The lifecycle of one run. Callers hold the lock of ``rendezvous``."""
 
     def __init__(
         self,
@@ -82,7 +72,7 @@ class Lifecycle:
         """Whether a new run begins with a survey of the training rows' activations."""
         self.run = run
         self.error: SplitveilError | None = None
-        self.parties = PassiveParties.of(contract, allow_audits=allows)
+        self.parties = PassiveParties(contract, allow_audits=allows)
         self.stages = RunStages()
         self.rendezvous = Rendezvous(self.parties, self.stages)
         self.phase: Unaligned | Answering = Unaligned(rules.allowance.earlier)
@@ -141,7 +131,8 @@ class Lifecycle:
     def start_over(self, nonce: bytes) -> None:
         """Drop a run about which nothing was answered, with the nonce that a party has seen."""
         self.run = self.run.start_over(nonce)
-        self.parties.forget_alignments()
+        for party in self.parties:
+            party.forget_alignment()
         self.move_to(Stage.WAITING)
 
     def begin(self, common: CommonRows) -> None:
@@ -194,7 +185,8 @@ class Lifecycle:
         with refusing_other_versions():
             answering.reopen(checkpoints[-1], state)
         if state["is_last"]:  # a peer may have everything that it needs, and never return
-            self.parties.recall_goodbyes(state["left"])
+            for name in state["left"]:
+                self.parties.named(name).say_goodbye()
             self._restore(checkpoints[-1], state)
         return True
 
@@ -221,7 +213,8 @@ class Lifecycle:
         self.answering.questions.note_resumption(batch_number)
         self.run = self.run._replace(resumed_at=batch_number)
         self._restore(batch_number, self._store.load(batch_number))
-        self.parties.resume()
+        for party in self.parties:
+            party.resume()
 
     def _restore(self, batch_number: int, state: State) -> None:
         answering = self.answering
@@ -236,9 +229,6 @@ class Lifecycle:
 
     def save(self, *, soon: bool = False) -> None:
         """Write a checkpoint.
-
-        Args:
-            soon: whether another thread may write it.
 
         Raises:
             StorageError: it cannot be written.
@@ -255,8 +245,7 @@ class Lifecycle:
     def answer(self, batch: Batch) -> Sequence[Reply]:
         """Answer a training step about which every party has asked.
 
-        Returns:
-            The answers, in the contract's order of parties.
+        Returns the answers, in the contract's order of parties.
 
         Raises:
             SplitveilError: the answer must not leave, and the run has ended.
@@ -275,8 +264,7 @@ class Lifecycle:
     def evaluate(self, batch: Batch) -> Sequence[Reply]:
         """Score held-out rows about which every party has asked.
 
-        Returns:
-            The reply to each party, in the contract's order.
+        Returns the reply to each party, in the contract's order.
 
         Raises:
             StorageError: the questions cannot be logged, or the finished run cannot be saved.
@@ -313,7 +301,6 @@ class Lifecycle:
         answering.progress.ahead(1)  # its rows are known before a peer waits for an answer
 
     def note_audit(self, question: AuditQuestion, leak_auc: float, party: PassiveParty) -> None:
-        """Report an audit that was answered."""
         self.observer.on_audits_answered(self.phase.audits_answered)
         if party.audits.report_once(question):
             self.observer.on_audit(question, leak_auc, party.name)

@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple, Self
 
-from splitveil.active_party.run.common_rows import intersect
+import numpy as np
+
 from splitveil.active_party.run.parties import Pair, PassiveParties, PassiveParty
 from splitveil.active_party.run.stages import RunStages, Stage
-from splitveil.common.alignment import Share
+from splitveil.common.alignment import RowIndices, Share
+from splitveil.common.alignment.share import Mask
 from splitveil.common.errors import AlignmentError, ContractMismatch, NothingBegun, OutOfStep
 from splitveil.common.run.contract import Contract, check_same_contract
 from splitveil.common.run.messages import Offer
@@ -27,8 +29,6 @@ RESUMABLE = (Stage.REJOINING, Stage.TRAINING, Stage.FINISHED)
 
 
 class NewRun(Enum):
-    """The outcome of a handshake for a new run."""
-
     REPEATED = "it was answered before, and gets the same reply"
     OPENED = "the run is opened with this party"
     STARTED_OVER = "a run about which nothing was answered is dropped for a new one"
@@ -43,8 +43,6 @@ class Resumption(Enum):
 
 
 class OpenRun(NamedTuple):
-    """The run that this process serves."""
-
     run_id: str
     nonce: bytes
     """This party's share of the joint seed."""
@@ -57,11 +55,9 @@ class OpenRun(NamedTuple):
 
     @classmethod
     def new(cls, nonce: bytes, dropped: frozenset[str] = frozenset()) -> Self:
-        """Return a new run with an id of its own."""
         return cls(secrets.token_hex(8), nonce, dropped)
 
     def start_over(self, nonce: bytes) -> "OpenRun":
-        """Return the run that replaces this one, with another nonce."""
         return OpenRun.new(nonce, self.dropped | {self.run_id})
 
 
@@ -69,15 +65,11 @@ class Whereabouts(NamedTuple):
     """The position of a run in its course, and the positions to which it could return."""
 
     batch_number: int
-    """Number of batches that have been answered up to here."""
 
     checkpoints: frozenset[int]
-    """Numbers of batches after which this party has a checkpoint."""
 
 
 class CommonRows(NamedTuple):
-    """The rows that all parties have in common, and the share that each party is sent."""
-
     file_rows: Positions
     nonces: tuple[bytes, ...]
     """All passive parties' shares of the joint seed, in the contract's order."""
@@ -120,13 +112,6 @@ def check_resumption(
 ) -> None:
     """Compare a handshake for a stored run with the run that there is.
 
-    Args:
-        stages: the run's stage.
-        parties: the passive parties.
-        run: the run that may be resumed.
-        offer: the run and the checkpoints that the party offers.
-        is_known: whether the party committed to the same nonce when the run began.
-
     Raises:
         NothingBegun: it asks for a run that has started over since, before its first answer.
         OutOfStep: it asks for another run.
@@ -141,12 +126,6 @@ def judge_resumption(
     parties: PassiveParties, run: OpenRun, where: Whereabouts, offer: Offer
 ) -> Resumption:
     """Decide about a handshake for the stored run, once ``check_resumption`` has accepted it.
-
-    Args:
-        parties: the passive parties, before this handshake.
-        run: the run that may be resumed.
-        where: its position, and its checkpoints.
-        offer: the run and the checkpoints that the party offers.
 
     Raises:
         OutOfStep: the party has no checkpoint in common with this one.
@@ -191,7 +170,7 @@ def common_rows(contract: Contract, pairs: Sequence[Pair]) -> CommonRows:
     nonces = tuple(pair.nonce for pair in pairs)
     if len(pairs) == 1:
         return CommonRows(pairs[0].rows, nonces, ())
-    masks = intersect([pair.rows for pair in pairs])
+    masks = _masks([pair.rows for pair in pairs])
     rows = pairs[0].rows[masks[0]]
     if len(rows) < contract.alignment.min_aligned:
         raise AlignmentError(
@@ -199,3 +178,10 @@ def common_rows(contract: Contract, pairs: Sequence[Pair]) -> CommonRows:
             f"needed {contract.alignment.min_aligned}"
         )
     return CommonRows(rows, nonces, tuple(Share(mask, nonces) for mask in masks))
+
+
+def _masks(pairs: Sequence[RowIndices]) -> list[Mask]:
+    common = pairs[0]
+    for rows in pairs[1:]:
+        common = np.intersect1d(common, rows, assume_unique=True)
+    return [np.isin(rows, common) for rows in pairs]

@@ -27,8 +27,6 @@ Reply = Answer | Course
 
 
 class PartyStage(Enum):
-    """The stage of a passive party in the run, as the active party sees it."""
-
     UNKNOWN = "has not shaken hands with this process yet"
     AWAY = "has to open the run again"
     OPEN = "has opened the run"
@@ -41,23 +39,17 @@ _OPENED = (PartyStage.OPEN, PartyStage.RETURNING, PartyStage.LEFT)
 
 
 class Question(NamedTuple):
-    """A party's activation that has not been answered yet."""
-
     activation: Activation
     fingerprint: bytes
     """Identifies the question's bytes, to detect a second question about the batch; 16 bytes."""
 
 
 class Answered(NamedTuple):
-    """One of a party's last activations, and the reply to it."""
-
     activation: Activation
     reply: Reply
 
 
 class Pair(NamedTuple):
-    """The outcome of the alignment with one party."""
-
     rows: Positions
     """The active party's rows of the ids that the two have in common."""
 
@@ -67,18 +59,14 @@ class Pair(NamedTuple):
 
 @dataclass(eq=False)
 class PassiveParty:
-    """One passive party of the contract."""
-
     name: str
     index: int
-    """Its index in the contract's list."""
 
     audits: AuditDesk
 
     stage: PartyStage = PartyStage.UNKNOWN
 
     commitment: bytes = b""
-    """Its commitment to its nonce, from the handshake."""
 
     handshakes: int = 0
     """Number of handshakes that it began; only the newest one waits for the other parties."""
@@ -120,7 +108,6 @@ class PassiveParty:
 
     @property
     def has_left(self) -> bool:
-        """Whether it has said goodbye."""
         return self.stage in (PartyStage.LEFT, PartyStage.GONE)
 
     @property
@@ -146,17 +133,12 @@ class PassiveParty:
         self.handshakes += 1
 
     def ask_to_resume(self, offer: frozenset[int]) -> None:
-        """Note its handshake for a stored run.
-
-        Args:
-            offer: numbers of the batches at whose checkpoints it can resume.
-        """
+        """Note its handshake for a stored run."""
         self.offer = offer
         self.stage = PartyStage.RETURNING
         self.handshakes += 1
 
     def resume(self) -> None:
-        """Note that the run resumes with it."""
         self.stage = PartyStage.OPEN
 
     def recall(self, nonce: bytes) -> None:
@@ -178,7 +160,6 @@ class PassiveParty:
         self.pair = self.share = None
 
     def take_pair(self, pair: Pair) -> None:
-        """Keep the outcome of the alignment with it."""
         self.pair = pair
 
     def take_share(self, share: Share) -> None:
@@ -186,7 +167,6 @@ class PassiveParty:
         self.share = share
 
     def say_goodbye(self) -> None:
-        """Note that it leaves."""
         self.stage = PartyStage.LEFT if self.has_opened else PartyStage.GONE
 
     # ---- questions ----
@@ -223,7 +203,6 @@ class PassiveParty:
         self.question = question
 
     def waits_for(self, batch: BatchId) -> bool:
-        """Return whether its question about a batch waits for an answer."""
         return self.question is not None and self.question.activation.batch == batch
 
     def answer(self, question: Question, reply: Reply) -> None:
@@ -239,42 +218,18 @@ class PassiveParty:
 
 
 class PassiveParties:
-    """All passive parties of a run, in the contract's order.
+    """All passive parties of a run, in the contract's order."""
 
-    Args:
-        names: their names, as the contract lists them.
-        allow_audits: whether the active party measures scores for them.
-        pipeline_depth: the most gradients that may be on their way to a party at once.
-        evaluations_ahead: the same for replies to held-out rows.
-    """
-
-    def __init__(
-        self,
-        names: Sequence[str],
-        *,
-        allow_audits: bool,
-        pipeline_depth: int = 1,
-        evaluations_ahead: int = 1,
-    ) -> None:
+    def __init__(self, contract: Contract, *, allow_audits: bool) -> None:
         self._parties = tuple(
             PassiveParty(
                 name,
                 index,
                 AuditDesk(is_open=allow_audits, asker=index),
-                pipeline_depth=pipeline_depth,
-                evaluations_ahead=evaluations_ahead,
+                pipeline_depth=contract.pipeline_depth,
+                evaluations_ahead=evaluations_ahead(contract),
             )
-            for index, name in enumerate(names)
-        )
-
-    @classmethod
-    def of(cls, contract: Contract, *, allow_audits: bool) -> "PassiveParties":
-        """Return the parties of a contract."""
-        return cls(
-            contract.passive_parties,
-            allow_audits=allow_audits,
-            pipeline_depth=contract.pipeline_depth,
-            evaluations_ahead=evaluations_ahead(contract),
+            for index, name in enumerate(contract.passive_parties)
         )
 
     def __iter__(self) -> Iterator[PassiveParty]:
@@ -285,22 +240,18 @@ class PassiveParties:
 
     @property
     def is_multi_party(self) -> bool:
-        """Whether there is more than one party."""
         return len(self._parties) > 1
 
     @property
     def have_opened(self) -> bool:
-        """Whether this process has opened the run with every party."""
         return all(party.has_opened for party in self._parties)
 
     @property
     def have_left(self) -> bool:
-        """Whether every party has said goodbye."""
         return all(party.has_left for party in self._parties)
 
     @property
     def have_asked(self) -> bool:
-        """Whether every party has asked about the current batch."""
         return all(party.has_asked for party in self._parties)
 
     @property
@@ -331,39 +282,13 @@ class PassiveParties:
         for party, nonce in zip(self._parties, nonces, strict=True):
             party.recall(nonce)
 
-    def recall_goodbyes(self, names: Iterable[str]) -> None:
-        """Recall the parties that had left when a finished run was stored."""
-        for name in names:
-            self.named(name).say_goodbye()
-
-    def forget_openings(self) -> None:
-        """Require a new handshake of every party."""
-        for party in self._parties:
-            party.forget_opening()
-
-    def forget_alignments(self) -> None:
-        """Let every party start over."""
-        for party in self._parties:
-            party.forget_alignment()
-
-    def forget_questions(self) -> None:
-        """Drop every party's last questions and answers."""
-        for party in self._parties:
-            party.forget_questions()
-
     def answer(self, replies: Sequence[Reply]) -> None:
         """Keep the replies to the questions of all parties, in the contract's order."""
         for party, question, reply in zip(self._parties, self.questions, replies, strict=True):
             party.answer(question, reply)
 
-    def resume(self) -> None:
-        """Note that the run resumes with every party."""
-        for party in self._parties:
-            party.resume()
-
 
 def names_of(parties: Iterable[PassiveParty]) -> str:
-    """Return the parties' names in words."""
     return " and ".join(repr(party.name) for party in parties)
 
 

@@ -12,8 +12,7 @@ from splitveil.active_party.run.answering import Answering, TrainingSetup
 from splitveil.active_party.run.parties import PassiveParties
 from splitveil.active_party.run.questions import AnsweredQuestions
 from splitveil.active_party.run.releases import Releases
-from splitveil.active_party.training.early_stopping import EarlyStop
-from splitveil.active_party.training.evaluation import Evaluator
+from splitveil.active_party.training.evaluation import EarlyStop, Evaluator
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.alignment import Splits
 from splitveil.common.errors import SettingsError
@@ -33,13 +32,10 @@ TrainerFactory = Callable[[AlignedRows], TopTrainer]
 
 
 class OwnRows(NamedTuple):
-    """The rows of this party's file."""
-
     ids: Sequence[str]
     """Canonical id of each row."""
 
     splits: Splits | None = None
-    """Split of each row, if the contract splits by a column."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +59,7 @@ class OwnRules:
 
 
 class Preparation:
-    """Builds everything that depends on the common rows.
-
-    Args:
-        contract: the agreement that all parties hold.
-        own: this party's rows.
-        rules: this party's own decisions.
-        build_trainer: makes the trainer from the common rows.
-    """
+    """Builds everything that depends on the common rows."""
 
     def __init__(
         self, contract: Contract, own: OwnRows, rules: OwnRules, build_trainer: TrainerFactory
@@ -85,11 +74,7 @@ class Preparation:
     ) -> TrainingSetup:
         """Put the common rows in order, and build the trainer and the accounts for them.
 
-        Args:
-            file_rows: this party's rows of the common ids, (aligned,), in any order.
-            seed: the joint seed.
-            store: keeps the checkpoints.
-            has_survey: whether the run begins with a survey.
+        Shapes: ``file_rows`` (aligned,).
 
         Raises:
             AlignmentError: too few rows for the splits.
@@ -128,15 +113,6 @@ class Preparation:
         questions: AnsweredQuestions,
         file: ReleaseFile,
     ) -> Answering:
-        """Return the part of the run that answers questions.
-
-        Args:
-            run_id: of the run.
-            parties: the parties whose questions are answered.
-            setup: everything that follows from the common rows.
-            questions: the questions answered so far.
-            file: the releases made so far.
-        """
         staged, about = setup.trainer.staged, setup.rows.splits["train"]
         if staged is not None:
             about = staged.released_rows.numpy()
@@ -147,13 +123,7 @@ class Preparation:
 
 
 def state_of(identity: RunIdentity, secret: bytes, setup: TrainingSetup) -> State:
-    """Return the state that is stored when a run begins.
-
-    Args:
-        identity: of the run.
-        secret: from which its answers and fingerprints are keyed.
-        setup: for which noise and earlier accounts are stored.
-    """
+    """Return the state that is stored when a run begins."""
     return {
         "run_id": identity.run_id,
         "nonce": identity.active_nonce,

@@ -8,20 +8,19 @@ nothing new and is not charged again.
 import hashlib
 import hmac
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple, Self
 
 import torch
 from cryptography.hazmat.primitives.poly1305 import Poly1305
 from torch import Tensor
 
-from splitveil.common.errors import OutOfStep
+from splitveil.common.errors import OtherAnswer, OutOfStep
 from splitveil.common.storage.answer_log import (
     FIRST_AUDIT_NUMBER,
     FIRST_RELEASE_NUMBER,
     FIRST_RESUMPTION_NUMBER,
-    NO_REPLY,
-    NOTHING_TOLD,
     AnswerLog,
     ChargedAnswer,
     Record,
@@ -46,13 +45,6 @@ class QuestionNumber(NamedTuple):
 
     @classmethod
     def of_batch(cls, batch_number: int, asker: int, num_askers: int) -> Self:
-        """Return the number of a party's question about a batch.
-
-        Args:
-            batch_number: number of batches of the run before it.
-            asker: index of the party that asks.
-            num_askers: number of parties that ask about each batch.
-        """
         return cls(batch_number, asker, batch_number * num_askers + asker)
 
     @classmethod
@@ -66,12 +58,7 @@ class QuestionNumber(NamedTuple):
 
 
 class AnsweredQuestions:
-    """Fingerprints of questions and replies, the keys of the noise, and the charges.
-
-    Args:
-        secret: of the run, 32 bytes.
-        log: keeps fingerprints and charges.
-    """
+    """Fingerprints of questions and replies, the keys of the noise, and the charges."""
 
     def __init__(self, secret: bytes, log: AnswerLog) -> None:
         self.secret = secret
@@ -83,11 +70,6 @@ class AnsweredQuestions:
     def fingerprint(self, batch_number: int, asker: int, values: Tensor) -> bytes:
         """Return the fingerprint of a question about a batch, 16 bytes.
 
-        Args:
-            batch_number: number of batches of the run before it.
-            asker: index of the party that asks.
-            values: its activation.
-
         Raises:
             OutOfStep: another question of this party about the batch has been answered.
         """
@@ -98,48 +80,45 @@ class AnsweredQuestions:
         """Return whether a batch that may come again has been answered before."""
         return self._log.at(batch_number) is not None
 
-    def reply_tag(self, batch_number: int, values: Tensor) -> bytes:
-        """Return the fingerprint of an answer, 16 bytes, which never leaves this party.
-
-        Args:
-            batch_number: number of batches of the run before it.
-            values: the answer that is about to leave, on the CPU.
-        """
-        return self._tag(batch_number, values, b"reply")
-
-    def is_repeated(
-        self, batch_number: int, charge: ChargedAnswer, reply: bytes = NO_REPLY
-    ) -> bool:
-        """Return whether the very same answer about a batch was given before, at the same charge.
-
-        Arithmetic that is not repeatable, or another device, gives another answer to the same
-        question, possibly at the same charge. Since both carry the same noise, together they would
-        reveal their difference without any noise.
-
-        Args:
-            batch_number: number of batches of the run before it.
-            charge: of the answer.
-            reply: the answer's tag.
-        """
-        record = self._log.at(batch_number)
-        return record is not None and (record.charge, record.reply) == (charge, reply)
-
-    def record(
+    def admission(
         self,
         batch_number: int,
         fingerprints: Sequence[bytes],
-        charge: ChargedAnswer = NOTHING_TOLD,
-        reply: bytes = NO_REPLY,
-    ) -> None:
-        """Note that the questions about a batch are about to be answered, unless they were before.
+        charge: ChargedAnswer,
+        answer: Tensor,
+        where: str,
+    ) -> tuple[bool, Callable[[], None]]:
+        """Return whether this very answer was given before, and a function that logs it.
+
+        Arithmetic that is not repeatable, or another device, gives another answer to the same
+        question, possibly at the same charge. Since both carry the same noise, together they would
+        reveal their difference without any noise. ``answer`` is on the CPU; ``where`` names the
+        batch in a refusal.
+
+        Raises:
+            OtherAnswer: the batch was answered before, and differently.
+        """
+        tag, known = self._tag(batch_number, answer, b"reply"), self._log.at(batch_number)
+        if known is None:
+            return False, partial(self._log.record, batch_number, fingerprints, charge, tag)
+        if (known.charge, known.reply) != (charge, tag):
+            raise OtherAnswer(
+                f"{where}: the same question would get another answer than before: the arithmetic "
+                f"has changed, as with another device, torch_threads, autocast, compile or version "
+                f"of a library; restore those, or start over with --fresh at both parties"
+            )
+        return True, lambda: None
+
+    def record(self, batch_number: int, fingerprints: Sequence[bytes]) -> None:
+        """Log questions about held-out rows before they are answered, unless they were before.
 
         A crash between this and the answer costs nothing: the same questions get the same answer.
 
         Raises:
             StorageError: the log cannot be written; the questions must not be answered then.
         """
-        if not self.is_repeated(batch_number, charge, reply):
-            self._log.record(batch_number, fingerprints, charge, reply)
+        if not self.is_answered(batch_number):
+            self._log.record(batch_number, fingerprints)
 
     def release_key(self, stage: int, design: bytes) -> bytes:
         """Return the key from which the noise of a release is drawn, 32 bytes.
@@ -155,7 +134,6 @@ class AnsweredQuestions:
         return self._tag(FIRST_RELEASE_NUMBER + stage, values, b"release")
 
     def released(self, stage: int) -> Record | None:
-        """Return the record of a stage's release; None if it was never used."""
         return self._log.at(FIRST_RELEASE_NUMBER + stage)
 
     def record_release(self, stage: int, tag: bytes, charge: ChargedAnswer) -> None:
@@ -194,11 +172,6 @@ class AnsweredQuestions:
 
     def note(self, number: QuestionNumber, values: Tensor, about: bytes = b"") -> None:
         """Ensure that no other audit is ever answered under a number.
-
-        Args:
-            number: of the audit.
-            values: the scores.
-            about: at most 32 bytes that ``noted`` returns later.
 
         Raises:
             OutOfStep: another one has been answered.
@@ -240,11 +213,7 @@ class AnsweredQuestions:
 
 
 def run_secret(noise_seed: int | None) -> bytes:
-    """Return the secret from which a run's answers and fingerprints are keyed, 32 bytes.
-
-    Args:
-        noise_seed: for tests only: makes the secret predictable.
-    """
+    """Return the secret from which a run's answers and fingerprints are keyed, 32 bytes."""
     if noise_seed is None:
         return secrets.token_bytes(32)
     return hashlib.sha256(b"splitveil test secret %d" % noise_seed).digest()

@@ -25,14 +25,7 @@ _TAG = "tag"
 
 
 class Releases:
-    """Begins the stages of a run.
-
-    Args:
-        file: the releases on disk.
-        questions: the log of everything that was told.
-        budget: decides whether a release may be used.
-        positions: of the rows whose accounts the releases are charged to.
-    """
+    """Begins the stages of a run."""
 
     def __init__(
         self,
@@ -86,7 +79,6 @@ class Releases:
         pending.use(release)
 
     def _find(self, stage: int) -> Mapping[str, Tensor] | None:
-        """Return the stored release of a stage; None if it was never drawn."""
         release, known = self._file.at(stage), self._questions.released(stage)
         if release is None:
             if known is not None:

@@ -30,12 +30,7 @@ def always() -> bool:
 
 
 class Rendezvous:
-    """The lock of a session, held as a context, in which calls wait for each other.
-
-    Args:
-        parties: the passive parties whose calls meet here.
-        stages: the run's stage.
-    """
+    """The lock of a session, held as a context, in which calls wait for each other."""
 
     def __init__(self, parties: PassiveParties, stages: RunStages) -> None:
         self._parties = parties
@@ -65,12 +60,6 @@ class Rendezvous:
             return {party.name: waited_s for party in self._parties if self._awaits(party)}
 
     def wait(self, until: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait for a condition, and return whether it holds.
-
-        Args:
-            until: the condition; it is asked under the lock.
-            timeout_s: longest wait.
-        """
         with self:
             return self._changed.wait_for(until, timeout_s)
 
@@ -82,14 +71,7 @@ class Rendezvous:
     ) -> ResultT | None:
         """Wait on behalf of a caller until something is found, and return it.
 
-        Args:
-            find: looks for it under the lock, and returns None while it is not there; an error
-                that it raises ends the wait.
-            is_listening: returns whether the caller is still connected; if not, the wait ends.
-            patience_s: longest wait.
-
-        Returns:
-            None if the caller is gone or out of patience.
+        None if the caller is gone or out of patience.
         """
         deadline = time.monotonic() + patience_s
         while (found := find()) is None:

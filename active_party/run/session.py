@@ -1,9 +1,8 @@
 """The calls of the protocol, as the active party answers them; gRPC and tests use the same object.
 
-A call takes the lock, asks the rooms in order, and leaves every consequence to ``lifecycle``. The
-other rooms return or raise: ``opening`` judges handshakes, ``parties`` knows each passive party,
-``gathering`` lets the calls of several parties wait for each other, and ``answering`` turns
-questions into answers.
+A call takes the lock, waits for those of the other parties where it has to, and leaves every
+consequence to ``lifecycle``. The other rooms return or raise: ``opening`` judges handshakes,
+``parties`` knows each passive party, and ``answering`` turns questions into answers.
 
 With several passive parties every step needs all of them: a question waits until each party has
 asked its own, and then one gradient is computed, defended and charged for all. When a party opens
@@ -22,30 +21,27 @@ from typing import ClassVar
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.active_party.run.answering import Answering
-from splitveil.active_party.run.gathering import Gathering
+from splitveil.active_party.run.handshake import Handshakes
 from splitveil.active_party.run.lifecycle import ActiveStore, Lifecycle
 from splitveil.active_party.run.observer import SessionObserver
-from splitveil.active_party.run.opening import (
-    OpenRun,
-)
-from splitveil.active_party.run.parties import Pair
-from splitveil.active_party.run.preparation import (
-    OwnRows,
-    OwnRules,
-    Preparation,
-    TrainerFactory,
-)
-from splitveil.active_party.run.rendezvous import Listening, always
+from splitveil.active_party.run.opening import OpenRun, check_nonce, common_rows
+from splitveil.active_party.run.parties import Pair, PassiveParty, Reply, names_of
+from splitveil.active_party.run.preparation import OwnRows, OwnRules, Preparation, TrainerFactory
+from splitveil.active_party.run.rendezvous import FAREWELL_WAIT_S, Listening, always
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.alignment import Share
 from splitveil.common.errors import (
+    AlignmentError,
+    NotOpen,
+    OthersAwaited,
     OutOfStep,
+    PeerLeft,
     SplitveilError,
 )
 from splitveil.common.run import messages
 from splitveil.common.run.contract import Contract
-from splitveil.common.run.messages import Activation, Answer, Course
+from splitveil.common.run.messages import Activation, Answer, Course, LeaveReason
 from splitveil.common.run.sample_order import Positions
 from splitveil.common.storage.run_store import NoStore
 
@@ -55,15 +51,6 @@ class ActiveSession:
 
     Every call names the calling party; a single party need not be named. A call that waits for
     other parties gives up when ``is_listening`` says that its caller is gone.
-
-    Args:
-        contract: the agreement that all parties hold.
-        own: this party's rows.
-        build_trainer: makes the trainer once the common rows are known.
-        observer: receives the steps and evaluations.
-        draw_nonce: gives this party's share of the joint seed, 32 bytes, a new one per alignment.
-        rules: this party's own decisions.
-        store: where checkpoints are kept; None for a run that cannot be resumed.
     """
 
     lifecycle_type: ClassVar[type[Lifecycle]] = Lifecycle
@@ -86,7 +73,7 @@ class ActiveSession:
         self.lifecycle = self.lifecycle_type(self.preparation, observer, kept, run)
         self.parties = self.lifecycle.parties
         self._rendezvous = self.lifecycle.rendezvous
-        self._gathering = Gathering(contract, self.lifecycle, draw_nonce)
+        self._handshakes = Handshakes(contract, self.lifecycle, draw_nonce)
 
     @property
     def error(self) -> SplitveilError | None:
@@ -95,7 +82,6 @@ class ActiveSession:
 
     @property
     def run_id(self) -> str:
-        """Name of the run."""
         return self.lifecycle.run.run_id
 
     @property
@@ -105,7 +91,6 @@ class ActiveSession:
 
     @property
     def stage(self) -> Stage:
-        """The stage of the run."""
         return self.lifecycle.stages.current
 
     @property
@@ -192,17 +177,13 @@ class ActiveSession:
             NothingBegun: the run to be resumed has started over before its first answer.
         """
         with self._rendezvous:
-            asking = self._gathering.greet(party, contract_json)
+            asking = self._handshakes.greet(party, contract_json)
             if offer is None:
-                return self._gathering.open(asking, commitment, is_listening)
-            return self._gathering.resume(asking, commitment, offer, is_listening)
+                return self._handshakes.open(asking, commitment, is_listening)
+            return self._handshakes.resume(asking, commitment, offer, is_listening)
 
     def require_aligning(self, run_id: str | None = None, party: str | None = None) -> None:
         """Refuse a message of the alignment at any other time.
-
-        Args:
-            run_id: the run that is being aligned, once that is known.
-            party: the party that is being aligned.
 
         Raises:
             NotOpen: this process has not opened the run with the peer yet.
@@ -219,11 +200,7 @@ class ActiveSession:
     def aligned(self, file_rows: Positions, peer_nonce: bytes, party: str | None = None) -> None:
         """Take the rows in common with one party; with those of every party, prepare training.
 
-        Args:
-            file_rows: this party's rows of the common ids, (aligned,), in any order; with several
-                passive parties, in the order of the pair's tags.
-            peer_nonce: the peer's share of the joint seed, revealed in its hello.
-            party: the passive party.
+        Shapes: ``file_rows`` (aligned,).
 
         Raises:
             OutOfStep: the nonce is not the one to which the handshake committed.
@@ -232,19 +209,34 @@ class ActiveSession:
         """
         with self._rendezvous:
             self.require_aligning(party=party)
-            self._gathering.align(self.parties.named(party), Pair(file_rows, peer_nonce))
+            aligned = self.parties.named(party)
+            check_nonce(aligned, peer_nonce)
+            aligned.take_pair(Pair(file_rows, peer_nonce))
+            pairs = self.parties.pairs
+            if len(pairs) == len(self.parties):
+                self.lifecycle.begin(common_rows(self.contract, pairs))
 
     def share_of(self, party: str, timeout_s: float) -> Share | None:
         """Wait for the share that ends a party's alignment in a run with several passive parties.
 
-        Returns:
-            None if it takes longer.
+        None if it takes longer.
 
         Raises:
             NotOpen: the run has to be opened again, because another party does so.
         """
         with self._rendezvous:
-            return self._gathering.share_of(self.parties.named(party), timeout_s)
+            aligned = self.parties.named(party)
+            self._rendezvous.wait(
+                lambda: (
+                    aligned.share is not None
+                    or self.lifecycle.stages.are_over
+                    or not self.parties.have_opened
+                ),
+                timeout_s,
+            )
+            self.lifecycle.refuse_if_ended()
+            self.lifecycle.refuse_if_not_open()
+            return aligned.share
 
     # ---- training ----
 
@@ -264,7 +256,7 @@ class ActiveSession:
         """
         with self._rendezvous:
             asking = self.parties.named(party)
-            reply = self._gathering.ask(asking, activation, is_listening, is_training=True)
+            reply = self._ask(asking, activation, is_listening, is_training=True)
             if isinstance(reply, Course):
                 raise OutOfStep("a training activation where held-out rows are due")
             return reply
@@ -279,7 +271,7 @@ class ActiveSession:
         """
         with self._rendezvous:
             asking = self.parties.named(party)
-            reply = self._gathering.ask(asking, activation, is_listening, is_training=False)
+            reply = self._ask(asking, activation, is_listening, is_training=False)
             if isinstance(reply, Answer):
                 raise OutOfStep("held-out rows where a training activation is due")
             return reply
@@ -300,6 +292,53 @@ class ActiveSession:
             leak_auc = self.answering.audit(asking, question)
             self.lifecycle.note_audit(question, leak_auc, asking)
             return leak_auc
+
+    def _ask(
+        self,
+        asking: PassiveParty,
+        activation: Activation,
+        is_listening: Listening,
+        *,
+        is_training: bool,
+    ) -> Reply:
+        """Return the reply to a question, which the call of the last party to ask computes for all.
+
+        Raises:
+            OutOfStep: another question than the one due, or the same with other bytes.
+            NotOpen: the run has to be opened first, or the caller no longer waits for the reply.
+            SplitveilError: the error that has ended the run.
+        """
+        lifecycle = self.lifecycle
+        lifecycle.finish_step()
+        lifecycle.refuse_if_ended()
+        reply = asking.reply_to(activation)
+        if reply is not None:
+            return reply
+        lifecycle.refuse_if_not_open()
+        lifecycle.stages.require(Stage.TRAINING, message="a tensor")
+        batch = lifecycle.answering.take(asking, activation, is_training=is_training)
+        if not self.parties.have_asked:
+            return self._wait_for_reply(asking, activation, is_listening)
+        return (lifecycle.answer(batch) if is_training else lifecycle.evaluate(batch))[asking.index]
+
+    def _wait_for_reply(
+        self, asking: PassiveParty, activation: Activation, is_listening: Listening
+    ) -> Reply:
+        """Wait until the other parties have asked as well, and the last of them has the answer."""
+
+        def find() -> Reply | None:
+            self.lifecycle.refuse_if_ended()
+            reply = asking.reply_to(activation)
+            if reply is None:
+                self.lifecycle.refuse_if_not_open()
+                if not asking.waits_for(activation.batch):
+                    raise OutOfStep("a question that was overtaken by the party's next one")
+            return reply
+
+        reply = self._rendezvous.wait_for_caller(find, is_listening)
+        if reply is None:
+            raise NotOpen("a party gave up while it waited for others")
+        return reply
 
     def finish_step(self) -> None:
         """Do the work that no peer waits for: the top model's update, figures, a checkpoint."""
@@ -343,9 +382,40 @@ class ActiveSession:
         with self._rendezvous:
             if run_id != self.run_id:
                 raise OutOfStep("a peer leaves another run than this one")
-            self._gathering.part(self.parties.named(party), reason, is_listening)
+            leaving = self.parties.named(party)
+            leaving.say_goodbye()
+            self._rendezvous.wake()
+            if self.lifecycle.stages.current is Stage.FINISHED:
+                self.lifecycle.save()  # a restart must not wait for a party that has finished
+                if reason is LeaveReason.FINISHED:
+                    self._wait_for_farewells(is_listening)
+            who = f"passive party {leaving.name!r}" if self.parties.is_multi_party else "the peer"
+            self.lifecycle.end(_error_of(reason, who))
+
+    def _wait_for_farewells(self, is_listening: Listening) -> None:
+        def have_left() -> bool | None:
+            if self.parties.have_left:
+                return True
+            is_finished = self.lifecycle.stages.current is Stage.FINISHED
+            if not is_finished or any(party.is_returning for party in self.parties):
+                raise NotOpen("a leave request while another party is resuming")
+            return None
+
+        if not self._rendezvous.wait_for_caller(have_left, is_listening, FAREWELL_WAIT_S):
+            missing = [party for party in self.parties if not party.has_left]
+            raise OthersAwaited(f"waits for the goodbye of passive party {names_of(missing)}")
 
     def end(self, error: SplitveilError) -> None:
         """End the run early; every later call of a peer gets this error's status."""
         with self._rendezvous:
             self.lifecycle.end(error)
+
+
+def _error_of(reason: LeaveReason, who: str) -> SplitveilError:
+    match reason:
+        case LeaveReason.ALIGNMENT_FAILED:
+            return AlignmentError(f"{who} found no usable intersection of the ids")
+        case LeaveReason.INTERRUPTED:
+            return PeerLeft(f"{who} was stopped by a person or a supervisor")
+        case _:
+            return PeerLeft(f"{who} ended the run before its last step")

@@ -49,7 +49,6 @@ class RunStages:
 
     @property
     def current(self) -> Stage:
-        """The present stage."""
         return self._current
 
     @property
@@ -58,15 +57,6 @@ class RunStages:
         return self._current in (Stage.FINISHED, Stage.ENDED)
 
     def require(self, *stages: Stage, message: str) -> None:
-        """Refuse a message that belongs to other stages.
-
-        Args:
-            stages: where the message is in order.
-            message: name of the message, with its article.
-
-        Raises:
-            OutOfStep: the run is at another stage.
-        """
         if self._current not in stages:
             raise self.refusal_of(message)
 
@@ -75,11 +65,6 @@ class RunStages:
         return OutOfStep(f"{message} while {self._current.value}")
 
     def move_to(self, stage: Stage) -> None:
-        """Change the stage.
-
-        Raises:
-            RuntimeError: the table does not allow it.
-        """
         if stage not in TRANSITIONS[self._current]:
             raise RuntimeError(f"no run goes from {self._current.name} to {stage.name}")
         self._current = stage

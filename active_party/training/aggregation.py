@@ -23,12 +23,8 @@ from splitveil.common.run.contract import Aggregation
 def aggregate(rule: Aggregation, activations: Sequence[Tensor]) -> Tensor:
     """Aggregate the parties' activations.
 
-    Args:
-        rule: mean, sum or concatenation along the first dimension of the cut.
-        activations: of one batch, in the contract's order of parties, (batch, *cut_shape) each.
-
-    Returns:
-        (batch, *aggregate_shape): a single party's activation unchanged, otherwise float32.
+    (batch, *aggregate_shape): a single party's activation unchanged, otherwise float32. Shapes:
+    ``activations`` (batch, *cut_shape).
     """
     if len(activations) == 1:
         return activations[0]
@@ -45,10 +41,7 @@ def aggregate(rule: Aggregation, activations: Sequence[Tensor]) -> Tensor:
 def parts_of(rule: Aggregation, defended: DefendedGradient, parties: int) -> list[DefendedGradient]:
     """Return each party's part of the aggregate's gradient, in the contract's order.
 
-    Args:
-        rule: the rule of aggregation.
-        defended: gradient of the aggregate, (batch, *aggregate_shape).
-        parties: number of parties.
+    Shapes: ``defended`` (batch, *aggregate_shape).
     """
     if parties == 1:
         return [defended]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from splitveil.active_party.training.early_stopping import EarlyStop
+from splitveil.active_party.settings import EarlyStopping
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
 from splitveil.active_party.training.predictions import ClassFigures, figure_in_short
 from splitveil.common.record.figures import NumberFigures
@@ -29,9 +29,7 @@ class Evaluation:
     numbers."""
     calibration_error: float
     classes: ClassFigures | None = None
-    """Figures for each class if there are more than two; otherwise None."""
     number: NumberFigures | None = None
-    """Figures about labels that are numbers; None if they are classes."""
 
     @property
     def in_short(self) -> str:
@@ -48,13 +46,36 @@ class HeldOutPredictions(NamedTuple):
     """(test rows,), float: 0 or 1, class indices, or shares of the range."""
 
 
-class Evaluator:
-    """Collects the predictions for held-out rows, batch by batch, and measures whole splits.
+class EarlyStop:
+    """Watches a score, epoch by epoch: of the validation rows, or on released targets.
 
-    Args:
-        early_stop: decides after each epoch whether to continue; None never stops early.
-        kind: measures the predictions.
+    It is an AUC, or for labels that are numbers an error with a minus sign.
     """
+
+    def __init__(self, settings: EarlyStopping) -> None:
+        self._settings = settings
+        self._best = -math.inf
+        self._epochs_without_gain = 0
+
+    def state_dict(self) -> State:
+        return {"best": self._best, "epochs_without_gain": self._epochs_without_gain}
+
+    def load_state_dict(self, state: State) -> None:
+        self._best = state["best"]
+        self._epochs_without_gain = state["epochs_without_gain"]
+
+    def should_stop(self, reached: float) -> bool:
+        """Take in one epoch's score and return whether the patience is used up."""
+        if reached > self._best + self._settings.min_gain:
+            self._best = reached
+            self._epochs_without_gain = 0
+        else:
+            self._epochs_without_gain += 1
+        return self._epochs_without_gain >= self._settings.patience_epochs
+
+
+class Evaluator:
+    """Collects the predictions for held-out rows, batch by batch, and measures whole splits."""
 
     def __init__(self, early_stop: EarlyStop | None = None, kind: LabelKind = CLASS_LABELS) -> None:
         self._early_stop = early_stop
@@ -67,13 +88,7 @@ class Evaluator:
     def add(self, batch: Batch, logits: Tensor, labels: Tensor) -> Evaluation | None:
         """Take in the predictions for one batch; return the split's figures if it is the last.
 
-        Args:
-            batch: a batch of a held-out split, in the order of the run.
-            logits: (batch,), or (batch, classes).
-            labels: (batch,).
-
-        Raises:
-            ValueError: the batch is of the survey, which nothing is measured on.
+        Shapes: ``logits`` (batch,) or (batch, classes), ``labels`` (batch,).
         """
         if batch.split == "survey":
             raise ValueError("a survey is not evaluated")
@@ -113,7 +128,6 @@ class Evaluator:
         return self._early_stop.should_stop(reached)
 
     def state_dict(self) -> State:
-        """Return the progress so far."""
         return {
             "early_stop": None if self._early_stop is None else self._early_stop.state_dict(),
             "validation_score": self._validation_score,
@@ -121,7 +135,6 @@ class Evaluator:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Resume from a state that ``state_dict`` returned."""
         if self._early_stop is not None:
             self._early_stop.load_state_dict(state["early_stop"])
         self._validation_score = state["validation_score"]

@@ -36,23 +36,12 @@ class StoredPredictions(NamedTuple):
     labels: npt.NDArray[Any]
     """0 or 1, or class indices, (rows,) int64; or shares of the range, (rows,) float64."""
     training_rows: bytes
-    """Digest of the ids of the training rows."""
 
 
 def save_predictions(
     folder: Path, ids: Sequence[str], rows: AlignedRows, predictions: HeldOutPredictions
 ) -> None:
-    """Write the predictions of the test rows into a run's folder.
-
-    Args:
-        folder: the party's folder of the run.
-        ids: all canonical ids of this party.
-        rows: the common rows.
-        predictions: in the order of the test positions.
-
-    Raises:
-        StorageError: the file cannot be written.
-    """
+    """Write the predictions of the test rows into a run's folder."""
     digests = _digests(ids[row] for row in rows.file_rows[rows.splits["test"]])
     tensors = {
         "ids": torch.from_numpy(digests.view(np.uint8).reshape(-1, _DIGEST_BYTES).copy()),
@@ -66,11 +55,6 @@ def save_predictions(
 
 
 def read_predictions(folder: Path) -> StoredPredictions | None:
-    """Read the predictions in a party's folder; None if the run has not kept any.
-
-    Raises:
-        SettingsError: the file is damaged.
-    """
     path = folder / "checkpoint" / FILE
     if not path.is_file():
         return None

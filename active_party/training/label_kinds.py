@@ -28,16 +28,10 @@ from splitveil.common.record.figures import NumberFigures
 
 
 class LabelKind(Protocol):
-    """One kind of label."""
-
     @property
-    def shape_of_row(self) -> tuple[int, ...]:
-        """The shape of one row's output and prediction."""
-        ...
+    def shape_of_row(self) -> tuple[int, ...]: ...
 
-    def in_units(self, predictions: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return predictions in the label's unit; probabilities have none."""
-        ...
+    def in_units(self, predictions: NDArray[np.float32]) -> NDArray[np.float32]: ...
 
     @property
     def slope_of_residual(self) -> float:
@@ -47,10 +41,7 @@ class LabelKind(Protocol):
     def loss(self, outputs: Tensor, labels: Tensor, weights: LossWeights) -> Tensor:
         """Return the mean loss over some rows, with its graph.
 
-        Args:
-            outputs: of the top model, (rows,) or (rows, classes).
-            labels: labels or targets of these rows.
-            weights: of these rows, and of the classes.
+        Shapes: ``outputs`` (rows,) or (rows, classes).
         """
         ...
 
@@ -58,9 +49,7 @@ class LabelKind(Protocol):
         """Return predictions within the range of the labels, of the same shape as the outputs."""
         ...
 
-    def measure(self, outputs: Tensor, labels: Tensor) -> PredictionFigures:
-        """Measure the predictions of a whole split."""
-        ...
+    def measure(self, outputs: Tensor, labels: Tensor) -> PredictionFigures: ...
 
     def agreement(self, outputs: Tensor, targets: Tensor) -> float:
         """Return how well predictions agree with soft targets: the more, the better."""
@@ -74,20 +63,16 @@ class ClassLabels(NamedTuple):
 
     @property
     def shape_of_row(self) -> tuple[int, ...]:
-        """Nothing for two classes, or one number for each class."""
         return () if self.num_classes == 2 else (self.num_classes,)
 
     def in_units(self, predictions: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return probabilities as they are."""
         return predictions
 
     @property
     def slope_of_residual(self) -> float:
-        """1, as for every cross entropy."""
         return 1.0
 
     def loss(self, outputs: Tensor, labels: Tensor, weights: LossWeights) -> Tensor:
-        """Return the cross entropy."""
         return weighted_cross_entropy(outputs, labels, weights)
 
     def predicted(self, outputs: Tensor) -> Tensor:
@@ -110,7 +95,6 @@ class NumberLabels(NamedTuple):
     """Labels that are numbers: a squared error, and errors in the label's unit."""
 
     within: LabelRange
-    """The bounds of the labels."""
 
     mean_share: float = math.nan
     """Mean of the training labels as a share of the range: the constant prediction beside which
@@ -118,16 +102,13 @@ class NumberLabels(NamedTuple):
 
     @property
     def shape_of_row(self) -> tuple[int, ...]:
-        """One number for each row."""
         return ()
 
     def in_units(self, predictions: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return shares of the range in the label's unit."""
         return self.within.values(predictions)
 
     @property
     def slope_of_residual(self) -> float:
-        """2, as of every square."""
         return 2.0
 
     def loss(self, outputs: Tensor, labels: Tensor, weights: LossWeights) -> Tensor:
@@ -136,11 +117,9 @@ class NumberLabels(NamedTuple):
         return (squares if weights.of_rows is None else weights.of_rows * squares).mean()
 
     def predicted(self, outputs: Tensor) -> Tensor:
-        """Return shares of the range."""
         return shares_of(outputs)
 
     def measure(self, outputs: Tensor, labels: Tensor) -> PredictionFigures:
-        """Measure the errors of the predictions, and those of the constant prediction."""
         labels, width = labels.double(), self.within.width
         errors = shares_of(outputs.double()) - labels
         of_constant = self.mean_share - labels
@@ -162,12 +141,6 @@ class NumberLabels(NamedTuple):
 
 
 def kind_of(settings: DataSettings, mean_share: float = math.nan) -> LabelKind:
-    """Return the kind of the labels that a party's settings name.
-
-    Args:
-        settings: the label owner's.
-        mean_share: mean of the training labels, if they are numbers and will be measured.
-    """
     if settings.label_range is None:
         return ClassLabels(settings.num_classes)
     return NumberLabels(settings.label_range, mean_share)

@@ -18,16 +18,7 @@ TopCompute = Callable[[Tensor, Features | None], Tensor]
 
 
 class OrdinaryObjective:
-    """Trains the top model on the loss whose gradient is sent.
-
-    Args:
-        top: the top model.
-        learns_targets: whether the model learns from the targets of a defense that replaces labels,
-            from which the gradient is computed, or from the true labels.
-        class_weights: what each class counts in the loss, (classes,); None if all count 1.
-        kind: of the labels, which decides what the loss is.
-        compute: computes the outputs for training batches; by default the model.
-    """
+    """Trains the top model on the loss whose gradient is sent."""
 
     def __init__(
         self,
@@ -61,7 +52,6 @@ class OrdinaryObjective:
         return StepOutcome(raw, kind.predicted(outputs.detach()), loss, logits=outputs)
 
     def learn(self, outcome: StepOutcome, /) -> None:
-        """Take an optimiser step."""
         descend(outcome.loss, self._trained, self._optimizer)
         self._schedule.step()
 
@@ -74,7 +64,6 @@ class OrdinaryObjective:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Return to the step at which ``state_dict`` was taken."""
         self.model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         self._schedule.load_state_dict(state["schedule"])

@@ -21,9 +21,10 @@ from torch.nn.functional import (
     softplus,
 )
 
-from splitveil.active_party.training.calibration import adaptive_calibration_error
 from splitveil.common.privacy.leakage import areas
 from splitveil.common.record.figures import NumberFigures
+
+NUM_BINS = 15
 
 
 class LossWeights(NamedTuple):
@@ -41,13 +42,6 @@ def weighted_cross_entropy(logits: Tensor, labels: Tensor, weights: LossWeights)
 
     A row's loss depends on no label or weight of another row: dividing by the sum of the batch's
     weights would let one row's label move all gradients of the batch.
-
-    Args:
-        logits: as for ``cross_entropy_of``.
-        labels: as for ``cross_entropy_of``. The weights of classes multiply the loss of each label
-            by its share of the row's, so that a target counts by what it says and not by the label
-            that it stands for.
-        weights: of these rows, and of the classes.
     """
     if weights.of_rows is None and weights.of_classes is None:
         return cross_entropy_of(logits, labels)
@@ -77,8 +71,6 @@ class ClassFigures(NamedTuple):
 
 
 class PredictionFigures(NamedTuple):
-    """Figures about predictions."""
-
     loss: float
     """Cross entropy, nats per example; for numbers, the mean squared error of the predictions in
     units of the squared range."""
@@ -92,7 +84,6 @@ class PredictionFigures(NamedTuple):
 
     classes: ClassFigures | None
     number: NumberFigures | None = None
-    """Figures about numbers; None if labels are classes."""
 
     @property
     def score(self) -> float:
@@ -115,10 +106,7 @@ def figure_in_short(auc: float, number: NumberFigures | None) -> str:
 def cross_entropy_of(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the mean cross entropy over some rows, with its graph.
 
-    Args:
-        logits: (rows,) or (rows, classes).
-        labels: (rows,), floating point: 0 or 1, noisy labels in between or beyond, or class
-            indices; or a share of each class, (rows, classes).
+    Shapes: ``logits`` (rows,) or (rows, classes), ``labels`` (rows,) or (rows, classes).
     """
     if logits.ndim == 1:
         return binary_cross_entropy_with_logits(logits, labels)
@@ -136,12 +124,8 @@ def auc_of_shares(logits: Tensor, shares: Tensor) -> float:
     It is the expected number of pairs in order, of labels drawn independently with these shares,
     over the expected number of pairs.
 
-    Args:
-        logits: (rows,) or (rows, classes).
-        shares: of label 1, (rows,), or of each class, (rows, classes), within 0 and 1.
-
-    Returns:
-        The mean over classes, each against the rest; NaN if no class has any pair.
+    Returns the mean over classes, each against the rest; NaN if no class has any pair. Shapes:
+    ``logits`` (rows,) or (rows, classes), ``shares`` (rows,) or (rows, classes).
     """
     scores = logits.double()[:, None] if logits.ndim == 1 else probabilities_of(logits.double())
     columns = zip(scores.T, shares.double().reshape(scores.shape).T, strict=True)
@@ -170,9 +154,7 @@ def measure_predictions(logits: Tensor, labels: Tensor) -> PredictionFigures:
     A peer waits for this, and may choose the rows: the operations depend on no label, and an AUC
     of rows of one class is NaN.
 
-    Args:
-        logits: (rows,) or (rows, classes).
-        labels: (rows,).
+    Shapes: ``logits`` (rows,) or (rows, classes), ``labels`` (rows,).
     """
     loss = float(cross_entropy_of(logits, labels))
     if logits.ndim == 1:
@@ -197,3 +179,28 @@ def measure_predictions(logits: Tensor, labels: Tensor) -> PredictionFigures:
 
 def _auc(scores: Tensor, positive: Tensor) -> float:
     return float(areas(scores.detach().double()[None], positive)[0])
+
+
+def adaptive_calibration_error(
+    probabilities: Tensor, labels: Tensor, num_bins: int = NUM_BINS
+) -> float:
+    """Return the adaptive calibration error, between 0 and 1.
+
+    ACE = mean over bins of |share of positives in the bin - mean prediction in the bin|
+
+    with bins of equally many examples, in the order of their predictions (Nixon et al., "Measuring
+    Calibration in Deep Learning", 2019). With two classes, both classes give the same error, so
+    that one is enough. Random labels at the predicted rates do not reach 0: a bin of n examples is
+    off by about 0.8 sqrt(p (1 - p) / n) by chance.
+
+    Shapes: ``probabilities`` (examples,), ``labels`` (examples,).
+    """
+    if probabilities.ndim != 1 or probabilities.shape != labels.shape or not len(labels):
+        raise ValueError(
+            f"expected one label for each of some probabilities, got {tuple(probabilities.shape)} "
+            f"and {tuple(labels.shape)}"
+        )
+    ordered, order = probabilities.double().sort(stable=True)
+    gaps = labels.to(ordered).index_select(0, order) - ordered
+    bins = gaps.tensor_split(min(num_bins, len(gaps)))
+    return float(torch.stack([one.mean().abs() for one in bins]).mean())

@@ -20,15 +20,13 @@ from splitveil.active_party.defenses import (
 )
 from splitveil.active_party.defenses.interface import LabelledRows, PendingRelease, StagedDefense
 from splitveil.active_party.defenses.objective import BatchLabels, Objective, StepOutcome
-from splitveil.active_party.training.alone import OwnRows
-from splitveil.active_party.training.cut_memory import CutMemory
-from splitveil.active_party.training.label_free_facts import LabelFreeFacts
+from splitveil.active_party.training.cut_memory import CutMemory, LabelFreeFacts
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
+from splitveil.active_party.training.own_models import Fitting, KnownRows, refit_top
 from splitveil.active_party.training.predictions import (
     LossWeights,
     PredictionFigures,
 )
-from splitveil.active_party.training.refit import Fitting, KnownRows, predict_logits, refit_top
 from splitveil.common.data.features import Features
 from splitveil.common.errors import SplitveilError
 from splitveil.common.models.blocks import predict_in_blocks
@@ -48,7 +46,6 @@ class TrainingRows(NamedTuple):
     """0 or 1, class indices, or shares of the range if labels are numbers, (aligned,)."""
 
     features: Features | None = None
-    """This party's own features; None if it does not have any."""
 
     num_classes: int = 2
 
@@ -73,7 +70,6 @@ class TrainingRows(NamedTuple):
     rows are to be remembered; None if the defense does not need them."""
 
     kind: LabelKind = CLASS_LABELS
-    """What the labels are."""
 
 
 @dataclass(frozen=True)
@@ -104,22 +100,10 @@ class StepResult:
     gradient is not that of a cross entropy."""
 
     own: Features | None = None
-    """This party's own features of the rows; None if it does not have any."""
 
 
 class TopTrainer:
-    """Trains the top model on this party's rows, and defends every gradient that it returns.
-
-    Args:
-        objective: the top model, and the loss for which it is trained.
-        defense: applied to every gradient before it is returned.
-        rows: this party's data about the aligned rows.
-        device: the device of the model.
-        answer_keys: gives the defense the keys of fresh noise; None if it does not draw any.
-        phases: charges the time that its computations take.
-        tells_slopes: whether results hold slopes, which cost a pass through the model's graph for
-            each logit.
-    """
+    """Trains the top model on this party's rows, and defends every gradient that it returns."""
 
     def __init__(
         self,
@@ -154,7 +138,6 @@ class TopTrainer:
 
     @property
     def model(self) -> nn.Module:
-        """The top model."""
         return self._objective.model
 
     @property
@@ -165,9 +148,7 @@ class TopTrainer:
     def survey(self, positions: Positions, activation: Tensor) -> None:
         """Take note of the activations of some training rows before the first step.
 
-        Args:
-            positions: positions of the rows, (batch,).
-            activation: (batch, *cut_shape).
+        Shapes: ``positions`` (batch,), ``activation`` (batch, *cut_shape).
         """
         self._note(torch.from_numpy(positions.copy()), activation)
 
@@ -194,10 +175,7 @@ class TopTrainer:
         Everything that need not come before the answer follows in ``learn``, so that the peer need
         not wait for it.
 
-        Args:
-            positions: positions of the rows, (batch,).
-            activation: (batch, *cut_shape).
-            answer_key: the key from which the noise of this answer is drawn, 32 secret bytes.
+        Shapes: ``positions`` (batch,), ``activation`` (batch, *cut_shape).
 
         Raises:
             SplitveilError: the gradient cannot be defended.
@@ -281,11 +259,13 @@ class TopTrainer:
         self.learn()
         return refit_top(self.model, self._known(self.memory), self._training, fitting)
 
-    def rows_alone(self) -> OwnRows | None:
+    def rows_alone(self) -> KnownRows | None:
         """Return what this party knows of all aligned rows by itself; None without features."""
         if self._features is None:
             return None
-        return OwnRows(self._features, self._labels, self._weights, self.kind)
+        cpu = torch.device("cpu")
+        on_cpu = LossWeights(*(None if one is None else one.cpu() for one in self._weights))
+        return KnownRows(self._labels.cpu(), self._features.to(cpu), weights=on_cpu, kind=self.kind)
 
     def measure(self, model: nn.Module, positions: Positions) -> PredictionFigures | None:
         """Measure a model's predictions of some rows at their last activations.
@@ -294,8 +274,8 @@ class TopTrainer:
         """
         if self.memory is None or not self.memory.is_filled or not len(positions):
             return None
-        logits = predict_logits(model, self._known(self.memory), torch.from_numpy(positions.copy()))
-        return self.kind.measure(logits, self.labels_of(positions))
+        logits = self._known(self.memory).logits(model, torch.from_numpy(positions.copy()))
+        return self.kind.measure(logits.cpu(), self.labels_of(positions))
 
     def score_on_targets(self) -> float | None:
         """Return how well the predictions of the training rows agree with the defense's targets.
@@ -306,13 +286,13 @@ class TopTrainer:
         if self.memory is None or self._training is None or not self.memory.is_filled:
             return None
         self.learn()
-        rows, known = self._training.to(self._device), self._known(self.memory)
-        logits = predict_logits(self.model, known, self._training)
+        rows = self._training.to(self._device)
+        logits = self._known(self.memory).logits(self.model, self._training).cpu()
         targets = self._targets(LabelledRows(rows, self._labels[rows], self.memory.at(rows)))
         return self.kind.agreement(logits, targets.cpu())
 
     def _known(self, memory: CutMemory) -> KnownRows:
-        return KnownRows(memory, self._features, self._labels, self._weights, self.kind)
+        return KnownRows(self._labels, self._features, memory, self._weights, self.kind)
 
     def predict(self, positions: Positions, activation: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits and labels of some rows, on the CPU, without learning.
@@ -344,7 +324,6 @@ class TopTrainer:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Return to the step at which ``state_dict`` was taken."""
         self._unlearned = None
         self._objective.load_state_dict(state["objective"])
         self.defense.load_state_dict(state["defense"])

@@ -16,6 +16,7 @@ from unicodedata import normalize
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.run.id_rules import AS_WRITTEN, EmailId, IdRule, PhoneId, TextId
+from splitveil.common.text.imports import extra_missing
 
 _LENGTH = re.compile(r"(0|[1-9][0-9]{0,6}):")
 _WHOLE = re.compile(r"([+-]?[0-9]+)\.0*")
@@ -38,7 +39,6 @@ class Effects:
         """Ids that a rule has changed, by the index of the column and the rule's name."""
 
     def note(self, column: int, rule: str, before: Sequence[str], after: Sequence[str]) -> None:
-        """Count the ids that a rule has changed."""
         found = sum(map(operator.ne, before, after))
         if found:
             self.changed[column, rule] += found
@@ -47,11 +47,7 @@ class Effects:
 class CanonicalForm:
     """The canonical form of a contract's ids.
 
-    Args:
-        rules: of the contract, one entry per column.
-
-    Raises:
-        SettingsError: a rule needs a library that is not installed.
+    SettingsError if a library for a rule is not installed.
     """
 
     def __init__(self, rules: Sequence[IdRule] = AS_WRITTEN) -> None:
@@ -60,15 +56,12 @@ class CanonicalForm:
 
     @property
     def num_columns(self) -> int:
-        """The number of columns that make up an id."""
         return len(self._steps)
 
     def of(self, texts: Sequence[str], effects: Effects | None = None) -> list[str]:
-        """Return ids in canonical form; empty for those that are none.
+        """Return ids in canonical form, empty for those that are none.
 
-        Args:
-            texts: one text per id, as ``compose`` makes it from several columns.
-            effects: counts what the rules change.
+        See ``compose`` for several columns.
         """
         if self.num_columns == 1:
             return self._column(0, texts, effects)
@@ -191,7 +184,7 @@ def _email_reader(*, fold_case: bool) -> Callable[[str], str | None]:
         # The party that names no e-mail addresses need not have the library.
         from email_validator import EmailNotValidError, validate_email  # noqa: PLC0415
     except ImportError as error:
-        raise _not_installed("email") from error
+        raise extra_missing("contract.ids: kind email", "ids") from error
 
     def read(text: str) -> str | None:
         try:
@@ -209,7 +202,7 @@ def _phone_reader(region: str | None) -> Callable[[str], str | None]:
     try:
         import phonenumbers  # noqa: PLC0415
     except ImportError as error:
-        raise _not_installed("phone") from error
+        raise extra_missing("contract.ids: kind phone", "ids") from error
     if region is not None and region not in phonenumbers.SUPPORTED_REGIONS:
         raise SettingsError(f"contract.ids: region: the library phonenumbers knows no {region}")
 
@@ -229,9 +222,3 @@ def _phone_reader(region: str | None) -> Callable[[str], str | None]:
         return found if found is not None and once(found) == found else None
 
     return read
-
-
-def _not_installed(kind: str) -> SettingsError:
-    return SettingsError(
-        f"contract.ids: kind {kind} needs pip install splitveil[ids], which is not installed here"
-    )

@@ -22,13 +22,7 @@ SEPARATOR = "\x1f"
 def read_lists(column: WrittenColumn, separator: str) -> CategoricalColumn:
     """Return a column's distinct sets, and the set of each row as an index; -1 for an empty one.
 
-    Args:
-        column: lists, or texts in which ``separator`` stands between the categories.
-        separator: as said.
-
-    Raises:
-        DataError: the column holds neither lists of texts nor texts, or a category holds the unit
-            separator.
+    Its cells are lists, or texts with ``separator`` between the categories.
     """
     cells = column.cells
     if isinstance(cells, pa.ChunkedArray):
@@ -83,11 +77,9 @@ def _as_sets(rows: NDArray[np.int64], words: ArrowColumn, num_rows: int) -> Cate
 
 
 class SetMembers:
-    """Which categories each of a column's distinct sets has.
+    """Which of some categories each of a column's distinct sets has.
 
-    Args:
-        sets: the distinct sets, as texts.
-        categories: the categories that are told apart; every other one is the last member.
+    All others are the last member.
     """
 
     def __init__(self, sets: ArrowColumn, categories: Sequence[str]) -> None:
@@ -115,12 +107,7 @@ class SetMembers:
 
 
 def count_members(sets: ArrowColumn, counts: NDArray[np.int64]) -> dict[str, int]:
-    """Return how many rows have each category.
-
-    Args:
-        sets: the distinct sets, as texts.
-        counts: the number of rows with each set.
-    """
+    """Return how many rows have each category, from the number of rows with each set."""
     split = pc.split_pattern(sets, SEPARATOR)
     encoded = pc.dictionary_encode(pc.list_flatten(split))
     if isinstance(encoded, pa.ChunkedArray):

@@ -92,12 +92,6 @@ class ChosenColumns(NamedTuple):
 def select_features(
     settings: FeatureSettings, names: Sequence[str], reserved: Sequence[str], source: str
 ) -> ChosenColumns:
-    """Return the columns that are features.
-
-    Raises:
-        DataError: a name or pattern matches no column.
-        SettingsError: a column is requested in two ways, or is the id, the label or the split.
-    """
     # Nobody can ask for a column without a name, such as the row numbers that pandas writes.
     candidates = [name for name in names if name and name not in reserved]
     ways = (settings.numeric, settings.categorical, settings.timestamps, settings.lists)
@@ -121,11 +115,7 @@ def select_features(
 
 
 def check_columns_exist(wanted: Sequence[str], names: Sequence[str], source: str) -> None:
-    """Check that each wanted column occurs exactly once.
-
-    Raises:
-        DataError: names every column that does not, with the most similar existing name.
-    """
+    """Check that each wanted column occurs exactly once; DataError names those that do not."""
     found = Counter(names)
     problems = [
         f"{source}: there is no column {name!r}{suggest(name, names)}"
@@ -142,13 +132,8 @@ def check_columns_exist(wanted: Sequence[str], names: Sequence[str], source: str
 def read_ids(column: WrittenColumn, *, may_be_floats: bool = False) -> list[str]:
     """Return the ids as written in the file; a missing id becomes the empty text.
 
-    Args:
-        column: the ids.
-        may_be_floats: whether whole numbers may be stored as floating-point numbers, as tables with
-            gaps often have them. Those so large that neighbours run together are refused.
-
-    Raises:
-        DataError: the column holds neither text nor whole numbers.
+    Whole numbers may be stored as floating-point numbers, as tables with gaps often have them,
+    except those so large that neighbours run together.
     """
     if may_be_floats and pa.types.is_floating(column.cells.type):
         return _ids_of_floats(column)
@@ -173,11 +158,6 @@ def _ids_of_floats(column: WrittenColumn) -> list[str]:
 
 
 def read_weights(column: WrittenColumn) -> NDArray[np.float64]:
-    """Return what each row counts.
-
-    Raises:
-        DataError: a weight is missing, or is not between 0 and a million.
-    """
     weights = read_numbers(column).values
     is_wrong = ~((weights > 0) & (weights <= MAX_WEIGHT))
     if is_wrong.any():
@@ -189,11 +169,7 @@ def read_weights(column: WrittenColumn) -> NDArray[np.float64]:
 
 
 def read_splits(column: WrittenColumn) -> NDArray[np.int8]:
-    """Return each row's split as an index into ``SPLITS``.
-
-    Raises:
-        DataError: a row holds none of these words.
-    """
+    """Return each row's split as an index into ``SPLITS``."""
     text = pc.utf8_trim_whitespace(_as_text(column))
     indices = pc.index_in(text, value_set=pa.array(SPLITS, pa.string()))
     codes = pc.fill_null(indices, -1).to_numpy()
@@ -206,14 +182,8 @@ def read_splits(column: WrittenColumn) -> NDArray[np.int8]:
 def read_numeric(columns: Mapping[str, WrittenColumn], gaps: Gaps) -> dict[str, Numbers]:
     """Return the columns as finite numbers, and NaN only for gaps that are kept.
 
-    What the file stores as float32 stays float32, at half the memory.
-
-    Args:
-        columns: the columns by name.
-        gaps: whether a cell without a number is refused, read as 0, or kept as NaN.
-
-    Raises:
-        DataError: has one line per kind of problem in each column.
+    What the file stores as float32 stays float32, at half the memory. DataError has one line per
+    kind of problem in each column.
     """
     problems: list[str] = []
     result: dict[str, Numbers] = {}
@@ -338,11 +308,7 @@ def with_points(text: ArrowColumn) -> ArrowColumn:
 
 
 def read_numbers(column: WrittenColumn) -> _Numbers:
-    """Read a column as numbers, and say which of its cells are none.
-
-    Raises:
-        DataError: the column is of a type that holds no numbers.
-    """
+    """Read a column as numbers, and say which of its cells are none."""
     cells = column.cells
     is_unreadable = np.zeros(len(cells), dtype=np.bool_)
     if pa.types.is_dictionary(cells.type):

@@ -6,7 +6,7 @@ column, replaces the first numbers by the final ones.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import pairwise
@@ -18,10 +18,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from splitveil.common.data.canonical_form import CanonicalForm
-from splitveil.common.data.compaction import keep_rows
-from splitveil.common.data.id_columns import check_rules
 from splitveil.common.data.id_parts import IdParts
-from splitveil.common.data.ids import IdReport
+from splitveil.common.data.ids import IdReport, check_rules
 from splitveil.common.data.label_columns import check_classes
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.sources import Part, TableSource
@@ -57,20 +55,9 @@ def convert(
     split_column: str | None = None,
     id_rules: Sequence[IdRule] = AS_WRITTEN,
 ) -> None:
-    """Write the columns that the settings name into a folder.
+    """Write the columns that the settings name into an empty folder.
 
-    Args:
-        settings: name the columns and say how they are read.
-        source: the source of the rows.
-        folder: an empty folder.
-        progress: reports the progress.
-        split_column: the column by which the contract splits the rows, if it does.
-        id_rules: the contract's rules for each column of ids.
-
-    Raises:
-        DataError: names file, column and rows, with the number of rows that have the problem in
-            the part of the file that holds the first of them.
-        OSError: the folder cannot be written.
+    DataError counts the rows with a problem in the part of the file that holds the first of them.
     """
     check_rules(settings, id_rules)
     selection = select_columns(settings, source, split_column)
@@ -83,8 +70,6 @@ def convert(
 
 
 class _Writer:
-    """Writes the files of one conversion."""
-
     def __init__(
         self,
         settings: DataSettings,
@@ -120,7 +105,6 @@ class _Writer:
         self._open.close()
 
     def add(self, part: Part) -> None:
-        """Write some rows."""
         first_row = sum(self._part_rows) + 1
         labels = part_labels(self._settings, part.columns, self._source, first_row)
         if labels is not None:
@@ -283,16 +267,60 @@ TEXT = pa.schema([("text", pa.string())])
 
 
 def categories_path(folder: Path, j: int) -> Path:
-    """Return the path of the file with one column's distinct texts."""
     return folder / f"categories-{j}.arrow"
 
 
 def open_ids(folder: Path, num_rows: int) -> StoredIds:
     """Return the ids of a converted file.
 
-    Raises:
-        ValueError: the files are shorter than when they were written.
+    ValueError if its files are shorter than when they were written.
     """
     ends = np.memmap(folder / "id_ends.bin", np.int64, "r", shape=(num_rows,))
     text = np.memmap(folder / "ids.bin", np.uint8, "r", shape=(int(ends[-1]),))
     return StoredIds(text, ends)
+
+
+KEPT_ROWS = "kept_rows.bin"
+"""The rows of the original file that the converted columns hold, int64, if some were left out."""
+
+_BY_ROW = ("labels.bin", "weights.bin", "splits.bin", "numeric.bin", "codes.bin", "image.bin")
+_AT_ONCE = 64 * 1024
+
+
+def keep_rows(folder: Path, num_rows: int, kept: NDArray[np.int64]) -> None:
+    """Keep only some rows, ascending, of all files in a folder of converted columns."""
+    for name in _BY_ROW:
+        path = folder / name
+        if path.is_file():
+            size = path.stat().st_size // num_rows
+            rows = np.memmap(path, np.uint8, "r", shape=(num_rows, size))
+            _replace(path, (rows[kept[at : at + _AT_ONCE]] for at in _starts(kept)))
+    _keep_ids(folder, num_rows, kept)
+    kept.astype(np.int64).tofile(folder / KEPT_ROWS)
+
+
+def _keep_ids(folder: Path, num_rows: int, kept: NDArray[np.int64]) -> None:
+    ends = np.fromfile(folder / "id_ends.bin", np.int64, num_rows)
+    starts = np.concatenate([[0], ends[:-1]])
+    text = np.memmap(folder / "ids.bin", np.uint8, "r")
+
+    def texts() -> Iterator[NDArray[np.uint8]]:
+        for at in _starts(kept):
+            rows = kept[at : at + _AT_ONCE]
+            spans = zip(starts[rows].tolist(), ends[rows].tolist(), strict=True)
+            yield np.concatenate([text[start:end] for start, end in spans])
+
+    _replace(folder / "ids.bin", texts())
+    np.cumsum((ends - starts)[kept]).astype(np.int64).tofile(folder / "id_ends.bin")
+
+
+def _starts(kept: NDArray[np.int64]) -> range:
+    return range(0, len(kept), _AT_ONCE)
+
+
+def _replace(path: Path, pieces: Iterator[NDArray[np.uint8]]) -> None:
+    temporary = path.with_name(f"part-{path.name}")
+    with temporary.open("wb") as file:
+        for piece in pieces:
+            file.write(np.ascontiguousarray(piece).data)
+    temporary.replace(path)

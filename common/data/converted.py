@@ -25,7 +25,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from splitveil.common.data.columns import CategoricalColumn
-from splitveil.common.data.compaction import KEPT_ROWS
+from splitveil.common.data.columns import CategoricalColumn, Numbers
 from splitveil.common.data.conversion import (
+    KEPT_ROWS,
     MANIFEST,
     Progress,
     categories_path,
@@ -45,7 +45,7 @@ from splitveil.common.data.conversion import (
 )
 from splitveil.common.data.ids import NOTHING_DONE, IdReport
 from splitveil.common.data.places import FoundFile, find_files, place_of
-from splitveil.common.data.settings import DataSettings, FeatureSettings
+from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.source_settings import (
     CacheableSource,
     CsvSource,
@@ -63,7 +63,7 @@ from splitveil.common.text.files import only_one_process, sync
 VERSION = 1
 """Version of the format of these files and of the rules by which cells are read."""
 
-_KEPT_OUT = (
+_FILE_SETTINGS = (
     *("cache_dir", "path", "table", "store"),
     *("driver", "uri", "uri_file", "query", "snapshot", "snapshot_dir"),
 )
@@ -89,6 +89,15 @@ class MappedTable(Table):
     kept: NDArray[np.int64] | None = None
     """The rows of the file; None for all."""
 
+    def numbers_at(self, rows: NDArray[np.int64]) -> Callable[[str], Numbers]:
+        # All columns of a row are read at once.
+        columns = np.ascontiguousarray(self.numeric_rows[rows].T)
+        return dict(zip(self.numeric, columns, strict=True)).__getitem__
+
+    def codes_at(self, rows: NDArray[np.int64]) -> Callable[[str], NDArray[np.int32]]:
+        columns = np.ascontiguousarray(self.code_rows[rows].T)
+        return dict(zip([*self.categorical, *self.lists], columns, strict=True)).__getitem__
+
 
 def open_converted(
     settings: DataSettings,
@@ -99,16 +108,8 @@ def open_converted(
 ) -> MappedTable:
     """Open the converted columns that the settings name; convert the file first if necessary.
 
-    Args:
-        settings: the party's data settings, with a ``cache_dir``.
-        base_dir: folder to which relative paths refer.
-        progress: reports the progress of the conversion.
-        split_column: the column by which the contract splits the rows, if it does.
-        id_rules: the contract's rules for each column of ids.
-
     Raises:
         DataError: the file cannot be used, or changes during the conversion.
-        SettingsError: a path names an environment variable that is not set.
         StorageError: the cache cannot be written or read.
     """
     if not isinstance(settings.source, CacheableSource):
@@ -146,25 +147,20 @@ def _key(
     id_rules: Sequence[IdRule],
 ) -> str:
     """Digest everything that decides the content of the cache, and nothing else."""
-    plain = settings.model_dump(mode="json")
-    for name in ("class_weights", "weights_are_label_free"):
-        del plain[name]
-    for name in _KEPT_OUT:
-        plain["source"].pop(name, None)
-    if settings.features is not None:
-        plain["features"] = _key_of_features(settings.features)
+    plain = settings.model_dump(
+        mode="json",
+        exclude={
+            "source": set(_FILE_SETTINGS),
+            "features": {"signed_log1p", "numeric_scaling", "missing_numeric", "missing_indicator"}
+            | {"min_count", "max_list_categories"},
+            "class_weights": True,
+            "weights_are_label_free": True,
+        },
+    )
+    gaps = None if settings.features is None else settings.features.gaps
     rules = rules_as_plain(id_rules)
-    text = json.dumps([VERSION, stamps, plain, split_column, rules], sort_keys=True)
+    text = json.dumps([VERSION, stamps, plain, gaps, split_column, rules], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _key_of_features(features: FeatureSettings) -> dict[str, Any]:
-    plain = features.model_dump(mode="json")
-    for name in ("signed_log1p", "numeric_scaling", "min_count", "max_list_categories"):
-        plain.pop(name)
-    plain["missing_numeric"] = {"refused": "error", "zero": "zero", "nan": "kept"}[features.gaps]
-    del plain["missing_indicator"]
-    return plain
 
 
 def _stamps(source: CacheableSource, base_dir: Path) -> list[list[Any]]:
@@ -231,7 +227,7 @@ def _convert(
 def _open(folder: Path) -> MappedTable:
     found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     num_rows, numeric, categorical = found["rows"], found["numeric"], found["categorical"]
-    coded = [*categorical, *found.get("lists", [])]
+    coded = [*categorical, *found["lists"]]
 
     def mapped(name: str, dtype: str, *shape: int) -> NDArray[Any]:
         if 0 in shape:
@@ -249,19 +245,19 @@ def _open(folder: Path) -> MappedTable:
         source=found["source"],
         ids=open_ids(folder, num_rows) if found["ids"] else RowNumbers(num_rows),
         labels=mapped("labels.bin", "float32") if found["labels"] else None,
-        weights=mapped("weights.bin", "float64") if found.get("weights") else None,
-        splits=mapped("splits.bin", "int8") if found.get("splits") else None,
+        weights=mapped("weights.bin", "float64") if found["weights"] else None,
+        splits=mapped("splits.bin", "int8") if found["splits"] else None,
         numeric={name: numeric_rows[:, j] for j, name in enumerate(numeric)},
         categorical={name: columns[name] for name in categorical},
         image=None if image is None else mapped("image.bin", image["dtype"], *image["shape"]),
         lists={name: columns[name] for name in coded[len(categorical) :]},
-        gaps=found.get("gaps", "refused"),
-        timestamps=tuple(found.get("timestamps", [])),
+        gaps=found["gaps"],
+        timestamps=tuple(found["timestamps"]),
         numeric_rows=numeric_rows,
         code_rows=code_rows,
-        id_doubts=tuple(found.get("id_doubts", [])),
-        id_report=IdReport(**found.get("id_report", {"num_rows": num_rows})),
-        kept=mapped(KEPT_ROWS, "int64") if found.get("kept") else None,
+        id_doubts=tuple(found["id_doubts"]),
+        id_report=IdReport(**found["id_report"]),
+        kept=mapped(KEPT_ROWS, "int64") if found["kept"] else None,
     )
 
 

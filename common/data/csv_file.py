@@ -39,14 +39,7 @@ _SEPARATOR_BYTES = 12
 
 
 class CsvFile:
-    """A text file with one row per line, or several that are the parts of one table.
-
-    Args:
-        path: the file, or a folder or pattern that names the parts.
-        separator: the character between two cells; a first line ``sep=`` takes precedence.
-        names: the column names, if there is no header line.
-        encoding: of the text; a byte order mark takes precedence.
-    """
+    """A text file with one row per line, or several that are the parts of one table."""
 
     def __init__(
         self, path: Path, separator: str, names: Sequence[str] | None, encoding: str = "utf-8"
@@ -65,7 +58,6 @@ class CsvFile:
         return file
 
     def column_names(self) -> list[str]:
-        """Return the names of all columns."""
         if self._names is not None:
             return list(self._names)
         header = self._first_row(self._files[0])
@@ -141,7 +133,6 @@ class CsvFile:
         )
 
     def read(self, names: Sequence[str]) -> Mapping[str, ArrowColumn]:
-        """Return the named columns as text."""
         parts = list(self.parts(names)) if names else []
         return {
             name: pa.chunked_array(
@@ -151,7 +142,6 @@ class CsvFile:
         }
 
     def parts(self, names: Sequence[str]) -> Iterator[Part]:
-        """Yield the named columns as text, in parts."""
         for index, path in enumerate(self._files):
             if len(self._files) > 1 and self._names is None:
                 check_columns_exist(names, self._first_row(path), str(path))
@@ -275,7 +265,6 @@ class _Text:
         )
 
     def done_fraction(self) -> float:
-        """Return the fraction of the file that has been read."""
         return min(1.0, self._raw.tell() / self._num_bytes)
 
     def read(self, size: int) -> bytes:

@@ -12,7 +12,7 @@ The encoder is fitted on a party's own training rows only and saved with its mod
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -33,6 +33,8 @@ from splitveil.common.settings import Section, validate
 UNKNOWN_SLOT = 0
 MISSING_SLOT = 1
 FIRST_CATEGORY_SLOT = 2
+
+CPU = torch.device("cpu")
 
 ImageDtype = Literal["uint8", "float32"]
 
@@ -61,11 +63,9 @@ class Features:
         )
 
     def to(self, device: torch.device) -> "Features":
-        """Return the same features on a device."""
         return Features(*(None if part is None else part.to(device) for part in self.parts()))
 
     def parts(self) -> tuple[Tensor | None, ...]:
-        """Return numbers, categories and images, each None if there are none."""
         return self.numeric, self.categorical, self.image
 
 
@@ -75,15 +75,12 @@ def image_as_float(image: Tensor) -> Tensor:
 
 
 class FeatureShapes(NamedTuple):
-    """The shapes of the features that a model is built for."""
-
     numeric_dim: int = 0
     vocabulary_sizes: tuple[int, ...] = ()
     image_shape: tuple[int, int, int] | None = None  # channels, height, width
     image_dtype: ImageDtype = "uint8"
 
     def zeros(self, num_rows: int) -> Features:
-        """Return all-zero features of these shapes."""
         image = None
         if self.image_shape is not None:
             dtype = torch.uint8 if self.image_dtype == "uint8" else torch.float32
@@ -97,8 +94,6 @@ class FeatureShapes(NamedTuple):
 
 
 class NumericScaler(Section):
-    """The scaling of one numeric column."""
-
     name: str
     """The column."""
 
@@ -113,8 +108,6 @@ class NumericScaler(Section):
 
 
 class Vocabulary(Section):
-    """The categories of one column."""
-
     name: str
     """The column."""
 
@@ -123,8 +116,6 @@ class Vocabulary(Section):
 
 
 class ListVocabulary(Section):
-    """The categories of one column of lists."""
-
     name: str
     """The column."""
 
@@ -170,15 +161,9 @@ class FeatureEncoder(Section):
     def fit(
         cls, settings: FeatureSettings, table: Table, rows: NDArray[np.int64]
     ) -> "FeatureEncoder":
-        """Fit scalers and vocabularies on some rows of the party's own table.
+        """Fit scalers and vocabularies on the training rows of the party's own table.
 
-        Args:
-            settings: say how numbers are scaled and which categories are too rare.
-            table: the party's table.
-            rows: indices of the training rows in the table; no other row has any influence.
-
-        Raises:
-            DataError: there are no rows to fit on.
+        No other row has any influence.
         """
         if len(rows) == 0:
             raise DataError(f"{table.source}: there are no training rows to fit scalers on")
@@ -207,11 +192,7 @@ class FeatureEncoder(Section):
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "FeatureEncoder":
-        """Build the encoder that ``state`` was taken from.
-
-        Raises:
-            SettingsError: this is not the state of an encoder.
-        """
+        """Build the encoder that ``state`` was taken from; SettingsError if it is none."""
         return validate(cls, state, "feature encoder")
 
     def state(self) -> dict[str, Any]:
@@ -240,48 +221,12 @@ class FeatureEncoder(Section):
     def transform(self, table: Table, rows: NDArray[np.int64]) -> Features:
         """Return some rows of a table as tensors.
 
-        Raises:
-            DataError: the table lacks a column that the encoder was fitted on, or has other images.
+        DataError if it lacks a column or has other images.
         """
-        self.check_same_columns(table)
-        scaled = np.empty((len(rows), len(self.numeric)), dtype=np.float32)
-        indicators = np.zeros((len(rows), len(self.indicators)), dtype=np.float32)
-        for j, scaler in enumerate(self.numeric):
-            values = compress(table.numeric[scaler.name][rows], signed_log1p=self.signed_log1p)
-            if scaler.fill is not None:
-                is_gap = np.isnan(values)
-                values = np.where(is_gap, scaler.fill, values)
-                if scaler.name in self.indicators:
-                    indicators[:, self.indicators.index(scaler.name)] = is_gap
-            scaled[:, j] = (values - scaler.shift) / scaler.scale
-        members = [
-            SetMembers(table.lists[column.name].categories, column.categories)(
-                table.lists[column.name].codes[rows]
-            )
-            for column in self.lists
-        ]
-        numeric = scaled
-        if self.indicators or members:
-            numeric = np.concatenate([scaled, indicators, *members], axis=1)
-        categorical = np.empty((len(rows), len(self.categorical)), dtype=np.int64)
-        for j, vocabulary in enumerate(self.categorical):
-            column = table.categorical[vocabulary.name]
-            # Code -1, no value, selects the last entry.
-            slots = np.append(slots_of(vocabulary, column.categories), MISSING_SLOT)
-            categorical[:, j] = slots[column.codes[rows]]
-        image = None if table.image is None else np.ascontiguousarray(table.image[rows])
-        return Features(
-            torch.from_numpy(numeric) if numeric.shape[1] else None,
-            torch.from_numpy(categorical) if self.categorical else None,
-            None if image is None else torch.from_numpy(image),
-        )
+        return RowEncoder(self, table)(rows)
 
     def check_same_columns(self, table: Table) -> None:
-        """Check that a table has the columns and images that the encoder was fitted on.
-
-        Raises:
-            DataError: it lacks a column, or has other images or another treatment of gaps.
-        """
+        """Check that a table has the columns, images and gaps that the encoder was fitted on."""
         absent = [s.name for s in self.numeric if s.name not in table.numeric]
         absent += [v.name for v in self.categorical if v.name not in table.categorical]
         absent += [v.name for v in self.lists if v.name not in table.lists]
@@ -303,7 +248,80 @@ class FeatureEncoder(Section):
             )
 
 
-def slots_of(vocabulary: Vocabulary, categories: Any) -> NDArray[np.int64]:
+class RowEncoder:
+    """Encodes rows of one table; DataError if it lacks a column or has other images."""
+
+    def __init__(self, encoder: FeatureEncoder, table: Table) -> None:
+        encoder.check_same_columns(table)
+        self._encoder, self._table = encoder, table
+        # Code -1, no value, selects the last entry.
+        self._slots = [
+            (v.name, np.append(_slots_of(v, table.categorical[v.name].categories), MISSING_SLOT))
+            for v in encoder.categorical
+        ]
+        self._members = [
+            (v.name, SetMembers(table.lists[v.name].categories, v.categories))
+            for v in encoder.lists
+        ]
+
+    def __call__(self, rows: NDArray[np.int64]) -> Features:
+        codes_of = self._table.codes_at(rows)
+        numeric = self._scaled(rows)
+        if self._members:
+            members = [members(codes_of(name)) for name, members in self._members]
+            numeric = np.concatenate([numeric, *members], axis=1)
+        categorical = np.empty((len(rows), len(self._slots)), dtype=np.int64)
+        for j, (name, slots) in enumerate(self._slots):
+            categorical[:, j] = slots[codes_of(name)]
+        image = self._table.image
+        return Features(
+            torch.from_numpy(numeric) if numeric.shape[1] else None,
+            torch.from_numpy(categorical) if self._slots else None,
+            None if image is None else torch.from_numpy(np.ascontiguousarray(image[rows])),
+        )
+
+    def _scaled(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return the scaled numbers and the indicators of gaps."""
+        encoder, numbers_of = self._encoder, self._table.numbers_at(rows)
+        width = len(encoder.numeric) + len(encoder.indicators)
+        result = np.zeros((len(rows), width), dtype=np.float32)
+        for j, scaler in enumerate(encoder.numeric):
+            values = compress(numbers_of(scaler.name), signed_log1p=encoder.signed_log1p)
+            if scaler.fill is not None:
+                is_gap = np.isnan(values)
+                values = np.where(is_gap, scaler.fill, values)
+                if scaler.name in encoder.indicators:
+                    place = len(encoder.numeric) + encoder.indicators.index(scaler.name)
+                    result[:, place] = is_gap
+            result[:, j] = (values - scaler.shift) / scaler.scale
+        return result
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MappedFeatures(Features):
+    """Features of many rows, of which only the requested rows are read and encoded."""
+
+    encode: RowEncoder
+    """Encodes rows of the table."""
+
+    file_rows: NDArray[np.int64]
+    """Rows of the table, in the order of these features, (rows,)."""
+
+    device: torch.device = CPU
+    """The device for the tensors of requested rows."""
+
+    def __len__(self) -> int:
+        return len(self.file_rows)
+
+    def rows(self, index: Tensor) -> Features:
+        """Return the rows with these positions, (count,) int64, in this order."""
+        return self.encode(self.file_rows[index.cpu().numpy()]).to(self.device)
+
+    def to(self, device: torch.device) -> "MappedFeatures":
+        return replace(self, device=device)
+
+
+def _slots_of(vocabulary: Vocabulary, categories: Any) -> NDArray[np.int64]:
     """Return the slot of each of a table's distinct texts."""
     indices = pc.index_in(categories, value_set=pa.array(vocabulary.categories, pa.string()))
     slots = pc.fill_null(pc.add(indices, FIRST_CATEGORY_SLOT), UNKNOWN_SLOT).to_numpy()

@@ -18,13 +18,6 @@ MEDIAN_NUMBERS = 2**26
 
 
 class Fitted:
-    """Statistics of rows of a table, which come in parts.
-
-    Args:
-        table: the table, for its columns.
-        settings: say what is fitted.
-    """
-
     def __init__(self, table: Table, settings: FeatureSettings) -> None:
         self._settings = settings
         self._keeps_gaps = table.gaps == "nan"
@@ -39,7 +32,6 @@ class Fitted:
         }
 
     def add(self, table: Table, rows: NDArray[np.int64]) -> None:
-        """Add some rows of the table."""
         for name, values in table.numeric.items():
             self._ranges[name].add(self._present(name, self._compressed(values[rows])))
         for columns, counts in (
@@ -51,15 +43,13 @@ class Fitted:
                 counts[name] += np.bincount(codes[codes >= 0], minlength=len(counts[name]))
 
     def scales(self) -> dict[str, tuple[float, float]]:
-        """Return shift and scale of each column of numbers."""
+        """Return shift and scale by column."""
         return {name: _scale(found, self._settings) for name, found in self._ranges.items()}
 
     def fills(self, table: Table, rows: NDArray[np.int64]) -> dict[str, float]:
         """Return the number in place of a gap of each column; empty if gaps are not kept.
 
-        Args:
-            table: the table.
-            rows: the training rows, ascending.
+        Training rows are ascending.
         """
         if not self._keeps_gaps:
             return {}
@@ -147,7 +137,6 @@ class _Range:
         self._count = 0
 
     def add(self, values: NDArray[np.float64]) -> None:
-        """Add some numbers; there may be none."""
         if not len(values):
             return
         self.low = min(self.low, float(values.min()))
@@ -161,12 +150,10 @@ class _Range:
 
     @property
     def deviation(self) -> float:
-        """The standard deviation."""
         return math.sqrt(self._squares / self._count)
 
 
 def _scale(found: _Range, settings: FeatureSettings) -> tuple[float, float]:
-    """Return shift and scale."""
     if settings.numeric_scaling == "none" or found.low > found.high:  # nothing but gaps
         return 0.0, 1.0
     if found.low == found.high:

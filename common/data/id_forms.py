@@ -31,11 +31,7 @@ _LEAST = 10
 
 
 class IdForms:
-    """Counts ids by their form; they may come in parts.
-
-    Args:
-        may_count_rows: whether ids that are the numbers of the rows are pointed out.
-    """
+    """Counts ids by their form; they may come in parts."""
 
     def __init__(self, *, may_count_rows: bool = True) -> None:
         self._may_count_rows = may_count_rows
@@ -49,7 +45,6 @@ class IdForms:
         self._lengths: set[int] = set()
 
     def add(self, ids: Iterable[str]) -> None:
-        """Count some canonical ids."""
         text = pa.array(ids, pa.string())
         self._count_rows(text)
         self._num_ids += len(text)
@@ -117,11 +112,7 @@ class IdForms:
 
 
 class ColumnForms:
-    """Counts the ids of each column by their form.
-
-    Args:
-        names: the columns that make up an id.
-    """
+    """Counts the canonical ids of each column by their form."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
@@ -129,12 +120,10 @@ class ColumnForms:
         self._forms = [IdForms(may_count_rows=is_single) for _ in names]
 
     def add(self, columns: Sequence[Sequence[str]]) -> None:
-        """Count some canonical ids, by column."""
         for forms, column in zip(self._forms, columns, strict=False):
             forms.add(column)
 
     def doubts(self) -> list[str]:
-        """Return a sentence for each doubtful form."""
         several = len(self._names) > 1
         return [
             f"{name!r}: {doubt}" if several else doubt

@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from splitveil.common.data.canonical_form import CanonicalForm, Effects
 from splitveil.common.data.csv_file import CsvFile
-from splitveil.common.data.id_columns import check_rules, part_ids
 from splitveil.common.data.id_forms import ColumnForms
 from splitveil.common.data.ids import (
     Allowed,
@@ -17,7 +16,9 @@ from splitveil.common.data.ids import (
     Odd,
     changes_in_words,
     check_allowed,
+    check_rules,
     odd_rows,
+    part_ids,
 )
 from splitveil.common.data.image_folder import ImageFolder
 from splitveil.common.data.npz_file import NpzFile
@@ -51,13 +52,7 @@ class IdArrays(NamedTuple):
 
 
 class IdParts:
-    """Brings ids into canonical form part by part, and finds the rows that are left out.
-
-    Args:
-        settings: name the columns, and say which rows may be left out.
-        source: the table, for messages.
-        form: the canonical form of the contract.
-    """
+    """Brings ids into canonical form part by part, and finds the rows that are left out."""
 
     def __init__(self, settings: DataSettings, source: str, form: CanonicalForm) -> None:
         self.forms = ColumnForms(settings.id_columns)
@@ -76,15 +71,9 @@ class IdParts:
     def add(
         self, columns: Mapping[str, Any], first_row: int, labels: NDArray[np.float32] | None
     ) -> IdArrays:
-        """Return the ids of the next rows.
+        """Return the ids of the next rows, of which those with a label of NaN are left out.
 
-        Args:
-            columns: the cells of the rows, by column.
-            first_row: number of the first row, for messages.
-            labels: of the rows, NaN for a row that is left out; None if there are none.
-
-        Raises:
-            DataError: some cannot be used, and the settings do not say that rows may be left out.
+        DataError if some cannot be used, and the settings do not say that rows may be left out.
         """
         offset = "" if first_row == 1 else f" (data rows counted after row {first_row - 1})"
         raw = part_ids(self._settings, self._form.rules, columns, self._source, first_row)
@@ -110,13 +99,7 @@ class IdParts:
     ) -> tuple[NDArray[np.int64] | None, IdReport]:
         """Return the rows that are kept, None for all, and what became of the ids.
 
-        Args:
-            ids: of all parts.
-            hashes: of all ids.
-            raw_hashes: of all ids as they are written.
-
-        Raises:
-            DataError: ids occur twice, and the settings do not say that rows may be left out.
+        DataError as ``add``.
         """
         num_rows = len(ids)
         twins = repeated_rows(ids, hashes)
@@ -158,19 +141,8 @@ def read_compact_ids(
 ) -> CompactIds:
     """Read the ids of a table, and the column by which the contract splits rows.
 
-    Memory holds the bytes of the ids and 8 more for each row; 16 more while they are read.
-
-    Args:
-        settings: name the columns of ids, at least one, and no other columns but that of labels if
-            rows without one are left out.
-        source: the table.
-        split_column: the column by which the contract splits the rows, if it does.
-        id_rules: the contract's rules for each column of ids.
-
-    Raises:
-        DataError: names file, column and rows, with the number of rows that have the problem in
-            the part of the file that holds the first of them.
-        SettingsError: the contract has rules for another number of columns.
+    Memory holds the bytes of the ids and 8 more for each row; 16 more while they are read. The
+    settings name no other columns but that of labels if rows without one are left out.
     """
     return in_small_blocks(source, lambda some: _read(settings, some, split_column, id_rules))
 
@@ -210,15 +182,7 @@ def _read(
 
 
 def in_small_blocks(source: TableSource, read: Callable[[TableSource], _ResultT]) -> _ResultT:
-    """Read a table so that its file takes little memory meanwhile.
-
-    Args:
-        source: the table.
-        read: reads it part by part; called again, with larger parts, if it raises DataError.
-
-    Raises:
-        DataError: the table cannot be read.
-    """
+    """Read a table in little memory, or again in larger parts if ``read`` raises DataError."""
     if not isinstance(source, CsvFile):
         return read(source)
     try:
@@ -244,11 +208,9 @@ class _Growing:
         self._numbers = bytearray()
 
     def add(self, numbers: NDArray[np.int64]) -> None:
-        """Add some numbers."""
         self._numbers += np.ascontiguousarray(numbers).data.cast("B")
 
     def all(self) -> NDArray[np.int64]:
-        """Return all of them."""
         return np.frombuffer(self._numbers, np.int64)
 
 

@@ -6,16 +6,58 @@ Since an id identifies a person, messages contain row numbers and counts and nev
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unicodedata import normalize
 
 import numpy as np
 from numpy.typing import NDArray
 
-from splitveil.common.data.canonical_form import CanonicalForm, Effects, decompose, is_unicode
+from splitveil.common.data.canonical_form import (
+    CanonicalForm,
+    Effects,
+    compose,
+    decompose,
+    is_unicode,
+)
+from splitveil.common.data.columns import WrittenColumn, read_ids
 from splitveil.common.data.id_forms import SHORTENED
 from splitveil.common.data.settings import DataSettings
-from splitveil.common.errors import DataError
+from splitveil.common.errors import DataError, SettingsError
+from splitveil.common.run.id_rules import AS_WRITTEN, IdRule, TextId
+
+
+def part_ids(
+    settings: DataSettings,
+    rules: Sequence[IdRule],
+    columns: Mapping[str, Any],
+    source: str,
+    first_row: int = 1,
+) -> list[str]:
+    """Return the ids of some rows as written in the file, several columns in one text."""
+    texts = [
+        read_ids(
+            WrittenColumn(columns[name], f"{source}: column {name!r}", (), first_row),
+            may_be_floats=isinstance(rule, TextId) and rule.whole_numbers,
+        )
+        for name, rule in zip(settings.id_columns, rules, strict=True)
+    ]
+    return texts[0] if len(texts) == 1 else [compose(p) for p in zip(*texts, strict=True)]
+
+
+def check_rules(settings: DataSettings, rules: Sequence[IdRule]) -> None:
+    columns = len(settings.id_columns)
+    if not columns and tuple(rules) != tuple(AS_WRITTEN):
+        raise SettingsError(
+            "data.id_column: contract.ids has rules for ids, but this party's ids are the numbers "
+            "of its rows: name the column"
+        )
+    if columns and columns != len(rules):
+        raise SettingsError(
+            f"data.id_column: {columns} column{'s' * (columns > 1)} make up the id here, and "
+            f"contract.ids has rules for {len(rules)}: expected one entry for each column, in the "
+            f"same order at all parties, such as ids: [{', '.join(['{}'] * columns)}]"
+        )
+
 
 NORMALISATION = "NFC, strip"
 """Name of the rule that all texts of ids undergo; the parties compare it before they compare any
@@ -32,7 +74,6 @@ class Allowed(NamedTuple):
 
     @classmethod
     def by(cls, settings: DataSettings) -> "Allowed":
-        """Return what a party's settings allow."""
         return cls(settings.duplicate_ids == "first", settings.unusable_ids == "leave_out")
 
 
@@ -51,7 +92,6 @@ class Odd(NamedTuple):
 
     @property
     def unusable(self) -> list[int]:
-        """The rows without an id."""
         return [*self.missing, *self.not_text, *self.not_of_kind]
 
     @property
@@ -117,16 +157,7 @@ class OwnIds(NamedTuple):
 
 
 def canonical_ids(raw: Sequence[str | None], source: str) -> list[str]:
-    """Return ids in canonical form without rules, in the same order, each exactly once.
-
-    Args:
-        raw: one id per data row; None if the row has no id.
-        source: file and column, for messages.
-
-    Raises:
-        DataError: there are no ids, or some are missing, empty, not text, or equal to another id;
-            gives the count and the first data rows (from 1) of each kind, and never an id.
-    """
+    """Return ids in canonical form without rules, in the same order, each exactly once."""
     return usable_ids(["" if text is None else text for text in raw], source).ids
 
 
@@ -140,18 +171,8 @@ def usable_ids(
 ) -> OwnIds:
     """Return the ids of a table in canonical form, each exactly once.
 
-    Args:
-        raw: one id per data row, as ``compose`` makes it of several columns; empty if there is
-            none.
-        source: file and columns, for messages.
-        form: of the contract; without rules by default.
-        allowed: rows that are left out instead of being an error.
-        names: the columns, for the report.
-        labels: one per row, NaN for a row that is left out; None if there are none.
-
-    Raises:
-        DataError: there are no ids, or some cannot be used; gives the count and the first data rows
-            (from 1) of each kind, and never an id.
+    Rows with a label of NaN are left out. DataError gives the count and the first data rows (from
+    1) of each kind of unusable ids, and never an id.
     """
     if not raw:
         raise DataError(f"{source}: there are no ids")
@@ -182,14 +203,7 @@ def odd_rows(
     form: CanonicalForm,
     labels: NDArray[np.float32] | None = None,
 ) -> Odd:
-    """Find the rows whose ids cannot be used.
-
-    Args:
-        raw: one id per row, as written.
-        canonical: the same in canonical form, empty for those that are none.
-        form: the canonical form.
-        labels: one per row, NaN if it has none; None if no row needs one.
-    """
+    """Find the rows whose ids cannot be used."""
     without_label = set(() if labels is None else np.flatnonzero(np.isnan(labels)).tolist())
     is_fine = "" not in canonical and all(map(is_unicode, canonical))
     if is_fine and not without_label and len(set(canonical)) == len(canonical):
@@ -209,16 +223,9 @@ def odd_rows(
 
 
 def check_allowed(odd: Odd, allowed: Allowed, source: str, raw: Sequence[str] = ()) -> None:
-    """Check that rows whose ids cannot be used may be left out.
+    """Check that rows whose ids cannot be used may be left out; DataError otherwise.
 
-    Args:
-        odd: those rows.
-        allowed: which of them may.
-        source: file and columns, for messages.
-        raw: the ids as written, if the message can say how two differ.
-
-    Raises:
-        DataError: some may not.
+    With the ids as written, the message says how two of them differ.
     """
     problems: list[str] = []
     if not allowed.unusable:

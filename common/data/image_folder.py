@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from splitveil.common.data import sources
 from splitveil.common.data.csv_file import CsvFile
@@ -13,14 +12,20 @@ from splitveil.common.data.source_settings import ImagesSource, expand_path
 from splitveil.common.data.sources import ArrowColumn, Part, suggest
 from splitveil.common.errors import DataError
 from splitveil.common.text.files import check_regular
+from splitveil.common.text.imports import extra_missing
 
-RESIZING = Image.Resampling.BILINEAR
+try:
+    from PIL import Image
+except ImportError:  # a party with tables need not install it
+    Image = None  # type: ignore[assignment]
 
 
 class ImageFolder:
     """A folder of image files and the table that names them."""
 
     def __init__(self, settings: ImagesSource, base_dir: Path) -> None:
+        if Image is None:
+            raise extra_missing("data.source: kind images", "images")
         table = expand_path("table", settings.table, base_dir)
         separator = "\t" if ".tsv" in table.suffixes[-2:] else ","
         self._table = CsvFile(table, separator, None)
@@ -29,15 +34,12 @@ class ImageFolder:
         self._settings = settings
 
     def column_names(self) -> list[str]:
-        """Return the names of the table's columns."""
         return self._table.column_names()
 
     def read(self, names: Sequence[str]) -> Mapping[str, ArrowColumn]:
-        """Return the named columns of the table."""
         return self._table.read(names)
 
     def parts(self, names: Sequence[str]) -> Iterator[Part]:
-        """Yield columns and images, in parts."""
         settings = self._settings
         column = settings.file_column
         if column not in self.column_names():
@@ -72,10 +74,11 @@ class ImageFolder:
             check_regular(path)
             with Image.open(path) as image:
                 pixels = image.convert("RGB" if self._settings.colours == "rgb" else "L")
-                resized = pixels if pixels.size == size else pixels.resize(size, RESIZING)
+                if pixels.size != size:
+                    pixels = pixels.resize(size, Image.Resampling.BILINEAR)
         except (OSError, ValueError, Image.DecompressionBombError) as error:
             reason = "there is no such file" if isinstance(error, FileNotFoundError) else "damaged"
             raise DataError(
                 f"{self.name}: row {row}: its image cannot be read ({reason}) in {self._folder}"
             ) from error
-        return np.asarray(resized, np.uint8).reshape(*size[::-1], -1)
+        return np.asarray(pixels, np.uint8).reshape(*size[::-1], -1)

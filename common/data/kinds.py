@@ -27,16 +27,6 @@ from splitveil.common.errors import DataError, SettingsError
 
 
 def open_source(settings: Source, base_dir: Path, image_array: str | None = None) -> TableSource:
-    """Open a source of rows.
-
-    Args:
-        settings: name the source.
-        base_dir: folder to which relative paths refer.
-        image_array: the array of an npz file that holds images, if there is one.
-
-    Raises:
-        SettingsError: a path names an environment variable that is not set.
-    """
     match settings:
         case CsvSource():
             return text_file(settings, base_dir)
@@ -53,7 +43,6 @@ def open_source(settings: Source, base_dir: Path, image_array: str | None = None
 
 
 def text_file(settings: CsvSource, base_dir: Path) -> CsvFile:
-    """Open a text file with one row per line, or its parts."""
     path = settings.resolve(base_dir)
     return CsvFile(path, settings.separator(), settings.column_names, settings.encoding)
 
@@ -88,13 +77,10 @@ class _Shipped(ColumnsInMemory):
         super().__init__(f"scikit-learn's {name}", cells)
 
     def parts(self, names: Sequence[str]) -> Iterator[Part]:
-        """Yield the named columns in a single part, because the table is small."""
         yield Part(self.read(names), None, 1.0)
 
 
 class Digits(_Shipped):
-    """The images of handwritten digits that scikit-learn ships."""
-
     def __init__(self, shuffle_seed: int) -> None:
         # Importing it takes a second, which a party with a file of its own need not wait for.
         from sklearn.datasets import load_digits  # noqa: PLC0415
@@ -107,8 +93,6 @@ class Digits(_Shipped):
 
 
 class BreastCancer(_Shipped):
-    """The Wisconsin diagnostic data set that scikit-learn ships."""
-
     def __init__(self, shuffle_seed: int) -> None:
         # Importing it takes a second, which a party with a file of its own need not wait for.
         from sklearn.datasets import load_breast_cancer  # noqa: PLC0415

@@ -56,15 +56,7 @@ def count_others(settings: DataSettings, source: RowSource) -> str:
 
 
 def read_labels(column: WrittenColumn, positive: Sequence[str]) -> NDArray[np.float32]:
-    """Return the labels as 0 and 1.
-
-    Args:
-        column: the labels.
-        positive: the texts that stand for 1; empty if the column holds 0 and 1.
-
-    Raises:
-        DataError: a label is neither 0 nor 1.
-    """
+    """Return labels as 0 and 1; ``positive`` has the texts that stand for 1, if they are texts."""
     if positive:
         texts = label_texts(column)
         labels = pc.is_valid(places_of(texts, positive)).to_numpy().astype(np.float32)
@@ -82,15 +74,9 @@ def read_labels(column: WrittenColumn, positive: Sequence[str]) -> NDArray[np.fl
 def read_classes(
     column: WrittenColumn, names: Sequence[str], *, are_numbers: bool
 ) -> NDArray[np.float32]:
-    """Return each row's class index: the position of its class in ``names``.
+    """Return each row's class index: the position of its class in ``names``, or the number itself.
 
-    Args:
-        column: the labels.
-        names: the classes.
-        are_numbers: whether the column holds the class indices themselves, as numbers.
-
-    Raises:
-        DataError: a label is unknown; the message says how many there are and where, never which.
+    DataError says how many labels are unknown and where, never which.
     """
     if are_numbers:
         class_indices, is_wrong = read_numbers(column)
@@ -115,13 +101,7 @@ def read_classes(
 def read_number_labels(column: WrittenColumn, within: LabelRange) -> NDArray[np.float32]:
     """Return labels that are numbers as shares of their range.
 
-    Args:
-        column: the labels.
-        within: their bounds, and what to do with a label outside.
-
-    Raises:
-        DataError: a label is not a number, or lies outside bounds that may not be exceeded; the
-            message says how many there are and where, never which.
+    DataError says how many lie outside and where, never which.
     """
     values, is_unreadable = read_numbers(column)
     if is_unreadable.any():
@@ -148,58 +128,25 @@ def read_number_labels(column: WrittenColumn, within: LabelRange) -> NDArray[np.
 
 
 def check_classes(settings: DataSettings, labels: NDArray[np.float32], source: str) -> None:
-    """Check that a whole file has rows of every class, or numbers that differ.
-
-    Raises:
-        DataError: a class has no rows, or all numbers are the same.
-    """
+    """Check that a whole file has rows of every class, or numbers that differ."""
     where = f"{source}: column {settings.label_column!r}"
     if settings.unlabelled_rows != "error":
         labels = labels[~np.isnan(labels)]
         if not len(labels):
             raise DataError(f"{where}: no row has a label")
-    if settings.label_range is not None:
-        check_not_constant(labels, where)
-    elif settings.classes is None:
-        check_both_classes(labels, where)
-    else:
-        check_all_classes(labels, settings.class_names, where)
-
-
-def check_not_constant(labels: NDArray[np.float32], where: str) -> None:
-    """Check that labels that are numbers are not all the same.
-
-    Raises:
-        DataError: they are, or there is only one.
-    """
-    if labels.min() == labels.max():
+    if settings.classes is not None and settings.label_range is None:
+        rows = np.bincount(labels.astype(np.int64), minlength=len(settings.class_names))
+        absent = [name for name, n in zip(settings.class_names, rows, strict=True) if not n]
+        if absent:
+            raise DataError(
+                f"{where}: no row has class {', '.join(map(repr, absent))}: expected every class "
+                f"of data.classes"
+            )
+    elif labels.min() == labels.max() and settings.label_range is not None:
         raise DataError(
             f"{where}: expected labels that differ, but all {len(labels)} are the same number"
         )
-
-
-def check_all_classes(labels: NDArray[np.float32], names: Sequence[str], where: str) -> None:
-    """Check that every class has rows.
-
-    Raises:
-        DataError: a class has no row.
-    """
-    present = np.bincount(labels.astype(np.int64), minlength=len(names)) > 0
-    absent = [name for name, is_there in zip(names, present, strict=True) if not is_there]
-    if absent:
-        raise DataError(
-            f"{where}: no row has class {', '.join(map(repr, absent))}: expected every class of "
-            f"data.classes"
-        )
-
-
-def check_both_classes(labels: NDArray[np.float32], where: str) -> None:
-    """Check that both classes have rows.
-
-    Raises:
-        DataError: all rows are of one class.
-    """
-    if labels.min() == labels.max():
+    elif labels.min() == labels.max():
         raise DataError(
             f"{where}: all {len(labels)} labels are {labels[0]:.0f}: expected both classes"
         )

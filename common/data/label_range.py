@@ -43,28 +43,21 @@ class LabelRange(Section):
 
     @property
     def width(self) -> float:
-        """The difference of the bounds, in the label's unit."""
         return self.high - self.low
 
     @property
     def in_words(self) -> str:
-        """The range, for messages."""
         return f"{self.low:g} to {self.high:g}"
 
     def shares(self, values: NDArray[np.float64]) -> NDArray[np.float32]:
-        """Return labels as shares of the range, clipped to 0 and 1.
-
-        Args:
-            values: in the label's unit, (rows,), not NaN.
-        """
+        """Return labels (no NaN) as shares of the range, clipped to 0 and 1."""
         shares = (values - self.low) / self.width
         return np.clip(shares, 0.0, 1.0).astype(np.float32)
 
     def values(self, shares: NDArray[AnyFloat]) -> NDArray[AnyFloat]:
-        """Return shares of the range in the label's unit, in the same precision.
+        """Return shares of the range, of any shape, in the label's unit and the same precision.
 
-        Args:
-            shares: of any shape; NaN stays NaN.
+        NaN stays NaN.
         """
         found = self.low + shares.astype(np.float64) * self.width
         return found.astype(shares.dtype)

@@ -45,7 +45,7 @@ class ParquetFiles:
         self._place = place
 
     def column_names(self) -> list[str]:
-        """Return the names of all columns, in the order of the first file."""
+        """Return the columns in the order of the first file."""
         first = self._files[0]
         return [*first.schema.names, *first.from_folders]
 
@@ -59,7 +59,6 @@ class ParquetFiles:
             return []
 
     def read(self, names: Sequence[str]) -> Mapping[str, ArrowColumn]:
-        """Return the named columns in the files' own types."""
         schema = self._common_schema(names)
         fragments = [file.fragment for file in self._files]
         with unreadable_is_data_error(self._where):
@@ -68,20 +67,18 @@ class ParquetFiles:
         return {name: table.column(name) for name in names}
 
     def parts(self, names: Sequence[str]) -> Iterator[Part]:
-        """Yield the named columns in the files' own types, in parts."""
         schema = self._common_schema(names)
         num_rows = sum(file.metadata.num_rows for file in self._files)
-        done_rows = 0
-        held = _Held(schema)
+        done_rows, held = 0, schema.empty_table()
         for file in self._files:
-            for columns in self._batches(file, schema):
-                held.add(columns)
-                while held.num_rows >= sources.PART_ROWS:
-                    part = held.take(sources.PART_ROWS)
+            for batch in self._batches(file, schema):
+                held = pa.concat_tables([held, batch]) if len(held) else batch
+                while len(held) >= sources.PART_ROWS:
                     done_rows += sources.PART_ROWS
-                    yield Part(part, None, done_rows / num_rows)
-        if held.num_rows:
-            yield Part(held.take(held.num_rows), None, 1.0)
+                    yield _part(held.slice(0, sources.PART_ROWS), done_rows / num_rows)
+                    held = held.slice(sources.PART_ROWS)
+        if len(held):
+            yield _part(held, 1.0)
 
     @property
     def _where(self) -> Any:
@@ -114,11 +111,7 @@ class ParquetFiles:
                 )
 
     def _common_schema(self, names: Sequence[str]) -> Any:
-        """Return the types of the columns.
-
-        Raises:
-            DataError: a file lacks one, or has another type.
-        """
+        """Return the types of the columns; DataError if a file lacks one, or has another type."""
         problems: list[str] = []
         fields = [self._field(name, problems) for name in dict.fromkeys(names)]
         if problems:
@@ -149,8 +142,8 @@ class ParquetFiles:
                 break
         return pa.field(name, kind)
 
-    def _batches(self, file: _OneFile, schema: Any) -> Iterator[list[Any]]:
-        """Yield one array per column of the schema."""
+    def _batches(self, file: _OneFile, schema: Any) -> Iterator[Any]:
+        """Yield tables of this schema."""
         stored = [name for name in schema.names if name not in file.from_folders]
         with (
             unreadable_is_data_error(file.found.location),
@@ -159,35 +152,18 @@ class ParquetFiles:
             ) as opened,
         ):
             for batch in opened.iter_batches(sources.PART_ROWS, columns=stored):
-                yield [
-                    _repeated(file.from_folders[field.name], len(batch))
+                columns = [
+                    pa.repeat(pa.scalar(file.from_folders[field.name], field.type), len(batch))
                     if field.name in file.from_folders
-                    else _in_type(batch.column(field.name), field.type)
+                    # A column of nothing but nulls may have no type.
+                    else batch.column(field.name).cast(field.type)
                     for field in schema
                 ]
+                yield pa.Table.from_arrays(columns, schema=schema)
 
 
-class _Held:
-    """Rows that have been read and not yet been given away."""
-
-    def __init__(self, schema: Any) -> None:
-        self._schema = schema
-        self._table = schema.empty_table()
-
-    @property
-    def num_rows(self) -> int:
-        return int(self._table.num_rows)
-
-    def add(self, columns: Sequence[Any]) -> None:
-        if columns and len(columns[0]):
-            added = pa.Table.from_arrays(list(columns), schema=self._schema)
-            self._table = pa.concat_tables([self._table, added]) if self.num_rows else added
-
-    def take(self, count: int) -> dict[str, ArrowColumn]:
-        """Return the first rows, and hold the others."""
-        taken = self._table.slice(0, count)
-        self._table = self._table.slice(count)
-        return {name: taken.column(name) for name in self._schema.names}
+def _part(table: Any, done_fraction: float) -> Part:
+    return Part({name: table.column(name) for name in table.column_names}, None, done_fraction)
 
 
 def _columns_of(folders: Sequence[str]) -> dict[str, str | None]:
@@ -205,15 +181,6 @@ def _as_condition(columns: Mapping[str, str | None]) -> Any:
         field = pc.field(name)
         condition &= field.is_null() if value is None else field == value
     return condition
-
-
-def _repeated(value: str | None, count: int) -> Any:
-    return pa.repeat(pa.scalar(value, pa.string()), count)
-
-
-def _in_type(column: Any, kind: Any) -> Any:
-    """Return a column in the common type; a column of nothing but nulls may have had none."""
-    return column if column.type == kind else column.cast(kind)
 
 
 def _listed(names: Mapping[str, object]) -> str:

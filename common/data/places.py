@@ -1,17 +1,24 @@
 """Finds the files that a path names, on this machine or in an object store, in a fixed order."""
 
+import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
-from fsspec.utils import glob_translate
 from pyarrow import fs
 
-from splitveil.common.data.object_stores import open_store
 from splitveil.common.data.source_settings import CsvSource, ParquetSource, expand_variables
 from splitveil.common.data.sources import unreadable_is_data_error
 from splitveil.common.errors import DataError
+
+CONNECT_TIMEOUT_S = 10.0
+REQUEST_TIMEOUT_S = 60.0
+RETRY_TIME = timedelta(seconds=30)
+"""Time for which requests to ``gs://`` are repeated; the library's own is 15 minutes."""
 
 _WILDCARD = re.compile(r"[*?\[]")
 
@@ -56,30 +63,62 @@ class Place(NamedTuple):
 
 
 def place_of(settings: ParquetSource | CsvSource, base_dir: Path) -> Place:
-    """Return the place that the settings name.
-
-    Raises:
-        SettingsError: a path names an environment variable that is not set, or the file with the
-            credentials cannot be used.
-    """
     if isinstance(settings, CsvSource) or settings.scheme is None:
         return place_on_this_machine(settings.resolve(base_dir))
     address = expand_variables("path", settings.path)
     path = address.partition("://")[2].rstrip("/")
-    store = open_store(settings.scheme, settings.store, path.partition("/")[0], base_dir)
-    return Place(store, path, f"{settings.scheme}://")
+    return Place(_open_store(settings, path.partition("/")[0]), path, f"{settings.scheme}://")
 
 
 def place_on_this_machine(path: Path) -> Place:
-    """Return a place on this machine."""
     return Place(fs.LocalFileSystem(), str(path), "")
+
+
+def _open_store(settings: ParquetSource, bucket: str) -> Any:
+    """Return the pyarrow file system of an object store, with the environment's credentials."""
+    store = settings.store
+    address = urlsplit(store.endpoint or "")
+    host = address.netloc + address.path
+    endpoint = {"scheme": address.scheme, "endpoint_override": host} if host else {}
+    match settings.scheme:
+        case "s3":
+            return fs.S3FileSystem(
+                anonymous=store.anonymous,
+                region=_region(settings, bucket),
+                connect_timeout=CONNECT_TIMEOUT_S,
+                request_timeout=REQUEST_TIMEOUT_S,
+                **endpoint,
+            )
+        case "gs":
+            return fs.GcsFileSystem(
+                anonymous=store.anonymous, retry_time_limit=RETRY_TIME, **endpoint
+            )
+        case _:
+            authorities = {
+                f"{service}_storage_{part}": value
+                for service in ("blob", "dfs")
+                for part, value in (("authority", address.netloc), ("scheme", address.scheme))
+                if host
+            }
+            return fs.AzureFileSystem(store.account, **authorities)
+
+
+def _region(settings: ParquetSource, bucket: str) -> str | None:
+    """Return the region of an S3 bucket, which is looked up if nothing names it."""
+    store = settings.store
+    named = store.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    if named is not None or store.endpoint is not None:
+        return named
+    try:
+        return str(fs.resolve_s3_region(bucket))
+    except OSError:
+        return None  # listing the bucket will say why
 
 
 def find_files(place: Place) -> list[FoundFile]:
     """Return the files at a place, in the order of their paths, compared segment by segment.
 
-    Raises:
-        DataError: there are none, or the place cannot be read.
+    DataError if there are none.
     """
     with unreadable_is_data_error(place.name):
         found = place.filesystem.get_file_info(place.path)
@@ -128,9 +167,21 @@ def _matching(place: Place, root: str) -> Iterator[Any]:
         # Looks only into the folders that the pattern names.
         paths = [str(path) for path in Path(root).glob(pattern) if not path.is_dir()]
         return iter(place.filesystem.get_file_info(paths))
-    matches = re.compile(glob_translate(pattern)).match
-    inside = root.rstrip("/") + "/"
-    return (info for info in _below(place, root) if matches(info.path.removeprefix(inside)))
+    inside, wanted = root.rstrip("/") + "/", pattern.split("/")
+    return (
+        info
+        for info in _below(place, root)
+        if _fits(info.path.removeprefix(inside).split("/"), wanted)
+    )
+
+
+def _fits(path: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Return whether segments of a path fit a pattern; ``**`` stands for any number of them."""
+    if not (path and pattern):
+        return not path and set(pattern) <= {"**"}
+    if pattern[0] == "**":
+        return _fits(path, pattern[1:]) or _fits(path[1:], pattern)
+    return fnmatchcase(path[0], pattern[0]) and _fits(path[1:], pattern[1:])
 
 
 def _found(place: Place, info: Any, root: str) -> FoundFile:

@@ -10,15 +10,7 @@ MAX_BYTES = 2**16
 
 
 def read_secret(path: Path, setting: str) -> str:
-    """Return the text of a file that only its owner may read.
-
-    Args:
-        path: the file.
-        setting: the setting that names it, for messages.
-
-    Raises:
-        SettingsError: others may read it, or it cannot be read; the content is never quoted.
-    """
+    """Return the text of a file that only its owner may read; errors never quote it."""
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
         if mode & 0o077:

@@ -18,8 +18,7 @@ ColumnName = Annotated[str, StringConstraints(min_length=1)]
 def expand_path(setting: str, path: str, base_dir: Path) -> Path:
     """Expand a path of the settings.
 
-    Raises:
-        SettingsError: it names an environment variable that is not set.
+    SettingsError if it names an environment variable that is not set.
     """
     # Path.expanduser raises if "~name" names no user.
     return base_dir / os.path.expanduser(expand_variables(setting, path))  # noqa: PTH111
@@ -31,11 +30,7 @@ def not_expanded(path: str) -> str:
 
 
 def expand_variables(setting: str, text: str) -> str:
-    """Replace ``${NAME}`` by the environment variable.
-
-    Raises:
-        SettingsError: it is not set.
-    """
+    """Replace ``${NAME}`` by the environment variable."""
     try:
         return string.Template(text).substitute(os.environ)
     except KeyError as error:
@@ -59,11 +54,6 @@ class CacheableSource(Section):
     columns have changed. By default the whole file is read into memory each time."""
 
     def resolve_cache(self, base_dir: Path) -> Path | None:
-        """Return the path of the cache; None without a cache.
-
-        Raises:
-            SettingsError: it names an environment variable that is not set.
-        """
         if self.cache_dir is None:
             return None
         return expand_path("cache_dir", self.cache_dir, base_dir)
@@ -77,11 +67,7 @@ class FileSource(CacheableSource):
     variable) are replaced."""
 
     def resolve(self, base_dir: Path) -> Path:
-        """Return the file's path.
-
-        Raises:
-            SettingsError: the path names an environment variable that is not set, or is an address.
-        """
+        """Return the file's path; SettingsError if it is an address."""
         if _ADDRESS.match(self.path):
             raise SettingsError(
                 f"path: {self.path}: only a source of kind parquet may be an address (s3://, "
@@ -90,11 +76,7 @@ class FileSource(CacheableSource):
         return expand_path("path", self.path, base_dir)
 
     def files(self, base_dir: Path) -> list[Path]:
-        """Return the files of this machine that are read, from which a change is noticed.
-
-        Raises:
-            SettingsError: a path names an environment variable that is not set.
-        """
+        """Return the files of this machine that are read, from which a change is noticed."""
         return [self.resolve(base_dir)]
 
 
@@ -166,10 +148,6 @@ class StoreSettings(Section):
     anonymous: bool = False
     """Whether no credentials are used, for a public bucket."""
 
-    credentials: ColumnName | None = None
-    """YAML file, mode 0600, written like ``path``: ``access_key`` and ``secret_key`` (and, if there
-    is one, ``session_token``) for ``s3://``, ``account_key`` or ``sas_token`` for ``abfs://``."""
-
 
 class ParquetSource(FileSource):
     """A Parquet file, or several that are read as one table.
@@ -198,11 +176,6 @@ class ParquetSource(FileSource):
         return schemes[match[1]] if match else None
 
     def resolve(self, base_dir: Path) -> Path:
-        """Return the path on this machine.
-
-        Raises:
-            SettingsError: the path names an environment variable that is not set.
-        """
         return expand_path("path", self.path.removeprefix("file://"), base_dir)
 
     @model_validator(mode="after")
@@ -218,18 +191,11 @@ class ParquetSource(FileSource):
         if self.scheme is not None and (
             "@" in self.path.split("/")[2] or may_hold_secret(self.path)
         ):
-            raise ValueError("path: an address holds no credentials; see store.credentials")
+            raise ValueError("path: an address holds no credentials: set them in the environment")
         if (self.scheme == "abfs") != (self.store.account is not None):
             raise ValueError("store.account: required for abfs:// addresses, and only there")
         if self.scheme != "s3" and self.store.region is not None:
             raise ValueError("store.region is for s3:// addresses")
-        if self.scheme == "gs" and self.store.credentials is not None:
-            raise ValueError(
-                "store.credentials: for gs://, set the environment variable "
-                "GOOGLE_APPLICATION_CREDENTIALS to the path of the key file"
-            )
-        if self.store.anonymous and self.store.credentials is not None:
-            raise ValueError("store: leave out anonymous or credentials")
         return self
 
 
@@ -311,11 +277,7 @@ class ImagesSource(FileSource):
     """Three channels or one."""
 
     def files(self, base_dir: Path) -> list[Path]:
-        """Return the folder and the table; adding or removing a file changes the folder's time.
-
-        Raises:
-            SettingsError: a path names an environment variable that is not set.
-        """
+        """Return the folder and the table; adding or removing a file changes the folder's time."""
         return [self.resolve(base_dir), expand_path("table", self.table, base_dir)]
 
 

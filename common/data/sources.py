@@ -108,10 +108,9 @@ def list_rows(rows: Sequence[int] | NDArray[np.int64], count: int | None = None)
 
 @contextmanager
 def unreadable_is_data_error(path: Path | str) -> Iterator[None]:
-    """Raise DataError if the file cannot be read, without quoting any of its content.
+    """Raise DataError if a file cannot be read, without quoting any of its content.
 
-    Args:
-        path: a regular file, or the text that names a folder, a pattern or an address.
+    The path is a regular file, or the text that names a folder, a pattern or an address.
     """
     try:
         if isinstance(path, Path):

@@ -26,6 +26,7 @@ from splitveil.common.data.secret_files import read_secret
 from splitveil.common.data.source_settings import SqlSource, expand_path
 from splitveil.common.errors import DataError, SettingsError, StorageError
 from splitveil.common.text.files import check_regular, only_one_process, sync
+from splitveil.common.text.imports import extra_missing
 
 _logger = logging.getLogger(__name__)
 
@@ -35,13 +36,7 @@ connection, authorisation, unknown database, and syntax or access."""
 
 
 def snapshot_of(settings: SqlSource, base_dir: Path) -> Path:
-    """Return the Parquet file with the query's result; run the query if there is none yet.
-
-    Raises:
-        DataError: the database cannot be reached, or the query fails.
-        SettingsError: the driver is not installed, or the file with the address cannot be used.
-        StorageError: the result cannot be written.
-    """
+    """Return the Parquet file with the query's result; run the query if there is none yet."""
     address = _address(settings, base_dir)
     key = hashlib.sha256(
         json.dumps([settings.driver, address, settings.query, settings.snapshot]).encode()
@@ -151,10 +146,7 @@ def _driver(name: str) -> tuple[type[Exception], Any]:
 
                 return adbc_driver_manager.Error, postgresql.connect
     except ImportError as error:
-        raise SettingsError(
-            f"data.source: kind sql with driver {name} needs pip install splitveil[sql] "
-            f"({error.name} is missing)"
-        ) from error
+        raise extra_missing(f"data.source: kind sql with driver {name}", "sql") from error
 
 
 def _reason(error: Any) -> str:

@@ -1,4 +1,4 @@
-"""Ids that are known to be canonical and distinct, and are not held in memory."""
+"""Ids that are known to be canonical and distinct, and an index of hashes that finds their rows."""
 
 from collections.abc import Iterator, Sequence
 from typing import overload
@@ -25,7 +25,6 @@ class RowNumbers(Sequence[str]):
     def __getitem__(self, index: slice) -> list[str]: ...
 
     def __getitem__(self, index: int | slice) -> str | list[str]:
-        """Return one id, or the ids of a slice."""
         if isinstance(index, slice):
             return [str(number) for number in self._numbers[index]]
         return str(self._numbers[int(index)])
@@ -35,12 +34,7 @@ class RowNumbers(Sequence[str]):
 
 
 class StoredIds(Sequence[str]):
-    """Ids as one text, in a memory-mapped file or in memory.
-
-    Args:
-        text: all ids one after another, UTF-8, uint8.
-        ends: the end of each id, (rows,) int64.
-    """
+    """Ids as one text, UTF-8, in a mapped file or in memory, with the end of each, (rows,)."""
 
     def __init__(self, text: NDArray[np.uint8], ends: NDArray[np.int64]) -> None:
         self._text = text
@@ -56,7 +50,6 @@ class StoredIds(Sequence[str]):
     def __getitem__(self, index: slice) -> list[str]: ...
 
     def __getitem__(self, index: int | slice) -> str | list[str]:
-        """Return one id, or the ids of a slice."""
         rows = range(len(self))[index]
         if isinstance(rows, int):
             return self._text[self._start(rows) : int(self.ends[rows])].tobytes().decode()
@@ -69,11 +62,7 @@ class StoredIds(Sequence[str]):
             yield from map(bytes.decode, self._between(first, min(first + _CHUNK, len(self))))
 
     def take(self, rows: NDArray[np.int64]) -> "StoredIds":
-        """Return the ids of some rows, in memory.
-
-        Args:
-            rows: ascending.
-        """
+        """Return the ids of some rows, ascending, in memory."""
         ends = np.cumsum(np.diff(self.ends, prepend=0)[rows])
         text = bytearray()
         for first in range(0, len(rows), _CHUNK):
@@ -112,11 +101,8 @@ class StoredIds(Sequence[str]):
 def repeated_rows(ids: Sequence[str], hashes: NDArray[np.int64]) -> list[tuple[int, int]]:
     """Return the rows whose id an earlier row has, with the first such row, both from 0.
 
-    Rows without an id, the empty text, repeat nothing. Takes 8 bytes of memory per row.
-
-    Args:
-        ids: one id per row.
-        hashes: a hash of each id, equal for equal ids, (rows,).
+    Rows without an id, the empty text, repeat nothing. Equal ids have equal hashes, (rows,). Takes
+    8 bytes of memory per row.
     """
     ordered = np.sort(hashes)
     shared = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
@@ -129,3 +115,55 @@ def repeated_rows(ids: Sequence[str], hashes: NDArray[np.int64]) -> list[tuple[i
         if text and (first := first_row.setdefault(text, row)) != row:
             repeated.append((row, first))
     return repeated
+
+
+ABSENT = -1
+"""The row of an id that the table does not have."""
+
+
+class IdIndex:
+    """The rows of a table's distinct, canonical ids.
+
+    Python's own hash of a text has a random key in every process, so that nobody who chooses ids
+    can choose collisions; the text itself is compared in the end.
+    """
+
+    def __init__(self, ids: Sequence[str]) -> None:
+        self._ids = ids
+        hashes = np.concatenate(
+            [_hashes(ids[at : at + _CHUNK]) for at in range(0, len(ids), _CHUNK)]
+        )
+        self._rows = np.argsort(hashes, kind="stable")
+        self._hashes = hashes[self._rows]
+
+    def rows_of(self, ids: Sequence[str]) -> NDArray[np.int64]:
+        """Return the row of each id, in any order and possibly repeated; ``ABSENT`` without one."""
+        hashes = _hashes(ids)
+        places = np.searchsorted(self._hashes, hashes)
+        places[places == len(self._hashes)] = 0
+        rows = np.where(self._hashes[places] == hashes, self._rows[places], ABSENT)
+        candidates = np.flatnonzero(rows != ABSENT)
+        wanted = [ids[at] for at in candidates.tolist()] if len(candidates) < len(ids) else ids
+        if not self._holds(rows[candidates], wanted):
+            for at, text in zip(candidates.tolist(), wanted, strict=True):
+                rows[at] = self._among_equal_hashes(int(places[at]), text)
+        return rows
+
+    def _holds(self, rows: NDArray[np.int64], wanted: Sequence[str]) -> bool:
+        if isinstance(self._ids, StoredIds):
+            return self._ids.holds(rows, wanted)
+        return list(map(self._ids.__getitem__, rows.tolist())) == list(wanted)
+
+    def _among_equal_hashes(self, place: int, wanted: str) -> int:
+        """Look through the rows with the same hash, of which there is hardly ever a second."""
+        first = self._hashes[place]
+        while place < len(self._hashes) and self._hashes[place] == first:
+            row = int(self._rows[place])
+            if self._ids[row] == wanted:
+                return row
+            place += 1
+        return ABSENT
+
+
+def _hashes(ids: Sequence[str]) -> NDArray[np.int64]:
+    return np.fromiter(map(hash, ids), np.int64, len(ids))

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.columns import check_columns_exist
-from splitveil.common.data.id_columns import check_rules, part_ids
+from splitveil.common.data.ids import check_rules, part_ids
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.table import open_table_source, select_columns
 from splitveil.common.errors import SettingsError
@@ -27,16 +27,6 @@ def read_subjects(
 
     Entries are compared like ids: by the rules of the column if it is part of the id, and otherwise
     as written.
-
-    Args:
-        settings: the party's data settings.
-        base_dir: folder to which relative paths refer.
-        column: the column that names the person.
-        id_rules: the contract's rules for each column of ids.
-
-    Raises:
-        DataError: there is no such column.
-        SettingsError: the column is a feature, too.
     """
     source = open_table_source(settings, base_dir)
     selection = select_columns(settings, source)

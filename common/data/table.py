@@ -1,6 +1,6 @@
 """Reads a party's own table and checks the columns it needs before anything is sent."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from splitveil.common.data.columns import (
     read_weights,
     select_features,
 )
-from splitveil.common.data.id_columns import check_rules, part_ids
+from splitveil.common.data.ids import check_rules, part_ids
 from splitveil.common.data.image_folder import ImageFolder
 from splitveil.common.data.kinds import open_source
 from splitveil.common.data.label_columns import (
@@ -84,8 +84,15 @@ class Table:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def numbers_at(self, rows: NDArray[np.int64]) -> Callable[[str], Numbers]:
+        """Return a function that gives a column's numbers in some rows."""
+        return lambda name: self.numeric[name][rows]
+
+    def codes_at(self, rows: NDArray[np.int64]) -> Callable[[str], NDArray[np.int32]]:
+        """Return a function that gives a column's codes in some rows."""
+        return lambda name: (self.categorical.get(name) or self.lists[name]).codes[rows]
+
     def take(self, rows: NDArray[np.int64]) -> "Table":
-        """Return a table of some of the rows."""
 
         def taken(array: NDArray[Any] | None) -> NDArray[Any] | None:
             return None if array is None else array[rows]
@@ -124,9 +131,7 @@ def select_columns(
 ) -> Selection:
     """Find the columns that the settings name and the column by which the contract splits rows.
 
-    Raises:
-        DataError: a column is missing.
-        SettingsError: a column is requested for two purposes.
+    DataError if one is missing, SettingsError if one is requested for two purposes.
     """
     features = settings.features
     names = source.column_names()
@@ -149,16 +154,10 @@ def select_columns(
 
 
 def part_name(column: str, part: str) -> str:
-    """Return the name of the column of numbers that a part of a timestamp becomes."""
     return f"{column}.{part}"
 
 
 def open_table_source(settings: DataSettings, base_dir: Path) -> TableSource:
-    """Open the source of a party's rows.
-
-    Raises:
-        SettingsError: a path names an environment variable that is not set.
-    """
     features = settings.features
     image_array = features.image.array if features and features.image else None
     return open_source(settings.source, base_dir, image_array)
@@ -172,15 +171,7 @@ def read_table(
 ) -> Table:
     """Read and check the columns that the settings name; no other column is read.
 
-    Args:
-        settings: the party's data settings.
-        base_dir: folder to which relative paths refer, that of the settings file.
-        split_column: the column by which the contract splits the rows, if it does.
-        id_rules: the contract's rules for each column of ids.
-
-    Raises:
-        DataError: names the file, columns and rows (counted from 1, without the header line).
-        SettingsError: a path names an environment variable that is not set.
+    DataError names the file, columns and rows (counted from 1, without the header line).
     """
     return table_of(open_table_source(settings, base_dir), settings, split_column, id_rules)
 
@@ -191,19 +182,7 @@ def table_of(
     split_column: str | None = None,
     id_rules: Sequence[IdRule] = AS_WRITTEN,
 ) -> Table:
-    """Read and check the columns of an open source that the settings name.
-
-    Args:
-        source: the rows, whatever source the settings name.
-        settings: the party's data settings.
-        split_column: the column by which the contract splits the rows, if it does.
-        id_rules: the contract's rules for each column of ids.
-
-    Raises:
-        DataError: names the source, columns and rows (counted from 1).
-        SettingsError: a column is requested for two purposes, or the contract has rules for another
-            number of columns of ids.
-    """
+    """Read and check the columns of an open source that the settings name, as ``read_table``."""
     features = settings.features
     check_rules(settings, id_rules)
     selection = select_columns(settings, source, split_column)
@@ -261,7 +240,6 @@ def part_labels(
 def part_weights(
     settings: DataSettings, columns: Mapping[str, Any], source: str, first_row: int = 1
 ) -> NDArray[np.float64] | None:
-    """Return what some rows count in the loss; None without a column of weights."""
     if settings.weight_column is None:
         return None
     name = settings.weight_column
@@ -271,7 +249,6 @@ def part_weights(
 def part_splits(
     split_column: str | None, columns: Mapping[str, Any], source: str, first_row: int = 1
 ) -> NDArray[np.int8] | None:
-    """Return the splits of some rows; None without a split column."""
     if split_column is None:
         return None
     return read_splits(_written(columns, split_column, source, first_row=first_row))
@@ -284,7 +261,6 @@ def part_numeric(
     source: str,
     first_row: int = 1,
 ) -> dict[str, Numbers]:
-    """Return the numbers of some rows, by column."""
     features = settings.features
     if features is None:
         return {}
@@ -326,12 +302,7 @@ def part_categories(
 def part_image(
     image: NDArray[Any], settings: ImageSettings, source: str, first_row: int = 1
 ) -> NDArray[Any]:
-    """Return the images of some rows as (rows, channels, height, width), uint8 or float32.
-
-    Raises:
-        DataError: the images have a wrong number of dimensions or a wrong type, or hold NaN or
-            infinity.
-    """
+    """Return the images of some rows as (rows, channels, height, width), uint8 or float32."""
     where = source if settings.array is None else f"{source}: array {settings.array!r}"
     if image.ndim != 4:
         raise DataError(f"{where}: expected four dimensions, got shape {image.shape}")

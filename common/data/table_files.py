@@ -9,7 +9,7 @@ from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.columns import check_columns_exist
 from splitveil.common.data.csv_file import CODECS
 from splitveil.common.data.features import FeatureEncoder
-from splitveil.common.data.id_columns import check_rules, part_ids
+from splitveil.common.data.ids import check_rules, part_ids
 from splitveil.common.data.kinds import open_source, text_file, with_advice
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.source_settings import (
@@ -36,12 +36,7 @@ _KINDS: dict[str, Callable[[str], Source]] = {
 def source_of(path: Path, like: Source | None = None) -> Source:
     """Return the source that reads a file, which its ending decides.
 
-    Args:
-        path: the file, relative to the current folder.
-        like: a source of this party: a file of the same kind is read like that one.
-
-    Raises:
-        DataError: no kind of file has this ending.
+    One of the same kind as ``like`` is read like that.
     """
     ending = _ending(path)
     if ending not in _KINDS:
@@ -67,13 +62,7 @@ def _with_its_delimiter(source: CsvSource) -> CsvSource:
 def settings_for(
     settings: DataSettings, source: Source, encoder: FeatureEncoder | None
 ) -> DataSettings:
-    """Return the settings that read from another table what a trained model needs, and no label.
-
-    Args:
-        settings: those of the training.
-        source: of the other table.
-        encoder: of the model; None if the party had no features.
-    """
+    """Return the settings that read from another table what a trained model needs, and no label."""
     features = settings.features
     if features is not None and encoder is not None:
         parts = {
@@ -103,15 +92,9 @@ def read_id_list(
 ) -> list[str]:
     """Read ids in canonical form, in the file's order, possibly repeated.
 
-    Args:
-        path: a text file with one id per line, or a table with the columns of ids.
-        settings: name these columns. If rows are known by their number, only a text file can name
-            them, and if several columns make up an id, only a table can.
-        id_rules: the contract's rules for each column of ids.
-
-    Raises:
-        DataError: the file cannot be read, has no ids, or has rows without one.
-        SettingsError: the rules are for another number of columns.
+    The file is a text with one id per line, or a table with the columns of ids. If rows are known
+    by their number, only a text can name them, and if several columns make up an id, only a table
+    can.
     """
     check_rules(settings, id_rules)
     form, columns = CanonicalForm(id_rules), settings.id_columns

@@ -28,11 +28,7 @@ def delimiter_of(beginning: str) -> str | None:
 def advice_on(beginning: str, end: str, delimiter: str, *, has_header: bool) -> str:
     """Return what is wrong with the form of a text, with the remedy; empty if nothing seems to be.
 
-    Args:
-        beginning: the first lines of the text, all of them complete.
-        end: the last ones.
-        delimiter: the character that is taken to separate two cells.
-        has_header: whether a line of column names is expected.
+    The text is given by its first lines, all of them complete, and its last ones.
     """
     if beginning.count("\0") > len(beginning) // 4:
         order = "le" if beginning[1:2] == "\0" else "be"

@@ -34,13 +34,7 @@ def read_timestamps(
 ) -> dict[TimestampPart, NDArray[np.float64]]:
     """Return the numbers of a column of dates or times, NaN where there is none.
 
-    Args:
-        column: the column.
-        parts: the numbers that are wanted.
-        text_format: how texts are written; None for ISO 8601.
-
-    Raises:
-        DataError: names the rows whose text is no time, never the text.
+    DataError names the rows whose text is no time (by default of ISO 8601), never the text.
     """
     times = _times(column, text_format)
     return {part: _as_numbers(times, part) for part in parts}

@@ -26,11 +26,6 @@ def unknown_categories(
     """Yield a sentence on each column with rows whose category, or whole list, is unknown.
 
     With it comes whether that is so in all of many rows with a value, and not for being rare.
-
-    Args:
-        encoder: of the trained model.
-        table: has the columns that the encoder was fitted on.
-        settings: say whether the vocabularies leave out categories that are rare.
     """
     vocabularies: tuple[Vocabulary | ListVocabulary, ...] = (*encoder.categorical, *encoder.lists)
     columns = {**table.categorical, **table.lists}

@@ -20,7 +20,7 @@ from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_settings import PartySettings, PartySettingsT, load_party_settings
 from splitveil.common.party.place import ONLY, Place
-from splitveil.common.party.transcript import Broken, Comparison, Verified, compare, verify
+from splitveil.common.party.transcript import Broken, Verified, compare, verify
 from splitveil.common.run.contract import in_short
 from splitveil.common.settings import validate
 from splitveil.common.storage.ended_run import end_of, has_finished
@@ -65,24 +65,33 @@ _SETTINGS = "settings.yaml"
 
 
 def verify_transcript(parsed: argparse.Namespace) -> None:
-    """Check one transcript, or two against each other, and print the result."""
-    verified = {}
-    for path in (parsed.transcript, parsed.against):
-        if path is not None:
-            verified[path] = _verified(path)
-            if not parsed.json:
-                _print_verified(path, verified[path])
-    both = list(verified.values())
-    compared = compare(*both) if parsed.against is not None else None
-    if parsed.json:
-        print_json(
-            {
-                "transcripts": [_plain_verified(path, one) for path, one in verified.items()],
-                "compared": None if compared is None else compared._asdict(),
-            }
+    """Check one transcript, or two against each other, and print the result.
+
+    Raises SplitveilError: a chain is broken, or one party received what the other did not send.
+    """
+    console = Console(file=sys.stdout, highlight=False, soft_wrap=True, quiet=parsed.json)
+    verified: list[Verified] = []
+    files = [path for path in (parsed.transcript, parsed.against) if path is not None]
+    for path in files:
+        verified.append(found := _verified(path))
+        console.print(
+            f"{visible(str(path))}: the chain of {found.entries:,} entries is intact; the last "
+            f"link is {found.last_link}",
+            markup=False,
         )
-    elif compared is not None:
-        _print_compared(compared)
+    compared = compare(*verified) if parsed.against is not None else None
+    if compared is not None:
+        console.print(f"{compared.agreed:,} messages were received as the other party sent them")
+        for kind, count in compared.lost.items():
+            line = f"{kind}: {count:,} sent but not received, as when a connection breaks"
+            console.print(line, markup=False)
+    if parsed.json:
+        found_in = [
+            {"file": str(path), "entries": found.entries, "last_link": found.last_link}
+            for path, found in zip(files, verified, strict=True)
+        ]
+        document = None if compared is None else compared._asdict()
+        print_json({"transcripts": found_in, "compared": document})
     if compared is not None and compared.unsent:
         raise SplitveilError(
             "\n".join(
@@ -100,26 +109,6 @@ def _verified(path: Path) -> Verified:
     if isinstance(found, Broken):
         raise SplitveilError(f"{path}: line {found.line}: {found.reason}")
     return found
-
-
-def _print_verified(path: Path, found: Verified) -> None:
-    Console(file=sys.stdout, highlight=False, soft_wrap=True).print(
-        f"{visible(str(path))}: the chain of {found.entries:,} entries is intact; the last link "
-        f"is {found.last_link}",
-        markup=False,
-    )
-
-
-def _plain_verified(path: Path, found: Verified) -> dict[str, Any]:
-    return {"file": str(path), "entries": found.entries, "last_link": found.last_link}
-
-
-def _print_compared(compared: Comparison) -> None:
-    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
-    console.print(f"{compared.agreed:,} messages were received as the other party sent them")
-    for kind, count in compared.lost.items():
-        line = f"{kind}: {count:,} sent but not received, as when a connection breaks"
-        console.print(line, markup=False)
 
 
 def load_settings(

@@ -17,12 +17,11 @@ from torch import Tensor
 from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.columns import almost_numbers
 from splitveil.common.data.converted import MappedTable, open_converted
-from splitveil.common.data.features import FeatureEncoder, Features
+from splitveil.common.data.features import FeatureEncoder, Features, MappedFeatures, RowEncoder
 from splitveil.common.data.id_forms import ColumnForms, form_of
 from splitveil.common.data.id_parts import read_compact_ids
 from splitveil.common.data.ids import NOTHING_DONE, Allowed, IdReport, usable_ids
 from splitveil.common.data.kinds import with_advice
-from splitveil.common.data.mapped_features import MappedFeatures, RowEncoder
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.source_settings import (
     CacheableSource,
@@ -145,12 +144,9 @@ class PartyData:
         found = hashlib.sha256()
         for text in _joined(self.ids):
             found.update(text.encode())
-        if self.table.labels is not None:
-            found.update(np.ascontiguousarray(self.table.labels).tobytes())
-        if self.table.splits is not None:
-            found.update(np.ascontiguousarray(self.table.splits).tobytes())
-        if self.table.weights is not None:
-            found.update(np.ascontiguousarray(self.table.weights).tobytes())
+        for column in (self.table.labels, self.table.splits, self.table.weights):
+            if column is not None:
+                found.update(np.ascontiguousarray(column).tobytes())
         if encoder is not None:
             found.update(json.dumps(encoder.state(), sort_keys=True).encode())
         if features is not None:

@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 
 from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.converted import MappedTable
-from splitveil.common.data.features import FeatureEncoder, Features
-from splitveil.common.data.id_index import ABSENT, IdIndex
-from splitveil.common.data.mapped_features import MappedFeatures, RowEncoder
+from splitveil.common.data.features import FeatureEncoder, Features, MappedFeatures, RowEncoder
+from splitveil.common.data.stored_ids import ABSENT, IdIndex
 from splitveil.common.data.table_files import settings_for, source_of
 from splitveil.common.data.unknown_categories import unknown_categories
 from splitveil.common.errors import DataError, SettingsError

@@ -100,7 +100,9 @@ class MetricsLog:
             with self._storage_errors():
                 self._file.write(_encoded(written) + "\n")
                 chart_step = self._chart_step(fields.epoch, fields.step)
-                if isinstance(line, HistogramLine):
+                if self._charts is None:
+                    pass
+                elif isinstance(line, HistogramLine):
                     self._chart_histograms(line, chart_step)
                 elif charted:
                     self._chart(fields, chart_step)
@@ -120,7 +122,7 @@ class MetricsLog:
         """Drop the lines and charts written after ``state_dict``, and resume from there."""
         with self._lock:
             with self._storage_errors():
-                self._charts.close()
+                self._close_charts()
                 self._file.close()
                 _cut_to_whole_lines(self._path, state["bytes"])
                 self._file = open_to_append(self._path)
@@ -135,9 +137,13 @@ class MetricsLog:
                 return
             with self._storage_errors():
                 try:
-                    self._charts.close()
+                    self._close_charts()
                 finally:
                     self._file.close()
+
+    def _close_charts(self) -> None:
+        if self._charts is not None:
+            self._charts.close()
 
     def _chart(self, fields: LineFields, chart_step: int) -> None:
         # One event per line: an event per number takes several times as much of a core.
@@ -207,8 +213,12 @@ def _cut_to_whole_lines(path: Path, most_bytes: int | None = None) -> None:
 
 
 def _open_charts(folder: Path, purge_step: int | None = None) -> Any:
-    # Importing it takes seconds, which other commands should not pay.
-    from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
+    """Return TensorBoard's writer; None where the extra ``board`` is not installed."""
+    try:
+        # Importing it takes seconds, which other commands should not pay.
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
+    except ImportError:
+        return None
 
     charts = SummaryWriter(str(folder), flush_secs=1, purge_step=purge_step)
     for path in folder.glob("events.out.tfevents.*"):

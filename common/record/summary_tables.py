@@ -12,10 +12,10 @@ from splitveil.common.record.leak_figures import BatchFigures, ClassFigures, Num
 from splitveil.common.record.progress_pipe import progress_pipe
 from splitveil.common.record.summary import Summary, plain_figures
 from splitveil.common.record.values import ByAttack
-from splitveil.common.text.fitted_table import FittedTable
 from splitveil.common.text.log_lines import log_fields, writes_json
 from splitveil.common.text.output import printing_console
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
+from splitveil.common.text.visible_text import PlainTable
 from splitveil.common.text.wording import in_short, in_words, label
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ def print_summary(party: str, summary: Summary, *, console: Console | None = Non
     if console is None and progress_pipe() is not None:
         return  # a launcher shows one table of all parties
     console = console or printing_console()
-    table = FittedTable(f"{party}: summary", show_header=False)
+    table = PlainTable(f"{party}: summary", show_header=False)
     table.add_column("figure")
     table.add_column("value")
     for name, value in plain_figures(summary).items():
@@ -60,9 +60,9 @@ def print_summary(party: str, summary: Summary, *, console: Console | None = Non
 
 def beyond_table(
     beyond: BeyondFigures, title: str = "Leak AUC beyond what features tell"
-) -> FittedTable:
+) -> PlainTable:
     """Return the table of attacks beyond features: one row per attack."""
-    table = FittedTable(title)
+    table = PlainTable(title)
     table.add_column("attack")
     for heading in ("adjusted", "95 % interval", "advantage", "95 % interval"):
         table.add_column(heading, justify="right")
@@ -78,9 +78,9 @@ def beyond_table(
     return table
 
 
-def number_table(leak: Mapping[str, NumberLeak], title: str) -> FittedTable:
+def number_table(leak: Mapping[str, NumberLeak], title: str) -> PlainTable:
     """Return the table of attacks on labels that are numbers: one row per attack."""
-    table = FittedTable(title)
+    table = PlainTable(title)
     table.add_column("attack")
     for heading in ("R2", "beyond features", "95 % of batches", "last epoch", "random scores"):
         table.add_column(heading, justify="right")
@@ -92,9 +92,9 @@ def number_table(leak: Mapping[str, NumberLeak], title: str) -> FittedTable:
     return table
 
 
-def leak_table(leak: ByAttack[BatchFigures], title: str = "Leak AUC") -> FittedTable:
+def leak_table(leak: ByAttack[BatchFigures], title: str = "Leak AUC") -> PlainTable:
     """Return the table of attacks on single batches: one row per layer and attack."""
-    table = FittedTable(title, lead=2)
+    table = PlainTable(title, lead=2)
     table.add_column("layer")
     table.add_column("attack")
     for heading in ("95 % of batches", "mean", "last epoch", "random scores"):
@@ -105,9 +105,9 @@ def leak_table(leak: ByAttack[BatchFigures], title: str = "Leak AUC") -> FittedT
     return table
 
 
-def class_table(leak: ByAttack[ClassFigures], title: str) -> FittedTable:
+def class_table(leak: ByAttack[ClassFigures], title: str) -> PlainTable:
     """Return the table of the classes told apart best: one row per layer and attack."""
-    table = FittedTable(title, lead=2)
+    table = PlainTable(title, lead=2)
     for heading in ("layer", "attack", "pair told apart best", "class told best from the rest"):
         table.add_column(heading)
     for layer, attacks in leak.items():
@@ -124,9 +124,9 @@ def class_table(leak: ByAttack[ClassFigures], title: str) -> FittedTable:
     return table
 
 
-def ledger_table(ledger: LedgerFigures, title: str = "Leak ledger") -> FittedTable:
+def ledger_table(ledger: LedgerFigures, title: str = "Leak ledger") -> PlainTable:
     """Return the table of what all answers together may have revealed about one example."""
-    table = FittedTable(title)
+    table = PlainTable(title)
     table.add_column("over all answers")
     for heading in ("largest", "95 % of examples", "mean"):
         table.add_column(heading, justify="right")
@@ -148,9 +148,9 @@ def _bound(auc: float) -> str:
 
 def run_level_table(
     leak: ByAttack[RunFigures], title: str = "Leak AUC of the whole run"
-) -> FittedTable:
+) -> PlainTable:
     """Return the table of attacks that accumulate over the run: one row per layer and attack."""
-    table = FittedTable(title, lead=2)
+    table = PlainTable(title, lead=2)
     for heading in ("layer", "attack"):
         table.add_column(heading)
     for heading in ("leak AUC", "95 % interval", "examples"):

@@ -15,8 +15,6 @@ _IN_BRACKETS = re.compile(r"\[([0-9A-Fa-f:.]{2,45})\]")
 
 
 class HostAndPort(NamedTuple):
-    """The parts of an address."""
-
     host: str
     """A host name, or an IP address without brackets."""
 
@@ -35,14 +33,9 @@ def may_hold_secret(text: str) -> bool:
 
 
 def split_address(address: str, *, least_port: int = 1) -> HostAndPort:
-    """Split an address into host and port.
+    """Split ``HOST:PORT``; ValueError if it is no address that another party could connect to.
 
-    Args:
-        address: ``HOST:PORT``.
-        least_port: 0 where the system may choose the port.
-
-    Raises:
-        ValueError: it is not an address that another party could connect to.
+    A port of 0 may be chosen by the system.
     """
     host, _, port = address.rpartition(":")
     if not re.fullmatch(r"[0-9]{1,5}", port, re.ASCII) or not least_port <= int(port) <= 65535:
@@ -57,11 +50,7 @@ def split_address(address: str, *, least_port: int = 1) -> HostAndPort:
 
 
 def usable(address: str) -> str:
-    """Return an address unchanged after checking it, for the validator of a setting.
-
-    Raises:
-        ValueError: it is not an address.
-    """
+    """Return an address unchanged after checking it, for the validator of a setting."""
     split_address(address)
     return address
 
@@ -80,19 +69,12 @@ def is_numeric_loopback(host: str) -> bool:
 
 
 def on_loopback(address: str, setting: str, advice: str = MTLS_ADVICE) -> str:
-    """Resolve an address to a numeric one after checking that it stays on this machine.
+    """Resolve an address to a numeric one; SettingsError unless it stays on this machine.
 
     A caller that uses the result and does not look the name up again connects to exactly the
     address that was checked here. If a name has several addresses, the IPv4 address is returned, so
-    that both sides of a connection choose the same.
-
-    Args:
-        address: host and port.
-        setting: its name in the settings.
-        advice: the end of the message about another address.
-
-    Raises:
-        SettingsError: the host cannot be resolved, or has an address that is not on loopback.
+    that both sides of a connection choose the same. ``advice`` ends the message about another
+    address.
     """
     host, _, port = address.rpartition(":")
     try:

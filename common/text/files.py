@@ -16,21 +16,13 @@ _PIECE_BYTES = 2**20
 
 
 def check_regular(path: Path) -> None:
-    """Check that a path leads to a regular file, without opening it.
-
-    Raises:
-        OSError: it leads to a folder, a device, a pipe or a socket, or to nothing.
-    """
+    """Check, without opening it, that a path leads to a regular file; OSError otherwise."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "this is not a regular file", str(path))
 
 
 def read_bytes(path: Path, max_bytes: int) -> bytes:
-    """Return the content of a regular file.
-
-    Raises:
-        OSError: the file cannot be read, is not a regular file, or is larger than ``max_bytes``.
-    """
+    """Return the content of a regular file of at most ``max_bytes``; OSError otherwise."""
     check_regular(path)
     data = bytearray()
     with path.open("rb") as file:
@@ -53,11 +45,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def only_one_process(lock: Path) -> Iterator[None]:
-    """Wait until no other process holds this lock, and hold it.
-
-    Raises:
-        OSError: the lock's file cannot be made.
-    """
+    """Wait until no other process holds this lock, and hold it."""
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -15,14 +15,9 @@ _SHORT_OF_MEMORY = re.compile(r"CUDA|\bCU[A-Z]+_|\bcu[A-Z]|out of memory|allocat
 
 
 def import_named(name: str, kind: str) -> object:
-    """Return what a module of the user's own defines under a name.
+    """Return what a module of the user's own defines as ``package.module:name``.
 
-    Args:
-        name: ``package.module:name``.
-        kind: what is expected there, for messages, such as ``class``.
-
-    Raises:
-        SettingsError: the module cannot be imported, or does not define the name.
+    SettingsError if it does not. Messages call it a ``kind``, such as ``class``.
     """
     module_name, separator, own_name = name.partition(":")
     if not (separator and module_name and own_name):
@@ -40,6 +35,13 @@ def import_named(name: str, kind: str) -> object:
     names = {module_name, *parts}
     _own_modules.update(name for name in names if name.partition(".")[0] not in _NOT_OWN)
     return found
+
+
+def extra_missing(feature: str, extra: str) -> SettingsError:
+    """Return the error for a feature whose libraries an extra of the package installs."""
+    return SettingsError(
+        f"{feature} needs pip install splitveil[{extra}], which is not installed here"
+    )
 
 
 def may_pass(error: BaseException) -> bool:

@@ -21,10 +21,7 @@ _OWN_PACKAGE = "splitveil"
 def configure_logging(party: str, verbosity: int = 0, form: LogFormat = "text") -> None:
     """Log short lines with the party's name, or JSON objects, to the standard error stream.
 
-    Args:
-        party: the party's name, for instance ``active``.
-        verbosity: below 0 for warnings only, 0 for the progress of the run, above 0 for everything.
-        form: ``json`` for one JSON object per line.
+    A verbosity below 0 is for warnings only, 0 for the progress of the run, above 0 for everything.
     """
     handler = _StderrHandler(party, form)
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
@@ -51,7 +48,6 @@ def log_fields(**fields: object) -> dict[str, Any]:
 
 
 def writes_json() -> bool:
-    """Whether log lines are JSON objects."""
     return any(handler.form == "json" for handler in _own_handlers())
 
 
@@ -78,7 +74,6 @@ class _StderrHandler(logging.Handler):
         self.use(form)
 
     def use(self, form: LogFormat) -> None:
-        """Write lines of this form."""
         self.form: LogFormat = form
         if form == "json":
             self.setFormatter(_JsonFormatter(self))

@@ -16,29 +16,22 @@ and by a missing stream."""
 
 
 class Printed:
-    """A stream whose failures are ignored.
-
-    Args:
-        stream: the stream to write to; None if the process has no such stream.
-    """
+    """A stream whose failures are ignored; None if the process has no such stream."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
         self.encoding = getattr(stream, "encoding", None) or "utf-8"
 
     def write(self, text: str) -> int:
-        """Write the text if possible."""
         with suppress(*UNPRINTED):
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream if possible."""
         with suppress(*UNPRINTED):
             self._stream.flush()
 
     def isatty(self) -> bool:
-        """Whether the stream is a terminal."""
         with suppress(*UNPRINTED):
             return bool(self._stream.isatty())
         return False
@@ -47,9 +40,7 @@ class Printed:
 def printing_console(*, stderr: bool = False, plain: bool = False) -> Console:
     """Return a console on a standard stream that ignores failures of the stream.
 
-    Args:
-        stderr: use the standard error stream.
-        plain: treat the stream as no terminal, even if it is one.
+    A plain one is no terminal.
     """
     printed: Any = Printed(sys.stderr if stderr else sys.stdout)
     return Console(file=printed, force_terminal=False if plain else None)

@@ -15,9 +15,7 @@ def add_completion(
 ) -> None:
     """Let a command print what completes it in a shell.
 
-    Args:
-        parser: of the command.
-        whole: returns the parser to print, if ``parser`` lacks the arguments of sub-commands.
+    ``whole`` returns the parser to print, if ``parser`` lacks the arguments of sub-commands.
     """
     parser.add_argument(
         "--print-completion",

@@ -8,5 +8,4 @@ VERSION = version("splitveil")
 
 
 def add_version(parser: argparse.ArgumentParser) -> None:
-    """Let a command print its name and the version, and exit."""
     parser.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")

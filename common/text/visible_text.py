@@ -5,6 +5,9 @@ that starts a new line in the log, a mark that changes the reading direction, or
 stream can encode.
 """
 
+from typing import Literal
+
+from rich.table import Table
 from rich.text import Text
 
 
@@ -25,3 +28,34 @@ def visible_lines(text: str) -> str:
 def cell(value: object) -> Text:
     """Return a value for a rich table, which would take a plain ``[...]`` in text for markup."""
     return Text(visible(str(value)))
+
+
+class PlainTable:
+    """A rich table of values that are shown as they are, whose first columns name its rows."""
+
+    def __init__(
+        self, title: str, *, caption: str = "", lead: int = 1, show_header: bool = True
+    ) -> None:
+        self._lead = lead
+        self._table = Table(
+            title=cell(title),
+            title_justify="left",
+            caption=cell(caption) if caption else None,
+            caption_justify="left",
+            show_header=show_header,
+        )
+
+    def add_column(self, heading: str, justify: Literal["left", "right"] = "left") -> None:
+        # Where there is little room, the figures beside the names are wrapped.
+        is_name = len(self._table.columns) < self._lead
+        self._table.add_column(cell(heading), justify, no_wrap=is_name, overflow="fold")
+
+    def add_row(self, *values: object) -> None:
+        """Add a row with one value for each column, from the first; others stay empty."""
+        self._table.add_row(*map(cell, values))
+
+    def add_section(self) -> None:
+        self._table.add_section()
+
+    def __rich__(self) -> Table:
+        return self._table

@@ -5,7 +5,6 @@ parser can recurse, or contain a number whose digits Python refuses to print. Th
 what settings need: mappings, lists, texts, numbers, true, false, null and dates.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,69 +15,47 @@ from splitveil.common.text.files import read_bytes
 
 
 class Extent(NamedTuple):
-    """Limits on the size of a text."""
+    """Limits on a text."""
 
     max_bytes: int
     max_nodes: int
-    """Number of values, lists and mappings, each counted as often as aliases repeat it."""
+    """Number of values, lists and mappings."""
+
+    may_repeat: bool = False
+    """Whether aliases are allowed, whose values are not counted."""
 
 
 AS_WRITTEN = Extent(2**20, 50_000)
 """For a settings file: enough for tens of thousands of column names."""
 RESOLVED = Extent(2**24, 500_000)
 """For both files with every default filled in, as each party keeps them with its results."""
+OWN_PLAN = Extent(2**20, 50_000, may_repeat=True)
+"""For a file that nobody else has written."""
 
 MAX_DEPTH = 32
 """Nesting depth of lists and mappings; the settings have about eight levels."""
 MAX_NUMBER_CHARACTERS = 128
 _SHOWN_CHARACTERS = 200
-_TAG = "tag:yaml.org,2002:"
-_TAGS: frozenset[str | None] = frozenset(
-    {f"{_TAG}{kind}" for kind in ("str", "int", "float", "bool", "null")}
-)
-_TAGS |= {None, "!", f"{_TAG}seq", f"{_TAG}map"}
 
 
 def load_yaml(text: str, source: str, extent: Extent = AS_WRITTEN) -> Any:
-    """Parse a YAML text.
-
-    Args:
-        text: the text of one document.
-        source: the origin of the text, for messages.
-        extent: limits on its size.
-
-    Raises:
-        SettingsError: the text is not YAML or exceeds the limits; the message is one line.
-    """
+    """Parse the text of one document, whose origin is ``source`` in messages."""
     try:
         if len(text) > extent.max_bytes:
             raise _Refused(f"expected at most {extent.max_bytes:,} characters, got {len(text):,}")
-        _check(yaml.parse(text, Loader=yaml.SafeLoader), extent.max_nodes)
-        loader = _Loader(text)
-        try:
-            return loader.get_single_data()
-        finally:
-            loader.dispose()
+        _check(text, extent)
+        return yaml.load(text, Loader=_Loader)  # noqa: S506 - a safe loader
     except yaml.YAMLError as error:
         raise SettingsError(f"{source}: not valid YAML: {_in_one_line(error)}") from error
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        # Raised by the library's own constructors, for February 30 and for ``!!bool maybe``.
+        # Raised by the library's own constructors, for instance for February 30.
         raise SettingsError(
             f"{source}: not valid YAML: a value is not of the kind that it looks like"
         ) from error
 
 
 def read_yaml_file(path: Path, extent: Extent = AS_WRITTEN) -> Any:
-    """Parse a YAML file.
-
-    Args:
-        path: the file.
-        extent: limits on its size.
-
-    Raises:
-        SettingsError: the file cannot be read, is not YAML or exceeds the limits; the message is
-            one line.
-    """
+    """Parse a YAML file; SettingsError, in one line, as ``load_yaml``."""
     try:
         text = read_bytes(path, extent.max_bytes).decode("utf-8")
     except OSError as error:
@@ -104,8 +81,8 @@ class _Loader(yaml.SafeLoader):
         return super().construct_yaml_float(node)
 
 
-_Loader.add_constructor(f"{_TAG}int", _Loader.construct_yaml_int)
-_Loader.add_constructor(f"{_TAG}float", _Loader.construct_yaml_float)
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)
 
 
 def _check_number(node: Any) -> None:
@@ -117,72 +94,32 @@ def _check_number(node: Any) -> None:
         )
 
 
-class _Node(NamedTuple):
-    """The size of one node, with its aliases expanded."""
-
-    nodes: int
-    height: int
-    """Number of nested levels of lists and mappings."""
-
-
-class _Unfinished:
-    """A list or a mapping that is not complete yet."""
-
-    def __init__(self, anchor: str | None = None) -> None:
-        self.anchor = anchor
-        self.node = _Node(1, 1)
-
-    def add(self, part: _Node) -> None:
-        nodes, height = self.node
-        self.node = _Node(nodes + part.nodes, max(height, part.height + 1))
-
-
-def _check(events: Iterator[Any], max_nodes: int) -> None:
+def _check(text: str, extent: Extent) -> None:
     """Check the events of a text and stop at the first that exceeds a limit."""
-    above = [_Unfinished()]
-    named: dict[str | None, _Node] = {}
-    seen = 0
-    for event in events:
-        part, anchor = _Node(0, 0), None
-        match event:
-            case yaml.AliasEvent():
-                if event.anchor not in named:
-                    raise _Refused(f"{_location(event.start_mark)}an alias without an anchor")
-                part = named[event.anchor]
-            case yaml.ScalarEvent():
-                _check_tag(event)
-                _check_text(event)
-                part, anchor = _Node(1, 0), event.anchor
-            case yaml.CollectionStartEvent():
-                _check_tag(event)
-                above.append(_Unfinished(event.anchor))
-                seen += 1
-            case yaml.CollectionEndEvent():
-                ended = above.pop()
-                part, anchor = ended.node, ended.anchor
-                seen -= part.nodes  # already counted one by one
-        above[-1].add(part)
-        if anchor is not None:
-            named[anchor] = part
-        seen += part.nodes
-        if seen > max_nodes:
-            raise _Refused(f"expected at most {max_nodes:,} values, aliases included")
-        if len(above) - 1 + part.height > MAX_DEPTH:
-            raise _Refused(f"{_location(event.start_mark)}expected at most {MAX_DEPTH} levels")
+    nodes = depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        where = _location(event.start_mark)
+        if isinstance(event, yaml.AliasEvent) and not extent.may_repeat:
+            raise _Refused(f"{where}no alias is allowed: write the value itself")
+        if isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent):
+            nodes += 1
+            if event.tag is not None:
+                raise _Refused(f"{where}no setting has the tag {event.tag!r}")
+        if isinstance(event, yaml.ScalarEvent) and not _is_storable(event.value):
+            raise _Refused(f"{where}a text with an invalid character")
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if nodes > extent.max_nodes:
+            raise _Refused(f"expected at most {extent.max_nodes:,} values")
+        if depth > MAX_DEPTH:
+            raise _Refused(f"{where}expected at most {MAX_DEPTH} levels")
 
 
-def _check_tag(event: Any) -> None:
-    if event.tag not in _TAGS:
-        raise _Refused(f"{_location(event.start_mark)}no setting has the tag {event.tag!r}")
-
-
-def _check_text(event: Any) -> None:
+def _is_storable(text: str) -> bool:
     try:
-        is_storable = b"\0" not in event.value.encode()
+        return b"\0" not in text.encode()
     except UnicodeEncodeError:  # an unpaired surrogate
-        is_storable = False
-    if not is_storable:
-        raise _Refused(f"{_location(event.start_mark)}a text with an invalid character")
+        return False
 
 
 def _in_one_line(error: yaml.YAMLError) -> str:

@@ -78,12 +78,10 @@ class Choices(NamedTuple):
 
     @property
     def features(self) -> tuple[Column, ...]:
-        """The columns that the model reads."""
         return (*self.numeric, *self.categorical, *self.timestamps)
 
     @property
     def has_numeric_gaps(self) -> bool:
-        """Whether a column of numbers or times has cells without one."""
         return any(column.missing for column in (*self.numeric, *self.timestamps))
 
     @property
@@ -136,8 +134,7 @@ def label_candidates(columns: Sequence[Column], *, with_gaps: bool = False) -> l
 def choose_id(columns: Sequence[Column], cells: Mapping[str, Any], wishes: Wishes) -> str | None:
     """Return the column with the ids; None if the rows are numbered instead.
 
-    Raises:
-        SettingsError: the column does not exist or cannot hold ids, or there are several or none.
+    SettingsError if it cannot hold ids, or there are several or none.
     """
     if not wishes.has_id:
         return None
@@ -172,11 +169,7 @@ def choose_id(columns: Sequence[Column], cells: Mapping[str, Any], wishes: Wishe
 
 
 def choose_label(columns: Sequence[Column], wishes: Wishes) -> Label:
-    """Return the label column, and how it is read.
-
-    Raises:
-        SettingsError: the column does not exist or holds no labels, or there are several or none.
-    """
+    """Return the label column, and how it is read; SettingsError if there are several or none."""
     if wishes.label_column is not None:
         return _read(_named(columns, wishes.label_column, "--label-column"), wishes)
     candidates = label_candidates(columns, with_gaps=wishes.leave_out_unlabelled)
@@ -212,16 +205,8 @@ def choose_features(
 ) -> Choices:
     """Decide which of the remaining columns the model reads.
 
-    Args:
-        columns: the description of every column.
-        cells: the columns as written, by name; only the label owner's are compared with the labels.
-        wishes: what the user has decided.
-        id_column: the ids.
-        label: the labels; None at a passive party.
-        index_columns: those that pandas has written as the index.
-
-    Raises:
-        SettingsError: a column that the user names does not exist, or it is open how one is read.
+    SettingsError if it is open how one is read. Cells are as written; only the label owner's are
+    compared with the labels.
     """
     for name in (*wishes.numeric, *wishes.categorical, *wishes.exclude):
         _named(columns, name, "--numeric, --categorical and --exclude")

@@ -15,11 +15,7 @@ from splitveil.common.party.json_output import add_json
 
 
 def parser(program: str) -> argparse.ArgumentParser:
-    """Return the sub-command's parser.
-
-    Args:
-        program: the words with which it is called.
-    """
+    """Return the sub-command's parser."""
     init = argparse.ArgumentParser(
         prog=program,
         description="look at a party's table, and write commented settings that fit it",
@@ -86,6 +82,5 @@ def _file_here(text: str) -> Path:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Do what parsed arguments say, and return the exit code."""
     exit_code: int = import_module("splitveil.deploy.init.initialise").perform(parsed)
     return exit_code

@@ -43,8 +43,6 @@ Ask = Callable[[str, Sequence[str]], str]
 
 
 class Written(NamedTuple):
-    """The outcome of ``splitveil init``."""
-
     proposal: Proposal
     columns: Sequence[Column]
     files: Sequence[Path]
@@ -52,7 +50,6 @@ class Written(NamedTuple):
     """A sentence for each form of ids that the other party probably does not write."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the outcome for programs."""
         p, label = self.proposal, self.proposal.choices.label
         within = None if label is None else label.within
         return {
@@ -95,14 +92,7 @@ def initialise(
 ) -> Written:
     """Look at a table and write the settings that fit it.
 
-    Args:
-        path: the table: CSV, TSV or Parquet, or a folder of such files.
-        wishes: what the user has decided about columns.
-        terms: what the user has decided about the run.
-        delimiter: character between two cells of a text file; by default it is found out.
-        encoding: of a text file; by default UTF-8, or what a byte order mark says.
-        force: whether existing files are overwritten.
-        ask: asks the user what the table leaves open; by default that is an error.
+    The caller is asked what the table leaves open, if that is possible.
 
     Raises:
         DataError: the table cannot be read.
@@ -210,7 +200,6 @@ def _check_loadable(terms: Terms) -> None:
 
 
 def perform(options: argparse.Namespace) -> int:
-    """Do what parsed arguments say, and return the exit code."""
     written = initialise(
         options.file,
         _wishes(options),

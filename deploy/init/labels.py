@@ -62,14 +62,12 @@ class Label(NamedTuple):
 
     @property
     def doubt(self) -> str:
-        """What speaks against the column, in words; nothing if its name speaks for it."""
         if not self.is_guessed:
             return ""
         return "a guess: no column is named like labels, and no other has two values"
 
     @property
     def positive_setting(self) -> str | tuple[str, ...] | None:
-        """The texts that stand for 1, as the settings have them."""
         return self.positive[0] if len(self.positive) == 1 else self.positive or None
 
     @property
@@ -85,7 +83,6 @@ class Label(NamedTuple):
 
     @property
     def num_classes(self) -> int:
-        """The number of classes; 1 if labels are numbers."""
         return 1 if self.within is not None else len(self.shares)
 
 
@@ -124,17 +121,9 @@ def label_of(
     *,
     leave_out: bool = False,
 ) -> Label:
-    """Return how a column's labels are read.
+    """Return how a column's labels are read; SettingsError if they are none.
 
-    Args:
-        column: with the labels.
-        positive: the labels that the user says stand for 1.
-        bounds: those that the user has chosen for labels that are numbers.
-        leave_out: whether rows without a label are left out.
-
-    Raises:
-        SettingsError: it has gaps that are not left out, or holds one class or too many, or labels
-            that differ in case alone, or no numbers for the bounds.
+    Bounds are those that the user has chosen for labels that are numbers.
     """
     read, found = Label(column.name, (), None, {}), column.in_words()
     if leave_out:

@@ -13,12 +13,9 @@ from splitveil.deploy.init.columns import Column
 
 
 def objections_to(cells: Any, allowed: Allowed) -> tuple[list[str], int]:
-    """Return why a run refuses a column of ids, each with the option that lets it go on.
+    """Return why a run refuses ids, with the option for it, and how many rows have their own.
 
-    The second value is the number of rows that have an id of their own.
-
-    Raises:
-        DataError: the column holds neither texts nor whole numbers.
+    DataError: the column holds neither texts nor whole numbers.
     """
     raw = read_ids(WrittenColumn(cells, "ids"), may_be_floats=True)
     form = CanonicalForm()

@@ -1,5 +1,6 @@
 """Puts together the settings that fit a party's table, and writes them with the reasons beside."""
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -10,6 +11,8 @@ import pyarrow as pa
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from splitveil.active_party.defenses.gaussian_dp import mu_of_leak_auc
+from splitveil.active_party.defenses.projection.outlook import outlook
 from splitveil.common.data.ids import Allowed
 from splitveil.common.data.label_columns import others_in_words
 from splitveil.common.data.source_settings import not_expanded
@@ -27,14 +30,70 @@ from splitveil.deploy.init.choices import (
     choose_label,
 )
 from splitveil.deploy.init.columns import Column
-from splitveil.deploy.init.sizes import (
-    TRAIN_SHARE,
-    Defended,
-    Sizes,
-    defended,
-    recommended_sizes,
-)
 from splitveil.deploy.init.tables import RawTable
+
+LEAK_AUC = 0.6
+RANK = 96
+"""The default of `projected_labels`: a smaller one takes away more than it saves."""
+
+TRAIN_SHARE = 0.8
+_BATCHES = ((16_000, 1024), (6_000, 256), (1_500, 128), (0, 32))
+_EPOCHS = ((5_000_000, 2), (500_000, 4), (50_000, 10), (0, 30))
+_STAGES = 8
+
+
+class Sizes(NamedTuple):
+    """The sizes of a run."""
+
+    batch_size: int
+    epochs: int
+    min_aligned: int
+    max_set_size: int
+    stages: int
+
+
+class Defended(NamedTuple):
+    """What the recommended defense leaves of the labels, said before a run."""
+
+    leak_auc: float
+    share: float
+    """Share of the training rows' worth that is left, 0 to 1."""
+    half_at_rows: int
+    """Training rows at which half of it would be left."""
+
+
+def recommended_sizes(num_rows: int) -> Sizes:
+    """Return the sizes for a table whose rows are all common to both parties."""
+    epochs = _at(_EPOCHS, num_rows)
+    return Sizes(
+        batch_size=_at(_BATCHES, num_rows),
+        epochs=epochs,
+        min_aligned=min(100, max(num_rows // 2, 1)),
+        max_set_size=_rounded_up(10 * num_rows),
+        stages=min(_STAGES, epochs),
+    )
+
+
+def defended(num_rows: int, rarest_share: float, num_classes: int) -> Defended:
+    """Return what `projected_labels` leaves of a table's labels at the recommended bound.
+
+    The share of the rarest class is that of labels of 0 and 1 with the same variance if labels are
+    numbers (one class).
+    """
+    training = max(round(TRAIN_SHARE * num_rows), 1)
+    share = rarest_share if num_classes <= 2 else 1 / num_classes
+    found = outlook(training, share, mu_of_leak_auc(LEAK_AUC), RANK, num_classes)
+    return Defended(LEAK_AUC, found.share, found.half_at_rows)
+
+
+def _at(steps: tuple[tuple[int, int], ...], num_rows: int) -> int:
+    return next(value for least, value in steps if num_rows >= least)
+
+
+def _rounded_up(number: int) -> int:
+    unit = 10 ** max(math.floor(math.log10(number)) - 1, 0)
+    return int(min(math.ceil(number / unit) * unit, 2**31))
+
 
 Role = Literal["active", "passive"]
 
@@ -80,7 +139,6 @@ class Proposal(NamedTuple):
 
     @property
     def rows_in_words(self) -> str:
-        """The number of rows, in words."""
         return f"{'' if self.is_whole else 'about '}{self.num_rows:,} rows"
 
     @property
@@ -92,13 +150,11 @@ class Proposal(NamedTuple):
 
     @property
     def embedding_dim(self) -> int:
-        """Length of a category's vector."""
         most = max((column.distinct for column in self.choices.categorical), default=0)
         return 8 if most > _MANY_CATEGORIES else 4
 
     @property
     def balance(self) -> str:
-        """The balance of the labels, in words."""
         label = self.choices.label
         if label is None:
             return ""
@@ -119,7 +175,6 @@ class Proposal(NamedTuple):
 
     @property
     def outlook(self) -> str:
-        """What the defense leaves, in words."""
         found = self.defended
         if found is None:
             return ""
@@ -130,17 +185,7 @@ class Proposal(NamedTuple):
 
 
 def propose(table: RawTable, columns: Sequence[Column], wishes: Wishes, terms: Terms) -> Proposal:
-    """Decide about every column of a table, and about the sizes of a run.
-
-    Args:
-        table: what was read.
-        columns: its description.
-        wishes: what the user has decided about columns.
-        terms: what the user has decided about the run.
-
-    Raises:
-        SettingsError: the table leaves a question open that ``wishes`` does not answer.
-    """
+    """Decide about every column of a table, and about the sizes of a run."""
     id_column = choose_id(columns, table.columns, wishes)
     others = [column for column in columns if column.name != id_column]
     label = choose_label(others, wishes) if terms.role == ACTIVE else None
@@ -176,23 +221,14 @@ def propose(table: RawTable, columns: Sequence[Column], wishes: Wishes, terms: T
 
 
 def texts_of(proposal: Proposal, role: Role) -> dict[str, str]:
-    """Return the files of a proposal by name.
-
-    Raises:
-        SettingsError: the name of a column or the text of a label cannot stand in settings.
-    """
+    """Return the files of a proposal by name."""
     names = ["active.yaml", "contract.yaml"] if role == ACTIVE else ["passive.yaml"]
     templates = _templates()
     return {name: templates.get_template(f"{name}.jinja").render(p=proposal) for name in names}
 
 
 def write_files(folder: Path, texts: Mapping[str, str], *, force: bool) -> list[Path]:
-    """Write the files, none of them if one is in the way.
-
-    Raises:
-        SettingsError: a file exists, and ``force`` is not set.
-        StorageError: a file cannot be written.
-    """
+    """Write the files, none of them if one is in the way."""
     existing = [folder / name for name in texts if (folder / name).exists()]
     if existing and not force:
         shown = ", ".join(map(str, existing))

@@ -63,18 +63,10 @@ def read_raw(
     has_header: bool = False,
     most_rows: int = MOST_ROWS,
 ) -> RawTable:
-    """Read a CSV, TSV or Parquet file, or a folder of them.
+    """Read a CSV, TSV or Parquet file, or a folder of them; rows beyond ``most_rows`` are not read.
 
-    Args:
-        path: the file, or a folder or pattern that names the parts of a table.
-        delimiter: character between two cells of a text file; by default it is found out.
-        encoding: of a text file; by default UTF-8, or what a byte order mark says.
-        has_header: whether the first line of a text file surely holds the column names.
-        most_rows: further rows are not read.
-
-    Raises:
-        DataError: the file cannot be read, or has no rows.
-        SettingsError: its ending is of none of these kinds.
+    The delimiter and the encoding of a text are found out by default. With ``has_header``, its
+    first line surely holds the column names.
     """
     where = not_expanded(str(path.absolute()))
     source: dict[str, Any] = {"kind": _kind_of(path)}

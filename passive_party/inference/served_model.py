@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from splitveil.common.data.id_index import ABSENT
 from splitveil.common.data.source_settings import expand_path
+from splitveil.common.data.stored_ids import ABSENT
 from splitveil.common.data.table_files import read_id_list
 from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.factory import build_bottom_model

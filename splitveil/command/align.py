@@ -7,7 +7,7 @@ from typing import Any
 from splitveil.common.party.arguments import ALIGN_PURPOSE, add_align_arguments, add_command
 
 _MODULES = {
-    "active": "splitveil.active_party.command",
+    "active": "splitveil.active_party.commands.program",
     "passive": "splitveil.passive_party.commands.program",
 }
 

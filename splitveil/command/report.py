@@ -2,8 +2,8 @@
 
 import argparse
 
-from splitveil.active_party.command import REPORT_PURPOSE, add_report_arguments
-from splitveil.active_party.command import run as run_active
+from splitveil.active_party.commands.program import REPORT_PURPOSE, add_report_arguments
+from splitveil.active_party.commands.program import run as run_active
 
 
 def parser(program: str) -> argparse.ArgumentParser:

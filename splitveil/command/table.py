@@ -33,7 +33,7 @@ SUB_COMMANDS = (
     SubCommand(
         "active",
         "the label owner's commands: run, check, plan, report, ...",
-        "splitveil.active_party.command",
+        "splitveil.active_party.commands.program",
     ),
     SubCommand(
         "passive",

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from splitveil.active_party.plan import show
+from splitveil.active_party.commands.plan import show
 from splitveil.active_party.planned import Plan, plan_of
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import SettingsError

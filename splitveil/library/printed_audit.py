@@ -6,14 +6,14 @@ from collections.abc import Mapping
 
 from rich.console import Console
 
-from splitveil.common.text.fitted_table import FittedTable
 from splitveil.common.text.upper_bounds import at_least
+from splitveil.common.text.visible_text import PlainTable
 from splitveil.library.auditing import Audit
 
 
 def print_audit(found: Audit) -> None:
     console = Console(file=sys.stdout, highlight=False)
-    batches = FittedTable("single batches: mean leak AUC")
+    batches = PlainTable("single batches: mean leak AUC")
     batches.add_column("attack")
     for heading in ("leak AUC", "95 % interval", "random", "batches"):
         batches.add_column(heading, justify="right")
@@ -46,8 +46,8 @@ def print_audit(found: Audit) -> None:
         )
 
 
-def _intervals(title: str, figures: Mapping[str, tuple[float, float, float]]) -> FittedTable:
-    table = FittedTable(title)
+def _intervals(title: str, figures: Mapping[str, tuple[float, float, float]]) -> PlainTable:
+    table = PlainTable(title)
     table.add_column("attack")
     for heading in ("leak AUC", "95 % interval"):
         table.add_column(heading, justify="right")

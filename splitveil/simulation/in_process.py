@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+from splitveil.active_party.grpc_server.service import agreeing
 from splitveil.active_party.run.session import ActiveSession
-from splitveil.active_party.serving.service import agreeing
 from splitveil.common.alignment import AlignChannel, AlignmentEngine, align, channel_pair
 from splitveil.common.errors import (
     AlignmentError,

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
-from splitveil.active_party.serving.server import start_server
-from splitveil.active_party.serving.service import ActiveService
+from splitveil.active_party.grpc_server.server import start_server
+from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.wire.connection import PeerConnection

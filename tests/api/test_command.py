@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from splitveil import simulate
-from splitveil.active_party import __main__ as active_party
+from splitveil.active_party.commands import program as active_party
 from splitveil.command import program
 from splitveil.command.table import SUB_COMMANDS
 from splitveil.common.party.transcript import Transcript

@@ -15,7 +15,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from splitveil.active_party.command import parser as active_parser
+from splitveil.active_party.commands.program import parser as active_parser
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import (
     DataError,

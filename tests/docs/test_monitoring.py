@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from splitveil.active_party.online.online_status import OnlineStatus
+from splitveil.active_party.http.online_status import OnlineStatus
 from splitveil.common.run.contract import Contract
 from splitveil.passive_party.inference.inference_status import InferenceStatus
 from tests.docs.markdown import ROOT

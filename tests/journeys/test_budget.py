@@ -1,23 +1,17 @@
 """A budget ends a real run of two processes where plan and ledger say."""
 
-import io
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 
 from splitveil.active_party.ledger.account_book import AccountBook
-from splitveil.active_party.plan import print_plan
-from splitveil.active_party.settings import ActiveSettings
-from splitveil.common.party.party_data import PartyData
-from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.privacy.covers import Covers
+from tests.plans import printed_plan
 from tests.runs import write_example
 from tests.system.processes import Pair, started
 
@@ -41,19 +35,12 @@ def metrics(pair: Pair, kind: str) -> list[dict[str, Any]]:
     return [line for line in map(json.loads, lines) if line["kind"] == kind]
 
 
-def planned(folder: Path, overrides: Sequence[str]) -> str:
-    settings = load_party_settings(ActiveSettings, folder / "active.yaml", overrides)
-    console = Console(file=(text := io.StringIO()), width=200)
-    print_plan(settings, PartyData.load(settings.data, folder), console=console)
-    return text.getvalue()
-
-
 def test_the_run_stops_in_the_epoch_that_the_plan_names_with_an_exit_code_of_its_own(
     stopped: tuple[Path, Pair, tuple[int, int]],
 ) -> None:
     folder, pair, exit_codes = stopped
     assert exit_codes == (5, 5), pair.outputs
-    assert "the run is expected to end in epoch 4 " in planned(folder, [*BUDGET, EPOCHS])
+    assert "the run is expected to end in epoch 4 " in printed_plan(folder, *BUDGET, EPOCHS)
     assert "run_budget: epoch 4 step 1 would take an example to sum_kl 0.2" in pair.active.output
     assert "the budget is sum_kl 0.2068, a leak AUC of at most 0.700" in pair.active.output
 

@@ -1,9 +1,14 @@
-"""The real commands for predictions: a passive party that is killed, stopped, or away."""
+"""The real commands predict and serve: a passive party that is killed, stopped, or away."""
 
 import json
 import re
 import signal
+import socket
+import time
+import urllib.error
+import urllib.request
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +19,8 @@ from splitveil.simulation import free_address
 from tests.certificates import make, use
 from tests.runs import write_example
 from tests.system.processes import Party, started
+from tests.waiting import wait_until
+from tests.watched import asked
 
 SLOW = "answers.ids_per_second=60"
 """With the 400 ids of the example, answers take seconds: time to be killed in the middle."""
@@ -159,3 +166,74 @@ def test_a_second_server_of_the_same_run_is_refused(folder: Path) -> None:
     finally:
         passive.kill()
         second.kill()
+
+
+# ---- online ----
+
+
+def serving(folder: Path, passive: str, address: str, *more: str) -> Party:
+    where = (f"inference.connect.passive={passive}", f"serving.http={address}")
+    return Party("active", folder, *where, *more, command="serve")
+
+
+def told(address: str, ids: list[str]) -> tuple[int, dict[str, Any]]:
+    body = json.dumps({"ids": ids}).encode()
+    request = urllib.request.Request(
+        f"http://{address}/predict", body, {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+def test_a_killed_passive_party_costs_503_at_once_and_no_restart(folder: Path) -> None:
+    inner, outer = free_address(), free_address()
+    own, other = free_address(), free_address()
+    ids = [f"person-{number:05d}" for number in range(100, 116)]
+    first = served(folder, inner, f"status={other}")
+    active = serving(folder, inner, outer, f"status={own}")
+    try:
+        active.wait_until_says("answering at http://")
+        before = told(outer, ids)
+        assert asked(own, "/readyz")[0] == asked(other, "/readyz")[0] == 200
+        assert 'embed_requests_total{call="Embed"} 1.0' in asked(other, "/metrics")[1]
+        first.kill()
+        began = time.monotonic()
+        away = told(outer, ids)
+        took_s = time.monotonic() - began
+        assert asked(own, "/readyz")[0] == 503
+        assert 'outcome="unavailable"} 1.0' in asked(own, "/metrics")[1]
+        second = served(folder, inner)
+        try:
+            wait_until(lambda: told(outer, ids)[0] == 200)
+            assert told(outer, ids) == before
+            active.signal(signal.SIGTERM)
+            assert active.wait() == 0, active.output
+        finally:
+            second.kill()
+    finally:
+        first.kill()
+        active.kill()
+    assert before[0] == 200
+    assert away[0] == 503
+    assert away[1]["detail"]
+    # The issue's second, which only a refusal without an attempt to wait can keep.
+    assert took_s < 1
+    assert "x 503" in active.output
+    shown = [str(p)[:8] for p in before[1]["probabilities"] if p is not None]
+    transcript = (folder / "runs" / "small" / "active" / "serve" / "transcript.jsonl").read_text()
+    assert not [text for text in shown if text in active.output or text in transcript]
+
+
+def test_serving_ends_with_a_clear_error_if_an_address_is_taken(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        active = serving(folder, free_address(), address)
+        try:
+            assert active.wait() == 2, active.output
+        finally:
+            active.kill()
+    assert "serving.http: cannot serve at" in active.output

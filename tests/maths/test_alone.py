@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from splitveil.active_party.training.alone import (
-    OwnRows,
+from splitveil.active_party.training.own_models import (
+    Fitting,
+    KnownRows,
     build_alone,
-    predicted_alone,
     predictions_alone,
     train_alone,
 )
@@ -23,22 +23,25 @@ ENCODER = FeatureEncoder(
 )
 
 
-def rows(num_classes: int = 2, count: int = 600, seed: int = 1) -> OwnRows:
+def rows(num_classes: int = 2, count: int = 600, seed: int = 1) -> KnownRows:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, 3, generator=generator)
     if num_classes == 2:
-        return OwnRows(Features(x), (x[:, 0] > 0.3).float())
-    return OwnRows(Features(x), x.argmax(dim=1).float())
+        return KnownRows((x[:, 0] > 0.3).float(), Features(x))
+    return KnownRows(x.argmax(dim=1).float(), Features(x))
 
 
-def trained(own: OwnRows, num_classes: int = 2) -> nn.Module:
+def features_of(own: KnownRows) -> Features:
+    assert own.features is not None
+    return own.features
+
+
+def trained(own: KnownRows, num_classes: int = 2) -> nn.Module:
     return train_alone(
         build_alone(ENCODER, num_classes, seed=3),
         own,
         torch.arange(0, len(own.labels), 2),
-        lambda model: torch.optim.Adam(model.parameters(), lr=0.01),
-        batch_size=32,
-        seed=4,
+        Fitting(lambda model: torch.optim.Adam(model.parameters(), lr=0.01), 32, seed=4),
     )
 
 
@@ -46,7 +49,7 @@ def trained(own: OwnRows, num_classes: int = 2) -> nn.Module:
 def test_it_learns_what_the_features_tell_of_rows_that_it_has_not_seen(num_classes: int) -> None:
     own = rows(num_classes)
     held_out = torch.arange(1, len(own.labels), 2)
-    logits, labels = predicted_alone(trained(own, num_classes), own, held_out)
+    logits, labels = own.logits(trained(own, num_classes), held_out), own.labels[held_out]
     if num_classes == 2:
         assert auc(logits, labels) > 0.95
     else:
@@ -73,9 +76,9 @@ def test_labels_of_rows_outside_the_training_change_nothing() -> None:
         assert torch.equal(mine, theirs)
 
 
-def same_features(labels: torch.Tensor, weights: LossWeights) -> OwnRows:
+def same_features(labels: torch.Tensor, weights: LossWeights) -> KnownRows:
     """Return rows whose features tell nothing, so that the best prediction is a weighted share."""
-    return OwnRows(Features(torch.zeros(len(labels), 3)), labels, weights)
+    return KnownRows(labels, Features(torch.zeros(len(labels), 3)), weights=weights)
 
 
 def test_rows_and_classes_count_in_it_what_they_count_in_the_joint_model() -> None:
@@ -98,7 +101,7 @@ def test_rows_and_classes_count_in_it_what_they_count_in_the_joint_model() -> No
             counted = counted * of_classes[labels.long()]
         training = torch.arange(0, 2000, 2)  # as ``trained`` chooses them
         share = float((counted * labels)[training].sum() / counted[training].sum())
-        found[name] = float(predictions_alone(trained(own), own.features)[0])
+        found[name] = float(predictions_alone(trained(own), features_of(own))[0])
         assert abs(found[name] - share) < 0.05, name
     assert found["rows"] - found["plain"] > 0.1
     assert found["classes"] - found["plain"] > 0.2
@@ -108,15 +111,15 @@ def test_rows_and_classes_count_in_it_what_they_count_in_the_joint_model() -> No
 def test_weights_of_three_classes_move_the_shares_to_theirs() -> None:
     labels = (torch.arange(3000) % 3).float()
     own = same_features(labels, LossWeights(None, torch.tensor([1.0, 2.0, 5.0])))
-    found = predictions_alone(trained(own, 3), own.features)[0]
+    found = predictions_alone(trained(own, 3), features_of(own))[0]
     assert found == pytest.approx([1 / 8, 2 / 8, 5 / 8], abs=0.05)
 
 
 @pytest.mark.parametrize("num_classes", [2, 3])
 def test_probabilities_do_not_depend_on_company(num_classes: int) -> None:
     own, model = rows(num_classes), build_alone(ENCODER, num_classes, seed=3)
-    together = predictions_alone(model, own.features)
+    together = predictions_alone(model, features_of(own))
     assert together.shape == ((600,) if num_classes == 2 else (600, 3))
     for row in (0, 1, 311, 599):
-        one = predictions_alone(model, own.features.rows(torch.tensor([row])))
+        one = predictions_alone(model, features_of(own).rows(torch.tensor([row])))
         assert (one[0] == together[row]).all()

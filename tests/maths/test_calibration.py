@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from splitveil.active_party.training.calibration import adaptive_calibration_error
+from splitveil.active_party.training.predictions import adaptive_calibration_error
 
 
 def test_the_error_is_that_of_bins_of_equal_size() -> None:

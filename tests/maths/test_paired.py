@@ -4,13 +4,9 @@ import math
 
 import numpy as np
 import pytest
-from scipy.special import softmax
-from scipy.stats import rankdata
 from sklearn.metrics import roc_auc_score
 
 from splitveil.active_party.report.paired import (
-    _average_ranks,
-    _shares,
     auc_estimate,
     auc_terms,
     compare,
@@ -112,12 +108,3 @@ def test_runs_with_other_test_rows_are_said_to_have_them_and_get_no_interval() -
 def test_a_single_class_has_no_auc() -> None:
     scores, labels = drawn(1)
     assert auc_estimate(stored(scores, np.zeros_like(labels))) is None
-
-
-def test_ranks_and_shares_are_those_of_scipy() -> None:
-    values = np.round(np.random.default_rng(0).normal(size=200), 1)
-    assert np.array_equal(_average_ranks(values), rankdata(values))
-    values[3] = np.nan
-    assert np.array_equal(_average_ranks(values), rankdata(values), equal_nan=True)
-    logits = np.random.default_rng(1).normal(scale=300, size=(50, 4))
-    assert np.allclose(_shares(logits), softmax(logits, axis=1), rtol=1e-14, atol=0)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from sklearn.metrics import accuracy_score, log_loss, roc_auc_score
 
-from splitveil.active_party.training.calibration import adaptive_calibration_error
 from splitveil.active_party.training.predictions import (
+    adaptive_calibration_error,
     auc_of_shares,
     cross_entropy_of,
     measure_predictions,

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from splitveil.active_party.training.cut_memory import CutMemory
-from splitveil.active_party.training.refit import Fitting, KnownRows, predict_logits, refit_top
+from splitveil.active_party.training.own_models import Fitting, KnownRows, refit_top
 
 
 def known(labels: Tensor, seed: int = 1) -> KnownRows:
@@ -14,7 +14,7 @@ def known(labels: Tensor, seed: int = 1) -> KnownRows:
     memory = CutMemory(len(labels), torch.device("cpu"))
     noise = torch.randn(len(labels), 3, generator=generator)
     memory.note(torch.arange(len(labels)), noise + labels[:, None] * torch.tensor([0.0, 2.0, 0.0]))
-    return KnownRows(memory, None, labels)
+    return KnownRows(labels, None, memory)
 
 
 class Top(nn.Module):
@@ -38,7 +38,7 @@ def test_the_refit_learns_the_true_labels_and_leaves_the_model_alone() -> None:
     labels = (torch.arange(400) % 3 == 0).float()
     model, rows = Top(), known(labels)
     found = refit_top(model, rows, torch.arange(0, 400, 2), FITTING)
-    logits = predict_logits(found, rows, torch.arange(1, 400, 2))
+    logits = rows.logits(found, torch.arange(1, 400, 2))
     others = labels[1::2]
     assert float(logits[others == 1].mean() - logits[others == 0].mean()) > 1.0
     assert all(bool((value == 0).all()) for value in model.state_dict().values())

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from splitveil.active_party.run.questions import AnsweredQuestions
-from splitveil.common.errors import OutOfStep, StorageError
+from splitveil.common.errors import OtherAnswer, OutOfStep, StorageError
 from splitveil.common.storage.answer_log import (
     FIRST_AUDIT_NUMBER,
     NOTHING_TOLD,
@@ -72,18 +72,21 @@ def test_a_question_has_one_answer_and_the_same_answer_one_charge(tmp_path: Path
     questions = AnsweredQuestions(b"s" * 32, log)
     asked = [torch.ones(3), torch.zeros(3)]
     prints = [questions.fingerprint(4, asker, values) for asker, values in enumerate(asked)]
-    questions.record(4, prints, FRESH)
-    questions.record(4, prints, FRESH)
+
+    def admit(charge: ChargedAnswer = FRESH, answer: torch.Tensor = asked[0]) -> bool:
+        is_repeated, record = questions.admission(4, prints, charge, answer, "step 5")
+        record()
+        return is_repeated
+
+    assert [admit(), admit()] == [False, True]
     assert len(log) == 1
     with pytest.raises(OutOfStep, match="other bytes"):
         questions.fingerprint(4, 1, torch.tensor([0.0, 0.0, -0.0]))
     assert questions.fingerprint(4, 1, asked[1]) == prints[1]
-    questions.record(4, prints, REPEATED)  # arithmetic that is not repeatable: another answer
-    assert [record.charge for record in log.since(0)] == [FRESH, REPEATED]
-    questions.record(4, prints, REPEATED, questions.reply_tag(4, torch.ones(3)))
-    questions.record(4, prints, REPEATED, questions.reply_tag(4, torch.ones(3)))
-    questions.record(4, prints, REPEATED, questions.reply_tag(4, torch.zeros(3)))  # other noise
-    assert [record.charge for record in log.since(0)] == [FRESH, REPEATED, REPEATED, REPEATED]
+    for other in ((REPEATED, asked[0]), (FRESH, asked[1])):  # arithmetic that is not repeatable
+        with pytest.raises(OtherAnswer, match="step 5: the same question would get another answer"):
+            admit(*other)
+    assert [record.charge for record in log.since(0)] == [FRESH]
     with pytest.raises(ValueError, match="2 questions"):
         log.record(5, [b"f" * 16] * 3)
 

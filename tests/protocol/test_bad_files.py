@@ -22,14 +22,14 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from splitveil.active_party.__main__ import main as active_main
+from splitveil.active_party.commands.program import main as active_main
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.factory import build_bottom_model
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.storage.model_files import save_model
 from splitveil.common.text.files import read_bytes
-from splitveil.common.text.yaml_text import AS_WRITTEN, MAX_DEPTH, Extent, load_yaml
+from splitveil.common.text.yaml_text import AS_WRITTEN, MAX_DEPTH, OWN_PLAN, Extent, load_yaml
 from splitveil.passive_party.commands.program import main as passive_main
 from splitveil.passive_party.settings import PassiveSettings
 from tests.programs import run_program
@@ -89,27 +89,15 @@ def refused(ended: Ended, exit_code: int, *texts: str) -> None:
 # ---- YAML: a settings file, a contract, an override ----
 
 
-def laughs(levels: int = 12) -> str:
-    """Return a text that stands for 9^levels values."""
-    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
-    for level in range(1, levels):
-        repeated = ", ".join(9 * [f"*a{level - 1}"])
-        lines.append(f"a{level}: &a{level} [{repeated}]")
-    return "\n".join(lines)
-
-
 BAD_YAML = {
     "lists 20,000 deep": 20_000 * "[" + 20_000 * "]",
     "mappings 20,000 deep": 20_000 * "{a: " + 20_000 * "}",
     "one level too many": "a: " + (MAX_DEPTH + 1) * "[" + (MAX_DEPTH + 1) * "]",
-    "a level too many through an alias": f"a: &a {20 * '['}1{20 * ']'}\nb: {20 * '['}*a{20 * ']'}",
     "an integer of 6,000 digits": f"epochs: {6_000 * '9'}",
     "a hexadecimal integer of 6,000 digits": f"epochs: 0x{6_000 * 'f'}",
     "a sexagesimal number of 3,000 parts": f"epochs: 1{3_000 * ':1'}.5",
-    "a billion laughs": laughs(),
-    "a billion laughs, merged": laughs().replace("a11: &a11 [", "a11: &a11 [<<: "),
+    "an alias": "a: &a [x]\nb: *a",
     "a list in itself": "a: &a [*a]",
-    "a mapping merged into itself": "a: &a {<<: *a}",
     "more values than settings have": f"a: [{MAX_NODES * 'x,'}]",
     "a month 13": "run_name: 2024-13-01",
     "a tag of Python": "a: !!python/object/apply:os.system [ls]",
@@ -138,7 +126,7 @@ def test_bad_yaml_is_refused_in_one_line(folder: Path, command: Command, what: s
     refused(command(passive_main, "run", path), 2, MARK)
 
 
-@pytest.mark.parametrize("what", ["lists 20,000 deep", "a month 13", "a billion laughs", "bytes"])
+@pytest.mark.parametrize("what", ["lists 20,000 deep", "a month 13", "an alias", "bytes"])
 def test_an_override_is_read_like_a_file(folder: Path, command: Command, what: str) -> None:
     value = BAD_YAML[what].split(": ", 1)[-1] if "\n" not in BAD_YAML[what] else BAD_YAML[what]
     refused(check(command, folder, f"optimizer.learning_rate={value}"), 2, "--set optimizer")
@@ -146,23 +134,19 @@ def test_an_override_is_read_like_a_file(folder: Path, command: Command, what: s
 
 def test_yaml_that_settings_need_is_read() -> None:
     text = """
-    a: &a {b: [1, 2.5, 1.0e+3, yes, null, x, "y", !!str 5], c: {}}
-    d: *a
-    e: {<<: *a, c: 0x10}
+    a: {b: [1, 2.5, 1.0e+3, yes, null, x, "y", "5"], c: {}, d: 0x10}
     """
     found = load_yaml(text, "")
-    assert found["a"] == {"b": [1, 2.5, 1000.0, True, None, "x", "y", "5"], "c": {}}
-    assert found["d"] == found["a"]
-    assert found["e"] == found["a"] | {"c": 16}
+    assert found["a"] == {"b": [1, 2.5, 1000.0, True, None, "x", "y", "5"], "c": {}, "d": 16}
+    assert load_yaml("a: &a [1]\nb: *a", "", OWN_PLAN) == {"a": [1], "b": [1]}
     small = Extent(2**20, 100)
     assert len(load_yaml(f"[{99 * 'x,'}]", "", small)) == 99
     deep = load_yaml(MAX_DEPTH * "[" + MAX_DEPTH * "]", "")
     for _ in range(MAX_DEPTH - 1):
         (deep,) = deep
     assert deep == []
-    for text in (f"[{100 * 'x,'}]", f"a: &a [{50 * 'x,'}]\nb: *a"):
-        with pytest.raises(SettingsError, match="at most 100 values, aliases included"):
-            load_yaml(text, "", small)
+    with pytest.raises(SettingsError, match="at most 100 values"):
+        load_yaml(f"[{100 * 'x,'}]", "", small)
 
 
 @pytest.mark.parametrize(
@@ -210,19 +194,6 @@ def npy(array: object) -> bytes:
 IDS = npy([f"person-{row}" for row in range(50)])
 
 
-def with_declared_size(path: Path, size: int) -> None:
-    """Let an archive of one array say that unpacked it had another size."""
-    data = bytearray(path.read_bytes())
-    entry = data.rindex(b"PK\x01\x02")
-    data[entry + 24 : entry + 28] = size.to_bytes(4, "little")
-    path.write_bytes(data)
-
-
-def lying_directory(path: Path) -> None:
-    npz(path, zipfile.ZIP_STORED, x=npy_header((2**28,)))
-    with_declared_size(path, 2**31 + len(npy_header((2**28,))))
-
-
 def many_names(path: Path) -> None:
     path.write_text(5_000_000 * "a,")
 
@@ -233,12 +204,9 @@ def long_name(path: Path) -> None:
 
 BAD_TABLES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "an array of 7 TiB": ("npz", lambda p: npz(p, id=IDS, x=npy_header((2**40,)))),
-    "300 million columns": ("npz", lambda p: npz(p, id=IDS, x=npy_header((1, 300_000_000)))),
-    "300 million columns, no row": ("npz", lambda p: npz(p, id=IDS, x=npy_header((0, 3 * 10**8)))),
     "10^18 rows of nothing": ("npz", lambda p: npz(p, id=IDS, x=npy_header((10**18,), "|V0"))),
     "10^18 rows of no text": ("npz", lambda p: npz(p, id=IDS, x=npy_header((10**18,), "<U0"))),
     "a negative shape": ("npz", lambda p: npz(p, id=IDS, x=npy_header((-50,)))),
-    "a directory that lies": ("npz", lying_directory),
     "a header that is no Python": ("npz", lambda p: npz(p, id=IDS, x=npy_of(b"{" * 9000))),
     "a header of signs": ("npz", lambda p: npz(p, id=IDS, x=npy_of(b"-" * 9000 + b"1"))),
     "a header with a name": ("npz", lambda p: npz(p, id=IDS, x=npy_of(b"exit()"))),

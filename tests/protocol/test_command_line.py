@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from splitveil.active_party import report_command
+from splitveil.active_party.commands import report as report_command
 from splitveil.common.errors import PeerLeft, PeerUnreachable, SettingsError, StorageError
 from splitveil.common.models.settings import MlpModel
 from splitveil.common.party.ending import exit_code_of

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from splitveil.active_party import __main__ as active_program
+from splitveil.active_party.commands import program as active_program
 from splitveil.active_party.report import write_report
 from splitveil.active_party.settings import LeakMonitorSettings
 from splitveil.active_party.watch.leak_alarm import LeakAlarm

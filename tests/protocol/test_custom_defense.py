@@ -1,22 +1,19 @@
 """User-defined defenses are tried out, checked, charged what they state, and run like any other."""
 
-import io
 import math
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
 from splitveil.active_party.defenses import CustomDefense, Defended, NoiseSecrets, RawBatch
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
 from splitveil.active_party.defenses.interface import LabelledRows
-from splitveil.active_party.plan import print_plan
 from splitveil.common.errors import BudgetExhausted, SettingsError, SplitveilError
-from splitveil.common.party.party_data import PartyData
 from tests.defended import context_of
 from tests.own_defenses import write_own_defenses
 from tests.peers import FaultyPeer
+from tests.plans import printed_plan
 from tests.runs import Parties, build_parties, run_in_process
 
 
@@ -166,13 +163,9 @@ def test_persistent_noise_reaches_the_class(example: Path, module: str, tmp_path
 
 
 def test_the_plan_says_that_the_class_answers_for_its_charges(example: Path, module: str) -> None:
-    settings = parties_of(
-        example, module, "Clipped", "run_budget={sum_kl: 4, covers: knows class means only}"
-    ).active_settings
-    written = io.StringIO()
-    console = Console(file=written, width=200)
-    print_plan(settings, PartyData.load(settings.data, example), None, console)
-    plan = written.getvalue()
+    defense = f"defense={{name: custom, module: '{module}:Clipped'}}"
+    budget = "run_budget={sum_kl: 4, covers: knows class means only}"
+    plan = printed_plan(example, defense, budget)
     assert "defense custom" in plan
     assert "not known before" in plan
     assert f"{module}:Clipped states its charges itself" in plan

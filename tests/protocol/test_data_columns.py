@@ -18,8 +18,7 @@ from sklearn.impute import SimpleImputer
 
 from splitveil.common.data import fitting, sources
 from splitveil.common.data.converted import MappedTable
-from splitveil.common.data.features import FeatureEncoder
-from splitveil.common.data.mapped_features import RowEncoder
+from splitveil.common.data.features import FeatureEncoder, RowEncoder
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.table_files import settings_for, source_of
 from splitveil.common.errors import DataError, SettingsError

@@ -21,8 +21,7 @@ from pyarrow import parquet
 from splitveil.common.data import converted, sources
 from splitveil.common.data.conversion import convert as convert_file
 from splitveil.common.data.converted import MappedTable, open_converted
-from splitveil.common.data.features import FeatureEncoder, Features
-from splitveil.common.data.mapped_features import MappedFeatures, RowEncoder
+from splitveil.common.data.features import FeatureEncoder, Features, MappedFeatures, RowEncoder
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.stored_ids import RowNumbers, repeated_rows
 from splitveil.common.data.table import read_table

@@ -1,6 +1,5 @@
 """A run that counts the charges of earlier runs: its ledger, budget and own account book."""
 
-import io
 import logging
 import math
 import re
@@ -9,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rich.console import Console
 from safetensors.torch import load_file
 
 from splitveil.active_party.assembly import build_session
@@ -21,7 +19,6 @@ from splitveil.active_party.defenses.exact_auc import (
 from splitveil.active_party.earlier_runs import earlier_answers
 from splitveil.active_party.ledger.account_book import LEDGER, AccountBook
 from splitveil.active_party.ledger.budget import Allowance
-from splitveil.active_party.plan import print_plan
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import BudgetExhausted, SettingsError
 from splitveil.common.party.command_line import save_resolved
@@ -31,6 +28,7 @@ from splitveil.common.storage.model_files import save_tensors
 from splitveil.common.storage.run_folder import claimed
 from splitveil.common.storage.run_store import RunStore
 from tests.peers import Lost, dying
+from tests.plans import printed_plan
 from tests.runs import ActiveRecording, Parties, build_parties, run_in_process, write_example
 
 MARVELL = "defense={name: marvell, strength: {power_ratio: 16}, insecure_noise_seed: 1}"
@@ -175,16 +173,11 @@ def test_a_label_that_another_run_draws_again_uses_up_the_budget_of_the_first(
     both = run(example, again, after).session.leak_bounds()
     mu = math.sqrt(2) * gaussian_of_epsilon(0.405)
     assert both.guarantee.max == pytest.approx(min(auc_of_epsilon(0.81), gaussian_auc(mu)))
-    assert "all 2 epochs fit" in plan_of(example, once, limit)
-    assert "all 2 epochs fit" not in plan_of(example, once, limit, after)
-    assert "all 2 epochs fit" in plan_of(example, once, "run_budget={leak_auc: 0.7}", after)
-
-
-def plan_of(folder: Path, *overrides: str) -> str:
-    planned = settings(folder, *overrides)
-    console = Console(file=(printed := io.StringIO()), width=250)
-    print_plan(planned, PartyData.load(planned.data, folder), None, console)
-    return printed.getvalue()
+    assert "all 2 epochs fit" in printed_plan(example, MARVELL, once, limit)
+    assert "all 2 epochs fit" not in printed_plan(example, MARVELL, once, limit, after)
+    assert "all 2 epochs fit" in printed_plan(
+        example, MARVELL, once, "run_budget={leak_auc: 0.7}", after
+    )
 
 
 def test_a_run_that_resumes_counts_earlier_ones_once(example: Path, tmp_path: Path) -> None:
@@ -362,16 +355,12 @@ def test_a_run_whose_charges_cannot_be_known_is_named_and_never_left_out(
 
 def test_the_plan_says_what_was_told_before(example: Path) -> None:
     """Two answers of each example, whose charges depend on the gradients in their later digits."""
-    console = Console(file=io.StringIO(), width=200)
-    planned = settings(example, AFTER_FIRST)
-    print_plan(planned, PartyData.load(planned.data, example), None, console)
-    assert isinstance(console.file, io.StringIO)
     said = re.search(
         r"What earlier runs have told comes on top, sum_kl (\S+) at most, a leak AUC of \S+, "
         r"bounded for a peer that knows class means only; what this run adds is not known before",
-        console.file.getvalue(),
+        printed_plan(example, MARVELL, AFTER_FIRST),
     )
     assert said is not None
-    told = planned.earlier_answers().most()
+    told = settings(example, AFTER_FIRST).earlier_answers().most()
     assert told == pytest.approx(2 / 16, rel=0.02)
     assert told <= float(said[1]) <= told * (1 + 1e-3)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from splitveil.active_party.assembly import TrainerBuilder
 from splitveil.active_party.defenses.exact_auc import gaussian_auc
 from splitveil.active_party.ledger.released_targets import TARGETS, read_targets
 from splitveil.active_party.results import save_results
+from splitveil.active_party.trainer_builder import TrainerBuilder
 from splitveil.common.data.subjects import numbered, read_subjects
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_data import PartyData

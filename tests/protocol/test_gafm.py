@@ -1,6 +1,5 @@
 """Whole runs with GAFM: that they train, their charges, and the gradients that leave."""
 
-import io
 import logging
 import math
 import os
@@ -8,16 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
 from benchmarks.gafm import train, write_spambase
-from splitveil.active_party.plan import print_plan
-from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.errors import SettingsError
-from splitveil.common.party.party_data import PartyData
-from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.run.course import AlignedRows
+from tests.plans import printed_plan
 from tests.runs import Parties, build_parties, run_in_process, write_example
 
 BOTH = [
@@ -161,14 +156,9 @@ def test_own_features_and_a_wider_cut_are_the_generators_input_too(example: Path
     ],
 )
 def test_the_plan_says_how_much_can_be_foretold(example: Path, options: str, said: str) -> None:
-    settings = load_party_settings(
-        ActiveSettings, example / "active.yaml", [f"defense={{name: gafm{options}}}"]
-    )
-    data = PartyData.load(settings.data, example)
-    printed = io.StringIO()
-    print_plan(settings, data, console=Console(file=printed, width=200))
-    assert said in printed.getvalue()
-    assert ("3.047" in printed.getvalue()) == ("noisy_label" in options)  # 2 e tanh(e/2) at e = 2
+    plan = printed_plan(example, f"defense={{name: gafm{options}}}")
+    assert said in plan
+    assert ("3.047" in plan) == ("noisy_label" in options)  # 2 e tanh(e/2) at e = 2
 
 
 def test_settings_that_do_not_fit_are_refused_by_name(example: Path) -> None:

@@ -58,30 +58,43 @@ def run_on(parties: Parties) -> None:
     run_in_process(parties)
 
 
-def interrupted(
-    example: Path, runs: Path, active: Sequence[str], at: int, *, after: bool
-) -> tuple[Parties, Parties, Parties]:
-    """Return a whole run, one whose passive party was killed, and those that can resume it."""
-    whole = build_parties(example, active, [EVERY_2])
+def ran(folder: Path, active: Sequence[str] = (EVERY_2,)) -> Parties:
+    whole = build_parties(folder, active, [EVERY_2])
     run_in_process(whole)
-    first = build_parties(example, active, [EVERY_2], runs=runs)
+    return whole
+
+
+def killed(
+    folder: Path,
+    runs: Path,
+    active: Sequence[str] = (EVERY_2,),
+    at: int = 4,
+    *,
+    after: bool = True,
+    passive: Sequence[str] = (EVERY_2,),
+) -> tuple[Parties, Parties]:
+    """Return a run whose passive party was killed, and new parties that can resume it."""
+    first = build_parties(folder, active, passive, runs=runs)
     with pytest.raises(Lost):
         run_in_process(first, dying(at, after=after))
-    return whole, first, build_parties(example, active, [EVERY_2], runs=runs)
+    return first, build_parties(folder, active, passive, runs=runs)
+
+
+POINTS = [(1, False), (3, True), (5, False), (9, True)]
 
 
 @pytest.mark.parametrize(
     ("defense", "at", "after"),
     [
-        *((defense, 5, False) for defense in DEFENSES),
-        *((DEFENSES[-1], at, after) for at, after in ((1, False), (3, True), (9, True))),
+        *((defense, 3, True) for defense in DEFENSES),
+        *(("{name: marvell, statistics: running}", *point) for point in POINTS if point[0] != 3),
     ],
 )
 def test_with_both_parties_killed_the_run_ends_as_if_nothing_had_happened(
     example: Path, tmp_path: Path, defense: str, at: int, after: bool
 ) -> None:
     active = overrides(defense)
-    whole, _, second = interrupted(example, tmp_path, active, at, after=after)
+    whole, (_, second) = ran(example, active), killed(example, tmp_path, active, at, after=after)
     run_on(second)
     assert second.active.resumed != []
     assert_same(second, whole)
@@ -92,7 +105,8 @@ def test_with_the_passive_party_killed_the_active_one_goes_back_with_it(
     example: Path, tmp_path: Path, at: int, after: bool
 ) -> None:
     active = overrides("{name: marvell, statistics: running}")
-    whole, first, second = interrupted(example, tmp_path, active, at, after=after)
+    whole = ran(example, active)
+    first, second = killed(example, tmp_path, active, at, after=after)
     second.session, second.active = first.session, first.active
     run_in_process(second)
     assert_same(second, whole)
@@ -124,8 +138,7 @@ def test_with_the_active_party_killed_the_passive_one_goes_back_with_it(
     example: Path, tmp_path: Path
 ) -> None:
     active = overrides("{name: marvell}")
-    whole = build_parties(example, active, [EVERY_2])
-    run_in_process(whole)
+    whole = ran(example, active)
     parties = build_parties(example, active, [EVERY_2], runs=tmp_path)
     ForgetsTheActive.anew = build_parties(example, active, [EVERY_2], runs=tmp_path)
     run_in_process(parties, ForgetsTheActive)
@@ -139,16 +152,12 @@ def test_without_seeds_the_noise_of_a_step_done_again_is_the_same(
     example: Path, tmp_path: Path, defense: str
 ) -> None:
     active = overrides(defense, seed="}")
-    first = build_parties(example, active, [EVERY_2], runs=tmp_path)
-    with pytest.raises(Lost):
-        run_in_process(first, dying(4, after=True))
-    second = build_parties(example, active, [EVERY_2], runs=tmp_path)
+    first, second = killed(example, tmp_path, active)
     run_on(second)
     # Step 2, after the checkpoint at 2, was answered by both processes.
     assert torch.equal(first.active.sent[2], second.active.sent[0])
     assert not torch.equal(first.active.sent[1], second.active.sent[0])
-    other = build_parties(example, active, [EVERY_2])
-    run_in_process(other)
+    other = ran(example, active)
     assert not torch.equal(other.active.sent[2], second.active.sent[0])
 
 
@@ -157,9 +166,7 @@ def test_a_step_done_again_with_other_bytes_is_refused_for_good(
 ) -> None:
     """Another activation with the same noise would give the noise away, and fresh noise a copy."""
     active = overrides("{name: marvell}")
-    first = build_parties(example, active, [EVERY_2], runs=tmp_path)
-    with pytest.raises(Lost):
-        run_in_process(first, dying(4, after=True))
+    killed(example, tmp_path, active)
     second = build_parties(example, active, [EVERY_2, "model_seed=5"], runs=tmp_path)
     training = second.run.reopen()
     assert training is not None
@@ -173,9 +180,7 @@ def test_a_step_done_again_with_other_bytes_is_refused_for_good(
 
 
 def test_a_peer_cannot_resume_a_run_that_is_not_its_own(example: Path, tmp_path: Path) -> None:
-    parties = build_parties(example, [EVERY_2], [EVERY_2], runs=tmp_path)
-    with pytest.raises(Lost):
-        run_in_process(parties, dying(4, after=True))
+    parties, _ = killed(example, tmp_path)
     session, contract = parties.session, parties.run.contract.canonical_json()
     places = frozenset({0, 2})
     with pytest.raises(OutOfStep, match="another run"):
@@ -190,9 +195,7 @@ def test_a_peer_cannot_resume_a_run_that_is_not_its_own(example: Path, tmp_path:
 
 def test_other_data_than_the_run_began_with_are_refused(tmp_path: Path) -> None:
     write_example(tmp_path)
-    parties = build_parties(tmp_path, [EVERY_2], [EVERY_2], runs=tmp_path / "runs")
-    with pytest.raises(Lost):
-        run_in_process(parties, dying(4, after=True))
+    killed(tmp_path, tmp_path / "runs")
     lines = (tmp_path / "active.csv").read_text().splitlines()
     flipped = [lines[1].replace(",0,", ",1,", 1), *lines[2:]]
     (tmp_path / "active.csv").write_text("\n".join([lines[0], *flipped]) + "\n")
@@ -211,9 +214,7 @@ def test_features_of_two_rows_that_were_swapped_are_other_data(
     """Ids, labels, scalers and vocabularies are what they were; only rows of one split differ."""
     write_example(tmp_path)
     both = [EVERY_2, *(["data.source.cache_dir=cache"] if cached else [])]
-    parties = build_parties(tmp_path, both, both, runs=tmp_path / "runs")
-    with pytest.raises(Lost):
-        run_in_process(parties, dying(4, after=True))
+    parties, _ = killed(tmp_path, tmp_path / "runs", both, passive=both)
     rows, file = parties.active.rows, tmp_path / f"{party}.csv"
     assert rows is not None
     header, *lines = file.read_text().splitlines()
@@ -240,11 +241,8 @@ def test_features_of_two_rows_that_were_swapped_are_other_data(
 def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
     example: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole = build_parties(example, [EVERY_2], [EVERY_2])
-    run_in_process(whole)
-    first = build_parties(example, [EVERY_2], [EVERY_2], runs=tmp_path)
-    with pytest.raises(Lost):
-        run_in_process(first, dying(5, after=True))
+    whole = ran(example)
+    killed(example, tmp_path, at=5)
     newest = max((tmp_path / "active" / "checkpoint").glob("at-*.state"))
     data = bytearray(newest.read_bytes())
     data[len(data) // 2] ^= 1
@@ -345,42 +343,27 @@ def test_a_finished_run_can_still_be_gone_on_with_until_the_goodbye(
     example: Path, tmp_path: Path
 ) -> None:
     """The last answer may have been lost on its way."""
-    whole = build_parties(example, [EVERY_2], [EVERY_2])
-    run_in_process(whole)
+    whole = ran(example)
     batches = len(whole.active.losses) + len(whole.active.evaluations) * 2
-    first = build_parties(example, [EVERY_2], [EVERY_2], runs=tmp_path)
-    with pytest.raises(Lost):
-        run_in_process(first, dying(batches, after=True))
+    first, second = killed(example, tmp_path, at=batches)
     assert first.session.stage is Stage.FINISHED
-    second = build_parties(example, [EVERY_2], [EVERY_2], runs=tmp_path)
     second.session, second.active = first.session, first.active
     run_in_process(second)
     assert second.session.stage is Stage.FINISHED
     assert_same(second, whole)
 
 
-@pytest.mark.parametrize("party", ["active", "passive"])
-def test_a_state_of_another_version_is_refused_with_a_sentence(
-    example: Path, tmp_path: Path, party: str
+@pytest.mark.parametrize(
+    ("party", "section", "part"),
+    [
+        ("active", "trainer", "random"),
+        ("passive", "trainer", "random"),
+        ("active", "observer", "said"),
+    ],
+)
+def test_a_state_of_another_version_is_refused_by_the_missing_part(
+    example: Path, tmp_path: Path, party: str, section: str, part: str
 ) -> None:
-    parties = build_parties(example, [EVERY_2], [EVERY_2], runs=tmp_path)
-    with pytest.raises(Lost):
-        run_in_process(parties, dying(4, after=True))
-    store = RunStore(tmp_path / party, keep=3)
-    for place in reversed(store.checkpoints()):
-        state = store.load(place)
-        del state["trainer"]["random"]
-        store.save(place, state)
-    again = build_parties(example, [EVERY_2], [EVERY_2], runs=tmp_path)
-    with pytest.raises(StorageError, match="another version of splitveil"):
-        run_on(again)
-
-
-def test_a_leak_monitor_s_state_of_another_version_is_refused_by_the_missing_part(
-    example: Path, tmp_path: Path
-) -> None:
-    """A run whose monitor's alarm did not yet keep what it had said."""
-
     def watched() -> tuple[Parties, ActiveRecorder]:
         parties = build_parties(example, [EVERY_2], [EVERY_2], runs=tmp_path)
         recorder = ActiveRecorder(parties.active_settings, tmp_path / "active")
@@ -390,12 +373,12 @@ def test_a_leak_monitor_s_state_of_another_version_is_refused_by_the_missing_par
     parties, recorder = watched()
     with recorder, pytest.raises(Lost):
         run_in_process(parties, dying(4, after=True))
-    store = RunStore(tmp_path / "active", keep=3)
+    store = RunStore(tmp_path / party, keep=3)
     for place in reversed(store.checkpoints()):
         state = store.load(place)
-        del state["observer"]["said"]
+        del state[section][part]
         store.save(place, state)
     again, recorder = watched()
-    said = f"another version of splitveil than this one, {re.escape(VERSION)} .it has no 'said'"
+    said = f"another version of splitveil than this one, {re.escape(VERSION)} .it has no '{part}'"
     with recorder, pytest.raises(StorageError, match=said):
         run_on(again)

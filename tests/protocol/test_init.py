@@ -24,8 +24,7 @@ from splitveil.deploy.init import proposal as proposal_module
 from splitveil.deploy.init.choices import Wishes
 from splitveil.deploy.init.columns import Column, describe
 from splitveil.deploy.init.initialise import Written, initialise
-from splitveil.deploy.init.proposal import Terms
-from splitveil.deploy.init.sizes import recommended_sizes
+from splitveil.deploy.init.proposal import Terms, recommended_sizes
 
 ROWS = 600
 

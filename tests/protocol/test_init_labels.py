@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from splitveil.active_party import __main__ as active_program
+from splitveil.active_party.commands import program as active_program
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.party.aligned_table import read_own_ids

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from splitveil.active_party.__main__ import main as active_main
+from splitveil.active_party.commands.program import main as active_main
 from splitveil.common.record.run_recorder import RunRecorder
 from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.run.contract import Contract

@@ -4,7 +4,6 @@ import csv
 import logging
 import math
 import os
-import re
 import shutil
 import stat
 import threading
@@ -16,8 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from splitveil.active_party.__main__ import perform
-from splitveil.active_party.command import parser
+from splitveil.active_party.commands.program import parser, run
 from splitveil.active_party.defenses import Examples, NoiseSecrets, noisy_label
 from splitveil.active_party.defenses.exact_auc import gaussian_auc
 from splitveil.active_party.defenses.example_keys import load_or_create_key, used_labels_file
@@ -31,7 +29,7 @@ from splitveil.common.errors import SettingsError, StorageError
 from splitveil.common.privacy.leakage import leak_auc
 from splitveil.common.storage.model_files import save_tensors
 from splitveil.common.storage.run_folder import open_run_folder
-from tests.peers import FaultyPeer, Lost, dying
+from tests.peers import Lost, dying
 from tests.runs import Parties, build_parties, run_in_process, write_example
 
 PERSISTENT = ["iso", "max_norm", "max_norm_positive", "marvell"]
@@ -244,7 +242,7 @@ def test_a_lost_key_is_found_by_check(
     used_labels_file(path).write_bytes(b"used")
     settings = [f"noise_key_path={path}", f"defense={KEYED[3]}", f"listen=127.0.0.1:{port}"]
     arguments = [part for setting in settings for part in ("--set", setting)]
-    assert perform(parser().parse_args(["check", str(example / "active.yaml"), *arguments])) == 2
+    assert run(parser().parse_args(["check", str(example / "active.yaml"), *arguments])) == 2
     printed = capsys.readouterr()
     assert "the noise key is missing" in printed.out + printed.err
     assert not path.exists()
@@ -263,16 +261,6 @@ def test_an_insecure_seed_makes_no_file_and_warns(
     assert torch.equal(*noises)
     assert "INSECURE" in caplog.text
     assert not any(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("defense", KEYED)
-def test_lost_replies_change_no_bit(example: Path, tmp_path: Path, defense: str) -> None:
-    seeded = re.sub(r"\}$", ", insecure_noise_seed: 1}", defense)
-    quiet, faulty = (parties_of(example, tmp_path, seeded) for _ in range(2))
-    run_in_process(quiet)
-    run_in_process(faulty, lambda s, e: FaultyPeer(s, e, loses=lambda count: count % 2 == 0))
-    weights = quiet.weights()
-    assert all(torch.equal(weights[name], value) for name, value in faulty.weights().items())
 
 
 def with_other_labels(example: Path, folder: Path, every: int = 3) -> Path:

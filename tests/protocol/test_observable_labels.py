@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from splitveil.active_party.assembly import TrainerBuilder
 from splitveil.active_party.defenses import noisy_label
 from splitveil.active_party.defenses.projected_stages import StageRelease
 from splitveil.active_party.run.session import ActiveSession
+from splitveil.active_party.trainer_builder import TrainerBuilder
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.active_party.watch.recorder import ActiveRecorder
 from splitveil.common.errors import DataError, SplitveilError

@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 
-from splitveil.active_party.online import http_connection, http_server
-from splitveil.active_party.online.errors import NotAdmitted, RequestError, TooFast
-from splitveil.active_party.online.http_api import request_of
-from splitveil.active_party.online.http_server import LOG_LINES, HttpServer, SparseLog
-from splitveil.active_party.online.programs import MIN_TOKEN_CHARACTERS, Tokens
-from splitveil.active_party.online.rate_limit import RateLimit
+from splitveil.active_party.http.api import request_of
+from splitveil.active_party.http.errors import NotAdmitted, RequestError, TooFast
+from splitveil.active_party.http.programs import MIN_TOKEN_CHARACTERS, RateLimit, Tokens
+from splitveil.active_party.http.server import LOG_LINES, HttpServer, SparseLog
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_settings import load_party_settings
@@ -191,7 +189,7 @@ UNFINISHED = {
 
 @pytest.fixture
 def room_for_four(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "MOST_CONNECTIONS", 4)
+    monkeypatch.setattr("splitveil.active_party.http.server.MOST_CONNECTIONS", 4)
 
 
 @pytest.mark.usefixtures("room_for_four")
@@ -207,7 +205,7 @@ def test_no_number_of_clients_that_send_no_request_keeps_others_out(
 def test_a_client_that_never_ends_its_request_or_takes_its_answer_is_hung_up_on(
     monkeypatch: pytest.MonkeyPatch, begin: bytes
 ) -> None:
-    monkeypatch.setattr(http_connection, "PATIENCE_S", 0.1)
+    monkeypatch.setattr("splitveil.active_party.http.server.PATIENCE_S", 0.1)
     server = HttpServer(answers, f"127.0.0.1:{free_port()}")
     with server, socket.create_connection(("127.0.0.1", server.port), HANGS_AFTER_S) as client:
         client.sendall(begin)

@@ -4,7 +4,6 @@ The runs are small, and learn their examples by heart: spreads of the classes co
 training, and small batches lack a class, which is what drives charges up.
 """
 
-import io
 import math
 import re
 from collections.abc import Sequence
@@ -12,13 +11,9 @@ from pathlib import Path
 from statistics import NormalDist
 
 import pytest
-from rich.console import Console
 
-from splitveil.active_party.plan import print_plan
-from splitveil.active_party.settings import ActiveSettings
-from splitveil.common.party.party_data import PartyData
-from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.privacy.covers import Covers
+from tests.plans import printed_plan
 from tests.runs import build_parties, run_in_process, write_example
 from tests.several_classes import write_classes
 
@@ -72,14 +67,6 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def plan_of(folder: Path, overrides: Sequence[str]) -> str:
-    settings = load_party_settings(ActiveSettings, folder / "active.yaml", overrides)
-    written = io.StringIO()
-    console = Console(file=written, width=250)
-    print_plan(settings, PartyData.load(settings.data, folder), None, console)
-    return written.getvalue()
-
-
 def promises(plan: str) -> tuple[float, float]:
     """Return what the plan promises for any run: sum_kl, and the bound for the narrowest circle.
 
@@ -114,7 +101,7 @@ def test_no_run_is_charged_more_than_the_plan_promises(
 ) -> None:
     folder: Path = request.getfixturevalue(classes)
     overrides = [*BY_HEART, f"defense={{{defense}, {SEED}}}"]
-    promised, found = promises(plan_of(folder, overrides)), charged(folder, overrides)
+    promised, found = promises(printed_plan(folder, *overrides)), charged(folder, overrides)
     assert found[0] <= promised[0] * (1 + 1e-9) < math.inf
     assert found[1] <= promised[1] * (1 + 1e-9)
 
@@ -122,7 +109,7 @@ def test_no_run_is_charged_more_than_the_plan_promises(
 def test_what_is_exact_or_a_bound_is_promised_and_nothing_else(two: Path, four: Path) -> None:
     for folder, defenses in ((two, TWO), (four, FOUR)):
         for defense in defenses:
-            plan = plan_of(folder, [*BY_HEART, f"defense={{{defense}, {SEED}}}"])
+            plan = printed_plan(folder, *[*BY_HEART, f"defense={{{defense}, {SEED}}}"])
             assert (promises(plan)[0] < math.inf) == (defense in PROMISED), plan
 
 
@@ -133,7 +120,7 @@ def test_an_estimate_says_that_a_run_may_be_charged_more_and_one_is(two: Path) -
         "contract.epochs=1",
         f"defense={{name: iso, noise_ratio: 4, {SEED}}}",
     ]
-    plan = plan_of(two, overrides)
+    plan = printed_plan(two, *overrides)
     assert "likely 0 .. 1 " in plan
     assert "at most" not in plan
     assert "An estimate, and no bound." in plan
@@ -156,7 +143,7 @@ def test_a_budget_is_promised_to_suffice_only_where_charges_are_known(
 ) -> None:
     limit = f"run_budget={{sum_kl: {budget}, covers: knows class means only}}"
     overrides = [*BY_HEART, f"defense={{{defense}}}", limit]
-    assert said in plan_of(two, overrides).replace("epochs fit\n", "epochs fit (\n")
+    assert said in printed_plan(two, *overrides).replace("epochs fit\n", "epochs fit (\n")
 
 
 @pytest.mark.parametrize(
@@ -173,18 +160,18 @@ def test_a_budget_is_promised_to_suffice_only_where_charges_are_known(
 def test_a_bound_that_does_not_hold_for_every_peer_says_so(
     two: Path, defense: str, said: str
 ) -> None:
-    assert said in plan_of(two, [f"defense={{{defense}}}"])
+    assert said in printed_plan(two, *[f"defense={{{defense}}}"])
 
 
 @pytest.mark.parametrize("defense", [LABELS, "name: none"])
 def test_nobody_is_excepted_where_all_are_bounded_or_nobody_is(two: Path, defense: str) -> None:
-    assert "not describe" not in plan_of(two, [f"defense={{{defense}}}"])
+    assert "not describe" not in printed_plan(two, *[f"defense={{{defense}}}"])
 
 
 def test_the_plan_says_what_projected_labels_can_teach(two: Path) -> None:
     """The example has 160 rows, of which 128 are trained on, half of them positive."""
     defense = "defense={name: projected_labels, strength: {leak_auc: 0.6}, rank: 16}"
-    said = plan_of(two, [defense])
+    said = printed_plan(two, *[defense])
     mu = math.sqrt(2) * NormalDist().inv_cdf(0.6)
     found = re.search(r"([\d,]+) training rows teach at most what ([\d,]+) rows with open", said)
     assert found is not None
@@ -194,4 +181,4 @@ def test_the_plan_says_what_projected_labels_can_teach(two: Path) -> None:
     assert worth == pytest.approx(rows / (1 + 16 / (rows * mu**2 * sampling)), abs=1)
     assert 0 < worth < rows / 3
     assert "positives; the price at other sizes" in said
-    assert "What is possible" not in plan_of(two, ["defense={name: none}"])
+    assert "What is possible" not in printed_plan(two, *["defense={name: none}"])

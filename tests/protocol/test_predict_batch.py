@@ -11,10 +11,10 @@ import pytest
 from numpy.typing import NDArray
 from pyarrow import parquet
 
-from splitveil.active_party.inference import parts as parts_module
-from splitveil.active_party.inference.batch import BatchPrediction, check_lengths
-from splitveil.active_party.inference.parts import Parts, Plan
-from splitveil.active_party.inference.predictor import Predictor
+from splitveil.active_party.predict import parts as parts_module
+from splitveil.active_party.predict.batch import BatchPrediction, check_lengths
+from splitveil.active_party.predict.parts import Parts, Plan
+from splitveil.active_party.predict.predictor import Predictor
 from splitveil.common.errors import (
     DataError,
     Interrupted,

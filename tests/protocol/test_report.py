@@ -15,7 +15,8 @@ import pytest
 import yaml
 from sklearn.metrics import roc_auc_score
 
-from splitveil.active_party.__main__ import main
+from splitveil.active_party.commands.program import main
+from splitveil.active_party.commands.report import try_to_report
 from splitveil.active_party.defenses.sum_kl import estimated_auc
 from splitveil.active_party.report import read_run, write_comparison, write_report
 from splitveil.active_party.report.bounds import coverage_of
@@ -23,7 +24,6 @@ from splitveil.active_party.report.distributions import auc_of_counts, random_q9
 from splitveil.active_party.report.figures import finding_of, windows
 from splitveil.active_party.report.run_files import leak_series
 from splitveil.active_party.report.verdict import is_oracle, judge, needs_of, run_levels
-from splitveil.active_party.report_command import try_to_report
 from splitveil.common.errors import SettingsError
 from splitveil.common.page.rendering import breakable
 from splitveil.common.privacy.attacks import BatchAttackName, RunAttackName

@@ -11,7 +11,7 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from splitveil.active_party.__main__ import main
+from splitveil.active_party.commands.program import main
 from splitveil.active_party.defenses.gaussian_dp import mu_of_leak_auc
 from splitveil.active_party.defenses.projection.outlook import outlook
 from splitveil.active_party.report import read_run, write_comparison, write_report

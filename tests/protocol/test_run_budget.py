@@ -23,14 +23,12 @@ from splitveil.active_party.defenses.sum_kl import (
 )
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.bounds import LeakBounds
-from splitveil.active_party.plan import print_plan
 from splitveil.active_party.planned import stop_epoch
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.active_party.watch.recorder import ActiveRecorder
 from splitveil.common.errors import BudgetExhausted, Interrupted, PeerLeft, SettingsError
-from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.record.run_record import write_summary
@@ -39,6 +37,7 @@ from splitveil.common.run.course import Batch
 from splitveil.common.text.upper_bounds import at_most
 from splitveil.common.wire.status import error_from, status_for
 from tests.peers import FaultyPeer, StopsAtFirstStep
+from tests.plans import printed_plan
 from tests.runs import Parties, build_parties, run_in_process
 
 MARVELL = "defense={name: marvell, strength: {power_ratio: 16}}"
@@ -294,14 +293,6 @@ def test_a_run_that_stops_before_its_first_evaluation_has_a_summary_all_the_same
     print_summary("active party", summary, console=Console(file=io.StringIO()))
 
 
-def plan_of(folder: Path, *overrides: str, target: float | None = None) -> str:
-    settings = load_party_settings(ActiveSettings, folder / "active.yaml", overrides)
-    console = Console(file=io.StringIO(), width=200)
-    print_plan(settings, PartyData.load(settings.data, folder), target, console)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
-
-
 # Ratios that the budget holds 2.3, 4.5, 8.5 and 22.7 times: charges of a few percent more or less
 # than foretold are of the same epoch.
 @pytest.mark.parametrize("power_ratio", [4, 8, 15, 40])
@@ -318,33 +309,35 @@ def test_the_plan_names_the_epoch_in_which_the_run_then_stops(
         run_in_process(parties)
     stopped_in = parties.active.ledger[-1][0]
     expected = f"the run is expected to end in epoch {stopped_in + 1} of"
-    assert expected in plan_of(example, *overrides)
+    assert expected in printed_plan(example, *overrides)
 
 
 def test_the_plan_says_when_everything_fits(example: Path) -> None:
-    fits = plan_of(example, MARVELL, budget_of_class_means("leak_auc: 0.7"))
+    fits = printed_plan(example, MARVELL, budget_of_class_means("leak_auc: 0.7"))
     assert "all 2 epochs fit, if charges are as estimated" in fits
-    assert "none is set" in plan_of(example, MARVELL)
+    assert "none is set" in printed_plan(example, MARVELL)
     persistent = "defense={name: marvell, noise: persistent, strength: {power_ratio: 16}}"
     for budget, outcome in ((0.7, "all 500 epochs fit"), (0.6, "the run ends in epoch 1 ")):
         limit = f"run_budget={{leak_auc: {budget}, covers: passive and honest}}"
-        assert outcome in plan_of(example, persistent, limit, "contract.epochs=500")
+        assert outcome in printed_plan(example, persistent, limit, "contract.epochs=500")
 
 
 def test_the_plan_admits_what_it_cannot_know(example: Path) -> None:
-    unknown = plan_of(example, "defense={name: max_norm}", budget_of_class_means("leak_auc: 0.7"))
+    unknown = printed_plan(
+        example, "defense={name: max_norm}", budget_of_class_means("leak_auc: 0.7")
+    )
     assert "not known before" in unknown
     assert "it may end the run in any epoch" in unknown
     limit = budget_of_class_means("sum_kl: 0.3")
-    iso = plan_of(example, "defense={name: iso, noise_ratio: 8}", limit)
+    iso = printed_plan(example, "defense={name: iso, noise_ratio: 8}", limit)
     assert "likely 0 .. 0.25" in iso  # 4 d/t with d = 4, t = 64
     assert "it may end the run in any epoch, not likely before epoch 2" in iso
-    assert "no credit" in plan_of(example, "defense={name: max_norm, noise: persistent}")
-    assert "tell the label outright" in plan_of(example)
+    assert "no credit" in printed_plan(example, "defense={name: max_norm, noise: persistent}")
+    assert "tell the label outright" in printed_plan(example)
 
 
 def test_the_plan_s_power_ratio_keeps_a_run_below_its_target(example: Path) -> None:
-    text = plan_of(example, MARVELL, "contract.epochs=5", target=0.75)
+    text = printed_plan(example, MARVELL, "contract.epochs=5", target=0.75)
     positive = labels_of(example).mean()
     ratio = power_for_sum_kl(0, 0, 1, 4, positive, sum_kl_for_leak_auc(0.75) / 5)
     assert at_most(ratio) in text
@@ -469,7 +462,7 @@ def test_noisy_labels_that_are_drawn_once_have_the_exact_figure_of_their_draw(
     bounds = parties.session.leak_bounds()
     assert bounds.guarantee.mean == bounds.guarantee.max >= bounds.estimate.max
     assert leak_auc_bound(bounds.sum_kl.max) > 0.65
-    plan = plan_of(example, fits, limit, LONGER)
+    plan = printed_plan(example, fits, limit, LONGER)
     assert "a leak AUC of at most 0.600: all 5 epochs fit" in plan
     assert plan.count(" 0.600 ") >= 2 * len(Covers)  # of one answer, and of the whole run
 
@@ -483,7 +476,7 @@ def test_noisy_labels_above_the_budget_are_refused_at_the_first_answer(
         BudgetExhausted, match=r"step 1 .* a leak AUC of at most 0\.610 for anybody"
     ):
         run_in_process(parties_with(example, above, limit))
-    assert "the run ends in epoch 1 of 2" in plan_of(example, above, limit)
+    assert "the run ends in epoch 1 of 2" in printed_plan(example, above, limit)
 
 
 def test_a_summary_has_all_columns_and_1_where_there_is_no_bound(

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 from torch import nn
 
-from splitveil.common.data import id_index
+from splitveil.common.data import stored_ids
 from splitveil.common.data.features import Features
-from splitveil.common.data.id_index import ABSENT, IdIndex
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.source_settings import CsvSource, ParquetSource
-from splitveil.common.data.stored_ids import RowNumbers, StoredIds
+from splitveil.common.data.stored_ids import ABSENT, IdIndex, RowNumbers, StoredIds
 from splitveil.common.data.table_files import read_id_list, source_of
 from splitveil.common.errors import DataError
 from splitveil.common.models.blocks import predict_in_blocks
@@ -49,7 +48,7 @@ def test_equal_hashes_of_different_ids_confuse_nothing(
     def hashes(ids: list[str]) -> np.ndarray:
         return np.array([len(text) for text in ids], np.int64)
 
-    monkeypatch.setattr(id_index, "_hashes", hashes)
+    monkeypatch.setattr(stored_ids, "_hashes", hashes)
     ids = ["a", "b", "cc", "dd", "ee", "fff"]
     index = IdIndex(stored(ids) if on_disk else ids)
     assert index.rows_of(["dd", "b", "zz", "ee", "a", "gggg", "fff"]).tolist() == [

@@ -1,6 +1,5 @@
 """More than two classes, from file to ledger: labels, refusals, training, resume, plan, audits."""
 
-import io
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -9,11 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 from sklearn.metrics import roc_auc_score
 from torch import nn
 
-from splitveil.active_party.plan import print_plan
 from splitveil.active_party.run.audit_desk import AuditDesk
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.features import Features, FeatureShapes
@@ -30,6 +27,7 @@ from splitveil.common.settings import validate
 from splitveil.common.text.upper_bounds import at_most
 from tests.compared import assert_same
 from tests.peers import InProcessPeer
+from tests.plans import printed_plan
 from tests.runs import build_parties, run_in_process, run_over_grpc
 from tests.several import build_several, write_several
 from tests.several import run_in_process as run_in_process_several
@@ -351,16 +349,8 @@ def test_noisy_labels_keep_their_epsilon_in_the_ledger(example: Path) -> None:
 # ---- plan and audits ----
 
 
-def plan_of(example: Path, *overrides: str, target: float | None = None) -> str:
-    settings = load_party_settings(ActiveSettings, example / "active.yaml", overrides)
-    written = io.StringIO()
-    console = Console(file=written, width=200)
-    print_plan(settings, PartyData.load(settings.data, example), target, console)
-    return written.getvalue()
-
-
 def test_the_plan_names_the_classes_and_the_range_of_charges(example: Path) -> None:
-    told = plan_of(example, "defense={name: marvell, strength: {power_ratio: 4}}", target=0.65)
+    told = printed_plan(example, "defense={name: marvell, strength: {power_ratio: 4}}", target=0.65)
     assert "4 classes: 'bus' " in told
     assert "positive" not in told
     factor = 3 * (1 + math.sqrt(3)) / 2
@@ -368,12 +358,12 @@ def test_the_plan_names_the_classes_and_the_range_of_charges(example: Path) -> N
     assert "pair of classes left furthest apart" in told
     assert "persistent" not in told
     assert "whatever the class means" in told
-    exact = plan_of(example, "defense={name: marvell, strength: {sum_kl: 0.25}}")
+    exact = printed_plan(example, "defense={name: marvell, strength: {sum_kl: 0.25}}")
     assert "at most 0.25 " in exact
     running = "defense={name: marvell, statistics: running, strength: {sum_kl: 0.25}}"
-    assert "at most" not in plan_of(example, running)
+    assert "at most" not in printed_plan(example, running)
     assert "Met by every batch" in exact
-    noisy = plan_of(example, f"defense={DEFENSES['noisy_label']}")
+    noisy = printed_plan(example, f"defense={DEFENSES['noisy_label']}")
     kept = math.exp(2) / (3 + math.exp(2))
     assert at_most(4 * (kept - (1 - kept) / 3)) in noisy
 

@@ -14,11 +14,11 @@ from pydantic import ValidationError
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from splitveil.active_party.assembly import TrainerBuilder as TopBuilder
 from splitveil.active_party.defenses import MarvellDefense, RawBatch
 from splitveil.active_party.defenses.strength import PowerRatio
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.active_party.run.stages import Stage
+from splitveil.active_party.trainer_builder import TrainerBuilder as TopBuilder
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.alignment import Share, channel_pair, receive_share, share_frames
 from splitveil.common.errors import (
@@ -254,17 +254,29 @@ def dying(at: int, *, after: bool) -> type[Dies]:
     return type("DiesOnce", (Dies,), {"at": at, "after": after})
 
 
+def without_birch(
+    folder: Path, runs: Path, at: int, *, after: bool, others: type[PartyPeer] = PartyPeer
+) -> tuple[Several, list[threading.Thread]]:
+    """Return a run in which birch was killed, and the threads of the others, which wait for it."""
+    several = build_several(folder, EVERY_2, MARVELL, runs=runs)
+    threads = [start(several, name, others) for name in ("ash", "cedar")]
+    finish([start(several, "birch", dying(at, after=after))])
+    assert isinstance(several.errors["birch"], Lost)
+    return several, threads
+
+
+def bring_back(several: Several, folder: Path, runs: Path, threads: list[threading.Thread]) -> None:
+    several.passive["birch"] = build_passive(folder, "birch", EVERY_2, runs=runs)
+    finish([start(several, "birch"), *threads])
+    assert several.errors == {}
+
+
 @pytest.mark.parametrize(("at", "after"), [(1, False), (3, True), (4, False), (9, True)])
 def test_a_party_that_is_killed_comes_back_and_all_go_back_with_it(
     three: Path, tmp_path: Path, undisturbed: Several, at: int, after: bool
 ) -> None:
-    several = build_several(three, EVERY_2, MARVELL, runs=tmp_path)
-    threads = [start(several, name) for name in ("ash", "cedar")]
-    finish([start(several, "birch", dying(at, after=after))])
-    assert isinstance(several.errors["birch"], Lost)
-    several.passive["birch"] = build_passive(three, "birch", EVERY_2, runs=tmp_path)
-    finish([start(several, "birch"), *threads])
-    assert several.errors == {}
+    several, threads = without_birch(three, tmp_path, at, after=after)
+    bring_back(several, three, tmp_path, threads)
     assert_same_weights(several.weights(), undisturbed.weights())
     assert several.seen.losses == undisturbed.seen.losses
     assert several.seen.ledger == undisturbed.seen.ledger
@@ -276,15 +288,10 @@ def test_a_party_that_is_killed_before_its_last_answer_takes_all_back(
 ) -> None:
     """The others have theirs already, and have said goodbye."""
     questions = len(undisturbed.seen.losses) + 2 * len(undisturbed.seen.evaluations)
-    several = build_several(three, EVERY_2, MARVELL, runs=tmp_path)
-    threads = [start(several, name) for name in ("ash", "cedar")]
-    finish([start(several, "birch", dying(questions, after=True))])
-    assert isinstance(several.errors["birch"], Lost)
+    several, threads = without_birch(three, tmp_path, questions, after=True)
     assert several.session.stage is Stage.FINISHED
     wait_until(lambda: set(several.session.awaited()) == {"birch"})
-    several.passive["birch"] = build_passive(three, "birch", EVERY_2, runs=tmp_path)
-    finish([start(several, "birch"), *threads])
-    assert several.errors == {}
+    bring_back(several, three, tmp_path, threads)
     assert several.session.stage is Stage.FINISHED
     assert_same_weights(several.weights(), undisturbed.weights())
     assert several.seen.ledger == undisturbed.seen.ledger
@@ -302,12 +309,8 @@ class Twice(PartyPeer):
 def test_a_handshake_whose_answer_was_lost_does_not_take_parties_back_again(
     three: Path, tmp_path: Path, undisturbed: Several
 ) -> None:
-    several = build_several(three, EVERY_2, MARVELL, runs=tmp_path)
-    threads = [start(several, name, Twice) for name in ("ash", "cedar")]
-    finish([start(several, "birch", dying(4, after=True))])
-    several.passive["birch"] = build_passive(three, "birch", EVERY_2, runs=tmp_path)
-    finish([start(several, "birch"), *threads])
-    assert several.errors == {}
+    several, threads = without_birch(three, tmp_path, 4, after=True, others=Twice)
+    bring_back(several, three, tmp_path, threads)
     assert len(several.seen.resumed) == 1
     assert_same_weights(several.weights(), undisturbed.weights())
 
@@ -328,14 +331,10 @@ def test_the_active_party_that_is_killed_comes_back_and_all_go_back_with_it(
 
 
 def test_before_the_first_answer_all_align_again(three: Path, tmp_path: Path) -> None:
-    several = build_several(three, EVERY_2, MARVELL, runs=tmp_path)
-    threads = [start(several, name) for name in ("ash", "cedar")]
-    finish([start(several, "birch", dying(1, after=False))])
+    several, threads = without_birch(three, tmp_path, 1, after=False)
     first = several.session.run_id
     RunStore(tmp_path / "birch", 3).forget()  # as if it had been killed before it was written
-    several.passive["birch"] = build_passive(three, "birch", EVERY_2, runs=tmp_path)
-    finish([start(several, "birch"), *threads])
-    assert several.errors == {}
+    bring_back(several, three, tmp_path, threads)
     assert several.session.stage is Stage.FINISHED
     assert several.session.run_id != first
     assert len({name for name in NAMES if several.passive[name].run.run_id != first}) == 3
@@ -344,9 +343,7 @@ def test_before_the_first_answer_all_align_again(three: Path, tmp_path: Path) ->
 def test_a_party_that_resumes_with_other_bytes_is_refused_alone(
     three: Path, tmp_path: Path
 ) -> None:
-    several = build_several(three, EVERY_2, MARVELL, runs=tmp_path)
-    threads = [start(several, name) for name in ("ash", "cedar")]
-    finish([start(several, "birch", dying(4, after=True))])
+    several, threads = without_birch(three, tmp_path, 4, after=True)
     answered = len(several.seen.sent)
     changed = build_passive(three, "birch", [*EVERY_2, "model_seed=5"], runs=tmp_path)
     training = changed.run.reopen()

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from splitveil.active_party.__main__ import main as active_main
+from splitveil.active_party.commands.program import main as active_main
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.watch.active_status import ActiveStatus
 from splitveil.common.errors import (

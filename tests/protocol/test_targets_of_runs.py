@@ -1,23 +1,18 @@
 """Whole runs on targets that depend on predictions: ALIBI and the posterior of Gaussian noise."""
 
-import io
 import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor
 
-from splitveil.active_party.plan import print_plan
-from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.top_trainer import TopTrainer
-from splitveil.common.party.party_data import PartyData
-from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.text.upper_bounds import at_most
 from tests.compared import assert_same, assert_same_weights
 from tests.peers import FaultyPeer, Lost, dying
+from tests.plans import printed_plan
 from tests.runs import Parties, build_parties, run_in_process, write_example
 from tests.several import NAMES, build_several, write_several
 from tests.several import run_in_process as run_several
@@ -107,12 +102,9 @@ def test_the_ledger_charges_a_draw_once_over_all_epochs(example: Path, name: str
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_the_plan_says_exactly_what_the_ledger_will(example: Path, name: str) -> None:
     more = [defense(name), "contract.epochs=3"]
-    settings = load_party_settings(ActiveSettings, example / "active.yaml", more)
-    printed = io.StringIO()
-    console = Console(file=printed, width=200)
-    print_plan(settings, PartyData.load(settings.data, example), console=console)
-    assert "Exact, whatever the gradients." in printed.getvalue()
-    assert f" {at_most(LEDGER[name][0])} " in printed.getvalue()
+    plan = printed_plan(example, *more)
+    assert "Exact, whatever the gradients." in plan
+    assert f" {at_most(LEDGER[name][0])} " in plan
 
 
 def test_the_top_model_is_asked_once_more_only_where_targets_depend_on_it(

@@ -25,7 +25,7 @@ from tests.system import fast_clock, unit_sandbox
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(
     # pytest as well: its script is run again, as the main module, in every process.
-    ["pytest", "splitveil.active_party.__main__", "splitveil.passive_party.commands.run"]
+    ["pytest", "splitveil.active_party.commands.run", "splitveil.passive_party.commands.run"]
 )
 _lock = threading.Lock()
 """An exit code can be read once, and starting a process looks for those of all others."""

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import yaml
 
-from splitveil.active_party.inference.joint_model import JointModel
-from splitveil.active_party.online.errors import Unusable
-from splitveil.active_party.online.own_features import GivenFeatures
+from splitveil.active_party.http.errors import Unusable
+from splitveil.active_party.http.own_features import GivenFeatures
+from splitveil.active_party.predict.joint_model import JointModel
 from tests.asked import Program, asked
 from tests.joint import Trained, predicting, train, write_wide_deep
 from tests.runs import CPU

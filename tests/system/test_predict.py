@@ -15,9 +15,9 @@ import yaml
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
-from splitveil.active_party.inference.embed_client import EmbedClient
-from splitveil.active_party.inference.joint_model import JointModel
-from splitveil.active_party.inference.predictor import open_predictor
+from splitveil.active_party.predict.embed_client import EmbedClient
+from splitveil.active_party.predict.joint_model import JointModel
+from splitveil.active_party.predict.predictor import open_predictor
 from splitveil.active_party.training.predictions import probabilities_of
 from splitveil.common.errors import (
     ContractMismatch,

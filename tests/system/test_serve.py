@@ -20,8 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from splitveil.active_party.inference.predictor import Predictor
-from splitveil.active_party.online import http_connection
+from splitveil.active_party.predict.predictor import Predictor
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.transcript import Transcript, Verified, verify
 from splitveil.common.privacy.leakage import auc
@@ -599,7 +598,7 @@ def test_an_authority_that_is_withdrawn_lets_nobody_in_any_more(
 def test_a_client_that_never_ends_its_handshake_is_hung_up_on(
     small: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_connection, "PATIENCE_S", 0.1)
+    monkeypatch.setattr("splitveil.active_party.http.server.PATIENCE_S", 0.1)
     override, _ = server_tls(tmp_path, with_clients=False)
     with asked(small, override) as program:
         assert program.raw(b"\x16\x03\x01") == b""

@@ -1,14 +1,16 @@
-"""Online predictions of labels that are numbers: values in the label's unit, never probabilities.
+"""Predictions of labels that are numbers: values in the label's unit, never probabilities.
 
 Equality is of bits, on the CPU, with the evaluation at the end of training.
 """
 
 from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from splitveil.active_party.predict.parts import Plan
 from tests import joint
 from tests.asked import answering, asked
 from tests.joint import Trained, free_port, predicting, train
@@ -76,3 +78,18 @@ def test_the_fallback_answers_in_the_label_s_unit(trained: Trained) -> None:
     assert trained.alone is not None
     assert trained.alone.number is not None
     assert np.sqrt(np.square(errors).mean()) == pytest.approx(trained.alone.number.rmse, rel=1e-4)
+
+
+def test_predictions_of_two_passive_parties_are_those_of_the_evaluation(tmp_path: Path) -> None:
+    write_numbers(tmp_path / "settings", rows=300, parties=2)
+    trained = train(tmp_path / "settings", tmp_path / "runs", "contract.epochs=3")
+    with predicting(trained) as predictor:
+        found = predictor.predict(trained.test_ids)
+    np.testing.assert_array_equal(found.probabilities, evaluated(trained))
+    assert found.probabilities.ndim == 1
+    assert trained.test.number is not None
+
+
+def test_the_output_has_a_column_of_values() -> None:
+    schema = Plan("model", "", (), (LOW, HIGH)).schema()
+    assert schema.names == ["id", "value", "found"]

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from splitveil.active_party.inference.predictor import open_predictor
-from splitveil.active_party.online.online_status import OnlineStatus
+from splitveil.active_party.http.online_status import OnlineStatus
+from splitveil.active_party.predict.predictor import open_predictor
 from splitveil.common.errors import TableRefused
 from splitveil.common.party.transcript import Crossing
 from splitveil.common.run.contract import Contract

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-import splitveil.active_party.__main__
+import splitveil.active_party.commands.program
 import splitveil.passive_party.commands.program
 from splitveil.common.errors import SettingsError
 from splitveil.common.text.addresses import HostAndPort, on_loopback, split_address
@@ -16,7 +16,7 @@ from tests.runs import Parties, build_parties
 from tests.wire.lines import peer_of, serving
 
 PROGRAMS: dict[str, tuple[ModuleType, str]] = {
-    "active": (splitveil.active_party.__main__, "listen"),
+    "active": (splitveil.active_party.commands.program, "listen"),
     "passive": (splitveil.passive_party.commands.program, "connect"),
 }
 

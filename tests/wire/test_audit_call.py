@@ -10,12 +10,12 @@ import grpc
 import pytest
 import torch
 
+from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.active_party.run import audit_desk
 from splitveil.active_party.run.audit_desk import MAX_LAYERS
 from splitveil.active_party.run.preparation import OwnRows, OwnRules
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
-from splitveil.active_party.serving.service import ActiveService
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import (
     AuditRefused,

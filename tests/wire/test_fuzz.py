@@ -11,8 +11,8 @@ import grpc
 import pytest
 import torch
 
+from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.active_party.run.stages import Stage
-from splitveil.active_party.serving.service import ActiveService
 from splitveil.common.alignment import align, build_engine
 from splitveil.common.errors import (
     AlignmentError,

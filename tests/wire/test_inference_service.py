@@ -11,7 +11,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from splitveil.active_party.inference.embed_client import EmbedClient
+from splitveil.active_party.predict.embed_client import EmbedClient
 from splitveil.common.errors import PeerLeft, PeerUnreachable, SettingsError
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.run.inference import Embedded, ModelIdentity

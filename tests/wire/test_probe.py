@@ -14,10 +14,10 @@ import grpc
 import pytest
 import yaml
 
+from splitveil.active_party.grpc_server import probe_server
+from splitveil.active_party.grpc_server.probe_server import ProbeServer
+from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.active_party.run.stages import Stage
-from splitveil.active_party.serving import probe_server
-from splitveil.active_party.serving.probe_server import ProbeServer
-from splitveil.active_party.serving.service import ActiveService
 from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.id_forms import form_of
 from splitveil.common.errors import (

@@ -10,8 +10,8 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.active_party.run.stages import Stage
-from splitveil.active_party.serving.service import ActiveService
 from splitveil.common.alignment import AlignmentEngine, AlignmentExchange, Splits
 from splitveil.common.errors import (
     AlignmentError,

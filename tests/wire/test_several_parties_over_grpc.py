@@ -14,9 +14,9 @@ from typing import Any, cast
 import grpc
 import pytest
 
+from splitveil.active_party.grpc_server.server import start_server
+from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.active_party.run.stages import Stage
-from splitveil.active_party.serving.server import start_server
-from splitveil.active_party.serving.service import ActiveService
 from splitveil.common.alignment import Share, channel_pair, receive_share, share_frames
 from splitveil.common.errors import (
     InvalidMessage,

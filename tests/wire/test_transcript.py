@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from splitveil.active_party.__main__ import main as active_main
+from splitveil.active_party.commands.program import main as active_main
 from splitveil.common.party.transcript import (
     FILE,
     Broken,
@@ -33,10 +33,9 @@ Lines = list[str]
 Noted = tuple[Parties, Path, Path]
 
 
-@pytest.fixture(scope="module")
-def noted(example: Path, tmp_path_factory: pytest.TempPathFactory) -> Noted:
+def run_noted(folder: Path, into: Path, *overrides: str) -> Noted:
     """Run over localhost with both transcripts; return them."""
-    parties, into = build_parties(example), tmp_path_factory.mktemp("noted")
+    parties = build_parties(folder, overrides)
     for party in ("active", "passive"):
         (into / party).mkdir(parents=True)
     in_force = {"Train reply": "a strong one"}
@@ -49,6 +48,11 @@ def noted(example: Path, tmp_path_factory: pytest.TempPathFactory) -> Noted:
     ):
         parties.run.run(peer)
     return parties, into / "active" / FILE, into / "passive" / FILE
+
+
+@pytest.fixture(scope="module")
+def noted(example: Path, tmp_path_factory: pytest.TempPathFactory) -> Noted:
+    return run_noted(example, tmp_path_factory.mktemp("noted"))
 
 
 def verified(path: Path) -> Verified:
@@ -255,7 +259,7 @@ def test_a_line_without_end_is_read_in_bounded_memory(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(2**33)
     code = (
-        "import resource, sys; from splitveil.active_party.__main__ import main; "
+        "import resource, sys; from splitveil.active_party.commands.program import main; "
         "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize(); "
         "resource.setrlimit(resource.RLIMIT_AS, (used + 2**30,) * 2); "
         "main(['verify-transcript', sys.argv[1]])"

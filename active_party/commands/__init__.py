@@ -1,0 +1,1 @@
+"""The commands of ``active-party``: their arguments in ``program``, a module for what each does."""

@@ -1,0 +1,86 @@
+"""``splitveil active align``: finds the rows that all parties have, without training."""
+
+import argparse
+import logging
+from contextlib import nullcontext
+from functools import partial
+
+from splitveil.active_party.grpc_server.supervisor import checked_credentials, serve_until_end
+from splitveil.active_party.run.aligning import AlignmentSession
+from splitveil.active_party.run.preparation import OwnRows
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.watch.active_status import ActiveStatus
+from splitveil.common.party import command_line
+from splitveil.common.party.aligned_table import (
+    FOLDER,
+    aligning,
+    check_outputs,
+    print_aligned,
+    read_own_ids,
+    write_aligned,
+)
+from splitveil.common.party.credentials import CredentialFiles
+from splitveil.common.party.interruption import Interruption
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.party.transcript import Transcript
+from splitveil.common.record.alignment_progress import AlignmentProgress
+from splitveil.common.run.contract import ACTIVE
+from splitveil.common.run.sample_order import CommonOrder
+from splitveil.common.status.endpoint import check_free, serving_status
+from splitveil.common.storage.run_folder import open_run_folder
+
+logger = logging.getLogger(__name__)
+
+
+def align(parsed: argparse.Namespace) -> None:
+    """Find the common rows with all passive parties, and write this party's."""
+    interruption = Interruption()
+    interruption.install()
+    settings = aligning(command_line.load_settings(ActiveSettings, parsed, "active"))
+    check_outputs(settings, parsed.output)
+    credentials = checked_credentials(settings)
+    check_free(settings.status)
+    own = read_own_ids(settings)
+    logger.info("%d ids read from %s", len(own.data.ids), own.data.table.source)
+    interruption.check()
+    with AlignmentProgress(ACTIVE) as progress:
+        status = _ShownStatus(settings, progress)
+        with serving_status(status, settings.status, interruption):
+            order = _find_common_order(settings, own.data, credentials, status, interruption)
+    print_aligned(write_aligned(settings, own, order, parsed.output), as_json=parsed.json)
+
+
+def _find_common_order(
+    settings: ActiveSettings,
+    data: PartyData,
+    credentials: CredentialFiles | None,
+    status: ActiveStatus,
+    interruption: Interruption,
+) -> CommonOrder:
+    """Serve one alignment until every passive party has left."""
+    contract = settings.contract
+    folder = open_run_folder(settings.runs_dir / contract.run_name, FOLDER, ACTIVE)
+    command_line.save_resolved(settings, folder)
+    draw_nonce = partial(command_line.draw_nonce, settings)
+    session = AlignmentSession(contract, OwnRows(data.ids, data.table.splits), draw_nonce)
+    wanted = Transcript(folder, ACTIVE) if settings.transcript else nullcontext()
+    with wanted as transcript:
+        service, _ = serve_until_end(
+            session, settings, data, folder, credentials, transcript, status, interruption
+        )
+    service.settle()
+    return session.common_order()
+
+
+class _ShownStatus(ActiveStatus):
+    """The state of an alignment for its operators, shown as a bar as well."""
+
+    def __init__(self, settings: ActiveSettings, progress: AlignmentProgress) -> None:
+        super().__init__(settings)
+        # With several passive parties at a time, a single bar would jump between them.
+        self._progress = progress if len(settings.contract.passive_parties) == 1 else None
+
+    def note_alignment(self, done_ids: int, total_ids: int) -> None:
+        super().note_alignment(done_ids, total_ids)
+        if self._progress is not None:
+            self._progress.note(done_ids, total_ids)

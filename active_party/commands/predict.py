@@ -1,0 +1,147 @@
+"""``splitveil active predict``: predicts every id of a file with the trained model."""
+
+import argparse
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from splitveil.active_party.predict.batch import (
+    Advance,
+    BatchPrediction,
+    BatchResult,
+    check_lengths,
+)
+from splitveil.active_party.predict.parts import Parts, Plan
+from splitveil.active_party.predict.predictor import Predictor, log_security, open_predictor
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.data.table_files import read_id_list
+from splitveil.common.errors import Interrupted, PeerError
+from splitveil.common.party import command_line
+from splitveil.common.party.interruption import Interruption
+from splitveil.common.party.json_output import print_json
+from splitveil.common.party.transcript import Transcript
+from splitveil.common.run.contract import ACTIVE
+from splitveil.common.storage.run_folder import claimed, inner_folder
+from splitveil.common.storage.table_output import check_output
+from splitveil.common.text.output import printing_console
+
+logger = logging.getLogger(__name__)
+
+_LOG_EVERY_S = 10.0
+
+
+def predict(parsed: argparse.Namespace) -> None:
+    interruption = Interruption()
+    interruption.install()
+    settings = command_line.load_settings(ActiveSettings, parsed, "active")
+    check_output(parsed.output)
+    log_security(settings)
+    device = command_line.prepare(settings)
+    ids = read_id_list(parsed.ids, settings.data, settings.contract.ids)
+    check_lengths(ids, str(parsed.ids))
+    folder = inner_folder(settings.run_folder(ACTIVE), "predict")
+    with ExitStack() as resources:
+        resources.enter_context(claimed(folder, "another process predicts with this run"))
+        transcript = None
+        if settings.transcript:
+            transcript = resources.enter_context(Transcript(folder, ACTIVE))
+        predictor = resources.enter_context(
+            open_predictor(
+                settings,
+                device,
+                parsed.model,
+                parsed.data,
+                transcript,
+                whole_table=parsed.whole_table,
+            )
+        )
+        logger.info(
+            "predicting %d ids with the %s top model of %s",
+            len(ids),
+            predictor.model.kind,
+            predictor.model.identity,
+        )
+        parts = Parts(parsed.output, _plan(predictor, settings), ids)
+        batch = BatchPrediction(predictor, settings.contract, settings.reconnect, interruption)
+        with _progress(len(ids)) as advance:
+            try:
+                result = batch.run(parts, advance)
+            except (Interrupted, PeerError):
+                logger.info("the same command goes on with the parts in %s", parts.folder)
+                raise
+    _report(parsed, result, predictor)
+
+
+def _plan(predictor: Predictor, settings: ActiveSettings) -> Plan:
+    model = predictor.model
+    own, within = predictor.own_rows, settings.data.label_range
+    return Plan(
+        f"{model.kind}, {model.identity}",
+        "" if own is None else own.source,
+        settings.data.class_names,
+        None if within is None else (within.low, within.high),
+    )
+
+
+def _report(parsed: argparse.Namespace, result: BatchResult, predictor: Predictor) -> None:
+    for party, count in result.missing_at.items():
+        if count:
+            logger.warning("%d of the ids have no row at %s", count, party)
+    logger.info("%d of %d ids predicted: %s", result.found, result.rows, parsed.output)
+    if parsed.json:
+        print_json(_summary(parsed.output, result, predictor))
+
+
+def _summary(output: Path, result: BatchResult, predictor: Predictor) -> dict[str, Any]:
+    model = predictor.model
+    return {
+        "output": str(output),
+        "rows": result.rows,
+        "found": result.found,
+        "missing_at": result.missing_at,
+        "resumed_rows": result.rows - result.asked_rows,
+        "seconds": round(result.seconds, 3),
+        "model": {
+            "kind": model.kind,
+            "run_id": model.identity.run_id,
+            "batch_number": model.identity.batch_number,
+        },
+    }
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Advance]:
+    """Show a bar on a terminal, occasional log lines elsewhere."""
+    console = printing_console(stderr=True)
+    bar = Progress(
+        TextColumn("predicting"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+        console=console,
+        disable=not console.is_terminal,
+    )
+    task = bar.add_task("predicting", total=total)
+    done, logged = 0, time.monotonic()
+
+    def advance(rows: int) -> None:
+        nonlocal done, logged
+        done += rows
+        bar.update(task, completed=done)
+        if not console.is_terminal and time.monotonic() - logged > _LOG_EVERY_S:
+            logged = time.monotonic()
+            logger.info("%d of %d ids", done, total)
+
+    with bar:
+        yield advance

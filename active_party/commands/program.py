@@ -1,0 +1,152 @@
+"""The arguments of ``splitveil active``, and the function that does what each command says.
+
+It imports neither torch nor gRPC, so that help and a mistyped option are answered at once.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import NoReturn
+
+from splitveil.common.party.arguments import Commands, add_command, add_verbosity, party_parser
+from splitveil.common.party.ending import end_program, exit_code_of
+from splitveil.common.party.json_output import add_json
+from splitveil.common.text.log_lines import configure_logging
+
+_OWN = "splitveil.active_party.commands"
+_ACTIONS = {
+    "align": f"{_OWN}.align:align",
+    "run": f"{_OWN}.run:run",
+    "check": f"{_OWN}.check:check",
+    "plan": f"{_OWN}.plan:plan",
+    "predict": f"{_OWN}.predict:predict",
+    "report": f"{_OWN}.report:report",
+    "serve": f"{_OWN}.serve:serve",
+    "verify-transcript": "splitveil.common.party.command_line:verify_transcript",
+}
+REPORT_PURPOSE = "write a page that shows what a run revealed about the labels"
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command and exit with its code."""
+    end_program(run(parser().parse_args(arguments)), is_program=arguments is None)
+
+
+def parser(program: str = "active-party") -> argparse.ArgumentParser:
+    """Return the command's parser; ``program`` is the words with which it is called."""
+    return party_parser(program, _add_own_commands)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Do what parsed arguments say, and return the exit code."""
+
+    def act() -> None:
+        resolve_name("splitveil.common.party.workers:act")(
+            parsed, resolve_name(_ACTIONS[parsed.command])
+        )
+
+    configure_logging("active", parsed.verbose - parsed.quiet)
+    return exit_code_of(act)
+
+
+def _add_own_commands(commands: Commands) -> None:
+    _add_plan(commands)
+    _add_predict(commands)
+    _add_serve(commands)
+    report = commands.add_parser("report", help=REPORT_PURPOSE, description=REPORT_PURPOSE)
+    add_report_arguments(report)
+
+
+def _add_plan(commands: Commands) -> None:
+    command = add_command(
+        commands, "plan", "print what a run would reveal about the labels, before any training"
+    )
+    command.add_argument(
+        "--target-leak-auc",
+        type=float,
+        metavar="AUC",
+        help="also print the power ratio at which the whole run stays below this",
+    )
+    add_json(command)
+
+
+def _add_predict(commands: Commands) -> None:
+    command = add_command(
+        commands, "predict", "predict with the trained model and every passive party's serve"
+    )
+    command.add_argument(
+        "--ids",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="ids to predict: a text file with one per line, or a CSV or Parquet file with the "
+        "column data.id_column",
+    )
+    command.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="predictions.parquet or predictions.csv; an interrupted prediction goes on with the "
+        "same command",
+    )
+    command.add_argument(
+        "--data",
+        type=Path,
+        metavar="FILE",
+        help="table with this party's own features of the ids, which needs no labels (default: "
+        "data.source of the settings)",
+    )
+    command.add_argument(
+        "--model",
+        choices=["best", "trained", "refitted"],
+        help="which of the run's top models predicts (default: inference.model of the settings)",
+    )
+    command.add_argument(
+        "--whole-table",
+        action="store_true",
+        help="take every passive party's whole table, sealed, so that it does not learn which of "
+        "its ids are meant",
+    )
+    add_json(command)
+
+
+def _add_serve(commands: Commands) -> None:
+    command = add_command(
+        commands, "serve", "answer other programs' requests for predictions, until stopped"
+    )
+    command.add_argument(
+        "--data",
+        type=Path,
+        metavar="FILE",
+        help="table with this party's own features, which needs no labels (default: data.source "
+        "of the settings)",
+    )
+
+
+def add_report_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "run_dirs",
+        type=Path,
+        nargs="*",
+        metavar="RUN_DIR",
+        help="the run's folder, runs/<run name>; several are set side by side",
+    )
+    command.add_argument(
+        "--compare", type=Path, nargs="+", metavar="RUN_DIR", help="set runs side by side, too"
+    )
+    command.add_argument(
+        "--target-leak-auc",
+        type=float,
+        metavar="AUC",
+        help="pass or fail one run against this instead of report.target_leak_auc",
+    )
+    command.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="default: active/report.html in the run's folder, or comparison.html here",
+    )
+    add_json(command)
+    add_verbosity(command)

@@ -1,0 +1,129 @@
+"""``splitveil active run``: trains with the passive parties, or resumes an unfinished run."""
+
+import argparse
+import json
+import logging
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from splitveil.active_party.assembly import allowance_of, build_session, signals_of
+from splitveil.active_party.commands.check import check_files_and_address
+from splitveil.active_party.earlier_runs import earlier_answers
+from splitveil.active_party.grpc_server.supervisor import checked_credentials, serve_until_end
+from splitveil.active_party.ledger.account_book import AccountBook
+from splitveil.active_party.planned import plan_of
+from splitveil.active_party.results import forget_account, save_alone, save_results
+from splitveil.active_party.run_folder import leave_summary, open_folder
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.trainer_builder import TrainerBuilder
+from splitveil.active_party.watch.active_status import ActiveStatus, StatusObserver
+from splitveil.active_party.watch.recorder import ActiveRecorder
+from splitveil.active_party.workers import check_settings, work_for
+from splitveil.common.party import command_line
+from splitveil.common.party.credentials import CredentialFiles
+from splitveil.common.party.interruption import Interruption
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.party.place import Place
+from splitveil.common.party.transcript import Transcript
+from splitveil.common.party.workers import joined
+from splitveil.common.status.endpoint import serving_status
+from splitveil.common.storage.run_store import RunStore
+
+logger = logging.getLogger("splitveil.active_party")
+
+
+def run(parsed: argparse.Namespace) -> None:
+    """Train to the end of a run, and leave its results."""
+    settings = command_line.load_settings(ActiveSettings, parsed, "active")
+    place = Place.of_environment()
+    if place.size > 1:
+        check_settings(settings)
+    if place.rank:
+        work_for(settings, place)
+        return
+    interruption = Interruption()
+    interruption.install()
+    with joined(place, interruption) as workers:
+        credentials = checked_credentials(settings)
+        check_files_and_address(settings)
+        status = ActiveStatus(settings)
+        with serving_status(status, settings.status, interruption):
+            device = command_line.prepare(settings, place)
+            settings.defense.require_usable(settings.defense_context())
+            data = PartyData.of(settings)
+            logger.info("%d rows read from %s", len(data.ids), data.table.source)
+            interruption.check()
+            allowance_of(settings, AccountBook.empty())  # refuses before the folder is opened
+            for signal in signals_of(settings):
+                logger.info("%s", signal.why)
+            folder = open_folder(settings, fresh=parsed.fresh and not place.restarts)
+            if folder is not None:
+                build = TrainerBuilder(settings, data, device, status.phases, workers.line)
+                _train(settings, data, folder, build, credentials, interruption, status)
+
+
+def _train(
+    settings: ActiveSettings,
+    data: PartyData,
+    folder: Path,
+    build_trainer: TrainerBuilder,
+    credentials: CredentialFiles | None,
+    interruption: Interruption,
+    status: ActiveStatus,
+) -> None:
+    allowance = allowance_of(settings, _earlier(settings, data, folder))
+    with ExitStack() as resources:
+        transcript = resources.enter_context(_transcript(settings, folder))
+        recorder = resources.enter_context(ActiveRecorder(settings, folder, status.note_line))
+        store = resources.enter_context(_store(settings, folder))
+        session = build_session(
+            settings,
+            data,
+            build_trainer,
+            StatusObserver(recorder, status),
+            partial(command_line.draw_nonce, settings),
+            store,
+            allowance,
+        )
+        session.reopen()
+        forget_account(folder)
+        try:
+            service, stopped = serve_until_end(
+                session, settings, data, folder, credentials, transcript, status, interruption
+            )
+        finally:
+            recorder.note_refit(save_results(settings, folder, session, build_trainer))
+            recorder.note_alone(save_alone(settings, folder, session, build_trainer))
+    # The monitor measures the last batches only after the last answer has left.
+    stopped = stopped or recorder.objection()
+    end = None if transcript is None else transcript.summary()
+    summary = replace(recorder.summary(dict(service.refused)), transcript=end)
+    leave_summary(settings, folder, summary, stopped)
+    service.settle()
+    store.forget_finished()  # last: a process that ends before this does not train from scratch
+
+
+def _earlier(settings: ActiveSettings, data: PartyData, folder: Path) -> AccountBook:
+    """Return what earlier runs have released, and say what that is together with this run."""
+    earlier = earlier_answers(settings, folder, leaves_books=True)
+    if len(earlier):
+        logger.info("%s", plan_of(settings, data, earlier=earlier).earlier)
+    return earlier
+
+
+def _store(settings: ActiveSettings, folder: Path) -> RunStore:
+    contract = settings.contract
+    keep, num_parties = contract.checkpoints.keep, len(contract.passive_parties)
+    return RunStore(folder, keep, num_parties, in_background=True)
+
+
+def _transcript(
+    settings: ActiveSettings, folder: Path
+) -> AbstractContextManager[Transcript | None]:
+    if not settings.transcript:
+        return nullcontext()
+    defense = settings.defense.model_dump(mode="json", exclude={"insecure_noise_seed"})
+    in_force = {"Train reply": json.dumps(defense, separators=(",", ":"))}
+    return Transcript(folder, "active", in_force)

@@ -1,0 +1,133 @@
+"""Serves nothing but probes, so that both parties can check their connection before a run."""
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, cast
+
+import grpc
+from grpc_health.v1 import health_pb2
+
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.errors import PeerUnreachable
+from splitveil.common.party.credentials import CredentialFiles, credential_files
+from splitveil.common.party.interruption import Interruption
+from splitveil.common.party.party_data import form_of_own_ids
+from splitveil.common.run.contract import ACTIVE, Contract
+from splitveil.common.run.messages import IdForm
+from splitveil.common.wire.endpoint import SERVICE, add_health, add_port, server_options
+from splitveil.common.wire.interceptors import ErrorInterceptor
+from splitveil.common.wire.limits import CONCURRENT_RPCS, SERVER_THREADS
+from splitveil.common.wire.probe_findings import (
+    Check,
+    certificate_in_words,
+    checks_of,
+    clock_in_words,
+)
+from splitveil.common.wire.probes import Introduction, ProbeDesk
+from splitveil.common.wire.tls import PartyInterceptor
+
+logger = logging.getLogger(__name__)
+
+QUIET_S = 3.0
+"""Seconds without a probe after which the other party has measured enough."""
+_POLL_S = 0.1
+_ONE_WAY_S = 1.0
+"""What a message may take; one that only travels one way cannot tell."""
+
+
+class Introduced(NamedTuple):
+    peer: Introduction
+    ahead_s: float
+    """Seconds by which its clock is ahead, less what its message took."""
+    certificate: bytes
+    """PEM; empty without TLS."""
+
+
+class ProbeServer:
+    """Answers probes until every passive party has made them."""
+
+    def __init__(
+        self,
+        contract: Contract,
+        address: str,
+        credentials: CredentialFiles | None,
+        id_form: IdForm | None,
+    ) -> None:
+        self._contract = contract
+        self._own = Introduction(ACTIVE, contract.canonical_json(), time.time(), id_form)
+        self._introduced: dict[str, Introduced] = {}
+        self._desk = ProbeDesk(contract, id_form, self._note)
+        self._server = grpc.server(
+            ThreadPoolExecutor(SERVER_THREADS, thread_name_prefix="grpc"),
+            interceptors=[
+                *([] if credentials is None else [PartyInterceptor(contract)]),
+                ErrorInterceptor(_log_refusal),
+            ],
+            options=server_options(contract),
+            maximum_concurrent_rpcs=CONCURRENT_RPCS,
+        )
+        self._desk.add_to(self._server)
+        add_health(self._server, SERVICE).set(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
+        add_port(self._server, address, credentials)
+
+    def wait(self, wait_s: float, interruption: Interruption) -> None:
+        """Serve until all passive parties have introduced themselves and fallen silent."""
+        self._server.start()
+        deadline = time.monotonic() + wait_s
+        try:
+            while missing := set(self._contract.passive_parties) - self._introduced.keys():
+                interruption.check()
+                if time.monotonic() > deadline:
+                    names = ", ".join(sorted(missing))
+                    raise PeerUnreachable(
+                        f"no probe came from {names} within {wait_s:g} s: splitveil passive check "
+                        f"--connect sends it, over there"
+                    )
+                time.sleep(_POLL_S)
+            while time.monotonic() - self._desk.probed_at < QUIET_S:
+                interruption.check()
+                time.sleep(_POLL_S)
+        finally:
+            self._server.stop(QUIET_S).wait()
+
+    def checks(self) -> Iterator[Check]:
+        for name, found in self._introduced.items():
+            owner = f"party {name}"
+            if found.certificate:
+                yield _certificate_check(found.certificate, owner)
+            yield _clock_check(found.ahead_s)
+            yield from checks_of(self._contract, self._own, found.peer, owner)
+
+    def _note(self, peer: Introduction, context: grpc.ServicerContext) -> None:
+        if peer.party not in self._contract.passive_parties:
+            return  # without TLS anybody on this machine may call
+        # grpcio's stubs declare bytes where lists of bytes arrive.
+        told = cast("Mapping[str, Sequence[bytes]]", context.auth_context())
+        certificate = b"".join(told.get("x509_pem_cert", [])[:1])
+        ahead_s = peer.clock_s - time.time()
+        self._introduced[peer.party] = Introduced(peer, ahead_s, certificate)
+
+
+def probe_checks(settings: ActiveSettings, wait_s: float) -> Iterator[Check]:
+    contract = settings.contract
+    form = form_of_own_ids(settings)
+    server = ProbeServer(contract, settings.listen, credential_files(settings, ACTIVE), form)
+    logger.info("waiting up to %g s for splitveil passive check --connect", wait_s)
+    interruption = Interruption()
+    interruption.install()
+    server.wait(wait_s, interruption)
+    yield from server.checks()
+
+
+def _log_refusal(error: Exception) -> None:
+    logger.warning("refused a probe: %s", error)
+
+
+def _certificate_check(certificate: bytes, owner: str) -> Check:
+    return lambda: certificate_in_words(certificate, owner)
+
+
+def _clock_check(ahead_s: float) -> Check:
+    return lambda: clock_in_words(ahead_s, _ONE_WAY_S)

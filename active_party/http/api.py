@@ -1,0 +1,299 @@
+"""The HTTP side of online predictions: translates between JSON and the desk, and no more."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.middleware.trustedhost import TrustedHostMiddleware
+from fastapi.responses import JSONResponse
+from fastapi.security import HTTPBearer
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SkipValidation,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+)
+from pydantic_core import from_json
+from starlette.requests import ClientDisconnect
+
+from splitveil.active_party.http.desk import Answer, AnswerDesk, Pending
+from splitveil.active_party.http.errors import (
+    NotAvailable,
+    NotJson,
+    RequestError,
+    TooFast,
+    TooManyIds,
+    Unusable,
+)
+from splitveil.active_party.http.programs import Tokens
+from splitveil.common.data.canonical_form import compose
+from splitveil.common.run.id_rules import MAX_ID_COLUMNS
+from splitveil.common.text.version import VERSION
+
+RETRY_AFTER_S = 1
+ID_BODY_BYTES = 8192
+"""Bytes of a request's body for each id that it may have, with its own features."""
+MOST_REQUESTS = 256
+"""Requests of known programs that are read or answered at the same time."""
+
+_IdPart = StrictStr | StrictInt
+_Parts = Annotated[list[_IdPart], Field(max_length=MAX_ID_COLUMNS, fail_fast=True)]
+_Value = StrictInt | StrictFloat | StrictStr | list[StrictStr] | None
+# Values are checked where the columns of the model are known.
+_Rows = Annotated[list[dict[str, SkipValidation[_Value]]], Field(fail_fast=True)]
+
+
+class PredictRequest(BaseModel):
+    """Ids whose predictions are wanted."""
+
+    model_config = ConfigDict(
+        extra="forbid", json_schema_extra={"examples": [{"ids": ["patient-0007", "patient-0042"]}]}
+    )
+
+    ids: Annotated[list[_IdPart | _Parts], Field(min_length=1, fail_fast=True)]
+    """Compared as in the alignment: 7 and "7" are the same id. An id of several columns is a list
+    of its parts, in the order of the contract's ``ids``."""
+
+    features: _Rows | None = None
+    """This party's own features of each id, by column, in place of those in its table: every column
+    that the model needs, with null where there is no value."""
+
+
+_JSON = "application/json"
+_REQUEST = {_JSON: {"schema": PredictRequest.model_json_schema()}}
+
+
+class Reply(BaseModel):
+    """What every answer says beside the predictions, in the order of the ids."""
+
+    found: list[bool]
+    """Whether there is a prediction."""
+
+    model: list[Literal["joint", "fallback"] | None]
+    """The model that the prediction is from: that of all parties, or that of the active party's own
+    features alone."""
+
+    run_id: str
+    """The run that trained the model."""
+
+    why_fallback: str | None = None
+    """Why the joint model was not asked, if it was not."""
+
+
+class PredictReply(Reply):
+    """Probabilities, in the order of the ids."""
+
+    probabilities: list[float | list[float] | None]
+    """Of label 1, or of each class; null for an id that is not known."""
+
+    classes: list[str] | None
+    """The names of the classes, if there are more than two."""
+
+
+class NumberReply(Reply):
+    """Predicted numbers, in the order of the ids."""
+
+    values: list[float | None]
+    """In the label's unit, within ``data.label_range``; null for an id that is not known."""
+
+
+class Readiness(BaseModel):
+    """Whether predictions are answered now."""
+
+    ready: bool
+    model: Literal["joint", "fallback"] | None
+    reason: str | None
+
+
+class Problem(BaseModel):
+    """Why there is no answer."""
+
+    detail: str
+
+
+def build_app(
+    desk: AnswerDesk,
+    tokens: Tokens | None,
+    classes: list[str] | None,
+    hosts: Sequence[str] = ("*",),
+    *,
+    numbers: bool = False,
+) -> FastAPI:
+    """Return the application.
+
+    Args:
+        desk: answers.
+        tokens: of the programs that may ask; None to go by certificates, or to ask for nothing.
+        classes: the names of the classes, if there are more than two.
+        hosts: by which programs may call this one; ``*`` for any.
+        numbers: whether the label is a number, so that answers have values and no probabilities.
+    """
+    reply_model = NumberReply if numbers else PredictReply
+    app = FastAPI(
+        title="Joint predictions",
+        version=VERSION,
+        description="Predictions with a model whose halves two or more organisations hold.",
+        license_info={"name": "Apache-2.0"},
+        docs_url=None,  # these pages load scripts from elsewhere, where tokens are typed
+        redoc_url=None,
+    )
+    app.add_exception_handler(RequestError, _refused)
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
+    most_ids = desk.rules.max_ids
+    under_way = asyncio.Semaphore(MOST_REQUESTS)
+    security = [] if tokens is None else [Depends(HTTPBearer(auto_error=False))]
+
+    def program_of(request: Request) -> str:
+        if tokens is not None:
+            return tokens.program_of(request.headers.get("authorization"))
+        return str(getattr(request.state, "program", None) or "local")
+
+    @app.head("/healthz", include_in_schema=False)
+    @app.get("/healthz", tags=["health"])
+    async def healthz() -> dict[str, str]:
+        """Say that this process serves, whether or not a passive party answers."""
+        return {"status": "serving"}
+
+    @app.head("/readyz", include_in_schema=False)
+    @app.get("/readyz", tags=["health"], responses={503: {"model": Readiness}})
+    async def readyz(response: Response) -> Readiness:
+        """Say whether predictions are answered now, and by which model."""
+        trouble = desk.trouble
+        if trouble is None:
+            return Readiness(ready=True, model="joint", reason=None)
+        if desk.has_fallback:
+            return Readiness(ready=True, model="fallback", reason=trouble)
+        response.status_code = 503
+        return Readiness(ready=False, model=None, reason=trouble)
+
+    @app.post(
+        "/predict",
+        tags=["predictions"],
+        dependencies=security,
+        response_model=reply_model,
+        openapi_extra={"requestBody": {"required": True, "content": _REQUEST}},
+        responses={
+            401: {"model": Problem, "description": "The program is not known."},
+            404: {"model": reply_model, "description": "None of the ids is known."},
+            413: {"model": Problem, "description": "The request is too large."},
+            415: {"model": Problem, "description": "The body is compressed, or no JSON."},
+            422: {"model": Problem, "description": "The request cannot be understood."},
+            429: {"model": Problem, "description": "The program asks for too many ids."},
+            503: {"model": Problem, "description": "A passive party is away, or this one busy."},
+        },
+    )
+    async def predict(request: Request) -> Response:
+        """Predict some ids with the joint model."""
+        # The body is no parameter: FastAPI would read it before it is known who asks.
+        with desk.log.turning_away():
+            program = program_of(request)
+            if under_way.locked():
+                raise NotAvailable("too many requests are under way")
+        async with under_way:
+            with desk.log.turning_away():
+                asked = request_of(await _body(request, most_ids * ID_BODY_BYTES), most_ids)
+            with desk.log.noted(program) as call:
+                pending = await _accepted(desk, call, asked)
+                await _settled(pending, desk.rules.timeout_s)
+                answer = desk.finish(call, pending)
+                reply = _reply(answer, classes, desk.run_id, numbers=numbers)
+                status = call.status
+        return Response(reply.model_dump_json(), status, media_type=_JSON)
+
+    return app
+
+
+async def _body(request: Request, most_bytes: int) -> bytearray:
+    """Return the body of a request whose program is known."""
+    headers = request.headers
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != _JSON or headers.get("content-encoding", "identity") != "identity":
+        raise NotJson(f"expected {_JSON} without a Content-Encoding such as gzip")
+    body = bytearray()
+    expected_bytes = int(headers.get("content-length", "0"))
+    try:
+        parts = request.stream()
+        while max(expected_bytes, len(body)) <= most_bytes:
+            body += await anext(parts)
+    except StopAsyncIteration:
+        return body
+    except ClientDisconnect as error:
+        raise Unusable("the body has ended early") from error
+    raise TooManyIds(f"the body has more than {most_bytes:,} bytes")
+
+
+def request_of(body: bytes | bytearray, most_ids: int) -> PredictRequest:
+    """Return what a body asks for; what is wrong with it costs no more than what is right.
+
+    Raises:
+        RequestError: it cannot be understood, or asks for too much; repeats no value.
+    """
+    try:
+        given = from_json(body)
+    except ValueError as error:
+        raise Unusable(f"the body is no JSON: {error}") from error
+    if not isinstance(given, dict) or not given.keys() <= PredictRequest.model_fields.keys():
+        raise Unusable("expected an object with ids, and features if need be")
+    for name, values in given.items():
+        if isinstance(values, list) and len(values) > most_ids:
+            raise TooManyIds(f"{name}: at most {most_ids}, got {len(values)}")
+    try:
+        return PredictRequest.model_validate(given)
+    except ValidationError as error:
+        found = error.errors(include_input=False, include_context=False, include_url=False)[0]
+        place = ".".join(map(str, found["loc"][:2]))
+        raise Unusable(f"{place}: {found['msg']}") from None
+
+
+async def _accepted(desk: AnswerDesk, call: Any, asked: PredictRequest) -> Pending:
+    ids = [compose(list(map(str, one))) if isinstance(one, list) else str(one) for one in asked.ids]
+    if asked.features is None:
+        return desk.accept(call, ids, None)
+    return await run_in_threadpool(desk.accept, call, ids, asked.features)
+
+
+async def _settled(pending: Pending, timeout_s: float) -> None:
+    """Wait until a question is answered, or for as long as a program may have to wait."""
+    if pending.answer is None:
+        return
+    waiting = asyncio.wrap_future(pending.answer)
+    # Otherwise asyncio complains about an error that nobody has looked at.
+    waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
+    await asyncio.wait({waiting}, timeout=timeout_s)
+
+
+def _reply(
+    answer: Answer, classes: list[str] | None, run_id: str, *, numbers: bool
+) -> PredictReply | NumberReply:
+    found = answer.is_found
+    # float32 to double and back is exact, so that the text holds every bit.
+    given = answer.predicted.astype(np.float64).tolist()
+    predicted = [one if known else None for one, known in zip(given, found, strict=True)]
+    told: dict[str, Any] = {
+        "found": found.tolist(),
+        "model": [by.value for by in answer.answered_by],
+        "run_id": run_id,
+        "why_fallback": answer.why_fallback,
+    }
+    if numbers:
+        return NumberReply.model_construct(values=predicted, **told)
+    return PredictReply.model_construct(probabilities=predicted, classes=classes, **told)
+
+
+async def _refused(_request: Request, error: Exception) -> JSONResponse:
+    status = error.status if isinstance(error, RequestError) else 500
+    headers = {}
+    if isinstance(error, TooFast):
+        headers["Retry-After"] = str(max(1, round(error.wait_s + 0.5)))
+    elif status == 503:
+        headers["Retry-After"] = str(RETRY_AFTER_S)
+    elif status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse({"detail": str(error)}, status, headers)

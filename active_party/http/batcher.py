@@ -1,0 +1,243 @@
+"""Puts requests that arrive together into one question to the passive parties.
+
+A question leaves at once while few others are under way; requests that arrive in the meantime wait
+and leave together. Predictions do not depend on the company in which they were asked for, because
+both halves of the model compute in blocks of one size.
+"""
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from splitveil.active_party.http.errors import NotAvailable
+from splitveil.active_party.http.online_status import OnlineStatus
+from splitveil.active_party.predict.predictor import (
+    Asked,
+    Predictions,
+    Predictor,
+    asking_order,
+)
+from splitveil.common.data.features import Features
+from splitveil.common.run.contract import Contract
+from splitveil.common.run.inference import Embedded
+from splitveil.common.wire.inference_codec import portions
+
+IN_FLIGHT = 4
+"""Questions under way at a time."""
+MOST_WAITING = 2048
+"""Requests that may wait; a further one is refused at once."""
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """Ids for which a program wants predictions."""
+
+    ids: Sequence[str]
+    """In canonical form."""
+
+    own: Features | None = None
+    """The active party's own features of the ids, in their order, if the program gave them; None if
+    they are those in the party's table."""
+
+
+class _Waiting(NamedTuple):
+    question: Question
+    answer: "Future[Predictions]"
+    given_up_at: float
+
+    def is_wanted(self) -> bool:
+        return not self.answer.cancelled() and time.monotonic() < self.given_up_at
+
+
+class _UnderWay(NamedTuple):
+    batch: list[_Waiting]
+    asked: list[Asked]
+    """The messages of which the batch's question consists."""
+    places: list[NDArray[np.int64]]
+    """For each request, where its ids are among those that were asked for."""
+
+
+class Batcher:
+    """Answers questions with predictions of the joint model. Several threads may use it."""
+
+    def __init__(
+        self,
+        predictor: Predictor,
+        contract: Contract,
+        wait_s: float,
+        timeout_s: float,
+        status: OnlineStatus,
+    ) -> None:
+        self._predictor = predictor
+        self._status = status
+        self._contract = contract
+        self._wait_s = wait_s
+        self._timeout_s = timeout_s
+        self._incoming: queue.Queue[_Waiting | None] = queue.Queue(MOST_WAITING)
+        self._under_way: queue.Queue[_UnderWay | None] = queue.Queue(IN_FLIGHT)
+        self._kept: _Waiting | None = None
+        self._threads = [
+            threading.Thread(target=work, name=name, daemon=True)
+            for work, name in ((self._ask, "batches-asked"), (self._finish, "batches-finished"))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def submit(self, question: Question) -> "Future[Predictions]":
+        """Ask a question without waiting.
+
+        Returns the answer to come, or one of the errors of ``Predictor.finish``.
+        """
+        answer: Future[Predictions] = Future()
+        waiting = _Waiting(question, answer, time.monotonic() + self._timeout_s)
+        try:
+            self._incoming.put_nowait(waiting)
+        except queue.Full as error:
+            raise NotAvailable("too many requests are waiting") from error
+        return answer
+
+    @property
+    def num_waiting(self) -> int:
+        """How many questions wait to be asked."""
+        return self._incoming.qsize()
+
+    def close(self) -> None:
+        """Answer what is waiting, and end."""
+        self._incoming.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _ask(self) -> None:
+        is_over = False
+        while not is_over:
+            batch, is_over = self._gathered()
+            if not batch:
+                continue
+            try:
+                under_way = self._asked(batch)
+            except Exception as error:
+                _set_all(batch, error)
+            else:
+                self._under_way.put(under_way)
+        self._under_way.put(None)
+
+    def _asked(self, batch: list[_Waiting]) -> _UnderWay:
+        """Ask for the ids of a batch in as many messages as they need."""
+        together = [text for waiting in batch for text in waiting.question.ids]
+        order = asking_order(together)
+        ids = [together[index] for index in order]
+        parts = portions(ids, self._predictor.max_ids, self._contract)
+        self._status.note_question(len(batch), len(ids))
+        asked = [self._predictor.ask(ids[part]) for part in parts]
+        ends = np.cumsum([len(waiting.question.ids) for waiting in batch])
+        return _UnderWay(batch, asked, np.split(np.argsort(order), ends[:-1]))
+
+    def _gathered(self) -> tuple[list[_Waiting], bool]:
+        """Return the questions to be asked together, and whether they are the last."""
+        first = self._kept or self._incoming.get()
+        self._kept = None
+        batch: list[_Waiting] = []
+        num_ids, until = 0, time.monotonic() + self._wait_s
+        following = first
+        while following is not None:
+            if following.is_wanted():
+                num_ids += len(following.question.ids)
+                if batch and num_ids > self._predictor.max_ids:
+                    self._kept = following
+                    return batch, False
+                batch.append(following)
+            try:
+                left_s = until - time.monotonic()
+                if left_s > 0:
+                    following = self._incoming.get(timeout=left_s)
+                else:
+                    following = self._incoming.get_nowait()
+            except queue.Empty:
+                return batch, False
+        return batch, True
+
+    def _finish(self) -> None:
+        while (item := self._under_way.get()) is not None:
+            batch, asked, places = item
+            left_s = max(waiting.given_up_at for waiting in batch) - time.monotonic()
+            try:
+                wait([answer for part in asked for answer in part.answers], max(left_s, 0.0))
+                found = _answers(self._predictor, batch, places, *_joined(asked))
+            except Exception as error:
+                _set_all(batch, error)
+                continue
+            for waiting, predictions in zip(batch, found, strict=True):
+                _set(waiting.answer, predictions)
+
+
+def _set_all(batch: Sequence[_Waiting], error: Exception) -> None:
+    for waiting in batch:
+        _set(waiting.answer, error)
+
+
+def _set(answer: "Future[Predictions]", result: Predictions | Exception) -> None:
+    with contextlib.suppress(Exception):  # a program that waits no longer has cancelled it
+        if isinstance(result, Exception):
+            answer.set_exception(result)
+        else:
+            answer.set_result(result)
+
+
+def _answers(
+    predictor: Predictor,
+    batch: Sequence[_Waiting],
+    places: Sequence[NDArray[np.int64]],
+    asked: Asked,
+    embedded: Sequence[Embedded],
+) -> list[Predictions]:
+    if any(waiting.question.own is not None for waiting in batch):
+        return [
+            predictor.combine(
+                _part_of(asked, at), [_rows_of(answer, at) for answer in embedded], w.question.own
+            )
+            for w, at in zip(batch, places, strict=True)
+        ]
+    together = predictor.combine(asked, embedded)
+    return [Predictions(together.probabilities[at], together.found[at], {}) for at in places]
+
+
+def _joined(asked: Sequence[Asked]) -> tuple[Asked, list[Embedded]]:
+    """Return a question and its answers, of the messages that they were divided into."""
+    answers = [[answer.result(0) for answer in part.answers] for part in asked]
+    if len(asked) == 1:
+        return asked[0], answers[0]
+    rows = [part.rows for part in asked if part.rows is not None]
+    ids = [text for part in asked for text in part.ids]
+    together = [
+        Embedded(
+            np.concatenate([one.known for one in of_party]),
+            torch.cat([one.values for one in of_party]),
+        )
+        for of_party in zip(*answers, strict=True)
+    ]
+    return Asked(ids, np.concatenate(rows) if rows else None, []), together
+
+
+def _part_of(asked: Asked, at: NDArray[np.int64]) -> Asked:
+    return Asked([asked.ids[i] for i in at], None if asked.rows is None else asked.rows[at], [])
+
+
+def _rows_of(embedded: Embedded, at: NDArray[np.int64]) -> Embedded:
+    known = embedded.known[at]
+    rows = (np.cumsum(embedded.known) - 1)[at]
+    return Embedded(known, embedded.values[torch.from_numpy(rows[known])])

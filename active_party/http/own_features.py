@@ -1,0 +1,111 @@
+"""Encodes own features that a program sends, as those of the party's file were."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from splitveil.active_party.http.errors import Unusable
+from splitveil.common.data.features import UNKNOWN_SLOT, FeatureEncoder, Features
+from splitveil.common.data.settings import DataSettings
+from splitveil.common.data.sources import ColumnsInMemory, list_rows
+from splitveil.common.data.table import Table, table_of
+from splitveil.common.data.table_files import settings_for
+from splitveil.common.data.unknown_categories import unknown_categories
+from splitveil.common.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+_KINDS = {
+    frozenset({str}): pa.string(),
+    frozenset({list}): pa.list_(pa.string()),
+    frozenset({int}): pa.int64(),
+}
+
+
+class _Kinds(NamedTuple):
+    types: tuple[frozenset[type], ...]
+
+    words: str
+
+
+_TEXTS = frozenset({str})
+_NUMBERS: frozenset[type] = frozenset({int, float})
+_NUMBER = _Kinds((_NUMBERS, _TEXTS), "numbers, or texts that are numbers")
+_CATEGORY = _Kinds((_NUMBERS, _TEXTS), "texts, or numbers that stand for them")
+_TIME = _Kinds((_TEXTS,), "times as texts")
+_LIST = _Kinds((frozenset({list}), _TEXTS), "lists of texts, or texts")
+
+
+class GivenFeatures:
+    def __init__(self, settings: DataSettings, encoder: FeatureEncoder | None) -> None:
+        self._encoder = encoder
+        self._num_suspect = 0
+        # No id is read: the request names the rows.
+        self._settings = settings_for(settings, settings.source, encoder).model_copy(
+            update={"id_column": None}
+        )
+        chosen = self._settings.features
+        self._expected: dict[str, _Kinds] = {}
+        self.columns: tuple[str, ...] = ()
+        if encoder is not None and chosen is not None:
+            kinds = (chosen.numeric, chosen.categorical, chosen.timestamps, chosen.lists)
+            for names, expected in zip(kinds, (_NUMBER, _CATEGORY, _TIME, _LIST), strict=True):
+                self._expected |= dict.fromkeys(names, expected)
+            self.columns = tuple(name for columns in kinds for name in columns)
+        """The names of all columns that a request has to give."""
+
+    def of_rows(self, rows: Sequence[Mapping[str, Any]], num_ids: int) -> Features:
+        """Encode rows, each with a value or None by column, of at least one id."""
+        if len(rows) != num_ids:
+            raise Unusable(f"features: expected {num_ids} rows, one for each id, got {len(rows)}")
+        if self._encoder is None:
+            raise Unusable("features: the model has no features of this party")
+        # First, since a table of all names in all rows grows with the product of both.
+        if not all(row.keys() <= self._expected.keys() for row in rows):
+            raise Unusable(f"features: expected these columns alone: {', '.join(self.columns)}")
+        for name in self.columns:
+            lacking = [number for number, row in enumerate(rows, start=1) if name not in row]
+            if lacking and len(lacking) < len(rows):
+                raise Unusable(
+                    f"features: column {name!r}: missing in {list_rows(lacking)}; expected null "
+                    f"where there is no value"
+                )
+        if missing := [name for name in self.columns if name not in rows[0]]:
+            raise Unusable(f"features: columns are missing: {', '.join(missing)}")
+        cells = {name: self._cells(name, [row[name] for row in rows]) for name in self.columns}
+        try:
+            table = table_of(ColumnsInMemory("features", cells), self._settings)
+            features = self._encoder.transform(table, np.arange(len(table)))
+        except DataError as error:
+            raise Unusable(str(error)) from error
+        slots = features.categorical
+        if self._encoder.lists or (slots is not None and UNKNOWN_SLOT in slots):
+            self._log_unknown(self._encoder, table)
+        return features
+
+    def _log_unknown(self, encoder: FeatureEncoder, table: Table) -> None:
+        self._num_suspect += 1
+        if self._num_suspect.bit_count() == 1:  # at each doubling: programs ask all day
+            for sentence, _ in unknown_categories(encoder, table, self._settings.features):
+                logger.warning("%s", sentence)
+
+    def _cells(self, name: str, values: Sequence[Any]) -> Any:
+        expected = self._expected[name]
+        kinds = frozenset(map(_kind, values)) - {type(None)}
+        if kinds and not any(kinds <= allowed for allowed in expected.types):
+            raise Unusable(f"features: column {name!r}: expected {expected.words}")
+        # Of gaps alone no type can be told, and a column of times or texts is none of numbers.
+        of_gaps = pa.float64() if expected is _NUMBER else pa.string()
+        kind = _KINDS.get(kinds, pa.float64()) if kinds else of_gaps
+        try:
+            return pa.chunked_array([pa.array(values, kind)])
+        except (pa.ArrowException, OverflowError) as error:
+            raise Unusable(f"features: column {name!r}: a number is too large") from error
+
+
+def _kind(value: Any) -> type:
+    is_of_texts = not isinstance(value, list) or all(isinstance(part, str) for part in value)
+    return type(value) if is_of_texts else object

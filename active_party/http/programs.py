@@ -1,0 +1,102 @@
+"""The programs that ask for predictions: their tokens, and how many ids they may ask for."""
+
+import hashlib
+import hmac
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from splitveil.active_party.http.errors import NotAdmitted, TooFast
+from splitveil.common.data.secret_files import read_secret
+from splitveil.common.errors import SettingsError
+
+BURST_S = 1.0
+"""Seconds of requests that may be saved up by asking nothing."""
+
+
+class RateLimit:
+    """Refuses requests that come too fast. Several threads may use it."""
+
+    def __init__(
+        self, ids_per_second: float | None, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._ids_per_second = ids_per_second
+        self._now = now
+        self._free_at: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def charge(self, program: str, num_ids: int) -> None:
+        """Count the ids of a request.
+
+        A request with more ids than one second's is accepted after a second without any, and the
+        program then has to wait accordingly longer.
+
+        Raises:
+            TooFast: says how long to wait; nothing is counted.
+        """
+        if self._ids_per_second is None:
+            return
+        now, cost_s = self._now(), num_ids / self._ids_per_second
+        with self._lock:
+            free_at = max(self._free_at.get(program, 0.0), now - BURST_S)
+            wait_s = free_at + min(cost_s, BURST_S) - now
+            if wait_s > 0:
+                raise TooFast(
+                    f"more than {self._ids_per_second:g} ids per second (serving.ids_per_second)",
+                    wait_s,
+                )
+            self._free_at[program] = free_at + cost_s
+
+
+MIN_TOKEN_CHARACTERS = 32
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_SETTING = "serving.token_file"
+
+
+class Tokens:
+    """The tokens of a file, of which only digests are kept."""
+
+    def __init__(self, tokens: dict[str, str]) -> None:
+        self._digests = {name: _digest(token) for name, token in tokens.items()}
+
+    @classmethod
+    def read(cls, path: Path) -> "Tokens":
+        """Read a file with one line ``NAME TOKEN`` for each program."""
+        text = read_secret(path, _SETTING)
+        if not text.isascii():
+            raise SettingsError(f"{_SETTING}: {path}: expected ASCII text")
+        tokens: dict[str, str] = {}
+        for number, line in enumerate(text.splitlines(), start=1):
+            words = line.split()
+            if not words or words[0].startswith("#"):
+                continue
+            is_known = len(words) == 2 and words[0] not in tokens
+            if not is_known or not _NAME.fullmatch(words[0]):
+                raise SettingsError(
+                    f"{_SETTING}: {path}: line {number}: expected NAME TOKEN, each name once"
+                )
+            if len(words[1]) < MIN_TOKEN_CHARACTERS:
+                raise SettingsError(
+                    f"{_SETTING}: {path}: line {number}: expected a token of at least "
+                    f"{MIN_TOKEN_CHARACTERS} characters"
+                )
+            tokens[words[0]] = words[1]
+        if not tokens:
+            raise SettingsError(f"{_SETTING}: {path}: there are no tokens")
+        return cls(tokens)
+
+    def program_of(self, authorization: str | None) -> str:
+        kind, _, token = (authorization or "").partition(" ")
+        if kind.lower() == "bearer":
+            digest = _digest(token.strip())
+            # All are compared, so that the time tells nothing.
+            found = [n for n, own in self._digests.items() if hmac.compare_digest(own, digest)]
+            if found:
+                return found[0]
+        raise NotAdmitted("expected a header Authorization: Bearer TOKEN with a known token")
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode(errors="surrogateescape")).digest()

@@ -1,0 +1,293 @@
+"""Asks one passive party for activations, with many requests under way on one stream."""
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, NamedTuple, Self
+
+import grpc
+
+from splitveil.common.errors import OtherModel, PeerUnreachable, SplitveilError
+from splitveil.common.run.inference import Embedded, ModelIdentity
+from splitveil.common.wire.connection import PeerConnection
+from splitveil.common.wire.endpoint import HANDSHAKE_TIMEOUT_S, INFERENCE_SERVICE, method_path
+from splitveil.common.wire.inference_codec import (
+    Described,
+    decode_described,
+    decode_embedded,
+    encode_describe,
+    encode_ids,
+    model_digest,
+    most_ids,
+)
+from splitveil.common.wire.limits import SMALL_BYTES, believed, reader
+from splitveil.common.wire.message_stream import MessageStream
+from splitveil.common.wire.tensor_codec import TensorLimits
+from splitveil.protos import split_learning_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+_LOOK_EVERY_S = 0.25
+
+
+class EmbedClient:
+    """Asks a passive party for the activations of ids. Several threads may use it at a time."""
+
+    def __init__(self, connection: PeerConnection, model: ModelIdentity, deadline_s: float) -> None:
+        self.party = connection.party
+        self.connection = connection
+        self._model = model
+        self._digest = model_digest(model)
+        self._deadline_s = deadline_s
+        self._limits = TensorLimits.of(connection.contract)
+        self._max_ids = most_ids(connection.contract)
+        self._stream: _Stream | None = None
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def max_ids(self) -> int:
+        """The most ids that one request may name; smaller if the passive party says so."""
+        return self._max_ids
+
+    def check_model(self, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> Described:
+        """Ask which model the passive party serves, and check that it belongs to this party's.
+
+        Raises:
+            ContractMismatch: the parties hold different contracts.
+            OtherModel: its half of the model is from another training; the message names both.
+            PeerError: it does not answer, or is not trusted.
+        """
+        with self._lock:
+            channel = self.connection.channel()
+        call = channel.unary_unary(
+            method_path("Describe", INFERENCE_SERVICE),
+            pb.DescribeRequest.SerializeToString,
+            reader(pb.DescribeReply, SMALL_BYTES),
+        )
+        request = encode_describe(self.party, self.connection.contract)
+        try:
+            reply = call(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise self.connection.error_of(error) from error
+        described = decode_described(believed(reply))
+        if described.model != self._model:
+            raise OtherModel(
+                f"the halves of the model do not belong together: this party's is of "
+                f"{self._model}, passive party {self.party!r} serves one of {described.model}"
+            )
+        self._max_ids = min(most_ids(self.connection.contract), described.max_ids)
+        return described
+
+    @property
+    def has_lost_stream(self) -> bool:
+        """Whether a stream was open and has ended: the next request opens another one."""
+        stream = self._stream
+        return stream is not None and stream.is_over
+
+    def open_stream(self) -> None:
+        """Open the stream before the first request, so that its loss is noticed without one.
+
+        Raises:
+            PeerError: no server answers, or one that this party does not trust.
+        """
+        self._opened()
+
+    def submit(self, ids: Sequence[str]) -> "Future[Embedded]":
+        """Ask for the activations of some ids without waiting.
+
+        Returns the answer to come. Its error is a ``PeerUnreachable`` if the connection is down or
+        the answer late: the same ids may be asked again, on a new stream.
+        """
+        try:
+            return self._opened().submit(ids)
+        except SplitveilError as error:
+            failed: Future[Embedded] = Future()
+            failed.set_exception(error)
+            return failed
+
+    def open_table(self, interruption: Callable[[], int | None]) -> MessageStream:
+        """Open a stream for the whole table.
+
+        Raises:
+            PeerError: the passive party does not answer, or is not trusted.
+        """
+        with self._lock:
+            channel = self.connection.channel()
+        method: Any = channel.stream_stream(
+            method_path("EmbedTable", INFERENCE_SERVICE),
+            pb.TableRequest.SerializeToString,
+            reader(pb.TableReply, self.connection.contract.max_message_bytes),
+        )
+        return MessageStream(method, self._deadline_s, interruption, self.connection.error_of)
+
+    def table_request(self, points: bytes, *, last: bool) -> pb.TableRequest:
+        return pb.TableRequest(model_digest=self._digest, points=points, last=last)
+
+    def embed(self, ids: Sequence[str]) -> Embedded:
+        """Ask for the activations of some ids, and wait.
+
+        Raises:
+            PeerError: there is no answer in time, or not a valid one.
+        """
+        return self.submit(ids).result()
+
+    def disconnect(self) -> None:
+        """End the stream and the connection; requests under way fail, and the next one connects."""
+        with self._lock:
+            stream, self._stream = self._stream, None
+            if stream is not None:
+                stream.close()
+            self.connection.close()
+
+    def close(self) -> None:
+        """End the stream and the connection for good; requests under way fail."""
+        self.disconnect()
+
+    def _opened(self) -> "_Stream":
+        with self._lock:
+            if self._stream is None or self._stream.is_over or self.connection.is_outdated:
+                if self._stream is not None:
+                    self._stream.close()
+                    self.connection.renew()  # it may be that a certificate has expired
+                self._stream = _Stream(self._call(), self._ask, self._read, self._deadline_s)
+            return self._stream
+
+    def _call(self) -> Callable[[Iterator[Any]], Any]:
+        method: Any = self.connection.channel().stream_stream(
+            method_path("Embed", INFERENCE_SERVICE),
+            pb.EmbedRequest.SerializeToString,
+            reader(pb.EmbedReply, self.connection.contract.max_message_bytes),
+        )
+
+        def call(requests: Iterator[Any]) -> Any:
+            opened = method(requests)
+            return _Translated(opened, self.connection.error_of)
+
+        return call
+
+    def _ask(self, number: int, ids: Sequence[str]) -> pb.EmbedRequest:
+        return encode_ids(number, ids, self._digest)
+
+    def _read(self, reply: Any, number: int, num_ids: int) -> Embedded:
+        return decode_embedded(believed(reply), number, num_ids, self._limits)
+
+
+class _Translated:
+    """A call whose errors are this project's own."""
+
+    def __init__(self, call: Any, error_of: Callable[[Exception], SplitveilError]) -> None:
+        self._call = call
+        self._error_of = error_of
+
+    def receive(self) -> Any:
+        try:
+            return next(self._call)
+        except StopIteration as error:
+            raise PeerUnreachable("the passive party closed the stream") from error
+        except grpc.RpcError as error:
+            raise self._error_of(error) from error
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
+class _Waiting(NamedTuple):
+    number: int
+    num_ids: int
+    since: float
+    answer: "Future[Embedded]"
+
+
+class _Stream:
+    """One stream of requests and replies; once it has failed, it stays over."""
+
+    def __init__(
+        self,
+        call: Callable[[Iterator[Any]], Any],
+        ask: Callable[[int, Sequence[str]], Any],
+        read: Callable[[Any, int, int], Embedded],
+        deadline_s: float,
+    ) -> None:
+        self.is_over = False
+        self._lost = PeerUnreachable("the connection to the passive party was lost")
+        """Why nothing can be asked any more; a refusal may come before the first question."""
+        self._ask = ask
+        self._read = read
+        self._deadline_s = deadline_s
+        self._number = 0
+        self._waiting: deque[_Waiting] = deque()
+        self._lock = threading.Lock()
+        self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._call = call(iter(self._outgoing.get, None))
+        self._ended = threading.Event()
+        for work, name in ((self._receive, "embed-replies"), (self._watch, "embed-deadline")):
+            threading.Thread(target=work, name=name, daemon=True).start()
+
+    def submit(self, ids: Sequence[str]) -> "Future[Embedded]":
+        answer: Future[Embedded] = Future()
+        answer.set_running_or_notify_cancel()
+        with self._lock:
+            if self.is_over:
+                raise self._lost
+            number, self._number = self._number, self._number + 1
+            self._waiting.append(_Waiting(number, len(ids), time.monotonic(), answer))
+            self._outgoing.put(self._ask(number, ids))
+        return answer
+
+    def close(self) -> None:
+        self._fail(PeerUnreachable("the connection to the passive party was closed"))
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                reply = self._call.receive()
+                with self._lock:
+                    if not self._waiting:
+                        raise PeerUnreachable("a reply that nothing was asked for")
+                    asked = self._waiting[0]
+                embedded = self._read(reply, asked.number, asked.num_ids)
+                with self._lock:
+                    if self.is_over:
+                        return
+                    self._waiting.popleft()
+                asked.answer.set_result(embedded)
+        except SplitveilError as error:
+            self._fail(error)
+        except Exception as error:
+            logger.exception("fault while replies were read")
+            self._fail(PeerUnreachable(f"a reply could not be read: {type(error).__name__}"))
+
+    def _fail(self, error: SplitveilError) -> None:
+        with self._lock:
+            if self.is_over:
+                return
+            self.is_over = True
+            if isinstance(error, PeerUnreachable):
+                self._lost = error
+            left = list(self._waiting)
+            self._waiting.clear()
+        self._ended.set()
+        self._outgoing.put(None)
+        with suppress(Exception):
+            self._call.cancel()
+        for asked in left:
+            asked.answer.set_exception(error)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(min(_LOOK_EVERY_S, self._deadline_s / 2)):
+            with self._lock:
+                since = self._waiting[0].since if self._waiting else None
+            if since is not None and time.monotonic() - since > self._deadline_s:
+                late = f"the passive party has not answered within {self._deadline_s:g} s"
+                self._fail(PeerUnreachable(late))

@@ -1,0 +1,229 @@
+"""Predicts by id: asks every passive party for activations, and computes probabilities of them.
+
+Nothing that is computed here is sent to anybody.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from splitveil.active_party.predict.embed_client import EmbedClient
+from splitveil.active_party.predict.joint_model import JointModel, ModelChoice
+from splitveil.active_party.predict.table_client import TableClient
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.data.features import Features
+from splitveil.common.data.stored_ids import ABSENT
+from splitveil.common.errors import SettingsError
+from splitveil.common.party.credentials import credential_files
+from splitveil.common.party.served_rows import ServedRows
+from splitveil.common.run.contract import ACTIVE
+from splitveil.common.run.inference import Embedded
+from splitveil.common.wire.connection import PeerConnection
+from splitveil.common.wire.endpoint import check_security
+from splitveil.common.wire.http_proxy import proxy_of_environment
+from splitveil.common.wire.noted_calls import Notes
+
+logger = logging.getLogger(__name__)
+
+
+class Predictions(NamedTuple):
+    """What the joint model says of some ids."""
+
+    probabilities: NDArray[np.float32]
+    """Of label 1, (ids,), or of each class, (ids, classes); or numbers in the label's unit, (ids,).
+    NaN for an id that was not found."""
+
+    found: NDArray[np.bool_]
+    """Whether every party has a row of the id, (ids,)."""
+
+    missing_at: dict[str, int]
+
+
+class Asked(NamedTuple):
+    """A question that is under way at every passive party."""
+
+    ids: Sequence[str]
+    rows: NDArray[np.int64] | None
+    """The ids' rows in this party's own table; None if the model needs none."""
+    answers: "list[Future[Embedded]]"
+
+
+def asking_order(ids: Sequence[str]) -> NDArray[np.int64]:
+    """Return the order in which passive parties are asked for ids, as indices.
+
+    It follows from the ids alone, because their order in a list may follow labels.
+    """
+    return np.array(sorted(range(len(ids)), key=ids.__getitem__), np.int64)
+
+
+class Predictor:
+    """Answers ids with probabilities. Several threads may use it."""
+
+    def __init__(
+        self,
+        model: JointModel,
+        clients: Sequence[EmbedClient | TableClient],
+        own_rows: ServedRows | None = None,
+    ) -> None:
+        self.model = model
+        self.clients = tuple(clients)
+        self.own_rows = own_rows
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def max_ids(self) -> int:
+        return min(client.max_ids for client in self.clients)
+
+    def check_models(self) -> None:
+        """Ask every passive party which model it serves, and check that all belong together.
+
+        Raises:
+            OtherModel: a party's half is from another training; the message names both.
+            ContractMismatch: a party holds another contract.
+            PeerError: a party does not answer, or is not trusted.
+        """
+        for client in self.clients:
+            client.check_model()
+
+    def take_tables(
+        self, ids: Sequence[str], interruption: Callable[[], int | None] = lambda: None
+    ) -> None:
+        """Take the whole tables of passive parties whose clients need them, for some ids.
+
+        Raises:
+            PeerError: a passive party does not give its table, or does not answer.
+        """
+        for client in self.clients:
+            if isinstance(client, TableClient):
+                client.take(ids, interruption)
+
+    def ask(self, ids: Sequence[str]) -> Asked:
+        # First: these rows are read while the question is under way.
+        answers = [client.submit(ids) for client in self.clients]
+        rows = None if self.own_rows is None else self.own_rows.rows_of(ids)
+        return Asked(ids, rows, answers)
+
+    def finish(self, asked: Asked, timeout_s: float | None = None) -> Predictions:
+        """Wait for the answers to a question, and compute the probabilities.
+
+        Raises:
+            PeerError: there is no answer in time, or not a valid one.
+            TimeoutError: there is no answer within ``timeout_s``.
+        """
+        embedded = [answer.result(timeout_s) for answer in asked.answers]
+        return self.combine(asked, embedded)
+
+    def predict(self, ids: Sequence[str], timeout_s: float | None = None) -> Predictions:
+        """Answer some ids; the same as ``ask`` and ``finish``."""
+        return self.finish(self.ask(ids), timeout_s)
+
+    def combine(
+        self, asked: Asked, embedded: Sequence[Embedded], given: Features | None = None
+    ) -> Predictions:
+        """Compute the probabilities of a question from all its answers."""
+        found = np.logical_and.reduce([answer.known for answer in embedded])
+        missing_at = {
+            client.party: int((~answer.known).sum())
+            for client, answer in zip(self.clients, embedded, strict=True)
+        }
+        own = None
+        if given is not None:
+            own = given.rows(torch.from_numpy(np.flatnonzero(found)))
+        elif self.own_rows is not None and asked.rows is not None:
+            is_known = asked.rows != ABSENT
+            missing_at[ACTIVE] = int((~is_known).sum())
+            found &= is_known
+            own = self.own_rows.features_of(asked.rows[found])
+        activations = [
+            answer.values
+            if found.sum() == len(answer.values)
+            # Of the rows that this party knows, those that all parties know.
+            else answer.values[torch.from_numpy(found[answer.known])]
+            for answer in embedded
+        ]
+        known = self.model.predictions(activations, own)
+        probabilities = np.full((len(found), *known.shape[1:]), np.nan, np.float32)
+        probabilities[found] = known
+        return Predictions(probabilities, found, missing_at)
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+
+
+def log_security(settings: ActiveSettings) -> None:
+    """Log what protects the connection to each passive party.
+
+    Raises:
+        SettingsError: the credentials cannot be used, or are missing beyond this machine.
+    """
+    credentials = credential_files(settings, ACTIVE)
+    for party, address in settings.inference.connect.items():
+        security = check_security(credentials, address, f"inference.connect.{party}")
+        level = logging.WARNING if credentials is None else logging.INFO
+        logger.log(level, "security towards %s: %s", party, security)
+
+
+def open_predictor(
+    settings: ActiveSettings,
+    device: torch.device,
+    choice: ModelChoice | None = None,
+    table: Path | None = None,
+    notes: Notes | None = None,
+    *,
+    whole_table: bool = False,
+) -> Predictor:
+    """Load the active party's half of the model, and prepare the connections.
+
+    Nothing is asked yet: ``check_models`` has to come first.
+
+    Raises:
+        SettingsError: there is no such model, or an address is missing.
+        DataError: this party's table cannot be used.
+        PeerError: a passive party does not answer, or is not trusted.
+    """
+    contract = settings.contract
+    addresses = settings.inference.connect
+    _check_addresses(contract.passive_parties, addresses)
+    model = JointModel.load(settings, device, choice)
+    own_rows = None if model.encoder is None else ServedRows.load(settings, model.encoder, table)
+    if table is not None and own_rows is None:
+        raise SettingsError("--data: the model has no features of this party")
+    credentials = credential_files(settings, ACTIVE)
+    uses_proxy = settings.inference.proxy is not None
+    with ExitStack() as opened:
+        clients: list[EmbedClient | TableClient] = []
+        for party in contract.passive_parties:
+            address = addresses[party]
+            proxy = proxy_of_environment(address) if uses_proxy else None
+            connection = PeerConnection(address, contract, credentials, notes, proxy, party)
+            client = EmbedClient(connection, model.identity, settings.reconnect.deadline_s)
+            opened.enter_context(client)
+            clients.append(TableClient(client) if whole_table else client)
+        opened.pop_all()
+    return Predictor(model, clients, own_rows)
+
+
+def _check_addresses(parties: Sequence[str], addresses: dict[str, str]) -> None:
+    missing = [name for name in parties if name not in addresses]
+    unknown = [name for name in addresses if name not in parties]
+    problems = [
+        f"inference.connect: no address of passive party {name!r}: add inference.connect.{name}, "
+        f"the host and port of its splitveil passive serve"
+        for name in missing
+    ]
+    problems += [f"inference.connect: the contract has no passive party {n!r}" for n in unknown]
+    if problems:
+        raise SettingsError(problems)

@@ -1,0 +1,125 @@
+"""Takes a passive party's whole table, sealed, and opens the rows whose ids this party has.
+
+It stands in the place of an ``EmbedClient``: all ids have to be known in advance, and are then
+answered from memory.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+
+import numpy as np
+import torch
+
+from splitveil.active_party.predict.embed_client import EmbedClient
+from splitveil.common.alignment import ristretto
+from splitveil.common.data.stored_ids import ABSENT, IdIndex
+from splitveil.common.errors import InvalidMessage
+from splitveil.common.run.inference import Embedded
+from splitveil.common.wire.connection import PeerConnection
+from splitveil.common.wire.limits import CHUNK_IDS, believed
+from splitveil.common.wire.message_stream import MessageStream
+from splitveil.common.wire.table_codec import (
+    decode_points,
+    decode_rows,
+    open_row,
+    sealed_rows,
+    secrets_of,
+)
+from splitveil.common.wire.tensor_codec import TensorLimits
+from splitveil.protos import split_learning_pb2 as pb
+
+
+class TableClient:
+    """Answers ids from a table that was taken as a whole; no single id is ever asked for."""
+
+    def __init__(self, inner: EmbedClient) -> None:
+        self.party = inner.party
+        self._inner = inner
+        self._limits = TensorLimits.of(inner.connection.contract)
+        self._index: IdIndex | None = None
+        self._place = np.empty(0, np.int64)
+        self._values = torch.empty(0)
+
+    @property
+    def connection(self) -> PeerConnection:
+        return self._inner.connection
+
+    @property
+    def max_ids(self) -> int:
+        return self._inner.max_ids
+
+    def check_model(self) -> object:
+        return self._inner.check_model()
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def take(
+        self, ids: Sequence[str], interruption: Callable[[], int | None] = lambda: None
+    ) -> None:
+        """Take the table, and keep the rows of some ids, at 4 bytes for each value.
+
+        Raises:
+            TableRefused: the passive party does not give its table.
+            PeerError: it does not answer in time, or not validly.
+        """
+        distinct = list(dict.fromkeys(ids))
+        stream = self._inner.open_table(interruption)
+        try:
+            points = b"".join(self._unmasked(stream, distinct))
+            key_of = {
+                secret.tag: (row, secret.key) for row, secret in enumerate(secrets_of(points))
+            }
+            opened = dict(self._opened(stream, key_of))
+        finally:
+            stream.drop()
+        place = np.full(len(distinct), ABSENT, np.int64)
+        rows = np.fromiter(opened, np.int64, len(opened))
+        place[rows] = np.arange(len(rows))
+        self._values = decode_rows(list(opened.values()), self._limits)
+        self._place = place
+        self._index = IdIndex(distinct)
+
+    def submit(self, ids: Sequence[str]) -> "Future[Embedded]":
+        """Answer some ids from memory.
+
+        Raises:
+            RuntimeError: the table was not taken yet.
+        """
+        if self._index is None:
+            raise RuntimeError("the table has to be taken first")
+        rows = self._index.rows_of(ids)
+        places = np.where(rows != ABSENT, self._place[rows], ABSENT)
+        known = places != ABSENT
+        answer: Future[Embedded] = Future()
+        answer.set_result(Embedded(known, self._values[torch.from_numpy(places[known])]))
+        return answer
+
+    def _unmasked(self, stream: MessageStream, ids: Sequence[str]) -> Iterator[bytes]:
+        """Yield the points k H(id) of all ids, in parts; the passive party sees r H(id) alone."""
+        group = ristretto.load()
+        scalar = group.random_scalar()
+        undoing = group.invert(scalar)
+        most = min(CHUNK_IDS, self.max_ids)
+        for start in range(0, len(ids), most):
+            part = ids[start : start + most]
+            masked = group.mask(ristretto.digest_ids(part), scalar)
+            is_last = start + most >= len(ids)
+            stream.send_all([self._inner.table_request(masked, last=is_last)])
+            reply: pb.TableReply = believed(stream.receive())
+            try:
+                yield group.multiply(decode_points(reply.points, len(part)), undoing)
+            except ristretto.NotInGroupError as error:
+                raise InvalidMessage(f"points: {error}") from error
+
+    def _opened(
+        self, stream: MessageStream, key_of: dict[bytes, tuple[int, bytes]]
+    ) -> Iterator[tuple[int, bytes]]:
+        while True:
+            reply: pb.TableReply = believed(stream.receive())
+            for tag, sealed in sealed_rows(reply, self._limits):
+                if tag in key_of:
+                    row, key = key_of[tag]
+                    yield row, open_row(sealed, key)
+            if reply.last:
+                return

@@ -7,10 +7,9 @@ its log of answers, as when it is resumed.
 
 import logging
 import re
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -23,7 +22,7 @@ from splitveil.active_party.ledger.account_book import (
     open_book,
 )
 from splitveil.active_party.ledger.known_bounds import auc_bound
-from splitveil.active_party.run.observer import SessionObserver
+from splitveil.active_party.run.observer import Unobserved
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.trainer_builder import TrainerBuilder
 from splitveil.common.errors import SettingsError, SplitveilError
@@ -137,13 +136,7 @@ def _charged_by(folder: Path, values: dict[str, Any]) -> AccountBook:
     run = run.model_copy(update={"noise_key_path": key, "compile": False})
     data = PartyData.of(run)
     builder = TrainerBuilder(run, data, torch.device("cpu"))
-    observer = cast("SessionObserver", _Unseen())
     store = RunStore(folder, run.contract.checkpoints.keep, len(run.contract.passive_parties))
-    session = build_session(run, data, builder, observer, lambda: bytes(32), store)
+    session = build_session(run, data, builder, Unobserved(), lambda: bytes(32), store)
     session.reopen()
     return session.account_book()
-
-
-class _Unseen:
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_: None

@@ -50,7 +50,7 @@ def leave_summary(
 ) -> None:
     """Write and print a run's summary, and then its report."""
     # A run need not wait for what its report is made with, nor hold it in memory.
-    from splitveil.active_party.commands.report import try_to_report  # noqa: PLC0415
+    from splitveil.active_party.report import try_to_report  # noqa: PLC0415
 
     provenance = provenance_of_process(shows_host=settings.report.show_host)
     summary = replace(summary, version=VERSION, provenance=provenance)

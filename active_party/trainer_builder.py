@@ -85,18 +85,7 @@ class TrainerBuilder:
             )
         labels = self._data.labels_at(rows.file_rows)
         self.encoder, features = self._data.encode(rows, self._earlier)
-        model = build_top_model(
-            settings.top_model,
-            contract.aggregate_shape,
-            self.encoder,
-            seed=settings.model_seed,
-            num_classes=self._num_classes,
-            trial=None if self._line else Trial(rows.order.batch_sizes, self._device),
-        )
-        if self._earlier is not None:
-            self._earlier.put_into(model)
-        model.to(self._device)
-        speed_up(model, settings.autocast, compiled=settings.compile)
+        model = self._model(rows)
         answer_keys = AnswerKeys()
         secrets = NoiseSecrets(self._noise_key, answer_keys)
         # Only if noise belongs to ids: many millions of texts take gigabytes.
@@ -107,15 +96,11 @@ class TrainerBuilder:
             path, trained = settings.noise_key_file(), [ids[position] for position in train]
             labels[train] = labels_first_used(path, self._noise_key, trained, labels[train])
         training = torch.from_numpy(train) if rows.has_survey else None
-        known = (
-            None
-            if self._known_targets is None
-            else self._known_targets.of(self._data.ids[row] for row in rows.file_rows)
-        )
-        of_file = self._subjects
-        persons = subjects = None
-        if of_file is not None:
-            of_rows = of_file[rows.file_rows]
+        known = persons = subjects = None
+        if self._known_targets is not None:
+            known = self._known_targets.of(self._data.ids[row] for row in rows.file_rows)
+        if self._subjects is not None:
+            of_rows = self._subjects[rows.file_rows]
             subjects = torch.from_numpy(numbered(of_rows))
             persons = persons_of(of_rows, (self._data.ids[row] for row in rows.file_rows))
         examples = Examples(ids, labels, self._device, training, subjects, known)
@@ -139,6 +124,22 @@ class TrainerBuilder:
             self.phases,
             tells_slopes=settings.defense.traits.needs_slopes or _knows_predictions(settings),
         )
+
+    def _model(self, rows: AlignedRows) -> nn.Module:
+        settings = self._settings
+        model = build_top_model(
+            settings.top_model,
+            settings.contract.aggregate_shape,
+            self.encoder,
+            seed=settings.model_seed,
+            num_classes=self._num_classes,
+            trial=None if self._line else Trial(rows.order.batch_sizes, self._device),
+        )
+        if self._earlier is not None:
+            self._earlier.put_into(model)
+        model.to(self._device)
+        speed_up(model, settings.autocast, compiled=settings.compile)
+        return model
 
     def _example_keys(self, ids: list[str]) -> Tensor | None:
         if self._noise_key is None or not self._settings.defense.traits.needs_example_keys:

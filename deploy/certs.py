@@ -1,12 +1,5 @@
 """The command ``splitveil certs``: certificates for both parties, signed by an authority.
 
-    splitveil certs init DIR [--party NAME ...] [--name-of NAME=DNS_NAME ...] [--days N] [--keep]
-    splitveil certs authority DIR
-    splitveil certs request DIR --party NAME [--name DNS_NAME]
-    splitveil certs sign DIR REQUEST --party NAME [--name DNS_NAME] [--fingerprint SHA256]
-    splitveil certs renew DIR --party NAME [--days N]
-    splitveil certs show FILE
-
 ``init`` makes everything at one place, for a trial. With ``request`` and ``sign``, each party makes
 its own key, which never leaves its machine. Parties that have their own certification authority do
 not need this command: the settings accept certificates from anywhere.

@@ -1,7 +1,5 @@
 """``splitveil demo``: the examples that come with the package.
 
-    splitveil demo [EXAMPLE] [--defense DEFENSE ...] [--set PARTY.NAME=VALUE ...] [--runs DIR]
-
 It runs an example as ``splitveil local`` does, from the copy inside the package: it needs neither
 the repository nor a download.
 """

@@ -1,10 +1,7 @@
 """The command ``splitveil local``: all parties of an example as processes on this machine.
 
-    splitveil local EXAMPLE_DIR [--defense DEFENSE ...] [--set PARTY.NAME=VALUE ...] [--runs DIR]
-
 An example is a folder with ``active.yaml`` and ``passive.yaml``; with more than one passive party
-it has a file for each, such as ``passive_a.yaml``. ``--set passive.NAME=VALUE`` applies to all of
-them.
+it has a file for each, such as ``passive_a.yaml``.
 
 Once all parties have ended, the report is rewritten with the figures of all parties. If more than
 one defense is given, they run one after another with the same batches and the same test rows, and

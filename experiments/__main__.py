@@ -1,9 +1,5 @@
 """The command ``python -m splitveil.experiments``: list, run, report.
 
-    list
-    run NAME [--quick | --size SIZE] [--seeds N] [--jobs N] [--only ROW ...] [--finished]
-    report NAME [--into PAGE]
-
 ``NAME`` is a file of this folder without its ending, or the path of any file. Results go to
 ``experiments/results/NAME/``: ``results.parquet``, ``table.md``, ``plots/``, and the runs
 themselves under ``cells/``. Finished cells are not run again.

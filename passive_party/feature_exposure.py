@@ -114,7 +114,7 @@ def cross_fitted(inputs: _Numbers, targets: _Numbers, folds: npt.NDArray[np.int6
     for fold in np.unique(folds):
         known, asked = folds != fold, folds == fold
         centre, spread = inputs[known].mean(axis=0), inputs[known].std(axis=0)
-        # a unit that is silent on the known rows tells nothing.
+        # A unit that is silent on the known rows tells nothing.
         spread = np.where(spread > 0, spread, np.inf)
         fitted_on = (inputs[known] - centre) / spread
         mean = targets[known].mean(axis=0)

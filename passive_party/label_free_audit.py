@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from splitveil.common.privacy.accumulation import AccumulatedScores, ContinuousSign, standardised
-from splitveil.common.privacy.attacks import ATTACKS, CUT, AttackName, Knowledge
+from splitveil.common.privacy.attacks import ATTACKS, CUT, LABEL_FREE, AttackName, Knowledge
 from splitveil.common.privacy.gradient_rows import GradientRows
-from splitveil.common.privacy.label_free import LABEL_FREE
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.privacy.residual_energy import residual_energy
 from splitveil.common.run.sample_order import Positions

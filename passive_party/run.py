@@ -109,7 +109,7 @@ class PassiveRun:
             raise
         except BaseException as error:
             self._say_goodbye(peer, LeaveReason.FAILED)
-            # a bottom model is given no labels, so that the text of its errors holds none.
+            # A bottom model is given no labels, so that the text of its errors holds none.
             own = fault_of_own_code(error, shows_text=True)
             if own is None:
                 raise
@@ -269,7 +269,7 @@ class PassiveRun:
     def _say_goodbye(self, peer: Peer, reason: LeaveReason) -> None:
         if not self.run_id:
             return  # there is no run that the peer could end
-        # a goodbye that does not arrive changes nothing here: the peer notices the silence.
+        # A goodbye that does not arrive changes nothing here: the peer notices the silence.
         with contextlib.suppress(PeerError):
             peer.leave(self.run_id, reason)
 

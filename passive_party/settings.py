@@ -8,8 +8,7 @@ from pydantic import Field, StringConstraints, model_validator
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.models.settings import ModelSettings
 from splitveil.common.party.party_settings import Address, Insecure, PartySettings, ReportSettings
-from splitveil.common.privacy.attacks import ATTACKS, CUT
-from splitveil.common.privacy.label_free import LABEL_FREE
+from splitveil.common.privacy.attacks import ATTACKS, CUT, LABEL_FREE
 from splitveil.common.privacy.settings import AuditSettings
 from splitveil.common.settings import Section
 

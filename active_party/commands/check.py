@@ -63,29 +63,6 @@ def check(parsed: argparse.Namespace) -> None:
         names = try_custom_attacks(monitor, settings.contract.aggregate_shape)
         return f"attacks: {', '.join(names)} can score gradients"
 
-    def data_and_model() -> str:
-        data = PartyData.of(settings)
-        earlier = open_label_owners_model(settings)
-        encoder = data.fit(np.arange(len(data.ids)), earlier)
-        contract, device = settings.contract, command_line.torch_device(settings.device)
-        build = partial(
-            build_top_model,
-            settings.top_model,
-            contract.aggregate_shape,
-            encoder,
-            seed=settings.model_seed,
-            num_classes=settings.data.num_classes,
-        )
-        model = build(trial=Trial((contract.batch_size,), device))
-        but = "" if contract.drop_last else lone_row_in_words(build, device)
-        if earlier is not None:
-            earlier.put_into(model)
-        subjects = subjects_of(settings, data)
-        persons = "" if subjects is None else f" of {len(np.unique(numbered(subjects)))} persons"
-        others = count_others(settings.data, open_table_source(settings.data, settings.base_dir))
-        fits = f"the top model fits them{but}{others}"
-        return f"data: {data.summary()}{persons}; {fits}; {data.report.in_words()}"
-
     command_line.report_check(
         settings,
         [
@@ -99,11 +76,35 @@ def check(parsed: argparse.Namespace) -> None:
             earlier,
             *([earlier_targets] if settings.defense.traits.earlier_targets else []),
             *([own_attacks] if monitor is not None and monitor.custom_attacks else []),
-            data_and_model,
+            partial(_data_and_model, settings),
         ],
         partial(probe_checks, settings, parsed.wait) if parsed.connect else None,
         as_json=parsed.json,
     )
+
+
+def _data_and_model(settings: ActiveSettings) -> str:
+    data = PartyData.of(settings)
+    earlier = open_label_owners_model(settings)
+    encoder = data.fit(np.arange(len(data.ids)), earlier)
+    contract, device = settings.contract, command_line.torch_device(settings.device)
+    build = partial(
+        build_top_model,
+        settings.top_model,
+        contract.aggregate_shape,
+        encoder,
+        seed=settings.model_seed,
+        num_classes=settings.data.num_classes,
+    )
+    model = build(trial=Trial((contract.batch_size,), device))
+    but = "" if contract.drop_last else lone_row_in_words(build, device)
+    if earlier is not None:
+        earlier.put_into(model)
+    subjects = subjects_of(settings, data)
+    persons = "" if subjects is None else f" of {len(np.unique(numbered(subjects)))} persons"
+    others = count_others(settings.data, open_table_source(settings.data, settings.base_dir))
+    fits = f"the top model fits them{but}{others}"
+    return f"data: {data.summary()}{persons}; {fits}; {data.report.in_words()}"
 
 
 def check_files_and_address(settings: ActiveSettings) -> None:

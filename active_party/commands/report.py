@@ -1,16 +1,14 @@
-"""``splitveil active report``, and the report at the end of a run."""
+"""``splitveil active report``: writes the page of a run, or of several."""
 
 import argparse
 import logging
 from pathlib import Path
 
 from splitveil.active_party.report import write_comparison, write_report
-from splitveil.common.errors import SettingsError, SplitveilError
+from splitveil.common.errors import SettingsError
 from splitveil.common.party.json_output import print_json
 
 logger = logging.getLogger("splitveil.active_party")
-
-_REPORT_LATER = "once the cause is gone: splitveil active report"
 
 
 def report(parsed: argparse.Namespace) -> None:
@@ -32,13 +30,3 @@ def report(parsed: argparse.Namespace) -> None:
     if parsed.json:
         print_json({"report": str(written)})
     logger.info("report written to %s", written)
-
-
-def try_to_report(run_dir: Path) -> None:
-    """Write the report of a run that is over; its results are safe even if that fails."""
-    try:
-        logger.info("report written to %s", write_report(run_dir))
-    except SplitveilError as error:  # a full disk needs no traceback
-        logger.error("%s; %s %s", error, _REPORT_LATER, run_dir)
-    except Exception:
-        logger.exception("the report could not be written; %s %s", _REPORT_LATER, run_dir)

@@ -246,14 +246,8 @@ class Adversarial:
 
     The critic learns first, then the top model, and only then is the gradient computed, as in the
     paper: the peer waits for both. A term that is not sent (``terms``) still takes part in how the
-    two learn.
-
-    Args:
-        settings: settings of GAFM.
-        generator: the top model, which maps (activation, own features or None) to logits (batch,).
-        critic: scores single numbers; its learning rate follows the same schedule.
-        noise: source of the noise on labels, and of fresh responses.
-        shifts: responses for the whole run, (aligned,); None if they are fresh.
+    two learn, and both follow the same schedule. The noise is that on labels and of fresh
+    responses; ``shifts`` are responses for the whole run, (aligned,), or None if they are fresh.
     """
 
     def __init__(

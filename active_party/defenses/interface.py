@@ -275,17 +275,13 @@ class PendingRelease(ABC):
 
     @abstractmethod
     def draw(self, key: bytes) -> Mapping[str, Tensor]:
-        """Compute the release.
-
-        The key, 32 secret bytes, is the source of its noise.
-        """
+        """Compute the release, with noise from a key of 32 secret bytes."""
 
     @abstractmethod
     def use(self, release: Mapping[str, Tensor]) -> None:
         """Begin the stage with a release that ``draw`` returned, now or in an earlier process.
 
-        Raises:
-            ValueError: its parts have other shapes.
+        Raises ValueError if its parts have other shapes.
         """
 
 
@@ -342,12 +338,7 @@ class StagedDefense(Defense):
     def pending_release(self, epoch: int, facts: RowFacts, /) -> PendingRelease | None:
         """Return the release that is due before an epoch's next answer; None if none is.
 
-        Args:
-            epoch: the epoch, from 0.
-            facts: facts about the training rows.
-
-        Raises:
-            ValueError: the facts are not of the kind that can be summed.
+        Epochs count from 0. Raises ValueError if the facts are not of a kind that can be summed.
         """
 
     @property

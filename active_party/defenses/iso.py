@@ -122,12 +122,8 @@ class IsoDefense(NoisyDefense):
 class Isotropic(RememberingDefense):
     """Adds the same amount of Gaussian noise to every example.
 
-    The labels only decide the charge for an answer; the answer itself does not depend on them.
-
-    Args:
-        norm_ratio: root-mean-square noise norm r in units of the batch's largest gradient norm.
-        noise: the only source of randomness.
-        num_classes: number of classes.
+    The labels only decide the charge for an answer; the answer itself does not depend on them. The
+    norm ratio is r, in units of the batch's largest gradient norm.
     """
 
     def __init__(self, norm_ratio: float, noise: NoiseSource, num_classes: int = 2) -> None:
@@ -158,11 +154,7 @@ class PersistentIsotropic(Defense):
     """Adds noise in all directions: persistent along the label's move and fresh across it.
 
     Across it, the gradient does not depend on the label, and repeated noise would have no benefit.
-
-    Args:
-        norm_ratio: root-mean-square noise norm r in units of the move by one unit of label.
-        noise: source of the fresh part.
-        key_name: distinguishes this run's noise in the ledger from noise of another key.
+    The norm ratio is r, in units of the move by one unit of label.
     """
 
     def __init__(self, norm_ratio: float, noise: NoiseSource, key_name: str) -> None:

@@ -303,9 +303,7 @@ class Marvell(RememberingDefense):
 class PersistentMarvell(Defense):
     """Adds to each row noise along its label's move, scaled by one number of its example.
 
-    Args:
-        sum_kl: divergence that all answers about an example together leave, 1/k^2.
-        key_name: distinguishes this run's noise in the ledger from noise of another key.
+    All answers about an example together leave the divergence 1/k^2.
     """
 
     def __init__(self, sum_kl: float, key_name: str) -> None:

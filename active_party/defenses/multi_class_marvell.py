@@ -54,13 +54,8 @@ class MultiClassMarvell(RememberingDefense):
     """Adds the noise, the same for all classes, that leaves them the least divergence.
 
     An answer before every class was seen, or in a batch whose classes have one mean, is noise of
-    the batch's largest norm without any signal. Only a batch of zeros is answered by zeros.
-
-    Args:
-        strength: the amount of noise.
-        noise: the only source of randomness.
-        num_classes: number of classes.
-        from_earlier: fit the noise to the batches before this one.
+    the batch's largest norm without any signal. Only a batch of zeros is answered by zeros. With
+    ``from_earlier`` the noise is fitted to the batches before this one.
     """
 
     def __init__(

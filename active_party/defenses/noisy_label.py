@@ -198,12 +198,8 @@ class NoisyLabelDefense(SeededDefense):
 class NoisyLabel(Defense):
     """Releases gradients of labels drawn once, and charges what those labels reveal.
 
-    Args:
-        settings: the mechanism, and the labels from which the top model learns.
-        key: the noise key.
-        num_classes: number of classes.
-        noisy_labels: as ``draw_noisy_labels`` returns them, on the device of training; None for a
-            defense that is only asked for its charge.
+    Noisy labels are those of ``draw_noisy_labels``, on the device of training; None for a defense
+    that is only asked for its charge.
     """
 
     def __init__(

@@ -60,9 +60,7 @@ def stage_epochs(stages: int, epochs: int) -> tuple[int, ...]:
 class ProjectedLabels(StagedDefense):
     """Releases gradients of targets unchanged; only the sums from which targets come are charged.
 
-    Args:
-        plan: strength, stages and rank.
-        given: facts about the run and its rows; a defense built without examples has no targets.
+    A defense built without examples has no targets.
     """
 
     def __init__(self, plan: StagePlan, given: BuildInputs) -> None:

@@ -90,9 +90,6 @@ class RowsInDouble:
 
     An iteration yields each slice of the batch with a copy of its rows. A batch of one piece is
     converted once, so only the last iteration may change the copies.
-
-    Args:
-        rows: (batch, cut_dim), float32 or float64.
     """
 
     def __init__(self, rows: Tensor) -> None:

@@ -208,11 +208,9 @@ class DefenseSection(Section):
         return None
 
     def bounds_label_move(self, _cut_dim: int, *, is_known: bool) -> bool:  # noqa: ARG002
-        """Whether `Defense.charge_covering` can return a finite charge.
+        """Whether `Defense.charge_covering` is finite on a cut of this many values per row.
 
-        Args:
-            _cut_dim: number of values per row.
-            is_known: whether a bound on the label's move is known.
+        ``is_known`` says whether a bound on the label's move is known.
         """
         return False
 

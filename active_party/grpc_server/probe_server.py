@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, cast
 
 import grpc
@@ -16,9 +15,7 @@ from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import form_of_own_ids
 from splitveil.common.run.contract import ACTIVE, Contract
 from splitveil.common.run.messages import IdForm
-from splitveil.common.wire.endpoint import SERVICE, add_health, add_port, server_options
-from splitveil.common.wire.interceptors import ErrorInterceptor
-from splitveil.common.wire.limits import CONCURRENT_RPCS, SERVER_THREADS
+from splitveil.common.wire.endpoint import SERVICE
 from splitveil.common.wire.probe_findings import (
     Check,
     certificate_in_words,
@@ -26,7 +23,7 @@ from splitveil.common.wire.probe_findings import (
     clock_in_words,
 )
 from splitveil.common.wire.probes import Introduction, ProbeDesk
-from splitveil.common.wire.tls import PartyInterceptor
+from splitveil.common.wire.server import build_server
 
 logger = logging.getLogger(__name__)
 
@@ -59,18 +56,9 @@ class ProbeServer:
         self._own = Introduction(ACTIVE, contract.canonical_json(), time.time(), id_form)
         self._introduced: dict[str, Introduced] = {}
         self._desk = ProbeDesk(contract, id_form, self._note)
-        self._server = grpc.server(
-            ThreadPoolExecutor(SERVER_THREADS, thread_name_prefix="grpc"),
-            interceptors=[
-                *([] if credentials is None else [PartyInterceptor(contract)]),
-                ErrorInterceptor(_log_refusal),
-            ],
-            options=server_options(contract),
-            maximum_concurrent_rpcs=CONCURRENT_RPCS,
-        )
+        self._server, health = build_server(contract, SERVICE, address, credentials, _log_refusal)
+        health.set(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
         self._desk.add_to(self._server)
-        add_health(self._server, SERVICE).set(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
-        add_port(self._server, address, credentials)
 
     def wait(self, wait_s: float, interruption: Interruption) -> None:
         """Serve until all passive parties have introduced themselves and fallen silent."""

@@ -1,7 +1,6 @@
 """Serves the active party's calls with gRPC: its methods, interceptors, limits and health."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -9,11 +8,9 @@ import grpc
 from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.run.contract import Contract
-from splitveil.common.wire.endpoint import SERVICE, add_health, add_port, server_options
-from splitveil.common.wire.interceptors import ErrorInterceptor
+from splitveil.common.wire.endpoint import SERVICE
 from splitveil.common.wire.limits import (
     ALIGN_FRAME_BYTES,
-    CONCURRENT_RPCS,
     HANDSHAKE_BYTES,
     SERVER_THREADS,
     SMALL_BYTES,
@@ -21,10 +18,10 @@ from splitveil.common.wire.limits import (
     believed,
     reader,
 )
-from splitveil.common.wire.noted_calls import Notes, NotingServer
+from splitveil.common.wire.noted_calls import Notes
 from splitveil.common.wire.probes import ProbeDesk
+from splitveil.common.wire.server import build_server
 from splitveil.common.wire.tensor_frame import Frame
-from splitveil.common.wire.tls import PartyInterceptor
 from splitveil.protos import split_learning_pb2 as pb
 
 
@@ -37,28 +34,20 @@ def start_server(
     desk: ProbeDesk | None = None,
 ) -> grpc.Server:
     """Serve at an address, together with the standard health service."""
-    # The outermost comes first. Errors become statuses outside of the transcript, because the
-    # transcript itself may fail, on a full disk.
-    interceptors: list[grpc.ServerInterceptor] = []
     parties = len(contract.passive_parties)
-    if credentials is not None:
-        interceptors.append(PartyInterceptor(contract))
-    interceptors.append(ErrorInterceptor(service.on_error))
-    if transcript is not None:
-        interceptors.append(NotingServer(transcript))
-    server = grpc.server(
-        ThreadPoolExecutor(
-            SERVER_THREADS + THREADS_PER_PARTY * (parties - 1), thread_name_prefix="grpc"
-        ),
-        interceptors=interceptors,
-        options=server_options(contract),
-        maximum_concurrent_rpcs=CONCURRENT_RPCS * parties,
+    server, _ = build_server(
+        contract,
+        SERVICE,
+        address,
+        credentials,
+        service.on_error,
+        notes=transcript,
+        threads=SERVER_THREADS + THREADS_PER_PARTY * (parties - 1),
+        callers=parties,
     )
     handlers = method_handlers(service, contract)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
     (desk or ProbeDesk(contract)).add_to(server)
-    add_health(server, SERVICE)
-    add_port(server, address, credentials)
     server.start()
     return server
 

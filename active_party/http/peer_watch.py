@@ -30,22 +30,11 @@ class PeerWatch:
 
     Whoever notices that one is away calls ``lost``; a stream that ends is noticed here. Requests
     are then refused at once, until all have been asked again.
-
-    Args:
-        clients: one for each passive party.
-        status: for this party's operators.
-        retry_every_s: pause between two attempts.
     """
 
-    def __init__(
-        self,
-        clients: Sequence[EmbedClient],
-        status: OnlineStatus,
-        retry_every_s: float = RETRY_EVERY_S,
-    ) -> None:
+    def __init__(self, clients: Sequence[EmbedClient], status: OnlineStatus) -> None:
         self._clients = clients
         self._status = status
-        self._retry_every_s = retry_every_s
         self._trouble: Trouble | None = Trouble("no passive party was asked yet", time.monotonic())
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -80,7 +69,7 @@ class PeerWatch:
                     self._status.peers.lost(client.party)
                     self.lost(SplitveilError(f"passive party {client.party!r} is away"))
             if self._trouble is not None and not self._check():
-                self._ended.wait(self._retry_every_s)
+                self._ended.wait(RETRY_EVERY_S)
 
     def _check(self) -> bool:
         """Ask all passive parties at the same time, and return whether the joint model answers."""

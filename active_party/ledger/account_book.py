@@ -109,7 +109,7 @@ class AccountBook:
 
     def known(self) -> KnownBounds:
         """Return what is known of every account besides its divergence, (3,)."""
-        known: KnownBounds = np.vstack([self._exposure().known, NOTHING]).max(axis=0)
+        known: KnownBounds = np.column_stack([self._exposure().known, NOTHING]).max(axis=1)
         return known
 
     def covers(self) -> Covers:

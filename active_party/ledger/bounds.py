@@ -152,7 +152,7 @@ def bounds_of(
     Args:
         sums: each example's divergence, (examples,), not empty; left in another order.
         caveats: what does not hold of each, (examples,).
-        known: what else is known of each, (examples, 3).
+        known: what else is known of each, (3, examples).
         epsilon: label differential privacy of all answers together; infinite for none.
     """
     groups = list(_groups(sums, caveats, known))
@@ -187,7 +187,7 @@ class _Group(NamedTuple):
 def _groups(sums: Divergences, caveats: Caveats, known: KnownBounds) -> Iterator[_Group]:
     """Yield the examples by what is the same of them; mostly that is a single group."""
     kinds = np.zeros(len(sums), dtype=np.int64)
-    for column in (caveats, *known.T):
+    for column in (caveats, *known):
         if (column != column[0]).any():  # of millions, looking first saves most of the time
             values = pa.array(column).dictionary_encode()
             kinds = kinds * len(values.dictionary) + values.indices.to_numpy()
@@ -200,14 +200,18 @@ def _groups(sums: Divergences, caveats: Caveats, known: KnownBounds) -> Iterator
         most = float(sums[members].max())
         np.sqrt(roots, out=roots)
         roots *= _CELLS_PER_UNIT
-        yield _Group(int(caveats[first]), known[first], most, np.bincount(roots.astype(np.int32)))
+        yield _Group(
+            int(caveats[first]), known[:, first], most, np.bincount(roots.astype(np.int32))
+        )
 
 
 def _bound_for(peers: Covers, groups: list[_Group], sum_kl: Spread) -> PeerBound:
     spread = _auc_spread(
         groups,
         sum_kl,
-        lambda of_one, group: auc_bound(of_one, group.known) if covers(group.caveats, peers) else 1,
+        lambda of_one, group: (
+            auc_bound(of_one, group.known) if covers(group.caveats, peers) else 1.0
+        ),
     )
     exact = all(
         covers(group.caveats, peers) and not group.caveats & _NOT_GAUSSIAN for group in groups

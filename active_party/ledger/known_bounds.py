@@ -25,7 +25,7 @@ from splitveil.active_party.defenses.exact_auc import auc_of_epsilon, gaussian_o
 from splitveil.active_party.defenses.sum_kl import estimated_auc, leak_auc_bound
 
 KnownBounds = npt.NDArray[np.float64]
-"""Three numbers for each account, (..., 3):
+"""Three columns, (3, accounts), or the three numbers of one account, (3,):
 
     leak_auc    AUC that no score passes if all charges are one release: 0.5 before the first one,
                 1 if it is unknown or there are several
@@ -63,19 +63,17 @@ def known_of(
 def compose(some: KnownBounds, more: KnownBounds) -> KnownBounds:
     """Return what is known of the charges of both together, account by account."""
     both = some + more
-    both[..., 0] = 1.0
-    composed = np.where(_is_nothing(more), some, both)
-    return np.where(_is_nothing(some), more, composed)
-
-
-def _is_nothing(known: KnownBounds) -> npt.NDArray[np.bool_]:
-    is_nothing: npt.NDArray[np.bool_] = (known == NOTHING).all(axis=-1, keepdims=True)
-    return is_nothing
+    both[0] = 1.0
+    for one, other in ((some, more), (more, some)):
+        is_nothing = one[0] == NOTHING[0]
+        if is_nothing.any():
+            np.copyto(both, other, where=is_nothing & (one[1] == 0) & (one[2] == 0))
+    return both
 
 
 def where_charged(charged: npt.NDArray[np.bool_], known: KnownBounds) -> KnownBounds:
     """Return what is known of the charged accounts, (3,), and of no charge for the others."""
-    return np.where(charged[:, None], known, NOTHING)
+    return np.where(charged, known[:, None], NOTHING[:, None])
 
 
 def auc_bound(sum_kl: float, known: KnownBounds) -> float:

@@ -48,7 +48,7 @@ class Limit:
 
     def of(self, known: KnownBounds) -> npt.NDArray[np.float64]:
         """Return the divergence allowed to each account of which this is known, (accounts,)."""
-        leak_auc, epsilon, excess = np.moveaxis(known, -1, 0)
+        leak_auc, epsilon, excess = known
         if self.max_leak_auc is None:
             return np.full(leak_auc.shape, self.max_sum_kl)
         bound = np.minimum(leak_auc, 0.5 + np.tanh(epsilon / 2) / 2)  # `exact_auc.auc_of_epsilon`
@@ -68,7 +68,7 @@ class Limit:
         worst = int(excess.argmax())
         if excess[worst] <= 1 + ROUNDING:
             return None
-        known, sum_kl = reached.known[worst], float(reached.sum_kl[worst])
+        known, sum_kl = reached.known[:, worst], float(reached.sum_kl[worst])
         return (
             f"would take an example to {_in_words(sum_kl, auc_bound(sum_kl, known))} for "
             f"{self.peers.in_words}; the budget is {self.in_words(known)}"

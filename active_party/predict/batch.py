@@ -55,14 +55,7 @@ class BatchPrediction:
         self._retrying = Retrying(reconnect, interruption, where, self._renew)
 
     def run(self, parts: Parts, advance: Advance) -> BatchResult:
-        """Predict what is missing, and write the output.
-
-        Raises:
-            PeerUnreachable: a passive party stays away; the finished parts stay.
-            PeerError: a passive party serves another model, or breaks a rule.
-            Interrupted: a signal came; the finished parts stay.
-            StorageError: a file cannot be written.
-        """
+        """Predict what is missing, and write the output."""
         began = time.monotonic()
         num_ids = len(parts.ids)
         asked_rows = sum(part.stop - part.start for part in parts.missing)
@@ -122,11 +115,7 @@ class BatchPrediction:
 
 
 def check_lengths(ids: Sequence[str], where: str) -> None:
-    """Check that ids fit into a message.
-
-    Raises:
-        DataError: some are too long; gives their number, and never an id.
-    """
+    """Refuse ids that do not fit into a message; the error has their number, and never an id."""
     long = [1 for text in ids if 4 * len(text) > ID_BYTES and len(text.encode()) > ID_BYTES]
     if long:
         raise DataError(f"{where}: {len(long)} ids have more than {ID_BYTES:,} bytes")

@@ -61,13 +61,7 @@ class EmbedClient:
         return self._max_ids
 
     def check_model(self, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> Described:
-        """Ask which model the passive party serves, and check that it belongs to this party's.
-
-        Raises:
-            ContractMismatch: the parties hold different contracts.
-            OtherModel: its half of the model is from another training; the message names both.
-            PeerError: it does not answer, or is not trusted.
-        """
+        """Ask which model the passive party serves, and check that it belongs to this party's."""
         with self._lock:
             channel = self.connection.channel()
         call = channel.unary_unary(
@@ -96,11 +90,7 @@ class EmbedClient:
         return stream is not None and stream.is_over
 
     def open_stream(self) -> None:
-        """Open the stream before the first request, so that its loss is noticed without one.
-
-        Raises:
-            PeerError: no server answers, or one that this party does not trust.
-        """
+        """Open the stream before the first request, so that its loss is noticed without one."""
         self._opened()
 
     def submit(self, ids: Sequence[str]) -> "Future[Embedded]":
@@ -117,11 +107,6 @@ class EmbedClient:
             return failed
 
     def open_table(self, interruption: Callable[[], int | None]) -> MessageStream:
-        """Open a stream for the whole table.
-
-        Raises:
-            PeerError: the passive party does not answer, or is not trusted.
-        """
         with self._lock:
             channel = self.connection.channel()
         method: Any = channel.stream_stream(
@@ -135,11 +120,6 @@ class EmbedClient:
         return pb.TableRequest(model_digest=self._digest, points=points, last=last)
 
     def embed(self, ids: Sequence[str]) -> Embedded:
-        """Ask for the activations of some ids, and wait.
-
-        Raises:
-            PeerError: there is no answer in time, or not a valid one.
-        """
         return self.submit(ids).result()
 
     def disconnect(self) -> None:

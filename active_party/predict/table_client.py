@@ -57,12 +57,6 @@ class TableClient:
     def take(
         self, ids: Sequence[str], interruption: Callable[[], int | None] = lambda: None
     ) -> None:
-        """Take the table, and keep the rows of some ids, at 4 bytes for each value.
-
-        Raises:
-            TableRefused: the passive party does not give its table.
-            PeerError: it does not answer in time, or not validly.
-        """
         distinct = list(dict.fromkeys(ids))
         stream = self._inner.open_table(interruption)
         try:
@@ -81,11 +75,6 @@ class TableClient:
         self._index = IdIndex(distinct)
 
     def submit(self, ids: Sequence[str]) -> "Future[Embedded]":
-        """Answer some ids from memory.
-
-        Raises:
-            RuntimeError: the table was not taken yet.
-        """
         if self._index is None:
             raise RuntimeError("the table has to be taken first")
         rows = self._index.rows_of(ids)

@@ -8,6 +8,7 @@ avoids a dependency of the size of the rest of the program.
 from splitveil.active_party.report.page import (
     comparison_page,
     report_page,
+    try_to_report,
     write_comparison,
     write_report,
 )
@@ -18,6 +19,7 @@ __all__ = [
     "comparison_page",
     "read_run",
     "report_page",
+    "try_to_report",
     "write_comparison",
     "write_report",
 ]

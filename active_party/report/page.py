@@ -4,6 +4,7 @@ Figures and charts come from the other modules, words from the templates, which 
 that comes from settings and files.
 """
 
+import logging
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -61,13 +62,16 @@ from splitveil.active_party.report.tables import (
     watch_notes,
 )
 from splitveil.active_party.report.verdict import RunLevel, Verdict, judge, needs_of, run_levels
-from splitveil.common.errors import SettingsError
+from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.page.rendering import render
 from splitveil.common.party.traffic import read_traffic
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.record.circumstances import circumstances, traffic_rows
 from splitveil.common.storage.run_folder import write_text_atomically
 
+logger = logging.getLogger("splitveil.active_party")
+
+_REPORT_LATER = "once the cause is gone: splitveil active report"
 _PACKAGE = "splitveil.active_party.report"
 _NAME_LENGTH = 36
 _EXPECTED_TO_DIFFER = {"contract.run_name", "listen", "runs_dir"}
@@ -101,6 +105,16 @@ def write_comparison(run_dirs: Sequence[Path], output: Path) -> Path:
         raise SettingsError("--compare: expected the folders of at least two runs")
     write_text_atomically(output, comparison_page([read_run(folder) for folder in run_dirs]))
     return output
+
+
+def try_to_report(run_dir: Path) -> None:
+    """Write the report of a run that is over; its results are safe even if that fails."""
+    try:
+        logger.info("report written to %s", write_report(run_dir))
+    except SplitveilError as error:  # a full disk needs no traceback
+        logger.error("%s; %s %s", error, _REPORT_LATER, run_dir)
+    except Exception:
+        logger.exception("the report could not be written; %s %s", _REPORT_LATER, run_dir)
 
 
 def report_page(run: RunFiles) -> str:

@@ -5,17 +5,17 @@ the run has finished, and any other message is out of step.
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NoReturn
+from typing import ClassVar, NoReturn
 
 from splitveil.active_party.run.lifecycle import Lifecycle
+from splitveil.active_party.run.observer import Unobserved
 from splitveil.active_party.run.opening import CommonRows
 from splitveil.active_party.run.preparation import OwnRows
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
-from splitveil.common.errors import OutOfStep, SplitveilError
+from splitveil.common.errors import OutOfStep
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows
-from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import CommonOrder, joint_seed
 
 
@@ -47,7 +47,7 @@ class AlignmentSession(ActiveSession):
     lifecycle_type: ClassVar[type[Lifecycle]] = AlignmentLifecycle
 
     def __init__(self, contract: Contract, own: OwnRows, draw_nonce: Callable[[], bytes]) -> None:
-        super().__init__(contract, own, _train_nothing, _Unobserved(), draw_nonce)
+        super().__init__(contract, own, _train_nothing, Unobserved(), draw_nonce)
 
     def common_order(self) -> CommonOrder:
         common = getattr(self.lifecycle, "common", None)
@@ -55,21 +55,6 @@ class AlignmentSession(ActiveSession):
             raise OutOfStep("the common rows are not known yet")
         seed = joint_seed(self.nonce, *common.nonces)
         return CommonOrder.of(self.run_id, self.ids, common.file_rows, seed)
-
-
-class _Unobserved:
-    def _ignore(self, *_: Any, **__: Any) -> None:
-        pass
-
-    on_aligned = on_resumed = on_step = on_epoch = on_evaluation = _ignore
-    on_earlier_answers = on_ledger = on_answers_ahead = _ignore
-    on_audit = on_audits_answered = load_state_dict = _ignore
-
-    def objection(self) -> SplitveilError | None:
-        return None
-
-    def state_dict(self) -> State:
-        return {}
 
 
 def _train_nothing(rows: AlignedRows) -> NoReturn:

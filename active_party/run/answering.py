@@ -141,11 +141,6 @@ class Answering:
     # ---- one question ----
 
     def take(self, asking: PassiveParty, activation: Activation, *, is_training: bool) -> Batch:
-        """Take a party's question about the batch that is due, and return the batch.
-
-        Raises:
-            OutOfStep: the question is about another batch, or comes again with other bytes.
-        """
         due = self.progress.due
         if due is None:
             raise OutOfStep("a tensor after the last batch")
@@ -207,9 +202,6 @@ class Answering:
         """Score the held-out rows, or survey the training rows, that every party has asked about.
 
         Returns the figures of the split if this is its last batch, and the reply to each party.
-
-        Raises:
-            StorageError: the questions cannot be logged; they are not answered.
         """
         asked, aggregation = self._parties.questions, self.contract.aggregation
         cut = aggregate(aggregation, [question.activation.values for question in asked])
@@ -245,11 +237,7 @@ class Answering:
             self.questions.forget_before(self.batch_number)
 
     def audit(self, asking: PassiveParty, question: AuditQuestion) -> float:
-        """Measure a party's scores of the training rows, to two digits.
-
-        Raises:
-            ProtocolError: as for ``AuditDesk.answer``.
-        """
+        """Measure a party's scores of the training rows, to two digits."""
         with self.phases(Phase.AUDIT):
             return asking.audits.answer(
                 question,
@@ -303,11 +291,7 @@ class Answering:
             self.progress.finish()
 
     def reopen(self, batch_number: int, state: State) -> None:
-        """Charge again the answers that an ended process gave after its newest checkpoint.
-
-        Raises:
-            StorageError: a release that was used is lost or damaged.
-        """
+        """Charge again the answers that an ended process gave after its newest checkpoint."""
         self._releases.check()
         charged = self._charged_since(state["records"])
         self.budget.accounts.reopen(state["accounts"], charged)

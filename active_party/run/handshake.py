@@ -33,23 +33,13 @@ class Handshakes:
         self._draw_nonce = draw_nonce
 
     def greet(self, name: str, contract_json: str) -> PassiveParty:
-        """Return the party that shakes hands, if it holds the same contract.
-
-        Raises:
-            ContractMismatch: naming the fields that differ; the run goes on waiting.
-            SplitveilError: the error that has ended the run.
-        """
+        """Return the party that shakes hands, if it holds the same contract."""
         self._lifecycle.refuse_if_ended()
         check_contract(self._contract, contract_json, name)
         return self._parties.named(name)
 
     def open(self, asking: PassiveParty, commitment: bytes, is_listening: Listening) -> Opening:
-        """Open a new run, as soon as every party asks for it.
-
-        Raises:
-            OutOfStep: a run has begun.
-            OthersAwaited: other parties have not asked yet.
-        """
+        """Open a new run, as soon as every party asks for it."""
         lifecycle = self._lifecycle
         is_known = asking.has_committed_to(commitment)
         has_answered = lifecycle.phase.has_answered
@@ -68,13 +58,6 @@ class Handshakes:
     def resume(
         self, asking: PassiveParty, commitment: bytes, offer: Offer, is_listening: Listening
     ) -> Opening:
-        """Resume this run, as soon as every party asks for it.
-
-        Raises:
-            NothingBegun: the run to be resumed has started over before its first answer.
-            OutOfStep: another run, or no checkpoint in common.
-            OthersAwaited: other parties have not asked yet.
-        """
         lifecycle, parties = self._lifecycle, self._parties
         is_known = asking.has_committed_to(commitment)
         check_resumption(lifecycle.stages, parties, lifecycle.run, offer, is_known=is_known)

@@ -81,11 +81,7 @@ class Lifecycle:
 
     @property
     def answering(self) -> Answering:
-        """The part of the run after the alignment.
-
-        Raises:
-            OutOfStep: the rows are not known yet.
-        """
+        """The part of the run after the alignment; an OutOfStep error before it."""
         if isinstance(self.phase, Unaligned):
             raise self.stages.refusal_of("a tensor")
         return self.phase
@@ -136,13 +132,7 @@ class Lifecycle:
         self.move_to(Stage.WAITING)
 
     def begin(self, common: CommonRows) -> None:
-        """Prepare to train on the rows that all parties have in common.
-
-        Raises:
-            AlignmentError: too few rows for the splits.
-            DataError: the common rows cannot be trained on, whatever their labels.
-            StorageError: the run cannot be stored.
-        """
+        """Store the run, and prepare to train on the rows that all parties have in common."""
         seed = joint_seed(self.run.nonce, *common.nonces)
         setup = self._prepare(common.file_rows, seed, has_survey=self.has_survey)
         run, rows, data = self.run, setup.rows.file_rows, setup.trainer.data_digest
@@ -156,13 +146,7 @@ class Lifecycle:
         self.move_to(Stage.TRAINING)
 
     def reopen(self) -> bool:
-        """Take up the stored run, if there is one, and return whether there is.
-
-        Raises:
-            DataError: this party's data differ from those with which the run began.
-            SettingsError: so does the noise key, or what earlier runs have charged.
-            StorageError: the answers that the run has given are no longer known.
-        """
+        """Take up the stored run, if there is one, and return whether there is."""
         stored = self._store.run()
         if stored is None:
             return False
@@ -204,12 +188,7 @@ class Lifecycle:
     # ---- checkpoints ----
 
     def resume_at(self, batch_number: int) -> None:
-        """Resume from a checkpoint with every party.
-
-        Raises:
-            OutOfStep: the run has gone back over its answers too often.
-            StorageError: it cannot be read.
-        """
+        """Resume from a checkpoint with every party."""
         self.answering.questions.note_resumption(batch_number)
         self.run = self.run._replace(resumed_at=batch_number)
         self._restore(batch_number, self._store.load(batch_number))
@@ -228,11 +207,7 @@ class Lifecycle:
         self.move_to(Stage.FINISHED if answering.has_ended else Stage.TRAINING)
 
     def save(self, *, soon: bool = False) -> None:
-        """Write a checkpoint.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
+        """Write a checkpoint; ``soon``: another thread may write it."""
         answering = self.answering
         with answering.phases(Phase.CHECKPOINT):
             answering.progress.save(self._state, soon=soon)
@@ -265,9 +240,6 @@ class Lifecycle:
         """Score held-out rows about which every party has asked.
 
         Returns the reply to each party, in the contract's order.
-
-        Raises:
-            StorageError: the questions cannot be logged, or the finished run cannot be saved.
         """
         answering = self.answering
         with answering.phases(Phase.EVALUATION):

@@ -1,6 +1,6 @@
 """The events of a run, as the active party's session reports them."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.active_party.training.evaluation import Evaluation
@@ -61,3 +61,17 @@ class SessionObserver(Protocol):
 
     def load_state_dict(self, state: State) -> None:
         """Restore a state, and forget everything seen since."""
+
+
+class Unobserved:
+    """Receives the events of a run and does nothing about them."""
+
+    def _ignore(self, *_: Any, **__: Any) -> None:
+        pass
+
+    on_aligned = on_resumed = on_step = on_epoch = on_evaluation = _ignore
+    on_earlier_answers = on_ledger = on_answers_ahead = _ignore
+    on_audit = on_audits_answered = load_state_dict = objection = _ignore
+
+    def state_dict(self) -> State:
+        return {}

@@ -79,11 +79,6 @@ class CommonRows(NamedTuple):
 
 
 def check_contract(contract: Contract, canonical: str, party: str) -> None:
-    """Compare the contract of a handshake with this party's.
-
-    Raises:
-        ContractMismatch: naming the fields that differ.
-    """
     check_same_contract(contract, canonical, f"party {visible(party)}")
     if party not in contract.passive_parties:
         raise ContractMismatch(["passive_parties"])
@@ -110,12 +105,7 @@ def judge_new_run(stages: RunStages, *, is_known: bool, has_answered: bool) -> N
 def check_resumption(
     stages: RunStages, parties: PassiveParties, run: OpenRun, offer: Offer, *, is_known: bool
 ) -> None:
-    """Compare a handshake for a stored run with the run that there is.
-
-    Raises:
-        NothingBegun: it asks for a run that has started over since, before its first answer.
-        OutOfStep: it asks for another run.
-    """
+    """Compare a handshake for a stored run with the run that there is."""
     if parties.is_multi_party and offer.run_id in run.dropped:
         raise NothingBegun("a peer asks to resume a run that has started over")
     if stages.current not in RESUMABLE or offer.run_id != run.run_id or not is_known:
@@ -125,11 +115,7 @@ def check_resumption(
 def judge_resumption(
     parties: PassiveParties, run: OpenRun, where: Whereabouts, offer: Offer
 ) -> Resumption:
-    """Decide about a handshake for the stored run, once ``check_resumption`` has accepted it.
-
-    Raises:
-        OutOfStep: the party has no checkpoint in common with this one.
-    """
+    """Decide about a handshake for the stored run, once ``check_resumption`` has accepted it."""
     if not offer.batch_numbers & where.checkpoints:
         raise OutOfStep("the parties have no checkpoint in common")
     if not parties.have_opened:
@@ -139,11 +125,6 @@ def judge_resumption(
 
 
 def newest_common_checkpoint(parties: PassiveParties, checkpoints: frozenset[int]) -> int:
-    """Return the number of the latest batch at which every party has a checkpoint.
-
-    Raises:
-        OutOfStep: there is none.
-    """
     common = checkpoints.intersection(*(party.offer for party in parties))
     if not common:
         raise OutOfStep("the parties have no checkpoint in common")
@@ -151,22 +132,14 @@ def newest_common_checkpoint(parties: PassiveParties, checkpoints: frozenset[int
 
 
 def check_nonce(party: PassiveParty, nonce: bytes) -> None:
-    """Compare a party's nonce with the commitment of its handshake, in constant time.
-
-    Raises:
-        OutOfStep: they do not belong together.
-    """
+    """Compare a party's nonce with the commitment of its handshake, in constant time."""
     committed = hashlib.sha256(nonce).digest()
     if len(nonce) != NONCE_BYTES or not hmac.compare_digest(committed, party.commitment):
         raise OutOfStep("the peer's nonce is not the one it committed to")
 
 
 def common_rows(contract: Contract, pairs: Sequence[Pair]) -> CommonRows:
-    """Intersect the rows that the active party has in common with each passive party.
-
-    Raises:
-        AlignmentError: all parties have too few ids in common.
-    """
+    """Intersect the rows that the active party has in common with each passive party."""
     nonces = tuple(pair.nonce for pair in pairs)
     if len(pairs) == 1:
         return CommonRows(pairs[0].rows, nonces, ())

@@ -177,11 +177,7 @@ class PassiveParty:
         self.answered.clear()
 
     def reply_to(self, activation: Activation) -> Reply | None:
-        """Return the reply to one of the party's last activations if this is the same one.
-
-        Raises:
-            OutOfStep: the same batch comes again with other bytes.
-        """
+        """Return the reply to one of its last activations; None for another one."""
         for answered in self.answered:
             if activation.batch == answered.activation.batch:
                 if not _same_bytes(activation.values, answered.activation.values):
@@ -190,11 +186,7 @@ class PassiveParty:
         return None
 
     def ask(self, question: Question) -> None:
-        """Take a question, which may have to wait for those of other parties.
-
-        Raises:
-            OutOfStep: the party's question about this batch already waits, with other bytes.
-        """
+        """Take its question, which may have to wait for those of other parties."""
         waiting = self.question
         if waiting is not None and not _same_bytes(
             waiting.activation.values, question.activation.values
@@ -265,11 +257,7 @@ class PassiveParties:
         return [party.pair for party in self._parties if party.pair is not None]
 
     def named(self, name: str | None) -> PassiveParty:
-        """Return the party of a name; a single party need not be named.
-
-        Raises:
-            OutOfStep: the contract names no such party.
-        """
+        """Return the party of a name; a single party need not be named."""
         if name is None and not self.is_multi_party:
             return self._parties[0]
         for party in self._parties:

@@ -143,7 +143,7 @@ def check_noise_key(state: State, noise_key: str) -> None:
     Raises:
         SettingsError: its key is another one.
     """
-    if state.get("noise_key", noise_key) != noise_key:
+    if state["noise_key"] != noise_key:
         raise SettingsError(
             "noise_key_path: this is not the noise key with which the run began; restore that one, "
             "or start over with --fresh at both parties: what a new key draws is charged on top"
@@ -160,5 +160,5 @@ def identity_in(state: State) -> RunIdentity:
         tuple(nonces),
         state["file_rows"].numpy(),
         state["data"],
-        state.get("survey", False),
+        state["survey"],
     )

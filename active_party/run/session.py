@@ -151,6 +151,7 @@ class ActiveSession:
 
         Raises:
             DataError: this party's data differ from those with which the run began.
+            SettingsError: so does the noise key, or what earlier runs have charged.
             StorageError: the answers that the run has given are no longer known.
         """
         with self._rendezvous:

@@ -31,7 +31,9 @@ class LabelKind(Protocol):
     @property
     def shape_of_row(self) -> tuple[int, ...]: ...
 
-    def in_units(self, predictions: NDArray[np.float32]) -> NDArray[np.float32]: ...
+    def in_units(self, predictions: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return predictions in the label's unit; probabilities have none."""
+        ...
 
     @property
     def slope_of_residual(self) -> float:

@@ -153,11 +153,7 @@ class TopTrainer:
         self._note(torch.from_numpy(positions.copy()), activation)
 
     def pending_release(self, epoch: int) -> PendingRelease | None:
-        """Return the release that the defense needs before an epoch's next answer, if any.
-
-        Raises:
-            SplitveilError: the rows cannot be summed.
-        """
+        """Return the release that the defense needs before an epoch's next answer, if any."""
         if self.staged is None or self._training is None or self.memory is None:
             return None
         self.learn()
@@ -176,9 +172,6 @@ class TopTrainer:
         not wait for it.
 
         Shapes: ``positions`` (batch,), ``activation`` (batch, *cut_shape).
-
-        Raises:
-            SplitveilError: the gradient cannot be defended.
         """
         self.learn()
         if self._answer_keys is not None and answer_key is not None:
@@ -309,11 +302,7 @@ class TopTrainer:
         return predict_in_blocks(self.model, activation, self._own(rows))
 
     def state_dict(self) -> State:
-        """Return everything that a step changes.
-
-        Raises:
-            RuntimeError: called in the middle of a step.
-        """
+        """Return everything that a step changes."""
         if not self.is_between_steps:
             raise RuntimeError("no state in the middle of a step")
         return {

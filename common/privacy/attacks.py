@@ -51,6 +51,7 @@ from splitveil.common.privacy.residual_energy import residual_energy
 __all__ = [
     "ATTACKS",
     "CUT",
+    "LABEL_FREE",
     "Attack",
     "AttackName",
     "BatchAttackName",
@@ -256,3 +257,14 @@ ATTACKS: Mapping[BatchAttackName, Attack] = MappingProxyType(
         "activation_kmeans": Attack(scores.activation_kmeans, _OWN_MINORITY, reads_gradients=False),
     }
 )
+
+LABEL_FREE: tuple[AttackName, ...] = (
+    *(
+        name
+        for name, attack in ATTACKS.items()
+        if attack.is_free and attack.reads_gradients  # the others tell what features tell
+    ),
+    "accumulated_spectral",
+    "accumulated_residual_energy",
+)
+"""The attacks on received gradients that a party without any label can run."""

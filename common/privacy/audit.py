@@ -28,12 +28,11 @@ from splitveil.common.privacy.beyond_features import (
 )
 from splitveil.common.privacy.label_classes import LabelClasses
 from splitveil.common.privacy.latest_scores import LatestScores
-from splitveil.common.privacy.multi_class_tally import ClassLeak, MultiClassTally
 from splitveil.common.privacy.observation import Clues, Observation, pick_clues, random_scores
 from splitveil.common.privacy.pair_aucs import Score, batch_aucs
 from splitveil.common.privacy.run_level import RunAudit, RunFigures, RunLevelLeak
 from splitveil.common.privacy.scoring import BatchScorer, LayerScores
-from splitveil.common.privacy.tally import AttackTally
+from splitveil.common.privacy.tally import AttackTally, ClassLeak, MultiClassTally
 
 LeakByAttack = dict[str, dict[str, float]]
 """Layer name -> attack name -> leak AUC."""
@@ -68,17 +67,24 @@ class AuditCounts(NamedTuple):
     left_out: int
 
 
-class BatchRecord:
-    """The findings of an audit in a run's batches: their numbers, and a tally of each attack.
-
-    Safe to read while another thread observes.
+class LeakAudit:
+    """The leak AUC of every attack on every layer and batch of a run, and of the run as a whole.
 
     Args:
-        every_steps: only steps of an epoch that are a multiple of this are audited.
+        num_examples: number of aligned examples of the run, for attacks that accumulate over it.
+        class_names: names of more than two classes, in the order of their indices; empty for two.
+        keeps_scores: whether to keep each example's latest scores at the cut layer, too.
     """
 
     def __init__(
-        self, attacks: Sequence[str], every_steps: int, custom: Mapping[str, Attack]
+        self,
+        attacks: Sequence[str] = ("norm", "cosine", "spectral"),
+        every_steps: int = 1,
+        num_examples: int = 0,
+        class_names: Sequence[str] = (),
+        custom: Mapping[str, Attack] = MappingProxyType({}),
+        *,
+        keeps_scores: bool = False,
     ) -> None:
         table = {str(name): attack for name, attack in (*ATTACKS.items(), *custom.items())}
         self._attacks = tuple(name for name in table if name in attacks)
@@ -93,6 +99,11 @@ class BatchRecord:
         self._skipped_one_class = 0
         self._left_out = 0
         self._latest: BatchLeak | None = None
+        self._classes = LabelClasses(tuple(class_names))
+        self._scorer = BatchScorer(self._scored, self._classes.targets)
+        self._run = RunAudit(self._run_attacks, num_examples, self._classes)
+        self._latest_scores = LatestScores(self._attacks if keeps_scores else (), num_examples)
+        self._by_class: dict[tuple[str, str], MultiClassTally] = {}
 
     def wants(self, step: int) -> bool:
         return step % self._every_steps == 0
@@ -161,66 +172,6 @@ class BatchRecord:
             for attack, value in attacks.items():
                 self._tallies[layer, attack].add(measured.epoch, value, measured.random)
         self._latest = measured
-
-    def _recorded(self) -> dict[str, Any]:
-        """Return a copy of all findings; the caller holds the lock."""
-        tallies: dict[str, dict[str, Any]] = {}
-        for (layer, attack), tally in self._tallies.items():
-            tallies.setdefault(layer, {})[attack] = tally.state_dict()
-        return {
-            "attacks": list(self._attacks),
-            "observed": self._observed,
-            "tallies": tallies,
-            "skipped_one_class": self._skipped_one_class,
-            "left_out": self._left_out,
-            "latest": None if self._latest is None else self._latest._asdict(),
-        }
-
-    def _record_again(self, state: Mapping[str, Any]) -> None:
-        """Continue from the findings in a state; the caller holds the lock."""
-        self._observed = state["observed"]
-        self._tallies = {}
-        for layer, attacks in state["tallies"].items():
-            for attack, stored in attacks.items():
-                self._tallies[layer, attack] = tally = AttackTally()
-                tally.load_state_dict(stored)
-        self._skipped_one_class = state["skipped_one_class"]
-        self._left_out = state["left_out"]
-        self._latest = None if state["latest"] is None else BatchLeak(**state["latest"])
-
-    def _check_attacks(self, state: Mapping[str, Any]) -> None:
-        if list(state["attacks"]) != list(self._attacks):
-            raise ValueError(
-                f"expected figures of {', '.join(self._attacks)}; "
-                f"got those of {', '.join(state['attacks'])}"
-            )
-
-
-class LeakAudit(BatchRecord):
-    """The leak AUC of every attack on every layer and batch of a run, and of the run as a whole.
-
-    Args:
-        num_examples: number of aligned examples of the run, for attacks that accumulate over it.
-        class_names: names of more than two classes, in the order of their indices; empty for two.
-        keeps_scores: whether to keep each example's latest scores at the cut layer, too.
-    """
-
-    def __init__(
-        self,
-        attacks: Sequence[str] = ("norm", "cosine", "spectral"),
-        every_steps: int = 1,
-        num_examples: int = 0,
-        class_names: Sequence[str] = (),
-        custom: Mapping[str, Attack] = MappingProxyType({}),
-        *,
-        keeps_scores: bool = False,
-    ) -> None:
-        super().__init__(attacks, every_steps, custom)
-        self._classes = LabelClasses(tuple(class_names))
-        self._scorer = BatchScorer(self._scored, self._classes.targets)
-        self._run = RunAudit(self._run_attacks, num_examples, self._classes)
-        self._latest_scores = LatestScores(self._attacks if keeps_scores else (), num_examples)
-        self._by_class: dict[tuple[str, str], MultiClassTally] = {}
 
     @property
     def is_multi_class(self) -> bool:
@@ -305,7 +256,16 @@ class LeakAudit(BatchRecord):
             by_class: dict[str, dict[str, Any]] = {}
             for (layer, attack), tally in self._by_class.items():
                 by_class.setdefault(layer, {})[attack] = tally.state_dict()
-            return self._recorded() | {
+            tallies: dict[str, dict[str, Any]] = {}
+            for (layer, attack), found in self._tallies.items():
+                tallies.setdefault(layer, {})[attack] = found.state_dict()
+            return {
+                "attacks": list(self._attacks),
+                "observed": self._observed,
+                "tallies": tallies,
+                "skipped_one_class": self._skipped_one_class,
+                "left_out": self._left_out,
+                "latest": None if self._latest is None else self._latest._asdict(),
                 "run": self._run.state_dict(),
                 "latest_scores": self._latest_scores.state_dict(),
                 "num_classes": self._classes.num_classes,
@@ -318,14 +278,27 @@ class LeakAudit(BatchRecord):
         Raises:
             ValueError: the state belongs to other attacks, classes or number of examples.
         """
-        self._check_attacks(state)
+        if list(state["attacks"]) != list(self._attacks):
+            raise ValueError(
+                f"expected figures of {', '.join(self._attacks)}; "
+                f"got those of {', '.join(state['attacks'])}"
+            )
         stored, expected = state["num_classes"], self._classes.num_classes
         if stored != expected:
             raise ValueError(f"expected figures of {expected} classes, got those of {stored}")
         with self._lock:
             self._run.load_state_dict(state["run"])
             self._latest_scores.load_state_dict(state["latest_scores"])
-            self._record_again(state)
+            self._observed = state["observed"]
+            self._skipped_one_class = state["skipped_one_class"]
+            self._left_out = state["left_out"]
+            latest = state["latest"]
+            self._latest = None if latest is None else BatchLeak(**latest)
+            self._tallies = {}
+            for layer, attacks in state["tallies"].items():
+                for attack, stored_tally in attacks.items():
+                    self._tallies[layer, attack] = found = AttackTally()
+                    found.load_state_dict(stored_tally)
             self._by_class = {}
             for layer, attacks in state["by_class"].items():
                 for attack, found in attacks.items():

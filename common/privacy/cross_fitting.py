@@ -1,48 +1,55 @@
 """Predictions of labels and scores by models that have not seen them: what features tell.
 
-    labels    ridge logistic regression on functions of the features that follow any shape
-              (`splitveil.common.privacy.row_functions`), fitted to all folds but one and asked
-              about that one; a last logistic regression calibrates the log-odds
+    labels    logistic regression on functions of the features that follow any shape, fitted to all
+              folds but one and asked about that one; a last logistic regression calibrates it
     scores    ridge regression on the same functions; scores of the same rows share the sums
 
 Every row's prediction comes from models that never saw the row's label or score; calibration fits
 a handful of numbers to all rows. On features without information the predictions are the classes'
-shares. 30,000 rows of 50 features take half a second of CPU time for both.
+shares.
 
-A logistic regression starts at the least squares and takes steps with one matrix, the bound on the
-second derivative of its loss around that start (Jaakkola and Jordan, "Bayesian parameter estimation
-via variational methods", Statistics and Computing 2000). So a step is two products with the
-functions.
+The functions of a feature are a line, the normal quantile of its rank, bends of that, and for a
+feature with few values whether it has a certain one. More functions are the positive parts of
+random combinations of two or three ranks: what features tell only together (Rahimi and Recht,
+"Weighted sums of random kitchen sinks", 2008). They do not depend on labels, so that the same ones
+serve every fold and every score.
 """
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from splitveil.common.privacy.folded_rows import FoldedRows, Ridge, Weights, solved
 from splitveil.common.privacy.pair_aucs import ClassIndices, Floats
-from splitveil.common.privacy.row_functions import functions_of
 
 FOLDS = 5
-_RIDGE = Ridge(1.0, 30.0, 100.0)
-"""Of log-odds."""
-_RIDGES_OF_SCORES = tuple(
-    Ridge(1.0, single, several) for single, several in ((10.0, 1e5), (30.0, 100.0), (1e3, 1e4))
-)
+WIDTH = 256
+"""Functions, if there are few features."""
+
+_Values = npt.NDArray[np.float32]
+
+_LINES, _SINGLE, _SEVERAL = range(3)
+_RIDGE = (1.0, 30.0, 100.0)
+"""Penalties of log-odds' squared weights: of lines, of other functions of one feature, of several.
+"""
+_RIDGES_OF_SCORES = ((1.0, 10.0, 1e5), (1.0, 30.0, 100.0), (1.0, 1e3, 1e4))
 """Of scores with variance 1: those that leave least are taken, because features may tell everything
 of a score, or nothing."""
-_STEPS = 3
-_BENDS = 2
+_SHARE_OF_SINGLE = 0.75
+_MOST_BENDS = 7
+_MOST_VALUES = 24
+"""Different values up to which they count as categories."""
+_FEWEST_OF_VALUE = 5
+"""Rows of a value, below which nothing is learned of it."""
+_LOOKED_AT = 4_096
+"""Rows whose quantiles and values are those of all."""
+_FARTHEST = 5.0
+_BENDS_OF_ODDS = 2
 """Of the curve that turns log-odds into calibrated ones."""
 _SMALLEST = 1e-6
 """Predictions stay this far from 0 and 1, so that their logarithms are finite."""
-
 _SEED = 0
-"""The folds are the same for the same rows, whatever the labels' order says otherwise."""
 
 
 class TooFewRows(ValueError):
@@ -53,15 +60,17 @@ class FeatureModels:
     """Models of some rows' features, each asked about the rows that it has not seen.
 
     Args:
-        rows: by fold.
-        order: index of each of them among the rows, (rows,).
+        functions: (rows, functions).
+        kinds: of the functions, (functions,).
+        folds: of the rows, (rows,).
     """
 
-    def __init__(self, rows: FoldedRows, order: npt.NDArray[np.int64]) -> None:
-        self._rows = rows
-        self._order = order
-        self._factors: dict[bytes, list[list[Any]]] = {}
-        """Mask of rows -> what solves their regressions, for each penalty."""
+    def __init__(
+        self, functions: _Values, kinds: npt.NDArray[np.int64], folds: npt.NDArray[np.int64]
+    ) -> None:
+        self._functions, self._kinds, self._folds = functions, kinds, folds
+        self._grams: dict[bytes, _Values] = {}
+        """Mask of rows -> products of all pairs of functions over each fold's rows."""
 
     @classmethod
     def of(cls, features: npt.NDArray[Any], strata: ClassIndices | None = None) -> Self:
@@ -72,8 +81,7 @@ class FeatureModels:
             strata: classes of which every fold gets its share, (rows,); by default, one.
         """
         folds = _dealt_by_class(np.zeros(len(features)) if strata is None else strata)
-        order = np.argsort(folds, kind="stable")
-        return cls(FoldedRows(functions_of(features[order]), np.bincount(folds).tolist()), order)
+        return cls(*_functions_of(features), folds)
 
     def with_features(self, features: npt.NDArray[Any]) -> "FeatureModels":
         """Return models that know more, in the same folds.
@@ -81,13 +89,16 @@ class FeatureModels:
         Args:
             features: further ones, (rows, features), finite.
         """
-        functions = functions_of(features[self._order], together=False)
-        return FeatureModels(FoldedRows(functions, self._rows.sizes, self._rows), self._order)
+        functions, kinds = _functions_of(features, together=False)
+        return FeatureModels(
+            np.column_stack([self._functions, functions]),
+            np.concatenate([self._kinds, kinds]),
+            self._folds,
+        )
 
     @property
     def num_rows(self) -> int:
-        """The number of rows."""
-        return len(self._order)
+        return len(self._folds)
 
     def predictions(self, labels: ClassIndices, num_classes: int = 2) -> Floats:
         """Predict each row's class by models that have not seen its label.
@@ -102,15 +113,26 @@ class FeatureModels:
         Raises:
             TooFewRows: there are not two classes with at least two rows each, or one has one row.
         """
+        # Importing it takes time that only a run that is measured should pay.
+        from sklearn.linear_model import LogisticRegression  # noqa: PLC0415
+        from sklearn.model_selection import PredefinedSplit, cross_val_predict  # noqa: PLC0415
+
         present, indices, counts = np.unique(labels, return_inverse=True, return_counts=True)
         if len(present) < 2 or counts.min() < 2:
             raise TooFewRows(f"expected two rows of each class, got {counts.tolist()}")
-        targets = (1,) if len(present) == 2 else range(len(present))
-        by_fold = indices[self._order]
-        log_odds = [_log_odds(self._rows, by_fold == target) for target in targets]
+        # A penalty of its own for each function is a unit of its own.
+        scaled = self._functions / np.sqrt(self._penalties(_RIDGE))
         predictions = np.zeros((len(labels), num_classes))
-        found = _calibrated(np.column_stack(log_odds), by_fold)
-        predictions[np.ix_(self._order, present)] = found
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # steps that are left over
+            log_odds = cross_val_predict(
+                LogisticRegression(tol=1e-3, max_iter=60),
+                scaled,
+                indices,
+                cv=PredefinedSplit(self._folds),
+                method="decision_function",
+            )
+            predictions[:, present] = _calibrated(log_odds.reshape(len(labels), -1), indices)
         return predictions
 
     def explained(self, scores: Floats, scored: npt.NDArray[np.int64] | None = None) -> Floats:
@@ -123,42 +145,32 @@ class FeatureModels:
         Returns:
             (scored,).
         """
-        is_scored = np.ones(self.num_rows, dtype=np.bool_)
-        if scored is not None:
-            is_scored[:] = False
-            is_scored[scored] = True
+        from scipy.linalg import solve  # noqa: PLC0415
+
+        rows = np.arange(self.num_rows) if scored is None else scored
+        values = np.column_stack([np.ones(len(rows), np.float32), self._functions[rows]])
+        parts = [self._folds[rows] == fold for fold in range(FOLDS)]
+        if rows.tobytes() not in self._grams:
+            sums = [values[part].T @ values[part] for part in parts]
+            self._grams[rows.tobytes()] = np.stack(sums)
+        grams = self._grams[rows.tobytes()]
         centre, spread = float(scores.mean()), float(scores.std()) or 1.0
-        targets = np.zeros(self.num_rows, dtype=np.float32)
-        targets[is_scored] = (scores - centre) / spread
-        targets, chosen = targets[self._order], is_scored[self._order]
-        moments = self._rows.moments(targets)
-        weights = np.stack([solved(factors, moments) for factors in self._factors_of(chosen)])
-        found = self._rows.asked(weights)
-        left = np.square(targets - found)[:, chosen].sum(axis=1)
-        explained: Floats = np.empty(self.num_rows)
-        explained[self._order] = centre + spread * found[left.argmin()]
-        return explained[is_scored]
+        targets = ((scores - centre) / spread).astype(np.float32)
+        moments = np.stack([values[part].T @ targets[part] for part in parts])
+        found = np.empty((len(_RIDGES_OF_SCORES), len(targets)))
+        for fold, part in enumerate(parts):
+            gram, moment = grams.sum(axis=0) - grams[fold], moments.sum(axis=0) - moments[fold]
+            for number, ridge in enumerate(_RIDGES_OF_SCORES):
+                penalty = np.diag(np.append(np.float32(1e-3), self._penalties(ridge)))
+                weights = solve(gram + penalty, moment, assume_a="pos", check_finite=False)
+                found[number, part] = values[part] @ weights
+        best = found[np.square(targets - found).sum(axis=1).argmin()]
+        explained: Floats = centre + spread * best
+        return explained
 
-    def _factors_of(self, chosen: npt.NDArray[np.bool_]) -> list[list[Any]]:
-        key = chosen.tobytes()
-        if key not in self._factors:
-            grams = self._rows.grams_of(chosen)
-            self._factors[key] = [self._rows.factors(grams, one) for one in _RIDGES_OF_SCORES]
-        return self._factors[key]
-
-
-def cross_fitted_predictions(
-    features: npt.NDArray[Any], labels: ClassIndices, num_classes: int = 2
-) -> Floats:
-    """Predict each row's class, as `FeatureModels` does.
-
-    Raises:
-        TooFewRows: there are not two classes with at least two rows each, or one has one row.
-        ValueError: the shapes differ.
-    """
-    if len(features) != len(labels) or features.ndim != 2:
-        raise ValueError(f"expected features of {len(labels)} rows, got {features.shape}")
-    return FeatureModels.of(features, labels).predictions(labels, num_classes)
+    def _penalties(self, ridge: tuple[float, float, float]) -> _Values:
+        penalties: _Values = np.array(ridge, np.float32)[self._kinds]
+        return penalties
 
 
 def _dealt_by_class(indices: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
@@ -171,66 +183,80 @@ def _dealt_by_class(indices: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     return folds
 
 
-def _log_odds(rows: FoldedRows, positive: npt.NDArray[np.bool_]) -> Floats:
-    """Return each row's log-odds by the logistic regression of the other folds.
+def _functions_of(
+    features: npt.NDArray[Any], *, together: bool = True
+) -> tuple[_Values, npt.NDArray[np.int64]]:
+    """Return functions of the features with mean 0 and variance 1, (rows, functions), and kinds.
 
     Args:
-        rows: by fold.
-        positive: which of them are, (rows,).
+        features: (rows, features), finite.
+        together: whether to add functions of several features, so that there are ``WIDTH``.
     """
-    labels = positive.astype(np.float32)
-    share = float(labels.mean())
-    variance = share * (1 - share)
-    linear = rows.factors(rows.grams, Ridge(*(one / variance for one in _RIDGE)))
-    weights = solved(linear, rows.moments(labels - np.float32(share))) / np.float32(variance)
-    weights[:, 0] += np.log(share) - np.log1p(-share)
-    curved = rows.factors(rows.weighted_grams(_curvature(rows.asked(weights))), _RIDGE)
-    for _ in range(_STEPS):
-        weights += solved(curved, _slopes(rows, labels, weights))
-    found: Floats = rows.asked(weights).astype(np.float64)
-    return found
+    from sklearn.preprocessing import OneHotEncoder, QuantileTransformer  # noqa: PLC0415
+
+    features = features[:, features.min(axis=0) < features.max(axis=0)]
+    features = (features / np.abs(features).max(axis=0)).astype(np.float32)
+    num_rows, num_features = features.shape
+    if not num_features:
+        return np.zeros((num_rows, 1), np.float32), np.array([_LINES])
+    generator = np.random.default_rng(_SEED)
+    looked_at = generator.permutation(num_rows)[:_LOOKED_AT]
+    few = np.array([len(np.unique(one[looked_at])) <= _MOST_VALUES for one in features.T])
+    ranks = QuantileTransformer(
+        n_quantiles=min(64, num_rows),
+        output_distribution="normal",
+        subsample=_LOOKED_AT,
+        random_state=_SEED,
+    ).fit_transform(features)
+    single, inputs = [ranks], [ranks]
+    room = int(_SHARE_OF_SINGLE * WIDTH) - 2 * num_features
+    bends = min(_MOST_BENDS, room // num_features)
+    if bends > 0 and not few.all():
+        shares = np.arange(1, bends + 1) / (bends + 1)
+        bent_at = np.quantile(ranks[looked_at][:, ~few], shares, axis=0)
+        single += [np.maximum(ranks[:, ~few] - at, 0) for at in bent_at.astype(np.float32)]
+    if few.any():
+        encoder = OneHotEncoder(
+            min_frequency=_FEWEST_OF_VALUE,
+            max_categories=_MOST_VALUES,
+            sparse_output=False,
+            dtype=np.float32,
+        )
+        values = encoder.fit_transform(features[:, few])
+        single.append(values)
+        inputs.append(2 * values)
+    lines = np.clip(_standardised(features), -_FARTHEST, _FARTHEST)
+    functions = [lines, _standardised(np.column_stack(single))]
+    kinds = [_LINES, _SINGLE]
+    if together:
+        number = max(WIDTH - sum(one.shape[1] for one in functions), WIDTH // 4)
+        joined = np.column_stack(inputs)
+        weights = generator.normal(size=(joined.shape[1], number))
+        order = generator.random(weights.shape).argsort(axis=0).argsort(axis=0)
+        weights[order >= generator.integers(2, 4, size=number)] = 0
+        combined = _standardised(joined @ weights.astype(np.float32))
+        combined += generator.normal(size=number)
+        functions.append(_standardised(np.maximum(combined, 0)))
+        kinds.append(_SEVERAL)
+    sizes = [one.shape[1] for one in functions]
+    return np.column_stack(functions), np.repeat(kinds, sizes)
 
 
-def _curvature(log_odds: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Return the loss's second derivative, halfway to the bound on it up to these log-odds."""
-    size = np.maximum(np.abs(log_odds), np.float32(1e-3))
-    half = np.tanh(size / 2)
-    between: npt.NDArray[np.float32] = (half / (2 * size) + (1 - half * half) / 4) / 2
-    return between
-
-
-def _slopes(rows: FoldedRows, labels: npt.NDArray[np.float32], weights: Weights) -> Weights:
-    """Return the log-likelihood's derivative for each fold's model, less that of the penalty."""
-
-    def of_fold(part: slice) -> Weights:
-        values = rows.values[:, part]
-        rest = labels[part] - (np.tanh(weights @ values / 2) + 1) / 2
-        rest[rows.parts.index(part)] = 0  # the fold's own model does not see it
-        return np.asarray(rest @ values.T, dtype=np.float32)
-
-    slopes: Weights = rows.sums(of_fold).sum(axis=0) - rows.penalty(_RIDGE) * weights
-    return slopes
-
-
-@contextmanager
-def _unconverged_is_good_enough() -> Iterator[None]:
-    """Keep quiet about steps that are left over."""
-    from sklearn.exceptions import ConvergenceWarning  # noqa: PLC0415
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        yield
+def _standardised(values: npt.NDArray[Any]) -> _Values:
+    centred = values - values.mean(axis=0, dtype=np.float64)
+    spread = centred.std(axis=0)
+    standardised: _Values = (centred / np.where(spread > 1e-6, spread, 1.0)).astype(np.float32)
+    return standardised
 
 
 def _calibrated(log_odds: Floats, indices: ClassIndices) -> Floats:
     """Return probabilities, (rows, classes)."""
     from sklearn.linear_model import LogisticRegression  # noqa: PLC0415
 
-    shares = np.arange(1, _BENDS + 1) / (_BENDS + 1)
+    shares = np.arange(1, _BENDS_OF_ODDS + 1) / (_BENDS_OF_ODDS + 1)
     bent = [np.maximum(log_odds - at, 0) for at in np.quantile(log_odds, shares, axis=0)]
     values = np.column_stack([log_odds, *bent])
-    with _unconverged_is_good_enough():
-        model = LogisticRegression(max_iter=200).fit(values, indices)
+    model = LogisticRegression(max_iter=200).fit(values, indices)
     found = model.predict_proba(values).clip(_SMALLEST, 1 - _SMALLEST)
     predictions: Floats = found / found.sum(axis=1, keepdims=True)
     return predictions

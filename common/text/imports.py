@@ -31,8 +31,9 @@ def import_named(name: str, kind: str) -> object:
     if not hasattr(module, own_name):
         raise SettingsError(f"{name}: {module_name} has no {kind} {own_name}")
     found: object = getattr(module, own_name)
-    parts = (getattr(part, "__module__", "") for part in getattr(found, "__mro__", (found,)))
-    names = {module_name, *parts}
+    # Code that was executed without a module has no name for it.
+    parts = (getattr(part, "__module__", None) for part in getattr(found, "__mro__", (found,)))
+    names = {module_name, *(name for name in parts if name is not None)}
     _own_modules.update(name for name in names if name.partition(".")[0] not in _NOT_OWN)
     return found
 

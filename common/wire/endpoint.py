@@ -1,21 +1,17 @@
 """Opens either end of the connection: names, options, and TLS unless it was declined."""
 
 import logging
-import resource
 import socket
-from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from splitveil.common.errors import PeerError, PeerUnreachable, PeerUntrusted, SettingsError
 from splitveil.common.party.credentials import CredentialFiles, Credentials, describe
 from splitveil.common.run.contract import ACTIVE, Contract
 from splitveil.common.text.addresses import on_loopback, split_address
 from splitveil.common.wire.http_proxy import ChannelOptions, HttpProxy, without_proxy
-from splitveil.common.wire.limits import STREAMS_PER_CONNECTION
 from splitveil.common.wire.server_certificate import LOOK_TIMEOUT_S, judged_certificate
-from splitveil.common.wire.tls import channel_credentials, server_credentials
+from splitveil.common.wire.tls import channel_credentials
 
 logger = logging.getLogger(__name__)
 
@@ -24,9 +20,6 @@ INFERENCE_SERVICE = "splitveil.v1.SplitInference"
 """Served by a passive party once a model is trained."""
 
 HANDSHAKE_TIMEOUT_S = 20.0
-
-_MOST_CONNECTIONS = 1024
-"""Connections that a server holds at each address; parties have one or two each."""
 
 
 def method_path(method: str, service: str = SERVICE) -> str:
@@ -113,24 +106,6 @@ def _unreachable(error: Exception) -> PeerUnreachable:
     return PeerUnreachable(f"no connection to the peer ({reason})")
 
 
-def add_port(server: grpc.Server, address: str, files: CredentialFiles | None) -> None:
-    """Let a server listen, and require a certificate from every client.
-
-    Args:
-        files: this party's credentials; None for plain text, which never leaves the machine.
-    """
-    try:
-        if files is None:
-            bound = server.add_insecure_port(on_loopback(address, "listen"))
-        else:
-            bound = server.add_secure_port(address, server_credentials(files))
-    except RuntimeError as error:
-        raise SettingsError(f"listen: cannot serve at {address}: {error}") from error
-    asked = int(address.rpartition(":")[2])
-    if not bound or asked not in (0, bound):
-        raise SettingsError(f"listen: cannot serve at {address}: gRPC took port {bound} instead")
-
-
 def check_security(files: CredentialFiles | None, address: str, setting: str) -> str:
     """Describe in words the protection of the connection.
 
@@ -158,20 +133,6 @@ def refuse_plain_text_through(proxy: HttpProxy | None) -> None:
         )
 
 
-def server_options(contract: Contract) -> ChannelOptions:
-    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return [
-        *channel_options(contract),
-        # Anybody can connect, and stay silent. At both addresses of a name, that leaves half of the
-        # descriptors to the party's files.
-        ("grpc.max_allowed_incoming_connections", min(descriptors // 4, _MOST_CONNECTIONS)),
-        ("grpc.server_handshake_timeout_ms", 10_000),
-        ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION),
-        # a few compressed kilobytes could expand without limit.
-        ("grpc.compression_enabled_algorithms_bitset", 1),
-    ]
-
-
 def channel_options(contract: Contract) -> ChannelOptions:
     """Return the options of a channel or server: explicit limits, keepalive, no surprises.
 
@@ -185,7 +146,7 @@ def channel_options(contract: Contract) -> ChannelOptions:
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        # a server that takes a ping every 30 s for an attack would drop the connection.
+        # A server that takes a ping every 30 s for an attack would drop the connection.
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
         ("grpc.enable_retries", 0),
@@ -195,19 +156,3 @@ def channel_options(contract: Contract) -> ChannelOptions:
         # Two servers on one port would each get some of the calls: the second must fail instead.
         ("grpc.so_reuseport", 0),
     ]
-
-
-class HealthService(health.HealthServicer):  # type: ignore[misc]
-    """Answers whether this party serves; there is no stream of later changes."""
-
-    def Watch(self, request: Any, context: grpc.ServicerContext) -> None:  # noqa: ARG002, N802 (gRPC's)
-        """Refuse: long-lived streams would occupy every slot that calls have."""
-        context.abort(grpc.StatusCode.UNIMPLEMENTED, "ask with Check")
-
-
-def add_health(server: grpc.Server, service: str) -> HealthService:
-    """Let a server answer that it serves a service, and return what answers."""
-    servicer = HealthService()
-    servicer.set(service, health_pb2.HealthCheckResponse.SERVING)
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    return servicer

@@ -198,10 +198,10 @@ def _error_without_connection(details: str) -> PeerError:
         if words in details:
             return PeerUntrusted(meaning)
     if "CERTIFICATE_VERIFY_FAILED" in details or "certificate signature failure" in details:
-        # a channel trusts only one certificate, which was verified when the channel was made.
+        # A channel trusts only one certificate, which was verified when the channel was made.
         return PeerRenewed("the peer shows another certificate than before")
     if "failed to connect" in details and "Socket closed" in details:
-        # a server that refuses a certificate, or requires one, says nothing else.
+        # A server that refuses a certificate, or requires one, says nothing else.
         return PeerUnreachable(
             "no connection to the peer (it hangs up: it may refuse this party's certificate, or "
             "require TLS; its own log says more)"

@@ -1,6 +1,5 @@
 """Serves joint inference with gRPC: methods, interceptors, limits and health."""
 
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -9,11 +8,10 @@ from grpc_health.v1 import health_pb2
 
 from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.run.contract import ACTIVE, Contract
-from splitveil.common.wire.endpoint import INFERENCE_SERVICE, add_health, add_port, server_options
-from splitveil.common.wire.interceptors import ErrorInterceptor
-from splitveil.common.wire.limits import CONCURRENT_RPCS, HANDSHAKE_BYTES, believed, reader
-from splitveil.common.wire.noted_calls import Notes, NotingServer
-from splitveil.common.wire.tls import PartyInterceptor
+from splitveil.common.wire.endpoint import INFERENCE_SERVICE
+from splitveil.common.wire.limits import HANDSHAKE_BYTES, believed, reader
+from splitveil.common.wire.noted_calls import Notes
+from splitveil.common.wire.server import build_server
 from splitveil.passive_party.inference.service import MAX_STREAMS, InferenceService
 from splitveil.protos import split_learning_pb2 as pb
 
@@ -37,23 +35,19 @@ class InferenceServer(AbstractContextManager["InferenceServer"]):
         notes: Notes | None = None,
     ) -> None:
         self._service = service
-        interceptors: list[grpc.ServerInterceptor] = []
-        if credentials is not None:
-            interceptors.append(PartyInterceptor(contract, (ACTIVE,)))
-        interceptors.append(ErrorInterceptor(service.on_error))
-        if notes is not None:
-            interceptors.append(NotingServer(notes))
-        self._server = grpc.server(
-            ThreadPoolExecutor(MAX_STREAMS + OTHER_THREADS, thread_name_prefix="grpc"),
-            interceptors=interceptors,
-            options=server_options(contract),
-            maximum_concurrent_rpcs=CONCURRENT_RPCS,
+        self._server, self._health = build_server(
+            contract,
+            INFERENCE_SERVICE,
+            address,
+            credentials,
+            service.on_error,
+            notes=notes,
+            threads=MAX_STREAMS + OTHER_THREADS,
+            admitted=(ACTIVE,),
         )
         handlers = method_handlers(service, contract)
         generic = grpc.method_handlers_generic_handler(INFERENCE_SERVICE, handlers)
         self._server.add_generic_rpc_handlers((generic,))
-        self._health = add_health(self._server, INFERENCE_SERVICE)
-        add_port(self._server, address, credentials)
         self._server.start()
 
     def __exit__(self, *_: object) -> None:

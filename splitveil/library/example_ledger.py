@@ -162,7 +162,7 @@ class Ledger:
         """
         positions = self._positions(rows)
         found = self._accounts.exposure(positions)
-        accounts = zip(positions, found.sum_kl, found.caveats, found.known, strict=True)
+        accounts = zip(positions, found.sum_kl, found.caveats, found.known.T, strict=True)
         return frame(
             {
                 "example": int(position),

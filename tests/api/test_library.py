@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 
+import splitveil
 from splitveil import Ledger, attacks, audit, defenses, plan, settings_schema
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.active_party.settings import ActiveSettings
@@ -312,14 +313,9 @@ def test_the_schemas_refuse_what_the_settings_refuse(kind: Any, values: dict[str
         jsonschema.validate(values, settings_schema(kind))
 
 
-def test_there_are_no_schemas_of_other_files() -> None:
+def test_all_names_are_there_and_no_others() -> None:
     with pytest.raises(ValueError, match="expected one of active, passive, contract"):
         settings_schema("other")  # type: ignore[arg-type]
-
-
-def test_all_names_are_there_and_no_others() -> None:
-    import splitveil
-
     assert all(getattr(splitveil, name) is not None for name in splitveil.__all__)
     assert set(splitveil.__all__) <= set(dir(splitveil))
     assert not hasattr(splitveil, "simulated")

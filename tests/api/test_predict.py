@@ -16,16 +16,12 @@ from splitveil.common.errors import DataError, OtherModel, SettingsError
 from splitveil.common.party.command_line import save_resolved
 from splitveil.common.privacy.leakage import auc
 from splitveil.common.run.contract import ACTIVE
+from tests.api.test_simulate import columns_of
 from tests.joint import Trained, predicting, train
 from tests.runs import write_example
 from tests.several import write_several
 
 SHORT = {"contract.epochs": 1}
-
-
-def columns_of(frame: Any) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = pa.table(frame).to_pydict()
-    return found
 
 
 @pytest.fixture(scope="module", params=["one", "several"])
@@ -60,23 +56,18 @@ def test_predictions_are_those_of_parties_that_serve_over_a_network(trained: Tra
 def test_they_are_as_good_as_the_evaluation_says(tmp_path: Path) -> None:
     write_example(tmp_path)
     (run,) = simulate(tmp_path, settings={"contract.epochs": 2}, threads=1, runs=tmp_path / "runs")
-    labels = {
-        line.split(",")[0]: int(line.split(",")[1])
-        for line in (tmp_path / "active.csv").read_text().splitlines()[1:]
-    }
+    rows = [line.split(",") for line in (tmp_path / "active.csv").read_text().splitlines()[1:]]
+    labels = {row[0]: int(row[1]) for row in rows}
     found = columns_of(predict(run))
     known = [
-        (p, labels[one]) for one, p in zip(*found_columns(found), strict=True) if p is not None
+        (p, labels[one])
+        for one, p in zip(found["id"], found["probability"], strict=True)
+        if p is not None and not np.isnan(p)
     ]
     assert len(known) == run.summary["aligned_rows"] < len(found["id"])
     scores, truth = map(np.array, zip(*known, strict=True))
     assert run.test_auc is not None
     assert abs(float(auc(scores, truth)) - run.test_auc) < 0.1
-
-
-def found_columns(found: dict[str, list[Any]]) -> tuple[list[Any], list[Any]]:
-    values = [None if p is None or np.isnan(p) else p for p in found["probability"]]
-    return found["id"], values
 
 
 def test_ids_and_rows_may_be_new(tmp_path: Path) -> None:

@@ -3,9 +3,10 @@
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -13,11 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from splitveil import Run, Runs, defenses, predict, simulate
+from splitveil import Run, Runs, attacks, defenses, predict, simulate
 from splitveil.active_party.defenses import Defense
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_settings import load_party_settings
+from splitveil.library.recorded_run import Kind
 from tests.compared import assert_same_weights
 from tests.runs import write_example
 from tests.several import NAMES, write_several
@@ -35,8 +37,8 @@ def weights_of(run_folder: Path, party: str) -> dict[str, torch.Tensor]:
 def test_a_simulation_leaves_the_bits_of_two_real_processes(defense: str, tmp_path: Path) -> None:
     """The processes read the settings that the simulation left, with a network between them."""
     write_example(tmp_path)
-    attacks = ["norm", "spectral", "accumulated_spectral"]
-    (run,) = simulate(tmp_path, defense=defense, attacks=attacks, seeds=[5], settings=ONE_CORE)
+    chosen = ["norm", "spectral", "accumulated_spectral"]
+    (run,) = simulate(tmp_path, defense=defense, attacks=chosen, seeds=[5], settings=ONE_CORE)
     for party in ("active", "passive"):
         shutil.copy(run.path / party / "settings.yaml", tmp_path / f"{party}.yaml")
     name = f"contract.run_name={run.name}"
@@ -78,11 +80,12 @@ def test_frames_are_of_pandas_where_it_is_installed(
     swept: Runs, monkeypatch: pytest.MonkeyPatch, *, has_pandas: bool
 ) -> None:
     if not has_pandas:
-        monkeypatch.setitem(__import__("sys").modules, "pandas", None)
+        monkeypatch.setitem(sys.modules, "pandas", None)
     found = swept.frame()
     assert type(found).__module__.startswith("pandas" if has_pandas else "pyarrow")
-    assert columns_of(swept.frame())["seed"] == [0, 0, 1, 1]
-    assert columns_of(swept.frame())["defense"] == ["none", "iso noise_ratio=2"] * 2
+    columns = columns_of(found)
+    assert columns["seed"] == [0, 0, 1, 1]
+    assert columns["defense"] == ["none", "iso noise_ratio=2"] * 2
 
 
 def test_a_frame_of_defenses_holds_means_over_seeds(swept: Runs) -> None:
@@ -93,11 +96,10 @@ def test_a_frame_of_defenses_holds_means_over_seeds(swept: Runs) -> None:
     assert by_defense["none"]["test_auc_sd"] == pytest.approx(np.std(ones, ddof=1), abs=1e-12)
 
 
-@pytest.mark.parametrize("of", ["epochs", "attacks", "steps", "batches"])
-def test_every_row_says_to_which_run_it_belongs(swept: Runs, of: Any) -> None:
-    rows = swept.rows(of)
-    told = {(row["defense"], row["seed"]) for row in rows}
-    assert told == {(one, seed) for one in ("none", "iso noise_ratio=2") for seed in (0, 1)}
+def test_every_row_says_to_which_run_it_belongs(swept: Runs) -> None:
+    expected = {(one, seed) for one in ("none", "iso noise_ratio=2") for seed in (0, 1)}
+    for of in get_args(Kind):
+        assert {(row["defense"], row["seed"]) for row in swept.rows(of)} == expected
 
 
 def test_the_figures_of_frames_are_those_of_the_files(swept: Runs) -> None:
@@ -172,13 +174,13 @@ def test_temporary_folders_live_as_long_as_their_runs(tmp_path: Path) -> None:
 
 def test_nothing_of_the_calling_program_is_changed(tmp_path: Path) -> None:
     write_example(tmp_path)
-    path, threads = list(__import__("sys").path), torch.get_num_threads()
+    path, threads = list(sys.path), torch.get_num_threads()
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
     simulate(tmp_path, settings=SHORT)
     assert torch.equal(torch.rand(4), expected)
-    assert __import__("sys").path == path
+    assert sys.path == path
     assert torch.get_num_threads() == threads
 
 
@@ -234,7 +236,7 @@ def test_a_function_is_a_defense_without_a_bound(tmp_path: Path) -> None:
 
 def test_a_function_is_an_attack(tmp_path: Path) -> None:
     write_example(tmp_path)
-    named = __import__("splitveil").attacks.own(largest_entry, name="largest")
+    named = attacks.own(largest_entry, name="largest")
     (run,) = simulate(
         tmp_path,
         attacks=["norm", named, lambda gradients: -gradients.flatten(1).norm(dim=1)],

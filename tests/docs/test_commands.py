@@ -238,7 +238,7 @@ def test_the_programs_of_a_page_run_as_they_stand(
     tmp_path: Path,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {}
+    names: dict[str, object] = {"__name__": "__main__"}
     for block in blocks(page):
         if block.language == "python":
             exec(compile(block.text, name_of(page), "exec"), names)  # noqa: S102 (the page's own)

@@ -7,7 +7,7 @@ import pytest
 from scipy.stats import binom
 
 from splitveil.common.privacy.adjusted_auc import Mask
-from splitveil.common.privacy.cross_fitting import FeatureModels, cross_fitted_predictions
+from splitveil.common.privacy.cross_fitting import FeatureModels
 from splitveil.common.privacy.epsilon_audit import (
     epsilon_lower_bound,
     p_value,
@@ -130,7 +130,8 @@ def test_predictions_that_are_fitted_make_little_of_one() -> None:
         features = generator.normal(size=(4_000, 3))
         truth = 1 / (1 + np.exp(1 - features[:, 0] * features[:, 1] - features[:, 2]))
         labels = generator.random(4_000) < truth
-        predictions = cross_fitted_predictions(features, labels.astype(np.int64))[:, 1]
+        classes = labels.astype(np.int64)
+        predictions = FeatureModels.of(features, classes).predictions(classes)[:, 1]
         scores = np.log(truth / (1 - truth)) + 2 * generator.normal(size=4_000)
         scored = ScoredRows(np.arange(4_000), scores, labels, predictions)
         found = observe_epsilon(FeatureModels.of(features), {"scores": scored})

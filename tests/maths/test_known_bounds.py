@@ -314,10 +314,10 @@ def test_over_runs_only_examples_of_a_single_draw_keep_its_exact_figure(tmp_path
 @pytest.mark.parametrize(
     "damage",
     [
-        {"known": torch.zeros(2, 3, dtype=torch.float64)},
+        {"known": torch.zeros(3, 2, dtype=torch.float64)},
         {"known": torch.ones(3, 3, dtype=torch.float32)},
-        {"known": torch.tensor([[0.5, math.nan, 0.0]] * 3, dtype=torch.float64)},
-        {"known": torch.tensor([[0.4, 0.0, 0.0]] * 3, dtype=torch.float64)},
+        {"known": torch.tensor([[0.5], [math.nan], [0.0]], dtype=torch.float64).repeat(1, 3)},
+        {"known": torch.tensor([[0.4], [0.0], [0.0]], dtype=torch.float64).repeat(1, 3)},
         {"current_known": torch.tensor([0.7, -1.0, 0.0], dtype=torch.float64)},
     ],
 )

@@ -133,17 +133,20 @@ def common_to(meeting: Meeting) -> set[str]:
     return found
 
 
+def assert_agreed(meeting: Meeting) -> None:
+    assert not meeting.errors
+    assert len({tuple(order) for order in meeting.orders().values()}) == 1
+    assert set(meeting.orders()["active"]) == common_to(meeting)
+    assert len(meeting.fingerprints()) == 1
+
+
 @pytest.mark.parametrize("parties", range(1, 9))
 def test_one_to_eight_parties_get_exactly_the_ids_of_all_in_one_order(parties: int) -> None:
     meeting = some_ids(parties)
     meeting.meet()
-    assert not meeting.errors
-    orders = meeting.orders()
-    assert len(orders) == parties + 1
-    assert len({tuple(order) for order in orders.values()}) == 1
-    assert set(orders["active"]) == common_to(meeting)
-    assert len(orders["active"]) == len(common_to(meeting))
-    assert len(meeting.fingerprints()) == 1
+    assert_agreed(meeting)
+    assert len(meeting.orders()) == parties + 1
+    assert len(meeting.orders()["active"]) == len(common_to(meeting))
     assert meeting.session.stage is Stage.FINISHED
     assert meeting.session.wait_for_farewell(0)
 
@@ -186,8 +189,7 @@ def test_two_parties_are_aligned_at_a_time() -> None:
     meeting = some_ids(2)
     meeting.engine = engine(Together())
     meeting.meet()
-    assert not meeting.errors
-    assert set(meeting.orders()["active"]) == common_to(meeting)
+    assert_agreed(meeting)
 
 
 class BreaksOff(InProcessPeer):
@@ -228,10 +230,7 @@ class Broken(QueueChannel):
 def test_a_line_that_breaks_in_mid_alignment_leads_to_the_same_ids_for_all(parties: int) -> None:
     meeting = some_ids(parties)
     meeting.meet({NAMES[parties - 1]: BreaksOff})
-    assert not meeting.errors
-    assert len({tuple(order) for order in meeting.orders().values()}) == 1
-    assert set(meeting.orders()["active"]) == common_to(meeting)
-    assert len(meeting.fingerprints()) == 1
+    assert_agreed(meeting)
 
 
 class Killed(BaseException):
@@ -257,10 +256,7 @@ def test_a_party_that_was_killed_after_its_alignment_comes_back_and_all_agree(pa
     finish([meeting.start(last, DiesAligned)])
     assert isinstance(meeting.errors.pop(last), Killed)
     finish([*others, meeting.start(last, InProcessPeer)])
-    assert not meeting.errors
-    assert len({tuple(order) for order in meeting.orders().values()}) == 1
-    assert set(meeting.orders()["active"]) == common_to(meeting)
-    assert len(meeting.fingerprints()) == 1
+    assert_agreed(meeting)
 
 
 class LeavesLate(InProcessPeer):
@@ -288,9 +284,7 @@ def test_a_goodbye_to_a_run_that_another_party_has_replaced_leads_to_that_run() 
     wait_until(lambda: meeting.session.run_id != before)
     may_leave.set()
     finish([first, second])
-    assert not meeting.errors
-    assert len(meeting.fingerprints()) == 1
-    assert set(meeting.orders()["active"]) == common_to(meeting)
+    assert_agreed(meeting)
 
 
 def test_ids_that_only_pairs_have_in_common_are_too_few_for_all() -> None:

@@ -12,14 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splitveil.common.alignment import Splits, align, build_engine, channel_pair, ecdh
+from splitveil.common.alignment import Splits, align, channel_pair, ecdh
 from splitveil.common.alignment.ecdh import CHUNK_IDS, EcdhEngine, EcdhExchange
 from splitveil.common.alignment.exchange import _send_all
 from splitveil.common.alignment.tag_lists import secret_permutation
 from splitveil.common.data.ids import canonical_ids
 from splitveil.common.errors import AlignmentError, DataError, InvalidMessage, PeerUnreachable
-from splitveil.common.run.contract import AlignmentSettings
-from splitveil.common.settings import validate
 from splitveil.protos import split_learning_pb2 as pb
 from tests.aligned import (
     ENGINE,
@@ -222,13 +220,6 @@ def test_ids_come_out_in_canonical_form_or_not_at_all(raw: list[str]) -> None:
             canonical_ids(raw, "rows.csv")
 
 
-def test_canonical_ids_of_both_parties_meet() -> None:
-    own = canonical_ids(["Zo\u00eb", " Max"], "own.csv")
-    peer = canonical_ids(["Max", "Zoe\u0308\n", "Ida"], "peer.csv")
-    first, _ = align_both((own, peer))
-    assert set(common_ids(own, first)) == {"Zo\u00eb", "Max"}
-
-
 @pytest.mark.parametrize("size", [0, 11])
 def test_an_empty_or_too_large_own_set_is_refused_before_anything_is_sent(size: int) -> None:
     here, there = channel_pair(deadline_s=0.05)
@@ -304,25 +295,6 @@ def test_parties_with_different_versions_both_see_why(monkeypatch: pytest.Monkey
     other = OtherEngine(min_aligned=1, max_set_size=100, workers=0)
     outcomes = align_both((names(range(3)), names(range(3))), (ENGINE, other))
     assert [type(outcome.error) for outcome in outcomes] == [AlignmentError] * 2
-
-
-# ---- settings ----
-
-
-def test_settings_build_the_default_engine() -> None:
-    section = validate(AlignmentSettings, {"min_aligned": 2}, "contract.yaml")
-    built = build_engine(section, workers=1)
-    try:
-        ids = names(range(2)), names(range(1, 3))
-        with ThreadPoolExecutor(2) as executor:
-            ends = channel_pair(deadline_s=LONG_S)
-            runs = [
-                executor.submit(align, built, ids[i], ends[i], nonce=b"", run_id="") for i in (0, 1)
-            ]
-            assert all(isinstance(run.exception(), AlignmentError) for run in runs)
-    finally:
-        built.close()
-    assert (AlignmentSettings().min_aligned, AlignmentSettings().max_set_size) == (100, 10_000_000)
 
 
 class _Noting:

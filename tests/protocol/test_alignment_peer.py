@@ -1,9 +1,10 @@
 """Alignment with a peer that breaks the rules, falls silent or goes away."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
@@ -328,13 +329,6 @@ def test_a_sender_that_cannot_send_wakes_the_receiver() -> None:
 # ---- channels ----
 
 
-def test_queues_of_one_frame_do_not_deadlock() -> None:
-    ids = names(range(200)), names(range(100, 350))
-    first, second = align_both(ids, channels=channel_pair(deadline_s=LONG_S, queue_frames=1))
-    assert common_ids(ids[0], first) == common_ids(ids[1], second)
-    assert len(first.alignment.rows) == 100
-
-
 def stream_pair(deadline_s: float, queue_frames: int) -> tuple[StreamChannel, StreamChannel]:
     """Two ends of one stream, as a client and a server see it: each reads the other's frames."""
     ends: list[StreamChannel] = []
@@ -355,9 +349,10 @@ def stream_pair(deadline_s: float, queue_frames: int) -> tuple[StreamChannel, St
     return client, server
 
 
-def test_streams_with_the_smallest_buffers_give_the_same_result() -> None:
+@pytest.mark.parametrize("pair", [channel_pair, stream_pair])
+def test_the_smallest_buffers_do_not_deadlock(pair: Callable[..., Any]) -> None:
     ids = names(range(200)), names(range(100, 350))
-    first, second = align_both(ids, channels=stream_pair(deadline_s=LONG_S, queue_frames=1))
+    first, second = align_both(ids, channels=pair(deadline_s=LONG_S, queue_frames=1))
     assert common_ids(ids[0], first) == common_ids(ids[1], second)
     assert len(first.alignment.rows) == 100
 

@@ -15,12 +15,11 @@ import torch
 from pydantic import ValidationError
 from sklearn.metrics import roc_auc_score
 
-from splitveil.common.privacy.attacks import AttackName, BatchAttackName, RunAttackName
+from splitveil.common.privacy.attacks import LABEL_FREE, AttackName, BatchAttackName, RunAttackName
 from splitveil.common.privacy.audit import BatchLeak, LeakAudit
 from splitveil.common.privacy.audit_worker import AuditWorker, CpuBudget
 from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
 from splitveil.common.privacy.informed import KnownPredictions
-from splitveil.common.privacy.label_free import LABEL_FREE
 from splitveil.common.privacy.leakage import leak_auc
 from splitveil.common.privacy.observation import (
     Clues,

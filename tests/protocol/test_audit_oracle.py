@@ -10,7 +10,7 @@ import torch
 
 from splitveil.active_party.run.audit_desk import MAX_LAYERS, AuditDesk
 from splitveil.common.errors import AuditRefused, OutOfStep, TooLarge
-from splitveil.common.privacy.label_free import LABEL_FREE
+from splitveil.common.privacy.attacks import LABEL_FREE
 from splitveil.common.privacy.leakage import leak_auc
 from splitveil.common.run.messages import AuditQuestion
 from splitveil.common.run.sample_order import positions_digest

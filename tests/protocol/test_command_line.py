@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from splitveil.active_party.commands import report as report_command
+from splitveil.active_party.report import page
 from splitveil.common.errors import PeerLeft, PeerUnreachable, SettingsError, StorageError
 from splitveil.common.models.settings import MlpModel
 from splitveil.common.party.ending import exit_code_of
@@ -85,8 +85,8 @@ def test_a_report_that_finds_no_room_is_one_line_and_ends_nothing(
     def full(_: Path) -> Path:
         raise StorageError("report.html: cannot be written: No space left on device")
 
-    monkeypatch.setattr(report_command, "write_report", full)
-    report_command.try_to_report(tmp_path)
+    monkeypatch.setattr(page, "write_report", full)
+    page.try_to_report(tmp_path)
     (record,) = caplog.records
     told = "No space left on device; once the cause is gone: splitveil active report"
     assert told in record.message

@@ -196,22 +196,21 @@ def test_parts_that_are_damaged_or_of_another_prediction_change_no_bit(
     np.testing.assert_array_equal(column(output), undisturbed)
 
 
-def test_a_folder_of_the_user_s_is_refused_and_stays(tmp_path: Path) -> None:
-    output, folder = tmp_path / "all.parquet", tmp_path / "all.parquet.parts"
-    folder.mkdir()
-    (folder / "plan.json").write_text("{}")
-    with pytest.raises(StorageError, match="give --output another name"):
-        opened(output)
-    assert (folder / "plan.json").read_text() == "{}"
-
-
-def test_a_link_in_the_place_of_the_folder_is_refused_and_stays(tmp_path: Path) -> None:
-    output, elsewhere = tmp_path / "all.parquet", tmp_path / "elsewhere"
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_folder_of_the_user_s_or_a_link_to_one_is_refused_and_stays(
+    tmp_path: Path, *, is_link: bool
+) -> None:
+    folder, elsewhere = tmp_path / "all.parquet.parts", tmp_path / "elsewhere"
     elsewhere.mkdir()
-    (tmp_path / "all.parquet.parts").symlink_to(elsewhere)
+    if is_link:
+        folder.symlink_to(elsewhere)
+    else:
+        folder.mkdir()
+        (folder / "plan.json").write_text("{}")
+    before = list(folder.iterdir())
     with pytest.raises(StorageError, match="give --output another name"):
-        opened(output)
-    assert not list(elsewhere.iterdir())
+        opened(tmp_path / "all.parquet")
+    assert list(folder.iterdir()) == before
 
 
 def test_files_that_come_into_the_folder_meanwhile_are_not_deleted(tmp_path: Path) -> None:

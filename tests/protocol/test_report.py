@@ -16,9 +16,8 @@ import yaml
 from sklearn.metrics import roc_auc_score
 
 from splitveil.active_party.commands.program import main
-from splitveil.active_party.commands.report import try_to_report
 from splitveil.active_party.defenses.sum_kl import estimated_auc
-from splitveil.active_party.report import read_run, write_comparison, write_report
+from splitveil.active_party.report import read_run, try_to_report, write_comparison, write_report
 from splitveil.active_party.report.bounds import coverage_of
 from splitveil.active_party.report.distributions import auc_of_counts, random_q95
 from splitveil.active_party.report.figures import finding_of, windows

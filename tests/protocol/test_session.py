@@ -34,9 +34,15 @@ def with_header(message: Activation, **changes: Any) -> Activation:
     return Activation(message.batch._replace(**changes), message.values)
 
 
-def test_a_run_trains_both_halves_and_evaluates_each_epoch(example: Path) -> None:
+@pytest.fixture(scope="module")
+def finished(example: Path) -> Parties:
     parties = build_parties(example)
     run_in_process(parties)
+    return parties
+
+
+def test_a_run_trains_both_halves_and_evaluates_each_epoch(finished: Parties) -> None:
+    parties = finished
     assert parties.session.stage is Stage.FINISHED
     assert [(e.epoch, e.split) for e in parties.active.evaluations] == [
         (0, "validation"),
@@ -49,22 +55,20 @@ def test_a_run_trains_both_halves_and_evaluates_each_epoch(example: Path) -> Non
     assert len(parties.active.losses) == len(parties.passive.received) > 4
 
 
-def test_both_parties_hold_the_same_examples_in_the_same_order(example: Path) -> None:
-    parties = build_parties(example)
-    run_in_process(parties)
-    active, passive = parties.active.rows, parties.passive.rows
+def test_both_parties_hold_the_same_examples_in_the_same_order(
+    example: Path, finished: Parties
+) -> None:
+    active, passive = finished.active.rows, finished.passive.rows
     assert active is not None
     assert passive is not None
     assert len(active) == 360
-    ids = [parties.session.ids[row] for row in active.file_rows]
+    ids = [finished.session.ids[row] for row in active.file_rows]
     other = (example / "passive.csv").read_text().splitlines()[1:]
     assert ids == [other[row].split(",")[0] for row in passive.file_rows]
 
 
-def test_every_example_is_trained_on_once_per_epoch(example: Path) -> None:
-    parties = build_parties(example)
-    run_in_process(parties)
-    rows = parties.active.rows
+def test_every_example_is_trained_on_once_per_epoch(finished: Parties) -> None:
+    rows = finished.active.rows
     assert rows is not None
     for epoch in range(2):
         seen = torch.cat([torch.from_numpy(p.copy()) for p in rows.order.epoch(epoch)])
@@ -72,22 +76,21 @@ def test_every_example_is_trained_on_once_per_epoch(example: Path) -> None:
 
 
 def test_what_arrives_is_what_was_sent_with_the_gradient_of_the_first_layer_beside_it(
-    example: Path,
+    finished: Parties,
 ) -> None:
-    parties = build_parties(example)
-    run_in_process(parties)
-    for sent, received in zip(parties.active.sent, parties.passive.received, strict=True):
+    for sent, received in zip(finished.active.sent, finished.passive.received, strict=True):
         assert torch.equal(sent, received)
-    assert parties.passive.layers[0]["first"].shape == (64, 8)
+    assert finished.passive.layers[0]["first"].shape == (64, 8)
 
 
-def test_the_same_seeds_give_the_same_weights_and_other_seeds_others(example: Path) -> None:
-    runs = [build_parties(example) for _ in range(2)]
-    other = build_parties(example, [], ["model_seed=5"])
-    for parties in (*runs, other):
+def test_the_same_seeds_give_the_same_weights_and_other_seeds_others(
+    example: Path, finished: Parties
+) -> None:
+    again, other = build_parties(example), build_parties(example, [], ["model_seed=5"])
+    for parties in (again, other):
         run_in_process(parties)
-    weights = runs[0].weights()
-    assert all(torch.equal(weights[name], value) for name, value in runs[1].weights().items())
+    weights = finished.weights()
+    assert all(torch.equal(weights[name], value) for name, value in again.weights().items())
     assert not all(torch.equal(weights[name], value) for name, value in other.weights().items())
 
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from splitveil.common.privacy.label_free import LABEL_FREE
+from splitveil.common.privacy.attacks import LABEL_FREE
 from tests.runs import write_example
 from tests.system.processes import Party, started
 

@@ -48,8 +48,11 @@ def steps_at(address: str) -> float:
     return float(found)
 
 
-def test_every_line_of_a_whole_run_is_an_object(example: Path) -> None:
-    with started(example, JSON) as pair:
+def test_every_line_is_an_object_and_no_word_of_the_passive_party_is_of_labels(
+    example: Path,
+) -> None:
+    """Its words, not its figures: those of the adversary are in files of its own."""
+    with started(example, JSON, passive=["adversary=null"]) as pair:
         assert pair.wait() == (0, 0), pair.outputs
         for party in pair:
             lines = lines_of(party.output)
@@ -62,22 +65,16 @@ def test_every_line_of_a_whole_run_is_an_object(example: Path) -> None:
             {line["run_id"] for line in lines_of(party.output) if "run_id" in line}
             for party in pair
         )
+        fields = {name for line in lines_of(pair.passive.output) for name in line}
     assert active == passive
     assert len(active) == 1
+    assert not {name for name in fields if re.search("label|loss|auc|leak|ledger", name)}
 
 
 @pytest.mark.skipif(not unit_sandbox.CAN_FILTER, reason="needs systemd-analyze and libseccomp")
 def test_both_parties_run_under_the_filters_of_their_units(example: Path) -> None:
     with started(example, as_unit=True) as pair:
         assert pair.wait() == (0, 0), pair.outputs
-
-
-def test_a_passive_party_s_log_is_free_of_labels(example: Path) -> None:
-    """Its words, not its figures: those of the adversary are in files of its own."""
-    with started(example, JSON, passive=["adversary=null"]) as pair:
-        assert pair.wait() == (0, 0), pair.outputs
-        fields = {name for line in lines_of(pair.passive.output) for name in line}
-    assert not {name for name in fields if re.search("label|loss|auc|leak|ledger", name)}
 
 
 class Watching:

@@ -74,7 +74,6 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("party", "setting", "more", "exit_codes", "says"),
     [
-        ("passive", NORMED, "", (4, 2), ["Normed fails on a batch of 1 row in training:", REMEDY]),
         ("passive", BOTTOM % "Failing", "", (4, 2), [f"{FAILS}ValueError: CUDA out of memory"]),
         ("passive", BOTTOM % "OutOfMemory", "", (4, 1), ["Traceback", "OutOfMemoryError: C"]),
         ("active", TOP, "", (2, 4), [f"an output of shape (1,) for 1 row, got (){REMEDY}"]),
@@ -104,8 +103,6 @@ def test_a_run_ends_with_one_line(
     ("party", "setting", "more", "exit_code", "says"),
     [
         ("passive", NORMED, BATCHES[0], 0, "but a last batch of one row needs contract.drop_last"),
-        ("passive", NORMED, DROP, 0, "the bottom model fits them;"),
-        ("active", TOP, BATCHES[0], 0, "for 1 row, got ())"),
         ("active", TOP, "contract.batch_size=1", 2, "for 1 row, got ()"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Projected labels between two processes: killed with signals, and started over."""
+"""Projected labels between two processes, killed with signals at every stage."""
 
 import json
 from collections.abc import Iterator
@@ -154,26 +154,3 @@ def longest_list(value: Any) -> int:
     if isinstance(value, dict):
         return max([0, *map(longest_list, value.values())])
     return 0
-
-
-def test_started_over_a_run_draws_stages_of_its_own(tmp_path: Path) -> None:
-    unseeded = Settings(
-        SETTINGS.both, ("defense={name: projected_labels, stages: 2, rank: 8}",), ()
-    )
-    write_example(tmp_path)
-    with kept_up(tmp_path, unseeded) as both:
-        both.start()
-        both.wait_until(lambda: stages(both) == 2)  # so that the first has been logged
-        for party in both:
-            party.kill()
-        first = load_file(file_of(both))
-        file_of(both).unlink()
-        both.active.start(options=["--fresh"])
-        assert both.active.wait() == 2
-        assert "active.previous-1: what this run has charged cannot be counted" in both.active.said
-        both.active.start("earlier_ledgers=[]")
-        both.passive.start(options=["--fresh"])
-        assert both.wait() == (0, 0), both.outputs
-        assert stages(both) == 2
-        assert not load_file(file_of(both))["0.sums"].equal(first["0.sums"])
-        assert both.active.folder.with_name("active.previous-1").is_dir()

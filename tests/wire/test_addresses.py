@@ -11,7 +11,7 @@ import splitveil.active_party.commands.program
 import splitveil.passive_party.commands.program
 from splitveil.common.errors import SettingsError
 from splitveil.common.text.addresses import HostAndPort, on_loopback, split_address
-from splitveil.common.wire.endpoint import add_port
+from splitveil.common.wire.server import add_port
 from tests.runs import Parties, build_parties
 from tests.wire.lines import peer_of, serving
 

@@ -26,7 +26,7 @@ from splitveil.common.errors import (
     TooLarge,
 )
 from splitveil.common.party.party_settings import load_party_settings
-from splitveil.common.privacy.label_free import LABEL_FREE
+from splitveil.common.privacy.attacks import LABEL_FREE
 from splitveil.common.privacy.leakage import leak_auc
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.privacy.settings import DEFAULT_ATTACKS

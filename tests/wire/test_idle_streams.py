@@ -9,8 +9,8 @@ from typing import Any
 import grpc
 import pytest
 
+from splitveil.active_party.grpc_server.caller import Stream, StreamSlots
 from splitveil.active_party.grpc_server.service import ActiveService
-from splitveil.active_party.grpc_server.stream_slots import Stream, StreamSlots
 from splitveil.active_party.run.stages import Stage
 from splitveil.common.alignment.ecdh import ENGINE, VERSION
 from splitveil.common.data.ids import NORMALISATION

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from google.protobuf.message import Message
 
-from splitveil.active_party.grpc_server.stream_slots import StreamSlots
+from splitveil.active_party.grpc_server.caller import StreamSlots
 from splitveil.common.errors import InvalidMessage, ProtocolError, TooLarge
 from splitveil.common.wire import limits
 from splitveil.common.wire.limits import EXEMPT, FIELDS, Refused, believed, check_fields, reader

@@ -43,9 +43,7 @@ class _Stage(NamedTuple):
 class Posterior:
     """Remembers the newest stages that fit into memory, and turns them into targets.
 
-    Args:
-        memory_bytes: bound on the stages' weights, 2 bytes for each of N r; the newest stage is
-            kept even if it is larger.
+    Their weights take 2 bytes for each of N r; the newest stage stays even if it is larger.
     """
 
     def __init__(self, memory_bytes: int = 2**30) -> None:

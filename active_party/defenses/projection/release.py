@@ -44,12 +44,9 @@ class Release(NamedTuple):
 def draw_release(design: Design, labels: Tensor, sigma: float, normals: NoiseSource) -> Release:
     """Add up the weighted labels and put noise on the sums.
 
-    Args:
-        design: the stage's weights of N rows.
-        labels: 0 and 1, or numbers within 0 and 1 on their grid, (N,), or one-hot rows,
-            (N, classes).
-        sigma: standard deviation of the noise, > 0; `stage_sigma` has it for a bound of the run.
-        normals: asked once, for float64 on the CPU; never to be asked twice for one stage.
+    Labels are 0 and 1, or numbers within 0 and 1 on their grid, (N,), or one-hot rows, (N,
+    classes). Sigma is the noise's standard deviation, see `stage_sigma`. The normals are asked
+    once, for float64 on the CPU, and never to be asked twice for one stage.
     """
     if not 0 < sigma < math.inf:
         raise ValueError(f"expected a positive, finite sigma, got {sigma}")

@@ -225,7 +225,7 @@ PRINTED = {
         r".*\n0\.7[0-4]\d+\n.*power ratio.*0\.6.*"
         r"\['active', 'contract', 'passive'\]"
     ),
-    "docs/guide/serving.md": "",  # defines functions; tests/system/test_predict_processes.py asks
+    "docs/guide/serving.md": "",  # defines functions; tests/journeys/test_predict_processes.py asks
 }
 """Page -> what its programs print, run one after the other in one interpreter."""
 

@@ -3,6 +3,7 @@
 import csv
 import difflib
 import lzma
+import re
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -136,4 +137,6 @@ def _store_reason(path: Path | str, error: BaseException) -> str | None:
     if isinstance(path, Path) or not isinstance(error, OSError) or error.errno is not None:
         return None
     said = " ".join(str(error).split()).partition(" (Request ID")[0]
+    # An address may hold the signature that gives access.
+    said = re.sub(r"https?://[^\s']*", "its address", said)
     return said[:MAX_STORE_CHARACTERS] or None

@@ -1,5 +1,6 @@
 """Judges columns of ids as a run does."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,6 +8,7 @@ import pyarrow as pa
 
 from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.columns import NEARLY_ALL, WrittenColumn, is_unnamed_index, read_ids
+from splitveil.common.data.id_forms import SHORTENED
 from splitveil.common.data.ids import Allowed, odd_rows
 from splitveil.common.errors import DataError
 from splitveil.deploy.init.columns import Column
@@ -37,7 +39,9 @@ def likely_ids(
     for column in columns:
         is_float = pa.types.is_floating(cells[column.name].type)
         is_index = is_unnamed_index(column.name) and column.kind == "whole"
-        may_be = column.kind in {"whole", "text"} or (is_float and column.kind == "number")
+        is_shortened = any(re.match(SHORTENED, value) for value in column.values)
+        may_be = column.kind in {"whole", "text"}
+        may_be |= column.kind == "number" and (is_float or is_shortened)
         if is_index or not may_be or column.distinct < 0.8 * column.num_rows:
             continue
         try:
@@ -47,6 +51,8 @@ def likely_ids(
         if is_float:
             rule = "the contract says ids: {whole_numbers: true} if --id-column names it"
             objections.append(f"stored as floating-point numbers: {rule}")
+        elif is_shortened:
+            objections.append("some are written like 1.2E+15, as spreadsheets shorten long numbers")
         if num_ids >= NEARLY_ALL * column.num_rows:
             found[column.name] = objections
     return found

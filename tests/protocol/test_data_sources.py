@@ -19,6 +19,7 @@ from pyarrow import fs, parquet
 from splitveil import simulation
 from splitveil.common.data import sources
 from splitveil.common.data.settings import DataSettings
+from splitveil.common.data.sources import unreadable_is_data_error
 from splitveil.common.data.subjects import read_subjects
 from splitveil.common.data.table import read_table
 from splitveil.common.errors import DataError, SettingsError
@@ -574,3 +575,9 @@ def test_a_run_from_a_store_and_a_database_is_one_from_files(
         run.meet()
         weights.append(run.weights())
     assert_same_weights(*weights)
+
+
+def test_the_refusal_of_a_store_shows_no_address() -> None:
+    with pytest.raises(DataError) as refused, unreadable_is_data_error("abfs://rows/part.parquet"):
+        raise OSError("GET https://x.blob.core.windows.net/rows?sig=word-3391 failed: (403)")
+    assert "GET its address failed: (403)" in str(refused.value)

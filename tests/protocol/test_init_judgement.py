@@ -231,6 +231,12 @@ def test_ids_that_a_run_reads_are_accepted(
     assert (len(found.ids), found.ids[0]) == (count, first)
 
 
+def test_ids_that_a_spreadsheet_has_shortened_are_named(tmp_path: Path) -> None:
+    ids = [str(1_200_000_000_000_000 + row) for row in range(ROWS - 4)] + ["1.20E+15"] * 4
+    with pytest.raises(SettingsError, match=r"id \(3 rows .*, some are written like 1\.2E"):
+        propose(write(tmp_path, {"id": ids}))
+
+
 def test_a_column_that_nearly_holds_ids_stops_a_guess(tmp_path: Path) -> None:
     path = write(tmp_path, {"id": [*IDS[:58], *IDS[:2]], "note": [f"{one}!" for one in IDS]})
     with pytest.raises(SettingsError, match=r"row: note; in nearly every row: id \(2 rows"):

@@ -8,7 +8,7 @@ from splitveil.active_party.ledger.label_signals import (
     LabelSignal,
     label_signals,
     objection_to,
-    widest_circle,
+    widest_adversary,
 )
 from splitveil.active_party.run.observer import SessionObserver
 from splitveil.active_party.run.preparation import OwnRows, OwnRules
@@ -47,7 +47,7 @@ def allowance_of(settings: ActiveSettings, earlier: AccountBook) -> Allowance:
     if objection is not None:
         raise SettingsError(f"run_budget: {objection}")
     limit = None if budget is None else budget.limit
-    return Allowance(limit, earlier, widest_circle(signals), settings.stops_by_validation)
+    return Allowance(limit, earlier, widest_adversary(signals), settings.stops_by_validation)
 
 
 def bounds_in_words(settings: ActiveSettings) -> str:

@@ -32,7 +32,7 @@ from splitveil.active_party.ledger.known_bounds import (
     compose,
     estimate_of,
 )
-from splitveil.active_party.ledger.label_signals import widest_circle
+from splitveil.active_party.ledger.label_signals import widest_adversary
 from splitveil.active_party.ledger.ledger import logged
 from splitveil.active_party.ledger.limit import num_answers_within
 from splitveil.active_party.settings import ActiveSettings
@@ -178,7 +178,7 @@ def plan_of(
     )
     context = settings.defense_context(pos_fraction)
     signals = signals_of(settings)
-    forecast = _narrowed(settings.defense.forecast(context), widest_circle(signals))
+    forecast = _narrowed(settings.defense.forecast(context), widest_adversary(signals))
     teaches = settings.defense.outlook(context, training_rows)
     said = [*([teaches] if teaches else []), *(signal.why for signal in signals)]
     book = settings.earlier_answers() if earlier is None else earlier

@@ -26,11 +26,11 @@ from splitveil.common.settings import Section, kind_by_key
 class PeersOfBudget(Section):
     """The peers for whom a budget has to hold."""
 
-    covers: Literal["anybody", "passive and honest", "knows class means only"] = "anybody"
+    covers: Literal["anybody", "honest-but-curious", "knows class means only"] = "anybody"
     """The peers for whom the limit has to hold.
 
     ``anybody``: a peer that may choose its activations, and may know everything but one label.
-    ``passive and honest``: one that sends its model's activations. ``knows class means only``: one
+    ``honest-but-curious``: one that sends its model's activations. ``knows class means only``: one
     that compares gradients with the class means of a batch, and looks at nothing else. A defense
     whose charges do not describe these peers is refused.
     """

@@ -4,7 +4,7 @@
 
 Cuts each table into the columns of two parties, runs ``splitveil init`` on both files, and trains
 with what it writes, once with the defense that it recommends and once without any. Beside them
-stands gradient boosting on all columns that either party uses, with open labels and the same
+stands gradient boosting on all columns that either party uses, with unprotected labels and the same
 training and test rows. A seed decides split, batches and noise. Prints the table of
 docs/results/first-settings.md.
 """

@@ -29,7 +29,7 @@ STRETCHES = 200
 """Parts of a run over which the leak of single batches is averaged."""
 
 
-_BOUNDS_OF_EPOCHS = ("anybody_max", "passive_and_honest_max", "knows_class_means_only_max")
+_BOUNDS_OF_EPOCHS = ("anybody_max", "honest_but_curious_max", "knows_class_means_only_max")
 
 
 class Row(NamedTuple):

@@ -18,7 +18,7 @@ from splitveil.common.models.random_state import random_state, set_random_state
 from splitveil.common.run.host_copies import to_device
 from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions
-from splitveil.passive_party.kept_weights import keeping_weights
+from splitveil.passive_party.stashed_weights import keeping_weights
 
 BottomModel = Callable[[Features], Tensor]
 """Computes the activation of a batch with its graph: the model itself, or several processes."""

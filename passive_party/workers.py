@@ -15,9 +15,9 @@ from splitveil.common.party import command_line
 from splitveil.common.party.place import Place
 from splitveil.common.party.workers import check_same_model, work
 from splitveil.passive_party.bottom_trainer import Take, TrainingPass
-from splitveil.passive_party.kept_weights import keeping_weights
 from splitveil.passive_party.layer_taps import LayerTap, named_layer
 from splitveil.passive_party.settings import PassiveSettings
+from splitveil.passive_party.stashed_weights import keeping_weights
 
 _ROLE = "bottom_model"
 

@@ -253,7 +253,7 @@ class Attacked(NamedTuple):
     """The ledger's for the whole run, of the example with the largest account and for the peers
     whom the charges describe."""
     covers: Covers
-    """The widest circle of peers for whom there is that bound."""
+    """The strongest adversary class for whom there is that bound."""
     standard_error: float
     """Of the AUC of scores that have nothing to do with the labels, over all training rows."""
 

@@ -82,7 +82,7 @@ def _target_table(target: Target) -> PlainTable:
 
 
 def _figures(charge: ChargeForecast) -> list[str]:
-    """Write sum_kl, the estimated AUC, and the bound for each circle of peers, rounded up."""
+    """Write sum_kl, the estimated AUC, and the bound for each adversary class, rounded up."""
     known = known_of_forecast(charge)
     shown: list[Callable[[float], str]] = [
         at_most,

@@ -16,7 +16,7 @@ As the model has only ever seen noisy labels, that is another function of them, 
 
 With ``top_labels: true`` the top model learns from the labels themselves, and its knowledge shows
 in p and J of later gradients (p - noisy y) J. Given p and J, a gradient is a function of the noisy
-label, so that its charge describes what a passive and honest peer learns beyond the predictions. A
+label, so that its charge describes what an honest-but-curious peer learns beyond the predictions. A
 peer that chooses activations can make the top model memorise a single label, and read it from p:
 nothing bounds what it learns, and there is no label-DP. Targets that depend on predictions are
 refused with it: they would pass on the label itself.
@@ -76,7 +76,7 @@ class NoisyLabelDefense(SeededDefense):
 
     ``noisy``: only the noisy labels influence what is sent, and their guarantee is exact.
     ``true``: the model predicts better, and its knowledge of the labels shows in later gradients:
-    the bound is for a passive and honest peer, and about what predictions do not tell. Refused
+    the bound is for an honest-but-curious peer, and about what predictions do not tell. Refused
     where targets depend on predictions.
     """
 
@@ -98,7 +98,7 @@ class NoisyLabelDefense(SeededDefense):
         )
         if not is_noisy:
             covered = Coverage(
-                Covers.PASSIVE_AND_HONEST,
+                Covers.HONEST_BUT_CURIOUS,
                 "With top_labels true, the charge of the noisy label describes a peer that sends "
                 "its model's activations, and what it learns beyond the model's predictions. It "
                 "does not describe one that chooses activations to make the top model learn single "

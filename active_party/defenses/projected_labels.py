@@ -194,8 +194,9 @@ class ProjectedLabelsDefense(SeededDefense):
             of_positives = f" with {math.ceil(half * share):,} {named}"
         return (
             f"What is possible: at this bound {training_rows:,} training rows teach at most what "
-            f"{found.rows:,.0f} rows with open labels would ({found.share:.0%}). Half of their "
-            f"worth is left at {half:,} rows{of_positives}; the price at other sizes: {PRICE}."
+            f"{found.rows:,.0f} rows with unprotected labels would ({found.share:.0%}). Half of "
+            f"their worth is left at {half:,} rows{of_positives}; the price at other sizes: "
+            f"{PRICE}."
         )
 
     def at_leak_auc(self, leak_auc: float, _context: DefenseContext, /) -> Self:

@@ -60,7 +60,7 @@ class Coverage(NamedTuple):
     """The peers whom all charges of a defense describe, and the reason."""
 
     covers: Covers
-    """The widest circle that every charge describes."""
+    """The strongest adversary class that every charge describes."""
 
     why: str
     """A sentence about who is described, and who is not."""
@@ -72,8 +72,8 @@ COVERS_CLASS_MEANS = Coverage(
     "that looks at anything else, such as the energy of single rows or what the model predicts "
     f"for an example: see {SEE}.",
 )
-COVERS_PASSIVE_AND_HONEST = Coverage(
-    Covers.PASSIVE_AND_HONEST,
+COVERS_HONEST_BUT_CURIOUS = Coverage(
+    Covers.HONEST_BUT_CURIOUS,
     "The charges of persistent noise describe a peer that sends its model's activations. They do "
     f"not describe one that chooses its activations: see {SEE}.",
 )

@@ -90,7 +90,7 @@ class Caller:
         self.evaluate_slots = StreamSlots()
 
     @property
-    def is_talking(self) -> bool:
+    def has_open_stream(self) -> bool:
         """Whether a stream of this party is open, so that it can be told something."""
         return self._open_streams > 0 or self.exchange_of_ids is not None
 

@@ -22,7 +22,7 @@ from splitveil.common.wire.probe_findings import (
     checks_of,
     clock_in_words,
 )
-from splitveil.common.wire.probes import Introduction, ProbeDesk
+from splitveil.common.wire.probes import Introduction, ProbeResponder
 from splitveil.common.wire.server import build_server
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class ProbeServer:
         self._contract = contract
         self._own = Introduction(ACTIVE, contract.canonical_json(), time.time(), id_form)
         self._introduced: dict[str, Introduced] = {}
-        self._desk = ProbeDesk(contract, id_form, self._note)
+        self._desk = ProbeResponder(contract, id_form, self._note)
         self._server, health = build_server(contract, SERVICE, address, credentials, _log_refusal)
         health.set(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
         self._desk.add_to(self._server)

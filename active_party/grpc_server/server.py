@@ -19,7 +19,7 @@ from splitveil.common.wire.limits import (
     reader,
 )
 from splitveil.common.wire.noted_calls import Notes
-from splitveil.common.wire.probes import ProbeDesk
+from splitveil.common.wire.probes import ProbeResponder
 from splitveil.common.wire.server import build_server
 from splitveil.common.wire.tensor_frame import Frame
 from splitveil.protos import split_learning_pb2 as pb
@@ -31,7 +31,7 @@ def start_server(
     address: str,
     credentials: CredentialFiles | None = None,
     transcript: Notes | None = None,
-    desk: ProbeDesk | None = None,
+    desk: ProbeResponder | None = None,
 ) -> grpc.Server:
     """Serve at an address, together with the standard health service."""
     parties = len(contract.passive_parties)
@@ -47,7 +47,7 @@ def start_server(
     )
     handlers = method_handlers(service, contract)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-    (desk or ProbeDesk(contract)).add_to(server)
+    (desk or ProbeResponder(contract)).add_to(server)
     server.start()
     return server
 

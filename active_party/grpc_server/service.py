@@ -98,7 +98,7 @@ class ActiveService:
         """Return the seconds since a passive party's last message."""
         return time.monotonic() - self._callers[party].heard_at
 
-    def tell_end(
+    def announce_end(
         self, timeout_s: float, interruption: Callable[[], int | None] = lambda: None
     ) -> None:
         """Fail the next call of each connected peer, so that it learns that the run ended early.
@@ -110,12 +110,12 @@ class ActiveService:
         """
         begun = time.monotonic()
         until = begun + timeout_s
-        untold = len(self._callers) if self._session.has_last_words else 0
+        untold = len(self._callers) if self._session.has_unsent_notice else 0
         while untold and time.monotonic() < until:
             untold -= self._told_of_end.acquire(timeout=_POLL_S)
             if interruption() is not None and not (
                 time.monotonic() < begun + INTERRUPTED_WORDS_S
-                and any(caller.is_talking for caller in self._callers.values())
+                and any(caller.has_open_stream for caller in self._callers.values())
             ):
                 return
 

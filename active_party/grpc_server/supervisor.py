@@ -19,7 +19,7 @@ from splitveil.common.party.transcript import Transcript
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.wire.endpoint import check_security
 from splitveil.common.wire.noted_calls import AllNotes
-from splitveil.common.wire.probes import ProbeDesk
+from splitveil.common.wire.probes import ProbeResponder
 
 logger = logging.getLogger("splitveil.active_party")
 
@@ -58,7 +58,7 @@ def serve_until_end(
     kept, tried = records_of(settings, folder)
     service = ActiveService(session, engine, settings.reconnect.deadline_s, tried, status, kept)
     notes = status if transcript is None else AllNotes(transcript, status)
-    desk = ProbeDesk(contract, form_of(data.ids))
+    desk = ProbeResponder(contract, form_of(data.ids))
     server = start_server(service, contract, settings.listen, credentials, notes, desk)
     names = contract.passive_parties
     who = f"parties {', '.join(names)}" if len(names) > 1 else "party"
@@ -71,7 +71,7 @@ def serve_until_end(
         stopped = error  # as configured: it ends with a summary, like any other run
     finally:
         patience_s = _LAST_WORDS_S if stopped is None else _FINAL_WORDS_S
-        service.tell_end(min(patience_s, settings.reconnect.max_s), interruption)
+        service.announce_end(min(patience_s, settings.reconnect.max_s), interruption)
         server.stop(_GRACE_S).wait()
         engine.close()
     return service, stopped

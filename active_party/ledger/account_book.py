@@ -113,7 +113,7 @@ class AccountBook:
         return known
 
     def covers(self) -> Covers:
-        """Return the widest circle of peers that every account describes."""
+        """Return the strongest adversary class that every account describes."""
         return widest_covered(int(np.bitwise_or.reduce(self._exposure().caveats)))
 
     def _exposure(self) -> Exposure:

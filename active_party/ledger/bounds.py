@@ -1,4 +1,4 @@
-"""The bounds that follow from the accounts of many examples, for each circle of peers.
+"""The bounds that follow from the accounts of many examples, for each adversary class.
 
 Two figures follow from the divergence K of all answers about an example:
 
@@ -56,7 +56,7 @@ class Spread(NamedTuple):
 
 
 class PeerBound(NamedTuple):
-    """The bound for one circle of peers."""
+    """The bound for one adversary class."""
 
     leak_auc: Spread
     """AUC that no score of such a peer exceeds; 1 for an example without a bound."""
@@ -72,12 +72,12 @@ class LeakBounds(NamedTuple):
     estimate: Spread
     """AUC of the best score under the Gaussian model."""
     by_peers: tuple[PeerBound, ...]
-    """One for each circle of peers, in the order of ``Covers``."""
+    """One for each adversary class, in the order of ``Covers``."""
     epsilon: float | None
     """Label differential privacy of all answers together; None if an answer had none."""
 
     def against(self, peers: Covers) -> PeerBound:
-        """Return the bound for a circle of peers."""
+        """Return the bound for an adversary class."""
         return self.by_peers[list(Covers).index(peers)]
 
     @property
@@ -129,12 +129,12 @@ def caveats_of(charge: LeakCharge) -> int:
 
 
 def covers(caveats: int, peers: Covers) -> bool:
-    """Return whether an account with these caveats describes a circle of peers."""
+    """Return whether an account with these caveats describes an adversary class."""
     return not caveats & _DOES_NOT_COVER[peers]
 
 
 def widest_covered(caveats: int) -> Covers:
-    """Return the widest circle of peers that an account with these caveats describes."""
+    """Return the strongest adversary class that an account with these caveats describes."""
     return next(peers for peers in Covers if covers(caveats, peers))
 
 

@@ -38,8 +38,8 @@ class Allowance:
     """Accounts of earlier runs for some of the ids; they count towards the budget."""
 
     peers: Covers = Covers.ANYBODY
-    """The widest circle of peers that a charge may describe in this run. Where something else that
-    depends on labels reaches the peer, the charge of an answer does not describe everybody."""
+    """The strongest adversary class that a charge may describe in this run. Where something else
+    that depends on labels reaches the peer, the charge of an answer does not describe everybody."""
 
     reveals_validation: bool = False
     """Whether validation labels decide when the run ends. No answer is about their rows, but a

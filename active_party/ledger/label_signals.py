@@ -4,7 +4,7 @@ The charges of a defense are about its answers. Other settings let true labels r
 another way: they decide when a run ends, or what a peer is told on request, or with which weights
 the top model begins. No charge describes that, so that no bound for anybody may stand beside it.
 
-A bound for narrower circles of peers stays: these peers look at answers alone, and their bound is
+A bound for weaker adversary classes stays: these peers look at answers alone, and their bound is
 about a label beyond what the model predicts of it.
 """
 
@@ -69,14 +69,14 @@ def label_signals(uses: LabelUses) -> tuple[LabelSignal, ...]:
     return tuple(signal for signal, is_given in signals.items() if is_given)
 
 
-def widest_circle(signals: tuple[LabelSignal, ...]) -> Covers:
-    """Return the widest circle of peers for whom bounds on training labels can hold."""
-    return Covers.PASSIVE_AND_HONEST if signals else Covers.ANYBODY
+def widest_adversary(signals: tuple[LabelSignal, ...]) -> Covers:
+    """Return the strongest adversary class for whom bounds on training labels can hold."""
+    return Covers.HONEST_BUT_CURIOUS if signals else Covers.ANYBODY
 
 
 def objection_to(peers: Covers, signals: tuple[LabelSignal, ...]) -> str | None:
     """Say which setting voids a bound for some peers; None if there is none."""
-    widest = widest_circle(signals)
+    widest = widest_adversary(signals)
     if widest.includes(peers):
         return None
     return (

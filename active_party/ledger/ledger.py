@@ -9,7 +9,7 @@ counts.
 An account also remembers what does not hold of its charges: whom they do not describe, and whether
 one is not of a Gaussian mechanism; and it remembers what is known besides the divergence, such as
 the best AUC of a label that was drawn once (``known_bounds``). ``bounds`` says what follows from
-all this, and for whom. No charge is ever forgotten, so that the circle of peers only becomes
+all this, and for whom. No charge is ever forgotten, so that the adversary class only becomes
 narrower.
 """
 

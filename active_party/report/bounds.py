@@ -25,7 +25,7 @@ def guarantee_of(run: RunFiles) -> float:
 
 
 def bounds_of(run: RunFiles) -> dict[Covers, float]:
-    """Return the bound for each circle of peers, of the most exposed example; empty without any."""
+    """Return the bound for each adversary class, of the most exposed example; empty without any."""
     ledger = ledger_of(run)
     found = {} if ledger is None else {peers: ledger.against(peers).max for peers in Covers}
     return {peers: bound for peers, bound in found.items() if bound is not None}
@@ -47,7 +47,7 @@ def _most(bounds: LedgerFigures) -> float:
 
 
 def in_short(bounds: Mapping[Covers, float]) -> str:
-    """Return the bound for the widest circle of peers that has one, as a part of a sentence."""
+    """Return the bound for the strongest adversary class that has one, as a part of a sentence."""
     peers = widest_bounded(bounds)
     if peers is None:
         return "nothing bounds the whole run"
@@ -61,7 +61,7 @@ def in_short(bounds: Mapping[Covers, float]) -> str:
 
 
 def widest_bounded(bounds: Mapping[Covers, float]) -> Covers | None:
-    """Return the widest circle of peers for whom a bound says anything; None if there is none."""
+    """Return the strongest adversary class for whom a bound says anything, if any."""
     return next((p for p in Covers if bounds.get(p, math.inf) < NO_BOUND), None)
 
 

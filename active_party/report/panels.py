@@ -211,7 +211,7 @@ def trade_off(dots: Sequence[Dot], measured: str) -> Markup | None:
 def _peer_marks(
     epochs: Numbers, ledgers: Sequence[Mapping[Covers, SpreadFigures]]
 ) -> Iterator[Mark]:
-    """Yield the bound of the widest circle of peers for whom there is one, over epochs."""
+    """Yield the bound of the strongest adversary class for whom there is one, over epochs."""
     recorded = [
         (peers, [bounds[peers] for bounds in ledgers])
         for peers in Covers

@@ -1,7 +1,8 @@
 """Says which setting to change where a run misses its target, and the price of the change.
 
-Prices are what is known without another run: the number of rows with open labels that a table is
-worth at a bound (``defenses.projection.outlook``), beside the test AUC that this run measured.
+Prices are what is known without another run: the number of rows with unprotected labels that a
+table is worth at a bound (``defenses.projection.outlook``), beside the test AUC that this run
+measured.
 """
 
 from collections.abc import Iterator, Mapping
@@ -37,7 +38,7 @@ class Price(NamedTuple):
 
     leak_auc: float
     rows: float
-    """Rows with open labels that would teach as much, at most."""
+    """Rows with unprotected labels that would teach as much, at most."""
     share: float
     is_target: bool
 

@@ -252,7 +252,7 @@ def flattened(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
 
 
 def bound_cells(run: RunFiles) -> dict[Covers, str]:
-    """Return the ledger's bound for the whole run in words, for each circle of peers."""
+    """Return the ledger's bound for the whole run in words, for each adversary class."""
     bounds = bounds_of(run)
     return {peers: _bound_in_words(bounds.get(peers)) for peers in Covers}
 

@@ -92,7 +92,7 @@ class Lifecycle:
         return Whereabouts(self.phase.batch_number, frozenset(self._store.checkpoints()))
 
     @property
-    def has_last_words(self) -> bool:
+    def has_unsent_notice(self) -> bool:
         """Whether a peer that is still there has to hear that the run ended early."""
         if self.error is None or not any(party.has_opened for party in self.parties):
             return False

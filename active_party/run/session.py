@@ -109,9 +109,9 @@ class ActiveSession:
         return self.lifecycle.answering
 
     @property
-    def has_last_words(self) -> bool:
+    def has_unsent_notice(self) -> bool:
         """Whether a peer that is still there has to hear that the run ended early."""
-        return self.lifecycle.has_last_words
+        return self.lifecycle.has_unsent_notice
 
     def awaited(self) -> Mapping[str, float]:
         """Return the parties whose message the run waits for, and for how many seconds."""

@@ -1,4 +1,4 @@
-"""Keeps what predicts the training rows' labels, until the model has learned them by heart.
+"""Keeps what predicts the training rows' labels, until the model has memorised them.
 
 To tell what an attack finds beyond features, the monitor needs predictions of labels by models that
 have not seen them. They are fitted across folds at the end of the run; what they are fitted on is
@@ -6,7 +6,7 @@ kept here: the active party's own features of each row, and from its last visit 
 model's prediction of it, and the mean of its predictions so far, of which an attack over the run
 may know more than of the last one.
 
-A model that has learned its training labels by heart puts them into its activations, and an attack
+A model that has memorised its training labels puts them into its activations, and an attack
 would be adjusted for the very label that it found. So the visits of an epoch count only while the
 model tells the training labels no better than held-out ones, by ``MAX_GAP`` of AUC; else those of
 the epoch before stay. In the first epoch, the model has not seen a row that it predicts, and in the
@@ -150,7 +150,7 @@ class RowCovariates:
         self._held_out = figure
 
     def end_epoch(self, epoch: int) -> None:
-        """Keep the visits of an epoch, unless the model has learned labels by heart."""
+        """Keep the visits of an epoch, unless the model has memorised labels."""
         self._sum_up()
         self._knows_rows = bool((self._visits > 0).all())
         # The peer waits for this: the same work, whatever the gap, which depends on labels.

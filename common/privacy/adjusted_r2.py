@@ -32,7 +32,7 @@ _Floats = npt.NDArray[np.float64]
 
 
 class NumberCovariates(NamedTuple):
-    """What predicts the labels of some training rows without having learned them by heart."""
+    """What predicts the labels of some training rows without having memorised them."""
 
     positions: npt.NDArray[np.int64]
     """Positions of the rows in the common order, ascending, (rows,)."""

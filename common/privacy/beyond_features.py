@@ -43,7 +43,7 @@ from splitveil.common.privacy.run_level import SEED
 
 
 class Covariates(NamedTuple):
-    """What predicts the labels of some training rows without having learned them by heart."""
+    """What predicts the labels of some training rows without having memorised them."""
 
     positions: npt.NDArray[np.int64]
     """Positions of the rows in the common order, ascending, (rows,)."""

@@ -1,15 +1,15 @@
-"""For whom a bound holds: the circles of peers that a charge of the ledger can describe."""
+"""For whom a bound holds: the adversary classes that a charge of the ledger can describe."""
 
 from enum import StrEnum
 
 
 class Covers(StrEnum):
-    """The peers whom a charge describes, from the widest circle to the narrowest."""
+    """The peers whom a charge describes, from the strongest adversary class to the narrowest."""
 
     ANYBODY = "anybody"
     """Every peer: it may choose its activations, and know everything but the one label."""
 
-    PASSIVE_AND_HONEST = "passive and honest"
+    HONEST_BUT_CURIOUS = "honest-but-curious"
     """A peer that sends its model's activations, whatever it knows of features and predictions. The
     bound is about the label beyond what the predictions themselves tell of it."""
 
@@ -33,7 +33,7 @@ class Covers(StrEnum):
 
 _IN_WORDS = {
     Covers.ANYBODY: "anybody",
-    Covers.PASSIVE_AND_HONEST: "a passive and honest peer",
+    Covers.HONEST_BUT_CURIOUS: "an honest-but-curious peer",
     Covers.CLASS_MEANS: "a peer that knows class means only",
 }
 _ORDER = {covers: rank for rank, covers in enumerate(Covers)}

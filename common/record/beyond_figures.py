@@ -116,7 +116,7 @@ def passed_bounds(
     where there are too few rows for guesses: see `set_aside`.
 
     Args:
-        bounds: AUC that no score of some peers exceeds, from the widest circle of them on.
+        bounds: AUC that no score of some peers exceeds, the strongest adversary class first.
     """
     if _guesses_by_chance(beyond):
         return

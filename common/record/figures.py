@@ -60,7 +60,7 @@ class LedgerFigures(Form):
     """AUC of the best score if the classes are Gaussian."""
     anybody: Annotated[SpreadFigures, Flat("anybody_")] = _NONE
     """AUC that no score of anybody exceeds, the guarantee; 1 for an example without a bound."""
-    passive_and_honest: Annotated[SpreadFigures, Flat("passive_and_honest_")] = _NONE
+    honest_but_curious: Annotated[SpreadFigures, Flat("honest_but_curious_")] = _NONE
     """The same for a peer that sends its model's activations."""
     knows_class_means_only: Annotated[SpreadFigures, Flat("knows_class_means_only_")] = _NONE
     """The same for a peer that compares gradients with the class means of a batch."""
@@ -71,5 +71,5 @@ class LedgerFigures(Form):
         return self.by_peers()[peers]
 
     def by_peers(self) -> dict[Covers, SpreadFigures]:
-        bounds = (self.anybody, self.passive_and_honest, self.knows_class_means_only)
+        bounds = (self.anybody, self.honest_but_curious, self.knows_class_means_only)
         return dict(zip(Covers, bounds, strict=True))

@@ -99,7 +99,7 @@ class ModelFigures(Form):
 
 
 class PeerBound(NamedTuple):
-    """The bound on the leak of the whole run for one circle of peers."""
+    """The bound on the leak of the whole run for one adversary class."""
 
     covers: Covers
     leak_auc: Number = None
@@ -134,7 +134,7 @@ class ActiveFigures(Form):
     ledger: Maybe[LedgerFigures] = None
     """The bounds on what all answers revealed; None before the first answer."""
     bounds: Annotated[tuple[OnErrorOmit[PeerBound], ...], BeforeValidator(as_list)] = ()
-    """One for each circle of peers, in the order of ``Covers``; empty before the first answer."""
+    """One for each adversary class, in the order of ``Covers``; empty before the first answer."""
     audits_answered: Annotated[Count, IF_ANY] = None
     """None if audits are not allowed and none was answered."""
     refused_messages: Object[Annotated[int, BeforeValidator(lambda n: as_count(n) or 0)]] = field(

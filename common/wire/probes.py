@@ -76,7 +76,7 @@ def method_path() -> str:
 Listener = Callable[[Introduction, grpc.ServicerContext], None]
 
 
-class ProbeDesk:
+class ProbeResponder:
     """Answers the probes of the passive parties.
 
     It has no part in a run: it touches no session, and a probe is no sign of life.

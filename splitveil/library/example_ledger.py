@@ -95,7 +95,7 @@ class Ledger:
             charge: what it adds to each example: the symmetrised divergence between the answers of
                 the two labels, or a `LeakCharge` with noise identity and epsilon.
             rows: the examples that it is about, each once; all by default.
-            covers: the peers whom a plain divergence describes: ``anybody``, ``passive and honest``
+            covers: the peers whom a plain divergence describes: ``anybody``, ``honest-but-curious``
                 or ``knows class means only``. Required for a number.
             is_gaussian: whether a plain divergence is that of a Gaussian mechanism, mu squared.
 
@@ -157,8 +157,8 @@ class Ledger:
     def frame(self, rows: Rows = None) -> Any:
         """Return the accounts, one row per example, as a data frame (else a ``pyarrow.Table``).
 
-        Its columns are ``sum_kl``, the widest circle of peers that the account ``covers``, and the
-        bound for each circle. ``rows`` are all examples by default.
+        Its columns are ``sum_kl``, the strongest adversary class that the account ``covers``, and
+        the bound for each adversary class. ``rows`` are all examples by default.
         """
         positions = self._positions(rows)
         found = self._accounts.exposure(positions)

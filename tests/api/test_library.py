@@ -169,15 +169,15 @@ def test_one_class_has_no_figures() -> None:
 def test_a_ledger_adds_up_charges_by_example() -> None:
     ledger = Ledger(4)
     ledger.charge(0.25, [0, 1], covers="anybody")
-    ledger.charge(0.5, np.array([True, False, False, True]), covers="passive and honest")
+    ledger.charge(0.5, np.array([True, False, False, True]), covers="honest-but-curious")
     assert ledger.guarantee([0]).sum_kl.max == 0.75
     assert ledger.guarantee([1]).guarantee.max == pytest.approx(leak_auc_bound(0.25))
-    honest = ledger.guarantee([0]).against(defenses.Covers.PASSIVE_AND_HONEST).leak_auc.max
+    honest = ledger.guarantee([0]).against(defenses.Covers.HONEST_BUT_CURIOUS).leak_auc.max
     assert honest == pytest.approx(leak_auc_bound(0.75))
     assert ledger.guarantee().guarantee.max == 1.0
     columns = np.array(ledger.frame()).tolist()
     assert [row[1] for row in columns] == [0.75, 0.25, 0.0, 0.5]
-    assert [row[2] for row in columns][:3] == ["passive and honest", "anybody", "anybody"]
+    assert [row[2] for row in columns][:3] == ["honest-but-curious", "anybody", "anybody"]
 
 
 def test_a_gaussian_mechanism_has_its_exact_bound() -> None:
@@ -194,8 +194,8 @@ def test_what_would_exceed_a_limit_is_not_charged() -> None:
     assert not ledger.would_exceed(0.1, [0], covers="anybody", sum_kl=0.3)
     assert ledger.would_exceed(0.11, [0], covers="anybody", sum_kl=0.3)
     assert not ledger.would_exceed(0.11, [1], covers="anybody", sum_kl=0.3)
-    assert ledger.would_exceed(0.01, [0], covers="passive and honest", leak_auc=0.9)
-    narrower: dict[str, Any] = {"covers": "passive and honest", "peers": "passive and honest"}
+    assert ledger.would_exceed(0.01, [0], covers="honest-but-curious", leak_auc=0.9)
+    narrower: dict[str, Any] = {"covers": "honest-but-curious", "peers": "honest-but-curious"}
     assert not ledger.would_exceed(0.01, [0], leak_auc=0.9, **narrower)
     assert ledger.guarantee() == before
 

@@ -1,4 +1,4 @@
-"""For whom the ledger's bounds hold: circles of peers, exact Gaussian figures, and old books."""
+"""For whom the ledger's bounds hold: adversary classes, exact Gaussian figures, and old books."""
 
 import math
 from pathlib import Path
@@ -17,7 +17,7 @@ from splitveil.active_party.ledger.label_signals import (
     LabelUses,
     label_signals,
     objection_to,
-    widest_circle,
+    widest_adversary,
 )
 from splitveil.active_party.ledger.ledger import LeakLedger, logged
 from splitveil.active_party.ledger.limit import Limit
@@ -206,7 +206,7 @@ def test_nothing_told_to_anybody_leaves_the_epsilon_of_earlier_answers() -> None
 
 
 @pytest.mark.parametrize(
-    ("uses", "circle", "setting"),
+    ("uses", "strongest", "setting"),
     [
         (LabelUses(), ANYBODY, None),
         (LabelUses(allows_audits=True), HONEST, "allow_audits"),
@@ -217,13 +217,13 @@ def test_nothing_told_to_anybody_leaves_the_epsilon_of_earlier_answers() -> None
     ],
 )
 def test_whatever_else_depends_on_training_labels_voids_the_bound_for_anybody(
-    uses: LabelUses, circle: Covers, setting: str | None
+    uses: LabelUses, strongest: Covers, setting: str | None
 ) -> None:
     signals = label_signals(uses)
     assert [signal.setting for signal in signals] == ([] if setting is None else [setting])
-    assert widest_circle(signals) is circle
+    assert widest_adversary(signals) is strongest
     for peers in Covers:
         objection = objection_to(peers, signals)
-        assert (objection is None) == circle.includes(peers)
+        assert (objection is None) == strongest.includes(peers)
         if objection is not None:
             assert objection.startswith(f"{setting} leaves no bound for anybody")

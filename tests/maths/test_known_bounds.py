@@ -376,7 +376,7 @@ def test_what_cannot_be_an_auc_or_an_epsilon_counts_as_unknown() -> None:
 
 
 def test_a_top_model_that_knows_the_labels_leaves_the_figure_of_the_draw_and_no_epsilon() -> None:
-    """For a passive and honest peer, as for the divergence."""
+    """For an honest-but-curious peer, as for the divergence."""
     settings = NoisyLabelDefense(mechanism=RESPONSE, top_labels="true")
     bounds = bounds_after(settings.charge(2, "draw"), settings.charge(2, "draw"))
     aucs = [one.leak_auc.max for one in bounds.by_peers]

@@ -192,7 +192,7 @@ def test_bounds_are_those_of_the_accounts_one_by_one() -> None:
         assert values.mean() - 1e-12 <= found.mean <= values.mean() + 1 / 4096
     flat = ledger_figures(bounds).form()
     assert flat["knows_class_means_only_q95"] == of_class_means(bounds).q95
-    assert flat["anybody_q95"] == flat["passive_and_honest_mean"] == 1
+    assert flat["anybody_q95"] == flat["honest_but_curious_mean"] == 1
 
 
 def test_a_bare_gradient_leaves_no_bound_but_one() -> None:

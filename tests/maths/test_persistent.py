@@ -547,9 +547,9 @@ def test_an_answer_is_a_function_of_prediction_slope_and_noisy_label_alone(
     assert not torch.equal(plain, also_plain)
 
 
-def test_the_charge_describes_a_passive_and_honest_peer_and_asks_for_slopes() -> None:
+def test_the_charge_describes_a_honest_but_curious_peer_and_asks_for_slopes() -> None:
     defense = build_defense(defenses.MarvellDefense(noise="persistent"), KEY)
-    assert defense.defend(batch()).report.charge.covers is Covers.PASSIVE_AND_HONEST
+    assert defense.defend(batch()).report.charge.covers is Covers.HONEST_BUT_CURIOUS
     for wrong in (None, batch().gradients[:1]):
         with pytest.raises(ValueError, match="expected slopes"):
             defense.defend(batch()._replace(slopes=wrong))

@@ -289,7 +289,7 @@ def test_a_figure_above_a_proved_bound_is_set_aside_where_guesses_are_chance(
         (0.01, 500, Covers.ANYBODY, True),
         (0.2, 500, Covers.ANYBODY, False),
         (0.2, 1000, Covers.ANYBODY, True),
-        (0.2, 500, Covers.PASSIVE_AND_HONEST, True),
+        (0.2, 500, Covers.HONEST_BUT_CURIOUS, True),
     ],
 )
 def test_of_few_pairs_a_bound_for_anybody_is_passed_only_if_guesses_are_better_than_it_permits(

@@ -68,7 +68,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def promises(plan: str) -> tuple[float, float]:
-    """Return what the plan promises for any run: sum_kl, and the bound for the narrowest circle.
+    """Return what the plan promises for any run: sum_kl, the bound for the weakest peers.
 
     The second row of the configured noise is of the whole run. Infinite where it promises nothing.
     """

@@ -318,7 +318,7 @@ def test_the_plan_says_when_everything_fits(example: Path) -> None:
     assert "none is set" in printed_plan(example, MARVELL)
     persistent = "defense={name: marvell, noise: persistent, strength: {power_ratio: 16}}"
     for budget, outcome in ((0.7, "all 500 epochs fit"), (0.6, "the run ends in epoch 1 ")):
-        limit = f"run_budget={{leak_auc: {budget}, covers: passive and honest}}"
+        limit = f"run_budget={{leak_auc: {budget}, covers: honest-but-curious}}"
         assert outcome in printed_plan(example, persistent, limit, "contract.epochs=500")
 
 
@@ -369,14 +369,14 @@ def test_the_epoch_of_the_end_is_the_one_after_the_last_that_fits() -> None:
     [
         ([MARVELL, "run_budget={leak_auc: 0.7}"], "marvell has no bound for anybody, only for"),
         (
-            [MARVELL, "run_budget={leak_auc: 0.7, covers: passive and honest}"],
-            "marvell has no bound for a passive and honest peer.* energy of single rows",
+            [MARVELL, "run_budget={leak_auc: 0.7, covers: honest-but-curious}"],
+            "marvell has no bound for an honest-but-curious peer.* energy of single rows",
         ),
         (["defense={name: iso}", "run_budget={sum_kl: 1}"], "iso has no bound for anybody"),
         (["defense={name: max_norm}", "run_budget={sum_kl: 1}"], "max_norm has no bound"),
         (
             ["defense={name: marvell, noise: persistent}", "run_budget={leak_auc: 0.8}"],
-            "Expected covers: passive and honest in run_budget, or a defense with a bound for any",
+            "Expected covers: honest-but-curious in run_budget, or a defense with a bound for any",
         ),
         (
             ["defense={name: noisy_label, top_labels: true}", "run_budget={leak_auc: 0.8}"],

@@ -348,7 +348,7 @@ def test_what_looks_beyond_class_means_passes_the_bound_of_fresh_noise(run: Runs
     for attack in ("accumulated_residual_energy", "accumulated_informed"):
         assert leaks(fresh)[attack] > bound
         assert leaks(persistent)[attack] <= of_one_number(2)
-    assert fresh.bounds.against(Covers.PASSIVE_AND_HONEST).leak_auc.max == 1.0
+    assert fresh.bounds.against(Covers.HONEST_BUT_CURIOUS).leak_auc.max == 1.0
 
 
 def test_persistent_noise_holds_against_a_peer_who_knows_the_predictions() -> None:

@@ -40,7 +40,7 @@ from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.http_proxy import HttpProxy
 from splitveil.common.wire.limits import PROBE_BYTES, PROBE_PADDING_BYTES
 from splitveil.common.wire.probe_findings import checks_of, clock_in_words
-from splitveil.common.wire.probes import Introduction, ProbeDesk
+from splitveil.common.wire.probes import Introduction, ProbeResponder
 from splitveil.passive_party import probing
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.probing import connection_checks
@@ -84,7 +84,7 @@ def serving(
     transcript: Transcript | None = None,
     id_form: IdForm | None = None,
 ) -> AbstractContextManager[ActiveService]:
-    desk = ProbeDesk(parties.active_settings.contract, id_form)
+    desk = ProbeResponder(parties.active_settings.contract, id_form)
     return served(parties, port, credentials, transcript, desk)
 
 

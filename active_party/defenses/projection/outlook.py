@@ -8,9 +8,9 @@ sums of a run add to that
 
 in each direction (a row's weights have length 1 where its share of an orthonormal basis has length
 sqrt(r/N); stages share mu^2, and together tell a direction as precisely as one stage with all of
-it). A coefficient from n rows with open labels is as uncertain if p (1 - p)/n = (p (1 - p) + v)/N.
-So the run learns what n rows with open labels would teach, or less where that lies outside the r
-directions:
+it). A coefficient from n rows with unprotected labels is as uncertain if
+p (1 - p)/n = (p (1 - p) + v)/N. So the run learns what n rows with unprotected labels would teach,
+or less where that lies outside the r directions:
 
     n = N p (1 - p) / (p (1 - p) + v)
 
@@ -32,7 +32,7 @@ class Outlook(NamedTuple):
     """What a run can learn from its labels at a bound."""
 
     rows: float
-    """Number of rows with open labels that would teach as much, at most."""
+    """Number of rows with unprotected labels that would teach as much, at most."""
 
     share: float
     """The same as a share of the training rows, within 0 and 1."""

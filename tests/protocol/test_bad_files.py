@@ -249,7 +249,8 @@ def test_a_line_without_end_is_read_in_bounded_memory(folder: Path) -> None:
     with (folder / f"{MARK}.csv").open("wb") as file:
         file.truncate(2**31)
     code = (
-        "import resource, sys; from splitveil.passive_party.commands.program import main; "
+        "import resource, sys, splitveil.passive_party.commands.run; "
+        "from splitveil.passive_party.commands.program import main; "
         "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize(); "
         "resource.setrlimit(resource.RLIMIT_AS, (used + 2**28,) * 2); main(sys.argv[1:])"
     )

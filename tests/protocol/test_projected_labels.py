@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from splitveil.active_party.defenses.projected_stages import StageRelease, stage_epochs
-from splitveil.active_party.run import lifecycle
 from splitveil.active_party.run.questions import AnsweredQuestions
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.errors import (
@@ -23,12 +22,10 @@ from splitveil.common.errors import (
 from splitveil.common.run import course
 from splitveil.common.run.course import AlignedRows, run_course
 from splitveil.common.run.messages import Activation, Answer, Course, Opening
-from splitveil.common.run.progress import State
+from splitveil.common.storage.answer_log import AnswerLog
 from splitveil.common.storage.release_file import ReleaseFile
 from splitveil.common.storage.run_store import RunStore
 from splitveil.common.wire.small_messages import decode_opening, encode_opening
-from splitveil.passive_party import run as passive_run
-from tests.compared import assert_same_weights
 from tests.peers import FaultyPeer, InProcessPeer, Lost, dying
 from tests.projected import (
     SMALL,
@@ -209,33 +206,6 @@ def test_the_same_bytes_of_the_survey_again_change_nothing(example: Path, whole:
     assert_same(outcome(parties), whole.outcome)
 
 
-def test_a_run_that_was_stored_before_there_were_surveys_still_resumes(
-    example: Path, tmp_path: Path
-) -> None:
-    undisturbed = build(example, NONE)
-    run_in_process(undisturbed)
-    with pytest.MonkeyPatch.context() as patched:
-        for module, name in ((lifecycle, "state_of"), (passive_run, "_state_of")):
-            patched.setattr(module, name, without_survey(getattr(module, name)))
-        with pytest.raises(Lost):
-            run_in_process(build(example, NONE, runs=tmp_path), dying(5, after=True))
-    for party in ("active", "passive"):
-        state = RunStore(tmp_path / party, keep=100).run()
-        assert state is not None
-        assert "survey" not in state
-    second = build(example, NONE, runs=tmp_path)
-    resume(second)
-    assert second.active.resumed == [0]
-    assert_same_weights(second.weights(), undisturbed.weights())
-
-
-def without_survey(state_of: Callable[..., State]) -> Callable[..., State]:
-    def older(*arguments: object) -> State:
-        return {name: value for name, value in state_of(*arguments).items() if name != "survey"}
-
-    return older
-
-
 def test_a_run_without_a_survey_does_not_go_on_with_projected_labels(
     example: Path, tmp_path: Path
 ) -> None:
@@ -387,10 +357,10 @@ BLOWS: list[Callable[[], Strike]] = [
     lambda: Strike(StageRelease, "use", 1, after=True),
     lambda: Strike(StageRelease, "use", 2),
     lambda: Strike(StageRelease, "use", 2, after=True),
-    lambda: Strike(AnsweredQuestions, "record", 2),
-    lambda: Strike(AnsweredQuestions, "record", 5),
-    lambda: Strike(AnsweredQuestions, "record", 5, after=True),
-    lambda: Strike(AnsweredQuestions, "record", 14, after=True),
+    lambda: Strike(AnswerLog, "record", 2),
+    lambda: Strike(AnswerLog, "record", 5),
+    lambda: Strike(AnswerLog, "record", 5, after=True),
+    lambda: Strike(AnswerLog, "record", 14, after=True),
     lambda: Strike(TopTrainer, "survey", 3),
     lambda: Strike(RunStore, "save", 3),
     lambda: Strike(RunStore, "save", 4, after=True),

@@ -380,7 +380,9 @@ def test_other_sums_would_show(folders: Folders) -> None:
 def test_a_top_model_that_learned_from_the_true_labels_would_show(
     folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ProjectedLabelsDefense, "top_learns_targets", False)
+    found = vars(ProjectedLabelsDefense)["traits"].fget
+    learns_labels = property(lambda settings: found(settings)._replace(top_learns_targets=False))
+    monkeypatch.setattr(ProjectedLabelsDefense, "traits", learns_labels)
     told: Told = {}
     with noting(told):
         one = seen_in(folders.one)

@@ -45,7 +45,7 @@ def exact(mu: float) -> float:
     return NormalDist().cdf(mu / math.sqrt(2))
 
 
-def test_a_charge_describes_its_own_circle_and_the_narrower_ones() -> None:
+def test_a_charge_describes_its_own_adversaries_and_weaker_ones() -> None:
     bound = leak_auc_bound(0.3)
     assert columns(after(LeakCharge(0.3, covers=ANYBODY))) == [bound, bound, bound]
     assert columns(after(LeakCharge(0.3, covers=HONEST))) == [1, bound, bound]

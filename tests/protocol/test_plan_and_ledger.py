@@ -1,6 +1,6 @@
 """The plan's promises before a run, compared with the ledger's charges afterwards.
 
-The runs are small, and learn their examples by heart: spreads of the classes come apart late in
+The runs are small, and memorise their examples: spreads of the classes come apart late in
 training, and small batches lack a class, which is what drives charges up.
 """
 
@@ -173,7 +173,9 @@ def test_the_plan_says_what_projected_labels_can_teach(two: Path) -> None:
     defense = "defense={name: projected_labels, strength: {leak_auc: 0.6}, rank: 16}"
     said = printed_plan(two, *[defense])
     mu = math.sqrt(2) * NormalDist().inv_cdf(0.6)
-    found = re.search(r"([\d,]+) training rows teach at most what ([\d,]+) rows with open", said)
+    found = re.search(
+        r"([\d,]+) training rows teach at most what ([\d,]+) rows with unprotected", said
+    )
     assert found is not None
     rows, worth = (int(number.replace(",", "")) for number in found.groups())
     share = float(re.search(r"([\d.]+)% positive", said).group(1)) / 100  # type: ignore[union-attr]

@@ -93,7 +93,7 @@ REFUSALS = {
     "labels that are no labels": Refusal(
         "active",
         spoil_labels,
-        ["active.csv: column 'label': expected 0 or 1", "in row 2\n"],
+        ["active.csv: column 'label': expected 0 or 1", "in rows 2, 9 (2 in all)"],
         ["person-", "41.25"],
     ),
     "features that are no numbers": Refusal(

@@ -166,8 +166,8 @@ def security(folder: Path, party: str) -> dict[str, str]:
 
 
 def start(party: str, settings: Path, options: Sequence[str]) -> "subprocess.Popen[bytes]":
-    code = f"from splitveil.{party}_party.command import main; main()"
-    command = [sys.executable, "-c", code, "run", str(settings), "-qq"]
+    program = f"splitveil.{party}_party"
+    command = [sys.executable, "-m", program, "run", str(settings), "-qq"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen([*command, *options], env=environment, stdout=subprocess.DEVNULL)
 

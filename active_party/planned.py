@@ -19,7 +19,7 @@ from splitveil.active_party.defenses.forecast import ChargeForecast, Forecast
 from splitveil.active_party.defenses.interface import DefenseContext
 from splitveil.active_party.defenses.marvell import power_ratio_for
 from splitveil.active_party.defenses.multi_class_marvell import worst_pair_factor
-from splitveil.active_party.defenses.projection.outlook import share_of_variance
+from splitveil.active_party.defenses.projected.outlook import share_of_variance
 from splitveil.active_party.defenses.sum_kl import (
     sum_kl_for_estimated_auc,
     sum_kl_for_leak_auc,
@@ -39,7 +39,7 @@ from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy.covers import Covers, narrowest
-from splitveil.common.storage.run_folder import finite_or_null
+from splitveil.common.record.run_folder import finite_or_null
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
 
 

@@ -12,12 +12,12 @@ from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.alignment import KeptExchanges
 from splitveil.common.errors import BudgetExhausted, EndedForGood
 from splitveil.common.party import command_line
+from splitveil.common.record.ended_run import clear_mark, end_of, mark_as_ended
+from splitveil.common.record.run_folder import open_run_folder
 from splitveil.common.record.run_record import write_summary
 from splitveil.common.record.summary import Summary, provenance_of_process
 from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.run.contract import ACTIVE
-from splitveil.common.storage.ended_run import clear_mark, end_of, mark_as_ended
-from splitveil.common.storage.run_folder import open_run_folder
 from splitveil.common.text.version import VERSION
 
 logger = logging.getLogger("splitveil.active_party")

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.environment import print_environment
-from splitveil.active_party.watch.stated import ledger_figures
+from splitveil.active_party.monitor.stated import ledger_figures
 from splitveil.common.privacy.attacks import ATTACKS, CUT, RunAttackName
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.privacy.final_attacks import FINAL_ATTACKS

@@ -16,7 +16,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from splitveil.common.errors import SettingsError, StorageError
 from splitveil.common.party.credentials import MAX_FILE_BYTES, SOON_DAYS, dns_names
-from splitveil.common.storage.run_folder import write_bytes_atomically
+from splitveil.common.record.run_folder import write_bytes_atomically
 from splitveil.common.text.files import read_bytes
 
 logger = logging.getLogger("splitveil.deploy.certs")

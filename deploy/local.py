@@ -29,9 +29,9 @@ from rich.text import Text
 
 from splitveil.common.errors import EndedForGood, SettingsError
 from splitveil.common.party.json_output import add_json, print_json
+from splitveil.common.record.ended_run import has_finished
 from splitveil.common.run.contract import ACTIVE, NAME_CHARACTERS
 from splitveil.common.settings import apply_overrides, read_yaml
-from splitveil.common.storage.ended_run import has_finished
 from splitveil.common.text.shell_completion import add_completion
 from splitveil.common.text.version import add_version
 from splitveil.common.text.visible_text import cell, visible

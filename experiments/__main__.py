@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from splitveil.common.errors import SettingsError, SplitveilError
-from splitveil.common.storage.run_folder import AS_USUAL, claimed, write_text_atomically
+from splitveil.common.record.run_folder import AS_USUAL, claimed, write_text_atomically
 from splitveil.common.text.version import add_version
 from splitveil.common.text.visible_text import visible_lines
 from splitveil.experiments.cells import Cell, Choice, plan, problems

@@ -34,7 +34,7 @@ import yaml
 
 from splitveil.common.errors import EndedForGood, Interrupted
 from splitveil.common.party.interruption import stop_signals_to
-from splitveil.common.storage.run_folder import write_json_atomically, write_text_atomically
+from splitveil.common.record.run_folder import write_json_atomically, write_text_atomically
 from splitveil.experiments.cells import (
     EARLIER,
     PREPARED,

@@ -17,12 +17,12 @@ from splitveil.common.models.spread_model import RowForm
 from splitveil.common.models.worker_line import WorkerLine
 from splitveil.common.party.command_line import draw_nonce
 from splitveil.common.party.credentials import CredentialFiles, credential_files
+from splitveil.common.party.endpoint import check_free
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData, open_earlier_model
-from splitveil.common.party.transcript import Transcript
+from splitveil.common.party.run_status import RunStatus
+from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.course import AlignedRows
-from splitveil.common.status.endpoint import check_free
-from splitveil.common.status.run_status import RunStatus
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import log_security
 from splitveil.common.wire.http_proxy import HttpProxy, named_proxy, proxy_of_environment

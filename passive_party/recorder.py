@@ -10,17 +10,17 @@ from torch import Tensor
 
 from splitveil.common.errors import AuditRefused, PeerError, SettingsError
 from splitveil.common.party.party_data import PartyData
+from splitveil.common.party.run_status import RunStatus
 from splitveil.common.privacy.audit_worker import AuditWorker
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.privacy.observation import Observation
+from splitveil.common.record.ended_run import clear_mark
 from splitveil.common.record.figures import AttackFigure
 from splitveil.common.record.leak_recorder import IDLE_S, AuditedRun, LeakRecorder
 from splitveil.common.record.lines import AuditLine
 from splitveil.common.record.run_recorder import RunRecorder
 from splitveil.common.record.summary import AuditedFigures, RunCounts, Summary
 from splitveil.common.run.course import AlignedRows, Batch
-from splitveil.common.status.run_status import RunStatus
-from splitveil.common.storage.ended_run import clear_mark
 from splitveil.passive_party.label_free_audit import GatheredScores, LabelFreeAudit
 from splitveil.passive_party.settings import PassiveSettings
 from splitveil.passive_party.watched_calls import OPEN

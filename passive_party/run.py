@@ -24,6 +24,7 @@ from splitveil.common.errors import (
     SplitveilError,
     StorageError,
 )
+from splitveil.common.record.run_store import NoStore
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.inference import ModelIdentity
 from splitveil.common.run.messages import LeaveReason, Offer, Opening
@@ -36,7 +37,6 @@ from splitveil.common.run.progress import (
     refusing_other_versions,
 )
 from splitveil.common.run.sample_order import Positions, joint_seed
-from splitveil.common.storage.run_store import NoStore
 from splitveil.common.text.imports import fault_of_own_code
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from splitveil.passive_party.opening import Aligner, check_nonce

@@ -1,8 +1,8 @@
 """Notes in a status whether the active party answers."""
 
 from splitveil.common.errors import PeerUnreachable, SplitveilError
+from splitveil.common.party.run_status import RunStatus
 from splitveil.common.run.contract import ACTIVE
-from splitveil.common.status.run_status import RunStatus
 
 OPEN = "the run is open with the active party"
 

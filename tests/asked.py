@@ -17,7 +17,7 @@ from splitveil.active_party.http.desk import AnswerDesk
 from splitveil.active_party.http.online_status import OnlineStatus
 from splitveil.active_party.http.opening import Doors, impatient, open_desk, open_doors, serving
 from splitveil.active_party.predict.predictor import open_predictor
-from splitveil.common.party.transcript import Transcript
+from splitveil.common.record.transcript import Transcript
 from splitveil.common.wire.noted_calls import AllNotes
 from tests import joint
 from tests.joint import Trained, connecting_to, free_port

@@ -11,7 +11,7 @@ import grpc
 
 from splitveil.active_party.grpc_server.server import method_handlers, start_server
 from splitveil.active_party.grpc_server.service import ActiveService
-from splitveil.common.party.transcript import Crossing, Transcript
+from splitveil.common.record.transcript import Crossing, Transcript
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.messages import Activation
 from splitveil.common.wire.connection import PeerConnection

@@ -16,8 +16,8 @@ from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.active_party.training.own_models import Fitting
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.models.optimizers import build_optimizer
+from splitveil.common.record.release_file import ReleaseFile
 from splitveil.common.run.messages import LeaveReason
-from splitveil.common.storage.release_file import ReleaseFile
 from tests.peers import InProcessPeer, Lost
 from tests.runs import Parties, build_parties, run_in_process
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from splitveil.active_party.watch.recorder import ActiveRecorder
+from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.common.party.party_data import PartyData
 from splitveil.passive_party.recorder import PassiveRecorder
 from tests.runs import Parties

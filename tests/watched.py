@@ -13,16 +13,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from splitveil.active_party.assembly import build_session
 from splitveil.active_party.grpc_server.server import start_server
 from splitveil.active_party.grpc_server.service import ActiveService
+from splitveil.active_party.monitor.active_status import ActiveStatus
+from splitveil.active_party.monitor.active_status import StatusObserver as ActiveObserver
+from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.active_party.trainer_builder import TrainerBuilder as TopBuilder
-from splitveil.active_party.watch.active_status import ActiveStatus
-from splitveil.active_party.watch.active_status import StatusObserver as ActiveObserver
-from splitveil.active_party.watch.recorder import ActiveRecorder
 from splitveil.common.alignment import build_engine
 from splitveil.common.party.command_line import draw_nonce
 from splitveil.common.party.party_data import PartyData
+from splitveil.common.party.party_status import PartyStatus
+from splitveil.common.party.run_status import RunStatus
 from splitveil.common.record.summary import Summary
-from splitveil.common.status.party_status import PartyStatus
-from splitveil.common.status.run_status import RunStatus
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.passive_party.assembly import TrainerBuilder as BottomBuilder
 from splitveil.passive_party.grpc_peer import GrpcPeer

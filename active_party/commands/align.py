@@ -6,10 +6,10 @@ from contextlib import nullcontext
 from functools import partial
 
 from splitveil.active_party.grpc_server.supervisor import checked_credentials, serve_until_end
+from splitveil.active_party.monitor.active_status import ActiveStatus
 from splitveil.active_party.run.aligning import AlignmentSession
 from splitveil.active_party.run.preparation import OwnRows
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.active_party.watch.active_status import ActiveStatus
 from splitveil.common.party import command_line
 from splitveil.common.party.aligned_table import (
     FOLDER,
@@ -20,14 +20,14 @@ from splitveil.common.party.aligned_table import (
     write_aligned,
 )
 from splitveil.common.party.credentials import CredentialFiles
+from splitveil.common.party.endpoint import check_free, serving_status
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.party.transcript import Transcript
 from splitveil.common.record.alignment_progress import AlignmentProgress
+from splitveil.common.record.run_folder import open_run_folder
+from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.sample_order import CommonOrder
-from splitveil.common.status.endpoint import check_free, serving_status
-from splitveil.common.storage.run_folder import open_run_folder
 
 logger = logging.getLogger(__name__)
 

@@ -23,10 +23,10 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.models.factory import Trial, build_top_model, lone_row_in_words
 from splitveil.common.party import command_line
 from splitveil.common.party.credentials import credential_files
+from splitveil.common.party.endpoint import check_free, status_checks
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.run.contract import ACTIVE
-from splitveil.common.status.endpoint import check_free, status_checks
 from splitveil.common.wire.endpoint import check_security
 
 

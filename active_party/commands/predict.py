@@ -30,10 +30,10 @@ from splitveil.common.errors import Interrupted, PeerError
 from splitveil.common.party import command_line
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.json_output import print_json
-from splitveil.common.party.transcript import Transcript
+from splitveil.common.record.run_folder import claimed, inner_folder
+from splitveil.common.record.table_output import check_output
+from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.contract import ACTIVE
-from splitveil.common.storage.run_folder import claimed, inner_folder
-from splitveil.common.storage.table_output import check_output
 from splitveil.common.text.output import printing_console
 
 logger = logging.getLogger(__name__)

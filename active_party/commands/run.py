@@ -13,23 +13,23 @@ from splitveil.active_party.commands.check import check_files_and_address
 from splitveil.active_party.earlier_runs import earlier_answers
 from splitveil.active_party.grpc_server.supervisor import checked_credentials, serve_until_end
 from splitveil.active_party.ledger.account_book import AccountBook
+from splitveil.active_party.monitor.active_status import ActiveStatus, StatusObserver
+from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.active_party.planned import plan_of
 from splitveil.active_party.results import forget_account, save_alone, save_results
 from splitveil.active_party.run_folder import leave_summary, open_folder
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.trainer_builder import TrainerBuilder
-from splitveil.active_party.watch.active_status import ActiveStatus, StatusObserver
-from splitveil.active_party.watch.recorder import ActiveRecorder
 from splitveil.active_party.workers import check_settings, work_for
 from splitveil.common.party import command_line
 from splitveil.common.party.credentials import CredentialFiles
+from splitveil.common.party.endpoint import serving_status
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.place import Place
-from splitveil.common.party.transcript import Transcript
 from splitveil.common.party.workers import joined
-from splitveil.common.status.endpoint import serving_status
-from splitveil.common.storage.run_store import RunStore
+from splitveil.common.record.run_store import RunStore
+from splitveil.common.record.transcript import Transcript
 
 logger = logging.getLogger("splitveil.active_party")
 

@@ -8,11 +8,11 @@ from contextlib import ExitStack
 from splitveil.active_party.predict.predictor import log_security, open_predictor
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.party import command_line
+from splitveil.common.party.endpoint import endpoint_of
 from splitveil.common.party.interruption import Interruption
-from splitveil.common.party.transcript import Transcript
+from splitveil.common.record.run_folder import claimed, inner_folder
+from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.contract import ACTIVE
-from splitveil.common.status.endpoint import endpoint_of
-from splitveil.common.storage.run_folder import claimed, inner_folder
 from splitveil.common.text.imports import extra_missing
 from splitveil.common.wire.noted_calls import AllNotes
 

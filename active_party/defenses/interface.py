@@ -14,7 +14,7 @@ from torch import Tensor
 
 from splitveil.active_party.defenses.example_keys import NoiseKey
 from splitveil.active_party.defenses.noise import DrawKeys
-from splitveil.active_party.defenses.projection.features import RowChunk
+from splitveil.active_party.defenses.projected.features import RowChunk
 from splitveil.active_party.defenses.rows import all_finite
 from splitveil.active_party.defenses.sum_kl import NoiseSolution
 from splitveil.common.data.label_range import ONE_NUMBER

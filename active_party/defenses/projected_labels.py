@@ -43,12 +43,12 @@ from splitveil.active_party.defenses.interface import (
     DefenseContext,
     LeakCharge,
 )
+from splitveil.active_party.defenses.projected.outlook import outlook
 from splitveil.active_party.defenses.projected_stages import (
     ProjectedLabels,
     StagePlan,
     stage_epochs,
 )
-from splitveil.active_party.defenses.projection.outlook import outlook
 from splitveil.active_party.defenses.section import Coverage, SeededDefense, Traits
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.settings import Section, kind_by_key

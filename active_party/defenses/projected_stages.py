@@ -25,14 +25,14 @@ from splitveil.active_party.defenses.interface import (
 )
 from splitveil.active_party.defenses.noise import SecureNoise
 from splitveil.active_party.defenses.objective import shares_of
-from splitveil.active_party.defenses.projection.design import (
+from splitveil.active_party.defenses.projected.design import (
     Design,
     design,
     stage_shares,
     stage_sigma,
 )
-from splitveil.active_party.defenses.projection.posterior import Posterior
-from splitveil.active_party.defenses.projection.release import Release, draw_release, on_label_grid
+from splitveil.active_party.defenses.projected.posterior import Posterior
+from splitveil.active_party.defenses.projected.release import Release, draw_release, on_label_grid
 from splitveil.active_party.defenses.rows import as_rows, check_labels
 from splitveil.common.data.label_range import ONE_NUMBER
 from splitveil.common.privacy.covers import Covers

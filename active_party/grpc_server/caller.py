@@ -9,7 +9,7 @@ from typing import Protocol
 import grpc
 
 from splitveil.common.alignment import ExchangeFiles, StreamChannel
-from splitveil.common.status.presence import Presence
+from splitveil.common.party.presence import Presence
 
 
 class Stream(Protocol):

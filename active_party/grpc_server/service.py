@@ -37,10 +37,10 @@ from splitveil.common.errors import (
     ProtocolError,
     SplitveilError,
 )
+from splitveil.common.party.run_status import RunStatus
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.messages import Activation, LeaveReason
 from splitveil.common.run.phases import Phase
-from splitveil.common.status.run_status import RunStatus
 from splitveil.common.text.imports import fault_of_own_code
 from splitveil.common.text.log_lines import log_fields
 from splitveil.common.wire.limits import (

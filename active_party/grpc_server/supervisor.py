@@ -5,17 +5,17 @@ from pathlib import Path
 
 from splitveil.active_party.grpc_server.server import start_server
 from splitveil.active_party.grpc_server.service import ActiveService
+from splitveil.active_party.monitor.active_status import ActiveStatus
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.active_party.watch.active_status import ActiveStatus
 from splitveil.common.alignment import engine_of, records_of
 from splitveil.common.data.id_forms import form_of
 from splitveil.common.errors import EndedForGood, Interrupted, PeerError, PeerUnreachable
 from splitveil.common.party.credentials import CredentialFiles, credential_files
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.party.transcript import Transcript
+from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.wire.endpoint import check_security
 from splitveil.common.wire.noted_calls import AllNotes

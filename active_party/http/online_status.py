@@ -15,11 +15,11 @@ from enum import Enum
 from functools import partial
 
 from splitveil.active_party.http.errors import RequestError
-from splitveil.common.party.transcript import Transcript
-from splitveil.common.party.transcript_lines import Answered
+from splitveil.common.party.party_status import PartyStatus, Readiness
+from splitveil.common.party.registry import ANSWER_BUCKETS_S, SIZE_BUCKETS
+from splitveil.common.record.transcript import Transcript
+from splitveil.common.record.transcript_lines import Answered
 from splitveil.common.run.contract import ACTIVE, Contract
-from splitveil.common.status.party_status import PartyStatus, Readiness
-from splitveil.common.status.registry import ANSWER_BUCKETS_S, SIZE_BUCKETS
 
 STAGES = ("starting", "serving", "closing")
 

@@ -17,7 +17,7 @@ from splitveil.active_party.predict.predictor import Predictor
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.table_files import read_id_list
-from splitveil.common.party.transcript import Transcript
+from splitveil.common.record.transcript import Transcript
 from splitveil.common.text.addresses import on_loopback
 
 logger = logging.getLogger(__name__)

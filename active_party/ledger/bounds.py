@@ -27,7 +27,7 @@ import pyarrow as pa
 from splitveil.active_party.defenses.interface import LeakCharge
 from splitveil.active_party.ledger.known_bounds import KnownBounds, auc_bound, estimate_of, known_of
 from splitveil.common.privacy.covers import Covers
-from splitveil.common.storage.answer_log import ChargedAnswer
+from splitveil.common.record.answer_log import ChargedAnswer
 from splitveil.common.text.upper_bounds import auc_at_most
 
 Divergences = npt.NDArray[np.float64]

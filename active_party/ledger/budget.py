@@ -22,9 +22,9 @@ from splitveil.active_party.ledger.ledger import LeakLedger, logged
 from splitveil.active_party.ledger.limit import Limit
 from splitveil.common.errors import BudgetExhausted
 from splitveil.common.privacy.covers import Covers, narrowest
+from splitveil.common.record.answer_log import ChargedAnswer
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.sample_order import Positions
-from splitveil.common.storage.answer_log import ChargedAnswer
 
 
 @dataclass(frozen=True)

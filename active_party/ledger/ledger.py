@@ -33,8 +33,8 @@ from splitveil.active_party.ledger.bounds import (
     known_of_entry,
 )
 from splitveil.active_party.ledger.known_bounds import NOTHING, KnownBounds, compose, where_charged
+from splitveil.common.record.answer_log import ChargedAnswer
 from splitveil.common.run.sample_order import Positions
-from splitveil.common.storage.answer_log import ChargedAnswer
 
 
 class Exposure(NamedTuple):

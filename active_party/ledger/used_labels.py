@@ -24,8 +24,8 @@ from torch import Tensor
 from splitveil.active_party.defenses.example_keys import NoiseKey, used_labels_file
 from splitveil.active_party.ledger.account_book import Names, indices_of
 from splitveil.common.errors import SettingsError, StorageError
+from splitveil.common.record.run_folder import write_bytes_atomically
 from splitveil.common.run.sample_order import keyed_digests
-from splitveil.common.storage.run_folder import write_bytes_atomically
 from splitveil.common.text.files import only_one_process
 
 _logger = logging.getLogger(__name__)

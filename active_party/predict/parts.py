@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from splitveil.active_party.predict.predictor import asking_order
 from splitveil.common.errors import StorageError
-from splitveil.common.storage.run_folder import write_bytes_atomically
-from splitveil.common.storage.table_output import refusing_to_write, replacing, writer_of
+from splitveil.common.record.run_folder import write_bytes_atomically
+from splitveil.common.record.table_output import refusing_to_write, replacing, writer_of
 
 logger = logging.getLogger(__name__)
 

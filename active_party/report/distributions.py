@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from splitveil.active_party.monitor.distributions import COSINE, LOG10_NORM
 from splitveil.active_party.report.panels import Panel
 from splitveil.active_party.report.run_files import ClassHistogram, Numbers
 from splitveil.active_party.report.svg import Axis, Chart, Steps, round_axis
-from splitveil.active_party.watch.distributions import COSINE, LOG10_NORM
 
 SIDES = ("before", "after")
 _WORDS = {LOG10_NORM: "Norm", COSINE: "Direction"}

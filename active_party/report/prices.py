@@ -1,7 +1,7 @@
 """Says which setting to change where a run misses its target, and the price of the change.
 
 Prices are what is known without another run: the number of rows with unprotected labels that a
-table is worth at a bound (``defenses.projection.outlook``), beside the test AUC that this run
+table is worth at a bound (``defenses.projected.outlook``), beside the test AUC that this run
 measured.
 """
 
@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from splitveil.active_party.defenses import DefenseContext, DefenseSettings
 from splitveil.active_party.defenses.gaussian_dp import mu_of_leak_auc
-from splitveil.active_party.defenses.projection.outlook import outlook
+from splitveil.active_party.defenses.projected.outlook import outlook
 from splitveil.active_party.ledger.label_signals import LabelUses, label_signals
 from splitveil.active_party.report.run_files import RunFiles, num_classes
 from splitveil.common.privacy.covers import Covers

@@ -27,6 +27,7 @@ from splitveil.active_party.training.evaluation import (
 )
 from splitveil.active_party.training.top_trainer import StepResult, TopTrainer
 from splitveil.common.errors import OutOfStep
+from splitveil.common.record.answer_log import FIRST_RELEASE_NUMBER, ChargedAnswer
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows, Batch, batch_in_words, run_course
 from splitveil.common.run.host_copies import to_host
@@ -39,7 +40,6 @@ from splitveil.common.run.messages import (
 from splitveil.common.run.phases import Phase
 from splitveil.common.run.progress import Progress, State
 from splitveil.common.run.sample_order import Positions
-from splitveil.common.storage.answer_log import FIRST_RELEASE_NUMBER, ChargedAnswer
 
 
 class AnsweredStep(NamedTuple):

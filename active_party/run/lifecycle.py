@@ -28,6 +28,8 @@ from splitveil.common.errors import (
     SplitveilError,
     StorageError,
 )
+from splitveil.common.record.answer_log import AnswerLog
+from splitveil.common.record.release_file import ReleaseFile
 from splitveil.common.run.course import Batch
 from splitveil.common.run.messages import AuditQuestion
 from splitveil.common.run.phases import Phase
@@ -38,8 +40,6 @@ from splitveil.common.run.progress import (
     refusing_other_versions,
 )
 from splitveil.common.run.sample_order import Positions, joint_seed
-from splitveil.common.storage.answer_log import AnswerLog
-from splitveil.common.storage.release_file import ReleaseFile
 
 
 class ActiveStore(CheckpointStore, Protocol):

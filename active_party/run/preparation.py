@@ -16,6 +16,7 @@ from splitveil.active_party.training.evaluation import EarlyStop, Evaluator
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.alignment import Splits
 from splitveil.common.errors import SettingsError
+from splitveil.common.record.release_file import ReleaseFile
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.progress import (
@@ -26,7 +27,6 @@ from splitveil.common.run.progress import (
     refusing_other_versions,
 )
 from splitveil.common.run.sample_order import NONCE_BYTES, Positions
-from splitveil.common.storage.release_file import ReleaseFile
 
 TrainerFactory = Callable[[AlignedRows], TopTrainer]
 

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.poly1305 import Poly1305
 from torch import Tensor
 
 from splitveil.common.errors import OtherAnswer, OutOfStep
-from splitveil.common.storage.answer_log import (
+from splitveil.common.record.answer_log import (
     FIRST_AUDIT_NUMBER,
     FIRST_RELEASE_NUMBER,
     FIRST_RESUMPTION_NUMBER,

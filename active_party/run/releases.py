@@ -15,8 +15,8 @@ from splitveil.active_party.defenses.interface import PendingRelease
 from splitveil.active_party.ledger.budget import LeakBudget
 from splitveil.active_party.run.questions import AnsweredQuestions
 from splitveil.common.errors import OtherAnswer, StorageError
+from splitveil.common.record.release_file import LOST, ReleaseFile
 from splitveil.common.run.sample_order import Positions
-from splitveil.common.storage.release_file import LOST, ReleaseFile
 
 _DESIGN = "design"
 _TAG = "tag"

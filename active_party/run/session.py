@@ -39,11 +39,11 @@ from splitveil.common.errors import (
     PeerLeft,
     SplitveilError,
 )
+from splitveil.common.record.run_store import NoStore
 from splitveil.common.run import messages
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.messages import Activation, Answer, Course, LeaveReason
 from splitveil.common.run.sample_order import Positions
-from splitveil.common.storage.run_store import NoStore
 
 
 class ActiveSession:

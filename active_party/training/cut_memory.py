@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
-from splitveil.active_party.defenses.projection.features import RowChunk
+from splitveil.active_party.defenses.projected.features import RowChunk
 from splitveil.common.data.features import Features
 from splitveil.common.run.progress import State
 

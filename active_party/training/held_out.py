@@ -17,9 +17,9 @@ from safetensors.numpy import load_file
 
 from splitveil.active_party.training.evaluation import HeldOutPredictions
 from splitveil.common.errors import SettingsError
+from splitveil.common.record.model_files import save_tensors
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.sample_order import Positions
-from splitveil.common.storage.model_files import save_tensors
 
 FILE = "test_predictions.safetensors"
 

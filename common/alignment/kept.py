@@ -30,7 +30,7 @@ from pydantic import ConfigDict, NonNegativeInt, PositiveInt, TypeAdapter, Valid
 from splitveil.common.alignment.storing import private, storing
 from splitveil.common.alignment.tag_lists import TagList
 from splitveil.common.errors import AlignmentError, ProtocolError, StorageError
-from splitveil.common.storage.run_folder import write_bytes_atomically
+from splitveil.common.record.run_folder import write_bytes_atomically
 from splitveil.common.wire.limits import POINT_BYTES, TAG_BYTES
 
 logger = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from pydantic import ConfigDict, NonNegativeInt, TypeAdapter, ValidationError
 from splitveil.common.alignment.interface import CountedExchange
 from splitveil.common.errors import AlignmentError, StorageError
 from splitveil.common.party.party_settings import ALIGNMENT_ATTEMPTS
-from splitveil.common.storage.run_folder import write_bytes_atomically
+from splitveil.common.record.run_folder import write_bytes_atomically
 
 logger = logging.getLogger(__name__)
 

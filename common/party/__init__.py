@@ -1,1 +1,1 @@
-"""Private parts of a party: settings, credentials, data, transcript and command line."""
+"""Private parts of a party: settings, credentials, data, status over HTTP, command line."""

@@ -17,9 +17,9 @@ from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_data import PartyData, read_ids_alone
 from splitveil.common.party.party_settings import PartySettings, PartySettingsT
+from splitveil.common.record.table_output import check_output, replacing, writer_of
 from splitveil.common.run.contract import AlignmentContract
 from splitveil.common.run.sample_order import CommonOrder
-from splitveil.common.storage.table_output import check_output, replacing, writer_of
 
 _logger = logging.getLogger(__name__)
 

@@ -20,12 +20,12 @@ from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_settings import PartySettings, PartySettingsT, load_party_settings
 from splitveil.common.party.place import ONLY, Place
-from splitveil.common.party.transcript import Broken, Verified, compare, verify
+from splitveil.common.record.ended_run import end_of, has_finished
+from splitveil.common.record.run_folder import write_text_atomically
+from splitveil.common.record.run_store import RunStore
+from splitveil.common.record.transcript import Broken, Verified, compare, verify
 from splitveil.common.run.contract import in_short
 from splitveil.common.settings import validate
-from splitveil.common.storage.ended_run import end_of, has_finished
-from splitveil.common.storage.run_folder import write_text_atomically
-from splitveil.common.storage.run_store import RunStore
 from splitveil.common.text.log_lines import add_to_log_lines, use_log_format
 from splitveil.common.text.visible_text import visible
 from splitveil.common.text.yaml_text import RESOLVED, read_yaml_file

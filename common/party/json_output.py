@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Mapping
 
-from splitveil.common.storage.run_folder import finite_or_null
+from splitveil.common.record.run_folder import finite_or_null
 
 
 def add_json(command: argparse.ArgumentParser) -> None:

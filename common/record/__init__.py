@@ -1,1 +1,1 @@
-"""The record of a run: its figures on disk, on a terminal, and in the tables at its end."""
+"""The files of a run: models, checkpoints, answers, figures, and the tables at its end."""

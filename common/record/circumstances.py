@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from splitveil.common.party.traffic import Traffic
 from splitveil.common.record.lines import AlignmentLine, EvaluationLine, TrainingLine
 from splitveil.common.record.run_record import Metrics
 from splitveil.common.record.summary import Summary
+from splitveil.common.record.traffic import Traffic
 from splitveil.common.text.wording import bytes_in_words, seconds_in_words
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 from pydantic import BeforeValidator
 
 from splitveil.common.record.figures import AttackFigure, LedgerFigures, NumberFigures
+from splitveil.common.record.run_folder import finite_or_null
 from splitveil.common.record.values import (
     IF_ANY,
     Count,
@@ -28,7 +29,6 @@ from splitveil.common.record.values import (
     from_form,
 )
 from splitveil.common.run.splits import SplitName
-from splitveil.common.storage.run_folder import finite_or_null
 
 
 def _write_figures(figures: tuple[AttackFigure, ...]) -> dict[str, float | None]:

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from splitveil.common.record.lines import HistogramLine, Line, LineFields, to_fields, to_json
-from splitveil.common.record.run_record import METRICS
-from splitveil.common.storage.run_folder import (
+from splitveil.common.record.run_folder import (
     OWNER_ONLY,
     finite_or_null,
     open_to_append,
     storage_errors,
 )
+from splitveil.common.record.run_record import METRICS
 
 _SOUGHT_BYTES = 2**16
 """Bytes at the end of a metrics file that are searched for the end of a line at a time."""

@@ -17,9 +17,9 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.record import lines
 from splitveil.common.record.figures import LedgerFigures
 from splitveil.common.record.lines import Line, LineT
+from splitveil.common.record.run_folder import write_json_atomically
 from splitveil.common.record.summary import Summary
 from splitveil.common.record.values import as_mapping, as_number, from_form
-from splitveil.common.storage.run_folder import write_json_atomically
 
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"

@@ -2,7 +2,7 @@
 
 ``Progress`` knows which batch is due and when a checkpoint is due; ``RunIdentity`` holds the
 constants of the whole run. Both are kept by a ``CheckpointStore``: ``RunStore`` keeps them on disk,
-``NoStore`` forgets them (``common/storage/run_store.py``).
+``NoStore`` forgets them (``common/record/run_store.py``).
 """
 
 from collections import deque

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import grpc
 
 from splitveil.common.errors import StorageError
-from splitveil.common.party.transcript import Crossing, Direction
+from splitveil.common.record.transcript import Crossing, Direction
 from splitveil.common.run.contract import NAME_CHARACTERS
 from splitveil.common.wire.endpoint import INFERENCE_SERVICE, SERVICE
 from splitveil.common.wire.interceptors import Handler, HandlerInterceptor

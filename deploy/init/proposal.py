@@ -12,13 +12,13 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from splitveil.active_party.defenses.gaussian_dp import mu_of_leak_auc
-from splitveil.active_party.defenses.projection.outlook import outlook
+from splitveil.active_party.defenses.projected.outlook import outlook
 from splitveil.common.data.ids import Allowed
 from splitveil.common.data.label_columns import others_in_words
 from splitveil.common.data.source_settings import not_expanded
 from splitveil.common.errors import SettingsError, StorageError
+from splitveil.common.record.run_folder import write_text_atomically
 from splitveil.common.run.contract import ACTIVE, NAME_CHARACTERS
-from splitveil.common.storage.run_folder import write_text_atomically
 from splitveil.common.text.visible_text import visible
 from splitveil.common.text.wording import slug
 from splitveil.deploy.init.choices import (

@@ -14,14 +14,14 @@ from splitveil.common.party.aligned_table import (
     write_aligned,
 )
 from splitveil.common.party.credentials import CredentialFiles
+from splitveil.common.party.endpoint import serving_status
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.party.transcript import Transcript
+from splitveil.common.party.run_status import RunStatus
 from splitveil.common.record.alignment_progress import AlignmentProgress
+from splitveil.common.record.run_folder import open_run_folder
+from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.sample_order import CommonOrder
-from splitveil.common.status.endpoint import serving_status
-from splitveil.common.status.run_status import RunStatus
-from splitveil.common.storage.run_folder import open_run_folder
 from splitveil.passive_party.aligning import AlignmentObserver, AlignmentRun
 from splitveil.passive_party.assembly import build_aligner, build_peer, checked_credentials
 from splitveil.passive_party.settings import PassiveSettings

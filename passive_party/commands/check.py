@@ -10,9 +10,9 @@ from splitveil.common.errors import PeerUnreachable, SettingsError
 from splitveil.common.models.factory import Trial, build_bottom_model, lone_row_in_words
 from splitveil.common.party import command_line
 from splitveil.common.party.credentials import credential_files
+from splitveil.common.party.endpoint import status_checks
 from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
-from splitveil.common.status.endpoint import status_checks
 from splitveil.common.wire.endpoint import check_security
 from splitveil.passive_party.assembly import connection_of, evaluation_labels, idle_peer
 from splitveil.passive_party.probing import connection_checks

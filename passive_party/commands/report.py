@@ -4,7 +4,7 @@ import argparse
 import logging
 
 from splitveil.common.party.json_output import print_json
-from splitveil.passive_party.report import write_passive_report
+from splitveil.passive_party.report_page import write_passive_report
 
 logger = logging.getLogger("splitveil.passive_party")
 

@@ -6,15 +6,15 @@ from pathlib import Path
 
 from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.errors import PeerEndedForGood, SplitveilError
-from splitveil.common.party.transcript import Transcript
+from splitveil.common.record.ended_run import mark_as_ended
 from splitveil.common.record.run_record import write_summary
 from splitveil.common.record.summary import Summary, provenance_of_process
 from splitveil.common.record.summary_tables import print_summary
-from splitveil.common.storage.ended_run import mark_as_ended
+from splitveil.common.record.transcript import Transcript
 from splitveil.common.text.version import VERSION
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from splitveil.passive_party.feature_exposure import measure_exposure
-from splitveil.passive_party.report.page import write_exposure, write_passive_report
+from splitveil.passive_party.report_page import write_exposure, write_passive_report
 from splitveil.passive_party.settings import PassiveReportSettings, PassiveSettings
 
 _logger = logging.getLogger(__name__)

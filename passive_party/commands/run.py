@@ -9,19 +9,19 @@ from pathlib import Path
 from splitveil.common.errors import ContractMismatch, PeerEndedForGood, PeerError
 from splitveil.common.party import command_line
 from splitveil.common.party.credentials import CredentialFiles
+from splitveil.common.party.endpoint import serving_status
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.party.place import Place
-from splitveil.common.party.transcript import Transcript
+from splitveil.common.party.run_status import RunStatus
 from splitveil.common.party.workers import Workers, check_model, joined
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
-from splitveil.common.status.endpoint import serving_status
-from splitveil.common.status.run_status import RunStatus
-from splitveil.common.storage.ended_run import end_of
-from splitveil.common.storage.model_files import save_model
-from splitveil.common.storage.run_folder import open_run_folder
-from splitveil.common.storage.run_store import RunStore
-from splitveil.common.storage.trained_model import identity_metadata
+from splitveil.common.record.ended_run import end_of
+from splitveil.common.record.model_files import save_model
+from splitveil.common.record.run_folder import open_run_folder
+from splitveil.common.record.run_store import RunStore
+from splitveil.common.record.trained_model import identity_metadata
+from splitveil.common.record.transcript import Transcript
 from splitveil.passive_party.assembly import (
     TrainerBuilder,
     build_aligner,

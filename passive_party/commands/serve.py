@@ -8,17 +8,17 @@ from pathlib import Path
 
 from splitveil.common.party import command_line
 from splitveil.common.party.credentials import credential_files
+from splitveil.common.party.endpoint import endpoint_of
 from splitveil.common.party.interruption import Interruption
-from splitveil.common.party.transcript import Transcript
-from splitveil.common.status.endpoint import endpoint_of
-from splitveil.common.storage.run_folder import claimed, inner_folder
+from splitveil.common.record.run_folder import claimed, inner_folder
+from splitveil.common.record.transcript import Transcript
 from splitveil.common.wire.endpoint import log_security
 from splitveil.common.wire.noted_calls import AllNotes, Notes
-from splitveil.passive_party.inference.inference_status import InferenceStatus
-from splitveil.passive_party.inference.served_model import ServedModel
-from splitveil.passive_party.inference.server import InferenceServer
-from splitveil.passive_party.inference.service import InferenceService
-from splitveil.passive_party.inference.throttle import Throttle
+from splitveil.passive_party.predict.inference_status import InferenceStatus
+from splitveil.passive_party.predict.served_model import ServedModel
+from splitveil.passive_party.predict.server import InferenceServer
+from splitveil.passive_party.predict.service import InferenceService
+from splitveil.passive_party.predict.throttle import Throttle
 from splitveil.passive_party.settings import PassiveSettings
 
 logger = logging.getLogger(__name__)

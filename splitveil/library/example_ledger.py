@@ -27,9 +27,9 @@ from splitveil.active_party.ledger.limit import Limit
 from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.ids import canonical_ids, usable_ids
 from splitveil.common.privacy.covers import Covers
+from splitveil.common.record.model_files import save_tensors
 from splitveil.common.run.id_rules import rules_as_bytes, rules_of_bytes
 from splitveil.common.run.sample_order import Positions
-from splitveil.common.storage.model_files import save_tensors
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
 from splitveil.library.frames import as_html, frame
 

@@ -23,7 +23,7 @@ from splitveil.common.data.columns import (
 )
 from splitveil.common.data.sources import list_rows
 from splitveil.common.errors import SettingsError
-from splitveil.common.storage.run_folder import write_text_atomically
+from splitveil.common.record.run_folder import write_text_atomically
 
 _logger = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from splitveil.library.frames import Row, frame
 from splitveil.library.own_data import as_table, check_rows_correspond
 from splitveil.library.recorded_run import Run
 from splitveil.library.scratch import Scratch
-from splitveil.passive_party.inference.served_model import ServedModel
+from splitveil.passive_party.predict.served_model import ServedModel
 from splitveil.passive_party.settings import PassiveSettings
 
 MAX_IDS = 8192

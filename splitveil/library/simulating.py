@@ -13,8 +13,8 @@ from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import EndedForGood, SettingsError
 from splitveil.common.party import command_line
 from splitveil.common.privacy.attacks import ATTACKS, SideInformation
+from splitveil.common.record.run_folder import claimed, move_aside
 from splitveil.common.run.contract import ACTIVE
-from splitveil.common.storage.run_folder import claimed, move_aside
 from splitveil.deploy.local import NamedDefense, Overrides
 from splitveil.library.choices import (
     AttackChoice,

@@ -21,9 +21,9 @@ from splitveil.common.alignment import AlignmentEngine, build_engine
 from splitveil.common.party.command_line import draw_nonce, torch_device
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import PartySettings, load_party_settings
+from splitveil.common.record.run_store import RunStore
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.course import AlignedRows
-from splitveil.common.storage.run_store import RunStore
 from splitveil.passive_party.assembly import TrainerBuilder as BottomBuilder
 from splitveil.passive_party.opening import Aligner, Participant
 from splitveil.passive_party.peer import Peer

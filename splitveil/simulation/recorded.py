@@ -14,15 +14,15 @@ from pathlib import Path
 
 from rich.console import Console
 
+from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.active_party.results import save_alone, save_results
-from splitveil.active_party.watch.recorder import ActiveRecorder
 from splitveil.common.errors import EndedForGood
 from splitveil.common.party import command_line
 from splitveil.common.party.party_data import PartyData
+from splitveil.common.record.model_files import save_model
 from splitveil.common.record.run_record import write_summary
+from splitveil.common.record.trained_model import identity_metadata
 from splitveil.common.run.contract import ACTIVE
-from splitveil.common.storage.model_files import save_model
-from splitveil.common.storage.trained_model import identity_metadata
 from splitveil.common.text.version import VERSION
 from splitveil.passive_party.assembly import TrainerBuilder
 from splitveil.passive_party.recorder import PassiveRecorder

@@ -14,7 +14,7 @@ from splitveil import simulate
 from splitveil.active_party.commands import program as active_party
 from splitveil.command import program
 from splitveil.command.table import SUB_COMMANDS
-from splitveil.common.party.transcript import Transcript
+from splitveil.common.record.transcript import Transcript
 from splitveil.passive_party.commands import program as passive_party
 from tests.programs import ROOT, run_program
 from tests.runs import write_example

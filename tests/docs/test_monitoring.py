@@ -13,7 +13,7 @@ import yaml
 
 from splitveil.active_party.http.online_status import OnlineStatus
 from splitveil.common.run.contract import Contract
-from splitveil.passive_party.inference.inference_status import InferenceStatus
+from splitveil.passive_party.predict.inference_status import InferenceStatus
 from tests.docs.markdown import ROOT
 from tests.numbers import write_numbers
 from tests.runs import write_example

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from splitveil.common.party.transcript import FILE, Verified, compare, verify
+from splitveil.common.record.transcript import FILE, Verified, compare, verify
 from tests.system.conftest import SAME_SPLIT, run_locally
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from splitveil.active_party.defenses.interface import DefenseReport, release
+from splitveil.active_party.monitor.row_covariates import MAX_GAP, NumberRowCovariates
 from splitveil.active_party.training.top_trainer import StepResult
-from splitveil.active_party.watch.row_covariates import MAX_GAP, NumberRowCovariates
 from splitveil.common.privacy.accumulation import RunScores
 from splitveil.common.privacy.adjusted_r2 import (
     MIN_ROWS,

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitveil.active_party.watch.distributions import (
+from splitveil.active_party.monitor.distributions import (
     MIN_PER_CLASS,
     Histogram,
     gradient_distributions,

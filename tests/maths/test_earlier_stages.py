@@ -5,10 +5,10 @@ import torch
 
 from splitveil.active_party.defenses.gaussian_dp import mu_of_leak_auc
 from splitveil.active_party.defenses.noise import InsecureSeededNoise
-from splitveil.active_party.defenses.projection import features
-from splitveil.active_party.defenses.projection.design import Design, design, stage_sigma
-from splitveil.active_party.defenses.projection.posterior import Posterior
-from splitveil.active_party.defenses.projection.release import Release, draw_release, exact_sums
+from splitveil.active_party.defenses.projected import features
+from splitveil.active_party.defenses.projected.design import Design, design, stage_sigma
+from splitveil.active_party.defenses.projected.posterior import Posterior
+from splitveil.active_party.defenses.projected.release import Release, draw_release, exact_sums
 from tests.maths.test_projection import SPOILT, generator, in_chunks, rows_of, spoilt
 
 ROWS, RANK = 3000, 8

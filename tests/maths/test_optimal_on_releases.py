@@ -17,15 +17,15 @@ from torch.nn.functional import one_hot
 from splitveil.active_party.defenses.gaussian_dp import leak_auc_of_mu, mu_of_leak_auc
 from splitveil.active_party.defenses.interface import BuildInputs, DefenseContext
 from splitveil.active_party.defenses.noise import InsecureSeededNoise
-from splitveil.active_party.defenses.projected_stages import ProjectedLabels, StagePlan
-from splitveil.active_party.defenses.projection.design import (
+from splitveil.active_party.defenses.projected.design import (
     Design,
     design,
     stage_shares,
     stage_sigma,
 )
-from splitveil.active_party.defenses.projection.features import Chunks, RowChunk
-from splitveil.active_party.defenses.projection.release import draw_release
+from splitveil.active_party.defenses.projected.features import Chunks, RowChunk
+from splitveil.active_party.defenses.projected.release import draw_release
+from splitveil.active_party.defenses.projected_stages import ProjectedLabels, StagePlan
 from splitveil.active_party.ledger.ledger import LeakLedger
 from splitveil.common.privacy.leakage import auc
 from splitveil.common.privacy.optimal import ReleasedSums, optimal

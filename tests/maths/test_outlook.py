@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from splitveil.active_party.defenses.gaussian_dp import mu_of_leak_auc
-from splitveil.active_party.defenses.projection.design import Design
-from splitveil.active_party.defenses.projection.outlook import outlook
+from splitveil.active_party.defenses.projected.design import Design
+from splitveil.active_party.defenses.projected.outlook import outlook
 from tests.maths.test_projection import design_of, rows_of
 
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from splitveil.active_party.defenses.interface import DefenseReport, release
-from splitveil.active_party.training.top_trainer import StepResult
-from splitveil.active_party.watch.row_covariates import (
+from splitveil.active_party.monitor.row_covariates import (
     MAX_GAP,
     MAX_ROWS,
     MAX_VALUES,
     RowCovariates,
 )
+from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.data.features import Features
 from splitveil.common.privacy.beyond_features import Covariates
 from splitveil.common.privacy.latest_scores import LatestScores

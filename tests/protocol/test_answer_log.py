@@ -12,14 +12,14 @@ import torch
 
 from splitveil.active_party.run.questions import AnsweredQuestions
 from splitveil.common.errors import OtherAnswer, OutOfStep, StorageError
-from splitveil.common.storage.answer_log import (
+from splitveil.common.record.answer_log import (
     FIRST_AUDIT_NUMBER,
     NOTHING_TOLD,
     AnswerLog,
     ChargedAnswer,
 )
-from splitveil.common.storage.model_files import delete_saved
-from splitveil.common.storage.run_store import RunStore
+from splitveil.common.record.model_files import delete_saved
+from splitveil.common.record.run_store import RunStore
 from tests.peers import Lost, dying
 from tests.runs import Parties, build_parties, run_in_process
 
@@ -104,7 +104,7 @@ def test_a_full_disk_leaves_no_part_of_a_record(
         return write(descriptor, data[:30])
 
     with monkeypatch.context() as patched:
-        patched.setattr("splitveil.common.storage.answer_log.os.write", fill_up)
+        patched.setattr("splitveil.common.record.answer_log.os.write", fill_up)
         with pytest.raises(StorageError, match="cannot be written: No space left"):
             log.record(2, [b"i" * 16], FRESH)
     assert path.read_bytes() == whole

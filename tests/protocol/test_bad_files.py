@@ -27,7 +27,7 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.models.factory import build_bottom_model
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
-from splitveil.common.storage.model_files import save_model
+from splitveil.common.record.model_files import save_model
 from splitveil.common.text.files import read_bytes
 from splitveil.common.text.yaml_text import AS_WRITTEN, MAX_DEPTH, OWN_PLAN, Extent, load_yaml
 from splitveil.passive_party.commands.program import main as passive_main

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from splitveil.active_party.ledger.bounds import LeakBounds, PeerBound, Spread
+from splitveil.active_party.monitor.stated import hold_against, log_beyond, stated_epsilon
 from splitveil.active_party.report import write_report
 from splitveil.active_party.report.run_files import read_run
 from splitveil.active_party.report.verdict import judge
-from splitveil.active_party.watch.stated import hold_against, log_beyond, stated_epsilon
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.record.beyond_figures import (
     AdjustedFigures,

@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from splitveil.active_party.commands import program as active_program
+from splitveil.active_party.monitor.leak_alarm import LeakAlarm
+from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.active_party.report import write_report
 from splitveil.active_party.settings import LeakMonitorSettings
-from splitveil.active_party.watch.leak_alarm import LeakAlarm
-from splitveil.active_party.watch.recorder import ActiveRecorder
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.audit import LeakAudit
 from splitveil.common.privacy.custom_attacks import load_custom_attacks, try_custom_attacks
 from splitveil.common.privacy.leakage import leak_auc
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.privacy.settings import BUILT_IN_NAMES, AuditSettings
+from splitveil.common.record.run_folder import write_json_atomically
 from splitveil.common.settings import validate
-from splitveil.common.storage.run_folder import write_json_atomically
 from splitveil.passive_party.settings import AdversarySettings
 from tests.protocol.test_leak_recorder import record
 from tests.runs import build_parties, write_example

@@ -24,9 +24,9 @@ from splitveil.common.errors import BudgetExhausted, SettingsError
 from splitveil.common.party.command_line import save_resolved
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
-from splitveil.common.storage.model_files import save_tensors
-from splitveil.common.storage.run_folder import claimed
-from splitveil.common.storage.run_store import RunStore
+from splitveil.common.record.model_files import save_tensors
+from splitveil.common.record.run_folder import claimed
+from splitveil.common.record.run_store import RunStore
 from tests.peers import Lost, dying
 from tests.plans import printed_plan
 from tests.runs import ActiveRecording, Parties, build_parties, run_in_process, write_example

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from splitveil.active_party.watch.recorder import ActiveRecorder
+from splitveil.active_party.monitor.recorder import ActiveRecorder
 from tests.runs import build_parties, run_in_process
 
 LINE = re.compile(r"epoch (\d)/2: loss ([\d.]+), (validation|test) AUC ([\d.]+)(, bound .*)?")

@@ -10,12 +10,12 @@ import pytest
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.common.alignment import AlignmentEngine
 from splitveil.common.errors import Interrupted, OutOfStep
+from splitveil.common.record.run_store import NoStore
 from splitveil.common.run import course
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import evaluations_ahead, run_course
 from splitveil.common.run.messages import Activation, Answer, Course, LeaveReason
 from splitveil.common.run.progress import Progress
-from splitveil.common.storage.run_store import NoStore
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.compared import assert_same, assert_same_weights

@@ -25,9 +25,9 @@ from splitveil.common.errors import DataError, Interrupted, SettingsError
 from splitveil.common.record.figures import AttackFigure
 from splitveil.common.record.leak_figures import BatchFigures, LeakFigures, RunFigures
 from splitveil.common.record.lines import EpochLeakLine, EvaluationLine, LeakLine
+from splitveil.common.record.run_folder import claimed
 from splitveil.common.record.run_record import METRICS, write_summary
 from splitveil.common.record.summary import ActiveFigures, ModelFigures, RunCounts, Summary
-from splitveil.common.storage.run_folder import claimed
 from splitveil.experiments import preparation
 from splitveil.experiments.__main__ import main
 from splitveil.experiments.cells import (

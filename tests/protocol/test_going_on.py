@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.active_party.run.stages import Stage
-from splitveil.active_party.watch.recorder import ActiveRecorder
 from splitveil.common.errors import (
     DataError,
     InvalidMessage,
@@ -22,10 +22,10 @@ from splitveil.common.errors import (
     PeerRestarted,
     StorageError,
 )
+from splitveil.common.record import state_file
+from splitveil.common.record.run_folder import write_bytes_atomically
+from splitveil.common.record.run_store import RunStore
 from splitveil.common.run.messages import Answer, Offer
-from splitveil.common.storage import state_file
-from splitveil.common.storage.run_folder import write_bytes_atomically
-from splitveil.common.storage.run_store import RunStore
 from splitveil.common.text.version import VERSION
 from tests.compared import assert_same
 from tests.peers import InProcessPeer, Lost, dying

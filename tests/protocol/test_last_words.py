@@ -17,8 +17,8 @@ from splitveil.common.errors import (
     ProtocolError,
     StorageError,
 )
+from splitveil.common.record.run_store import RunStore
 from splitveil.common.run.messages import Activation, Answer, BatchId, Course, LeaveReason
-from splitveil.common.storage.run_store import RunStore
 from splitveil.common.wire.retrying import MAX_DAMAGED
 from tests.compared import assert_same_weights
 from tests.peers import InProcessPeer

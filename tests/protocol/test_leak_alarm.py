@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from splitveil.active_party.watch.leak_alarm import MIN_BATCHES, AlarmBell
-from splitveil.active_party.watch.recorder import ActiveRecorder
+from splitveil.active_party.monitor.leak_alarm import MIN_BATCHES, AlarmBell
+from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.common.privacy.audit import BatchLeak
 from splitveil.common.privacy.settings import DEFAULT_ATTACKS
 from splitveil.common.record.metrics_log import MetricsLog

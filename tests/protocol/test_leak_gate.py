@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from splitveil.active_party.monitor.leak_alarm import MIN_BATCHES, LeakAlarm
+from splitveil.active_party.monitor.leak_gate import LeakGate
+from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings, LeakGateSettings
-from splitveil.active_party.watch.leak_alarm import MIN_BATCHES, LeakAlarm
-from splitveil.active_party.watch.leak_gate import LeakGate
-from splitveil.active_party.watch.recorder import ActiveRecorder
 from splitveil.common.errors import LeakGateClosed, PeerLeft, SettingsError
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.privacy.audit import BatchLeak

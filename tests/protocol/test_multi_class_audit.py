@@ -15,8 +15,8 @@ import torch
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
+from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.active_party.report import write_comparison, write_report
-from splitveil.active_party.watch.recorder import ActiveRecorder
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.accumulation import standardised
 from splitveil.common.privacy.attacks import ATTACKS, AttackName, BatchAttackName, RunAttackName
@@ -25,8 +25,8 @@ from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
 from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.record.run_record import write_summary
+from splitveil.common.record.run_store import RunStore
 from splitveil.common.run.messages import Answer
-from splitveil.common.storage.run_store import RunStore
 from tests.peers import InProcessPeer
 from tests.recorded import recorders
 from tests.runs import build_parties

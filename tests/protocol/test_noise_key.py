@@ -27,8 +27,8 @@ from splitveil.active_party.run.stages import Stage
 from splitveil.common.data.label_range import ONE_NUMBER
 from splitveil.common.errors import SettingsError, StorageError
 from splitveil.common.privacy.leakage import leak_auc
-from splitveil.common.storage.model_files import save_tensors
-from splitveil.common.storage.run_folder import open_run_folder
+from splitveil.common.record.model_files import save_tensors
+from splitveil.common.record.run_folder import open_run_folder
 from tests.peers import Lost, dying
 from tests.runs import Parties, build_parties, run_in_process, write_example
 

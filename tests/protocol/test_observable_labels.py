@@ -29,10 +29,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from splitveil.active_party.defenses import noisy_label
 from splitveil.active_party.defenses.projected_stages import StageRelease
+from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.trainer_builder import TrainerBuilder
 from splitveil.active_party.training.top_trainer import TopTrainer
-from splitveil.active_party.watch.recorder import ActiveRecorder
 from splitveil.common.errors import DataError, SplitveilError
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.messages import Answer, LeaveReason

@@ -17,8 +17,8 @@ from splitveil.active_party.http.server import LOG_LINES, HttpServer, SparseLog
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_settings import load_party_settings
-from splitveil.common.party.transcript import Transcript, Verified, verify
-from splitveil.common.party.transcript_lines import LINE_BYTES, Answered
+from splitveil.common.record.transcript import Transcript, Verified, verify
+from splitveil.common.record.transcript_lines import LINE_BYTES, Answered
 from tests.joint import free_port
 from tests.runs import write_example
 from tests.waiting import HANGS_AFTER_S, wait_until

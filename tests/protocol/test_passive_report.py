@@ -20,13 +20,13 @@ from splitveil.common.data.features import (
     Vocabulary,
 )
 from splitveil.common.errors import SettingsError
-from splitveil.common.party.traffic import Volume, read_traffic
-from splitveil.common.party.transcript import Crossing, Transcript
 from splitveil.common.privacy.leakage import auc
 from splitveil.common.record.figures import AttackFigure
 from splitveil.common.record.lines import AlignmentLine, AuditLine, EpochLeakLine, LeakLine
 from splitveil.common.record.run_record import write_summary
 from splitveil.common.record.summary import AuditedFigures, RunCounts, Summary
+from splitveil.common.record.traffic import Volume, read_traffic
+from splitveil.common.record.transcript import Crossing, Transcript
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from splitveil.passive_party.commands.program import main
 from splitveil.passive_party.commands.results import try_to_report
@@ -38,8 +38,7 @@ from splitveil.passive_party.feature_exposure import (
     exposure_to_json,
     measure_exposure,
 )
-from splitveil.passive_party.report import write_passive_report
-from splitveil.passive_party.report.page import write_exposure
+from splitveil.passive_party.report_page import write_exposure, write_passive_report
 from tests.records import append_lines
 
 ROWS = 2000

@@ -13,11 +13,11 @@ from splitveil.active_party.run.releases import Releases
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.common.alignment import AlignmentEngine
 from splitveil.common.errors import ContractMismatch, Interrupted, OutOfStep
+from splitveil.common.record.run_store import NoStore
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import run_course
 from splitveil.common.run.messages import Activation, Answer, Course, LeaveReason
 from splitveil.common.run.progress import Progress
-from splitveil.common.storage.run_store import NoStore
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from tests import several
 from tests.compared import assert_same, assert_same_weights

@@ -24,8 +24,8 @@ from splitveil.common.errors import (
 )
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_settings import ReconnectSettings
-from splitveil.common.storage.table_output import check_output
-from splitveil.passive_party.inference.service import InferenceService
+from splitveil.common.record.table_output import check_output
+from splitveil.passive_party.predict.service import InferenceService
 from tests.joint import Trained, predicting, train, write_wide_deep
 
 IMPATIENT = ReconnectSettings(max_s=0.3, first_wait_s=0.05)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from splitveil.common.errors import DataError, StorageError
+from splitveil.common.record.run_store import NoStore, RunStore
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows, is_checkpoint, run_course
 from splitveil.common.run.progress import (
@@ -17,7 +18,6 @@ from splitveil.common.run.progress import (
     refusing_other_versions,
 )
 from splitveil.common.run.sample_order import joint_seed
-from splitveil.common.storage.run_store import NoStore, RunStore
 from tests.runs import CONTRACT
 
 CHECKPOINTS = {"every_steps": 2, "keep": 100}

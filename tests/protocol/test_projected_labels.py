@@ -19,12 +19,12 @@ from splitveil.common.errors import (
     SettingsError,
     SplitveilError,
 )
+from splitveil.common.record.answer_log import AnswerLog
+from splitveil.common.record.release_file import ReleaseFile
+from splitveil.common.record.run_store import RunStore
 from splitveil.common.run import course
 from splitveil.common.run.course import AlignedRows, run_course
 from splitveil.common.run.messages import Activation, Answer, Course, Opening
-from splitveil.common.storage.answer_log import AnswerLog
-from splitveil.common.storage.release_file import ReleaseFile
-from splitveil.common.storage.run_store import RunStore
 from splitveil.common.wire.small_messages import decode_opening, encode_opening
 from tests.peers import FaultyPeer, InProcessPeer, Lost, dying
 from tests.projected import (

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from splitveil.active_party.results import save_results
 from splitveil.common.alignment import build_engine
 from splitveil.common.errors import BudgetExhausted, SettingsError
-from splitveil.common.storage.model_files import REFITTED, WEIGHTS
+from splitveil.common.record.model_files import REFITTED, WEIGHTS
 from splitveil.simulation import ActiveRecording, build_passive, read_settings
 from splitveil.simulation.parties import assemble_active
 from tests.peers import InProcessPeer

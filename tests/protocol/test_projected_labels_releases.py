@@ -13,8 +13,8 @@ from splitveil.active_party.ledger.account_book import LEDGER
 from splitveil.active_party.run.questions import AnsweredQuestions
 from splitveil.active_party.run.stages import Stage
 from splitveil.common.errors import BudgetExhausted, OtherAnswer, StorageError
-from splitveil.common.storage.model_files import save_tensors
-from splitveil.common.storage.release_file import RELEASES, ReleaseFile
+from splitveil.common.record.model_files import save_tensors
+from splitveil.common.record.release_file import RELEASES, ReleaseFile
 from tests.peers import Lost, dying
 from tests.projected import (
     Silent,
@@ -205,7 +205,7 @@ def test_a_release_that_cannot_be_written_is_not_used(
 
     first = build(example, runs=tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr("splitveil.common.storage.release_file.write_bytes_atomically", full)
+        patched.setattr("splitveil.common.record.release_file.write_bytes_atomically", full)
         with pytest.raises(StorageError, match="no room"):
             run_in_process(first)
     assert first.session.stage is Stage.ENDED
@@ -300,7 +300,7 @@ def test_arithmetic_that_has_changed_is_refused(
     second = build(example, runs=tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(
-            "splitveil.active_party.defenses.projection.design._NEGLIGIBLE", 0.3, raising=True
+            "splitveil.active_party.defenses.projected.design._NEGLIGIBLE", 0.3, raising=True
         )
         with pytest.raises(OtherAnswer, match="stage 1"):
             resume(second)

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from splitveil.active_party.defenses.projected_labels import ProjectedLabelsDefense
 from splitveil.active_party.defenses.projected_stages import StageRelease
+from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.active_party.training.top_trainer import TopTrainer
-from splitveil.active_party.watch.recorder import ActiveRecorder
-from splitveil.common.party.transcript import FILE
+from splitveil.common.record.transcript import FILE
 from splitveil.common.run.messages import Activation, Answer, Course, LeaveReason, Offer, Opening
 from tests import several
 from tests.peers import InProcessPeer, Lost

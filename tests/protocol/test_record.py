@@ -9,7 +9,6 @@ from typing import Any, get_args
 import pytest
 
 from splitveil.common.errors import SettingsError
-from splitveil.common.party.transcript import TranscriptEnd
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.record import leak_figures, lines
 from splitveil.common.record.beyond_figures import (
@@ -45,6 +44,7 @@ from splitveil.common.record.summary import (
     RunCounts,
     Summary,
 )
+from splitveil.common.record.transcript import TranscriptEnd
 from splitveil.common.record.values import from_form
 from tests.records import append_lines
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from splitveil.active_party.monitor.distributions import MIN_PER_CLASS
+from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.active_party.watch.distributions import MIN_PER_CLASS
-from splitveil.active_party.watch.recorder import ActiveRecorder
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_settings import load_party_settings
 from tests.runs import build_parties, run_in_process, write_example

@@ -24,7 +24,7 @@ from splitveil.active_party.report.figures import finding_of, windows
 from splitveil.active_party.report.run_files import leak_series
 from splitveil.active_party.report.verdict import is_oracle, judge, needs_of, run_levels
 from splitveil.common.errors import SettingsError
-from splitveil.common.page.rendering import breakable
+from splitveil.common.party.rendering import breakable
 from splitveil.common.privacy.attacks import BatchAttackName, RunAttackName
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.record.beyond_figures import AdjustedFigures, AdvantageFigures, BeyondFigures

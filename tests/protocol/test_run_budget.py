@@ -23,11 +23,11 @@ from splitveil.active_party.defenses.sum_kl import (
 )
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.bounds import LeakBounds
+from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.active_party.planned import stop_epoch
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.top_trainer import StepResult
-from splitveil.active_party.watch.recorder import ActiveRecorder
 from splitveil.common.errors import BudgetExhausted, Interrupted, PeerLeft, SettingsError
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.privacy.covers import Covers

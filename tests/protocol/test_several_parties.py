@@ -32,6 +32,7 @@ from splitveil.common.errors import (
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy.leakage import leak_auc
+from splitveil.common.record.run_store import RunStore
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import Batch
 from splitveil.common.run.messages import (
@@ -41,7 +42,6 @@ from splitveil.common.run.messages import (
     Opening,
 )
 from splitveil.common.run.sample_order import positions_digest
-from splitveil.common.storage.run_store import RunStore
 from splitveil.common.wire.limits import ALIGN_FRAME_BYTES, check_fields
 from splitveil.passive_party.assembly import TrainerBuilder as BottomBuilder
 from tests.compared import assert_same_weights

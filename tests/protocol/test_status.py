@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from splitveil.active_party.commands.program import main as active_main
+from splitveil.active_party.monitor.active_status import ActiveStatus
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.active_party.watch.active_status import ActiveStatus
 from splitveil.common.errors import (
     BudgetExhausted,
     InvalidMessage,
@@ -25,18 +25,18 @@ from splitveil.common.errors import (
     SplitveilError,
 )
 from splitveil.common.party.command_line import MAY_CHANGE
-from splitveil.common.party.party_settings import load_party_settings
-from splitveil.common.party.transcript import Crossing
-from splitveil.common.run.contract import Contract
-from splitveil.common.run.course import Batch
-from splitveil.common.run.phases import Phase
-from splitveil.common.status.endpoint import (
+from splitveil.common.party.endpoint import (
     REQUESTS_AT_ONCE,
     StatusEndpoint,
     check_free,
     serving_status,
 )
-from splitveil.common.status.run_status import STAGES, RunStatus
+from splitveil.common.party.party_settings import load_party_settings
+from splitveil.common.party.run_status import STAGES, RunStatus
+from splitveil.common.record.transcript import Crossing
+from splitveil.common.run.contract import Contract
+from splitveil.common.run.course import Batch
+from splitveil.common.run.phases import Phase
 from splitveil.passive_party.settings import PassiveSettings
 from splitveil.passive_party.watched_calls import WatchedCalls
 from splitveil.simulation import free_address
@@ -269,7 +269,7 @@ def test_many_slow_clients_stop_neither_the_run_nor_a_health_check(
     status: RunStatus, served: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As if each of them sent a byte whenever its time is nearly over.
-    monkeypatch.setattr("splitveil.common.status.endpoint._Handler.timeout", None)
+    monkeypatch.setattr("splitveil.common.party.endpoint._Handler.timeout", None)
     host, port = served.split(":")
     silent = [
         socket.create_connection((host, int(port)), timeout=60) for _ in range(4 * REQUESTS_AT_ONCE)

@@ -21,18 +21,18 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from splitveil.common.errors import SettingsError, StorageError
-from splitveil.common.party.transcript import Transcript
 from splitveil.common.record.lines import AlignmentLine, EvaluationLine, HistogramLine, TrainingLine
 from splitveil.common.record.metrics_log import MetricsLog
-from splitveil.common.record.summary_tables import print_summary
-from splitveil.common.record.training_progress import TrainingProgress
-from splitveil.common.storage.model_files import save_tensors
-from splitveil.common.storage.run_folder import (
+from splitveil.common.record.model_files import save_tensors
+from splitveil.common.record.run_folder import (
     open_run_folder,
     write_bytes_atomically,
     write_json_atomically,
     write_text_atomically,
 )
+from splitveil.common.record.summary_tables import print_summary
+from splitveil.common.record.training_progress import TrainingProgress
+from splitveil.common.record.transcript import Transcript
 from splitveil.common.text.log_lines import configure_logging
 from tests.records import summary_of
 
@@ -411,7 +411,7 @@ def open_in_a_process_of_its_own(runs_dir: Path, party: str) -> str:
     """Open a run's folder as a command does, which holds it until it ends; returns its log."""
     code = (
         "import logging, pathlib, sys; "
-        "from splitveil.common.storage.run_folder import open_run_folder; "
+        "from splitveil.common.record.run_folder import open_run_folder; "
         "logging.basicConfig(level=logging.INFO, format='%(message)s'); "
         "folder = open_run_folder(pathlib.Path(sys.argv[1]), 'demo', sys.argv[2]); "
         "assert list(folder.iterdir()) == []"

@@ -19,8 +19,8 @@ from splitveil.common.errors import (
     SplitveilError,
     StorageError,
 )
+from splitveil.common.record.run_folder import open_run_folder
 from splitveil.common.run.messages import Offer, Opening
-from splitveil.common.storage.run_folder import open_run_folder
 from tests.peers import InProcessPeer
 from tests.runs import build_parties, run_in_process, serving
 from tests.wire.lines import peer_of

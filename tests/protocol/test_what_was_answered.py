@@ -13,15 +13,15 @@ import torch
 
 from splitveil.active_party.defenses import AnswerKeys
 from splitveil.active_party.ledger.account_book import LEDGER
+from splitveil.active_party.monitor.recorder import ActiveRecorder
+from splitveil.active_party.monitor.stated import ledger_figures
 from splitveil.active_party.report.bounds import bounds_of
 from splitveil.active_party.report.run_files import read_run
 from splitveil.active_party.run.session import ActiveSession
-from splitveil.active_party.watch.recorder import ActiveRecorder
-from splitveil.active_party.watch.stated import ledger_figures
 from splitveil.common.errors import BudgetExhausted, OtherAnswer, PeerLeft, ProtocolError
 from splitveil.common.privacy.covers import Covers
+from splitveil.common.record.model_files import save_tensors
 from splitveil.common.run.messages import LeaveReason, Offer
-from splitveil.common.storage.model_files import save_tensors
 from tests.peers import InProcessPeer, Lost, dying
 from tests.runs import Parties, build_parties, run_in_process
 from tests.several import build_several, write_several

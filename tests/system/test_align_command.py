@@ -20,7 +20,7 @@ from splitveil.common.party.aligned_table import (
     write_aligned,
 )
 from splitveil.common.party.party_settings import load_party_settings
-from splitveil.common.party.transcript import Broken, compare, verify
+from splitveil.common.record.transcript import Broken, compare, verify
 from splitveil.common.run.sample_order import CommonOrder
 from splitveil.passive_party.settings import PassiveSettings
 from splitveil.simulation import free_address

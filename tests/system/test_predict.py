@@ -29,15 +29,15 @@ from splitveil.common.errors import (
 from splitveil.common.party.command_line import save_resolved
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.party.transcript import Transcript, Verified, compare, verify
 from splitveil.common.privacy.leakage import auc
+from splitveil.common.record.model_files import save_tensors
+from splitveil.common.record.transcript import Transcript, Verified, compare, verify
 from splitveil.common.run.inference import ModelIdentity
-from splitveil.common.storage.model_files import save_tensors
 from splitveil.common.wire.connection import PeerConnection
-from splitveil.passive_party.inference.served_model import ServedModel
-from splitveil.passive_party.inference.server import InferenceServer
-from splitveil.passive_party.inference.service import InferenceService
-from splitveil.passive_party.inference.throttle import Throttle
+from splitveil.passive_party.predict.served_model import ServedModel
+from splitveil.passive_party.predict.server import InferenceServer
+from splitveil.passive_party.predict.service import InferenceService
+from splitveil.passive_party.predict.throttle import Throttle
 from tests.joint import (
     IN_TIME_S,
     Trained,

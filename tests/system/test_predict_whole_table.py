@@ -23,7 +23,7 @@ from splitveil.common.wire.table_codec import (
     secrets_of,
 )
 from splitveil.common.wire.tensor_codec import TensorLimits
-from splitveil.passive_party.inference.service import InferenceService
+from splitveil.passive_party.predict.service import InferenceService
 from splitveil.protos import split_learning_pb2 as pb
 from tests.joint import Trained, predicting, train, write_wide_deep
 from tests.several import write_several

@@ -9,8 +9,8 @@ import pytest
 from safetensors.torch import load_file, save
 
 from splitveil.active_party.ledger.account_book import LEDGER
-from splitveil.common.storage.model_files import REFITTED, WEIGHTS
-from splitveil.common.storage.release_file import RELEASES
+from splitveil.common.record.model_files import REFITTED, WEIGHTS
+from splitveil.common.record.release_file import RELEASES
 from tests.runs import write_example
 from tests.system.processes import Pair, Party
 from tests.system.restarted import Settings, kept_up, metrics_of

@@ -22,10 +22,10 @@ import torch
 
 from splitveil.active_party.predict.predictor import Predictor
 from splitveil.common.errors import SettingsError
-from splitveil.common.party.transcript import Transcript, Verified, verify
 from splitveil.common.privacy.leakage import auc
+from splitveil.common.record.transcript import Transcript, Verified, verify
 from splitveil.deploy.authority import PartyFolder, make_certificates
-from splitveil.passive_party.inference.service import InferenceService
+from splitveil.passive_party.predict.service import InferenceService
 from tests import joint
 from tests.asked import ASKING_TAKES_S, Program, answering, asked
 from tests.joint import Trained, free_port, train, write_wide_deep

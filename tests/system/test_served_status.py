@@ -13,10 +13,10 @@ import pytest
 from splitveil.active_party.http.online_status import OnlineStatus
 from splitveil.active_party.predict.predictor import open_predictor
 from splitveil.common.errors import TableRefused
-from splitveil.common.party.transcript import Crossing
+from splitveil.common.party.endpoint import StatusEndpoint
+from splitveil.common.record.transcript import Crossing
 from splitveil.common.run.contract import Contract
-from splitveil.common.status.endpoint import StatusEndpoint
-from splitveil.passive_party.inference.inference_status import InferenceStatus
+from splitveil.passive_party.predict.inference_status import InferenceStatus
 from tests import joint
 from tests.asked import Program, answering, asked
 from tests.joint import Trained, connecting_to, free_port, train, write_wide_deep

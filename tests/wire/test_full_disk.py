@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from splitveil.common.errors import PeerLeft, SplitveilError, StorageError
-from splitveil.common.party.transcript import FILE, Broken, Crossing, Transcript, verify
+from splitveil.common.record.transcript import FILE, Broken, Crossing, Transcript, verify
 from tests.runs import Parties, build_parties
 from tests.wire.lines import free_port, peer_of, serving
 

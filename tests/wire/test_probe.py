@@ -30,7 +30,7 @@ from splitveil.common.errors import (
 from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_settings import load_party_settings
-from splitveil.common.party.transcript import Transcript, Verified, verify
+from splitveil.common.record.transcript import Transcript, Verified, verify
 from splitveil.common.run.contract import Contract, first_difference
 from splitveil.common.run.id_rules import TextId
 from splitveil.common.run.messages import IdForm

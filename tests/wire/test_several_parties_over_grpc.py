@@ -26,7 +26,7 @@ from splitveil.common.errors import (
     ProtocolError,
 )
 from splitveil.common.party.credentials import CredentialFiles
-from splitveil.common.party.transcript import Crossing, Transcript
+from splitveil.common.record.transcript import Crossing, Transcript
 from splitveil.common.run.messages import Activation, Answer, LeaveReason
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import method_path

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from splitveil.common.party.transcript import FILE
+from splitveil.common.record.transcript import FILE
 from tests.runs import write_example
 from tests.wire.test_transcript import run_noted
 

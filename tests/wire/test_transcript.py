@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from splitveil.active_party.commands.program import main as active_main
-from splitveil.common.party.transcript import (
+from splitveil.common.record.transcript import (
     FILE,
     Broken,
     Comparison,
@@ -21,7 +21,7 @@ from splitveil.common.party.transcript import (
     compare,
     verify,
 )
-from splitveil.common.party.transcript_lines import KINDS
+from splitveil.common.record.transcript_lines import KINDS
 from tests.compared import assert_same_weights
 from tests.programs import run_program
 from tests.runs import Parties, build_parties, run_in_process

@@ -1,0 +1,217 @@
+"""The design of a stage: weights of the rows, made without labels, of exact sensitivity.
+
+Phi (N, m) are the columns of `features`, without what earlier stages have released of them, U
+(N, r) an orthonormal basis of their leading directions (from the eigenvectors of the m x m matrix
+Phi^T Phi; of large tables, that of a sample of rows), and h_i = |U_i|^2 a row's leverage:
+
+    A_i = U_i / sqrt(max(h_i, r / 10 N))
+
+Almost every row of A has norm 1, so that every label is charged the same and none for nothing
+(row-wise weighting in the matrix mechanism of Li et al., PODS 2010). `grid` makes the bound exact.
+
+The leading directions of a stage's columns are much the same as those of the stage before.
+Releasing them again only averages noise away, where another direction would say something new. So
+the next design chooses its directions from what is left of the columns Phi once they are predicted
+from noisy sums with the weights A (N, R) of the earlier stages, as the labels will be:
+
+    Phi - A C,    C = (A^T A + D / q)^-1 A^T Phi,    D = diag(sigma^2),    q = 1
+
+A direction with little noise vanishes, and one that noise still hides stays: few rows or a strict
+bound lead back to the leading directions. q is 4 times the largest variance of a label, since
+directions that were chosen hold more of the labels than others; measured, 1/4 is .007 of test AUC
+worse on texts, 2 and 4 are no better, and tables with few columns do not notice.
+C follows from weights, columns and the sizes of the noise, never from labels.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from splitveil.active_party.defenses.projected.features import Chunks, columns_of, sample_of
+from splitveil.active_party.defenses.projected.grid import BLOCK_ROWS, BoundedWeights
+
+_SMALLEST_SHARE = 0.1
+"""Leverage, in shares of the mean, below which a row is no longer weighted up."""
+
+_NEGLIGIBLE = 1e-5
+"""Eigenvalue of Phi^T Phi, in units of the largest, below which a direction may be no more than the
+rounding of float32."""
+
+_VARIANCE = 1.0
+"""q."""
+
+
+class Design(NamedTuple):
+    """Weights of the training rows for the sums of one stage."""
+
+    steps: Tensor
+    """A in steps of ``unit``, (N, r) int16; the bound of every row or subject is at most 1."""
+
+    unit: float
+    """A power of 2."""
+
+    effective_rows: float
+    """Share of the rows that carry the design, (sum_i |U_i|)^2 / (N sum_i |U_i|^2): 1 if all are
+    alike, near 0 if a few of them outweigh all others, as a peer can bring about."""
+
+    @property
+    def num_rows(self) -> int:
+        """N."""
+        return len(self.steps)
+
+    @property
+    def rank(self) -> int:
+        """r, at most the rank that was asked for."""
+        return self.steps.shape[1]
+
+    @property
+    def rows(self) -> Tensor:
+        """A, (N, r) float32: a copy, twice as large as ``steps``."""
+        return self.steps.float() * self.unit
+
+    def block(self, start: int) -> Tensor:
+        """Return ``BLOCK_ROWS`` rows of A from ``start`` on, or what is left, in float32."""
+        return self.steps[start : start + BLOCK_ROWS].float() * self.unit
+
+
+class ReleasedStages(NamedTuple):
+    """Weights and noise of the stages whose sums were released."""
+
+    designs: Sequence[Design]
+    """Of each stage; at least one."""
+
+    sigmas: Sequence[float]
+    """Standard deviation of the noise in each sum of each stage."""
+
+    gram: Tensor
+    """A^T A of all stages together, (R, R) float64."""
+
+    def weights(self, rows: slice) -> Tensor:
+        """Return A of some rows, (rows, R) float32."""
+        return torch.cat([one.steps[rows].float() * one.unit for one in self.designs], dim=1)
+
+
+class _Explained:
+    """The part of columns that earlier stages have stages.
+
+    Args:
+        told: the stages.
+        coefficients: C, (R, columns) float32.
+    """
+
+    def __init__(self, stages: ReleasedStages, coefficients: Tensor) -> None:
+        self._stages = stages
+        self._coefficients = coefficients
+
+    @classmethod
+    def of_sample(cls, stages: ReleasedStages, columns: Tensor, stride: int) -> Self:
+        """Estimate C from Phi of every ``stride``-th row from the first on, (rows, m) float32."""
+        noise = [
+            torch.full((one.rank,), sigma**2 / _VARIANCE, dtype=torch.float64)
+            for one, sigma in zip(stages.designs, stages.sigmas, strict=True)
+        ]
+        products = stride * (stages.weights(slice(None, None, stride)).T @ columns).double()
+        solved = torch.linalg.solve(stages.gram + torch.diag(torch.cat(noise)), products)
+        return cls(stages, solved.float())
+
+    def of(self, rows: slice) -> Tensor:
+        """Return A C of some rows, (rows, columns) float32."""
+        return self._stages.weights(rows) @ self._coefficients
+
+    def projected(self, basis: Tensor) -> Self:
+        """Return the same for the columns times a basis, (columns, r)."""
+        return type(self)(self._stages, self._coefficients @ basis)
+
+
+def design(
+    chunks: Chunks,
+    num_rows: int,
+    rank: int,
+    *,
+    subjects: Tensor | None = None,
+    excluded: Tensor | None = None,
+    earlier: ReleasedStages | None = None,
+) -> Design:
+    """Choose the weights of a stage.
+
+    Args:
+        chunks: the training rows; read twice.
+        num_rows: N.
+        rank: most columns of the design, >= 1.
+        subjects: (N,) int64, equal for rows that share one bound; None if every row has its own.
+        excluded: (N,) bool, rows that get weights of 0 and are charged nothing.
+        earlier: stages that were released before; None for the first.
+
+    """
+    if rank < 1:
+        raise ValueError(f"expected a rank of at least 1, got {rank}")
+    for name, given in (("subjects", subjects), ("excluded", excluded)):
+        if given is not None and given.shape != (num_rows,):
+            raise ValueError(f"expected {name} of shape ({num_rows},), got {tuple(given.shape)}")
+    included = torch.ones(num_rows) if excluded is None else (~excluded.cpu()).float()
+    sample = sample_of(chunks, num_rows)
+    columns = columns_of(sample.rows)
+    counted = included[:: sample.stride, None]
+    phi = columns.of(sample.rows).cpu() * counted
+    explained = None if earlier is None else _Explained.of_sample(earlier, phi, sample.stride)
+    if explained is not None:
+        phi -= explained.of(slice(None, None, sample.stride))
+    basis = _basis((phi.T @ phi).double(), rank)
+    explained = None if explained is None else explained.projected(basis)
+    least = math.sqrt(_SMALLEST_SHARE * basis.shape[1] / max(1.0, float(counted.sum())))
+    bounded = BoundedWeights(num_rows, basis.shape[1], subjects)
+    norms = torch.empty(num_rows)
+    start = 0
+    for chunk in chunks():
+        rows = columns.of(chunk).cpu() @ basis
+        rows *= included[start : start + len(rows), None]
+        if explained is not None:
+            rows -= explained.of(slice(start, start + len(rows)))
+        norm = torch.linalg.vector_norm(rows, dim=1)
+        norms[start : start + len(rows)] = norm
+        bounded.add(start, rows.div_(norm.clamp_min(least)[:, None]))
+        start += len(rows)
+    return Design(*bounded.finish(), _effective_rows(norms))
+
+
+def stage_shares(num_stages: int) -> list[float]:
+    """Return the share of mu^2 that each stage takes, falling as 1, 1/2, 1/3 and so on.
+
+    The first stages have the most to tell: later ones correct a model that has learned the larger
+    part of what all of them say together, and their sums are combined with those before.
+    """
+    if num_stages < 1:
+        raise ValueError(f"expected at least 1 stage, got {num_stages}")
+    total = sum(1 / (stage + 1) for stage in range(num_stages))
+    return [1 / (stage + 1) / total for stage in range(num_stages)]
+
+
+def stage_sigma(mu: float, share: float, num_classes: int = 2) -> float:
+    """Return the noise of a stage that takes a share of mu^2: all are mu-GDP together.
+
+    A label of two classes moves the sums by a row of A. A label of several classes moves the sums
+    of two classes, by a row of A each, and so all of them by sqrt 2.
+    """
+    if not mu > 0 or not 0 < share <= 1:
+        raise ValueError(f"expected mu > 0 and a share within (0, 1], got {mu} and {share}")
+    sensitivity = 1.0 if num_classes <= 2 else math.sqrt(2)
+    return sensitivity / (mu * math.sqrt(share))
+
+
+def _basis(gram: Tensor, rank: int) -> Tensor:
+    """Return V_r L_r^(-1/2), (m, r): Phi times it has orthonormal columns."""
+    values, vectors = torch.linalg.eigh(gram)
+    if not float(values[-1]) > 0:  # no row counts: one column of zeros
+        return torch.zeros(len(gram), 1)
+    kept = values > _NEGLIGIBLE * values[-1]
+    kept[:-rank] = False
+    basis: Tensor = vectors[:, kept] / values[kept].sqrt()
+    return basis.flip(1).float()
+
+
+def _effective_rows(norms: Tensor) -> float:
+    total = float(norms.double().square().sum())
+    return float(norms.double().sum()) ** 2 / (len(norms) * total) if total > 0 else 0.0

@@ -1,0 +1,278 @@
+"""What the active party adds to the metrics of a run: its leak, its ledger and its evaluations.
+
+These figures depend on labels. They are about batches, epochs and whole runs, never about one
+example, and so is the mean loss: a batch could have one example, an epoch has all training rows.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from prometheus_client import Gauge
+
+from splitveil.active_party.ledger.bounds import LeakBounds, Spread
+from splitveil.active_party.run.observer import SessionObserver
+from splitveil.active_party.run.session import ActiveSession
+from splitveil.active_party.run.stages import Stage
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.training.evaluation import Evaluation
+from splitveil.active_party.training.top_trainer import StepResult
+from splitveil.common.errors import SplitveilError
+from splitveil.common.party.run_status import RunStatus
+from splitveil.common.privacy.covers import Covers
+from splitveil.common.record.figures import AttackFigure
+from splitveil.common.record.lines import (
+    AlarmLine,
+    EpochLeakLine,
+    EvaluationLine,
+    GateLine,
+    LeakLine,
+    Line,
+)
+from splitveil.common.record.values import from_form
+from splitveil.common.run.contract import ACTIVE
+from splitveil.common.run.course import AlignedRows, Batch
+from splitveil.common.run.messages import AuditQuestion
+from splitveil.common.run.phases import Phase
+from splitveil.common.run.progress import State
+
+_STAGES = {
+    Stage.WAITING: "waiting",
+    Stage.REJOINING: "waiting",
+    Stage.HANDSHAKEN: "aligning",
+    Stage.TRAINING: "training",
+    Stage.FINISHED: "finished",
+    Stage.ENDED: "stopping",
+}
+
+
+class ActiveStatus(RunStatus):
+    """The state of a run at the active party, for its operators."""
+
+    def __init__(self, settings: ActiveSettings) -> None:
+        super().__init__(ACTIVE, settings.contract)
+        for name in settings.contract.passive_parties:
+            self.peers.expect(name)
+        budget = settings.run_budget
+        self._limit = None if budget is None else budget.limit
+        self._add_leak_metrics(with_gate=settings.leak_gate is not None)
+        self._add_ledger_metrics()
+        self._add_model_metrics()
+
+    def _add_leak_metrics(self, *, with_gate: bool) -> None:
+        gauge, counter = self.metrics.gauge, self.metrics.counter
+        by_attack = ["layer", "attack"]
+        self._leak = gauge(
+            "leak_auc", "Leak AUC of an attack on the last batch that it measured.", by_attack
+        )
+        self._epoch_leak = gauge(
+            "epoch_leak_auc",
+            "Leak AUC of an attack after the last epoch that is measured: the mean over its "
+            "batches, or of all batches together.",
+            by_attack,
+        )
+        self._alarms = counter("leak_alarms", "Attacks that measured more than the ledger states.")
+        self._findings = (
+            counter("leak_gate_findings", "Times that the leak gate's limit was exceeded.")
+            if with_gate
+            else None
+        )
+        self._audits = gauge("audits_answered", "Audits that the run has answered.")
+
+    def _add_ledger_metrics(self) -> None:
+        gauge = self.metrics.gauge
+        self._bound = gauge(
+            "ledger_leak_auc_bound",
+            "AUC that no score of the peers in covers exceeds, by statistic over the training "
+            "examples; 1 without a bound.",
+            ["covers", "statistic"],
+        )
+        self._estimate = gauge(
+            "ledger_leak_auc_estimate",
+            "AUC of the best score under the Gaussian model, by statistic over the examples.",
+            ["statistic"],
+        )
+        self._sum_kl = gauge(
+            "ledger_sum_kl",
+            "Symmetrised divergence that the answers have spent, by statistic over the examples.",
+            ["statistic"],
+        )
+        self._mu = gauge(
+            "ledger_mu", "Parameter of the Gaussian mechanism that all answers are.", ["covers"]
+        )
+        self._epsilon = self.metrics.unknown_gauge(
+            "ledger_epsilon", "Label differential privacy of all answers; +Inf for none."
+        )
+        if self._limit is not None:
+            self._left = gauge(
+                "budget_left_ratio",
+                "Share of run_budget that the most exposed example has left; read after an epoch.",
+            )
+            self._left.set(1)
+
+    def _add_model_metrics(self) -> None:
+        gauge = self.metrics.gauge
+        self._train_loss = self.metrics.unknown_gauge(
+            "train_loss", "Mean training loss of the last epoch."
+        )
+        self._loss = gauge("evaluation_loss", "Loss on held-out rows.", ["split"])
+        self._auc = gauge("evaluation_auc", "AUC on held-out rows.", ["split"])
+        self._rmse = gauge(
+            "evaluation_rmse",
+            "Root mean squared error on held-out rows, in the label's unit; only of numbers.",
+            ["split"],
+        )
+        self._r2 = gauge(
+            "evaluation_r2",
+            "Share of the labels' variance that predictions explain on held-out rows; only of "
+            "numbers.",
+            ["split"],
+        )
+        self._calibration = gauge(
+            "calibration_error", "Expected calibration error on held-out rows.", ["split"]
+        )
+
+    @contextmanager
+    def serving(self, session: ActiveSession) -> Iterator[None]:
+        """Follow a session that is served within the block.
+
+        This party is ready whether or not a peer is there: a supervisor that let no peer through to
+        a party that is not ready would keep the two apart.
+        """
+        self.follow_stage(lambda: _STAGES[session.stage])
+        self.set_ready("serving")
+        try:
+            with self.phases(Phase.WAIT):
+                yield
+        finally:
+            self.enter_stage(self.stage)  # the session is of no interest after this
+            self.set_ready("the run is over", ready=False)
+
+    def note_line(self, line: Line) -> None:
+        match line:
+            case LeakLine():
+                _set_each(self._leak, line.figures)
+            case EpochLeakLine():
+                _set_each(self._epoch_leak, line.figures)
+            case EvaluationLine():
+                self._note_evaluation(line)
+            case AlarmLine():
+                self._alarms.inc()
+            case GateLine() if self._findings is not None:
+                self._findings.inc()
+
+    def note_bounds(self, bounds: LeakBounds) -> None:
+        for statistic in Spread._fields:
+            self._sum_kl.labels(statistic).set(getattr(bounds.sum_kl, statistic))
+            self._estimate.labels(statistic).set(getattr(bounds.estimate, statistic))
+            for peers in Covers:
+                spread = bounds.against(peers).leak_auc
+                self._bound.labels(peers.value, statistic).set(getattr(spread, statistic))
+        for peers in Covers:
+            mu = bounds.against(peers).mu
+            self._mu.labels(peers.value).set(float("inf") if mu is None else mu)
+        self._epsilon.set(float("inf") if bounds.epsilon is None else bounds.epsilon)
+        self._note_budget(bounds)
+
+    def note_audits(self, count: int) -> None:
+        self._audits.set(count)
+
+    def _note_budget(self, bounds: LeakBounds) -> None:
+        limit = self._limit
+        if limit is None:
+            return
+        is_exact = bounds.against(limit.peers).mu is not None
+        allowed = limit.max_gaussian_sum_kl if is_exact else limit.max_sum_kl
+        self._left.set(max(1 - bounds.sum_kl.max / allowed, 0))
+
+    def _note_evaluation(self, line: EvaluationLine) -> None:
+        figures: tuple[tuple[Gauge, float | None], ...] = ((self._loss, line.loss),)
+        if line.number is None:
+            figures += ((self._auc, line.auc), (self._calibration, line.calibration_error))
+        else:
+            figures += ((self._rmse, line.number.rmse), (self._r2, line.number.r2))
+        for gauge, value in figures:
+            if value is not None:
+                gauge.labels(line.split).set(value)
+        if line.train_loss is not None:
+            self._train_loss.set(line.train_loss)
+
+
+def _set_each(gauge: Gauge, figures: Iterable[AttackFigure]) -> None:
+    for figure in figures:
+        if figure.leak_auc is not None:
+            gauge.labels(figure.layer, figure.attack).set(figure.leak_auc)
+
+
+class StatusObserver:
+    """Passes events on to another observer, and notes them in a status.
+
+    Of a step it uses only which batch it was; figures about leak and model come with the lines that
+    the other observer writes.
+    """
+
+    def __init__(self, observer: SessionObserver, status: ActiveStatus) -> None:
+        self._observer = observer
+        self._status = status
+        self._bounds: LeakBounds | None = None
+        self._ahead: LeakBounds | None = None
+
+    def on_aligned(self, rows: AlignedRows, seed: bytes) -> None:
+        with self._status.phases(Phase.RECORD):
+            self._observer.on_aligned(rows, seed)
+        self._status.note_aligned(rows)
+
+    def on_resumed(self, epoch: int | None) -> None:
+        self._status.note_resumed(epoch)
+        self._observer.on_resumed(epoch)
+
+    def on_step(self, batch: Batch, result: StepResult) -> None:
+        with self._status.phases(Phase.RECORD):
+            self._observer.on_step(batch, result)
+        self._status.note_step(batch)
+
+    def on_earlier_answers(self, examples: int, bounds: LeakBounds) -> None:
+        self._note(bounds)
+        self._observer.on_earlier_answers(examples, bounds)
+
+    def on_ledger(self, epoch: int, bounds: LeakBounds) -> None:
+        self._note(bounds)
+        with self._status.phases(Phase.RECORD):
+            self._observer.on_ledger(epoch, bounds)
+
+    def on_answers_ahead(self, bounds: LeakBounds) -> None:
+        self._ahead = bounds
+        self._note(self._bounds or bounds)
+        self._observer.on_answers_ahead(bounds)
+
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        with self._status.phases(Phase.RECORD):
+            self._observer.on_evaluation(evaluation)
+
+    def on_epoch(self, epoch: int) -> None:
+        with self._status.phases(Phase.RECORD):
+            self._observer.on_epoch(epoch)
+
+    def on_audit(self, question: AuditQuestion, leak_auc: float, party: str) -> None:
+        """Pass on an audit; its names come from the peer, and are no labels of a metric."""
+        self._observer.on_audit(question, leak_auc, party)
+
+    def on_audits_answered(self, count: int) -> None:
+        self._status.note_audits(count)
+        self._observer.on_audits_answered(count)
+
+    def objection(self) -> SplitveilError | None:
+        return self._observer.objection()
+
+    def state_dict(self) -> State:
+        state = self._observer.state_dict()
+        self._status.note_checkpoint()
+        return state
+
+    def load_state_dict(self, state: State) -> None:
+        self._observer.load_state_dict(state)
+        if state.get("bounds") is not None:
+            self._note(from_form(LeakBounds, state["bounds"]))
+
+    def _note(self, bounds: LeakBounds) -> None:
+        self._bounds = bounds
+        self._status.note_bounds(bounds.or_more(self._ahead))

@@ -1,0 +1,170 @@
+"""Watches the leak of a run whose labels are numbers: how much of them the sent gradients explain.
+
+The figures are those of `splitveil.common.privacy.number_attacks`. They contain what features tell:
+a gradient of targets follows the model's predictions, and those explain labels without any leak.
+At the end of the run the same attacks are measured beyond features, by
+`splitveil.common.privacy.adjusted_r2`: those whose scores mean the same in every batch, which a
+direction that is found anew in each batch, with a sign of its own, does not.
+"""
+
+import copy
+import math
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from splitveil.active_party.monitor.row_covariates import NumberRowCovariates
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.training.evaluation import Evaluation
+from splitveil.active_party.training.top_trainer import StepResult
+from splitveil.common.privacy.accumulation import RunScores
+from splitveil.common.privacy.adjusted_r2 import AdjustedR2, measure_numbers_beyond_features
+from splitveil.common.privacy.audit_worker import CpuBudget
+from splitveil.common.privacy.number_attacks import (
+    NUM_HINTS,
+    SummedGradients,
+    informed_r2,
+    informed_scores,
+    top_direction_r2,
+)
+from splitveil.common.record.leak_figures import NumberBeyond, NumberLeak
+from splitveil.common.record.lines import NumberLeakLine
+from splitveil.common.record.metrics_log import MetricsLog
+from splitveil.common.run.course import AlignedRows, Batch
+from splitveil.common.run.progress import State
+
+TOP_DIRECTION = "top_direction"
+INFORMED = "informed"
+ACCUMULATED_TOP = "accumulated_top_direction"
+ACCUMULATED_RIDGE = "accumulated_ridge_40"
+
+_LEAST_ROWS = 8
+"""Rows below which a batch's R2 is mostly chance."""
+_HINT_SEED = 0
+
+
+class NumberWatch:
+    """Measures batches as they are answered, and the sums of all gradients at the end.
+
+    Args:
+        settings: of the active party; how often and with how much CPU time to measure.
+    """
+
+    def __init__(self, settings: ActiveSettings, metrics: MetricsLog, rows: AlignedRows) -> None:
+        monitor = settings.leak_monitor
+        self._every_steps = 0 if monitor is None else monitor.every_steps
+        share = None if monitor is None else monitor.max_cpu_share
+        self._budget = CpuBudget(share, time.process_time())
+        self._metrics = metrics
+        self._sums = SummedGradients(len(rows))
+        self._covariates = NumberRowCovariates(rows.splits["train"], len(rows))
+        self._informed = torch.full((len(rows),), torch.nan)
+        """Score of each example by ``informed`` in the last batch that was measured."""
+        self._r2: dict[str, dict[int, list[float]]] = {}
+        """Attack -> epoch -> R2 of each batch."""
+        self._random: list[float] = []
+
+    def note_step(self, batch: Batch, result: StepResult) -> None:
+        """Measure a batch, unless the settings leave it out."""
+        if not self._every_steps:
+            return
+        self._covariates.note_step(batch, result)
+        if batch.step % self._every_steps:
+            return
+        if not self._budget.allows(time.process_time()):
+            return
+        began_s = time.thread_time()
+        gradients, labels = result.defended.detach().cpu(), result.labels.cpu()
+        positions = torch.from_numpy(batch.positions.copy())
+        self._sums.add(positions, gradients, labels, result.activation)
+        if len(labels) >= _LEAST_ROWS:
+            found = {TOP_DIRECTION: top_direction_r2(gradients, labels)}
+            if result.slopes is not None:
+                known = result.probabilities, result.slopes
+                found[INFORMED] = informed_r2(gradients, labels, *known)
+                self._informed[positions] = informed_scores(gradients, *known).float()
+            for attack, r2 in found.items():
+                by_epoch = self._r2.setdefault(attack, {})
+                by_epoch.setdefault(batch.epoch, []).append(r2)
+            self._random.append(1 / (len(labels) - 1))
+        self._budget.pay(time.thread_time() - began_s)
+
+    def note_evaluation(self, evaluation: Evaluation) -> None:
+        """Note how well the model explains the labels of held-out rows."""
+        if evaluation.number is not None:
+            self._covariates.note_held_out(evaluation.number.r2)
+
+    def end_epoch(self, epoch: int) -> None:
+        self._covariates.end_epoch(epoch)
+        found = {attack: by_epoch.get(epoch) for attack, by_epoch in self._r2.items()}
+        means = {attack: _mean_of_defined(r2) for attack, r2 in found.items() if r2}
+        if means:
+            self._metrics.write(NumberLeakLine(epoch, means | self._accumulated()))
+
+    def figures(self) -> Mapping[str, NumberLeak]:
+        """Return attack -> its R2 over the run; empty if nothing was measured."""
+        seen = self._sums.seen()
+        examples = 0 if seen is None else len(seen.labels)
+        chance = 1 / max(examples - 1, 1)
+        found = {attack: self._of_batches(one) for attack, one in self._r2.items()} | {
+            attack: NumberLeak(r2, random=chance, examples=examples)
+            for attack, r2 in self._accumulated().items()
+        }
+        found = {attack: one for attack, one in found.items() if not math.isnan(one.r2)}
+        for attack, beyond in self._beyond_features().items():
+            if attack in found:
+                found[attack] = found[attack]._replace(beyond=NumberBeyond(*beyond))
+        return found
+
+    def _beyond_features(self) -> Mapping[str, AdjustedR2]:
+        covariates, seen = self._covariates.numbers(), self._sums.seen()
+        if covariates is None or seen is None:
+            return {}
+        scores = {ACCUMULATED_TOP: seen.top_direction_scores()}
+        if len(seen.labels) > NUM_HINTS:
+            scores[ACCUMULATED_RIDGE] = seen.ridge_scores(_HINT_SEED)
+        known = (~self._informed.isnan()).numpy().nonzero()[0]
+        scores[INFORMED] = RunScores(known, self._informed.double().numpy()[known])
+        return measure_numbers_beyond_features(covariates, scores)
+
+    def _of_batches(self, by_epoch: Mapping[int, list[float]]) -> NumberLeak:
+        every = [r2 for one in by_epoch.values() for r2 in one if not math.isnan(r2)]
+        return NumberLeak(
+            _mean_of_defined(every),
+            float(np.quantile(every, 0.95)) if every else math.nan,
+            _mean_of_defined(by_epoch[max(by_epoch)]),
+            float(np.mean(self._random)),
+        )
+
+    def state_dict(self) -> State:
+        return {
+            "sums": self._sums.state_dict(),
+            "r2": copy.deepcopy(self._r2),
+            "random": list(self._random),
+            "covariates": self._covariates.state_dict(),
+            "informed": self._informed.clone(),
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        self._sums.load_state_dict(state["sums"])
+        self._r2 = copy.deepcopy(state["r2"])
+        self._random = list(state["random"])
+        self._covariates.load_state_dict(state["covariates"])
+        self._informed = state["informed"].clone()
+
+    def _accumulated(self) -> dict[str, float]:
+        seen = self._sums.seen()
+        if seen is None:
+            return {}
+        return {
+            ACCUMULATED_TOP: seen.top_direction_r2(),
+            ACCUMULATED_RIDGE: seen.ridge_r2(_HINT_SEED),
+        }
+
+
+def _mean_of_defined(r2: Sequence[float]) -> float:
+    """Return the mean over batches; NaN if the labels of each of them were all the same."""
+    defined = [one for one in r2 if not math.isnan(one)]
+    return float(np.mean(defined)) if defined else math.nan

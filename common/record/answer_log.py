@@ -1,0 +1,288 @@
+"""The log of a run's answers and their charges: private, and never undone.
+
+A run may go back to a checkpoint, but its later answers stay answered. So the log is written before
+an answer leaves, and nothing in it is ever changed. It is a sequence of records:
+
+    header    a name, the version, and the number of fingerprints in a record
+    record    number, fingerprints, reply, sum_kl, epsilon, noise identity, caveats, leak AUC, mu,
+              link
+
+The number is that of a batch in the run, at least 2^62 for a release about all training rows, at
+least 3 * 2^61 where the run went back to a checkpoint, or at least 2^63 for an audit.
+The reply is a fingerprint of the answer, because answers with other noise may have the same charge.
+The link is a hash of the previous link and of the record itself; the first link is a hash of the
+run's name. So a reader detects a byte that was changed, inserted or removed, and the log of another
+run.
+"""
+
+import hashlib
+import math
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple, Self
+
+from splitveil.common.errors import StorageError
+from splitveil.common.record.run_folder import storage_errors
+
+FIRST_RELEASE_NUMBER = 1 << 62
+"""Numbers from here on belong to releases about all training rows, one for each stage."""
+FIRST_RESUMPTION_NUMBER = 3 << 61
+"""Numbers from here on belong to the times that a run went back to a checkpoint."""
+FIRST_AUDIT_NUMBER = 1 << 63
+"""Numbers from here on belong to audits, not to batches of the run."""
+HOW_TO_RECOVER = (
+    "the answers already given are no longer known, nor what they told about the labels: restore "
+    "a copy of the file, or start over with --fresh at both parties"
+)
+
+_NAME = b"splitveil answers"
+_VERSION = 4
+_HEADER = struct.Struct(f"<{len(_NAME)}sBB")
+_FINGERPRINT_BYTES = 16
+_LINK_BYTES = 8
+_DIGEST_BYTES = 32
+
+
+class ChargedAnswer(NamedTuple):
+    """The charge of an answer for each of its examples, as the log keeps it."""
+
+    sum_kl: float
+    identity: bytes
+    """Digest of the noise identity, 32 bytes; empty for fresh noise."""
+    epsilon: float
+    """Infinite for an answer without label differential privacy."""
+    caveats: int = 0
+    """What does not hold of the charge, one bit each, below 256: the ledger gives them meaning."""
+    leak_auc: float = 1.0
+    """AUC that no score of all answers of the identity together passes; 1 if none is known."""
+    dominating_mu: float = math.inf
+    """mu of a Gaussian mechanism that tells no less than they; infinite if none is known."""
+
+
+NOTHING_TOLD = ChargedAnswer(0.0, b"", 0.0)
+NO_REPLY = bytes(_FINGERPRINT_BYTES)
+"""Fingerprint of a reply that is determined by the questions alone."""
+
+
+class Record(NamedTuple):
+    """One entry of the log."""
+
+    number: int
+    fingerprints: tuple[bytes, ...]
+    """Fingerprint of each passive party's question, 16 bytes each."""
+    charge: ChargedAnswer
+    reply: bytes = NO_REPLY
+    """Fingerprint of the answer, 16 bytes."""
+
+
+class AnswerLog:
+    """The questions that were answered, in the order of their answers.
+
+    Args:
+        path: the file, which ``create`` has made; None to keep the log in this process only.
+        questions: number of parties that ask about each batch.
+        run: identifies the run, so that another run's log is not taken for this one's.
+        first_batch: the first batch that may be asked about again; earlier records are kept in the
+            file only.
+
+    Raises:
+        StorageError: the file is missing, damaged, of another version, or cannot be read.
+    """
+
+    def __init__(
+        self,
+        path: Path | None = None,
+        questions: int = 1,
+        run: bytes = b"",
+        first_batch: int = 0,
+    ) -> None:
+        self.questions = questions
+        self._path = path
+        self._known: dict[int, Record] = {}
+        self._count = 0
+        self._record = struct.Struct(
+            f"<Q{questions * _FINGERPRINT_BYTES}s{_FINGERPRINT_BYTES}sdd{_DIGEST_BYTES}sBdd"
+        )
+        self._link = _link(run, _header(questions))
+        if path is not None:
+            self._read(path, first_batch)
+
+    @classmethod
+    def create(cls, path: Path, questions: int = 1, run: bytes = b"") -> Self:
+        """Start a log."""
+        with _opened(path, os.O_CREAT | os.O_TRUNC) as descriptor:
+            _write_whole(descriptor, _header(questions))
+            os.fsync(descriptor)
+        return cls(path, questions, run)
+
+    @staticmethod
+    def holds_answers(path: Path) -> bool:
+        """Return whether a file holds more than the header of a log."""
+        try:
+            return path.stat().st_size > _HEADER.size
+        except FileNotFoundError:
+            return False
+
+    def __len__(self) -> int:
+        return self._count
+
+    def at(self, number: int) -> Record | None:
+        """Return the last record of a number that may be asked about again."""
+        return self._known.get(number)
+
+    def audits(self) -> list[Record]:
+        """Return the records of audits, in no particular order."""
+        return [record for number, record in self._known.items() if number >= FIRST_AUDIT_NUMBER]
+
+    def num_resumptions(self) -> int:
+        """Return how often the run went back to a checkpoint."""
+        return sum(FIRST_RESUMPTION_NUMBER <= number < FIRST_AUDIT_NUMBER for number in self._known)
+
+    def record(
+        self,
+        number: int,
+        fingerprints: Sequence[bytes],
+        charge: ChargedAnswer = NOTHING_TOLD,
+        reply: bytes = NO_REPLY,
+    ) -> None:
+        """Record that a question is about to be answered.
+
+        Raises:
+            StorageError: the record cannot be written; then the question must not be answered.
+        """
+        if len(fingerprints) > self.questions:
+            raise ValueError(f"expected {self.questions} questions, got {len(fingerprints)}")
+        record = Record(number, tuple(fingerprints), charge, reply)
+        packed = self._packed(record)
+        link = _link(self._link, packed)
+        if self._path is not None:
+            # Synced only with the next checkpoint: a killed process loses nothing that it has
+            # written, and a peer cannot cause a power failure.
+            with _opened(self._path, os.O_APPEND) as descriptor:
+                _write_whole(descriptor, packed + link)
+        self._link = link
+        self._count += 1
+        self._known[number] = record
+
+    def sync(self) -> None:
+        """Make the log survive a power failure, as the checkpoint that counts its records does."""
+        if self._path is not None:
+            with _opened(self._path) as descriptor:
+                os.fsync(descriptor)
+
+    def since(self, count: int) -> Iterator[Record]:
+        """Yield the records that follow the first few.
+
+        Args:
+            count: number of records to skip.
+
+        Raises:
+            StorageError: the log has fewer records, or cannot be read.
+        """
+        if count > len(self):
+            raise StorageError(
+                f"{self._path}: holds {len(self)} answers, and the checkpoint counts {count}: "
+                f"{HOW_TO_RECOVER}"
+            )
+        if self._path is None:
+            raise RuntimeError("a log without a file cannot be read again")
+        size = self._record.size + _LINK_BYTES
+        data = _content(self._path)[_HEADER.size + count * size :]
+        for start in range(0, len(data), size):
+            yield self._unpacked(data[start : start + self._record.size])
+
+    def forget_before(self, batch_number: int) -> None:
+        """Drop the records of earlier batches from memory; the file keeps them."""
+        # All other records stay: their numbers are larger than any batch's.
+        self._known = {
+            number: known for number, known in self._known.items() if number >= batch_number
+        }
+
+    def _read(self, path: Path, first_batch: int) -> None:
+        data = _content(path)
+        header = _header(self.questions)
+        if not data:
+            raise StorageError(f"{path}: is empty: {HOW_TO_RECOVER}")
+        if data[: len(header)] != header:
+            raise StorageError(
+                f"{path}: is damaged, or of another version of splitveil; resume with that "
+                f"version, or start over with --fresh at both parties"
+            )
+        size = self._record.size + _LINK_BYTES
+        self._count = (len(data) - len(header)) // size
+        for number in range(self._count):
+            start = len(header) + number * size
+            packed = data[start : start + self._record.size]
+            self._link = _link(self._link, packed)
+            if data[start + len(packed) : start + size] != self._link:
+                raise StorageError(f"{path}: record {number + 1} is damaged: {HOW_TO_RECOVER}")
+            record = self._unpacked(packed)
+            if record.number >= first_batch:
+                self._known[record.number] = record
+        whole = len(header) + self._count * size
+        if len(data) != whole:  # a crash left part of a record: its answer never left this party
+            with storage_errors(path, "cannot be written"):
+                os.truncate(path, whole)
+
+    def _packed(self, record: Record) -> bytes:
+        sum_kl, identity, epsilon, *more = record.charge
+        fingerprints = b"".join(record.fingerprints)
+        return self._record.pack(
+            record.number, fingerprints, record.reply, sum_kl, epsilon, identity, *more
+        )
+
+    def _unpacked(self, data: bytes) -> Record:
+        number, joined, reply, *charge = self._record.unpack(data)
+        sum_kl, epsilon, identity, caveats, leak_auc, mu = charge
+        if any(map(math.isnan, (sum_kl, epsilon, leak_auc, mu))):
+            raise StorageError(f"{self._path}: a charge is not a number: {HOW_TO_RECOVER}")
+        fingerprints = tuple(
+            joined[start : start + _FINGERPRINT_BYTES]
+            for start in range(0, len(joined), _FINGERPRINT_BYTES)
+        )
+        known = identity if any(identity) else b""
+        answer = ChargedAnswer(sum_kl, known, epsilon, caveats, leak_auc, mu)
+        return Record(number, fingerprints, answer, reply)
+
+
+def _header(questions: int) -> bytes:
+    return _HEADER.pack(_NAME, _VERSION, questions)
+
+
+def _link(before: bytes, data: bytes) -> bytes:
+    # This finds accidents, not forgeries: anyone who may write the file may change the program too.
+    return hashlib.blake2b(before + data, digest_size=_LINK_BYTES).digest()
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise StorageError(f"{path}: is missing: {HOW_TO_RECOVER}") from error
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+@contextmanager
+def _opened(path: Path, flags: int = 0) -> Iterator[int]:
+    with storage_errors(path, "cannot be written"):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags, 0o600)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+
+def _write_whole(descriptor: int, data: bytes) -> None:
+    """Write all or nothing: a partial record on a full disk would spoil the records after it."""
+    before = os.fstat(descriptor).st_size
+    try:
+        written = 0
+        while written < len(data):
+            written += os.write(descriptor, data[written:])
+    except OSError:
+        os.ftruncate(descriptor, before)
+        raise

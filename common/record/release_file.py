@@ -1,0 +1,89 @@
+"""The releases of a run on disk: sums over labels that were told, with the noise that they carry.
+
+checkpoint/releases.safetensors    tensors ``<stage>.<name>``, mode 0600
+
+A release is drawn once. It is written here before anything is computed from it, so that a party
+that was killed never draws a second one: two noisy sums over the same labels would tell more than
+one. The file outlives the run, because a later run can use its releases again.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from splitveil.common.errors import StorageError
+from splitveil.common.record.run_folder import checkpoint_folder, write_bytes_atomically
+
+RELEASES = "releases.safetensors"
+
+Tensors = Mapping[str, Tensor]
+"""The parts of one release, by name."""
+
+
+class ReleaseFile:
+    """The releases of one run, in the order of their stages.
+
+    Args:
+        folder: the party's folder of the run; None to keep the releases in this process only.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
+        self._stages: dict[int, dict[str, Tensor]] = {}
+
+    @classmethod
+    def read(cls, folder: Path) -> "ReleaseFile":
+        """Return the releases that a folder holds; none if it has no such file.
+
+        Raises:
+            StorageError: the file is damaged, or cannot be read.
+        """
+        found, path = cls(folder), folder / "checkpoint" / RELEASES
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return found
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
+        try:
+            for name, values in load(content).items():
+                stage, _, part = name.partition(".")
+                found._stages.setdefault(int(stage), {})[part] = values
+        except (SafetensorError, ValueError) as error:
+            raise StorageError(f"{path}: is damaged: {LOST}") from error
+        return found
+
+    def __len__(self) -> int:
+        return len(self._stages)
+
+    def at(self, stage: int) -> Tensors | None:
+        """Return the parts of a stage's release; None if it was not written."""
+        return self._stages.get(stage)
+
+    def keep(self, stage: int, release: Tensors) -> None:
+        """Write the release of a stage, once and for all.
+
+        Raises:
+            ValueError: the stage has a release already.
+            StorageError: the file cannot be written; then the release must not be used.
+        """
+        if stage in self._stages:
+            raise ValueError(f"stage {stage} has a release already")
+        parts = {name: values.detach().cpu().contiguous() for name, values in release.items()}
+        if self._folder is not None:
+            checkpoint = checkpoint_folder(self._folder)
+            stages = self._stages | {stage: parts}
+            content = save(
+                {f"{one}.{name}": part for one, of in stages.items() for name, part in of.items()}
+            )
+            write_bytes_atomically(checkpoint / RELEASES, content, mode=0o600)
+        self._stages[stage] = parts
+
+
+LOST = (
+    "what the run has told about the labels is no longer known, and no stage is drawn twice: "
+    "restore a copy of the file, or start over with --fresh at both parties"
+)

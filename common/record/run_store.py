@@ -1,0 +1,301 @@
+"""The checkpoints of a party on disk: the states from which a run can be resumed.
+
+checkpoint/run.state             constants of the whole run: its id, nonces, common rows, secrets
+checkpoint/at-0000001234.state   everything that changes, after 1,234 batches
+checkpoint/answered.log          the answered questions and their charges (active party)
+checkpoint/releases.safetensors  what defenses with stages told about all labels (active party)
+"""
+
+import logging
+import re
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Self
+
+from splitveil.common.errors import StorageError
+from splitveil.common.record.answer_log import AnswerLog
+from splitveil.common.record.release_file import RELEASES, ReleaseFile
+from splitveil.common.record.run_folder import checkpoint_folder, delete, storage_errors
+from splitveil.common.record.state_file import (
+    DIGEST_BYTES,
+    OtherVersionError,
+    UnreadableError,
+    read_state,
+    serialised,
+    write_serialised,
+)
+from splitveil.common.run.progress import State
+
+logger = logging.getLogger(__name__)
+
+RUN_STATE = "run.state"
+ANSWERED = "answered.log"
+_CHECKPOINT = re.compile(r"at-([0-9]{10})\.state")
+_LOST = (
+    "the unfinished run in this folder cannot be resumed, and no ledger holds what it has told "
+    "about the labels so far: restore a copy of the file, or start over with --fresh at both "
+    "parties"
+)
+
+
+class NoStore:
+    """Keeps nothing: a run without checkpoints cannot be resumed."""
+
+    keeps = False
+
+    def __init__(self, questions_per_batch: int = 1) -> None:
+        self._questions_per_batch = questions_per_batch
+
+    def run(self) -> State | None:
+        return None
+
+    def save_run(self, state: State) -> None:
+        """Keep nothing."""
+
+    def checkpoints(self) -> list[int]:
+        return []
+
+    def refuse_if_answered(self) -> None:
+        """Accept: nothing is known of earlier processes."""
+
+    def load(self, batch_number: int) -> State:
+        """Refuse.
+
+        Raises:
+            StorageError: always.
+        """
+        raise StorageError(f"there is no state after {batch_number} batches: none is kept")
+
+    def save(self, batch_number: int, state: State) -> None:
+        """Keep nothing."""
+
+    def save_soon(self, batch_number: int, state: State) -> None:
+        """Keep nothing."""
+
+    def new_answers(self) -> AnswerLog:
+        return AnswerLog(questions=self._questions_per_batch)
+
+    def answers(self) -> AnswerLog:
+        return self.new_answers()
+
+    def releases(self) -> ReleaseFile:
+        return ReleaseFile()
+
+
+class RunStore:
+    """Keeps what one party needs in order to resume a run after its process has ended.
+
+    Only one store at a time may use a folder.
+
+    Args:
+        keep: number of checkpoints to keep, the newest ones.
+        in_background: whether ``save_soon`` writes in a thread of its own. Such a store has to be
+            closed.
+    """
+
+    keeps = True
+
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        questions_per_batch: int = 1,
+        *,
+        in_background: bool = False,
+    ) -> None:
+        self._folder = folder / "checkpoint"
+        self._keep = keep
+        self._questions_per_batch = questions_per_batch
+        self._answers: AnswerLog | None = None
+        self._writer = ThreadPoolExecutor(1, "checkpoint") if in_background else None
+        self._pending: Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Wait until everything is on disk; ``save_soon`` cannot be used afterwards."""
+        if self._writer is not None:
+            self._writer.shutdown()
+        self._wait()
+
+    def run(self) -> State | None:
+        """Return the constants of the whole run; None if there is no run to resume.
+
+        Raises:
+            StorageError: there is a run, and its file is damaged, or of another version.
+        """
+        self._wait()
+        path = self._folder / RUN_STATE
+        try:
+            return read_state(path)
+        except FileNotFoundError:
+            return None
+        except OtherVersionError as error:
+            raise StorageError(
+                f"{path}: {error}; resume with that version, or start over with --fresh at both "
+                f"parties"
+            ) from error
+        except UnreadableError as error:
+            raise StorageError(f"{path}: {error}: {_LOST}") from error
+
+    def save_run(self, state: State) -> None:
+        """Start a run: keep its constants, and delete everything of earlier runs."""
+        self.forget()
+        delete(self._folder / RELEASES)
+        checkpoint_folder(self._folder.parent)
+        write_serialised(self._folder / RUN_STATE, serialised(state))
+
+    def checkpoints(self) -> list[int]:
+        """Return the batch numbers for which a state can be loaded, ascending.
+
+        A damaged file is logged and left out.
+        """
+        self._wait()
+        return [number for number, path in self._files() if self._read(path) is not None]
+
+    def refuse_if_answered(self) -> None:
+        """Refuse to start over a run without any state left if it has answered something.
+
+        Raises:
+            StorageError: it has; a run that starts over would answer again.
+        """
+        if AnswerLog.holds_answers(self._folder / ANSWERED):
+            raise StorageError(f"{self._folder}: no checkpoint can be read: {_LOST}")
+
+    def save(self, batch_number: int, state: State) -> None:
+        """Keep the state after a number of batches, and the newest few of the earlier ones.
+
+        Raises:
+            StorageError: this state, or the one before, cannot be written; earlier ones stay.
+        """
+        self._wait()
+        self._keep_only(batch_number, serialised(state))
+        self._forget_old_answers()
+
+    def save_soon(self, batch_number: int, state: State) -> None:
+        """Save like ``save``, but wait only until the previous state has been written.
+
+        The state may change afterwards. A process that is killed before it is written resumes from
+        the previous state, like one that is killed earlier.
+
+        Raises:
+            StorageError: this state, or the previous one, cannot be written; earlier ones stay.
+        """
+        if self._writer is None:
+            self.save(batch_number, state)
+            return
+        content = serialised(state)
+        self._wait()
+        self._pending = self._writer.submit(self._keep_only, batch_number, content)
+
+    def _keep_only(self, batch_number: int, content: bytes) -> None:
+        """Write a state, then delete all but the newest few."""
+        if self._answers is not None:
+            self._answers.sync()  # a log with fewer answers than a state counts is refused
+        write_serialised(self._path(batch_number), content)
+        for _, path in self._files()[: -self._keep]:
+            delete(path)
+        self._delete_halves()
+
+    def _wait(self) -> None:
+        """Wait until the state given to ``save_soon`` is on disk."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+            self._forget_old_answers()
+
+    def _forget_old_answers(self) -> None:
+        if self._answers is not None:
+            # No run goes back to before the oldest state.
+            oldest = min((kept for kept, _ in self._files()), default=0)
+            self._answers.forget_before(oldest)
+
+    def load(self, batch_number: int) -> State:
+        """Return the state after a number of batches, and forget the states after it.
+
+        Raises:
+            StorageError: there is no state that can be read.
+        """
+        self._wait()
+        state = self._read(self._path(batch_number))
+        if state is None:
+            raise StorageError(f"{self._path(batch_number)}: cannot be read")
+        for later, path in self._files():
+            if later > batch_number:
+                delete(path)
+        return state
+
+    def new_answers(self) -> AnswerLog:
+        """Start the log of answers, once the run is saved."""
+        path = checkpoint_folder(self._folder.parent) / ANSWERED
+        self._answers = AnswerLog.create(path, self._questions_per_batch, self._run_name())
+        return self._answers
+
+    def answers(self) -> AnswerLog:
+        """Return the log of the answers, given in this process or before."""
+        if self._answers is None:
+            first = min((number for number, _ in self._files()), default=0)
+            self._answers = AnswerLog(
+                self._folder / ANSWERED, self._questions_per_batch, self._run_name(), first
+            )
+        return self._answers
+
+    def releases(self) -> ReleaseFile:
+        """Return the run's releases, made in this process or before."""
+        return ReleaseFile.read(self._folder.parent)
+
+    def _run_name(self) -> bytes:
+        """Return the bytes that distinguish this run's log of answers from others."""
+        path = self._folder / RUN_STATE
+        with storage_errors(path, "cannot be read"), path.open("rb") as file:
+            return file.read(DIGEST_BYTES)
+
+    def forget(self) -> None:
+        """Delete every state: there is nothing to resume."""
+        self._wait()
+        self._answers = None
+        for path in [self._folder / RUN_STATE, *(path for _, path in self._files())]:
+            delete(path)
+        delete(self._folder / ANSWERED)
+        self._delete_halves()
+
+    def forget_finished(self) -> None:
+        """Delete every state of a finished run; call it last.
+
+        Once the run itself is deleted, nothing fails any more: a party that then ended with an
+        error would be started again, and would train from the beginning.
+
+        Raises:
+            StorageError: the run cannot be deleted; when it is started again, it ends at once.
+        """
+        self._wait()
+        delete(self._folder / RUN_STATE)
+        try:
+            self.forget()
+        except StorageError as error:
+            logger.warning("%s", error)
+
+    def _delete_halves(self) -> None:
+        """Delete the half-written files of a process that was killed: they may contain secrets."""
+        for path in self._folder.glob(".*.state.*.tmp"):
+            delete(path)
+
+    def _path(self, batch_number: int) -> Path:
+        return self._folder / f"at-{batch_number:010d}.state"
+
+    def _files(self) -> list[tuple[int, Path]]:
+        found = ((_CHECKPOINT.fullmatch(path.name), path) for path in self._folder.glob("at-*"))
+        return sorted((int(match[1]), path) for match, path in found if match is not None)
+
+    def _read(self, path: Path) -> State | None:
+        try:
+            return read_state(path)
+        except FileNotFoundError:
+            return None
+        except UnreadableError as error:
+            logger.warning("%s: %s, and is ignored", path, error)
+            return None

@@ -1,1 +1,0 @@
-"""What a party tells its own operators while it runs: health, readiness and metrics over HTTP."""

@@ -1,0 +1,220 @@
+"""The gRPC service of joint inference: translates between the wire and the model, and no more."""
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+
+from splitveil.common.errors import (
+    Busy,
+    ContractMismatch,
+    Interrupted,
+    OtherModel,
+    ProtocolError,
+    SplitveilError,
+    TableRefused,
+)
+from splitveil.common.run.contract import Contract
+from splitveil.common.wire.inference_codec import (
+    Described,
+    check_describe,
+    decode_ids,
+    encode_described,
+    encode_embedded,
+    model_digest,
+    most_ids,
+)
+from splitveil.common.wire.limits import POINT_BYTES, REFUSALS_LOGGED, believed
+from splitveil.common.wire.table_codec import decode_points
+from splitveil.common.wire.tensor_codec import TensorLimits
+from splitveil.passive_party.predict.inference_status import InferenceStatus
+from splitveil.passive_party.predict.sealed_table import SealedTable
+from splitveil.passive_party.predict.served_model import ServedModel
+from splitveil.passive_party.predict.throttle import Throttle
+from splitveil.protos import split_learning_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+MAX_STREAMS = 16
+"""Streams at a time, each of which occupies a thread; the next one is turned away at once."""
+
+WAIT_S = 5.0
+"""Longest time for which one request of a client that asks for nothing else is made to wait."""
+
+
+class InferenceService:
+    """Answers the active party's questions about rows."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        party: str,
+        contract: Contract,
+        throttle: Throttle,
+        *,
+        gives_table: bool = False,
+        status: InferenceStatus | None = None,
+    ) -> None:
+        self.refused: Counter[str] = Counter()  # number of refused messages by kind of error
+        self.answered: Counter[str] = Counter()
+        """Numbers of ``requests``, of the ``ids`` in them, and of the ``known`` ids."""
+        self._model = model
+        self._party = party
+        self._contract = contract
+        self._throttle = throttle
+        self._gives_table = gives_table
+        self._table: SealedTable | None = None
+        self._limits = TensorLimits.of(contract)
+        self._most_ids = most_ids(contract)
+        self._digest = model_digest(model.identity)
+        self._streams: dict[int, grpc.ServicerContext] = {}
+        self._busy: set[int] = set()
+        self._stopping = False
+        self._lock = threading.Lock()
+        self.status = status or InferenceStatus(party, contract)  # for this party's operators
+        self.status.follow(model.identity.run_id, len(model.rows), lambda: len(self._streams))
+
+    def describe(
+        self, request: pb.DescribeRequest, _context: grpc.ServicerContext
+    ) -> pb.DescribeReply:
+        check_describe(request, self._party, self._contract)
+        self.status.note_described()
+        most = self._throttle.most_ids(self._most_ids, WAIT_S)
+        return encode_described(Described(self._model.identity, most))
+
+    def embed(
+        self, requests: Iterator[Any], context: grpc.ServicerContext
+    ) -> Iterator[pb.EmbedReply]:
+        """Answer ids with activations, request by request."""
+        with self._entered(context):
+            while not self._stopping:
+                try:
+                    received = next(requests)
+                except (StopIteration, grpc.RpcError):
+                    return  # the client has what it wanted, or is gone
+                request: pb.EmbedRequest = believed(received)
+                with self._working(context):
+                    reply = self._reply(request, context)
+                if reply is None:
+                    return
+                yield reply
+
+    def embed_table(
+        self, requests: Iterator[Any], context: grpc.ServicerContext
+    ) -> Iterator[pb.TableReply]:
+        """Multiply masked ids, and then send every row, sealed."""
+        table = self._sealed_table()
+        with self._entered(context), self._working(context):
+            is_last = False
+            while not is_last:
+                try:
+                    request: pb.TableRequest = believed(next(requests))
+                except (StopIteration, grpc.RpcError):
+                    return
+                self._check_model(request.model_digest)
+                points, is_last = decode_points(request.points), request.last
+                num_ids = len(points) // POINT_BYTES
+                if not self._is_due(num_ids, context):
+                    return
+                self.answered.update(requests=1, ids=num_ids)
+                self.status.note_masked(num_ids)
+                yield pb.TableReply(points=table.multiply(points))
+            for reply in table.replies():
+                if not self._is_wanted(context):
+                    return
+                yield reply
+            yield pb.TableReply(last=True)
+
+    def stop(self) -> None:
+        """Take no more requests: answer those under way, and end all streams."""
+        self.status.close()
+        with self._lock:
+            self._stopping = True
+            idle = [stream for key, stream in self._streams.items() if key not in self._busy]
+        for stream in idle:
+            stream.cancel()
+
+    def on_error(self, error: Exception) -> None:
+        kind = type(error).__name__
+        self.refused[kind] += 1
+        if not isinstance(error, Interrupted):
+            self.status.note_refused(error)
+        count = self.refused[kind]
+        if not isinstance(error, SplitveilError):
+            logger.error("fault in a handler", exc_info=error)
+        elif count <= REFUSALS_LOGGED or count & (count - 1) == 0:
+            refused = isinstance(
+                error, ProtocolError | ContractMismatch | OtherModel | TableRefused
+            )
+            what = "refused a message" if refused else "a request failed"
+            # Not the error itself: a log that keeps it would keep the stream of its frames open.
+            logger.warning("%s: %s (%d so far)", what, str(error), count)
+
+    def _reply(
+        self, request: pb.EmbedRequest, context: grpc.ServicerContext
+    ) -> pb.EmbedReply | None:
+        self._check_model(request.model_digest)
+        ids = decode_ids(request, self._most_ids)
+        if not self._is_due(len(ids), context):
+            return None
+        began = time.monotonic()
+        embedded = self._model.embed(ids)
+        num_known = int(embedded.known.sum())
+        self.answered.update(requests=1, ids=len(ids), known=num_known)
+        self.status.note_embedded(len(ids), num_known, time.monotonic() - began)
+        return encode_embedded(request.number, embedded, self._limits)
+
+    def _is_due(self, num_ids: int, context: grpc.ServicerContext) -> bool:
+        """Wait until so many ids are due, and return whether anybody still wants them."""
+        began = time.monotonic()
+        is_wanted = self._throttle.wait(num_ids, lambda: self._is_wanted(context))
+        self.status.note_waited(time.monotonic() - began)
+        return is_wanted
+
+    def _check_model(self, digest: bytes) -> None:
+        if digest != self._digest:
+            raise OtherModel(
+                f"the active party asks for another model than that of {self._model.identity}"
+            )
+
+    def _is_wanted(self, context: grpc.ServicerContext) -> bool:
+        return context.is_active() and not self._stopping
+
+    def _sealed_table(self) -> SealedTable:
+        if not self._gives_table:
+            raise TableRefused("the whole table is asked for: see answers.whole_table")
+        with self._lock:
+            if self._table is None:
+                self._table = SealedTable(self._model, self._contract)
+            return self._table
+
+    @contextmanager
+    def _entered(self, context: grpc.ServicerContext) -> Iterator[None]:
+        with self._lock:
+            if self._stopping:
+                raise Interrupted
+            if len(self._streams) >= MAX_STREAMS:
+                raise Busy(f"a stream beyond {MAX_STREAMS}")
+            self._streams[id(context)] = context
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._streams.pop(id(context), None)
+                num_left = len(self._streams)
+            self.status.note_stream_ended(num_left)
+
+    @contextmanager
+    def _working(self, context: grpc.ServicerContext) -> Iterator[None]:
+        with self._lock:
+            self._busy.add(id(context))
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._busy.discard(id(context))

@@ -21,7 +21,7 @@ demo: $(INSTALLED)
 
 # Every part of the system, and one journey of real processes through each of its uses.
 test: $(INSTALLED)
-	$(PYTEST) -m "not slow" tests/maths tests/wire tests/protocol tests/api tests/journeys $(TEST_OPTIONS)
+	$(PYTEST) -m "not slow" --ignore=tests/system --ignore=tests/docs $(TEST_OPTIONS)
 
 # Real processes in all their troubles, every defense against every attack, the documents' programs.
 test-system: $(INSTALLED)
@@ -45,7 +45,7 @@ check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest -q tests/maths/test_house.py tests/maths/test_structure.py tests/docs/test_settings_reference.py
+	$(BIN)/pytest -q tests/house/test_house.py tests/house/test_structure.py tests/docs/test_settings_reference.py
 
 protos: $(INSTALLED)
 	$(BIN)/python -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. protos/*.proto

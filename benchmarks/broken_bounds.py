@@ -3,8 +3,8 @@
     SPLITVEIL_DATA=... OMP_NUM_THREADS=1 python -m benchmarks.broken_bounds [--deal-labels]
 
 Trains an example in process under defenses of several strengths, with one peer that follows the
-protocol and one that sends one long vector for each group of rows (`tests/malicious.py`), and
-prints Markdown: the AUC of each reading on the first batch, on the last and over the whole run,
+protocol and one that sends one long vector for each group of rows (`tests/support/malicious.py`),
+and prints Markdown: the AUC of each reading on the first batch, the last and over the whole run,
 beside the ledger's bound for the run and whom it is for. Bold is what passes it by more than chance
 does, which is .05 here. The reading ``informed`` is given predictions and slopes.
 ``--deal-labels`` deals the labels out at random, so that features tell nothing of them.
@@ -20,8 +20,8 @@ import torch
 
 from benchmarks.environment import print_environment
 from splitveil.common.text.upper_bounds import auc_at_most
-from tests.attacked_run import deal_labels
-from tests.malicious import Attacked, PeerName, ReadingName, attack
+from tests.support.attacked_run import deal_labels
+from tests.support.malicious import Attacked, PeerName, ReadingName, attack
 
 EXAMPLES = Path(__file__).parent.parent / "deploy" / "examples"
 

@@ -22,8 +22,8 @@ import torch
 from benchmarks.bare_gloo import free_port, status_mib
 from benchmarks.environment import print_environment
 from splitveil.active_party.grpc_server.service import ActiveService
-from tests import mutations
-from tests.runs import Parties, build_parties, run_in_process, write_example
+from tests.support import mutations
+from tests.support.runs import Parties, build_parties, run_in_process, write_example
 
 MOST_GROWTH_MIB = 64
 SENDERS = 4

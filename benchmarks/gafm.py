@@ -26,7 +26,14 @@ from benchmarks.step import write_parties
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.common.privacy.leakage import leak_auc
 from splitveil.common.run.course import Batch
-from tests.runs import ACTIVE, CONTRACT, PASSIVE, PassiveRecording, build_parties, run_in_process
+from tests.support.runs import (
+    ACTIVE,
+    CONTRACT,
+    PASSIVE,
+    PassiveRecording,
+    build_parties,
+    run_in_process,
+)
 
 DEFENSES = {
     "none": "{name: none}",

@@ -43,7 +43,14 @@ from splitveil.active_party.defenses import DefenseContext, DefenseSettings, Raw
 from splitveil.active_party.defenses.strength import LeakAuc
 from splitveil.common.run.course import Batch
 from splitveil.common.run.host_copies import to_device, to_host
-from tests.runs import ACTIVE, CONTRACT, PASSIVE, PassiveRecording, build_parties, run_in_process
+from tests.support.runs import (
+    ACTIVE,
+    CONTRACT,
+    PASSIVE,
+    PassiveRecording,
+    build_parties,
+    run_in_process,
+)
 
 SHAPES = ((1024, 128), (32768, 128))
 SETTINGS: dict[str, DefenseSettings] = {

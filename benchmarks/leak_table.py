@@ -38,7 +38,13 @@ from splitveil.common.privacy.attacks import ATTACKS, CUT, RunAttackName
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
 from splitveil.common.privacy.run_level import RunLevelLeak
-from tests.attacked_run import BATCH_ATTACKS, RUN_ATTACKS, AttackedRun, attacked_run, deal_labels
+from tests.support.attacked_run import (
+    BATCH_ATTACKS,
+    RUN_ATTACKS,
+    AttackedRun,
+    attacked_run,
+    deal_labels,
+)
 
 EXAMPLES = Path(__file__).parent.parent / "deploy" / "examples"
 EPOCHS = {"breast_cancer": 15, "default_credit": 10}

@@ -46,7 +46,7 @@ from splitveil.passive_party.predict.service import InferenceService
 from splitveil.passive_party.predict.throttle import Throttle
 from splitveil.passive_party.settings import PassiveSettings
 from splitveil.simulation import free_address
-from tests.certificates import make, use
+from tests.support.certificates import make, use
 
 CPU = torch.device("cpu")
 IDENTITY = ModelIdentity("benchmark", 1)

@@ -37,7 +37,7 @@ from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.passive_party.settings import PassiveSettings
 from splitveil.simulation import free_address
-from tests.certificates import make, use
+from tests.support.certificates import make, use
 
 ROWS = 20_000
 AIM_MS = 20.0

@@ -30,8 +30,8 @@ from splitveil.common.run.course import Batch
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.deploy.authority import make_certificates
 from splitveil.passive_party.grpc_peer import GrpcPeer
-from tests.certificates import NAMES, use
-from tests.runs import (
+from tests.support.certificates import NAMES, use
+from tests.support.runs import (
     ACTIVE,
     CONTRACT,
     PASSIVE,

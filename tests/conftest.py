@@ -18,7 +18,8 @@ import pytest
 import torch
 
 import splitveil.common  # noqa: F401 (before any test imports gRPC)
-from tests.runs import write_example
+from splitveil.common.alignment import ecdh
+from tests.support.runs import write_example
 
 for _name in (*("grpc_proxy", "https_proxy", "http_proxy"), "no_grpc_proxy", "no_proxy"):
     os.environ.pop(_name, None)  # channels of the tests' own would obey it, on loopback, too
@@ -50,3 +51,9 @@ def port() -> int:
     """Return a free port on loopback."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make several chunks of ids from a few."""
+    monkeypatch.setattr(ecdh, "CHUNK_IDS", 16)

@@ -16,8 +16,8 @@ from splitveil.command import program
 from splitveil.command.table import SUB_COMMANDS
 from splitveil.common.record.transcript import Transcript
 from splitveil.passive_party.commands import program as passive_party
-from tests.programs import ROOT, run_program
-from tests.runs import write_example
+from tests.support.programs import ROOT, run_program
+from tests.support.runs import write_example
 
 HEAVY = ("torch", "grpc", "sklearn", "scipy", "pandas")
 

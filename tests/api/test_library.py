@@ -17,8 +17,8 @@ from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.epsilon_audit import epsilon_lower_bound
 from splitveil.common.settings import validate
-from tests.programs import ROOT
-from tests.runs import ACTIVE, CONTRACT, write_example
+from tests.support.programs import ROOT
+from tests.support.runs import ACTIVE, CONTRACT, write_example
 
 ROWS = 600
 

@@ -17,9 +17,9 @@ from splitveil.common.party.command_line import save_resolved
 from splitveil.common.privacy.leakage import auc
 from splitveil.common.run.contract import ACTIVE
 from tests.api.test_simulate import columns_of
-from tests.joint import Trained, predicting, train
-from tests.runs import write_example
-from tests.several import write_several
+from tests.support.joint import Trained, predicting, train
+from tests.support.runs import write_example
+from tests.support.several import write_several
 
 SHORT = {"contract.epochs": 1}
 

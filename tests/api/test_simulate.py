@@ -20,10 +20,10 @@ from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.library.recorded_run import Kind
-from tests.compared import assert_same_weights
-from tests.runs import write_example
-from tests.several import NAMES, write_several
-from tests.system.processes import started
+from tests.support.compared import assert_same_weights
+from tests.support.processes import started
+from tests.support.runs import write_example
+from tests.support.several import NAMES, write_several
 
 ONE_CORE = {"active.torch_threads": 1, "passive.torch_threads": 1}
 SHORT = {**ONE_CORE, "contract.epochs": 1}

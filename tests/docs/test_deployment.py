@@ -28,8 +28,8 @@ from splitveil.common.errors import (
 from splitveil.common.party.party_settings import PartySettings, load_party_settings
 from splitveil.passive_party.commands.program import parser as passive_parser
 from splitveil.passive_party.settings import PassiveSettings
-from tests.deployed import EXAMPLE, STATUS_PORT, VARIABLE, Deployed, filled
-from tests.docs.markdown import ROOT
+from tests.support.deployed import EXAMPLE, STATUS_PORT, VARIABLE, Deployed, filled
+from tests.support.markdown import ROOT
 
 PARTIES = ("active", "passive")
 PARSERS = {"active": active_parser, "passive": passive_parser}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.markdown import DOCUMENTS, ROOT, anchors, blocks, links, name_of, prose, tables
+from tests.support.markdown import DOCUMENTS, ROOT, anchors, blocks, links, name_of, prose, tables
 
 FOLDERS = "active_party|benchmarks|common|deploy|docs|experiments|passive_party|protos|tests"
 NAMED_PATH = re.compile(rf"`((?:{FOLDERS})/[\w./-]*)`")

@@ -14,10 +14,10 @@ import yaml
 from splitveil.active_party.http.online_status import OnlineStatus
 from splitveil.common.run.contract import Contract
 from splitveil.passive_party.predict.inference_status import InferenceStatus
-from tests.docs.markdown import ROOT
-from tests.numbers import write_numbers
-from tests.runs import write_example
-from tests.watched import Series, series_of, watched_run
+from tests.support.markdown import ROOT
+from tests.support.numbers import write_numbers
+from tests.support.runs import write_example
+from tests.support.watched import Series, series_of, watched_run
 
 DEPLOY = ROOT / "deploy"
 BOARD = DEPLOY / "grafana" / "splitveil.json"

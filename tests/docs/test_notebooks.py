@@ -7,8 +7,8 @@ import nbclient
 import nbformat
 import pytest
 
-from tests.programs import ROOT
-from tests.waiting import HANGS_AFTER_S
+from tests.support.programs import ROOT
+from tests.support.waiting import HANGS_AFTER_S
 
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 MOST_LINES = 25

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.common.privacy.covers import Covers
-from tests.plans import printed_plan
-from tests.runs import write_example
-from tests.system.processes import Pair, started
+from tests.support.plans import printed_plan
+from tests.support.processes import Pair, started
+from tests.support.runs import write_example
 
 BUDGET = (
     "defense={name: marvell, strength: {power_ratio: 16}, insecure_noise_seed: 7}",

@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from tests.programs import run_program
+from tests.support.programs import run_program
 
 
 def test_the_demo_trains_with_and_without_a_defense_and_compares_them(tmp_path: Path) -> None:

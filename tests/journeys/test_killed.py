@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from tests.runs import write_example
-from tests.system.restarted import Settings, killed_and_resumed, run_once
+from tests.support.restarted import Settings, killed_and_resumed, run_once
+from tests.support.runs import write_example
 
 SETTINGS = Settings(
     both=(

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from splitveil.deploy.authority import renew_certificate
-from tests.certificates import make, use
-from tests.runs import write_example
-from tests.system.processes import started
+from tests.support.certificates import make, use
+from tests.support.processes import started
+from tests.support.runs import write_example
 
 
 def test_a_run_continues_while_certificates_are_replaced(tmp_path: Path) -> None:

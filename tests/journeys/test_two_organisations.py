@@ -15,9 +15,9 @@ import pytest
 import yaml
 
 from splitveil.simulation import free_address
-from tests.docs.markdown import blocks
-from tests.programs import ROOT
-from tests.typed import Done, begun, called, ended, write_tables
+from tests.support.markdown import blocks
+from tests.support.programs import ROOT
+from tests.support.typed import Done, begun, called, ended, write_tables
 
 PAGE = ROOT / "docs" / "guide" / "two-organisations.md"
 OWNERS = {"# at the label owner": "label-owner", "# at the feature owner": "feature-owner"}

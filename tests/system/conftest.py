@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.programs import run_program
+from tests.support.programs import run_program
 
 SAME_SPLIT = (
     *("active.insecure_nonce_seed=1", "passive.insecure_nonce_seed=2"),

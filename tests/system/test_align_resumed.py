@@ -6,10 +6,10 @@ from pathlib import Path
 from splitveil.common.alignment import KeptExchanges
 from splitveil.common.wire.limits import CHUNK_IDS, POINT_BYTES
 from splitveil.simulation import free_address
-from tests.runs import write_example
-from tests.system.processes import Party, PartyName
+from tests.support.processes import Party, PartyName
+from tests.support.runs import write_example
+from tests.support.waiting import wait_until
 from tests.system.test_align_command import rows_of
-from tests.waiting import wait_until
 
 ROWS = 21_000
 """Five chunks of points at each party."""

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from splitveil.common.privacy.attacks import LABEL_FREE
-from tests.runs import write_example
-from tests.system.processes import Party, started
+from tests.support.processes import Party, started
+from tests.support.runs import write_example
 
 
 def lines(party: Party, kind: str) -> list[dict[str, Any]]:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import pytest
 
 from splitveil.simulation import free_address
-from tests.runs import write_example
-from tests.system.processes import Pair, Party, PartyName, alone, side_by_side, started
+from tests.support.processes import Pair, Party, PartyName, alone, side_by_side, started
+from tests.support.runs import write_example
 
 ENDLESS = "contract.epochs=100000"
 

@@ -23,9 +23,9 @@ import yaml
 from splitveil.active_party.defenses import RawBatch
 from splitveil.active_party.training import top_trainer
 from splitveil.common.privacy.covers import Covers
-from tests.attacked_run import deal_labels
-from tests.malicious import Attacked, PeerName, ReadingName, attack
-from tests.runs import write_example
+from tests.support.attacked_run import deal_labels
+from tests.support.malicious import Attacked, PeerName, ReadingName, attack
+from tests.support.runs import write_example
 
 ROWS = 3000
 POSITIVES = 0.2

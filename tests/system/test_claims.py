@@ -26,7 +26,7 @@ from splitveil.common.privacy.attacks import ATTACKS, AttackName
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
 from splitveil.common.privacy.run_level import RunLevelLeak
-from tests.attacked_run import (
+from tests.support.attacked_run import (
     BATCH_ATTACKS,
     RUN_ATTACKS,
     AttackedRun,

@@ -7,8 +7,8 @@ from typing import Any
 import yaml
 from pyarrow import parquet
 
-from tests.programs import ROOT, run_program
-from tests.protocol.test_experiments import CANCER, LABS
+from tests.experiments.test_experiments import CANCER, LABS
+from tests.support.programs import ROOT, run_program
 
 BOUNDED: dict[str, Any] = {
     "title": "Tiny",

@@ -18,17 +18,17 @@ from typing import Literal, NamedTuple, get_args
 
 import pytest
 
-from tests import certificates
-from tests.runs import write_example
-from tests.system.processes import Pair, Party, side_by_side
-from tests.system.proxy import (
+from tests.support import certificates
+from tests.support.processes import Pair, Party, side_by_side
+from tests.support.proxy import (
     ByteHarm,
     Direction,
     Fault,
     Plan,
     TcpProxy,
 )
-from tests.system.restarted import Outcome, Settings, assert_same, kept_up, outcome, run_once
+from tests.support.restarted import Outcome, Settings, assert_same, kept_up, outcome, run_once
+from tests.support.runs import write_example
 
 ALL = os.environ.get("SPLITVEIL_FAULTS") == "all"
 SEED = int(os.environ.get("FAULT_SEED", "1"))

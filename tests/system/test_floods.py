@@ -24,9 +24,9 @@ from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import method_path
 from splitveil.common.wire.limits import STREAMS_PER_CONNECTION
 from splitveil.protos import split_learning_pb2 as pb
-from tests.mutations import AtStep, Tape
-from tests.runs import build_parties, run_in_process, write_example
-from tests.waiting import wait_until
+from tests.support.mutations import AtStep, Tape
+from tests.support.runs import build_parties, run_in_process, write_example
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 MOST_GROWTH_MIB = 96
@@ -44,7 +44,7 @@ OVERRIDES = [
 SERVE = """
 import sys
 from pathlib import Path
-from tests.runs import build_parties, serving
+from tests.support.runs import build_parties, serving
 contract = [override for override in sys.argv[3:] if override.startswith("contract.")]
 parties = build_parties(Path(sys.argv[1]), sys.argv[3:], contract)
 parties.active.sent = type("Forgotten", (list,), {"append": lambda *_: None})()

@@ -6,9 +6,9 @@ from typing import Literal
 
 import pytest
 
-from tests.runs import write_example
-from tests.system.processes import side_by_side
-from tests.system.restarted import Outcome, Settings, assert_same, kept_up, outcome, run_once
+from tests.support.processes import side_by_side
+from tests.support.restarted import Outcome, Settings, assert_same, kept_up, outcome, run_once
+from tests.support.runs import write_example
 
 SETTINGS = Settings(
     both=(

@@ -13,9 +13,9 @@ import yaml
 from splitveil.active_party.http.errors import Unusable
 from splitveil.active_party.http.own_features import GivenFeatures
 from splitveil.active_party.predict.joint_model import JointModel
-from tests.asked import Program, asked
-from tests.joint import Trained, predicting, train, write_wide_deep
-from tests.runs import CPU
+from tests.support.asked import Program, asked
+from tests.support.joint import Trained, predicting, train, write_wide_deep
+from tests.support.runs import CPU
 
 WORDS = ("red", "green", "blue", "", "grey")
 GAPS: dict[str, dict[str, object]] = {

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import ROOT, run_program
+from tests.support.programs import ROOT, run_program
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FOLDERS = (

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from tests.runs import write_example
-from tests.system.processes import started
+from tests.support.processes import started
+from tests.support.runs import write_example
 
 GATE = "leak_gate={max_leak_auc: 0.75, window_steps: 10}"
 

@@ -26,8 +26,8 @@ from splitveil.common.record.summary import ActiveFigures, ModelFigures, RunCoun
 from splitveil.common.run.contract import Name
 from splitveil.deploy.comparison import RunResults, comparison_table
 from splitveil.deploy.local import Overrides, held_port, parse_defense
-from tests.programs import run_program
-from tests.runs import write_example
+from tests.support.programs import run_program
+from tests.support.runs import write_example
 from tests.system.conftest import SAME_SPLIT, LocalRun, run_locally
 
 PYTHON = (sys.executable, "-m")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from splitveil.deploy.authority import PartyFolder
 from splitveil.simulation import free_address
-from tests.certificates import make, use
-from tests.runs import write_example
+from tests.support.certificates import make, use
+from tests.support.processes import Pair, Party, PartyName, side_by_side, started
+from tests.support.runs import write_example
 from tests.system.conftest import run_locally
-from tests.system.processes import Pair, Party, PartyName, side_by_side, started
 
 
 def protected_example(folder: Path) -> Path:

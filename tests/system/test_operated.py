@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from splitveil.simulation import free_address
-from tests.runs import write_example
-from tests.system import unit_sandbox
-from tests.system.processes import Pair, started
-from tests.waiting import wait_until
-from tests.watched import asked
+from tests.support import unit_sandbox
+from tests.support.processes import Pair, started
+from tests.support.runs import write_example
+from tests.support.waiting import wait_until
+from tests.support.watched import asked
 
 LONG = "contract.epochs=100000"
 JSON = "log_format=json"

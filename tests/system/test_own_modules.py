@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from splitveil.common.text.imports import may_pass
-from tests.own_defenses import write_own_defenses
-from tests.runs import write_example
-from tests.system.processes import Party, PartyName, started
+from tests.support.own_defenses import write_own_defenses
+from tests.support.processes import Party, PartyName, started
+from tests.support.runs import write_example
 
 MODULE = """
 import torch

@@ -11,7 +11,7 @@ import pytest
 
 from splitveil.deploy import party_processes
 from splitveil.deploy.party_processes import run_parties
-from tests.waiting import HANGS_AFTER_S
+from tests.support.waiting import HANGS_AFTER_S
 
 WAIT = f"import time; time.sleep({2 * HANGS_AFTER_S})"
 

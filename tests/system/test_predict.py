@@ -38,7 +38,7 @@ from splitveil.passive_party.predict.served_model import ServedModel
 from splitveil.passive_party.predict.server import InferenceServer
 from splitveil.passive_party.predict.service import InferenceService
 from splitveil.passive_party.predict.throttle import Throttle
-from tests.joint import (
+from tests.support.joint import (
     IN_TIME_S,
     Trained,
     connecting_to,
@@ -48,8 +48,8 @@ from tests.joint import (
     train,
     write_wide_deep,
 )
-from tests.runs import CPU
-from tests.several import write_several
+from tests.support.runs import CPU
+from tests.support.several import write_several
 
 EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
 SHORT = ("contract.epochs=2", "insecure_nonce_seed=4")

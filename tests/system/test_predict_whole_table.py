@@ -25,8 +25,8 @@ from splitveil.common.wire.table_codec import (
 from splitveil.common.wire.tensor_codec import TensorLimits
 from splitveil.passive_party.predict.service import InferenceService
 from splitveil.protos import split_learning_pb2 as pb
-from tests.joint import Trained, predicting, train, write_wide_deep
-from tests.several import write_several
+from tests.support.joint import Trained, predicting, train, write_wide_deep
+from tests.support.several import write_several
 
 GIVEN = ("answers.whole_table=true",)
 

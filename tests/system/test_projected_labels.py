@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save
 from splitveil.active_party.ledger.account_book import LEDGER
 from splitveil.common.record.model_files import REFITTED, WEIGHTS
 from splitveil.common.record.release_file import RELEASES
-from tests.runs import write_example
-from tests.system.processes import Pair, Party
-from tests.system.restarted import Settings, kept_up, metrics_of
+from tests.support.processes import Pair, Party
+from tests.support.restarted import Settings, kept_up, metrics_of
+from tests.support.runs import write_example
 
 SETTINGS = Settings(
     both=(

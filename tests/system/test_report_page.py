@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from splitveil.active_party.report import write_report
+from tests.support.waiting import HANGS_AFTER_S
 from tests.system.conftest import LocalRun
-from tests.waiting import HANGS_AFTER_S
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 WITHOUT, DEFENDED = "breast_cancer-none", "breast_cancer-marvell-power_ratio-4"

@@ -10,10 +10,9 @@ from typing import Literal, NamedTuple
 import pytest
 
 from splitveil.active_party.ledger.account_book import LEDGER
-from tests import certificates
-from tests.runs import write_example
-from tests.system.processes import Pair, PartyName, side_by_side
-from tests.system.restarted import (
+from tests.support import certificates
+from tests.support.processes import Pair, PartyName, side_by_side
+from tests.support.restarted import (
     Outcome,
     Settings,
     assert_same,
@@ -23,6 +22,7 @@ from tests.system.restarted import (
     run_once,
     wait_for_line,
 )
+from tests.support.runs import write_example
 
 SHORT = Settings(
     both=(

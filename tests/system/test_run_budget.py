@@ -10,10 +10,10 @@ from statistics import NormalDist
 
 import pytest
 
-from tests.programs import run_program
-from tests.runs import write_example
-from tests.system.processes import Pair, Party, side_by_side
-from tests.system.restarted import Settings, kept_up
+from tests.support.processes import Pair, Party, side_by_side
+from tests.support.programs import run_program
+from tests.support.restarted import Settings, kept_up
+from tests.support.runs import write_example
 
 
 def budget_of(leak_auc: float) -> str:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, get_args
 import pytest
 
 from splitveil.common.privacy.attacks import ATTACKS, AttackName, SideInformation
-from tests.runs import write_example
-from tests.system.processes import started
+from tests.support.processes import started
+from tests.support.runs import write_example
 
 DEFENSES = {
     "none": "defense={name: none}",

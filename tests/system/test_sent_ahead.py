@@ -18,8 +18,8 @@ from splitveil.common.wire.tensor_codec import TensorAssembler, TensorLimits, en
 from splitveil.common.wire.tensor_frame import Frame
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
-from tests.peers import Lost
-from tests.runs import build_parties, write_example
+from tests.support.peers import Lost
+from tests.support.runs import build_parties, write_example
 from tests.system.test_floods import FLOOD_S, MOST_GROWTH_MIB, served
 
 # A megabyte a question, and more than 200 questions an epoch.

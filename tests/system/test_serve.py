@@ -26,12 +26,12 @@ from splitveil.common.privacy.leakage import auc
 from splitveil.common.record.transcript import Transcript, Verified, verify
 from splitveil.deploy.authority import PartyFolder, make_certificates
 from splitveil.passive_party.predict.service import InferenceService
-from tests import joint
-from tests.asked import ASKING_TAKES_S, Program, answering, asked
-from tests.joint import Trained, free_port, train, write_wide_deep
-from tests.several import write_several
+from tests.support import joint
+from tests.support.asked import ASKING_TAKES_S, Program, answering, asked
+from tests.support.joint import Trained, free_port, train, write_wide_deep
+from tests.support.several import write_several
+from tests.support.waiting import wait_until
 from tests.system.test_predict import expected
-from tests.waiting import wait_until
 
 EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
 ANY_OVER_HTTP = ("serving.max_ids=100000",)

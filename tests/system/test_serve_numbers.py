@@ -11,11 +11,11 @@ import pytest
 from numpy.typing import NDArray
 
 from splitveil.active_party.predict.parts import Plan
-from tests import joint
-from tests.asked import answering, asked
-from tests.joint import Trained, free_port, predicting, train
-from tests.numbers import HIGH, LOW, number_tables, write_numbers
-from tests.waiting import wait_until
+from tests.support import joint
+from tests.support.asked import answering, asked
+from tests.support.joint import Trained, free_port, predicting, train
+from tests.support.numbers import HIGH, LOW, number_tables, write_numbers
+from tests.support.waiting import wait_until
 
 FALLBACK = "serving.fallback=true"
 FIELDS = {"values", "found", "model", "run_id", "why_fallback"}

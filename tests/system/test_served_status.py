@@ -17,13 +17,13 @@ from splitveil.common.party.endpoint import StatusEndpoint
 from splitveil.common.record.transcript import Crossing
 from splitveil.common.run.contract import Contract
 from splitveil.passive_party.predict.inference_status import InferenceStatus
-from tests import joint
-from tests.asked import Program, answering, asked
-from tests.joint import Trained, connecting_to, free_port, train, write_wide_deep
-from tests.runs import CPU
-from tests.waiting import wait_until
-from tests.watched import asked as asked_at
-from tests.watched import names_in, series_of, value_of, without_time
+from tests.support import joint
+from tests.support.asked import Program, answering, asked
+from tests.support.joint import Trained, connecting_to, free_port, train, write_wide_deep
+from tests.support.runs import CPU
+from tests.support.waiting import wait_until
+from tests.support.watched import asked as asked_at
+from tests.support.watched import names_in, series_of, value_of, without_time
 
 CONTRACT = Contract(run_name="small", cut_shape=(4,), batch_size=8, epochs=3)
 

@@ -12,8 +12,8 @@ import pytest
 
 from splitveil.active_party.report.run_files import read_run
 from splitveil.common.record.lines import EvaluationLine
-from tests.programs import ROOT
-from tests.runs import build_parties, run_in_process
+from tests.support.programs import ROOT
+from tests.support.runs import build_parties, run_in_process
 from tests.system.conftest import SAME_SPLIT, LocalRun, run_locally
 
 VEHICLE = ROOT / "deploy" / "examples" / "vehicle"

@@ -8,8 +8,8 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from splitveil.simulation import free_address
-from tests.several import NAMES, write_several
-from tests.system.processes import Party
+from tests.support.processes import Party
+from tests.support.several import NAMES, write_several
 
 OVERRIDES = ("contract.epochs=12", "contract.checkpoints.every_steps=3")
 

@@ -5,13 +5,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from tests import joint
-from tests.asked import answering
-from tests.joint import Trained, free_port, train, write_wide_deep
-from tests.system.silent_line import SilentLine
+from tests.support import joint
+from tests.support.asked import answering
+from tests.support.joint import Trained, free_port, train, write_wide_deep
+from tests.support.silent_line import SilentLine
+from tests.support.waiting import wait_until
+from tests.support.watched import value_of
 from tests.system.test_predict import expected
-from tests.waiting import wait_until
-from tests.watched import value_of
 
 
 @pytest.fixture(scope="module")

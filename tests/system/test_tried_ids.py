@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from tests.runs import write_example
-from tests.system.processes import started
+from tests.support.processes import started
+from tests.support.runs import write_example
 
 
 def test_a_full_count_ends_both_parties_and_a_finished_run_leaves_none(tmp_path: Path) -> None:

@@ -16,13 +16,13 @@ import torch
 from safetensors.torch import load_file
 
 from splitveil.simulation import free_address
-from tests import certificates
-from tests.programs import ROOT
-from tests.runs import write_example
-from tests.system.forked import Forked
-from tests.system.processes import Party, PartyName
-from tests.system.restarted import Settings, assert_same, outcome, run_once
-from tests.waiting import HANGS_AFTER_S, wait_until
+from tests.support import certificates
+from tests.support.forked import Forked
+from tests.support.processes import Party, PartyName
+from tests.support.programs import ROOT
+from tests.support.restarted import Settings, assert_same, outcome, run_once
+from tests.support.runs import write_example
+from tests.support.waiting import HANGS_AFTER_S, wait_until
 
 SHORT = ("contract.epochs=2", "contract.batch_size=63", "contract.checkpoints.every_steps=2")
 """Batches of an odd number of rows, whose last one is shorter."""

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from splitveil.simulation import free_address
-from tests.system.processes import Party, started
+from tests.support.processes import Party, started
 
 PEOPLE = [(f"Näme{number % 97}", f"{1000 + number}") for number in range(400)]
 OPTIMIZER = {"kind": "adam", "learning_rate": 0.01}

@@ -18,8 +18,8 @@ from splitveil.common.wire.endpoint import open_channel
 from splitveil.common.wire.http_proxy import HttpProxy
 from splitveil.common.wire.server_certificate import LOOK_TIMEOUT_S, judged_certificate
 from splitveil.deploy.authority import PartyFolder
-from tests.certificates import NAMES, add_unusual, certs, files, make
-from tests.runs import build_parties, in_background, write_example
+from tests.support.certificates import NAMES, add_unusual, certs, files, make
+from tests.support.runs import build_parties, in_background, write_example
 
 SUBJECT_ALTERNATIVE_NAME = x509.ObjectIdentifier("2.5.29.17")
 UNKNOWN, UNKNOWN_TOO = (x509.ObjectIdentifier(f"1.3.6.1.4.1.99999.{last}") for last in (1, 2))

@@ -28,7 +28,7 @@ from splitveil.common.wire.tensor_codec import TensorAssembler, TensorLimits
 from splitveil.common.wire.tensor_frame import Frame
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
-from tests.mutations import (
+from tests.support.mutations import (
     METHODS,
     UNARY,
     DirectSender,
@@ -38,9 +38,9 @@ from tests.mutations import (
     run_disturbed,
     send_mutants,
 )
-from tests.peers import InProcessPeer
-from tests.runs import Parties, build_parties, run_in_process
-from tests.waiting import HANGS_AFTER_S
+from tests.support.peers import InProcessPeer
+from tests.support.runs import Parties, build_parties, run_in_process
+from tests.support.waiting import HANGS_AFTER_S
 
 FAULT = "fault in a handler"
 NO_MUTANT_GETS = {"INTERNAL", "UNKNOWN", "ABORTED", "DEADLINE_EXCEEDED"}

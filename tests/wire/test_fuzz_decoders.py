@@ -29,8 +29,8 @@ from splitveil.common.wire.status import error_from
 from splitveil.common.wire.tensor_codec import TensorAssembler, TensorLimits
 from splitveil.common.wire.tensor_frame import Frame
 from splitveil.protos import split_learning_pb2 as pb
-from tests.mutations import Mutator
-from tests.runs import CONTRACT
+from tests.support.mutations import Mutator
+from tests.support.runs import CONTRACT
 
 OWN = Contract.model_validate(CONTRACT)
 

@@ -11,7 +11,8 @@ from splitveil.active_party.run.stages import Stage
 from splitveil.common.errors import PeerError, PeerUntrusted
 from splitveil.common.party.credentials import in_lower_case
 from splitveil.deploy.authority import renew_certificate
-from tests.certificates import (
+from tests.support.between import Relay
+from tests.support.certificates import (
     CLIENT,
     NAMES,
     SERVER,
@@ -21,10 +22,9 @@ from tests.certificates import (
     make,
     spoil_signature,
 )
-from tests.peers import AtSteps
-from tests.runs import Parties, build_parties, run_in_process, write_example
-from tests.wire.between import Relay
-from tests.wire.lines import free_port, peer_of, serving
+from tests.support.lines import free_port, peer_of, serving
+from tests.support.peers import AtSteps
+from tests.support.runs import Parties, build_parties, run_in_process, write_example
 
 WRONG_NAME = "does not carry the called party's name"
 

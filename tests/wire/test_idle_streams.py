@@ -21,8 +21,8 @@ from splitveil.common.wire.endpoint import method_path
 from splitveil.common.wire.limits import STREAMS_PER_CONNECTION
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
-from tests.runs import Parties, build_parties, serving
-from tests.waiting import wait_until
+from tests.support.runs import Parties, build_parties, serving
+from tests.support.waiting import wait_until
 from tests.wire.test_fuzz import assert_undisturbed
 
 PATIENCE = ReconnectSettings(max_s=300, first_wait_s=0.1, longest_wait_s=0.5, deadline_s=300)

@@ -10,12 +10,12 @@ from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.common.run.messages import Answer
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
-from tests import certificates
-from tests.compared import assert_same_weights
-from tests.protocol.test_pipeline import pipelined
-from tests.runs import Parties, build_parties, run_in_process, serving
-from tests.several import build_several, write_several
-from tests.several import run_in_process as run_several
+from tests.run.test_pipeline import pipelined
+from tests.support import certificates
+from tests.support.compared import assert_same_weights
+from tests.support.runs import Parties, build_parties, run_in_process, serving
+from tests.support.several import build_several, write_several
+from tests.support.several import run_in_process as run_several
 
 MARVELL = "defense={name: marvell, insecure_noise_seed: 7}"
 CHUNKED = "contract.wire={unchunked_bytes: 100, chunk_bytes: 524288}"

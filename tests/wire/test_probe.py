@@ -46,11 +46,11 @@ from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.probing import connection_checks
 from splitveil.passive_party.settings import PassiveSettings
 from splitveil.protos import split_learning_pb2 as pb
-from tests.certificates import add_expired, files, make, use
-from tests.runs import CONTRACT, Parties, build_parties, in_background, write_example
-from tests.wire.between import ConnectProxy
-from tests.wire.lines import peer_of
-from tests.wire.lines import serving as served
+from tests.support.between import ConnectProxy
+from tests.support.certificates import add_expired, files, make, use
+from tests.support.lines import peer_of
+from tests.support.lines import serving as served
+from tests.support.runs import CONTRACT, Parties, build_parties, in_background, write_example
 
 TEXTS = IdForm("-0a", length=11)
 SAME_IDS = "ids: 11 letters and digits with small letters, the marks - at both parties"
@@ -283,7 +283,7 @@ def test_a_certificate_that_has_expired_is_said(
 
 
 def files_of_late(trusted: Path) -> Any:
-    from tests.certificates import Unchecked
+    from tests.support.certificates import Unchecked
 
     return Unchecked(trusted, "late")
 

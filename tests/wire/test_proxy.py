@@ -14,10 +14,10 @@ from splitveil.common.wire.endpoint import open_channel
 from splitveil.common.wire.http_proxy import HttpProxy, proxy_of_environment
 from splitveil.passive_party.assembly import http_proxy
 from splitveil.passive_party.settings import PassiveSettings
-from tests.certificates import files, make, use
-from tests.runs import Parties, build_parties, write_example
-from tests.wire.between import ConnectProxy
-from tests.wire.lines import peer_of, serving
+from tests.support.between import ConnectProxy
+from tests.support.certificates import files, make, use
+from tests.support.lines import peer_of, serving
+from tests.support.runs import Parties, build_parties, write_example
 
 HASTY = ["reconnect={max_s: 1, first_wait_s: 0.3, longest_wait_s: 0.3}"]
 UNREPEATED = "hunter2"

@@ -30,10 +30,17 @@ from splitveil.common.wire.retrying import Retrying
 from splitveil.common.wire.tensor_codec import TensorLimits, encode_activation
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
-from tests.compared import assert_same_weights
-from tests.runs import Parties, build_parties, in_background, run_in_process, run_over_grpc, serving
-from tests.waiting import HANGS_AFTER_S
-from tests.wire.lines import peer_of
+from tests.support.compared import assert_same_weights
+from tests.support.lines import peer_of
+from tests.support.runs import (
+    Parties,
+    build_parties,
+    in_background,
+    run_in_process,
+    run_over_grpc,
+    serving,
+)
+from tests.support.waiting import HANGS_AFTER_S
 
 
 def test_a_run_over_grpc_is_bit_equal_to_one_in_process(example: Path, port: int) -> None:

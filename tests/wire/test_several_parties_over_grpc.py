@@ -34,10 +34,10 @@ from splitveil.common.wire.limits import PARTY_KEY
 from splitveil.deploy.authority import make_certificates
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
-from tests.certificates import files
-from tests.compared import assert_same_weights
-from tests.mutations import Mutator, Tape, WireSender, send_mutants
-from tests.several import (
+from tests.support.certificates import files
+from tests.support.compared import assert_same_weights
+from tests.support.mutations import Mutator, Tape, WireSender, send_mutants
+from tests.support.several import (
     NAMES,
     Several,
     build_passive,
@@ -46,7 +46,7 @@ from tests.several import (
     run_in_process,
     write_several,
 )
-from tests.waiting import HANGS_AFTER_S, wait_until
+from tests.support.waiting import HANGS_AFTER_S, wait_until
 
 MARVELL = ["defense={name: marvell, statistics: running, insecure_noise_seed: 7}"]
 EVERY_2 = ["contract.checkpoints.every_steps=2"]

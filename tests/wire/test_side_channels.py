@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from splitveil.common.record.transcript import FILE
-from tests.runs import write_example
-from tests.wire.test_transcript import run_noted
+from tests.record.test_transcript import run_noted
+from tests.support.runs import write_example
 
 MARVELL = "defense={name: marvell, strength: {power_ratio: 4}, insecure_noise_seed: 1}"
 

@@ -1,0 +1,170 @@
+"""Signs of life within an exchange of ids."""
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from splitveil.common.alignment import AlignChannel, QueueChannel, Splits, align, channel_pair
+from splitveil.common.alignment.ecdh import EcdhEngine, EcdhExchange
+from splitveil.common.alignment.heartbeats import Heartbeats
+from splitveil.common.alignment.share import wait_frame
+from splitveil.common.errors import PeerUnreachable, TooLarge
+from splitveil.protos import split_learning_pb2 as pb
+from tests.support.aligned import (
+    ENGINE,
+    LONG_S,
+    NONCES,
+    Outcome,
+    Passing,
+    align_both,
+    common_ids,
+    done_frame,
+    names,
+)
+
+OFTEN_S = 0.001
+OWN, PEER = names(range(100)), names(range(60, 190))
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[QueueChannel, QueueChannel]]:
+    pair = channel_pair(deadline_s=LONG_S)
+    yield pair
+    for end in pair:
+        end.close()
+
+
+def test_a_party_that_is_at_work_says_so_without_being_asked(
+    ends: tuple[QueueChannel, QueueChannel],
+) -> None:
+    with Heartbeats(ends[0], OFTEN_S):
+        assert [ends[1].receive() for _ in range(5)] == 5 * [wait_frame()]
+
+
+def test_signs_of_life_end_before_what_follows_the_exchange(
+    ends: tuple[QueueChannel, QueueChannel],
+) -> None:
+    with Heartbeats(ends[0], OFTEN_S) as line:
+        ends[1].receive()
+    assert not line._thread.is_alive()
+
+
+def test_signs_of_life_are_passed_over(ends: tuple[QueueChannel, QueueChannel]) -> None:
+    line = Heartbeats(ends[0])
+    for frame in (wait_frame(), wait_frame(), done_frame(1), wait_frame(), done_frame(2)):
+        ends[1].send(frame)
+        if frame.WhichOneof("body") == "done":
+            assert line.receive() == frame
+
+
+def test_signs_of_life_do_not_hold_a_party_for_ever(
+    ends: tuple[QueueChannel, QueueChannel],
+) -> None:
+    def live() -> None:
+        try:
+            while True:
+                ends[1].send(wait_frame())
+        except PeerUnreachable:
+            return
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    with pytest.raises(TooLarge, match="at most 20 signs of life"):
+        Heartbeats(ends[0], most=20).receive()
+    ends[0].close()
+    thread.join()
+
+
+def test_an_error_ends_them_also_if_the_peer_takes_nothing() -> None:
+    end, _ = channel_pair(deadline_s=LONG_S, queue_frames=1)
+    end.send(done_frame())  # the queue is full
+    with pytest.raises(ZeroDivisionError), Heartbeats(end, OFTEN_S):
+        raise ZeroDivisionError
+
+
+class Slow(EcdhEngine):
+    """An engine that is busy before it says hello."""
+
+    has_waited = threading.Event()
+
+    def start(
+        self, ids: Sequence[str], *, nonce: bytes, run_id: str, splits: Splits | None = None
+    ) -> EcdhExchange:
+        assert self.has_waited.wait(LONG_S)
+        return super().start(ids, nonce=nonce, run_id=run_id, splits=splits)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_party_that_is_busy_for_longer_than_the_peer_waits_is_not_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The slow one goes on only after the other would have given it up several times."""
+    monkeypatch.setattr(Heartbeats.__init__, "__defaults__", (OFTEN_S, 10**6))
+    slow, heard = Slow(min_aligned=1, max_set_size=1000), 0
+    ends = channel_pair(deadline_s=LONG_S)
+
+    class Patient:
+        """A channel that counts the signs of life which it receives."""
+
+        send, close = ends[1].send, ends[1].close
+
+        def receive(self) -> pb.AlignFrame:
+            nonlocal heard
+            frame = ends[1].receive()
+            heard += frame.WhichOneof("body") == "wait"
+            if heard == 10:
+                slow.has_waited.set()
+            return frame
+
+    outcomes = align_both((OWN, PEER), (slow, ENGINE), (ends[0], Patient()))
+    assert heard >= 10
+    assert set(common_ids(OWN, outcomes[0])) == set(OWN) & set(PEER)
+    assert common_ids(OWN, outcomes[0]) == common_ids(PEER, outcomes[1])
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_parties_that_are_both_busy_before_their_hello_do_not_fill_the_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each goes on only after the other has sent more signs of life than the line holds."""
+    monkeypatch.setattr(Heartbeats.__init__, "__defaults__", (OFTEN_S, 10**6))
+    ends = channel_pair(deadline_s=LONG_S)
+    slow = [Slow(min_aligned=1, max_set_size=1000) for _ in ends]
+
+    class Noting(Passing):
+        """A channel that lets both go on once both have sent enough."""
+
+        sent = 0
+
+        def send(self, frame: pb.AlignFrame) -> None:
+            super().send(frame)
+            self.sent += 1
+            if all(line.sent > 20 for line in lines):
+                for one in slow:
+                    one.has_waited.set()
+
+    for one in slow:
+        one.has_waited = threading.Event()
+    lines = [Noting(end) for end in ends]
+    outcomes = align_both((OWN, PEER), (slow[0], slow[1]), (lines[0], lines[1]))
+    assert common_ids(OWN, outcomes[0]) == common_ids(PEER, outcomes[1])
+
+
+def test_a_peer_that_only_lives_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Heartbeats.__init__, "__defaults__", (LONG_S, 20))
+    ends = channel_pair(deadline_s=LONG_S)
+
+    def live(channel: AlignChannel) -> None:
+        try:
+            channel.receive()
+            while True:
+                channel.send(wait_frame())
+        except PeerUnreachable:
+            return
+
+    thread = threading.Thread(target=live, args=(ends[1],))
+    thread.start()
+    outcome = Outcome(lambda: align(ENGINE, OWN, ends[0], nonce=NONCES[0], run_id="run"))
+    thread.join()
+    assert isinstance(outcome.error, TooLarge)

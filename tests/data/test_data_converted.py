@@ -1,0 +1,486 @@
+"""A file too large for memory becomes memory-mapped columns, once, with the same features."""
+
+import csv
+import gzip
+import io
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from PIL import Image
+from pyarrow import parquet
+
+from splitveil.common.data import converted, sources
+from splitveil.common.data.conversion import convert as convert_file
+from splitveil.common.data.converted import MappedTable, open_converted
+from splitveil.common.data.features import FeatureEncoder, Features, MappedFeatures, RowEncoder
+from splitveil.common.data.settings import DataSettings
+from splitveil.common.data.stored_ids import RowNumbers, repeated_rows
+from splitveil.common.data.table import read_table
+from splitveil.common.errors import DataError, SettingsError, StorageError
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.run.contract import Contract
+from splitveil.common.run.course import AlignedRows
+from splitveil.common.settings import validate
+from tests.support.runs import CONTRACT
+from tests.support.waiting import HANGS_AFTER_S
+
+FEATURES = {"numeric": "n*", "categorical": "c*", "missing_numeric": "zero", "signed_log1p": True}
+NAMED = {"id_column": "id", "label_column": "label"}
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every file here have many parts."""
+    monkeypatch.setattr(sources, "PART_BYTES", 2048)
+    monkeypatch.setattr(sources, "PART_ROWS", 64)
+
+
+def rows(count: int = 700, seed: int = 1) -> dict[str, list[str]]:
+    """Columns of text: numbers with empty cells, and categories that appear late or rarely."""
+    generator = np.random.default_rng(seed)
+    empty = generator.random(count) < 0.1
+    return {
+        "id": [f" zoë-{row * 7 % 99991} " for row in range(count)],
+        "label": [str(int(value)) for value in generator.random(count) < 0.2],
+        "n1": [
+            "" if e else str(int(v))
+            for e, v in zip(empty, generator.normal(size=count) * 1e4, strict=True)
+        ],
+        "n2": [str(value) for value in generator.normal(size=count)],
+        "c1": [f"word{int(value)}" for value in generator.exponential(size=count) * 40],
+        "c2": ["" if e else f"b{row // 150}" for row, e in enumerate(empty)],
+        "c3": ["" for _ in range(count)],
+        "unused": ["x"] * count,
+    }
+
+
+def write_csv(path: Path, columns: dict[str, list[str]]) -> None:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(zip(*columns.values(), strict=True))
+    data = text.getvalue().encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+
+
+def settings(source: dict[str, Any], **values: Any) -> DataSettings:
+    values = {**NAMED, "features": FEATURES, **values}
+    return validate(DataSettings, {"source": source, **values}, "settings")
+
+
+def source_of(kind: str, folder: Path) -> dict[str, Any]:
+    """Write the same rows as one kind of file."""
+    columns = rows()
+    if kind == "csv":
+        write_csv(folder / "rows.csv", columns)
+        return {"kind": "csv", "path": "rows.csv"}
+    if kind == "csv.gz":
+        write_csv(folder / "rows.csv.gz", columns)
+        return {"kind": "csv", "path": "rows.csv.gz"}
+    if kind == "parquet":
+        typed = pa.table({**columns, "n2": [float(value) for value in columns["n2"]]})
+        parquet.write_table(typed, folder / "rows.parquet", row_group_size=150)
+        return {"kind": "parquet", "path": "rows.parquet"}
+    arrays: dict[str, Any] = {name: np.array(texts) for name, texts in columns.items()}
+    np.savez_compressed(folder / "rows.npz", **arrays)
+    return {"kind": "npz", "path": "rows.npz"}
+
+
+def same(one: Features, other: Features) -> bool:
+    """Tell whether two have the same parts, bit for bit."""
+    pairs = [(getattr(one, n), getattr(other, n)) for n in ("numeric", "categorical", "image")]
+    return all(a is b is None or torch.equal(a, b) for a, b in pairs)
+
+
+def convert(found: DataSettings, folder: Path) -> MappedTable:
+    return open_converted(found, folder, lambda _: None)
+
+
+@pytest.mark.parametrize("kind", ["csv", "csv.gz", "parquet", "npz"])
+@pytest.mark.parametrize("scaling", ["standard", "min_max", "none"])
+def test_features_are_those_of_the_table_in_memory_bit_for_bit(
+    tmp_path: Path, kind: str, scaling: str
+) -> None:
+    source = source_of(kind, tmp_path)
+    features = {**FEATURES, "numeric_scaling": scaling, "min_count": 3}
+    plain = read_table(settings(source, features=features), tmp_path)
+    found = settings({**source, "cache_dir": "cache"}, features=features)
+    assert found.features is not None
+    mapped = convert(found, tmp_path)
+    generator = np.random.default_rng(2)
+    training = generator.permutation(len(plain))[:400]
+    order = generator.permutation(len(plain))[:500]
+    encoder = FeatureEncoder.fit(found.features, mapped, training)
+    assert encoder == FeatureEncoder.fit(found.features, plain, training)
+    expected = encoder.transform(plain, order)
+    lazy = MappedFeatures(encode=RowEncoder(encoder, mapped), file_rows=order)
+    assert len(lazy) == 500
+    index = torch.randperm(500)[:64]
+    for batch in (lazy.rows(index), lazy.to(torch.device("cpu")).rows(index)):
+        assert same(batch, expected.rows(index))
+    assert not same(lazy.rows(index), expected.rows(index.flip(0)))
+    assert expected.categorical is not None
+    assert (expected.categorical == 0).any()
+    assert mapped.labels is not None
+    assert plain.labels is not None
+    assert np.array_equal(mapped.labels, plain.labels)
+    assert same(encoder.transform(mapped, order), expected)
+
+
+def test_columns_in_another_order_than_the_models_are_found_by_name(tmp_path: Path) -> None:
+    source = {**source_of("csv", tmp_path), "cache_dir": "cache"}
+    found = settings(source)
+    assert found.features is not None
+    encoder = FeatureEncoder.fit(found.features, convert(found, tmp_path), np.arange(300))
+    columns = rows()
+    write_csv(tmp_path / "rows.csv", dict(reversed(columns.items())))
+    turned = convert(settings(source), tmp_path)
+    assert list(turned.numeric) == ["n2", "n1"]
+    batch = RowEncoder(encoder, turned)(np.arange(50))
+    plain = encoder.transform(read_table(settings(source), tmp_path), np.arange(50))
+    assert same(batch, plain)
+
+
+def test_ids_are_canonical_and_labels_are_found_by_them(tmp_path: Path) -> None:
+    source = source_of("csv", tmp_path)
+    plain = PartyData.load(settings(source), tmp_path)
+    mapped = PartyData.load(settings({**source, "cache_dir": "cache"}), tmp_path)
+    assert list(mapped.ids) == plain.ids
+    assert [mapped.ids[row] for row in (0, 5, 699, -1)] == [plain.ids[r] for r in (0, 5, 699, -1)]
+    for place in (slice(60, 70), slice(3), slice(-2, None), slice(9, 2), slice(7, 400, 130)):
+        assert mapped.ids[place] == list(plain.ids)[place]
+    assert mapped.digest(None) == plain.digest(None)
+    some = [plain.ids[row] for row in (3, 600, 1)]
+    assert torch.equal(mapped.labels_of(some), plain.labels_of(some))
+    assert torch.equal(mapped.labels_at(np.array([3, 600, 1])), plain.labels_of(some))
+
+
+def test_without_an_id_column_the_rows_numbers_are_the_ids(tmp_path: Path) -> None:
+    source = source_of("csv", tmp_path)
+    plain = PartyData.load(settings(source, id_column=None), tmp_path)
+    mapped = PartyData.load(settings({**source, "cache_dir": "cache"}, id_column=None), tmp_path)
+    assert isinstance(mapped.ids, RowNumbers)
+    assert list(mapped.ids) == plain.ids
+    assert mapped.ids[-2:] == plain.ids[-2:]
+    assert mapped.digest(None) == plain.digest(None)
+
+
+def test_party_data_encode_rows_as_they_are_asked_for(tmp_path: Path) -> None:
+    source = source_of("csv", tmp_path)
+    contract = validate(Contract, CONTRACT, "contract")
+    features = []
+    for values in (source, {**source, "cache_dir": "cache"}):
+        data = PartyData.load(settings(values), tmp_path)
+        aligned = AlignedRows.derive(contract, b"seed", data.ids, np.arange(len(data.ids)))
+        _, found = data.encode(aligned)
+        assert found is not None
+        features.append(found)
+    index = torch.tensor([5, 3, 600])
+    assert same(features[0].rows(index), features[1].rows(index))
+    assert isinstance(features[1], MappedFeatures)
+
+
+# ---- the cache ----
+
+
+def entries(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("rows*"))
+
+
+def test_a_file_is_converted_once_and_again_when_what_is_read_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = {**source_of("csv", tmp_path), "cache_dir": "cache"}
+    count = 0
+
+    def counted(*arguments: Any) -> None:
+        nonlocal count
+        count += 1
+        convert_file(*arguments)
+
+    monkeypatch.setattr(converted, "convert", counted)
+
+    def conversions(**values: Any) -> int:
+        before = count
+        convert(settings(source, **values), tmp_path)
+        return count - before
+
+    assert conversions() == 1
+    assert conversions() == 0
+    assert conversions(features={**FEATURES, "min_count": 9, "numeric_scaling": "none"}) == 0
+    assert conversions(features={**FEATURES, "numeric": "n1"}) == 1
+    assert conversions(features={**FEATURES, "missing_texts": ["", "b0"]}) == 1
+    assert conversions(id_column=None) == 1
+    assert conversions(label_column=None) == 1
+    os.utime(tmp_path / "rows.csv", ns=(1, 1))
+    assert conversions() == 1
+    assert len(entries(tmp_path / "cache")) == 6
+
+
+def test_a_killed_conversion_leaves_nothing_that_looks_whole(tmp_path: Path) -> None:
+    write_csv(tmp_path / "rows.csv", rows(20_000))
+    source = {"kind": "csv", "path": "rows.csv", "cache_dir": "cache"}
+    context = multiprocessing.get_context("spawn")
+    reached = context.Event()
+    process = context.Process(target=convert_and_stop, args=(source, tmp_path, reached))
+    process.start()
+    assert reached.wait(HANGS_AFTER_S)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    cache = tmp_path / "cache"
+    assert entries(cache) == []
+    (left,) = cache.glob(".*.tmp")
+    assert any(left.iterdir())
+    found = settings({"kind": "csv", "path": "rows.csv"})
+    mapped = convert(settings(source), tmp_path)
+    assert not left.exists()
+    assert len(entries(cache)) == 1
+    assert len(mapped) == len(read_table(found, tmp_path)) == 20_000
+
+
+def convert_and_stop(source: dict[str, Any], folder: Path, reached: Any) -> None:
+    def progress(done_fraction: float) -> None:
+        if done_fraction > 0.3:
+            reached.set()
+            time.sleep(2 * HANGS_AFTER_S)
+
+    sources.PART_BYTES = 4096
+    open_converted(settings(source), folder, progress)
+
+
+def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
+    columns = rows()
+    columns["n1"][650] = "?"
+    write_csv(tmp_path / "rows.csv", columns)
+    source = {"kind": "csv", "path": "rows.csv", "cache_dir": "cache"}
+    with pytest.raises(DataError, match="row 651"):
+        convert(settings(source), tmp_path)
+    assert entries(tmp_path / "cache") == []
+    assert list((tmp_path / "cache").glob(".*.tmp")) == []
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    source = {**source_of("csv", tmp_path), "cache_dir": "cache"}
+
+    def touch(_: float) -> None:
+        os.utime(tmp_path / "rows.csv", ns=(7, 7))
+
+    with pytest.raises(DataError, match="changed during its conversion"):
+        open_converted(settings(source), tmp_path, touch)
+    assert entries(tmp_path / "cache") == []
+
+
+def test_two_processes_convert_once(tmp_path: Path) -> None:
+    source = {**source_of("csv", tmp_path), "cache_dir": "cache"}
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    started = [
+        context.Process(target=convert_and_count, args=(source, tmp_path, queue)) for _ in range(2)
+    ]
+    for process in started:
+        process.start()
+    converted_rows = [queue.get(timeout=HANGS_AFTER_S) for _ in started]
+    for process in started:
+        process.join()
+    assert sorted(calls > 0 for calls, _ in converted_rows) == [False, True]
+    assert {length for _, length in converted_rows} == {700}
+
+
+def convert_and_count(source: dict[str, Any], folder: Path, queue: Any) -> None:
+    calls: list[float] = []
+
+    def slowly(done_fraction: float) -> None:
+        calls.append(done_fraction)
+        time.sleep(0.2)
+
+    length = len(open_converted(settings(source), folder, slowly))
+    queue.put((len(calls), length))
+
+
+def test_progress_rises_to_one(tmp_path: Path) -> None:
+    for kind in ("csv", "csv.gz", "parquet", "npz"):
+        source = {**source_of(kind, tmp_path), "cache_dir": "cache"}
+        seen: list[float] = []
+        open_converted(settings(source), tmp_path, seen.append)
+        assert len(seen) > 8, kind
+        assert seen == sorted(seen), kind
+        assert seen[-1] == pytest.approx(1), kind
+        if not kind.startswith("csv"):  # there all of so small a file is read ahead
+            assert seen[2] < 0.9, kind
+
+
+def test_a_cache_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> None:
+    source = source_of("csv", tmp_path)
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(StorageError, match="taken"):
+        convert(settings({**source, "cache_dir": "taken/cache"}), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "numeric.bin", "codes.bin", "categories-1.arrow", "id_ends.bin"]
+)
+def test_a_damaged_cache_is_a_storage_error(tmp_path: Path, name: str) -> None:
+    source = {**source_of("csv", tmp_path), "cache_dir": "cache"}
+    convert(settings(source), tmp_path)
+    (folder,) = (tmp_path / "cache").glob("rows*")
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[: len(content) // 3])
+    with pytest.raises(StorageError, match=r"damaged .* delete it to convert the file again"):
+        convert(settings(source), tmp_path)
+
+
+# ---- bad files ----
+
+
+@pytest.mark.parametrize(
+    ("column", "row", "text", "parts"),
+    [
+        ("label", 600, "2", ["column 'label'", "row 601"]),
+        ("n1", 444, "abc", ["column 'n1'", "expected numbers", "row 445"]),
+        ("n2", 444, "inf", ["column 'n2'", "infinite", "row 445"]),
+        ("id", 300, " ", ["column 'id'", "1 missing or empty ids"]),
+        ("id", 690, "zoë-14 ", ["column 'id'", "normalised: data rows 691 (as 3)"]),
+    ],
+)
+def test_a_bad_cell_is_named_with_its_row_in_the_file(
+    tmp_path: Path, column: str, row: int, text: str, parts: list[str]
+) -> None:
+    columns = rows()
+    columns[column][row] = text
+    write_csv(tmp_path / "rows.csv", columns)
+    with pytest.raises(DataError) as raised:
+        convert(settings({"kind": "csv", "path": "rows.csv", "cache_dir": "cache"}), tmp_path)
+    for part in ["rows.csv", *parts]:
+        assert part in str(raised.value)
+
+
+def test_one_class_only_and_no_rows_are_errors_in_a_cache_too(tmp_path: Path) -> None:
+    columns = rows()
+    source = {"kind": "csv", "path": "rows.csv", "cache_dir": "cache"}
+    write_csv(tmp_path / "rows.csv", {**columns, "label": ["0"] * 700})
+    with pytest.raises(DataError, match="all 700 labels are 0"):
+        convert(settings(source), tmp_path)
+    write_csv(tmp_path / "rows.csv", {name: [] for name in columns})
+    with pytest.raises(DataError, match="no rows"):
+        convert(settings(source), tmp_path)
+
+
+def test_different_ids_with_one_hash_are_no_duplicates() -> None:
+    ids = ["a", "b", "c", "b"]
+    assert repeated_rows(ids[:3], np.array([7, 7, 7])) == []
+    assert repeated_rows(ids, np.array([7, 8, 7, 8])) == [(3, 1)]
+
+
+# ---- images ----
+
+
+def write_images(folder: Path, count: int = 30) -> np.ndarray[Any, Any]:
+    generator = np.random.default_rng(5)
+    pixels = generator.integers(0, 256, (count, 6, 8, 3), dtype=np.uint8)
+    (folder / "images").mkdir()
+    lines = ["name,target,age"]
+    for row, image in enumerate(pixels):
+        Image.fromarray(image).save(folder / "images" / f"lesion{row:02d}.png")
+        lines.append(f"lesion{row:02d},{row % 3 == 0:d},{row}")
+    (folder / "labels.csv").write_text("\n".join(lines) + "\n")
+    return pixels
+
+
+def image_settings(**values: Any) -> DataSettings:
+    source = {
+        "kind": "images",
+        "path": "images",
+        "table": "labels.csv",
+        "file_column": "name",
+        "file_ending": ".png",
+        "height": 6,
+        "width": 8,
+        **values,
+    }
+    found = {
+        "source": source,
+        "id_column": "name",
+        "label_column": "target",
+        "features": {"numeric": "age", "image": {}},
+    }
+    return validate(DataSettings, found, "settings")
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_folder_of_images_is_read_in_the_order_of_its_table(tmp_path: Path, cached: bool) -> None:
+    pixels = write_images(tmp_path)
+    in_cache = image_settings(cache_dir="cache")
+    table = convert(in_cache, tmp_path) if cached else read_table(image_settings(), tmp_path)
+    assert table.image is not None
+    assert np.array_equal(table.image, pixels.transpose(0, 3, 1, 2))
+    assert list(table.ids)[:2] == ["lesion00", "lesion01"]
+    assert table.labels is not None
+    assert table.labels[:4].tolist() == [1, 0, 0, 1]
+    assert table.numeric["age"].tolist() == list(range(30))
+
+
+def test_images_are_resized_and_made_grey(tmp_path: Path) -> None:
+    pixels = write_images(tmp_path)
+    table = read_table(image_settings(height=3, width=4, colours="grey"), tmp_path)
+    assert table.image is not None
+    assert table.image.shape == (30, 1, 3, 4)
+    assert abs(float(table.image.mean()) - float(pixels.mean())) < 2
+
+
+@pytest.mark.parametrize("broken", ["missing", "damaged"])
+def test_an_image_that_cannot_be_read_is_named_by_its_row(tmp_path: Path, broken: str) -> None:
+    write_images(tmp_path)
+    path = tmp_path / "images" / "lesion07.png"
+    if broken == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:60])
+    with pytest.raises(DataError, match=r"labels\.csv: row 8: its image cannot be read") as raised:
+        read_table(image_settings(), tmp_path)
+    assert "lesion07" not in str(raised.value)  # an id names a person
+
+
+def test_a_source_says_which_column_names_the_files(tmp_path: Path) -> None:
+    write_images(tmp_path)
+    with pytest.raises(DataError, match="no column 'nam'; did you mean 'name'"):
+        read_table(image_settings(file_column="nam"), tmp_path)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_images_in_an_archive_are_read_in_parts(tmp_path: Path, cached: bool) -> None:
+    generator = np.random.default_rng(3)
+    x = generator.integers(0, 256, (40, 5, 4, 3), dtype=np.uint8)
+    np.savez_compressed(tmp_path / "rows.npz", x=x, y=np.arange(40) % 2)
+    source = {"kind": "npz", "path": "rows.npz"} | ({"cache_dir": "cache"} if cached else {})
+    found = settings(source, id_column=None, label_column="y", features={"image": {"array": "x"}})
+    table = convert(found, tmp_path) if cached else read_table(found, tmp_path)
+    assert table.image is not None
+    assert np.array_equal(table.image, x.transpose(0, 3, 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("source", "image", "part"),
+    [
+        ("npz", {}, "features.image.array"),
+        ("images", {"array": "x"}, "features.image.array"),
+        ("csv", {"array": "x"}, "npz or images, not csv"),
+    ],
+)
+def test_images_come_from_sources_that_have_them(
+    tmp_path: Path, source: str, image: dict[str, Any], part: str
+) -> None:
+    values = {"kind": source, "path": "x"}
+    if source == "images":
+        values |= {"table": "t.csv", "file_column": "f", "height": "4", "width": "4"}
+    with pytest.raises(SettingsError) as raised:
+        settings(values, features={"image": image})
+    assert part in str(raised.value)

@@ -1,0 +1,583 @@
+"""Rows that come from several files, from an object store or from a database equal those of a file.
+
+The object store is moto's server for S3, in a thread of this process.
+"""
+
+import itertools
+import logging
+import os
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import fs, parquet
+
+from splitveil import simulation
+from splitveil.common.data import sources
+from splitveil.common.data.settings import DataSettings
+from splitveil.common.data.sources import unreadable_is_data_error
+from splitveil.common.data.subjects import read_subjects
+from splitveil.common.data.table import read_table
+from splitveil.common.errors import DataError, SettingsError
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.settings import validate
+from tests.support.compared import assert_same_weights
+
+COUNT = 500
+FEATURES = {"numeric": "n*", "categorical": "c*"}
+KEYS = {"access_key": "key-7431", "secret_key": "secret-8842"}
+
+
+def rows(count: int = COUNT) -> Any:
+    generator = np.random.default_rng(5)
+    return pa.table(
+        {
+            "id": [f"p{row * 7919 % 10007:05d}" for row in range(count)],
+            "label": (generator.random(count) < 0.3).astype(np.int64),
+            "n1": generator.normal(size=count),
+            "n2": generator.integers(0, 9, count),
+            "c1": [f"w{int(value)}" for value in generator.exponential(size=count) * 5],
+        }
+    )
+
+
+def settings(source: dict[str, Any], **values: Any) -> DataSettings:
+    own = {"id_column": "id", "label_column": "label", "features": FEATURES, **values}
+    return validate(DataSettings, {"source": source, **own}, "data")
+
+
+def write_parts(folder: Path, table: Any, count: int = 7) -> None:
+    """Write a table in several files of different sizes, one without a row."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ends = sorted({0, 3, len(table), *range(0, len(table), len(table) // count)})
+    for number, (start, end) in enumerate(itertools.pairwise(ends)):
+        parquet.write_table(table.slice(start, end - start), folder / f"part-{number:03d}.parquet")
+    parquet.write_table(table.slice(0, 0), folder / "part-002-none.parquet")
+
+
+def digest(source: dict[str, Any], folder: Path, **values: Any) -> str:
+    """Return the digest of everything that a run reads: ids, labels, scalers, vocabularies."""
+    data = PartyData.load(settings(source, **values), folder)
+    encoder = data.fit(np.arange(0, len(data.ids), 2))
+    assert encoder is not None
+    encoded = encoder.transform(data.table, np.arange(len(data.ids)))
+    assert encoded.numeric is not None
+    assert encoded.categorical is not None
+    tensors = (encoded.numeric.numpy().tobytes(), encoded.categorical.numpy().tobytes())
+    return data.digest(encoder) + str(hash(tensors))
+
+
+@pytest.fixture
+def one_file(tmp_path: Path) -> str:
+    """Write the table as a single file, and return the digest of what is read from it."""
+    parquet.write_table(rows(), tmp_path / "rows.parquet")
+    return digest({"kind": "parquet", "path": "rows.parquet"}, tmp_path)
+
+
+# ---- several files ----
+
+
+@pytest.mark.parametrize("path", ["parts", "parts/", "parts/part-*", "p*/part-???*.parquet", "**"])
+@pytest.mark.parametrize("cache", [{}, {"cache_dir": "cache"}])
+def test_a_folder_or_pattern_equals_one_file(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    one_file: str,
+    path: str,
+    cache: dict[str, str],
+) -> None:
+    monkeypatch.setattr(sources, "PART_ROWS", 64)
+    write_parts(tmp_path / "all" / "parts", rows())
+    for name in ("_SUCCESS", ".part-000.parquet.crc"):
+        (tmp_path / "all" / "parts" / name).write_text("no part")
+    path = "all/**/*" if path == "**" else f"all/{path}"
+    assert digest({"kind": "parquet", "path": path, **cache}, tmp_path) == one_file
+
+
+def test_the_parts_follow_the_order_of_their_paths(tmp_path: Path) -> None:
+    for name in ("b/1", "a/2", "a/10", "a-1/1"):
+        path = tmp_path / "parts" / f"{name}.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        parquet.write_table(pa.table({"id": [name], "n1": [1.0]}), path)
+    source = {"kind": "parquet", "path": "parts"}
+    table = read_table(settings(source, label_column=None, features={"numeric": "n1"}), tmp_path)
+    assert list(table.ids) == ["a/10", "a/2", "a-1/1", "b/1"]
+
+
+@pytest.mark.parametrize("cache", [{}, {"cache_dir": "cache"}])
+def test_folders_of_partitions_are_columns_of_text(tmp_path: Path, cache: dict[str, str]) -> None:
+    folders = ("zip=007/day=1", "zip=7/day=2", "zip=a%20b/day=__HIVE_DEFAULT_PARTITION__")
+    for number, folder in enumerate(folders):
+        path = tmp_path / "parts" / folder / "x.parquet"
+        path.parent.mkdir(parents=True)
+        parquet.write_table(pa.table({"id": [f"{number}", f"{number}b"]}), path)
+    chosen = settings(
+        {"kind": "parquet", "path": "parts", **cache},
+        label_column=None,
+        features={"categorical": "zip", "numeric": "day", "missing_numeric": "zero"},
+    )
+    table = PartyData.load(chosen, tmp_path).table
+    column = table.categorical["zip"]
+    texts = column.categories.take(pa.array(column.codes)).to_pylist()
+    assert texts == ["007", "007", "7", "7", "a b", "a b"]
+    assert table.numeric["day"].tolist() == [1, 1, 2, 2, 0, 0]
+
+
+def test_a_part_without_any_value_has_the_type_of_the_others(tmp_path: Path) -> None:
+    (tmp_path / "parts").mkdir()
+    empty, full = pa.array([None, None]), pa.array([2.5, 3.5])
+    for number, column in enumerate((empty, full)):
+        ids = [f"{number}", f"{number}b"]
+        parquet.write_table(pa.table({"id": ids, "n1": column}), tmp_path / f"parts/{number}")
+    for cache in ({}, {"cache_dir": "cache"}):
+        chosen = settings(
+            {"kind": "parquet", "path": "parts", **cache},
+            label_column=None,
+            features={"numeric": "n1", "missing_numeric": "zero"},
+        )
+        assert PartyData.load(chosen, tmp_path).table.numeric["n1"].tolist() == [0, 0, 2.5, 3.5]
+
+
+def converted_folders(folder: Path) -> set[str]:
+    return {path.name for path in (folder / "cache").iterdir() if path.is_dir()}
+
+
+@pytest.mark.parametrize("change", ["rewritten", "added", "removed", "renamed"])
+def test_the_converted_columns_notice_a_change_of_any_part(tmp_path: Path, change: str) -> None:
+    parts = tmp_path / "parts"
+    write_parts(parts, rows())
+    source = {"kind": "parquet", "path": "parts", "cache_dir": "cache"}
+    before = digest(source, tmp_path)
+    assert digest(source, tmp_path) == before
+    (first,) = converted_folders(tmp_path)
+    last = max(parts.iterdir())
+    if change == "rewritten":
+        found = last.stat()
+        os.utime(last, ns=(found.st_atime_ns, found.st_mtime_ns + 1))
+    elif change == "added":
+        one = rows(1).set_column(0, "id", pa.array(["new"]))
+        parquet.write_table(one, parts / "part-9.parquet")
+    elif change == "removed":
+        last.unlink()
+    else:
+        last.rename(parts / "a-first.parquet")
+    after = digest(source, tmp_path)
+    assert (after == before) == (change == "rewritten")
+    assert len(converted_folders(tmp_path) - {first}) == 1
+
+
+def lacking(parts: Path) -> None:
+    parquet.write_table(rows(3).drop_columns(["n2"]), parts / "part-001.parquet")
+
+
+def typed(parts: Path) -> None:
+    table = rows(3)
+    changed = table.set_column(3, "n2", table.column("n2").cast(pa.float64()))
+    parquet.write_table(changed, parts / "part-001.parquet")
+
+
+def emptied(parts: Path) -> None:
+    for path in parts.iterdir():
+        path.unlink()
+
+
+def gone(parts: Path) -> None:
+    emptied(parts)
+    parts.rmdir()
+
+
+BAD_FOLDERS: dict[str, tuple[str, Callable[[Path], object], list[str]]] = {
+    "a column is missing": ("parts", lacking, ["'n2' is missing in 1 of", "part-001.parquet"]),
+    "types differ": ("parts", typed, ["'n2' has several types: int64", "double", "part-001"]),
+    "an empty folder": ("parts", emptied, ["parts", "found none"]),
+    "no folder": ("parts", gone, ["parts", "there is no such file"]),
+    "no match": ("parts/*.pq", lambda parts: None, ["parts/*.pq", "no file matches"]),
+    "another file": (
+        "parts",
+        lambda parts: (parts / "part-1.txt").write_text("secret text"),
+        ["part-1.txt", "cannot be read"],
+    ),
+    "a pipe": ("parts", lambda parts: os.mkfifo(parts / "part-1"), ["part-1", "regular file"]),
+    "folders that differ": (
+        "parts",
+        lambda parts: write_parts(parts / "year=1", rows(9)),
+        ["NAME=VALUE", "'year'", "part-000.parquet"],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD_FOLDERS)
+@pytest.mark.parametrize("cache", [{}, {"cache_dir": "cache"}])
+def test_a_bad_folder_is_refused(tmp_path: Path, what: str, cache: dict[str, str]) -> None:
+    path, spoil, expected = BAD_FOLDERS[what]
+    write_parts(tmp_path / "parts", rows())
+    spoil(tmp_path / "parts")
+    with pytest.raises(DataError) as refused:
+        PartyData.load(settings({"kind": "parquet", "path": path, **cache}), tmp_path)
+    for text in expected:
+        assert text in str(refused.value)
+    assert "secret text" not in str(refused.value)
+
+
+def test_a_column_that_is_not_used_may_differ(tmp_path: Path) -> None:
+    write_parts(tmp_path / "parts", rows())
+    table = rows(3).append_column("unused", pa.array([1, 2, 3]))
+    parquet.write_table(table.slice(0, 0), tmp_path / "parts" / "part-9.parquet")
+    assert len(PartyData.load(settings({"kind": "parquet", "path": "parts"}), tmp_path).ids) == 500
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ({"path": "ftp://host/x"}, "not ftp://"),
+        ({"path": "s3://key:word-3391@bucket/x"}, "an address holds no credentials"),
+        ({"path": "s3://key:word/3391@bucket/x"}, "an address holds no credentials"),
+        ({"path": "rows.parquet", "store": {"region": "x"}}, "store is for addresses"),
+        ({"path": "abfs://container/x"}, "store.account"),
+        ({"path": "s3://b/x", "store": {"endpoint": "https://a:word-3391@host"}}, "store.endpoint"),
+        ({"path": "s3://b/x", "store": {"secret_key": "x"}}, "unknown setting"),
+    ],
+)
+def test_addresses_and_their_store_have_to_fit(source: dict[str, Any], expected: str) -> None:
+    with pytest.raises(SettingsError, match=expected) as refused:
+        settings({"kind": "parquet", **source})
+    assert "3391" not in str(refused.value)
+
+
+# ---- an object store ----
+
+
+class Bucket:
+    """A bucket of moto's server."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
+        scheme, _, host = endpoint.partition("://")
+        self.files = fs.S3FileSystem(
+            scheme=scheme, endpoint_override=host, allow_bucket_creation=True, **KEYS
+        )
+        self.files.create_dir("bucket")
+
+    def upload(self, folder: Path, name: str) -> None:
+        fs.copy_files(str(folder), f"bucket/{name}", destination_filesystem=self.files)
+
+    def source(self, path: str, **values: Any) -> dict[str, Any]:
+        store = {"endpoint": self.endpoint, "region": "eu-west-1"}
+        return {"kind": "parquet", "path": f"s3://{path}", "store": store, **values}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    running = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    running.start()
+    host, port = running.get_host_and_port()
+    yield f"http://{host}:{port}"
+    running.stop()
+
+
+@pytest.fixture
+def bucket(server: str, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEYS["access_key"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", KEYS["secret_key"])
+    return Bucket(server)
+
+
+def test_an_object_store_gives_the_same_bits_as_a_file(
+    tmp_path: Path, bucket: Bucket, one_file: str
+) -> None:
+    write_parts(tmp_path / "parts", rows())
+    bucket.upload(tmp_path / "parts", "same/parts")
+    bucket.upload(tmp_path / "rows.parquet", "same/rows.parquet")
+    for path in (
+        "rows.parquet",
+        "parts",
+        "parts/part-*",
+        "**/part-*",
+        "p*/**",
+        "**/parts/part-[0-9]*",
+    ):
+        assert digest(bucket.source(f"bucket/same/{path}"), tmp_path) == one_file
+    cached = bucket.source("bucket/same/parts", cache_dir="cache")
+    assert digest(cached, tmp_path) == one_file
+    (before,) = converted_folders(tmp_path)
+    bucket.files.delete_file("bucket/same/parts/part-000.parquet")
+    assert digest(cached, tmp_path) != one_file
+    assert len(converted_folders(tmp_path) - {before}) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("absent/rows", "NO_SUCH_BUCKET"),
+        ("bucket/absent.parquet", "s3://bucket/absent.parquet"),
+        ("bucket/absent/*.parquet", "s3://bucket/absent/"),
+    ],
+)
+def test_a_bucket_that_cannot_be_read_is_refused(
+    tmp_path: Path, bucket: Bucket, path: str, expected: str
+) -> None:
+    with pytest.raises(DataError, match=expected):
+        PartyData.load(settings(bucket.source(path)), tmp_path)
+
+
+# ---- a database ----
+
+
+def write_database(path: Path, table: Any) -> None:
+    with sqlite3.connect(path) as database:
+        database.execute("create table people (id text, label int, n1 real, n2 int, c1 text)")
+        insert = "insert into people values (?, ?, ?, ?, ?)"
+        database.executemany(insert, [tuple(row.values()) for row in table.to_pylist()])
+    database.close()
+
+
+def query(**values: Any) -> dict[str, Any]:
+    own = {"driver": "sqlite", "uri": "people.sqlite", "query": "select * from people"}
+    return {"kind": "sql", **own, **values}
+
+
+@pytest.mark.parametrize("cache", [{}, {"cache_dir": "cache"}])
+def test_a_query_gives_the_same_bits_as_a_file(
+    tmp_path: Path, one_file: str, cache: dict[str, str]
+) -> None:
+    write_database(tmp_path / "people.sqlite", rows())
+    assert digest(query(**cache), tmp_path) == one_file
+
+
+def test_the_result_of_a_query_is_fixed_when_it_is_first_used(tmp_path: Path) -> None:
+    write_database(tmp_path / "people.sqlite", rows())
+    shuffled = query(query="select * from people order by random()")
+    before = digest(shuffled, tmp_path)
+    assert digest(shuffled, tmp_path) == before
+    people = read_subjects(settings(shuffled, features=None), tmp_path, "c1")
+    codes = read_table(settings(shuffled), tmp_path).categorical["c1"].codes
+    assert len({*zip(people.tolist(), codes.tolist(), strict=True)}) == len({*people.tolist()})
+    assert digest(shuffled | {"snapshot": "again"}, tmp_path) != before
+    (first, second) = sorted((tmp_path / "snapshots").glob("query-*.parquet"))
+    assert first.stat().st_mode & 0o077 == second.stat().st_mode & 0o077 == 0
+
+
+def test_a_change_of_the_database_is_noticed(tmp_path: Path) -> None:
+    write_database(tmp_path / "people.sqlite", rows())
+    for source in (query(), query(cache_dir="cache")):
+        before = digest(source, tmp_path)
+        with sqlite3.connect(tmp_path / "people.sqlite") as database:
+            database.execute("update people set n1 = n1 + 1")
+        database.close()
+        assert digest(source, tmp_path) != before
+
+
+BAD_QUERIES = {
+    "no such column": ("select nope from people", "no such column: nope"),
+    "no query": ("select from", "syntax error"),
+    "no such table": ("select * from peple", "no such table: peple"),
+    "a change": ("with x as (select 1) delete from people", "failed while it ran"),
+    "two types": (
+        (
+            "select id, label, n1, n2, c1 from people union all "
+            "select 'x', 'secret-word', 1.0, 1, 'w' from people"
+        ),
+        "CAST",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD_QUERIES)
+def test_a_bad_query_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    monkeypatch.setattr(sources, "PART_ROWS", 64)
+    text, expected = BAD_QUERIES[what]
+    write_database(tmp_path / "people.sqlite", rows())
+    with pytest.raises(DataError, match=expected) as refused:
+        PartyData.load(settings(query(query=text)), tmp_path)
+    assert "secret-word" not in str(refused.value)
+    assert not list((tmp_path / "snapshots").glob("*query-*.parquet*tmp"))
+    assert not list((tmp_path / "snapshots").glob("query-*.parquet"))
+    with sqlite3.connect(tmp_path / "people.sqlite") as database:
+        assert database.execute("select count(*) from people").fetchone() == (COUNT,)
+    database.close()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ATTACH 'new.db' AS x",
+        "-- select\n; ATTACH 'new.db' AS x",
+        "/* select */ vacuum into 'new.db'",
+        "/* one */ attach 'new.db' as x /* two */ select",
+        "pragma journal_mode = wal",
+        "selection",
+    ],
+)
+def test_a_statement_that_may_write_another_file_is_refused(text: str) -> None:
+    """A database that is open for reading alone takes it."""
+    with pytest.raises(SettingsError, match="begins with SELECT or WITH"):
+        settings(query(query=text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "-- a note; with an end\n select * from people",
+        "/* from\n us */(SELECT * FROM people)",
+        "With p as (select * from people) select * from p",
+        "VALUES (1)",
+    ],
+)
+def test_a_query_may_be_written_in_several_ways(text: str) -> None:
+    settings(query(query=text))
+
+
+def test_a_database_that_is_not_there_is_refused_and_not_made(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="the database cannot be read"):
+        PartyData.load(settings(query()), tmp_path)
+    assert not (tmp_path / "people.sqlite").exists()
+
+
+def test_a_server_that_does_not_answer_is_named_without_its_password(tmp_path: Path) -> None:
+    path = tmp_path / "uri"
+    path.touch(0o600)
+    path.write_text("postgresql://me:word-3391@127.0.0.1:1/people\n")
+    source = query(driver="postgresql", uri_file="uri")
+    del source["uri"]
+    with pytest.raises(DataError, match="Connection refused") as refused:
+        PartyData.load(settings(source), tmp_path)
+    assert "3391" not in str(refused.value)
+    path.chmod(0o644)
+    with pytest.raises(SettingsError, match="chmod 600"):
+        PartyData.load(settings(source), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "postgresql://me:word-3391@[::1/people",
+        "postgresql://me:p@word-3391@localhost:1/people",
+        "postgresql://me:word-3391/p@localhost/people",
+        "postgresql://localhost/people?sslmode=word-3391",
+        "host=localhost password=word word-3391",
+    ],
+)
+def test_an_address_that_cannot_be_read_is_not_repeated(tmp_path: Path, address: str) -> None:
+    path = tmp_path / "uri"
+    path.touch(0o600)
+    path.write_text(address)
+    source = query(driver="postgresql", uri_file="uri")
+    del source["uri"]
+    with pytest.raises(DataError, match="its address cannot be read") as refused:
+        PartyData.load(settings(source), tmp_path)
+    assert "3391" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "postgresql://me:word-3391@host/people",
+        "postgresql://me:word/3391@host/people",
+        "postgresql://host/people?password=word-3391",
+        "postgresql://host/people?pass%77ord=word-3391",
+        "host=host dbname=people password=word-3391",
+        "host=host password = 'word-3391'",
+        "postgresql://host/people?sslcert=x&sslpassword=word-3391",
+        "postgresql://host/people?oauth_client_secret=word-3391",
+    ],
+)
+def test_a_password_in_the_settings_is_refused_and_not_repeated(uri: str) -> None:
+    with pytest.raises(SettingsError, match="uri_file") as refused:
+        settings(query(driver="postgresql", uri=uri))
+    assert "3391" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "postgresql://me@host:5432/people",
+        "postgresql://me%40company@host:5432/people?sslmode=verify-full&passfile=pass",
+        "host=host user=me sslkey=me.key",
+    ],
+)
+def test_an_address_without_a_password_may_stand_in_the_settings(uri: str) -> None:
+    settings(query(driver="postgresql", uri=uri))
+
+
+POSTGRESQL = os.environ.get("SPLITVEIL_POSTGRESQL", "")
+"""Address of a database in which tests may make tables."""
+
+
+@pytest.mark.skipif(not POSTGRESQL, reason="SPLITVEIL_POSTGRESQL names no database")
+def test_postgresql_gives_the_same_bits_as_a_file(tmp_path: Path, one_file: str) -> None:
+    from adbc_driver_postgresql import dbapi
+
+    with dbapi.connect(POSTGRESQL) as database, database.cursor() as cursor:
+        cursor.execute("drop table if exists splitveil_people")
+        cursor.adbc_ingest("splitveil_people", rows(), mode="create")
+        cursor.execute("alter table splitveil_people add u uuid default gen_random_uuid()")
+        cursor.execute("alter table splitveil_people add amount numeric(9, 2) default 2.5")
+        database.commit()
+    path = tmp_path / "uri"
+    path.touch(0o600)
+    path.write_text(POSTGRESQL)
+    source = query(driver="postgresql", uri_file="uri", query="select * from splitveil_people")
+    del source["uri"]
+    assert digest(source, tmp_path) == one_file
+    table = read_table(settings(source, id_column="u", features={"numeric": "amount"}), tmp_path)
+    assert {len(one) for one in table.ids} == {36}
+    assert set(table.numeric["amount"]) == {2.5}
+    for text, expected in (
+        ("select nope from splitveil_people", 'column "nope" does not exist'),
+        ("select 1 / (n2 - n2) from splitveil_people", "rows were read"),
+        ("select (c1 || 'secret-word')::int from splitveil_people", "rows were read"),
+        ("with x as (select 1) delete from splitveil_people", "expected a SELECT"),
+    ):
+        with pytest.raises(DataError, match=expected) as refused:
+            PartyData.load(settings(source | {"query": text}), tmp_path)
+        assert "secret" not in str(refused.value)
+    assert len(PartyData.load(settings(source | {"snapshot": "again"}), tmp_path).ids) == COUNT
+
+
+# ---- both parties ----
+
+
+def test_a_run_from_a_store_and_a_database_is_one_from_files(
+    example: Path, tmp_path: Path, bucket: Bucket
+) -> None:
+    """The label owner's table in SQLite, the feature owner's on S3, in parts."""
+    from pyarrow import csv
+
+    active = csv.read_csv(example / "active.csv")
+    with sqlite3.connect(tmp_path / "people.sqlite") as database:
+        database.execute("create table people (id text, label int, own1 real, own2 real)")
+        insert = "insert into people values (?, ?, ?, ?)"
+        database.executemany(insert, [tuple(row.values()) for row in active.to_pylist()])
+    database.close()
+    write_parts(tmp_path / "parts", csv.read_csv(example / "passive.csv"))
+    bucket.upload(tmp_path / "parts", "run/parts")
+    store = f"{{endpoint: '{bucket.endpoint}'}}"
+    elsewhere = simulation.read_settings(
+        example,
+        [
+            "data.source={kind: sql, driver: sqlite, query: select * from people, uri: -}",
+            f"data.source.uri={tmp_path}/people.sqlite",
+            f"data.source.snapshot_dir={tmp_path}/kept",
+        ],
+        [f"data.source={{kind: parquet, path: 's3://bucket/run/parts', store: {store}}}"],
+    )
+    weights = []
+    for chosen in (simulation.read_settings(example), elsewhere):
+        run = simulation.build(chosen)
+        run.meet()
+        weights.append(run.weights())
+    assert_same_weights(*weights)
+
+
+def test_the_refusal_of_a_store_shows_no_address() -> None:
+    with pytest.raises(DataError) as refused, unreadable_is_data_error("abfs://rows/part.parquet"):
+        raise OSError("GET https://x.blob.core.windows.net/rows?sig=word-3391 failed: (403)")
+    assert "GET its address failed: (403)" in str(refused.value)

@@ -1,0 +1,181 @@
+"""The sources of fresh noise: the distribution, its tails, and that it cannot be repeated."""
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from splitveil.active_party.defenses import MarvellDefense, RawBatch
+from splitveil.active_party.defenses.noise import (
+    DefaultNoise,
+    EntropyNoise,
+    SecureNoise,
+    box_muller,
+    open_uniform,
+    secure_normal,
+)
+from tests.support.defended import build_defense
+
+Numbers = npt.NDArray[np.float64]
+KEY = bytes(range(32))
+DTYPES = [torch.float32, torch.float64]
+
+
+def drawn(dtype: torch.dtype, count: int = 1_000_000) -> Numbers:
+    return secure_normal(count, dtype, KEY).double().numpy()
+
+
+def test_numbers_are_normal_and_nearly_normal_ones_are_told_apart() -> None:
+    """Accepts ours; rejects a scale 1 % off, a mean of 0.01, and Student's t.
+
+    p above 0.001: a right generator fails for one key in 1,000, and this key is fixed.
+    """
+    numbers = drawn(torch.float32)
+    others = np.random.default_rng(5).standard_t(20, size=len(numbers))
+    assert stats.kstest(numbers, "norm").pvalue > 0.001
+    for wrong in (1.01 * numbers, numbers + 0.01, others):
+        assert stats.kstest(wrong, "norm").pvalue < 0.001
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_moments_are_those_of_the_normal_distribution(dtype: torch.dtype) -> None:
+    """Up to the eighth, within 5 standard errors; rejects a scale 1 % off in the even ones."""
+    numbers = drawn(dtype)
+    for order in range(1, 9):
+        expected = stats.norm.moment(order)
+        error = math.sqrt(stats.norm.moment(2 * order) - expected**2) / len(numbers) ** 0.5
+        assert abs((numbers**order).mean() - expected) < 5 * error
+        if order % 2 == 0:
+            assert abs(((1.01 * numbers) ** order).mean() - expected) > 2 * error
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tails_have_their_share(dtype: torch.dtype) -> None:
+    """Beyond 3 and 4 on each side, within 5 standard errors; rejects a sum of 12 uniforms."""
+
+    def fitting(numbers: Numbers) -> bool:
+        return all(
+            abs((side * numbers > limit).sum() - expected) < 5 * expected**0.5
+            for limit in (3.0, 4.0)
+            for expected in [stats.norm.sf(limit) * len(numbers)]
+            for side in (1, -1)
+        )
+
+    assert fitting(drawn(dtype, 4_000_000))
+    uniform = np.random.default_rng(5)
+    summed = np.full(4_000_000, -6.0)
+    for _ in range(12):
+        summed += uniform.random(len(summed))
+    assert not fitting(summed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_neighbours_and_halves_are_independent(dtype: torch.dtype) -> None:
+    """Neither the numbers of a pair nor those of two pairs are correlated, nor their squares."""
+    numbers = drawn(dtype, 65_536)  # one chunk: pairs are half of it apart
+    half = len(numbers) // 2
+    for first, second in ((numbers[:half], numbers[half:]), (numbers[:-1], numbers[1:])):
+        for power in (1, 2):
+            correlation = np.corrcoef(first**power, second**power)[0, 1]
+            assert abs(correlation) < 5 / len(first) ** 0.5
+    assert (
+        np.corrcoef(numbers[:half] ** 2, (numbers[:half] + 0.1 * numbers[half:]) ** 2)[0, 1] > 0.5
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "dtype", "largest"),
+    [(torch.int32, torch.float32, 6.66), (torch.int64, torch.float64, 9.42)],
+)
+def test_the_largest_number_is_the_stated_one(
+    words: torch.dtype, dtype: torch.dtype, largest: float
+) -> None:
+    """The smallest radius word, with its sign bit and without, and the largest: finite, stated."""
+    limits = torch.iinfo(words)
+    radius = torch.tensor([0, limits.min, limits.max, -1], dtype=words)
+    numbers = torch.empty(8, dtype=dtype)
+    box_muller(radius, torch.zeros(4, dtype=words), out=numbers)
+    assert numbers[:2].tolist() == pytest.approx([largest] * 2, abs=0.005)
+    assert numbers[2:4].tolist() == pytest.approx([0, 0], abs=1e-3)
+    assert torch.isfinite(numbers).all()
+
+
+@pytest.mark.parametrize("words", [torch.int32, torch.int64])
+def test_a_uniform_number_is_above_zero_and_at_most_one(words: torch.dtype) -> None:
+    limits = torch.iinfo(words)
+    numbers = open_uniform(
+        torch.tensor([0, limits.max // 2, limits.max], dtype=words), torch.float32
+    )
+    assert 0 < float(numbers[0]) < 1e-9
+    assert numbers[1:].tolist() == pytest.approx([0.5, 1.0])
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 7, 65_535, 65_536, 65_537, 200_001])
+def test_any_number_of_numbers_can_be_drawn(count: int) -> None:
+    numbers = secure_normal(count, torch.float32, KEY)
+    assert numbers.shape == (count,)
+    assert len(set(numbers.tolist())) >= count - 0.01 * count
+
+
+def test_a_key_gives_one_sequence_and_another_key_another() -> None:
+    first = secure_normal(1000, torch.float32, KEY)
+    assert torch.equal(first, secure_normal(1000, torch.float32, KEY))
+    for position in range(32):
+        other = bytearray(KEY)
+        other[position] ^= 1
+        assert (secure_normal(1000, torch.float32, bytes(other)) != first).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("source", [SecureNoise, EntropyNoise, DefaultNoise])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_source_ever_repeats(
+    source: type[SecureNoise | EntropyNoise | DefaultNoise], dtype: torch.dtype
+) -> None:
+    like = torch.empty(3, 5, dtype=dtype)
+    noise = source()
+    draws = [noise.standard_normal((20, 50), like) for _ in range(2)]
+    draws.append(source().standard_normal((20, 50), like))
+    for draw in draws:
+        assert draw.dtype == dtype
+        assert draw.shape == (20, 50)
+    assert (draws[0] != draws[1]).float().mean() > 0.99
+    assert (draws[0] != draws[2]).float().mean() > 0.99
+
+
+def torch_draws_in(settings: MarvellDefense, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Count how often a defense takes numbers from one of torch's own generators."""
+    count = 0
+    randn = torch.randn
+
+    def counting(*arguments: object, **options: object) -> Tensor:
+        nonlocal count
+        count += 1
+        return randn(*arguments, **options)  # type: ignore[call-overload,no-any-return]
+
+    gradients = randn(64, 4, generator=torch.Generator().manual_seed(1))
+    monkeypatch.setattr(torch, "randn", counting)
+    build_defense(settings).defend(RawBatch(gradients, torch.arange(64) % 2))
+    monkeypatch.setattr(torch, "randn", randn)
+    return count
+
+
+def test_on_the_cpu_noise_is_secure_unless_speed_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert torch_draws_in(MarvellDefense(), monkeypatch) == 0
+    assert torch_draws_in(MarvellDefense(secure_noise=True), monkeypatch) == 0
+    assert torch_draws_in(MarvellDefense(secure_noise=False), monkeypatch) > 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("source", [SecureNoise, EntropyNoise, DefaultNoise])
+def test_on_a_gpu_noise_comes_to_the_gpu(
+    source: type[SecureNoise | EntropyNoise | DefaultNoise],
+) -> None:
+    numbers = source().standard_normal((200_000,), torch.empty(0, device="cuda"))
+    assert numbers.is_cuda
+    assert stats.kstest(numbers.cpu().numpy(), "norm").pvalue > 1e-6

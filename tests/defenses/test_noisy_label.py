@@ -1,0 +1,379 @@
+"""Noisy labels: their distribution, what they tell, and targets made of them and predictions."""
+
+import itertools
+import math
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from pydantic import TypeAdapter, ValidationError
+from scipy import integrate, stats
+from torch import Tensor
+
+from splitveil.active_party.defenses import (
+    Defense,
+    DefenseContext,
+    DefenseSettings,
+    Examples,
+    NoiseSecrets,
+    NoisyLabelDefense,
+    RawBatch,
+)
+from splitveil.active_party.defenses.exact_auc import laplace_auc
+from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
+from splitveil.active_party.defenses.interface import LabelledRows
+from splitveil.active_party.defenses.label_mechanisms import (
+    AlibiLabels,
+    GaussianLabels,
+    LabelMechanism,
+    LaplaceLabels,
+    RandomizedResponse,
+    draw_noisy_labels,
+    label_leak,
+)
+from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.leakage import leak_auc
+from tests.support.defended import build_defense
+
+KEY = key_from_insecure_seed(1)
+IDS = [f"person-{number}" for number in range(100_000)]
+LABELS = (torch.arange(len(IDS)) % 4 == 0).float()
+
+MECHANISMS: list[LabelMechanism] = [
+    GaussianLabels(kind="gaussian", noise_ratio=2.0),
+    LaplaceLabels(kind="laplace", epsilon=0.7),
+    RandomizedResponse(kind="randomized_response", epsilon=0.7),
+]
+
+
+SOME = IDS[:60_000]
+EPSILON = 0.8
+ALIBI = AlibiLabels(kind="alibi", epsilon=EPSILON)
+POSTERIORS: list[LabelMechanism] = [
+    ALIBI,
+    GaussianLabels(kind="gaussian", noise_ratio=2.0, posterior="model"),
+    LaplaceLabels(kind="laplace", epsilon=EPSILON, posterior="model"),
+    RandomizedResponse(kind="randomized_response", epsilon=EPSILON, posterior="model"),
+]
+
+
+def kind_of(mechanism: LabelMechanism) -> str:
+    return mechanism.kind
+
+
+def noise_of(mechanism: LabelMechanism) -> npt.NDArray[np.float64]:
+    drawn = draw_noisy_labels(mechanism, LABELS, KEY, IDS)
+    return (drawn - LABELS).double().numpy()
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "distribution"),
+    [(MECHANISMS[0], stats.norm(scale=2.0)), (MECHANISMS[1], stats.laplace(scale=1 / 0.7))],
+    ids=["gaussian", "laplace"],
+)
+def test_noise_has_the_stated_distribution(
+    mechanism: LabelMechanism, distribution: "stats.rv_continuous"
+) -> None:
+    """For each label; rejects a scale 5 % off. The grid of 2^-10 is far below what KS resolves."""
+    noise = noise_of(mechanism)
+    for label in (0, 1):
+        part = noise[LABELS.numpy() == label]
+        assert stats.kstest(part, distribution.cdf).pvalue > 0.001
+        assert stats.kstest(1.05 * part, distribution.cdf).pvalue < 0.001
+
+
+def test_randomized_response_flips_each_label_with_its_probability() -> None:
+    """Within 5 standard errors; rejects the probability of an epsilon 10 % larger."""
+    flipped = noise_of(MECHANISMS[2]) != 0
+    for label in (0, 1):
+        part = flipped[LABELS.numpy() == label]
+        error = 0.5 / len(part) ** 0.5
+        assert abs(part.mean() - 1 / (1 + math.exp(0.7))) < 5 * error
+        assert abs(part.mean() - 1 / (1 + math.exp(0.77))) > 5 * error
+    drawn = draw_noisy_labels(MECHANISMS[2], LABELS, KEY, IDS)
+    assert set(drawn.tolist()) == {0.0, 1.0}
+
+
+@pytest.mark.parametrize("epsilon", [0.1, 1.0, 3.0])
+def test_the_divergences_are_those_of_the_distributions(epsilon: float) -> None:
+    """Against numerical integration, and a sum over both answers."""
+
+    def log_ratio(x: float) -> float:
+        return epsilon * (abs(x) - abs(x - 1))
+
+    def integrand(x: float) -> float:
+        densities = stats.laplace.pdf([x - 1, x], scale=1 / epsilon)
+        return float((densities[0] - densities[1]) * log_ratio(x))
+
+    parts = ((-60 / epsilon, 0), (0, 1), (1, 60 / epsilon))
+    expected = sum(integrate.quad(integrand, *part)[0] for part in parts)
+    laplace = label_leak(LaplaceLabels(kind="laplace", epsilon=epsilon))
+    assert laplace[0] == pytest.approx(expected, rel=1e-6)
+    flip = 1 / (1 + math.exp(epsilon))
+    response = label_leak(RandomizedResponse(kind="randomized_response", epsilon=epsilon))
+    assert response[0] == pytest.approx(2 * (1 - 2 * flip) * math.log((1 - flip) / flip))
+    gaussian = label_leak(GaussianLabels(kind="gaussian", noise_ratio=epsilon))
+    assert gaussian[0] == pytest.approx(1 / epsilon**2)
+    assert (laplace[1], response[1], gaussian[1]) == (epsilon, epsilon, None)
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS, ids=kind_of)
+def test_no_score_passes_the_guarantee_and_the_noisy_label_comes_close(
+    mechanism: LabelMechanism,
+) -> None:
+    leak = leak_auc(draw_noisy_labels(mechanism, LABELS, KEY, IDS), LABELS)
+    defense = build_defense(NoisyLabelDefense(mechanism=mechanism), KEY)
+    bound = defense.defend(RawBatch(torch.ones(2, 3), LABELS[:2])).report.leak_auc_bound
+    assert bound == pytest.approx(
+        {
+            "gaussian": float(stats.norm.cdf(1 / (2 * math.sqrt(2)))),
+            "laplace": laplace_auc(0.7),
+            "randomized_response": 1 / (1 + math.exp(-0.7)),
+        }[mechanism.kind]
+    )
+    assert bound is not None
+    assert 0.6 < leak < bound + 0.01
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS[:2], ids=kind_of)
+def test_low_bits_tell_nothing(mechanism: LabelMechanism) -> None:
+    """Noisy labels of both classes lie on one grid; a plain floating-point sum gives itself away.
+
+    The plain sum 1 + x has lost the bits of x below its own last one; x alone has not.
+    """
+    drawn = draw_noisy_labels(mechanism, LABELS, KEY, IDS).double()
+    assert torch.equal(drawn * 1024, (drawn * 1024).round())
+    assert float((drawn * 512 == (drawn * 512).round()).double().mean()) < 0.52
+    plain = 0.1 * torch.randn(4000, generator=torch.Generator().manual_seed(1))
+    small = torch.stack((plain, (1 + plain) - 1))
+    bare = (small * 2**26 == (small * 2**26).round()).double().mean(dim=1)
+    assert bare[0] < 0.5 < bare[1]
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS, ids=kind_of)
+def test_a_noisy_label_belongs_to_its_example(mechanism: LabelMechanism) -> None:
+    """Equal in any order and company; other keys and ids draw others."""
+    part, labels = IDS[:5000], LABELS[:5000]
+    whole = draw_noisy_labels(mechanism, labels, KEY, part)
+    order = torch.randperm(5000, generator=torch.Generator().manual_seed(1))
+    again = draw_noisy_labels(mechanism, labels[order], KEY, [part[i] for i in order])
+    assert torch.equal(again, whole[order])
+    others = (
+        draw_noisy_labels(mechanism, labels, key_from_insecure_seed(2), part),
+        draw_noisy_labels(mechanism, labels, KEY, [f"other-{name}" for name in part]),
+    )
+    expected = 0.4 if mechanism.kind == "randomized_response" else 0.99  # 2 q (1 - q) differ
+    for other in others:
+        assert float((other != whole).double().mean()) > expected
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS, ids=kind_of)
+def test_a_charge_repeats_and_names_strength_and_key(mechanism: LabelMechanism) -> None:
+    def charged(settings: NoisyLabelDefense, seed: int = 1) -> tuple[str | None, float | None]:
+        defense = build_defense(settings, key_from_insecure_seed(seed))
+        charge = defense.defend(RawBatch(torch.ones(4, 2), LABELS[:4]))[1].charge
+        assert charge.sum_kl == pytest.approx(label_leak(mechanism)[0])
+        return charge.noise_identity, charge.epsilon
+
+    noisy = NoisyLabelDefense(mechanism=mechanism)
+    identity, epsilon = charged(noisy)
+    assert epsilon == label_leak(mechanism)[1]
+    assert charged(noisy) == (identity, epsilon)
+    assert charged(noisy, seed=2)[0] != identity
+    assert key_from_insecure_seed(1).hex()[:8] not in str(identity)
+    # A top model that learns from the labels has no label-DP, and must not claim any.
+    assert charged(NoisyLabelDefense(mechanism=mechanism, top_labels="true")) == (identity, None)
+
+
+def test_the_gradient_is_sent_as_it_is() -> None:
+    raw: Tensor = torch.randn(8, 2, 3, generator=torch.Generator().manual_seed(1))
+    sent, report = build_defense(NoisyLabelDefense(), KEY).defend(RawBatch(raw, LABELS[:8]))
+    assert torch.equal(sent, raw)
+    assert report.noise_power == 0
+    with pytest.raises(ValueError, match="NaN"):
+        build_defense(NoisyLabelDefense(), KEY).defend(RawBatch(raw * math.nan, LABELS[:8]))
+
+
+def test_settings_are_chosen_by_kind_and_true_is_a_word() -> None:
+    adapter: TypeAdapter[DefenseSettings] = TypeAdapter(DefenseSettings)
+    for top_labels in (True, "true"):  # YAML's true is the former
+        settings = adapter.validate_python(
+            {"name": "noisy_label", "top_labels": top_labels, "mechanism": {"kind": "gaussian"}}
+        )
+        assert settings == NoisyLabelDefense(top_labels="true")
+        assert adapter.validate_json(adapter.dump_json(settings)) == settings
+    for wrong in (
+        {"mechanism": {"kind": "gaussian", "epsilon": 1.0}},
+        {"mechanism": {"kind": "laplace"}},
+        {"mechanism": {"kind": "laplace", "epsilon": 0.0}},
+        {"mechanism": {"epsilon": 1.0}},
+        {"top_labels": False},
+    ):
+        with pytest.raises(ValidationError):
+            adapter.validate_python({"name": "noisy_label"} | wrong)
+
+
+# ---- targets from noisy labels and predictions
+
+
+def labels_of(num_classes: int, count: int = len(SOME)) -> Tensor:
+    return torch.arange(count).remainder(num_classes).float()
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "distribution", "num_classes"),
+    [
+        (ALIBI, stats.laplace(scale=2 / EPSILON), 2),
+        (ALIBI, stats.laplace(scale=2 / EPSILON), 4),
+        (POSTERIORS[1], stats.norm(scale=2 * math.sqrt(2)), 4),
+    ],
+    ids=["alibi, 2 classes", "alibi, 4 classes", "gaussian, 4 classes"],
+)
+def test_every_entry_of_a_one_hot_label_gets_noise_of_its_own(
+    mechanism: LabelMechanism, distribution: "stats.rv_continuous", num_classes: int
+) -> None:
+    """Of the stated distribution, for each class; rejects a scale 10 % off, and shared noise."""
+    labels = labels_of(num_classes)
+    noisy = draw_noisy_labels(mechanism, labels, KEY, SOME, num_classes)
+    assert noisy.shape == (len(SOME), num_classes)
+    one_hot = torch.nn.functional.one_hot(labels.long(), num_classes)
+    noise = (noisy - one_hot).double().numpy()
+    for true, told in itertools.product(range(num_classes), repeat=2):
+        part = noise[labels.numpy() == true, told]
+        assert stats.kstest(part, distribution.cdf).pvalue > 0.0005
+        assert stats.kstest(1.1 * part, distribution.cdf).pvalue < 0.0005
+    shared = np.corrcoef(noise.T) - np.eye(num_classes)
+    assert np.abs(shared).max() < 5 / math.sqrt(len(SOME))
+
+
+def test_alibi_is_charged_the_divergence_of_both_entries_that_a_label_moves() -> None:
+    """Against numerical integration of one entry; and its epsilon is that of both together."""
+    size = EPSILON / 2
+
+    def integrand(x: float) -> float:
+        densities = stats.laplace.pdf([x - 1, x], scale=1 / size)
+        return float((densities[0] - densities[1]) * math.log(densities[0] / densities[1]))
+
+    parts = ((-40 / size, 0), (0, 1), (1, 40 / size))
+    one_entry = sum(integrate.quad(integrand, *part)[0] for part in parts)
+    for num_classes in (2, 7):
+        sum_kl, epsilon, _, _ = label_leak(ALIBI, num_classes)
+        assert sum_kl == pytest.approx(2 * one_entry)
+        assert epsilon == EPSILON
+    # The largest odds: both entries as far on the label's side as on the other.
+    odds = stats.laplace.logpdf([5 - 1, -5], scale=1 / size).sum()
+    odds -= stats.laplace.logpdf([5, -5 - 1], scale=1 / size).sum()
+    assert odds == pytest.approx(EPSILON)
+
+
+def log_likelihood(mechanism: LabelMechanism, noisy: npt.NDArray[np.float64], label: int) -> float:
+    """Log likelihood of one row's noisy label given each label, of several classes or two."""
+    one_hot = np.eye(len(noisy))[label] if noisy.ndim else np.array(float(label))
+    match mechanism:
+        case AlibiLabels():
+            return float(stats.laplace.logpdf(noisy - one_hot, scale=2 / EPSILON).sum())
+        case LaplaceLabels():
+            return float(stats.laplace.logpdf(noisy - label, scale=1 / EPSILON))
+        case GaussianLabels():
+            scale = 2.0 * (math.sqrt(2) if noisy.ndim else 1.0)
+            return float(stats.norm.logpdf(noisy - one_hot, scale=scale).sum())
+        case RandomizedResponse():
+            return EPSILON if float(noisy) == label else 0.0
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "num_classes"),
+    [(one, 2) for one in POSTERIORS]
+    + [(one, 3) for one in POSTERIORS if not isinstance(one, LaplaceLabels)],
+)
+def test_targets_are_the_posterior_of_bayes(mechanism: LabelMechanism, num_classes: int) -> None:
+    """By likelihood times prior, from the densities."""
+    labels = labels_of(num_classes, 60)
+    defense = build(mechanism, labels, num_classes)
+    shape = (60,) if num_classes == 2 else (60, num_classes)
+    logits = 2 * torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    rows = torch.arange(60)
+    targets = defense.targets(LabelledRows(rows, labels, torch.zeros(60, 4), lambda: logits))
+    noisy = draw_noisy_labels(mechanism, labels, KEY, SOME[:60], num_classes).double().numpy()
+    for row in range(60):
+        likely = [log_likelihood(mechanism, noisy[row], label) for label in range(num_classes)]
+        prior = logits[row].double().tolist() if num_classes > 2 else [0.0, float(logits[row])]
+        joint = np.exp(np.array(likely) - max(likely) + prior)
+        expected = joint / joint.sum()
+        got = targets[row].double().numpy()
+        assert got == pytest.approx(expected[1] if num_classes == 2 else expected, abs=1e-6)
+
+
+def build(mechanism: LabelMechanism, labels: Tensor, num_classes: int = 2) -> Defense:
+    settings = NoisyLabelDefense(mechanism=mechanism)
+    examples = Examples(SOME[: len(labels)], labels, torch.device("cpu"))
+    context = DefenseContext((4,), num_classes)
+    return settings.build(context, NoiseSecrets(noise_key=KEY), examples)
+
+
+@pytest.mark.parametrize("mechanism", POSTERIORS, ids=kind_of)
+def test_targets_follow_from_noisy_label_and_prediction_alone(mechanism: LabelMechanism) -> None:
+    """Whatever labels and activations a batch says it has."""
+    defense = build(mechanism, labels_of(2, 100))
+    rows = torch.tensor([5, 99, 0, 44])
+    logits = torch.tensor([0.3, -2.0, 5.0, 0.0])
+    first = defense.targets(LabelledRows(rows, torch.zeros(4), torch.zeros(4, 4), lambda: logits))
+    huge = torch.full((4, 4), 1e30)
+    assert torch.equal(
+        first, defense.targets(LabelledRows(rows, torch.ones(4), huge, lambda: logits))
+    )
+    other = defense.targets(LabelledRows(rows, torch.zeros(4), torch.zeros(4, 4), lambda: -logits))
+    assert not torch.equal(first[:3], other[:3])
+
+
+def test_a_defense_that_needs_no_prediction_does_not_ask_for_one() -> None:
+    def fails() -> Tensor:
+        raise AssertionError("asked")
+
+    plain = GaussianLabels(kind="gaussian")
+    batch = LabelledRows(torch.arange(3), torch.zeros(3), torch.zeros(3, 4), fails)
+    assert build(plain, labels_of(2, 9)).targets(batch).shape == (3,)
+    with pytest.raises(AssertionError, match="asked"):
+        build(ALIBI, labels_of(2, 9)).targets(batch)
+    with pytest.raises(ValueError, match="no model"):
+        build(ALIBI, labels_of(2, 9)).targets(LabelledRows(*batch[:3]))
+
+
+@pytest.mark.parametrize("mechanism", POSTERIORS[1:], ids=kind_of)
+def test_what_is_made_of_a_noisy_label_changes_neither_draw_nor_identity(
+    mechanism: LabelMechanism,
+) -> None:
+    """Two runs, with and without the posterior, are charged for one draw."""
+    plain = mechanism.model_copy(update={"posterior": "none"})
+    context = DefenseContext((4,))
+    strengths, identities = set(), set()
+    for one in (mechanism, plain):
+        settings = NoisyLabelDefense(mechanism=one)
+        strengths.add(settings.noise_key_strength(context))
+        charge = build(one, labels_of(2, 4)).defend(RawBatch(torch.ones(4, 2), labels_of(2, 4)))
+        identities.add(charge.report.charge.noise_identity)
+        assert charge.report.charge.covers is Covers.ANYBODY
+    assert len(strengths) == len(identities) == 1
+
+
+@pytest.mark.parametrize(
+    "mechanism", [{"kind": "alibi", "epsilon": 1}, {"kind": "gaussian", "posterior": "model"}]
+)
+def test_predictions_must_not_know_the_labels(mechanism: dict[str, object]) -> None:
+    """Neither with true top labels, nor behind another loss, for which targets must be 0 or 1."""
+    adapter: TypeAdapter[DefenseSettings] = TypeAdapter(DefenseSettings)
+    settings = {"name": "noisy_label", "mechanism": mechanism}
+    assert adapter.validate_python(settings).traits.coverage.covers is Covers.ANYBODY
+    with pytest.raises(ValidationError, match="must not know the labels"):
+        adapter.validate_python(settings | {"top_labels": True})
+    with pytest.raises(ValidationError, match="critic compares"):
+        adapter.validate_python({"name": "gafm", "composed_with": settings})
+
+
+def test_the_response_behind_a_critic_is_not_softened() -> None:
+    response = {"kind": "randomized_response", "epsilon": 1, "posterior": "model"}
+    adapter: TypeAdapter[DefenseSettings] = TypeAdapter(DefenseSettings)
+    behind = {"name": "noisy_label", "mechanism": response}
+    with pytest.raises(ValidationError, match="posterior none"):
+        adapter.validate_python({"name": "gafm", "composed_with": behind})

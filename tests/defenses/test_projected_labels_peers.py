@@ -1,0 +1,202 @@
+"""Projected labels with peers and with tables that make it hard."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from splitveil import simulation
+from splitveil.common.errors import DataError, SplitveilError
+from splitveil.common.run.messages import Activation, Answer, Course
+from splitveil.passive_party.bottom_trainer import BottomTrainer
+from tests.support.peers import InProcessPeer
+from tests.support.projected import (
+    MU,
+    SMALL,
+    assert_bounded,
+    build,
+    defense,
+    note_draws,
+    projected,
+    refitted,
+    trainer_of,
+)
+from tests.support.runs import run_in_process, write_example
+
+# ---- peers that choose what they send ----
+
+
+OWN_MODEL = '''
+import torch
+from torch import nn
+
+class Overflowing(nn.Module):
+    """Predicts no numbers of the largest finite activations: infinity less infinity."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), 0.1))
+
+    def forward(self, activation, features):
+        return (activation * torch.tensor([10.0, -10.0, 10.0, -10.0])) @ self.weight
+'''
+
+
+class Sends(InProcessPeer):
+    """Sends other values than its model's, which may depend on the epoch and the split."""
+
+    change: Callable[[Tensor, Activation], Tensor]
+
+    def _changed(self, activation: Activation) -> Activation:
+        change = type(self).__dict__["change"]
+        return Activation(activation.batch, change(activation.values, activation))
+
+    def send_activation(self, activation: Activation) -> None:
+        super().send_activation(self._changed(activation))
+
+    def evaluate(self, activation: Activation) -> Course:
+        return super().evaluate(self._changed(activation))
+
+
+def one_hot_rows(values: Tensor, _: Activation) -> Tensor:
+    sent = torch.zeros_like(values)
+    sent[::7, 0] = 1.0
+    return sent
+
+
+def grown_in_the_second_epoch(values: Tensor, sent: Activation) -> Tensor:
+    return values * (-1e6 if sent.batch.epoch else 1.0)
+
+
+def another_scale_for_each_row(values: Tensor, _: Activation) -> Tensor:
+    return values * torch.logspace(-30, 20, len(values))[:, None]
+
+
+CHOSEN: dict[str, Callable[[Tensor, Activation], Tensor]] = {
+    "zeros": lambda values, _: torch.zeros_like(values),
+    "one vector": lambda values, _: torch.full_like(values, 3.5),
+    "collinear": lambda values, _: values[:, :1] * torch.tensor([1.0, -2.0, 0.5, 4.0]),
+    "huge": lambda values, _: torch.full_like(values, 1e30),
+    "huge of both signs": lambda values, _: values.sign() * 1e30,
+    "denormal": lambda values, _: values.sign() * 1e-40,
+    "one huge row": lambda values, _: torch.cat([values[:1] * 1e30, values[1:]]),
+    "one-hot rows": one_hot_rows,
+    "another scale for each row": another_scale_for_each_row,
+    "grown between the stages": grown_in_the_second_epoch,
+}
+
+
+@pytest.mark.parametrize("chosen", CHOSEN)
+def test_whatever_a_peer_sends_the_bound_holds_or_nothing_is_told(
+    example: Path, monkeypatch: pytest.MonkeyPatch, chosen: str
+) -> None:
+    """The model may suffer: where it predicts nothing any more, the run ends with an error."""
+    drawn = note_draws(monkeypatch)
+    parties = build(example)
+    try:
+        run_in_process(parties, type("Chooses", (Sends,), {"change": CHOSEN[chosen]}))
+    except SplitveilError as error:
+        ended = str(error)
+        told = parties.session.leak_bounds().sum_kl.max
+        assert told == pytest.approx(MU**2 * len(drawn) / 2, rel=1e-4)
+        assert "cannot" in ended
+    else:
+        assert_bounded(parties)
+        assert drawn == [0, 1]
+
+
+def test_predictions_that_are_no_numbers_end_the_run_before_anything_is_told(
+    example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tops_that_overflow.py").write_text(OWN_MODEL)
+    monkeypatch.syspath_prepend(tmp_path)
+    drawn = note_draws(monkeypatch)
+    own = "top_model={kind: custom, module: 'tops_that_overflow:Overflowing'}"
+    parties = build(example, own)
+    largest = {"change": lambda values, _: torch.full_like(values, 3e38)}
+    with pytest.raises(SplitveilError, match=r"cannot begin a stage: .* not a number"):
+        run_in_process(parties, type("Overflows", (Sends,), largest))
+    assert drawn == []
+    assert parties.active.sent == []
+    assert parties.session.leak_bounds().sum_kl.max == 0
+
+
+def test_a_survey_of_values_that_are_no_numbers_is_refused_on_the_wire(
+    example: Path, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = note_draws(monkeypatch)
+    embed = BottomTrainer.embed
+    monkeypatch.setattr(
+        BottomTrainer, "embed", lambda self, features: embed(self, features) * float("nan")
+    )
+    parties = build(example)
+    with pytest.raises(SplitveilError):
+        simulation.meet_over_grpc(parties.simulation(), f"127.0.0.1:{port}")
+    assert drawn == []
+    assert parties.active.sent == []
+
+
+# ---- tables and strengths that leave little ----
+
+
+def test_without_one_of_the_classes_nothing_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_example(tmp_path)
+    lines = (tmp_path / "active.csv").read_text().splitlines()
+    (tmp_path / "active.csv").write_text("\n".join(line.replace(",1,", ",0,") for line in lines))
+    drawn = note_draws(monkeypatch)
+    with pytest.raises(DataError, match="class"):
+        run_in_process(build(tmp_path))
+    assert drawn == []
+
+
+def test_a_strength_that_leaves_nothing_trains_on_what_the_model_predicts(example: Path) -> None:
+    parties = build(
+        example,
+        defense(strength="{mu: 1.0e-6}", stages=1),
+        "contract.epochs=1",
+        both=[*SMALL, "contract.epochs=1"],
+    )
+    before: list[Tensor] = []
+
+    class Predicts(InProcessPeer):
+        def receive_gradient(self) -> Answer:
+            answer = super().receive_gradient()
+            before.append(parties.active.sent[-1] if parties.active.sent else answer.values)
+            return answer
+
+    run_in_process(parties, Predicts)
+    assert_bounded(parties, 1e-6)
+    # Without a word about labels the first gradient is that of (p - p), up to float32's rounding.
+    assert float(before[0].abs().max()) < 1e-5
+    strong = build(example, defense(strength="{mu: 1.0}", stages=1))
+    run_in_process(strong)
+    assert float(strong.active.sent[0].abs().max()) > 1e-4
+
+
+@pytest.mark.parametrize("rows", [30, 45])
+def test_tiny_tables_run_to_their_end(tmp_path: Path, rows: int) -> None:
+    write_example(tmp_path, rows=rows)
+    both = [*SMALL, "contract.alignment={min_aligned: 5}"]
+    parties = build(tmp_path, both=both)
+    run_in_process(parties)
+    assert_bounded(parties)
+    assert all(bool(value.isfinite().all()) for value in refitted(parties).values())
+
+
+def test_a_large_strength_tells_the_labels_and_a_small_one_does_not(example: Path) -> None:
+    """So targets come from labels at all, and the noise is what keeps them apart."""
+    aucs = []
+    for mu in (50.0, 0.01):
+        parties = build(example, defense(strength=f"{{mu: {mu}}}", rank=24))
+        run_in_process(parties)
+        rows = parties.active.rows
+        assert rows is not None
+        positions = rows.splits["train"]
+        targets = projected(parties).state_dict()["targets"][torch.from_numpy(positions)]
+        labels = trainer_of(parties).labels_of(positions)
+        aucs.append(float(targets[labels == 1].mean() - targets[labels == 0].mean()))
+    assert aucs[0] > 0.3 > aucs[1] + 0.1

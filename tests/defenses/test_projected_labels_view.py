@@ -1,0 +1,420 @@
+"""With projected labels, the peer receives a function of the released sums, and of no other label.
+
+Two runs of the same people have different labels, also in the held-out rows, and the same released
+sums: the noise is as if it made up for the difference. Whatever else used a true label on its way
+to the peer, such as a loss, a class weight, early stopping or a gate, would show in some byte.
+"""
+
+import json
+import pickle
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from splitveil.active_party.defenses.projected_labels import ProjectedLabelsDefense
+from splitveil.active_party.defenses.projected_stages import StageRelease
+from splitveil.active_party.monitor.recorder import ActiveRecorder
+from splitveil.active_party.training.top_trainer import TopTrainer
+from splitveil.common.record.transcript import FILE
+from splitveil.common.run.messages import Activation, Answer, Course, LeaveReason, Offer, Opening
+from tests.record.test_transcript import run_noted
+from tests.support import several
+from tests.support.peers import InProcessPeer, Lost
+from tests.support.projected import DEFENSE, SMALL, SURVEY_BATCHES, build
+from tests.support.runs import run_in_process, write_example
+from tests.support.several import Several, build_several, write_several
+from tests.support.several_classes import CLASSES, write_classes
+
+# ---- two label sets, one release ----
+
+
+def with_other_labels(folder: Path, classes: Sequence[str] = ("0", "1")) -> None:
+    """Give the same people labels that have nothing to do with their features."""
+    lines = (folder / "active.csv").read_text().splitlines()
+    generator = np.random.default_rng(5)
+    changed = []
+    for line in lines[1:]:
+        person, _, *own = line.split(",")
+        changed.append(",".join([person, str(generator.choice(classes)), *own]))
+    (folder / "active.csv").write_text("\n".join([lines[0], *changed]) + "\n")
+
+
+Told = dict[int, tuple[bytes, Mapping[str, Tensor]]]
+"""Design and release of each stage."""
+
+
+@contextmanager
+def noting(told: Told) -> Iterator[None]:
+    """Keep what every stage tells."""
+    draw = StageRelease.draw
+
+    def note(self: StageRelease, key: bytes) -> Mapping[str, Tensor]:
+        release: Mapping[str, Tensor] = draw(self, key)
+        told[self.stage] = (self.design, release)
+        return release
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(StageRelease, "draw", note)
+        yield
+
+
+@contextmanager
+def telling(told: Told, *, checks: bool = True) -> Iterator[None]:
+    """Let the noise be what makes each stage tell the same again, of other labels."""
+
+    def tell(self: StageRelease, _key: bytes) -> Mapping[str, Tensor]:
+        design, release = told[self.stage]
+        same = self.design == design
+        assert same or not checks, f"stage {self.stage}: the design depends on labels"
+        return release
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(StageRelease, "draw", tell)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def same_run_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let runs that begin alike have one name."""
+    monkeypatch.setattr(secrets, "token_hex", lambda count: "ab" * count)
+
+
+# ---- everything that a passive party receives, in this process ----
+
+
+class Seeing(InProcessPeer):
+    """Keeps everything that the passive party is told, and in which order."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.seen: list[bytes] = []
+
+    def _see(self, *values: object) -> None:
+        self.seen.append(pickle.dumps(values))
+
+    def handshake(
+        self, party: str, contract_json: str, commitment: bytes, offer: Offer | None = None
+    ) -> Opening:
+        opening = super().handshake(party, contract_json, commitment, offer)
+        self._see(*opening)
+        return opening
+
+    def receive_gradient(self) -> Answer:
+        answer = super().receive_gradient()
+        values = answer.values
+        self._see(*answer.batch, str(values.dtype), tuple(values.shape), values.numpy().tobytes())
+        return answer
+
+    def evaluate(self, activation: Activation) -> Course:
+        course = super().evaluate(activation)
+        self._see(course.value)
+        return course
+
+    def leave(self, run_id: str, reason: LeaveReason) -> None:
+        super().leave(run_id, reason)
+        self._see("goodbye", reason.value)
+
+
+def seen_in(
+    folder: Path, *active: str, both: Sequence[str] = (), peer: type[Seeing] = Seeing
+) -> list[bytes]:
+    """Run, with a recorder that measures leaks and evaluations, and return what the peer saw."""
+    parties = build(folder, *both, *active, both=[*SMALL, *both])
+    peers: list[Seeing] = []
+
+    def connect(*arguments: Any) -> Seeing:
+        peers.append(peer(*arguments))
+        return peers[0]
+
+    (folder / "results").mkdir(exist_ok=True)
+    torch.manual_seed(0)  # dropout draws from where the process is
+    with ActiveRecorder(parties.active_settings, folder / "results") as recorder:
+        parties.session.lifecycle.observer = recorder
+        run_in_process(parties, connect)
+    return peers[0].seen
+
+
+class Folders(NamedTuple):
+    """Two copies of one example, which differ in their labels."""
+
+    one: Path
+    other: Path
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    found = Folders(*(tmp_path_factory.mktemp(name) for name in Folders._fields))
+    for folder in found:
+        write_example(folder)
+        with_categories(folder)
+        with_weights(folder)
+    with_other_labels(found.other)
+    return found
+
+
+def with_categories(folder: Path) -> None:
+    """Add a column of categories to both tables; settings leave it out where it is not wanted."""
+    for party, generator in (
+        ("active", np.random.default_rng(8)),
+        ("passive", np.random.default_rng(9)),
+    ):
+        path = folder / f"{party}.csv"
+        lines = path.read_text().splitlines()
+        more = [f"{line},{generator.choice(['a', 'b', 'c', 'd'])}" for line in lines[1:]]
+        path.write_text("\n".join([f"{lines[0]},kind", *more]) + "\n")
+
+
+def with_weights(folder: Path) -> None:
+    """Add a column of weights to the label owner's table, drawn without a look at the labels."""
+    generator = np.random.default_rng(10)
+    lines = (folder / "active.csv").read_text().splitlines()
+    more = [f"{line},{generator.uniform(0.2, 3.0):.3f}" for line in lines[1:]]
+    (folder / "active.csv").write_text("\n".join([f"{lines[0]},weight", *more]) + "\n")
+
+
+MONITOR = (
+    "leak_monitor={queue_batches: 1024, max_cpu_share: null, "
+    "attacks: [norm, cosine, spectral, accumulated_spectral]}"
+)
+WIDE_DEEP = (
+    "top_model={kind: wide_deep, hidden: [6]}",
+    "data.features={numeric: own*, categorical: kind}",
+    "optimizer={kind: adam, learning_rate: 0.01, sparse_from_rows: 2}",
+)
+
+RUNS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
+    "plain": ((), ()),
+    "a monitor and a gate that warns": (
+        (MONITOR, "leak_gate={max_leak_auc: 0.51, window_steps: 1, action: warn}"),
+        (),
+    ),
+    "early stopping": (
+        ("early_stopping={patience_epochs: 1, min_gain: 0.02}",),
+        ("contract.epochs=8",),
+    ),
+    "a linear top model": (("top_model={kind: mlp, hidden: []}",), ()),
+    "dropout": (("top_model={kind: mlp, hidden: [8], dropout: 0.3}",), ()),
+    "wide and deep": (WIDE_DEEP, ()),
+    "no features of its own": (("data.features=null",), ()),
+    "sixteen bits": ((), ("contract.cut_dtype=bfloat16",)),
+    "class weights": (("data.class_weights=[0.5, 4]",), ()),
+    "weights of rows": (
+        (
+            "data.weight_column=weight",
+            "data.weights_are_label_free=true",
+            "data.class_weights=[1, 3]",
+        ),
+        (),
+    ),
+    "a last stage in the last epoch": (
+        ("defense.stages=3",),
+        ("contract.epochs=3", "contract.drop_last=true"),
+    ),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_with_the_same_sums_of_other_labels_the_peer_receives_the_same_bytes(
+    folders: Folders, run: str
+) -> None:
+    active, both = RUNS[run]
+    told: Told = {}
+    with noting(told):
+        one = seen_in(folders.one, *active, both=both)
+    with telling(told):
+        other = seen_in(folders.other, *active, both=both)
+    assert told
+    assert len(one) > 10
+    assert one == other
+
+
+class Chooses(Seeing):
+    """Sends vectors of its own: two groups of rows, of which one is huge."""
+
+    def _chosen(self, activation: Activation) -> Activation:
+        values = torch.full_like(activation.values, 0.5)
+        values[::2] = torch.tensor([1e4, -2e4, 3e4, 1.0])
+        return replace(activation, values=values)
+
+    def send_activation(self, activation: Activation) -> None:
+        super().send_activation(self._chosen(activation))
+
+    def evaluate(self, activation: Activation) -> Course:
+        return super().evaluate(self._chosen(activation))
+
+
+def test_so_does_a_peer_that_chooses_what_it_sends(folders: Folders) -> None:
+    told: Told = {}
+    with noting(told):
+        one = seen_in(folders.one, peer=Chooses)
+    with telling(told):
+        other = seen_in(folders.other, peer=Chooses)
+    assert one == other
+
+
+def test_so_does_one_that_is_killed_and_comes_again(folders: Folders, tmp_path: Path) -> None:
+    told: Told = {}
+    runs = []
+    for folder, around in ((folders.one, noting), (folders.other, telling)):
+        seen: list[bytes] = []
+
+        class Killed(Seeing):
+            """Is killed in the second epoch, and sees more before and after that."""
+
+            at: int | None = 7
+
+            def __init__(self, *arguments: Any) -> None:
+                super().__init__(*arguments)
+                self.seen = seen  # noqa: B023 - used up within the loop
+                self.answers = 0
+
+            def receive_gradient(self) -> Answer:
+                answer = super().receive_gradient()
+                self.answers += 1
+                if self.answers == self.at:
+                    raise Lost
+                return answer
+
+            def leave(self, run_id: str, reason: LeaveReason) -> None:
+                if reason == LeaveReason.FINISHED:
+                    super().leave(run_id, reason)
+
+        with around(told):
+            runs_folder = tmp_path / folder.name
+            with pytest.raises(Lost):
+                run_in_process(build(folder, runs=runs_folder), Killed)
+            again = build(folder, runs=runs_folder)
+            again.session.reopen()
+            run_in_process(again, type("ComesAgain", (Killed,), {"at": None}))
+        assert again.active.resumed == [1]
+        runs.append(seen)
+    assert runs[0] == runs[1]
+    assert len(told) == 2
+
+
+def test_with_several_classes_as_well(tmp_path: Path) -> None:
+    told: Told = {}
+    seen = []
+    for name, around in (("one", noting), ("other", telling)):
+        folder = tmp_path / name
+        write_classes(folder)
+        if name == "other":
+            with_other_labels(folder, CLASSES)
+        with around(told):
+            seen.append(seen_in(folder, "early_stopping={patience_epochs: 1}"))
+    assert seen[0] == seen[1]
+    assert told[0][1]["sums"].shape == (8, len(CLASSES))
+
+
+@pytest.mark.parametrize("aggregation", ["mean", "concat"])
+def test_with_several_passive_parties_each_of_them_receives_the_same_bytes(
+    tmp_path: Path, aggregation: str
+) -> None:
+    told: Told = {}
+    runs = []
+    for name, around in (("one", noting), ("other", telling)):
+        folder = tmp_path / name
+        write_several(folder, 2, rows=200)
+        if name == "other":
+            with_other_labels(folder)
+        with around(told):
+            runs.append(seen_by_several(folder, f"contract.aggregation={aggregation}"))
+    assert len(told) == 2
+    assert runs[0].keys() == {"ash", "birch"}
+    assert runs[0] == runs[1]
+
+
+def seen_by_several(folder: Path, *both: str) -> dict[str, list[bytes]]:
+    seen: dict[str, list[bytes]] = {}
+
+    class SeeingParty(Seeing, several.PartyPeer):
+        """One of several, each of which has a list of its own."""
+
+        def __init__(self, everybody: Several, party: str) -> None:
+            several.PartyPeer.__init__(self, everybody, party)
+            self.seen = seen.setdefault(party, [])
+
+    everybody = build_several(folder, [*SMALL, *both], [DEFENSE])
+    several.run_in_process(everybody, **dict.fromkeys(everybody.passive, SeeingParty))
+    return seen
+
+
+def test_over_the_wire_every_message_after_the_alignment_has_the_same_bytes(
+    folders: Folders, tmp_path: Path
+) -> None:
+    """The alignment draws random numbers of its own, before any label is used."""
+    told: Told = {}
+    sent = []
+    for folder, around in ((folders.one, noting), (folders.other, telling)):
+        into = tmp_path / folder.name
+        with around(told):
+            run_noted(folder, into, DEFENSE)
+        lines = (into / "active" / FILE).read_text().splitlines()
+        entries = [json.loads(line) for line in lines]
+        sent.append([what(entry) for entry in entries if entry.get("direction") == "sent"])
+    kinds = {entry[0] for entry in sent[0]}
+    assert {"Handshake reply", "Train reply", "Evaluate reply", "Leave reply"} <= kinds
+    without = [[one for one in each if not one[0].startswith("Align")] for each in sent]
+    assert without[0] == without[1]
+
+
+def what(entry: dict[str, Any]) -> tuple[Any, ...]:
+    return entry["kind"], entry["epoch"], entry["step"], entry["bytes"], entry["digest"]
+
+
+# ---- the comparison would notice ----
+
+
+def test_other_sums_would_show(folders: Folders) -> None:
+    assert seen_in(folders.one) != seen_in(folders.other)
+
+
+def test_a_top_model_that_learned_from_the_true_labels_would_show(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = vars(ProjectedLabelsDefense)["traits"].fget
+    learns_labels = property(lambda settings: found(settings)._replace(top_learns_targets=False))
+    monkeypatch.setattr(ProjectedLabelsDefense, "traits", learns_labels)
+    told: Told = {}
+    with noting(told):
+        one = seen_in(folders.one)
+    with telling(told), pytest.raises(AssertionError, match="stage 1: the design depends"):
+        seen_in(folders.other)
+    with telling(told, checks=False):
+        other = seen_in(folders.other)
+    differ = [number for number, (a, b) in enumerate(zip(one, other, strict=True)) if a != b]
+    first_answer = 1 + SURVEY_BATCHES  # after the handshake's reply; it needs no step of the top
+    assert differ[0] == first_answer + 1
+
+
+def test_a_run_that_stops_early_by_its_validation_labels_would_show(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TopTrainer, "score_on_targets", lambda _: None)
+    active, both = RUNS["early stopping"]
+    told: Told = {}
+    with noting(told):
+        one = seen_in(folders.one, *active, both=both)
+    with telling(told):
+        other = seen_in(folders.other, *active, both=both)
+    assert len(one) != len(other)
+
+
+def test_the_labels_do_differ_in_every_split(folders: Folders) -> None:
+    runs = [build(folder) for folder in folders]
+    for run in runs:
+        run_in_process(run)
+    rows = runs[0].active.rows
+    assert rows is not None
+    for positions in rows.splits.values():
+        one, other = (run.session.trainer.labels_of(positions) for run in runs)  # type: ignore[union-attr]
+        assert 0.2 < float((one != other).float().mean()) < 0.8
+    assert not torch.equal(*(run.active.sent[0] for run in runs))

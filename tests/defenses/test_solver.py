@@ -1,0 +1,244 @@
+"""The solver against a brute-force search, and on every input that could break it."""
+
+import itertools
+import math
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.integrate import quad
+from scipy.stats import norm
+
+from splitveil.active_party.defenses.sum_kl import NoiseSolution, leak_auc_bound, solve_noise
+from tests.support.solver_oracle import (
+    Instance,
+    brute_force,
+    count_failures,
+    is_feasible,
+    objective,
+    random_instance,
+    simplex_grid,
+)
+
+
+def moderate_instance(generator: random.Random) -> Instance:
+    gap_squared = 10 ** generator.uniform(-6, 6)
+    sizes = [gap_squared * 10 ** generator.uniform(-3, 2) for _ in range(3)]
+    cut_dim = round(10 ** generator.uniform(0, 3))
+    return sizes[0], sizes[1], gap_squared, cut_dim, generator.uniform(0.02, 0.98), sizes[2]
+
+
+def divergence(instance: Instance, solution: NoiseSolution) -> float:
+    """F/2 - d, literally as the paper writes it."""
+    u, v, c, d, _, _ = instance
+    across = (solution.neg_across + u) / (solution.pos_across + v)
+    neg, pos = solution.neg_along + u, solution.pos_along + v
+    return ((d - 1) * (across + 1 / across) + (neg + c) / pos + (pos + c) / neg) / 2 - d
+
+
+def test_no_point_of_a_grid_over_all_four_variances_is_better() -> None:
+    generator, grid = random.Random(1), simplex_grid(steps=16)
+    for _ in range(300):
+        instance = moderate_instance(generator)
+        best = float(objective(instance, grid).min())
+        assert solve_noise(*instance).sum_kl <= best * (1 + 1e-12)
+
+
+EDGES: dict[str, dict[str, float]] = {
+    "one column": {"cut_dim": 1},
+    "rare positives": {"pos_fraction": 1e-6},
+    "rare negatives": {"pos_fraction": 1 - 1e-6},
+    "bare negatives": {"neg_variance": 0.0},
+    "bare positives": {"pos_variance": 0.0},
+    "bare classes": {"neg_variance": 0.0, "pos_variance": 0.0},
+    "like spreads": {"neg_variance": 0.125, "pos_variance": 0.125},
+    "no gap": {"gap_squared": 0.0},
+}
+
+
+def edge_instances(edge: dict[str, float], scale: float, seed: int) -> Iterator[Instance]:
+    generator = random.Random(seed)
+    for _ in range(15):
+        u, v, c, d, p, power = moderate_instance(generator)
+        sizes = {"neg_variance": u / c, "pos_variance": v / c, "gap_squared": 1.0} | edge
+        yield (
+            scale * sizes["neg_variance"],
+            scale * sizes["pos_variance"],
+            scale * sizes["gap_squared"],
+            int(edge.get("cut_dim", d)),
+            edge.get("pos_fraction", p),
+            scale * power / c,
+        )
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1.0, 1e8])
+@pytest.mark.parametrize("edge", EDGES.values(), ids=EDGES)
+def test_no_point_of_the_grid_is_better_at_the_edges(edge: dict[str, float], scale: float) -> None:
+    grid = simplex_grid(steps=16)
+    for instance in edge_instances(edge, scale, seed=9):
+        with np.errstate(divide="ignore", invalid="ignore"):  # some points leave a class bare
+            best = float(np.nanmin(objective(instance, grid)))
+        solution = solve_noise(*instance)
+        assert solution.sum_kl <= best * (1 + 1e-12)
+        assert is_feasible(instance, solution)
+
+
+@pytest.mark.parametrize("edge", [name for name in EDGES if not name.startswith("bare")])
+def test_divergence_at_the_edges_is_that_of_the_noise_returned(edge: str) -> None:
+    for instance in edge_instances(EDGES[edge], scale=1.0, seed=10):
+        solution = solve_noise(*instance)
+        literal = divergence(instance, solution)
+        rounding = 1e-12 * (literal + instance[3])
+        assert abs(literal - solution.sum_kl) <= 1e-9 * solution.sum_kl + rounding
+
+
+def test_divergence_is_that_of_a_polished_search() -> None:
+    generator = random.Random(2)
+    instances = [moderate_instance(generator) for _ in range(12)]
+    for instance in instances:
+        assert solve_noise(*instance).sum_kl == pytest.approx(
+            brute_force(instance), rel=1e-9, abs=0
+        )
+
+
+def test_reported_divergence_is_that_of_the_noise_returned() -> None:
+    generator = random.Random(3)
+    for _ in range(300):
+        instance = moderate_instance(generator)
+        solution = solve_noise(*instance)
+        rounding = 1e-14 * (divergence(instance, solution) + instance[3])
+        assert abs(divergence(instance, solution) - solution.sum_kl) <= 1e-11 * solution.sum_kl + (
+            100 * rounding
+        )
+
+
+def test_a_plainer_rule_is_measurably_worse() -> None:
+    """Equal noise for both classes spends the same power and leaves more."""
+    u, v, c, d, p, power = 0.01, 0.2, 1.0, 32, 0.3, 4.0
+    plain = NoiseSolution(power / d, power / d, power / d, power / d, 0.0)
+    instance = (u, v, c, d, p, power)
+    assert solve_noise(*instance).sum_kl < 0.5 * divergence(instance, plain)
+
+
+def test_nothing_fails_across_scales_and_edges(capsys: pytest.CaptureFixture[str]) -> None:
+    assert count_failures(random.Random(4), instances=20_000) == 0, capsys.readouterr().out
+
+
+def test_nothing_raises_on_the_widest_range_of_floats() -> None:
+    generator = random.Random(5)
+    for _ in range(5000):
+        solution = solve_noise(*random_instance(generator, log_low=-300, log_high=300))
+        assert all(value >= 0 for value in solution)
+
+
+def test_solution_scales_with_the_gradient_bit_for_bit() -> None:
+    generator = random.Random(6)
+    for _ in range(200):
+        u, v, c, d, p, power = moderate_instance(generator)
+        k = 2.0 ** generator.randint(-90, 30)
+        scaled = solve_noise(k * u, k * v, k * c, d, p, k * power)
+        solution = solve_noise(u, v, c, d, p, power)
+        assert scaled == (*(k * value for value in solution[:4]), solution.sum_kl)
+
+
+def test_exchanging_the_classes_exchanges_the_noise() -> None:
+    generator = random.Random(7)
+    for _ in range(200):
+        u, v, c, d, _, power = moderate_instance(generator)
+        p = generator.randint(1, 15) / 16  # so that 1 - p is exact
+        neg_along, neg_across, pos_along, pos_across, sum_kl = solve_noise(u, v, c, d, p, power)
+        mirrored = solve_noise(v, u, c, d, 1 - p, power)
+        assert mirrored == (pos_along, pos_across, neg_along, neg_across, sum_kl)
+
+
+def test_more_power_never_leaves_more() -> None:
+    generator = random.Random(8)
+    for _ in range(100):
+        u, v, c, d, p, _ = moderate_instance(generator)
+        left = [solve_noise(u, v, c, d, p, c * 1.3**step).sum_kl for step in range(-30, 40)]
+        assert all(after < before for before, after in itertools.pairwise(left))
+
+
+@pytest.mark.parametrize(
+    ("instance", "expected"),
+    [
+        # no noise: the divergence of two Gaussians, term by term
+        ((1.0, 1.0, 4.0, 5, 0.5, 0.0), (0, 0, 0, 0, 4.0)),
+        ((1.0, 2.0, 0.0, 5, 0.5, 0.0), (0, 0, 0, 0, 1.25)),
+        # equal classes of equal size: both get P along the gap
+        ((0.0, 0.0, 1.0, 7, 0.5, 4.0), (4.0, 0, 4.0, 0, 0.25)),
+        ((1.0, 1.0, 1.0, 7, 0.5, 4.0), (4.0, 0, 4.0, 0, 0.2)),
+        # nothing differs
+        ((1.0, 1.0, 0.0, 7, 0.5, 4.0), (0, 0, 0, 0, 0.0)),
+        ((0.0, 0.0, 0.0, 7, 0.5, 4.0), (0, 0, 0, 0, 0.0)),
+        # one dimension: only along the gap
+        ((0.0, 0.0, 1.0, 1, 0.5, 4.0), (4.0, 0, 4.0, 0, 0.25)),
+    ],
+)
+def test_solution_in_cases_done_by_hand(instance: Instance, expected: tuple[float, ...]) -> None:
+    assert solve_noise(*instance) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "instance",
+    [(0.0, 1.0, 0.0, 5, 0.5, 0.0), (0.0, 0.0, 1.0, 5, 0.5, 0.0), (1.0, 0.0, 1.0, 1, 0.5, 0.0)],
+)
+def test_bare_classes_diverge_infinitely(instance: Instance) -> None:
+    assert solve_noise(*instance).sum_kl == math.inf
+
+
+def test_tiny_divergence_does_not_drown_in_rounding() -> None:
+    """With c/P = 1e-20, F/2 - d computed literally is lost; the limit c/2 (1/X + 1/Y) is not."""
+    instance = (1.0, 1.0, 1e-20, 100, 0.5, 1.0)
+    solution = solve_noise(*instance)
+    assert solution.sum_kl == pytest.approx(5e-21, rel=1e-9, abs=0)
+    assert divergence(instance, solution) != pytest.approx(5e-21, rel=0.5, abs=0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"neg_variance": -1.0},
+        {"pos_variance": math.nan},
+        {"gap_squared": math.inf},
+        {"noise_power": -1e-300},
+        {"pos_fraction": 0.0},
+        {"pos_fraction": 1.0},
+        {"pos_fraction": math.nan},
+        {"cut_dim": 0},
+    ],
+)
+def test_impossible_arguments_are_refused(change: dict[str, Any]) -> None:
+    arguments: dict[str, Any] = {
+        "neg_variance": 1.0,
+        "pos_variance": 2.0,
+        "gap_squared": 1.0,
+        "cut_dim": 8,
+        "pos_fraction": 0.25,
+        "noise_power": 1.0,
+    }
+    solve_noise(**arguments)
+    with pytest.raises(ValueError, match=next(iter(change))):
+        solve_noise(**(arguments | change))
+
+
+def test_leak_bound_holds_for_gaussians_and_is_not_vacuous() -> None:
+    """Two N(+-m/2, 1): sumKL = m^2, and the best AUC is Phi(m/sqrt 2)."""
+    for gap in np.geomspace(1e-3, 8, 30):
+        bound = leak_auc_bound(float(gap**2))
+        best = norm.cdf(gap / math.sqrt(2))
+        assert best <= bound <= 1
+    assert leak_auc_bound(0.0) == 0.5
+    assert leak_auc_bound(4.0) < 0.99
+    assert leak_auc_bound(math.inf) == 1.0
+
+
+def test_leak_bound_is_attained_by_its_own_worst_case() -> None:
+    """Two coins with bias (1 +- V)/2 have exactly the divergence that the bound starts from."""
+    for variation in (1e-6, 0.01, 0.3, 0.9, 0.999):
+        high, low = (1 + variation) / 2, (1 - variation) / 2
+        sum_kl = 2 * (high - low) * math.log(high / low)
+        expected = quad(lambda x, v=variation: min(1.0, x + v), 0, 1, points=[1 - variation])[0]
+        assert leak_auc_bound(sum_kl) == pytest.approx(expected, rel=1e-7)

@@ -1,0 +1,886 @@
+"""Experiments: the meaning of their files, the choice of cells, and the figures."""
+
+import io
+import json
+import math
+import os
+import signal
+import statistics
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from splitveil.common.data.features import Features
+from splitveil.common.errors import DataError, Interrupted, SettingsError
+from splitveil.common.record.figures import AttackFigure
+from splitveil.common.record.leak_figures import BatchFigures, LeakFigures, RunFigures
+from splitveil.common.record.lines import EpochLeakLine, EvaluationLine, LeakLine
+from splitveil.common.record.run_folder import claimed
+from splitveil.common.record.run_record import METRICS, write_summary
+from splitveil.common.record.summary import ActiveFigures, ModelFigures, RunCounts, Summary
+from splitveil.experiments import preparation
+from splitveil.experiments.__main__ import main
+from splitveil.experiments.cells import (
+    PREPARED,
+    Cell,
+    Choice,
+    overlaid,
+    passive_parties,
+    plan,
+    problems,
+    with_folders,
+)
+from splitveil.experiments.collection import Row, collect, read_rows, write_rows
+from splitveil.experiments.execution import Ending, Resources, is_finished, run_cells
+from splitveil.experiments.models import GreyImageBottom, SummedTop
+from splitveil.experiments.plots import Point, course, draw, epochs, floor, sweep, trade_off
+from splitveil.experiments.preparation import prepare
+from splitveil.experiments.settings import (
+    CoursePlot,
+    EpochPlot,
+    Experiment,
+    Figure,
+    SweepPlot,
+    TradeOffPlot,
+    experiment_names,
+    load_experiment,
+)
+from splitveil.experiments.table import markdown, values_of
+from tests.support.records import append_lines
+
+EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
+TINY: dict[str, Any] = {
+    "title": "Tiny",
+    "about": "A smoke run.",
+    "seeds": 2,
+    "datasets": {"cancer": {"example": str(EXAMPLES / "breast_cancer")}},
+    "variants": {
+        "none": {"active": {"defense": {"name": "none"}}},
+        "marvell": {
+            "active": {"defense": {"name": "marvell"}},
+            "sweep": {"active.defense.strength.power_ratio": [1, 4]},
+        },
+    },
+    "sizes": {"quick": {"seeds": 1, "contract": {"epochs": 2}}},
+    "figures": {
+        "test_auc": {"statistic": "test_auc"},
+        "norm": {"statistic": "q95", "layer": "cut", "attack": "norm"},
+    },
+    "published": {"source": "a paper", "values": {"cancer": {"marvell 4": {"norm": 0.6}}}},
+}
+
+
+def tiny(**changes: Any) -> Experiment:
+    return Experiment.model_validate(TINY | changes)
+
+
+def write(folder: Path, **changes: Any) -> Path:
+    """Write the file of the tiny experiment."""
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump(TINY | changes, sort_keys=False))
+    return path
+
+
+def cells_of(experiment: Experiment, choice: Choice | None = None) -> list[Cell]:
+    return plan(experiment, Path(), choice or Choice())
+
+
+# ---- files and cells ----
+
+
+@pytest.mark.parametrize("name", experiment_names())
+def test_whatever_cannot_run_says_what_it_needs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mistake in a shipped file would be another problem than a missing file."""
+    monkeypatch.setenv("SPLITVEIL_DATA", str(tmp_path))
+    _, experiment, base_dir = load_experiment(name)
+    for size in ("full", *experiment.sizes):
+        cells = plan(experiment, base_dir, Choice(size, seeds=1))
+        assert cells
+        found = [problem for cell in cells for problem in problems(cell, tmp_path / "prepared")]
+        assert [problem for problem in found if not problem.startswith("needs the file ")] == []
+
+
+def test_a_cell_for_every_data_set_variant_and_seed() -> None:
+    names = [cell.name for cell in cells_of(tiny())]
+    rows = ["none", "marvell 1", "marvell 4"]
+    assert names == [f"cancer, {row}, seed {seed}" for seed in (0, 1) for row in rows]
+
+
+def test_a_sweep_of_two_settings_makes_every_combination() -> None:
+    ratio, batch = "active.defense.noise_ratio", "contract.batch_size"
+    defended = {"active": {"defense": {"name": "iso"}}, "sweep": {ratio: [1, 4], batch: [16, 32]}}
+    cells = cells_of(tiny(variants={"iso": defended}, published=None), Choice(seeds=1))
+    assert [cell.variant for cell in cells] == ["iso 1 16", "iso 1 32", "iso 4 16", "iso 4 32"]
+    assert cells[2].settings["active"]["defense"] == {"name": "iso", "noise_ratio": 4}
+    assert cells[2].settings["contract"]["batch_size"] == 16
+
+
+def test_a_sweep_of_guarantees_sets_the_strength_that_each_needs() -> None:
+    def found(defense: dict[str, Any], **contract: int) -> list[tuple[str, dict[str, Any]]]:
+        variant = {
+            "active": {"defense": defense},
+            "contract": contract,
+            "sweep": {"guarantee": [0.55, 0.6]},
+        }
+        experiment = tiny(variants={"bounded": variant}, published=None)
+        cells = cells_of(experiment, Choice(seeds=1))
+        return [(cell.variant, cell.settings["active"]["defense"]) for cell in cells]
+
+    projected = {"name": "projected_labels", "rank": 5}
+    assert found(projected) == [
+        (f"bounded {auc}", projected | {"strength": {"leak_auc": auc}}) for auc in (0.55, 0.6)
+    ]
+    with pytest.raises(SettingsError, match="no strength of marvell holds against every peer"):
+        found({"name": "marvell"})
+    wrong = {"name": "projected_labels", "ranks": 5}  # reported with the cell's other problems
+    assert found(wrong) == [("bounded 0.55", wrong), ("bounded 0.6", wrong)]
+
+
+def test_seeds_repeat_weights_and_split_and_the_noise_where_it_is_asked_to() -> None:
+    settings = cells_of(tiny())[-1].settings
+    assert settings["active"]["model_seed"] == settings["passive"]["model_seed"] == 1
+    assert settings["active"]["insecure_nonce_seed"] != settings["passive"]["insecure_nonce_seed"]
+    assert "insecure_noise_seed" not in settings["active"]["defense"]
+    defenses = [cell.settings["active"]["defense"] for cell in cells_of(tiny(seeded_noise=True))]
+    assert [defense.get("insecure_noise_seed") for defense in defenses] == [None, 0, 0, None, 1, 1]
+
+
+def test_a_cell_is_another_when_any_setting_is() -> None:
+    digests = {cell.digest for cell in cells_of(tiny())}
+    assert len(digests) == 6
+    assert digests == {cell.digest for cell in cells_of(tiny())}
+    changed = cells_of(tiny(), Choice(overrides=("active.optimizer.learning_rate=0.5",)))
+    assert not digests & {cell.digest for cell in changed}
+    assert digests == {cell.digest for cell in cells_of(tiny(figures=TINY["figures"], about="x"))}
+
+
+def test_only_chooses_rows_variants_and_data_sets() -> None:
+    def chosen(*only: str) -> list[str]:
+        return [cell.variant for cell in cells_of(tiny(), Choice(seeds=1, only=only))]
+
+    assert chosen("marvell") == ["marvell 1", "marvell 4"]
+    assert chosen("none", "cancer/marvell 4") == ["none", "marvell 4"]
+    assert chosen("cancer") == ["none", "marvell 1", "marvell 4"]
+    with pytest.raises(SettingsError, match=r"--only marvel: expected some of .*marvell 4"):
+        chosen("marvel")
+
+
+def test_a_size_changes_settings_and_seeds() -> None:
+    cells = cells_of(tiny(), Choice("quick"))
+    assert {cell.seed for cell in cells} == {0}
+    assert {cell.settings["contract"]["epochs"] for cell in cells} == {2}
+    with pytest.raises(SettingsError, match="--size slow"):
+        cells_of(tiny(), Choice("slow"))
+
+
+def test_a_variant_stands_above_a_size() -> None:
+    """Else a shorter run would train the model that a variant leaves untrained."""
+    rate = {"passive": {"optimizer": {"learning_rate": 0.5}}}
+    still = {"passive": {"optimizer": {"kind": "sgd", "learning_rate": 1e-9}}}
+    experiment = tiny(variants={"none": {}, "still": still}, sizes={"fast": rate}, published=None)
+    cells = cells_of(experiment, Choice("fast", seeds=1))
+    rates = [cell.settings["passive"]["optimizer"]["learning_rate"] for cell in cells]
+    assert rates == [0.5, 1e-9]
+
+
+def test_another_kind_replaces_a_section_and_the_same_kind_changes_it() -> None:
+    base = {"model": {"kind": "mlp", "hidden": [4], "dropout": 0.1}, "seed": 1}
+    assert overlaid(base, {"model": {"kind": "mlp", "hidden": [8]}}) == {
+        "model": {"kind": "mlp", "hidden": [8], "dropout": 0.1},
+        "seed": 1,
+    }
+    conv = {"kind": "conv", "channels": [2]}
+    assert overlaid(base, {"model": conv}) == {"model": conv, "seed": 1}
+    assert base["model"] == {"kind": "mlp", "hidden": [4], "dropout": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"published": {"source": "x", "values": {"cancer": {"marvell 9": {}}}}}, "marvell 9"),
+        ({"published": {"source": "x", "values": {"cancer": {"none": {"nrm": 1}}}}}, "nrm"),
+        ({"variants": {"iso": {"sweep": {"defense.ratio": [1]}}}}, "expected active"),
+        ({"variants": {"iso": {"sweep": {"guarantee": [0.6, 1.0]}}}}, "above 0.5 and below 1"),
+        ({"figures": {"norm": {"statistic": "q95", "layer": "cut"}}}, "a layer and an attack"),
+    ],
+)
+def test_a_name_that_is_nowhere_is_refused(changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        tiny(**changes)
+
+
+def test_a_prepared_table_s_folder_is_no_part_of_a_digest() -> None:
+    path = {"active": {"data": {"source": {"kind": "csv", "path": "${PREPARED}/a.csv"}}}}
+    cell = cells_of(tiny(variants={"none": path}, published=None), Choice(seeds=1))[0]
+    replaced = with_folders(cell.settings, {PREPARED: Path("/some/where")})
+    assert replaced["active"]["data"]["source"]["path"] == "/some/where/a.csv"
+    assert "/some/where" not in json.dumps(cell.settings)
+
+
+def test_what_cannot_run_is_said_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = {"active": {"defense": {"name": "no such thing"}}}
+    path = write(tmp_path, variants={"wrong": wrong, "wrong again": wrong}, published=None)
+    assert main(["run", str(path), "--output", str(tmp_path / "out")]) == 2
+    (said,) = [line for line in capsys.readouterr().out.splitlines() if "cannot run" in line]
+    assert said.startswith("cannot run cancer, wrong, wrong again: active: defense")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_experiment_that_runs_already_is_not_run_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launcher(tmp_path, monkeypatch, "exit 3")
+    command = ["run", str(write(tmp_path, published=None)), "--output", str(tmp_path / "out")]
+    with claimed(tmp_path / "out" / "tiny", "taken"):
+        assert main(command) == 2
+    assert "another process is running this experiment" in capsys.readouterr().err
+    assert main(command) == 3  # it runs now, and its launcher fails
+
+
+# ---- several passive parties ----
+
+CANCER = {"kind": "sklearn", "dataset": "breast_cancer"}
+LABS: dict[str, Any] = {
+    "contract": {
+        "passive_parties": ["passive_a", "passive_b"],
+        "cut_shape": [2],
+        "batch_size": 64,
+        "epochs": 1,
+    },
+    "active": {
+        "data": {"source": CANCER, "id_column": "id", "label_column": "malignant"},
+        "defense": {"name": "none"},
+        "top_model": {"kind": "mlp", "hidden": [4]},
+        "optimizer": {"kind": "adam", "learning_rate": 0.01},
+    },
+    "passive": {
+        "data": {"source": CANCER, "id_column": "id", "features": {"numeric": "mean_*"}},
+        "bottom_model": {"kind": "mlp", "hidden": [4]},
+        "optimizer": {"kind": "adam", "learning_rate": 0.01},
+    },
+    "passives": {
+        "passive_a": {},
+        "passive_b": {"data": {"features": {"numeric": "worst_*"}}},
+    },
+}
+
+
+def labs(**changes: Any) -> Experiment:
+    return tiny(datasets={"labs": LABS | changes}, variants={"none": {}}, published=None)
+
+
+def test_each_of_several_passive_parties_has_settings_of_its_own() -> None:
+    first, second = cells_of(labs())
+    parties = passive_parties(first.settings)
+    assert list(parties) == ["passive_a", "passive_b"]
+    assert [own["party"] for own in parties.values()] == ["passive_a", "passive_b"]
+    numeric = [own["data"]["features"]["numeric"] for own in parties.values()]
+    assert numeric == ["mean_*", "worst_*"]
+    assert {own["bottom_model"]["kind"] for own in parties.values()} == {"mlp"}
+    nonces = [
+        own["insecure_nonce_seed"]
+        for cell in (first, second)
+        for own in (cell.settings["active"], *passive_parties(cell.settings).values())
+    ]
+    assert len(set(nonces)) == 6
+    assert problems(first, Path()) == []
+
+
+def test_mistakes_in_one_passive_party_s_settings_are_named() -> None:
+    misspelt = {"passive_a": {}, "passive_b": {"bottom_modl": {"kind": "mlp"}}}
+    (found, *_) = problems(cells_of(labs(passives=misspelt))[0], Path())
+    assert "passive_b: bottom_modl: unknown setting" in found
+    (found,) = problems(cells_of(labs(passives={"passive_a": {}}))[0], Path())
+    assert found == "passives: expected settings for passive_b, got none"
+    with pytest.raises(ValueError, match="means"):
+        labs(passives={"means": {}})
+
+
+def test_figures_of_several_passive_parties_are_told_apart(tmp_path: Path) -> None:
+    cell = cells_of(labs())[0]
+    leave_behind(cell, tmp_path, passive=("passive_a", "passive_b"))
+    rows = collect("labs", "full", cell, tmp_path)
+    first = {r.party for r in rows if r.statistic == "q95" and r.layer == "first"}
+    assert first == {"passive_a", "passive_b"}
+    panels = course(CoursePlot(kind="course"), rows)
+    assert set(panels) == {
+        ("cut", "norm"),
+        ("first, passive_a", "norm"),
+        ("first, passive_b", "norm"),
+    }
+
+
+# ---- cells that begin with others' weights ----
+
+
+def chain(**changes: Any) -> Experiment:
+    cancer = TINY["datasets"]["cancer"]
+    days = {"monday": cancer, "tuesday": cancer | {"after": "monday"}}
+    return tiny(datasets=days | changes, published=None)
+
+
+def test_a_day_begins_with_the_weights_of_the_day_before_of_its_variant_and_seed() -> None:
+    found = {(cell.dataset, cell.variant, cell.seed): cell for cell in cells_of(chain())}
+    tuesday = found["tuesday", "marvell 4", 1]
+    assert tuesday.after == found["monday", "marvell 4", 1]
+    weights = [tuesday.settings[party]["initial_weights"] for party in ("active", "passive")]
+    assert weights == ["${EARLIER}/active/checkpoint", "${EARLIER}/passive/checkpoint"]
+    assert tuesday.settings["active"]["earlier_ledgers"] == ["${EARLIER}/active/checkpoint"]
+    monday = found["monday", "none", 0]
+    assert monday.after is None
+    assert "earlier_ledgers" not in monday.settings["active"]
+    assert "initial_weights" not in monday.settings["active"]
+
+
+def test_a_day_is_another_when_the_day_before_is() -> None:
+    def digests(experiment: Experiment) -> dict[str, str]:
+        return {cell.dataset: cell.digest for cell in cells_of(experiment, Choice(seeds=1))}
+
+    example = TINY["datasets"]["cancer"]
+    changed = chain(monday=example | {"contract": {"epochs": 9}})
+    assert digests(chain())["tuesday"] != digests(changed)["tuesday"]
+    # And a cell without one before it is what it was: results made before stay good.
+    alone, among = tiny(published=None), chain()
+    (one,) = {cell.digest for cell in cells_of(alone, Choice(only=("none",), seeds=1))}
+    assert one in {cell.digest for cell in cells_of(among, Choice(seeds=1))}
+
+
+def test_choosing_a_day_includes_the_days_before_it() -> None:
+    chosen = cells_of(chain(), Choice(seeds=1, only=("tuesday/none",)))
+    assert [cell.name for cell in chosen] == ["monday, none, seed 0", "tuesday, none, seed 0"]
+
+
+def test_a_day_that_begins_with_a_later_one_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"tuesday\.after: expected a data set that is earlier"):
+        chain(tuesday=TINY["datasets"]["cancer"] | {"after": "wednesday"})
+
+
+def test_days_wait_for_the_day_before_and_find_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many run side by side."""
+    # $5 is the folder of the settings. The first weights take a while; the second day wants them.
+    script = """
+runs="$(dirname "$5")/runs/run/active/checkpoint"
+earlier=$(sed -n 's/^initial_weights: //p' "$5/active.yaml")
+if [ -n "$earlier" ]; then [ -e "$earlier/model" ] || exit 2; else sleep 0.5; fi
+mkdir -p "$runs"; touch "$runs/model"
+"""
+    launcher(tmp_path, monkeypatch, script)
+    cells = cells_of(chain(), Choice("quick"))
+    endings = run_all(cells, tmp_path, jobs=6)
+    assert [ending.last_lines for ending in endings if ending.exit_code] == []
+    assert len(endings) == 6
+    kept = {path.parents[4].parent.parent.name for path in (tmp_path / "out").rglob("model")}
+    assert kept == {"monday"}
+
+
+def test_a_day_is_not_run_where_the_day_before_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher(tmp_path, monkeypatch, "exit 4")
+    endings = run_all(cells_of(chain(), Choice(seeds=1, only=("none",))), tmp_path, jobs=2)
+    said = {ending.cell.dataset: (ending.exit_code, ending.last_lines) for ending in endings}
+    assert said["monday"][0] == 4
+    assert said["tuesday"][0] == 1
+    assert (
+        "starts with the weights of monday, none, seed 0, which is not finished"
+        in said["tuesday"][1]
+    )
+
+
+# ---- running ----
+
+
+def launcher(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Put a shell script in the place of the launcher."""
+    path = folder / "launcher"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(path))
+
+
+def run_all(cells: Sequence[Cell], folder: Path, jobs: int = 1) -> list[Ending]:
+    return list(run_cells(cells, folder / "out", folder / "prepared", Resources(jobs)))
+
+
+def test_a_finished_cell_is_marked_and_loses_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # $5 is the folder of the settings, beside which the runs lie.
+    made = '"$(dirname "$5")/runs/run/active/checkpoint"'
+    launcher(tmp_path, monkeypatch, f"mkdir -p {made}; echo weights > {made}/model")
+    cells = cells_of(tiny(), Choice("quick"))
+    endings = run_all(cells, tmp_path, jobs=3)
+    assert {ending.exit_code for ending in endings} == {0}
+    assert all(is_finished(cell, tmp_path / "out") for cell in cells)
+    settings = tmp_path / "out" / cells[0].folder / "settings"
+    assert {path.name for path in settings.iterdir()} == {
+        "contract.yaml",
+        "active.yaml",
+        "passive.yaml",
+    }
+    assert list((tmp_path / "out").rglob("active"))
+    assert not list((tmp_path / "out").rglob("model"))
+    changed = cells_of(tiny(), Choice("quick", overrides=("contract.epochs=3",)))
+    assert not any(is_finished(cell, tmp_path / "out") for cell in changed)
+
+
+def test_a_half_finished_cell_keeps_its_files_and_one_with_other_settings_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher(tmp_path, monkeypatch, "echo no such patience; exit 4")
+    cell = cells_of(tiny(), Choice("quick"))[0]
+    (ending,) = run_all([cell], tmp_path)
+    assert ending.exit_code == 4
+    assert "no such patience" in ending.last_lines
+    checkpoint = tmp_path / "out" / cell.folder / "runs" / "checkpoint"
+    checkpoint.mkdir(parents=True)
+    run_all([cell], tmp_path)
+    assert checkpoint.exists()
+    run_all(cells_of(tiny(), Choice(overrides=("contract.epochs=3",)))[:1], tmp_path)
+    assert not checkpoint.exists()
+
+
+def test_ctrl_c_reaches_the_launchers_and_starts_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = tmp_path / "started"
+    trap = f"trap 'echo stopped; exit 130' INT; touch {started}"
+    launcher(tmp_path, monkeypatch, f"{trap}; while :; do sleep 0.05; done")
+
+    def interrupt() -> None:
+        while not started.exists():
+            threading.Event().wait(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    cells = cells_of(tiny(), Choice("quick"))
+    with pytest.raises(Interrupted):
+        run_all(cells, tmp_path)
+    logs = [tmp_path / "out" / cell.folder / "output.log" for cell in cells]
+    assert [log.exists() for log in logs] == [True, False, False]
+    assert "stopped" in logs[0].read_text()
+    assert not any(is_finished(cell, tmp_path / "out") for cell in cells)
+
+
+# ---- figures ----
+
+
+def leave_behind(
+    cell: Cell, results: Path, auc: float = 0.9, passive: Sequence[str] = ("passive",)
+) -> None:
+    """Write what a run of two epochs with three steps each leaves."""
+    folder = results / cell.folder
+    marker = {"digest": cell.digest, "wall_s": 7.0}
+    marker |= {"machine": "abacus", "python": "3", "torch": "2", "splitveil": "0"}
+    run = folder / "runs" / "run"
+    for party, first in (("active", None), *((name, 0.8) for name in passive)):
+        (run / party).mkdir(parents=True)
+        layers = {"cut": 0.7} | ({} if first is None else {"first": first})
+        leak = LeakFigures(
+            batches={
+                layer: {"norm": BatchFigures(leak + 0.1, leak, None, None)}
+                for layer, leak in layers.items()
+            },
+            run_level={"cut": {"accumulated_cosine": RunFigures(0.95, 0.9)}}
+            if party == "active"
+            else {},
+        )
+        summary = Summary(counts=RunCounts(steps_per_s=5.0), leak=leak)
+        for epoch in (0, 1):
+            for step in (0, 1, 2):
+                found = (AttackFigure(layer, "norm", 0.5 + 0.1 * step) for layer in layers)
+                append_lines(run / party, LeakLine(epoch, step, tuple(found), None))
+            append_lines(run / party, EpochLeakLine(epoch, (AttackFigure("cut", "norm", 0.6),)))
+        if party == "active":
+            model = ModelFigures(test_auc=auc, test_calibration_error=0.05)
+            summary = replace(summary, active=ActiveFigures(model=model))
+            for epoch, value in ((0, 0.99), (1, auc)):
+                append_lines(run / party, EvaluationLine(epoch, "test", 0.3, value, 0.1, 0.2))
+        write_summary(run / party, summary)
+    (folder / "finished.json").write_text(json.dumps(marker))
+
+
+def test_figures_are_one_row_each_and_survive_the_file(tmp_path: Path) -> None:
+    cell = cells_of(tiny())[2]
+    leave_behind(cell, tmp_path)
+    rows = collect("tiny", "full", cell, tmp_path)
+    write_rows(tmp_path / "results.parquet", rows, {"command": "as it was"})
+    read, circumstances = read_rows(tmp_path / "results.parquet")
+    assert read == rows
+    assert circumstances == {"command": "as it was"}
+
+    def value(statistic: str, **where: Any) -> float:
+        (found,) = [
+            row.value
+            for row in rows
+            if row.statistic == statistic
+            and all(getattr(row, name) == wanted for name, wanted in where.items())
+        ]
+        return found
+
+    assert {
+        (r.experiment, r.size, r.dataset, r.variant, r.series, r.setting, r.seed) for r in rows
+    } == {("tiny", "full", "cancer", "marvell 4", "marvell", 4.0, 0)}
+    assert value("test_auc") == 0.9
+    assert value("best_test_auc") == 0.99
+    assert value("epoch_test_auc", epoch=0) == 0.99
+    assert value("calibration_error") == 0.05
+    assert value("q95", party="passive", layer="first", attack="norm") == pytest.approx(0.9)
+    assert value("run_level", layer="cut", attack="accumulated_cosine") == 0.95
+    assert value("low", attack="accumulated_cosine") == 0.9
+    assert value("first_epoch", party="active", attack="norm") == 0.6
+    assert value("step_leak", party="active", step=5) == pytest.approx(0.7)
+    assert "last_epoch" not in {row.statistic for row in rows}  # null: nothing was measured
+
+
+def test_cells_that_have_run_are_reported_without_running_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher(tmp_path, monkeypatch, f"touch {tmp_path / 'started'}")
+    path = write(tmp_path)
+    results = tmp_path / "out" / "tiny"
+    for cell in cells_of(tiny())[2:4]:  # marvell 4 of seed 0, none of seed 1
+        leave_behind(cell, results)
+    assert main(["run", str(path), "--output", str(tmp_path / "out"), "--finished"]) == 0
+    rows, _ = read_rows(results / "results.parquet")
+    assert {(row.variant, row.seed) for row in rows} == {("marvell 4", 0), ("none", 1)}
+    assert not (tmp_path / "started").exists()
+
+
+def test_a_long_course_is_averaged_over_stretches(tmp_path: Path) -> None:
+    cell = cells_of(tiny())[0]
+    leave_behind(cell, tmp_path)
+    values = np.random.default_rng(1).random(1000)
+    run = tmp_path / cell.folder / "runs/run/active"
+    (run / METRICS).unlink()
+    lines = (
+        LeakLine(0, step, (AttackFigure("cut", "norm", value),), None)
+        for step, value in enumerate(values)
+    )
+    append_lines(run, *lines)
+    rows = collect("tiny", "full", cell, tmp_path)
+    found = [r.value for r in rows if r.statistic == "step_leak" and r.party == "active"]
+    assert found == pytest.approx(values.reshape(200, 5).mean(axis=1))
+
+
+def row(variant: str, seed: int, statistic: str, value: float, **where: Any) -> Row:
+    series = variant.split(maxsplit=1)[0]
+    whose = ("t", "full", "cancer", variant, series, None, seed, "active")
+    base = Row(*whose, None, None, "", None, None, 0.0)
+    return base._replace(statistic=statistic, value=value, **where)
+
+
+NORM: Mapping[str, Any] = {"layer": "cut", "attack": "norm"}
+
+
+@pytest.mark.parametrize(("spread", "divisor"), [("deviation", 1.0), ("error", math.sqrt(3))])
+def test_the_table_has_mean_and_spread_beside_what_was_published(
+    spread: str, divisor: float
+) -> None:
+    aucs = [0.9, 0.94, 0.95]
+    rows = [row("marvell 4", seed, "test_auc", auc) for seed, auc in enumerate(aucs)]
+    rows += [row("marvell 4", seed, "q95", 0.7, **NORM) for seed in range(3)]
+    rows += [row("none", 0, "test_auc", 0.97), row("none", 0, "q95", 1.0, **NORM)]
+    circumstances = {"command": "the command", "machine": "abacus"}
+    page = markdown("tiny", tiny(spread=spread), rows, circumstances)
+    mean, half = statistics.mean(aucs), np.std(aucs, ddof=1) / divisor
+    expected = f"| marvell 4 | {mean:.3f} ± {half:.3f} | 0.700 ± 0.000 | 0.600 | 3 |"
+    assert expected.replace("0.", ".") in page.splitlines()
+    assert "| none | .970 | 1.000 |  | 1 |" in page.splitlines()
+    assert "| variant | test_auc | norm | published | seeds |" in page.splitlines()
+    assert f"Mean ± standard {spread} over 1 or 3 seeds." in page
+    assert "`the command`" in page
+    assert "abacus" in page
+
+
+def test_a_trade_off_has_one_point_per_variant_with_both_spreads() -> None:
+    rows = [row("marvell 4", seed, "best_test_auc", auc) for seed, auc in enumerate((0.8, 0.9))]
+    rows += [row("marvell 4", seed, "q95", leak, **NORM) for seed, leak in enumerate((0.6, 0.7))]
+    rows += [row("marvell 1", 0, "best_test_auc", 0.7), row("marvell 1", 0, "q95", 0.9, **NORM)]
+    rows += [row("marvell 1", 0, "q95", 0.1, party="passive", **NORM)]  # knows less: not drawn
+    rows += [row("marvell 1", 0, "q95", 0.4, party="passive", layer="first", attack="norm")]
+    panels = trade_off(TradeOffPlot(kind="trade_off"), rows)
+    sd = 0.1 / math.sqrt(2)
+    cut = panels["cut", "norm"]["marvell"]
+    assert [point.name for point in cut] == ["4", "1"]  # a curve follows the sweep
+    assert cut[0][:4] == pytest.approx((0.85, sd, 0.65, sd))
+    assert cut[1] == Point(0.7, 0.0, 0.9, 0.0, "1")
+    assert panels["first", "norm"] == {"marvell": [Point(0.7, 0.0, 0.4, 0.0, "1")]}
+    assert trade_off(TradeOffPlot(kind="trade_off", attacks=("cosine",)), rows) == {}
+
+
+def test_a_figure_may_be_compared_with_another_variant_s_of_the_same_seed() -> None:
+    by_seed = {"none": (0.70, 0.80), "marvell 4": (0.69, 0.77)}
+    rows = [
+        row(variant, seed, "best_test_auc", auc)
+        for variant, aucs in by_seed.items()
+        for seed, auc in enumerate(aucs)
+    ]
+    rows += [row("marvell 4", 2, "best_test_auc", 0.5)]  # nothing to compare it with
+    rows += [row("marvell 4", seed, "q95", 0.6, **NORM) for seed in (0, 1, 2)]
+    figure = Figure(statistic="best_test_auc", less="none")
+    found = values_of(rows, figure)
+    (dataset,) = {one.dataset for one in rows}
+    assert found[dataset, "marvell 4"] == pytest.approx([-0.01, -0.03])
+    assert found[dataset, "none"] == [0.0, 0.0]
+    (point,) = trade_off(TradeOffPlot(kind="trade_off", less="none"), rows)["cut", "norm"][
+        "marvell"
+    ]
+    assert point[:2] == pytest.approx((-0.02, 0.02 / math.sqrt(2)))
+
+
+def bounded_rows() -> list[Row]:
+    """Two seeds of a model without defense, of one that is fitted again, and of noisy labels."""
+    rows = [row("none", seed, "test_auc", auc) for seed, auc in enumerate((0.80, 0.90))]
+    refits = {0.6: (0.79, 0.87), 0.55: (0.70, 0.80)}
+    for bound, aucs in refits.items():
+        for seed, auc in enumerate(aucs):
+            name = f"projected {bound}"
+            rows.append(row(name, seed, "test_auc_refit", auc, setting=bound))
+            rows.append(row(name, seed, "test_auc", auc - 0.01, setting=bound))
+    rows += [row("laplace 0.6", 0, "test_auc", 0.65, setting=0.6)]
+    return [*rows, row("untrained", 0, "test_auc", 0.6)]
+
+
+def test_a_sweep_has_a_curve_per_variant_and_standard_errors() -> None:
+    plot = SweepPlot(kind="sweep", statistic="test_auc_refit", less="none", axis="bound")
+    curves = sweep(plot, bounded_rows())
+    assert set(curves) == {"projected", "laplace", "untrained"}
+    weak, strong = curves["projected"]
+    assert (weak.x, strong.x) == (0.55, 0.6)
+    assert (strong.y, strong.y_sd) == pytest.approx((-0.02, 0.01))  # -0.01 and -0.03
+    (laplace,) = curves["laplace"]  # has no refit
+    assert laplace[:4] == pytest.approx((0.6, 0.0, -0.15, 0.0))
+    assert math.isinf(curves["untrained"][0].x)
+
+
+def test_a_refitted_model_is_compared_with_one_that_is_not() -> None:
+    figure = Figure(statistic="test_auc_refit", less="none", less_statistic="test_auc")
+    found = values_of(bounded_rows(), figure)
+    assert found["cancer", "projected 0.6"] == pytest.approx([-0.01, -0.03])
+    assert ("cancer", "none") not in found
+
+
+def test_a_sweep_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot = SweepPlot(kind="sweep", statistic="test_auc_refit", less="none", axis="bound")
+    (path,) = draw([plot], bounded_rows(), tmp_path)
+    drawn = path.read_text(encoding="utf-8")
+    assert path.name == "1-sweep-cancer.svg"
+    assert all(words in drawn for words in ("projected", "laplace", "untrained", "bound"))
+    of_others = plot.model_copy(update={"datasets": ("another",)})
+    assert draw([of_others], bounded_rows(), tmp_path) == []
+
+
+def test_a_row_that_sends_nothing_worth_learning_is_a_line_and_no_point() -> None:
+    rows = [row(v, 0, "best_test_auc", auc) for v, auc in (("none", 0.8), ("untrained", 0.7))]
+    rows += [row(v, 0, "q95", 1.0, **NORM) for v in ("none", "untrained")]
+    plot = TradeOffPlot(kind="trade_off", less="none", floor="untrained")
+    assert list(trade_off(plot, rows)["cut", "norm"]) == ["none"]
+    assert floor(plot, rows) == pytest.approx(-0.1)
+    assert floor(TradeOffPlot(kind="trade_off"), rows) is None
+
+
+def test_the_course_of_a_leak_is_the_mean_over_seeds_at_each_step() -> None:
+    rows = [row("none", seed, "step_leak", 0.5 + seed / 10, step=9, **NORM) for seed in (0, 2)]
+    rows += [row("none", 0, "step_leak", 0.9, step=1, **NORM)]
+    found = course(CoursePlot(kind="course"), rows)["cut", "norm"]["none"]
+    assert [(point.x, round(point.y, 9)) for point in found] == [(1.0, 0.9), (9.0, 0.6)]
+    assert found[1].y_sd == pytest.approx(0.2 / math.sqrt(2))
+
+
+def test_plots_count_epochs_from_1() -> None:
+    rows = [row("none", 0, "epoch_test_auc", 0.5 + epoch / 10, epoch=epoch) for epoch in (0, 1)]
+    rows += [row("none", 0, "epoch_leak", 0.7, epoch=epoch, **NORM) for epoch in (0, 1)]
+    of_figure = epochs(EpochPlot(kind="epochs"), rows)["none"]
+    of_leak = course(CoursePlot(kind="course", over="epochs"), rows)["cut", "norm"]["none"]
+    assert [point.x for point in of_figure] == [point.x for point in of_leak] == [1.0, 2.0]
+
+
+MEASURED = "| marvell 4 | .900 | .800 | .600 |"
+
+
+def measured(folder: Path, *plots: Mapping[str, str]) -> tuple[list[str], Path]:
+    """Write an experiment with the figures of one cell; return the command and their folder."""
+    path, results = write(folder, plots=list(plots)), folder / "out" / "tiny"
+    cell = cells_of(tiny())[2]
+    leave_behind(cell, results)
+    write_rows(results / "results.parquet", collect("tiny", "full", cell, results), {})
+    return ["report", str(path), "--output", str(folder / "out")], results
+
+
+def test_report_writes_table_and_plots_from_the_parquet_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    kinds = ({"kind": "trade_off", "utility": "test_auc"}, {"kind": "course"}, {"kind": "epochs"})
+    report, results = measured(tmp_path, *kinds)
+    assert main(report) == 0
+    assert MEASURED in (results / "table.md").read_text()
+    drawn = {file.name for file in (results / "plots").iterdir()}
+    assert drawn == {"1-trade_off-cancer.svg", "2-course-cancer.svg", "3-epochs-cancer.svg"}
+    assert MEASURED in capsys.readouterr().out
+    assert main(["report", "gafm_table2", *report[2:]]) == 1
+
+
+def test_without_matplotlib_the_table_is_there_and_one_line_says_what_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # importing it now fails
+    report, results = measured(tmp_path, {"kind": "course"})
+    assert main(report) == 0
+    assert MEASURED in (results / "table.md").read_text()
+    assert not (results / "plots").exists()
+    printed = capsys.readouterr()
+    assert MEASURED in printed.out
+    (line,) = printed.err.splitlines()
+    assert "the plots were left out" in line
+    assert "pip install 'splitveil[experiments]'" in line
+
+
+def test_report_replaces_its_part_of_a_page(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report, _ = measured(tmp_path, {"kind": "sweep", "axis": "ratio"})
+    page = tmp_path / "docs" / "page.md"
+    page.parent.mkdir()
+    ends = ("# Above\n\n<!-- results of tiny -->\n", "<!-- end of tiny -->\n\nBelow.\n")
+    page.write_text("an old table".join(ends))
+    report += ["--into", str(page)]
+    assert main(report) == 0
+    written = page.read_text()
+    assert written.startswith(ends[0])
+    assert written.endswith(ends[1])
+    assert "an old table" not in written
+    assert MEASURED in written
+    plot = "images/tiny/1-sweep-cancer.svg"
+    assert f"![1-sweep-cancer]({plot})" in written
+    assert (page.parent / plot).is_file()
+    assert main(report) == 0
+    assert page.read_text() == written
+    page.write_text("# Another page\n")
+    assert main(report) == 2
+    assert page.read_text() == "# Another page\n"
+
+
+# ---- preparations and models ----
+
+
+def test_a_synthetic_table_has_features_of_both_parties(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparation, "SYNTHETIC_ROWS", 4000)
+    monkeypatch.delenv("SPLITVEIL_DATA", raising=False)
+    prepare("synthetic", tmp_path)
+    with np.load(tmp_path / "synthetic.npz") as made:
+        passive, active, y = made["passive"], made["active"], made["y"]
+    assert passive.shape == (4000, 12)
+    assert active.shape == (4000, 4)
+    assert 0.1 < y.mean() < 0.5
+    for own in (passive[:, 0], active[:, 0]):
+        assert abs(np.corrcoef(own, y)[0, 1]) > 0.1
+
+
+def test_packed_words_become_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = np.random.default_rng(2).integers(0, 2, (6, 500)).astype(np.uint8)
+    (tmp_path / "imdb").mkdir()
+    packed = np.packbits(words, axis=1)
+    np.savez(tmp_path / "imdb" / "imdb_top500.npz", x_bits=packed, y=np.arange(6) % 2)
+    monkeypatch.setenv("SPLITVEIL_DATA", str(tmp_path))
+    prepare("imdb", tmp_path / "prepared")
+    with np.load(tmp_path / "prepared" / "imdb.npz") as made:
+        assert np.array_equal(made["x"], words)
+        assert made["y"].tolist() == [0, 1, 0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("melanoma", (2, 84, 84, 3)), ("melanoma_grey64", (2, 64, 64, 1))]
+)
+def test_packed_images_become_pixels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, shape: tuple[int, ...]
+) -> None:
+    files = []
+    for colour in ((250, 0, 0), (0, 0, 0)):
+        file = io.BytesIO()
+        Image.new("RGB", (84, 84), colour).save(file, "JPEG", quality=95)
+        files.append(file.getvalue())
+    offsets = np.cumsum([0, *map(len, files)])
+    (tmp_path / "melanoma").mkdir()
+    packed = np.frombuffer(b"".join(files), np.uint8)
+    path = tmp_path / "melanoma" / "melanoma84_jpeg.npz"
+    np.savez(path, jpeg=packed, offset=offsets, y=np.array([1, 0]))
+    monkeypatch.setenv("SPLITVEIL_DATA", str(tmp_path))
+    prepare(name, tmp_path / "prepared")
+    with np.load(tmp_path / "prepared" / f"{name}.npz") as made:
+        assert made["x"].shape == shape
+        assert made["x"].dtype == np.uint8
+        assert made["x"][0].max() > 60
+        assert made["x"][1].max() < 10
+
+
+def test_each_day_trains_and_the_next_one_tests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import gzip
+
+    header = "ip,app,device,os,channel,click_time,attributed_time,is_attributed"
+    rows = [f"{day},1,1,1,1,2017-11-0{day} {day}:30,2017-11-09 1:00,1" for day in (7, 6, 8, 6)]
+    (tmp_path / "talkingdata").mkdir()
+    with gzip.open(tmp_path / "talkingdata" / "talkingdata.csv.gz", "wt") as file:
+        file.write("\n".join([header, *rows, ""]))
+    monkeypatch.setenv("SPLITVEIL_DATA", str(tmp_path))
+    prepare("talkingdata_days", tmp_path / "prepared")
+    first, second = (
+        (tmp_path / "prepared" / f"talkingdata_day_{n}.csv").read_text() for n in (1, 2)
+    )
+    assert "attributed_time" not in first  # it is there only where the label is 1
+    assert first.splitlines()[1:] == [
+        "0,7,1,1,1,1,7,1,test",
+        "1,6,1,1,1,1,6,1,train",
+        "3,6,1,1,1,1,6,1,train",
+    ]
+    # A click keeps its number.
+    assert second.splitlines()[1:] == ["0,7,1,1,1,1,7,1,train", "2,8,1,1,1,1,8,1,test"]
+
+
+def test_a_preparation_without_its_raw_file_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPLITVEIL_DATA", str(tmp_path))
+    with pytest.raises(DataError, match=r"needs the file .*imdb_top500\.npz"):
+        prepare("imdb", tmp_path / "prepared")
+    monkeypatch.delenv("SPLITVEIL_DATA")
+    with pytest.raises(SettingsError, match="SPLITVEIL_DATA"):
+        prepare("imdb", tmp_path / "prepared")
+
+
+def test_the_top_model_at_a_cut_of_one_number_sends_probability_minus_label() -> None:
+    activation = torch.randn(5, 1, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    labels = torch.tensor([1.0, 0, 0, 1, 0])
+    logits = SummedTop()(activation, None)
+    loss = binary_cross_entropy_with_logits(logits, labels, reduction="sum")
+    (gradient,) = torch.autograd.grad(loss, activation)
+    expected = (activation.detach().squeeze(1).sigmoid() - labels)[:, None]
+    assert torch.allclose(gradient, expected, atol=1e-6)
+
+
+def test_grey_images_come_down_to_the_cut() -> None:
+    images = torch.zeros(3, 1, 64, 64, dtype=torch.uint8)
+    assert GreyImageBottom()(Features(image=images)).shape == (3, 1)
+    with pytest.raises(ValueError, match="expected images"):
+        GreyImageBottom()(Features(numeric=torch.zeros(3, 2)))

@@ -1,0 +1,181 @@
+"""Accounts over several runs: what they add up, for whom, and that the sum is what counts."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load, save
+
+from splitveil.active_party.defenses import LeakCharge, MarvellDefense, RawBatch
+from splitveil.active_party.defenses.strength import PowerRatio
+from splitveil.active_party.defenses.sum_kl import leak_auc_bound
+from splitveil.active_party.ledger.account_book import AccountBook, persons_of
+from splitveil.active_party.ledger.ledger import LeakLedger
+from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.leakage import leak_auc
+from tests.support.defended import build_defense
+
+MONDAY, TUESDAY = ("ann", "bob", "eve"), ("eve", "dan", "ann")
+
+
+def after_run(book: AccountBook, ids: Sequence[str], *charges: LeakCharge) -> AccountBook:
+    """Return the book that a run leaves which answers so often about all of its examples."""
+    ledger = book.begun(ids, len(ids))
+    for charge in charges:
+        ledger.charge(np.arange(len(ids)), charge)
+    return AccountBook.from_state(load(save(book.closed(ids, ledger).state_dict())))
+
+
+def told(book: AccountBook, one: str) -> float:
+    """Return the divergence of one id."""
+    return book.begun([one], 1).bounds(np.arange(1)).sum_kl.max
+
+
+def of(book: AccountBook, ids: str = "ann bob eve dan fay") -> list[float]:
+    return [told(book, one) for one in ids.split()]
+
+
+def test_charges_of_fresh_noise_add_up_for_the_same_id_wherever_it_stands() -> None:
+    monday = after_run(AccountBook.empty(), MONDAY, LeakCharge(0.25), LeakCharge(0.5))
+    assert of(monday) == [0.75, 0.75, 0.75, 0, 0]
+    tuesday = after_run(monday, TUESDAY, LeakCharge(1.0))
+    assert of(tuesday) == [1.75, 0.75, 1.75, 1.0, 0]
+    wednesday = after_run(tuesday, ("bob", "fay"), LeakCharge(2.0))
+    assert of(wednesday) == [1.75, 2.75, 1.75, 1.0, 2.0]
+    assert len(wednesday) == 5
+
+
+def test_what_is_charged_to_a_person_counts_for_all_of_its_rows_in_any_run() -> None:
+    def after(book: AccountBook, ids: list[str], people: list[str]) -> AccountBook:
+        """Return the book of a run that answers about its last row, and so about that person."""
+        persons = persons_of(np.array(people, dtype=object), ids)
+        ledger = book.begun(ids, len(ids), persons)
+        rows = np.flatnonzero((persons == persons[-1]).all(axis=1))
+        ledger.charge(rows, LeakCharge(0.5, epsilon=1.0, noise_identity=f"{len(book)}"))
+        closed = book.closed(ids, ledger, persons)
+        return AccountBook.from_state(load(save(closed.state_dict())))
+
+    monday = after(AccountBook.empty(), ["a", "b", "c"], ["", "bob", "ann"])
+    tuesday = after(monday, ["c", "b", "d"], ["ann", "bob", "ann"])
+    wednesday = after(tuesday, ["x", "e"], ["", "ann"])
+    assert of(wednesday, "a b c d e x") == [0, 0, 1.0, 1.0, 1.5, 0]
+    assert len(wednesday) == 6 + 2
+    again = after(wednesday, ["c", "f"], ["bob", "ann"])
+    assert of(again, "c d e f") == [0, 1.0, 1.5, 2.0]
+    # Before anybody was named, a row was charged by itself.
+    book = after_run(AccountBook.empty(), ["c", "g"], LeakCharge(0.25))
+    named = after(book, ["c", "h", "g"], ["ann", "ann", "ann"])
+    assert of(named, "c h g") == [0.75, 0.5, 0.75]
+    assert of(after(named, ["k"], ["ann"]), "k") == [1.25]
+    # An id that reads like somebody's name is nobody.
+    assert of(after(wednesday, ["ann"], [""]), "ann") == [0.5]
+
+
+def test_every_byte_of_a_name_counts() -> None:
+    ids = [str(number) for number in range(2000)]
+    book = after_run(AccountBook.empty(), ids, LeakCharge(0.5))
+    assert (book.names[:, -1] == 0).any()
+    found = book.begun(ids, len(ids)).bounds(np.arange(len(ids))).sum_kl
+    assert (found.mean, found.max) == (0.5, 0.5)
+    assert told(book, "2000") == 0
+
+
+def test_a_run_that_begins_with_no_book_counts_from_nothing() -> None:
+    """The counterpart of the sum above: without the book, Tuesday's run forgets Monday's."""
+    tuesday = after_run(AccountBook.empty(), TUESDAY, LeakCharge(1.0))
+    assert of(tuesday) == [1.0, 0, 1.0, 1.0, 0]
+
+
+def test_noise_that_two_runs_repeat_counts_once() -> None:
+    same, other = (LeakCharge(0.5, name, epsilon=1.0) for name in ("key one", "key two"))
+    monday = after_run(AccountBook.empty(), MONDAY, same)
+    again = after_run(monday, TUESDAY, LeakCharge(0.75, "key one", epsilon=2.0))
+    assert of(again) == [0.75, 0.5, 0.75, 0.75, 0]
+    added = after_run(monday, TUESDAY, other)
+    assert of(added) == [1.0, 0.5, 1.0, 0.5, 0]
+    # An account that stayed behind is of the noise of its time, also for whoever comes next.
+    assert of(after_run(added, ("bob",), other)) == [1.0, 1.0, 1.0, 0.5, 0]
+
+
+def test_epsilon_adds_up_over_runs_and_not_by_closing_a_book() -> None:
+    def epsilon(book: AccountBook) -> float | None:
+        return book.ledger.bounds(np.arange(len(book))).epsilon
+
+    one, other = (LeakCharge(0.5, name, epsilon=1.0) for name in ("key one", "key two"))
+    monday = after_run(AccountBook.empty(), MONDAY, one)
+    assert epsilon(monday) == 1.0
+    assert epsilon(after_run(monday, ("dan",), one)) == 1.0
+    assert epsilon(after_run(monday, TUESDAY, other)) == 2.0
+    assert epsilon(after_run(monday, TUESDAY, LeakCharge(0.5))) is None
+
+
+@pytest.mark.parametrize("names", [("a", "a"), ("a", "b"), (None, "b"), ("a", None), (None, None)])
+def test_books_of_runs_beside_each_other_add_up_in_any_order(
+    names: tuple[str | None, str | None],
+) -> None:
+    first, second = (LeakCharge(charge, name) for charge, name in zip((0.5, 0.25), names,
+                                                                      strict=True))  # fmt: skip
+    one = after_run(AccountBook.empty(), MONDAY, first)
+    two = after_run(AccountBook.empty(), TUESDAY, second)
+    both = 0.5 if names == ("a", "a") else 0.75
+    for book in (one.with_all_of(two), two.with_all_of(one)):
+        assert of(book) == [both, 0.5, both, 0.25, 0]
+        assert len(book) == 4
+
+
+def test_what_has_no_bound_stays_without_one() -> None:
+    monday = after_run(AccountBook.empty(), MONDAY, LeakCharge(math.inf))
+    assert of(after_run(monday, TUESDAY, LeakCharge(0.5))) == [math.inf] * 3 + [0.5, 0]
+
+
+@pytest.mark.parametrize("break_it", ["no names", "narrow", "negative", "too few"])
+def test_what_is_no_book_is_refused(break_it: str) -> None:
+    state = after_run(AccountBook.empty(), MONDAY, LeakCharge(0.5)).state_dict()
+    match break_it:
+        case "no names":
+            del state["examples"]
+        case "narrow":
+            state["examples"] = state["examples"][:, :8]
+        case "negative":
+            state["settled"] = -state["settled"]
+        case "too few":
+            state["examples"] = state["examples"][:2]
+    with pytest.raises(ValueError, match=r"accounts|expected"):
+        AccountBook.from_state(state)
+
+
+def test_who_adds_up_six_runs_passes_what_one_ledger_guarantees_and_not_the_book() -> None:
+    """Marvell with fresh noise; the peer knows the direction of each run's gradients.
+
+    An AUC of 400 positives and 3,600 negatives has a standard error of at most .015.
+    """
+    generator = torch.Generator().manual_seed(5)
+    labels = (torch.arange(4000) % 10 == 0).float()
+    ids = [str(number) for number in range(len(labels))]
+    settings = MarvellDefense(
+        name="marvell", strength=PowerRatio(power_ratio=8), insecure_noise_seed=3
+    )
+    defense, book, alone = build_defense(settings), AccountBook.empty(), LeakLedger(0)
+    score = torch.zeros(len(labels))
+    for _ in range(6):
+        direction = torch.randn(16, generator=generator)
+        gradients = (torch.full_like(labels, 0.1) - labels).outer(direction)
+        ledger, alone = book.begun(ids, len(ids)), LeakLedger(len(ids))
+        for batch in torch.split(torch.randperm(len(labels), generator=generator), 500):
+            defended, report = defense.defend(RawBatch(gradients[batch], labels[batch]))
+            score[batch] -= defended @ direction / direction.square().sum()
+            ledger.charge(batch.numpy(), report.charge)
+            alone.charge(batch.numpy(), report.charge)
+        book = book.closed(ids, ledger)
+    everybody = np.arange(len(ids))
+    one_run = alone.bounds(everybody).against(Covers.CLASS_MEANS).leak_auc.max
+    all_runs = book.ledger.bounds(everybody)
+    measured = leak_auc(score, labels)
+    assert measured > one_run + 0.06
+    together = all_runs.against(Covers.CLASS_MEANS).leak_auc.max
+    assert measured < together
+    assert measured == pytest.approx(all_runs.estimate.max, abs=0.06)
+    assert all_runs.sum_kl.max == pytest.approx(6 * alone.bounds(everybody).sum_kl.max, rel=0.01)
+    assert together == leak_auc_bound(all_runs.sum_kl.max)

@@ -1,0 +1,250 @@
+"""Projected labels of a later run: rows of earlier runs keep their targets and cost nothing."""
+
+import csv
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from splitveil.active_party.defenses.exact_auc import gaussian_auc
+from splitveil.active_party.ledger.released_targets import TARGETS, read_targets
+from splitveil.active_party.results import save_results
+from splitveil.active_party.trainer_builder import TrainerBuilder
+from splitveil.common.data.subjects import numbered, read_subjects
+from splitveil.common.errors import DataError, SettingsError
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.privacy.leakage import auc
+from tests.support.projected import MU, build, projected, trainer_of
+from tests.support.runs import CPU, Parties, run_in_process, write_example
+
+FIRST = "defense={name: projected_labels, stages: 2, rank: 8, strength: {mu: 1}}"
+LATER = (
+    "defense={name: projected_labels, stages: 2, rank: 8, strength: {mu: 1}, "
+    "earlier: [first/active/checkpoint]}"
+)
+TOLD = "earlier_ledgers=[first/active/checkpoint]"
+NEW_ROWS = 150
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with data, and with what a run on the first rows has left."""
+    folder = tmp_path_factory.mktemp("example")
+    write_example(folder)
+    every = (folder / "active.csv").read_text()
+    lines = every.splitlines(keepends=True)
+    (folder / "active.csv").write_text("".join(lines[:-NEW_ROWS]))
+    first = run(folder, FIRST)
+    leave(first, folder / "first")
+    (folder / "active.csv").write_text(every)
+    return folder
+
+
+def run(folder: Path, *active: str) -> Parties:
+    parties = build(folder, *active)
+    run_in_process(parties)
+    return parties
+
+
+def leave(parties: Parties, folder: Path) -> None:
+    settings = parties.active_settings
+    data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
+    builder = TrainerBuilder(settings, data, CPU)
+    (folder / "active").mkdir(parents=True)
+    save_results(settings, folder / "active", parties.session, builder)
+
+
+def training_ids(parties: Parties) -> list[str]:
+    rows = parties.session.answering.rows
+    return [parties.session.ids[row] for row in rows.file_rows[rows.splits["train"]]]
+
+
+def test_only_new_rows_are_charged_and_known_rows_keep_their_targets(example: Path) -> None:
+    known = read_targets([example / "first" / "active" / "checkpoint"], 2)
+    assert known is not None
+    later = run(example, LATER, TOLD)
+    ids = training_ids(later)
+    targets = projected(later).released_targets
+    assert targets is not None
+    training = torch.from_numpy(later.session.answering.training_positions.copy())
+    expected = known.of(ids)
+    is_known = ~expected.isnan()
+    assert 50 < int(is_known.sum()) < len(ids) - 50
+    assert torch.equal(targets[training][is_known], expected[is_known])
+
+    # Known rows have what the first run told of them, mu^2 = 1, and new ones what this run told.
+    accounts = later.session.answering.budget.accounts.told
+    charged = np.array([accounts.bounds(np.array([at])).sum_kl.max for at in training.tolist()])
+    np.testing.assert_allclose(charged, 1.0, rtol=1e-12)
+    assert later.active.earlier is not None
+    before = later.active.earlier[0]
+    assert before == int(is_known.sum())
+
+
+def test_labels_of_known_rows_are_not_read_again(example: Path) -> None:
+    """Turning the label of every known row changes no target, weight or gradient."""
+    seeded = LATER.replace("stages", "insecure_noise_seed: 3, stages")
+    honest = run(example, seeded, TOLD)
+    known = read_targets([example / "first" / "active" / "checkpoint"], 2)
+    assert known is not None
+    text = (example / "active.csv").read_text()
+    ids, header = training_ids(honest), text.splitlines()[0]
+    told = {name for name, value in zip(ids, known.of(ids), strict=True) if not value.isnan()}
+    rows = list(csv.DictReader(text.splitlines()))
+    for row in rows:
+        if row["id"] in told:
+            row["label"] = str(1 - int(row["label"]))
+    (example / "active.csv").write_text(
+        "\n".join([header, *(",".join(row.values()) for row in rows)]) + "\n"
+    )
+    try:
+        turned = run(example, seeded, TOLD)
+    finally:
+        (example / "active.csv").write_text(text)
+    for name, value in honest.weights().items():
+        assert torch.equal(value, turned.weights()[name]), name
+
+
+def test_a_run_without_new_rows_tells_nothing(example: Path) -> None:
+    leave(run(example, LATER, TOLD), example / "second")
+    second = [setting.replace("first/", "second/") for setting in (LATER, TOLD)]
+    again = run(example, *second)
+    assert again.active.earlier is not None
+    assert again.session.leak_bounds() == again.active.earlier[1]
+    assert trainer_of(again).pending_release(0) is None
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("nowhere", f"there is no {TARGETS}"),
+        ("first/active", f"there is no {TARGETS}"),
+    ],
+)
+def test_a_folder_without_targets_is_refused(example: Path, setting: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        build(example, LATER.replace("first/active/checkpoint", setting), TOLD)
+
+
+def test_a_damaged_file_of_targets_is_refused(example: Path) -> None:
+    folder = example / "damaged"
+    folder.mkdir()
+    (folder / TARGETS).write_bytes(b"no tensors")
+    with pytest.raises(SettingsError, match="cannot be read"):
+        build(example, LATER.replace("first/active/checkpoint", "damaged"), TOLD)
+
+
+def test_targets_of_other_classes_are_refused(example: Path) -> None:
+    with pytest.raises(SettingsError, match="does not hold targets of 3 classes"):
+        read_targets([example / "first" / "active" / "checkpoint"], 3)
+
+
+def test_rows_of_one_person_share_one_bound(tmp_path: Path) -> None:
+    """Without subjects, the rows of one person together weigh more than the bound of one row."""
+    write_example(tmp_path)
+    add_subjects(tmp_path, rows_per_person=5)
+    alone = "defense={name: projected_labels, stages: 1, rank: 8, insecure_noise_seed: 1}"
+    shared = alone.replace("stages", "subject_column: person, stages")
+    largest = {}
+    for name, setting in (("alone", alone), ("shared", shared)):
+        parties = run(tmp_path, setting)
+        state = projected(parties).state_dict()
+        unit = float(state["posterior.numbers.0"][0])
+        weights = state["posterior.steps.0"].double() * unit
+        norms = torch.linalg.vector_norm(weights, dim=1)
+        numbers = subjects_of(parties, tmp_path)
+        sums = torch.zeros(int(numbers.max()) + 1, dtype=torch.float64)
+        largest[name] = float(sums.index_add_(0, numbers, norms).max())
+    assert largest["alone"] > 1.5
+    # The bound of |sum of changes| is at most 1; the norms of a person's rows may add up to
+    # sqrt(rows) times that, where the rows are orthogonal.
+    assert largest["shared"] <= 5**0.5
+
+
+def add_subjects(folder: Path, rows_per_person: int) -> None:
+    lines = (folder / "active.csv").read_text().splitlines()
+    with_person = [lines[0] + ",person"]
+    with_person += [f"{line},p{row // rows_per_person}" for row, line in enumerate(lines[1:])]
+    (folder / "active.csv").write_text("\n".join(with_person) + "\n")
+
+
+def subjects_of(parties: Parties, folder: Path) -> torch.Tensor:
+    subjects = numbered(read_subjects(parties.active_settings.data, folder, "person"))
+    rows = parties.session.answering.rows
+    return torch.from_numpy(subjects[rows.file_rows[rows.splits["train"]]])
+
+
+def test_a_person_with_a_new_row_in_each_of_four_runs_has_one_account_over_all_of_them(
+    tmp_path: Path,
+) -> None:
+    """The exact likelihood ratio of a person's label reaches what the last ledger says.
+
+    By rows each of them was charged once, at .600.
+    An AUC of 20,000 labels of each kind has a standard error below .003.
+    """
+    write_example(tmp_path)
+    table = tmp_path / "active.csv"
+    header, *lines = table.read_text().splitlines()
+    trained = training_ids(run(tmp_path, FIRST))[:120]
+    place = {name: divmod(at, 4) for at, name in enumerate(trained)}  # person, and run from 0
+    told, accounts, earlier = torch.zeros(30, dtype=torch.float64), [], ""
+    for number in range(4):
+        with_person = [(line, place.get(line.partition(",")[0])) for line in lines]
+        kept = [(line, at) for line, at in with_person if at is None or at[1] <= number]
+        rows = [f"{line},{'' if at is None else f'p{at[0]}'}" for line, at in kept]
+        table.write_text("\n".join([f"{header},person", *rows]) + "\n")
+        setting = f"stages: 2, rank: 8, insecure_noise_seed: {number}, subject_column: person"
+        after = [f"earlier_ledgers=[{earlier}]"] if earlier else []
+        known = f", earlier: [{earlier}]" if earlier else ""
+        parties = run(tmp_path, f"defense={{name: projected_labels, {setting}{known}}}", *after)
+        accounts.append(parties.session.leak_bounds().guarantee.max)
+        leave(parties, tmp_path / f"run{number}")
+        earlier = f"run{number}/active/checkpoint"
+
+        state, ids = projected(parties).state_dict(), training_ids(parties)
+        new = [ids.index(name) for name in trained[number::4]]
+        for stage in range(2):
+            unit = float(state[f"posterior.numbers.{stage}"][0])
+            weights = state[f"posterior.steps.{stage}"][new].double() * unit
+            told += (weights.norm(dim=1) / projected(parties).sigma_of(stage)).square()
+    expected = [gaussian_auc(MU * math.sqrt(number)) for number in (1, 2, 3, 4)]
+    assert accounts == pytest.approx(expected, abs=1e-4)
+    labels = torch.arange(40_000) % 2
+    noise = torch.randn(40_000, generator=torch.Generator().manual_seed(1))
+    found = auc(labels * float(told.max().sqrt()) + noise, labels)  # the ratio's only direction
+    assert found == pytest.approx(accounts[-1], abs=0.009)
+    assert found > accounts[0] + 0.05
+
+    # Without the column, the rows have what was charged to their persons.
+    alone = f"defense={{name: projected_labels, stages: 2, rank: 8, earlier: [{earlier}]}}"
+    later = run(tmp_path, alone, f"earlier_ledgers=[{earlier}]")
+    assert later.session.leak_bounds().guarantee.max == accounts[-1]
+
+
+def test_a_row_without_a_person_has_one_of_its_own(tmp_path: Path) -> None:
+    write_example(tmp_path)
+    text = (tmp_path / "active.csv").read_text().splitlines()
+    lines = [text[0] + ",person", text[1] + ",a", text[2] + ",", text[3] + ",a", text[4] + ","]
+    (tmp_path / "active.csv").write_text("\n".join(lines) + "\n")
+    settings = build(tmp_path, "data.features.numeric=own1").active_settings
+    subjects = read_subjects(settings.data, tmp_path, "person")
+    first, second, third, fourth = numbered(subjects).tolist()
+    assert first == third
+    assert len({first, second, fourth}) == 3
+
+
+def test_a_wrong_column_of_persons_is_refused_before_the_run(tmp_path: Path) -> None:
+    write_example(tmp_path)
+    missing = "defense={name: projected_labels, subject_column: nobody}"
+    with pytest.raises(DataError, match="nobody"):
+        build(tmp_path, missing)
+    feature = "defense={name: projected_labels, subject_column: own1}"
+    with pytest.raises(SettingsError, match="'own1' is a feature, too"):
+        build(tmp_path, feature)
+
+
+def test_without_the_ledgers_of_those_runs_earlier_targets_are_refused(example: Path) -> None:
+    with pytest.raises(SettingsError, match=r"defense\.earlier: needs earlier_ledgers"):
+        build(example, LATER)

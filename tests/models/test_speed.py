@@ -1,0 +1,205 @@
+"""Autocast and compiled models change training alone: no name, evaluation, prediction or dtype."""
+
+import copy
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from splitveil.active_party import workers as active_workers
+from splitveil.common.errors import SettingsError, SplitveilError
+from splitveil.common.models.speed import Autocast, speed_up
+from splitveil.common.run.messages import Answer
+from splitveil.passive_party import workers as passive_workers
+from splitveil.simulation.in_process import InProcessPeer
+from tests.support.runs import build_parties, run_in_process, write_example
+
+NEEDS_COMPILER = pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="there is no C++ compiler"
+)
+BFLOAT16 = "autocast=bfloat16"
+SEEDED = ["insecure_nonce_seed=1", "defense={name: marvell, insecure_noise_seed: 3}"]
+
+# Of torch's compiler itself.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def rows(count: int = 5) -> Tensor:
+    return torch.randn(count, 6, generator=torch.Generator().manual_seed(1))
+
+
+# ---- one model ----
+
+
+def test_a_training_pass_is_that_of_autocast_in_float32() -> None:
+    plain, fast = model(), model()
+    speed_up(fast, "bfloat16")
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = plain(rows())
+    found = fast(rows())
+    assert expected.dtype == torch.bfloat16
+    assert found.dtype == torch.float32
+    assert torch.equal(found, expected.float())
+    assert not torch.equal(found, plain(rows()))
+
+
+def test_gradients_and_weights_are_float32() -> None:
+    fast, given = model(), rows().requires_grad_()
+    speed_up(fast, "bfloat16")
+    fast(given).sum().backward()
+    assert given.grad is not None
+    assert {given.grad.dtype, *(p.grad.dtype for p in fast.parameters() if p.grad is not None)} == {
+        torch.float32
+    }
+
+
+def test_an_evaluation_has_the_bits_of_the_model_without_it() -> None:
+    plain, fast = model().eval(), model().eval()
+    speed_up(fast, "bfloat16")
+    assert torch.equal(fast(rows()), plain(rows()))
+
+
+def test_names_of_weights_stay_and_a_copy_is_independent() -> None:
+    plain, fast = model(), model()
+    speed_up(fast, "bfloat16")
+    assert list(fast.state_dict()) == list(plain.state_dict())
+    copied = copy.deepcopy(fast)
+    with torch.no_grad():
+        next(copied.parameters()).zero_()
+    assert torch.equal(fast.eval()(rows()), plain.eval()(rows()))
+    assert not torch.equal(copied.eval()(rows()), plain(rows()))
+
+
+def test_autocast_ends_also_after_an_error() -> None:
+    fast = model()
+    speed_up(fast, "bfloat16")
+    with pytest.raises(RuntimeError):
+        fast(torch.ones(2, 5))
+    assert not torch.is_autocast_enabled("cpu")
+    assert fast(rows()).dtype == torch.float32
+
+
+def test_a_machine_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _name: None)
+    with pytest.raises(SettingsError, match=r"compile: there is no C\+\+ compiler"):
+        speed_up(model(), None, compiled=True)
+
+
+@pytest.mark.parametrize(("autocast", "compiled"), [("bfloat16", False), (None, True)])
+def test_several_processes_are_refused(autocast: Autocast, compiled: bool) -> None:
+    settings: Any = SimpleNamespace(autocast=autocast, compile=compiled)
+    nothing: Any = None
+    for spread in (active_workers.spread, passive_workers.spread):
+        with pytest.raises(SettingsError, match="not where several processes"):
+            spread(settings, nn.Linear(2, 2), nothing, nothing)
+
+
+@NEEDS_COMPILER
+def test_a_compiled_model_trains_alike_and_evaluates_with_the_same_bits() -> None:
+    """For any number of rows, and with two backward passes through one graph, as in a step."""
+    plain, fast = model(), model()
+    speed_up(fast, None, compiled=True)
+    for count in (5, 3, 8):
+        given = rows(count).requires_grad_()
+        found = fast(given)
+        torch.testing.assert_close(found, plain(rows(count)))
+        torch.autograd.grad(found.sum(), given, retain_graph=True)
+        found.sum().backward()
+    assert list(fast.state_dict()) == list(plain.state_dict())
+    assert torch.equal(fast.eval()(rows()), plain.eval()(rows()))
+
+
+# ---- whole runs ----
+
+
+class LostAfter(InProcessPeer):
+    """Loses the connection in the middle of the run."""
+
+    received = 0
+
+    def receive_gradient(self) -> Answer:
+        self.received += 1
+        if self.received > 5:
+            raise ConnectionError
+        return super().receive_gradient()
+
+
+@pytest.fixture
+def example(tmp_path: Path) -> Path:
+    write_example(tmp_path)
+    return tmp_path
+
+
+def test_a_run_under_autocast_is_another_course_with_the_same_names(example: Path) -> None:
+    """Each party for itself: the other one need not have it, and what it receives is float32."""
+    plain = build_parties(example, SEEDED, ["insecure_nonce_seed=2"])
+    run_in_process(plain)
+    for active, passive in (([BFLOAT16], []), ([], [BFLOAT16]), ([BFLOAT16], [BFLOAT16])):
+        fast = build_parties(example, [*SEEDED, *active], ["insecure_nonce_seed=2", *passive])
+        run_in_process(fast)
+        found, expected = fast.weights(), plain.weights()
+        assert list(found) == list(expected)
+        assert {value.dtype for value in found.values()} == {
+            value.dtype for value in expected.values()
+        }
+        assert any(not torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_run_is_not_resumed_with_another_arithmetic(example: Path, tmp_path: Path) -> None:
+    shared = ["contract.checkpoints={every_steps: 2, keep: 100}"]
+    active, passive = [*shared, *SEEDED], [*shared, "insecure_nonce_seed=2"]
+    runs = tmp_path / "runs"
+    with pytest.raises(ConnectionError):
+        run_in_process(build_parties(example, active, passive, runs=runs), LostAfter)
+    again = build_parties(example, active, [*passive, BFLOAT16], runs=runs)
+    assert again.session.reopen()
+    with pytest.raises(SplitveilError, match="other bytes"):
+        run_in_process(again)
+
+
+@NEEDS_COMPILER
+def test_a_compiled_run_shows_the_adversary_the_same_layers(example: Path) -> None:
+    """Without noise, so that both runs follow the same course but for rounding."""
+    seen = []
+    for more in ([], ["compile=true"]):
+        parties = build_parties(
+            example,
+            ["insecure_nonce_seed=1", "contract.epochs=1", *more],
+            ["insecure_nonce_seed=2", "contract.epochs=1", *more],
+        )
+        run_in_process(parties)
+        seen.append(parties.passive)
+    plain, compiled = seen
+    assert plain.layers[0]
+    for expected, found in zip(plain.layers, compiled.layers, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
+    for expected_cut, found_cut in zip(plain.received, compiled.received, strict=True):
+        torch.testing.assert_close(found_cut, expected_cut, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("fast", [BFLOAT16, pytest.param("compile=true", marks=NEEDS_COMPILER)])
+def test_a_run_resumes_with_the_same_bits(example: Path, tmp_path: Path, fast: str) -> None:
+    shared = ["contract.epochs=3", "contract.checkpoints={every_steps: 2, keep: 100}", fast]
+    active, passive = [*shared, *SEEDED], [*shared, "insecure_nonce_seed=2"]
+    whole = build_parties(example, active, passive)
+    run_in_process(whole)
+    runs = tmp_path / "runs"
+    with pytest.raises(ConnectionError):
+        run_in_process(build_parties(example, active, passive, runs=runs), LostAfter)
+    again = build_parties(example, active, passive, runs=runs)
+    assert again.session.reopen()
+    run_in_process(again)
+    found, expected = again.weights(), whole.weights()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

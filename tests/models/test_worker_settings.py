@@ -1,0 +1,120 @@
+"""What a party of several processes is told by torchrun, and what it refuses."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.workers import check_settings
+from splitveil.common.errors import Interrupted, SettingsError
+from splitveil.common.models.settings import MlpModel
+from splitveil.common.party.command_line import prepare, torch_device
+from splitveil.common.party.interruption import Interruption
+from splitveil.common.party.party_settings import load_party_settings
+from splitveil.common.party.place import ONLY, Place
+from splitveil.common.party.workers import ALONE, act, check_model, check_same_model, joined
+from tests.support.runs import ACTIVE, write_example
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+    "MASTER_ADDR": "10.0.0.1",
+}
+
+
+def test_torchrun_says_which_process_this_is() -> None:
+    assert Place.of_environment(TORCHRUN) == Place(5, 8, 1, 4, 2)
+    assert Place.of_environment({}) == ONLY
+
+
+@pytest.mark.parametrize("missing", ["RANK", "MASTER_ADDR"])
+def test_a_variable_of_another_program_makes_no_group(missing: str) -> None:
+    variables = {name: text for name, text in TORCHRUN.items() if name != missing}
+    assert Place.of_environment(variables) == ONLY
+
+
+def test_a_rank_that_is_no_number_is_refused() -> None:
+    with pytest.raises(SettingsError, match="WORLD_SIZE: expected a whole number"):
+        Place.of_environment(TORCHRUN | {"WORLD_SIZE": "two"})
+
+
+def test_only_run_computes_in_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def note(parsed: argparse.Namespace) -> None:
+        done.append(parsed.command)
+
+    act(argparse.Namespace(command="check"), note)
+    for name, text in TORCHRUN.items():
+        monkeypatch.setenv(name, text)
+    act(argparse.Namespace(command="run"), note)
+    with pytest.raises(SettingsError, match="check: torchrun has started 8 processes"):
+        act(argparse.Namespace(command="check"), note)
+    assert done == ["check", "run"]
+
+
+def test_dropout_is_refused_by_its_name() -> None:
+    check_model(MlpModel(kind="mlp"), "bottom_model")
+    with pytest.raises(SettingsError, match=r"bottom_model\.dropout: expected 0"):
+        check_model(MlpModel(kind="mlp", dropout=0.1), "bottom_model")
+
+
+def test_an_objective_of_several_models_is_refused(tmp_path: Path) -> None:
+    write_example(tmp_path)
+    path = tmp_path / "active.yaml"
+    check_settings(load_party_settings(ActiveSettings, path))
+    path.write_text(yaml.safe_dump(ACTIVE | {"defense": {"name": "gafm"}}))
+    with pytest.raises(SettingsError, match="defense: gafm"):
+        check_settings(load_party_settings(ActiveSettings, path))
+
+
+def test_a_worker_with_other_settings_than_rank_0_is_refused() -> None:
+    told = MlpModel(kind="mlp", activation="leaky_relu").model_dump(mode="json")
+    check_same_model(told, MlpModel(kind="mlp", activation="leaky_relu"), "top_model")
+    with pytest.raises(SettingsError, match="top_model: differs from that of rank 0"):
+        check_same_model(told, MlpModel(kind="mlp"), "top_model")
+
+
+def test_processes_share_the_cores_of_their_machine(tmp_path: Path) -> None:
+    write_example(tmp_path)
+    settings = load_party_settings(ActiveSettings, tmp_path / "active.yaml", ["torch_threads=null"])
+    before = torch.get_num_threads()
+    try:
+        prepare(settings, Place(1, 4096, 1, 4096))
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_each_process_takes_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [torch_device("auto", rank) for rank in (0, 1)] == [
+        torch.device("cuda"),
+        torch.device("cuda:1"),
+    ]
+    assert torch_device("cuda:0", 1) == torch.device("cuda:0")
+    with pytest.raises(SettingsError, match=r"one of the 2 CUDA device\(s\).* got cuda:2"):
+        torch_device("cuda", 2)
+
+
+def test_a_single_process_waits_for_nobody() -> None:
+    with joined(ONLY, Interruption()) as workers:
+        assert workers == ALONE
+
+
+def test_before_a_signal_stops_a_run_the_workers_are_asked() -> None:
+    interruption, asked = Interruption(), []
+    interruption.before_stopping = lambda: asked.append(True)
+    interruption.check()
+    assert not asked
+    interruption.signal_number = 15
+    with pytest.raises(Interrupted):
+        interruption.check()
+    assert asked

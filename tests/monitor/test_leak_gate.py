@@ -1,0 +1,208 @@
+"""The leak gate: the leak monitor's measurements may end a run."""
+
+import io
+import statistics
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from splitveil.active_party.monitor.leak_alarm import MIN_BATCHES, LeakAlarm
+from splitveil.active_party.monitor.leak_gate import LeakGate
+from splitveil.active_party.monitor.recorder import ActiveRecorder
+from splitveil.active_party.run.stages import Stage
+from splitveil.active_party.settings import ActiveSettings, LeakGateSettings
+from splitveil.common.errors import LeakGateClosed, PeerLeft, SettingsError
+from splitveil.common.party.party_settings import load_party_settings
+from splitveil.common.privacy.audit import BatchLeak
+from splitveil.common.record.lines import GateLine
+from splitveil.common.record.run_record import read_metrics
+from splitveil.common.record.summary import GateFigures, Summary
+from splitveil.common.record.summary_tables import print_summary
+from splitveil.common.run.messages import Answer
+from splitveil.common.wire.status import error_from, status_for
+from tests.support.peers import InProcessPeer
+from tests.support.runs import Parties, build_parties, run_in_process
+from tests.support.stored import same, stored
+from tests.support.waiting import HANGS_AFTER_S
+
+STRONG = "defense={name: iso, noise_ratio: 32, insecure_noise_seed: 1}"
+MARVELL = "defense={name: marvell, strength: {power_ratio: 1000}, insecure_noise_seed: 1}"
+GATE = "leak_gate={max_leak_auc: 0.75, window_steps: 6"
+EPOCHS = "contract.epochs=8"
+
+
+class UnhurriedPeer(InProcessPeer):
+    """Asks for the next answer when the leak monitor has measured the last one."""
+
+    def receive_gradient(self) -> Answer:
+        recorder = self._session.lifecycle.observer
+        assert isinstance(recorder, ActiveRecorder)
+        assert recorder._watch.monitor is not None
+        assert recorder._watch.monitor.wait_until_idle(HANGS_AFTER_S)
+        return super().receive_gradient()
+
+
+def leak(step: int, value: float, attack: str = "norm", random: float = 0.55) -> BatchLeak:
+    return BatchLeak(0, step, {"cut": {attack: value, "spectral": 0.5}}, random)
+
+
+def gate(**settings: Any) -> LeakGate:
+    return LeakGate(LeakGateSettings(**{"window_steps": 3, "max_leak_auc": 0.65} | settings))
+
+
+def test_the_gate_judges_the_mean_of_a_whole_window() -> None:
+    values = [0.9, 0.9, 0.1, 0.9, 0.96]
+    judged = gate()
+    findings = [judged.note(leak(step, value)) for step, value in enumerate(values)]
+    assert [finding is not None for finding in findings] == [False, False, False, False, True]
+    (worst,) = [finding for finding in findings if finding is not None]
+    assert worst.measured == pytest.approx(statistics.fmean(values[2:]))
+    assert (worst.attack, worst.layer, worst.step) == ("norm", "cut", 4)
+    assert worst.random == pytest.approx(0.55)
+
+
+def test_a_quantile_sees_what_the_mean_hides() -> None:
+    values = [0.55, 0.55, 0.8]
+    for quantile, closes in (("mean", False), (0.95, True)):
+        judged = gate(quantile=quantile)
+        assert (
+            any(judged.note(leak(step, value)) is not None for step, value in enumerate(values))
+            is closes
+        )
+
+
+def test_only_the_named_attack_counts() -> None:
+    for attack, closes in ((None, True), ("norm", True), ("spectral", False)):
+        judged = gate(attack=attack)
+        assert any(judged.note(leak(step, 0.9)) is not None for step in range(3)) is closes
+
+
+def test_one_finding_per_window() -> None:
+    judged = gate()
+    found = [step for step in range(12) if judged.note(leak(step, 0.9)) is not None]
+    assert found == [2, 5, 8, 11]
+
+
+def test_a_gate_and_an_alarm_cut_at_any_batch_resume_the_same() -> None:
+    """Both find something here: the gate once per window, the alarm once there are enough."""
+
+    def findings(cut: int | None) -> list[object]:
+        judged, alarm = gate(), LeakAlarm()
+        found: list[object] = []
+        for step in range(3 * MIN_BATCHES):
+            if step == cut:
+                states = judged.state_dict(), alarm.state_dict()
+                judged, alarm = gate(), LeakAlarm()
+                judged.load_state_dict(stored(states[0]))
+                alarm.load_state_dict(stored(states[1]))
+                assert same(judged.state_dict(), states[0])
+                assert same(alarm.state_dict(), states[1])
+            measured = leak(step, 0.6 + 0.1 * (step % 3))
+            alarm.note_charge(step // 10, 1e-6)
+            alarm.note_leak(measured)
+            found += [judged.note(measured), *alarm.judge(step // 10)]
+        return found
+
+    expected = findings(None)
+    assert {type(item).__name__ for item in expected} == {"NoneType", "GateFinding", "Alarm"}
+    for cut in range(3 * MIN_BATCHES):
+        assert findings(cut) == expected, cut
+
+
+def test_the_alarm_ignores_attacks_that_are_told_classes() -> None:
+    """The ledger's guarantee does not speak of them; of a norm it does."""
+    for attack, alarms in (("lda", 0), ("mean", 0), ("median", 0), ("norm", 1), ("cosine", 1)):
+        alarm = LeakAlarm()
+        alarm.note_charge(0, 1e-6)
+        for step in range(2 * MIN_BATCHES):
+            alarm.note_leak(leak(step, 0.9 + 0.01 * (step % 2), attack))
+        assert [found.attack for found in alarm.judge(0)] == [attack] * alarms
+
+
+def test_the_sentence_names_limit_figure_and_random_floor() -> None:
+    judged = gate(quantile=0.95)
+    finding = next(f for step in range(3) if (f := judged.note(leak(step, 0.9))) is not None)
+    sentence = judged.sentence(finding)
+    for text in ("0.95 quantile", "norm at cut", "is 0.9000", "limit of 0.65", "scores: 0.5500"):
+        assert text in sentence
+
+
+def record(example: Path, folder: Path, *active: str) -> tuple[Parties, Summary, list[GateLine]]:
+    overrides = [EPOCHS, *active]
+    parties = build_parties(example, overrides, [EPOCHS])
+    with ActiveRecorder(parties.active_settings, folder) as recorder:
+        parties.session.lifecycle.observer = recorder
+        with suppress(LeakGateClosed):
+            run_in_process(parties, UnhurriedPeer)
+    return parties, recorder.summary({}), read_metrics(folder).of(GateLine)
+
+
+def test_the_gate_stops_a_run_without_a_defense(example: Path, tmp_path: Path) -> None:
+    parties, summary, lines = record(example, tmp_path, GATE + "}")
+    session = parties.session
+    assert session.stage is Stage.ENDED
+    assert isinstance(session.error, LeakGateClosed)
+    assert session.error.exit_code == 5
+    assert "above the limit of 0.75 (random scores: 0." in str(session.error)
+    assert summary.counts.steps is not None
+    assert 6 <= summary.counts.steps < 8 * 4
+    assert summary.of_active.gate == GateFigures(findings=1, closed=True)
+    assert len(lines) == 1
+    assert summary.of_active.ledger is not None
+    print_summary("active party", summary, console=Console(file=io.StringIO()))
+
+
+def test_the_gate_lets_a_strongly_defended_run_pass(example: Path, tmp_path: Path) -> None:
+    parties, summary, lines = record(example, tmp_path, STRONG, GATE + "}")
+    assert parties.session.stage is Stage.FINISHED
+    assert (summary.of_active.gate, lines) == (GateFigures(findings=0, closed=False), [])
+
+
+def test_it_stops_one_whose_noise_the_class_means_hide_but_not_the_energy_across_them(
+    example: Path, tmp_path: Path
+) -> None:
+    """Fresh noise of `marvell` is of one class only across the gap, at every strength."""
+    parties, _, lines = record(example, tmp_path, MARVELL, GATE + "}")
+    assert isinstance(parties.session.error, LeakGateClosed)
+    assert "residual_energy" in str(parties.session.error)
+    assert len(lines) == 1
+
+
+def test_a_warning_comes_once_per_window_and_ends_nothing(
+    example: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    parties, summary, lines = record(example, tmp_path, GATE + ", action: warn}")
+    assert parties.session.stage is Stage.FINISHED
+    warnings = caplog.text.count("leak_gate: epoch")
+    assert summary.of_active.gate == GateFigures(findings=warnings, closed=False)
+    assert len(lines) == warnings
+    measured = summary.of_leak.counts.observed
+    assert measured is not None
+    assert 1 <= len(lines) <= measured // 6
+
+
+def test_the_peer_is_told_nothing_of_the_gate() -> None:
+    status = status_for(LeakGateClosed("the mean of the leak AUC is 0.9, the limit 0.65"))
+    assert status.details == "ended-for-good: this party has ended the run"
+    assert isinstance(error_from(status.code, status.details), PeerLeft)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["leak_gate={}", "leak_monitor=null"], "needs leak_monitor"),
+        (["leak_gate={attack: lda}"], "not in leak_monitor.attacks"),
+        (["leak_gate={}", "leak_monitor={attacks: [accumulated_spectral]}"], "single batches"),
+        (["leak_gate={max_leak_auc: 0.5}"], "greater than 0.5"),
+        (["leak_gate={quantile: 1}"], "less than 1"),
+        (["leak_gate={action: end}"], "'stop' or 'warn'"),
+    ],
+)
+def test_gates_that_cannot_be_meant_are_refused(
+    example: Path, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(SettingsError, match=message):
+        load_party_settings(ActiveSettings, example / "active.yaml", overrides)

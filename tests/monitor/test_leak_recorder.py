@@ -1,0 +1,369 @@
+"""The leak figures that both parties record: per batch, per epoch, over the run."""
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from splitveil.common.errors import SettingsError, StorageError
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.privacy import gradient_rows
+from splitveil.common.privacy.audit import BatchLeak
+from splitveil.common.privacy.audit_worker import CpuBudget
+from splitveil.common.privacy.observation import Observation
+from splitveil.common.privacy.settings import DEFAULT_ATTACKS, AuditSettings
+from splitveil.common.privacy.top_direction import TopDirection, top_direction_of_rows
+from splitveil.common.record.leak_figures import LeakFigures
+from splitveil.common.record.leak_recorder import AuditedRun, LeakRecorder
+from splitveil.common.record.lines import LeakLine, Line
+from splitveil.common.record.metrics_log import MetricsLog
+from splitveil.common.record.summary import Summary
+from splitveil.common.run.course import Batch
+from splitveil.passive_party.recorder import PassiveRecorder
+from tests.support.recorded import recorders
+from tests.support.runs import build_parties, run_in_process, write_example
+from tests.support.stored import same, stored
+from tests.support.waiting import wait_until
+
+
+class Recorded(NamedTuple):
+    """The files that one party left behind."""
+
+    lines: list[dict[str, Any]]
+    summary: dict[str, Any]
+
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        return [line for line in self.lines if line["kind"] == kind]
+
+
+def record(
+    folder: Path, active: Sequence[str] = (), passive: Sequence[str] = ()
+) -> tuple[Recorded, Recorded]:
+    """Run both parties with their recorders."""
+    write_example(folder)
+    parties = build_parties(folder, active, passive)
+    with recorders(parties, folder) as both:
+        run_in_process(parties)
+    active_lines, passive_lines = both.lines()
+    return (
+        Recorded(active_lines, both.active.summary({}).form()),
+        Recorded(passive_lines, both.passive.summary().form()),
+    )
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recorded, Recorded]:
+    return record(tmp_path_factory.mktemp("recorded"))
+
+
+def test_each_epoch_s_leak_is_written_once_whatever_is_evaluated(
+    recorded: tuple[Recorded, Recorded],
+) -> None:
+    active, _ = recorded
+    assert active.of_kind("validation")
+    for party in recorded:
+        assert [line["epoch"] for line in party.of_kind("epoch_leak")] == [0, 1]
+
+
+def test_both_parties_measure_the_same_on_the_same_gradients(
+    recorded: tuple[Recorded, Recorded],
+) -> None:
+    """Without a defense even the oracle's clean gradient is one that both sides know."""
+    active, passive = recorded
+    assert active.of_kind("leak")
+    for sent, received in zip(active.of_kind("leak"), passive.of_kind("leak"), strict=True):
+        for name in ("epoch", "step", "random_leak_auc"):
+            assert sent[name] == received[name]
+        for attack in ("norm", "cosine", "spectral"):
+            name = f"cut/{attack}_leak_auc"
+            assert sent.get(name) == pytest.approx(received.get(name), abs=1e-12)
+    for attack, figures in active.summary["leak"]["cut"].items():
+        assert figures == pytest.approx(passive.summary["leak"]["cut"][attack], abs=1e-12)
+    assert set(passive.summary["leak"]) == {"cut", "first"}
+    assert active.summary["leak_batches"] == passive.summary["leak_batches"]
+
+
+def test_gathered_leaks_stand_in_the_epochs_and_in_the_summary(
+    recorded: tuple[Recorded, Recorded],
+) -> None:
+    """By layer and attack, the same on both sides; the last epoch's figure is the run's."""
+    active, passive = recorded
+    for attack in ("accumulated_spectral", "accumulated_cosine"):
+        sent = active.summary["leak_run_level"]["cut"][attack]
+        received = passive.summary["leak_run_level"]["cut"][attack]
+        assert sent == pytest.approx(received, abs=1e-12)
+        assert sent["low"] <= sent["auc"] <= sent["high"]
+        assert 0.5 < sent["auc"] <= 1
+        for party in recorded:
+            last = party.of_kind("epoch_leak")[-1]
+            assert last[f"cut/{attack}"] == party.summary["leak_run_level"]["cut"][attack]["auc"]
+    assert set(passive.summary["leak_run_level"]) == {"cut", "first"}
+    for party in recorded:
+        for layer, worst in party.summary["leak_worst_epoch"].items():
+            lines = party.of_kind("epoch_leak")
+            assert worst["norm"] == max(line[f"{layer}/norm"] for line in lines)
+
+
+@pytest.mark.parametrize("attack", ["cosine_majority", "mean", "hint_inner_product_1", "lda"])
+def test_settings_can_name_other_attacks(tmp_path: Path, attack: str) -> None:
+    chosen = f"attacks=[{attack}, accumulated_spectral]"
+    parties = record(tmp_path, [f"leak_monitor.{chosen}"], [f"adversary.{chosen}"])
+    for party in parties:
+        assert set(party.summary["leak"]["cut"]) == {attack}
+        assert party.summary["leak"]["cut"][attack]["mean"] > 0.9
+        assert set(party.summary["leak_run_level"]["cut"]) == {"accumulated_spectral"}
+
+
+class FullDisk:
+    """Metrics that cannot be written."""
+
+    def write(self, *_: object, **__: object) -> None:
+        raise StorageError("metrics.jsonl: cannot be written: No space left on device")
+
+
+def test_a_full_disk_ends_the_run_at_the_next_batch_though_another_thread_met_it() -> None:
+    metrics = cast("MetricsLog", FullDisk())
+    recorder = LeakRecorder(AuditSettings(attacks=("norm",)), metrics, AuditedRun(b"seed", 4))
+    batch = Batch(0, "train", 0, np.arange(4), b"", closes_split=False, closes_epoch=False)
+    gradients = {"cut": torch.randn(4, 2, generator=torch.Generator().manual_seed(1))}
+    labels = torch.tensor([0.0, 1.0, 0.0, 1.0])
+    recorder.submit(batch, gradients, labels)
+    wait_until(lambda: recorder._unwritten is not None)
+    with pytest.raises(StorageError, match="No space"):
+        recorder.submit(batch, gradients, labels)
+    with pytest.raises(StorageError, match="No space"):
+        recorder.__exit__(None, None, None)
+
+
+class Listening:
+    """Metrics that keep which lines go into charts."""
+
+    def __init__(self) -> None:
+        self.charted: list[bool] = []
+
+    def write(self, line: Line, *, charted: bool = True) -> None:
+        if isinstance(line, LeakLine):
+            self.charted.append(charted)
+
+
+@pytest.mark.parametrize("every_s", [0.0, 1e9])
+def test_every_batch_has_a_line_and_charts_have_a_batch_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, every_s: float
+) -> None:
+    monkeypatch.setattr("splitveil.common.record.metrics_log.CHARTED_EVERY_S", every_s)
+    metrics = Listening()
+    labels = torch.tensor([0.0, 1.0, 0.0, 1.0])
+    gradients = {"cut": torch.randn(4, 2, generator=torch.Generator().manual_seed(1))}
+    settings = AuditSettings(attacks=("norm",))
+    with LeakRecorder(settings, cast("MetricsLog", metrics), AuditedRun(b"seed", 4)) as recorder:
+        for step in range(5):
+            places = np.arange(4)
+            batch = Batch(0, "train", step, places, b"", closes_split=False, closes_epoch=False)
+            recorder.submit(batch, gradients, labels)
+    assert metrics.charted == [True, *[every_s == 0] * 4]
+
+
+EPOCHS, STEPS = 3, 4
+
+
+def epochs_of_batches() -> Iterator[Batch]:
+    """Yield the training batches of a run of which each example has a place in each epoch."""
+    for epoch, step in itertools.product(range(EPOCHS), range(STEPS)):
+        positions = np.random.default_rng(epoch).permutation(32)[8 * step : 8 * step + 8]
+        last = step == STEPS - 1
+        yield Batch(epoch, "train", step, positions, b"", closes_split=last, closes_epoch=last)
+
+
+def record_batches(folder: Path, cut: int | None) -> tuple[list[dict[str, Any]], LeakFigures]:
+    """Record a run with every attack, by a recorder that is new from batch ``cut`` on."""
+    settings = AuditSettings(attacks=("norm", "cosine", "lda", "hint_combiner_50"))
+    settings = settings.model_copy(update={"attacks": (*settings.attacks, *DEFAULT_ATTACKS[3:])})
+    with MetricsLog(folder) as metrics:
+        recorder = LeakRecorder(settings, metrics, AuditedRun(b"seed", 32))
+        for number, batch in enumerate(epochs_of_batches()):
+            if number == cut:
+                state = stored(recorder.state_dict())
+                recorder._worker.close()  # a process that is killed writes nothing more
+                recorder = LeakRecorder(settings, metrics, AuditedRun(b"seed", 32))
+                recorder.load_state_dict(state)
+            generator = torch.Generator().manual_seed(number)
+            labels = (torch.from_numpy(batch.positions) % 3 == 0).float()
+            gradients = torch.randn(8, 3, generator=generator) + labels[:, None]
+            recorder.submit(batch, {"cut": gradients}, labels)
+            if batch.closes_epoch:
+                recorder.end_epoch(batch.epoch)
+            recorder.wait_until_idle()  # the queue is shorter than the run
+        recorder.__exit__(None, None, None)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        del line["time_s"]
+    return lines, recorder.summary()
+
+
+def test_a_recorder_cut_at_any_batch_writes_each_line_once_and_the_same(tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    expected, summary = record_batches(whole, None)
+    kinds = [line["kind"] for line in expected]
+    assert (kinds.count("leak"), kinds.count("epoch_leak")) == (EPOCHS * STEPS, EPOCHS)
+    for cut in range(EPOCHS * STEPS):
+        folder = tmp_path / str(cut)
+        folder.mkdir()
+        lines, figures = record_batches(folder, cut)
+        assert lines == expected, cut
+        assert figures == summary, cut
+
+
+def test_a_checkpoint_holds_all_batches_handed_over_before_it(tmp_path: Path) -> None:
+    settings = AuditSettings(attacks=("norm", "spectral"), queue_batches=64)
+    with (
+        MetricsLog(tmp_path) as metrics,
+        LeakRecorder(settings, metrics, AuditedRun(b"seed", 4)) as recorder,
+    ):
+        for batch in epochs_of_batches():
+            recorder.submit(batch, {"cut": torch.randn(8, 3)}, torch.arange(8) % 2)
+        state = recorder.state_dict()
+    assert state["audit"]["observed"] == EPOCHS * STEPS
+
+
+def test_a_state_of_other_attacks_says_what_may_not_change(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path) as metrics:
+        first, second = (
+            LeakRecorder(AuditSettings(attacks=attacks), metrics, AuditedRun(b"seed", 4))
+            for attacks in (("norm",), ("spectral",))
+        )
+        with first, second, pytest.raises(SettingsError, match="cannot change within a run"):
+            second.load_state_dict(first.state_dict())
+
+
+def test_the_adversary_uses_the_activations_that_it_sent(tmp_path: Path) -> None:
+    """Once per batch, at the cut; what they tell differs from what gradients tell."""
+    chosen = "attacks=[spectral, regress_out, activation_spectral]"
+    _, passive = record(tmp_path, passive=[f"adversary.{chosen}"])
+    summary = passive.summary["leak"]
+    assert set(summary["cut"]) == {"spectral", "regress_out", "activation_spectral"}
+    assert set(summary["first"]) == {"spectral", "regress_out"}
+    means = [summary["cut"][attack]["mean"] for attack in summary["cut"]]
+    assert len(set(means)) == 3
+    # The gradients of an undefended run are known to tell everything; the activations are not.
+    assert summary["cut"]["spectral"]["mean"] > 0.9
+    assert summary["cut"]["activation_spectral"]["mean"] < 0.9
+
+
+@pytest.mark.parametrize("attack", ["regress_out", "activation_spectral"])
+def test_an_attack_is_refused_where_there_are_no_activations_for_it(
+    tmp_path: Path, attack: str
+) -> None:
+    write_example(tmp_path)
+    with pytest.raises(SettingsError, match=f"{attack}: the leak monitor looks at gradients alone"):
+        build_parties(tmp_path, [f"leak_monitor={{attacks: [norm, {attack}]}}"])
+    chosen = "adversary={attacks: [activation_spectral], layers: [first]}"
+    with pytest.raises(SettingsError, match="activation_spectral: measured at the cut"):
+        build_parties(tmp_path, (), [chosen])
+
+
+class Attacked(NamedTuple):
+    """The findings of a passive party's attacks, and their cost."""
+
+    summary: Summary
+    gathered: dict[str, Any] | None
+    """The state of the label-free audit."""
+    budgets: int
+    top_directions: int
+    """How often a batch's top direction was computed."""
+
+
+def attacked(
+    example: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, *, labels: bool, audit: bool
+) -> Attacked:
+    """Run both parties, of which only the passive one attacks."""
+    allowed = "contract.audits_allowed=true"
+    mine = [allowed, f"adversary.audit={json.dumps(audit)}"]
+    parties = build_parties(example, [allowed, "leak_monitor=null"], mine)
+    settings = parties.passive_settings
+    assert settings.adversary is not None
+    assert settings.adversary.labels is not None
+    budgets: list[CpuBudget] = []
+    directions: list[Tensor] = []
+
+    class CountedBudget(CpuBudget):
+        def __init__(self, max_share: float | None, now_s: float) -> None:
+            super().__init__(max_share, now_s)
+            budgets.append(self)
+
+    def counted_direction(rows: Tensor) -> TopDirection:
+        directions.append(rows)
+        return top_direction_of_rows(rows)
+
+    monkeypatch.setattr("splitveil.common.privacy.audit_worker.CpuBudget", CountedBudget)
+    monkeypatch.setattr(gradient_rows, "top_direction_of_rows", counted_direction)
+    folder.mkdir()
+    known = PartyData.load(settings.adversary.labels, example) if labels else None
+    ids = PartyData.load(settings.data, example).ids
+    with PassiveRecorder(settings, folder, ids, known) as adversary:
+        parties.run.observer = adversary
+        run_in_process(parties)
+    gathered = None if adversary._label_free is None else adversary._label_free.state_dict()
+    return Attacked(adversary.summary(), gathered, len(budgets), len(directions))
+
+
+def test_a_party_with_labels_and_audits_has_one_budget_and_computes_no_score_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And finds, bit for bit, what either of the two audits finds alone."""
+    example = tmp_path / "example"
+    write_example(example)
+    of_labels, of_audit, of_both = (
+        attacked(example, tmp_path / name, monkeypatch, labels=labels, audit=audit)
+        for name, labels, audit in (
+            ("labels", True, False),
+            ("audit", False, True),
+            ("both", True, True),
+        )
+    )
+    assert of_labels.budgets == of_audit.budgets == of_both.budgets == 1
+    assert of_labels.top_directions == of_audit.top_directions == of_both.top_directions > 0
+    assert of_both.summary.leak == of_labels.summary.leak
+    assert of_both.gathered is not None
+    assert same(of_both.gathered, of_audit.gathered)
+    assert of_both.summary.audited == of_audit.summary.audited
+
+
+class FailingAudit:
+    """An audit that cannot look at a batch."""
+
+    left_out = 0
+
+    def wants(self, step: int) -> bool:
+        return True
+
+    def observe(self, observation: Observation) -> BatchLeak | None:
+        raise ValueError("no such batch")
+
+    def leave_out(self) -> None:
+        self.left_out += 1
+
+
+def test_an_error_in_the_audit_beside_costs_the_leak_s_figures_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing, settings = FailingAudit(), AuditSettings(attacks=("norm",), queue_batches=64)
+    figures = []
+    for beside in (None, failing):
+        with MetricsLog(tmp_path) as metrics:
+            recorder = LeakRecorder(settings, metrics, AuditedRun(b"seed", 32), beside=beside)
+            with recorder:
+                for batch in epochs_of_batches():
+                    generator = torch.Generator().manual_seed(batch.step)
+                    gradients = {"cut": torch.randn(8, 3, generator=generator)}
+                    recorder.submit(batch, gradients, torch.arange(8) % 2)
+            figures.append(recorder.summary())
+    assert figures[0] == figures[1]
+    assert figures[0].counts.observed == failing.left_out == EPOCHS * STEPS
+    assert caplog.text.count("the attacks for the audit failed on a batch") == 1

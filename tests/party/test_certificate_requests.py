@@ -1,0 +1,172 @@
+"""A party's key stays where it was made: a request travels, and only the right one is signed."""
+
+import re
+import stat
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from cryptography.x509.oid import NameOID
+
+from splitveil.deploy.authority import PartyFolder
+from splitveil.deploy.certificate_requests import REQUEST, make_request
+from tests.support.certificates import certs, files
+
+GROUPS = r"(?:[0-9a-f]{4} ){15}[0-9a-f]{4}"
+
+
+@pytest.fixture
+def ours(tmp_path: Path) -> Path:
+    """Return the folder of the party that keeps the authority."""
+    assert certs(["authority", str(tmp_path / "ours")]) == 0
+    return tmp_path / "ours"
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Path:
+    """Return the folder of the other party, which has asked for a certificate."""
+    make_request(tmp_path / "theirs", "passive", "passive.splitveil")
+    return tmp_path / "theirs"
+
+
+def sign(ours: Path, request: Path, *options: str) -> int:
+    return certs(["sign", str(ours), str(request), "--party", "passive", *options])
+
+
+def read_out(text: str, line: str) -> str:
+    found = re.search(rf"^{line} +({GROUPS})$", text, re.MULTILINE)
+    assert found is not None, text
+    return found[1]
+
+
+def test_a_certificate_comes_back_for_the_key_that_stayed(
+    ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = tmp_path / "theirs"
+    assert certs(["request", str(theirs), "--party", "passive"]) == 0
+    said = read_out(capsys.readouterr().out, "public key")
+    own = PartyFolder(theirs / "passive")
+    assert stat.S_IMODE(own.private_key.stat().st_mode) == 0o600
+    sent = tmp_path / "sent.pem"
+    sent.write_bytes((own.folder / REQUEST).read_bytes())
+    assert sign(ours, sent, "--fingerprint", said.upper().replace(" ", ":")) == 0
+    shown = capsys.readouterr().out
+    assert read_out(shown, "public key") == said
+    made = PartyFolder(ours / "passive")
+    assert sorted(path.name for path in made.folder.iterdir()) == [
+        "authority.pem",
+        "certificate.pem",
+    ]
+    for name in ("certificate", "authority"):
+        getattr(own, name).write_bytes(getattr(made, name).read_bytes())
+    assert files(theirs, "passive").current().identities == ("passive.splitveil",)
+    # Both sides can compare the authority, and the key, with what the files hold.
+    assert certs(["show", str(own.certificate)]) == 0
+    assert read_out(capsys.readouterr().out, "public key") == said
+    assert certs(["show", str(own.authority)]) == 0
+    assert read_out(capsys.readouterr().out, "SHA-256") == read_out(shown, "authority")
+
+
+def test_a_second_request_is_for_the_same_key(theirs: Path) -> None:
+    before = PartyFolder(theirs / "passive").private_key.read_bytes()
+    _, is_new_key = make_request(theirs, "passive", "passive.splitveil")
+    assert not is_new_key
+    assert PartyFolder(theirs / "passive").private_key.read_bytes() == before
+
+
+def test_another_key_than_the_one_read_out_is_not_signed(
+    ours: Path, theirs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other, _ = make_request(tmp_path / "thief", "passive", "passive.splitveil")
+    assert sign(ours, theirs / "passive" / REQUEST, "--fingerprint", other) == 2
+    assert "is not the one that was read out" in capsys.readouterr().err
+    assert not (ours / "passive").exists()
+
+
+def test_a_request_for_another_name_is_not_signed(
+    ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_request(tmp_path / "thief", "passive", "active.splitveil")
+    request = tmp_path / "thief" / "passive" / REQUEST
+    assert sign(ours, request) == 2
+    assert (
+        "expected a request for the one DNS name 'passive.splitveil', got active.splitveil"
+        in capsys.readouterr().err
+    )
+    assert sign(ours, request, "--name", "active.splitveil") == 0
+
+
+def crafted(path: Path, key: ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey) -> Path:
+    builder = (
+        x509.CertificateSigningRequestBuilder()
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "somebody")]))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("passive.splitveil")]), False)
+    )
+    algorithm = None if isinstance(key, ed25519.Ed25519PrivateKey) else hashes.SHA256()
+    path.write_bytes(builder.sign(key, algorithm).public_bytes(serialization.Encoding.PEM))
+    return path
+
+
+def test_only_keys_that_tls_can_use_are_signed(
+    ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for key in (ed25519.Ed25519PrivateKey.generate(), ec.generate_private_key(ec.SECP521R1())):
+        assert sign(ours, crafted(tmp_path / "request.pem", key)) == 2
+        assert "expected the request of an EC key" in capsys.readouterr().err
+    assert (
+        sign(ours, crafted(tmp_path / "request.pem", ec.generate_private_key(ec.SECP384R1()))) == 0
+    )
+
+
+def test_a_request_that_was_changed_on_its_way_is_refused(
+    ours: Path, theirs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    der = x509.load_pem_x509_csr((theirs / "passive" / REQUEST).read_bytes()).public_bytes(
+        serialization.Encoding.DER
+    )
+    changed = x509.load_der_x509_csr(der.replace(b"passive.splitveil", b"passive.splitvail"))
+    path = tmp_path / "changed.pem"
+    path.write_bytes(changed.public_bytes(serialization.Encoding.PEM))
+    assert sign(ours, path, "--name", "passive.splitvail") == 2
+    assert "signature is not by the key that it carries" in capsys.readouterr().err
+
+
+def test_a_wrong_file_is_called_what_it_is(
+    ours: Path, theirs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    private_key = PartyFolder(theirs / "passive").private_key
+    authority = PartyFolder(ours / "authority").certificate
+    (tmp_path / "text.pem").write_text("-----BEGIN NONSENSE-----\n")
+    for path, found in (
+        (private_key, "a private key, which must not leave its owner's machine"),
+        (authority, "a certificate"),
+        (tmp_path / "text.pem", "no PEM file that splitveil knows"),
+    ):
+        assert sign(ours, path) == 2
+        message = capsys.readouterr().err
+        assert f"expected a certificate signing request, found {found}\n" in message
+    assert sign(ours, tmp_path / "absent.pem") == 2
+    assert "No such file" in capsys.readouterr().err
+    assert certs(["show", str(private_key)]) == 2
+    assert "private key" in capsys.readouterr().err
+
+
+def test_a_key_that_is_kept_elsewhere_cannot_be_renewed_here(
+    ours: Path, theirs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sign(ours, theirs / "passive" / REQUEST) == 0
+    assert certs(["renew", str(ours), "--party", "passive"]) == 2
+    assert "have it send a request" in capsys.readouterr().err
+    assert sign(ours, theirs / "passive" / REQUEST, "--days", "9") == 0
+
+
+def test_another_party_s_folder_is_left_alone(
+    ours: Path, theirs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_request(ours, "passive", "passive.splitveil")
+    assert sign(ours, theirs / "passive" / REQUEST) == 2
+    assert "belongs to another key than the request" in capsys.readouterr().err
+    assert sign(ours, theirs / "passive" / REQUEST, "--output", str(ours / "sent")) == 0
+    assert certs(["authority", str(ours)]) == 2

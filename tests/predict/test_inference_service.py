@@ -1,0 +1,234 @@
+"""The passive party's server for predictions: damaged and too many calls, silence, its end."""
+
+import random
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from splitveil.active_party.predict.embed_client import EmbedClient
+from splitveil.common.errors import PeerLeft, PeerUnreachable, SettingsError
+from splitveil.common.party.credentials import credential_files
+from splitveil.common.run.inference import Embedded, ModelIdentity
+from splitveil.common.wire.connection import PeerConnection
+from splitveil.common.wire.endpoint import INFERENCE_SERVICE, method_path
+from splitveil.common.wire.inference_codec import encode_describe, encode_ids, model_digest
+from splitveil.passive_party.predict import service as service_module
+from splitveil.passive_party.predict.served_model import ServedModel
+from splitveil.passive_party.predict.server import InferenceServer
+from splitveil.passive_party.predict.service import InferenceService
+from splitveil.passive_party.predict.throttle import Throttle
+from splitveil.protos import split_learning_pb2 as pb
+from tests.support.joint import IN_TIME_S, Trained, free_port, serving, train, write_wide_deep
+from tests.support.runs import CPU
+from tests.support.waiting import wait_until
+
+MUTANTS = 400
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder = tmp_path_factory.mktemp("small")
+    write_wide_deep(folder)
+    return train(folder, folder / "runs")
+
+
+def identity(trained: Trained) -> ModelIdentity:
+    return ServedModel.load(trained.passive("passive"), CPU).identity
+
+
+@contextmanager
+def calling(trained: Trained, port: int, deadline_s: float = IN_TIME_S) -> Iterator[EmbedClient]:
+    settings = trained.active()
+    shown = credential_files(settings, "active")
+    where = f"127.0.0.1:{port}"
+    connection = PeerConnection(where, settings.contract, shown, party="passive")
+    with EmbedClient(connection, identity(trained), deadline_s) as client:
+        yield client
+
+
+def mutants(whole: bytes, generator: random.Random) -> Iterator[bytes]:
+    for _ in range(MUTANTS):
+        changed = bytearray(whole)
+        for _ in range(generator.randint(1, 4)):
+            match generator.randrange(4):
+                case 0 if changed:
+                    changed[generator.randrange(len(changed))] = generator.randrange(256)
+                case 1 if changed:
+                    del changed[generator.randrange(len(changed)) :]
+                case 2:
+                    at = generator.randint(0, len(changed))
+                    changed[at:at] = generator.randbytes(generator.randint(1, 20))
+                case _:
+                    changed += changed[: generator.randint(0, 50)]
+        yield bytes(changed)
+
+
+def code_of(
+    channel: grpc.Channel, path: str, message: bytes, *, is_stream: bool
+) -> grpc.StatusCode | None:
+    """Send one message, and return the status of a refusal; None if it was answered."""
+    # grpcio's stubs do not know of calls without serialisers.
+    stream: Any = channel.stream_stream(path)
+    single: Any = channel.unary_unary(path)
+    try:
+        if is_stream:
+            list(stream(iter([message]), timeout=IN_TIME_S))
+        else:
+            single(message, timeout=IN_TIME_S)
+    except grpc.RpcError as error:
+        return error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
+    return None
+
+
+def test_damaged_messages_are_refused_and_the_next_client_is_answered(trained: Trained) -> None:
+    port, generator = free_port(), random.Random(5)
+    contract, model = trained.active().contract, identity(trained)
+    ids = trained.test_ids[:3]
+    whole = {
+        "Describe": encode_describe("passive", contract),
+        "Embed": encode_ids(0, ids, model_digest(model)),
+        "EmbedTable": pb.TableRequest(
+            model_digest=model_digest(model), points=bytes(32), last=True
+        ),
+    }
+    allowed = {
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.PERMISSION_DENIED,
+    }
+    own = trained.passive("passive", "answers.whole_table=true")
+    with serving(own, port) as service, calling(trained, port) as client:
+        client.check_model()
+        channel = client.connection.channel()
+        refused = 0
+        for method, message in whole.items():
+            path = method_path(method, INFERENCE_SERVICE)
+            for mutant in mutants(message.SerializeToString(), generator):
+                code = code_of(channel, path, mutant, is_stream=method != "Describe")
+                assert code in {None, *allowed}, (method, mutant)
+                refused += code is not None
+        assert refused > MUTANTS
+        assert sum(service.refused.values()) == refused
+        assert client.embed(ids).known.all()
+
+
+def test_one_call_too_many_is_turned_away_and_others_go_on(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_module, "MAX_STREAMS", 2)
+    port, ids = free_port(), trained.test_ids[:2]
+    with (
+        serving(trained.passive("passive"), port),
+        calling(trained, port) as first,
+        calling(trained, port) as second,
+        calling(trained, port) as third,
+    ):
+        assert first.embed(ids).known.all()
+        assert second.embed(ids).known.all()
+        with pytest.raises(PeerUnreachable, match="as many calls as it accepts"):
+            third.embed(ids)
+        assert first.embed(ids).known.all()
+        second.close()
+
+        def is_answered() -> bool:
+            try:
+                return bool(third.embed(ids).known.all())
+            except PeerUnreachable:
+                return False
+
+        wait_until(is_answered)
+
+
+def test_a_silent_server_is_given_up_after_the_deadline(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = threading.Event()
+    embed = ServedModel.embed
+
+    def stuck(self: ServedModel, ids: Any) -> Embedded:
+        released.wait(IN_TIME_S)
+        return embed(self, ids)
+
+    port, ids = free_port(), trained.test_ids[:2]
+    with serving(trained.passive("passive"), port), calling(trained, port, 0.2) as client:
+        client.check_model()
+        with monkeypatch.context() as patch:
+            patch.setattr(ServedModel, "embed", stuck)
+            with pytest.raises(PeerUnreachable, match=r"not answered within 0\.2 s"):
+                client.embed(ids)
+            released.set()
+
+
+def test_all_questions_under_way_fail_at_once_when_the_server_is_gone(trained: Trained) -> None:
+    port, ids = free_port(), trained.test_ids[:2]
+    slow = Throttle(0.001)
+    with calling(trained, port) as client:
+        with serving(trained.passive("passive"), port, throttle=slow):
+            waiting: list[Future[Embedded]] = [client.submit(ids) for _ in range(5)]
+            assert not any(answer.done() for answer in waiting)
+        for answer in waiting:  # the server may have the time to say that it leaves, or not
+            assert isinstance(answer.exception(IN_TIME_S), PeerUnreachable | PeerLeft)
+        assert isinstance(client.submit(ids).exception(IN_TIME_S), PeerUnreachable)
+        with serving(trained.passive("passive"), port):  # back, and used without a new client
+
+            def is_back() -> bool:
+                return client.submit(ids).exception(IN_TIME_S) is None
+
+            wait_until(is_back)
+
+
+def test_a_server_that_stops_answers_what_it_has_begun(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, released = threading.Event(), threading.Event()
+    embed = ServedModel.embed
+
+    def held(self: ServedModel, ids: Any) -> Embedded:
+        begun.set()
+        released.wait(IN_TIME_S)
+        return embed(self, ids)
+
+    port, ids = free_port(), trained.test_ids[:2]
+    own = trained.passive("passive")
+    service = InferenceService(ServedModel.load(own, CPU), "passive", own.contract, Throttle(None))
+    credentials = credential_files(own, "passive")
+    server = InferenceServer(service, own.contract, f"127.0.0.1:{port}", credentials)
+    with calling(trained, port) as busy, calling(trained, port) as idle:
+        assert idle.embed(ids).known.all()
+        monkeypatch.setattr(ServedModel, "embed", held)
+        answer = busy.submit(ids)
+        assert begun.wait(IN_TIME_S)
+        stopping = threading.Thread(target=server.stop, args=(IN_TIME_S,))
+        stopping.start()
+        wait_until(lambda: service._stopping)
+        released.set()
+        assert answer.result(IN_TIME_S).known.all()
+        stopping.join(IN_TIME_S)
+        assert not stopping.is_alive()
+
+
+def test_health_is_served_beside_it(trained: Trained) -> None:
+    port = free_port()
+    with serving(trained.passive("passive"), port), calling(trained, port) as client:
+        client.check_model()
+        stub = health_pb2_grpc.HealthStub(client.connection.channel())
+        request = health_pb2.HealthCheckRequest(service=INFERENCE_SERVICE)
+        reply = stub.Check(request, timeout=IN_TIME_S)
+    assert reply.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_a_taken_address_is_a_settings_error(trained: Trained) -> None:
+    port = free_port()
+    with (
+        serving(trained.passive("passive"), port),
+        pytest.raises(SettingsError, match="cannot serve at"),
+        serving(trained.passive("passive"), port),
+    ):
+        raise AssertionError

@@ -1,0 +1,212 @@
+"""Model completion and the other attacks on the activations of a trained bottom model."""
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression
+from torch import Tensor
+
+from splitveil.common.privacy.attacks import RunAttackName
+from splitveil.common.privacy.audit import LeakAudit
+from splitveil.common.privacy.completion import (
+    Hints,
+    complete_model,
+    one_against_rest,
+    pick_labelled,
+)
+from splitveil.common.privacy.final_attacks import FINAL_ATTACKS, LastActivations
+from splitveil.common.privacy.leakage import auc, leak_auc
+from splitveil.common.privacy.observation import Observation
+from tests.support.stored import same, stored
+
+NAMES = tuple(FINAL_ATTACKS)
+
+
+def trained_activations(
+    num_classes: int = 2, num_rows: int = 3000, gap: float = 3.0, seed: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Activations whose classes a bottom model has moved apart, in columns of any scale."""
+    generator = torch.Generator().manual_seed(seed)
+    shares = torch.arange(num_classes, 0, -1).float()
+    labels = torch.multinomial(shares, num_rows, replacement=True, generator=generator)
+    centres = torch.nn.functional.one_hot(labels, num_classes).float()
+    values = torch.randn(num_rows, 20, generator=generator)
+    values[:, :num_classes] += gap * centres
+    turn = torch.linalg.qr(torch.randn(20, 20, generator=generator))[0]
+    return values @ turn * torch.logspace(-2, 2, 20) + 5, labels
+
+
+def picked(labels: Tensor, num_hints: int, seed: int = 0) -> Hints:
+    hints = pick_labelled(labels.numpy(), num_hints, np.random.default_rng(seed))
+    assert hints is not None
+    return hints
+
+
+def unknown(labels: Tensor, hints: Hints) -> Tensor:
+    kept = torch.ones(len(labels), dtype=torch.bool)
+    kept[torch.from_numpy(hints.rows)] = False
+    return kept
+
+
+@pytest.mark.parametrize("num_classes", [2, 4])
+def test_forty_labels_complete_a_model_whose_classes_are_apart(num_classes: int) -> None:
+    activations, labels = trained_activations(num_classes)
+    hints = picked(labels, 40)
+    scores = one_against_rest(complete_model(activations, hints, num_classes, seed=0))
+    others = unknown(labels, hints)
+    for one in range(num_classes):
+        assert auc(scores[others, one], (labels == one)[others]) > 0.95
+
+
+def test_labels_dealt_out_are_not_found() -> None:
+    """Five standard errors of an AUC of independent scores."""
+    activations, labels = trained_activations()
+    dealt = labels[torch.randperm(len(labels), generator=torch.Generator().manual_seed(2))]
+    hints = picked(dealt, 40)
+    scores = one_against_rest(complete_model(activations, hints, 2, seed=0))[:, 1]
+    others = unknown(dealt, hints)
+    positives = int(dealt[others].sum())
+    negatives = int(others.sum()) - positives
+    error = np.sqrt((positives + negatives + 1) / (12 * positives * negatives))
+    assert leak_auc(scores[others], dealt[others]) < 0.5 + 5 * error
+
+
+def test_unlabelled_examples_help() -> None:
+    """A gap between the classes that all rows show: the head turns across it."""
+    gains = []
+    for seed in range(8):
+        activations, labels = trained_activations(gap=2.5, seed=seed)
+        hints = picked(labels, 10, seed)
+        others = unknown(labels, hints).numpy()
+        scores = one_against_rest(complete_model(activations, hints, 2, seed))[:, 1].numpy()
+        values = ((activations - activations.mean(0)) / activations.std(0)).numpy()
+        known = LogisticRegression(C=0.1).fit(values[hints.rows], hints.labels)
+        alone = known.decision_function(values)
+        truth = labels.numpy()[others]
+        gains.append(auc(scores[others], truth) - auc(alone[others], truth))
+    assert np.median(gains) > 0.005
+
+
+def test_the_scores_follow_from_seed_and_values_alone() -> None:
+    activations, labels = trained_activations(num_rows=400)
+    hints = picked(labels, 20)
+    before = torch.get_rng_state()
+    first = complete_model(activations, hints, 2, seed=3)
+    assert torch.equal(first, complete_model(activations, hints, 2, seed=3))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(first, complete_model(activations, hints, 2, seed=4))
+    with torch.no_grad():
+        assert torch.equal(first, complete_model(activations, hints, 2, seed=3))
+    scaled = complete_model(activations.double() * 1e6 - 7, hints, 2, seed=3)
+    assert torch.allclose(first, scaled, atol=1e-4)
+
+
+def test_constant_and_extreme_activations_give_finite_scores() -> None:
+    hints = Hints(np.array([0, 1, 2]), np.array([0, 1, 1]))
+    for values in (torch.zeros(9, 3), torch.full((9, 3), 3e38), torch.eye(9) * 3e38):
+        assert bool(complete_model(values, hints, 2, seed=0).isfinite().all())
+
+
+def test_log_odds_against_the_rest() -> None:
+    shares = torch.tensor([[0.2, 0.5, 0.3]], dtype=torch.float64)
+    found = one_against_rest(shares.log() + 4)
+    assert torch.allclose(found, (shares / (1 - shares)).log())
+
+
+def test_known_labels_are_equally_many_of_each_class() -> None:
+    labels = np.array([0] * 500 + [1] * 30 + [2] * 4)
+    hints = pick_labelled(labels, 40, np.random.default_rng(0))
+    assert hints is not None
+    assert np.bincount(labels[hints.rows]).tolist() == [14, 13, 4]
+    assert np.array_equal(hints.labels, labels[hints.rows])
+    assert len(set(hints.rows.tolist())) == 31
+    generator = np.random.default_rng(0)
+    assert pick_labelled(np.zeros(50, dtype=np.int64), 40, generator) is None
+    assert pick_labelled(labels[490:], 44, generator) is None
+
+
+def audited(
+    activations: Tensor, labels: Tensor, names: tuple[str, ...] = (), *, cut: int | None = None
+) -> LeakAudit:
+    """Show three epochs to an audit, of which the last has the activations; resume once."""
+
+    def new() -> LeakAudit:
+        return LeakAudit(NAMES, num_examples=len(labels), class_names=names)
+
+    audit = new()
+    noise = torch.Generator().manual_seed(9)
+    for epoch in range(3):
+        order = torch.randperm(len(labels), generator=noise)
+        for step, rows in enumerate(torch.split(order, 500)):
+            if (epoch, step) == (2, cut):
+                state = stored(audit.state_dict())
+                audit = new()
+                audit.load_state_dict(state)
+            seen = activations[rows] if epoch == 2 else torch.randn(len(rows), 20, generator=noise)
+            gradients = {"cut": torch.randn(len(rows), 3), "first": torch.randn(len(rows), 3)}
+            audit.observe(
+                Observation(
+                    epoch, step, gradients, labels[rows], positions=rows, activations=seen.float()
+                )
+            )
+    audit.end_run()
+    return audit
+
+
+def test_a_run_s_last_activations_are_attacked_at_the_cut() -> None:
+    activations, labels = trained_activations(gap=5.0)
+    found = audited(activations, labels).run_level()
+    assert set(found) == {"cut"}
+    figures = found["cut"]
+    assert set(figures) == set(NAMES)
+    assert figures["completion_40"]["auc"] > 0.98
+    assert figures["final_nearest_hint"]["auc"] > 0.8
+    counts = {name: one["examples"] for name, one in figures.items()}
+    assert counts == {
+        "final_kmeans": len(labels),
+        "final_nearest_hint": len(labels) - 2,
+        "completion_40": len(labels) - 40,
+    }
+
+
+def test_every_class_has_its_figure() -> None:
+    activations, labels = trained_activations(num_classes=3, gap=5.0)
+    found = audited(activations, labels, ("a", "b", "c")).run_figures()
+    assert found.leak["cut"]["completion_40"]["auc"] > 0.98
+    classes = found.by_class["cut"]["completion_40"]["classes"]
+    assert min(classes.values()) > 0.95
+    assert set(classes) == {"a", "b", "c"}
+
+
+def test_a_resumed_audit_finds_the_same() -> None:
+    activations, labels = trained_activations(num_rows=1200)
+    whole = audited(activations, labels).run_level()
+    assert same(audited(activations, labels, cut=1).run_level(), whole)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_activations_nothing_is_found(name: RunAttackName) -> None:
+    audit = LeakAudit([name], num_examples=8)
+    labels = torch.arange(8) % 2
+    audit.observe(Observation(0, 0, {"cut": torch.randn(8, 2)}, labels, positions=torch.arange(8)))
+    assert audit.run_level() == {}
+
+
+def test_the_latest_activation_of_each_example_counts() -> None:
+    last = LastActivations(6)
+    last.add(torch.tensor([4, 1]), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    last.add(torch.tensor([1, 0]), torch.tensor([[5.0, 1e30], [7.0, 8.0]]))
+    positions, activations = last.seen()
+    assert positions.tolist() == [0, 1, 4]
+    assert activations.tolist() == [[7.0, 8.0], [5.0, 6e4], [1.0, 2.0]]
+
+
+def test_of_a_long_run_evenly_spaced_examples_are_kept() -> None:
+    """Half a million examples of 256 numbers: every fourth, and 64 MiB."""
+    last = LastActivations(500_000)
+    rows = torch.arange(100, 200)
+    last.add(rows, rows[:, None].expand(-1, 256).float())
+    positions, activations = last.seen()
+    assert positions.tolist() == list(range(100, 200, 4))
+    assert activations[:, 0].tolist() == positions.tolist()
+    assert last.num_bytes <= 2**26

@@ -1,0 +1,86 @@
+"""Model completion in whole runs: what both parties record of it, and the malicious optimizer."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
+from tests.support.recorded import recorders
+from tests.support.runs import Parties, build_parties, run_in_process, write_example
+
+ALL = f"attacks: [norm, {', '.join(FINAL_ATTACKS)}], queue_batches: 512, max_cpu_share: null"
+LABELS = "labels: {source: {kind: csv, path: active.csv}, id_column: id, label_column: label}"
+LONG = ["contract.epochs=12", "optimizer.learning_rate=0.01"]
+
+
+def recorded(folder: Path, *adversary: str) -> tuple[Parties, list[dict[str, Any]]]:
+    """Run both parties, and return them and the run-level leak that each has recorded."""
+    write_example(folder, rows=900)
+    parties = build_parties(
+        folder,
+        [*LONG, "insecure_nonce_seed=1", f"leak_monitor={{{ALL}}}"],
+        [
+            *LONG,
+            "insecure_nonce_seed=2",
+            f"adversary={{{ALL}, {LABELS}{''.join(f', {one}' for one in adversary)}}}",
+        ],
+    )
+    with recorders(parties, folder) as both:
+        run_in_process(parties)
+    summaries = both.active.summary({}).form(), both.passive.summary().form()
+    return parties, [summary["leak_run_level"]["cut"] for summary in summaries]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Parties, list[dict[str, Any]]]:
+    return recorded(tmp_path_factory.mktemp("passive"))
+
+
+def test_both_parties_find_the_same_on_the_activations_that_crossed(
+    run: tuple[Parties, list[dict[str, Any]]],
+) -> None:
+    _, (active, passive) = run
+    assert set(active) == set(FINAL_ATTACKS)
+    for name, figures in active.items():
+        assert figures == pytest.approx(passive[name], abs=1e-12), name
+
+
+def test_forty_labels_and_the_trained_half_tell_the_others(
+    run: tuple[Parties, list[dict[str, Any]]],
+) -> None:
+    """Nearly as much as this party's features can: the other one's are as large a part."""
+    _, (active, _) = run
+    figures = active["completion_40"]
+    assert figures["low"] > 0.8
+    assert figures["auc"] > active["final_nearest_hint"]["auc"]
+
+
+def test_the_malicious_optimizer_trains_another_bottom_model(
+    run: tuple[Parties, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    honest, _ = run
+    malicious, (active, passive) = recorded(tmp_path, "amplify: true")
+    first, second = honest.run.trainer, malicious.run.trainer
+    assert first is not None
+    assert second is not None
+    weights = [torch.cat([p.flatten() for p in one.model.parameters()]) for one in (first, second)]
+    assert not torch.allclose(weights[0], weights[1])
+    assert active["completion_40"]["low"] > 0.8
+    assert active.keys() == passive.keys()
+
+
+def test_what_the_malicious_optimizer_remembers_is_in_the_checkpoint(tmp_path: Path) -> None:
+    """So that a resumed run continues bit for bit, as `test_amplified_steps.py` shows."""
+    write_example(tmp_path)
+    chosen = ["adversary={attacks: [norm], amplify: true}"]
+    parties = build_parties(tmp_path, (), chosen)
+    run_in_process(parties)
+    trainer = parties.run.trainer
+    assert trainer is not None
+    state = trainer.state_dict()
+    remembered = [
+        name for of_parameter in state["optimizer"]["state"].values() for name in of_parameter
+    ]
+    assert remembered.count("amplified_gradient") == len(list(trainer.model.parameters()))

@@ -1,0 +1,346 @@
+"""User-defined attacks: their side information, their figures, and refusals."""
+
+import dataclasses
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from splitveil.active_party.commands import program as active_program
+from splitveil.active_party.monitor.leak_alarm import LeakAlarm
+from splitveil.active_party.monitor.recorder import ActiveRecorder
+from splitveil.active_party.report import write_report
+from splitveil.active_party.settings import LeakMonitorSettings
+from splitveil.common.errors import SettingsError
+from splitveil.common.privacy.audit import LeakAudit
+from splitveil.common.privacy.custom_attacks import load_custom_attacks, try_custom_attacks
+from splitveil.common.privacy.leakage import leak_auc
+from splitveil.common.privacy.observation import Observation
+from splitveil.common.privacy.settings import BUILT_IN_NAMES, AuditSettings
+from splitveil.common.record.run_folder import write_json_atomically
+from splitveil.common.settings import validate
+from splitveil.passive_party.settings import AdversarySettings
+from tests.monitor.test_leak_recorder import record
+from tests.support.runs import build_parties, write_example
+from tests.support.stored import same, stored
+
+SEED = bytes(32)
+
+MODULE = """
+import torch
+
+def energy(gradients):
+    return gradients.flatten(1).double().square().sum(1)
+
+def cosine(gradients, positive_gradient):
+    rows, one = gradients.flatten(1).double(), positive_gradient.flatten().double()
+    return rows @ one / rows.norm(dim=1) / one.norm()
+
+def hint_distance(gradients, hints):
+    assert len(hints) == 3
+    return -torch.cdist(gradients.flatten(1).double(), hints.flatten(1).double()).amin(1)
+
+def mean(gradients, classes):
+    rows = gradients.flatten(1).double()
+    centres = [known.flatten(1).double().mean(0) for known in classes]
+    return (rows - centres[0]).norm(dim=1) - (rows - centres[1]).norm(dim=1)
+
+def length_of_activation(gradients, activations):
+    return activations.flatten(1).double().norm(dim=1)
+
+def fails_later(gradients):
+    if len(gradients) != 8:
+        raise RuntimeError("as large as that")
+    return gradients.flatten(1).sum(1)
+
+def fails(gradients):
+    raise LookupError("first line\\nsecond line")
+
+def returns_list(gradients):
+    return [0.0] * len(gradients)
+
+def returns_matrix(gradients):
+    return gradients.flatten(1)
+
+def returns_nan(gradients):
+    return gradients.flatten(1).sum(1) / 0 * 0
+
+def changes(gradients):
+    return gradients.mul_(2).flatten(1).sum(1)
+
+def changes_hints(gradients, hints):
+    hints.zero_()
+    return gradients.flatten(1).sum(1)
+
+def draws(gradients):
+    return torch.rand(len(gradients))
+
+constant = 3
+"""
+
+OWN = [
+    {"kind": "custom", "module": "own_attacks:energy", "name": "energy"},
+    {
+        "kind": "custom",
+        "module": "own_attacks:cosine",
+        "name": "own-cosine",
+        "needs": ["positive_gradient"],
+    },
+    {
+        "kind": "custom",
+        "module": "own_attacks:hint_distance",
+        "name": "own_hints",
+        "needs": ["hints"],
+        "num_hints": 3,
+    },
+    {"kind": "custom", "module": "own_attacks:mean", "name": "own_mean", "needs": ["classes"]},
+]
+BUILT_IN = {
+    "energy": "norm",
+    "own-cosine": "cosine",
+    "own_hints": "hint_distance_3",
+    "own_mean": "mean",
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    (folder / "own_attacks.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(folder)
+    yield
+    sys.modules.pop("own_attacks", None)
+
+
+def settings_of(*attacks: object) -> AuditSettings:
+    return validate(AuditSettings, {"attacks": list(attacks)}, "audit")
+
+
+def own(function: str, **more: Any) -> dict[str, Any]:
+    return {"kind": "custom", "module": f"own_attacks:{function}", "name": "mine"} | more
+
+
+def observation(audit: LeakAudit, epoch: int, step: int, num_classes: int = 2) -> Observation:
+    """One batch of noisy gradients of two layers, with all that attacks may be told."""
+    generator = torch.Generator().manual_seed(100 * epoch + step)
+    labels = torch.randint(num_classes, (48,), generator=generator)
+    weights = torch.randn(num_classes, 6, generator=torch.Generator().manual_seed(1))
+    cut = weights[labels] + 0.8 * torch.randn(48, 6, generator=generator)
+    layers = {"cut": cut, "first": torch.cat([cut, cut**2], dim=1)}
+    positions = torch.arange(48) + 48 * step
+    activations = torch.randn(48, 4, generator=generator) + labels[:, None]
+    seen = Observation(epoch, step, layers, labels, positions=positions, activations=activations)
+    return dataclasses.replace(seen, clues=audit.clues(seen, SEED, layers))
+
+
+def new_audit(settings: AuditSettings, class_names: tuple[str, ...] = ()) -> LeakAudit:
+    custom = load_custom_attacks(settings)
+    return LeakAudit(settings.attack_names, 1, 96, class_names, custom)
+
+
+@pytest.mark.parametrize("class_names", [(), ("a", "b", "c")])
+def test_attacks_of_ones_own_are_told_what_they_declare(class_names: tuple[str, ...]) -> None:
+    """Rewritten in the user's module, attacks of ours find the same, for every class."""
+    audit = new_audit(settings_of(*OWN, *BUILT_IN.values()), class_names)
+    for step in range(2):
+        measured = audit.observe(observation(audit, 0, step, len(class_names) or 2))
+        assert measured is not None
+        for layer in ("cut", "first"):
+            for mine, built_in in BUILT_IN.items():
+                found = measured.leak[layer]
+                assert found[mine] == pytest.approx(found[built_in], abs=1e-12), mine
+    for layer, attacks in audit.classes().items():
+        for mine, built_in in BUILT_IN.items():
+            assert attacks[mine]["classes"] == pytest.approx(attacks[built_in]["classes"]), layer
+
+
+def test_activations_are_handed_over() -> None:
+    chosen = own("length_of_activation", needs=["activations", "positives_are_fewer"])
+    audit = new_audit(settings_of(chosen))
+    seen = observation(audit, 0, 0)
+    with_them, without = (
+        audit.observe(one) for one in (seen, dataclasses.replace(seen, activations=None))
+    )
+    assert with_them is not None
+    assert without is not None
+    assert seen.activations is not None
+    expected = leak_auc(seen.activations.double().norm(dim=1), seen.labels)
+    assert with_them.leak["cut"]["mine"] == pytest.approx(expected, abs=1e-12)
+    assert "mine" not in without.leak["cut"]
+
+
+def test_a_stored_audit_resumes_with_them_to_the_same_figures() -> None:
+    chosen = settings_of(*OWN, "accumulated_cosine")
+    whole, first = new_audit(chosen), new_audit(chosen)
+    places = list(itertools.product(range(2), range(2)))
+    for place in places:
+        whole.observe(observation(whole, *place))
+    for place in places[:3]:
+        first.observe(observation(first, *place))
+    second = new_audit(chosen)
+    second.load_state_dict(stored(first.state_dict()))
+    second.observe(observation(second, *places[3]))
+    assert same(second.state_dict(), whole.state_dict())
+    assert second.summary() == whole.summary()
+    with pytest.raises(ValueError, match="energy"):
+        new_audit(settings_of("norm")).load_state_dict(whole.state_dict())
+
+
+def test_their_figures_stand_in_metrics_summary_and_report_under_their_name(
+    tmp_path: Path,
+) -> None:
+    chosen = "attacks=[norm, {kind: custom, module: 'own_attacks:energy', name: own_energy}]"
+    run = tmp_path / "run"
+    parties = record(run, [f"leak_monitor.{chosen}"], [f"adversary.{chosen}"])
+    for party in parties:
+        figures = party.summary["leak"]["cut"]
+        assert figures["own_energy"] == pytest.approx(figures["norm"], abs=1e-12)
+        for line in party.of_kind("leak"):
+            assert line["cut/own_energy_leak_auc"] == pytest.approx(line["cut/norm_leak_auc"])
+        for line in party.of_kind("epoch_leak"):
+            assert line["cut/own_energy"] == pytest.approx(line["cut/norm"])
+    assert set(parties[1].summary["leak"]["first"]) == {"norm", "own_energy"}
+    for name, party in zip(("active", "passive"), parties, strict=True):
+        write_json_atomically(run / name / "summary.json", party.summary)
+        (run / name / "settings.yaml").write_text("{}")
+    assert "own_energy" in write_report(run, tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "reason"),
+    [
+        (own("energy", module="no_such_module:score"), "no_such_module cannot be imported"),
+        (own("nothing"), "own_attacks has no function nothing"),
+        (own("constant"), "expected a function, got int"),
+        (own("fails"), "attack mine (own_attacks:fails): fails on 8 rows: LookupError: first line"),
+        (own("energy", needs=["hints"]), "TypeError: energy() got an unexpected keyword argument"),
+        (own("cosine"), "TypeError: cosine() missing 1 required"),
+        (own("returns_list"), "expected a tensor of scores, got list"),
+        (own("returns_matrix"), "for each of 8 rows, got torch.float32 of shape (8, 6)"),
+        (own("returns_nan"), "expected scores without NaN"),
+        (own("changes"), "changes its arguments"),
+        (own("changes_hints", needs=["hints"]), "changes its arguments"),
+        (own("draws"), "draws from torch's global generator"),
+    ],
+)
+def test_what_cannot_score_is_refused_before_the_run(
+    chosen: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    settings = settings_of("norm", chosen)
+    with pytest.raises(SettingsError) as refused:
+        try_custom_attacks(settings, (6,))
+    assert reason in str(refused.value)
+    assert "\n" not in str(refused.value)
+    write_example(tmp_path)
+    parties = build_parties(tmp_path)
+    monitor = LeakMonitorSettings(attacks=settings.attacks)
+    of_party = parties.active_settings.model_copy(update={"leak_monitor": monitor})
+    with pytest.raises(SettingsError):
+        ActiveRecorder(of_party, tmp_path)
+
+
+@pytest.mark.parametrize("shape", [(6,), (3, 4, 4)])
+def test_what_can_score_passes(shape: tuple[int, ...]) -> None:
+    activations = own("length_of_activation", needs=["activations"])
+    state = torch.get_rng_state()
+    assert try_custom_attacks(settings_of(*OWN, activations), shape) == [*BUILT_IN, "mine"]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert try_custom_attacks(None, shape) == []
+
+
+def test_one_that_fails_later_says_so_at_the_end(tmp_path: Path) -> None:
+    chosen = "leak_monitor.attacks=[{kind: custom, module: 'own_attacks:fails_later', name: mine}]"
+    with pytest.raises(
+        SettingsError, match=r"attack mine .* rows: RuntimeError .* at own_attacks.py:25"
+    ):
+        record(tmp_path / "run", [chosen])
+
+
+@pytest.mark.parametrize(
+    ("attacks", "reason"),
+    [
+        ([own("energy", name="norm")], "attacks.0.custom.name: this name is taken"),
+        ([own("energy", name="random")], "this name is taken"),
+        ([own("energy", name="two words")], "attacks.0.custom.name: String should match"),
+        ([own("energy", name="tab\t")], "String should match"),
+        ([own("energy", name="line\n")], "String should match"),
+        ([own("energy", name="a/b")], "String should match"),
+        ([own("energy", name="")], "String should match"),
+        ([own("energy", name="a" * 65)], "String should match"),
+        ([own("energy"), own("mean")], "each attack may be named once"),
+        ([own("energy", modul="x:y")], "unknown setting; did you mean 'module'?"),
+        ([own("energy", module="own attacks")], "attacks.0.custom.module: String should match"),
+        ([own("energy", needs=["label"])], "attacks.0.custom.needs.0: Input should be"),
+        ([own("energy", needs=["hints", "hints"])], "named once"),
+        ([own("energy", needs=["hints", "classes"])], "classes cannot be combined"),
+        ([own("energy", num_hints=2)], "name hints in needs"),
+        ([own("energy", needs=["hints"], num_hints=0)], "greater than or equal to 1"),
+        ([own("energy", kind="own")], "attacks.0.custom.kind: Input should be 'custom'"),
+        (["cosin"], "attacks.0: there is no such attack; did you mean 'cosine'?"),
+        ([3], "attacks.0: expected the name of an attack, or a section with kind: custom"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(attacks: list[Any], reason: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        validate(AuditSettings, {"attacks": attacks}, "audit")
+    assert reason in str(refused.value)
+
+
+def test_a_wrong_name_is_answered_with_all_names() -> None:
+    with pytest.raises(SettingsError) as refused:
+        settings_of("nothing like it")
+    for name in BUILT_IN_NAMES:
+        assert name in str(refused.value)
+
+
+def test_the_monitor_looks_at_no_activations_and_the_gate_judges_by_name(tmp_path: Path) -> None:
+    write_example(tmp_path)
+    chosen = "{kind: custom, module: 'own_attacks:energy', name: mine"
+    with pytest.raises(SettingsError, match="mine: the leak monitor looks at gradients alone"):
+        build_parties(tmp_path, [f"leak_monitor={{attacks: [{chosen}, needs: [activations]}}]}}"])
+    monitor = f"leak_monitor={{attacks: [{chosen}}}]}}"
+    build_parties(tmp_path, [monitor, "leak_gate={attack: mine}"])
+    with pytest.raises(SettingsError, match=r"'mein' is not in leak_monitor.attacks; did you mean"):
+        build_parties(tmp_path, [monitor, "leak_gate={attack: mein}"])
+
+
+def test_an_adversary_s_own_attack_alone_cannot_be_audited_by_the_peer() -> None:
+    with pytest.raises(SettingsError, match="audit: expected at least one of"):
+        validate(AdversarySettings, {"attacks": [own("energy")], "audit": True}, "adversary")
+
+
+def test_the_alarm_passes_over_those_that_are_told_classes(tmp_path: Path) -> None:
+    write_example(tmp_path)
+    told = "{kind: custom, module: 'own_attacks:mean', name: own_mean, needs: [classes]}"
+    plain = "{kind: custom, module: 'own_attacks:energy', name: energy}"
+    parties = build_parties(tmp_path, [f"leak_monitor={{attacks: [{told}, {plain}, lda]}}"])
+    with ActiveRecorder(parties.active_settings, tmp_path) as recorder:
+        audit = new_audit(parties.active_settings.leak_monitor or AuditSettings())
+        measured = audit.observe(observation(audit, 0, 0))
+        assert measured is not None
+        assert set(measured.leak["cut"]) == {"own_mean", "energy", "lda"}
+        alarm = recorder._watch._bell._alarm
+        assert isinstance(alarm, LeakAlarm)
+        alarm.note_leak(measured)
+        assert set(alarm.state_dict()["gains"]) == {"energy"}
+
+
+def test_check_names_them(tmp_path: Path, port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    write_example(tmp_path)
+    good = "leak_monitor={attacks: [{kind: custom, module: 'own_attacks:energy', name: mine}]}"
+    bad = good.replace("energy", "fails")
+    for override, code, words in (
+        (good, 0, "attacks: mine can score gradients"),
+        (bad, 2, "fails on 8 rows"),
+    ):
+        words_of_command = ["check", str(tmp_path / "active.yaml"), "--set", override]
+        with pytest.raises(SystemExit) as ended:
+            active_program.main([*words_of_command, "--set", f"listen=127.0.0.1:{port}"])
+        output = capsys.readouterr()
+        assert ended.value.code == code, output
+        assert words in output.out + output.err

@@ -1,0 +1,453 @@
+"""Audits with more than two classes: against scikit-learn, from checkpoints, and in files."""
+
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import permutations
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import roc_auc_score
+from torch import Tensor
+
+from splitveil.active_party.monitor.recorder import ActiveRecorder
+from splitveil.active_party.report import write_comparison, write_report
+from splitveil.common.errors import SettingsError
+from splitveil.common.privacy.accumulation import standardised
+from splitveil.common.privacy.attacks import ATTACKS, AttackName, BatchAttackName, RunAttackName
+from splitveil.common.privacy.audit import LeakAudit
+from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
+from splitveil.common.privacy.informed import KnownPredictions
+from splitveil.common.privacy.observation import Observation
+from splitveil.common.record.run_record import write_summary
+from splitveil.common.record.run_store import RunStore
+from splitveil.common.run.messages import Answer
+from tests.support.peers import InProcessPeer
+from tests.support.recorded import recorders
+from tests.support.runs import build_parties
+from tests.support.several_classes import CLASSES, write_classes
+from tests.support.stored import same, stored
+
+SEED = bytes(32)
+NAMES = ("a", "b", "c")
+ALL = get_args(AttackName)
+NUM_EXAMPLES = 120
+
+
+def observation(audit: LeakAudit, epoch: int, step: int, rows: int = 60) -> Observation:
+    """One batch of noisy gradients of a softmax at two layers; every example once per epoch."""
+    generator = torch.Generator().manual_seed(1000 * epoch + step)
+    positions = torch.arange(step * rows, (step + 1) * rows)
+    labels = (positions % 7).clamp(max=3).sub(1).clamp(min=0)  # 2/7, 1/7, 4/7
+    residuals = torch.full((rows, 3), 1 / 3) - torch.eye(3)[labels]
+    layers = {}
+    slopes = torch.empty(0)
+    for layer, layer_dim in {"cut": 8, "first": 12}.items():
+        weights = torch.randn(3, layer_dim, generator=torch.Generator().manual_seed(layer_dim))
+        noise = torch.randn(rows, layer_dim, generator=generator)
+        layers[layer] = residuals @ weights + 0.6 * noise
+        if layer == "cut":
+            slopes = weights.expand(rows, 3, layer_dim)
+    activations = torch.randn(rows, 4, generator=generator)
+    seen = Observation(
+        epoch,
+        step,
+        layers,
+        labels.float(),
+        references_are_clean=False,
+        positions=positions,
+        activations=activations,
+        predictions=KnownPredictions(torch.full((rows, 3), 1 / 3), slopes),
+    )
+    return dataclasses.replace(seen, clues=audit.clues(seen, SEED, layers))
+
+
+def batches(audit: LeakAudit, epochs: int = 3) -> Iterator[Observation]:
+    for epoch, step in itertools.product(range(epochs), range(NUM_EXAMPLES // 60)):
+        yield observation(audit, epoch, step)
+
+
+def new_audit(attacks: Sequence[AttackName] = ALL) -> LeakAudit:
+    return LeakAudit(attacks, num_examples=NUM_EXAMPLES, class_names=NAMES)
+
+
+def leak(labels: np.ndarray, scores: np.ndarray, one: int, other: int | None) -> float:
+    """scikit-learn's leak AUC of one class against another one, or against the rest."""
+    kept = np.ones(len(labels), bool) if other is None else np.isin(labels, (one, other))
+    area = roc_auc_score(labels[kept] == one, scores[kept])
+    return float(max(area, 1 - area))
+
+
+def test_a_batch_gets_scikit_learn_s_worst_pairs_and_classes() -> None:
+    """norm and spectral by one score, cosine by one for each class, its reference left out."""
+    audit = new_audit(("norm", "cosine", "spectral"))
+    seen = observation(audit, 0, 0)
+    measured = audit.observe(seen)
+    assert measured is not None
+    labels = seen.labels.numpy()
+    for layer, gradients in seen.gradients.items():
+        rows = gradients.double().numpy()
+        lengths = np.sqrt((rows**2).sum(axis=1))
+        top = np.linalg.svd(rows)[2][0]
+        found = audit.classes()[layer]
+        for name, scores in (("norm", lengths), ("spectral", rows @ top)):
+            pairs = {p: leak(labels, scores, *p) for p in permutations(range(3), 2)}
+            assert measured.leak[layer][name] == pytest.approx(max(pairs.values()), abs=1e-12)
+            assert found[name]["worst_pair_auc"] == pytest.approx(max(pairs.values()), abs=1e-12)
+            for place, of_class in enumerate(NAMES):
+                expected = leak(labels, scores, place, None)
+                assert found[name]["classes"][of_class] == pytest.approx(expected, abs=1e-12)
+        by_pair = {}
+        for place, of_class in enumerate(NAMES):
+            row = seen.clues[place].reference_row
+            assert row is not None
+            assert labels[row] == place
+            kept = np.arange(len(labels)) != row
+            cosines = (rows @ rows[row] / lengths / lengths[row])[kept]
+            for other in set(range(3)) - {place}:
+                by_pair[place, other] = leak(labels[kept], cosines, place, other)
+            expected = leak(labels[kept], cosines, place, None)
+            assert found["cosine"]["classes"][of_class] == pytest.approx(expected, abs=1e-9)
+        worst = max(by_pair, key=lambda pair: by_pair[pair])
+        assert measured.leak[layer]["cosine"] == pytest.approx(by_pair[worst], abs=1e-9)
+        assert found["cosine"]["worst_pair"] == [NAMES[place] for place in worst]
+
+
+def test_every_attack_is_measured_for_every_class_and_pair() -> None:
+    audit = new_audit()
+    for seen in batches(audit):
+        audit.observe(seen)
+    audit.end_run()
+    worst, by_class = audit.run_figures()
+    for layer in ("cut", "first"):
+        of_cut = {"activation_spectral", "activation_kmeans", "informed"}
+        at_cut = set() if layer == "cut" else of_cut
+        expected = set(ATTACKS) - at_cut
+        assert set(audit.summary()[layer]) == set(audit.classes()[layer]) == expected
+        for attack, found in audit.classes()[layer].items():
+            assert set(found["classes"]) == set(NAMES), attack
+            assert all(0.5 <= area <= 1 for area in found["classes"].values())
+            assert found["worst_pair_auc"] >= max(found["classes"].values()) - 1e-12
+            assert audit.summary()[layer][attack]["mean"] >= found["worst_pair_auc"] - 1e-12
+        of_run = set(get_args(RunAttackName)) - {"hint_combiner_200"}  # these are all examples
+        of_run -= {f"accumulated_{name}" for name in at_cut}
+        of_run -= set() if layer == "cut" else set(FINAL_ATTACKS)
+        assert set(worst[layer]) == set(by_class[layer]) == of_run
+    assert worst["cut"]["accumulated_cosine"]["auc"] > 0.95
+    assert audit.summary()["cut"]["lda"]["mean"] > audit.summary()["cut"]["norm"]["mean"]
+
+
+def test_oracles_take_each_class_for_the_positives_as_for_two_classes() -> None:
+    """The figures for class c alone equal those of an audit of two classes."""
+    oracles: tuple[BatchAttackName, ...] = ("mean", "median", "lda", "hint_inner_product_3")
+    audit = new_audit(oracles)
+    seen = observation(audit, 0, 1)
+    audit.observe(seen)
+    for place, name in enumerate(NAMES):
+        binary = LeakAudit(oracles)
+        measured = binary.observe(
+            Observation(
+                0,
+                1,
+                seen.gradients,
+                (seen.labels == place).float(),
+                {1: seen.clues[place]},
+            )
+        )
+        assert measured is not None
+        for layer in ("cut", "first"):
+            for attack in oracles:
+                ours = audit.classes()[layer][attack]["classes"][name]
+                assert ours == pytest.approx(measured.leak[layer][attack], abs=1e-12)
+
+
+def test_sums_over_the_run_are_those_of_each_class() -> None:
+    audit = new_audit(("accumulated_cosine",))
+    sums, counts = np.zeros((3, NUM_EXAMPLES)), np.zeros((3, NUM_EXAMPLES))
+    directions: dict[int, Tensor] = {}
+    for seen in batches(audit):
+        audit.observe(seen)
+        rows = seen.gradients["cut"].double()
+        places = seen.positions
+        assert places is not None
+        for c in range(3):
+            row = seen.clues[c].reference_row
+            assert row is not None
+            direction = rows[row] / rows[row].norm()
+            cosines = rows @ direction / rows.norm(dim=1)
+            sign = 1.0
+            if c in directions:
+                sign = -1.0 if directions[c] @ direction < 0 else 1.0
+            else:
+                centred = cosines - cosines.mean()
+                sign = -1.0 if float((centred**3).sum()) < 0 else 1.0
+            directions[c] = 0.9 * directions.get(c, torch.zeros(8)) + sign * direction
+            kept = np.arange(60) != row
+            sums[c, places.numpy()[kept]] += standardised(sign * cosines[kept]).numpy()
+            counts[c, places.numpy()[kept]] += 1
+    labels = (np.arange(NUM_EXAMPLES) % 7).clip(max=3) - 1
+    labels = labels.clip(min=0)
+    pairs = {
+        (i, j): leak(labels[counts[i] > 0], sums[i][counts[i] > 0], i, j)
+        for i, j in permutations(range(3), 2)
+    }
+    worst, by_class = audit.run_figures()
+    chosen = max(pairs, key=lambda pair: pairs[pair])
+    found = worst["cut"]["accumulated_cosine"]
+    assert found["auc"] == pytest.approx(pairs[chosen], abs=1e-9)
+    assert found["low"] <= found["auc"] <= found["high"]
+    assert found["examples"] == int(np.isin(labels, chosen).sum())
+    for c, name in enumerate(NAMES):
+        expected = leak(labels, sums[c], c, None)
+        classes = by_class["cut"]["accumulated_cosine"]["classes"]
+        assert classes[name] == pytest.approx(expected, abs=1e-9)
+
+
+def test_random_scores_are_measured_in_the_same_way() -> None:
+    """Their worst pair lies where that of noise does, and above any single pair's."""
+    audit = new_audit(("norm",))
+    noise = []
+    for step in range(40):
+        seen = observation(audit, 0, 0)
+        gradients = torch.randn(60, 8, generator=torch.Generator().manual_seed(step))
+        clueless = dataclasses.replace(seen, step=step, gradients={"cut": gradients})
+        measured = audit.observe(clueless)
+        assert measured is not None
+        noise.append((measured.leak["cut"]["norm"], measured.random))
+    of_norm, of_random = np.mean(noise, axis=0)
+    assert of_norm == pytest.approx(of_random, abs=0.03)
+    assert of_random > 0.6
+    assert audit.classes()["cut"]["norm"]["worst_pair_random"] < of_random
+
+
+def test_a_batch_without_a_class_is_measured_for_the_others() -> None:
+    audit = new_audit(("norm", "cosine", "lda", "accumulated_cosine"))
+    seen = observation(audit, 0, 0)
+    kept = seen.labels != 1
+    assert seen.positions is not None
+    rows_kept = {layer: rows[kept] for layer, rows in seen.gradients.items()}
+    seen = Observation(0, 0, rows_kept, seen.labels[kept], positions=seen.positions[kept])
+    seen = dataclasses.replace(seen, clues=audit.clues(seen, SEED, rows_kept))
+    measured = audit.observe(seen)
+    assert measured is not None
+    classes = audit.classes()["cut"]["cosine"]["classes"]
+    assert math.isnan(classes["b"])
+    assert classes["a"] > 0.5
+    alone = Observation(0, 1, {"cut": torch.randn(5, 8)}, torch.full((5,), 2.0))
+    alone = dataclasses.replace(alone, clues=audit.clues(alone, SEED, alone.gradients))
+    assert audit.observe(alone) is None
+    assert audit.counts().skipped_one_class == 1
+
+
+def test_a_stored_audit_resumes_to_the_same_figures() -> None:
+    whole, first = new_audit(), new_audit()
+    everything = list(batches(whole))
+    for seen in everything:
+        whole.observe(seen)
+    for seen in everything[:3]:
+        first.observe(seen)
+    second = new_audit()
+    second.load_state_dict(stored(first.state_dict()))
+    assert same(second.state_dict(), first.state_dict())
+    for seen in everything[3:]:
+        second.observe(seen)
+    for audit in (whole, second):
+        audit.end_run()
+    assert same(second.state_dict(), whole.state_dict())
+    assert second.run_figures() == whole.run_figures()
+    assert second.classes() == whole.classes()
+
+
+@pytest.mark.parametrize(
+    ("other", "part"),
+    [
+        (LeakAudit(ALL, num_examples=NUM_EXAMPLES, class_names=(*NAMES, "d")), "4 classes"),
+        (LeakAudit(("norm",), num_examples=NUM_EXAMPLES, class_names=NAMES), "norm"),
+        (LeakAudit(ALL, num_examples=7, class_names=NAMES), "7 examples"),
+    ],
+)
+def test_another_audit_s_state_is_refused(other: LeakAudit, part: str) -> None:
+    with pytest.raises(ValueError, match=part):
+        other.load_state_dict(new_audit().state_dict())
+    with pytest.raises(ValueError, match="classes"):
+        new_audit().load_state_dict(LeakAudit(ALL, num_examples=NUM_EXAMPLES).state_dict())
+
+
+# ---- what both parties write ----
+
+
+class Recorded(NamedTuple):
+    """The files that one party left behind."""
+
+    lines: list[dict[str, Any]]
+    summary: dict[str, Any]
+
+
+class Lost(BaseException):
+    """Stands for kill -9."""
+
+
+class DiesAt(InProcessPeer):
+    """Ends the passive process when it has its fifth training gradient."""
+
+    _calls = 0
+
+    def receive_gradient(self) -> Answer:
+        self._calls += 1
+        reply = super().receive_gradient()
+        if self._calls == 5:
+            raise Lost
+        return reply
+
+    def leave(self, *_: object) -> None:
+        """A killed process says nothing."""
+
+
+def record(
+    folder: Path,
+    runs: Path,
+    *active: str,
+    connect: Callable[..., InProcessPeer] = InProcessPeer,
+) -> tuple[Recorded, Recorded]:
+    """Run both parties with their recorders and checkpoints, and summarise."""
+    overrides = ["contract.epochs=3", "contract.checkpoints.every_steps=2"]
+    parties = build_parties(folder, [*overrides, *active], overrides, runs=runs)
+    with recorders(parties, runs) as both:
+        parties.session.reopen()
+        parties.run.run(connect(parties.session, parties.engine))
+    (runs / "active" / "settings.yaml").write_text(
+        json.dumps(parties.active_settings.model_dump(mode="json"))
+    )
+    found = []
+    summaries = both.active.summary({}), both.passive.summary()
+    for party, lines, summary in zip(both.folders, both.lines(), summaries, strict=True):
+        write_summary(party, summary)
+        written = json.loads((party / "summary.json").read_text())
+        found.append(Recorded(lines, written))
+    first, second = found
+    return first, second
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("example")
+    write_classes(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def recorded(
+    example: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, tuple[Recorded, Recorded]]:
+    runs = tmp_path_factory.mktemp("runs")
+    return runs, record(example, runs, "leak_monitor.reference=sent")
+
+
+def place(line: Mapping[str, Any]) -> tuple[str, int, int]:
+    """Say what a line is about; the audit's thread writes its own among the others."""
+    return line["kind"], line["epoch"] or 0, line["step"] or 0
+
+
+def without(summary: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in summary.items() if name not in names}
+
+
+def test_figures_are_by_name_and_of_the_worst_pair(
+    recorded: tuple[Path, tuple[Recorded, Recorded]],
+) -> None:
+    _, (active, passive) = recorded
+    summary = active.summary
+    assert 0 <= summary["test_accuracy"] <= 1
+    assert set(summary["test_auc_by_class"]) == set(CLASSES)
+    mean = np.mean(list(summary["test_auc_by_class"].values()))
+    assert summary["test_auc"] == pytest.approx(mean, abs=1e-12)
+    line = [line for line in active.lines if line["kind"] == "test"][-1]
+    assert line["auc/van"] == summary["test_auc_by_class"]["van"]
+    assert line["accuracy"] == summary["test_accuracy"]
+    for found in (active, passive):
+        for attacks in found.summary["leak_classes"].values():
+            for figures in attacks.values():
+                assert set(figures["classes"]) == set(CLASSES)
+                assert set(figures["worst_pair"]) < set(CLASSES)
+    assert summary["leak"]["cut"]["cosine"]["mean"] > 0.95
+    assert not any(line["kind"] == "histogram" for line in active.lines)
+
+
+def test_both_parties_find_the_same_on_the_same_bytes(
+    recorded: tuple[Path, tuple[Recorded, Recorded]],
+) -> None:
+    _, (active, passive) = recorded
+    for section in ("leak", "leak_classes", "leak_run_level", "leak_run_level_classes"):
+        assert active.summary[section]["cut"] == passive.summary[section]["cut"]
+    assert active.summary["leak_batches"] == passive.summary["leak_batches"]
+    assert passive.summary["leak"]["first"] != passive.summary["leak"]["cut"]
+
+
+def test_nothing_of_the_peer_s_files_is_of_loss_or_accuracy(
+    recorded: tuple[Path, tuple[Recorded, Recorded]],
+) -> None:
+    runs, _ = recorded
+    text = "".join(
+        (runs / "passive" / name).read_text() for name in ("metrics.jsonl", "summary.json")
+    )
+    assert not any(word in text for word in ("loss", "accuracy", "test_auc"))
+
+
+@pytest.mark.parametrize("defense", ["{name: none}", "{name: marvell, insecure_noise_seed: 3}"])
+def test_after_a_loss_of_both_parties_their_files_are_the_same(
+    example: Path, tmp_path: Path, defense: str
+) -> None:
+    whole = record(example, tmp_path / "whole", f"defense={defense}")
+    broken = tmp_path / "broken"
+    with pytest.raises(Lost):
+        record(example, broken, f"defense={defense}", connect=DiesAt)
+    assert RunStore(broken / "active", 3).checkpoints() == [0, 2, 4]
+    again = record(example, broken, f"defense={defense}")
+    for found, expected in zip(again, whole, strict=True):
+        assert without(found.summary, "steps_per_s") == without(expected.summary, "steps_per_s")
+        numbers, of_whole = (
+            sorted((without(line, "time_s") for line in one.lines), key=place)
+            for one in (found, expected)
+        )
+        assert numbers == of_whole
+
+
+def test_attacks_of_another_number_of_classes_end_a_run_that_resumes(
+    example: Path, tmp_path: Path
+) -> None:
+    audit = new_audit()
+    state = {"audit": audit.state_dict(), "next_epoch": 0, "ended_epoch": -1}
+    parties = build_parties(example)
+    with ActiveRecorder(parties.active_settings, tmp_path) as monitor:
+        parties.session.lifecycle.observer = monitor
+        parties.run.run(InProcessPeer(parties.session, parties.engine))
+        assert monitor._watch.monitor is not None
+        with pytest.raises(SettingsError, match="cannot change within a run"):
+            monitor._watch.monitor.load_state_dict(state)
+
+
+def test_the_report_says_what_its_figures_are_of(
+    example: Path, recorded: tuple[Path, tuple[Recorded, Recorded]], tmp_path: Path
+) -> None:
+    runs, (active, _) = recorded
+    page = write_report(runs, tmp_path / "report.html").read_text()
+    assert "This run has 4 classes" in page
+    assert "positives from negatives" not in page
+    assert "With 4 classes, every leak AUC" in page
+    figures = active.summary["leak_classes"]["cut"]["cosine"]
+    assert " and ".join(figures["worst_pair"]) in page
+    assert f"{figures['worst_pair_auc']:.3f}" in page
+    for name in CLASSES:
+        assert f"<td>{name}</td>" in page
+        assert f"{active.summary['test_auc_by_class'][name]:.3f}" in page
+    assert f"{active.summary['test_accuracy']:.4f}" in page
+    other = tmp_path / "other"
+    record(example, other, "defense={name: marvell, insecure_noise_seed: 3}")
+    compared = write_comparison([runs, other], tmp_path / "comparison.html").read_text()
+    assert "test accuracy" in compared
+    assert "those of the two classes that are easiest to tell apart" in compared

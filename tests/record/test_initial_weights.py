@@ -1,0 +1,180 @@
+"""Starting from an earlier run's model: the same weights, encoded features and test AUC."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from splitveil.common.data.settings import DataSettings
+from splitveil.common.errors import DataError, SettingsError
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.record.initial_weights import EarlierModel
+from splitveil.common.record.model_files import save_model
+from splitveil.common.settings import validate
+from tests.support.runs import Parties, build_parties, run_in_process, write_example
+
+STILL = "optimizer={kind: sgd, learning_rate: 1.0e-30}"  # below the last bit of every weight
+SHARED = ["contract.cut_shape=[3]", "model_seed=4"]
+
+
+def finished(folder: Path, *overrides: str) -> Parties:
+    """Run once and save both models as the commands do."""
+    parties = build_parties(folder, [*SHARED, *overrides], [*SHARED, *overrides])
+    run_in_process(parties)
+    for name, settings, trainer, seen in (
+        ("active", parties.active_settings, parties.session.trainer, parties.active),
+        ("passive", parties.passive_settings, parties.run.trainer, parties.passive),
+    ):
+        assert seen.rows is not None
+        assert trainer is not None
+        data = PartyData.load(settings.data, folder)
+        encoder = data.fit(seen.rows.file_rows[seen.rows.splits["train"]])
+        (folder / "first" / name).mkdir(parents=True)
+        save_model(folder / "first" / name, trainer.model, encoder)
+    return parties
+
+
+def starting(party: str) -> str:
+    return f"initial_weights=first/{party}/checkpoint"
+
+
+def from_first(folder: Path, *overrides: str, runs: Path | None = None) -> Parties:
+    own = [*SHARED, *overrides]
+    return build_parties(folder, [*own, starting("active")], [*own, starting("passive")], runs=runs)
+
+
+def test_a_run_that_learns_nothing_has_the_test_auc_of_the_run_it_starts_from(
+    tmp_path: Path,
+) -> None:
+    write_example(tmp_path)
+    first = finished(tmp_path)
+    second = from_first(tmp_path, STILL, "contract.epochs=1", "model_seed=77")
+    run_in_process(second)
+    before, after = (
+        [e for e in each.active.evaluations if e.split == "test"] for each in (first, second)
+    )
+    assert (after[0].auc, after[0].loss) == (before[-1].auc, before[-1].loss)
+    assert before[0].auc != before[-1].auc
+    weights = first.weights()
+    assert all(torch.equal(weights[name], value) for name, value in second.weights().items())
+
+
+def test_without_them_a_run_begins_elsewhere(tmp_path: Path) -> None:
+    write_example(tmp_path)
+    first = finished(tmp_path)
+    second = build_parties(tmp_path, [*SHARED, STILL], [*SHARED, STILL])
+    run_in_process(second)
+    assert second.active.evaluations[0].auc != first.active.evaluations[-1].auc
+
+
+def test_features_are_encoded_as_they_were_in_the_earlier_run(tmp_path: Path) -> None:
+    """Fitting again would move every input under weights trained at the old scale."""
+    write_example(tmp_path)
+    first = finished(tmp_path)
+    header, *rows = (tmp_path / "passive.csv").read_text().splitlines()
+    shifted = [",".join([r.split(",")[0], *(str(float(x) * 9 + 5) for x in r.split(",")[1:])])
+               for r in rows]  # fmt: skip
+    (tmp_path / "passive.csv").write_text("\n".join([header, *shifted]) + "\n")
+    second = from_first(tmp_path, STILL, "contract.epochs=1")
+    run_in_process(second)
+    trainers = [each.run.trainer for each in (second, first)]
+    now, before = (trainer.rows(np.arange(20)) for trainer in trainers if trainer is not None)
+    assert now.numeric is not None
+    assert before.numeric is not None
+    assert not torch.allclose(now.numeric, before.numeric, atol=1.0)
+    assert second.active.evaluations[-1].auc != first.active.evaluations[-1].auc
+
+
+def test_a_category_keeps_its_slot_and_a_new_one_is_unknown(tmp_path: Path) -> None:
+    def data(text: str) -> PartyData:
+        (tmp_path / "rows.csv").write_text(text)
+        values = {
+            "source": {"kind": "csv", "path": "rows.csv"},
+            "features": {"categorical": "city"},
+        }
+        return PartyData.load(validate(DataSettings, values, ""), tmp_path)
+
+    monday = data("city\nOslo\nRome\nBern\n")
+    fitted = monday.fit(np.arange(3))
+    save_model(tmp_path, torch.nn.Linear(1, 1), fitted)
+    tuesday = data("city\nAthens\nRome\nOslo\n")
+    encoder = tuesday.fit(np.arange(3), EarlierModel.open(tmp_path / "checkpoint"))
+    assert encoder == fitted
+    assert encoder is not None
+    found = encoder.transform(tuesday.table, np.arange(3)).categorical
+    assert found is not None
+    assert found.squeeze(1).tolist() == [0, 4, 3]
+
+
+def test_the_first_tensor_that_differs_is_named(tmp_path: Path) -> None:
+    write_example(tmp_path)
+    finished(tmp_path)
+    second = from_first(tmp_path, "contract.cut_shape=[5]")
+    with pytest.raises(SettingsError, match=r"tensor 'layers.*weight' is 8 x 5 there and 8 x 7"):
+        run_in_process(second)
+    path = tmp_path / "first" / "passive" / "checkpoint" / "model.safetensors"
+    weights = load_file(path)
+    name = next(iter(weights))
+    save_file({other: value for other, value in weights.items() if other != name}, path)
+    with pytest.raises(SettingsError, match=f"tensor '{name}' is absent there and"):
+        run_in_process(from_first(tmp_path))
+    save_file({**weights, "more": torch.zeros(2)}, path)
+    with pytest.raises(SettingsError, match="tensor 'more' is 2 there and absent in"):
+        run_in_process(from_first(tmp_path))
+
+
+@pytest.mark.parametrize("party", ["active", "passive"])
+def test_a_folder_without_a_readable_model_is_refused_at_once(tmp_path: Path, party: str) -> None:
+    write_example(tmp_path)
+    with pytest.raises(SettingsError, match=r"there is no model\.safetensors: expected"):
+        build_parties(tmp_path, [starting("active")], [starting("passive")])
+    finished(tmp_path)
+    folder = tmp_path / "first" / party / "checkpoint"
+    (folder / "encoder.json").write_text('{"numeric": 3}')
+    with pytest.raises(SettingsError, match="feature encoder"):
+        from_first(tmp_path)
+    (folder / "encoder.json").write_text("{")
+    with pytest.raises(SettingsError, match="cannot be read"):
+        from_first(tmp_path)
+    (folder / "model.safetensors").write_bytes(b"\x80\x04no pickle is ever read")
+    with pytest.raises(SettingsError, match=r"cannot be read \(SafetensorError\)"):
+        from_first(tmp_path)
+
+
+def test_other_columns_than_the_model_s_are_refused(tmp_path: Path) -> None:
+    write_example(tmp_path)
+    finished(tmp_path)
+    shutil.copytree(tmp_path / "first", tmp_path / "kept")
+    fewer = build_parties(
+        tmp_path, SHARED, [*SHARED, starting("passive"), "data.features.numeric=[x1, x2]"]
+    )
+    with pytest.raises(DataError, match="with columns that are missing here: x3, x4, x5"):
+        run_in_process(fewer)
+    header, *rows = (tmp_path / "passive.csv").read_text().splitlines()
+    more = [f"{header},x6", *(f"{row},1.5" for row in rows)]
+    (tmp_path / "passive.csv").write_text("\n".join(more) + "\n")
+    with pytest.raises(SettingsError, match="the model was trained without x6"):
+        run_in_process(from_first(tmp_path))
+    none = build_parties(tmp_path, [*SHARED, starting("active"), "data.features=null"], SHARED)
+    with pytest.raises(SettingsError, match=r"had features, data\.features has none"):
+        run_in_process(none)
+
+
+def test_a_run_that_resumes_has_its_own_weights_and_not_the_earlier_ones(tmp_path: Path) -> None:
+    write_example(tmp_path)
+    finished(tmp_path)
+    runs = tmp_path / "runs"
+    second = from_first(tmp_path, runs=runs)
+    run_in_process(second)
+    again = from_first(tmp_path, runs=runs)
+    assert again.session.reopen()
+    assert again.session.trainer is not None
+    assert second.session.trainer is not None
+    now = again.session.trainer.model.state_dict()
+    earlier = load_file(tmp_path / "first" / "active" / "checkpoint" / "model.safetensors")
+    for name, value in second.session.trainer.model.state_dict().items():
+        assert torch.equal(now[name], value)
+    assert any(not torch.equal(now[name], value) for name, value in earlier.items())

@@ -1,0 +1,182 @@
+"""The log as JSON objects: one per line, whatever a message holds."""
+
+import io
+import json
+import logging
+import math
+import sys
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from splitveil.active_party.commands.program import main as active_main
+from splitveil.common.record.run_recorder import RunRecorder
+from splitveil.common.record.summary_tables import print_summary
+from splitveil.common.run.contract import Contract
+from splitveil.common.run.course import AlignedRows
+from splitveil.common.text.log_lines import (
+    add_to_log_lines,
+    configure_logging,
+    log_fields,
+    raw_line,
+    use_log_format,
+    writes_json,
+)
+from tests.support.records import summary_of
+from tests.support.runs import write_example
+
+Lines = Callable[[], list[dict[str, Any]]]
+logger = logging.getLogger("splitveil.active_party.run")
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.fixture
+def lines(capsys: pytest.CaptureFixture[str]) -> Lines:
+    configure_logging("active", form="json")
+    return lambda: [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+
+
+def test_a_line_has_date_level_party_run_and_message(lines: Lines) -> None:
+    add_to_log_lines(run="monday", run_id="0123456789abcdef")
+    logger.warning("epoch %d", 3, extra=log_fields(epoch=3))
+    (line,) = lines()
+    when = datetime.fromisoformat(line.pop("time"))
+    assert when.utcoffset() == timedelta(0)
+    assert line == {
+        "level": "WARNING",
+        "party": "active",
+        "run": "monday",
+        "run_id": "0123456789abcdef",
+        "logger": "splitveil.active_party.run",
+        "message": "epoch 3",
+        "epoch": 3,
+    }
+
+
+@pytest.mark.parametrize("evil", ['a\n{"level": "INFO"}', "a\x1b[31m", "a\u2028b", 'a"}\r\n'])
+def test_no_message_passes_for_another_line(capsys: pytest.CaptureFixture[str], evil: str) -> None:
+    configure_logging("active", form="json")
+    logger.warning("%s", evil)
+    text = capsys.readouterr().err
+    assert text.isascii()
+    assert len(text.splitlines()) == 1
+    assert json.loads(text)["message"] == evil
+
+
+def test_a_field_replaces_none_that_every_line_has(lines: Lines) -> None:
+    logger.warning("a", extra=log_fields(message="b", level="DEBUG", party="passive"))
+    (line,) = lines()
+    assert (line["message"], line["level"], line["party"]) == ("a", "WARNING", "active")
+
+
+def test_a_number_that_json_does_not_know_is_a_word(lines: Lines) -> None:
+    logger.warning("a", extra=log_fields(sum_kl=math.inf, loss=math.nan, path=Path("x")))
+    (line,) = lines()
+    assert (line["sum_kl"], line["loss"], line["path"]) == ("inf", "nan", "x")
+
+
+def test_a_traceback_is_a_field(lines: Lines) -> None:
+    try:
+        raise ValueError("why")
+    except ValueError:
+        logger.exception("a fault")
+    (line,) = lines()
+    assert line["message"] == "a fault"
+    assert "ValueError: why" in line["exception"]
+
+
+def test_the_form_can_change_after_the_settings_are_read(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    configure_logging("active")
+    logger.warning("a")
+    add_to_log_lines(run="monday")
+    use_log_format("json")
+    logger.warning("b")
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.endswith("active WARNING a")
+    assert json.loads(second)["run"] == "monday"
+
+
+def test_what_a_signal_says_is_a_line_like_the_others(lines: Lines) -> None:
+    """It is written without the logging, which the signal may have interrupted."""
+    assert json.loads(raw_line("stopping"))["message"] == "stopping"
+    use_log_format("text")
+    assert raw_line("stopping") == b"stopping\n"
+
+
+def test_problems_of_the_settings_are_objects_where_the_flag_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_example(tmp_path)
+    words = ["check", str(tmp_path / "active.yaml"), "--log-format", "json"]
+    with pytest.raises(SystemExit) as end:
+        active_main([*words, "--set", "lisen=127.0.0.1:1"])
+    assert end.value.code == 2
+    found = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [(one["exit_code"], one["error"]) for one in found] == [(2, "SettingsError")]
+    assert "lisen" in found[0]["message"]
+
+
+def test_the_flag_is_stronger_than_the_setting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_example(tmp_path)
+    words = ["check", str(tmp_path / "active.yaml"), "--set", "log_format=json"]
+    for options, is_json in (([], True), (["--log-format", "text"], False)):
+        with pytest.raises(SystemExit):
+            active_main([*words, *options, "--set", "listen=127.0.0.1:1", "--set", "device=cuda:9"])
+        assert writes_json() is is_json
+        assert capsys.readouterr().err.lstrip().startswith("{") is is_json
+
+
+class Terminal(io.StringIO):
+    """Says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_no_progress_bar_is_drawn_between_objects(
+    form: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    configure_logging("active", form=form)
+    contract = Contract(run_name="small", cut_shape=(4,), batch_size=8, epochs=1)
+    ids = [f"person {number}" for number in range(300)]
+    rows = AlignedRows.derive(contract, b"s" * 32, ids, np.arange(300))
+    with RunRecorder(tmp_path) as recorder:
+        recorder._begin_run(rows)
+        recorder._show_progress("active", rows, contract)
+        assert recorder._progress is not None
+        recorder._progress.advance(loss=0.5)
+    drawn = "\x1b[" in screen.getvalue()
+    assert drawn is (form == "text")
+
+
+def test_the_summary_is_an_object_and_no_table(
+    lines: Lines, capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_summary("active", summary_of({"steps": 3, "aligned_rows": 569}))
+    (line,) = lines()
+    assert (line["message"], line["steps"], line["aligned_rows"]) == ("summary", 3, 569)
+    assert capsys.readouterr().out == ""
+    screen = io.StringIO()
+    print_summary("active", summary_of({"steps": 3}), console=Console(file=screen, width=80))
+    assert "steps" in screen.getvalue()

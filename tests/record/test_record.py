@@ -1,0 +1,503 @@
+"""The record of a run: its form in the files, read back as written, or refused with a message."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from splitveil.common.errors import SettingsError
+from splitveil.common.privacy.covers import Covers
+from splitveil.common.record import leak_figures, lines
+from splitveil.common.record.beyond_figures import (
+    AdjustedFigures,
+    AdvantageFigures,
+    BeyondFigures,
+    EpsilonFigures,
+)
+from splitveil.common.record.figures import (
+    AttackFigure,
+    LedgerFigures,
+    NumberFigures,
+    SpreadFigures,
+)
+from splitveil.common.record.lines import HistogramLine
+from splitveil.common.record.run_record import (
+    METRICS,
+    SUMMARY,
+    find_ledger_ahead,
+    find_summary,
+    read_metrics,
+    read_summary,
+    write_ledger_ahead,
+    write_summary,
+)
+from splitveil.common.record.summary import (
+    ActiveFigures,
+    AuditedFigures,
+    EarlierAnswers,
+    GateFigures,
+    ModelFigures,
+    PeerBound,
+    RunCounts,
+    Summary,
+)
+from splitveil.common.record.transcript import TranscriptEnd
+from splitveil.common.record.values import from_form
+from tests.support.records import append_lines
+
+BOUNDS = LedgerFigures(
+    SpreadFigures(0.25, 0.125, 0.0625),
+    SpreadFigures(0.625, 0.5625, 0.53125),
+    SpreadFigures(1.0, 1.0, 0.9375),
+    SpreadFigures(0.8125, 0.75, 0.71875),
+    SpreadFigures(0.75, 0.6875, 0.65625),
+    epsilon=1.5,
+)
+NORM = AttackFigure("cut", "norm", 0.75)
+ELSEWHERE = AttackFigure("ads/bank: first", "spectral", None)
+EVALUATED = {
+    "epoch": 1,
+    "step": None,
+    "loss": 0.5,
+    "auc": 0.75,
+    "calibration_error": 0.125,
+    "train_loss": 0.25,
+}
+
+LINES: Mapping[str, tuple[lines.Line, dict[str, Any]]] = {
+    "alignment": (
+        lines.AlignmentLine(569),
+        {"kind": "alignment", "epoch": None, "step": None, "aligned_rows": 569},
+    ),
+    "training": (
+        lines.TrainingLine(1, 2, 0.5, 0.25),
+        {"kind": "train", "epoch": 1, "step": 2, "loss": 0.5, "noise_power": 0.25},
+    ),
+    "leak": (
+        lines.LeakLine(1, 2, (NORM, ELSEWHERE), 0.5),
+        {
+            "kind": "leak",
+            "epoch": 1,
+            "step": 2,
+            "cut/norm_leak_auc": 0.75,
+            "ads/bank: first/spectral_leak_auc": None,
+            "random_leak_auc": 0.5,
+        },
+    ),
+    "epoch leak": (
+        lines.EpochLeakLine(1, (NORM, ELSEWHERE)),
+        {
+            "kind": "epoch_leak",
+            "epoch": 1,
+            "step": None,
+            "cut/norm": 0.75,
+            "ads/bank: first/spectral": None,
+        },
+    ),
+    "leak of numbers": (
+        lines.NumberLeakLine(1, {"informed": 0.75, "top_direction": None}),
+        {
+            "kind": "epoch_leak_of_numbers",
+            "epoch": 1,
+            "step": None,
+            "informed_r2": 0.75,
+            "top_direction_r2": None,
+        },
+    ),
+    "ledger": (
+        lines.LedgerLine(1, BOUNDS),
+        {
+            "kind": "ledger",
+            "epoch": 1,
+            "step": None,
+            "sum_kl_max": 0.25,
+            "sum_kl_q95": 0.125,
+            "sum_kl_mean": 0.0625,
+            "estimate_max": 0.625,
+            "estimate_q95": 0.5625,
+            "estimate_mean": 0.53125,
+            "anybody_max": 1.0,
+            "anybody_q95": 1.0,
+            "anybody_mean": 0.9375,
+            "honest_but_curious_max": 0.8125,
+            "honest_but_curious_q95": 0.75,
+            "honest_but_curious_mean": 0.71875,
+            "knows_class_means_only_max": 0.75,
+            "knows_class_means_only_q95": 0.6875,
+            "knows_class_means_only_mean": 0.65625,
+            "epsilon": 1.5,
+        },
+    ),
+    "evaluation": (
+        lines.EvaluationLine(1, "validation", 0.5, 0.75, 0.125, 0.25),
+        {"kind": "validation", **EVALUATED},
+    ),
+    "evaluation by class": (
+        lines.EvaluationLine(1, "test", 0.5, 0.75, 0.125, 0.25, 0.875, {"van": 0.75, "a/b": None}),
+        {
+            "kind": "test",
+            **EVALUATED,
+            "accuracy": 0.875,
+            "auc/van": 0.75,
+            "auc/a/b": None,
+        },
+    ),
+    "evaluation of numbers": (
+        lines.EvaluationLine(
+            1, "test", 0.5, None, None, 0.25, number=NumberFigures(2.0, 1.5, 0.75, 4.0, 3.0)
+        ),
+        {
+            "kind": "test",
+            "epoch": 1,
+            "step": None,
+            "loss": 0.5,
+            "train_loss": 0.25,
+            "rmse": 2.0,
+            "mae": 1.5,
+            "r2": 0.75,
+            "constant_rmse": 4.0,
+            "constant_mae": 3.0,
+        },
+    ),
+    "audit": (
+        lines.AuditLine(1, NORM),
+        {"kind": "audit", "epoch": 1, "step": None, "cut/norm": 0.75},
+    ),
+    "gate": (
+        lines.GateLine(1, 2, NORM, 0.5, 0.625),
+        {
+            "kind": "leak_gate",
+            "epoch": 1,
+            "step": 2,
+            "cut/norm": 0.75,
+            "random": 0.5,
+            "limit": 0.625,
+        },
+    ),
+    "alarm": (
+        lines.AlarmLine(1, NORM, 0.125, 0.625),
+        {
+            "kind": "leak_alarm",
+            "epoch": 1,
+            "step": None,
+            "cut/norm": 0.75,
+            "margin": 0.125,
+            "bound": 0.625,
+        },
+    ),
+    "histogram": (
+        HistogramLine(1, 2, "cosine", (-1.0, 0.0, 1.0), {"before/positive": (3, 4)}),
+        {
+            "kind": "histogram",
+            "epoch": 1,
+            "step": 2,
+            "figure": "cosine",
+            "edges": [-1.0, 0.0, 1.0],
+            "counts": {"before/positive": [3, 4]},
+        },
+    ),
+}
+
+
+def test_every_type_of_line_has_its_form_below() -> None:
+    assert {type(line) for line, _ in LINES.values()} == set(get_args(lines.Line))
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_line_has_its_form_in_the_file_and_is_read_back(tmp_path: Path, name: str) -> None:
+    line, form = LINES[name]
+    append_lines(tmp_path, line, time_s=0.12345678)
+    written = (tmp_path / METRICS).read_text()
+    assert written == json.dumps({"time_s": 0.123457} | form) + "\n"
+    (found,) = read_metrics(tmp_path).timed
+    assert found == (0.123457, line)
+
+
+CLASSES = leak_figures.ClassFigures(("van", "bus"), 0.75, 0.5, {"van": 0.75}, {"van": 0.5})
+LEAK = leak_figures.LeakFigures(
+    batches={"cut": {"norm": leak_figures.BatchFigures(0.75, 0.625, 0.5625, 0.5)}},
+    worst_epoch={"cut": {"norm": 0.6875}},
+    run_level={
+        "cut": {
+            "accumulated_cosine": leak_figures.RunFigures(0.75, 0.625, 0.875, 569, 0.25, 0.5, None)
+        }
+    },
+    beyond=BeyondFigures(
+        {"norm": AdjustedFigures(0.625, 0.5, 0.75)},
+        {"accumulated_cosine": AdvantageFigures(0.125, 0.0, 0.25, 0.625)},
+        EpsilonFigures(
+            *(1.5, "norm", 40, 38, 100, 0.95, 1e-05, 0.125),
+            stated=1.0,
+            stated_for="anybody",
+            p_value_of_stated=0.25,
+        ),
+    ),
+    counts=leak_figures.BatchCounts(42, 1, 2),
+)
+LEAK_FORM = {
+    "adjusted_leak": {"norm": {"value": 0.625, "low": 0.5, "high": 0.75}},
+    "leak_advantage": {
+        "accumulated_cosine": {"value": 0.125, "low": 0.0, "high": 0.25, "prior": 0.625}
+    },
+    "epsilon_lower_bound_details": {
+        "epsilon": 1.5,
+        "attack": "norm",
+        "guesses": 40,
+        "correct": 38,
+        "pairs": 100,
+        "confidence": 0.95,
+        "delta": 1e-05,
+        "p_value": 0.125,
+        "stated": 1.0,
+        "stated_for": "anybody",
+        "p_value_of_stated": 0.25,
+    },
+    "epsilon_lower_bound": 1.5,
+    "leak": {
+        "cut": {"norm": {"q95": 0.75, "mean": 0.625, "last_epoch": 0.5625, "random_q95": 0.5}}
+    },
+    "leak_worst_epoch": {"cut": {"norm": 0.6875}},
+    "leak_run_level": {
+        "cut": {
+            "accumulated_cosine": {
+                "auc": 0.75,
+                "low": 0.625,
+                "high": 0.875,
+                "examples": 569,
+                "tpr_at_per_mille": 0.25,
+                "tpr_at_percent": 0.5,
+                "precision_at_100": None,
+            }
+        }
+    },
+    "leak_batches": {"observed": 42, "skipped_one_class": 1, "left_out": 2},
+}
+COUNTS = {"aligned_rows": 569, "epochs": 2, "steps": 30, "steps_per_s": 12.5}
+MODEL = {
+    "test_auc": 0.75,
+    "test_loss": 0.5,
+    "test_calibration_error": 0.125,
+    "train_loss": 0.25,
+}
+DEFENSE = {"name": "marvell", "noise": "fresh"}
+LEDGER_FORM = LINES["ledger"][1] | {}
+for name in ("kind", "epoch", "step"):
+    del LEDGER_FORM[name]
+ENDS = {"transcript": {"entries": 7, "last_link": "ab"}}
+
+SUMMARIES: Mapping[str, tuple[Summary, dict[str, Any]]] = {
+    "active": (
+        Summary(
+            counts=RunCounts(569, 2, 30, 12.5),
+            active=ActiveFigures(
+                model=ModelFigures(0.75, 0.5, 0.125, 0.25),
+                defense=DEFENSE,
+                ledger=BOUNDS,
+                bounds=(
+                    PeerBound(Covers.ANYBODY, 1.0, None),
+                    PeerBound(Covers.HONEST_BUT_CURIOUS, 0.8125, None),
+                    PeerBound(Covers.CLASS_MEANS, 0.75, 0.5),
+                ),
+                audits_answered=3,
+                refused_messages={"too-large": 1},
+                earlier_answers=EarlierAnswers(9, BOUNDS),
+                leak_alarms=1,
+                gate=GateFigures(2, closed=True),
+            ),
+            leak=LEAK,
+            transcript=TranscriptEnd(7, "ab"),
+        ),
+        {
+            **COUNTS,
+            **MODEL,
+            "defense": DEFENSE,
+            "ledger": LEDGER_FORM,
+            "bounds": [
+                {"covers": "anybody", "leak_auc": 1.0, "mu": None},
+                {"covers": "honest-but-curious", "leak_auc": 0.8125, "mu": None},
+                {"covers": "knows class means only", "leak_auc": 0.75, "mu": 0.5},
+            ],
+            "audits_answered": 3,
+            "refused_messages": {"too-large": 1},
+            "earlier_answers": {"examples": 9, **LEDGER_FORM},
+            "leak_alarms": 1,
+            "leak_gate_findings": 2,
+            "leak_gate_closed": True,
+            **LEAK_FORM,
+            **ENDS,
+        },
+    ),
+    "active without a ledger entry": (
+        Summary(
+            counts=RunCounts(569, 0, 0, None),
+            active=ActiveFigures(model=ModelFigures(), defense=DEFENSE),
+        ),
+        {
+            "aligned_rows": 569,
+            "epochs": 0,
+            "steps": 0,
+            "steps_per_s": None,
+            **dict.fromkeys(MODEL),
+            "defense": DEFENSE,
+            "ledger": None,
+            "bounds": [],
+            "refused_messages": {},
+        },
+    ),
+    "active with several classes": (
+        Summary(
+            counts=RunCounts(569, 2, 30, 12.5),
+            active=ActiveFigures(
+                model=ModelFigures(0.75, 0.5, 0.125, 0.25, 0.875, {"van": 0.75}), defense=DEFENSE
+            ),
+            leak=leak_figures.LeakFigures(
+                by_class=leak_figures.LeakByClass(
+                    {"cut": {"norm": CLASSES}},
+                    {
+                        "cut": {
+                            "norm": leak_figures.ClassFigures(("van", "bus"), classes={"van": 0.75})
+                        }
+                    },
+                )
+            ),
+        ),
+        {
+            **COUNTS,
+            **MODEL,
+            "test_accuracy": 0.875,
+            "test_auc_by_class": {"van": 0.75},
+            "defense": DEFENSE,
+            "ledger": None,
+            "bounds": [],
+            "refused_messages": {},
+            "leak": {},
+            "leak_worst_epoch": {},
+            "leak_run_level": {},
+            "leak_classes": {
+                "cut": {
+                    "norm": {
+                        "worst_pair": ["van", "bus"],
+                        "worst_pair_auc": 0.75,
+                        "worst_pair_random": 0.5,
+                        "classes": {"van": 0.75},
+                        "random": {"van": 0.5},
+                    }
+                }
+            },
+            "leak_run_level_classes": {
+                "cut": {"norm": {"worst_pair": ["van", "bus"], "classes": {"van": 0.75}}}
+            },
+            "leak_batches": {"observed": None, "skipped_one_class": None, "left_out": None},
+        },
+    ),
+    "passive": (
+        Summary(
+            counts=RunCounts(569, 2, 30, 12.5),
+            audited=AuditedFigures({"cut": {"norm": 0.75}}, 4),
+            leak=LEAK,
+        ),
+        {
+            **COUNTS,
+            "audit": {"cut": {"norm": 0.75}},
+            "audit_left_out_batches": 4,
+            **LEAK_FORM,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SUMMARIES)
+def test_a_summary_has_its_form_in_the_file_and_is_read_back(tmp_path: Path, name: str) -> None:
+    summary, form = SUMMARIES[name]
+    write_summary(tmp_path, summary)
+    assert (tmp_path / SUMMARY).read_text() == json.dumps(form, indent=2) + "\n"
+    assert read_summary(tmp_path) == summary
+
+
+def test_figures_that_are_not_finite_become_null_and_are_read_as_absent(tmp_path: Path) -> None:
+    model = ModelFigures(test_auc=math.nan, train_loss=math.inf)
+    write_summary(tmp_path, Summary(active=ActiveFigures(model=model)))
+    append_lines(tmp_path, lines.TrainingLine(0, 0, loss=math.nan, noise_power=-math.inf))
+    assert read_summary(tmp_path).of_active.model == ModelFigures()
+    assert read_metrics(tmp_path).of(lines.TrainingLine) == [lines.TrainingLine(0, 0, None, None)]
+
+
+def test_the_bounds_of_answers_ahead_are_read_back(tmp_path: Path) -> None:
+    assert find_ledger_ahead(tmp_path) is None
+    write_ledger_ahead(tmp_path, BOUNDS)
+    assert find_ledger_ahead(tmp_path) == BOUNDS
+
+
+def test_lines_that_are_cut_off_or_unknown_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / METRICS).write_text('{"kind": "of later", "epoch": 1}\n[1]\n{"kind": "tr\n')
+    append_lines(tmp_path, lines.AlignmentLine(7))
+    with (tmp_path / METRICS).open("a") as metrics:
+        metrics.write('{"time_s": 1, "kind": "train", "epo')
+    assert [line for _, line in read_metrics(tmp_path).timed] == [lines.AlignmentLine(7)]
+
+
+def test_a_line_that_is_no_text_is_refused_by_its_number(tmp_path: Path) -> None:
+    append_lines(tmp_path, lines.AlignmentLine(7))
+    with (tmp_path / METRICS).open("ab") as metrics:
+        metrics.write(b'{"kind": "\xff"}\n')
+    with pytest.raises(SettingsError, match=r"metrics\.jsonl: line 2 is damaged: it is not UTF-8$"):
+        read_metrics(tmp_path)
+
+
+def test_a_folder_without_a_record_is_empty_and_a_summary_that_must_be_there_is_missed(
+    tmp_path: Path,
+) -> None:
+    assert read_metrics(tmp_path).timed == []
+    assert find_summary(tmp_path) is None
+    with pytest.raises(SettingsError, match=r"summary\.json: expected the summary of a run"):
+        read_summary(tmp_path)
+
+
+@pytest.mark.parametrize("version", [2, 0, "1", None, [1]])
+def test_a_record_of_another_format_is_refused_in_one_line(tmp_path: Path, version: object) -> None:
+    (tmp_path / SUMMARY).write_text(json.dumps({"format": version, "steps": 3}))
+    (tmp_path / METRICS).write_text(json.dumps({"kind": "format", "format": version}) + "\n")
+    for read in (read_summary, read_metrics):
+        with pytest.raises(SettingsError, match="by another version of splitveil") as refused:
+            read(tmp_path)
+        assert len(str(refused.value).splitlines()) == 1
+
+
+def test_a_record_that_names_the_first_format_is_read(tmp_path: Path) -> None:
+    (tmp_path / SUMMARY).write_text(json.dumps({"format": 1, "steps": 3}))
+    (tmp_path / METRICS).write_text(json.dumps({"kind": "format", "format": 1}) + "\n")
+    append_lines(tmp_path, lines.AlignmentLine(7))
+    assert read_summary(tmp_path).counts.steps == 3
+    assert read_metrics(tmp_path).of(lines.AlignmentLine) == [lines.AlignmentLine(7)]
+
+
+def test_a_damaged_summary_is_refused_in_words(tmp_path: Path) -> None:
+    (tmp_path / SUMMARY).write_text('{"steps": 3')
+    with pytest.raises(SettingsError, match=r"summary\.json: not valid JSON"):
+        read_summary(tmp_path)
+
+
+def test_what_attacks_explain_of_numbers_beyond_features_is_read_as_it_was_written() -> None:
+    beyond = leak_figures.NumberBeyond(0.25, 0.0, 0.5)
+    leak = leak_figures.LeakFigures(
+        of_numbers={
+            "informed": leak_figures.NumberLeak(0.75, 0.875, 0.5, 0.125, None, beyond),
+            "top_direction": leak_figures.NumberLeak(0.5),
+        }
+    )
+    (written,) = leak.form().values()
+    assert written["informed"]["beyond"] == {"r2": 0.25, "low": 0.0, "high": 0.5}
+    assert written["top_direction"]["beyond"] is None
+    assert from_form(leak_figures.LeakFigures, {"leak_of_numbers": written}) == leak
+    del written["informed"]["beyond"]["low"]  # of a file that somebody has changed
+    found = from_form(leak_figures.LeakFigures, {"leak_of_numbers": written})
+    assert found.of_numbers["informed"].beyond is None
+
+
+@pytest.mark.parametrize(("low", "is_clear"), [(0.04, True), (0.01, False), (0.0, False)])
+def test_an_r2_is_clear_above_three_standard_errors(low: float, is_clear: bool) -> None:
+    """A correlation of .4 whose interval begins at .2, .1 or 0 is 3.9, 2.6 or 2 errors above 0."""
+    assert leak_figures.NumberBeyond(0.16, low, 0.5).is_clear is is_clear

@@ -1,0 +1,535 @@
+"""The output of a run: metrics, progress, log lines, tables, and damaged files."""
+
+import errno
+import io
+import json
+import logging
+import math
+import os
+import re
+import resource
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+
+from splitveil.common.errors import SettingsError, StorageError
+from splitveil.common.record.lines import AlignmentLine, EvaluationLine, HistogramLine, TrainingLine
+from splitveil.common.record.metrics_log import MetricsLog
+from splitveil.common.record.model_files import save_tensors
+from splitveil.common.record.run_folder import (
+    open_run_folder,
+    write_bytes_atomically,
+    write_json_atomically,
+    write_text_atomically,
+)
+from splitveil.common.record.summary_tables import print_summary
+from splitveil.common.record.training_progress import TrainingProgress
+from splitveil.common.record.transcript import Transcript
+from splitveil.common.text.log_lines import configure_logging
+from tests.support.records import summary_of
+
+_LEAK = {"cut": {"norm": {"q95": 0.91, "mean": 0.8, "last_epoch": 0.75, "random_q95": 0.54321}}}
+
+
+def _lines(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_metrics_are_lines_of_named_numbers(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path, steps_per_epoch=10) as log:
+        log.write(TrainingLine(1, 2, loss=0.5, noise_power=3))
+        log.write(EvaluationLine(1, "test", math.inf, math.nan, None, 0.25))
+        assert len(_lines(tmp_path)) == 2  # readable at once, not only at the end
+    first, second = _lines(tmp_path)
+    assert isinstance(first.pop("time_s"), float)
+    assert first == {"kind": "train", "epoch": 1, "step": 2, "loss": 0.5, "noise_power": 3}
+    assert {second[name] for name in ("auc", "loss", "calibration_error", "step")} == {None}
+
+
+def test_metrics_reach_tensorboard_on_one_axis(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path, steps_per_epoch=10) as log:
+        log.write(TrainingLine(2, 3, loss=0.5, noise_power=None))
+        log.write(EvaluationLine(2, "test", None, 0.75, None, None))
+        log.write(EvaluationLine(3, "test", None, math.nan, None, None))
+    events = EventAccumulator(str(tmp_path)).Reload()
+    points = {
+        tag: [(point.step, point.value) for point in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
+    assert points == {"train/loss": [(23, 0.5)], "test/auc": [(29, 0.75)]}
+
+
+def test_a_histogram_is_a_line_and_a_histogram_for_tensorboard(tmp_path: Path) -> None:
+    counts = {"before/positive": (1, 0, 3), "after/positive": (2, 2, 0)}
+    with MetricsLog(tmp_path, steps_per_epoch=10) as log:
+        log.write(HistogramLine(2, 3, "cosine", (-1.0, -0.5, 0.0, 0.5), counts))
+        with pytest.raises(ValueError, match="expected 1 counts, got 2"):
+            log.write(HistogramLine(0, 0, "cosine", (0.0, 1.0), {"before": (1, 1)}))
+    log.write(HistogramLine(9, 0, "cosine", (0.0, 1.0), {"before": (1,)}))  # closed
+    (line,) = _lines(tmp_path)
+    assert isinstance(line.pop("time_s"), float)
+    assert line == {
+        "kind": "histogram",
+        "epoch": 2,
+        "step": 3,
+        "figure": "cosine",
+        "edges": [-1.0, -0.5, 0.0, 0.5],
+        "counts": {"before/positive": [1, 0, 3], "after/positive": [2, 2, 0]},
+    }
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert set(events.Tags()["histograms"]) == {"cosine/before/positive", "cosine/after/positive"}
+    (shown,) = events.Histograms("cosine/before/positive")
+    assert shown.step == 23
+    assert list(shown.histogram_value.bucket) == [1, 0, 3]
+    assert list(shown.histogram_value.bucket_limit) == [-0.5, 0.0, 0.5]
+    assert (shown.histogram_value.min, shown.histogram_value.num) == (-1.0, 4)
+
+
+@pytest.mark.parametrize("value", [torch.ones(3), [1.0], "0.5"])
+def test_what_is_not_a_plain_number_is_not_logged(tmp_path: Path, value: object) -> None:
+    with MetricsLog(tmp_path) as log, pytest.raises(TypeError, match="loss: expected a number"):
+        log.write(TrainingLine(0, 0, loss=value, noise_power=None))  # type: ignore[arg-type]
+    assert _lines(tmp_path) == []
+
+
+def test_metrics_from_many_threads_stay_whole_lines(tmp_path: Path) -> None:
+    def write(epoch: int) -> None:
+        for step in range(100):
+            log.write(TrainingLine(epoch, step, loss=1.0, noise_power=0.0))
+
+    with MetricsLog(tmp_path) as log:
+        threads = [threading.Thread(target=write, args=(epoch,)) for epoch in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    places = {(line["epoch"], line["step"]) for line in _lines(tmp_path)}
+    assert len(places) == 400
+
+
+def test_a_closed_log_writes_nothing_more(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path)
+    log.close()
+    log.close()
+    log.write(AlignmentLine(7))
+    assert _lines(tmp_path) == []
+
+
+@pytest.mark.parametrize("lost", [1, 20, 45, 75, 400])
+def test_a_metrics_file_that_was_cut_in_a_line_has_whole_lines_when_a_run_resumes(
+    tmp_path: Path, lost: int
+) -> None:
+    """A run writes its first line before it goes back to its state."""
+    with MetricsLog(tmp_path) as log:
+        for step in range(6):
+            log.write(TrainingLine(0, step, loss=0.5, noise_power=0.0))
+        state = log.state_dict()
+        log.write(TrainingLine(0, 6, loss=0.5, noise_power=0.0))
+    path = tmp_path / "metrics.jsonl"
+    os.truncate(path, max(state["bytes"] - lost, 10))
+    with MetricsLog(tmp_path) as log:
+        log.write(AlignmentLine(360))
+        log.load_state_dict(state)
+        log.write(TrainingLine(0, 6, loss=0.25, noise_power=0.0))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines[-1]["loss"] == 0.25
+    assert [line["step"] for line in lines if line["kind"] == "train"][-1] == 6
+
+
+def test_a_metrics_file_resumes_after_the_lines_of_its_state(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path) as log:
+        log.write(TrainingLine(0, 0, loss=0.5, noise_power=1 / 3))
+        state = log.state_dict()
+        before = (tmp_path / "metrics.jsonl").read_bytes()
+        log.write(TrainingLine(0, 1, loss=0.5, noise_power=0.0))
+        log.load_state_dict(state)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_folder_that_is_not_there_is_a_storage_error(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"metrics\.jsonl: cannot be written: No such file"):
+        MetricsLog(tmp_path / "missing")
+
+
+def test_progress_on_a_terminal_is_a_bar() -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=120)
+    with TrainingProgress("active", 4, console=console) as progress:
+        progress.advance(loss=0.51234, leak_auc=None)
+        progress.advance(2, loss=0.25, leak_auc=0.75)
+    text = screen.getvalue()
+    assert "active" in text
+    assert "3/4" in text
+    assert "loss 0.25" in text
+    assert "leak AUC 0.75" in text
+    assert progress.steps_done == 3
+    assert progress.steps_per_s == progress.steps_per_s > 0  # stands still after the end
+
+
+_MANY = {
+    "loss": 0.00012345,
+    "ledger_leak_auc": 0.9876,
+    "norm_leak_auc": 0.5123,
+    "cosine_leak_auc": 0.5234,
+    "spectral_leak_auc": 0.6456,
+}
+
+
+def _progress_lines(width: int, party: str, steps: int, numbers: dict[str, float]) -> list[str]:
+    """Return the last picture of the progress display, line by line and without its colours."""
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, color_system="truecolor", width=width)
+    with TrainingProgress(party, 2 * steps, console=console) as progress:
+        progress.advance(**numbers)
+        progress.advance(steps - 1, **numbers)
+    return re.sub(
+        r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", screen.getvalue().rpartition("\r")[2]
+    ).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("party", "steps", "numbers", "figures"),
+    [
+        ("active", 150, _MANY, ["150/300", "left", "loss 0.0001234"]),
+        ("active", 123_456, _MANY, ["123456/246912", "left"]),
+        ("passive", 150, dict(list(_MANY.items())[2:]), ["150/300", "left"]),
+        ("passive", 150, {}, ["150/300", "left"]),
+    ],
+)
+def test_the_bar_and_the_essential_figures_stay_on_one_line_at_every_width(
+    party: str, steps: int, numbers: dict[str, float], figures: list[str]
+) -> None:
+    for width in range(60, 201):
+        (line,) = _progress_lines(width, party, steps, numbers)
+        assert len(line) <= width
+        assert line.startswith(f"{party} ")
+        assert sum(line.count(part) for part in "━╸╺") >= 10
+        assert "…" not in line
+        for figure in figures:
+            assert figure in line
+
+
+def test_a_wide_terminal_shows_every_number() -> None:
+    (line,) = _progress_lines(200, "active", 150, _MANY)
+    for name, number in _MANY.items():
+        assert f"{name.replace('_', ' ').replace('auc', 'AUC')} {number:.4g}" in line
+    assert "steps/s" in line
+
+
+def test_progress_elsewhere_is_a_log_line_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    screen = io.StringIO()
+    caplog.set_level(logging.INFO)
+    console = Console(file=screen, force_terminal=False)
+    with TrainingProgress("active", 4, console=console, log_every_s=0) as progress:
+        progress.advance(loss=0.25)
+    with TrainingProgress("active", 4, console=console, log_every_s=3600) as progress:
+        progress.advance(3)
+    messages = [record.getMessage() for record in caplog.records]
+    assert screen.getvalue().strip() == ""
+    assert [message.split(",")[0] for message in messages] == ["step 1/4", "step 1/4", "step 3/4"]
+    assert messages[0].endswith("steps/s, loss 0.25")
+
+
+class GoneTerminal(io.StringIO):
+    """Was a terminal, and takes nothing more."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def flush(self) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_what_cannot_be_printed_disturbs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bar, the lines of the log and the tables at the end."""
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, GoneTerminal())
+    configure_logging("active")
+    with TrainingProgress("active", 3) as progress:
+        for _ in range(3):
+            progress.advance(loss=0.5)
+            logging.getLogger("splitveil.active_party").warning("a line")
+    print_summary("active", summary_of({"steps": 3, "test_auc": 0.5}))
+    assert progress.steps_done == 3
+
+
+def test_tables_without_codes_for_their_frames_disturb_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ascii_only = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", ascii_only)
+    print_summary("active", summary_of({"defense": {"name": "märvell"}}))
+
+
+@pytest.mark.parametrize("failed", [True, False])
+def test_a_thread_of_tensorboard_that_cannot_write_says_so_to_the_writer(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    failed: bool,
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda args: print("fault", file=sys.stderr))
+    configure_logging("active")
+    with MetricsLog(tmp_path) as log:
+        thread = log._charts.file_writer.event_writer._async_writer._worker
+        arguments = (OSError, OSError(errno.ENOSPC, "full"), None, thread if failed else None)
+        threading.excepthook(threading.ExceptHookArgs(arguments))
+    assert ("fault" in capsys.readouterr().err) is not failed
+
+
+@pytest.mark.parametrize(
+    ("verbosity", "expected"), [(-1, ["WARNING"]), (0, ["INFO", "WARNING"]), (1, None)]
+)
+def test_log_lines_are_short_and_name_the_party(
+    capsys: pytest.CaptureFixture[str], verbosity: int, expected: list[str] | None
+) -> None:
+    configure_logging("active", verbosity)
+    configure_logging("active", verbosity)  # a second call adds no second line
+    own = logging.getLogger("splitveil.active_party.run.session")
+    own.debug("a")
+    own.info("b")
+    own.warning("c")
+    logging.getLogger("somewhere.else").info("d")
+    lines = [line.split(" ") for line in capsys.readouterr().err.splitlines()]
+    assert [line[2] for line in lines] == (expected or ["DEBUG", "INFO", "WARNING"])
+    assert {line[1] for line in lines} == {"active"}
+    assert lines[-1][3] == "c"
+
+
+def test_the_final_tables_show_the_numbers_and_the_leak() -> None:
+    screen = io.StringIO()
+    summary: dict[str, object] = {"aligned_rows": 569, "test_auc": 0.98765, "leak": _LEAK}
+    summary |= {"defense": {"name": "marvell"}}
+    print_summary("active", summary_of(summary), console=Console(file=screen, width=80))
+    text = screen.getvalue()
+    for expected in ("aligned rows", "569", "0.9877", "marvell", "cut", "norm", "0.910", "0.543"):
+        assert expected in text
+    assert max(len(line) for line in text.splitlines()) <= 80
+    bare = io.StringIO()
+    print_summary("passive", summary_of({"steps": 3}), console=Console(file=bare, width=80))
+    assert "leak" not in bare.getvalue()
+
+
+def test_words_of_others_steer_no_terminal_and_begin_no_log_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    configure_logging("active")
+    own = logging.getLogger("splitveil.active_party")
+    own.warning("refused %s", "\x1b[2J\r\n12:00:00 active INFO all is well\u202e\ud800")
+    try:
+        raise ValueError("\x1b]0;title\x07")
+    except ValueError:
+        own.exception("failed")
+    shown = capsys.readouterr().err
+    first, second, *traceback = shown.splitlines()
+    assert first.endswith("refused \\x1b[2J\\r\\n12:00:00 active INFO all is well\\u202e\\ud800")
+    assert second.endswith("failed")
+    assert traceback[-1] == "ValueError: \\x1b]0;title\\x07"
+    assert shown.replace("\n", "").isprintable()
+
+
+def test_names_in_tables_are_no_markup() -> None:
+    figures = {"q95": 0.9, "mean": 0.8, "last_epoch": 0.7, "random_q95": 0.5}
+    of_classes: dict[str, object] = {
+        "worst_pair": ["[b]", "[/c]"],
+        "worst_pair_auc": 0.9,
+        "worst_pair_random": 0.5,
+    }
+    of_classes |= {"classes": {"[/c]": 0.8}, "random": {"[/c]": 0.5}}
+    of_run = {"auc": 0.9, "low": 0.8, "high": 1.0, "examples": 7}
+    summary = {
+        "refused_messages": {"[/red]": 1},
+        "defense": {"name": "[/bold]\x1b[2J"},
+        "leak": {"[/cut]": {"[/norm]": figures}},
+        "leak_classes": {"[/cut]": {"[/norm]": of_classes}},
+        "leak_run_level": {"[/cut]": {"[/norm]": of_run}},
+    }
+    console = Console(file=io.StringIO(), width=200)
+    print_summary("active party", summary_of(summary), console=console)
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert shown.count("[/cut]") == shown.count("[/norm]") == 3
+    assert "[/bold]\\x1b[2J" in shown
+    assert "[/red] 1" in shown
+    assert "[b] and [/c]: 0.900" in shown
+
+
+def test_the_final_tables_speak_no_python() -> None:
+    screen = io.StringIO()
+    summary = {
+        "test_auc": None,
+        "steps_per_s": 12.345678,
+        "train_loss": 0.0000123456,
+        "defense": {
+            "insecure_noise_seed": None,
+            "noise": "fresh",
+            "name": "gafm",
+            "strength": {"power_ratio": 4.0},
+            "composed_with": {"name": "marvell", "exact": True},
+            "widths": [1.0, 0.5],
+            "parties": ["left", "right"],
+        },
+        "refused_messages": {},
+        "leak_batches": {"observed": 42, "skipped_one_class": 0},
+        "leak_gate_closed": False,
+        "ledger": {
+            f"{figure}_{part}": math.inf if figure == "sum_kl" else None
+            for figure in ("sum_kl", "estimate", "guarantee")
+            for part in ("max", "q95", "mean")
+        },
+    }
+    print_summary("active", summary_of(summary), console=Console(file=screen, width=120))
+    text = screen.getvalue()
+    for expected in (
+        "gafm, noise fresh, power ratio 4, marvell, exact yes, widths 1, 0.5",
+        "observed 42, skipped one class 0",
+        "left, right",
+        "1.235e-5",
+        "test AUC",
+        "steps/s",
+    ):
+        assert expected in text
+    rows = [[cell.strip() for cell in line.split("│")[1:3]] for line in text.splitlines()]
+    assert ["refused messages", "none"] in rows
+    assert ["leak gate closed", "no"] in rows
+    assert ["test AUC", "-"] in rows
+    assert not re.search(r"None|True|False|[{}'\[\]()]|e-0", text)
+
+
+def open_in_a_process_of_its_own(runs_dir: Path, party: str) -> str:
+    """Open a run's folder as a command does, which holds it until it ends; returns its log."""
+    code = (
+        "import logging, pathlib, sys; "
+        "from splitveil.common.record.run_folder import open_run_folder; "
+        "logging.basicConfig(level=logging.INFO, format='%(message)s'); "
+        "folder = open_run_folder(pathlib.Path(sys.argv[1]), 'demo', sys.argv[2]); "
+        "assert list(folder.iterdir()) == []"
+    )
+    command = [sys.executable, "-c", code, str(runs_dir), party]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stderr
+
+
+def test_earlier_results_are_moved_aside(tmp_path: Path) -> None:
+    logs = []
+    for run in ("first", "second", "third"):
+        logs.append(open_in_a_process_of_its_own(tmp_path, "active"))
+        write_text_atomically(tmp_path / "demo" / "active" / "summary.json", run)
+    contents = {path.parent.name: path.read_text() for path in tmp_path.glob("*/*/summary.json")}
+    assert contents == {
+        "active": "third",
+        "active.previous-1": "first",
+        "active.previous-2": "second",
+    }
+    assert logs[0] == ""
+    assert "active.previous-1" in logs[1]
+    assert "active.previous-2" in logs[2]
+
+
+def test_an_empty_folder_and_the_other_partys_are_left_where_they_are(tmp_path: Path) -> None:
+    open_in_a_process_of_its_own(tmp_path, "passive")
+    write_text_atomically(tmp_path / "demo" / "passive" / "a", "kept")
+    for _ in range(2):
+        open_in_a_process_of_its_own(tmp_path, "active")
+    visible = [path.name for path in (tmp_path / "demo").iterdir() if path.name[0] != "."]
+    assert sorted(visible) == ["active", "passive"]
+    assert (tmp_path / "demo" / "passive" / "a").read_text() == "kept"
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.fixture
+def _open_umask() -> Iterator[None]:
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("_open_umask")
+def test_results_are_closed_to_others_whatever_the_umask(tmp_path: Path) -> None:
+    folder = open_run_folder(tmp_path, "demo", "active")
+    write_text_atomically(folder / "report.html", "who is positive")
+    write_json_atomically(folder / "summary.json", {})
+    save_tensors(folder, "model.safetensors", {"w": torch.zeros(1)})
+    with MetricsLog(folder) as metrics, Transcript(folder, "active"):
+        state = metrics.state_dict()
+        metrics.load_state_dict(state)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert {path.name.split(".")[0] for path in files} == {
+        *("events", "metrics", "model", "report", "summary", "transcript")
+    }
+    assert mode_of(folder) == 0o700
+    assert {mode_of(path) for path in files} == {0o600}
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_an_open_folder_is_closed_before_a_run_uses_it_or_moves_it_aside(
+    tmp_path: Path, resumes: bool
+) -> None:
+    earlier = tmp_path / "demo" / "active"
+    earlier.mkdir(parents=True)
+    earlier.chmod(0o755)
+    (earlier / "summary.json").write_text("{}")
+    folder = open_run_folder(tmp_path, "demo", "active", lambda _: resumes)
+    assert mode_of(folder) == 0o700
+    assert (folder / "summary.json").exists() == resumes
+    for aside in folder.parent.glob("active.previous-*"):
+        assert mode_of(aside) == 0o700
+
+
+def test_a_link_in_a_temporary_file_s_place_is_not_followed(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("kept")
+    (tmp_path / f".report.html.{os.getpid()}.tmp").symlink_to(precious)
+    write_text_atomically(tmp_path / "report.html", "new")
+    assert precious.read_text() == "kept"
+    assert (tmp_path / "report.html").read_text() == "new"
+    assert not (tmp_path / "report.html").is_symlink()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "/etc"])
+def test_a_run_name_cannot_lead_elsewhere(tmp_path: Path, name: str) -> None:
+    with pytest.raises(SettingsError, match="name a folder"):
+        open_run_folder(tmp_path, name, "active")
+
+
+def test_a_file_in_the_folders_place_is_a_storage_error(tmp_path: Path) -> None:
+    (tmp_path / "demo").write_text("in the way")
+    with pytest.raises(StorageError, match="cannot be used for results"):
+        open_run_folder(tmp_path, "demo", "active")
+
+
+def test_json_has_null_where_a_number_is_not_finite(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    write_json_atomically(path, {"auc": math.nan, "nested": [{"loss": -math.inf}, (1, 0.5)]})
+    assert json.loads(path.read_text()) == {"auc": None, "nested": [{"loss": None}, [1, 0.5]]}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_a_write_that_fails_half_way_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    write_bytes_atomically(path, b"old")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(StorageError, match=r"checkpoint: cannot be written: File too large"):
+            write_bytes_atomically(path, bytes(100_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_bytes() == b"old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
+    with pytest.raises(StorageError, match="No such file"):
+        write_text_atomically(tmp_path / "missing" / "file", "text")

@@ -1,0 +1,286 @@
+"""The passive party's report: what left, what it tells of features, and nothing of labels."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from sklearn.linear_model import Ridge
+from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import ConstantLR
+
+from splitveil.common.data.features import (
+    FeatureEncoder,
+    Features,
+    ListVocabulary,
+    NumericScaler,
+    Vocabulary,
+)
+from splitveil.common.errors import SettingsError
+from splitveil.common.privacy.leakage import auc
+from splitveil.common.record.figures import AttackFigure
+from splitveil.common.record.lines import AlignmentLine, AuditLine, EpochLeakLine, LeakLine
+from splitveil.common.record.run_record import write_summary
+from splitveil.common.record.summary import AuditedFigures, RunCounts, Summary
+from splitveil.common.record.traffic import Volume, read_traffic
+from splitveil.common.record.transcript import Crossing, Transcript
+from splitveil.passive_party.bottom_trainer import BottomTrainer
+from splitveil.passive_party.commands.program import main
+from splitveil.passive_party.commands.results import try_to_report
+from splitveil.passive_party.feature_exposure import (
+    FOLDS,
+    FeatureExposure,
+    cross_fitted,
+    exposure_from_json,
+    exposure_to_json,
+    measure_exposure,
+)
+from splitveil.passive_party.report_page import write_exposure, write_passive_report
+from tests.support.records import append_lines
+
+ROWS = 2000
+
+
+class Chosen(nn.Module):
+    """A bottom model that passes on the first number and the first category's bits."""
+
+    def __init__(self, levels: int) -> None:
+        super().__init__()
+        self.slots = levels + 2
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, features: Features) -> torch.Tensor:
+        assert features.numeric is not None
+        assert features.categorical is not None
+        bits = nn.functional.one_hot(features.categorical[:, 0], self.slots).float()
+        return self.scale * torch.cat([features.numeric[:, :1], bits], dim=1)
+
+
+def exposed(
+    rows: int = ROWS,
+    most_rows: int = ROWS,
+    *,
+    levels: int = 4,
+    indicators: tuple[str, ...] = (),
+    lists: tuple[ListVocabulary, ...] = (),
+) -> FeatureExposure | None:
+    generator = torch.Generator().manual_seed(1)
+    num_numbers = 2 + len(indicators) + sum(len(column.categories) + 1 for column in lists)
+    features = Features(
+        torch.randn(rows, num_numbers, generator=generator),
+        torch.randint(2, 2 + levels, (rows, 2), generator=generator),
+    )
+    model = Chosen(levels)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    trainer = BottomTrainer(
+        model=model,
+        optimizer=optimizer,
+        schedule=ConstantLR(optimizer),
+        features=features,
+        device=torch.device("cpu"),
+    )
+    encoder = FeatureEncoder(
+        signed_log1p=False,
+        numeric=tuple(NumericScaler(name=name, shift=0, scale=1) for name in ("sent", "kept")),
+        categorical=tuple(
+            Vocabulary(name=name, categories=tuple(map(str, range(levels))))
+            for name in ("shown", "hidden")
+        ),
+        image=None,
+        indicators=indicators,
+        lists=lists,
+    )
+    return measure_exposure(trainer, encoder, 2 * rows, most_rows)
+
+
+def test_columns_that_activations_carry_are_told_and_the_others_are_not() -> None:
+    found = exposed()
+    assert found is not None
+    figures = {one.name: one for one in found.columns}
+    assert figures["sent"].figure > 0.999
+    assert abs(figures["kept"].figure) < 0.02
+    assert figures["shown"].figure == 1
+    assert figures["hidden"].figure < figures["hidden"].without + 0.05
+    assert figures["shown"].gain_fraction == 1
+    assert figures["kept"].gain_fraction < 0.02
+    assert (found.rows, found.own_rows, found.dimensions) == (ROWS, 2 * ROWS, 7)
+
+
+def test_many_rare_categories_are_not_taken_for_one_that_is_frequent() -> None:
+    found = exposed(levels=200)
+    assert found is not None
+    figures = {one.name: one for one in found.columns}
+    assert figures["shown"].without < 0.05
+    assert figures["shown"].gain_fraction > 0.95
+    assert figures["hidden"].gain_fraction < 0.05
+
+
+def test_gaps_and_lists_of_categories_are_named_and_a_list_counts_as_one_column() -> None:
+    tags = ListVocabulary(name="tags", categories=("x", "y"))
+    found = exposed(indicators=("kept",), lists=(tags,))
+    assert found is not None
+    names = [one.name for one in found.columns]
+    assert names == ["sent", "kept", "kept: gap", "tags", "shown", "hidden"]
+    figures = {one.name: one.figure for one in found.columns}
+    assert figures["sent"] > 0.999
+    assert max(abs(figures[name]) for name in ("kept", "kept: gap", "tags")) < 0.03
+
+
+def test_a_sample_is_enough_and_too_few_rows_say_nothing() -> None:
+    sampled = exposed(most_rows=300)
+    assert sampled is not None
+    assert sampled.rows == 300
+    assert exposed(rows=49) is None
+    assert exposed(most_rows=0) is None
+
+
+def test_cross_fitting_is_ridge_on_the_other_folds() -> None:
+    generator = np.random.default_rng(2)
+    inputs = generator.normal(size=(200, 5)) * np.arange(1, 6)
+    targets = inputs @ generator.normal(size=(5, 3)) + generator.normal(size=(200, 3))
+    folds = generator.permutation(200) % FOLDS
+    found = cross_fitted(inputs, targets, folds)
+    for fold in range(FOLDS):
+        known = folds != fold
+        centre, spread = inputs[known].mean(axis=0), inputs[known].std(axis=0)
+        model = Ridge(alpha=1e-3 * known.sum()).fit(
+            (inputs[known] - centre) / spread, targets[known]
+        )
+        expected = model.predict((inputs[~known] - centre) / spread)
+        assert found[~known] == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+def test_noise_is_not_fitted() -> None:
+    """With as many values as rows, a fit on the same rows would reconstruct anything."""
+    generator = np.random.default_rng(3)
+    inputs, targets = generator.normal(size=(300, 200)), generator.normal(size=(300, 1))
+    folds = generator.permutation(300) % FOLDS
+    assert (
+        auc(
+            torch.from_numpy(cross_fitted(inputs, targets, folds)[:, 0]),
+            torch.from_numpy((targets[:, 0] > 0).astype(np.float64)),
+        )
+        < 0.65
+    )
+
+
+def test_figures_survive_their_file() -> None:
+    found = exposed()
+    assert found is not None
+    assert exposure_from_json(json.loads(json.dumps(exposure_to_json(found)))) == found
+    assert exposure_from_json({"rows": "many"}) is None
+    assert exposure_from_json([]) is None
+
+
+def write_run(folder: Path, *, leak: float = 0.9, security: str = "mtls") -> Path:
+    """Write a passive party's files, with figures that depend on labels among them."""
+    own = folder / "passive"
+    own.mkdir(parents=True)
+    figure = AttackFigure("cut", "norm", leak)
+    append_lines(
+        own,
+        AlignmentLine(1234),
+        LeakLine(0, 0, (figure,), leak / 2),
+        EpochLeakLine(0, (figure,)),
+        AuditLine(0, figure),
+    )
+    audited = AuditedFigures({"cut": {"norm": leak}}, 0)
+    write_summary(own, Summary(counts=RunCounts(1234, 1, 10), audited=audited, version="1.2.3"))
+    contract = {
+        "run_name": "joint",
+        "cut_shape": [8],
+        "cut_dtype": "float32",
+        "identities": {"active": "labels.example.org"},
+        "audits_allowed": True,
+        "alignment": {"min_aligned": 100, "max_set_size": 5000},
+    }
+    settings = {
+        "contract": contract,
+        "party": "passive",
+        "bottom_model": {"kind": "mlp"},
+        "security": {"mode": security},
+        "adversary": {"audit": True, "labels": {"label_column": "bad"}},
+        "alignment_attempts": 3,
+    }
+    (own / "settings.yaml").write_text(yaml.safe_dump(settings))
+    with Transcript(own, "passive") as transcript:
+        transcript.note(Crossing("sent", "Train request", b"a" * 3000, 0, 0))
+        transcript.note(Crossing("sent", "Train request", b"a" * 3000, 0, 1))
+        transcript.note(Crossing("received", "Train reply", b"b" * 500, 0, 0))
+    found = exposed()
+    assert found is not None
+    write_exposure(own, found)
+    return folder
+
+
+def test_the_page_says_what_left_to_whom_and_what_it_tells(tmp_path: Path) -> None:
+    page = write_passive_report(write_run(tmp_path / "run")).read_text(encoding="utf-8")
+    assert "5.86 KiB left, about 1,234 aligned rows, to labels.example.org" in page
+    assert 'activations of training rows</td><td class="number">2</td>' in page
+    assert "this party offered 4,000 ids" in page.replace("\n", " ")
+    told, kept = (
+        [page.index(f"<td>{name}</td>") for name in names]
+        for names in (("shown", "sent"), ("hidden", "kept"))
+    )
+    assert max(told) < min(kept)
+    assert "most ids per exchange (max_set_size)" in page
+    assert "<td>5,000</td>" in page
+
+
+def test_nothing_on_the_page_depends_on_labels(tmp_path: Path) -> None:
+    """Other leak figures and audit replies, which follow from labels, change no byte."""
+    pages = []
+    for leak in (0.9, 0.6):
+        run = write_run(tmp_path / f"{leak}" / "run", leak=leak)
+        text = write_passive_report(run).read_text(encoding="utf-8")
+        pages.append([line for line in text.splitlines() if " UTC</td>" not in line])
+    assert pages[0] == pages[1]
+
+
+def test_plain_text_is_said_to_have_authenticated_nobody(tmp_path: Path) -> None:
+    page = write_passive_report(write_run(tmp_path / "run", security="insecure")).read_text()
+    assert "nobody was authenticated" in page
+    assert "labels.example.org" not in page
+
+
+def test_the_command_writes_the_page_and_refuses_another_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run")
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(run), "--json"])
+    assert ended.value.code == 0
+    written = Path(json.loads(capsys.readouterr().out)["report"])
+    assert written == run / "passive" / "report.html"
+    assert written.stat().st_mode & 0o077 == 0
+    with pytest.raises(SettingsError, match="expected a passive party's folder"):
+        write_passive_report(tmp_path)
+
+
+def test_damaged_files_are_read_as_far_as_they_go(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = write_run(tmp_path / "run")
+    transcript = run / "passive" / "transcript.jsonl"
+    with transcript.open("ab") as file:
+        file.write(
+            b'{"time": 3}\n[]\nnot json\n{"time": "x", "direction": "sent", "kind": 4}\n{"ti'
+        )
+    found = read_traffic(run / "passive")
+    assert found is not None
+    assert (found.sent, found.received) == (Volume(2, 6000), Volume(1, 500))
+    (run / "passive" / "exposure.json").write_text("{")
+    with pytest.raises(SettingsError, match="not valid JSON"):
+        write_passive_report(run)
+    try_to_report(run / "passive")
+    (record,) = caplog.records
+    assert "not valid JSON; once the cause is gone: splitveil passive report" in record.message
+    assert record.exc_info is None
+    (run / "passive" / "exposure.json").unlink()
+    transcript.unlink()
+    page = write_passive_report(run).read_text(encoding="utf-8")
+    assert "their size is not recorded" in page
+    assert "This was not measured" in page

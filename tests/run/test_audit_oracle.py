@@ -1,0 +1,185 @@
+"""Audits as an oracle: a peer that chooses its scores so that the answers name single labels."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from splitveil.active_party.run.audit_desk import MAX_LAYERS, AuditDesk
+from splitveil.common.errors import AuditRefused, OutOfStep, TooLarge
+from splitveil.common.privacy.attacks import LABEL_FREE
+from splitveil.common.privacy.leakage import leak_auc
+from splitveil.common.run.messages import AuditQuestion
+from splitveil.common.run.sample_order import positions_digest
+from tests.support.runs import Parties, build_parties, run_in_process, write_example
+
+ROWS = 20_000
+GROUPS = 40
+ALLOWED = ["contract.audits_allowed=true", "contract.batch_size=1024"]
+EVERY_STEP = "contract.checkpoints={every_steps: 1, keep: 100}"
+
+
+def questions_of_an_epoch() -> Iterator[tuple[str, str]]:
+    """Yield every attack and layer that one epoch has an answer for."""
+    return ((attack, f"layer{n}") for n in range(MAX_LAYERS) for attack in LABEL_FREE)
+
+
+def scores_for(groups: list[np.ndarray]) -> torch.Tensor:
+    """Give each group a rank of its own, and all other rows ranks evenly between them."""
+    scores = torch.arange(ROWS) % (GROUPS + 1) + 0.5
+    for place, group in enumerate(groups):
+        scores[torch.from_numpy(group)] = float(place + 1)
+    return scores
+
+
+def answer_if_in(group: np.ndarray, scores: torch.Tensor) -> float:
+    labels = torch.zeros(ROWS)
+    labels[group[0]] = 1
+    return round(leak_auc(scores, labels), 2)
+
+
+def search(desk: AuditDesk, labels: torch.Tensor) -> tuple[list[int], int]:
+    """Look for the one positive; return who may be it, and how many answers that took."""
+    rows, asked = np.arange(ROWS), 0
+    candidates = rows
+    for attack, layer in questions_of_an_epoch():
+        if len(candidates) == 1:
+            break
+        groups = [g for g in np.array_split(candidates, min(GROUPS, len(candidates))) if len(g)]
+        scores = scores_for(groups).float()
+        question = AuditQuestion("run", 0, attack, layer, positions_digest(rows), scores)
+        told = desk.answer(question, rows, lambda at: labels[torch.from_numpy(at)], lambda *_: None)
+        asked += 1
+        fitting = [group for group in groups if abs(answer_if_in(group, scores) - told) < 0.001]
+        candidates = np.concatenate(fitting)
+    return candidates.tolist(), asked
+
+
+def test_one_positive_among_twenty_thousand_is_not_found_by_chosen_scores() -> None:
+    desk, labels = AuditDesk(is_open=True), torch.zeros(ROWS)
+    desk.open_epoch(0)
+    labels[12_345] = 1
+    with pytest.raises(AuditRefused, match="1000 of each of two classes"):
+        assert search(desk, labels) == ([], 0)
+
+
+@pytest.mark.parametrize("rare", [1, 11, 999])
+def test_no_audit_is_answered_with_fewer_than_a_thousand_of_a_class(rare: int) -> None:
+    rows = np.arange(ROWS)
+    question = AuditQuestion("run", 0, "norm", "cut", positions_digest(rows), torch.rand(ROWS))
+    rare_positives = (torch.arange(ROWS) < rare).float()
+    for labels in (rare_positives, 1 - rare_positives):
+        desk = AuditDesk(is_open=True)
+        desk.open_epoch(0)
+        with pytest.raises(AuditRefused):
+            desk.answer(question, rows, labels.__getitem__, lambda *_: None)
+
+
+@pytest.mark.parametrize("label", [0, 1])
+def test_one_answer_tells_the_last_label_to_a_peer_that_knows_the_others(label: int) -> None:
+    """Audits are no protection of a single label, however many rows of each class there are."""
+    rows, last = np.arange(4000), 3999
+    if_0 = (torch.arange(4000) < 1500).float()
+    if_1 = if_0.clone()
+    if_1[last] = 1
+
+    def scores_with(negatives: int) -> torch.Tensor:
+        first = (torch.arange(4000) >= 1500) & (torch.arange(4000) < 1500 + negatives)
+        scores = (first | (torch.arange(4000) < 100)).float()
+        scores[last] = 1
+        return scores
+
+    def told(scores: torch.Tensor, labels: torch.Tensor) -> float:
+        desk = AuditDesk(is_open=True)
+        desk.open_epoch(0)
+        question = AuditQuestion("run", 0, "norm", "cut", positions_digest(rows), scores)
+        return desk.answer(question, rows, labels.__getitem__, lambda *_: None)
+
+    # Chosen before anything is asked, by what the answer would be for either label.
+    telling = next(
+        scores
+        for scores in map(scores_with, range(2000))
+        if round(leak_auc(scores, if_0), 2) != round(leak_auc(scores, if_1), 2)
+    )
+    answer = told(telling, (if_0, if_1)[label])
+    assert (answer == round(leak_auc(telling, if_1), 2)) is bool(label)
+
+
+def test_only_attacks_on_received_gradients_are_measured() -> None:
+    assert set(LABEL_FREE) == {
+        *("norm", "cosine_majority", "spectral", "residual_energy", "regress_out", "kmeans"),
+        *("accumulated_spectral", "accumulated_residual_energy"),
+    }
+
+
+# ---- what is counted stays counted ----
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("example")
+    write_example(folder, rows=7500)
+    return folder
+
+
+def parties_in(example: Path, runs: Path) -> Parties:
+    overrides = [*ALLOWED, EVERY_STEP]
+    return build_parties(example, [*overrides, "allow_audits=true"], overrides, runs=runs)
+
+
+def question(parties: Parties, layer: str, attack: str = "norm") -> AuditQuestion:
+    rows = parties.session.answering.training_positions
+    scores = torch.rand(len(rows), generator=torch.Generator().manual_seed(3))
+    return AuditQuestion(parties.session.run_id, 1, attack, layer, positions_digest(rows), scores)
+
+
+def test_answers_and_layers_outlive_a_killed_process(example: Path, tmp_path: Path) -> None:
+    """The checkpoint from which it resumes was taken before any of the answers."""
+    parties = parties_in(example, tmp_path)
+    run_in_process(parties)
+    for number in range(MAX_LAYERS):
+        parties.session.audit(question(parties, f"layer{number}"))
+        parties.session.audit(question(parties, f"layer{number}"))  # the same answer again
+    assert parties.active.audits_answered == MAX_LAYERS
+    for party in ("active", "passive"):
+        for state in sorted((tmp_path / party / "checkpoint").glob("at-*.state"))[-2:]:
+            state.unlink()
+    again = parties_in(example, tmp_path)
+    assert again.session.reopen()
+    run_in_process(again)
+    assert again.session.audits_answered == again.active.audits_answered == MAX_LAYERS
+    with pytest.raises(TooLarge):
+        again.session.audit(question(again, "one-more"))
+    with pytest.raises(OutOfStep, match="other bytes"):
+        again.session.audit(_flipped(question(again, "layer0")))
+    again.session.audit(question(again, "layer0", "spectral"))
+    assert again.active.audits_answered == MAX_LAYERS + 1
+
+
+def _flipped(asked: AuditQuestion) -> AuditQuestion:
+    return AuditQuestion(
+        asked.run_id,
+        asked.epoch,
+        asked.attack,
+        asked.layer,
+        asked.positions_digest,
+        asked.scores.flip(0),
+    )
+
+
+def test_an_answer_tells_at_most_one_of_51_figures() -> None:
+    generator = torch.Generator().manual_seed(1)
+    rows, labels = np.arange(4000), torch.arange(4000) % 2
+    answers = set()
+    for seed in range(60):
+        desk = AuditDesk(is_open=True)
+        desk.open_epoch(0)
+        scores = torch.rand(4000, generator=generator) + labels * (seed / 40 - 0.5)
+        asked = AuditQuestion("run", 0, "norm", "cut", positions_digest(rows), scores.float())
+        answers.add(desk.answer(asked, rows, lambda _: labels.float(), lambda *_: None))
+    assert len(answers) > 20
+    assert answers <= {round(0.5 + n / 100, 2) for n in range(51)}
+    assert math.log2(51) < 5.7

@@ -1,0 +1,384 @@
+"""A run that resumes after one party, or both, were lost equals an undisturbed run bit for bit."""
+
+import hashlib
+import logging
+import pickle
+import re
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from splitveil.active_party.monitor.recorder import ActiveRecorder
+from splitveil.active_party.run.stages import Stage
+from splitveil.common.errors import (
+    DataError,
+    InvalidMessage,
+    NotOpen,
+    OutOfStep,
+    PeerRestarted,
+    StorageError,
+)
+from splitveil.common.record import state_file
+from splitveil.common.record.run_folder import write_bytes_atomically
+from splitveil.common.record.run_store import RunStore
+from splitveil.common.run.messages import Answer, Offer
+from splitveil.common.text.version import VERSION
+from tests.support.compared import assert_same
+from tests.support.peers import InProcessPeer, Lost, dying
+from tests.support.runs import Parties, build_parties, run_in_process, write_example
+from tests.support.waiting import HANGS_AFTER_S, wait_until
+
+EVERY_2 = "contract.checkpoints.every_steps=2"
+DEFENSES = [
+    "{name: none}",
+    "{name: iso}",
+    "{name: max_norm}",
+    "{name: marvell}",
+    "{name: marvell, statistics: running}",
+    "{name: marvell, noise: persistent}",
+    "{name: max_norm_positive}",
+    "{name: noisy_label}",
+    "{name: gafm}",
+    "{name: gafm, response: persistent, composed_with: {name: marvell, statistics: running}}",
+]
+
+
+def overrides(defense: str, seed: str = ", insecure_noise_seed: 7}") -> list[str]:
+    noisy = defense != "{name: none}"
+    return [EVERY_2, f"defense={defense[:-1] + seed if noisy else defense}"]
+
+
+def run_on(parties: Parties) -> None:
+    """Let two parties, of which some may be new, come together again."""
+    parties.session.reopen()
+    run_in_process(parties)
+
+
+def ran(folder: Path, active: Sequence[str] = (EVERY_2,)) -> Parties:
+    whole = build_parties(folder, active, [EVERY_2])
+    run_in_process(whole)
+    return whole
+
+
+def killed(
+    folder: Path,
+    runs: Path,
+    active: Sequence[str] = (EVERY_2,),
+    at: int = 4,
+    *,
+    after: bool = True,
+    passive: Sequence[str] = (EVERY_2,),
+) -> tuple[Parties, Parties]:
+    """Return a run whose passive party was killed, and new parties that can resume it."""
+    first = build_parties(folder, active, passive, runs=runs)
+    with pytest.raises(Lost):
+        run_in_process(first, dying(at, after=after))
+    return first, build_parties(folder, active, passive, runs=runs)
+
+
+POINTS = [(1, False), (3, True), (5, False), (9, True)]
+
+
+@pytest.mark.parametrize(
+    ("defense", "at", "after"),
+    [
+        *((defense, 3, True) for defense in DEFENSES),
+        *(("{name: marvell, statistics: running}", *point) for point in POINTS if point[0] != 3),
+    ],
+)
+def test_with_both_parties_killed_the_run_ends_as_if_nothing_had_happened(
+    example: Path, tmp_path: Path, defense: str, at: int, after: bool
+) -> None:
+    active = overrides(defense)
+    whole, (_, second) = ran(example, active), killed(example, tmp_path, active, at, after=after)
+    run_on(second)
+    assert second.active.resumed != []
+    assert_same(second, whole)
+
+
+@pytest.mark.parametrize(("at", "after"), [(1, True), (4, False), (6, True), (8, False)])
+def test_with_the_passive_party_killed_the_active_one_goes_back_with_it(
+    example: Path, tmp_path: Path, at: int, after: bool
+) -> None:
+    active = overrides("{name: marvell, statistics: running}")
+    whole = ran(example, active)
+    first, second = killed(example, tmp_path, active, at, after=after)
+    second.session, second.active = first.session, first.active
+    run_in_process(second)
+    assert_same(second, whole)
+    assert second.active.losses == whole.active.losses
+    assert all(
+        torch.equal(*pair) for pair in zip(second.active.sent, whole.active.sent, strict=True)
+    )
+
+
+class ForgetsTheActive(InProcessPeer):
+    """Replaces the active party by a restarted one, at one training message."""
+
+    anew: Parties
+    at = 3
+    _calls = 0
+
+    def receive_gradient(self) -> Answer:
+        self._calls += 1
+        if self._calls == self.at:
+            self.anew.session.reopen()
+            self._session = self.anew.session
+        try:
+            return super().receive_gradient()
+        except NotOpen as error:
+            raise PeerRestarted from error  # as the status of this error means on the other side
+
+
+def test_with_the_active_party_killed_the_passive_one_goes_back_with_it(
+    example: Path, tmp_path: Path
+) -> None:
+    active = overrides("{name: marvell}")
+    whole = ran(example, active)
+    parties = build_parties(example, active, [EVERY_2], runs=tmp_path)
+    ForgetsTheActive.anew = build_parties(example, active, [EVERY_2], runs=tmp_path)
+    run_in_process(parties, ForgetsTheActive)
+    parties.session, parties.active = ForgetsTheActive.anew.session, ForgetsTheActive.anew.active
+    assert parties.passive.resumed == [0]
+    assert_same(parties, whole)
+
+
+@pytest.mark.parametrize("defense", ["{name: marvell}", "{name: gafm}"])
+def test_without_seeds_the_noise_of_a_step_done_again_is_the_same(
+    example: Path, tmp_path: Path, defense: str
+) -> None:
+    active = overrides(defense, seed="}")
+    first, second = killed(example, tmp_path, active)
+    run_on(second)
+    # Step 2, after the checkpoint at 2, was answered by both processes.
+    assert torch.equal(first.active.sent[2], second.active.sent[0])
+    assert not torch.equal(first.active.sent[1], second.active.sent[0])
+    other = ran(example, active)
+    assert not torch.equal(other.active.sent[2], second.active.sent[0])
+
+
+def test_a_step_done_again_with_other_bytes_is_refused_for_good(
+    example: Path, tmp_path: Path
+) -> None:
+    """Another activation with the same noise would give the noise away, and fresh noise a copy."""
+    active = overrides("{name: marvell}")
+    killed(example, tmp_path, active)
+    second = build_parties(example, active, [EVERY_2, "model_seed=5"], runs=tmp_path)
+    training = second.run.reopen()
+    assert training is not None
+    with torch.no_grad():
+        next(training.trainer.model.parameters()).add_(1e-3)
+    training.save()
+    second.session.reopen()
+    with pytest.raises(OutOfStep, match="other bytes"):
+        run_in_process(second)
+    assert second.active.sent == []
+
+
+def test_a_peer_cannot_resume_a_run_that_is_not_its_own(example: Path, tmp_path: Path) -> None:
+    parties, _ = killed(example, tmp_path)
+    session, contract = parties.session, parties.run.contract.canonical_json()
+    places = frozenset({0, 2})
+    with pytest.raises(OutOfStep, match="another run"):
+        session.handshake("passive", contract, b"c" * 32, Offer(session.run_id, places))
+    commitment = session.parties.named("passive").commitment
+    with pytest.raises(OutOfStep, match="another run"):
+        session.handshake("passive", contract, commitment, Offer("another", places))
+    with pytest.raises(OutOfStep, match="no checkpoint in common"):
+        session.handshake("passive", contract, commitment, Offer(session.run_id, frozenset({1})))
+    assert session.handshake("passive", contract, commitment, Offer(session.run_id, places))
+
+
+def test_other_data_than_the_run_began_with_are_refused(tmp_path: Path) -> None:
+    write_example(tmp_path)
+    killed(tmp_path, tmp_path / "runs")
+    lines = (tmp_path / "active.csv").read_text().splitlines()
+    flipped = [lines[1].replace(",0,", ",1,", 1), *lines[2:]]
+    (tmp_path / "active.csv").write_text("\n".join([lines[0], *flipped]) + "\n")
+    changed = build_parties(tmp_path, [EVERY_2], [EVERY_2], runs=tmp_path / "runs")
+    if lines[1] == flipped[0]:
+        pytest.skip("the first row is a positive")
+    with pytest.raises(DataError, match="--fresh"):
+        changed.session.reopen()
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("party", ["active", "passive"])
+def test_features_of_two_rows_that_were_swapped_are_other_data(
+    tmp_path: Path, party: str, *, cached: bool
+) -> None:
+    """Ids, labels, scalers and vocabularies are what they were; only rows of one split differ."""
+    write_example(tmp_path)
+    both = [EVERY_2, *(["data.source.cache_dir=cache"] if cached else [])]
+    parties, _ = killed(tmp_path, tmp_path / "runs", both, passive=both)
+    rows, file = parties.active.rows, tmp_path / f"{party}.csv"
+    assert rows is not None
+    header, *lines = file.read_text().splitlines()
+    tested = rows.file_rows[rows.splits["test"][:2]]
+    ids = {parties.session.ids[row] for row in tested}
+    one, other = (at for at, line in enumerate(lines) if line.split(",")[0] in ids)
+    first = 2 if party == "active" else 1
+    swapped = lines[one].split(","), lines[other].split(",")
+    for cells, features in zip(swapped, [cells[first:] for cells in swapped][::-1], strict=True):
+        cells[first:] = features
+    lines[one], lines[other] = map(",".join, swapped)
+    file.write_text("\n".join([header, *lines]) + "\n")
+    changed = build_parties(tmp_path, both, both, runs=tmp_path / "runs")
+    starts: list[Callable[[], object]] = [changed.session.reopen, lambda: run_in_process(changed)]
+    if party == "passive":
+        starts.pop(0)()
+    with pytest.raises(DataError, match="--fresh"):
+        starts[0]()
+
+
+# ---- the files ----
+
+
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
+    example: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = ran(example)
+    killed(example, tmp_path, at=5)
+    newest = max((tmp_path / "active" / "checkpoint").glob("at-*.state"))
+    data = bytearray(newest.read_bytes())
+    data[len(data) // 2] ^= 1
+    newest.write_bytes(data)
+    second = build_parties(example, [EVERY_2], [EVERY_2], runs=tmp_path)
+    with caplog.at_level(logging.WARNING):
+        run_on(second)
+    assert f"{newest}: is damaged" in caplog.text
+    assert_same(second, whole)
+
+
+def test_a_store_keeps_the_newest_few_readable_by_their_owner_alone(tmp_path: Path) -> None:
+    store = RunStore(tmp_path, keep=2)
+    store.save_run({"secret": b"s"})
+    for place in (0, 5, 7):
+        store.save(place, {"place": place, "values": [torch.tensor([float(place)])]})
+    assert store.checkpoints() == [5, 7]
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "checkpoint").iterdir()} == {0o600}
+    assert store.load(5)["values"][0].item() == 5.0
+    assert store.checkpoints() == [5]  # what came after it will come again
+    store.forget()
+    assert store.checkpoints() == []
+    assert store.run() is None
+    with pytest.raises(StorageError, match="cannot be read"):
+        store.load(5)
+
+
+def test_a_state_saved_soon_is_the_one_at_the_call_and_is_there_for_every_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write = threading.Event()
+    write = write_bytes_atomically
+
+    def write_later(path: Path, data: bytes, mode: int) -> None:
+        assert may_write.wait(HANGS_AFTER_S) or not path.name.startswith("at-")
+        write(path, data, mode)
+
+    with RunStore(tmp_path, keep=2, in_background=True) as store:
+        store.save_run({})
+        monkeypatch.setattr(state_file, "write_bytes_atomically", write_later)
+        values = torch.tensor([1.0])
+        store.save_soon(3, {"values": values})
+        values += 1
+        assert not list(tmp_path.glob("checkpoint/at-*"))  # training went on meanwhile
+        may_write.set()
+        assert store.checkpoints() == [3]
+        assert store.load(3)["values"].item() == 1.0
+        for place in (4, 5, 6):
+            store.save_soon(place, {"values": values})
+    assert RunStore(tmp_path, keep=2).checkpoints() == [5, 6]
+
+
+def test_a_disk_that_fills_up_in_the_background_is_told_at_the_next_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path, _data: bytes, mode: int) -> None:
+        raise StorageError(f"{path}: cannot be written: disk full ({mode:o})")
+
+    store = RunStore(tmp_path, keep=2, in_background=True)
+    store.save_run({})
+    monkeypatch.setattr(state_file, "write_bytes_atomically", fail)
+    store.save_soon(3, {})
+    with pytest.raises(StorageError, match=r"at-0000000003\.state: cannot be written: disk full"):
+        store.save_soon(4, {})
+    store.save_soon(5, {})
+    with pytest.raises(StorageError, match="0000000005"):
+        store.close()
+    store.close()
+
+
+def test_a_folder_that_is_deleted_under_a_store_is_missed_in_words(tmp_path: Path) -> None:
+    store = RunStore(tmp_path, keep=2, in_background=True)
+    store.save_run({})
+    store.new_answers()
+    store.save_soon(3, {})
+    wait_until(lambda: store._pending is None or store._pending.done())
+    shutil.rmtree(tmp_path / "checkpoint")
+    store.save_soon(4, {})
+    with pytest.raises(StorageError, match=r"answered\.log: cannot be written: No such file"):
+        store.close()
+
+
+def test_a_state_that_is_not_plain_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = RunStore(tmp_path, keep=2)
+    store.save_run({})
+    store.save(3, {"place": 3})
+    harmful = pickle.dumps(InvalidMessage("called when loaded"), protocol=2)
+    path = tmp_path / "checkpoint" / "at-0000000009.state"
+    path.write_bytes(hashlib.sha256(harmful).digest() + harmful)
+    with caplog.at_level(logging.WARNING):
+        assert store.checkpoints() == [3]
+    assert "is not the state of a run" in caplog.text
+
+
+def test_a_finished_run_can_still_be_gone_on_with_until_the_goodbye(
+    example: Path, tmp_path: Path
+) -> None:
+    """The last answer may have been lost on its way."""
+    whole = ran(example)
+    batches = len(whole.active.losses) + len(whole.active.evaluations) * 2
+    first, second = killed(example, tmp_path, at=batches)
+    assert first.session.stage is Stage.FINISHED
+    second.session, second.active = first.session, first.active
+    run_in_process(second)
+    assert second.session.stage is Stage.FINISHED
+    assert_same(second, whole)
+
+
+@pytest.mark.parametrize(
+    ("party", "section", "part"),
+    [
+        ("active", "trainer", "random"),
+        ("passive", "trainer", "random"),
+        ("active", "observer", "said"),
+    ],
+)
+def test_a_state_of_another_version_is_refused_by_the_missing_part(
+    example: Path, tmp_path: Path, party: str, section: str, part: str
+) -> None:
+    def watched() -> tuple[Parties, ActiveRecorder]:
+        parties = build_parties(example, [EVERY_2], [EVERY_2], runs=tmp_path)
+        recorder = ActiveRecorder(parties.active_settings, tmp_path / "active")
+        parties.session.lifecycle.observer = recorder
+        return parties, recorder
+
+    parties, recorder = watched()
+    with recorder, pytest.raises(Lost):
+        run_in_process(parties, dying(4, after=True))
+    store = RunStore(tmp_path / party, keep=3)
+    for place in reversed(store.checkpoints()):
+        state = store.load(place)
+        del state[section][part]
+        store.save(place, state)
+    again, recorder = watched()
+    said = f"another version of splitveil than this one, {re.escape(VERSION)} .it has no '{part}'"
+    with recorder, pytest.raises(StorageError, match=said):
+        run_on(again)

@@ -1,0 +1,170 @@
+"""If something fails halfway, a checkpoint is not saved: the run resumes from the previous one."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from splitveil.active_party.run.session import ActiveSession
+from splitveil.active_party.run.stages import Stage
+from splitveil.common.errors import SplitveilError, StorageError
+from splitveil.common.run.messages import Activation, Answer, Course, LeaveReason, Offer
+from tests.support.peers import InProcessPeer, Lost
+from tests.support.runs import Parties, build_parties, run_in_process
+
+EVERY_2 = ["contract.checkpoints={every_steps: 2, keep: 100}"]
+MARVELL = "defense={name: marvell, insecure_noise_seed: 1}"
+
+Fault = Callable[[ActiveSession, pytest.MonkeyPatch], None]
+
+
+def parties_in(example: Path, runs: Path) -> Parties:
+    return build_parties(example, [*EVERY_2, MARVELL], EVERY_2, runs=runs)
+
+
+def fails(*_: object, **__: object) -> None:
+    raise StorageError("no room")
+
+
+def failing_after(action: Callable[..., object]) -> Callable[..., None]:
+    def act_and_fail(*arguments: object, **named: object) -> None:
+        action(*arguments, **named)
+        fails()
+
+    return act_and_fail
+
+
+def in_learning(session: ActiveSession, patched: pytest.MonkeyPatch) -> None:
+    assert session.trainer is not None
+    patched.setattr(session.trainer._objective, "learn", fails)
+
+
+def in_observing_a_step(session: ActiveSession, patched: pytest.MonkeyPatch) -> None:
+    patched.setattr(session.lifecycle.observer, "on_step", fails)
+
+
+def in_observing_an_evaluation(session: ActiveSession, patched: pytest.MonkeyPatch) -> None:
+    patched.setattr(session.lifecycle.observer, "on_evaluation", fails)
+
+
+def in_a_defense_that_has_seen_the_batch(
+    session: ActiveSession, patched: pytest.MonkeyPatch
+) -> None:
+    assert session.trainer is not None
+    defense = session.trainer.defense
+    patched.setattr(defense, "defend", failing_after(defense.defend))
+
+
+class Breaking(InProcessPeer):
+    """Lets a fault begin at one of its messages; the active party then ends as it does served."""
+
+    at, fault, saved = 0, staticmethod(in_learning), dict[str, bytes]()
+    folder, patched = Path(), pytest.MonkeyPatch()
+    _calls = 0
+
+    def _guarded(self, ask: Callable[[], object]) -> object:
+        self._calls += 1
+        if self._calls >= self.at:
+            self.saved.clear()
+            self.saved.update(contents(self.folder))
+        if self._calls == self.at:
+            self.fault(self._session, self.patched)
+        try:
+            return ask()
+        except SplitveilError as error:
+            self._session.end(error)
+            raise Lost from error
+
+    def receive_gradient(self) -> Answer:
+        reply = self._guarded(super().receive_gradient)
+        assert isinstance(reply, Answer)
+        return reply
+
+    def evaluate(self, activation: Activation) -> Course:
+        ask = super().evaluate
+        return self._guarded(lambda: ask(activation))  # type: ignore[return-value]
+
+    def leave(self, run_id: str, reason: LeaveReason) -> None:
+        """Say nothing unless it has finished."""
+        if reason == LeaveReason.FINISHED:
+            super().leave(run_id, reason)
+
+
+def contents(runs: Path) -> dict[str, bytes]:
+    folder = runs / "active" / "checkpoint"
+    return {path.name: path.read_bytes() for path in folder.glob("at-*.state")}
+
+
+@pytest.mark.parametrize("at", [3, 4])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        in_learning,
+        in_observing_a_step,
+        in_observing_an_evaluation,
+        in_a_defense_that_has_seen_the_batch,
+    ],
+)
+def test_what_fails_halfway_is_in_no_checkpoint(
+    example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault, at: int
+) -> None:
+    """Of these messages one is between two checkpoints, and with the other one is due."""
+    whole = parties_in(example, tmp_path / "whole")
+    run_in_process(whole)
+    first, runs = parties_in(example, tmp_path / "broken"), tmp_path / "broken"
+    saved: dict[str, bytes] = {}
+    with monkeypatch.context() as patched:
+        chosen = {"at": at, "fault": staticmethod(fault), "patched": patched, "folder": runs}
+        with pytest.raises(Lost):
+            run_in_process(first, type("Breaks", (Breaking,), chosen | {"saved": saved}))
+    assert first.session.stage is Stage.ENDED
+    assert saved
+    assert contents(runs) == saved
+    again = parties_in(example, runs)
+    assert again.session.reopen()
+    run_in_process(again)
+    found, expected = again.weights(), whole.weights()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert again.active.evaluations[-1] == whole.active.evaluations[-1]
+
+
+def test_a_way_back_that_fails_leaves_the_checkpoints_as_they_are(
+    example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parties = parties_in(example, tmp_path)
+    with pytest.raises(Lost):
+        run_in_process(parties, type("Dies", (Breaking,), {"at": 6, "fault": staticmethod(die)}))
+    session = parties.session
+    party, oldest = session.parties.named(None), "at-0000000000.state"
+    before = contents(tmp_path)[oldest]
+    monkeypatch.setattr(session.lifecycle.observer, "load_state_dict", fails)
+    with pytest.raises(StorageError) as raised:
+        session.handshake(
+            party.name,
+            session.contract.canonical_json(),
+            party.commitment,
+            Offer(session.run_id, frozenset({0})),
+        )
+    session.end(raised.value)
+    assert contents(tmp_path)[oldest] == before
+
+
+def die(*_: object) -> None:
+    raise Lost
+
+
+def test_a_fault_of_any_kind_ends_the_session(
+    example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parties = parties_in(example, tmp_path)
+    with pytest.raises(Lost):
+        run_in_process(parties, type("Dies", (Breaking,), {"at": 4, "fault": staticmethod(die)}))
+
+    def fault() -> None:
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr(parties.session.lifecycle, "finish_step", fault)
+    with pytest.raises(RuntimeError, match="a fault"):
+        parties.session.end(SplitveilError("stopped"))
+    assert parties.session.stage is Stage.ENDED

@@ -1,0 +1,365 @@
+"""Nothing that the peer observes is a function of true labels, but through what was released.
+
+The peer knows every label but one, and brings rows of one label and that row: if the runs of both
+values of the label differ in anything, it reads the label. So two runs with both values are
+compared in all that a peer has: every message and its order, how the run ends, its own files, and
+the operations that the active party does between its messages, which are counted and not timed.
+What the defense releases is the same in both runs, as if its noise made up for the difference.
+
+With a leak monitor, torch's operations are compared and not the calls: a batch of one class leaves
+no figures, so that less is noted of it.
+"""
+
+import gc
+import hashlib
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from types import FrameType
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from splitveil.active_party.defenses import noisy_label
+from splitveil.active_party.defenses.projected_stages import StageRelease
+from splitveil.active_party.monitor.recorder import ActiveRecorder
+from splitveil.active_party.run.session import ActiveSession
+from splitveil.active_party.trainer_builder import TrainerBuilder
+from splitveil.active_party.training.top_trainer import TopTrainer
+from splitveil.common.errors import DataError, SplitveilError
+from splitveil.common.run.course import AlignedRows
+from splitveil.common.run.messages import Answer, LeaveReason
+from tests.defenses.test_projected_labels_view import Seeing, same_run_ids, seen_by_several
+from tests.support.peers import Lost
+from tests.support.picked import KINDS, PARTS, write_picked
+from tests.support.runs import Parties, build_parties, run_in_process
+from tests.support.several import write_several
+
+__all__ = ["same_run_ids"]
+
+# ---- what is released, once for both runs ----
+
+Released = list[Any]
+RELEASING = (
+    (StageRelease, "draw"),
+    (noisy_label, "draw_noisy_labels"),
+)
+
+
+@contextmanager
+def releasing(released: Released, *, again: bool) -> Iterator[None]:
+    """Keep what a run releases, or let the next run release the same."""
+    before = iter(list(released))
+
+    def instead(original: Callable[..., Any]) -> Callable[..., Any]:
+        def release(*arguments: Any, **named: Any) -> Any:
+            found = original(*arguments, **named)
+            if again:
+                return next(before, found)
+            released.append(found)
+            return found
+
+        return release
+
+    with pytest.MonkeyPatch.context() as patched:
+        for owner, name in RELEASING:
+            patched.setattr(owner, name, instead(getattr(owner, name)))
+        yield
+
+
+# ---- everything that a peer observes ----
+
+
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts torch's operations by shape, and calls within the package, of this thread."""
+
+    counts_calls: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, _types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        shapes = [tuple(one.shape) for one in args if isinstance(one, Tensor)]
+        self.counts[f"{func} {shapes}"] += 1
+        return func(*args, **(kwargs or {}))
+
+    def __enter__(self) -> "Operations":
+        super().__enter__()  # type: ignore[no-untyped-call]
+        gc.disable()  # what it collects meanwhile depends on what came before
+        if self.counts_calls:
+            sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        sys.setprofile(None)
+        gc.enable()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def _note(self, frame: FrameType, event: str, argument: Any) -> None:
+        if not frame.f_globals.get("__name__", "").startswith("splitveil."):
+            return
+        name = frame.f_code.co_qualname
+        if event == "call":
+            self.counts[name] += 1
+        elif event == "c_call":
+            self.counts[f"{name}: {argument.__qualname__}"] += 1
+
+
+class Counted:
+    """The active party's session, which counts what each call of a peer makes it do."""
+
+    CALLS = ("handshake", "aligned", "exchange", "evaluate", "finish_step", "leave", "end")
+
+    def __init__(self, session: ActiveSession, observed: list[Any]) -> None:
+        self._session, self._observed = session, observed
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._session, name)
+        if name not in self.CALLS:
+            return found
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            operations = Operations()
+            try:
+                with operations:
+                    return found(*arguments, **named)
+            finally:
+                self._observed.append((name, operations.counts))
+
+        return call
+
+
+class Picky(Seeing):
+    """Goes away in the middle of an epoch, and comes back, as often as it likes."""
+
+    def __init__(
+        self, seen: list[Any], goes_at: int | None, session: ActiveSession, engine: Any
+    ) -> None:
+        super().__init__(Counted(session, seen), engine)
+        self.seen = seen
+        self.goes_at = goes_at
+        self.answers = 0
+
+    def receive_gradient(self) -> Answer:
+        answer = super().receive_gradient()
+        self.answers += 1
+        if self.answers == self.goes_at:
+            raise Lost
+        return answer
+
+    def leave(self, run_id: str, reason: LeaveReason) -> None:
+        if reason == LeaveReason.FINISHED:
+            super().leave(run_id, reason)
+
+
+def observed_in(folder: Path, active: Sequence[str], both: Sequence[str]) -> list[Any]:
+    """Run twice as far as the middle of an epoch, and then to the end; return what the peer has."""
+    observed: list[Any] = []
+    runs = folder / "runs"
+    passive = [*both, "adversary=null"]
+    for place, goes_at in enumerate((3, 2, None)):
+        parties = build_parties(folder, [*both, *active], passive, runs=runs)
+        results = folder / f"results-{place}"
+        results.mkdir()
+        torch.manual_seed(0)
+        with ActiveRecorder(parties.active_settings, results) as recorder:
+            parties.session.lifecycle.observer = recorder
+            parties.session.reopen()
+            observed.append(ending(parties, partial(Picky, observed, goes_at)))
+        observed += list(files_in(runs / "passive"))
+    return observed
+
+
+def ending(parties: Parties, connect: Callable[..., Picky]) -> str:
+    try:
+        run_in_process(parties, connect)
+    except (SplitveilError, Lost) as error:
+        return f"{type(error).__name__} {error}"
+    return "finished"
+
+
+def files_in(folder: Path) -> Iterator[tuple[str, str]]:
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            yield str(path.relative_to(folder)), hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+# ---- the comparison ----
+
+PROJECTED = "defense={name: projected_labels, stages: 2, rank: 8, insecure_noise_seed: 7}"
+BY_COLUMN = "contract.split={kind: column, column: part}"
+SMALL = ("contract.evaluation_batch_size=40", "contract.checkpoints={every_steps: 2, keep: 100}")
+
+
+def noisy(mechanism: str) -> str:
+    return f"defense={{name: noisy_label, mechanism: {mechanism}, insecure_noise_seed: 7}}"
+
+
+GAUSSIAN = noisy("{kind: gaussian}")
+LAPLACE = noisy("{kind: laplace, epsilon: 0.5}")
+RESPONSE = noisy("{kind: randomized_response, epsilon: 0.5}")
+POSTERIOR = noisy("{kind: gaussian, posterior: model}")
+
+OF_ANYBODY = {
+    "two classes": (
+        PROJECTED,
+        GAUSSIAN,
+        LAPLACE,
+        RESPONSE,
+        noisy("{kind: alibi, epsilon: 0.5}"),
+        POSTERIOR,
+    ),
+    "several classes": (PROJECTED, RESPONSE),
+    "numbers": (PROJECTED, GAUSSIAN),
+}
+
+
+def assert_same_for_both_labels(
+    folder: Path,
+    kind: str,
+    part: str,
+    active: Sequence[str],
+    both: Sequence[str],
+    end: str = "finished",
+) -> None:
+    runs: list[list[Any]] = []
+    released: Released = []
+    # The first run fills caches and imports modules, which is the work of another one, too.
+    for name, other in (("first", False), ("one", False), ("other", True)):
+        into = folder / name
+        write_picked(into, kind, part, other=other)
+        with releasing(released, again=bool(runs)):
+            runs.append(observed_in(into, [*KINDS[kind].settings, *active], [*SMALL, *both]))
+    _, one, with_other = runs
+    assert released
+    assert [seen for seen in one if isinstance(seen, str)][-1].startswith(end)
+    found = differences(one, with_other)
+    assert not found, "\n".join(map(str, found))
+
+
+def differences(one: Sequence[Any], other: Sequence[Any]) -> list[Any]:
+    """Return what only one of two runs has, at the first place where they differ."""
+    for seen in zip_longest(one, other):
+        if seen[0] == seen[1]:
+            continue
+        if all(isinstance(each, tuple) and isinstance(each[-1], Counter) for each in seen):
+            counts = [each[-1] for each in seen]
+            return [seen[0][0], counts[0] - counts[1], seen[1][0], counts[1] - counts[0]]
+        return list(seen)
+    return []
+
+
+CASES = [
+    *((kind, one, "train") for kind, found in OF_ANYBODY.items() for one in found),
+    *((kind, PROJECTED, part) for kind in OF_ANYBODY for part in PARTS[1:]),
+]
+
+
+@pytest.mark.parametrize(("kind", "defense", "part"), CASES)
+def test_a_peer_that_picks_its_rows_observes_no_label(
+    tmp_path: Path, kind: str, defense: str, part: str
+) -> None:
+    active = [defense, "leak_monitor=null"]
+    assert_same_for_both_labels(tmp_path, kind, part, active, [BY_COLUMN])
+
+
+STOPPING = "early_stopping={patience_epochs: 1, min_gain: 0.02}"
+FURTHER: dict[str, tuple[str, Sequence[str], Sequence[str]]] = {
+    "split by hash": ("two classes", [PROJECTED], []),
+    "split by hash, noisy": ("two classes", [RESPONSE], []),
+    "early stopping": ("two classes", [PROJECTED, STOPPING], [BY_COLUMN, "contract.epochs=4"]),
+    "a gate that warns": (
+        "two classes",
+        [RESPONSE, "leak_gate={max_leak_auc: 0.51, window_steps: 1, action: warn}"],
+        [BY_COLUMN],
+    ),
+    "class weights": (
+        "several classes",
+        [PROJECTED, "data.class_weights=[1, 2, 3]"],
+        [BY_COLUMN],
+    ),
+    "a budget": ("numbers", [PROJECTED, "run_budget={leak_auc: 0.7}"], [BY_COLUMN]),
+    "a budget that ends the run": (
+        "two classes",
+        [RESPONSE, "run_budget={leak_auc: 0.6}"],
+        [BY_COLUMN],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FURTHER)
+def test_nor_does_it_with_a_leak_monitor_and_other_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    monkeypatch.setattr(Operations, "counts_calls", False)
+    kind, active, both = FURTHER[case]
+    end = "BudgetExhausted" if "ends" in case else "finished"
+    part = "train" if BY_COLUMN in both else ""
+    assert_same_for_both_labels(tmp_path, kind, part, active, both, end)
+
+
+def test_nor_does_either_of_two_peers(tmp_path: Path) -> None:
+    runs, released = [], list[Any]()
+    for other in (False, True):
+        folder = tmp_path / str(other)
+        write_several(folder, 2, rows=200)
+        lines = (folder / "active.csv").read_text().splitlines()
+        negative = [line.split(",")[0] for line in lines[1:] if line.split(",")[1] == "0"]
+        for party in ("ash", "birch"):
+            header, *rows = (folder / f"{party}.csv").read_text().splitlines()
+            picked = [row for row in rows if row.split(",")[0] in negative]
+            (folder / f"{party}.csv").write_text("\n".join([header, *picked]) + "\n")
+        if other:
+            text = "\n".join(lines).replace(f"{negative[20]},0", f"{negative[20]},1")
+            (folder / "active.csv").write_text(text + "\n")
+        with releasing(released, again=other):
+            runs.append(seen_by_several(folder))
+    assert released
+    assert runs[0].keys() == {"ash", "birch"}
+    assert runs[0] == runs[1]
+
+
+# ---- the comparison would notice ----
+
+
+def test_a_check_of_the_aligned_rows_would_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = TrainerBuilder.__call__
+
+    def checked(self: TrainerBuilder, rows: AlignedRows) -> TopTrainer:
+        trainer = build(self, rows)
+        if len(set(trainer.labels_of(rows.splits["test"]).tolist())) == 1:
+            raise DataError("the test rows hold one class only")
+        return trainer
+
+    monkeypatch.setattr(TrainerBuilder, "__call__", checked)
+    with pytest.raises(AssertionError, match=r"^aligned"):
+        assert_same_for_both_labels(
+            tmp_path, "two classes", "test", [RESPONSE], [BY_COLUMN], "DataError"
+        )
+
+
+def test_work_that_depends_on_labels_would_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learn = TopTrainer.learn
+
+    def unevenly(self: TopTrainer) -> None:
+        if self._labels.any():
+            torch.zeros(1)
+        learn(self)
+
+    monkeypatch.setattr(TopTrainer, "learn", unevenly)
+    with pytest.raises(AssertionError, match=r"aten\.zeros"):
+        assert_same_for_both_labels(tmp_path, "two classes", "", [RESPONSE], [])

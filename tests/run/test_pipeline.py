@@ -1,0 +1,430 @@
+"""Activations sent ahead: the same bits at any speed, after any loss, and under every defense."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+
+from splitveil.active_party.defenses.interface import PendingRelease
+from splitveil.active_party.run.releases import Releases
+from splitveil.active_party.run.session import ActiveSession
+from splitveil.common.alignment import AlignmentEngine
+from splitveil.common.errors import ContractMismatch, Interrupted, OutOfStep
+from splitveil.common.record.run_store import NoStore
+from splitveil.common.run.contract import Contract
+from splitveil.common.run.course import run_course
+from splitveil.common.run.messages import Activation, Answer, Course, LeaveReason
+from splitveil.common.run.progress import Progress
+from splitveil.passive_party.bottom_trainer import BottomTrainer
+from tests.support import several
+from tests.support.compared import assert_same, assert_same_weights
+from tests.support.peers import FaultyPeer, InProcessPeer, Lost, dying
+from tests.support.projected import SMALL, assert_bounded, build, note_draws, projected
+from tests.support.projected import assert_same as assert_same_outcome
+from tests.support.projected import outcome as projected_outcome
+from tests.support.projected import resume as resume_projected
+from tests.support.runs import Parties, build_parties, run_in_process
+
+DEFENSES = [
+    "{name: none}",
+    "{name: iso, insecure_noise_seed: 7}",
+    "{name: max_norm, insecure_noise_seed: 7}",
+    "{name: max_norm_positive, insecure_noise_seed: 7}",
+    "{name: marvell, insecure_noise_seed: 7}",
+    "{name: marvell, statistics: running, insecure_noise_seed: 7}",
+    "{name: marvell, noise: persistent, insecure_noise_seed: 7}",
+    "{name: noisy_label, insecure_noise_seed: 7}",
+    "{name: gafm, insecure_noise_seed: 7}",
+    "{name: gafm, composed_with: {name: marvell, statistics: running}, insecure_noise_seed: 7}",
+]
+
+
+def pipelined(depth: int, *more: str) -> list[str]:
+    """Return overrides of a run with 14 batches of training rows an epoch, and checkpoints."""
+    return [
+        f"contract.pipeline_depth={depth}",
+        "contract.batch_size=16",
+        "contract.evaluation_batch_size=400",
+        "contract.checkpoints.every_steps=5",
+        *more,
+    ]
+
+
+def parties_at(
+    example: Path, depth: int, active: Sequence[str] = (), runs: Path | None = None
+) -> Parties:
+    both = pipelined(depth)
+    return build_parties(example, [*both, *active], both, runs=runs)
+
+
+PeerT = TypeVar("PeerT", bound=InProcessPeer)
+
+
+def run_with(parties: Parties, kind: type[PeerT]) -> PeerT:
+    """Run with a peer that notes something, and return it."""
+    peers: list[PeerT] = []
+
+    def connect(session: ActiveSession, engine: AlignmentEngine) -> PeerT:
+        peers.append(kind(session, engine))
+        return peers[-1]
+
+    run_in_process(parties, connect)
+    return peers[-1]
+
+
+def resume(parties: Parties, peer: Callable[..., InProcessPeer] = InProcessPeer) -> None:
+    parties.session.reopen()
+    run_in_process(parties, peer)
+
+
+# ---- the order of activations and gradients ----
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_each_activation_follows_exactly_the_gradients_that_the_contract_says(
+    example: Path, monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    learned: list[int] = []  # number of gradients before each activation
+    count = 0
+    forward, backward = BottomTrainer.forward, BottomTrainer.backward
+
+    def noting_forward(self: BottomTrainer, *given: object, **named: object) -> torch.Tensor:
+        learned.append(count)
+        return forward(self, *given, **named)  # type: ignore[arg-type]
+
+    def noting_backward(self: BottomTrainer, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
+        nonlocal count
+        count += 1
+        return backward(self, gradient)
+
+    monkeypatch.setattr(BottomTrainer, "forward", noting_forward)
+    monkeypatch.setattr(BottomTrainer, "backward", noting_backward)
+    parties = parties_at(example, depth)
+    run_in_process(parties)
+    rows = parties.active.rows
+    assert rows is not None
+    per_epoch = rows.order.steps_per_epoch
+    assert per_epoch > 10
+    expected = []
+    for step in range(2 * per_epoch):
+        # Everything before the last checkpoint, and before the epoch, has been learned.
+        emptied = max(step // 5 * 5, step // per_epoch * per_epoch)
+        expected.append(max(emptied, step - depth + 1))
+    assert learned == expected
+
+
+def test_no_batch_is_ahead_of_held_out_rows_or_of_the_end(example: Path) -> None:
+    parties = parties_at(example, 4)
+    run_in_process(parties)
+    contract, rows = parties.run.contract, parties.active.rows
+    assert rows is not None
+    progress = Progress(contract, rows, NoStore())
+    for batch in run_course(contract, rows):
+        sent = list[tuple[int, str, int]]()
+        while (found := progress.to_send(len(sent))) is not None:
+            sent.append(found.key)
+        assert len(sent) <= 4
+        assert all((epoch, split) == batch.key[:2] for epoch, split, _ in sent)
+        assert (sent == []) == (batch.split != "train")
+        progress.advance()
+    assert progress.to_send(0) is None
+
+
+def test_another_depth_is_another_run(example: Path) -> None:
+    found = [parties_at(example, depth) for depth in (1, 2, 4)]
+    for parties in found:
+        run_in_process(parties)
+    weights = [parties.weights()["top.layers.hidden_0.0.weight"] for parties in found]
+    assert not torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[1], weights[2])
+
+
+def test_the_handshake_names_a_depth_that_differs(example: Path) -> None:
+    parties = build_parties(example, pipelined(2), pipelined(4))
+    with pytest.raises(ContractMismatch, match="pipeline_depth"):
+        run_in_process(parties)
+
+
+def test_other_depths_are_refused(example: Path) -> None:
+    for depth in (0, 3, 8):
+        with pytest.raises(ValueError, match="pipeline_depth"):
+            Contract(run_name="x", cut_shape=(4,), batch_size=4, epochs=1, pipeline_depth=depth)
+
+
+# ---- losses ----
+
+
+@pytest.mark.parametrize("defense", DEFENSES)
+def test_under_every_defense_lost_answers_and_killed_parties_change_no_bit(
+    example: Path, tmp_path: Path, defense: str
+) -> None:
+    active = [f"defense={defense}"]
+    whole = parties_at(example, 2, active)
+    run_in_process(whole)
+
+    def lossy(session: ActiveSession, engine: AlignmentEngine) -> FaultyPeer:
+        return FaultyPeer(session, engine, lambda count: count % 3 == 0)
+
+    lost = parties_at(example, 2, active)
+    run_in_process(lost, lossy)
+    assert_same(lost, whole)
+
+    killed = parties_at(example, 2, active, runs=tmp_path)
+    with pytest.raises(Lost):
+        run_in_process(killed, dying(9, after=True))
+    both_anew = parties_at(example, 2, active, runs=tmp_path)
+    with pytest.raises(Lost):
+        resume(both_anew, dying(12, after=False))
+    one_anew = parties_at(example, 2, active, runs=tmp_path)
+    one_anew.session, one_anew.active = both_anew.session, both_anew.active
+    run_in_process(one_anew)
+    assert_same(one_anew, whole)
+
+
+@pytest.mark.parametrize("depth", [2, 4])
+def test_killed_at_any_message_a_run_resumes_with_the_same_bits(
+    example: Path, tmp_path: Path, depth: int
+) -> None:
+    """Around a checkpoint, the last batch of an epoch and its held-out rows; then with losses."""
+    active = ["defense={name: marvell, insecure_noise_seed: 7}"]
+    whole = parties_at(example, depth, active)
+    run_in_process(whole)
+    for at in (1, 2, 4, 5, 6, 11, 14, 15, 16, 17, 20):
+        runs, after = tmp_path / str(at), at % 2 == 0
+        with pytest.raises(Lost):
+            run_in_process(parties_at(example, depth, active, runs=runs), dying(at, after=after))
+        anew = parties_at(example, depth, active, runs=runs)
+        resume(anew, lambda s, e, at=at: FaultyPeer(s, e, lambda count: (count + at) % 5 == 0))
+        assert_same(anew, whole)
+
+
+class Stops(InProcessPeer):
+    """Ends the passive party by a signal at one gradient."""
+
+    at = 8
+    _calls = 0
+
+    def receive_gradient(self) -> Answer:
+        self._calls += 1
+        if self._calls == self.at:
+            raise Interrupted
+        return super().receive_gradient()
+
+
+def test_an_interrupted_run_goes_back_to_its_last_checkpoint_and_ends_with_the_same_bits(
+    example: Path, tmp_path: Path
+) -> None:
+    active = ["defense={name: marvell, insecure_noise_seed: 7}"]
+    whole = parties_at(example, 4, active)
+    run_in_process(whole)
+    stopped = parties_at(example, 4, active, runs=tmp_path)
+    with pytest.raises(Interrupted):
+        run_in_process(stopped, Stops)
+    assert stopped.run.trainer is not None
+    assert not stopped.run.trainer.is_between_steps
+    anew = parties_at(example, 4, active, runs=tmp_path)
+    resume(anew)
+    assert set(anew.passive.resumed) == {0}
+    assert_same(anew, whole)
+
+
+class Keeps(InProcessPeer):
+    """Keeps every question, and asks older ones again."""
+
+    def __init__(self, session: ActiveSession, engine: AlignmentEngine) -> None:
+        super().__init__(session, engine)
+        self.asked: list[tuple[Activation, Answer]] = []
+        self.refused: list[str] = []
+
+    def receive_gradient(self) -> Answer:
+        activation = self._sent[0]
+        answer = super().receive_gradient()
+        self.asked.append((activation, answer))
+        if len(self.asked) == 9:
+            self._ask_again()
+        return answer
+
+    def _ask_again(self) -> None:
+        for activation, answer in self.asked[-4:]:
+            again = self.session.exchange(activation)
+            assert torch.equal(again.values, answer.values)
+            self._refused(replace(activation, values=activation.values + 1))
+        self._refused(self.asked[-5][0])
+
+    def _refused(self, activation: Activation) -> None:
+        with pytest.raises(OutOfStep) as caught:
+            self.session.exchange(activation)
+        self.refused.append(str(caught.value))
+
+
+def test_the_last_answers_are_repeated_and_neither_older_nor_changed_questions_answered(
+    example: Path,
+) -> None:
+    parties, whole = parties_at(example, 4), parties_at(example, 4)
+    *changed, old = run_with(parties, Keeps).refused
+    run_in_process(whole)
+    assert changed == ["a repeated step came with other bytes"] * 4
+    assert "expected epoch 1 step 10" in old
+    assert_same(parties, whole)
+
+
+class SendsAhead(InProcessPeer):
+    """Asks about batches that are not due yet, before the one that is."""
+
+    def __init__(self, session: ActiveSession, engine: AlignmentEngine) -> None:
+        super().__init__(session, engine)
+        self.refused = 0
+
+    def receive_gradient(self) -> Answer:
+        for ahead in list(self._sent)[1:]:
+            with pytest.raises(OutOfStep, match="expected epoch"):
+                self.session.exchange(ahead)
+            self.refused += 1
+        return super().receive_gradient()
+
+    def evaluate(self, activation: Activation) -> Course:
+        batch = activation.batch
+        with pytest.raises(OutOfStep, match=f"expected the {batch.split} rows"):
+            self.session.exchange(replace(activation, batch=batch._replace(split="train")))
+        return super().evaluate(activation)
+
+
+def test_a_question_out_of_turn_is_refused_and_changes_no_bit(example: Path) -> None:
+    parties, whole = parties_at(example, 4), parties_at(example, 4)
+    assert run_with(parties, SendsAhead).refused > 20
+    run_in_process(whole)
+    assert_same(parties, whole)
+
+
+# ---- several parties, custom optimizers ----
+
+
+@pytest.mark.parametrize("depth", [2, 4])
+def test_several_parties_end_with_the_same_bits_whoever_is_killed(
+    tmp_path: Path, depth: int
+) -> None:
+    folder = tmp_path / "example"
+    several.write_several(folder)
+    both = [*pipelined(depth), "contract.epochs=1"]
+    active = ["defense={name: marvell, insecure_noise_seed: 7}"]
+    whole = several.build_several(folder, both, active)
+    several.run_in_process(whole)
+
+    def dies(found: several.Several, name: str) -> several.PartyPeer:
+        class Dies(several.PartyPeer):
+            calls = 0
+
+            def receive_gradient(self) -> Answer:
+                self.calls += 1
+                answer = super().receive_gradient()
+                if self.calls == 7:
+                    raise Lost
+                return answer
+
+            def leave(self, run_id: str, reason: LeaveReason) -> None:
+                """Die without a goodbye."""
+
+        return Dies(found, name)
+
+    runs = tmp_path / "runs"
+    parties = several.build_several(folder, both, active, runs=runs)
+    threads = {
+        name: several.start(parties, name, dies if name == "birch" else several.PartyPeer)
+        for name in parties.passive
+    }
+    several.finish([threads.pop("birch")])
+    assert isinstance(parties.errors.get("birch"), Lost)
+    parties.passive["birch"] = several.build_passive(folder, "birch", both, runs=runs)
+    several.finish([several.start(parties, "birch"), *threads.values()])
+    assert parties.errors == {}
+    assert_same_weights(parties.weights(), whole.weights())
+
+
+def test_the_malicious_optimizer_and_taps_see_one_gradient_after_the_other(
+    example: Path, tmp_path: Path
+) -> None:
+    both = pipelined(2)
+    passive = [*both, "adversary.amplify=true"]
+    whole = build_parties(example, both, passive)
+    run_in_process(whole)
+    plain = parties_at(example, 2)
+    run_in_process(plain)
+    name = "top.layers.hidden_0.0.weight"
+    assert not torch.equal(plain.weights()[name], whole.weights()[name])
+    killed = build_parties(example, both, passive, runs=tmp_path)
+    with pytest.raises(Lost):
+        run_in_process(killed, dying(8, after=True))
+    anew = build_parties(example, both, passive, runs=tmp_path)
+    resume(anew)
+    assert_same(anew, whole)
+
+
+# ---- stages of projected labels ----
+
+
+AHEAD = [*SMALL, "contract.batch_size=16", "contract.checkpoints={every_steps: 5, keep: 100}"]
+
+
+@pytest.mark.parametrize("depth", [2, 4])
+def test_a_stage_begins_when_nothing_is_under_way_and_its_bound_is_that_of_depth_1(
+    example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    both = [*AHEAD, f"contract.pipeline_depth={depth}"]
+    whole, strict = build(example, both=both), build(example, both=AHEAD)
+    due: list[tuple[int, str, int]] = []
+    begin = Releases.begin
+
+    def noting(self: Releases, pending: PendingRelease) -> None:
+        training = whole.run._training
+        assert training is not None
+        assert training.progress.due is not None
+        assert training.progress.batch_number == whole.session.answering.batch_number
+        due.append(training.progress.due.key)
+        begin(self, pending)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Releases, "begin", noting)
+        run_in_process(whole)
+    assert due == [(0, "train", 0), (1, "train", 0)]
+    run_in_process(strict)
+    assert_bounded(whole)
+    assert whole.session.leak_bounds() == strict.session.leak_bounds()
+    assert not torch.equal(*(projected(one).state_dict()["targets"] for one in (whole, strict)))
+    expected = projected_outcome(whole)
+    for at in (1, 3, 14, 16, 18):
+        runs = tmp_path / str(at)
+        with pytest.raises(Lost):
+            run_in_process(build(example, both=both, runs=runs), dying(at, after=at % 2 == 0))
+        anew = build(example, both=both, runs=runs)
+        resume_projected(anew)
+        assert_same_outcome(projected_outcome(anew), expected)
+
+
+class SendsNextEpoch(InProcessPeer):
+    """Asks about the first rows of the next epoch before the held-out rows of this one."""
+
+    refused = 0
+
+    def evaluate(self, activation: Activation) -> Course:
+        batch = activation.batch
+        early = batch._replace(epoch=batch.epoch + 1, split="train", step=0)
+        with pytest.raises(OutOfStep, match=f"expected the {batch.split} rows"):
+            self.session.exchange(replace(activation, batch=early))
+        self.refused += 1
+        return super().evaluate(activation)
+
+
+def test_a_peer_cannot_put_an_activation_before_the_stage_that_it_belongs_to(
+    example: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = [*AHEAD, "contract.pipeline_depth=4"]
+    drawn = note_draws(monkeypatch)
+    parties, whole = build(example, both=both), build(example, both=both)
+    assert run_with(parties, SendsNextEpoch).refused > 4
+    assert drawn == [0, 1]
+    assert_bounded(parties)
+    run_in_process(whole)
+    assert_same_outcome(projected_outcome(parties), projected_outcome(whole))

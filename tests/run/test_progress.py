@@ -1,0 +1,130 @@
+"""A party's progress through a run's course, and the stores that keep it."""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from splitveil.common.errors import DataError, StorageError
+from splitveil.common.record.run_store import NoStore, RunStore
+from splitveil.common.run.contract import Contract
+from splitveil.common.run.course import AlignedRows, is_checkpoint, run_course
+from splitveil.common.run.progress import (
+    CheckpointStore,
+    Progress,
+    RunIdentity,
+    State,
+    refusing_other_versions,
+)
+from splitveil.common.run.sample_order import joint_seed
+from tests.support.runs import CONTRACT
+
+CHECKPOINTS = {"every_steps": 2, "keep": 100}
+NONCES = (b"a" * 32, b"b" * 32)
+
+
+@pytest.fixture
+def contract() -> Contract:
+    return Contract(**(CONTRACT | {"checkpoints": CHECKPOINTS}))
+
+
+@pytest.fixture
+def rows(contract: Contract) -> AlignedRows:
+    ids = [f"person-{number}" for number in range(300)]
+    return AlignedRows.derive(contract, joint_seed(*NONCES), ids, np.arange(300))
+
+
+def test_batches_become_due_in_the_order_of_the_course(
+    contract: Contract, rows: AlignedRows
+) -> None:
+    course = list(run_course(contract, rows))
+    progress, handled = Progress(contract, rows, NoStore()), []
+    while progress.due is not None:
+        due = progress.due
+        if progress.batch_number % 2:  # looking ahead or not, the next batch is the same
+            following = course[progress.batch_number + 1 :]
+            ahead = [progress.ahead(count) for count in range(1, 4)]
+            expected = [batch.key for batch in following[:3]]
+            assert [batch.key for batch in ahead if batch is not None] == expected
+        progress.advance()
+        handled.append(due.key)
+        assert progress.checkpoint_due == is_checkpoint(contract, rows, due)
+    assert handled == [batch.key for batch in course]
+    assert progress.batch_number == len(course)
+    assert progress.is_over
+    assert progress.epoch is None
+    assert progress.ahead(1) is None
+
+
+def test_progress_that_goes_back_repeats_the_same_batches(
+    contract: Contract, rows: AlignedRows
+) -> None:
+    course = list(run_course(contract, rows))
+    progress = Progress(contract, rows, NoStore())
+    for _ in range(4):
+        progress.advance()
+    assert progress.ahead(1) is not None
+    progress.go_to(2)
+    assert (progress.batch_number, progress.checkpoint_due) == (2, False)
+    assert progress.due is not None
+    assert progress.due.key == course[2].key
+    following = progress.ahead(1)
+    assert following is not None
+    assert following.key == course[3].key
+    progress.finish()
+    assert progress.is_over
+    assert progress.batch_number == 2
+
+
+@pytest.mark.parametrize("soon", [False, True])
+def test_a_checkpoint_is_saved_under_the_number_of_batches(
+    contract: Contract, rows: AlignedRows, tmp_path: Path, soon: bool
+) -> None:
+    store = RunStore(tmp_path, keep=3)
+    store.save_run({"run_id": "r"})
+    progress = Progress(contract, rows, store)
+    progress.advance()
+    progress.advance()
+    assert progress.checkpoint_due
+    progress.save(lambda: {"is_over": False}, soon=soon)
+    assert not progress.checkpoint_due
+    assert store.checkpoints() == [2]
+    assert store.load(2) == {"is_over": False}
+
+
+def test_without_a_store_nothing_is_collected_for_a_checkpoint(
+    contract: Contract, rows: AlignedRows
+) -> None:
+    def state() -> State:
+        raise AssertionError("nobody keeps it")
+
+    store: CheckpointStore = NoStore(questions_per_batch=3)
+    progress = Progress(contract, rows, store)
+    progress.save(state)
+    store.save_run({})
+    assert store.run() is None
+    assert store.checkpoints() == []
+    with pytest.raises(StorageError):
+        store.load(0)
+    answers = NoStore(questions_per_batch=3).new_answers()
+    answers.record(0, [bytes(16)] * 3)
+    assert answers.at(0) is not None
+
+
+def test_an_identity_knows_its_seed_and_refuses_other_data() -> None:
+    identity = RunIdentity("r", NONCES[0], NONCES[1:], np.array([4, 2]), "digest")
+    assert identity.seed == joint_seed(*NONCES)
+    assert len(identity.seed) == hashlib.sha256().digest_size
+    identity.check_rows(5)
+    identity.check_data("digest")
+    with pytest.raises(DataError, match="--fresh"):
+        identity.check_rows(4)
+    with pytest.raises(DataError, match="--fresh"):
+        identity.check_data("other")
+
+
+@pytest.mark.parametrize("error", [KeyError("epoch"), TypeError(), ValueError(), RuntimeError()])
+def test_a_state_with_other_parts_is_called_another_version_s(error: Exception) -> None:
+    with pytest.raises(StorageError, match="another version"), refusing_other_versions():
+        raise error

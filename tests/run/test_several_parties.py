@@ -1,0 +1,543 @@
+"""Runs with several passive parties: their joint knowledge, and their waiting for each other."""
+
+import hashlib
+import statistics
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from splitveil.active_party.defenses import MarvellDefense, RawBatch
+from splitveil.active_party.defenses.strength import PowerRatio
+from splitveil.active_party.defenses.sum_kl import leak_auc_bound
+from splitveil.active_party.run.stages import Stage
+from splitveil.active_party.trainer_builder import TrainerBuilder as TopBuilder
+from splitveil.active_party.training.top_trainer import StepResult
+from splitveil.common.alignment import Share, channel_pair, receive_share, share_frames
+from splitveil.common.errors import (
+    AlignmentError,
+    NotOpen,
+    OthersAwaited,
+    OutOfStep,
+    PeerError,
+    PeerLeft,
+)
+from splitveil.common.models.optimizers import build_optimizer
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.privacy.leakage import leak_auc
+from splitveil.common.record.run_store import RunStore
+from splitveil.common.run.contract import Contract
+from splitveil.common.run.course import Batch
+from splitveil.common.run.messages import (
+    Answer,
+    AuditQuestion,
+    LeaveReason,
+    Opening,
+)
+from splitveil.common.run.sample_order import positions_digest
+from splitveil.common.wire.limits import ALIGN_FRAME_BYTES, check_fields
+from splitveil.passive_party.assembly import TrainerBuilder as BottomBuilder
+from tests.support.compared import assert_same_weights
+from tests.support.defended import build_defense
+from tests.support.peers import DiesAt, Lost
+from tests.support.runs import CPU, ActiveRecording
+from tests.support.several import (
+    NAMES,
+    PartyPeer,
+    Several,
+    build_passive,
+    build_several,
+    finish,
+    run_in_process,
+    start,
+    write_several,
+)
+from tests.support.waiting import HANGS_AFTER_S, wait_until
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("three")
+    write_several(folder, 3)
+    return folder
+
+
+def ids_at(several: Several, name: str) -> list[str]:
+    """Return the common ids of a party in the common order."""
+    seen = several.seen if name == "active" else several.passive[name].seen
+    ids = (
+        several.session.ids
+        if name == "active"
+        else several.passive[name].run.aligner.participant.ids
+    )
+    assert seen.rows is not None
+    return [ids[row] for row in seen.rows.file_rows]
+
+
+def test_all_parties_train_on_the_ids_that_all_have(three: Path) -> None:
+    several = build_several(three)
+    run_in_process(several)
+    assert several.session.stage is Stage.FINISHED
+    files = [(three / f"{name}.csv").read_text().splitlines()[1:] for name in ("active", *NAMES)]
+    expected = set.intersection(*({line.split(",")[0] for line in lines} for lines in files))
+    common = ids_at(several, "active")
+    assert set(common) == expected
+    assert 0 < len(expected) < min(map(len, files))
+    assert all(ids_at(several, name) == common for name in NAMES)
+
+
+# ---- what they learn ----
+
+
+def trained_whole(folder: Path, several: Several, aggregation: str) -> dict[str, Tensor]:
+    """Train the same models as one, with the same batches, without any protocol."""
+    rows, settings = several.seen.rows, several.settings
+    assert rows is not None
+    data = PartyData.load(settings.data, folder)
+    top = TopBuilder(settings, data, CPU)(rows)
+    bottoms = {}
+    for name, party in several.passive.items():
+        assert party.seen.rows is not None
+        own = PartyData.load(party.settings.data, folder)
+        bottoms[name] = BottomBuilder(party.settings, own, CPU)(party.seen.rows)
+    optimizers = [build_optimizer(settings.optimizer, top.model)]
+    optimizers += [
+        build_optimizer(several.passive[name].settings.optimizer, bottom.model)
+        for name, bottom in bottoms.items()
+    ]
+    for epoch in range(settings.contract.epochs):
+        for positions in rows.order.epoch(epoch):
+            cuts = [bottom.model(bottom.rows(positions)) for bottom in bottoms.values()]
+            whole = torch.cat(cuts, dim=1)
+            if aggregation != "concat":
+                whole = torch.stack(cuts).sum(dim=0)
+            if aggregation == "mean":
+                whole = whole / len(cuts)
+            logits = top.model(whole, top._own(torch.from_numpy(positions.copy())))
+            loss = binary_cross_entropy_with_logits(logits, top.labels_of(positions))
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            torch.autograd.backward(loss)
+            for optimizer in optimizers:
+                optimizer.step()
+    models = {"top": top.model} | {name: bottom.model for name, bottom in bottoms.items()}
+    return {f"{n}.{k}": v for n, model in models.items() for k, v in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("aggregation", ["mean", "sum", "concat"])
+def test_the_parties_learn_what_one_model_of_all_would(three: Path, aggregation: str) -> None:
+    several = build_several(three, [f"contract.aggregation={aggregation}"])
+    run_in_process(several)
+    found, expected = several.weights(), trained_whole(three, several, aggregation)
+    assert found.keys() == expected.keys()
+    for name, weight in found.items():
+        assert torch.allclose(weight, expected[name], atol=1e-4), name
+    other = {"mean": "sum", "sum": "mean", "concat": "concat"}[aggregation]
+    if other != aggregation:
+        wrong = trained_whole(three, several, other)
+        assert not all(torch.allclose(found[name], wrong[name], atol=1e-4) for name in found)
+
+
+def test_every_step_is_charged_once_for_all(three: Path) -> None:
+    active = ["defense={name: marvell, strength: {power_ratio: 4}, insecure_noise_seed: 7}"]
+    several = build_several(three, ["contract.aggregation=concat"], active)
+    run_in_process(several)
+    _, bounds = several.seen.ledger[-1]
+    assert bounds.sum_kl.max == pytest.approx(2 * 0.25, rel=0.1)  # two epochs
+    received = [torch.cat(parts, dim=1) for parts in zip(*received_by_each(several), strict=True)]
+    assert all(torch.equal(*pair) for pair in zip(received, several.seen.sent, strict=True))
+
+
+def received_by_each(several: Several) -> list[list[Tensor]]:
+    return [party.seen.received for party in several.passive.values()]
+
+
+# ---- waiting for each other ----
+
+
+class Slow(PartyPeer):
+    """Takes its time before one of its steps."""
+
+    _calls = 0
+
+    def receive_gradient(self) -> Answer:
+        self._calls += 1
+        if self._calls == 3:
+            time.sleep(0.7)  # longer than a waiting call sleeps between two looks
+        return super().receive_gradient()
+
+
+def test_a_slow_party_pauses_the_step_and_changes_nothing(three: Path) -> None:
+    several, whole = build_several(three), build_several(three)
+    run_in_process(several, birch=Slow)
+    run_in_process(whole)
+    assert_same_weights(several.weights(), whole.weights())
+    assert several.seen.losses == whole.seen.losses
+
+
+class Held(PartyPeer):
+    """Does not ask its third question before the test says so."""
+
+    may_go: threading.Event
+    _calls = 0
+
+    def receive_gradient(self) -> Answer:
+        self._calls += 1
+        if self._calls == 3:
+            self.may_go.wait(HANGS_AFTER_S)
+        return super().receive_gradient()
+
+
+def held() -> type[Held]:
+    return type("HeldOnce", (Held,), {"may_go": threading.Event()})
+
+
+def test_the_run_waits_for_those_who_have_not_asked(three: Path) -> None:
+    several, stuck = build_several(three), held()
+    assert set(several.session.awaited()) == set(NAMES)
+    threads = [
+        start(several, "ash"),
+        start(several, "birch", stuck),
+        start(several, "cedar"),
+    ]
+    wait_until(lambda: several.session.stage is Stage.TRAINING)
+    wait_until(lambda: len(several.seen.losses) == 2)
+    wait_until(lambda: set(several.session.awaited()) == {"birch"})
+    several.session.end(PeerLeft("the test is over"))
+    stuck.may_go.set()
+    finish(threads)
+    assert {str(error) for error in several.errors.values()} == {"the test is over"}
+
+
+def test_a_party_that_leaves_ends_the_run_of_all_by_name(three: Path) -> None:
+    several, stuck = build_several(three), held()
+    threads = [start(several, "ash"), start(several, "birch", stuck), start(several, "cedar")]
+    wait_until(lambda: len(several.seen.losses) == 2)
+    several.session.leave(several.session.run_id, LeaveReason.INTERRUPTED, "birch")
+    stuck.may_go.set()
+    finish(threads)
+    assert "'birch' was stopped" in str(several.session.error)
+    assert all(isinstance(error, PeerLeft) for error in several.errors.values())
+    assert len(several.errors) == 3
+
+
+# ---- going on ----
+
+
+class Dies(DiesAt, PartyPeer):
+    """Says nothing when it ends, whatever the reason."""
+
+    def leave(self, run_id: str, reason: LeaveReason) -> None:
+        """A killed process says nothing."""
+
+
+MARVELL = ["defense={name: marvell, statistics: running, insecure_noise_seed: 7}"]
+SETTINGS = MarvellDefense(strength=PowerRatio(power_ratio=4.0), insecure_noise_seed=11)
+EVERY_2 = ["contract.checkpoints.every_steps=2"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(three: Path) -> Several:
+    several = build_several(three, EVERY_2, MARVELL)
+    run_in_process(several)
+    return several
+
+
+def dying(at: int, *, after: bool) -> type[Dies]:
+    return type("DiesOnce", (Dies,), {"at": at, "after": after})
+
+
+def without_birch(
+    folder: Path, runs: Path, at: int, *, after: bool, others: type[PartyPeer] = PartyPeer
+) -> tuple[Several, list[threading.Thread]]:
+    """Return a run in which birch was killed, and the threads of the others, which wait for it."""
+    several = build_several(folder, EVERY_2, MARVELL, runs=runs)
+    threads = [start(several, name, others) for name in ("ash", "cedar")]
+    finish([start(several, "birch", dying(at, after=after))])
+    assert isinstance(several.errors["birch"], Lost)
+    return several, threads
+
+
+def bring_back(several: Several, folder: Path, runs: Path, threads: list[threading.Thread]) -> None:
+    several.passive["birch"] = build_passive(folder, "birch", EVERY_2, runs=runs)
+    finish([start(several, "birch"), *threads])
+    assert several.errors == {}
+
+
+@pytest.mark.parametrize(("at", "after"), [(1, False), (3, True), (4, False), (9, True)])
+def test_a_party_that_is_killed_comes_back_and_all_go_back_with_it(
+    three: Path, tmp_path: Path, undisturbed: Several, at: int, after: bool
+) -> None:
+    several, threads = without_birch(three, tmp_path, at, after=after)
+    bring_back(several, three, tmp_path, threads)
+    assert_same_weights(several.weights(), undisturbed.weights())
+    assert several.seen.losses == undisturbed.seen.losses
+    assert several.seen.ledger == undisturbed.seen.ledger
+    assert len(several.passive["ash"].seen.resumed) == 1
+
+
+def test_a_party_that_is_killed_before_its_last_answer_takes_all_back(
+    three: Path, tmp_path: Path, undisturbed: Several
+) -> None:
+    """The others have theirs already, and have said goodbye."""
+    questions = len(undisturbed.seen.losses) + 2 * len(undisturbed.seen.evaluations)
+    several, threads = without_birch(three, tmp_path, questions, after=True)
+    assert several.session.stage is Stage.FINISHED
+    wait_until(lambda: set(several.session.awaited()) == {"birch"})
+    bring_back(several, three, tmp_path, threads)
+    assert several.session.stage is Stage.FINISHED
+    assert_same_weights(several.weights(), undisturbed.weights())
+    assert several.seen.ledger == undisturbed.seen.ledger
+
+
+class Twice(PartyPeer):
+    """Loses the first answer to each handshake."""
+
+    def handshake(self, *question: Any) -> Opening:
+        first, again = super().handshake(*question), super().handshake(*question)
+        assert again == first
+        return again
+
+
+def test_a_handshake_whose_answer_was_lost_does_not_take_parties_back_again(
+    three: Path, tmp_path: Path, undisturbed: Several
+) -> None:
+    several, threads = without_birch(three, tmp_path, 4, after=True, others=Twice)
+    bring_back(several, three, tmp_path, threads)
+    assert len(several.seen.resumed) == 1
+    assert_same_weights(several.weights(), undisturbed.weights())
+
+
+def test_the_active_party_that_is_killed_comes_back_and_all_go_back_with_it(
+    three: Path, tmp_path: Path, undisturbed: Several
+) -> None:
+    several, stuck = build_several(three, EVERY_2, MARVELL, runs=tmp_path), held()
+    threads = [start(several, "ash"), start(several, "birch", stuck), start(several, "cedar")]
+    wait_until(lambda: len(several.seen.losses) == 2)
+    again = build_several(three, EVERY_2, MARVELL, runs=tmp_path)
+    assert again.session.reopen()
+    several.session, several.seen = again.session, again.seen
+    stuck.may_go.set()
+    finish(threads)
+    assert several.errors == {}
+    assert_same_weights(several.weights(), undisturbed.weights())
+
+
+def test_before_the_first_answer_all_align_again(three: Path, tmp_path: Path) -> None:
+    several, threads = without_birch(three, tmp_path, 1, after=False)
+    first = several.session.run_id
+    RunStore(tmp_path / "birch", 3).forget()  # as if it had been killed before it was written
+    bring_back(several, three, tmp_path, threads)
+    assert several.session.stage is Stage.FINISHED
+    assert several.session.run_id != first
+    assert len({name for name in NAMES if several.passive[name].run.run_id != first}) == 3
+
+
+def test_a_party_that_resumes_with_other_bytes_is_refused_alone(
+    three: Path, tmp_path: Path
+) -> None:
+    several, threads = without_birch(three, tmp_path, 4, after=True)
+    answered = len(several.seen.sent)
+    changed = build_passive(three, "birch", [*EVERY_2, "model_seed=5"], runs=tmp_path)
+    training = changed.run.reopen()
+    assert training is not None
+    with torch.no_grad():
+        next(training.trainer.model.parameters()).add_(1e-3)
+    training.save()
+    several.passive["birch"] = build_passive(three, "birch", EVERY_2, runs=tmp_path)
+    finish([start(several, "birch")])
+    assert isinstance(several.errors["birch"], OutOfStep)
+    assert "other bytes" in str(several.errors["birch"])
+    finish(threads)
+    assert all(isinstance(several.errors[name], PeerLeft) for name in ("ash", "cedar"))
+    assert len(several.seen.sent) <= answered
+
+
+# ---- parties that put together what they receive ----
+
+
+class Colluders(ActiveRecording):
+    """Keeps what the parties received, and what each would have with a draw of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[tuple[list[Tensor], list[Tensor], list[Tensor], Tensor]] = []
+        self._own = build_defense(SETTINGS)
+
+    def on_step(self, batch: Batch, result: StepResult) -> None:
+        super().on_step(batch, result)
+        raw, sent = (
+            list(gradients.detach().chunk(3, dim=1)) for gradients in (result.raw, result.defended)
+        )
+        separate: list[Tensor] = [
+            self._own.defend(RawBatch(part, result.labels))[0] for part in raw
+        ]
+        self.batches.append((raw, sent, separate, result.labels))
+
+
+def leak_of(received: list[Tensor], raw: list[Tensor], labels: Tensor) -> float:
+    """Return the leak AUC of parties that know their gaps, and weigh each one's projection."""
+    positive = labels == 1
+    gaps = [part[positive].mean(dim=0) - part[~positive].mean(dim=0) for part in raw]
+    scores = [part @ gap / gap.square().sum() for part, gap in zip(received, gaps, strict=True)]
+    return leak_auc(torch.stack(scores).mean(dim=0), labels)
+
+
+def test_parties_that_collude_in_a_run_gain_nothing_from_the_joint_draw(tmp_path: Path) -> None:
+    """The same attack on the same run gains where each party's noise is drawn on its own."""
+    write_several(tmp_path, 3, rows=3000)
+    several = build_several(
+        tmp_path,
+        ["contract.aggregation=concat", "contract.batch_size=256", "contract.epochs=4"],
+        ["defense={name: marvell, strength: {power_ratio: 4}, insecure_noise_seed: 7}"],
+    )
+    several.session.lifecycle.observer = several.seen = seen = Colluders()
+    run_in_process(several)
+    whole = [batch for batch in seen.batches if len(batch[3]) == 256]
+    assert len(whole) >= 20
+    alone, jointly, separately = (
+        statistics.fmean(figures)
+        for figures in zip(
+            *(
+                (
+                    statistics.fmean(
+                        leak_of([part], [own], labels) for part, own in zip(sent, raw, strict=True)
+                    ),
+                    leak_of(sent, raw, labels),
+                    leak_of(separate, raw, labels),
+                )
+                for raw, sent, separate, labels in whole
+            ),
+            strict=True,
+        )
+    )
+    assert jointly == pytest.approx(alone, abs=0.02)
+    assert separately > jointly + 0.05
+    charges = several.seen.ledger[-1][1].sum_kl.max / several.settings.contract.epochs
+    assert jointly < leak_auc_bound(charges)
+
+
+# ---- audits ----
+
+
+def test_each_party_has_audits_of_its_own(tmp_path: Path) -> None:
+    write_several(tmp_path, 2, rows=7500)
+    both = ["contract.audits_allowed=true", "contract.epochs=1", "contract.batch_size=512"]
+    several = build_several(tmp_path, both, ["allow_audits=true"], runs=tmp_path / "runs")
+    run_in_process(several)
+    session, rows = several.session, several.seen.rows
+    assert rows is not None
+    train = rows.splits["train"]
+    generator = torch.Generator().manual_seed(1)
+    asked = {
+        name: AuditQuestion(
+            session.run_id,
+            0,
+            "norm",
+            "cut",
+            positions_digest(train),
+            torch.rand(len(train), generator=generator),
+        )
+        for name in ("ash", "birch")
+    }
+    answers = {name: session.audit(question, name) for name, question in asked.items()}
+    assert {name: session.audit(question, name) for name, question in asked.items()} == answers
+    for name, other in (("ash", "birch"), ("birch", "ash")):
+        with pytest.raises(OutOfStep):
+            session.audit(asked[other], name)
+    assert len(several.seen.audits) == 2
+
+
+# ---- what the parties agree on ----
+
+
+def test_ids_that_only_some_have_are_no_intersection(tmp_path: Path) -> None:
+    """Each pair has enough in common, and all together too little."""
+    write_several(tmp_path, 3)
+    several = build_several(tmp_path, ["contract.alignment.min_aligned=345"])
+    with pytest.raises(AlignmentError):
+        run_in_process(several)
+    assert "that all parties have, needed 345" in str(several.session.error)
+    assert set(several.errors) == set(NAMES)
+
+
+def test_a_handshake_waits_for_all_and_the_newest_of_a_party_counts(three: Path) -> None:
+    several = build_several(three)
+    session, contract = several.session, several.settings.contract.canonical_json()
+    replies: list[object] = []
+
+    def shake(party: str, commitment: bytes) -> threading.Thread:
+        def ask() -> None:
+            try:
+                replies.append(session.handshake(party, contract, commitment))
+            except PeerError as error:
+                replies.append(error)
+
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        return thread
+
+    ash = shake("ash", b"a" * 32)
+    wait_until(lambda: set(session.awaited()) == {"birch", "cedar"})
+    again = shake("ash", b"b" * 32)
+    ash.join(HANGS_AFTER_S)
+    (displaced,) = replies
+    assert isinstance(displaced, OthersAwaited)
+    others = [shake(party, party.ljust(32).encode()) for party in ("birch", "cedar")]
+    finish([again, *others])
+    openings = [reply for reply in replies if isinstance(reply, Opening)]
+    assert len(openings) == 3
+    assert len({(opening.run_id, opening.nonce) for opening in openings}) == 1
+    assert openings[0].commitments[0] == b"b" * 32
+    # With the nonce known, another commitment starts over, with another nonce, for all.
+    later = shake("ash", b"c" * 32)
+    wait_until(lambda: set(session.awaited()) == {"birch", "cedar"})
+    assert session.nonce == openings[0].nonce  # of the test's seed
+    assert session.run_id != openings[0].run_id
+    with pytest.raises(NotOpen):
+        session.require_aligning(party="birch")
+    session.end(PeerLeft("the test is over"))
+    finish([later])
+
+
+def test_with_one_party_there_is_no_aggregation_to_agree_on() -> None:
+    one = Contract(run_name="r", cut_shape=(4, 3), batch_size=8, epochs=1, aggregation="concat")
+    assert "aggregation" not in one.canonical_json()
+    assert one.aggregate_shape == (4, 3)
+    assert one.fields_differing_from(one.canonical_json()) == []
+
+
+def test_several_parties_agree_on_names_and_aggregation() -> None:
+    values: dict[str, Any] = {"run_name": "r", "cut_shape": (4, 3), "batch_size": 8, "epochs": 1}
+    two = Contract(**values, passive_parties=("ash", "birch"))
+    concat = Contract(**values, passive_parties=("ash", "birch"), aggregation="concat")
+    assert two.fields_differing_from(concat.canonical_json()) == ["aggregation"]
+    assert (two.aggregate_shape, concat.aggregate_shape) == ((4, 3), (8, 3))
+    with pytest.raises(ValidationError, match="two have the same name"):
+        Contract(**values, passive_parties=("ash", "ash"))
+    with pytest.raises(ValidationError):
+        Contract(**values, passive_parties=tuple(f"p{number}" for number in range(9)))
+
+
+def test_a_mask_of_many_ids_comes_in_chunks() -> None:
+    generator = np.random.default_rng(1)
+    share = Share(generator.random(1_500_000) < 0.5, (b"n" * 32, b"m" * 32))
+    frames = list(share_frames(share))
+    assert len(frames) == 2
+    for frame in frames:
+        check_fields(frame)
+        assert frame.ByteSize() <= ALIGN_FRAME_BYTES
+    there, back = channel_pair(deadline_s=60)
+    for frame in frames:
+        there.send(frame)
+    commitments = [hashlib.sha256(nonce).digest() for nonce in share.nonces]
+    found = receive_share(back, len(share.mask), commitments, lambda: None)
+    assert (found.mask == share.mask).all()
+    assert found.nonces == share.nonces

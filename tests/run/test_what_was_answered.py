@@ -1,0 +1,308 @@
+"""Answers stay charged when a run goes back to a checkpoint or a process is killed.
+
+The peers here take answers, go back to an earlier checkpoint, and leave, which costs them nothing.
+"""
+
+import logging
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from splitveil.active_party.defenses import AnswerKeys
+from splitveil.active_party.ledger.account_book import LEDGER
+from splitveil.active_party.monitor.recorder import ActiveRecorder
+from splitveil.active_party.monitor.stated import ledger_figures
+from splitveil.active_party.report.bounds import bounds_of
+from splitveil.active_party.report.run_files import read_run
+from splitveil.active_party.run.session import ActiveSession
+from splitveil.common.errors import BudgetExhausted, OtherAnswer, PeerLeft, ProtocolError
+from splitveil.common.privacy.covers import Covers
+from splitveil.common.record.model_files import save_tensors
+from splitveil.common.run.messages import LeaveReason, Offer
+from tests.support.peers import InProcessPeer, Lost, dying
+from tests.support.runs import Parties, build_parties, run_in_process
+from tests.support.several import build_several, write_several
+from tests.support.several import run_in_process as run_several
+
+EVERY_2 = ["contract.checkpoints={every_steps: 2, keep: 100}"]
+MARVELL = "defense={name: marvell, strength: {power_ratio: 16}, insecure_noise_seed: 1}"
+PERSISTENT = "defense={name: marvell, noise: persistent, insecure_noise_seed: 1}"
+ISO = "defense={name: iso, noise_ratio: 4, insecure_noise_seed: 1}"
+NOISY = (
+    "defense={name: noisy_label, top_labels: noisy, insecure_noise_seed: 1, "
+    "mechanism: {kind: randomized_response, epsilon: 1}}"
+)
+ONE_EPOCH = 7
+"""Messages after which every training row was answered about once: four steps of them, and more."""
+
+Accounts = dict[str, torch.Tensor]
+
+
+def parties_in(example: Path, runs: Path, *active: str) -> Parties:
+    return build_parties(example, [*EVERY_2, *active], EVERY_2, runs=runs)
+
+
+def accounts(session: ActiveSession) -> Accounts:
+    state = session.account_book().state_dict()
+    return {name: value.clone() for name, value in state.items() if name != "runs"}
+
+
+def told(saved: Accounts) -> torch.Tensor:
+    return saved["settled"] + saved["current"]
+
+
+def go_back(session: ActiveSession, place: int = 0) -> None:
+    """Say what a peer says that was restarted, and has this one checkpoint."""
+    party = session.parties.named(None)
+    offer = Offer(session.run_id, frozenset({place}))
+    contract = session.contract.canonical_json()
+    opening = session.handshake(party.name, contract, party.commitment, offer)
+    assert opening.resumes_at == place
+
+
+def leave(session: ActiveSession) -> None:
+    session.leave(session.run_id, LeaveReason.INTERRUPTED)
+    assert isinstance(session.error, PeerLeft)
+
+
+def states(folder: Path, party: str = "passive") -> list[Path]:
+    return sorted((folder / party / "checkpoint").glob("at-*.state"))
+
+
+def answered(example: Path, runs: Path, *active: str, messages: int = ONE_EPOCH) -> Parties:
+    parties = parties_in(example, runs, *active)
+    with pytest.raises(Lost):
+        run_in_process(parties, dying(messages, after=True))
+    return parties
+
+
+@pytest.mark.parametrize("defense", [MARVELL, PERSISTENT, ISO, NOISY])
+def test_a_peer_that_goes_back_and_leaves_takes_no_charge_with_it(
+    example: Path, tmp_path: Path, defense: str
+) -> None:
+    parties = answered(example, tmp_path, defense)
+    charged, bounds = accounts(parties.session), parties.session.leak_bounds()
+    assert told(charged).max() > 0
+    go_back(parties.session)
+    assert parties.session.leak_bounds() == bounds
+    leave(parties.session)
+    assert torch.equal(told(accounts(parties.session)), told(charged))
+    assert parties.session.leak_bounds() == bounds
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_nor_does_one_whose_leaving_is_found_by_a_process_that_was_killed(
+    example: Path, tmp_path: Path, *, resumes: bool
+) -> None:
+    """The newest checkpoint is one step behind the answers, and it resumes from checkpoint 0."""
+    charged = accounts(answered(example, tmp_path, MARVELL, messages=4).session)
+    again = parties_in(example, tmp_path, MARVELL)
+    assert again.session.reopen()
+    assert torch.equal(told(accounts(again.session)), told(charged))
+    if resumes:
+        go_back(again.session)
+        assert again.session.answering.budget.accounts.course.exposure(np.arange(10)).most == 0
+    leave(again.session)
+    assert torch.equal(told(accounts(again.session)), told(charged))
+
+
+def test_the_next_run_begins_with_what_was_told_and_its_budget_counts_it(
+    example: Path, tmp_path: Path
+) -> None:
+    """Each run goes back and leaves after an epoch of 1/16: two of them are in .13, a third not."""
+    budget, earlier = (
+        "run_budget={sum_kl: 0.13, covers: knows class means only}",
+        "earlier_ledgers=[]",
+    )
+    for number in range(2):
+        parties = answered(example, tmp_path / str(number), MARVELL, budget, earlier)
+        before = parties.active.earlier
+        assert (before is None) is (number == 0)
+        go_back(parties.session)
+        leave(parties.session)
+        folder = tmp_path / f"left-{number}"
+        folder.mkdir()
+        save_tensors(folder, LEDGER, accounts(parties.session))
+        earlier = f"earlier_ledgers=[{folder / 'checkpoint'}]"
+    third = parties_in(example, tmp_path / "third", MARVELL, budget, earlier)
+    with pytest.raises(BudgetExhausted, match="epoch 1 step 1"):
+        run_in_process(third)
+    assert third.active.sent == []
+
+
+@pytest.mark.parametrize("defense", [MARVELL, PERSISTENT, ISO, NOISY])
+@pytest.mark.parametrize("killed", ["the passive party", "both"])
+def test_an_honest_return_to_a_checkpoint_is_not_charged_twice(
+    example: Path, tmp_path: Path, defense: str, killed: str
+) -> None:
+    whole = parties_in(example, tmp_path / "whole", defense)
+    run_in_process(whole)
+    first = answered(example, tmp_path / "broken", defense)
+    second = parties_in(example, tmp_path / "broken", defense)
+    if killed == "both":
+        assert second.session.reopen()
+    else:
+        second.session, second.active = first.session, first.active
+    for state in states(tmp_path / "broken")[1:]:
+        state.unlink()
+    run_in_process(second)
+    found, expected = accounts(second.session), accounts(whole.session)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert second.session.leak_bounds() == whole.session.leak_bounds()
+    assert second.active.ledger[-1] == whole.active.ledger[-1]
+
+
+def other_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the noise of the same question be other than before, as on another kind of device."""
+    begin = AnswerKeys.begin
+    monkeypatch.setattr(AnswerKeys, "begin", lambda self, key: begin(self, key[::-1]))
+
+
+UNSEEDED = "defense={name: marvell, strength: {power_ratio: 16}}"
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_the_same_question_gets_no_other_answer_though_the_charge_is_the_same(
+    example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, killed: bool
+) -> None:
+    """Every answer of this defense is charged 1/16; what gave the first one goes on."""
+    parties = answered(example, tmp_path, UNSEEDED, messages=2)
+    charged = told(accounts(parties.session))
+    again = parties_in(example, tmp_path, UNSEEDED)
+    if killed:
+        assert again.session.reopen()
+    else:
+        again.session, again.active = parties.session, parties.active
+    for state in states(tmp_path)[1:]:
+        state.unlink()
+    with monkeypatch.context() as patched:
+        other_noise(patched)
+        with pytest.raises(OtherAnswer, match=r"epoch 1 step 1: .*another device"):
+            run_in_process(again)
+    assert again.active.sent == []
+    assert torch.equal(told(accounts(again.session)), charged)
+    third = parties_in(example, tmp_path, UNSEEDED)
+    assert third.session.reopen()
+    run_in_process(third)
+    assert bool((told(accounts(third.session)) >= charged).all())
+
+
+class Steps(InProcessPeer):
+    """Takes some answers, and is then killed."""
+
+    left = 0
+
+    def receive_gradient(self):  # type: ignore[no-untyped-def]
+        if not Steps.left:
+            raise Lost
+        Steps.left -= 1
+        return super().receive_gradient()
+
+    def leave(self, run_id: str, reason: LeaveReason) -> None:
+        """Say nothing: it was killed."""
+
+
+def test_a_run_goes_back_over_its_answers_only_so_often(
+    example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("splitveil.active_party.run.questions.MAX_RESUMPTIONS", 3)
+    parties = answered(example, tmp_path)
+    for restarts in (False, False, True, False):
+        for state in states(tmp_path)[1:]:
+            state.unlink()
+        again = parties_in(example, tmp_path)
+        if restarts:
+            again.session.reopen()
+            parties = again
+        again.session, Steps.left = parties.session, 1
+        is_last = again.session.answering.questions._log.num_resumptions() == 3
+        with pytest.raises(ProtocolError if is_last else Lost):
+            run_in_process(again, Steps)
+    assert is_last
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_is_killed_and_wherever_it_goes_back_no_account_ever_falls(
+    example: Path, tmp_path: Path, seed: int
+) -> None:
+    draw = random.Random(seed)
+    parties = parties_in(example, tmp_path, MARVELL)
+    before = torch.zeros(0)
+    for _ in range(8):
+        Steps.left = draw.randrange(1, 4)
+        with pytest.raises(Lost):
+            run_in_process(parties, Steps)
+        found = told(accounts(parties.session))
+        assert len(before) in (0, len(found))
+        assert len(before) == 0 or bool((found >= before).all())
+        before = found
+        again = parties_in(example, tmp_path, MARVELL)
+        if draw.random() < 0.5:
+            assert again.session.reopen()
+            assert torch.equal(told(accounts(again.session)), before)
+        else:
+            again.session, again.active = parties.session, parties.active
+        for state in states(tmp_path)[draw.randrange(1, 3) :]:
+            state.unlink()
+        parties = again
+
+
+def test_a_budget_that_was_lowered_holds_against_what_was_told_before(
+    example: Path, tmp_path: Path
+) -> None:
+    """Two epochs were answered about, and each of them alone would fit."""
+    answered(example, tmp_path, MARVELL, messages=12)
+    again = parties_in(
+        example, tmp_path, MARVELL, "run_budget={sum_kl: 0.1, covers: knows class means only}"
+    )
+    assert again.session.reopen()
+    for state in states(tmp_path)[1:]:
+        state.unlink()
+    with pytest.raises(BudgetExhausted, match="epoch 1 step 1"):
+        run_in_process(again)
+    assert again.active.sent == []
+
+
+def test_without_a_store_nothing_is_gone_back_to(example: Path) -> None:
+    parties = build_parties(example, [*EVERY_2, MARVELL], EVERY_2)
+    run_in_process(parties)
+    assert not parties.session.answering.budget.accounts.is_behind
+
+
+def test_the_answers_to_several_parties_are_charged_again_from_the_log(tmp_path: Path) -> None:
+    write_several(tmp_path, 2)
+    both, runs = ["contract.checkpoints.every_steps=2", "contract.epochs=1"], tmp_path / "runs"
+    several = build_several(tmp_path, both, [MARVELL], runs=runs)
+    run_several(several)
+    charged = accounts(several.session)
+    assert told(charged).max() > 0
+    newer = states(runs, "active")[1:]
+    for state in newer:
+        state.unlink()
+    again = build_several(tmp_path, both, [MARVELL], runs=runs)
+    assert again.session.reopen()
+    assert newer
+    assert torch.equal(told(accounts(again.session)), told(charged))
+
+
+def test_log_summary_and_report_say_what_was_told_and_not_where_the_run_went_back_to(
+    example: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    parties = answered(example, tmp_path / "runs", MARVELL)
+    bounds = parties.session.leak_bounds()
+    folder = tmp_path / "active"
+    folder.mkdir()
+    with ActiveRecorder(parties.active_settings, folder) as recorder:
+        parties.session.lifecycle.observer = recorder
+        parties.session.lifecycle.observer.load_state_dict = lambda state: None  # type: ignore[method-assign]
+        with caplog.at_level(logging.INFO):
+            go_back(parties.session)
+        leave(parties.session)
+    assert "the ledger keeps the later answers" in caplog.text
+    assert recorder.summary({}).of_active.ledger == ledger_figures(bounds)
+    found = {peers: bounds.against(peers).leak_auc.max for peers in Covers}
+    assert bounds_of(read_run(folder)) == found
+    assert found[Covers.CLASS_MEANS] < found[Covers.ANYBODY] == 1

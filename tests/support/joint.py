@@ -1,0 +1,306 @@
+"""Joint inference in tests: trained and saved models, serving passive parties, and what was said.
+
+The halves are trained in this process and saved as the parties' programs save them; passive parties
+then serve with mutual TLS on loopback.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import Tensor
+
+from splitveil import simulation
+from splitveil.active_party.predict.joint_model import ModelChoice
+from splitveil.active_party.predict.predictor import Predictor, open_predictor
+from splitveil.active_party.results import save_alone, save_results
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.training.evaluation import Evaluation, Evaluator
+from splitveil.active_party.training.predictions import PredictionFigures
+from splitveil.common.alignment import build_engine
+from splitveil.common.party.credentials import credential_files
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.party.party_settings import PartySettingsT, load_party_settings
+from splitveil.common.record.model_files import save_model
+from splitveil.common.record.trained_model import identity_metadata
+from splitveil.common.record.transcript import Transcript
+from splitveil.common.run.contract import ACTIVE
+from splitveil.common.run.course import Batch
+from splitveil.common.wire.noted_calls import AllNotes
+from splitveil.deploy.authority import PartyFolder, make_certificates
+from splitveil.passive_party.predict.inference_status import InferenceStatus
+from splitveil.passive_party.predict.served_model import ServedModel
+from splitveil.passive_party.predict.server import InferenceServer
+from splitveil.passive_party.predict.service import InferenceService
+from splitveil.passive_party.predict.throttle import Throttle
+from splitveil.passive_party.settings import PassiveSettings
+from splitveil.simulation import (
+    ActiveParty,
+    PassiveParty,
+    PassiveRecording,
+    Simulation,
+    free_address,
+)
+from splitveil.simulation.parties import assemble_active, assemble_passive
+from tests.support.runs import ACTIVE as ACTIVE_VALUES
+from tests.support.runs import CONTRACT, CPU, PASSIVE
+
+IN_TIME_S = 300.0
+
+
+@dataclass
+class Evaluated:
+    """What the evaluations of a run's last epoch saw, in their order."""
+
+    logits: list[Tensor] = field(default_factory=list)
+    positions: list[Any] = field(default_factory=list)
+
+
+@dataclass
+class Trained:
+    """A run that is over, and the folder with what it has left."""
+
+    settings: simulation.PartiesSettings
+    certificates: Path
+    test_ids: list[str]
+    """Of the test rows, in the order of the evaluation."""
+    test_logits: Tensor
+    """What the last evaluation found for them."""
+    test: Evaluation
+    refitted: PredictionFigures | None
+    alone: PredictionFigures | None
+    run_id: str
+
+    def active(self, *overrides: str) -> ActiveSettings:
+        """Return the active party's settings with changes."""
+        return _changed(self.settings.active, overrides)
+
+    def passive(self, name: str, *overrides: str) -> PassiveSettings:
+        """Return a passive party's settings with changes."""
+        return _changed(self.settings.passive[name], overrides)
+
+
+def _changed(settings: PartySettingsT, overrides: Sequence[str]) -> PartySettingsT:
+    values = settings.model_dump()
+    for override in overrides:
+        name, _, value = override.partition("=")
+        *sections, last = name.split(".")
+        inner = values
+        for section in sections:
+            inner = inner[section]
+        inner[last] = yaml.safe_load(value)
+    return type(settings).model_validate(values | {"base_dir": settings.base_dir})
+
+
+def train(folder: Path, runs: Path, *overrides: str, active: Sequence[str] = ()) -> Trained:
+    """Train the parties of a folder in this process, and save their halves of the model.
+
+    Args:
+        folder: with the settings of all parties; those of security are replaced.
+        runs: folder of the results.
+        overrides: for all parties.
+        active: for the active party alone.
+    """
+    certificates = runs / "certificates"
+    both = [*overrides, f"runs_dir={runs}", "device=cpu", "torch_threads=1"]
+    files = [folder / "active.yaml", *_passive_files(folder)]
+    names = [_party_of(file) for file in files]
+    make_certificates(certificates, {name: f"{name}.splitveil" for name in names})
+    passive = {
+        name: load_party_settings(PassiveSettings, file, [*both, *_security(certificates, name)])
+        for name, file in zip(names[1:], files[1:], strict=True)
+    }
+    own = [*both, *active, *_security(certificates, ACTIVE)]
+    settings = simulation.PartiesSettings(
+        load_party_settings(ActiveSettings, files[0], own), passive
+    )
+    return _train(settings, certificates)
+
+
+def _passive_files(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.glob("*.yaml")) if path.stem not in {ACTIVE, "contract"}]
+
+
+def _party_of(file: Path) -> str:
+    if file.stem == ACTIVE:
+        return ACTIVE
+    return str(yaml.safe_load(file.read_text()).get("party", "passive"))
+
+
+def _security(certificates: Path, name: str) -> list[str]:
+    own = PartyFolder(certificates / name)
+    own_files = {
+        "certificate": own.certificate,
+        "private_key": own.private_key,
+        "authority": own.authority,
+    }
+    return ["security.mode=mtls", *(f"security.{name}={path}" for name, path in own_files.items())]
+
+
+def _train(settings: simulation.PartiesSettings, certificates: Path) -> Trained:
+    contract = settings.active.contract
+    seen = simulation.ActiveRecording()
+    session, builder = assemble_active(settings.active, seen, device=CPU)
+    parties, encoders = {}, {}
+    for name, own in settings.passive.items():
+        data = PartyData.load(own.data, own.base_dir, contract.split)
+        engine = build_engine(contract.alignment)
+        run, encoders[name] = assemble_passive(own, data, PassiveRecording(), engine, device=CPU)
+        parties[name] = PassiveParty(own, run, PassiveRecording())
+    active = ActiveParty(settings.active, session, build_engine(contract.alignment), seen)
+    evaluated = Evaluated()
+    with pytest.MonkeyPatch.context() as patch:
+        _record(evaluated, patch)
+        Simulation(active, parties).meet()
+    folder = settings.active.run_folder(ACTIVE)
+    folder.mkdir(parents=True)
+    refitted = save_results(settings.active, folder, session, builder)
+    alone = save_alone(settings.active, folder, session, builder)
+    for name, party in parties.items():
+        trainer = party.run.trainer
+        assert trainer is not None
+        own_folder = party.settings.run_folder(party.settings.folder_name())
+        own_folder.mkdir(parents=True)
+        identity = identity_metadata(party.run.model_identity, contract)
+        save_model(own_folder, trainer.model, encoders[name].encoder, identity)
+    positions = np.concatenate(evaluated.positions)
+    file_rows = session.answering.rows.file_rows[positions]
+    return Trained(
+        settings,
+        certificates,
+        [session.ids[row] for row in file_rows],
+        torch.cat(evaluated.logits),
+        seen.evaluations[-1],
+        refitted,
+        alone,
+        session.run_id,
+    )
+
+
+def _record(evaluated: Evaluated, patch: pytest.MonkeyPatch) -> None:
+    add = Evaluator.add
+
+    def recording(self: Evaluator, batch: Batch, logits: Tensor, labels: Tensor) -> Any:
+        if batch.split == "test":
+            if batch.step == 0:
+                evaluated.logits.clear()
+                evaluated.positions.clear()
+            evaluated.logits.append(logits.clone())
+            evaluated.positions.append(batch.positions.copy())
+        return add(self, batch, logits, labels)
+
+    patch.setattr(Evaluator, "add", recording)
+
+
+def free_port() -> int:
+    """Return a free port on loopback."""
+    return int(free_address().rpartition(":")[2])
+
+
+@contextmanager
+def serving(
+    settings: PassiveSettings,
+    port: int,
+    table: Path | None = None,
+    transcript: Transcript | None = None,
+    throttle: Throttle | None = None,
+) -> Iterator[InferenceService]:
+    """Serve one passive party's half of the model on a port of loopback."""
+    model = ServedModel.load(settings, CPU, table)
+    throttle = throttle or Throttle(settings.answers.ids_per_second)
+    gives_table = settings.answers.whole_table
+    status = InferenceStatus(settings.party, settings.contract)
+    service = InferenceService(
+        model, settings.party, settings.contract, throttle, gives_table=gives_table, status=status
+    )
+    notes = status if transcript is None else AllNotes(transcript, status)
+    credentials = credential_files(settings, settings.party)
+    address = f"127.0.0.1:{port}"
+    with InferenceServer(service, settings.contract, address, credentials, notes):
+        yield service
+
+
+@contextmanager
+def predicting(
+    trained: Trained,
+    *,
+    passive: Sequence[str] = (),
+    active: Sequence[str] = (),
+    choice: ModelChoice | None = None,
+    tables: Mapping[str, Path] | None = None,
+    transcript: Transcript | None = None,
+    whole_table: bool = False,
+) -> Iterator[Predictor]:
+    """Serve every passive party, and open a predictor that has checked them.
+
+    Args:
+        trained: the run.
+        passive: overrides for every passive party.
+        active: overrides for the active party.
+        choice: which top model predicts.
+        tables: other tables than those of the training, by party.
+        transcript: the active party's.
+        whole_table: take the passive parties' whole tables.
+    """
+    other = tables or {}
+    with ExitStack() as resources:
+        ports = {name: free_port() for name in trained.settings.passive}
+        for name, port in ports.items():
+            own = trained.passive(name, *passive)
+            resources.enter_context(serving(own, port, other.get(name)))
+        settings = trained.active(*active, connecting_to(ports))
+        predictor = resources.enter_context(
+            open_predictor(
+                settings, CPU, choice, other.get(ACTIVE), transcript, whole_table=whole_table
+            )
+        )
+        predictor.check_models()
+        yield predictor
+
+
+def connecting_to(ports: Mapping[str, int]) -> str:
+    """Return the override with the addresses of passive parties on loopback."""
+    places = ", ".join(f"{name}: '127.0.0.1:{port}'" for name, port in ports.items())
+    return f"inference.connect={{{places}}}"
+
+
+def write_wide_deep(folder: Path, rows: int = 500, seed: int = 5) -> None:
+    """Write an example whose parties both have numbers and categories, for ``wide_deep``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = np.random.default_rng(seed)
+    x = generator.normal(size=(rows, 4))
+    words = generator.integers(0, 12, size=(rows, 2))
+    score = x[:, 0] + x[:, 2] + (words[:, 0] % 3) - (words[:, 1] % 2)
+    labels = (score + generator.normal(scale=0.5, size=rows) > 0.5).astype(int)
+    for name, columns, word, own_labels in (
+        (ACTIVE, x[:, :2], words[:, 0], labels),
+        ("passive", x[:, 2:], words[:, 1], None),
+    ):
+        head = "id,label,n1,n2,word" if own_labels is not None else "id,n1,n2,word"
+        lines = [
+            ",".join(
+                [
+                    f"row-{i:04d}",
+                    *([] if own_labels is None else [str(own_labels[i])]),
+                    *(repr(float(value)) for value in columns[i]),
+                    f"w{word[i]}",
+                ]
+            )
+            for i in generator.permutation(rows)
+        ]
+        (folder / f"{name}.csv").write_text("\n".join([head, *lines]) + "\n")
+    model = {"kind": "wide_deep", "hidden": [16, 8], "embedding_dim": 3}
+    features = {"numeric": "n*", "categorical": "word", "signed_log1p": True}
+    contract = {**CONTRACT, "cut_shape": [8]}
+    active = {**ACTIVE_VALUES, "top_model": model}
+    active["data"] = {**ACTIVE_VALUES["data"], "features": features}  # type: ignore[dict-item]
+    passive = {**PASSIVE, "bottom_model": model, "adversary": None}
+    passive["data"] = {**PASSIVE["data"], "features": features}  # type: ignore[dict-item]
+    for name, values in (("contract", contract), (ACTIVE, active), ("passive", passive)):
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))

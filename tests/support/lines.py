@@ -1,0 +1,47 @@
+"""An active party that is served at a port of localhost, and the peer that calls it."""
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from splitveil.active_party.grpc_server.server import start_server
+from splitveil.active_party.grpc_server.service import ActiveService
+from splitveil.common.wire.connection import PeerConnection
+from splitveil.passive_party.grpc_peer import GrpcPeer
+from tests.support.runs import Parties
+
+LOCALHOST = "127.0.0.1"
+
+
+def free_port() -> int:
+    with socket.create_server((LOCALHOST, 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@contextmanager
+def serving(
+    parties: Parties, port: int, *others: Any, host: str = LOCALHOST, **named: Any
+) -> Iterator[ActiveService]:
+    """Serve the active party; what else is given goes to ``start_server``."""
+    service = ActiveService(parties.session, parties.engine, deadline_s=300)
+    contract = parties.active_settings.contract
+    server = start_server(service, contract, f"{host}:{port}", *others, **named)
+    try:
+        yield service
+    finally:
+        server.stop(1).wait()
+
+
+def peer_of(
+    parties: Parties,
+    port: int,
+    *others: Any,
+    host: str = LOCALHOST,
+    kind: type[GrpcPeer] = GrpcPeer,
+    **named: Any,
+) -> Any:
+    """Make the passive party's peer, of a kind; what else is given goes to the connection."""
+    settings = parties.passive_settings
+    connection = PeerConnection(f"{host}:{port}", settings.contract, *others, **named)
+    return kind(connection, settings.reconnect)

@@ -1,0 +1,163 @@
+"""Parties that are killed, stopped, and restarted with the same command, and their results."""
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors.torch import load_file, save
+
+from splitveil.simulation import free_address
+from tests.support import certificates
+from tests.support.processes import Pair, Party, PartyName
+from tests.support.runs import write_example
+
+
+class Settings(NamedTuple):
+    """Overrides of one run's settings."""
+
+    both: tuple[str, ...] = ()
+    active: tuple[str, ...] = ()
+    passive: tuple[str, ...] = ()
+
+    def of(self, party: PartyName) -> tuple[str, ...]:
+        own = self.active if party == "active" else self.passive
+        return (*self.both, *own)
+
+
+# ---- what a run leaves ----
+
+
+class Outcome(NamedTuple):
+    """All that must not depend on faults."""
+
+    weights: dict[str, bytes]
+    metrics: dict[str, list[str]]
+    summary: dict[str, Any]
+
+
+def outcome(runs: Path) -> Outcome:
+    """Read what both parties have written."""
+    folders = {party: runs / "small" / party for party in ("active", "passive")}
+    summary = json.loads((folders["active"] / "summary.json").read_text())
+    return Outcome(
+        # Without the metadata, which only a process writes.
+        {p: save(load_file(at / "checkpoint/model.safetensors")) for p, at in folders.items()},
+        {party: metrics_of(at) for party, at in folders.items()},
+        {name: summary[name] for name in ("steps", "epochs", "test_auc", "test_loss", "ledger")},
+    )
+
+
+def metrics_of(folder: Path) -> list[str]:
+    """Return the lines of a party's metrics without their times, in an order of their own.
+
+    The attacks write theirs when they are ready, beside the training; an alignment that did not
+    come to its end on both sides is noted again when it does.
+    """
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if line["kind"] != "alignment"]
+    plain = [{k: v for k, v in line.items() if k != "time_s"} for line in lines]
+    return sorted(json.dumps(line, sort_keys=True) for line in plain)
+
+
+def assert_same(found: Outcome, expected: Outcome, told: str = "") -> None:
+    """Compare two runs bit for bit."""
+    for party in ("active", "passive"):
+        one, other = Counter(found.metrics[party]), Counter(expected.metrics[party])
+        assert one == other, f"{told}\n{party}: {one - other} instead of {other - one}"
+        assert found.weights[party] == expected.weights[party], f"{told}\n{party}'s weights"
+    assert found.summary == expected.summary, told
+
+
+# ---- processes ----
+
+
+Between = Callable[[str], AbstractContextManager[Any]]
+"""Puts something before the active party's address; what it gives has an ``address``."""
+
+
+@contextmanager
+def kept_up(
+    folder: Path, settings: Settings, log: str = "run", between: Between | None = None
+) -> Iterator[Pair]:
+    """Yield both parties at a free port, not started; one that still runs in the end is killed.
+
+    Args:
+        folder: as ``write_example`` leaves it.
+        settings: overrides.
+        log: what names the files of their output.
+        between: what stands between the two.
+    """
+    there = address = free_address()
+    with ExitStack() as stack:
+        if between is not None:
+            there = stack.enter_context(between(address)).address
+        where = f"listen={address}", f"connect={there}"
+        own = settings.of("active"), settings.of("passive")
+        both = Pair(
+            Party("active", folder, where[0], *own[0], log=log, begin=False),
+            Party("passive", folder, where[1], *own[1], log=log, begin=False),
+        )
+        try:
+            yield both
+        finally:
+            for party in both:
+                if party.starts:
+                    party.kill()
+
+
+def run_once(
+    folder: Path,
+    settings: Settings,
+    between: Between | None = None,
+    trusted: Path | None = None,
+) -> Outcome:
+    """Write an example, let both parties run to their end, and return what they leave.
+
+    Args:
+        folder: gets the example, and the results in ``runs``.
+        settings: overrides.
+        between: what stands between the two.
+        trusted: certificates of both; None for plain text.
+    """
+    write_example(folder)
+    if trusted is not None:
+        certificates.use(trusted, folder)
+    with kept_up(folder, settings, between=between) as both:
+        both.active.start()
+        both.wait_until(lambda: "waiting for the passive party" in both.active.said)
+        both.passive.start()
+        assert both.wait() == (0, 0), both.outputs
+    return outcome(folder / "runs")
+
+
+def wait_for_line(both: Pair, line: int) -> None:
+    """Wait until the active party has noted so much, and see to it that the run is not over."""
+    both.wait_until(lambda: both.active.lines >= line)
+    assert [party.exit_code for party in both] == [None, None], both.outputs
+
+
+def killed_and_resumed(
+    folder: Path, settings: Settings, whole: Outcome, struck: Sequence[Sequence[str]]
+) -> None:
+    """Kill parties of a run one after the other at random steps; compare it with the whole one."""
+    generator, lines = random.Random(len(whole.metrics["active"])), len(whole.metrics["active"])
+    share = 0.8 / len(struck)
+    with kept_up(folder, settings) as both:
+        both.start()
+        for part, names in enumerate(struck):
+            at = 0.1 + share * part + 0.7 * share * generator.random()
+            wait_for_line(both, int(lines * at))
+            victims = [party for party in both if party.party in names]
+            for party in victims:
+                party.kill()
+            for party in victims:
+                party.start()
+        assert both.wait() == (0, 0), both.outputs
+        for party in both:
+            assert ("resuming in epoch" in party.output) == (party.starts > 1), both.outputs
+        assert_same(outcome(folder / "runs"), whole, both.outputs)
+    assert not list((folder / "runs" / "small").glob("*.previous-*"))

@@ -1,0 +1,444 @@
+"""More than two classes, from file to ledger: labels, refusals, training, resume, plan, audits."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import roc_auc_score
+from torch import nn
+
+from splitveil.active_party.run.audit_desk import AuditDesk
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.data.features import Features, FeatureShapes
+from splitveil.common.data.settings import DataSettings
+from splitveil.common.data.table import read_table
+from splitveil.common.errors import AuditRefused, BudgetExhausted, DataError, SettingsError
+from splitveil.common.models.factory import build_top_model
+from splitveil.common.models.settings import ConvModel, MlpModel, ModelSettings, WideDeepModel
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.party.party_settings import load_party_settings
+from splitveil.common.run.messages import Answer, AuditQuestion
+from splitveil.common.run.sample_order import positions_digest
+from splitveil.common.settings import validate
+from splitveil.common.text.upper_bounds import at_most
+from tests.support.compared import assert_same
+from tests.support.peers import InProcessPeer
+from tests.support.plans import printed_plan
+from tests.support.runs import build_parties, run_in_process, run_over_grpc
+from tests.support.several import build_several, write_several
+from tests.support.several import run_in_process as run_in_process_several
+from tests.support.several_classes import CLASSES, write_classes
+
+EVERY_2 = "contract.checkpoints.every_steps=2"
+DEFENSES = {
+    "none": "{name: none}",
+    "iso": "{name: iso, insecure_noise_seed: 7}",
+    "max_norm": "{name: max_norm, insecure_noise_seed: 7}",
+    "persistent max_norm": "{name: max_norm, noise: persistent, insecure_noise_seed: 7}",
+    "marvell": "{name: marvell, insecure_noise_seed: 7}",
+    "marvell to an AUC": "{name: marvell, strength: {leak_auc: 0.6}, insecure_noise_seed: 7}",
+    "running marvell": "{name: marvell, statistics: running, insecure_noise_seed: 7}",
+    "noisy_label": "{name: noisy_label, mechanism: {kind: randomized_response, epsilon: 2}, "
+    "insecure_noise_seed: 7}",
+    "true top labels": "{name: noisy_label, top_labels: true, "
+    "mechanism: {kind: randomized_response, epsilon: 2}, insecure_noise_seed: 7}",
+    "gaussian posterior": "{name: noisy_label, insecure_noise_seed: 7, "
+    "mechanism: {kind: gaussian, noise_ratio: 1, posterior: model}}",
+    "alibi": "{name: noisy_label, mechanism: {kind: alibi, epsilon: 2}, insecure_noise_seed: 7}",
+}
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("example")
+    write_classes(folder)
+    return folder
+
+
+# ---- labels ----
+
+
+def labels_of(folder: Path, column: str, classes: object, *cells: str) -> list[float]:
+    """Read labels of a file with these cells, or of the example's."""
+    path = folder / "labels.csv"
+    path.write_text("".join(f"{cell}\n" for cell in [column, *cells]))
+    values = {"source": {"kind": "csv", "path": str(path)}, "label_column": column}
+    settings = validate(DataSettings, {**values, "classes": classes}, "data")
+    labels = read_table(settings, folder).labels
+    assert labels is not None
+    assert labels.dtype == np.float32
+    return [float(label) for label in labels]
+
+
+def test_labels_are_places_of_the_classes_named(tmp_path: Path) -> None:
+    cells = ("van", "bus", "opel", " saab ", "bus")
+    assert labels_of(tmp_path, "label", list(CLASSES), *cells) == [3, 0, 1, 2, 0]
+    assert labels_of(tmp_path, "label", ["van", "opel", "saab", "bus"], *cells) == [0, 3, 1, 2, 3]
+
+
+def test_labels_are_whole_numbers_by_count_or_as_they_are_listed(tmp_path: Path) -> None:
+    cells = ("2", "0", "1", "2")
+    assert labels_of(tmp_path, "y", 3, *cells) == [2, 0, 1, 2]
+    assert labels_of(tmp_path, "y", [2, 1, 0], *cells) == [0, 2, 1, 0]
+    assert labels_of(tmp_path, "y", [1, 2, 7], "7", "1", "2") == [2, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("classes", "cells", "part"),
+    [
+        (
+            ["bus", "opel", "van"],
+            ("bus", "tram", "van", "opel", "bike", "tram"),
+            "data.classes in rows 2, 5, 6 (3 in all); found 2 distinct values there",
+        ),
+        (3, ("0", "1", "2", "3"), "expected a whole number from 0 to 2 in row 4"),
+        (3, ("0", "1", "2", "1.5"), "expected a whole number from 0 to 2 in row 4"),
+        (["bus", "opel", "van"], ("bus", " ", "van", "opel"), "in row 2"),
+        (["bus", "opel", "van"], ("bus", "bus", "opel"), "no row has class 'van'"),
+        (4, ("0", "1", "3"), "no row has class '2'"),
+    ],
+)
+def test_labels_that_do_not_fit_are_counted_and_not_told(
+    tmp_path: Path, classes: object, cells: tuple[str, ...], part: str
+) -> None:
+    with pytest.raises(DataError) as raised:
+        labels_of(tmp_path, "y", classes, *cells)
+    assert part in str(raised.value)
+    assert "tram" not in str(raised.value)
+    assert "1.5" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "part"),
+    [
+        ({"classes": 2}, "greater than or equal to 3"),
+        ({"classes": ["a", "b"]}, "at least 3"),
+        ({"classes": ["a", "b", "a"]}, "only once"),
+        ({"classes": 101}, "less than or equal to 100"),
+        ({"classes": [0.5, 1, 2]}, "valid string"),
+        ({"classes": 3, "positive_label": "x"}, "positive_label is for two classes"),
+        ({"classes": 3, "label_column": None, "features": {"numeric": "x"}}, "label_column"),
+    ],
+)
+def test_impossible_classes_are_refused(values: dict[str, Any], part: str) -> None:
+    plain = {"source": {"kind": "csv", "path": "x.csv"}, "label_column": "y", **values}
+    with pytest.raises(SettingsError) as raised:
+        validate(DataSettings, plain, "data")
+    assert part in str(raised.value)
+
+
+def test_columns_on_disk_hold_the_same_labels(example: Path, tmp_path: Path) -> None:
+    overrides = ["insecure_nonce_seed=1"]
+    cached = [*overrides, f"data.source.cache_dir={tmp_path}"]
+    found = []
+    for chosen in (overrides, cached, cached):
+        settings = load_party_settings(ActiveSettings, example / "active.yaml", chosen)
+        data = PartyData.load(settings.data, example)
+        found.append(data.labels_of(sorted(data.ids)))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    assert len(list(tmp_path.glob("active.csv-*"))) == 1
+    wrong = [*cached, "data.classes=[bus, opel, saab, tram]"]
+    settings = load_party_settings(ActiveSettings, example / "active.yaml", wrong)
+    with pytest.raises(DataError, match="found 1 distinct value there"):
+        PartyData.load(settings.data, example)
+
+
+def test_scikit_learn_s_digits_are_ten_classes() -> None:
+    values = {
+        "source": {"kind": "sklearn", "dataset": "digits", "shuffle_seed": 3},
+        "id_column": "id",
+        "label_column": "digit",
+        "classes": 10,
+        "features": {"numeric": "pixel_*"},
+    }
+    table = read_table(validate(DataSettings, values, "data"), Path())
+    assert len(table) == len(set(table.ids)) == 1797
+    assert table.labels is not None
+    assert np.bincount(table.labels.astype(int)).tolist() == [
+        *(178, 182, 177, 183, 181, 182, 181, 179, 174, 180)
+    ]
+    assert len(table.numeric) == 64
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    row = list(table.ids).index("image-0042")
+    assert table.labels[row] == bunch.target[42]
+    assert table.numeric["pixel_3_5"][row] == bunch.images[42][3, 5]
+
+
+# ---- models ----
+
+
+@pytest.mark.parametrize(
+    ("settings", "cut_shape"),
+    [
+        (MlpModel(kind="mlp"), (6,)),
+        (WideDeepModel(kind="wide_deep", hidden=(5,)), (6,)),
+        (ConvModel(kind="conv", channels=(3,)), (2, 4, 4)),
+    ],
+)
+def test_every_top_model_has_a_logit_for_each_class(
+    settings: ModelSettings, cut_shape: tuple[int, ...]
+) -> None:
+    shapes = FeatureShapes(numeric_dim=2, vocabulary_sizes=(3, 4), image_shape=None)
+
+    def model(num_classes: int) -> nn.Module:
+        return build_top_model(settings, cut_shape, shapes, seed=1, num_classes=num_classes)
+
+    activation = torch.randn(5, *cut_shape, generator=torch.Generator().manual_seed(1))
+    assert model(4)(activation, shapes.zeros(5)).shape == (5, 4)
+    assert model(2)(activation, shapes.zeros(5)).shape == (5,)
+    for name, weights in model(4).named_parameters():
+        assert weights.requires_grad, name
+
+
+def test_the_wide_part_adds_up_a_weight_for_each_category_and_class() -> None:
+    settings = WideDeepModel(kind="wide_deep", hidden=(5,))
+    shapes = FeatureShapes(numeric_dim=2, vocabulary_sizes=(3, 4), image_shape=None)
+    model = build_top_model(settings, (6,), shapes, seed=1, num_classes=3)
+    features = Features(torch.tensor([[2.0, -1.0]]), torch.tensor([[1, 2]]), None)
+    activation = torch.zeros(1, 6)
+    before = model(activation, features)
+    weights = dict(model.named_parameters())
+    with torch.no_grad():
+        weights["wide.input.embedding.weight"][1] += torch.tensor([1.0, 10.0, 100.0])
+        weights["wide.input.embedding.weight"][3 + 2] += torch.tensor([2.0, 20.0, 200.0])
+        weights["wide.numeric"][0] += torch.tensor([0.5, 0.0, 0.0])
+    added = model(activation, features) - before
+    assert torch.allclose(added, torch.tensor([[4.0, 30.0, 300.0]]), rtol=1e-5)
+
+
+# ---- settings ----
+
+
+@pytest.mark.parametrize(
+    ("defense", "part"),
+    [
+        ("{name: gafm}", "gafm is defined for two classes alone"),
+        ("{name: max_norm_positive}", "max_norm_positive is defined for two classes alone"),
+        ("{name: marvell, noise: persistent}", "persistent noise of marvell"),
+        ("{name: iso, noise: persistent}", "persistent noise of iso"),
+        ("{name: noisy_label}", "noisy_label by gaussian noise"),
+        (
+            "{name: noisy_label, mechanism: {kind: laplace, epsilon: 1}}",
+            "mechanism: {kind: randomized_response, epsilon: ...}",
+        ),
+    ],
+)
+def test_a_defense_of_two_classes_is_refused_when_the_settings_are_read(
+    example: Path, defense: str, part: str
+) -> None:
+    overrides = [f"defense={defense}"]
+    with pytest.raises(SettingsError) as raised:
+        load_party_settings(ActiveSettings, example / "active.yaml", overrides)
+    assert part in str(raised.value)
+    assert "data.classes: 4" in str(raised.value)
+    two = [*overrides, "data={source: {kind: csv, path: x}, id_column: id, label_column: y}"]
+    load_party_settings(ActiveSettings, example / "active.yaml", two)
+
+
+@pytest.mark.parametrize("name", DEFENSES)
+def test_the_other_defenses_are_taken(example: Path, name: str) -> None:
+    load_party_settings(ActiveSettings, example / "active.yaml", [f"defense={DEFENSES[name]}"])
+
+
+# ---- runs ----
+
+
+def test_a_run_learns_and_its_figures_are_of_the_classes(example: Path) -> None:
+    parties = build_parties(example, ["contract.epochs=15"], ["contract.epochs=15"])
+    run_in_process(parties)
+    tests = [one for one in parties.active.evaluations if one.split == "test"]
+    assert tests[-1].auc > 0.95
+    assert tests[-1].loss < 0.7 * tests[0].loss
+    classes = tests[-1].classes
+    assert classes is not None
+    assert classes.accuracy > 0.8
+    assert tests[-1].auc == pytest.approx(np.mean(classes.aucs), abs=1e-12)
+    trainer, rows = parties.session.trainer, parties.active.rows
+    assert trainer is not None
+    assert rows is not None
+    assert sorted(set(trainer.labels_of(rows.splits["train"]).tolist())) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("name", DEFENSES)
+def test_over_a_wire_it_is_the_same_bit_for_bit(example: Path, name: str, port: int) -> None:
+    active = [f"defense={DEFENSES[name]}"]
+    here, there = build_parties(example, active), build_parties(example, active)
+    run_in_process(here)
+    run_over_grpc(there, port)
+    assert_same(there, here)
+    for one, other in zip(here.passive.received, there.passive.received, strict=True):
+        assert torch.equal(one, other)
+
+
+class Lost(BaseException):
+    """Stands for kill -9: nothing of ours catches it."""
+
+
+class DiesAt(InProcessPeer):
+    """Ends the passive process when it has its nth training gradient."""
+
+    at = 0
+    _calls = 0
+
+    def receive_gradient(self) -> Answer:
+        self._calls += 1
+        reply = super().receive_gradient()
+        if self._calls == self.at:
+            raise Lost
+        return reply
+
+    def leave(self, *_: object) -> None:
+        """A killed process says nothing."""
+
+
+def dying(at: int) -> Callable[..., InProcessPeer]:
+    return type("Dies", (DiesAt,), {"at": at})
+
+
+@pytest.mark.parametrize("at", [3, 7])
+@pytest.mark.parametrize("name", DEFENSES)
+def test_a_run_whose_parties_were_killed_ends_as_if_nothing_had_happened(
+    example: Path, tmp_path: Path, name: str, at: int
+) -> None:
+    active = [f"defense={DEFENSES[name]}", EVERY_2]
+    whole = build_parties(example, active, [EVERY_2])
+    run_in_process(whole)
+    first = build_parties(example, active, [EVERY_2], runs=tmp_path)
+    with pytest.raises(Lost):
+        run_in_process(first, dying(at))
+    second = build_parties(example, active, [EVERY_2], runs=tmp_path)
+    second.session.reopen()
+    run_in_process(second)
+    assert second.active.resumed != []
+    assert_same(second, whole)
+
+
+def test_a_budget_ends_a_run_by_the_charges_of_the_worst_pair(example: Path) -> None:
+    marvell = "defense={name: marvell, strength: {sum_kl: 0.2}, insecure_noise_seed: 7}"
+    overrides = ["contract.epochs=5", "contract.split={kind: hash, train: 0.8, test: 0.2}"]
+    parties = build_parties(
+        example,
+        [marvell, "run_budget={sum_kl: 0.5, covers: knows class means only}", *overrides],
+        overrides,
+    )
+    with pytest.raises(BudgetExhausted, match="run_budget"):
+        run_in_process(parties)
+    assert isinstance(parties.session.error, BudgetExhausted)
+    bounds = parties.session.leak_bounds()
+    # Two answers fit into it, a third one not; the first answer before a class was seen is free.
+    assert bounds.sum_kl.max == pytest.approx(0.4, rel=1e-6)
+
+
+def test_noisy_labels_keep_their_epsilon_in_the_ledger(example: Path) -> None:
+    parties = build_parties(example, [f"defense={DEFENSES['noisy_label']}"])
+    run_in_process(parties)
+    _, bounds = parties.active.ledger[-1]
+    assert bounds.epsilon == 2.0
+    kept = math.exp(2) / (3 + math.exp(2))
+    charge = 2 * 2.0 * (kept - (1 - kept) / 3)
+    assert bounds.sum_kl.max == pytest.approx(charge, rel=1e-9)
+
+
+# ---- plan and audits ----
+
+
+def test_the_plan_names_the_classes_and_the_range_of_charges(example: Path) -> None:
+    told = printed_plan(example, "defense={name: marvell, strength: {power_ratio: 4}}", target=0.65)
+    assert "4 classes: 'bus' " in told
+    assert "positive" not in told
+    factor = 3 * (1 + math.sqrt(3)) / 2
+    assert f"at most {at_most(factor / 4)}" in told
+    assert "pair of classes left furthest apart" in told
+    assert "persistent" not in told
+    assert "whatever the class means" in told
+    exact = printed_plan(example, "defense={name: marvell, strength: {sum_kl: 0.25}}")
+    assert "at most 0.25 " in exact
+    running = "defense={name: marvell, statistics: running, strength: {sum_kl: 0.25}}"
+    assert "at most" not in printed_plan(example, running)
+    assert "Met by every batch" in exact
+    noisy = printed_plan(example, f"defense={DEFENSES['noisy_label']}")
+    kept = math.exp(2) / (3 + math.exp(2))
+    assert at_most(4 * (kept - (1 - kept) / 3)) in noisy
+
+
+def test_no_batch_is_charged_outside_the_plan_s_range(example: Path) -> None:
+    parties = build_parties(example, [f"defense={DEFENSES['marvell']}"])
+    run_in_process(parties)
+    epochs = len(parties.active.ledger)
+    _, bounds = parties.active.ledger[-1]
+    factor = 3 * (1 + math.sqrt(3)) / 2
+    assert 0.25 * epochs <= bounds.sum_kl.max <= factor / 4 * epochs
+    assert bounds.sum_kl.mean > 0.25 * (epochs - 1)
+
+
+def question(scores: np.ndarray) -> AuditQuestion:
+    positions = np.arange(len(scores))
+    return AuditQuestion(
+        run_id="run",
+        epoch=0,
+        attack="spectral",
+        layer="cut",
+        positions_digest=positions_digest(positions),
+        scores=torch.from_numpy(scores).float(),
+    )
+
+
+def test_an_audit_is_answered_for_the_worst_pair_with_enough_examples() -> None:
+    generator = np.random.default_rng(1)
+    places = np.repeat([0, 1, 2], [1300, 1000, 999])
+    scores = generator.normal(size=3299) + np.array([0.0, 1.0, 50.0])[places]
+    desk = AuditDesk(is_open=True)
+    desk.open_epoch(0)
+    labels = torch.from_numpy(places).float()
+    told = desk.answer(
+        question(scores), np.arange(3299), lambda rows: labels[rows], lambda *_: None, 3
+    )
+    expected = roc_auc_score(places[:2300], scores[:2300].astype(np.float32))
+    assert told == round(float(expected), 2) < 0.9
+    few = np.repeat([0, 1, 2], [100, 1000, 100])
+    labels = torch.from_numpy(few).float()
+    with pytest.raises(AuditRefused, match="1000 of each of two"):
+        desk.answer(
+            question(scores[:1200]), np.arange(1200), lambda rows: labels[rows], lambda *_: None, 3
+        )
+
+
+# ---- several passive parties ----
+
+
+def with_classes(folder: Path) -> Path:
+    """Write an example of three passive parties, its labels made three classes of."""
+    write_several(folder, 3)
+    lines = (folder / "active.csv").read_text().splitlines()
+    text = [lines[0]]
+    for line in lines[1:]:
+        name, label, *own = line.split(",")
+        text.append(",".join([name, label if float(own[0]) < 0.5 else "2", *own]))
+    (folder / "active.csv").write_text("\n".join(text) + "\n")
+    return folder
+
+
+@pytest.mark.parametrize("aggregation", ["mean", "concat"])
+def test_one_gradient_is_defended_for_all_passive_parties(tmp_path: Path, aggregation: str) -> None:
+    """Their parts together are the gradient that was charged once: marvell on the whole cut."""
+    marvell = "defense={name: marvell, strength: {sum_kl: 0.2}, insecure_noise_seed: 7}"
+    several = build_several(
+        with_classes(tmp_path), [f"contract.aggregation={aggregation}"], ["data.classes=3", marvell]
+    )
+    run_in_process_several(several)
+    assert several.errors == {}
+    parts = [torch.stack(party.seen.received[:2]) for party in several.passive.values()]
+    sent = torch.stack(several.seen.sent[:2])
+    together = torch.cat(parts, dim=2) if aggregation == "concat" else 3 * parts[0]
+    assert torch.allclose(together, sent, rtol=1e-6, atol=0)
+    assert several.seen.evaluations[-1].classes is not None
+    _, bounds = several.seen.ledger[-1]
+    # Two epochs; the steps before every class was seen are charged nothing.
+    assert bounds.sum_kl.max == pytest.approx(0.4, rel=1e-6)

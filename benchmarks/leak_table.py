@@ -34,8 +34,8 @@ import torch
 
 from benchmarks.environment import print_environment
 from splitveil.active_party.monitor.stated import ledger_figures
+from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import ATTACKS, CUT, RunAttackName
-from splitveil.common.privacy.covers import Covers
 from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
 from splitveil.common.privacy.run_level import RunLevelLeak
 from tests.support.attacked_run import (
@@ -162,7 +162,7 @@ def run_table(runs: Mapping[str, Sequence[AttackedRun]]) -> list[str]:
     for defense, found in runs.items():
         leaks = [interval([r.run_level[layer][name] for r in found]) for layer, name in columns]
         estimate = average(found, lambda r: r.bounds.estimate.max)
-        bound = average(found, lambda r: r.bounds.against(Covers.CLASS_MEANS).leak_auc.max)
+        bound = average(found, lambda r: r.bounds.against(Adversary.CLASS_MEANS).leak_auc.max)
         lines.append(row([defense, *leaks, estimate, bound]))
     told = every[0].features_alone.keys()
     alone = [

@@ -20,8 +20,8 @@ from splitveil.active_party.report.figures import (
 )
 from splitveil.active_party.report.run_files import RunFiles, num_classes
 from splitveil.common.privacy.accumulation import NUM_HINTS, SOURCES
+from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import ATTACKS, Attack, SideInformation
-from splitveil.common.privacy.covers import Covers
 from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
 from splitveil.common.record.beyond_figures import AdjustedFigures, BeyondFigures
 from splitveil.common.record.summary import ActiveFigures
@@ -215,7 +215,7 @@ def _level(
 def _headline(
     findings: Sequence[Finding],
     accumulated: Sequence[RunLevel],
-    bounds: Mapping[Covers, float],
+    bounds: Mapping[Adversary, float],
 ) -> str:
     whole_run = _highest(accumulated)
     easiest = _highest([one for one in accumulated if not _more_than_free(one.attack)])
@@ -299,7 +299,7 @@ def _told(summary: ActiveFigures) -> Iterator[str]:
 
 
 def _doubts(
-    alarms: int | None, accumulated: Sequence[RunLevel], bounds: Mapping[Covers, float]
+    alarms: int | None, accumulated: Sequence[RunLevel], bounds: Mapping[Adversary, float]
 ) -> Iterator[str]:
     """Yield the evidence against the ledger's figures."""
     if alarms:

@@ -12,9 +12,8 @@ from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.errors import LeakGateClosed
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.attacks import SideInformation
+from splitveil.common.privacy.attacks import FINAL_ATTACKS, SideInformation
 from splitveil.common.privacy.audit import BatchLeak
-from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
 from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.record.leak_figures import LeakFigures
 from splitveil.common.record.leak_recorder import AuditedRun, LeakRecorder

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from splitveil.active_party.defenses.gaussian_dp import epsilon_of
 from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.epsilon_audit import p_value
+from splitveil.common.privacy.observational_audit import p_value
 from splitveil.common.record import summary
 from splitveil.common.record.beyond_figures import BeyondFigures, passed_bounds
 from splitveil.common.record.figures import LedgerFigures, SpreadFigures

@@ -15,7 +15,7 @@ from splitveil import Ledger, attacks, audit, defenses, plan, settings_schema
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import SettingsError
-from splitveil.common.privacy.epsilon_audit import epsilon_lower_bound
+from splitveil.common.privacy.observational_audit import epsilon_lower_bound
 from splitveil.common.settings import validate
 from tests.support.programs import ROOT
 from tests.support.runs import ACTIVE, CONTRACT, write_example

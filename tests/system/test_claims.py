@@ -23,12 +23,10 @@ from scipy.optimize import brentq
 from scipy.stats import norm as normal
 
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.attacks import ATTACKS, AttackName
-from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
+from splitveil.common.privacy.attacks import ATTACKS, FINAL_ATTACKS, RUN_ATTACKS, AttackName
 from splitveil.common.privacy.run_level import RunLevelLeak
 from tests.support.attacked_run import (
     BATCH_ATTACKS,
-    RUN_ATTACKS,
     AttackedRun,
     attacked_run,
     deal_labels,

@@ -13,8 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from splitveil.common.data.features import Features
 from splitveil.common.models.blocks import predict_in_blocks
-from splitveil.common.models.learning import in_training_mode
-from splitveil.common.models.random_state import random_state, set_random_state
+from splitveil.common.models.training_state import in_training_mode, random_state, set_random_state
 from splitveil.common.run.host_copies import to_device
 from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions

@@ -10,7 +10,7 @@ from splitveil.active_party.defenses.objective import BatchLabels, StepOutcome, 
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
 from splitveil.active_party.training.predictions import LossWeights
 from splitveil.common.data.features import Features
-from splitveil.common.models.learning import trained_of
+from splitveil.common.models.training_state import trained_of
 from splitveil.common.run.progress import State
 
 TopCompute = Callable[[Tensor, Features | None], Tensor]

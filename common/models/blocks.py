@@ -1,4 +1,4 @@
-"""Computes predictions in blocks of a fixed number of rows, so that they do not depend on company.
+"""Computes predictions in blocks of a fixed number of rows, whatever rows are beside them.
 
 The bits of a matrix product depend on how many rows it has: libraries choose another order of
 summation for other sizes. Those of a sigmoid depend on whether a value is at the end of an odd
@@ -79,10 +79,10 @@ def predict_in_blocks(
         parts = []
         for start in range(0, num_rows, at_once):
             block = [_block(part, start, num_rows, layout) for part in inputs]
-            found = link(model(*block))
+            outputs = link(model(*block))
             if at_once < layout.size:
-                found = found[layout.places]
-            parts.append(found[: num_rows - start])
+                outputs = outputs[layout.places]
+            parts.append(outputs[: num_rows - start])
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -112,9 +112,9 @@ def _equal_places(
     while trials < _LEAST_TRIALS or values < _TRIED_VALUES:
         row = [_drawn(part, generator) for part in inputs]
         output = model(*(_block(part, 0, 1, every_place) for part in row))
-        for found in (output, link(output)):
+        for values_of in (output, link(output)):
             # A model that answers with NaN does so in every place.
-            same = (found == found[:1]) | found.isnan()
+            same = (values_of == values_of[:1]) | values_of.isnan()
             equal &= same.flatten(1).all(1) if same.dim() > 1 else same
         values += output[0].numel()
         trials += 1

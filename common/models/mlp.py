@@ -56,7 +56,6 @@ class DenseBottom(nn.Module):
         self.input = FeatureInput(shapes, embedding_dim)
 
     def forward(self, features: Features) -> Tensor:
-        """Return the activation, (rows, *cut shape)."""
         activation: Tensor = self.layers(self.input(features))
         return activation.reshape(-1, *self.cut_shape)
 
@@ -90,7 +89,6 @@ class MlpTop(nn.Module):
         self.layers = _dense_layers(settings, math.prod(cut_shape) + own_dim, num_logits, None)
 
     def forward(self, activation: Tensor, features: Features | None) -> Tensor:
-        """Return the logits: (rows,) if there is one per row, otherwise (rows, logits)."""
         parts = [activation.flatten(1)]
         if self.input is not None and features is not None:
             parts.append(self.input(features))

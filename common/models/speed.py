@@ -82,7 +82,6 @@ class _Casting:
         return _Casting()
 
     def enter(self, model: nn.Module, _given: Any) -> None:
-        """Begin, if this is a pass of training."""
         if model.training:
             parameter = next(model.parameters(), None)
             kind = "cpu" if parameter is None else parameter.device.type

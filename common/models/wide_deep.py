@@ -63,7 +63,6 @@ class WideDeepTop(nn.Module):
         self.wide = WidePart(shapes, num_logits)
 
     def forward(self, activation: Tensor, features: Features) -> Tensor:
-        """Return the logits: (rows,) if there is one per row, otherwise (rows, logits)."""
         deep = without_single(self.deep(self.layers(activation.flatten(1))))
         logits: Tensor = deep + self.wide(features)
         return logits
@@ -86,7 +85,6 @@ class WidePart(nn.Module):
         self.numeric = nn.Parameter(torch.zeros(size)) if shapes.numeric_dim else None
 
     def forward(self, features: Features) -> Tensor:
-        """Return the logits: (rows,) if there is one per row, otherwise (rows, logits)."""
         values: Tensor = self.input(features)
         if self.numeric is None:
             return self._summed(values)

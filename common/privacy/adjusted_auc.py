@@ -1,4 +1,4 @@
-"""The covariate-adjusted leak AUC: how well a score tells labels that features do not tell.
+"""The covariate-adjusted leak AUC: how well a score reveals labels that features do not reveal.
 
     strata                       rows with nearly the same prediction q of a model that has not seen
                                  their labels
@@ -102,12 +102,7 @@ class Placements(NamedTuple):
 
 
 def placements(scores: Floats, positive: Mask, weights: Floats | None = None) -> Placements:
-    """Return the placements of all rows.
-
-    Args:
-        scores: (rows,); infinities are allowed.
-        positive: (rows,), some true and some false.
-        weights: positive numbers, (rows,), of which those of the negatives count; equal by default.
+    """Return the placements of all rows; the weights of the negatives count, equal by default.
 
     Raises:
         OneClass: there is no positive, or no negative.
@@ -136,10 +131,6 @@ def strata_of(predictions: Floats, positive: Mask, max_strata: int = MAX_STRATA)
     There are at most ``max_strata``, and one for every ``MIN_PER_STRATUM`` rows of the rarer class;
     neighbours are merged until each has two rows of both classes.
 
-    Args:
-        predictions: of the positive class, (rows,).
-        positive: (rows,).
-
     Returns:
         The number of each row's stratum from 0, ascending with the predictions, (rows,).
     """
@@ -162,8 +153,6 @@ def adjusted_leak_auc(
     """Return the leak AUC among rows with nearly the same prediction, with its 95 % interval.
 
     Args:
-        scores: (rows,); infinities are allowed.
-        positive: (rows,).
         predictions: of the positive class, by a model that has not seen the row's label, (rows,),
             above 0 and below 1.
 
@@ -189,12 +178,7 @@ def adjusted_leak_auc(
 
 
 def advantage_over(prior: Floats, scores: Floats, positive: Mask) -> Advantage:
-    """Compare an attack with what the attacker knew before.
-
-    Args:
-        prior: the scores of the attacker's own model, (rows,); any constant if it has none.
-        scores: the attack's, (rows,).
-        positive: (rows,).
+    """Compare an attack with ``prior``, the scores of the attacker's own model, or a constant.
 
     Raises:
         OneClass: there is no positive, or no negative.
@@ -216,10 +200,6 @@ def operating_points(scores: Floats, positive: Mask) -> OperatingPoints:
     A tie with the first negative too many counts as not found. Ties at the end of the highest
     scores count with their share of positives.
 
-    Args:
-        scores: (rows,).
-        positive: (rows,).
-
     Raises:
         OneClass: there is no positive, or no negative.
     """
@@ -234,7 +214,7 @@ def operating_points(scores: Floats, positive: Mask) -> OperatingPoints:
 
 
 def _interval(auc: float, variance: float, rarer: int) -> tuple[float, float]:
-    # Half a pair of the rarer class told wrong: at an area of 1 the variance found is 0.
+    # Half a pair of the rarer class in the wrong order: at an area of 1 the variance found is 0.
     inside = min(max(auc, 0.5 / rarer), 1 - 0.5 / rarer)
     variance = max(variance, inside * (1 - inside) / (3 * rarer))
     centre = np.log(inside / (1 - inside))
@@ -260,11 +240,7 @@ def _share_below(values: Floats, others: Floats, weights: Floats) -> Floats:
 
 
 def _merged(counts: npt.NDArray[np.int64]) -> Strata:
-    """Return the new number of each stratum, so that each has enough rows of both classes.
-
-    Args:
-        counts: rows of each class and stratum, (2, strata).
-    """
+    """Return the new number of each stratum, so that each has enough rows of both classes."""
     numbers = np.zeros(counts.shape[1], dtype=np.int64)
     held, number = np.zeros(2, dtype=np.int64), 0
     for index, of_both in enumerate(counts.T):

@@ -131,11 +131,7 @@ class SideInformation(StrEnum):
     @property
     def is_oracle(self) -> bool:
         """Whether only an evaluation has it, and a passive party does not."""
-        return self in (
-            SideInformation.POSITIVE_GRADIENT,
-            SideInformation.CLASSES,
-            SideInformation.PREDICTIONS,
-        )
+        return self.value.endswith(_EVALUATION_ONLY)
 
     @property
     def is_free(self) -> bool:
@@ -160,17 +156,6 @@ class Knowledge(NamedTuple):
 
     other_hints: Tensor | None = None
     """Gradient of one example of each other class, (classes, ...)."""
-
-
-_FIELDS = {
-    SideInformation.POSITIVE_GRADIENT: "positive_gradient",
-    SideInformation.HINTS: "hints",
-    SideInformation.CLASSES: "classes",
-    SideInformation.ACTIVATIONS: "activations",
-    SideInformation.PREDICTIONS: "predictions",
-    SideInformation.OTHER_HINTS: "other_hints",
-}
-"""Side information -> field of `Knowledge`, in the order of a function's arguments."""
 
 
 class Attack(NamedTuple):
@@ -200,8 +185,9 @@ class Attack(NamedTuple):
 
     @property
     def arguments(self) -> dict[SideInformation, str]:
-        """Side information that is handed over -> field of `Knowledge`."""
-        return {need: name for need, name in _FIELDS.items() if need in self.needs}
+        """Side information that is handed over -> field of `Knowledge`, in order."""
+        handed_over = self.needs - {SideInformation.POSITIVES_ARE_FEWER}
+        return {need: need.name.lower() for need in SideInformation if need in handed_over}
 
     def runs_at(self, layer: str) -> bool:
         """Return whether it has scores of its own at a layer."""

@@ -66,10 +66,6 @@ class LastActivations:
         self._num_examples = num_examples
         self._rows: Tensor | None = None
 
-    @property
-    def num_bytes(self) -> int:
-        return 0 if self._rows is None else self._rows.nbytes
-
     def add(self, positions: Tensor, activations: Tensor) -> None:
         """Add one batch: positions in the common order, (batch,), and activations, (batch, ...)."""
         rows = activations.detach().flatten(start_dim=1).cpu()
@@ -152,12 +148,7 @@ def pick_labelled(
 ) -> Hints | None:
     """Draw examples with known labels, equally many of each class as far as there are as many.
 
-    Args:
-        labels: class indices, (examples,).
-        num_hints: number of examples; what does not divide evenly goes to the first classes.
-
-    Returns:
-        None if there is only one class, or no example would be left to score.
+    Returns None if there is only one class, or no example would be left to score.
     """
     classes = np.unique(labels)
     if len(classes) < 2 or num_hints >= len(labels):
@@ -173,11 +164,6 @@ def pick_labelled(
 
 def complete_model(activations: Tensor, hints: Hints, num_classes: int, seed: int) -> Tensor:
     """Train a head on activations with some known labels, and classify all examples with it.
-
-    Args:
-        activations: of the examples, (examples, ...), finite, of any floating dtype.
-        hints: at least one example.
-        seed: of batches and mixing; the same seed gives the same result.
 
     Returns:
         The head's logits, (examples, classes), float64.

@@ -34,83 +34,49 @@ def auc(scores: Values, labels: Values) -> float:
         OneClass: there is no positive, or no negative.
         ValueError: the shapes differ, a score is NaN, or a label is neither 0 nor 1.
     """
-    values = _one_per_example(scores, "scores")
-    classes = _one_per_example(labels, "labels")
-    return float(auc_many(values[None], classes)[0])
+    values = _one_per_example(scores, "scores").double()
+    classes = _one_per_example(labels, "labels").to(values.device)
+    if len(values) != len(classes):
+        raise ValueError(f"expected one label per score, got {len(classes)} for {len(values)}")
+    _refuse_nan(values)
+    positive = classes == 1
+    num_positives = _count(positive)
+    if num_positives + _count(classes == 0) != len(classes):
+        raise ValueError("expected labels in {0, 1}")
+    if num_positives in (0, len(classes)):
+        raise OneClass(f"{len(classes)} labels of one class have no AUC")
+    return float(areas(values[None], positive)[0])
 
 
-def auc_many(scores: Tensor, labels: Tensor, kept: Tensor | None = None) -> Tensor:
+def areas(scores: Tensor, positive: Tensor, chosen: Tensor | None = None) -> Tensor:
     """Return the AUC of several scores of the same examples at once, on the scores' device.
 
-    Args:
-        scores: (scores, batch); infinities are allowed.
-        labels: 0 or 1 per example in any dtype, (batch,) or (batch, 1).
-        kept: which examples count for which score, (scores, batch) of booleans; all by default.
-
-    Returns:
-        (scores,) in float64; NaN where the kept examples are all of one class.
-
-    Raises:
-        OneClass: the labels hold no positive, or no negative.
-        ValueError: the shapes differ, a score is NaN, or a label is neither 0 nor 1.
-    """
-    values = scores.detach().double()
-    classes = _one_per_example(labels, "labels").to(values.device)
-    if values.shape[1] != len(classes):
-        raise ValueError(f"expected one label per score, got {len(classes)} for {values.shape[1]}")
-    if not _has_both_classes(classes):
-        _refuse_nan(values)
-        raise OneClass(f"{len(classes)} labels of one class have no AUC")
-    return areas(values, classes == 1, kept)
-
-
-def areas(scores: Tensor, positive: Tensor, kept: Tensor | None = None) -> Tensor:
-    """Return the AUC of several scores as `auc_many` does, of labels that are known to be valid.
+    Which operations are done depends on the scores alone.
 
     Args:
-        scores: (scores, batch), float64.
+        scores: (scores, batch), float64; infinities are allowed.
         positive: booleans, (batch,), on the scores' device.
-        kept: which examples count for which score, (scores, batch); all by default.
+        chosen: which examples count for which score, (scores, batch); all by default.
 
     Returns:
-        (scores,) in float64; NaN where the kept examples are all of one class. Which operations are
-        done depends on the scores alone.
+        (scores,) in float64; NaN where the chosen examples are all of one class.
 
     Raises:
         ValueError: a score is NaN.
     """
     _refuse_nan(scores)
-    counted = None if kept is None else kept.to(scores.device)
+    counted = None if chosen is None else chosen.to(scores.device)
     if scores.device.type != "cpu":
         return _by_average_ranks(scores, positive, counted)
-    found, tied = map(torch.from_numpy, _by_sorted_keys(scores, positive, counted))
+    aucs, tied = map(torch.from_numpy, _by_sorted_keys(scores, positive, counted))
     if bool(tied.any()):
         of_tied = None if counted is None else counted[tied]
-        found[tied] = _by_average_ranks(scores[tied], positive, of_tied)
-    return found
-
-
-def _has_both_classes(labels: Tensor) -> bool:
-    """Return whether there are positives and negatives."""
-    num_positives, num_negatives = _count(labels == 1), _count(labels == 0)
-    if num_positives + num_negatives != len(labels):
-        raise ValueError("expected labels in {0, 1}")
-    return num_positives > 0 and num_negatives > 0
-
-
-def leak_auc_many(scores: Tensor, labels: Tensor, kept: Tensor | None = None) -> Tensor:
-    """Return ``max(auc, 1 - auc)`` for each row of scores."""
-    areas = auc_many(scores, labels, kept)
-    return torch.maximum(areas, 1.0 - areas)
+        aucs[tied] = _by_average_ranks(scores[tied], positive, of_tied)
+    return aucs
 
 
 def leak_auc(scores: Values, labels: Values) -> float:
-    """Return ``max(auc, 1 - auc)``: an inverted score is a leak too.
-
-    Raises:
-        OneClass: there is no positive, or no negative.
-        ValueError: as for `auc`.
-    """
+    """Return ``max(auc, 1 - auc)``, and raise as `auc` does: an inverted score is a leak too."""
     area = auc(scores, labels)
     return max(area, 1.0 - area)
 
@@ -157,7 +123,7 @@ def leak_auc_interval(
 
 
 def _by_sorted_keys(
-    values: Tensor, positives: Tensor, kept: Tensor | None
+    values: Tensor, positives: Tensor, chosen: Tensor | None
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
     """Return the AUCs by one plain sort of 64-bit keys, and which rows have ties.
 
@@ -170,27 +136,27 @@ def _by_sorted_keys(
     keys = keys ^ ((keys >> 63) & _LARGEST_KEY)
     keys = (keys & ~1) | positive
     num_positives: Any = np.count_nonzero(positive)
-    num_kept: Any = len(positive)
-    if kept is not None:
-        uses = kept.numpy()
+    num_chosen: Any = len(positive)
+    if chosen is not None:
+        uses = chosen.numpy()
         keys[~uses] = _LARGEST_KEY - 1  # above every score, where it changes no rank
         num_positives = np.count_nonzero(uses & positive, axis=1)
-        num_kept = np.count_nonzero(uses, axis=1)
+        num_chosen = np.count_nonzero(uses, axis=1)
     keys.sort(axis=1)
     tied = ((keys[:, 1:] ^ keys[:, :-1]) <= 1).any(axis=1)
     ranks = (keys & 1) @ np.arange(len(positive))
     below = ranks - num_positives * (num_positives - 1) // 2
-    pairs = num_positives * (num_kept - num_positives)
+    pairs = num_positives * (num_chosen - num_positives)
     return np.divide(below, pairs, out=np.full(len(keys), np.nan), where=pairs > 0), tied
 
 
-def _by_average_ranks(values: Tensor, positive: Tensor, kept: Tensor | None) -> Tensor:
+def _by_average_ranks(values: Tensor, positive: Tensor, chosen: Tensor | None) -> Tensor:
     """Return the AUCs for scores with any ties."""
     order = _ascending(values)
     ranked = values.gather(1, order)
     positive, negative = positive[order], ~positive[order]
-    if kept is not None:
-        counts = kept.gather(1, order)
+    if chosen is not None:
+        counts = chosen.gather(1, order)
         positive, negative = positive & counts, negative & counts
     up_to_here = negative.cumsum(dim=1)
     first, last = _ends_of_ties(ranked)

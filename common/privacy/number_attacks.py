@@ -64,12 +64,7 @@ _Floats = npt.NDArray[np.float64]
 
 
 def top_direction_r2(gradients: Tensor, labels: Tensor) -> float:
-    """Return the squared correlation of labels and projections; NaN if one of them is constant.
-
-    Args:
-        gradients: (rows, ...), finite.
-        labels: (rows,).
-    """
+    """Return the squared correlation of labels and projections; NaN if one of them is constant."""
     scores = prepared(gradients.cpu()).top.projections.numpy()
     return _squared_correlation(scores, labels.detach().double().cpu().numpy())
 
@@ -83,10 +78,7 @@ def informed_r2(gradients: Tensor, labels: Tensor, predictions: Tensor, slopes: 
 def informed_scores(gradients: Tensor, predictions: Tensor, slopes: Tensor) -> Tensor:
     """Return prediction less solved residual, (rows,) float64 on the CPU.
 
-    Args:
-        gradients: (rows, ...), finite.
-        predictions: of the model, (rows,).
-        slopes: the gradient of each row for a residual of 1, like ``gradients``.
+    ``slopes`` holds the gradient of each row for a residual of 1.
     """
     rows, units = (values.detach().flatten(1).cpu().double() for values in (gradients, slopes))
     powers = units.square().sum(dim=1)
@@ -109,10 +101,6 @@ def ridge_scores(
     """Estimate labels by a ridge regression from a few known ones.
 
     The penalty is the one with the smallest leave-one-out error on the known rows.
-
-    Args:
-        gradients: (rows, ...), finite.
-        labels: (rows,), of which those of the known rows are read.
     """
     rows = prepared(gradients.cpu()).rows.numpy()
     known = labels.detach().double().cpu().numpy()
@@ -124,11 +112,9 @@ def ridge_scores(
 
 
 def ridge_r2(gradients: Tensor, labels: Tensor, seed: int, num_hints: int = NUM_HINTS) -> float:
-    """Return the R2 of `ridge_scores`.
+    """Return the R2 of `ridge_scores`, at least 0: that of the mean of the known labels.
 
-    Returns:
-        At least 0, which is the mean of the known labels; NaN if fewer than two other rows are
-        left, or their labels are all the same.
+    NaN if fewer than two other rows are left, or their labels are all the same.
     """
     if len(labels) < num_hints + 2:
         return float("nan")
@@ -283,11 +269,6 @@ def adjusted_r2(features: npt.NDArray[np.float32], labels: _Floats, scores: _Flo
 
     The interval is that of a correlation by its influence function, which asks for no distribution.
 
-    Args:
-        features: (rows, values), finite.
-        labels: (rows,), finite.
-        scores: (rows,), finite.
-
     Returns:
         NaN where features leave nothing of the labels; 0 where they leave nothing of the scores.
 
@@ -316,13 +297,9 @@ def adjusted_r2(features: npt.NDArray[np.float32], labels: _Floats, scores: _Flo
 def measure_numbers_beyond_features(
     covariates: NumberCovariates, attacks: Mapping[str, RunScores]
 ) -> dict[str, AdjustedR2]:
-    """Measure attacks on some of a run's rows.
+    """Measure attacks, whose scores lack the rows that they know, on some of a run's rows.
 
-    Args:
-        attacks: attack -> its scores, without the rows whose labels it knows.
-
-    Returns:
-        attack -> figure, without attacks that scored too few of the rows.
+    Attacks that scored too few of the rows are left out.
     """
     figures = {}
     for attack, seen in attacks.items():

@@ -12,7 +12,6 @@ Two classes have one pair, (1, 0), whose AUC is that of `splitveil.common.privac
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from splitveil.common.privacy.leakage import OneClass, areas, auc_many
+from splitveil.common.privacy.leakage import OneClass, areas
 
 Floats = npt.NDArray[np.float64]
 ClassIndices = npt.NDArray[np.int64]
@@ -64,11 +63,11 @@ class PairAucs(NamedTuple):
         """Return the AUCs of one attack, by its index in the leading dimension."""
         return PairAucs(self.pairs[number], self.one_vs_rest[number])
 
-    def put(self, found: "PairAucs", of_class: int | None) -> None:
+    def put(self, aucs: "PairAucs", of_class: int | None) -> None:
         """Copy the AUCs of one class's score, or of a score for all classes, into this table."""
         rows = slice(None) if of_class is None else of_class
-        self.pairs[rows] = found.pairs[rows]
-        self.one_vs_rest[rows] = found.one_vs_rest[rows]
+        self.pairs[rows] = aucs.pairs[rows]
+        self.one_vs_rest[rows] = aucs.one_vs_rest[rows]
 
     @classmethod
     def none(cls, num_classes: int, *leading: int) -> "PairAucs":
@@ -112,17 +111,17 @@ def batch_aucs(attacks: Sequence[Sequence[Score]], labels: Tensor, num_classes: 
         ValueError: a score is NaN, or the shapes differ.
     """
     if num_classes == 2:
-        found = iter(_leak_aucs_of_one_pair([one for scores in attacks for one in scores], labels))
-        return BatchAucs([next(found) if scores else math.nan for scores in attacks], None)
+        aucs = iter(_leak_aucs_of_one_pair([one for scores in attacks for one in scores], labels))
+        return BatchAucs([next(aucs) if scores else math.nan for scores in attacks], None)
     indices = labels.cpu().numpy()
     table = PairAucs.none(num_classes, len(attacks))
     for number, scores in enumerate(attacks):
         for values, left_out, of_class in scores:
-            kept = np.ones(len(indices), dtype=np.bool_)
-            kept[list(left_out)] = False
-            known = values.double().cpu().numpy()[kept]
-            aucs = pair_aucs(known, indices[kept], num_classes, of_class)
-            table.of(number).put(aucs, of_class)
+            chosen = np.ones(len(indices), dtype=np.bool_)
+            chosen[list(left_out)] = False
+            of_chosen = values.double().cpu().numpy()[chosen]
+            of_class_or_all = pair_aucs(of_chosen, indices[chosen], num_classes, of_class)
+            table.of(number).put(of_class_or_all, of_class)
     leak = table.leak()
     return BatchAucs(leak.worst().tolist(), leak)
 
@@ -133,8 +132,6 @@ def pair_aucs(
     """Return the AUCs of one score, which belongs to all classes or to one.
 
     Args:
-        scores: (examples,); infinities are allowed.
-        labels: class indices, (examples,).
         of_class: the class to which the score belongs; other classes then have no AUC. None for a
             score for all classes.
     """
@@ -175,34 +172,32 @@ def worst_pair_leak_auc(
     Raises:
         OneClass: no pair of classes has that many examples.
     """
-    found = pair_aucs(scores, labels, num_classes)
+    aucs = pair_aucs(scores, labels, num_classes)
     sizes = np.bincount(labels, minlength=num_classes)
     enough = np.minimum.outer(sizes, sizes) >= min_examples
-    counted = PairAucs(np.where(enough, found.pairs, np.nan), found.one_vs_rest)
+    counted = PairAucs(np.where(enough, aucs.pairs, np.nan), aucs.one_vs_rest)
     return float(counted.leak().pairs[counted.worst_pair()])
 
 
 def _of_one_pair(scores: Floats, labels: ClassIndices) -> PairAucs:
     """Return the AUC of the positives against the negatives, by a faster sort."""
-    found = PairAucs.none(2)
-    with suppress(OneClass):
-        area = auc_many(torch.from_numpy(scores)[None], torch.from_numpy(labels))
-        found.pairs[1, 0] = found.one_vs_rest[1] = float(area[0])
-    return found
+    aucs = PairAucs.none(2)
+    area = areas(torch.from_numpy(scores)[None], torch.from_numpy(labels == 1))
+    aucs.pairs[1, 0] = aucs.one_vs_rest[1] = float(area[0])
+    return aucs
 
 
 def _leak_aucs_of_one_pair(scores: Sequence[Score], labels: Tensor) -> list[float]:
     """Return the leak AUCs of two classes by one sort of all scores, on the scores' device."""
     device = scores[-1].values.device
-    kept = np.ones((len(scores), len(labels)), dtype=np.bool_)
+    chosen = np.ones((len(scores), len(labels)), dtype=np.bool_)
     for row, score in enumerate(scores):
-        if score.left_out:
-            kept[row, list(score.left_out)] = False
+        chosen[row, list(score.left_out)] = False
     values = torch.stack([score.values.to(device) for score in scores])
-    if values.shape != kept.shape:
+    if values.shape != chosen.shape:
         raise ValueError(f"expected one label per score, got {len(labels)} for {values.shape[1]}")
-    found = areas(values.double(), labels.to(device) == 1, torch.from_numpy(kept))
-    leak_aucs: list[float] = torch.maximum(found, 1.0 - found).tolist()
+    aucs = areas(values.double(), labels.to(device) == 1, torch.from_numpy(chosen))
+    leak_aucs: list[float] = torch.maximum(aucs, 1.0 - aucs).tolist()
     return leak_aucs
 
 

@@ -96,11 +96,6 @@ class RunAudit:
         self._epoch: int | None = None
         self._after_epoch: dict[int, dict[str, dict[str, float]]] = {}
 
-    @property
-    def num_bytes(self) -> int:
-        of_layers = sum(layer.num_bytes for layer in self._layers.values())
-        return self._labels.nbytes + of_layers + self._last.num_bytes
-
     def add(
         self,
         epoch: int,
@@ -109,14 +104,12 @@ class RunAudit:
         layers: Mapping[str, LayerScores],
         activations: Tensor | None = None,
     ) -> None:
-        """Add the scores of one batch.
+        """Add the scores of one batch; its epoch is not before that of the previous batch.
 
         Args:
-            epoch: epoch of the batch, not before that of the previous batch.
-            positions: positions in the common order, (batch,), each at most once.
-            labels: class indices, (batch,), for the measurement alone.
-            activations: at the cut layer, (batch, ...); without them, attacks on the last
-                activations find nothing.
+            labels: class indices, for the measurement alone.
+            activations: at the cut layer; without them, attacks on the last activations find
+                nothing.
         """
         if not self.attacks:
             return

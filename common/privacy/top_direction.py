@@ -86,12 +86,7 @@ def skewness(scores: Tensor) -> float:
 
 
 def settled_centres(rows: Tensor, centres: Tensor) -> Tensor:
-    """Return the centres after Lloyd's algorithm; one that loses all its rows stays where it is.
-
-    Args:
-        rows: (rows, row_dim).
-        centres: where to begin, (clusters, row_dim).
-    """
+    """Return the centres after Lloyd's algorithm; one that loses all its rows stays where it is."""
     before: Tensor | None = None
     for _ in range(_MAX_ROUNDS):
         nearest = nearness(rows, centres).argmax(dim=1)
@@ -118,7 +113,7 @@ def two_clusters(rows: Tensor, along: Tensor) -> TopDirection:
 
     Args:
         rows: (rows, row_dim), float64.
-        along: numbers that say where to begin: rows above their mean against the others, (rows,).
+        along: where to begin: rows above its mean against the others, (rows,).
 
     Returns:
         The differences of the squared distances to both centres, and the unit vector from the

@@ -1,6 +1,5 @@
 """Models are built from settings alone, and the gradients at their layers can be watched."""
 
-import io
 from typing import Any, NamedTuple
 
 import pytest
@@ -183,13 +182,6 @@ def test_wide_deep_adds_the_logits_of_its_two_parts() -> None:
             torch.testing.assert_close(activation, hidden)
     by_hand = hidden @ top.get_parameter("deep.weight")[0] + top.get_parameter("deep.bias")
     torch.testing.assert_close(deep, by_hand)
-
-
-def test_wide_deep_takes_categories_without_numbers() -> None:
-    bottom = build_bottom_model(wide_deep(hidden=[16]), AVAZU, (16,), seed=0)
-    top = build_top_model(wide_deep(hidden=[8, 8]), (16,), AVAZU, seed=0)
-    features = batch(6, AVAZU)
-    assert top(bottom(features), features).shape == (6,)
 
 
 def test_conv_has_the_published_layers() -> None:
@@ -483,13 +475,11 @@ def test_tap_shows_each_step_its_own_gradient_and_changes_none() -> None:
     plain, _ = trained(tapped=False)
     watched, seen = trained(tapped=True)
     assert torch.equal(plain, watched)
-    zero, one, two = seen
-    assert zero is not None
-    assert one is not None
-    assert two is not None
-    assert not zero.any()
-    assert one.any()
-    assert not torch.equal(two, one)
+    assert [float(gradient.abs().max()) > 0 for gradient in seen if gradient is not None] == [
+        False,
+        True,
+        True,
+    ]
 
 
 def optimizer(**values: Any) -> OptimizerSettings:
@@ -593,42 +583,6 @@ def test_a_schedule_changes_the_rate_of_dense_and_sparse_parameters_alike() -> N
     changed = [(p.detach() != 0).any() for p in built.parameters()]
     assert all(changed)
     assert not torch.equal(nn.utils.parameters_to_vector(built.parameters()), before)
-
-
-@pytest.mark.parametrize("values", [{}, {"sparse_from_rows": 1}, {"sparse_from_rows": None}])
-def test_training_resumes_from_a_saved_state_bit_for_bit(values: dict[str, Any]) -> None:
-    """State and schedule go through a file that holds tensors and plain values only."""
-    rule_settings = optimizer(kind="adam", learning_rate=0.1, **values)
-
-    def begin() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
-        built = table_and_layer()
-        rule = build_optimizer(rule_settings, built)
-        return built, rule, torch.optim.lr_scheduler.LambdaLR(rule, lambda step: 0.9**step)
-
-    def go(parts: Any, batches: list[list[int]]) -> None:
-        for rows in batches:
-            train(parts[0], parts[1], [rows])
-            parts[2].step()
-
-    whole = begin()
-    go(whole, [[1, 2], [2, 3], [4, 1], [2, 2]])
-    first = begin()
-    go(first, [[1, 2], [2, 3]])
-    file = io.BytesIO()
-    torch.save([part.state_dict() for part in first], file)
-    file.seek(0)
-    second = begin()
-    weights, averages, place = torch.load(file, weights_only=True)
-    second[0].load_state_dict(weights)
-    second[1].load_state_dict(averages)
-    second[2].load_state_dict(place)
-    go(second, [[4, 1], [2, 2]])
-    for one, other in zip(whole[0].parameters(), second[0].parameters(), strict=True):
-        assert torch.equal(one, other)
-    lost = begin()
-    lost[0].load_state_dict(first[0].state_dict())  # the weights without the optimizer's averages
-    go(lost, [[4, 1], [2, 2]])
-    assert not torch.equal(lost[0].get_parameter("0.weight"), whole[0].get_parameter("0.weight"))
 
 
 @pytest.mark.parametrize(

@@ -202,16 +202,6 @@ def test_a_buffer_that_the_next_pass_changes_is_the_one_of_its_own_pass() -> Non
     assert torch.allclose(weights["first.weight"], expected, rtol=1e-4, atol=1e-6)
 
 
-def test_without_copies_autograd_refuses_the_second_backward_pass() -> None:
-    """What the copies are for: without them, this test's model could not be trained ahead."""
-    model, optimizer, _ = started(Dense, SgdOptimizer(kind="sgd", learning_rate=0.1))
-    one, other = (model(data().rows(torch.from_numpy(batch_of(step)))) for step in range(2))
-    torch.autograd.backward(one.sum())
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.backward(other.sum())
-
-
 def test_a_model_that_changes_what_its_backward_pass_needs_is_refused_as_without_copies() -> None:
     class Careless(nn.Module):
         def __init__(self) -> None:

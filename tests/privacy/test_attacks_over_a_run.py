@@ -1,7 +1,7 @@
 """Attacks that gather over a run: what epochs add under fresh noise, and not under persistent."""
 
 import itertools
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from splitveil.common.privacy.accumulation import (
 )
 from splitveil.common.privacy.attacks import AttackName
 from splitveil.common.privacy.audit import LeakAudit
+from splitveil.common.privacy.gradient_rows import prepared
 from splitveil.common.privacy.leakage import auc, leak_auc, leak_auc_interval
 from splitveil.common.privacy.observation import (
     Clues,
@@ -24,8 +25,7 @@ from splitveil.common.privacy.observation import (
     pick_hint_rows,
     pick_reference_row,
 )
-from splitveil.common.privacy.run_level import RunLevelLeak
-from splitveil.common.privacy.scores import spectral, top_direction
+from splitveil.common.privacy.scores import spectral
 
 _SEED = bytes(32)
 _EXAMPLES, _BATCH = 2000, 250
@@ -52,8 +52,6 @@ def _run_audit(
     noise: Noisy,
     num_epochs: int,
     attacks: tuple[AttackName, ...] = _GATHERING,
-    scale: float = 1.0,
-    label_shape: tuple[int, ...] = (-1,),
     reference: Reference = "clean",
 ) -> LeakAudit:
     """Audit logistic gradients (p - y) w whose direction w turns slowly, in a fresh order."""
@@ -72,16 +70,15 @@ def _run_audit(
             along = noise.deviation * (kept_noise[rows] if noise.persistent else fresh_noise)
             clean = (predictions - labels)[rows, None] * direction
             row = pick_reference_row(labels[rows], _SEED, epoch, step)
-            gradients = scale * (clean + along[:, None] * direction)
-            truth = labels[rows].reshape(label_shape)
-            source = scale * clean if reference == "clean" else gradients
+            gradients = clean + along[:, None] * direction
+            source = clean if reference == "clean" else gradients
             references = {} if row is None else {"cut": source[row]}
             audit.observe(
                 Observation(
                     epoch,
                     step,
                     {"cut": gradients},
-                    truth,
+                    labels[rows],
                     {1: Clues(references, row)},
                     rows,
                     references_are_clean=reference != "sent",
@@ -160,7 +157,7 @@ def test_a_kept_sign_does_not_cancel_what_a_sign_per_batch_does() -> None:
     for _ in range(30):
         noise = torch.randn(400, generator=generator).double()
         gradients = (0.5 - labels + 2 * noise)[:, None] * weight
-        sums["kept"] += sign.turn(top_direction(gradients))
+        sums["kept"] += sign.turn(prepared(gradients).top)
         sums["per batch"] += spectral(gradients)
     assert leak_auc(sums["kept"], labels) > 0.95  # Phi(sqrt(30) / 2 / sqrt 2) = 0.974
     assert leak_auc(sums["per batch"], labels) < 0.8
@@ -212,38 +209,17 @@ def test_a_history_folds_its_stretches_and_loses_no_score() -> None:
     assert features.tolist() == [[6, 22, 8, 0, -6, -22, -8, 0], [0] * 8]
 
 
+def num_bytes(state: Any) -> int:
+    if isinstance(state, dict | list):
+        return sum(map(num_bytes, state.values() if isinstance(state, dict) else state))
+    return state.nbytes if isinstance(state, torch.Tensor) else 0
+
+
 def test_nothing_keeps_more_than_sixteen_bytes_per_example() -> None:
-    assert AccumulatedScores(1000).num_bytes <= 16 * 1000
-    assert ScoreHistory(1000).num_bytes <= 16 * 1000
-    audit = _run_audit(Noisy(3.0), 2)
-    attacks = len(_GATHERING)
-    assert audit.run.num_bytes <= (16 * attacks + 1) * _EXAMPLES
-
-
-def test_the_label_shape_changes_nothing() -> None:
-    expected = _run_audit(Noisy(3.0), 2)
-    columns = _run_audit(Noisy(3.0), 2, label_shape=(-1, 1))
-    assert columns.run.result().leak == expected.run.result().leak
-    assert columns.run.after_epoch(0) == expected.run.after_epoch(0)
-
-
-@pytest.mark.parametrize("scale", [1e-30, 1e30])
-def test_the_gradients_scale_changes_no_gathered_leak(scale: float) -> None:
-    expected = _run_audit(Noisy(3.0), 2).run.result().leak["cut"]
-    scaled = _run_audit(Noisy(3.0), 2, scale=scale).run.result().leak["cut"]
-    for attack, figures in expected.items():
-        assert scaled[attack]["auc"] == pytest.approx(figures["auc"], abs=0.005), attack
-
-
-def test_an_example_that_was_the_reference_gets_no_score_from_it() -> None:
-    """Its cosine is 1 because its label is known."""
-    gradients = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.1, 1.0]])
-    labels = torch.tensor([1, 1, 0, 0])
-    audit = LeakAudit(["accumulated_cosine"], num_examples=9)
-    rows = torch.tensor([7, 5, 3, 1])
-    clues = {1: Clues({"cut": gradients[0]}, 0)}
-    audit.observe(Observation(0, 0, {"cut": gradients}, labels, clues, rows))
-    assert audit.run.result().leak["cut"]["accumulated_cosine"]["examples"] == 3
+    for sums in (AccumulatedScores(1000), ScoreHistory(1000)):
+        assert num_bytes(sums.state_dict()) <= 16 * 1000
+    state = _run_audit(Noisy(3.0), 2).run.state_dict()
+    assert num_bytes(state) <= (16 * len(_GATHERING) + 2) * _EXAMPLES
 
 
 def test_a_batch_of_one_class_is_gathered_all_the_same() -> None:
@@ -260,7 +236,7 @@ def test_any_finite_gradients_give_finite_sums() -> None:
     shapes = ((1, 1), (1, 4), (4, 1), (3, 5))
     for (num_rows, row_dim), scale in itertools.product(shapes, (0.0, 1e-30, 1.0, 1e30, 1e300)):
         gradients = torch.linspace(-1, 1, num_rows * row_dim).double().reshape(num_rows, row_dim)
-        scores = standardised(ContinuousSign().turn(top_direction(scale * gradients)))
+        scores = standardised(ContinuousSign().turn(prepared(scale * gradients).top))
         assert scores.shape == (num_rows,)
         assert bool(scores.isfinite().all())
     assert bool((standardised(torch.full((5,), 7.0)) == 0).all())
@@ -273,19 +249,19 @@ def test_standardised_scores_have_mean_zero_and_variance_one() -> None:
 
 
 def test_the_interval_covers_the_true_auc_nineteen_times_in_twenty() -> None:
-    """Binomial bounds of 200 intervals; an AUC three deviations off is not covered."""
+    """Binomial bounds of 100 intervals; an AUC three deviations off is not covered."""
     generator = np.random.default_rng(27)
     labels = np.repeat([0, 1], [240, 60])
     true = normal.cdf(1 / np.sqrt(2))
     covered = missed = 0
-    for _ in range(200):
+    for _ in range(100):
         scores = generator.normal(size=300) + labels
         area, low, high = leak_auc_interval(scores, labels, generator)
         assert low < area < high
         covered += low <= true <= high
         missed += not low <= true - 0.11 <= high
-    assert 180 <= covered <= 199
-    assert missed > 150
+    assert 88 <= covered <= 99
+    assert missed > 75
 
 
 def test_the_interval_of_an_inverted_or_tied_score_is_that_of_the_leak() -> None:
@@ -297,11 +273,6 @@ def test_the_interval_of_an_inverted_or_tied_score_is_that_of_the_leak() -> None
     assert inverted.auc == pytest.approx(plain.auc, abs=1e-12)
     assert inverted == pytest.approx(plain, abs=0.03)
     assert leak_auc_interval(np.zeros(200), labels, generator) == (0.5, 0.5, 0.5)
-
-
-def test_figures_are_repeatable(fresh: LeakAudit) -> None:
-    first: dict[str, RunLevelLeak] = fresh.run.result().leak["cut"]
-    assert fresh.run.result().leak["cut"] == first
 
 
 def test_hints_are_positives_the_same_for_both_parties_and_nested() -> None:

@@ -38,15 +38,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Parties, list[dict[st
     return recorded(tmp_path_factory.mktemp("passive"))
 
 
-def test_both_parties_find_the_same_on_the_activations_that_crossed(
-    run: tuple[Parties, list[dict[str, Any]]],
-) -> None:
-    _, (active, passive) = run
-    assert set(active) == set(FINAL_ATTACKS)
-    for name, figures in active.items():
-        assert figures == pytest.approx(passive[name], abs=1e-12), name
-
-
 def test_forty_labels_and_the_trained_half_tell_the_others(
     run: tuple[Parties, list[dict[str, Any]]],
 ) -> None:

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import permutations
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -30,8 +30,6 @@ from splitveil.common.privacy.audit import LeakAudit
 from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.record.run_record import write_summary
-from splitveil.common.record.run_store import RunStore
-from splitveil.common.run.messages import Answer
 from tests.support.peers import InProcessPeer
 from tests.support.recorded import recorders
 from tests.support.runs import build_parties
@@ -293,38 +291,13 @@ class Recorded(NamedTuple):
     summary: dict[str, Any]
 
 
-class Lost(BaseException):
-    """Stands for kill -9."""
-
-
-class DiesAt(InProcessPeer):
-    """Ends the passive process when it has its fifth training gradient."""
-
-    _calls = 0
-
-    def receive_gradient(self) -> Answer:
-        self._calls += 1
-        reply = super().receive_gradient()
-        if self._calls == 5:
-            raise Lost
-        return reply
-
-    def leave(self, *_: object) -> None:
-        """A killed process says nothing."""
-
-
-def record(
-    folder: Path,
-    runs: Path,
-    *active: str,
-    connect: Callable[..., InProcessPeer] = InProcessPeer,
-) -> tuple[Recorded, Recorded]:
+def record(folder: Path, runs: Path, *active: str) -> tuple[Recorded, Recorded]:
     """Run both parties with their recorders and checkpoints, and summarise."""
     overrides = ["contract.epochs=3", "contract.checkpoints.every_steps=2"]
     parties = build_parties(folder, [*overrides, *active], overrides, runs=runs)
     with recorders(parties, runs) as both:
         parties.session.reopen()
-        parties.run.run(connect(parties.session, parties.engine))
+        parties.run.run(InProcessPeer(parties.session, parties.engine))
     (runs / "active" / "settings.yaml").write_text(
         json.dumps(parties.active_settings.model_dump(mode="json"))
     )
@@ -351,15 +324,6 @@ def recorded(
 ) -> tuple[Path, tuple[Recorded, Recorded]]:
     runs = tmp_path_factory.mktemp("runs")
     return runs, record(example, runs, "leak_monitor.reference=sent")
-
-
-def place(line: Mapping[str, Any]) -> tuple[str, int, int]:
-    """Say what a line is about; the audit's thread writes its own among the others."""
-    return line["kind"], line["epoch"] or 0, line["step"] or 0
-
-
-def without(summary: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return {name: value for name, value in summary.items() if name not in names}
 
 
 def test_figures_are_by_name_and_of_the_worst_pair(
@@ -401,25 +365,6 @@ def test_nothing_of_the_peer_s_files_is_of_loss_or_accuracy(
         (runs / "passive" / name).read_text() for name in ("metrics.jsonl", "summary.json")
     )
     assert not any(word in text for word in ("loss", "accuracy", "test_auc"))
-
-
-@pytest.mark.parametrize("defense", ["{name: none}", "{name: marvell, insecure_noise_seed: 3}"])
-def test_after_a_loss_of_both_parties_their_files_are_the_same(
-    example: Path, tmp_path: Path, defense: str
-) -> None:
-    whole = record(example, tmp_path / "whole", f"defense={defense}")
-    broken = tmp_path / "broken"
-    with pytest.raises(Lost):
-        record(example, broken, f"defense={defense}", connect=DiesAt)
-    assert RunStore(broken / "active", 3).checkpoints() == [0, 2, 4]
-    again = record(example, broken, f"defense={defense}")
-    for found, expected in zip(again, whole, strict=True):
-        assert without(found.summary, "steps_per_s") == without(expected.summary, "steps_per_s")
-        numbers, of_whole = (
-            sorted((without(line, "time_s") for line in one.lines), key=place)
-            for one in (found, expected)
-        )
-        assert numbers == of_whole
 
 
 def test_attacks_of_another_number_of_classes_end_a_run_that_resumes(

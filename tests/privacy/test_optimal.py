@@ -49,13 +49,11 @@ def dealt(num_rows: int, seed: int = 5) -> Tensor:
     return (torch.rand(num_rows, generator=generator) < 0.4).long()
 
 
-def measured(bound: float, *, lowered: float = 1.0, shrink: Tensor | None = None) -> float:
+def measured(bound: float, *, lowered: float = 1.0) -> float:
     """Return the AUC of the attack on labels that were dealt out, at a noise for a bound."""
     mu = 2**0.5 * normal.ppf(bound)
     labels = dealt(ROWS)
     design = designs(STAGES, ROWS, RANK)
-    if shrink is not None:
-        design = [one * shrink[:, None] for one in design]
     found = release(design, labels.double(), STAGES**0.5 / mu, lowered=lowered)
     return auc(optimal(found, labels), labels)
 
@@ -71,11 +69,6 @@ def test_noise_a_fifth_too_low_is_noticed(bound: float) -> None:
     found = measured(bound, lowered=0.8)
     assert found > bound + TOLERANCE
     assert abs(found - expected) < TOLERANCE
-
-
-def test_rows_that_are_charged_less_bring_it_below_the_bound() -> None:
-    shrink = torch.linspace(0.2, 1, ROWS, dtype=torch.float64)
-    assert measured(0.8, shrink=shrink) < 0.8 - TOLERANCE
 
 
 def log_density(one: ReleasedSums, labels: Tensor) -> float:
@@ -115,23 +108,6 @@ def test_its_columns_differ_by_the_ratios_of_the_classes() -> None:
         for label in range(3):
             expected = likelihood(found, labels, row, label) - likelihood(found, labels, row, 0)
             assert float(scores[row, label] - scores[row, 0]) == pytest.approx(expected, rel=1e-9)
-
-
-def test_with_several_classes_it_meets_the_bound_of_two_columns() -> None:
-    """One change of class moves two columns: the sensitivity is the root of 2."""
-    bound, num_classes = 0.7, 4
-    mu = 2**0.5 * normal.ppf(bound)
-    labels = torch.randint(num_classes, (ROWS,), generator=torch.Generator().manual_seed(8))
-    truth = one_hot(labels, num_classes).double()
-    found = release(designs(STAGES, ROWS, RANK), truth, (2 * STAGES) ** 0.5 / mu)
-    lower = release(designs(STAGES, ROWS, RANK), truth, (2 * STAGES) ** 0.5 / mu, lowered=0.8)
-    scores, of_lower = optimal(found, labels), optimal(lower, labels)
-    for first, second in ((0, 1), (2, 3), (3, 0)):
-        pair = (labels == first) | (labels == second)
-        ratio = (scores[:, first] - scores[:, second])[pair]
-        assert abs(auc(ratio, labels[pair] == first) - bound) < 2 * TOLERANCE
-        ratio = (of_lower[:, first] - of_lower[:, second])[pair]
-        assert auc(ratio, labels[pair] == first) > bound + 2 * TOLERANCE
 
 
 def test_an_example_s_own_label_does_not_help() -> None:

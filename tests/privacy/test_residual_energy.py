@@ -5,7 +5,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitveil.common.privacy.accumulation import AccumulatedScores, standardised
 from splitveil.common.privacy.attacks import residual_energy
 from splitveil.common.privacy.audit import LeakAudit
 from splitveil.common.privacy.leakage import auc, leak_auc
@@ -132,22 +131,6 @@ def test_over_a_run_scores_add_up_although_neither_class_is_rare() -> None:
         assert found["examples"] == EXAMPLES
         assert found["low"] > one_batch + 0.05
         assert found["auc"] > 0.97
-
-
-def test_sums_whose_batches_keep_their_own_signs_cancel_where_neither_class_is_rare() -> None:
-    """The reason for agreeing with earlier batches."""
-    agreeing, own = AccumulatedScores(EXAMPLES), AccumulatedScores(EXAMPLES)
-    labels = torch.empty(EXAMPLES)
-    for observation in observations():
-        rows, gradients = observation.positions, observation.gradients["cut"]
-        assert rows is not None
-        labels[rows] = observation.labels.float()
-        scores = standardised(residual_energy(gradients))
-        agreeing.add(rows, agreeing.agreeing(rows, scores))
-        own.add(rows, scores)
-    kept, lost = (leak_auc(one.result().scores, labels) for one in (agreeing, own))
-    assert kept > 0.97
-    assert lost < kept - 0.05
 
 
 def test_a_run_of_several_classes_keeps_one_sum_for_all() -> None:

@@ -34,7 +34,7 @@ _SMALLER_BLOCKS = (32, 8, 1)
 """Tried where less than an eighth of the places can be used."""
 _LEAST_SHARE = 1 / 8
 _TRIED_VALUES = 64
-"""Outputs that a place must have in common with the first one; about half of them tell."""
+"""Outputs that a place must have in common with the first one; about half of them differ."""
 _LEAST_TRIALS = 4
 
 
@@ -63,10 +63,8 @@ def predict_in_blocks(
 ) -> Tensor:
     """Return the output of a model in evaluation mode for some rows, without a graph.
 
-    Args:
-        model: its output for a row depends on this row alone; left in evaluation mode.
-        inputs: as the model takes them, all for the same rows, at least one; None is passed on.
-        link: computes of the model's output what is returned, within the blocks.
+    The model's output for a row depends only on this row. ``link`` computes of it what is returned,
+    within the blocks. An input of None is passed on.
     """
     model.eval()
     given = [part for part in inputs if part is not None]
@@ -87,7 +85,7 @@ def predict_in_blocks(
 
 
 def _layout_of(model: nn.Module, inputs: _Inputs, link: Callable[[Tensor], Tensor]) -> _Layout:
-    """Return how rows lie in a block; it depends on the model and the form of a row alone."""
+    """Return how rows lie in a block; it depends on the model and the form of a row."""
     values = sum(_values_per_row(part) for part in inputs if part is not None)
     key = values, getattr(link, "__qualname__", type(link).__qualname__)
     known = _layouts.setdefault(model, {})

@@ -61,7 +61,7 @@ class DenseBottom(nn.Module):
 
 
 class MlpBottom(DenseBottom):
-    """Maps features to the cut layer's activation by dense layers alone."""
+    """Maps features to the cut layer's activation by dense layers."""
 
     def __init__(self, settings: MlpModel, shapes: FeatureShapes, cut_shape: Sequence[int]) -> None:
         super().__init__(settings.embedding_dim, shapes, cut_shape)

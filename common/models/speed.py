@@ -23,11 +23,8 @@ Autocast = Literal["bfloat16"] | None
 def speed_up(model: nn.Module, autocast: Autocast, *, compiled: bool = False) -> None:
     """Let a model compute its training batches faster, in place; its weights keep their names.
 
-    Args:
-        model: on the device on which it is trained; called with tensors or features.
-        autocast: the dtype of matrix products and convolutions while it is in training mode; None
-            for that of the weights.
-        compiled: whether torch compiles it, at its first batch.
+    Autocast sets the dtype of matrix products and convolutions in training mode; None is that of
+    the weights. A compiled model is compiled at its first batch.
 
     Raises:
         SettingsError: there is no compiler.

@@ -8,10 +8,10 @@
 
 That is the area under the covariate-adjusted ROC curve (Janes and Pepe, "Adjusting for covariate
 effects on classification accuracy using the covariate-adjusted ROC curve", Biometrika 96, 2009,
-sections 2 and 4). A score that only repeats what features tell has an adjusted AUC of 1/2, however
-well it tells the labels of all rows together; one that knows the labels has 1. The weights give the
-negatives of a stratum the positives' distribution of q: without them, the rest of its width counts
-as a leak, up to .01 for 100 strata and .06 for 20.
+sections 2 and 4). A score that only repeats what features reveal has an adjusted AUC of 1/2,
+however well it reveals the labels of all rows together; one that knows the labels has 1. The
+weights give the negatives of a stratum the positives' distribution of q: without them, the rest of
+its width counts as a leak, up to .01 for 100 strata and .06 for 20.
 
 The interval takes the variance of the placements within and between strata (DeLong, DeLong and
 Clarke-Pearson, Biometrics 44, 1988), on the logit scale, where an area close to 1 keeps its
@@ -31,8 +31,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from splitveil.common.privacy.leakage import OneClass
-from splitveil.common.privacy.pair_aucs import Floats
+from splitveil.common.privacy.leakage import Floats, OneClass
 
 MAX_STRATA = 100
 MIN_PER_STRATUM = 10
@@ -137,7 +136,7 @@ def strata_of(predictions: Floats, positive: Mask, max_strata: int = MAX_STRATA)
     rarer = min(int(positive.sum()), int((~positive).sum()))
     number = max(1, min(max_strata, rarer // MIN_PER_STRATUM))
     inner = np.arange(1, number // 2 + 1) / (number // 2 + 1)
-    # Not the labels' own quantiles: a limit that lies at a positive tells labels by itself.
+    # Not the labels' own quantiles: a limit that lies at a positive reveals labels by itself.
     limits = [_quantiles(predictions, weights, inner) for weights in (predictions, 1 - predictions)]
     edges = np.unique(np.concatenate(limits))
     strata = np.searchsorted(edges, predictions, side="right")

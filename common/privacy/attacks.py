@@ -45,26 +45,7 @@ from torch import Tensor
 from splitveil.common.privacy import scores
 from splitveil.common.privacy.gradient_rows import Gradients
 from splitveil.common.privacy.informed import KnownPredictions, informed
-from splitveil.common.privacy.optimal import optimal
 from splitveil.common.privacy.residual_energy import residual_energy
-
-__all__ = [
-    "ATTACKS",
-    "CUT",
-    "FINAL_ATTACKS",
-    "LABEL_FREE",
-    "RUN_ATTACKS",
-    "Attack",
-    "AttackName",
-    "BatchAttackName",
-    "Knowledge",
-    "RunAttack",
-    "RunAttackName",
-    "SideInformation",
-    "informed",
-    "optimal",
-    "residual_energy",
-]
 
 BatchAttackName: TypeAlias = Literal[
     "norm",
@@ -240,7 +221,7 @@ class RunAttack(NamedTuple):
 
     @property
     def is_final(self) -> bool:
-        """Whether it looks at the last activations alone, and at no gradient."""
+        """Whether it looks only at the last activations, and at no gradient."""
         return not self.sources
 
     @property
@@ -317,7 +298,7 @@ LABEL_FREE: tuple[AttackName, ...] = (
     *(
         name
         for name, attack in ATTACKS.items()
-        if attack.is_free and attack.reads_gradients  # the others tell what features tell
+        if attack.is_free and attack.reads_gradients  # the others show what features reveal
     ),
     "accumulated_spectral",
     "accumulated_residual_energy",

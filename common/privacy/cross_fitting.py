@@ -1,4 +1,4 @@
-"""Predictions of labels and scores by models that have not seen them: what features tell.
+"""Predictions of labels and scores by models that have not seen them: what features reveal.
 
     labels    logistic regression on functions of the features that follow any shape, fitted to all
               folds but one and asked about that one; a last logistic regression calibrates it
@@ -10,7 +10,7 @@ shares.
 
 The functions of a feature are a line, the normal quantile of its rank, bends of that, and for a
 feature with few values whether it has a certain one. More functions are the positive parts of
-random combinations of two or three ranks: what features tell only together (Rahimi and Recht,
+random combinations of two or three ranks: what features reveal only together (Rahimi and Recht,
 "Weighted sums of random kitchen sinks", 2008). They do not depend on labels, so that the same ones
 serve every fold and every score.
 """
@@ -21,7 +21,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from splitveil.common.privacy.pair_aucs import ClassIndices, Floats
+from splitveil.common.privacy.leakage import ClassIndices, Floats
 
 FOLDS = 5
 WIDTH = 256
@@ -34,8 +34,8 @@ _RIDGE = (1.0, 30.0, 100.0)
 """Penalties of log-odds' squared weights: of lines, of other functions of one feature, of several.
 """
 _RIDGES_OF_SCORES = ((1.0, 10.0, 1e5), (1.0, 30.0, 100.0), (1.0, 1e3, 1e4))
-"""Of scores with variance 1: those that leave least are taken, because features may tell everything
-of a score, or nothing."""
+"""Of scores with variance 1: those that leave least are taken, because features may reveal
+everything of a score, or nothing."""
 _SHARE_OF_SINGLE = 0.75
 _MOST_BENDS = 7
 _MOST_VALUES = 24
@@ -57,13 +57,7 @@ class TooFewRows(ValueError):
 
 
 class FeatureModels:
-    """Models of some rows' features, each asked about the rows that it has not seen.
-
-    Args:
-        functions: (rows, functions).
-        kinds: of the functions, (functions,).
-        folds: of the rows, (rows,).
-    """
+    """Models of some rows' features, each asked about the rows that it has not seen."""
 
     def __init__(
         self, functions: _Values, kinds: npt.NDArray[np.int64], folds: npt.NDArray[np.int64]

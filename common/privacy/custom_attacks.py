@@ -24,10 +24,6 @@ def load_custom_attacks(settings: AuditSettings) -> dict[str, Attack]:
 def try_custom_attacks(settings: AuditSettings | None, row_shape: Sequence[int]) -> list[str]:
     """Load each user-defined attack, and have it score random gradients.
 
-    Args:
-        settings: settings of the audit; None for no audit.
-        row_shape: shape of one example's gradient at the cut layer.
-
     Raises:
         SettingsError: a function cannot be imported, fails, does not return one finite number per
             row, changes its arguments or draws from torch's global generator.

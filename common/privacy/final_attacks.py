@@ -6,8 +6,8 @@
     completion_40          a head on the activations, trained with 40 known labels
 
 A bottom model that has learned from gradients separates the classes better than the features alone
-do. What these attacks find is therefore partly what features tell: compare it with the same attack
-on features, for which `complete_model` serves as well.
+do. What these attacks find is therefore partly what features reveal: compare it with the same
+attack on features, for which `complete_model` serves as well.
 
 Each example counts with the activation of its last visit. Of a long run, evenly spaced examples
 are kept, so that all of them take 64 MiB at most.
@@ -78,7 +78,7 @@ class LastActivations:
         self._rows[positions[chosen] // every] = values
 
     def seen(self) -> tuple[npt.NDArray[np.int64], Tensor]:
-        """Return the positions of the examples that were kept, ascending, and their activations."""
+        """Return the positions of the stored examples, ascending, and their activations."""
         if self._rows is None:
             return np.empty(0, dtype=np.int64), torch.empty(0, 0)
         seen = torch.nonzero(~self._rows[:, 0].isnan())[:, 0]
@@ -103,11 +103,6 @@ def final_scores(
     seed: int,
 ) -> list[RunScores]:
     """Run one attack on the last activations.
-
-    Args:
-        positions: positions of the examples in the common order, (examples,).
-        activations: (examples, row_dim).
-        labels: class indices, (examples,); the attack learns some of them.
 
     Returns:
         The scores of the examples whose labels the attack did not know: one score for all classes,

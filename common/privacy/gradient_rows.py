@@ -14,11 +14,7 @@ from splitveil.common.privacy.top_direction import TopDirection, top_direction_o
 
 
 class GradientRows:
-    """The gradients of one batch, with quantities that several attacks need.
-
-    Args:
-        gradients: (batch, ...).
-    """
+    """The gradients of one batch, (batch, ...), with quantities that several attacks need."""
 
     def __init__(self, gradients: Tensor) -> None:
         self.gradients = gradients.detach()

@@ -7,7 +7,7 @@ With a cross entropy, the gradient of example i at the cut layer is
 over the one logit of two classes or the logits of several. An attacker that knows p and J knows
 what each label would lead to, and compares that with the answer: the score is the log-likelihood
 ratio, for noise N(0, S). A peer cannot measure p and J, but it may come to know them well: from a
-model of its own, or by choosing its activations. They are told to the attack by the label owner, so
+model of its own, or by choosing its activations. The label owner gives them to the attack, so
 that the bound against every peer is put to the test.
 
 The noise is estimated from the batch without labels. S is that of the mixture of the labels' normal
@@ -41,7 +41,7 @@ _OWN_SHARES = (0.0, 0.1, 0.5, 0.9, 1.0)
 """The values of w that are tried."""
 
 _SMALLEST_VARIANCE = 1e-6
-"""Of t: below it, an answer tells its label anyway."""
+"""Of t: below it, an answer reveals its label anyway."""
 
 _ALL_ALONG = 1e-6
 """Share of the noise across the rows' own slopes below which all of it counts as along these."""
@@ -68,14 +68,10 @@ class KnownPredictions(NamedTuple):
 def informed(gradients: Gradients, known: KnownPredictions, target: int = 1) -> Tensor:
     """Score each example by the log-likelihood ratio of one class against the others.
 
-    Args:
-        gradients: (batch, ...), as sent.
-        known: predictions and slopes of the same rows.
-        target: the class; with two classes, a score for 1 is minus that for 0.
+    With two classes, a score for 1 is minus that for 0.
 
     Returns:
-        Finite float64 scores on the gradients' device, (batch,); 0 for a row that its label does
-        not move.
+        Finite scores, (batch,); 0 for a row that its label does not move.
 
     Raises:
         ValueError: predictions or slopes are of another shape than the gradients.

@@ -16,9 +16,9 @@ variance that the attack explains, where 1 reads every label.
 A model that predicts well sends little but what it could not predict, so that attacks which know
 nothing see less and less of the labels while ``informed`` sees them all.
 
-An AUC asks how well positives and negatives are told apart, and says nothing of numbers.
+An AUC asks how well positives and negatives are separated, and says nothing of numbers.
 
-What a score tells beyond what features tell is a partial R2:
+What a score reveals beyond what features reveal is a partial R2:
 
     y'    label less its prediction from features
     s'    score less its prediction from features
@@ -28,8 +28,8 @@ What a score tells beyond what features tell is a partial R2:
 
 Every prediction comes from a regression that has not seen the row (`FeatureModels`). A score that
 repeats what these regressions know of the features has 0, however high its raw R2; one that is the
-label has 1. A score that knows better than the regressions how features tell labels has more than 0
-without any leak.
+label has 1. A score that knows better than the regressions how features reveal labels has more than
+0 without any leak.
 """
 
 from collections.abc import Mapping
@@ -133,10 +133,10 @@ def _ridge(rows: _Floats, labels: _Floats) -> _Floats:
     along = left.T @ labels
 
     def error(penalty: float) -> float:
-        kept = np.square(sizes) / (np.square(sizes) + penalty * unit)
+        shrunk = np.square(sizes) / (np.square(sizes) + penalty * unit)
         # The centring took one more degree of freedom from every row.
-        leverages = np.square(left) @ kept + 1 / len(rows)
-        missed = (labels - left @ (kept * along)) / np.maximum(1 - leverages, 1e-9)
+        leverages = np.square(left) @ shrunk + 1 / len(rows)
+        missed = (labels - left @ (shrunk * along)) / np.maximum(1 - leverages, 1e-9)
         return float(np.square(missed).mean())
 
     penalty = min(_PENALTIES, key=error)
@@ -252,7 +252,7 @@ class NumberCovariates(NamedTuple):
     features: npt.NDArray[np.float32]
     """Activations, predictions and the active party's own features, (rows, values), finite."""
     labels: _Floats
-    """Shares of the range, (rows,), for the measurement alone."""
+    """Shares of the range, (rows,), only for the measurement."""
 
 
 class AdjustedR2(NamedTuple):

@@ -178,7 +178,7 @@ def pick_hint_rows(
 
 
 def random_scores(observation: Observation) -> Tensor:
-    """Draw random scores from epoch and step alone, so that audits are repeatable."""
+    """Draw random scores only from epoch and step, so that audits are repeatable."""
     seed = _draw(b"random scores", b"", observation.epoch, observation.step)
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(observation.labels.numel(), generator=generator, dtype=torch.float64)

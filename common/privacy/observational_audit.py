@@ -7,7 +7,7 @@
     bound           the largest epsilon that the correct guesses exclude
 
 (Kalemaj, Melis, Boucher, Mironov and Mahloujifar, "Observational Auditing of Label Privacy", arXiv
-2511.14084.) A pair of equal labels would tell nothing, so rows are offered the opposite label, a
+2511.14084.) A pair of equal labels would reveal nothing, so rows are offered the opposite label, a
 positive with probability min(q, 1 - q) / q and a negative with min(q, 1 - q) / (1 - q). If q is the
 conditional probability, an offered row's label is a fair coin given its features.
 
@@ -41,7 +41,7 @@ import numpy.typing as npt
 
 from splitveil.common.privacy.adjusted_auc import Mask
 from splitveil.common.privacy.cross_fitting import FeatureModels
-from splitveil.common.privacy.pair_aucs import Floats
+from splitveil.common.privacy.leakage import Floats
 
 CONFIDENCE = 0.95
 DELTA = 1e-5

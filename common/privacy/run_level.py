@@ -21,11 +21,16 @@ from splitveil.common.privacy.adjusted_auc import operating_points
 from splitveil.common.privacy.attacks import CUT, RUN_ATTACKS, RunAttackName
 from splitveil.common.privacy.final_attacks import LastActivations, final_scores
 from splitveil.common.privacy.gathered_scores import GatheredLayer
-from splitveil.common.privacy.leakage import OneClass, leak_auc_interval
+from splitveil.common.privacy.leakage import (
+    ClassIndices,
+    OneClass,
+    PairAucs,
+    leak_auc_interval,
+    pair_aucs,
+)
 from splitveil.common.privacy.observation import TWO_CLASSES, LabelClasses
-from splitveil.common.privacy.pair_aucs import ClassIndices, PairAucs, pair_aucs
 from splitveil.common.privacy.scoring import LayerScores
-from splitveil.common.privacy.tally import REMEMBERED_EPOCHS
+from splitveil.common.privacy.tally import REMEMBERED_EPOCHS, by_layer
 
 SEED = 0
 """Seed of hints and bootstrap: the same scores always give the same figures."""
@@ -38,7 +43,7 @@ class RunLevelLeak(TypedDict):
     """One attack on one layer over a whole run."""
 
     auc: float
-    """The leak AUC; with more than two classes, of the pair told apart best."""
+    """The leak AUC; with more than two classes, of the pair that is separated best."""
     low: float
     """Lower end of its 95 % bootstrap interval; below 1/2 where the leak may be chance."""
     high: float
@@ -56,7 +61,7 @@ class ClassRunLeak(TypedDict):
     """One attack on one layer over a whole run, class by class."""
 
     worst_pair: list[str]
-    """The two classes told apart best."""
+    """The two classes that are separated best."""
 
     classes: dict[str, float]
     """Leak AUC of each class against the rest."""
@@ -107,7 +112,7 @@ class RunAudit:
         """Add the scores of one batch; its epoch is not before that of the previous batch.
 
         Args:
-            labels: class indices, for the measurement alone.
+            labels: class indices, only for the measurement.
             activations: at the cut layer; without them, attacks on the last activations find
                 nothing.
         """
@@ -203,12 +208,11 @@ class RunAudit:
     def _close_epoch(self) -> None:
         if self._epoch is None:
             return
-        measured: dict[str, dict[str, float]] = {}
-        for layer, attack, scores in self._scores(hinted=False):
-            worst = float(self._aucs(scores).worst())
-            if not math.isnan(worst):
-                measured.setdefault(layer, {})[attack] = worst
-        self._after_epoch[self._epoch] = measured
+        self._after_epoch[self._epoch] = by_layer(
+            (layer, attack, worst)
+            for layer, attack, scores in self._scores(hinted=False)
+            if not math.isnan(worst := float(self._aucs(scores).worst()))
+        )
         for earlier in sorted(self._after_epoch)[:-REMEMBERED_EPOCHS]:
             del self._after_epoch[earlier]
 

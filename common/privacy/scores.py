@@ -146,7 +146,7 @@ def spectral(gradients: Gradients) -> Tensor:
 def regress_out(gradients: Gradients, activations: Tensor) -> Tensor:
     """Score each example by `spectral`, on the residual of its gradient given its activation.
 
-    The prediction of a model of the activations alone does not depend on the example's label; the
+    The prediction of a model of the activations does not depend on the example's label; the
     residual does.
 
     Returns:
@@ -185,9 +185,7 @@ def kmeans_hint(gradients: Gradients, hints: Tensor, other_hints: Tensor) -> Ten
     k-means begins at one hint of each class, which names the clusters (Basu, Banerjee and Mooney,
     "Semi-supervised Clustering by Seeding", ICML 2002).
 
-    Args:
-        hints: gradients of known positives; the first is used.
-        other_hints: one gradient of each other class.
+    The first hint is used, and one gradient of each other class.
     """
     (rows, known, others), _ = rows_together(gradients, hints[:1], other_hints)
     directions = unit_rows(rows)

@@ -5,19 +5,29 @@ at most half a cell, 0.000025.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypedDict, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from splitveil.common.privacy.pair_aucs import PairAucs
+from splitveil.common.privacy.leakage import PairAucs
+
+T = TypeVar("T")
 
 REMEMBERED_EPOCHS = 64
-"""Number of epochs whose figures are kept: they are written as soon as an epoch is over."""
+"""Number of epochs whose figures are stored: they are written as soon as an epoch is over."""
 
 _CELLS = 10_000
+
+
+def by_layer(figures: Iterable[tuple[str, str, T]]) -> dict[str, dict[str, T]]:
+    """Return layer -> attack -> figure."""
+    nested: dict[str, dict[str, T]] = {}
+    for layer, attack, figure in figures:
+        nested.setdefault(layer, {})[attack] = figure
+    return nested
 
 
 class AttackTally:
@@ -111,7 +121,7 @@ class ClassLeak(TypedDict):
     """One attack on one layer, class by class: means over the batches of a run."""
 
     worst_pair: list[str]
-    """The two classes told apart best on average."""
+    """The two classes that are separated best on average."""
 
     worst_pair_auc: float
     """Their leak AUC. At most the mean of the batches' worst pairs, which differ."""

@@ -50,11 +50,7 @@ class TopDirection(NamedTuple):
 
 
 def top_direction_of_rows(rows: Tensor) -> TopDirection:
-    """Return the top direction of some rows, by Lanczos' method if it stands out enough.
-
-    Args:
-        rows: (batch, row_dim), float64.
-    """
+    """Return the top direction of float64 rows, by Lanczos' method if it stands out enough."""
     if rows.device.type == "cpu" and min(rows.shape) >= _LARGE:
         found = _by_lanczos(rows.numpy())
         if found is not None:
@@ -111,9 +107,7 @@ def nearness(rows: Tensor, centres: Tensor) -> Tensor:
 def two_clusters(rows: Tensor, along: Tensor) -> TopDirection:
     """Group rows into two clusters, and score them by how much nearer they are to the smaller one.
 
-    Args:
-        rows: (rows, row_dim), float64.
-        along: where to begin: rows above its mean against the others, (rows,).
+    k-means begins with the rows above the mean of ``along`` against the others.
 
     Returns:
         The differences of the squared distances to both centres, and the unit vector from the

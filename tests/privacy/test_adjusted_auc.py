@@ -15,8 +15,7 @@ from splitveil.common.privacy.adjusted_auc import (
     placements,
     strata_of,
 )
-from splitveil.common.privacy.leakage import OneClass, leak_auc
-from splitveil.common.privacy.pair_aucs import Floats
+from splitveil.common.privacy.leakage import Floats, OneClass, leak_auc
 
 
 def rows(

@@ -7,6 +7,7 @@ import pytest
 from scipy.stats import binom
 
 from splitveil.common.privacy.cross_fitting import FeatureModels
+from splitveil.common.privacy.leakage import Floats
 from splitveil.common.privacy.observational_audit import (
     EpsilonBound,
     ScoredRows,
@@ -17,7 +18,6 @@ from splitveil.common.privacy.observational_audit import (
     p_value,
     quick_lower_bound,
 )
-from splitveil.common.privacy.pair_aucs import Floats
 
 SEEDS = 20
 TOLERATED = 3

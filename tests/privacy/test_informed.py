@@ -12,9 +12,9 @@ from torch import Tensor
 
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.errors import SettingsError
-from splitveil.common.privacy.attacks import ATTACKS, Knowledge, informed
+from splitveil.common.privacy.attacks import ATTACKS, Knowledge
 from splitveil.common.privacy.audit import LeakAudit
-from splitveil.common.privacy.informed import KnownPredictions
+from splitveil.common.privacy.informed import KnownPredictions, informed
 from splitveil.common.privacy.leakage import auc
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.run.course import Batch

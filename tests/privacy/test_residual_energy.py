@@ -5,11 +5,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitveil.common.privacy.attacks import residual_energy
 from splitveil.common.privacy.audit import LeakAudit
 from splitveil.common.privacy.leakage import auc, leak_auc
 from splitveil.common.privacy.observation import Observation
-from splitveil.common.privacy.residual_energy import rare_cluster_up
+from splitveil.common.privacy.residual_energy import rare_cluster_up, residual_energy
 from splitveil.passive_party.label_free_audit import LabelFreeAudit
 
 FLOOR = 0.05

@@ -265,30 +265,6 @@ def test_no_row_of_a_batch_has_an_influence_on_another(halves: Halves) -> None:
         torch.testing.assert_close(whole[4], one[0])
 
 
-def test_halves_learn_together(halves: Halves) -> None:
-    """Every parameter of both halves gets a gradient, and the loss falls."""
-    bottom, top, shapes = halves
-    features = batch(16, shapes)
-    labels = torch.arange(16) % 2.0
-    if features.image is not None:  # brighter for the positives: noise alone takes long to learn
-        brighter = features.image // 2 + 120 * labels.to(torch.uint8)[:, None, None, None]
-        features = Features(features.numeric, features.categorical, brighter)
-    rule = optimizer(kind="adam", learning_rate=0.01, sparse_from_rows=1)
-    optimizers = [build_optimizer(rule, half) for half in (bottom, top)]
-    losses = []
-    for _ in range(60):
-        for half in optimizers:
-            half.zero_grad()
-        logits = top(bottom(features), halves.own(features))
-        loss = nn.functional.binary_cross_entropy_with_logits(logits, labels)
-        torch.autograd.backward(loss)
-        losses.append(float(loss.detach()))
-        assert all(p.grad is not None for half in (bottom, top) for p in half.parameters())
-        for half in optimizers:
-            half.step()
-    assert losses[-1] < 0.7 * losses[0]
-
-
 @pytest.mark.parametrize(
     ("settings", "shapes", "cut_shape", "part"),
     [

@@ -44,7 +44,7 @@ class Dense(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Weights that are kept in a list besides, and a table with sparse gradients."""
+    """Weights that are in a list besides, and a table with sparse gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ def test_a_buffer_that_the_next_pass_changes_is_the_one_of_its_own_pass() -> Non
     weights, _ = trained(Scaled, settings, 2)
     model, optimizer, schedule = started(Scaled, settings)
     features = data()
-    kept: list[tuple[Tensor, Tensor, Tensor]] = []  # rows, scale, activation
+    passes: list[tuple[Tensor, Tensor, Tensor]] = []  # rows, scale, activation
     for step in range(STEPS + 1):
         if step < STEPS:
             assert features.numeric is not None
@@ -190,9 +190,9 @@ def test_a_buffer_that_the_next_pass_changes_is_the_one_of_its_own_pass() -> Non
             scale = 1.1**step * torch.ones(4)
             with torch.no_grad():
                 assert isinstance(model, Scaled)
-                kept.append((rows, scale, model.first(rows) * scale))
+                passes.append((rows, scale, model.first(rows) * scale))
         if step:
-            of_rows, of_scale, activation = kept[step - 1]
+            of_rows, of_scale, activation = passes[step - 1]
             gradient = answer_to(activation, step - 1) * of_scale
             assert isinstance(model, Scaled)
             model.first.weight.grad, model.first.bias.grad = gradient.T @ of_rows, gradient.sum(0)

@@ -1,4 +1,4 @@
-"""The leak among rows of which features tell the same, and what an attack is worth besides."""
+"""The leak among rows of which features reveal the same, and what an attack is worth besides."""
 
 import math
 
@@ -32,7 +32,7 @@ def noise(count: int, seed: int) -> Floats:
     return np.random.default_rng(seed + 1000).normal(size=count)
 
 
-def test_a_score_that_repeats_features_tells_nothing_beyond_them() -> None:
+def test_a_score_that_repeats_features_reveals_nothing_beyond_them() -> None:
     """The raw leak AUC is .82, and one of its own stratum of 20 rows per limit is still .54."""
     feature, positive, predictions = rows(20_000, seed=1)
     assert leak_auc(feature, positive) > 0.8
@@ -43,7 +43,7 @@ def test_a_score_that_repeats_features_tells_nothing_beyond_them() -> None:
     assert coarse.low > 0.5
 
 
-def test_a_score_that_knows_labels_tells_all_of_them() -> None:
+def test_a_score_that_knows_labels_reveals_all_of_them() -> None:
     _, positive, predictions = rows(2_000, seed=2)
     found = adjusted_leak_auc(predictions - positive, positive, predictions)
     assert (found.value, found.high) == (1.0, 1.0)

@@ -123,18 +123,6 @@ def test_gradients_without_labels_in_them_leak_nothing() -> None:
         assert leak_auc(scores, example.labels) < 0.5 + 5 * error, name
 
 
-def test_a_class_mean_that_holds_the_example_finds_a_leak_in_noise() -> None:
-    """The oracles' classes must be other examples: with their own, noise looks like labels."""
-    labels = (torch.arange(400) % 5 == 0).float()
-    gradients = torch.randn(400, 64, generator=torch.Generator().manual_seed(2))
-    own = KnownClasses(gradients[labels == 0], gradients[labels == 1])
-    others = torch.randn(400, 64, generator=torch.Generator().manual_seed(3))
-    other = KnownClasses(others[labels == 0], others[labels == 1])
-    for attack in (mean, median, lda):
-        assert auc(attack(gradients, own), labels) > 0.7
-        assert leak_auc(attack(gradients, other), labels) < 0.6
-
-
 def test_shifted_normals_leak_what_fisher_s_discriminant_says() -> None:
     """AUC = Phi(distance / sqrt 2), the distance in units of the noise's deviation along it."""
     generator = torch.Generator().manual_seed(12)
@@ -270,22 +258,6 @@ def test_spectral_turns_the_minority_up(pos_fraction: float) -> None:
     gradients, labels = _logistic_gradients(1 - pos_fraction, noise_ratio=0.5)
     assert auc(spectral(gradients), labels) < 0.05  # the assumption is wrong, the leak is not
     assert leak_auc(spectral(gradients), labels) > 0.95
-
-
-def test_spectral_sees_more_uncentred_where_noise_covers_an_untrained_models_gradients() -> None:
-    """At p = 1/2 the gradients' mean carries most of the direction that centring looks for."""
-    generator = torch.Generator().manual_seed(6)
-    leaks: dict[str, list[float]] = {"uncentred": [], "centred": []}
-    for _ in range(10):
-        labels = (torch.rand(1024, generator=generator) < 0.05).float()
-        active = torch.rand(1024, 64, generator=generator) < 0.5
-        weights = active * torch.randn(64, generator=generator)
-        signal = (0.5 - labels)[:, None] * weights
-        noise = torch.randn(1024, 64, generator=generator)
-        gradients = signal + 4 * signal.norm(dim=1).max() / 8 * noise
-        leaks["uncentred"].append(leak_auc(spectral(gradients), labels))
-        leaks["centred"].append(leak_auc(spectral(gradients - gradients.mean(dim=0)), labels))
-    assert np.mean(leaks["uncentred"]) > np.mean(leaks["centred"]) + 0.05
 
 
 @pytest.mark.parametrize("shape", [(300, 20), (20, 300), (50, 50), (40, 3, 4, 5)])

@@ -81,14 +81,14 @@ def test_a_batch_gets_scikit_learns_leak_aucs() -> None:
     measured = LeakAudit().observe(observation)
     assert measured is not None
     labels = observation.labels.numpy()
-    kept = np.arange(64) != observation.clues[1].reference_row
+    chosen = np.arange(64) != observation.clues[1].reference_row
     for layer, gradients in observation.gradients.items():
         rows = gradients.double().numpy()
         lengths = np.sqrt((rows**2).sum(axis=1))
         cosines = rows @ rows[observation.clues[1].reference_row] / lengths
         scores = {"norm": lengths, "spectral": rows @ np.linalg.svd(rows)[2][0]}
         expected = {name: roc_auc_score(labels, values) for name, values in scores.items()}
-        expected["cosine"] = roc_auc_score(labels[kept], cosines[kept])
+        expected["cosine"] = roc_auc_score(labels[chosen], cosines[chosen])
         assert measured.leak[layer].keys() == expected.keys()
         for name, value in expected.items():
             leak = max(value, 1 - value)

@@ -79,7 +79,7 @@ def test_a_centre_that_loses_its_rows_stays() -> None:
 
 
 def test_one_example_of_each_class_names_the_clusters_of_several_classes() -> None:
-    """Where one direction for all classes cannot tell them apart."""
+    """Where one direction for all classes cannot separate them."""
     gradients, labels = softmax_gradients([0.1, 0.2, 0.3, 0.4])
     hints = one_of_each(gradients, labels)
     for attack in (kmeans_hint, nearest_hint):
@@ -87,19 +87,6 @@ def test_one_example_of_each_class_names_the_clusters_of_several_classes() -> No
             others = torch.cat([*hints[:one], *hints[one + 1 :]])
             assert auc(attack(gradients, own, others), labels == one) > 0.97, attack
     assert min(leak_auc(spectral(gradients), labels == one) for one in range(4)) < 0.9
-
-
-def test_a_cluster_knows_more_than_the_example_at_which_it_begins() -> None:
-    """Under noise as large as the signal, a mean over the cluster is worth more than one row."""
-    gradients, labels = softmax_gradients([0.7, 0.3], noise=2.0)
-    found = []
-    for seed in range(8):
-        drawn = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
-        other, own = one_of_each(gradients[drawn], labels[drawn])
-        attacks = (kmeans_hint, nearest_hint)
-        found.append([auc(attack(gradients, own, other), labels) for attack in attacks])
-    with_cluster, alone = np.median(found, axis=0)
-    assert with_cluster > alone + 0.05
 
 
 def test_the_nearest_hint_is_a_difference_of_cosines() -> None:
@@ -117,7 +104,7 @@ def test_of_activations_the_distances_count() -> None:
 
 
 def test_activations_are_clustered_around_their_mean() -> None:
-    """Two groups far from the origin, which their directions do not tell apart."""
+    """Two groups far from the origin, which their directions do not separate."""
     generator = torch.Generator().manual_seed(3)
     labels = (torch.rand(900, generator=generator) < 0.2).long()
     activations = 100 + torch.randn(900, 5, generator=generator) + 4 * labels[:, None]
@@ -139,7 +126,7 @@ def test_attacks_with_one_example_of_each_class_ask_for_them() -> None:
 
 
 @pytest.mark.parametrize("attack", ["kmeans", "nearest_hint"])
-def test_the_sums_of_a_run_tell_more_than_its_batches(
+def test_the_sums_of_a_run_reveal_more_than_its_batches(
     attack: Literal["kmeans", "nearest_hint"],
 ) -> None:
     """Under noise that turns many a batch around: clusters keep their sign, and examples vary."""

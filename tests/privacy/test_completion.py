@@ -42,9 +42,9 @@ def picked(labels: Tensor, num_hints: int, seed: int = 0) -> Hints:
 
 
 def unknown(labels: Tensor, hints: Hints) -> Tensor:
-    kept = torch.ones(len(labels), dtype=torch.bool)
-    kept[torch.from_numpy(hints.rows)] = False
-    return kept
+    chosen = torch.ones(len(labels), dtype=torch.bool)
+    chosen[torch.from_numpy(hints.rows)] = False
+    return chosen
 
 
 @pytest.mark.parametrize("num_classes", [2, 4])

@@ -38,7 +38,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Parties, list[dict[st
     return recorded(tmp_path_factory.mktemp("passive"))
 
 
-def test_forty_labels_and_the_trained_half_tell_the_others(
+def test_forty_labels_and_the_trained_half_reveal_the_others(
     run: tuple[Parties, list[dict[str, Any]]],
 ) -> None:
     """Nearly as much as this party's features can: the other one's are as large a part."""

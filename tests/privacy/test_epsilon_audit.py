@@ -25,7 +25,7 @@ TOLERATED = 3
 
 
 class Table:
-    """Rows whose feature tells their labels with known probabilities."""
+    """Rows whose feature predicts their labels with known probabilities."""
 
     def __init__(self, count: int, seed: int) -> None:
         self.generator = np.random.default_rng(seed)
@@ -97,7 +97,7 @@ def test_features_alone_make_no_bound() -> None:
 
 
 def test_predictions_that_are_fitted_make_little_of_one() -> None:
-    """Nearly: a score may know better how features tell labels than 4,000 rows can teach anybody.
+    """Nearly: a score may know better how features predict labels than 4,000 rows teach anybody.
 
     The bound from it stays below .2, where rows that are offered without predictions make it .8.
     """

@@ -15,9 +15,7 @@ import torch
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
-from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.active_party.report import write_comparison, write_report
-from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.accumulation import standardised
 from splitveil.common.privacy.attacks import (
     ATTACKS,
@@ -81,8 +79,8 @@ def new_audit(attacks: Sequence[AttackName] = ALL) -> LeakAudit:
 
 def leak(labels: np.ndarray, scores: np.ndarray, one: int, other: int | None) -> float:
     """scikit-learn's leak AUC of one class against another one, or against the rest."""
-    kept = np.ones(len(labels), bool) if other is None else np.isin(labels, (one, other))
-    area = roc_auc_score(labels[kept] == one, scores[kept])
+    chosen = np.ones(len(labels), bool) if other is None else np.isin(labels, (one, other))
+    area = roc_auc_score(labels[chosen] == one, scores[chosen])
     return float(max(area, 1 - area))
 
 
@@ -110,11 +108,11 @@ def test_a_batch_gets_scikit_learn_s_worst_pairs_and_classes() -> None:
             row = seen.clues[place].reference_row
             assert row is not None
             assert labels[row] == place
-            kept = np.arange(len(labels)) != row
-            cosines = (rows @ rows[row] / lengths / lengths[row])[kept]
+            chosen = np.arange(len(labels)) != row
+            cosines = (rows @ rows[row] / lengths / lengths[row])[chosen]
             for other in set(range(3)) - {place}:
-                by_pair[place, other] = leak(labels[kept], cosines, place, other)
-            expected = leak(labels[kept], cosines, place, None)
+                by_pair[place, other] = leak(labels[chosen], cosines, place, other)
+            expected = leak(labels[chosen], cosines, place, None)
             assert found["cosine"]["classes"][of_class] == pytest.approx(expected, abs=1e-9)
         worst = max(by_pair, key=lambda pair: by_pair[pair])
         assert measured.leak[layer]["cosine"] == pytest.approx(by_pair[worst], abs=1e-9)
@@ -190,9 +188,9 @@ def test_sums_over_the_run_are_those_of_each_class() -> None:
                 centred = cosines - cosines.mean()
                 sign = -1.0 if float((centred**3).sum()) < 0 else 1.0
             directions[c] = 0.9 * directions.get(c, torch.zeros(8)) + sign * direction
-            kept = np.arange(60) != row
-            sums[c, places.numpy()[kept]] += standardised(sign * cosines[kept]).numpy()
-            counts[c, places.numpy()[kept]] += 1
+            chosen = np.arange(60) != row
+            sums[c, places.numpy()[chosen]] += standardised(sign * cosines[chosen]).numpy()
+            counts[c, places.numpy()[chosen]] += 1
     labels = (np.arange(NUM_EXAMPLES) % 7).clip(max=3) - 1
     labels = labels.clip(min=0)
     pairs = {
@@ -231,11 +229,11 @@ def test_random_scores_are_measured_in_the_same_way() -> None:
 def test_a_batch_without_a_class_is_measured_for_the_others() -> None:
     audit = new_audit(("norm", "cosine", "lda", "accumulated_cosine"))
     seen = observation(audit, 0, 0)
-    kept = seen.labels != 1
+    chosen = seen.labels != 1
     assert seen.positions is not None
-    rows_kept = {layer: rows[kept] for layer, rows in seen.gradients.items()}
-    seen = Observation(0, 0, rows_kept, seen.labels[kept], positions=seen.positions[kept])
-    seen = dataclasses.replace(seen, clues=audit.clues(seen, SEED, rows_kept))
+    chosen_rows = {layer: rows[chosen] for layer, rows in seen.gradients.items()}
+    seen = Observation(0, 0, chosen_rows, seen.labels[chosen], positions=seen.positions[chosen])
+    seen = dataclasses.replace(seen, clues=audit.clues(seen, SEED, chosen_rows))
     measured = audit.observe(seen)
     assert measured is not None
     classes = audit.classes()["cut"]["cosine"]["classes"]
@@ -365,20 +363,6 @@ def test_nothing_of_the_peer_s_files_is_of_loss_or_accuracy(
         (runs / "passive" / name).read_text() for name in ("metrics.jsonl", "summary.json")
     )
     assert not any(word in text for word in ("loss", "accuracy", "test_auc"))
-
-
-def test_attacks_of_another_number_of_classes_end_a_run_that_resumes(
-    example: Path, tmp_path: Path
-) -> None:
-    audit = new_audit()
-    state = {"audit": audit.state_dict(), "next_epoch": 0, "ended_epoch": -1}
-    parties = build_parties(example)
-    with ActiveRecorder(parties.active_settings, tmp_path) as monitor:
-        parties.session.lifecycle.observer = monitor
-        parties.run.run(InProcessPeer(parties.session, parties.engine))
-        assert monitor._watch.monitor is not None
-        with pytest.raises(SettingsError, match="cannot change within a run"):
-            monitor._watch.monitor.load_state_dict(state)
 
 
 def test_the_report_says_what_its_figures_are_of(

@@ -38,7 +38,7 @@ def noisy(
 
 @pytest.mark.parametrize("along", [1.0, 1000.0])
 @pytest.mark.parametrize("noisy_class", [0, 1])
-def test_noise_across_the_gap_in_one_class_tells_the_classes_apart_at_every_strength(
+def test_noise_across_the_gap_in_one_class_separates_the_classes_at_every_strength(
     noisy_class: int, along: float
 ) -> None:
     deviations = (0.2, 0.0) if noisy_class == 0 else (0.0, 0.2)
@@ -46,7 +46,7 @@ def test_noise_across_the_gap_in_one_class_tells_the_classes_apart_at_every_stre
     assert auc(residual_energy(gradients), labels) > 0.999  # not only the leak: positives are fewer
 
 
-def test_the_same_noise_for_both_classes_tells_nothing() -> None:
+def test_the_same_noise_for_both_classes_reveals_nothing() -> None:
     gradients, labels = noisy((0.2, 0.2), (0.8, 0.2))
     assert leak_auc(residual_energy(gradients), labels) < 0.57  # 2.9 standard errors
 
@@ -57,7 +57,7 @@ def test_batches_of_every_shape_are_read(shape: tuple[int, int]) -> None:
     assert auc(residual_energy(gradients), labels) > 0.97
 
 
-def test_each_of_several_classes_with_noise_of_its_own_is_told_from_the_others() -> None:
+def test_each_class_with_noise_of_its_own_is_separated_from_the_others() -> None:
     gradients, labels = noisy((0.0, 0.2, 0.8), (0.5, 0.3, 0.2))
     scores = residual_energy(gradients)
     for one, other in ((0, 1), (0, 2), (1, 2)):
@@ -132,7 +132,7 @@ def test_over_a_run_scores_add_up_although_neither_class_is_rare() -> None:
         assert found["auc"] > 0.97
 
 
-def test_a_run_of_several_classes_keeps_one_sum_for_all() -> None:
+def test_a_multi_class_run_has_one_sum_for_all() -> None:
     audit = LeakAudit(
         ["accumulated_residual_energy"], num_examples=EXAMPLES, class_names=("a", "b", "c")
     )

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from splitveil.common.data.sources import suggest
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.conv import ConvBottom, ConvTop
-from splitveil.common.models.mlp import MlpBottom, MlpTop
-from splitveil.common.models.wide_deep import WideDeepBottom, WideDeepTop
+from splitveil.common.models.dense import MlpBottom, MlpTop, WideDeepBottom, WideDeepTop
 
 
 def first_layer(model: nn.Module) -> nn.Module:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from splitveil.common.data.features import Features, FeatureShapes, image_as_float
 from splitveil.common.errors import SettingsError
-from splitveil.common.models.mlp import FeatureInput, dense_relu, joined, without_single
+from splitveil.common.models.dense import FeatureInput, dense_relu, joined, without_single
 from splitveil.common.models.settings import ConvModel
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from splitveil.common.data.features import FeatureEncoder, FeatureShapes
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.models.conv import ConvBottom, ConvTop
-from splitveil.common.models.mlp import MlpBottom, MlpTop
+from splitveil.common.models.dense import MlpBottom, MlpTop, WideDeepBottom, WideDeepTop
 from splitveil.common.models.settings import (
     ConvModel,
     CustomModel,
@@ -20,7 +20,6 @@ from splitveil.common.models.settings import (
     ModelSettings,
     WideDeepModel,
 )
-from splitveil.common.models.wide_deep import WideDeepBottom, WideDeepTop
 from splitveil.common.text.imports import fault_in_words, first_line, import_named, may_pass
 
 PROBE_ROWS = 2

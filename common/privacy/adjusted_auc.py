@@ -26,7 +26,7 @@ What an attack is worth to whoever runs it:
     precision        share of positives among the rows with the highest scores
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -67,7 +67,7 @@ class Advantage(NamedTuple):
     """Leak AUC of the attacker's own model."""
 
 
-class OperatingPoints(NamedTuple):
+class OperatingPoints(TypedDict):
     """How many labels an attack finds where it is most certain."""
 
     tpr_at_per_mille: float
@@ -209,7 +209,11 @@ def operating_points(scores: Floats, positive: Mask) -> OperatingPoints:
         float((scores[positive] > negatives[int(rate * len(negatives))]).mean())
         for rate in (0.001, 0.01)
     )
-    return OperatingPoints(per_mille, percent, _precision(scores, positive))
+    return OperatingPoints(
+        tpr_at_per_mille=per_mille,
+        tpr_at_percent=percent,
+        precision_at_100=_precision(scores, positive),
+    )
 
 
 def _interval(auc: float, variance: float, rarer: int) -> tuple[float, float]:

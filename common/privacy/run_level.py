@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from splitveil.common.privacy.accumulation import RunScores, combine_with_hints
-from splitveil.common.privacy.adjusted_auc import operating_points
+from splitveil.common.privacy.adjusted_auc import OperatingPoints, operating_points
 from splitveil.common.privacy.attacks import CUT, RUN_ATTACKS, RunAttackName
 from splitveil.common.privacy.final_attacks import LastActivations, final_scores
 from splitveil.common.privacy.gathered_scores import GatheredLayer
@@ -39,7 +39,7 @@ UNSEEN = -1
 """Label of an example that no batch has held so far."""
 
 
-class RunLevelLeak(TypedDict):
+class RunLevelLeak(OperatingPoints):
     """One attack on one layer over a whole run."""
 
     auc: float
@@ -49,12 +49,6 @@ class RunLevelLeak(TypedDict):
     high: float
     examples: int
     """Number of examples that were scored and whose label the attack did not know."""
-    tpr_at_per_mille: float
-    """Share of the positives found while at most 0.1 % of the negatives are accused."""
-    tpr_at_percent: float
-    """The same for 1 %."""
-    precision_at_100: float | None
-    """Share of positives among the 100 highest scores; None for 100 examples or fewer."""
 
 
 class ClassRunLeak(TypedDict):
@@ -178,10 +172,7 @@ class RunAudit:
                 "layers": {name: layer.state_dict() for name, layer in self._layers.items()},
                 "last": self._last.state_dict(),
                 "epoch": self._epoch,
-                "after_epoch": {
-                    str(epoch): {layer: dict(aucs) for layer, aucs in layers.items()}
-                    for epoch, layers in self._after_epoch.items()
-                },
+                "after_epoch": {str(epoch): aucs for epoch, aucs in self._after_epoch.items()},
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -197,10 +188,7 @@ class RunAudit:
             self._layers = layers
             self._last.load_state_dict(state["last"])
             self._epoch = state["epoch"]
-            self._after_epoch = {
-                int(epoch): {layer: dict(aucs) for layer, aucs in measured.items()}
-                for epoch, measured in state["after_epoch"].items()
-            }
+            self._after_epoch = {int(epoch): aucs for epoch, aucs in state["after_epoch"].items()}
 
     def _new_layer(self) -> GatheredLayer:
         return GatheredLayer(self.attacks, self._num_examples, self._classes)
@@ -222,9 +210,9 @@ class RunAudit:
     def _aucs(self, scores: Sequence[RunScores]) -> PairAucs:
         num_classes = self._classes.num_classes
         aucs = PairAucs.none(num_classes)
-        for of_class, one in zip(self._classes.of_scores(len(scores)), scores, strict=True):
-            labels = self._labels_at(one.positions)
-            aucs.put(pair_aucs(one.scores, labels, num_classes, of_class), of_class)
+        for of_class, scored in zip(self._classes.of_scores(len(scores)), scores, strict=True):
+            labels = self._labels_at(scored.positions)
+            aucs.put(pair_aucs(scored.scores, labels, num_classes, of_class), of_class)
         return aucs
 
     def _interval(self, scores: RunScores, first: int, second: int) -> RunLevelLeak:
@@ -232,15 +220,12 @@ class RunAudit:
         of_pair = (labels == first) | (labels == second)
         chosen, positive = scores.scores[of_pair], labels[of_pair] == first
         measured = leak_auc_interval(chosen, positive, np.random.default_rng(SEED))
-        points = operating_points(chosen, positive)
         return RunLevelLeak(
             auc=measured.auc,
             low=measured.low,
             high=measured.high,
             examples=int(of_pair.sum()),
-            tpr_at_per_mille=points.tpr_at_per_mille,
-            tpr_at_percent=points.tpr_at_percent,
-            precision_at_100=points.precision_at_100,
+            **operating_points(chosen, positive),
         )
 
     def _by_class(self, aucs: PairAucs, worst_pair: tuple[int, int]) -> ClassRunLeak:

@@ -115,19 +115,6 @@ def test_every_kind_of_feature_reaches_the_output(part: str) -> None:
     assert not torch.equal(bottom(batch()), bottom(changed))
 
 
-def test_embedding_of_a_column_is_its_own() -> None:
-    """The same slot in two columns must not mean the same vector."""
-    shapes = FeatureShapes(vocabulary_sizes=(3, 3))
-    bottom = build_bottom_model(model(hidden=[], embedding_dim=2), shapes, (1,), seed=0)
-    vectors = bottom.get_parameter("input.embedding.weight")
-    assert vectors.shape == (6, 2)
-    layer = bottom.get_parameter("layers.output.weight")
-    bias = bottom.get_parameter("layers.output.bias")
-    output = bottom(Features(categorical=torch.tensor([[1, 2]])))
-    by_hand = torch.cat([vectors[1], vectors[3 + 2]]) @ layer[0] + bias[0]
-    torch.testing.assert_close(output[0, 0], by_hand)
-
-
 def wide_deep(**values: Any) -> ModelSettings:
     return model(kind="wide_deep", **values)
 

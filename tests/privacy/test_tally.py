@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from splitveil.common.privacy.tally import REMEMBERED_EPOCHS, AttackTally
-from tests.support.stored import stored
 
 HALF_CELL = 2.6e-5
 
@@ -64,19 +63,3 @@ def test_memory_does_not_grow_with_the_run() -> None:
     for epoch in range(REMEMBERED_EPOCHS, 5000):
         tally.add(epoch, 0.7, 0.6)
     assert size() == before
-
-
-def test_a_stored_tally_resumes_where_it_was() -> None:
-    whole, first, second = AttackTally(), AttackTally(), AttackTally()
-    values = values_of(4, 5)
-    for value in values:
-        whole.add(*value)
-    for value in values[:8]:
-        first.add(*value)
-    second.load_state_dict(stored(first.state_dict()))
-    for value in values[8:]:
-        second.add(*value)
-    assert second.mean == whole.mean
-    assert second.worst_epoch == whole.worst_epoch
-    assert second.quantile(0.95) == whole.quantile(0.95)
-    assert second.random_quantile(0.95) == whole.random_quantile(0.95)

@@ -70,7 +70,7 @@ def predict_in_blocks(
     given = [part for part in inputs if part is not None]
     num_rows = len(given[0])
     with torch.no_grad():
-        if _device_of(given[0]).type != "cpu" or not num_rows:
+        if _tensors(given[0])[0].device.type != "cpu" or not num_rows:
             return link(model(*inputs))
         layout = _layout_of(model, inputs, link)
         at_once = len(layout.places)
@@ -86,7 +86,9 @@ def predict_in_blocks(
 
 def _layout_of(model: nn.Module, inputs: _Inputs, link: Callable[[Tensor], Tensor]) -> _Layout:
     """Return how rows lie in a block; it depends on the model and the form of a row."""
-    values = sum(_values_per_row(part) for part in inputs if part is not None)
+    values = sum(
+        values[:1].numel() for part in inputs if part is not None for values in _tensors(part)
+    )
     key = values, getattr(link, "__qualname__", type(link).__qualname__)
     known = _layouts.setdefault(model, {})
     if key not in known:
@@ -137,14 +139,9 @@ def _drawn_tensor(values: Tensor, generator: torch.Generator) -> Tensor:
     return torch.randn(values.shape, generator=generator).to(values.dtype)
 
 
-def _values_per_row(rows: Tensor | Features) -> int:
+def _tensors(rows: Tensor | Features) -> list[Tensor]:
     parts = [rows] if isinstance(rows, Tensor) else rows.parts()
-    return sum(part[:1].numel() for part in parts if part is not None)
-
-
-def _device_of(rows: Tensor | Features) -> torch.device:
-    parts = [rows] if isinstance(rows, Tensor) else rows.parts()
-    return next(part.device for part in parts if part is not None)
+    return [part for part in parts if part is not None]
 
 
 def _block(

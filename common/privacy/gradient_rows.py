@@ -32,8 +32,8 @@ class GradientRows:
     @cached_property
     def top(self) -> TopDirection:
         """The direction in which the gradients stretch most."""
-        found = top_direction_of_rows(self.rows)
-        return found._replace(projections=in_unit(found.projections, self.unit))
+        top = top_direction_of_rows(self.rows)
+        return top._replace(projections=in_unit(top.projections, self.unit))
 
     @cached_property
     def clusters(self) -> TopDirection:

@@ -162,11 +162,11 @@ def _whitening(problem: _Problem, believed: Tensor) -> Tensor:
 def _log_likelihoods(problem: _Problem, noise: _Noise) -> Tensor:
     """Return each class's log-likelihood, (batch, classes), up to an amount of the row."""
     rest = problem.rest @ noise.whitening.T
-    found = []
+    likelihoods = []
     for move in problem.moves:
         white = move @ noise.whitening.T
-        found.append((white * (rest - white / 2)).sum(dim=1))
-    return torch.stack(found, dim=1)
+        likelihoods.append((white * (rest - white / 2)).sum(dim=1))
+    return torch.stack(likelihoods, dim=1)
 
 
 def _against_the_others(problem: _Problem, target: int) -> Tensor:
@@ -189,43 +189,47 @@ def _ratios_of_two(problem: _Problem) -> Tensor:
     if not bool(moved.any()):
         return torch.zeros_like(power)
     rest = problem.rest @ noise.whitening.T
-    found = (rest * white).sum(dim=1)[moved] / power[moved]
+    targets = (rest * white).sum(dim=1)[moved] / power[moved]
     spread = 1.0 / power[moved]
-    along = torch.minimum(found.square(), (found - 1).square()) @ move[moved].square().sum(dim=1)
-    across = (problem.rest[moved] - found[:, None] * move[moved]).square().sum()
+    along = torch.minimum(targets.square(), (targets - 1).square()) @ move[moved].square().sum(
+        dim=1
+    )
+    across = (problem.rest[moved] - targets[:, None] * move[moved]).square().sum()
     own_shares = (1.0,) if across <= _ALL_ALONG * along else _OWN_SHARES
     ratios = torch.zeros_like(power)
-    variances = _variances(found, spread / spread.mean(), noise.shares[1], own_shares)
-    ratios[moved] = (found - 0.5) / variances
+    variances = _variances(targets, spread / spread.mean(), noise.shares[1], own_shares)
+    ratios[moved] = (targets - 0.5) / variances
     return ratios
 
 
-def _variances(found: Tensor, spread: Tensor, share: Tensor, own_shares: Sequence[float]) -> Tensor:
+def _variances(
+    targets: Tensor, spread: Tensor, share: Tensor, own_shares: Sequence[float]
+) -> Tensor:
     """Return the variances v_i that explain best the numbers t_i = y_i + noise, (rows,)."""
-    best, chosen = -math.inf, torch.ones_like(found)
+    best, chosen = -math.inf, torch.ones_like(targets)
     for own in own_shares:
         shape = own + (1 - own) * spread
-        variance, likelihood = _scale(found, shape.clamp(min=1e-12), share)
+        variance, likelihood = _scale(targets, shape.clamp(min=1e-12), share)
         if likelihood > best:
             best, chosen = likelihood, variance
     return chosen
 
 
-def _scale(found: Tensor, shape: Tensor, share: Tensor) -> tuple[Tensor, float]:
+def _scale(targets: Tensor, shape: Tensor, share: Tensor) -> tuple[Tensor, float]:
     """Fit the factor s^2 of the variances; return these and the log-likelihood."""
     share = share.clamp(1e-3, 1 - 1e-3)
-    nearest = torch.minimum(found.square(), (found - 1).square())
+    nearest = torch.minimum(targets.square(), (targets - 1).square())
     variance = ((nearest / shape).mean() * shape).clamp(min=_SMALLEST_VARIANCE)
     for _ in range(_ROUNDS):
-        odds = (found - 0.5) / variance + share.log() - (1 - share).log()
+        odds = (targets - 0.5) / variance + share.log() - (1 - share).log()
         positive = torch.sigmoid(odds)
-        errors = (1 - positive) * found.square() + positive * (found - 1).square()
+        errors = (1 - positive) * targets.square() + positive * (targets - 1).square()
         variance = ((errors / shape).mean() * shape).clamp(min=_SMALLEST_VARIANCE)
         share = positive.mean().clamp(1e-3, 1 - 1e-3)
     both = torch.stack(
         [
-            (1 - share).log() - found.square() / (2 * variance),
-            share.log() - (found - 1).square() / (2 * variance),
+            (1 - share).log() - targets.square() / (2 * variance),
+            share.log() - (targets - 1).square() / (2 * variance),
         ]
     )
     likelihood = torch.logsumexp(both, dim=0) - variance.log() / 2

@@ -86,39 +86,28 @@ def informed_scores(gradients: Tensor, predictions: Tensor, slopes: Tensor) -> T
     return predictions.detach().cpu().double() - residuals
 
 
-class RidgeScores(NamedTuple):
-    """What a ridge regression from a few known labels says about all other rows."""
-
-    others: npt.NDArray[np.int64]
-    """The rows whose labels it does not know."""
-    scores: _Floats
-    """Its estimates of their labels, (others,)."""
-
-
-def ridge_scores(
-    gradients: Tensor, labels: Tensor, seed: int, num_hints: int = NUM_HINTS
-) -> RidgeScores:
-    """Estimate labels by a ridge regression from a few known ones.
+def ridge_scores(gradients: Tensor, labels: Tensor, seed: int) -> RunScores:
+    """Estimate labels by a ridge regression from a few known ones, and score all other rows.
 
     The penalty is the one with the smallest leave-one-out error on the known rows.
     """
     rows = prepared(gradients.cpu()).rows.numpy()
     known = labels.detach().double().cpu().numpy()
     order = np.random.default_rng(seed).permutation(len(rows))
-    hints, others = order[:num_hints], order[num_hints:]
+    hints, others = order[:NUM_HINTS], order[NUM_HINTS:]
     centre, mean = rows[hints].mean(axis=0), known[hints].mean()
     weights = _ridge(rows[hints] - centre, known[hints] - mean)
-    return RidgeScores(others, mean + (rows[others] - centre) @ weights)
+    return RunScores(others, mean + (rows[others] - centre) @ weights)
 
 
-def ridge_r2(gradients: Tensor, labels: Tensor, seed: int, num_hints: int = NUM_HINTS) -> float:
+def ridge_r2(gradients: Tensor, labels: Tensor, seed: int) -> float:
     """Return the R2 of `ridge_scores`, at least 0: that of the mean of the known labels.
 
     NaN if fewer than two other rows are left, or their labels are all the same.
     """
-    if len(labels) < num_hints + 2:
+    if len(labels) < NUM_HINTS + 2:
         return float("nan")
-    others, scores = ridge_scores(gradients, labels, seed, num_hints)
+    others, scores = ridge_scores(gradients, labels, seed)
     known = labels.detach().double().cpu().numpy()[others]
     if np.ptp(known) == 0:
         return float("nan")

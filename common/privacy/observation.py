@@ -122,8 +122,8 @@ class Observation:
 
     def rows(self, layer: str) -> GradientRows:
         """Return the gradients of a layer, prepared for attacks."""
-        found = self.prepared.get(layer)
-        return GradientRows(self.gradients[layer]) if found is None else found
+        rows = self.prepared.get(layer)
+        return GradientRows(self.gradients[layer]) if rows is None else rows
 
 
 def pick_clues(

@@ -93,8 +93,8 @@ def _weak_energies(rows: Tensor) -> Tensor:
     else:
         energies = vectors[:, :num_weak].square() * weak
     ridge = weak.mean() * (row_dim / num_rows) + _NEGLIGIBLE * powers[-1].clamp(min=0.0)
-    found: Tensor = energies @ torch.where(weak + ridge > 0, 1.0 / (weak + ridge), 0.0)
-    return found
+    weighted: Tensor = energies @ torch.where(weak + ridge > 0, 1.0 / (weak + ridge), 0.0)
+    return weighted
 
 
 def _folded(rows: Tensor) -> Tensor:

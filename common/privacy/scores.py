@@ -16,6 +16,7 @@ The attacks that cluster compare gradients by their directions and activations b
 TIFS 2024).
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -100,21 +101,17 @@ def hint_inner_product(gradients: Gradients, hints: Tensor) -> Tensor:
 def hint_distance(gradients: Gradients, hints: Tensor) -> Tensor:
     """Score each example by minus its smallest distance to a known positive's gradient."""
     (rows, known), unit = rows_together(gradients, hints)
-    return in_unit(-torch.stack([_distances(rows, hint) for hint in known]).amin(dim=0), unit)
+    return in_unit(-_nearest(rows, known), unit)
 
 
 def mean(gradients: Gradients, classes: KnownClasses) -> Tensor:
     """Score each example by how much nearer it is to the positives' mean than the negatives'."""
-    (rows, negatives, positives), unit = rows_together(gradients, *classes)
-    nearer = _distances(rows, negatives.mean(dim=0)) - _distances(rows, positives.mean(dim=0))
-    return in_unit(nearer, unit)
+    return _nearer_to_positives(gradients, classes, lambda rows: rows.mean(dim=0))
 
 
 def median(gradients: Gradients, classes: KnownClasses) -> Tensor:
     """Score as `mean` does, with the classes' coordinate-wise medians."""
-    (rows, negatives, positives), unit = rows_together(gradients, *classes)
-    nearer = _distances(rows, _medians(negatives)) - _distances(rows, _medians(positives))
-    return in_unit(nearer, unit)
+    return _nearer_to_positives(gradients, classes, _medians)
 
 
 def lda(gradients: Gradients, classes: KnownClasses) -> Tensor:
@@ -208,9 +205,7 @@ def nearest_hint(gradients: Gradients, hints: Tensor, other_hints: Tensor) -> Te
 def activation_nearest_hint(activations: Gradients, hints: Tensor, other_hints: Tensor) -> Tensor:
     """Score each example by how much nearer its activation is to a known positive's."""
     (rows, known, others), unit = rows_together(activations, hints, other_hints)
-    to_positives = torch.stack([_distances(rows, hint) for hint in known]).amin(dim=0)
-    to_others = torch.stack([_distances(rows, hint) for hint in others]).amin(dim=0)
-    return in_unit(to_others - to_positives, unit)
+    return in_unit(_nearest(rows, others) - _nearest(rows, known), unit)
 
 
 def _discriminant(within: Tensor, between: Tensor) -> Tensor:
@@ -228,6 +223,19 @@ def _discriminant(within: Tensor, between: Tensor) -> Tensor:
     gram.diagonal().add_(ridge)
     weights: Tensor = torch.linalg.solve(gram, within @ between)
     return (between - within.T @ weights) / ridge
+
+
+def _nearer_to_positives(
+    gradients: Gradients, classes: KnownClasses, centre: Callable[[Tensor], Tensor]
+) -> Tensor:
+    (rows, negatives, positives), unit = rows_together(gradients, *classes)
+    nearer = _distances(rows, centre(negatives)) - _distances(rows, centre(positives))
+    return in_unit(nearer, unit)
+
+
+def _nearest(rows: Tensor, hints: Tensor) -> Tensor:
+    """Return each row's smallest distance to a hint."""
+    return torch.stack([_distances(rows, hint) for hint in hints]).amin(dim=0)
 
 
 def _distances(rows: Tensor, centre: Tensor) -> Tensor:

@@ -52,9 +52,9 @@ class TopDirection(NamedTuple):
 def top_direction_of_rows(rows: Tensor) -> TopDirection:
     """Return the top direction of float64 rows, by Lanczos' method if it stands out enough."""
     if rows.device.type == "cpu" and min(rows.shape) >= _LARGE:
-        found = _by_lanczos(rows.numpy())
-        if found is not None:
-            projections, direction = map(torch.from_numpy, found)
+        leading = _by_lanczos(rows.numpy())
+        if leading is not None:
+            projections, direction = map(torch.from_numpy, leading)
             return TopDirection(projections, direction)
     num_rows, row_dim = rows.shape
     if num_rows >= row_dim:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.common.privacy.attacks import ATTACKS
-from splitveil.common.privacy.audit import BatchLeak
+from splitveil.common.privacy.audit import AuditedBatch
 from splitveil.common.record.figures import AttackFigure
 from splitveil.common.record.lines import AlarmLine
 from splitveil.common.record.metrics_log import MetricsLog
@@ -62,7 +62,7 @@ class LeakAlarm:
     def note_charge(self, epoch: int, sum_kl: float) -> None:
         self._largest[epoch] = max(self._largest.get(epoch, 0.0), sum_kl)
 
-    def note_leak(self, measured: BatchLeak) -> None:
+    def note_leak(self, measured: AuditedBatch) -> None:
         for layer, attacks in measured.leak.items():
             for attack, value in attacks.items():
                 if attack not in self._class_oracles:
@@ -132,7 +132,7 @@ class AlarmBell:
     def note_charge(self, epoch: int, sum_kl: float) -> None:
         self._alarm.note_charge(epoch, sum_kl)
 
-    def note_leak(self, measured: BatchLeak) -> None:
+    def note_leak(self, measured: AuditedBatch) -> None:
         """Note a measured batch, and judge the epochs before it."""
         if measured.epoch > self._measured_epoch:  # the monitor may lag behind the training
             self.judge_measured()

@@ -15,7 +15,7 @@ import numpy as np
 
 from splitveil.active_party.settings import LeakGateSettings
 from splitveil.common.errors import LeakGateClosed
-from splitveil.common.privacy.audit import BatchLeak
+from splitveil.common.privacy.audit import AuditedBatch
 from splitveil.common.record.figures import AttackFigure
 from splitveil.common.record.lines import GateLine
 from splitveil.common.record.metrics_log import MetricsLog
@@ -48,7 +48,7 @@ class LeakGate:
         self._windows: dict[tuple[str, str], _Window] = {}
         self._until_next = 0
 
-    def note(self, measured: BatchLeak) -> GateFinding | None:
+    def note(self, measured: AuditedBatch) -> GateFinding | None:
         """Judge the next batch.
 
         Returns:
@@ -141,7 +141,7 @@ class GateKeeper:
         self._gate = None if settings is None else LeakGate(settings)
         self._findings = 0
 
-    def note_leak(self, measured: BatchLeak) -> None:
+    def note_leak(self, measured: AuditedBatch) -> None:
         if self._gate is None or self._settings is None:
             return
         finding = self._gate.note(measured)

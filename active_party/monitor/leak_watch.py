@@ -13,7 +13,7 @@ from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.errors import LeakGateClosed
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import FINAL_ATTACKS, SideInformation
-from splitveil.common.privacy.audit import BatchLeak
+from splitveil.common.privacy.audit import AuditedBatch
 from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.record.leak_figures import LeakFigures
 from splitveil.common.record.leak_recorder import AuditedRun, LeakRecorder
@@ -132,7 +132,7 @@ class LeakWatch:
         self._bell.load_state_dict(state)
         self._gate.load_state_dict(state)
 
-    def _on_leak(self, measured: BatchLeak) -> None:
+    def _on_leak(self, measured: AuditedBatch) -> None:
         self._bell.note_leak(measured)
         self._gate.note_leak(measured)
 

@@ -42,7 +42,7 @@ LeakByAttack = dict[str, dict[str, float]]
 """Layer name -> attack name -> leak AUC."""
 
 
-class BatchLeak(NamedTuple):
+class AuditedBatch(NamedTuple):
     """The leak AUCs of one batch."""
 
     epoch: int
@@ -101,7 +101,7 @@ class LeakAudit:
         self._tallies: dict[tuple[str, str], AttackTally] = {}
         self._skipped_one_class = 0
         self._left_out = 0
-        self._latest: BatchLeak | None = None
+        self._latest: AuditedBatch | None = None
         self._classes = LabelClasses(tuple(class_names))
         self._scorer = BatchScorer(self._scored, self._classes.targets)
         self.run = RunAudit(run_attacks, num_examples, self._classes)
@@ -142,7 +142,7 @@ class LeakAudit:
                 (layer, attack, tally.worst_epoch) for layer, attack, tally in self._measured()
             )
 
-    def latest(self) -> BatchLeak | None:
+    def latest(self) -> AuditedBatch | None:
         return self._latest
 
     def counts(self) -> AuditCounts:
@@ -171,7 +171,7 @@ class LeakAudit:
             for target in self._classes.targets
         }
 
-    def observe(self, observation: Observation) -> BatchLeak | None:
+    def observe(self, observation: Observation) -> AuditedBatch | None:
         """Attack one batch and remember the leak AUCs.
 
         Returns:
@@ -265,7 +265,7 @@ class LeakAudit:
             self._skipped_one_class = state["skipped_one_class"]
             self._left_out = state["left_out"]
             latest = state["latest"]
-            self._latest = None if latest is None else BatchLeak(**latest)
+            self._latest = None if latest is None else AuditedBatch(**latest)
             self._tallies, self._by_class = {}, {}
             for layer, attack, of_attack in _stored(state["tallies"]):
                 self._tallies[layer, attack] = AttackTally()
@@ -282,7 +282,7 @@ class LeakAudit:
 
     def _measure(
         self, observation: Observation, layers: Mapping[str, LayerScores], labels: Tensor
-    ) -> BatchLeak:
+    ) -> AuditedBatch:
         """Measure random scores and all attacks on all layers together."""
         places = [
             (layer, name)
@@ -309,7 +309,7 @@ class LeakAudit:
                 leak[layer][attack] = value
                 if by_class is not None:
                     self._by_class[layer, attack].add(by_class.of(number), by_class.of(0))
-        return BatchLeak(observation.epoch, observation.step, leak, of_random)
+        return AuditedBatch(observation.epoch, observation.step, leak, of_random)
 
     def _scores_of(self, attack: AttackScores) -> list[Score]:
         by_target, left_out = attack

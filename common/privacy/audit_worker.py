@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, Self
 import torch
 from torch import Tensor
 
-from splitveil.common.privacy.audit import BatchLeak
+from splitveil.common.privacy.audit import AuditedBatch
 from splitveil.common.privacy.observation import Observation
 
 _NICENESS = 10
@@ -26,7 +26,7 @@ class Auditing(Protocol):
     """An audit that an `AuditWorker` can run."""
 
     def wants(self, step: int) -> bool: ...
-    def observe(self, observation: Observation) -> BatchLeak | None: ...
+    def observe(self, observation: Observation) -> AuditedBatch | None: ...
     def leave_out(self) -> None: ...
 
 
@@ -77,7 +77,7 @@ class AuditWorker:
         self,
         audit: Auditing,
         queue_batches: int = 8,
-        on_result: Callable[[BatchLeak], None] | None = None,
+        on_result: Callable[[AuditedBatch], None] | None = None,
         max_cpu_share: float | None = None,
     ) -> None:
         """Start the thread, which calls ``on_result`` with each measured batch.

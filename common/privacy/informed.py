@@ -121,22 +121,22 @@ def _problem(gradients: Gradients, known: KnownPredictions) -> _Problem:
     return _Problem(rest, (-moves).unbind(1), shares)
 
 
-class _Noise(NamedTuple):
+class _FittedNoise(NamedTuple):
     """The noise of a batch: a matrix that makes it white, and the classes' shares."""
 
     whitening: Tensor
     shares: Tensor
 
 
-def _fit(problem: _Problem) -> _Noise:
+def _fit(problem: _Problem) -> _FittedNoise:
     """Fit the noise's covariance and the classes' shares to a batch."""
     num_classes = len(problem.moves)
     row_dim = problem.rest.shape[1]
     distances = [torch.linalg.vector_norm(problem.rest - move, dim=1) for move in problem.moves]
     believed = one_hot(torch.stack(distances, 1).argmin(dim=1), num_classes).double()
-    noise = _Noise(torch.eye(row_dim).to(problem.rest), believed.mean(dim=0))
+    noise = _FittedNoise(torch.eye(row_dim).to(problem.rest), believed.mean(dim=0))
     for _ in range(_ROUNDS):
-        noise = _Noise(_whitening(problem, believed), believed.mean(dim=0))
+        noise = _FittedNoise(_whitening(problem, believed), believed.mean(dim=0))
         odds = _log_likelihoods(problem, noise) + noise.shares.clamp(min=1e-3).log()
         believed = torch.softmax(odds, dim=1)
     return noise
@@ -159,7 +159,7 @@ def _whitening(problem: _Problem, believed: Tensor) -> Tensor:
     return whitening
 
 
-def _log_likelihoods(problem: _Problem, noise: _Noise) -> Tensor:
+def _log_likelihoods(problem: _Problem, noise: _FittedNoise) -> Tensor:
     """Return each class's log-likelihood, (batch, classes), up to an amount of the row."""
     rest = problem.rest @ noise.whitening.T
     likelihoods = []

@@ -61,7 +61,7 @@ class ClassRunLeak(TypedDict):
     """Leak AUC of each class against the rest."""
 
 
-class RunFigures(NamedTuple):
+class RunLeaks(NamedTuple):
     """The leak of a whole run: layer -> attack -> figures."""
 
     leak: dict[str, dict[str, RunLevelLeak]]
@@ -135,7 +135,7 @@ class RunAudit:
         with self._lock:
             return self._after_epoch.get(epoch, {})
 
-    def result(self) -> RunFigures:
+    def result(self) -> RunLeaks:
         """Measure every attack over the run so far.
 
         An attack is absent if no two classes have examples. With more than two classes, the
@@ -143,7 +143,7 @@ class RunAudit:
         """
         with self._lock:
             all_scores = list(self._scores(hinted=True))
-        figures = RunFigures({}, {})
+        figures = RunLeaks({}, {})
         for layer, attack, scores in all_scores:
             aucs = self._aucs(scores)
             try:

@@ -22,7 +22,7 @@ from splitveil.common.privacy.attacks import (
     BatchAttackName,
     RunAttackName,
 )
-from splitveil.common.privacy.audit import BatchLeak, LeakAudit
+from splitveil.common.privacy.audit import AuditedBatch, LeakAudit
 from splitveil.common.privacy.audit_worker import AuditWorker, CpuBudget
 from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.privacy.observation import (
@@ -70,7 +70,7 @@ class _GatedAudit(LeakAudit):
         super().__init__()
         self.gate, self.entered = threading.Event(), threading.Event()
 
-    def observe(self, observation: Observation) -> BatchLeak | None:
+    def observe(self, observation: Observation) -> AuditedBatch | None:
         self.entered.set()
         assert self.gate.wait(HANGS_AFTER_S)
         return super().observe(observation)
@@ -271,7 +271,7 @@ def test_only_every_nth_step_is_audited() -> None:
 def test_a_worker_that_keeps_up_equals_the_inline_audit() -> None:
     inline, audit = LeakAudit(), LeakAudit()
     expected = [inline.observe(observation) for observation in _run()]
-    results: list[BatchLeak] = []
+    results: list[AuditedBatch] = []
     with AuditWorker(audit, queue_batches=10, on_result=results.append) as worker:
         assert all(worker.submit(observation) for observation in _run())
     assert results == expected
@@ -321,7 +321,7 @@ def test_a_budget_without_a_limit_allows_everything_and_none_saves_more_than_a_s
 class _SlowAudit(LeakAudit):
     """Computes for a tenth of a second per batch."""
 
-    def observe(self, observation: Observation) -> BatchLeak | None:
+    def observe(self, observation: Observation) -> AuditedBatch | None:
         computed_until = time.thread_time() + 0.1
         while time.thread_time() < computed_until:
             pass
@@ -405,7 +405,7 @@ def test_the_worker_gives_way_and_leaves_the_other_threads_alone() -> None:
     counts: dict[str, int] = {}
     niceness: list[int] = []
 
-    def note(_: BatchLeak) -> None:
+    def note(_: AuditedBatch) -> None:
         torch.ones(1_000_000).sin()  # torch would set the thread up here at the latest
         counts["worker"] = torch.get_num_threads()
         niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))

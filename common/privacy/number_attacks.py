@@ -87,7 +87,7 @@ def informed_scores(gradients: Tensor, predictions: Tensor, slopes: Tensor) -> T
 
 
 def ridge_scores(gradients: Tensor, labels: Tensor, seed: int) -> RunScores:
-    """Estimate labels by a ridge regression from a few known ones, and score all other rows.
+    """Estimate labels by a ridge regression from a few known ones, and score the others, unsorted.
 
     The penalty is the one with the smallest leave-one-out error on the known rows.
     """

@@ -19,7 +19,7 @@ from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.data.source_settings import expand_path
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.privacy.covers import narrowest
+from splitveil.common.privacy.adversary import narrowest
 from splitveil.common.record.initial_weights import SETTING as WEIGHTS_SETTING
 from splitveil.common.record.initial_weights import is_label_free
 from splitveil.common.record.run_store import RunStore
@@ -53,7 +53,7 @@ def allowance_of(settings: ActiveSettings, earlier: AccountBook) -> Allowance:
 def bounds_in_words(settings: ActiveSettings) -> str:
     """Describe for whom a run can have bounds, and what else tells the peer about labels."""
     peers = allowance_of(settings, AccountBook.empty()).peers
-    covered = narrowest(peers, settings.defense.traits.coverage.covers)
+    covered = narrowest(peers, settings.defense.traits.coverage.adversary)
     reasons = (signal.why for signal in signals_of(settings))
     return " ".join([f"bounds: the ledger can state some for {covered.in_words}.", *reasons])
 

@@ -83,7 +83,7 @@ def _say(folder: Path, book: AccountBook) -> None:
     logger.info(
         "these labels were released at a leak AUC of %s for %s in %s (%s)",
         auc_at_most(auc_bound(book.most(), book.known())),
-        book.covers().in_words,
+        book.adversary().in_words,
         folder,
         datetime.fromtimestamp(written_s, UTC).date(),
     )

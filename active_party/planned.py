@@ -38,7 +38,7 @@ from splitveil.active_party.ledger.limit import num_answers_within
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.privacy.covers import Covers, narrowest
+from splitveil.common.privacy.adversary import Adversary, narrowest
 from splitveil.common.record.run_folder import finite_or_null
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
 
@@ -72,13 +72,13 @@ class PlannedAnswers(NamedTuple):
             return None
         return of_divergence(self.charge.low), of_divergence(self.charge.high)
 
-    def bound(self, peers: Covers) -> tuple[float, float] | None:
+    def bound(self, peers: Adversary) -> tuple[float, float] | None:
         """Return the least and the most that the bound on the leak AUC may be.
 
         None if nothing is known of it, or if the charge does not describe these peers.
         """
         charge = self.charge
-        if not charge.covers.includes(peers) or not math.isfinite(charge.high):
+        if not charge.adversary.includes(peers) or not math.isfinite(charge.high):
             return None
         return self.figure(partial(auc_bound, known=known_of_forecast(charge)))
 
@@ -87,7 +87,7 @@ class PlannedAnswers(NamedTuple):
         known = known_of_forecast(self.charge)
         sum_kl, estimate = self.figure(float), self.figure(partial(estimate_of, known=known))
         figures = {"sum_kl": sum_kl, "estimated_leak_auc": estimate}
-        figures |= {peers.column: self.bound(peers) for peers in Covers}
+        figures |= {peers.column: self.bound(peers) for peers in Adversary}
         return {
             "noise": self.noise,
             "configured": self.is_configured,
@@ -226,7 +226,7 @@ def _shares(labels: Tensor, data: PartyData) -> str:
     return f"{len(names)} classes: {', '.join(shares)}"
 
 
-def _narrowed(forecast: Forecast, peers: Covers) -> Forecast:
+def _narrowed(forecast: Forecast, peers: Adversary) -> Forecast:
     charges = {noise: charge.narrowed(peers) for noise, charge in forecast.charges.items()}
     return forecast._replace(charges=charges)
 
@@ -235,7 +235,7 @@ def _with_earlier(book: AccountBook, charge: ChargeForecast) -> str:
     """Say what earlier runs have told, and what they tell together with a whole run."""
     if not book.most():
         return ""
-    before, peers = book.known(), narrowest(book.covers(), charge.covers)
+    before, peers = book.known(), narrowest(book.adversary(), charge.adversary)
     both = auc_bound(book.most() + charge.high, compose(before, known_of_forecast(charge)))
     together = (
         f"together with this run {auc_at_most(both)}, bounded for {peers.in_words}"
@@ -245,7 +245,7 @@ def _with_earlier(book: AccountBook, charge: ChargeForecast) -> str:
     return (
         f"What earlier runs have told comes on top, sum_kl {at_most(book.most())} at most, a leak "
         f"AUC of {auc_at_most(auc_bound(book.most(), before))}, bounded for "
-        f"{book.covers().in_words}; {together}."
+        f"{book.adversary().in_words}; {together}."
     )
 
 

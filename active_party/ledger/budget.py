@@ -21,7 +21,7 @@ from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.active_party.ledger.ledger import LeakLedger, logged
 from splitveil.active_party.ledger.limit import Limit
 from splitveil.common.errors import BudgetExhausted
-from splitveil.common.privacy.covers import Covers, narrowest
+from splitveil.common.privacy.adversary import Adversary, narrowest
 from splitveil.common.record.answer_log import ChargedAnswer
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.sample_order import Positions
@@ -37,7 +37,7 @@ class Allowance:
     earlier: AccountBook = field(default_factory=AccountBook.empty)
     """Accounts of earlier runs for some of the ids; they count towards the budget."""
 
-    peers: Covers = Covers.ANYBODY
+    peers: Adversary = Adversary.ANYBODY
     """The strongest adversary class that a charge may describe in this run. Where something else
     that depends on labels reaches the peer, the charge of an answer does not describe everybody."""
 
@@ -120,13 +120,13 @@ class LeakBudget:
         self._persons = persons
         begun = allowance.earlier.begun(self._ids_in_order(), len(rows), persons)
         if allowance.reveals_validation:
-            revealed = LeakCharge(0.0, covers=allowance.peers, is_gaussian=True)
+            revealed = LeakCharge(0.0, adversary=allowance.peers, is_gaussian=True)
             begun.enter(rows.splits["validation"], logged(revealed))
         self.accounts = RunLedger(begun)
 
     def entry_of(self, charge: LeakCharge) -> ChargedAnswer:
         """Return a charge as it is entered into the log of answers and the accounts."""
-        return logged(replace(charge, covers=narrowest(charge.covers, self._allowance.peers)))
+        return logged(replace(charge, adversary=narrowest(charge.adversary, self._allowance.peers)))
 
     def admit(
         self,

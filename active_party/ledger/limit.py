@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from splitveil.active_party.defenses.sum_kl import sum_kl_for_estimated_auc, sum_kl_for_leak_auc
-from splitveil.active_party.ledger.bounds import widest_covered
+from splitveil.active_party.ledger.bounds import strongest_adversary
 from splitveil.active_party.ledger.known_bounds import KnownBounds, auc_bound
 from splitveil.active_party.ledger.ledger import Exposure
-from splitveil.common.privacy.covers import Covers, narrowest
+from splitveil.common.privacy.adversary import Adversary, narrowest
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
 
 ROUNDING = 1e-6
@@ -31,17 +31,17 @@ class Limit:
     """Divergence allowed to accounts of any distributions."""
     max_gaussian_sum_kl: float
     """Divergence allowed to accounts of Gaussian mechanisms."""
-    peers: Covers = Covers.ANYBODY
+    peers: Adversary = Adversary.ANYBODY
     max_leak_auc: float | None = None
     """AUC up to which accounts may have any divergence; None for a limit to the divergence."""
 
     @classmethod
-    def of_sum_kl(cls, sum_kl: float, peers: Covers = Covers.ANYBODY) -> "Limit":
+    def of_sum_kl(cls, sum_kl: float, peers: Adversary = Adversary.ANYBODY) -> "Limit":
         """Return the limit to a divergence."""
         return cls(sum_kl, sum_kl, peers)
 
     @classmethod
-    def of_leak_auc(cls, leak_auc: float, peers: Covers = Covers.ANYBODY) -> "Limit":
+    def of_leak_auc(cls, leak_auc: float, peers: Adversary = Adversary.ANYBODY) -> "Limit":
         """Return the limit to an AUC, above 0.5 and below 1."""
         general, gaussian = sum_kl_for_leak_auc(leak_auc), sum_kl_for_estimated_auc(leak_auc)
         return cls(general, gaussian, peers, leak_auc)
@@ -58,7 +58,7 @@ class Limit:
 
     def objection(self, reached: Exposure) -> str | None:
         """Say by how much some accounts would exceed the limit; None if they are within it."""
-        narrow = narrowest(*map(widest_covered, np.unique(reached.caveats).tolist()))
+        narrow = narrowest(*map(strongest_adversary, np.unique(reached.caveats).tolist()))
         if not narrow.includes(self.peers):
             return (
                 f"would leave an example without a bound for {self.peers.in_words}: what was told "

@@ -21,7 +21,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
-from splitveil.common.privacy.attacks import ATTACKS, SideInformation
+from splitveil.common.privacy.attacks import ATTACKS
 from splitveil.common.privacy.audit import BatchLeak
 from splitveil.common.record.figures import AttackFigure
 from splitveil.common.record.lines import AlarmLine
@@ -32,7 +32,7 @@ from splitveil.common.text.upper_bounds import auc_at_most
 logger = logging.getLogger(__name__)
 
 _CLASS_ORACLES: frozenset[str] = frozenset(
-    name for name, attack in ATTACKS.items() if SideInformation.CLASSES in attack.needs
+    name for name, attack in ATTACKS.items() if attack.needs_classes
 )
 MIN_BATCHES = 20
 STANDARD_ERRORS = 4.0

@@ -11,10 +11,9 @@ from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.errors import LeakGateClosed
-from splitveil.common.privacy.attacks import SideInformation
+from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.attacks import FINAL_ATTACKS, SideInformation
 from splitveil.common.privacy.audit import BatchLeak
-from splitveil.common.privacy.covers import Covers
-from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
 from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.record.leak_figures import LeakFigures
 from splitveil.common.record.leak_recorder import AuditedRun, LeakRecorder
@@ -63,7 +62,7 @@ class LeakWatch:
         charge = result.report.charge
         # A bound for everybody is about a label beyond what features tell, and the scores of a
         # batch also tell what features do: only figures adjusted for that are held against it.
-        is_for_all = charge.covers is Covers.ANYBODY
+        is_for_all = charge.adversary is Adversary.ANYBODY
         self._bell.note_charge(batch.epoch, math.inf if is_for_all else charge.sum_kl)
         if self.monitor is None or self._settings is None:
             return

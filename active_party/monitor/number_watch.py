@@ -3,7 +3,7 @@
 The figures are those of `splitveil.common.privacy.number_attacks`. They contain what features tell:
 a gradient of targets follows the model's predictions, and those explain labels without any leak.
 At the end of the run the same attacks are measured beyond features, by
-`splitveil.common.privacy.adjusted_r2`: those whose scores mean the same in every batch, which a
+`splitveil.common.privacy.number_attacks`: those whose scores mean the same in every batch, which a
 direction that is found anew in each batch, with a sign of its own, does not.
 """
 
@@ -20,13 +20,14 @@ from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.privacy.accumulation import RunScores
-from splitveil.common.privacy.adjusted_r2 import AdjustedR2, measure_numbers_beyond_features
 from splitveil.common.privacy.audit_worker import CpuBudget
 from splitveil.common.privacy.number_attacks import (
     NUM_HINTS,
+    AdjustedR2,
     SummedGradients,
     informed_r2,
     informed_scores,
+    measure_numbers_beyond_features,
     top_direction_r2,
 )
 from splitveil.common.record.leak_figures import NumberBeyond, NumberLeak

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from splitveil.active_party.report.bounds import guarantee_of
 from splitveil.active_party.report.figures import ABSENT, Row, figure
 from splitveil.active_party.report.run_files import RunFiles
+from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import CUT
-from splitveil.common.privacy.covers import Covers
 from splitveil.common.record.beyond_figures import (
     AdjustedFigures,
     BeyondFigures,
@@ -127,7 +127,7 @@ def in_words(run: RunFiles) -> Iterator[str]:
         )
 
 
-def contradictions(run: RunFiles, bounds: Mapping[Covers, float]) -> Iterator[str]:
+def contradictions(run: RunFiles, bounds: Mapping[Adversary, float]) -> Iterator[str]:
     """Yield sentences about every statement of the ledger that attacks pass beyond features."""
     beyond = beyond_of(run)
     epsilon = beyond.epsilon

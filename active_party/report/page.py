@@ -64,7 +64,7 @@ from splitveil.active_party.report.tables import (
 from splitveil.active_party.report.verdict import RunLevel, Verdict, judge, needs_of, run_levels
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party.rendering import render
-from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.record.circumstances import circumstances, traffic_rows
 from splitveil.common.record.run_folder import write_text_atomically
 from splitveil.common.record.traffic import read_traffic
@@ -275,7 +275,7 @@ def _rows(
     estimates = [None if ledger is None else ledger.estimate.max for ledger in ledgers]
     yield "estimated for the whole run", list(map(figure, estimates))
     bounds = [bound_cells(one.run) for one in compared]
-    for peers in Covers:
+    for peers in Adversary:
         yield f"bound for the whole run: {peers}", [of_run[peers] for of_run in bounds]
 
 

@@ -19,10 +19,8 @@ from splitveil.active_party.report.figures import (
     strongest,
 )
 from splitveil.active_party.report.run_files import RunFiles, num_classes
-from splitveil.common.privacy.accumulation import NUM_HINTS, SOURCES
-from splitveil.common.privacy.attacks import ATTACKS, Attack, SideInformation
-from splitveil.common.privacy.covers import Covers
-from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
+from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.attacks import ATTACKS, RUN_ATTACKS, SideInformation
 from splitveil.common.record.beyond_figures import AdjustedFigures, BeyondFigures
 from splitveil.common.record.summary import ActiveFigures
 from splitveil.common.text.upper_bounds import auc_at_most
@@ -57,30 +55,17 @@ class _Need(NamedTuple):
         return f"{self.words} (evaluation only)" if self.is_oracle else self.words
 
 
-def _needs(attack: Attack) -> frozenset[_Need]:
-    return frozenset(_Need(need.words, need.is_free, need.is_oracle) for need in attack.needs)
+def _needs(kinds: frozenset[SideInformation], labels: str | None = None) -> frozenset[_Need]:
+    known = {_Need(kind.words, kind.is_free, kind.is_oracle) for kind in kinds}
+    return frozenset(known if labels is None else {*known, _Need(labels)})
 
 
-_OF_BATCHES: Mapping[str, frozenset[_Need]] = {
-    str(name): _needs(attack) for name, attack in ATTACKS.items()
-}
 _OF_UNKNOWN = frozenset({_Need("what that attack is told")})
 """The needs of a user-defined attack: it cannot be assumed to work without labels."""
 
-_OWN_ACTIVATIONS = _Need(SideInformation.ACTIVATIONS.words, is_free=True)
-
 _NEEDS: Mapping[str, frozenset[_Need]] = {
-    **_OF_BATCHES,
-    **{
-        str(name): frozenset({_Need(f"{NUM_HINTS[name]} labels of the run")})
-        if name in NUM_HINTS
-        else frozenset[_Need]().union(*(_OF_BATCHES[source] for source in sources))
-        for name, sources in SOURCES.items()
-    },
-    **{
-        str(name): frozenset({_OWN_ACTIVATIONS, *([] if labels is None else [_Need(labels)])})
-        for name, labels in FINAL_ATTACKS.items()
-    },
+    **{str(name): _needs(attack.needs) for name, attack in ATTACKS.items()},
+    **{str(name): _needs(attack.needs, attack.labels) for name, attack in RUN_ATTACKS.items()},
 }
 
 
@@ -215,7 +200,7 @@ def _level(
 def _headline(
     findings: Sequence[Finding],
     accumulated: Sequence[RunLevel],
-    bounds: Mapping[Covers, float],
+    bounds: Mapping[Adversary, float],
 ) -> str:
     whole_run = _highest(accumulated)
     easiest = _highest([one for one in accumulated if not _more_than_free(one.attack)])
@@ -299,7 +284,7 @@ def _told(summary: ActiveFigures) -> Iterator[str]:
 
 
 def _doubts(
-    alarms: int | None, accumulated: Sequence[RunLevel], bounds: Mapping[Covers, float]
+    alarms: int | None, accumulated: Sequence[RunLevel], bounds: Mapping[Adversary, float]
 ) -> Iterator[str]:
     """Yield the evidence against the ledger's figures."""
     if alarms:
@@ -332,7 +317,7 @@ def _not_measured(
             "Layers before the cut: the passive party's files are not in this run's folder, or "
             "belong to another run."
         )
-    left = sorted(set(_OF_BATCHES) - {found.attack for found in findings})
+    left = sorted(set(map(str, ATTACKS)) - {found.attack for found in findings})
     if left:
         yield f"Attacks that were not run: {_listed(left)}."
     counts = run.active.summary.of_leak.counts

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
 
-from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.record.values import (
     IF_ANY,
     Form,
@@ -107,8 +107,8 @@ def is_clearly_above(found: AdjustedFigures, auc: float) -> bool:
 
 
 def passed_bounds(
-    beyond: BeyondFigures, bounds: Mapping[Covers, float]
-) -> Iterator[tuple[str, AdjustedFigures, Covers]]:
+    beyond: BeyondFigures, bounds: Mapping[Adversary, float]
+) -> Iterator[tuple[str, AdjustedFigures, Adversary]]:
     """Yield each attack that tells more beyond features than a bound says, with the widest peers.
 
     None is yielded where guesses are no better than chance, and a bound that holds for anybody
@@ -122,7 +122,7 @@ def passed_bounds(
         return
     for attack, found in beyond.adjusted.items():
         passed = [peers for peers, bound in bounds.items() if is_clearly_above(found, bound)]
-        if passed and not (passed[0] is Covers.ANYBODY and _guesses_as_permitted(beyond)):
+        if passed and not (passed[0] is Adversary.ANYBODY and _guesses_as_permitted(beyond)):
             yield attack, found, passed[0]
 
 
@@ -157,6 +157,6 @@ def _guesses_as_permitted(beyond: BeyondFigures) -> bool:
     says_nothing_against = measured.p_value_of_stated > _UNLIKELY_P
     return (
         measured.pairs < _FEW_PAIRS
-        and measured.stated_for == Covers.ANYBODY
+        and measured.stated_for == Adversary.ANYBODY
         and says_nothing_against
     )

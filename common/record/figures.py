@@ -6,7 +6,7 @@ from typing import Annotated, NamedTuple
 
 from pydantic import BeforeValidator
 
-from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.record.values import IF_ANY, Flat, Form, Number, as_number
 
 
@@ -67,9 +67,9 @@ class LedgerFigures(Form):
     epsilon: Annotated[Number, IF_ANY] = None
     """Label differential privacy of all answers together; None if some answers lack it."""
 
-    def against(self, peers: Covers) -> SpreadFigures:
+    def against(self, peers: Adversary) -> SpreadFigures:
         return self.by_peers()[peers]
 
-    def by_peers(self) -> dict[Covers, SpreadFigures]:
+    def by_peers(self) -> dict[Adversary, SpreadFigures]:
         bounds = (self.anybody, self.honest_but_curious, self.knows_class_means_only)
-        return dict(zip(Covers, bounds, strict=True))
+        return dict(zip(Adversary, bounds, strict=True))

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from splitveil.active_party.report import write_report
 from splitveil.active_party.report.run_files import PartyFiles, RunFiles, read_run
-from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.record.figures import LedgerFigures
 from splitveil.common.record.lines import (
     EpochLeakLine,
@@ -99,7 +99,7 @@ class Run:
         if found is None:
             return {}
         spreads = found.by_peers()
-        return {str(p): 1.0 if (most := spreads[p].max) is None else most for p in Covers}
+        return {str(p): 1.0 if (most := spreads[p].max) is None else most for p in Adversary}
 
     @property
     def ledger(self) -> Ledger:
@@ -153,7 +153,7 @@ class Run:
             "defense": self.defense,
             "test_auc": self.test_auc,
             "strongest_leak_auc": self.strongest_leak_auc,
-            **{peers.column: bounds.get(str(peers)) for peers in Covers},
+            **{peers.column: bounds.get(str(peers)) for peers in Adversary},
         }
 
     def __repr__(self) -> str:

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args, overload
 
 from splitveil.active_party.report import write_comparison
-from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.adversary import Adversary
 from splitveil.library.example_ledger import Ledger
 from splitveil.library.frames import Row, as_html, frame
 from splitveil.library.recorded_run import Kind, Run
 
 KindOfSeveral: TypeAlias = Literal["runs", "defenses"] | Kind
-_MEASURED = ("test_auc", "strongest_leak_auc", *(peers.column for peers in Covers))
+_MEASURED = ("test_auc", "strongest_leak_auc", *(peers.column for peers in Adversary))
 
 
 class PlannedRun(NamedTuple):
@@ -66,7 +66,7 @@ class Runs(Sequence[Run]):
         return {
             defense: {
                 str(peers): max(run.bounds.get(str(peers), 1.0) for run in self.of(defense))
-                for peers in Covers
+                for peers in Adversary
             }
             for defense in self.defenses
         }

@@ -153,7 +153,7 @@ def test_a_run_can_be_read_while_it_trains(swept: Runs, tmp_path: Path) -> None:
 def test_the_ledger_of_a_run_bounds_what_its_summary_bounds(swept: Runs) -> None:
     (run, *_) = swept.of("iso noise_ratio=2")
     bounds = run.ledger.guarantee()
-    for peers in defenses.Covers:
+    for peers in defenses.Adversary:
         assert bounds.against(peers).leak_auc.max == run.bounds[str(peers)]
     assert run.bounds["knows class means only"] < 1 == run.bounds["anybody"]
     with pytest.raises(ValueError, match="expected one run, got 4"):
@@ -200,7 +200,7 @@ class Halved(Defense):
 
     def defend(self, batch: defenses.RawBatch) -> defenses.Defended:
         sent = defenses.release(batch.gradients * self._factor, batch.gradients)
-        charge = defenses.LeakCharge(0.25, covers=defenses.Covers.ANYBODY)
+        charge = defenses.LeakCharge(0.25, adversary=defenses.Adversary.ANYBODY)
         return defenses.Defended(sent, defenses.DefenseReport(0.0, charge=charge))
 
 
@@ -229,7 +229,7 @@ def test_a_function_is_a_defense_without_a_bound(tmp_path: Path) -> None:
         attacks=["norm"],
         settings=SHORT,
     )
-    assert zeros.bounds == dict.fromkeys(map(str, defenses.Covers), 1.0)
+    assert zeros.bounds == dict.fromkeys(map(str, defenses.Adversary), 1.0)
     assert [row["leak_auc"] for row in zeros.rows("batches")] == [0.5] * len(zeros.rows("batches"))
     assert zeros.rows("batches") != closure.rows("batches")
 

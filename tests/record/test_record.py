@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 
 from splitveil.common.errors import SettingsError
-from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.record import leak_figures, lines
 from splitveil.common.record.beyond_figures import (
     AdjustedFigures,
@@ -297,9 +297,9 @@ SUMMARIES: Mapping[str, tuple[Summary, dict[str, Any]]] = {
                 defense=DEFENSE,
                 ledger=BOUNDS,
                 bounds=(
-                    PeerBound(Covers.ANYBODY, 1.0, None),
-                    PeerBound(Covers.HONEST_BUT_CURIOUS, 0.8125, None),
-                    PeerBound(Covers.CLASS_MEANS, 0.75, 0.5),
+                    PeerBound(Adversary.ANYBODY, 1.0, None),
+                    PeerBound(Adversary.HONEST_BUT_CURIOUS, 0.8125, None),
+                    PeerBound(Adversary.CLASS_MEANS, 0.75, 0.5),
                 ),
                 audits_answered=3,
                 refused_messages={"too-large": 1},
@@ -316,9 +316,9 @@ SUMMARIES: Mapping[str, tuple[Summary, dict[str, Any]]] = {
             "defense": DEFENSE,
             "ledger": LEDGER_FORM,
             "bounds": [
-                {"covers": "anybody", "leak_auc": 1.0, "mu": None},
-                {"covers": "honest-but-curious", "leak_auc": 0.8125, "mu": None},
-                {"covers": "knows class means only", "leak_auc": 0.75, "mu": 0.5},
+                {"adversary": "anybody", "leak_auc": 1.0, "mu": None},
+                {"adversary": "honest-but-curious", "leak_auc": 0.8125, "mu": None},
+                {"adversary": "knows class means only", "leak_auc": 0.75, "mu": 0.5},
             ],
             "audits_answered": 3,
             "refused_messages": {"too-large": 1},

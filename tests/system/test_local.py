@@ -33,7 +33,7 @@ from tests.system.conftest import SAME_SPLIT, LocalRun, run_locally
 PYTHON = (sys.executable, "-m")
 BUDGET = (
     "active.defense.name=marvell",
-    "active.run_budget={sum_kl: 0.01, covers: knows class means only}",
+    "active.run_budget={sum_kl: 0.01, adversary: knows class means only}",
 )
 ATTACKS = {"norm", "cosine", "spectral", "residual_energy"}
 FIGURES = {"q95", "mean", "last_epoch", "random_q95"}

@@ -321,7 +321,7 @@ def test_several_feature_owners_and_the_bound_for_anybody(tmp_path: Path) -> Non
         runs=tmp_path,
     )
     summary = json.loads((run.path / "active" / "summary.json").read_text())
-    bounds = {one["covers"]: one["leak_auc"] for one in summary["bounds"]}
+    bounds = {one["adversary"]: one["leak_auc"] for one in summary["bounds"]}
     assert bounds["anybody"] == pytest.approx(0.7, abs=1e-6)
     assert summary["test_rmse_refit"] < summary["test_constant_rmse"]
 

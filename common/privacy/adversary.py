@@ -3,7 +3,7 @@
 from enum import StrEnum
 
 
-class Covers(StrEnum):
+class Adversary(StrEnum):
     """The peers whom a charge describes, from the strongest adversary class to the narrowest."""
 
     ANYBODY = "anybody"
@@ -26,19 +26,19 @@ class Covers(StrEnum):
         """The peers, as a sentence names them."""
         return _IN_WORDS[self]
 
-    def includes(self, peers: "Covers") -> bool:
+    def includes(self, peers: "Adversary") -> bool:
         """Return whether a charge that describes these peers describes the others, too."""
         return _ORDER[self] <= _ORDER[peers]
 
 
 _IN_WORDS = {
-    Covers.ANYBODY: "anybody",
-    Covers.HONEST_BUT_CURIOUS: "an honest-but-curious peer",
-    Covers.CLASS_MEANS: "a peer that knows class means only",
+    Adversary.ANYBODY: "anybody",
+    Adversary.HONEST_BUT_CURIOUS: "an honest-but-curious peer",
+    Adversary.CLASS_MEANS: "a peer that knows class means only",
 }
-_ORDER = {covers: rank for rank, covers in enumerate(Covers)}
+_ORDER = {adversary: rank for rank, adversary in enumerate(Adversary)}
 
 
-def narrowest(*charges: Covers) -> Covers:
+def narrowest(*charges: Adversary) -> Adversary:
     """Return the peers whom all of several charges describe."""
-    return max(charges, key=_ORDER.__getitem__, default=Covers.ANYBODY)
+    return max(charges, key=_ORDER.__getitem__, default=Adversary.ANYBODY)

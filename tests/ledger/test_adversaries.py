@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from splitveil.active_party.defenses import Covers, LeakCharge
+from splitveil.active_party.defenses import Adversary, LeakCharge
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound, sum_kl_for_leak_auc
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.bounds import LeakBounds
@@ -21,11 +21,11 @@ from splitveil.active_party.ledger.label_signals import (
 )
 from splitveil.active_party.ledger.ledger import LeakLedger, logged
 from splitveil.active_party.ledger.limit import Limit
-from splitveil.common.privacy.covers import narrowest
+from splitveil.common.privacy.adversary import narrowest
 
-ANYBODY, HONEST, WEAK = Covers
-EVERYBODY_COVERED = LeakCharge(0.3, covers=ANYBODY)
-GAUSSIAN = LeakCharge(0.3, covers=ANYBODY, is_gaussian=True)
+ANYBODY, HONEST, WEAK = Adversary
+EVERYBODY_COVERED = LeakCharge(0.3, adversary=ANYBODY)
+GAUSSIAN = LeakCharge(0.3, adversary=ANYBODY, is_gaussian=True)
 IDS = ("ann", "bob", "cid")
 
 
@@ -38,7 +38,7 @@ def after(*charges: LeakCharge, of: int = 1) -> LeakLedger:
 
 def columns(ledger: LeakLedger) -> list[float]:
     bounds = ledger.bounds(np.arange(len(ledger)))
-    return [bounds.against(peers).leak_auc.max for peers in Covers]
+    return [bounds.against(peers).leak_auc.max for peers in Adversary]
 
 
 def exact(mu: float) -> float:
@@ -47,28 +47,30 @@ def exact(mu: float) -> float:
 
 def test_a_charge_describes_its_own_adversaries_and_weaker_ones() -> None:
     bound = leak_auc_bound(0.3)
-    assert columns(after(LeakCharge(0.3, covers=ANYBODY))) == [bound, bound, bound]
-    assert columns(after(LeakCharge(0.3, covers=HONEST))) == [1, bound, bound]
-    assert columns(after(LeakCharge(0.3, covers=WEAK))) == [1, 1, bound]
+    assert columns(after(LeakCharge(0.3, adversary=ANYBODY))) == [bound, bound, bound]
+    assert columns(after(LeakCharge(0.3, adversary=HONEST))) == [1, bound, bound]
+    assert columns(after(LeakCharge(0.3, adversary=WEAK))) == [1, 1, bound]
     assert narrowest(HONEST, ANYBODY) is HONEST
     assert narrowest() is ANYBODY
 
 
 def test_the_narrowest_charge_of_an_account_decides_and_stays() -> None:
-    mixed = after(LeakCharge(0.1, covers=HONEST), LeakCharge(0.1, covers=WEAK), EVERYBODY_COVERED)
+    mixed = after(
+        LeakCharge(0.1, adversary=HONEST), LeakCharge(0.1, adversary=WEAK), EVERYBODY_COVERED
+    )
     assert columns(mixed) == [1, 1, pytest.approx(leak_auc_bound(0.5), rel=1e-12)]
 
 
 def test_an_answer_that_tells_a_weak_peer_nothing_still_bounds_nobody_else() -> None:
     assert columns(after(GAUSSIAN, LeakCharge(0.0))) == [1, 1, exact(math.sqrt(0.3))]
-    nothing = LeakCharge(0.0, covers=ANYBODY)
+    nothing = LeakCharge(0.0, adversary=ANYBODY)
     assert columns(after(GAUSSIAN, nothing)) == [exact(math.sqrt(0.3))] * 3
 
 
 @pytest.mark.parametrize("count", [1, 4, 25])
 def test_gaussian_mechanisms_add_up_to_one_whose_auc_is_exact(count: int) -> None:
     """Against the oracle: the likelihood ratio of N(0, 1) and N(mu, 1), with mu^2 added up."""
-    ledger = after(*[LeakCharge(0.04, covers=ANYBODY, is_gaussian=True)] * count)
+    ledger = after(*[LeakCharge(0.04, adversary=ANYBODY, is_gaussian=True)] * count)
     bounds = ledger.bounds(np.array([0]))
     mu = 0.2 * math.sqrt(count)
     assert bounds.against(ANYBODY).mu == pytest.approx(mu, rel=1e-12)
@@ -81,7 +83,7 @@ def test_gaussian_mechanisms_add_up_to_one_whose_auc_is_exact(count: int) -> Non
 
 
 def test_one_charge_of_unknown_distribution_takes_the_exact_figure_away() -> None:
-    bounds = after(GAUSSIAN, LeakCharge(0.2, covers=ANYBODY)).bounds(np.array([0]))
+    bounds = after(GAUSSIAN, LeakCharge(0.2, adversary=ANYBODY)).bounds(np.array([0]))
     assert bounds.against(ANYBODY).mu is None
     assert bounds.guarantee.max == pytest.approx(leak_auc_bound(0.5), rel=1e-12)
 
@@ -90,7 +92,7 @@ def test_mu_is_that_of_the_most_exposed_example_and_of_covered_ones_alone() -> N
     ledger = after(GAUSSIAN, of=3)
     ledger.charge(np.array([2]), GAUSSIAN)
     assert [one.mu for one in ledger.bounds(np.arange(3)).by_peers] == [math.sqrt(0.6)] * 3
-    ledger.charge(np.array([0]), LeakCharge(0.0, covers=WEAK))
+    ledger.charge(np.array([0]), LeakCharge(0.0, adversary=WEAK))
     assert [one.mu for one in ledger.bounds(np.arange(3)).by_peers] == [None, None, math.sqrt(0.6)]
     assert ledger.bounds(np.array([1, 2])).against(ANYBODY).mu == math.sqrt(0.6)
 
@@ -100,11 +102,11 @@ def test_bounds_of_mixed_accounts_are_those_of_each_one() -> None:
     generator = np.random.default_rng(7)
     ledger, found = LeakLedger(600), np.empty(600)
     for position, sum_kl in enumerate(generator.gamma(2.0, 0.2, size=600)):
-        is_gaussian, covers = bool(position % 2), (ANYBODY, HONEST, ANYBODY)[position % 3]
-        charge = LeakCharge(float(sum_kl), covers=covers, is_gaussian=is_gaussian)
+        is_gaussian, adversary = bool(position % 2), (ANYBODY, HONEST, ANYBODY)[position % 3]
+        charge = LeakCharge(float(sum_kl), adversary=adversary, is_gaussian=is_gaussian)
         ledger.charge(np.array([position]), charge)
         bound = exact(math.sqrt(sum_kl)) if is_gaussian else leak_auc_bound(float(sum_kl))
-        found[position] = bound if covers is ANYBODY else 1.0
+        found[position] = bound if adversary is ANYBODY else 1.0
     spread = ledger.bounds(np.arange(600)).against(ANYBODY).leak_auc
     assert spread.max == found.max() == 1
     assert found.mean() <= spread.mean <= found.mean() + 1e-3
@@ -122,7 +124,7 @@ def test_whom_accounts_describe_survives_the_file_and_the_adding_up_of_books(
     monday = AccountBook.empty().closed(IDS[:2], after(LeakCharge(0.1), of=2))
     save_file(monday.state_dict(), tmp_path / "book")
     read = AccountBook.from_state(load_file(tmp_path / "book"))
-    assert read.covers() is WEAK
+    assert read.adversary() is WEAK
     begun = read.begun(IDS, 3)
     begun.charge(np.arange(3), GAUSSIAN)
     assert columns(begun)[0] == 1
@@ -130,13 +132,13 @@ def test_whom_accounts_describe_survives_the_file_and_the_adding_up_of_books(
     assert alone.guarantee.max == exact(math.sqrt(0.3))
     tuesday = AccountBook.empty().closed(IDS[1:], after(GAUSSIAN, of=2))
     both = tuesday.with_all_of(read)
-    assert both.covers() is WEAK
-    assert tuesday.covers() is ANYBODY
+    assert both.adversary() is WEAK
+    assert tuesday.adversary() is ANYBODY
     bob = both.begun(["bob"], 1).bounds(np.array([0]))
     assert bob.sum_kl.max == pytest.approx(0.4)
     assert [one.leak_auc.max for one in bob.by_peers][:2] == [1, 1]
     carried = read.closed(IDS[2:], read.begun(IDS[2:], 1))
-    assert carried.covers() is WEAK
+    assert carried.adversary() is WEAK
 
 
 @pytest.mark.parametrize(
@@ -160,7 +162,7 @@ def test_a_limit_in_aucs_allows_a_gaussian_mechanism_its_exact_divergence() -> N
     ledger, at = LeakLedger(1), np.array([0])
 
     def objection(sum_kl: float, *, is_gaussian: bool) -> str | None:
-        charge = LeakCharge(sum_kl, covers=ANYBODY, is_gaussian=is_gaussian)
+        charge = LeakCharge(sum_kl, adversary=ANYBODY, is_gaussian=is_gaussian)
         return limit.objection(ledger.after(at, logged(charge)))
 
     assert objection(exactly, is_gaussian=True) is None
@@ -169,22 +171,22 @@ def test_a_limit_in_aucs_allows_a_gaussian_mechanism_its_exact_divergence() -> N
     assert "the budget is sum_kl 0.0" in (objection(1.01 * general, is_gaussian=False) or "")
 
 
-@pytest.mark.parametrize("peers", list(Covers))
-def test_a_limit_objects_to_whom_an_account_does_not_describe(peers: Covers) -> None:
+@pytest.mark.parametrize("peers", list(Adversary))
+def test_a_limit_objects_to_whom_an_account_does_not_describe(peers: Adversary) -> None:
     limit = Limit.of_sum_kl(1.0, peers)
-    for covers in Covers:
-        reached = LeakLedger(1).after(np.array([0]), logged(LeakCharge(0.1, covers=covers)))
+    for adversary in Adversary:
+        reached = LeakLedger(1).after(np.array([0]), logged(LeakCharge(0.1, adversary=adversary)))
         objection = limit.objection(reached)
-        assert (objection is None) == covers.includes(peers)
+        assert (objection is None) == adversary.includes(peers)
         if objection is not None:
             assert f"without a bound for {peers.in_words}" in objection
-            assert f"is bounded for {covers.in_words}" in objection
+            assert f"is bounded for {adversary.in_words}" in objection
 
 
 def test_a_tiny_account_among_others_does_not_hide_a_large_one_of_another_kind() -> None:
     ledger = LeakLedger(2)
-    ledger.charge(np.array([0]), LeakCharge(0.05, covers=ANYBODY))
-    ledger.charge(np.array([1]), LeakCharge(0.12, covers=ANYBODY, is_gaussian=True))
+    ledger.charge(np.array([0]), LeakCharge(0.05, adversary=ANYBODY))
+    ledger.charge(np.array([1]), LeakCharge(0.12, adversary=ANYBODY, is_gaussian=True))
     objection = Limit.of_leak_auc(0.6).objection(ledger.exposure(np.arange(2)))
     assert objection is not None
     assert "take an example to sum_kl 0.05," in objection
@@ -201,7 +203,7 @@ def test_the_larger_of_two_bounds_is_as_narrow_as_either() -> None:
 
 
 def test_nothing_told_to_anybody_leaves_the_epsilon_of_earlier_answers() -> None:
-    ledger = after(LeakCharge(0.3, "key", 1.0, ANYBODY), LeakCharge(0.0, covers=ANYBODY))
+    ledger = after(LeakCharge(0.3, "key", 1.0, ANYBODY), LeakCharge(0.0, adversary=ANYBODY))
     assert ledger.bounds(np.array([0])).epsilon == 1.0
 
 
@@ -217,12 +219,12 @@ def test_nothing_told_to_anybody_leaves_the_epsilon_of_earlier_answers() -> None
     ],
 )
 def test_whatever_else_depends_on_training_labels_voids_the_bound_for_anybody(
-    uses: LabelUses, strongest: Covers, setting: str | None
+    uses: LabelUses, strongest: Adversary, setting: str | None
 ) -> None:
     signals = label_signals(uses)
     assert [signal.setting for signal in signals] == ([] if setting is None else [setting])
     assert widest_adversary(signals) is strongest
-    for peers in Covers:
+    for peers in Adversary:
         objection = objection_to(peers, signals)
         assert (objection is None) == strongest.includes(peers)
         if objection is not None:

@@ -17,8 +17,7 @@ from splitveil.common.models.spread_model import RowForm, SpreadModel, check_spr
 from splitveil.common.models.worker import Replica
 from splitveil.common.models.worker_line import WorkerLine
 from splitveil.common.party import command_line
-from splitveil.common.party.place import Place
-from splitveil.common.party.workers import check_model, check_same_model, work
+from splitveil.common.party.workers import Place, check_model, check_same_model, work
 
 _ROLE = "top_model"
 

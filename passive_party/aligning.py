@@ -9,8 +9,7 @@ from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.messages import LeaveReason
 from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import CommonOrder, joint_seed
-from splitveil.passive_party.opening import Aligner
-from splitveil.passive_party.peer import Peer
+from splitveil.passive_party.opening import Aligner, Peer
 from splitveil.passive_party.run import PassiveRun
 from splitveil.passive_party.training import RunObserver
 

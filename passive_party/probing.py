@@ -21,14 +21,12 @@ from splitveil.common.wire.limits import (
     believed,
     reader,
 )
-from splitveil.common.wire.probe_findings import (
+from splitveil.common.wire.probes import (
     Check,
+    Introduction,
     certificate_in_words,
     checks_of,
     clock_in_words,
-)
-from splitveil.common.wire.probes import (
-    Introduction,
     decode_introduction,
     encode_introduction,
     method_path,

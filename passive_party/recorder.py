@@ -8,22 +8,52 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitveil.common.errors import AuditRefused, PeerError, SettingsError
+from splitveil.common.errors import (
+    AuditRefused,
+    PeerError,
+    PeerUnreachable,
+    SettingsError,
+    SplitveilError,
+)
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.party.run_status import RunStatus
+from splitveil.common.party.party_status import RunStatus
 from splitveil.common.privacy.audit_worker import AuditWorker
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.privacy.observation import Observation
-from splitveil.common.record.ended_run import clear_mark
 from splitveil.common.record.figures import AttackFigure
 from splitveil.common.record.leak_recorder import IDLE_S, AuditedRun, LeakRecorder
 from splitveil.common.record.lines import AuditLine
-from splitveil.common.record.run_recorder import RunRecorder
+from splitveil.common.record.metrics_log import RunRecorder
+from splitveil.common.record.run_folder import clear_mark
 from splitveil.common.record.summary import AuditedFigures, RunCounts, Summary
+from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.passive_party.label_free_audit import GatheredScores, LabelFreeAudit
 from splitveil.passive_party.settings import PassiveSettings
-from splitveil.passive_party.watched_calls import OPEN
+
+OPEN = "the run is open with the active party"
+
+
+class WatchedCalls:
+    """Notes in a status whether the active party answers."""
+
+    def __init__(self, status: RunStatus) -> None:
+        self._status = status
+        status.peers.expect(ACTIVE)
+
+    def answered(self) -> None:
+        """Note that the active party is there."""
+        self._status.peers.heard(ACTIVE)
+        if self._status.run_id and not self._status.readiness.ready:
+            self._status.set_ready(OPEN)
+
+    def unanswered(self, error: SplitveilError) -> None:
+        """Count the failure; a peer that cannot be reached is away."""
+        self._status.note_failed_call(error)
+        if isinstance(error, PeerUnreachable):
+            self._status.peers.lost(ACTIVE)
+            self._status.set_ready("the active party does not answer", ready=False)
+
 
 logger = logging.getLogger(__name__)
 

@@ -1,17 +1,25 @@
 """Renders the passive party's report from the files in its folder of a run."""
 
+import argparse
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from splitveil.common.errors import SettingsError
-from splitveil.common.party.rendering import render
-from splitveil.common.record.circumstances import circumstances, traffic_rows
+from splitveil.common.party.json_output import print_json
+from splitveil.common.party.report_parts import (
+    Traffic,
+    Volume,
+    circumstances,
+    read_traffic,
+    render,
+    traffic_rows,
+)
 from splitveil.common.record.run_folder import write_json_atomically, write_text_atomically
 from splitveil.common.record.run_record import METRICS, find_summary, read_metrics, text_of
 from splitveil.common.record.summary import Summary
-from splitveil.common.record.traffic import Traffic, Volume, read_traffic
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.text.wording import bytes_in_words
 from splitveil.common.text.yaml_text import RESOLVED, load_yaml
@@ -21,6 +29,8 @@ from splitveil.passive_party.feature_exposure import (
     exposure_from_json,
     exposure_to_json,
 )
+
+logger = logging.getLogger("splitveil.passive_party")
 
 EXPOSURE = "exposure.json"
 
@@ -66,6 +76,13 @@ class PassiveFiles(NamedTuple):
     summary: Summary
     traffic: Traffic | None
     exposure: FeatureExposure | None
+
+
+def report(parsed: argparse.Namespace) -> None:
+    written = write_passive_report(parsed.run_dir, parsed.output)
+    if parsed.json:
+        print_json({"report": str(written)})
+    logger.info("report written to %s", written)
 
 
 def write_exposure(folder: Path, exposure: FeatureExposure) -> None:

@@ -39,8 +39,7 @@ from splitveil.common.run.progress import (
 from splitveil.common.run.sample_order import Positions, joint_seed
 from splitveil.common.text.imports import fault_of_own_code
 from splitveil.passive_party.bottom_trainer import BottomTrainer
-from splitveil.passive_party.opening import Aligner, check_nonce
-from splitveil.passive_party.peer import Peer
+from splitveil.passive_party.opening import Aligner, Peer, check_nonce
 from splitveil.passive_party.training import Auditor, RunObserver, Training
 
 _MAX_ALIGNMENTS = 20

@@ -22,7 +22,7 @@ from splitveil.common.run.progress import Progress, State, refusing_other_versio
 from splitveil.common.run.sample_order import positions_digest
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from splitveil.passive_party.label_free_audit import GatheredScores
-from splitveil.passive_party.peer import Peer
+from splitveil.passive_party.opening import Peer
 
 
 class RunObserver(Protocol):

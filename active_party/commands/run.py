@@ -26,8 +26,7 @@ from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.party.endpoint import serving_status
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.party.place import Place
-from splitveil.common.party.workers import joined
+from splitveil.common.party.workers import Place, joined
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.record.transcript import Transcript
 

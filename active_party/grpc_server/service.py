@@ -37,7 +37,7 @@ from splitveil.common.errors import (
     ProtocolError,
     SplitveilError,
 )
-from splitveil.common.party.run_status import RunStatus
+from splitveil.common.party.party_status import RunStatus
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.messages import Activation, LeaveReason
 from splitveil.common.run.phases import Phase
@@ -55,8 +55,7 @@ from splitveil.common.wire.small_messages import (
     encode_opening,
     leave_reason_from_wire,
 )
-from splitveil.common.wire.tensor_codec import TensorAssembler, TensorLimits, encode_answer
-from splitveil.common.wire.tensor_frame import Frame
+from splitveil.common.wire.tensor_codec import Frame, TensorAssembler, TensorLimits, encode_answer
 from splitveil.protos import split_learning_pb2 as pb
 
 logger = logging.getLogger(__name__)

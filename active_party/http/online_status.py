@@ -15,8 +15,12 @@ from enum import Enum
 from functools import partial
 
 from splitveil.active_party.http.errors import RequestError
-from splitveil.common.party.party_status import PartyStatus, Readiness
-from splitveil.common.party.registry import ANSWER_BUCKETS_S, SIZE_BUCKETS
+from splitveil.common.party.party_status import (
+    ANSWER_BUCKETS_S,
+    SIZE_BUCKETS,
+    PartyStatus,
+    Readiness,
+)
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.record.transcript_lines import Answered
 from splitveil.common.run.contract import ACTIVE, Contract

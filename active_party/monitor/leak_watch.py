@@ -16,7 +16,7 @@ from splitveil.common.privacy.audit import BatchLeak
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
 from splitveil.common.privacy.informed import KnownPredictions
-from splitveil.common.record.leak_figures import LeakFigures
+from splitveil.common.record.figures import LeakFigures
 from splitveil.common.record.leak_recorder import AuditedRun, LeakRecorder
 from splitveil.common.record.metrics_log import MetricsLog
 from splitveil.common.record.summary import GateFigures

@@ -10,8 +10,12 @@ from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.privacy.epsilon_audit import p_value
 from splitveil.common.record import summary
-from splitveil.common.record.beyond_figures import BeyondFigures, passed_bounds
-from splitveil.common.record.figures import LedgerFigures, SpreadFigures
+from splitveil.common.record.figures import (
+    BeyondFigures,
+    LedgerFigures,
+    SpreadFigures,
+    passed_bounds,
+)
 from splitveil.common.text.upper_bounds import at_least, at_most, auc_at_most
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,7 @@ from splitveil.active_party.report.verdict import (
     needs_of,
 )
 from splitveil.common.privacy.covers import Covers
-from splitveil.common.record.figures import AttackFigure
-from splitveil.common.record.leak_figures import ClassFigures, LeakByClass
+from splitveil.common.record.figures import AttackFigure, ClassFigures, LeakByClass
 from splitveil.common.record.lines import AlarmLine, AuditLine, GateLine
 from splitveil.common.text.upper_bounds import at_least, at_most, auc_at_most
 from splitveil.common.text.wording import setting_in_words

@@ -23,7 +23,7 @@ from splitveil.common.privacy.accumulation import NUM_HINTS, SOURCES
 from splitveil.common.privacy.attacks import ATTACKS, Attack, SideInformation
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
-from splitveil.common.record.beyond_figures import AdjustedFigures, BeyondFigures
+from splitveil.common.record.figures import AdjustedFigures, BeyondFigures
 from splitveil.common.record.summary import ActiveFigures
 from splitveil.common.text.upper_bounds import auc_at_most
 

@@ -19,9 +19,8 @@ from rich.console import Console
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_settings import PartySettings, PartySettingsT, load_party_settings
-from splitveil.common.party.place import ONLY, Place
-from splitveil.common.record.ended_run import end_of, has_finished
-from splitveil.common.record.run_folder import write_text_atomically
+from splitveil.common.party.workers import ONLY, Place
+from splitveil.common.record.run_folder import end_of, has_finished, write_text_atomically
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.record.transcript import Broken, Verified, compare, verify
 from splitveil.common.run.contract import in_short

@@ -33,7 +33,7 @@ from splitveil.common.data.sources import list_rows
 from splitveil.common.data.table import Table, open_table_source, read_table
 from splitveil.common.errors import DataError, SplitveilError
 from splitveil.common.party.party_settings import PartySettings
-from splitveil.common.record.initial_weights import SETTING, EarlierModel
+from splitveil.common.record.model_files import SETTING, EarlierModel
 from splitveil.common.run.contract import ColumnSplit, SplitSettings
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.id_rules import AS_WRITTEN, IdRule

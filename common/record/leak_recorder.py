@@ -19,14 +19,14 @@ from splitveil.common.privacy.gradient_rows import GradientRows
 from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.privacy.settings import AuditSettings
-from splitveil.common.record.beyond_figures import (
+from splitveil.common.record.figures import (
     AdjustedFigures,
     AdvantageFigures,
+    AttackFigure,
     BeyondFigures,
     EpsilonFigures,
+    LeakFigures,
 )
-from splitveil.common.record.figures import AttackFigure
-from splitveil.common.record.leak_figures import LeakFigures
 from splitveil.common.record.lines import EpochLeakLine, LeakLine
 from splitveil.common.record.metrics_log import ChartClock, MetricsLog
 from splitveil.common.record.values import from_form

@@ -5,6 +5,9 @@ runs/<run name>/<party>.previous-1/     the oldest one, -2 the next, ...
 
 A party's files are derived from its labels or its features. Its folder is therefore accessible to
 its owner only (0700), and so are the files in it (0600), under any umask.
+
+A run that a budget or a gate has ended for good has a mark: without it, a supervisor that restarts
+every process that ends with an error would never stop.
 """
 
 import fcntl
@@ -208,3 +211,37 @@ def delete(path: Path) -> None:
     """Delete a file, if it exists."""
     with storage_errors(path, "cannot be deleted"):
         path.unlink(missing_ok=True)
+
+
+FILE = "ended.json"
+
+
+def mark_as_ended(folder: Path, why: Mapping[str, Any]) -> None:
+    """Mark a run as ended for good.
+
+    Args:
+        why: the facts that the next start needs, as JSON values.
+    """
+    write_json_atomically(folder / FILE, why)
+
+
+def end_of(folder: Path) -> Mapping[str, Any] | None:
+    """Return the content of a run's mark; None if there is none, or if it cannot be read.
+
+    A run that is resumed because its mark was lost ends again at the same batch.
+    """
+    try:
+        why = json.loads((folder / FILE).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return why if isinstance(why, dict) else None
+
+
+def has_finished(folder: Path) -> bool:
+    """Return whether a folder holds the results of a finished run, of which the state goes last."""
+    return (folder / "summary.json").exists() and not (folder / "checkpoint" / "run.state").exists()
+
+
+def clear_mark(folder: Path) -> None:
+    """Delete the mark, so that a run whose limits have changed since can be resumed."""
+    delete(folder / FILE)

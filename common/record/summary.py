@@ -15,8 +15,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BeforeValidator, OnErrorOmit
 
 from splitveil.common.privacy.covers import Covers
-from splitveil.common.record.figures import LedgerFigures, NumberFigures
-from splitveil.common.record.leak_figures import LEAK_TABLES, LeakFigures
+from splitveil.common.record.figures import LEAK_TABLES, LeakFigures, LedgerFigures, NumberFigures
 from splitveil.common.record.transcript import TranscriptEnd
 from splitveil.common.record.values import (
     IF_ANY,

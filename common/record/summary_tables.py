@@ -6,10 +6,16 @@ from collections.abc import Callable, Mapping
 
 from rich.console import Console
 
-from splitveil.common.record.beyond_figures import BeyondFigures
-from splitveil.common.record.figures import LedgerFigures, SpreadFigures
-from splitveil.common.record.leak_figures import BatchFigures, ClassFigures, NumberLeak, RunFigures
-from splitveil.common.record.progress_pipe import progress_pipe
+from splitveil.common.record.figures import (
+    BatchFigures,
+    BeyondFigures,
+    ClassFigures,
+    LedgerFigures,
+    NumberLeak,
+    RunFigures,
+    SpreadFigures,
+)
+from splitveil.common.record.progress import progress_pipe
 from splitveil.common.record.summary import Summary, plain_figures
 from splitveil.common.record.values import ByAttack
 from splitveil.common.text.log_lines import log_fields, writes_json

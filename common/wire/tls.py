@@ -16,9 +16,8 @@ from splitveil.common.party.credentials import (
     printable,
 )
 from splitveil.common.run.contract import Contract
-from splitveil.common.wire.interceptors import Handler, HandlerInterceptor
 from splitveil.common.wire.limits import PARTY_KEY
-from splitveil.common.wire.status import UNTRUSTED
+from splitveil.common.wire.status import UNTRUSTED, Handler, HandlerInterceptor
 from splitveil.protos import split_learning_pb2 as pb
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.errors import PeerEndedForGood, SplitveilError
-from splitveil.common.record.ended_run import mark_as_ended
+from splitveil.common.record.run_folder import mark_as_ended
 from splitveil.common.record.run_record import write_summary
 from splitveil.common.record.summary import Summary, provenance_of_process
 from splitveil.common.record.summary_tables import print_summary

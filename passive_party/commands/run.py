@@ -12,15 +12,12 @@ from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.party.endpoint import serving_status
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData, open_earlier_model
-from splitveil.common.party.place import Place
-from splitveil.common.party.run_status import RunStatus
-from splitveil.common.party.workers import Workers, check_model, joined
+from splitveil.common.party.party_status import RunStatus
+from splitveil.common.party.workers import Place, Workers, check_model, joined
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
-from splitveil.common.record.ended_run import end_of
-from splitveil.common.record.model_files import save_model
-from splitveil.common.record.run_folder import open_run_folder
+from splitveil.common.record.model_files import identity_metadata, save_model
+from splitveil.common.record.run_folder import end_of, open_run_folder
 from splitveil.common.record.run_store import RunStore
-from splitveil.common.record.trained_model import identity_metadata
 from splitveil.common.record.transcript import Transcript
 from splitveil.passive_party.assembly import (
     TrainerBuilder,
@@ -29,12 +26,12 @@ from splitveil.passive_party.assembly import (
     checked_credentials,
     evaluation_labels,
     idle_peer,
+    work_for,
 )
 from splitveil.passive_party.commands.results import leave_results, try_to_measure
 from splitveil.passive_party.recorder import PassiveRecorder
 from splitveil.passive_party.run import PassiveRun
 from splitveil.passive_party.settings import PassiveSettings
-from splitveil.passive_party.workers import work_for
 
 logger = logging.getLogger("splitveil.passive_party")
 

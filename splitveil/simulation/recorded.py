@@ -19,9 +19,8 @@ from splitveil.active_party.results import save_alone, save_results
 from splitveil.common.errors import EndedForGood
 from splitveil.common.party import command_line
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.record.model_files import save_model
+from splitveil.common.record.model_files import identity_metadata, save_model
 from splitveil.common.record.run_record import write_summary
-from splitveil.common.record.trained_model import identity_metadata
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.text.version import VERSION
 from splitveil.passive_party.assembly import TrainerBuilder

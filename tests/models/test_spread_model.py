@@ -28,7 +28,7 @@ from splitveil.common.models.spread_model import (
 )
 from splitveil.common.models.worker import Replica, Worker
 from splitveil.common.models.worker_line import Order, Pending, WorkerLine
-from splitveil.passive_party.stashed_weights import keeping_weights
+from splitveil.passive_party.bottom_trainer import keeping_weights
 
 CPU = torch.device("cpu")
 OWN = FeatureShapes(3, (5, 4))

@@ -15,9 +15,12 @@ from torch import Tensor, nn
 from splitveil.common.data.features import Features
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.settings import AdamOptimizer, OptimizerSettings, SgdOptimizer
-from splitveil.passive_party.bottom_trainer import BottomTrainer, TrainingPass
-from splitveil.passive_party.layer_taps import LayerTap
-from splitveil.passive_party.stashed_weights import keeping_weights
+from splitveil.passive_party.bottom_trainer import (
+    BottomTrainer,
+    LayerTap,
+    TrainingPass,
+    keeping_weights,
+)
 
 ROWS, COLUMNS, STEPS, SIZE = 96, 6, 12, 8
 

@@ -14,8 +14,15 @@ from splitveil.common.models.settings import MlpModel
 from splitveil.common.party.command_line import prepare, torch_device
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_settings import load_party_settings
-from splitveil.common.party.place import ONLY, Place
-from splitveil.common.party.workers import ALONE, act, check_model, check_same_model, joined
+from splitveil.common.party.workers import (
+    ALONE,
+    ONLY,
+    Place,
+    act,
+    check_model,
+    check_same_model,
+    joined,
+)
 from tests.support.runs import ACTIVE, write_example
 
 TORCHRUN = {

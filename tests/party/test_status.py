@@ -32,13 +32,13 @@ from splitveil.common.party.endpoint import (
     serving_status,
 )
 from splitveil.common.party.party_settings import load_party_settings
-from splitveil.common.party.run_status import STAGES, RunStatus
+from splitveil.common.party.party_status import STAGES, RunStatus
 from splitveil.common.record.transcript import Crossing
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import Batch
 from splitveil.common.run.phases import Phase
+from splitveil.passive_party.recorder import WatchedCalls
 from splitveil.passive_party.settings import PassiveSettings
-from splitveil.passive_party.watched_calls import WatchedCalls
 from splitveil.simulation import free_address
 from tests.support.numbers import write_numbers
 from tests.support.runs import in_background, write_example

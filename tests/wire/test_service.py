@@ -24,9 +24,8 @@ from splitveil.common.errors import (
 )
 from splitveil.common.party.party_settings import ReconnectSettings
 from splitveil.common.run.messages import Activation, Answer, LeaveReason, Offer, Opening
-from splitveil.common.wire.connection import PeerConnection
+from splitveil.common.wire.connection import PeerConnection, Retrying
 from splitveil.common.wire.endpoint import SERVICE, channel_options, method_path
-from splitveil.common.wire.retrying import Retrying
 from splitveil.common.wire.tensor_codec import TensorLimits, encode_activation
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb

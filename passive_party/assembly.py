@@ -24,7 +24,7 @@ from splitveil.common.party.endpoint import check_free
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.party.party_status import RunStatus
-from splitveil.common.party.workers import Place, check_same_model, work
+from splitveil.common.party.workers import Rank, check_same_model, work
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.wire.connection import PeerConnection
@@ -37,8 +37,8 @@ from splitveil.passive_party.bottom_trainer import (
     LayerTap,
     Take,
     TrainingPass,
-    keeping_weights,
     named_layer,
+    stashing_weights,
 )
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.opening import Aligner, Participant
@@ -48,9 +48,9 @@ from splitveil.passive_party.settings import PassiveSettings
 _ROLE = "bottom_model"
 
 
-def work_for(settings: PassiveSettings, place: Place) -> None:
+def work_for(settings: PassiveSettings, rank: Rank) -> None:
     """Compute the bottom model's batches for rank 0 of this party."""
-    device = command_line.prepare(settings, place)
+    device = command_line.prepare(settings, rank)
     depth = settings.contract.pipeline_depth
 
     def build(facts: dict[str, Any]) -> Replica:
@@ -68,9 +68,9 @@ def work_for(settings: PassiveSettings, place: Place) -> None:
         watched = list(taps.values())
         if depth == 1:
             return Replica(model, form, device, watched)
-        return Replica(model, form, device, watched, depth, partial(keeping_weights, model))
+        return Replica(model, form, device, watched, depth, partial(stashing_weights, model))
 
-    work(place, build)
+    work(rank, build)
 
 
 def spread(
@@ -170,7 +170,7 @@ def build_aligner(
     )
 
 
-class TrainerBuilder:
+class BottomBuilder:
     """Makes the trainer once the common rows are known, and keeps the encoder fitted on them."""
 
     def __init__(

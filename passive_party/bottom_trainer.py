@@ -35,14 +35,14 @@ from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions
 
 
-class _Kept(NamedTuple):
+class _Saved(NamedTuple):
     tensor: Tensor
     version: int
     """Counts the changes of the tensor; another number later means that it is another value."""
 
 
 @contextmanager
-def keeping_weights(model: nn.Module) -> Iterator[None]:
+def stashing_weights(model: nn.Module) -> Iterator[None]:
     """Let the backward pass of what is computed within use the model's weights and buffers of now.
 
     A function that keeps a weight by other means than ``save_for_backward``, or computes the
@@ -50,23 +50,23 @@ def keeping_weights(model: nn.Module) -> Iterator[None]:
     """
     owned = {_storage(tensor) for tensor in chain(model.parameters(), model.buffers())}
 
-    def keep(tensor: Tensor) -> _Kept:
+    def save(tensor: Tensor) -> _Saved:
         if tensor.layout is torch.strided and _storage(tensor) in owned:
             tensor = tensor.clone()
-        return _Kept(tensor, _version(tensor))
+        return _Saved(tensor, _version(tensor))
 
-    with saved_tensors_hooks(keep, _used):
+    with saved_tensors_hooks(save, _used):
         yield
 
 
-def _used(kept: _Kept) -> Tensor:
+def _used(saved: _Saved) -> Tensor:
     # Hooks take the place of autograd's own check.
-    if _version(kept.tensor) != kept.version:
+    if _version(saved.tensor) != saved.version:
         raise RuntimeError(
             "the model changes a tensor in place that its own backward pass needs, of shape "
-            f"{tuple(kept.tensor.shape)}"
+            f"{tuple(saved.tensor.shape)}"
         )
-    return kept.tensor
+    return saved.tensor
 
 
 def _storage(tensor: Tensor) -> int:
@@ -131,9 +131,9 @@ class LayerTap:
     def _watch(self, _layer: nn.Module, _inputs: object, output: object) -> None:
         if isinstance(output, Tensor) and output.requires_grad:
             self._gradient = None
-            output.register_hook(self._keep)  # type: ignore[no-untyped-call]
+            output.register_hook(self._store)  # type: ignore[no-untyped-call]
 
-    def _keep(self, gradient: Tensor) -> None:
+    def _store(self, gradient: Tensor) -> None:
         self._gradient = gradient
 
 
@@ -195,14 +195,14 @@ class BottomTrainer:
         """Gather the features of some rows; best called while waiting for the peer."""
         return self._features.rows(torch.from_numpy(positions.copy()).to(self._device))
 
-    def forward(self, features: Features, *, keeps_weights: bool = False) -> Tensor:
+    def forward(self, features: Features, *, stashes_weights: bool = False) -> Tensor:
         """Return the activation of a training batch, (batch, *cut_shape), and keep its graph.
 
         Args:
-            keeps_weights: whether the model may learn from other gradients before this batch's.
+            stashes_weights: whether the model may learn from other gradients before this batch's.
         """
         in_training_mode(self.model)
-        with keeping_weights(self.model) if keeps_weights else nullcontext():
+        with stashing_weights(self.model) if stashes_weights else nullcontext():
             activation: Tensor = self._compute(features)
         self._waiting.append(activation)
         return activation.detach()

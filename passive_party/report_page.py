@@ -59,7 +59,7 @@ class Left(NamedTuple):
 
 
 class ColumnRow(NamedTuple):
-    """One column, and how well activations tell it."""
+    """One column, and how well activations reveal it."""
 
     name: str
     measure: str
@@ -133,7 +133,7 @@ def passive_page(files: PassiveFiles) -> str:
         party=str(files.settings.get("party", "passive")),
         peer=peer,
         headline=_headline(files, peer),
-        told=list(_told(files, contract)),
+        revealed=list(_revealed(files, contract)),
         left=list(_left(files.traffic)),
         exposure=exposure,
         columns=[_row(one) for one in sorted(columns, key=lambda one: -one.gain_fraction)],
@@ -159,7 +159,7 @@ def _headline(files: PassiveFiles, peer: str) -> str:
     return f"{size} left, about {about}, to {peer}."
 
 
-def _told(files: PassiveFiles, contract: Mapping[str, Any]) -> Iterator[str]:
+def _revealed(files: PassiveFiles, contract: Mapping[str, Any]) -> Iterator[str]:
     rows, exposure = files.summary.counts.aligned_rows, files.exposure
     if rows is not None and exposure is not None:
         yield (
@@ -174,14 +174,14 @@ def _told(files: PassiveFiles, contract: Mapping[str, Any]) -> Iterator[str]:
             "the features behind it."
         )
     if exposure is None:
-        yield "What activations tell of features was not measured."
+        yield "What activations reveal of features was not measured."
         return
     best = max(exposure.columns, key=lambda one: one.gain_fraction, default=None)
     if best is not None:
         found = _row(best)
         yield (
-            f"Told best: {best.name}. Whoever knows it for some rows reconstructs it for others "
-            f"with {found.measure} {found.figure}, where no activation gives {found.without}."
+            f"Reconstructed best: {best.name}. Whoever knows it for some rows reconstructs it for "
+            f"others with {found.measure} {found.figure}, where no activation gives {found.without}."
         )
 
 

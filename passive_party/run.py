@@ -15,13 +15,13 @@ from splitveil.common.errors import (
     ContractMismatch,
     Interrupted,
     InvalidMessage,
-    NothingBegun,
     PeerError,
     PeerLeft,
     PeerRestarted,
     PeerUnreachable,
     ProtocolError,
     SplitveilError,
+    StartedOver,
     StorageError,
 )
 from splitveil.common.record.run_store import NoStore
@@ -48,7 +48,7 @@ _MAX_ALIGNMENTS = 20
 _MAX_DAMAGED = 3  # alignments among these that may be due to an invalid message of the previous one
 TrainerFactory = Callable[[AlignedRows], BottomTrainer]
 
-Begun = TypeVar("Begun")
+ResultT = TypeVar("ResultT")
 
 
 class PassiveRun:
@@ -132,7 +132,7 @@ class PassiveRun:
 
     # ---- opening ----
 
-    def _patiently(self, begin: Callable[[Peer], Begun], peer: Peer) -> Begun:
+    def _patiently(self, begin: Callable[[Peer], ResultT], peer: Peer) -> ResultT:
         """Begin a new run, with another handshake if the alignment is not completed."""
         damaged = 0
         for _ in range(_MAX_ALIGNMENTS - 1):
@@ -229,7 +229,7 @@ class PassiveRun:
         offer = Offer(self.run_id, frozenset(self._store.checkpoints()))
         try:
             opening = self._handshake(peer, offer)
-        except NothingBegun:
+        except StartedOver:
             if training.progress.batch_number:
                 raise
             self.run_id = ""

@@ -185,7 +185,7 @@ class Training:
         features = self._features_of(batch)
         with self._phases(Phase.FORWARD):
             activation = self.trainer.forward(
-                features, keeps_weights=self.progress.pipeline_depth > 1
+                features, stashes_weights=self.progress.pipeline_depth > 1
             )
         self._unanswered.append(_Sent(batch, activation))
         peer.send_activation(Activation(batch.identity(self._run_id), to_host(activation)))

@@ -30,12 +30,12 @@ from splitveil.common.errors import (
     AlignmentError,
     ContractMismatch,
     InvalidMessage,
-    NothingBegun,
     NotOpen,
     OthersAwaited,
     PeerUnreachable,
     ProtocolError,
     SplitveilError,
+    StartedOver,
 )
 from splitveil.common.party.party_status import RunStatus
 from splitveil.common.run.contract import ACTIVE
@@ -268,7 +268,7 @@ class ActiveService:
 
     def on_error(self, error: Exception) -> None:
         """Log and count an error, and end the run unless it is the peer's fault."""
-        if isinstance(error, (OthersAwaited, NothingBegun)):
+        if isinstance(error, (OthersAwaited, StartedOver)):
             logger.info("%s", error)
             return
         if self._session.error is not None:

@@ -40,18 +40,18 @@ def check_outputs(settings: PartySettings, output: Path) -> None:
         raise SettingsError(f"--output: {output} is the table of data.source itself")
 
 
-class OwnIds(NamedTuple):
+class StampedIds(NamedTuple):
     """A party's ids, and the state of its files from which they were read."""
 
     data: PartyData
     stamps: tuple[tuple[int, int], ...]
 
 
-def read_own_ids(settings: PartySettings) -> OwnIds:
+def read_own_ids(settings: PartySettings) -> StampedIds:
     """Read a party's ids, and the column by which the contract splits rows, but nothing else."""
     contract, stamps = settings.contract, _stamps(settings)
     data = _ids_alone(settings.data)
-    return OwnIds(read_ids_alone(data, settings.base_dir, contract.split, contract.ids), stamps)
+    return StampedIds(read_ids_alone(data, settings.base_dir, contract.split, contract.ids), stamps)
 
 
 def _stamps(settings: PartySettings) -> tuple[tuple[int, int], ...]:
@@ -101,7 +101,7 @@ class AlignedTable(NamedTuple):
 
 
 def write_aligned(
-    settings: PartySettings, own: OwnIds, order: CommonOrder, output: Path
+    settings: PartySettings, own: StampedIds, order: CommonOrder, output: Path
 ) -> AlignedTable:
     """Write the common rows of a party's table, with all of its columns, in the common order.
 

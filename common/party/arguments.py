@@ -170,9 +170,9 @@ def exit_code_of(action: Callable[[], None]) -> int:
         known = error if isinstance(error, SplitveilError) else fault_of_own_code(error)
         if known is None:
             raise
-        for told in _with_earlier(known):
-            for line in str(told).splitlines() or [type(told).__name__]:
-                fields = log_fields(error=type(told).__name__, exit_code=known.exit_code)
+        for reported in _with_earlier(known):
+            for line in str(reported).splitlines() or [type(reported).__name__]:
+                fields = log_fields(error=type(reported).__name__, exit_code=known.exit_code)
                 logger.error("%s", line, extra=fields)
         return known.exit_code
     except KeyboardInterrupt:

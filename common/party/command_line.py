@@ -19,7 +19,7 @@ from rich.console import Console
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_settings import PartySettings, PartySettingsT, load_party_settings
-from splitveil.common.party.workers import ONLY, Place
+from splitveil.common.party.workers import ONLY, Rank
 from splitveil.common.record.run_folder import end_of, has_finished, write_text_atomically
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.record.transcript import Broken, Verified, compare, verify
@@ -144,14 +144,14 @@ def torch_device(device: str, local_rank: int = 0) -> torch.device:
     return found
 
 
-def prepare(settings: PartySettings, place: Place = ONLY) -> torch.device:
+def prepare(settings: PartySettings, rank: Rank = ONLY) -> torch.device:
     """Set limits, the seed and the module search path; return the device to use."""
     _, most_descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError):  # some systems say "unlimited", and refuse that
         resource.setrlimit(resource.RLIMIT_NOFILE, (most_descriptors, most_descriptors))
     _find_own_modules(settings)
-    device = torch_device(settings.device, place.local_rank)
-    cores = len(os.sched_getaffinity(0)) // place.local_size
+    device = torch_device(settings.device, rank.local_rank)
+    cores = len(os.sched_getaffinity(0)) // rank.local_size
     torch.set_num_threads(settings.torch_threads or max(1, cores))
     torch.manual_seed(settings.model_seed)
     return device

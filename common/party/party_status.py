@@ -47,7 +47,7 @@ class Registry(CollectorRegistry):
             yield metric
 
 
-class Metrics:
+class PartyMetrics:
     """Makes the metrics of one registry; every name begins with ``splitveil_``."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class PhaseCollector(Collector):
 class Presence:
     """What one party sees of the peers to which it talks."""
 
-    def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, metrics: PartyMetrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = metrics
         self._clock = clock
         self._lock = threading.Lock()
@@ -171,7 +171,7 @@ def _kinds_of(error: type[PeerError]) -> Iterator[str]:
         yield from _kinds_of(kind)
 
 
-class Readiness(NamedTuple):
+class ServingState(NamedTuple):
     ready: bool
     reason: str  # why not, or what it is doing
 
@@ -192,10 +192,10 @@ class PartyStatus:
         self.party = party
         self.run_name = contract.run_name
         self.run_id = ""
-        self.metrics = Metrics()
+        self.metrics = PartyMetrics()
         self.peers = Presence(self.metrics, clock)
         self._stage_of: Callable[[], str] = lambda: stages[0]
-        self._readiness = Readiness(ready=False, reason=stages[0])
+        self._readiness = ServingState(ready=False, reason=stages[0])
         self._add_own_metrics(stages)
         self._add_message_metrics()
 
@@ -243,7 +243,7 @@ class PartyStatus:
         return self._stage_of()
 
     @property
-    def readiness(self) -> Readiness:
+    def readiness(self) -> ServingState:
         return self._readiness
 
     def facts(self) -> dict[str, str]:
@@ -255,7 +255,7 @@ class PartyStatus:
         }
 
     def set_ready(self, reason: str, *, ready: bool = True) -> None:
-        self._readiness = Readiness(ready, reason)
+        self._readiness = ServingState(ready, reason)
 
     def enter_stage(self, stage: str) -> None:
         self.follow_stage(lambda: stage)

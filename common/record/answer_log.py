@@ -34,8 +34,8 @@ FIRST_RESUMPTION_NUMBER = 3 << 61
 FIRST_AUDIT_NUMBER = 1 << 63
 """Numbers from here on belong to audits, not to batches of the run."""
 HOW_TO_RECOVER = (
-    "the answers already given are no longer known, nor what they told about the labels: restore "
-    "a copy of the file, or start over with --fresh at both parties"
+    "the answers already given are no longer known, nor what they revealed about the labels: "
+    "restore a copy of the file, or start over with --fresh at both parties"
 )
 
 _NAME = b"splitveil answers"
@@ -59,10 +59,10 @@ class ChargedAnswer(NamedTuple):
     leak_auc: float = 1.0
     """AUC that no score of all answers of the identity together passes; 1 if none is known."""
     dominating_mu: float = math.inf
-    """mu of a Gaussian mechanism that tells no less than they; infinite if none is known."""
+    """mu of a Gaussian mechanism that reveals no less than they; infinite if none is known."""
 
 
-NOTHING_TOLD = ChargedAnswer(0.0, b"", 0.0)
+NO_CHARGE = ChargedAnswer(0.0, b"", 0.0)
 NO_REPLY = bytes(_FINGERPRINT_BYTES)
 """Fingerprint of a reply that is determined by the questions alone."""
 
@@ -145,7 +145,7 @@ class AnswerLog:
         self,
         number: int,
         fingerprints: Sequence[bytes],
-        charge: ChargedAnswer = NOTHING_TOLD,
+        charge: ChargedAnswer = NO_CHARGE,
         reply: bytes = NO_REPLY,
     ) -> None:
         """Record that a question is about to be answered.

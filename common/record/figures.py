@@ -113,7 +113,7 @@ BEYOND_TABLES = ("adjusted_leak", "leak_advantage", _DETAILS)
 
 
 class AdjustedFigures(NamedTuple):
-    """The leak AUC of one attack among rows of which features tell the same."""
+    """The leak AUC of one attack among rows of which features say the same."""
 
     value: Known
     low: Known
@@ -158,7 +158,7 @@ class EpsilonFigures(NamedTuple):
 
 @dataclass(frozen=True)
 class BeyondFigures(Form):
-    """What attacks tell beyond features."""
+    """What attacks reveal beyond features."""
 
     adjusted: Annotated[Table[AdjustedFigures], Key("adjusted_leak")] = field(default_factory=dict)
     advantage: Annotated[Table[AdvantageFigures], Key("leak_advantage")] = field(
@@ -187,7 +187,7 @@ def is_clearly_above(found: AdjustedFigures, auc: float) -> bool:
 def passed_bounds(
     beyond: BeyondFigures, bounds: Mapping[Covers, float]
 ) -> Iterator[tuple[str, AdjustedFigures, Covers]]:
-    """Yield each attack that tells more beyond features than a bound says, with the widest peers.
+    """Yield each attack that reveals more beyond features than a bound says, with the widest peers.
 
     None is yielded where guesses are no better than chance, and a bound that holds for anybody
     counts as passed only where guesses are better than it permits, or there are many pairs, but not
@@ -207,7 +207,7 @@ def passed_bounds(
 def set_aside(beyond: BeyondFigures, bound: float) -> dict[str, AdjustedFigures]:
     """Return the adjusted figures that say nothing of gradients, by attack.
 
-    Where features all but tell the labels of a few hundred rows, an adjusted figure shows what the
+    Where features all but give the labels of a few hundred rows, an adjusted figure shows what the
     model of the features has not learned. The guesses of the epsilon's audit, from which the part
     of every score that features explain was taken out, are then no better than chance, or, of fewer
     than 1,000 pairs of labels, no better than the epsilon permits that the ledger states for
@@ -285,7 +285,7 @@ class ClassFigures(Form):
     """One attack on one layer class by class, on single batches or over the run."""
 
     worst_pair: Annotated[tuple[str, ...], BeforeValidator(as_list)] = ()
-    """The two classes told apart best."""
+    """The two classes separated best."""
     worst_pair_auc: Annotated[Number, IF_ANY] = None
     """Only on single batches."""
     worst_pair_random: Annotated[Number, IF_ANY] = None
@@ -355,7 +355,7 @@ class LeakFigures(Form):
     """The measurements of the attacks; with more than two classes, of the pair told apart best."""
 
     beyond: Annotated[BeyondFigures | None, Flat()] = None
-    """What the attacks tell beyond features; None if it was not measured."""
+    """What the attacks reveal beyond features; None if it was not measured."""
     batches: Annotated[ByAttack[BatchFigures], Key("leak")] = field(default_factory=dict)
     worst_epoch: Annotated[ByAttack[Known], Key("leak_worst_epoch")] = field(default_factory=dict)
     """Mean over the batches of the epoch in which it is largest."""

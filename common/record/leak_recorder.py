@@ -47,7 +47,7 @@ class AuditedRun(NamedTuple):
     class_names: Sequence[str] = ()
     """Empty where there are two classes."""
     keeps_scores: bool = False
-    """Whether what attacks tell beyond features will be measured."""
+    """Whether what attacks reveal beyond features will be measured."""
 
 
 class LeakRecorder:
@@ -59,7 +59,7 @@ class LeakRecorder:
     Args:
         metrics: gets a ``leak`` line per batch and an ``epoch_leak`` line per epoch, once all its
             batches are measured: the mean over them, and the leak AUC of the sums so far. With
-            more than two classes, the figures are about the pair of classes told apart best.
+            more than two classes, the figures are about the pair of classes separated best.
         on_leak: called in the audit's thread with each measured batch, after its line is written.
         beside: another audit that gets the same observations, in the same thread.
     """
@@ -151,7 +151,7 @@ class LeakRecorder:
         """Return the part of the summary about the leak; call it after closing.
 
         Args:
-            covariates: what features tell about some rows; without them, what attacks tell beyond
+            covariates: what features say about some rows; without them, what attacks reveal beyond
                 features is not measured.
         """
         # Side by side, as a run's end waits for both.

@@ -40,9 +40,9 @@ class ProgressPipe:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._told = 0.0
+        self._written_at = 0.0
 
-    def tell(
+    def write(
         self,
         party: str,
         done: int,
@@ -51,15 +51,15 @@ class ProgressPipe:
         *,
         is_last: bool = False,
     ) -> None:
-        """Tell the count of steps, and numbers such as ``loss``.
+        """Write the count of steps, and numbers such as ``loss``.
 
         Args:
             numbers: figures to show, the most important one first.
         """
         now = time.monotonic()
-        if now - self._told < _EVERY_S and not is_last:
+        if now - self._written_at < _EVERY_S and not is_last:
             return
-        self._told = now
+        self._written_at = now
         shown = {name: number for name, number in numbers.items() if number is not None}
         line = {"party": party, "done": done, "total": total, "numbers": shown}
         with suppress(OSError):  # the launcher is gone: the run goes on without a bar
@@ -119,7 +119,7 @@ class TrainingProgress:
     def __exit__(self, *_: object) -> None:
         self._end = time.monotonic()
         self._bar.stop()
-        self._tell(is_last=True)
+        self._write_to_pipe(is_last=True)
         if not self._has_bar:
             self._log({})
 
@@ -152,7 +152,7 @@ class TrainingProgress:
         if self._first_step is None:
             self._first_step = now
         self._numbers = numbers
-        self._tell(is_last=False)
+        self._write_to_pipe(is_last=False)
         if self._has_bar:
             self._bar.update(self._task, advance=steps, numbers=_each_in_words(numbers))
         elif self._pipe is None and now - self._logged >= self._log_every_s:
@@ -174,10 +174,10 @@ class TrainingProgress:
             ),
         )
 
-    def _tell(self, *, is_last: bool) -> None:
+    def _write_to_pipe(self, *, is_last: bool) -> None:
         if self._pipe is not None:
             done, total = self.steps_done, self._total_steps
-            self._pipe.tell(self._party, done, total, self._numbers, is_last=is_last)
+            self._pipe.write(self._party, done, total, self._numbers, is_last=is_last)
 
 
 class _BarColumn(ProgressColumn):

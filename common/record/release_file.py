@@ -1,10 +1,10 @@
-"""The releases of a run on disk: sums over labels that were told, with the noise that they carry.
+"""The releases of a run on disk: noisy sums over labels.
 
 checkpoint/releases.safetensors    tensors ``<stage>.<name>``, mode 0600
 
 A release is drawn once. It is written here before anything is computed from it, so that a party
-that was killed never draws a second one: two noisy sums over the same labels would tell more than
-one. The file outlives the run, because a later run can use its releases again.
+that was killed never draws a second one: two noisy sums over the same labels would reveal
+more than one. The file outlives the run, because a later run can use its releases again.
 """
 
 from collections.abc import Mapping
@@ -84,6 +84,6 @@ class ReleaseFile:
 
 
 LOST = (
-    "what the run has told about the labels is no longer known, and no stage is drawn twice: "
+    "what the run has released about the labels is no longer known, and no stage is drawn twice: "
     "restore a copy of the file, or start over with --fresh at both parties"
 )

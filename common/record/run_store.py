@@ -101,7 +101,7 @@ RUN_STATE = "run.state"
 ANSWERED = "answered.log"
 _CHECKPOINT = re.compile(r"at-([0-9]{10})\.state")
 _LOST = (
-    "the unfinished run in this folder cannot be resumed, and no ledger holds what it has told "
+    "the unfinished run in this folder cannot be resumed, and no ledger holds what it has released "
     "about the labels so far: restore a copy of the file, or start over with --fresh at both "
     "parties"
 )

@@ -93,7 +93,7 @@ class ProbeResponder:
 
     Args:
         id_form: how this party's ids are written, if that is known.
-        listener: told who has introduced itself; by default a line of the log says it.
+        listener: called with who has introduced itself; by default a line of the log says it.
     """
 
     def __init__(
@@ -116,10 +116,11 @@ class ProbeResponder:
         self, request: pb.ProbeRequest | Refused, context: grpc.ServicerContext
     ) -> pb.ProbeReply:
         """Answer one probe, with no more bytes than it carries, or raise ProtocolError."""
-        told = believed(request)
-        peer = decode_introduction(told.introduction) if told.HasField("introduction") else None
+        probe = believed(request)
+        has_peer = probe.HasField("introduction")
+        peer = decode_introduction(probe.introduction) if has_peer else None
         self.probed_at = time.monotonic()
-        reply = pb.ProbeReply(padding=told.padding)
+        reply = pb.ProbeReply(padding=probe.padding)
         if peer is not None:
             self._listener(peer, context)
             own = Introduction(ACTIVE, self._contract.canonical_json(), time.time(), self._id_form)

@@ -43,7 +43,7 @@ def parser(program: str = "passive-party") -> argparse.ArgumentParser:
 
 def _add_own_commands(commands: Commands) -> None:
     _add_serve(commands)
-    purpose = "write a page that shows what left and what it tells of this party's features"
+    purpose = "write a page that shows what left and what it reveals of this party's features"
     report = commands.add_parser("report", help=purpose, description=purpose)
     report.add_argument(
         "run_dir", type=Path, help="the run's folder, runs/<run name>, or this party's folder in it"

@@ -27,7 +27,7 @@ def try_to_measure(
     encoder: FeatureEncoder,
     own_rows: int,
 ) -> None:
-    """Write what the trained model's activations tell of this party's features."""
+    """Write what the trained model's activations reveal of this party's features."""
     try:
         found = measure_exposure(trainer, encoder, own_rows, settings.probe_rows)
         if found is not None:
@@ -35,7 +35,7 @@ def try_to_measure(
     except SplitveilError as error:  # a full disk needs no traceback
         _logger.error("%s", error)
     except Exception:
-        _logger.exception("what the activations tell of the features could not be measured")
+        _logger.exception("what the activations reveal of the features could not be measured")
 
 
 def try_to_report(folder: Path) -> None:

@@ -23,7 +23,7 @@ from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_status import PartyStatus, RunStatus
 from splitveil.common.record.summary import Summary
 from splitveil.common.wire.connection import PeerConnection
-from splitveil.passive_party.assembly import TrainerBuilder as BottomBuilder
+from splitveil.passive_party.assembly import BottomBuilder
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.opening import Aligner, Participant
 from splitveil.passive_party.recorder import PassiveRecorder, WatchedCalls

@@ -18,11 +18,7 @@ _MAX_RETURNS = 20
 
 
 class AlignmentObserver:
-    """Receives the events of an alignment, and hands those that matter to functions.
-
-    Args:
-        on_progress: called with the number of ids that have been processed, and of all ids.
-    """
+    """Receives the events of an alignment, and hands those that matter to functions."""
 
     def __init__(
         self, on_opened: Callable[[str], None], on_progress: Callable[[int, int], None]

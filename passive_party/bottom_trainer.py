@@ -153,12 +153,7 @@ class TrainingPass(NamedTuple):
 
 
 class BottomTrainer:
-    """Bottom model, optimiser and features.
-
-    Args:
-        model: maps features to activations (batch, *cut_shape).
-        training: how training batches are computed; by default by the model, without taps.
-    """
+    """Bottom model, optimiser and features; the model's activations are (batch, *cut_shape)."""
 
     def __init__(
         self,
@@ -198,8 +193,7 @@ class BottomTrainer:
     def forward(self, features: Features, *, stashes_weights: bool = False) -> Tensor:
         """Return the activation of a training batch, (batch, *cut_shape), and keep its graph.
 
-        Args:
-            stashes_weights: whether the model may learn from other gradients before this batch's.
+        ``stashes_weights`` if the model may learn from other gradients before this batch's.
         """
         in_training_mode(self.model)
         with stashing_weights(self.model) if stashes_weights else nullcontext():

@@ -103,12 +103,9 @@ def exposure_from_json(document: object) -> FeatureExposure | None:
 
 
 def cross_fitted(inputs: _Numbers, targets: _Numbers, folds: npt.NDArray[np.int64]) -> _Numbers:
-    """Predict each row's targets by ridge regression on the other folds' rows.
+    """Predict targets, (rows, targets), by ridge regression on the other folds' rows.
 
-    Args:
-        inputs: (rows, dimensions).
-        targets: (rows, targets).
-        folds: number of each row's fold, (rows,).
+    Inputs are (rows, dimensions), and folds the number of each row's fold.
     """
     predicted = np.empty_like(targets)
     for fold in np.unique(folds):

@@ -64,11 +64,7 @@ ReplyT = TypeVar("ReplyT")
 
 
 class ActivationStream(Generic[ReplyT]):
-    """Sends activations, and receives their replies in the same order.
-
-    Args:
-        read: receives the reply to an activation, and checks that it is that one's.
-    """
+    """Sends activations, and receives their replies in the same order."""
 
     def __init__(
         self,
@@ -137,12 +133,7 @@ MessageT = TypeVar("MessageT", bound=Message)
 
 
 class GrpcPeer:
-    """Calls the active party, and reconnects when the connection was lost.
-
-    Args:
-        party: this party's name, which every call carries if the run has several passive
-            parties.
-    """
+    """Calls the active party, and reconnects when the connection was lost."""
 
     def __init__(
         self,

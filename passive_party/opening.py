@@ -81,14 +81,7 @@ class Participant:
         return len(self.contract.passive_parties) > 1
 
     def handshake(self, peer: Peer, nonce: bytes, offer: Offer | None = None) -> Opening:
-        """Open a run with the active party, or resume one.
-
-        Args:
-            nonce: this party's share of the joint seed, to which it commits itself.
-            offer: the run to resume; None for a new one.
-
-        Raises ContractMismatch: the active party holds another contract.
-        """
+        """Open a run, or resume the offered one; commit to the nonce. Raises ContractMismatch."""
         opening = peer.handshake(
             self.name, self.contract.canonical_json(), _commitment(nonce), offer
         )

@@ -92,10 +92,6 @@ def write_exposure(folder: Path, exposure: FeatureExposure) -> None:
 def write_passive_report(folder: Path, output: Path | None = None) -> Path:
     """Write the report of a passive party.
 
-    Args:
-        folder: the party's folder, ``runs/<run name>/passive``, or the run's with only one.
-        output: the file to write; ``report.html`` in the party's folder by default.
-
     Returns the file written.
     """
     own = folder / "passive" if (folder / "passive" / METRICS).is_file() else folder
@@ -181,7 +177,8 @@ def _revealed(files: PassiveFiles, contract: Mapping[str, Any]) -> Iterator[str]
         found = _row(best)
         yield (
             f"Reconstructed best: {best.name}. Whoever knows it for some rows reconstructs it for "
-            f"others with {found.measure} {found.figure}, where no activation gives {found.without}."
+            f"others with {found.measure} {found.figure}, where no activation gives "
+            f"{found.without}."
         )
 
 

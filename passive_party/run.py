@@ -52,12 +52,7 @@ ResultT = TypeVar("ResultT")
 
 
 class PassiveRun:
-    """One run with the active party.
-
-    Args:
-        store: keeps checkpoints; by default none, and then the run cannot be resumed.
-        auditor: gives the scores for audits; by default there are no audits.
-    """
+    """One run with the active party; without a store it cannot be resumed."""
 
     def __init__(
         self,

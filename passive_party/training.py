@@ -142,12 +142,7 @@ class Training:
     # ---- the course ----
 
     def follow_course(self, peer: Peer, stop_if_interrupted: Callable[[], None]) -> None:
-        """Handle every batch that is left.
-
-        Args:
-            stop_if_interrupted: called before each batch and each audit; raises Interrupted to
-                stop.
-        """
+        """Handle every batch that is left; the function may raise Interrupted before each."""
         try:
             while (batch := self.progress.due) is not None:
                 stop_if_interrupted()

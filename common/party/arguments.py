@@ -25,10 +25,7 @@ def add_completion(
     parser: argparse.ArgumentParser,
     whole: Callable[[], argparse.ArgumentParser] | None = None,
 ) -> None:
-    """Let a command print what completes it in a shell.
-
-    ``whole`` returns the parser to print, if ``parser`` lacks the arguments of sub-commands.
-    """
+    """Let a command print its completion; ``whole`` returns a parser with all sub-commands."""
     parser.add_argument(
         "--print-completion",
         action=_PrintCompletion,

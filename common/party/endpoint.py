@@ -81,11 +81,7 @@ def endpoint_of(
 
 
 class StatusEndpoint:
-    """Serves what a status says, in threads of its own.
-
-    Args:
-        address: host and port; port 0 takes any free one.
-    """
+    """Serves what a status says, in threads of its own."""
 
     def __init__(self, status: PartyStatus, address: str) -> None:
         self._looks = _Looks()
@@ -111,12 +107,7 @@ class StatusEndpoint:
     def wait_for_last_look(
         self, interruption: Callable[[], int | None], patience_s: float | None = None
     ) -> None:
-        """Wait until the metrics are asked for once more, if they were asked for twice.
-
-        Args:
-            patience_s: longest wait; by default twice the time between the last two requests,
-                and a little more.
-        """
+        """Wait until the metrics are asked for once more, if they were asked for twice."""
         asked, every_s = self._looks.count, self._looks.every_s
         if every_s is None:
             return

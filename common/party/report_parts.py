@@ -19,16 +19,7 @@ from splitveil.common.text.wording import bytes_in_words, seconds_in_words
 
 
 def render(package: str, template: str, **values: object) -> str:
-    """Return a page as HTML.
-
-    Args:
-        package: the package with the folder ``templates``, in which the template lies.
-        template: its name; it may extend or include the shared templates of this package.
-        values: the names that the template uses.
-
-    Raises:
-        jinja2.UndefinedError: the template uses another name.
-    """
+    """Return a page as HTML. Raises jinja2.UndefinedError."""
     environment = Environment(
         loader=ChoiceLoader([PackageLoader(package), PackageLoader(__package__)]),
         autoescape=True,

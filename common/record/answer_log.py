@@ -79,17 +79,10 @@ class Record(NamedTuple):
 
 
 class AnswerLog:
-    """The questions that were answered, in the order of their answers.
+    """The questions that were answered, in the order of their answers. Raises StorageError.
 
-    Args:
-        path: the file, which ``create`` has made; None to keep the log in this process only.
-        questions: number of parties that ask about each batch.
-        run: identifies the run, so that another run's log is not taken for this one's.
-        first_batch: the first batch that may be asked about again; earlier records are kept in the
-            file only.
-
-    Raises:
-        StorageError: the file is missing, damaged, of another version, or cannot be read.
+    Without a path the log is kept in this process only. ``run`` distinguishes its file from another
+    run's. Records of batches before the first that may be asked about again are in the file only.
     """
 
     def __init__(
@@ -148,11 +141,7 @@ class AnswerLog:
         charge: ChargedAnswer = NO_CHARGE,
         reply: bytes = NO_REPLY,
     ) -> None:
-        """Record that a question is about to be answered.
-
-        Raises:
-            StorageError: the record cannot be written; then the question must not be answered.
-        """
+        """Record that a question is about to be answered: it must not be after a StorageError."""
         if len(fingerprints) > self.questions:
             raise ValueError(f"expected {self.questions} questions, got {len(fingerprints)}")
         record = Record(number, tuple(fingerprints), charge, reply)
@@ -174,14 +163,7 @@ class AnswerLog:
                 os.fsync(descriptor)
 
     def since(self, count: int) -> Iterator[Record]:
-        """Yield the records that follow the first few.
-
-        Args:
-            count: number of records to skip.
-
-        Raises:
-            StorageError: the log has fewer records, or cannot be read.
-        """
+        """Yield the records that follow the first few. Raises StorageError."""
         if count > len(self):
             raise StorageError(
                 f"{self._path}: holds {len(self)} answers, and the checkpoint counts {count}: "

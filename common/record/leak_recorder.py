@@ -148,12 +148,7 @@ class LeakRecorder:
         return {f"{name}_leak_auc": value for name, value in latest.leak[layer].items()}
 
     def summary(self, covariates: Covariates | None = None) -> LeakFigures:
-        """Return the part of the summary about the leak; call it after closing.
-
-        Args:
-            covariates: what features say about some rows; without them, what attacks reveal beyond
-                features is not measured.
-        """
+        """Return the part of the summary about the leak; call it after closing."""
         # Side by side, as a run's end waits for both.
         with ThreadPoolExecutor(1) as executor:
             measured = executor.submit(self._beyond_features, covariates)
@@ -196,11 +191,7 @@ class LeakRecorder:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state that ``state_dict`` returned, and drop all later measurements.
-
-        Raises:
-            SettingsError: the state belongs to attacks other than those in the settings.
-        """
+        """Resume from a state that ``state_dict`` returned, and drop all later measurements."""
         self.wait_until_idle()
         try:
             self._audit.load_state_dict(state["audit"])
@@ -238,15 +229,12 @@ class LeakRecorder:
 
 
 class AuditsTogether:
-    """Shows every observation to two audits, which audit the same steps.
+    """Shows every observation to two audits of the same steps, and returns the first one's result.
 
     Quantities that both derive from a layer's gradients, such as the direction in which they
-    stretch most, are computed once. An error in the second audit costs it the batch and is logged,
-    the first time with its trace; an error in the first one costs both the batch and is raised.
-
-    Args:
-        first: the audit whose result is returned.
-        second: the audit that only accumulates scores.
+    stretch most, are computed once. An error in the second audit, which only accumulates scores,
+    costs it the batch and is logged, the first time with its trace; an error in the first one costs
+    both the batch and is raised.
     """
 
     def __init__(self, first: Auditing, second: Auditing) -> None:

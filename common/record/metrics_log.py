@@ -70,12 +70,7 @@ class MetricsLog:
     def __init__(
         self, folder: Path, steps_per_epoch: int = 1, on_line: Callable[[Line], None] | None = None
     ) -> None:
-        """Open both files.
-
-        Args:
-            steps_per_epoch: puts the epochs on TensorBoard's single axis; may be set later.
-            on_line: called with each line once it is written.
-        """
+        """Open both files; ``steps_per_epoch`` puts the epochs on TensorBoard's single axis."""
         self.steps_per_epoch = steps_per_epoch
         self._on_line = on_line
         self._next_chart_step = 0
@@ -95,14 +90,9 @@ class MetricsLog:
         self.close()
 
     def write(self, line: Line, *, charted: bool = True) -> None:
-        """Write one line; it is ignored after `close`.
+        """Write one line of plain numbers, or raise TypeError; it is ignored after `close`.
 
-        Args:
-            line: a line of plain numbers; tensors and arrays are refused.
-            charted: whether TensorBoard gets the numbers, too.
-
-        Raises:
-            TypeError: a value is not a plain number.
+        ``charted`` says whether TensorBoard gets the numbers, too.
         """
         fields = to_fields(line)
         if not isinstance(line, HistogramLine):
@@ -246,11 +236,7 @@ def _charted(numbers: Mapping[str, float]) -> Any:
 
 
 class RunRecorder:
-    """Writes metrics and shows progress; a party's recorder adds what that party observes.
-
-    Args:
-        on_line: called with each line of the metrics once it is written.
-    """
+    """Writes metrics and shows progress; a party's recorder adds what that party observes."""
 
     def __init__(self, folder: Path, on_line: Callable[[Line], None] | None = None) -> None:
         self.aligned_rows = 0

@@ -115,16 +115,7 @@ class EarlierModel:
 
     @classmethod
     def open(cls, folder: Path, weights: str = WEIGHTS, setting: str = SETTING) -> "EarlierModel":
-        """Open a folder. The weights are checked now, and loaded when they are needed.
-
-        Args:
-            folder: a party's ``checkpoint``.
-            weights: the name of the file of weights.
-
-        Raises:
-            SettingsError: the folder has no readable model, or a weight is not a finite number;
-                the message names the first such tensor.
-        """
+        """Open a folder. The weights are checked now, and loaded when they are needed."""
         path = folder / weights
         with _reading(folder, weights, setting):
             check_regular(path)
@@ -139,13 +130,7 @@ class EarlierModel:
     def encoder_for(self, table: Table | None, source: str) -> FeatureEncoder | None:
         """Return the encoder of that run, after checking that the table has the same features.
 
-        Args:
-            table: this party's features; None for a party without features.
-            source: the table's name, for messages.
-
-        Raises:
-            SettingsError: the model was trained with other columns.
-            DataError: the table lacks one of the columns, or its images are of another form.
+        Raises SettingsError or DataError.
         """
         if (table is None) != (self.encoder is None):
             had, has = ("features", "none") if table is None else ("no features", "some")
@@ -169,12 +154,7 @@ class EarlierModel:
         return self.encoder
 
     def put_into(self, model: nn.Module) -> None:
-        """Load the weights into a model.
-
-        Raises:
-            SettingsError: they do not fit the model; the message names the first tensor that
-                differs.
-        """
+        """Load the weights into a model. Raises SettingsError."""
         path = self.folder / self.weights
         try:
             found = load_file(path)
@@ -193,11 +173,7 @@ class EarlierModel:
 
 
 def is_label_free(folder: Path) -> bool:
-    """Return whether no true label has entered the weights in a folder, without reading them.
-
-    Raises:
-        SettingsError: the folder has no readable model.
-    """
+    """Return whether no true label has entered the weights in a folder, without reading them."""
     with _reading(folder, WEIGHTS, SETTING):
         check_regular(folder / WEIGHTS)
         return _metadata(folder / WEIGHTS).items() >= RELEASED_LABELS.items()
@@ -278,12 +254,7 @@ class TrainedModel:
 
     @classmethod
     def open(cls, folder: Path, contract: Contract, weights: str = WEIGHTS) -> "TrainedModel":
-        """Open a party's folder of a run. The weights are loaded when they are needed.
-
-        Raises:
-            SettingsError: there is no readable model, it does not say which run it is from, or it
-                was trained under another contract.
-        """
+        """Open a party's folder of a run. The weights are loaded when they are needed."""
         saved = EarlierModel.open(folder / "checkpoint", weights, "model")
         path = saved.folder / weights
         run_id, batches = saved.metadata.get(_RUN, ""), saved.metadata.get(_BATCHES, "")
@@ -305,11 +276,7 @@ class TrainedModel:
         return self.saved.encoder
 
     def put_into(self, model: nn.Module) -> None:
-        """Load the weights into a model, and put it into evaluation mode.
-
-        Raises:
-            SettingsError: they do not fit the model of these settings.
-        """
+        """Load the weights into a model, and put it into evaluation mode. Raises SettingsError."""
         self.saved.put_into(model)
         model.eval()
 

@@ -51,11 +51,7 @@ class ProgressPipe:
         *,
         is_last: bool = False,
     ) -> None:
-        """Write the count of steps, and numbers such as ``loss``.
-
-        Args:
-            numbers: figures to show, the most important one first.
-        """
+        """Write the count of steps, and numbers such as ``loss``, the most important one first."""
         now = time.monotonic()
         if now - self._written_at < _EVERY_S and not is_last:
             return

@@ -24,11 +24,7 @@ Tensors = Mapping[str, Tensor]
 
 
 class ReleaseFile:
-    """The releases of one run, in the order of their stages.
-
-    Args:
-        folder: the party's folder of the run; None to keep the releases in this process only.
-    """
+    """The releases of one run, in the order of their stages; without a folder in memory only."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
@@ -36,11 +32,7 @@ class ReleaseFile:
 
     @classmethod
     def read(cls, folder: Path) -> "ReleaseFile":
-        """Return the releases that a folder holds; none if it has no such file.
-
-        Raises:
-            StorageError: the file is damaged, or cannot be read.
-        """
+        """Return the releases that a folder holds; none if it has no such file."""
         found, path = cls(folder), folder / "checkpoint" / RELEASES
         try:
             content = path.read_bytes()
@@ -64,12 +56,7 @@ class ReleaseFile:
         return self._stages.get(stage)
 
     def keep(self, stage: int, release: Tensors) -> None:
-        """Write the release of a stage, once and for all.
-
-        Raises:
-            ValueError: the stage has a release already.
-            StorageError: the file cannot be written; then the release must not be used.
-        """
+        """Write a stage's release, once and for all: it must not be used after a StorageError."""
         if stage in self._stages:
             raise ValueError(f"stage {stage} has a release already")
         parts = {name: values.detach().cpu().contiguous() for name, values in release.items()}

@@ -47,13 +47,7 @@ def open_run_folder(
 ) -> Path:
     """Claim the folder for one party's results, for as long as this process lives.
 
-    Args:
-        resumes: returns whether the results in a folder belong to the run that is resumed now;
-            otherwise they are moved aside.
-
-    Raises:
-        SettingsError: the run's or the party's name cannot be the name of a folder, or another
-            process uses the folder.
+    Results in it for which ``resumes`` returns false are moved aside. Raises SettingsError.
     """
     for name in (run_name, party):
         if name in {"", ".", ".."} or set(name) & {"/", "\\", "\0"}:
@@ -84,22 +78,14 @@ def _appending(path: Path) -> int:
 
 
 def write_bytes_atomically(path: Path, data: bytes, mode: int = OWNER_ONLY) -> None:
-    """Replace a file as a whole: afterwards it holds the old content or the new, never a part.
-
-    Args:
-        mode: its permissions, less those that the process's umask takes away.
-    """
+    """Replace a file as a whole: afterwards it holds the old content or the new, never a part."""
     with storage_errors(path, "cannot be written"), replacing_file(path, mode) as file:
         file.write(data)
 
 
 @contextmanager
 def replacing_file(path: Path, mode: int = OWNER_ONLY) -> Iterator[BinaryIO]:
-    """Open a file that takes the place of another once it is whole and on disk.
-
-    Raises:
-        OSError: it cannot be written; the old file stays.
-    """
+    """Open a file that takes the place of another once it is whole and on disk. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     # Anyone who can write to the folder could have put a link there, to a file that would change.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -148,11 +134,7 @@ def finite_or_null(value: object) -> Any:
 
 @contextmanager
 def claimed(folder: Path, complaint: str) -> Iterator[None]:
-    """Keep other processes, and other callers in this one, from changing a folder meanwhile.
-
-    Raises:
-        SettingsError: one of them already uses the folder; ``complaint`` says what to do.
-    """
+    """Keep other processes, and other callers in this one, from changing a folder meanwhile."""
     descriptor = _claim(folder, complaint)
     try:
         yield
@@ -217,11 +199,7 @@ FILE = "ended.json"
 
 
 def mark_as_ended(folder: Path, why: Mapping[str, Any]) -> None:
-    """Mark a run as ended for good.
-
-    Args:
-        why: the facts that the next start needs, as JSON values.
-    """
+    """Mark a run as ended for good."""
     write_json_atomically(folder / FILE, why)
 
 

@@ -48,11 +48,7 @@ def write_summary(folder: Path, written: Summary) -> None:
 
 
 def read_summary(folder: Path) -> Summary:
-    """Read the summary in a party's folder.
-
-    Raises:
-        SettingsError: it is missing, damaged, or of another format.
-    """
+    """Read the summary in a party's folder. Raises SettingsError."""
     found = find_summary(folder)
     if found is None:
         raise SettingsError(f"{folder / SUMMARY}: expected the summary of a run that has ended")
@@ -60,11 +56,7 @@ def read_summary(folder: Path) -> Summary:
 
 
 def find_summary(folder: Path) -> Summary | None:
-    """Read the summary in a party's folder; None if there is none.
-
-    Raises:
-        SettingsError: it is damaged, or of another format.
-    """
+    """Read the summary in a party's folder; None if there is none. Raises SettingsError."""
     found = _read_object(folder / SUMMARY)
     return from_form(Summary, found) if found else None
 
@@ -74,13 +66,10 @@ def has_summary(folder: Path) -> bool:
 
 
 def read_metrics(folder: Path) -> Metrics:
-    """Read the metrics in a party's folder; empty if the file does not exist.
+    """Read the metrics in a party's folder; empty if the file does not exist. Raises SettingsError.
 
     A line that is cut off, or of an unknown kind, is left out: the run may have been killed, or may
     be writing it.
-
-    Raises:
-        SettingsError: they cannot be read, or are of another format.
     """
     return Metrics(list(_timed_lines(folder / METRICS)))
 

@@ -58,12 +58,7 @@ def write_serialised(path: Path, content: bytes) -> None:
 
 
 def read_state(path: Path) -> State:
-    """Read a state.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        UnreadableError: the file cannot be read, is damaged, or is of another version.
-    """
+    """Read a state. Raises FileNotFoundError or UnreadableError."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -128,11 +123,7 @@ class NoStore:
         """Accept: nothing is known of earlier processes."""
 
     def load(self, batch_number: int) -> State:
-        """Refuse.
-
-        Raises:
-            StorageError: always.
-        """
+        """Refuse. Raises StorageError."""
         raise StorageError(f"there is no state after {batch_number} batches: none is kept")
 
     def save(self, batch_number: int, state: State) -> None:
@@ -192,11 +183,7 @@ class RunStore:
         self._wait()
 
     def run(self) -> State | None:
-        """Return the constants of the whole run; None if there is no run to resume.
-
-        Raises:
-            StorageError: there is a run, and its file is damaged, or of another version.
-        """
+        """Return the constants of the whole run; None if there is no run to resume."""
         self._wait()
         path = self._folder / RUN_STATE
         try:
@@ -227,20 +214,12 @@ class RunStore:
         return [number for number, path in self._files() if self._read(path) is not None]
 
     def refuse_if_answered(self) -> None:
-        """Refuse to start over a run without any state left if it has answered something.
-
-        Raises:
-            StorageError: it has; a run that starts over would answer again.
-        """
+        """Raise StorageError if a run without any state left has answered already."""
         if AnswerLog.holds_answers(self._folder / ANSWERED):
             raise StorageError(f"{self._folder}: no checkpoint can be read: {_LOST}")
 
     def save(self, batch_number: int, state: State) -> None:
-        """Keep the state after a number of batches, and the newest few of the earlier ones.
-
-        Raises:
-            StorageError: this state, or the one before, cannot be written; earlier ones stay.
-        """
+        """Keep the state after a number of batches, and the newest few of the earlier ones."""
         self._wait()
         self._keep_only(batch_number, serialised(state))
         self._forget_old_answers()
@@ -250,9 +229,6 @@ class RunStore:
 
         The state may change afterwards. A process that is killed before it is written resumes from
         the previous state, like one that is killed earlier.
-
-        Raises:
-            StorageError: this state, or the previous one, cannot be written; earlier ones stay.
         """
         if self._writer is None:
             self.save(batch_number, state)
@@ -284,11 +260,7 @@ class RunStore:
             self._answers.forget_before(oldest)
 
     def load(self, batch_number: int) -> State:
-        """Return the state after a number of batches, and forget the states after it.
-
-        Raises:
-            StorageError: there is no state that can be read.
-        """
+        """Return the state after a number of batches, and forget the states after it."""
         self._wait()
         state = self._read(self._path(batch_number))
         if state is None:
@@ -336,10 +308,7 @@ class RunStore:
         """Delete every state of a finished run; call it last.
 
         Once the run itself is deleted, nothing fails any more: a party that then ended with an
-        error would be started again, and would train from the beginning.
-
-        Raises:
-            StorageError: the run cannot be deleted; when it is started again, it ends at once.
+        error would be started again, and would train from the beginning. Raises StorageError.
         """
         self._wait()
         delete(self._folder / RUN_STATE)

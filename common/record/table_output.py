@@ -16,11 +16,7 @@ FORMATS = (".parquet", ".csv")
 
 
 def check_output(output: Path) -> None:
-    """Check that a table can be written to a path, before anything is asked of the other party.
-
-    Raises:
-        SettingsError: its ending names no format, or its folder is not there.
-    """
+    """Check that a table can be written to a path, before anything is asked of the other party."""
     if output.suffix.lower() not in FORMATS:
         raise SettingsError(f"--output: expected a file ending in {' or '.join(FORMATS)}")
     if not output.parent.is_dir():

@@ -166,11 +166,7 @@ def to_form(value: object) -> Any:
 
 
 def from_form(kind: type[ValueT], document: object) -> ValueT:
-    """Return what `to_form` has written, or a decoded JSON document holds.
-
-    Raises:
-        ValueError: something essential is missing or has another form.
-    """
+    """Return what `to_form` has written, or a decoded JSON document holds. Raises ValueError."""
     found: ValueT = _adapter(kind).validate_python(document)
     return found
 

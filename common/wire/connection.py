@@ -33,12 +33,7 @@ from splitveil.common.wire.status import error_from
 
 
 class PeerConnection:
-    """A channel to another party, opened when it is needed.
-
-    Args:
-        contract: gives the limits of messages, and the party's identity.
-        credentials: this party's; without them the channel uses plain text, on loopback only.
-    """
+    """A channel to another party, opened when needed; without credentials in plain text."""
 
     def __init__(
         self,

@@ -59,9 +59,6 @@ _MEANINGS = {
 def judged_certificate(connection: socket.socket, authority: bytes, identity: str) -> bytes:
     """Return the certificate of the server that answers, in PEM, once it has been verified.
 
-    Args:
-        authority: PEM certificates of the authorities whose signatures are trusted.
-
     Raises PeerUntrusted or PeerUnreachable.
     """
     shown = _shown_certificate(connection, _context(authority), identity)
@@ -174,12 +171,8 @@ def open_channel(
     """Return a channel to one party of the contract, and to no other server.
 
     With credentials, the certificate of the server that answers now is checked first: the channel
-    only ever connects to the holder of that certificate. Without credentials, it connects with the
-    first call.
-
-    Args:
-        contract: gives the limits, and the name that the party's certificate must carry.
-        credentials: this party's; None for plain text, which never leaves the machine.
+    only ever connects to the holder of that certificate. Without credentials it is plain text,
+    which never leaves the machine, and connects with the first call.
 
     Raises SettingsError, PeerUntrusted or PeerUnreachable.
     """
@@ -245,11 +238,7 @@ def _unreachable(error: Exception) -> PeerUnreachable:
 
 
 def check_security(files: CredentialFiles | None, address: str, setting: str) -> str:
-    """Describe in words the protection of the connection.
-
-    Args:
-        files: this party's credentials; None for plain text.
-    """
+    """Describe the protection of the connection, which is plain text without files."""
     if files is not None:
         return f"mtls as {describe(files.current())}"
     on_loopback(address, setting)

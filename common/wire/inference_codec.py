@@ -66,8 +66,7 @@ def most_ids(contract: Contract) -> int:
 def portions(ids: Sequence[str], most: int, contract: Contract) -> Iterator[slice]:
     """Divide ids into requests: not too many each, and their texts fit into one message.
 
-    Args:
-        ids: none longer than ``ID_BYTES``.
+    No id may be longer than ``ID_BYTES``.
     """
     room = contract.max_message_bytes - HEADER_BYTES
     # A character takes at most four bytes, and the frame around a text at most three.
@@ -216,11 +215,7 @@ def rows_of_a_reply(contract: Contract) -> int:
 
 
 def seal(secrets: Sequence[Secret], values: Tensor, limits: TensorLimits) -> pb.TableReply:
-    """Encode some rows.
-
-    Args:
-        values: their activations, (rows, *cut_shape).
-    """
+    """Encode some rows' activations, (rows, *cut_shape)."""
     plain = values.detach().to("cpu", TORCH_DTYPES[limits.dtype]).contiguous()
     rows = plain.view(len(secrets), -1).view(torch.uint8).numpy()
     sealed = [

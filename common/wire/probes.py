@@ -90,10 +90,6 @@ class ProbeResponder:
     """Answers the probes of the passive parties.
 
     It has no part in a run: it touches no session, and a probe is no sign of life.
-
-    Args:
-        id_form: how this party's ids are written, if that is known.
-        listener: called with who has introduced itself; by default a line of the log says it.
     """
 
     def __init__(
@@ -226,11 +222,7 @@ def _remedy(own: IdForm, peer: IdForm) -> str:
 
 
 def clock_in_words(ahead_s: float, error_s: float) -> str:
-    """Describe the difference of the clocks.
-
-    Args:
-        ahead_s: seconds by which the peer's clock is ahead of this machine's.
-    """
+    """Say by how many seconds the peer's clock is ahead of this machine's."""
     side = "ahead of" if ahead_s >= 0 else "behind"
     text = f"the other party's is {abs(ahead_s):.2f} s {side} this machine's (± {error_s:.2f} s)"
     if abs(ahead_s) - error_s > CLOCK_TOLERANCE_S:

@@ -67,11 +67,7 @@ def build_server(
 
 
 def add_port(server: grpc.Server, address: str, files: CredentialFiles | None) -> None:
-    """Let a server listen, and require a certificate from every client.
-
-    Args:
-        files: this party's credentials; None for plain text, which never leaves the machine.
-    """
+    """Let a server listen, with a certificate from every client unless there are no files."""
     try:
         if files is None:
             bound = server.add_insecure_port(on_loopback(address, "listen"))

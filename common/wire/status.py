@@ -233,11 +233,7 @@ class HandlerInterceptor(grpc.ServerInterceptor):  # type: ignore[misc, unused-i
 
 
 class ErrorInterceptor(HandlerInterceptor):
-    """Turns exceptions of the handlers into the statuses of ``common/wire/status.py``.
-
-    Args:
-        on_error: called with every error before the peer gets its status.
-    """
+    """Turns exceptions of the handlers into the statuses of ``common/wire/status.py``."""
 
     def __init__(self, on_error: ErrorListener) -> None:
         self._on_error = on_error

@@ -40,12 +40,7 @@ class Frame:
 
     @classmethod
     def of(cls, fields: pb.TensorFrame, payload: memoryview) -> "Frame":
-        """Serialise a frame.
-
-        Args:
-            fields: all fields but ``data``.
-            payload: the field ``data``; the frame has a copy of it.
-        """
+        """Serialise a frame: all fields but ``data``, and a copy of the payload as ``data``."""
         start = fields.SerializeToString() + _DATA_TAG + _varint(len(payload))
         frame = cls(b"".join((start, payload)))
         frame._parts = fields, memoryview(frame.data)[len(start) :]
@@ -177,22 +172,12 @@ class TensorLimits:
 
 
 def encode_activation(activation: Activation, limits: TensorLimits) -> Iterator[Frame]:
-    """Encode an activation as frames.
-
-    Args:
-        activation: values of shape (rows, *cut_shape), of any float dtype and on any device.
-        limits: gives the wire's dtype and the chunk size.
-    """
+    """Encode an activation, (rows, *cut_shape), of any float dtype and on any device."""
     return _encode(activation.batch, activation.values, limits)
 
 
 def encode_answer(answer: Answer, limits: TensorLimits) -> Iterator[Frame]:
-    """Encode an answer as frames.
-
-    Args:
-        answer: defended gradient of shape (rows, *cut_shape), of any float dtype and on any device.
-        limits: gives the wire's dtype and the chunk size.
-    """
+    """Encode a defended gradient, as ``encode_activation`` does."""
     return _encode(answer.batch, answer.values, limits)
 
 
@@ -222,10 +207,6 @@ class TensorAssembler(Generic[MessageT]):
 
     Regardless of what the peer sends, it holds at most one tensor of the size that the contract
     allows.
-
-    Args:
-        limits: the limits of each tensor.
-        build: makes a message from a tensor's batch and values.
     """
 
     def __init__(self, limits: TensorLimits, build: Callable[[BatchId, Tensor], MessageT]) -> None:
@@ -248,11 +229,7 @@ class TensorAssembler(Generic[MessageT]):
     def add(self, frame: Frame) -> MessageT | None:
         """Take one frame, and return the message if this was its last frame.
 
-        Raises:
-            InvalidMessage: the frame is not a legal frame, or not the next one, or has wrong
-                values.
-            OutOfStep: the tensor does not belong to any split of the rows.
-            TooLarge: the frame announces more rows than the contract allows.
+        Raises InvalidMessage, OutOfStep or TooLarge.
         """
         fields, data = frame.parts()
         begun, self._begun = self._begun, None  # an error below drops the unfinished tensor

@@ -29,11 +29,7 @@ _MAX_REMEMBERED = 1000
 
 
 def channel_credentials(credentials: Credentials, pinned: bytes) -> grpc.ChannelCredentials:
-    """Return the credentials that a client shows, and the only certificate that it trusts.
-
-    Args:
-        pinned: the server's own certificate, PEM, as ``judged_certificate`` returns it.
-    """
+    """Return the credentials that a client shows, and the only certificate that it trusts."""
     _require_tls_1_3()
     return grpc.ssl_channel_credentials(pinned, credentials.private_key, credentials.certificate)
 

@@ -55,11 +55,7 @@ def leave_results(
     transcript: Transcript | None,
     stopped: PeerEndedForGood | None,
 ) -> None:
-    """Write and print the summary of a run, and its report.
-
-    Args:
-        stopped: the active party has ended the run for good, which is raised again at the end.
-    """
+    """Write and print the summary of a run, and its report."""
     summary = replace(
         recorded,
         transcript=None if transcript is None else transcript.summary(),

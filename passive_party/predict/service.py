@@ -52,11 +52,7 @@ _LOOK_EVERY_S = 0.1
 
 
 class Throttle:
-    """Lets requests wait until their ids are due. Several threads may use it.
-
-    Args:
-        ids_per_s: the most ids per second on average; None for no limit.
-    """
+    """Lets requests wait until their ids are due. Several threads may use it."""
 
     def __init__(
         self,
@@ -276,12 +272,7 @@ OTHER_THREADS = 8  # for single calls, and for streams that are turned away
 
 
 class InferenceServer(AbstractContextManager["InferenceServer"]):
-    """Serves a service at an address, together with the standard health service.
-
-    Args:
-        contract: gives the limits, and the active party's identity.
-        credentials: this party's; without them it serves plain text, on loopback only.
-    """
+    """Serves a service at an address, together with the standard health service."""
 
     def __init__(
         self,

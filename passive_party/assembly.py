@@ -49,7 +49,6 @@ _ROLE = "bottom_model"
 
 
 def work_for(settings: PassiveSettings, rank: Rank) -> None:
-    """Compute the bottom model's batches for rank 0 of this party."""
     device = command_line.prepare(settings, rank)
     depth = settings.contract.pipeline_depth
 
@@ -94,7 +93,6 @@ def tapped(settings: PassiveSettings, model: nn.Module) -> dict[str, Take]:
 
 
 def http_proxy(settings: PassiveSettings) -> HttpProxy | None:
-    """Return the proxy to connect through; None for a direct connection."""
     match settings.proxy:
         case None:
             return None
@@ -129,7 +127,6 @@ def build_peer(
     status: RunStatus,
     interruption: Interruption,
 ) -> GrpcPeer:
-    """Build the active party of a run, whose messages and answers are noted."""
     notes = status if transcript is None else AllNotes(transcript, status)
     return GrpcPeer(
         connection_of(settings, credentials, notes),

@@ -238,7 +238,6 @@ class BottomTrainer:
         set_random_state(self._device, state["random"])
 
     def embed(self, features: Features) -> Tensor:
-        """Return activations of held-out rows, without a graph."""
         return predict_in_blocks(self.model, features)
 
 

@@ -159,7 +159,6 @@ def _columns(
 def _of_category(
     activations: _Numbers, slots: npt.NDArray[np.int64], folds: npt.NDArray[np.int64]
 ) -> tuple[float, float] | None:
-    """Return the accuracy with and without activations; None if there is one category only."""
     _, members, counts = np.unique(slots, return_inverse=True, return_counts=True)
     if len(counts) < 2:
         return None

@@ -72,12 +72,10 @@ class Participant:
 
     @property
     def index(self) -> int:
-        """Index of this party in the contract's order."""
         return self.contract.passive_parties.index(self.name)
 
     @property
     def has_companions(self) -> bool:
-        """Whether the run has other passive parties."""
         return len(self.contract.passive_parties) > 1
 
     def handshake(self, peer: Peer, nonce: bytes, offer: Offer | None = None) -> Opening:

@@ -148,7 +148,6 @@ class Probing:
 def connection_checks(
     settings: PassiveSettings, connection: PeerConnection, wait_s: float
 ) -> Iterator[Check]:
-    """Probe the connection, and yield what was found, or raise SplitveilError."""
     contract = settings.contract
     form = form_of_own_ids(settings)
     own = Introduction(settings.party, contract.canonical_json(), time.time(), form)

@@ -42,7 +42,6 @@ class WatchedCalls:
         status.peers.expect(ACTIVE)
 
     def answered(self) -> None:
-        """Note that the active party is there."""
         self._status.peers.heard(ACTIVE)
         if self._status.run_id and not self._status.readiness.ready:
             self._status.set_ready(OPEN)

@@ -102,7 +102,6 @@ def write_passive_report(folder: Path, output: Path | None = None) -> Path:
 
 
 def read_files(folder: Path) -> PassiveFiles:
-    """Read a passive party's folder, or raise SettingsError."""
     settings = _mapping(load_yaml(text_of(folder / "settings.yaml") or "{}", str(folder), RESOLVED))
     if not (folder / METRICS).is_file() or "bottom_model" not in settings:
         raise SettingsError(f"{folder}: expected a passive party's folder of a run")
@@ -201,7 +200,6 @@ def _row(one: ColumnExposure) -> ColumnRow:
 
 
 def _agreed(settings: Mapping[str, Any], contract: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield this party's settings for the alignment and for audits."""
     alignment = _mapping(contract.get("alignment"))
     for name, label in (
         ("min_aligned", "fewest common ids (min_aligned)"),

@@ -143,7 +143,6 @@ class PassiveRun:
         return begin(peer)
 
     def _align(self, peer: Peer) -> tuple[Opening, Alignment]:
-        """Shake hands for a new run, and find the common rows."""
         self._nonce = self.aligner.draw_nonce()
         opening = self._handshake(peer)
         check_nonce(opening.nonce)
@@ -179,7 +178,6 @@ class PassiveRun:
     def _prepare(
         self, file_rows: Positions, seed: bytes, *, has_survey: bool
     ) -> tuple[Training, AlignedRows]:
-        """Build everything that depends on the common rows."""
         me = self._me
         rows = AlignedRows.derive(
             self.contract, seed, me.ids, file_rows, me.file_splits, has_survey=has_survey
@@ -277,7 +275,6 @@ def _reason(error: SplitveilError) -> LeaveReason:
 
 
 def _state_of(identity: RunIdentity, nonce: bytes) -> State:
-    """Return the stored state of a run's identity, with this party's nonce."""
     return {
         "run_id": identity.run_id,
         "nonce": nonce,

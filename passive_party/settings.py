@@ -147,7 +147,6 @@ class PassiveSettings(PartySettings):
 
     @property
     def audits(self) -> bool:
-        """Whether the active party is asked to measure scores."""
         return self.adversary is not None and self.adversary.audit
 
     @model_validator(mode="after")

@@ -161,7 +161,6 @@ class Training:
             self._report_step()
 
     def _train(self, peer: Peer) -> None:
-        """Send the activations that are due, and train on the oldest batch without a gradient."""
         while (batch := self.progress.to_send(len(self._unanswered))) is not None:
             self._send(peer, batch)
         # The peer computes now, so no party waits for this.
@@ -219,7 +218,6 @@ class Training:
         return self.trainer.rows(batch.positions)
 
     def _report_step(self) -> None:
-        """Report the previous step to the observer, if that has not been done yet."""
         if self._unobserved is not None:
             step, self._unobserved = self._unobserved, None
             with self._phases(Phase.RECORD):

@@ -34,7 +34,6 @@ def aligning(settings: PartySettingsT) -> PartySettingsT:
 
 
 def check_outputs(settings: PartySettings, output: Path) -> None:
-    """Check that the aligned rows can be written, before anything is sent."""
     check_output(output)
     if output.resolve() in {path.resolve() for path in _files_of(settings)}:
         raise SettingsError(f"--output: {output} is the table of data.source itself")

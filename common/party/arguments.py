@@ -55,7 +55,6 @@ class _PrintCompletion(argparse.Action):
 
 
 def _actions_of(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Yield the arguments of a command and of all its sub-commands."""
     for action in parser._actions:  # noqa: SLF001 - argparse has no other way to list them
         yield action
         if isinstance(action.choices, dict):
@@ -106,7 +105,6 @@ def party_parser(
 
 
 def add_command(commands: Commands, name: str, purpose: str) -> argparse.ArgumentParser:
-    """Add a sub-command with the arguments of all that read a settings file."""
     command = commands.add_parser(name, help=purpose, description=purpose)
     command.add_argument("settings", type=Path, help="this party's settings file")
     command.add_argument(
@@ -128,7 +126,6 @@ def add_command(commands: Commands, name: str, purpose: str) -> argparse.Argumen
 
 
 def add_align_arguments(align: argparse.ArgumentParser) -> None:
-    """Add the arguments of a command that aligns, beside those of all that read settings."""
     align.add_argument(
         "--output",
         type=Path,
@@ -160,7 +157,6 @@ logger = logging.getLogger(__name__)
 
 
 def exit_code_of(action: Callable[[], None]) -> int:
-    """Run an action, log its errors, and return the exit code for its outcome."""
     try:
         action()
     except Exception as error:

@@ -154,12 +154,10 @@ def prepare(settings: PartySettings, rank: Rank = ONLY) -> torch.device:
 
 
 def _find_own_modules(settings: PartySettings) -> None:
-    """Make user-defined modules that lie beside the settings file importable."""
     sys.path.append(str(settings.base_dir.resolve()))
 
 
 def draw_nonce(settings: PartySettings) -> bytes:
-    """Return this party's share of the joint seed, 32 bytes."""
     if settings.insecure_nonce_seed is None:
         return secrets.token_bytes(32)
     logger.warning(

@@ -105,7 +105,6 @@ class AnswerLog:
 
     @classmethod
     def create(cls, path: Path, questions: int = 1, run: bytes = b"") -> Self:
-        """Start a log."""
         with _opened(path, os.O_CREAT | os.O_TRUNC) as descriptor:
             _write_whole(descriptor, _header(questions))
             os.fsync(descriptor)
@@ -127,11 +126,9 @@ class AnswerLog:
         return self._known.get(number)
 
     def audits(self) -> list[Record]:
-        """Return the records of audits, in no particular order."""
         return [record for number, record in self._known.items() if number >= FIRST_AUDIT_NUMBER]
 
     def num_resumptions(self) -> int:
-        """Return how often the run went back to a checkpoint."""
         return sum(FIRST_RESUMPTION_NUMBER <= number < FIRST_AUDIT_NUMBER for number in self._known)
 
     def record(

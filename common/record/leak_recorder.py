@@ -191,7 +191,6 @@ class LeakRecorder:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state that ``state_dict`` returned, and drop all later measurements."""
         self.wait_until_idle()
         try:
             self._audit.load_state_dict(state["audit"])

@@ -134,7 +134,6 @@ class MetricsLog:
             self._next_chart_step = state["chart_step"]
 
     def close(self) -> None:
-        """Write pending output; closing again has no effect."""
         with self._lock:
             if self._file.closed:
                 return

@@ -49,7 +49,6 @@ def save_model(
     encoder: FeatureEncoder | None,
     metadata: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write ``checkpoint/model.safetensors`` and ``checkpoint/encoder.json`` into a run."""
     checkpoint = checkpoint_folder(folder)
     if encoder is not None:
         write_json_atomically(checkpoint / ENCODER, encoder.state())
@@ -63,7 +62,6 @@ def save_tensors(
     tensors: Mapping[str, Tensor],
     metadata: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write named tensors as ``checkpoint/<file_name>`` into a run's folder."""
     path = checkpoint_folder(folder) / file_name
     plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     write_bytes_atomically(path, save(plain, None if metadata is None else dict(metadata)))
@@ -71,7 +69,6 @@ def save_tensors(
 
 
 def delete_saved(folder: Path, file_name: str) -> None:
-    """Delete ``checkpoint/<file_name>`` from a run's folder, if it is there."""
     delete(folder / "checkpoint" / file_name)
 
 
@@ -154,7 +151,6 @@ class EarlierModel:
         return self.encoder
 
     def put_into(self, model: nn.Module) -> None:
-        """Load the weights into a model. Raises SettingsError."""
         path = self.folder / self.weights
         try:
             found = load_file(path)
@@ -181,7 +177,6 @@ def is_label_free(folder: Path) -> bool:
 
 @contextmanager
 def _reading(folder: Path, weights: str, setting: str) -> Iterator[None]:
-    """Translate errors of files and libraries."""
     try:
         yield
     except FileNotFoundError as error:
@@ -237,7 +232,6 @@ _RUN, _BATCHES, _CONTRACT = "run_id", "batch_number", "contract"
 
 
 def identity_metadata(model: ModelIdentity, contract: Contract) -> dict[str, str]:
-    """Return the metadata by which a half of a model is known again."""
     return {
         _RUN: model.run_id,
         _BATCHES: str(model.batch_number),
@@ -272,11 +266,9 @@ class TrainedModel:
 
     @property
     def encoder(self) -> FeatureEncoder | None:
-        """The encoding of the party's features; None if it had none."""
         return self.saved.encoder
 
     def put_into(self, model: nn.Module) -> None:
-        """Load the weights into a model, and put it into evaluation mode. Raises SettingsError."""
         self.saved.put_into(model)
         model.eval()
 

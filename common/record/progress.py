@@ -63,7 +63,6 @@ class ProgressPipe:
 
 
 def progress_pipe() -> ProgressPipe | None:
-    """Return the pipe to the launcher; None if there is none."""
     number = os.environ.get(VARIABLE, "")
     return ProgressPipe(int(number)) if number.isascii() and number.isdigit() else None
 
@@ -84,7 +83,6 @@ class TrainingProgress:
         console: Console | None = None,
         log_every_s: float = 10.0,
     ) -> None:
-        """Prepare the display; it starts with the ``with`` block."""
         self.steps_done = 0
         self._steps_before = 0
         self._total_steps = total_steps

@@ -32,7 +32,6 @@ class ReleaseFile:
 
     @classmethod
     def read(cls, folder: Path) -> "ReleaseFile":
-        """Return the releases that a folder holds; none if it has no such file."""
         found, path = cls(folder), folder / "checkpoint" / RELEASES
         try:
             content = path.read_bytes()

@@ -69,7 +69,6 @@ def open_to_append(path: Path) -> TextIO:
 
 
 def open_unbuffered_to_append(path: Path) -> FileIO:
-    """Open a file for appending bytes, for its owner only; each write goes out at once."""
     return FileIO(_appending(path), "a")
 
 
@@ -111,7 +110,6 @@ def storage_errors(path: Path, problem: str) -> Iterator[None]:
 
 
 def write_text_atomically(path: Path, text: str, mode: int = OWNER_ONLY) -> None:
-    """Replace a text file as a whole, in UTF-8."""
     write_bytes_atomically(path, text.encode(), mode)
 
 
@@ -167,7 +165,6 @@ def _close_to_others(folder: Path) -> None:
 
 
 def move_aside(folder: Path) -> None:
-    """Rename a party's folder to the next free ``<name>.previous-N``."""
     prefix = f"{folder.name}.previous-"
     endings = (path.name.removeprefix(prefix) for path in folder.parent.glob(f"{prefix}*"))
     newest = max((int(ending) for ending in endings if ending.isdecimal()), default=0)
@@ -177,12 +174,10 @@ def move_aside(folder: Path) -> None:
 
 
 def checkpoint_folder(folder: Path) -> Path:
-    """Return the folder ``checkpoint`` of a run's folder, which is made if it does not exist."""
     return inner_folder(folder, "checkpoint")
 
 
 def inner_folder(folder: Path, name: str) -> Path:
-    """Return a folder inside a run's folder, which is made if it does not exist."""
     inner = folder / name
     with storage_errors(inner, "cannot be made"):
         inner.mkdir(exist_ok=True)
@@ -190,7 +185,6 @@ def inner_folder(folder: Path, name: str) -> Path:
 
 
 def delete(path: Path) -> None:
-    """Delete a file, if it exists."""
     with storage_errors(path, "cannot be deleted"):
         path.unlink(missing_ok=True)
 
@@ -199,7 +193,6 @@ FILE = "ended.json"
 
 
 def mark_as_ended(folder: Path, why: Mapping[str, Any]) -> None:
-    """Mark a run as ended for good."""
     write_json_atomically(folder / FILE, why)
 
 

@@ -43,12 +43,10 @@ class Metrics:
 
 
 def write_summary(folder: Path, written: Summary) -> None:
-    """Write a party's summary."""
     write_json_atomically(folder / SUMMARY, written.form())
 
 
 def read_summary(folder: Path) -> Summary:
-    """Read the summary in a party's folder. Raises SettingsError."""
     found = find_summary(folder)
     if found is None:
         raise SettingsError(f"{folder / SUMMARY}: expected the summary of a run that has ended")
@@ -56,7 +54,6 @@ def read_summary(folder: Path) -> Summary:
 
 
 def find_summary(folder: Path) -> Summary | None:
-    """Read the summary in a party's folder; None if there is none. Raises SettingsError."""
     found = _read_object(folder / SUMMARY)
     return from_form(Summary, found) if found else None
 
@@ -75,7 +72,6 @@ def read_metrics(folder: Path) -> Metrics:
 
 
 def text_of(path: Path) -> str:
-    """Return the text of a file; empty if there is none."""
     try:
         return path.read_text(encoding="utf-8") if path.is_file() else ""
     except UnicodeDecodeError as error:
@@ -86,12 +82,10 @@ def text_of(path: Path) -> str:
 
 
 def write_ledger_ahead(folder: Path, bounds: LedgerFigures) -> None:
-    """Write the bounds on all answers of a run that resumes at a point before some of them."""
     write_json_atomically(folder / LEDGER_AHEAD, bounds.form())
 
 
 def find_ledger_ahead(folder: Path) -> LedgerFigures | None:
-    """Read the bounds on all answers; None if the run never went back."""
     found = _read_object(folder / LEDGER_AHEAD)
     return from_form(LedgerFigures, found) if found else None
 

@@ -53,7 +53,6 @@ def serialised(state: State) -> bytes:
 
 
 def write_serialised(path: Path, content: bytes) -> None:
-    """Write a serialised state."""
     write_bytes_atomically(path, hashlib.sha256(content).digest() + content, mode=0o600)
 
 
@@ -123,7 +122,6 @@ class NoStore:
         """Accept: nothing is known of earlier processes."""
 
     def load(self, batch_number: int) -> State:
-        """Refuse. Raises StorageError."""
         raise StorageError(f"there is no state after {batch_number} batches: none is kept")
 
     def save(self, batch_number: int, state: State) -> None:
@@ -238,7 +236,6 @@ class RunStore:
         self._pending = self._writer.submit(self._keep_only, batch_number, content)
 
     def _keep_only(self, batch_number: int, content: bytes) -> None:
-        """Write a state, then delete all but the newest few."""
         if self._answers is not None:
             self._answers.sync()  # a log with fewer answers than a state counts is refused
         write_serialised(self._path(batch_number), content)
@@ -247,7 +244,6 @@ class RunStore:
         self._delete_halves()
 
     def _wait(self) -> None:
-        """Wait until the state given to ``save_soon`` is on disk."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -260,7 +256,6 @@ class RunStore:
             self._answers.forget_before(oldest)
 
     def load(self, batch_number: int) -> State:
-        """Return the state after a number of batches, and forget the states after it."""
         self._wait()
         state = self._read(self._path(batch_number))
         if state is None:
@@ -271,13 +266,11 @@ class RunStore:
         return state
 
     def new_answers(self) -> AnswerLog:
-        """Start the log of answers, once the run is saved."""
         path = checkpoint_folder(self._folder.parent) / ANSWERED
         self._answers = AnswerLog.create(path, self._questions_per_batch, self._run_name())
         return self._answers
 
     def answers(self) -> AnswerLog:
-        """Return the log of the answers, given in this process or before."""
         if self._answers is None:
             first = min((number for number, _ in self._files()), default=0)
             self._answers = AnswerLog(
@@ -286,7 +279,6 @@ class RunStore:
         return self._answers
 
     def releases(self) -> ReleaseFile:
-        """Return the run's releases, made in this process or before."""
         return ReleaseFile.read(self._folder.parent)
 
     def _run_name(self) -> bytes:
@@ -296,7 +288,6 @@ class RunStore:
             return file.read(DIGEST_BYTES)
 
     def forget(self) -> None:
-        """Delete every state: there is nothing to resume."""
         self._wait()
         self._answers = None
         for path in [self._folder / RUN_STATE, *(path for _, path in self._files())]:

@@ -171,12 +171,10 @@ class Summary(Form):
 
     @property
     def of_active(self) -> ActiveFigures:
-        """The active party's part, empty in another party's summary."""
         return self.active or ActiveFigures()
 
     @property
     def of_leak(self) -> LeakFigures:
-        """The part about the leak, empty if attacks were not run."""
         return self.leak or LeakFigures()
 
 

@@ -67,7 +67,6 @@ def print_summary(party: str, summary: Summary, *, console: Console | None = Non
 def beyond_table(
     beyond: BeyondFigures, title: str = "Leak AUC beyond what features tell"
 ) -> PlainTable:
-    """Return the table of attacks beyond features: one row per attack."""
     table = PlainTable(title)
     table.add_column("attack")
     for heading in ("adjusted", "95 % interval", "advantage", "95 % interval"):
@@ -85,7 +84,6 @@ def beyond_table(
 
 
 def number_table(leak: Mapping[str, NumberLeak], title: str) -> PlainTable:
-    """Return the table of attacks on labels that are numbers: one row per attack."""
     table = PlainTable(title)
     table.add_column("attack")
     for heading in ("R2", "beyond features", "95 % of batches", "last epoch", "random scores"):
@@ -99,7 +97,6 @@ def number_table(leak: Mapping[str, NumberLeak], title: str) -> PlainTable:
 
 
 def leak_table(leak: ByAttack[BatchFigures], title: str = "Leak AUC") -> PlainTable:
-    """Return the table of attacks on single batches: one row per layer and attack."""
     table = PlainTable(title, lead=2)
     table.add_column("layer")
     table.add_column("attack")
@@ -112,7 +109,6 @@ def leak_table(leak: ByAttack[BatchFigures], title: str = "Leak AUC") -> PlainTa
 
 
 def class_table(leak: ByAttack[ClassFigures], title: str) -> PlainTable:
-    """Return the table of the classes told apart best: one row per layer and attack."""
     table = PlainTable(title, lead=2)
     for heading in ("layer", "attack", "pair told apart best", "class told best from the rest"):
         table.add_column(heading)
@@ -131,7 +127,6 @@ def class_table(leak: ByAttack[ClassFigures], title: str) -> PlainTable:
 
 
 def ledger_table(ledger: LedgerFigures, title: str = "Leak ledger") -> PlainTable:
-    """Return the table of what all answers together may have revealed about one example."""
     table = PlainTable(title)
     table.add_column("over all answers")
     for heading in ("largest", "95 % of examples", "mean"):
@@ -155,7 +150,6 @@ def _bound(auc: float) -> str:
 def run_level_table(
     leak: ByAttack[RunFigures], title: str = "Leak AUC of the whole run"
 ) -> PlainTable:
-    """Return the table of attacks that accumulate over the run: one row per layer and attack."""
     table = PlainTable(title, lead=2)
     for heading in ("layer", "attack"):
         table.add_column(heading)

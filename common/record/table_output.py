@@ -24,7 +24,6 @@ def check_output(output: Path) -> None:
 
 
 def writer_of(output: Path, file: Any, schema: pa.Schema) -> Any:
-    """Return pyarrow's writer of the format that the output's ending names."""
     if output.suffix.lower() == ".csv":
         return arrow_csv.CSVWriter(file, schema)
     return parquet.ParquetWriter(file, schema)
@@ -32,7 +31,6 @@ def writer_of(output: Path, file: Any, schema: pa.Schema) -> Any:
 
 @contextmanager
 def refusing_to_write(path: Path) -> Iterator[None]:
-    """Raise a StorageError that names the path if something in the block cannot be written."""
     try:
         yield
     except (OSError, pa.ArrowException) as error:

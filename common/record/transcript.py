@@ -138,7 +138,6 @@ class Transcript:
         return TranscriptEnd(self._number, self._link)
 
     def close(self) -> None:
-        """Write pending lines; closing again has no effect. Raises StorageError."""
         if self._closed:
             return
         with self._changed:
@@ -278,7 +277,6 @@ class TranscriptComparison(NamedTuple):
 
 
 def compare(one: Verified, other: Verified) -> TranscriptComparison:
-    """Match the messages that each party recorded as sent with those the other received."""
     agreed = 0
     lost: Counter[str] = Counter()
     unsent: Counter[str] = Counter()

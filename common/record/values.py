@@ -37,31 +37,26 @@ _LARGEST_COUNT = 2**63
 
 
 def as_number(value: object) -> float | None:
-    """Return a finite number, or None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if abs(value) < _LARGEST_NUMBER else None
 
 
 def as_count(value: object) -> int | None:
-    """Return a whole number that is not negative, or None."""
     if isinstance(value, bool) or not isinstance(value, int):
         return None
     return value if 0 <= value < _LARGEST_COUNT else None
 
 
 def as_text(value: object) -> str | None:
-    """Return a string, or None."""
     return value if isinstance(value, str) else None
 
 
 def as_mapping(value: object) -> Mapping[str, Any]:
-    """Return a JSON object, empty for anything else."""
     return value if isinstance(value, dict) else {}
 
 
 def as_list(value: object) -> list[Any]:
-    """Return a JSON array, empty for anything else."""
     return value if isinstance(value, list) else []
 
 

@@ -115,7 +115,6 @@ def decode_described(reply: pb.DescribeReply) -> Described:
 
 
 def model_digest(model: ModelIdentity) -> bytes:
-    """Return the digest by which every request names the model, 32 bytes."""
     return hashlib.sha256(f"{model.run_id} {model.batch_number}".encode()).digest()
 
 
@@ -199,7 +198,6 @@ class Secret(NamedTuple):
 
 
 def secrets_of(points: bytes) -> Iterator[Secret]:
-    """Yield the secret that each of some points k H(id) yields."""
     for start in range(0, len(points), POINT_BYTES):
         point = points[start : start + POINT_BYTES]
         tag = hashlib.sha256(_TAG + point).digest()[:TAG_BYTES]

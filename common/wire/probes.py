@@ -63,7 +63,6 @@ def encode_introduction(own: Introduction) -> pb.Introduction:
 
 
 def decode_introduction(received: pb.Introduction) -> Introduction:
-    """Decode what the peer says about itself, or raise InvalidMessage."""
     if not received.contract:
         raise InvalidMessage("an introduction without a contract")
     if not ID_CHARACTERS.keys() >= {*received.id_form.most, *received.id_form.some}:
@@ -151,8 +150,6 @@ def certificate_in_words(pem: bytes, owner: str) -> str:
 
 
 def checks_of(own: Contract, form: Introduction, peer: Introduction, owner: str) -> Iterator[Check]:
-    """Yield the checks of what both parties have said about themselves."""
-
     def versions() -> str:
         if peer.protocol_version != PROTOCOL_VERSION:
             raise ContractMismatch(["protocol_version"])

@@ -67,7 +67,6 @@ def build_server(
 
 
 def add_port(server: grpc.Server, address: str, files: CredentialFiles | None) -> None:
-    """Let a server listen, with a certificate from every client unless there are no files."""
     try:
         if files is None:
             bound = server.add_insecure_port(on_loopback(address, "listen"))

@@ -183,7 +183,6 @@ def error_from(code: grpc.StatusCode, details: str | None) -> SplitveilError:
 
 
 def _error_of_connection(code: grpc.StatusCode, details: str) -> SplitveilError:
-    """Return the meaning of a status that comes from gRPC itself."""
     if code is grpc.StatusCode.UNAVAILABLE:
         return _error_without_connection(details)
     if code in _PASSING:

@@ -40,7 +40,6 @@ class Frame:
 
     @classmethod
     def of(cls, fields: pb.TensorFrame, payload: memoryview) -> "Frame":
-        """Serialise a frame: all fields but ``data``, and a copy of the payload as ``data``."""
         start = fields.SerializeToString() + _DATA_TAG + _varint(len(payload))
         frame = cls(b"".join((start, payload)))
         frame._parts = fields, memoryview(frame.data)[len(start) :]
@@ -156,12 +155,10 @@ class TensorLimits:
 
     @property
     def row_bytes(self) -> int:
-        """Number of bytes of one row."""
         return math.prod(self.cut_shape) * DTYPE_BYTES[self.dtype]
 
     @classmethod
     def of(cls, contract: Contract) -> "TensorLimits":
-        """Take the limits from the contract."""
         return cls(
             contract.cut_shape,
             contract.cut_dtype,
@@ -218,12 +215,10 @@ class TensorAssembler(Generic[MessageT]):
 
     @staticmethod
     def of_activations(limits: TensorLimits) -> "TensorAssembler[Activation]":
-        """Return an assembler for the activations that a passive party sends."""
         return TensorAssembler(limits, Activation)
 
     @staticmethod
     def of_answers(limits: TensorLimits) -> "TensorAssembler[Answer]":
-        """Return an assembler for the answers that the active party sends."""
         return TensorAssembler(limits, _received_answer)
 
     def add(self, frame: Frame) -> MessageT | None:

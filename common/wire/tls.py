@@ -35,7 +35,6 @@ def channel_credentials(credentials: Credentials, pinned: bytes) -> grpc.Channel
 
 
 def server_credentials(files: CredentialFiles) -> grpc.ServerCredentials:
-    """Return a server's credentials and authorities, read again for every new connection."""
     _require_tls_1_3()
     served = files.current()
 

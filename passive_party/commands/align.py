@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 
 def align(parsed: argparse.Namespace) -> None:
-    """Find the common rows with the active party, and write this party's."""
     interruption = Interruption()
     interruption.install()
     settings = aligning(command_line.load_settings(PassiveSettings, parsed, "passive"))

@@ -32,12 +32,10 @@ _ACTIONS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command and exit with its code."""
     end_program(run(parser().parse_args(arguments)), is_program=arguments is None)
 
 
 def parser(program: str = "passive-party") -> argparse.ArgumentParser:
-    """Return the command's parser; ``program`` is the words with which it is called."""
     return party_parser(program, _add_own_commands)
 
 
@@ -56,8 +54,6 @@ def _add_own_commands(commands: Commands) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Do what parsed arguments say, and return the exit code."""
-
     def act() -> None:
         resolve_name("splitveil.common.party.workers:act")(
             parsed, resolve_name(_ACTIONS[parsed.command])

@@ -39,7 +39,6 @@ def try_to_measure(
 
 
 def try_to_report(folder: Path) -> None:
-    """Write the report of a run that is over."""
     try:
         _logger.info("report written to %s", write_passive_report(folder))
     except SplitveilError as error:
@@ -55,7 +54,6 @@ def leave_results(
     transcript: Transcript | None,
     stopped: PeerEndedForGood | None,
 ) -> None:
-    """Write and print the summary of a run, and its report."""
     summary = replace(
         recorded,
         transcript=None if transcript is None else transcript.summary(),

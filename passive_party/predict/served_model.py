@@ -49,7 +49,6 @@ class ServedModel:
     def load(
         cls, settings: PassiveSettings, device: torch.device, table: Path | None = None
     ) -> "ServedModel":
-        """Load the model that a run has left, and the table."""
         contract = settings.contract
         trained = TrainedModel.open(settings.run_folder(settings.folder_name()), contract)
         rows = ServedRows.load(settings, trained.encoder, table)
@@ -73,7 +72,6 @@ class ServedModel:
         return Embedded(known, self.activations(rows[known]))
 
     def activations(self, rows: NDArray[np.int64]) -> Tensor:
-        """Return the activations of some rows of the table, (rows, *cut_shape)."""
         if not len(rows):
             return torch.zeros(0, *self._cut_shape)
         with self._computing:

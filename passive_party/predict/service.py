@@ -138,7 +138,6 @@ class InferenceService:
     def embed(
         self, requests: Iterator[Any], context: grpc.ServicerContext
     ) -> Iterator[pb.EmbedReply]:
-        """Answer ids with activations, request by request."""
         with self._entered(context):
             while not self._stopping:
                 try:
@@ -312,8 +311,6 @@ class InferenceServer(AbstractContextManager["InferenceServer"]):
 def method_handlers(
     service: InferenceService, contract: Contract
 ) -> "dict[str, grpc.RpcMethodHandler[Any, Any]]":
-    """Return the handler of each method, with its parser and serialiser."""
-
     def describe(request: Any, context: grpc.ServicerContext) -> pb.DescribeReply:
         return service.describe(believed(request), context)
 

@@ -42,7 +42,7 @@ from splitveil.passive_party.bottom_trainer import (
 )
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.opening import Aligner, Participant
-from splitveil.passive_party.recorder import WatchedCalls
+from splitveil.passive_party.recorder import noting_attempts
 from splitveil.passive_party.settings import PassiveSettings
 
 _ROLE = "bottom_model"
@@ -133,7 +133,7 @@ def build_peer(
         settings.reconnect,
         interruption,
         settings.party,
-        WatchedCalls(status),
+        noting_attempts(status),
     )
 
 

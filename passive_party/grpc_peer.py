@@ -27,9 +27,9 @@ from splitveil.common.run.contract import check_same_contract
 from splitveil.common.run.messages import Activation
 from splitveil.common.wire import probes
 from splitveil.common.wire.connection import (
-    CallWatch,
     Interruption,
     MessageStream,
+    NoteAttempt,
     PeerConnection,
     Retrying,
 )
@@ -141,7 +141,7 @@ class GrpcPeer:
         reconnect: ReconnectSettings,
         interruption: Interruption = lambda: None,
         party: str | None = None,
-        watch: CallWatch | None = None,
+        note: NoteAttempt = lambda _: None,
     ) -> None:
         self.connection = connection
         is_multi_party = len(connection.contract.passive_parties) > 1
@@ -149,9 +149,7 @@ class GrpcPeer:
         self._limits = TensorLimits.of(connection.contract)
         self._reconnect = reconnect
         self._interruption = interruption
-        self._retrying = Retrying(
-            reconnect, interruption, connection.where, connection.renew, watch
-        )
+        self._retrying = Retrying(reconnect, interruption, connection.where, connection.renew, note)
         self._train = ActivationStream(
             lambda: self._open("Train", Frame), self._read_answer, self._limits
         )

@@ -165,7 +165,8 @@ class Training:
             self._send(peer, batch)
         # The peer computes now, so no party waits for this.
         self._report_step()
-        self._gather(self.progress.ahead(len(self._unanswered)))
+        if (ahead := self.progress.ahead(len(self._unanswered))) is not None:
+            self._gathered = ahead, self.trainer.rows(ahead.positions)
         with self._phases(Phase.WAIT):
             answer = peer.receive_gradient()
         sent = self._unanswered.popleft()
@@ -205,10 +206,6 @@ class Training:
         held_out = Activation(batch.identity(self._run_id), embedded)
         peer.send_held_out(held_out)
         self._held_out_sent += 1
-
-    def _gather(self, batch: Batch | None) -> None:
-        if batch is not None:
-            self._gathered = batch, self.trainer.rows(batch.positions)
 
     def _features_of(self, batch: Batch) -> Features:
         """Return the features of a batch, which have been gathered if it was expected."""

@@ -112,23 +112,16 @@ class NoStore:
     def run(self) -> State | None:
         return None
 
-    def save_run(self, state: State) -> None:
-        """Keep nothing."""
-
     def checkpoints(self) -> list[int]:
         return []
-
-    def refuse_if_answered(self) -> None:
-        """Accept: nothing is known of earlier processes."""
 
     def load(self, batch_number: int) -> State:
         raise StorageError(f"there is no state after {batch_number} batches: none is kept")
 
-    def save(self, batch_number: int, state: State) -> None:
-        """Keep nothing."""
+    def _ignore(self, *_: object) -> None:
+        pass
 
-    def save_soon(self, batch_number: int, state: State) -> None:
-        """Keep nothing."""
+    save_run = save = save_soon = refuse_if_answered = _ignore
 
     def new_answers(self) -> AnswerLog:
         return AnswerLog(questions=self._questions_per_batch)

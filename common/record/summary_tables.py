@@ -38,9 +38,7 @@ def print_summary(party: str, summary: Summary, *, console: Console | None = Non
     if console is None and progress_pipe() is not None:
         return  # a launcher shows one table of all parties
     console = console or printing_console()
-    table = PlainTable(f"{party}: summary", show_header=False)
-    table.add_column("figure")
-    table.add_column("value")
+    table = PlainTable(f"{party}: summary", ("figure", "value"), lead=1, show_header=False)
     for name, value in plain_figures(summary).items():
         table.add_row(label(name), in_words(value))
     console.print(table)
@@ -67,10 +65,8 @@ def print_summary(party: str, summary: Summary, *, console: Console | None = Non
 def beyond_table(
     beyond: BeyondFigures, title: str = "Leak AUC beyond what features tell"
 ) -> PlainTable:
-    table = PlainTable(title)
-    table.add_column("attack")
-    for heading in ("adjusted", "95 % interval", "advantage", "95 % interval"):
-        table.add_column(heading, justify="right")
+    numbers = ("adjusted", "95 % interval", "advantage", "95 % interval")
+    table = PlainTable(title, ("attack",), numbers)
     for attack, found in beyond.adjusted.items():
         gain = beyond.advantage.get(attack)
         table.add_row(
@@ -84,10 +80,8 @@ def beyond_table(
 
 
 def number_table(leak: Mapping[str, NumberLeak], title: str) -> PlainTable:
-    table = PlainTable(title)
-    table.add_column("attack")
-    for heading in ("R2", "beyond features", "95 % of batches", "last epoch", "random scores"):
-        table.add_column(heading, justify="right")
+    numbers = ("R2", "beyond features", "95 % of batches", "last epoch", "random scores")
+    table = PlainTable(title, ("attack",), numbers)
     for attack, found in leak.items():
         beyond = None if found.beyond is None else found.beyond.r2
         others = (beyond, found.q95, found.last_epoch, found.random)
@@ -97,11 +91,8 @@ def number_table(leak: Mapping[str, NumberLeak], title: str) -> PlainTable:
 
 
 def leak_table(leak: ByAttack[BatchFigures], title: str = "Leak AUC") -> PlainTable:
-    table = PlainTable(title, lead=2)
-    table.add_column("layer")
-    table.add_column("attack")
-    for heading in ("95 % of batches", "mean", "last epoch", "random scores"):
-        table.add_column(heading, justify="right")
+    numbers = ("95 % of batches", "mean", "last epoch", "random scores")
+    table = PlainTable(title, ("layer", "attack"), numbers)
     for layer, attacks in leak.items():
         for attack, found in attacks.items():
             table.add_row(layer, attack, *map(_auc, found))
@@ -109,9 +100,8 @@ def leak_table(leak: ByAttack[BatchFigures], title: str = "Leak AUC") -> PlainTa
 
 
 def class_table(leak: ByAttack[ClassFigures], title: str) -> PlainTable:
-    table = PlainTable(title, lead=2)
-    for heading in ("layer", "attack", "pair told apart best", "class told best from the rest"):
-        table.add_column(heading)
+    names = ("layer", "attack", "pair separated best", "class separated best from the rest")
+    table = PlainTable(title, names, lead=2)
     for layer, attacks in leak.items():
         for attack, found in attacks.items():
             pair = f"{' and '.join(found.worst_pair)}: {_auc(found.worst_pair_auc)}"
@@ -127,10 +117,7 @@ def class_table(leak: ByAttack[ClassFigures], title: str) -> PlainTable:
 
 
 def ledger_table(ledger: LedgerFigures, title: str = "Leak ledger") -> PlainTable:
-    table = PlainTable(title)
-    table.add_column("over all answers")
-    for heading in ("largest", "95 % of examples", "mean"):
-        table.add_column(heading, justify="right")
+    table = PlainTable(title, ("over all answers",), ("largest", "95 % of examples", "mean"))
     rows: tuple[tuple[SpreadFigures, str, Callable[[float], str]], ...] = (
         (ledger.sum_kl, "sum_kl", at_most),
         (ledger.estimate, "leak AUC, estimated", in_short),
@@ -150,11 +137,8 @@ def _bound(auc: float) -> str:
 def run_level_table(
     leak: ByAttack[RunFigures], title: str = "Leak AUC of the whole run"
 ) -> PlainTable:
-    table = PlainTable(title, lead=2)
-    for heading in ("layer", "attack"):
-        table.add_column(heading)
-    for heading in ("leak AUC", "95 % interval", "examples"):
-        table.add_column(heading, justify="right")
+    numbers = ("leak AUC", "95 % interval", "examples")
+    table = PlainTable(title, ("layer", "attack"), numbers)
     for layer, attacks in leak.items():
         for attack, found in attacks.items():
             interval = f"{_auc(found.low)} .. {_auc(found.high)}"

@@ -5,7 +5,7 @@ another form is read as None, or left out of the object that it stands in.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import cache
 from types import UnionType
 from typing import (
@@ -169,8 +169,7 @@ def from_form(kind: type[ValueT], document: object) -> ValueT:
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
-@dataclass(frozen=True)
-class _Entry:
+class _Entry(NamedTuple):
     """One field of a form."""
 
     name: str

@@ -9,7 +9,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
@@ -181,14 +181,8 @@ MAX_DAMAGED = 3
 """Times in a row that a question is asked again because it, or its answer, arrived damaged."""
 
 ResultT = TypeVar("ResultT")
-
-
-class CallWatch(Protocol):
-    """Is told how each attempt to ask the peer ended."""
-
-    def answered(self) -> None: ...
-
-    def unanswered(self, error: SplitveilError) -> None: ...
+NoteAttempt = Callable[[PeerError | None], None]
+"""Called after each attempt to ask the peer, with its error if it failed."""
 
 
 class Retrying:
@@ -200,13 +194,13 @@ class Retrying:
         interruption: Interruption,
         where: str,
         renew: Callable[[], bool],
-        watch: CallWatch | None = None,
+        note: NoteAttempt = lambda _: None,
     ) -> None:
         self._settings = settings
         self._interruption = interruption
         self._where = where
         self._renew = renew
-        self._watch = watch
+        self._note = note
         self._was_answered = False
 
     def until_answered(self, ask: Callable[[], ResultT]) -> ResultT:
@@ -222,7 +216,7 @@ class Retrying:
         damaged = 0
         while True:
             try:
-                answer = self._watched(ask)
+                answer = self._noted(ask)
             except (PeerUntrusted, ProtocolError) as error:
                 # The trusted certificates may have been replaced since the channel was made.
                 if isinstance(error, PeerUntrusted) and self._renew():
@@ -251,15 +245,13 @@ class Retrying:
             self.sleep(min(wait_s * random.uniform(0.5, 1.0), left_s))
             wait_s = min(2 * wait_s, self._settings.longest_wait_s)
 
-    def _watched(self, ask: Callable[[], ResultT]) -> ResultT:
+    def _noted(self, ask: Callable[[], ResultT]) -> ResultT:
         try:
             answer = ask()
         except PeerError as error:
-            if self._watch is not None:
-                self._watch.unanswered(error)
+            self._note(error)
             raise
-        if self._watch is not None:
-            self._watch.answered()
+        self._note(None)
         return answer
 
     def sleep(self, wait_s: float) -> None:

@@ -26,7 +26,7 @@ from splitveil.common.wire.connection import PeerConnection
 from splitveil.passive_party.assembly import BottomBuilder
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.opening import Aligner, Participant
-from splitveil.passive_party.recorder import PassiveRecorder, WatchedCalls
+from splitveil.passive_party.recorder import PassiveRecorder, noting_attempts
 from splitveil.passive_party.run import PassiveRun
 from splitveil.simulation import free_address, read_settings
 from tests.support.runs import CPU
@@ -91,8 +91,8 @@ def watched_run(folder: Path, into: Path, *active: str) -> Watched:
             phases=statuses[1].phases,
         )
         connection = PeerConnection(address, contract, transcript=statuses[1])
-        watch = WatchedCalls(statuses[1])
-        peer = GrpcPeer(connection, passive_settings.reconnect, watch=watch)
+        note = noting_attempts(statuses[1])
+        peer = GrpcPeer(connection, passive_settings.reconnect, note=note)
         run.run(stack.enter_context(peer))
     return Watched(*statuses, attacker.summary())
 

@@ -8,12 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitveil.common.errors import (
-    AuditRefused,
-    PeerError,
-    PeerUnreachable,
-    SettingsError,
-)
+from splitveil.common.errors import AuditRefused, PeerError, PeerUnreachable, SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_status import RunStatus
 from splitveil.common.privacy.audit_worker import AuditWorker

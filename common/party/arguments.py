@@ -22,8 +22,7 @@ SHELLS = ("bash", "zsh", "tcsh")
 
 
 def add_completion(
-    parser: argparse.ArgumentParser,
-    whole: Callable[[], argparse.ArgumentParser] | None = None,
+    parser: argparse.ArgumentParser, whole: Callable[[], argparse.ArgumentParser] | None = None
 ) -> None:
     """Let a command print its completion; ``whole`` returns a parser with all sub-commands."""
     parser.add_argument(

@@ -86,11 +86,7 @@ class AnswerLog:
     """
 
     def __init__(
-        self,
-        path: Path | None = None,
-        questions: int = 1,
-        run: bytes = b"",
-        first_batch: int = 0,
+        self, path: Path | None = None, questions: int = 1, run: bytes = b"", first_batch: int = 0
     ) -> None:
         self.questions = questions
         self._path = path

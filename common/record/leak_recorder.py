@@ -161,10 +161,7 @@ class LeakRecorder:
             "leak_batches": self._audit.counts()._asdict(),
         }
         if self._audit.is_multi_class:
-            found |= {
-                "leak_classes": self._audit.classes(),
-                "leak_run_level_classes": run.by_class,
-            }
+            found |= {"leak_classes": self._audit.classes(), "leak_run_level_classes": run.by_class}
         return dataclasses.replace(from_form(LeakFigures, found), beyond=beyond)
 
     def wait_until_idle(self, timeout_s: float = IDLE_S) -> bool:

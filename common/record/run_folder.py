@@ -40,10 +40,7 @@ _RUNS_ALREADY = (
 
 
 def open_run_folder(
-    runs_dir: Path,
-    run_name: str,
-    party: str,
-    resumes: Callable[[Path], bool] = lambda _: False,
+    runs_dir: Path, run_name: str, party: str, resumes: Callable[[Path], bool] = lambda _: False
 ) -> Path:
     """Claim the folder for one party's results, for as long as this process lives.
 

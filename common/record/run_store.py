@@ -147,12 +147,7 @@ class RunStore:
     keeps = True
 
     def __init__(
-        self,
-        folder: Path,
-        keep: int,
-        questions_per_batch: int = 1,
-        *,
-        in_background: bool = False,
+        self, folder: Path, keep: int, questions_per_batch: int = 1, *, in_background: bool = False
     ) -> None:
         self._folder = folder / "checkpoint"
         self._keep = keep

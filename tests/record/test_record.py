@@ -143,13 +143,7 @@ LINES: Mapping[str, tuple[lines.Line, dict[str, Any]]] = {
     ),
     "evaluation by class": (
         lines.EvaluationLine(1, "test", 0.5, 0.75, 0.125, 0.25, 0.875, {"van": 0.75, "a/b": None}),
-        {
-            "kind": "test",
-            **EVALUATED,
-            "accuracy": 0.875,
-            "auc/van": 0.75,
-            "auc/a/b": None,
-        },
+        {"kind": "test", **EVALUATED, "accuracy": 0.875, "auc/van": 0.75, "auc/a/b": None},
     ),
     "evaluation of numbers": (
         lines.EvaluationLine(
@@ -278,12 +272,7 @@ LEAK_FORM = {
     "leak_batches": {"observed": 42, "skipped_one_class": 1, "left_out": 2},
 }
 COUNTS = {"aligned_rows": 569, "epochs": 2, "steps": 30, "steps_per_s": 12.5}
-MODEL = {
-    "test_auc": 0.75,
-    "test_loss": 0.5,
-    "test_calibration_error": 0.125,
-    "train_loss": 0.25,
-}
+MODEL = {"test_auc": 0.75, "test_loss": 0.5, "test_calibration_error": 0.125, "train_loss": 0.25}
 DEFENSE = {"name": "marvell", "noise": "fresh"}
 LEDGER_FORM = LINES["ledger"][1] | {}
 for name in ("kind", "epoch", "step"):
@@ -397,12 +386,7 @@ SUMMARIES: Mapping[str, tuple[Summary, dict[str, Any]]] = {
             audited=AuditedFigures({"cut": {"norm": 0.75}}, 4),
             leak=LEAK,
         ),
-        {
-            **COUNTS,
-            "audit": {"cut": {"norm": 0.75}},
-            "audit_left_out_batches": 4,
-            **LEAK_FORM,
-        },
+        {**COUNTS, "audit": {"cut": {"norm": 0.75}}, "audit_left_out_batches": 4, **LEAK_FORM},
     ),
 }
 

@@ -146,10 +146,7 @@ def test_a_peer_that_takes_messages_and_never_answers_is_given_up(example: Path,
         stuck.wait(HANGS_AFTER_S)
 
     parties.session.exchange = never_answer  # type: ignore[method-assign, assignment]
-    with (
-        serving(parties, port),
-        peer_of(parties, port, kind=ImpatientFromTheFirstStep) as peer,
-    ):
+    with serving(parties, port), peer_of(parties, port, kind=ImpatientFromTheFirstStep) as peer:
         with pytest.raises(PeerUnreachable, match=r"has not answered for 1 s"):
             parties.run.run(peer)
         stuck.set()

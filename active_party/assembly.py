@@ -20,8 +20,8 @@ from splitveil.common.data.source_settings import expand_path
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy.adversary import narrowest
-from splitveil.common.record.initial_weights import SETTING as WEIGHTS_SETTING
-from splitveil.common.record.initial_weights import is_label_free
+from splitveil.common.record.model_files import SETTING as WEIGHTS_SETTING
+from splitveil.common.record.model_files import is_label_free
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.id_rules import rules_as_bytes

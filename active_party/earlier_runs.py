@@ -28,9 +28,8 @@ from splitveil.active_party.trainer_builder import TrainerBuilder
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party.command_line import stored_settings
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.record.ended_run import has_finished
 from splitveil.common.record.model_files import save_tensors
-from splitveil.common.record.run_folder import claimed
+from splitveil.common.record.run_folder import claimed, has_finished
 from splitveil.common.record.run_store import ANSWERED, RUN_STATE, RunStore
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.id_rules import rules_as_bytes

@@ -28,15 +28,16 @@ from splitveil.active_party.training.own_models import Fitting, build_alone, tra
 from splitveil.active_party.training.predictions import PredictionFigures
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.models.optimizers import build_optimizer
-from splitveil.common.record.initial_weights import RELEASED_LABELS, TRUE_LABELS
 from splitveil.common.record.model_files import (
     ALONE,
     REFITTED,
+    RELEASED_LABELS,
+    TRUE_LABELS,
     delete_saved,
+    identity_metadata,
     save_model,
     save_tensors,
 )
-from splitveil.common.record.trained_model import identity_metadata
 from splitveil.common.run.id_rules import rules_as_bytes
 from splitveil.common.run.inference import ModelIdentity
 

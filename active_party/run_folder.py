@@ -12,8 +12,7 @@ from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.alignment import KeptExchanges
 from splitveil.common.errors import BudgetExhausted, EndedForGood
 from splitveil.common.party import command_line
-from splitveil.common.record.ended_run import clear_mark, end_of, mark_as_ended
-from splitveil.common.record.run_folder import open_run_folder
+from splitveil.common.record.run_folder import clear_mark, end_of, mark_as_ended, open_run_folder
 from splitveil.common.record.run_record import write_summary
 from splitveil.common.record.summary import Summary, provenance_of_process
 from splitveil.common.record.summary_tables import print_summary

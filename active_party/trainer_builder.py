@@ -33,7 +33,7 @@ from splitveil.common.models.speed import speed_up
 from splitveil.common.models.spread_model import SpreadModel
 from splitveil.common.models.worker_line import WorkerLine
 from splitveil.common.party.party_data import PartyData, open_earlier_model
-from splitveil.common.record.initial_weights import EarlierModel
+from splitveil.common.record.model_files import EarlierModel
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.id_rules import rules_as_bytes
 from splitveil.common.run.phases import Phases

@@ -7,8 +7,7 @@ from typing import NamedTuple
 from rich.console import Group
 
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.record.figures import LedgerFigures
-from splitveil.common.record.leak_figures import BatchFigures, LeakFigures, RunFigures
+from splitveil.common.record.figures import BatchFigures, LeakFigures, LedgerFigures, RunFigures
 from splitveil.common.record.run_record import read_summary
 from splitveil.common.record.summary import Summary
 from splitveil.common.record.values import ByAttack, ValueT

@@ -17,8 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from splitveil.common.record.progress_pipe import VARIABLE
-from splitveil.common.record.training_progress import TrainingProgress
+from splitveil.common.record.progress import VARIABLE, TrainingProgress
 from splitveil.common.text.visible_text import visible
 
 _LOG_LINE = re.compile(r"(\d\d:\d\d:\d\d) \S+ (DEBUG|INFO|WARNING|ERROR|CRITICAL) (.*)")

@@ -21,7 +21,7 @@ from splitveil.common.wire.limits import (
 from splitveil.common.wire.noted_calls import Notes
 from splitveil.common.wire.probes import ProbeResponder
 from splitveil.common.wire.server import build_server
-from splitveil.common.wire.tensor_frame import Frame
+from splitveil.common.wire.tensor_codec import Frame
 from splitveil.protos import split_learning_pb2 as pb
 
 

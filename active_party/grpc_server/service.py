@@ -30,14 +30,14 @@ from splitveil.common.errors import (
     AlignmentError,
     ContractMismatch,
     InvalidMessage,
-    NothingBegun,
     NotOpen,
     OthersAwaited,
     PeerUnreachable,
     ProtocolError,
     SplitveilError,
+    StartedOver,
 )
-from splitveil.common.party.run_status import RunStatus
+from splitveil.common.party.party_status import RunStatus
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.messages import Activation, LeaveReason
 from splitveil.common.run.phases import Phase
@@ -55,8 +55,7 @@ from splitveil.common.wire.small_messages import (
     encode_opening,
     leave_reason_from_wire,
 )
-from splitveil.common.wire.tensor_codec import TensorAssembler, TensorLimits, encode_answer
-from splitveil.common.wire.tensor_frame import Frame
+from splitveil.common.wire.tensor_codec import Frame, TensorAssembler, TensorLimits, encode_answer
 from splitveil.protos import split_learning_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -269,7 +268,7 @@ class ActiveService:
 
     def on_error(self, error: Exception) -> None:
         """Log and count an error, and end the run unless it is the peer's fault."""
-        if isinstance(error, (OthersAwaited, NothingBegun)):
+        if isinstance(error, (OthersAwaited, StartedOver)):
             logger.info("%s", error)
             return
         if self._session.error is not None:

@@ -85,10 +85,10 @@ def wait_for_end(
 ) -> None:
     """Wait until the run is over and every passive party has left, or is not expected any more."""
     while not session.wait_for_farewell(_LOOK_EVERY_S):
-        if interruption.signal_number is not None:
+        if (number := interruption()) is not None:
             if session.over:
                 break
-            session.end(Interrupted(interruption.signal_number))
+            session.end(Interrupted(number))
             continue
         silent = _silent_party(session, service, settings)
         if silent is None:

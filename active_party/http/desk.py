@@ -27,8 +27,7 @@ from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.stored_ids import ABSENT
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party.served_rows import ServedRows
-from splitveil.common.record.model_files import ALONE
-from splitveil.common.record.trained_model import TrainedModel
+from splitveil.common.record.model_files import ALONE, TrainedModel
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.inference import ModelIdentity
 from splitveil.common.wire.limits import ID_BYTES

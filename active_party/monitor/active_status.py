@@ -17,7 +17,7 @@ from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.errors import SplitveilError
-from splitveil.common.party.run_status import RunStatus
+from splitveil.common.party.party_status import RunStatus
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.record.figures import AttackFigure
 from splitveil.common.record.lines import (

@@ -15,7 +15,7 @@ from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import FINAL_ATTACKS, SideInformation
 from splitveil.common.privacy.audit import BatchLeak
 from splitveil.common.privacy.informed import KnownPredictions
-from splitveil.common.record.leak_figures import LeakFigures
+from splitveil.common.record.figures import LeakFigures
 from splitveil.common.record.leak_recorder import AuditedRun, LeakRecorder
 from splitveil.common.record.metrics_log import MetricsLog
 from splitveil.common.record.summary import GateFigures

@@ -30,7 +30,7 @@ from splitveil.common.privacy.number_attacks import (
     measure_numbers_beyond_features,
     top_direction_r2,
 )
-from splitveil.common.record.leak_figures import NumberBeyond, NumberLeak
+from splitveil.common.record.figures import NumberBeyond, NumberLeak
 from splitveil.common.record.lines import NumberLeakLine
 from splitveil.common.record.metrics_log import MetricsLog
 from splitveil.common.run.course import AlignedRows, Batch

@@ -10,8 +10,12 @@ from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.observational_audit import p_value
 from splitveil.common.record import summary
-from splitveil.common.record.beyond_figures import BeyondFigures, passed_bounds
-from splitveil.common.record.figures import LedgerFigures, SpreadFigures
+from splitveil.common.record.figures import (
+    BeyondFigures,
+    LedgerFigures,
+    SpreadFigures,
+    passed_bounds,
+)
 from splitveil.common.text.upper_bounds import at_least, at_most, auc_at_most
 
 logger = logging.getLogger(__name__)
@@ -24,10 +28,10 @@ def ledger_figures(bounds: LeakBounds) -> LedgerFigures:
     return LedgerFigures(sum_kl, estimate, anybody, honest, class_means, bounds.epsilon)
 
 
-def peer_bounds(bounds: LeakBounds) -> tuple[summary.PeerBound, ...]:
+def peer_bounds(bounds: LeakBounds) -> tuple[summary.BoundFigures, ...]:
     """Return the bounds of the most exposed example as a run's summary holds them."""
     return tuple(
-        summary.PeerBound(peers, bounds.against(peers).leak_auc.max, bounds.against(peers).mu)
+        summary.BoundFigures(peers, bounds.against(peers).leak_auc.max, bounds.against(peers).mu)
         for peers in Adversary
     )
 

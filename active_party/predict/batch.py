@@ -15,9 +15,9 @@ from splitveil.common.errors import DataError, PeerUnreachable
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_settings import ReconnectSettings
 from splitveil.common.run.contract import Contract
+from splitveil.common.wire.connection import Retrying
 from splitveil.common.wire.inference_codec import portions
 from splitveil.common.wire.limits import ID_BYTES
-from splitveil.common.wire.retrying import Retrying
 
 IN_FLIGHT = 4
 """Questions under way at a time: a passive party computes the next answer while one travels."""

@@ -17,8 +17,7 @@ from splitveil.common.data.features import FeatureEncoder, Features
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.factory import build_top_model
-from splitveil.common.record.model_files import REFITTED, WEIGHTS
-from splitveil.common.record.trained_model import TrainedModel
+from splitveil.common.record.model_files import REFITTED, WEIGHTS, TrainedModel
 from splitveil.common.run.contract import ACTIVE, Aggregation
 from splitveil.common.run.inference import ModelIdentity
 

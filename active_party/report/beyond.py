@@ -13,7 +13,7 @@ from splitveil.active_party.report.figures import ABSENT, Row, figure
 from splitveil.active_party.report.run_files import RunFiles
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import CUT
-from splitveil.common.record.beyond_figures import (
+from splitveil.common.record.figures import (
     AdjustedFigures,
     BeyondFigures,
     EpsilonFigures,

@@ -63,11 +63,9 @@ from splitveil.active_party.report.tables import (
 )
 from splitveil.active_party.report.verdict import RunLevel, Verdict, judge, needs_of, run_levels
 from splitveil.common.errors import SettingsError, SplitveilError
-from splitveil.common.party.rendering import render
+from splitveil.common.party.report_parts import circumstances, read_traffic, render, traffic_rows
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.record.circumstances import circumstances, traffic_rows
 from splitveil.common.record.run_folder import write_text_atomically
-from splitveil.common.record.traffic import read_traffic
 
 logger = logging.getLogger("splitveil.active_party")
 

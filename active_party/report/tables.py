@@ -7,13 +7,9 @@ from splitveil.active_party.report.beyond import beyond_of
 from splitveil.active_party.report.bounds import bounds_of, ledger_of
 from splitveil.active_party.report.figures import ABSENT, Finding, Row, count, figure, strongest
 from splitveil.active_party.report.run_files import PartyFiles, RunFiles, num_classes, test_lines
-from splitveil.active_party.report.verdict import (
-    RunLevel,
-    needs_of,
-)
+from splitveil.active_party.report.verdict import RunLevel, needs_of
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.record.figures import AttackFigure
-from splitveil.common.record.leak_figures import ClassFigures, LeakByClass
+from splitveil.common.record.figures import AttackFigure, ClassFigures, LeakByClass
 from splitveil.common.record.lines import AlarmLine, AuditLine, GateLine
 from splitveil.common.text.upper_bounds import at_least, at_most, auc_at_most
 from splitveil.common.text.wording import setting_in_words

@@ -21,7 +21,7 @@ from splitveil.active_party.report.figures import (
 from splitveil.active_party.report.run_files import RunFiles, num_classes
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import ATTACKS, RUN_ATTACKS, SideInformation
-from splitveil.common.record.beyond_figures import AdjustedFigures, BeyondFigures
+from splitveil.common.record.figures import AdjustedFigures, BeyondFigures
 from splitveil.common.record.summary import ActiveFigures
 from splitveil.common.text.upper_bounds import auc_at_most
 

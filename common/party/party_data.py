@@ -33,7 +33,7 @@ from splitveil.common.data.sources import list_rows
 from splitveil.common.data.table import Table, open_table_source, read_table
 from splitveil.common.errors import DataError, SplitveilError
 from splitveil.common.party.party_settings import PartySettings
-from splitveil.common.record.initial_weights import SETTING, EarlierModel
+from splitveil.common.record.model_files import SETTING, EarlierModel
 from splitveil.common.run.contract import ColumnSplit, SplitSettings
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.id_rules import AS_WRITTEN, IdRule
@@ -76,12 +76,7 @@ class PartyData:
         split: SplitSettings | None = None,
         id_rules: Sequence[IdRule] = AS_WRITTEN,
     ) -> "PartyData":
-        """Read a party's file, or open its converted copy in the cache.
-
-        Args:
-            split: the contract's split, which may need a column; None for a table that is not
-                used for training.
-        """
+        """Read a party's file, or open its converted copy in the cache."""
         with with_advice(settings.source, base_dir):
             return cls._load(settings, base_dir, split, id_rules)
 
@@ -207,10 +202,7 @@ def read_ids_alone(
 ) -> PartyData:
     """Read the ids of a table, and the column by which the contract splits rows.
 
-    Args:
-        settings: name the file and its columns of ids, and no other columns but that of labels if
-            rows without one are left out.
-        split: the contract's split.
+    The settings name no other columns but that of labels if rows without one are left out.
     """
     is_converted = getattr(settings.source, "cache_dir", None) is not None
     if not settings.id_columns or is_converted:

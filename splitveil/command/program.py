@@ -13,8 +13,7 @@ from typing import NoReturn, Protocol, cast
 
 from splitveil.command.table import SUB_COMMANDS, SubCommand
 from splitveil.common.errors import SplitveilError
-from splitveil.common.party.ending import end_program
-from splitveil.common.text.shell_completion import add_completion
+from splitveil.common.party.arguments import add_completion, end_program
 from splitveil.common.text.version import add_version
 from splitveil.common.text.visible_text import visible_lines
 

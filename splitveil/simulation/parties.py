@@ -24,9 +24,8 @@ from splitveil.common.party.party_settings import PartySettings, load_party_sett
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.course import AlignedRows
-from splitveil.passive_party.assembly import TrainerBuilder as BottomBuilder
-from splitveil.passive_party.opening import Aligner, Participant
-from splitveil.passive_party.peer import Peer
+from splitveil.passive_party.assembly import BottomBuilder
+from splitveil.passive_party.opening import Aligner, Participant, Peer
 from splitveil.passive_party.run import PassiveRun
 from splitveil.passive_party.settings import PassiveSettings
 from splitveil.passive_party.training import RunObserver

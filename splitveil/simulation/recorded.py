@@ -19,12 +19,11 @@ from splitveil.active_party.results import save_alone, save_results
 from splitveil.common.errors import EndedForGood
 from splitveil.common.party import command_line
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.record.model_files import save_model
+from splitveil.common.record.model_files import identity_metadata, save_model
 from splitveil.common.record.run_record import write_summary
-from splitveil.common.record.trained_model import identity_metadata
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.text.version import VERSION
-from splitveil.passive_party.assembly import TrainerBuilder
+from splitveil.passive_party.assembly import BottomBuilder
 from splitveil.passive_party.recorder import PassiveRecorder
 from splitveil.passive_party.run import PassiveRun
 from splitveil.passive_party.settings import PassiveSettings
@@ -52,7 +51,7 @@ class _Passive:
         self._recorder = resources.enter_context(observer)
         engine = clear_engine(settings.contract.alignment)
         self.run: PassiveRun
-        self._builder: TrainerBuilder
+        self._builder: BottomBuilder
         self.run, self._builder = assemble_passive(settings, data, self._recorder, engine)
         if settings.audits:
             self.run.auditor = self._recorder

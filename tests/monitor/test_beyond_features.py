@@ -15,14 +15,14 @@ from splitveil.active_party.report import write_report
 from splitveil.active_party.report.run_files import read_run
 from splitveil.active_party.report.verdict import judge
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.record.beyond_figures import (
+from splitveil.common.record.figures import (
     AdjustedFigures,
     AdvantageFigures,
     BeyondFigures,
     EpsilonFigures,
+    LeakFigures,
     set_aside,
 )
-from splitveil.common.record.leak_figures import LeakFigures
 from splitveil.common.record.run_record import METRICS, read_summary, write_summary
 from splitveil.common.record.summary import Summary
 from splitveil.common.record.summary_tables import print_summary

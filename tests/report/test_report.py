@@ -24,12 +24,19 @@ from splitveil.active_party.report.figures import finding_of, windows
 from splitveil.active_party.report.run_files import leak_series
 from splitveil.active_party.report.verdict import is_oracle, judge, needs_of, run_levels
 from splitveil.common.errors import SettingsError
-from splitveil.common.party.rendering import breakable
+from splitveil.common.party.report_parts import breakable
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import BatchAttackName, RunAttackName
-from splitveil.common.record.beyond_figures import AdjustedFigures, AdvantageFigures, BeyondFigures
-from splitveil.common.record.figures import AttackFigure, LedgerFigures, SpreadFigures
-from splitveil.common.record.leak_figures import LeakFigures, RunFigures
+from splitveil.common.record.figures import (
+    AdjustedFigures,
+    AdvantageFigures,
+    AttackFigure,
+    BeyondFigures,
+    LeakFigures,
+    LedgerFigures,
+    RunFigures,
+    SpreadFigures,
+)
 from splitveil.common.record.lines import (
     AlarmLine,
     AuditLine,

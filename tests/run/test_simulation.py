@@ -7,7 +7,7 @@ import torch
 
 from splitveil import simulation
 from splitveil.common.errors import AlignmentError, SettingsError
-from splitveil.passive_party.peer import Peer
+from splitveil.passive_party.opening import Peer
 from splitveil.simulation import PartiesSettings, Simulation
 from tests.support.compared import assert_same_weights
 from tests.support.peers import Lost, dying

@@ -27,8 +27,7 @@ from splitveil.common.alignment import build_engine
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import PartySettingsT, load_party_settings
-from splitveil.common.record.model_files import save_model
-from splitveil.common.record.trained_model import identity_metadata
+from splitveil.common.record.model_files import identity_metadata, save_model
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.course import Batch
@@ -36,9 +35,7 @@ from splitveil.common.wire.noted_calls import AllNotes
 from splitveil.deploy.authority import PartyFolder, make_certificates
 from splitveil.passive_party.predict.inference_status import InferenceStatus
 from splitveil.passive_party.predict.served_model import ServedModel
-from splitveil.passive_party.predict.server import InferenceServer
-from splitveil.passive_party.predict.service import InferenceService
-from splitveil.passive_party.predict.throttle import Throttle
+from splitveil.passive_party.predict.service import InferenceServer, InferenceService, Throttle
 from splitveil.passive_party.settings import PassiveSettings
 from splitveil.simulation import (
     ActiveParty,

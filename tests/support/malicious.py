@@ -144,8 +144,8 @@ class ChosenTrainer(BottomTrainer):
         self._gathered = [*self._gathered[-1:], (features, torch.from_numpy(positions.copy()))]
         return features
 
-    def forward(self, features: Features, *, keeps_weights: bool = False) -> Tensor:
-        return self._chosen(features, super().forward(features, keeps_weights=keeps_weights))
+    def forward(self, features: Features, *, stashes_weights: bool = False) -> Tensor:
+        return self._chosen(features, super().forward(features, stashes_weights=stashes_weights))
 
     def embed(self, features: Features) -> Tensor:
         return self._chosen(features, super().embed(features))

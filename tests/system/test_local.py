@@ -20,8 +20,13 @@ from pydantic import TypeAdapter
 from rich.console import Console
 
 from splitveil.common.errors import SettingsError
-from splitveil.common.record.figures import LedgerFigures, SpreadFigures
-from splitveil.common.record.leak_figures import BatchFigures, LeakFigures, RunFigures
+from splitveil.common.record.figures import (
+    BatchFigures,
+    LeakFigures,
+    LedgerFigures,
+    RunFigures,
+    SpreadFigures,
+)
 from splitveil.common.record.summary import ActiveFigures, ModelFigures, RunCounts, Summary
 from splitveil.common.run.contract import Name
 from splitveil.deploy.comparison import RunResults, comparison_table

@@ -35,9 +35,7 @@ from splitveil.common.record.transcript import Transcript, Verified, compare, ve
 from splitveil.common.run.inference import ModelIdentity
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.passive_party.predict.served_model import ServedModel
-from splitveil.passive_party.predict.server import InferenceServer
-from splitveil.passive_party.predict.service import InferenceService
-from splitveil.passive_party.predict.throttle import Throttle
+from splitveil.passive_party.predict.service import InferenceServer, InferenceService, Throttle
 from tests.support.joint import (
     IN_TIME_S,
     Trained,

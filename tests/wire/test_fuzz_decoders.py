@@ -26,8 +26,7 @@ from splitveil.common.run.sample_order import positions_digest
 from splitveil.common.wire.limits import Refused, believed, check_fields, reader
 from splitveil.common.wire.small_messages import decode_question
 from splitveil.common.wire.status import error_from
-from splitveil.common.wire.tensor_codec import TensorAssembler, TensorLimits
-from splitveil.common.wire.tensor_frame import Frame
+from splitveil.common.wire.tensor_codec import Frame, TensorAssembler, TensorLimits
 from splitveil.protos import split_learning_pb2 as pb
 from tests.support.mutations import Mutator
 from tests.support.runs import CONTRACT

@@ -1,19 +1,71 @@
-"""Shows the progress of a training: a bar on a terminal, log lines elsewhere."""
+"""Shows the progress of an alignment or a training: a bar on a terminal, log lines elsewhere.
 
+A launcher on this machine can show one bar for all parties: the number of a pipe to it
+stands in the environment.
+"""
+
+import json
 import logging
+import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Self
 
 from rich.console import Console
-from rich.progress import Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from splitveil.common.record.progress_pipe import progress_pipe
-from splitveil.common.text.log_lines import log_fields
+from splitveil.common.text.log_lines import log_fields, writes_json
 from splitveil.common.text.output import printing_console
 from splitveil.common.text.wording import in_short, label
+
+VARIABLE = "SPLITVEIL_PROGRESS_FD"
+"""Number of the descriptor to which lines are written."""
+
+_EVERY_S = 0.1
+
+
+class ProgressPipe:
+    """Writes one JSON object in a line, at most ten times in a second."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._written_at = 0.0
+
+    def write(
+        self,
+        party: str,
+        done: int,
+        total: int,
+        numbers: Mapping[str, float | None],
+        *,
+        is_last: bool = False,
+    ) -> None:
+        """Write the count of steps, and numbers such as ``loss``, the most important one first."""
+        now = time.monotonic()
+        if now - self._written_at < _EVERY_S and not is_last:
+            return
+        self._written_at = now
+        shown = {name: number for name, number in numbers.items() if number is not None}
+        line = {"party": party, "done": done, "total": total, "numbers": shown}
+        with suppress(OSError):  # the launcher is gone: the run goes on without a bar
+            os.write(self._descriptor, json.dumps(line).encode() + b"\n")
+
+
+def progress_pipe() -> ProgressPipe | None:
+    number = os.environ.get(VARIABLE, "")
+    return ProgressPipe(int(number)) if number.isascii() and number.isdigit() else None
+
 
 _logger = logging.getLogger(__name__)
 
@@ -31,7 +83,6 @@ class TrainingProgress:
         console: Console | None = None,
         log_every_s: float = 10.0,
     ) -> None:
-        """Prepare the display; it starts with the ``with`` block."""
         self.steps_done = 0
         self._steps_before = 0
         self._total_steps = total_steps
@@ -62,7 +113,7 @@ class TrainingProgress:
     def __exit__(self, *_: object) -> None:
         self._end = time.monotonic()
         self._bar.stop()
-        self._tell(is_last=True)
+        self._write_to_pipe(is_last=True)
         if not self._has_bar:
             self._log({})
 
@@ -95,7 +146,7 @@ class TrainingProgress:
         if self._first_step is None:
             self._first_step = now
         self._numbers = numbers
-        self._tell(is_last=False)
+        self._write_to_pipe(is_last=False)
         if self._has_bar:
             self._bar.update(self._task, advance=steps, numbers=_each_in_words(numbers))
         elif self._pipe is None and now - self._logged >= self._log_every_s:
@@ -117,10 +168,10 @@ class TrainingProgress:
             ),
         )
 
-    def _tell(self, *, is_last: bool) -> None:
+    def _write_to_pipe(self, *, is_last: bool) -> None:
         if self._pipe is not None:
             done, total = self.steps_done, self._total_steps
-            self._pipe.tell(self._party, done, total, self._numbers, is_last=is_last)
+            self._pipe.write(self._party, done, total, self._numbers, is_last=is_last)
 
 
 class _BarColumn(ProgressColumn):
@@ -173,3 +224,43 @@ def _figures(task: Task) -> list[str]:
 def _each_in_words(numbers: Mapping[str, float | None]) -> list[str]:
     shown = {name: number for name, number in numbers.items() if number is not None}
     return [f"{label(name)} {in_short(n)}" for name, n in shown.items()]
+
+
+class AlignmentProgress:
+    """A bar with rate and time left on a terminal, occasional log lines elsewhere."""
+
+    def __init__(
+        self, party: str, *, console: Console | None = None, log_every_s: float = 10.0
+    ) -> None:
+        self._console = console or printing_console(stderr=True, plain=writes_json())
+        self._log_every_s = log_every_s
+        self._logged = time.monotonic()
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task(f"{party}: aligning", total=None, visible=False, rate="")
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def note(self, done_ids: int, total_ids: int) -> None:
+        if self._console.is_terminal:
+            speed = self._bar.tasks[0].speed
+            rate = "" if speed is None else f"{speed:,.0f} ids/s"
+            self._bar.update(
+                self._task, completed=done_ids, total=total_ids, rate=rate, visible=True
+            )
+        elif time.monotonic() - self._logged >= self._log_every_s:
+            self._logged = time.monotonic()
+            fields = log_fields(ids_done=done_ids, ids=total_ids)
+            _logger.info("aligned %d of %d ids", done_ids, total_ids, extra=fields)

@@ -18,8 +18,7 @@ from splitveil.active_party.ledger.released_targets import (
 )
 from splitveil.active_party.ledger.used_labels import labels_first_used
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.active_party.training.label_kinds import LabelKind, kind_of
-from splitveil.active_party.training.objectives import OrdinaryObjective
+from splitveil.active_party.training.label_kinds import LabelKind, OrdinaryObjective, kind_of
 from splitveil.active_party.training.predictions import LossWeights
 from splitveil.active_party.training.top_trainer import TopTrainer, TrainingRows
 from splitveil.active_party.workers import spread

@@ -39,7 +39,7 @@ from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import PartySettings, load_party_settings
 from splitveil.common.record.model_files import save_model
 from splitveil.common.record.trained_model import identity_metadata
-from splitveil.common.run.inference import ModelIdentity
+from splitveil.common.run.messages import ModelIdentity
 from splitveil.passive_party.predict.served_model import ServedModel
 from splitveil.passive_party.predict.server import InferenceServer
 from splitveil.passive_party.predict.service import InferenceService

@@ -11,13 +11,18 @@ from pathlib import Path
 from splitveil.active_party.assembly import allowance_of, build_session, signals_of
 from splitveil.active_party.commands.check import check_files_and_address
 from splitveil.active_party.earlier_runs import earlier_answers
-from splitveil.active_party.grpc_server.supervisor import checked_credentials, serve_until_end
+from splitveil.active_party.grpc_server.server import checked_credentials, serve_until_end
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.monitor.active_status import ActiveStatus, StatusObserver
 from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.active_party.planned import plan_of
-from splitveil.active_party.results import forget_account, save_alone, save_results
-from splitveil.active_party.run_folder import leave_summary, open_folder
+from splitveil.active_party.results import (
+    forget_account,
+    leave_summary,
+    open_folder,
+    save_alone,
+    save_results,
+)
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.trainer_builder import TrainerBuilder
 from splitveil.active_party.workers import check_settings, work_for

@@ -30,7 +30,7 @@ from splitveil.common.party.served_rows import ServedRows
 from splitveil.common.record.model_files import ALONE
 from splitveil.common.record.trained_model import TrainedModel
 from splitveil.common.run.contract import ACTIVE
-from splitveil.common.run.inference import ModelIdentity
+from splitveil.common.run.messages import ModelIdentity
 from splitveil.common.wire.limits import ID_BYTES
 
 

@@ -9,7 +9,7 @@ import torch
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.budget import Allowance, LeakBudget
 from splitveil.active_party.run.answering import Answering, TrainingSetup
-from splitveil.active_party.run.parties import PassiveParties
+from splitveil.active_party.run.parties import PassivePeers
 from splitveil.active_party.run.questions import AnsweredQuestions
 from splitveil.active_party.run.releases import Releases
 from splitveil.active_party.training.evaluation import EarlyStop, Evaluator
@@ -108,7 +108,7 @@ class Preparation:
     def answering(
         self,
         run_id: str,
-        parties: PassiveParties,
+        parties: PassivePeers,
         setup: TrainingSetup,
         questions: AnsweredQuestions,
         file: ReleaseFile,

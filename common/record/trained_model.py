@@ -15,7 +15,7 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.record.initial_weights import EarlierModel
 from splitveil.common.record.model_files import WEIGHTS
 from splitveil.common.run.contract import Contract, first_difference
-from splitveil.common.run.inference import ModelIdentity
+from splitveil.common.run.messages import ModelIdentity
 from splitveil.common.settings import validate
 from splitveil.common.text.yaml_text import RESOLVED, read_yaml_file
 

@@ -12,13 +12,15 @@ from splitveil.common.errors import AlignmentError, DataError
 from splitveil.common.run.contract import DTYPE_BYTES, ColumnSplit, Contract, HashSplit
 from splitveil.common.run.messages import BatchId
 from splitveil.common.run.sample_order import (
+    SPLITS,
+    PassName,
     Positions,
     SampleOrder,
+    SplitName,
     in_common_order,
     rows_digest,
     split_rows,
 )
-from splitveil.common.run.splits import SPLITS, PassName, SplitName
 
 HELD_OUT: tuple[SplitName, ...] = ("validation", "test")
 

@@ -10,10 +10,20 @@ import hashlib
 import math
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, Self
+from typing import Literal, NamedTuple, Self, get_args
 
 import numpy as np
 import numpy.typing as npt
+
+SplitName = Literal["train", "validation", "test"]
+
+PassName = Literal["survey", "train", "validation", "test"]
+"""A pass over rows: over one split in each epoch, or the survey, which goes over the training rows
+once before the first epoch, without gradients."""
+
+SPLITS: tuple[SplitName, ...] = get_args(SplitName)
+"""The names of the splits in a column; in memory, a split is its index into this tuple."""
+
 
 Positions = npt.NDArray[np.int64]  # indices of examples in the common order, counted from 0
 NONCE_BYTES = 32  # length of a party's share of the joint seed, the same as that of the seed

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from splitveil.common.errors import ContractMismatch, InvalidMessage, TooLarge
 from splitveil.common.run.contract import DTYPE_BYTES, Contract
-from splitveil.common.run.inference import Embedded, ModelIdentity
+from splitveil.common.run.messages import Embedded, ModelIdentity
 from splitveil.common.wire.limits import ID_BYTES, MAX_IDS, PROTOCOL_VERSION, RUN_ID_PATTERN
 from splitveil.common.wire.tensor_codec import TORCH_DTYPES, WIRE_DTYPES, TensorLimits
 from splitveil.protos import split_learning_pb2 as pb

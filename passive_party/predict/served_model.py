@@ -16,7 +16,7 @@ from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.factory import build_bottom_model
 from splitveil.common.party.served_rows import ServedRows
 from splitveil.common.record.trained_model import TrainedModel
-from splitveil.common.run.inference import Embedded, ModelIdentity
+from splitveil.common.run.messages import Embedded, ModelIdentity
 from splitveil.passive_party.settings import PassiveSettings
 
 

@@ -381,7 +381,7 @@ def test_a_stage_begins_when_nothing_is_under_way_and_its_bound_is_that_of_depth
         training = whole.run._training
         assert training is not None
         assert training.progress.due is not None
-        assert training.progress.batch_number == whole.session.answering.batch_number
+        assert training.progress.batch_number == whole.session.lifecycle.answering.batch_number
         due.append(training.progress.due.key)
         begin(self, pending)
 

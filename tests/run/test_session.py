@@ -181,7 +181,7 @@ def test_different_contracts_are_named_field_by_field_and_the_active_party_stays
     with pytest.raises(ContractMismatch) as caught:
         run_in_process(parties)
     assert caught.value.fields == ("batch_size", "split.train", "split.validation")
-    assert parties.session.error is None
+    assert parties.session.lifecycle.error is None
     parties.run = build_parties(example, differing, differing).run
     run_in_process(parties)
     assert parties.session.stage is Stage.FINISHED
@@ -263,7 +263,7 @@ def test_a_peer_that_leaves_early_ends_the_run_with_the_reason(example: Path) ->
     with pytest.raises(OutOfStep):
         parties.session.leave("another run", LeaveReason.INTERRUPTED)
     parties.session.leave(parties.session.run_id, LeaveReason.INTERRUPTED)
-    assert isinstance(parties.session.error, PeerLeft)
+    assert isinstance(parties.session.lifecycle.error, PeerLeft)
 
 
 def test_after_an_interruption_the_peer_is_told_so(example: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from sklearn.metrics import roc_auc_score
 from torch import nn
 
-from splitveil.active_party.run.audit_desk import AuditDesk
+from splitveil.active_party.run.audit_service import AuditService
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.features import Features, FeatureShapes
 from splitveil.common.data.settings import DataSettings
@@ -260,7 +260,7 @@ def test_a_run_learns_and_its_figures_are_of_the_classes(example: Path) -> None:
     assert classes is not None
     assert classes.accuracy > 0.8
     assert tests[-1].auc == pytest.approx(np.mean(classes.aucs), abs=1e-12)
-    trainer, rows = parties.session.trainer, parties.active.rows
+    trainer, rows = parties.session.lifecycle.phase.trainer, parties.active.rows
     assert trainer is not None
     assert rows is not None
     assert sorted(set(trainer.labels_of(rows.splits["train"]).tolist())) == [0, 1, 2, 3]
@@ -330,7 +330,7 @@ def test_a_budget_ends_a_run_by_the_charges_of_the_worst_pair(example: Path) -> 
     )
     with pytest.raises(BudgetExhausted, match="run_budget"):
         run_in_process(parties)
-    assert isinstance(parties.session.error, BudgetExhausted)
+    assert isinstance(parties.session.lifecycle.error, BudgetExhausted)
     bounds = parties.session.leak_bounds()
     # Two answers fit into it, a third one not; the first answer before a class was seen is free.
     assert bounds.sum_kl.max == pytest.approx(0.4, rel=1e-6)
@@ -394,7 +394,7 @@ def test_an_audit_is_answered_for_the_worst_pair_with_enough_examples() -> None:
     generator = np.random.default_rng(1)
     places = np.repeat([0, 1, 2], [1300, 1000, 999])
     scores = generator.normal(size=3299) + np.array([0.0, 1.0, 50.0])[places]
-    desk = AuditDesk(is_open=True)
+    desk = AuditService(is_open=True)
     desk.open_epoch(0)
     labels = torch.from_numpy(places).float()
     told = desk.answer(

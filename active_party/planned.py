@@ -73,10 +73,7 @@ class PlannedAnswers(NamedTuple):
         return of_divergence(self.charge.low), of_divergence(self.charge.high)
 
     def bound(self, peers: Covers) -> tuple[float, float] | None:
-        """Return the least and the most that the bound on the leak AUC may be.
-
-        None if nothing is known of it, or if the charge does not describe these peers.
-        """
+        """Return the least and the most that the bound on the leak AUC may be, if it is known."""
         charge = self.charge
         if not charge.covers.includes(peers) or not math.isfinite(charge.high):
             return None
@@ -197,11 +194,7 @@ def plan_of(
 
 
 def stop_epoch(charge: float, epochs: int, max_sum_kl: float) -> int | None:
-    """Return the epoch, from 0, in which a budget ends a run with fresh noise; None if it does not.
-
-    Each epoch answers once about every training example. The first answer beyond the budget comes
-    in the epoch after the last one that fits completely.
-    """
+    """Return the epoch, from 0, in which a budget ends a run with fresh noise, or None."""
     whole = num_answers_within(max_sum_kl, charge)
     return None if whole >= epochs else int(whole)
 

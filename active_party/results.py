@@ -127,10 +127,7 @@ def forget_account(folder: Path) -> None:
 def save_results(
     settings: ActiveSettings, folder: Path, session: ActiveSession, builder: TrainerBuilder
 ) -> PredictionFigures | None:
-    """Save the models and the account book of a run that is over, if it had begun to train.
-
-    Returns the refitted model's figures on the test rows; None if it was not fitted.
-    """
+    """Save what a run that is over has learned; return the refitted model's figures, if any."""
     trainer = session.lifecycle.phase.trainer
     if trainer is None:
         return None
@@ -158,8 +155,6 @@ def save_alone(
     """Train and save a model of this party's own features alone, if the settings ask for one.
 
     It learns from true labels: the run is over, and nothing of this model is ever sent.
-
-    Returns its figures on the test rows; None if there is no such model, or there are no test rows.
     """
     delete_saved(folder, ALONE)
     trainer, encoder = session.lifecycle.phase.trainer, builder.encoder

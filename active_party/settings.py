@@ -334,11 +334,7 @@ class ActiveSettings(PartySettings):
         return self.early_stopping is not None and not self.defense.traits.is_staged
 
     def defense_context(self, pos_fraction: float = 0.5) -> DefenseContext:
-        """Return the facts about the run that the defense depends on.
-
-        Args:
-            pos_fraction: share of positives; it matters only for forecasts.
-        """
+        """Return the facts on which the defense depends; forecasts need the share of positives."""
         data, within = self.data, self.data.label_range
         bounds = None if within is None else (within.low, within.high)
         return DefenseContext(
@@ -373,11 +369,7 @@ class ActiveSettings(PartySettings):
         return self.run_folder(ACTIVE) / "checkpoint" / "noise.key"
 
     def earlier_answers(self) -> AccountBook:
-        """Return the ledgers that are named: what earlier runs may have revealed, by example.
-
-        Raises:
-            SettingsError: a ledger cannot be read, or belongs to this run.
-        """
+        """Return what the ledgers that are named say about earlier runs, by example."""
         named = self.earlier_ledgers or ()
         folders = [expand_path(SETTING, text, self.base_dir) for text in named]
         own = self.run_folder(ACTIVE).resolve()

@@ -191,10 +191,7 @@ def _knows_predictions(settings: ActiveSettings) -> bool:
 
 
 def subjects_of(settings: ActiveSettings, data: PartyData) -> NDArray[np.object_] | None:
-    """Return the person whom each row of the data is about, "" for a row of its own.
-
-    None if the defense reads no persons.
-    """
+    """Return each row's person, "" for a row of its own; None if the defense reads none."""
     column = settings.defense.traits.subject_column
     if column is None:
         return None
@@ -217,11 +214,7 @@ def earlier_targets_of(settings: ActiveSettings) -> ReleasedTargets | None:
 
 
 def open_label_owners_model(settings: ActiveSettings) -> EarlierModel | None:
-    """Open the model that the settings start from; None without one.
-
-    Raises:
-        SettingsError: it cannot be read, or true labels have entered it and would void the bound.
-    """
+    """Open the model to start from, if any, unless true labels in it would void the bound."""
     earlier = open_earlier_model(settings)
     defense = settings.defense
     if earlier is not None and defense.traits.is_staged and not earlier.is_label_free:

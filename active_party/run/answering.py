@@ -155,17 +155,10 @@ class Answering:
             )
 
     def answer(self, batch: Batch) -> Sequence[Reply]:
-        """Answer the training step that every party has asked about.
+        """Answer the training step that every party has asked about; each party's part, in order.
 
         The trainer must not compute a step twice: after an error here the run has to end, and may
         resume from its checkpoint.
-
-        Returns each party's part, in the contract's order.
-
-        Raises:
-            OtherAnswer: the step was answered before, and differently.
-            BudgetExhausted: the answer would exceed the leak budget; it does not leave.
-            StorageError: the answer cannot be logged; it does not leave.
         """
         asked, aggregation = self._parties.questions, self.contract.aggregation
         fingerprints = [question.fingerprint for question in asked]
@@ -190,10 +183,7 @@ class Answering:
         return replies
 
     def evaluate(self, batch: Batch) -> tuple[Evaluation | None, Sequence[Reply]]:
-        """Score the held-out rows, or survey the training rows, that every party has asked about.
-
-        Returns the figures of the split if this is its last batch, and the reply to each party.
-        """
+        """Score held-out rows, or survey training rows; figures come with a split's last batch."""
         asked, aggregation = self._parties.questions, self.contract.aggregation
         cut = aggregate(aggregation, [question.activation.values for question in asked])
         fingerprints = [question.fingerprint for question in asked]

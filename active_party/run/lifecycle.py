@@ -122,21 +122,13 @@ class Lifecycle:
     # ---- refusals ----
 
     def refuse_if_not_open(self) -> None:
-        """Refuse a message of a party that has to open the run first.
-
-        Raises:
-            NotOpen: this process has not opened the run with every party.
-        """
+        """Refuse a message while this process has not opened the run with every party."""
         can_resume = self._store.keeps or self.parties.is_multi_party
         if can_resume and not self.parties.have_opened:
             raise NotOpen(f"a message while {self.stages.current.value}")
 
     def refuse_if_ended(self) -> None:
-        """Refuse a message about a run that has ended, or that its observer wants to end.
-
-        Raises:
-            SplitveilError: the error that ended it.
-        """
+        """Raise the error that has ended the run, or for which its observer wants to end it."""
         self.end_on_objection()
         if self.stages.current is Stage.ENDED and self.error is not None:
             # Raised again for every call: its traceback would keep the frames of all calls.
@@ -238,13 +230,7 @@ class Lifecycle:
     # ---- steps ----
 
     def answer(self, batch: Batch) -> Sequence[Reply]:
-        """Answer a training step about which every party has asked.
-
-        Returns the answers, in the contract's order of parties.
-
-        Raises:
-            SplitveilError: the answer must not leave, and the run has ended.
-        """
+        """Answer a training step about which every party has asked; an error here ends the run."""
         try:
             with self.answering.phases(Phase.ANSWER):
                 replies = self.answering.answer(batch)
@@ -257,10 +243,7 @@ class Lifecycle:
         return replies
 
     def evaluate(self, batch: Batch) -> Sequence[Reply]:
-        """Score held-out rows about which every party has asked.
-
-        Returns the reply to each party, in the contract's order.
-        """
+        """Score held-out rows about which every party has asked."""
         answering = self.answering
         with answering.phases(Phase.EVALUATION):
             evaluation, replies = answering.evaluate(batch)

@@ -68,11 +68,7 @@ class AnsweredQuestions:
         return len(self._log)
 
     def fingerprint(self, batch_number: int, asker: int, values: Tensor) -> bytes:
-        """Return the fingerprint of a question about a batch, 16 bytes.
-
-        Raises:
-            OutOfStep: another question of this party about the batch has been answered.
-        """
+        """Return 16 bytes for a question; OutOfStep if another one about the batch was answered."""
         number = QuestionNumber.of_batch(batch_number, asker, self._log.questions)
         return self._fingerprint(number, values)
 
@@ -92,11 +88,7 @@ class AnsweredQuestions:
 
         Arithmetic that is not repeatable, or another device, gives another answer to the same
         question, possibly at the same charge. Since both carry the same noise, together they would
-        reveal their difference without any noise. ``answer`` is on the CPU; ``where`` names the
-        batch in a refusal.
-
-        Raises:
-            OtherAnswer: the batch was answered before, and differently.
+        reveal their difference without any noise, so that it is refused.
         """
         tag, known = self._tag(batch_number, answer, b"reply"), self._log.at(batch_number)
         if known is None:
@@ -113,20 +105,12 @@ class AnsweredQuestions:
         """Log questions about held-out rows before they are answered, unless they were before.
 
         A crash between this and the answer costs nothing: the same questions get the same answer.
-
-        Raises:
-            StorageError: the log cannot be written; the questions must not be answered then.
         """
         if not self.is_answered(batch_number):
             self._log.record(batch_number, fingerprints)
 
     def release_key(self, stage: int, design: bytes) -> bytes:
-        """Return the key from which the noise of a release is drawn, 32 bytes.
-
-        Args:
-            stage: number of the release, from 0.
-            design: digest of what is summed; another design gets other noise.
-        """
+        """Return the key of a release's noise, 32 bytes; another design gets other noise."""
         return _keyed(self.secret, b"release", stage.to_bytes(8, "little") + design)
 
     def release_tag(self, stage: int, values: Tensor) -> bytes:
@@ -137,29 +121,16 @@ class AnsweredQuestions:
         return self._log.at(FIRST_RELEASE_NUMBER + stage)
 
     def record_release(self, stage: int, tag: bytes, charge: ChargedAnswer) -> None:
-        """Note that a release is about to be used.
-
-        Raises:
-            StorageError: the log cannot be written; the release must not be used then.
-        """
+        """Note that a release is about to be used."""
         self._log.record(FIRST_RELEASE_NUMBER + stage, [tag] * self._log.questions, charge, tag)
 
     def since(self, count: int) -> Iterator[Record]:
-        """Yield the answers about batches, and the releases, that follow the first few records.
-
-        Raises:
-            StorageError: the log holds fewer records than that, so that some are missing.
-        """
+        """Yield the answers about batches, and the releases, that follow the first few records."""
         records = self._log.since(count)
         return (record for record in records if record.number < FIRST_RESUMPTION_NUMBER)
 
     def note_resumption(self, batch_number: int) -> None:
-        """Note that the run goes back to a batch, if that was answered before.
-
-        Raises:
-            OutOfStep: it has done so ``MAX_RESUMPTIONS`` times.
-            StorageError: the log cannot be written.
-        """
+        """Note that the run goes back over a batch; OutOfStep after ``MAX_RESUMPTIONS`` times."""
         if not self.is_answered(batch_number):
             return
         count = self._log.num_resumptions()
@@ -171,12 +142,7 @@ class AnsweredQuestions:
         self._log.record(FIRST_RESUMPTION_NUMBER + count, [])
 
     def note(self, number: QuestionNumber, values: Tensor, about: bytes = b"") -> None:
-        """Ensure that no other audit is ever answered under a number.
-
-        Raises:
-            OutOfStep: another one has been answered.
-            StorageError: the log cannot be written; the audit must not be answered then.
-        """
+        """Ensure that no other audit is ever answered under a number."""
         fingerprint = self._fingerprint(number, values)
         if self._log.at(number.record) is None:
             self._log.record(number.record, [fingerprint], ChargedAnswer(0.0, about, 0.0))
@@ -186,12 +152,7 @@ class AnsweredQuestions:
         return [record.charge.identity for record in self._log.audits()]
 
     def answer_key(self, batch_number: int, fingerprints: Sequence[bytes]) -> bytes:
-        """Return the key from which the noise of an answer is drawn, 32 bytes.
-
-        Args:
-            batch_number: number of batches of the run before it.
-            fingerprints: of all parties' questions about the batch.
-        """
+        """Return the key of the noise of an answer to all parties' questions, 32 bytes."""
         question = batch_number.to_bytes(8, "little") + b"".join(fingerprints)
         return _keyed(self.secret, b"answer", question)
 

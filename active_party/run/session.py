@@ -94,10 +94,9 @@ class ActiveSession:
         return self._stages.current
 
     def wait_for_farewell(self, timeout_s: float) -> bool:
-        """Wait until the run is over and no party will come back, and return whether that is so.
+        """Wait until the run has ended early, or has finished and every party has said goodbye.
 
-        A run that ended early is over at once. One that has finished is over when every party has
-        taken its last answer and said goodbye: until then it may return and ask for it again.
+        Until then a party may return and ask for its last answer again.
         """
 
         def is_over() -> bool:
@@ -113,12 +112,9 @@ class ActiveSession:
     def reopen(self) -> bool:
         """Take up the stored run, if there is one, and return whether there is.
 
-        The passive parties have to open it again.
-
-        Raises:
-            DataError: this party's data differ from those with which the run began.
-            SettingsError: so does the noise key, or what earlier runs have charged.
-            StorageError: the answers that the run has given are no longer known.
+        The passive parties have to open it again. Raises if this party's data, its noise key or the
+        charges of earlier runs are other than they were, or if the answers given are no longer
+        known.
         """
         with self._stages:
             return self.lifecycle.reopen()
@@ -133,15 +129,9 @@ class ActiveSession:
     ) -> messages.Opening:
         """Open a new run or resume a stored one. The same request again gets the same reply.
 
-        A peer that was lost before anything was answered may start over; the nonce that it has
-        seen is then not used again. With several parties, each is answered once all have asked.
-
-        Raises:
-            ContractMismatch: naming the fields that differ; the run goes on waiting.
-            OutOfStep: a new run after this one has begun, a resumption of another run, or no
-                checkpoint in common.
-            OthersAwaited: other parties have not asked yet; worth another attempt.
-            NothingBegun: the run to be resumed has started over before its first answer.
+        A peer that was lost before anything was answered may start over; the nonce that it has seen
+        is then not used again. With several parties, each is answered once all have asked, or with
+        OthersAwaited.
         """
         with self._stages:
             asking = self._handshakes.greet(party, contract_json)
@@ -150,12 +140,7 @@ class ActiveSession:
             return self._handshakes.resume(asking, commitment, offer, is_listening)
 
     def require_aligning(self, run_id: str | None = None, party: str | None = None) -> None:
-        """Refuse a message of the alignment at any other time.
-
-        Raises:
-            NotOpen: this process has not opened the run with the peer yet.
-            OutOfStep: the alignment is not due, or is complete.
-        """
+        """Refuse a message of the alignment at any other time."""
         with self._stages:
             self.lifecycle.refuse_if_ended()
             self.lifecycle.refuse_if_not_open()
@@ -165,15 +150,7 @@ class ActiveSession:
             self._stages.require(Stage.HANDSHAKEN, message="an alignment")
 
     def aligned(self, file_rows: Positions, peer_nonce: bytes, party: str | None = None) -> None:
-        """Take the rows in common with one party; with those of every party, prepare training.
-
-        Shapes: ``file_rows`` (aligned,).
-
-        Raises:
-            OutOfStep: the nonce is not the one to which the handshake committed.
-            AlignmentError: too few rows for the splits.
-            DataError: the common rows cannot be trained on, whatever their labels.
-        """
+        """Take the rows in common with one party; with those of all, prepare training."""
         with self._stages:
             self.require_aligning(party=party)
             aligned = self.parties.named(party)
@@ -183,13 +160,7 @@ class ActiveSession:
                 self.lifecycle.begin(JointRows.of(self.contract, pairs))
 
     def share_of(self, party: str, timeout_s: float) -> Share | None:
-        """Wait for the share that ends a party's alignment in a run with several passive parties.
-
-        None if it takes longer.
-
-        Raises:
-            NotOpen: the run has to be opened again, because another party does so.
-        """
+        """Wait for the share that ends a party's alignment in a run with several of them."""
         with self._stages:
             aligned = self.parties.named(party)
             self._stages.wait(
@@ -210,13 +181,7 @@ class ActiveSession:
         """Answer a training activation with its defended gradient.
 
         The same bytes again get the stored answer: fresh noise on a repeated step could be averaged
-        away.
-
-        Raises:
-            OutOfStep: another message than the one expected now, or a repeat with other bytes.
-            NotOpen: this process has not opened the run with the peer yet.
-            BudgetExhausted: the answer would exceed the budget; it is not given, and the run ends.
-            LeakGateClosed: earlier answers told too much; the run is over.
+        away. An answer that the budget or the leak gate forbids is not given, and the run ends.
         """
         with self._stages:
             asking = self.parties.named(party)
@@ -228,11 +193,7 @@ class ActiveSession:
     def evaluate(
         self, activation: Activation, party: str | None = None, is_listening: Listening = always
     ) -> Course:
-        """Score held-out rows; tell the peer only whether the run continues.
-
-        Raises:
-            OutOfStep: as for ``exchange``.
-        """
+        """Score held-out rows; the peer only learns whether the run continues."""
         with self._stages:
             asking = self.parties.named(party)
             reply = self._ask(asking, activation, is_listening, is_training=False)
@@ -241,11 +202,7 @@ class ActiveSession:
             return reply
 
     def audit(self, question: messages.AuditQuestion, party: str | None = None) -> float:
-        """Measure the peer's scores of the training rows, to two digits.
-
-        Raises:
-            ProtocolError: as for ``AuditService.answer``; the run continues.
-        """
+        """Measure the peer's scores of the training rows, to two digits."""
         with self._stages:
             self.finish_step()
             self.lifecycle.refuse_if_ended()
@@ -263,13 +220,7 @@ class ActiveSession:
         *,
         is_training: bool,
     ) -> Reply:
-        """Return the reply to a question, which the call of the last party to ask computes for all.
-
-        Raises:
-            OutOfStep: another question than the one due, or the same with other bytes.
-            NotOpen: the run has to be opened first, or the caller no longer waits for the reply.
-            SplitveilError: the error that has ended the run.
-        """
+        """Return the reply to a question; the call of the last party to ask computes it for all."""
         lifecycle = self.lifecycle
         lifecycle.finish_step()
         lifecycle.refuse_if_ended()
@@ -325,11 +276,6 @@ class ActiveSession:
 
         With several passive parties, none may leave before every party has its last answer: a party
         that is killed just before the end needs all others to resume with it.
-
-        Raises:
-            OutOfStep: it names another run.
-            OthersAwaited: other parties have not finished yet; worth another attempt.
-            NotOpen: another party resumes from a checkpoint, and this one has to as well.
         """
         with self._stages:
             if run_id != self.run_id:

@@ -118,10 +118,7 @@ class RunStages:
         is_listening: Listening,
         patience_s: float = math.inf,
     ) -> ResultT | None:
-        """Wait on behalf of a caller until something is found, and return it.
-
-        None if the caller is gone or out of patience.
-        """
+        """Wait until something is found; None if the caller is gone or out of patience."""
         deadline = time.monotonic() + patience_s
         while (found := find()) is None:
             if time.monotonic() > deadline or not is_listening():

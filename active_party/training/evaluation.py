@@ -103,10 +103,7 @@ class Evaluator:
         """Of the last epoch whose test rows this process has evaluated; not in checkpoints."""
 
     def add(self, batch: Batch, logits: Tensor, labels: Tensor) -> Evaluation | None:
-        """Take in the predictions for one batch; return the split's figures if it is the last.
-
-        Shapes: ``logits`` (batch,) or (batch, classes), ``labels`` (batch,).
-        """
+        """Take in the predictions for one batch; return the split's figures if it is the last."""
         if batch.split == "survey":
             raise ValueError("a survey is not evaluated")
         self._scores.append((logits, labels))
@@ -126,14 +123,11 @@ class Evaluator:
     def ends_training(
         self, batch: Batch, score_on_targets: Callable[[], float | None] = lambda: None
     ) -> bool:
-        """Return whether training is over after a batch; call it once, after `add`.
+        """Return whether training is over after held-out rows; call it once, after `add`.
 
-        Args:
-            batch: a batch of a held-out split.
-            score_on_targets: returns how well predictions agree with targets that a defense has
-                released; None if there are none, and then the validation rows decide. The peer sees
-                when a run ends: where it must not learn anything but what was released, nothing
-                else may decide.
+        Where a defense has released targets, the agreement with them decides, and otherwise the
+        validation rows. The peer sees when a run ends: where it must not learn anything but what
+        was released, nothing else may decide.
         """
         if not batch.closes_epoch or self._early_stop is None:
             return False

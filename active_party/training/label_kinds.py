@@ -56,10 +56,7 @@ class LabelKind(Protocol):
         ...
 
     def loss(self, outputs: Tensor, labels: Tensor, weights: LossWeights) -> Tensor:
-        """Return the mean loss over some rows, with its graph.
-
-        Shapes: ``outputs`` (rows,) or (rows, classes).
-        """
+        """Return the mean loss over some rows, with its graph."""
         ...
 
     def predicted(self, outputs: Tensor) -> Tensor:

@@ -104,10 +104,7 @@ def figure_in_short(auc: float, number: NumberFigures | None) -> str:
 
 
 def cross_entropy_of(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean cross entropy over some rows, with its graph.
-
-    Shapes: ``logits`` (rows,) or (rows, classes), ``labels`` (rows,) or (rows, classes).
-    """
+    """Return the mean cross entropy over some rows, with its graph."""
     if logits.ndim == 1:
         return binary_cross_entropy_with_logits(logits, labels)
     return cross_entropy(logits, labels.long() if labels.ndim == 1 else labels)
@@ -122,10 +119,7 @@ def auc_of_shares(logits: Tensor, shares: Tensor) -> float:
     """Return how well predictions order rows of which only shares of classes are known.
 
     It is the expected number of pairs in order, of labels drawn independently with these shares,
-    over the expected number of pairs.
-
-    Returns the mean over classes, each against the rest; NaN if no class has any pair. Shapes:
-    ``logits`` (rows,) or (rows, classes), ``shares`` (rows,) or (rows, classes).
+    over the expected number of pairs; with several classes the mean of each against the rest.
     """
     scores = logits.double()[:, None] if logits.ndim == 1 else probabilities_of(logits.double())
     columns = zip(scores.T, shares.double().reshape(scores.shape).T, strict=True)
@@ -151,10 +145,8 @@ def _auc_of_share(scores: Tensor, shares: Tensor) -> float:
 def measure_predictions(logits: Tensor, labels: Tensor) -> PredictionFigures:
     """Measure the predictions of a whole split.
 
-    A peer waits for this, and may choose the rows: the operations depend on no label, and an AUC
-    of rows of one class is NaN.
-
-    Shapes: ``logits`` (rows,) or (rows, classes), ``labels`` (rows,).
+    A peer waits for this, and may choose the rows: the operations depend on no label, and an AUC of
+    rows of one class is NaN.
     """
     loss = float(cross_entropy_of(logits, labels))
     if logits.ndim == 1:

@@ -163,18 +163,16 @@ class Answering:
         asked, aggregation = self._parties.questions, self.contract.aggregation
         fingerprints = [question.fingerprint for question in asked]
         cut = aggregate(aggregation, [question.activation.values for question in asked])
-        number, where = self.batch_number, batch_in_words(batch.epoch, batch.step)
-        key = self.questions.answer_key(number, fingerprints)
+        where = batch_in_words(batch.epoch, batch.step)
+        questions = self.questions.of_batch(self.batch_number, fingerprints)
         with self.changing():
             pending = self.trainer.pending_release(batch.epoch)
             if pending is not None:
                 self._releases.begin(pending)
-            result = self.trainer.gradient(batch.positions, cut, key)
+            result = self.trainer.gradient(batch.positions, cut, questions.answer_key)
             defended = to_host(result.defended)
             entry = self.budget.entry_of(result.report.charge)
-            is_repeated, log = self.questions.admission(
-                number, fingerprints, entry, defended, where
-            )
+            is_repeated, log = questions.admission(entry, defended, where)
             self.budget.admit(batch.positions, entry, where, is_repeated=is_repeated, log=log)
             parts = parts_of(aggregation, defended, len(asked))
             replies = [Answer(q.activation.batch, p) for q, p in zip(asked, parts, strict=True)]
@@ -187,7 +185,7 @@ class Answering:
         asked, aggregation = self._parties.questions, self.contract.aggregation
         cut = aggregate(aggregation, [question.activation.values for question in asked])
         fingerprints = [question.fingerprint for question in asked]
-        self.questions.record(self.batch_number, fingerprints)
+        self.questions.of_batch(self.batch_number, fingerprints).record()
         if batch.split == "survey":
             return None, self._survey(batch, cut)
         with self.changing():

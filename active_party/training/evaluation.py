@@ -21,9 +21,8 @@ from torch import Tensor
 
 from splitveil.active_party.settings import EarlyStopping
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
-from splitveil.active_party.training.predictions import ClassFigures, figure_in_short
+from splitveil.active_party.training.predictions import PredictionFigures
 from splitveil.common.errors import SettingsError
-from splitveil.common.record.figures import NumberFigures
 from splitveil.common.record.model_files import save_tensors
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.run.progress import State
@@ -34,24 +33,12 @@ _FILE = "test_predictions.safetensors"
 _DIGEST_BYTES = 16
 
 
-@dataclass(frozen=True)
-class Evaluation:
+@dataclass(frozen=True, kw_only=True)
+class Evaluation(PredictionFigures):
     """Figures about one split after one epoch. They stay with the active party."""
 
     epoch: int
     split: SplitName
-    loss: float
-    auc: float
-    """With more than two classes, the mean of each class's AUC against the rest; NaN if labels are
-    numbers."""
-    calibration_error: float
-    classes: ClassFigures | None = None
-    number: NumberFigures | None = None
-
-    @property
-    def in_short(self) -> str:
-        """The figure by which predictions are judged, for a log line."""
-        return figure_in_short(self.auc, self.number)
 
 
 class HeldOutPredictions(NamedTuple):
@@ -115,7 +102,7 @@ class Evaluator:
         if batch.split == "test":
             self.test_predictions = HeldOutPredictions(every_logit, every_label)
         figures = self._kind.measure(every_logit, every_label)
-        evaluation = Evaluation(batch.epoch, batch.split, *figures)
+        evaluation = Evaluation(**vars(figures), epoch=batch.epoch, split=batch.split)
         if batch.split == "validation":
             self._validation_score = figures.score
         return evaluation

@@ -9,6 +9,7 @@ rest; a class without examples, or without any others, does not have an AUC and 
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -60,7 +61,7 @@ def _losses(logits: Tensor, labels: Tensor, of_classes: Tensor | None) -> Tensor
     return -(shares * log_softmax(logits, dim=1)).sum(dim=1)
 
 
-class ClassFigures(NamedTuple):
+class FiguresByClass(NamedTuple):
     """Figures about the predictions of several classes."""
 
     accuracy: float
@@ -70,7 +71,8 @@ class ClassFigures(NamedTuple):
     """AUC of each class against the rest; NaN if it is not defined."""
 
 
-class PredictionFigures(NamedTuple):
+@dataclass(frozen=True)
+class PredictionFigures:
     loss: float
     """Cross entropy, nats per example; for numbers, the mean squared error of the predictions in
     units of the squared range."""
@@ -82,7 +84,7 @@ class PredictionFigures(NamedTuple):
     """With more than two classes, the mean of each class's error against the rest; NaN if labels
     are numbers."""
 
-    classes: ClassFigures | None
+    classes: FiguresByClass | None = None
     number: NumberFigures | None = None
 
     @property
@@ -93,14 +95,9 @@ class PredictionFigures(NamedTuple):
     @property
     def in_short(self) -> str:
         """The figure by which predictions are judged, for a log line."""
-        return figure_in_short(self.auc, self.number)
-
-
-def figure_in_short(auc: float, number: NumberFigures | None) -> str:
-    """Return the figure by which predictions are judged, for a log line."""
-    if number is None:
-        return "AUC of rows of one class" if math.isnan(auc) else f"AUC {auc:.4f}"
-    return f"RMSE {number.rmse:.4g}, R2 {number.r2:.4f}"
+        if self.number is not None:
+            return f"RMSE {self.number.rmse:.4g}, R2 {self.number.r2:.4f}"
+        return "AUC of rows of one class" if math.isnan(self.auc) else f"AUC {self.auc:.4f}"
 
 
 def cross_entropy_of(logits: Tensor, labels: Tensor) -> Tensor:
@@ -165,7 +162,7 @@ def measure_predictions(logits: Tensor, labels: Tensor) -> PredictionFigures:
         loss,
         _mean_of_defined(aucs),
         statistics.fmean(errors),
-        ClassFigures(float(hits.double().mean()), tuple(aucs)),
+        FiguresByClass(float(hits.double().mean()), tuple(aucs)),
     )
 
 

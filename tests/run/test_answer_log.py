@@ -74,7 +74,7 @@ def test_a_question_has_one_answer_and_the_same_answer_one_charge(tmp_path: Path
     prints = [questions.fingerprint(4, asker, values) for asker, values in enumerate(asked)]
 
     def admit(charge: ChargedAnswer = FRESH, answer: torch.Tensor = asked[0]) -> bool:
-        is_repeated, record = questions.admission(4, prints, charge, answer, "step 5")
+        is_repeated, record = questions.of_batch(4, prints).admission(charge, answer, "step 5")
         record()
         return is_repeated
 

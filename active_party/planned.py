@@ -20,18 +20,10 @@ from splitveil.active_party.defenses.interface import DefenseContext
 from splitveil.active_party.defenses.marvell import power_ratio_for
 from splitveil.active_party.defenses.multi_class_marvell import worst_pair_factor
 from splitveil.active_party.defenses.projected.outlook import share_of_variance
-from splitveil.active_party.defenses.sum_kl import (
-    sum_kl_for_estimated_auc,
-    sum_kl_for_leak_auc,
-)
+from splitveil.active_party.defenses.sum_kl import sum_kl_for_estimated_auc, sum_kl_for_leak_auc
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.bounds import known_of_entry
-from splitveil.active_party.ledger.known_bounds import (
-    KnownBounds,
-    auc_bound,
-    compose,
-    estimate_of,
-)
+from splitveil.active_party.ledger.known_bounds import KnownBounds, auc_bound, compose, estimate_of
 from splitveil.active_party.ledger.label_signals import widest_adversary
 from splitveil.active_party.ledger.ledger import logged
 from splitveil.active_party.ledger.limit import num_answers_within
@@ -73,10 +65,7 @@ class PlannedAnswers(NamedTuple):
         return of_divergence(self.charge.low), of_divergence(self.charge.high)
 
     def bound(self, peers: Adversary) -> tuple[float, float] | None:
-        """Return the least and the most that the bound on the leak AUC may be.
-
-        None if nothing is known of it, or if the charge does not describe these peers.
-        """
+        """Return the least and the most that the bound on the leak AUC may be, if it is known."""
         charge = self.charge
         if not charge.adversary.includes(peers) or not math.isfinite(charge.high):
             return None
@@ -197,11 +186,7 @@ def plan_of(
 
 
 def stop_epoch(charge: float, epochs: int, max_sum_kl: float) -> int | None:
-    """Return the epoch, from 0, in which a budget ends a run with fresh noise; None if it does not.
-
-    Each epoch answers once about every training example. The first answer beyond the budget comes
-    in the epoch after the last one that fits completely.
-    """
+    """Return the epoch, from 0, in which a budget ends a run with fresh noise, or None."""
     whole = num_answers_within(max_sum_kl, charge)
     return None if whole >= epochs else int(whole)
 

@@ -155,7 +155,7 @@ def last_auc(run: simulation.Simulation) -> float:
 
 def refitted_auc(run: simulation.Simulation) -> float:
     """Return the test AUC of the top model that a run leaves for its owner's own predictions."""
-    settings, trainer = run.active.settings, known(run.active.session.trainer)
+    settings, trainer = run.active.settings, known(run.active.session.lifecycle.phase.trainer)
     fitting = Fitting(
         lambda model: build_optimizer(settings.optimizer, model),
         settings.contract.batch_size,

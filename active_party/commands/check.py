@@ -6,16 +6,16 @@ from functools import partial
 
 import numpy as np
 
-from splitveil.active_party.assembly import bounds_in_words
-from splitveil.active_party.defenses.example_keys import used_labels_file
-from splitveil.active_party.earlier_runs import answers_before
-from splitveil.active_party.grpc_server.probe_server import probe_checks
-from splitveil.active_party.settings import ActiveSettings
-from splitveil.active_party.trainer_builder import (
+from splitveil.active_party.assembly import (
+    bounds_in_words,
     earlier_targets_of,
     open_label_owners_model,
     subjects_of,
 )
+from splitveil.active_party.defenses.example_keys import used_labels_file
+from splitveil.active_party.earlier_runs import answers_before
+from splitveil.active_party.grpc_server.probe_server import probe_checks
+from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.label_columns import count_others
 from splitveil.common.data.subjects import numbered
 from splitveil.common.data.table import open_table_source

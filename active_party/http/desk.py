@@ -29,7 +29,7 @@ from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party.served_rows import ServedRows
 from splitveil.common.record.model_files import ALONE, TrainedModel
 from splitveil.common.run.contract import ACTIVE
-from splitveil.common.run.inference import ModelIdentity
+from splitveil.common.run.messages import ModelIdentity
 from splitveil.common.wire.limits import ID_BYTES
 
 

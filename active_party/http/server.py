@@ -20,7 +20,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from splitveil.active_party.serving_settings import ServingTls
+from splitveil.active_party.settings import ServingTls
 from splitveil.common.data.secret_files import read_secret
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.credentials import printable

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 import grpc
 
 from splitveil.common.errors import OtherModel, PeerUnreachable, SplitveilError
-from splitveil.common.run.inference import Embedded, ModelIdentity
+from splitveil.common.run.messages import Embedded, ModelIdentity
 from splitveil.common.wire.connection import MessageStream, PeerConnection
 from splitveil.common.wire.endpoint import HANDSHAKE_TIMEOUT_S, INFERENCE_SERVICE, method_path
 from splitveil.common.wire.inference_codec import (

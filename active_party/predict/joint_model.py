@@ -19,7 +19,7 @@ from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.factory import build_top_model
 from splitveil.common.record.model_files import REFITTED, WEIGHTS, TrainedModel
 from splitveil.common.run.contract import ACTIVE, Aggregation
-from splitveil.common.run.inference import ModelIdentity
+from splitveil.common.run.messages import ModelIdentity
 
 ModelChoice = Literal["best", "trained", "refitted"]
 

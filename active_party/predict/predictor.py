@@ -24,7 +24,7 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.served_rows import ServedRows
 from splitveil.common.run.contract import ACTIVE
-from splitveil.common.run.inference import Embedded
+from splitveil.common.run.messages import Embedded
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import check_security
 from splitveil.common.wire.http_proxy import proxy_of_environment

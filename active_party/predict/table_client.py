@@ -14,7 +14,7 @@ from splitveil.active_party.predict.embed_client import EmbedClient
 from splitveil.common.alignment import ristretto
 from splitveil.common.data.stored_ids import ABSENT, IdIndex
 from splitveil.common.errors import InvalidMessage
-from splitveil.common.run.inference import Embedded
+from splitveil.common.run.messages import Embedded
 from splitveil.common.wire.connection import MessageStream, PeerConnection
 from splitveil.common.wire.inference_codec import (
     decode_points,

@@ -23,7 +23,7 @@ from splitveil.active_party.report.prices import (
 )
 from splitveil.active_party.report.run_files import RunFiles, num_classes
 from splitveil.active_party.report.verdict import RunLevel
-from splitveil.active_party.training.held_out import StoredPredictions, read_predictions
+from splitveil.active_party.training.evaluation import StoredPredictions, read_predictions
 from splitveil.common.data.label_range import ONE_NUMBER
 from splitveil.common.record.figures import is_clearly_above
 from splitveil.common.text.upper_bounds import at_most, auc_at_most

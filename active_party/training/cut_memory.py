@@ -35,10 +35,7 @@ class CutMemory:
         return self._values is not None
 
     def note(self, rows: Tensor, activation: Tensor) -> None:
-        """Remember the activations of a batch.
-
-        Shapes: ``rows`` (batch,), ``activation`` (batch, *cut_shape).
-        """
+        """Remember the activations of a batch."""
         if self._values is None:
             shape = (self._num_rows, *activation.shape[1:])
             self._values = torch.zeros(shape, dtype=torch.float32, device=self._device)

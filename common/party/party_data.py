@@ -38,8 +38,7 @@ from splitveil.common.run.contract import ColumnSplit, SplitSettings
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.id_rules import AS_WRITTEN, IdRule
 from splitveil.common.run.messages import IdForm
-from splitveil.common.run.sample_order import Positions
-from splitveil.common.run.splits import SPLITS
+from splitveil.common.run.sample_order import SPLITS, Positions
 from splitveil.common.text.output import printing_console
 
 _logger = logging.getLogger(__name__)

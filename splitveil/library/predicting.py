@@ -26,7 +26,7 @@ from splitveil.common.party.party_settings import (
 )
 from splitveil.common.party.served_rows import ServedRows
 from splitveil.common.run.contract import ACTIVE
-from splitveil.common.run.inference import Embedded, ModelIdentity
+from splitveil.common.run.messages import Embedded, ModelIdentity
 from splitveil.library.frames import Row, frame
 from splitveil.library.own_data import as_table, check_rows_correspond
 from splitveil.library.recorded_run import Run

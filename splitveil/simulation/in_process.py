@@ -137,7 +137,7 @@ class InProcessPeer:
                 self._engine,
                 session.ids,
                 channel,
-                nonce=session.nonce,
+                nonce=session.lifecycle.run.nonce,
                 run_id=session.run_id,
                 agree=agreeing(session, party) if has_several and party is not None else None,
                 splits=session.file_splits,

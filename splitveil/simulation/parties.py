@@ -117,7 +117,7 @@ class Simulation:
         Raises:
             RuntimeError: the parties have not aligned yet, so that models do not exist.
         """
-        top = self.active.session.trainer
+        top = self.active.session.lifecycle.phase.trainer
         if top is None:
             raise RuntimeError("no weights before the alignment")
         found = {f"top.{name}": value for name, value in top.model.state_dict().items()}

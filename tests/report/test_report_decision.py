@@ -19,7 +19,7 @@ from splitveil.active_party.report.decision import Decision, decide
 from splitveil.active_party.report.figures import finding_of
 from splitveil.active_party.report.run_files import leak_series
 from splitveil.active_party.report.verdict import run_levels
-from splitveil.active_party.training.held_out import read_predictions
+from splitveil.active_party.training.evaluation import read_predictions
 from splitveil.common.errors import SettingsError
 from splitveil.common.record.figures import (
     AdjustedFigures,

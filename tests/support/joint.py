@@ -167,7 +167,7 @@ def _train(settings: simulation.PartiesSettings, certificates: Path) -> Trained:
         identity = identity_metadata(party.run.model_identity, contract)
         save_model(own_folder, trainer.model, encoders[name].encoder, identity)
     positions = np.concatenate(evaluated.positions)
-    file_rows = session.answering.rows.file_rows[positions]
+    file_rows = session.lifecycle.answering.rows.file_rows[positions]
     return Trained(
         settings,
         certificates,

@@ -1,6 +1,6 @@
-"""The audit desk: measures a peer's scores for it, within limits. No I/O.
+"""The audit service: measures a peer's scores for it, within limits. No I/O.
 
-A leak AUC of scores that the peer chooses is an answer about the labels. Therefore the desk is
+A leak AUC of scores that the peer chooses is an answer about the labels. Therefore the service is
 closed unless the contract and this party's own settings open it, and then answers about all
 training examples at once, at least ``MIN_EXAMPLES`` of each class, once per attack, layer and
 epoch, for a few layers, with two digits. If there were only one positive among 20,000 rows, four
@@ -10,10 +10,10 @@ single answer at the edge between two figures. Answers are counted for good; non
 With more than two classes the answer is the leak AUC of the best-separated pair among the classes
 that have ``MIN_EXAMPLES`` training examples each; scores of the other classes change nothing.
 
-The desk does not check whether the scores are those of the attack on the gradients that were sent.
-The active party knows neither the gradients of layers before the cut nor which batches the peer had
-time to measure, and its own figures at the cut would differ from the peer's in their last bits: a
-tolerance for those would leave room for other scores.
+The service does not check whether the scores are those of the attack on the gradients that were
+sent. The active party knows neither the gradients of layers before the cut nor which batches the
+peer had time to measure, and its own figures at the cut would differ from the peer's in their last
+bits: a tolerance for those would leave room for other scores.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ _LAYER_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 """Names that can be printed unchanged in a report and on a terminal."""
 
 
-class AuditDesk:
+class AuditService:
     """Keeps count of the questions of one run."""
 
     def __init__(self, *, is_open: bool, asker: int = 0) -> None:

@@ -25,14 +25,17 @@ from torch import Tensor
 from splitveil.active_party.defenses.interface import LeakCharge
 from splitveil.active_party.ledger.bounds import (
     ALL_CAVEATS,
+    NOTHING,
     Caveats,
     Divergences,
+    KnownBounds,
     LeakBounds,
     bounds_of,
     caveats_of,
+    compose,
     known_of_entry,
+    where_charged,
 )
-from splitveil.active_party.ledger.known_bounds import NOTHING, KnownBounds, compose, where_charged
 from splitveil.common.record.answer_log import ChargedAnswer
 from splitveil.common.run.sample_order import Positions
 

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from splitveil.active_party.defenses import DefenseContext, DefenseSettings
 from splitveil.active_party.defenses.gaussian_dp import mu_of_leak_auc
-from splitveil.active_party.defenses.projected.outlook import outlook
+from splitveil.active_party.defenses.projected.label_utility import outlook
 from splitveil.active_party.ledger.label_signals import LabelUses, label_signals
 from splitveil.active_party.report.run_files import RunFiles, num_classes
 from splitveil.common.privacy.covers import Covers

@@ -12,7 +12,7 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from splitveil.active_party.defenses.gaussian_dp import mu_of_leak_auc
-from splitveil.active_party.defenses.projected.outlook import outlook
+from splitveil.active_party.defenses.projected.label_utility import outlook
 from splitveil.common.data.ids import Allowed
 from splitveil.common.data.label_columns import others_in_words
 from splitveil.common.data.source_settings import not_expanded

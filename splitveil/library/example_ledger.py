@@ -21,9 +21,9 @@ from splitveil.active_party.ledger.account_book import (
     open_book,
 )
 from splitveil.active_party.ledger.bounds import LeakBounds, covers, widest_covered
-from splitveil.active_party.ledger.known_bounds import auc_bound
+from splitveil.active_party.ledger.bounds import auc_bound
 from splitveil.active_party.ledger.ledger import LeakLedger, logged
-from splitveil.active_party.ledger.limit import Limit
+from splitveil.active_party.ledger.budget import Limit
 from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.ids import canonical_ids, usable_ids
 from splitveil.common.privacy.covers import Covers

@@ -7,7 +7,7 @@ import torch
 
 from splitveil.active_party.defenses.gaussian_dp import mu_of_leak_auc
 from splitveil.active_party.defenses.projected.design import Design
-from splitveil.active_party.defenses.projected.outlook import outlook
+from splitveil.active_party.defenses.projected.label_utility import outlook
 from tests.defenses.test_projection import design_of, rows_of
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from splitveil.active_party.defenses.exact_auc import gaussian_auc
-from splitveil.active_party.ledger.released_targets import TARGETS, read_targets
+from splitveil.active_party.ledger.stored_labels import TARGETS, read_targets
 from splitveil.active_party.results import save_results
 from splitveil.active_party.trainer_builder import TrainerBuilder
 from splitveil.common.data.subjects import numbered, read_subjects

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from splitveil.active_party.commands.program import main
 from splitveil.active_party.defenses.gaussian_dp import mu_of_leak_auc
-from splitveil.active_party.defenses.projected.outlook import outlook
+from splitveil.active_party.defenses.projected.label_utility import outlook
 from splitveil.active_party.report import read_run, write_comparison, write_report
 from splitveil.active_party.report.decision import Decision, decide
 from splitveil.active_party.report.figures import finding_of

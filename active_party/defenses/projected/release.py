@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 
 from splitveil.active_party.defenses.noise import NoiseSource
-from splitveil.active_party.defenses.projected.design import Design
-from splitveil.active_party.defenses.projected.grid import BLOCK_ROWS
+from splitveil.active_party.defenses.projected.design import BLOCK_ROWS, Design
 
 
 class Release(NamedTuple):

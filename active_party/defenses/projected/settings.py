@@ -43,8 +43,8 @@ from splitveil.active_party.defenses.interface import (
     DefenseContext,
     LeakCharge,
 )
-from splitveil.active_party.defenses.projected.outlook import outlook
-from splitveil.active_party.defenses.projected_stages import (
+from splitveil.active_party.defenses.projected.label_utility import outlook
+from splitveil.active_party.defenses.projected.stages import (
     ProjectedLabels,
     StagePlan,
     stage_epochs,

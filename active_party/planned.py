@@ -179,7 +179,7 @@ def plan_of(
     context = settings.defense_context(pos_fraction)
     signals = signals_of(settings)
     forecast = _narrowed(settings.defense.forecast(context), widest_adversary(signals))
-    teaches = settings.defense.outlook(context, training_rows)
+    teaches = settings.defense.utility_in_words(context, training_rows)
     said = [*([teaches] if teaches else []), *(signal.why for signal in signals)]
     book = settings.earlier_answers() if earlier is None else earlier
     of_run = tuple(_answers(forecast, contract.epochs))

@@ -62,7 +62,7 @@ class _Spread(NamedTuple):
     power: float
 
 
-class _Noise(NamedTuple):
+class _NoiseSplit(NamedTuple):
     """A point of the search: the noise of A and B, and the differences in the terms of sumKL."""
 
     across_a: float
@@ -239,11 +239,11 @@ def _check(pos_fraction: float, cut_dim: int, **variances: float) -> None:
         raise ValueError(f"cut_dim must be at least 1, got {cut_dim}")
 
 
-def _best_noise(spread: _Spread) -> _Noise:
+def _best_noise(spread: _Spread) -> _NoiseSplit:
     var_a, var_b, gap, across_dim, frac_a, _, power = spread
     variance_gap = var_b - var_a
     if power == 0 or (gap == 0 and variance_gap == 0):
-        return _Noise(0.0, 0.0, 0.0, variance_gap, -variance_gap)
+        return _NoiseSplit(0.0, 0.0, 0.0, variance_gap, -variance_gap)
     highest = min(variance_gap, power / (frac_a * (across_dim + 1)))
     if across_dim == 0 or highest == 0:
         return _split_along(spread, 0.0, variance_gap)
@@ -340,7 +340,7 @@ def _difference_across(spread: _Spread, across: float) -> float:
     return var_b * excess / math.sqrt(1 + excess) / (1 + math.sqrt(1 + excess))
 
 
-def _split_along(spread: _Spread, across: float, across_difference: float) -> _Noise:
+def _split_along(spread: _Spread, across: float, across_difference: float) -> _NoiseSplit:
     """Divide the power that remains after the noise across the gap between the two classes."""
     var_a, var_b, _, across_dim, frac_a, frac_b, power = spread
     left = max(power - frac_a * across_dim * across, 0.0)
@@ -352,11 +352,13 @@ def _split_along(spread: _Spread, across: float, across_difference: float) -> _N
     else:
         x = total / (frac_a + frac_b * ratio)
         difference = -x * _ratio_excess(spread, total, ratio)
-        return _Noise(across, along_a, along_b, across_difference, difference)
-    return _Noise(across, along_a, along_b, across_difference, along_a - along_b + var_a - var_b)
+        return _NoiseSplit(across, along_a, along_b, across_difference, difference)
+    return _NoiseSplit(
+        across, along_a, along_b, across_difference, along_a - along_b + var_a - var_b
+    )
 
 
-def _divergence(spread: _Spread, noise: _Noise) -> float:
+def _divergence(spread: _Spread, noise: _NoiseSplit) -> float:
     """F/2 - d, as (d-1)/2 (s_B - z)^2/(s_B z) + (X - Y)^2/(2 X Y) + c/2 (1/X + 1/Y)."""
     var_a, var_b, gap, across_dim, *_ = spread
     z = var_a + noise.across_a

@@ -144,13 +144,13 @@ class RunLedger:
     def __init__(self, begun: LeakLedger) -> None:
         self.course = begun
         """Accounts of the answers on the run's course so far, the same in every such run."""
-        self.told = begun
+        self.total = begun
         """Accounts of all answers ever given; the same object while there are no others."""
 
     @property
     def is_behind(self) -> bool:
         """Whether answers were given beyond the run's present position."""
-        return self.told is not self.course
+        return self.total is not self.course
 
     def enter(self, positions: Positions, charge: ChargedAnswer) -> None:
         """Charge one answer, before it leaves; a run that is behind has given it before."""
@@ -158,14 +158,14 @@ class RunLedger:
 
     def catch_up(self) -> None:
         """Note that the run has reached the end of all answers ever given."""
-        self.course = self.told
+        self.course = self.total
 
     def go_back(self, course: Mapping[str, Tensor]) -> None:
         """Take the accounts of a checkpoint as those of the course so far; no charge is lost.
 
         Raises ValueError if they are not of a ledger of as many examples.
         """
-        self.course = _loaded(course, len(self.told))
+        self.course = _loaded(course, len(self.total))
 
     def reopen(
         self, state: Mapping[str, Any], since: Iterable[tuple[Positions, ChargedAnswer]]
@@ -175,16 +175,16 @@ class RunLedger:
         They are those of the newest checkpoint, and the answers that were given since. Raises
         ValueError as ``go_back``.
         """
-        told = state["course"] if state["told"] is None else state["told"]
-        self.told = _loaded(told, len(self.told))
+        total = state["course"] if state["total"] is None else state["total"]
+        self.total = _loaded(total, len(self.total))
         for positions, charge in since:
-            self.told.enter(positions, charge)
+            self.total.enter(positions, charge)
         self.go_back(state["course"])
 
     def state_dict(self) -> dict[str, Any]:
         """Return both ledgers, for a checkpoint."""
-        told = self.told.state_dict() if self.is_behind else None
-        return {"course": self.course.state_dict(), "told": told}
+        total = self.total.state_dict() if self.is_behind else None
+        return {"course": self.course.state_dict(), "total": total}
 
 
 def _loaded(state: Mapping[str, Tensor], num_examples: int) -> LeakLedger:
@@ -235,34 +235,34 @@ class LeakBudget:
             positions: positions of the training rows that it is about.
             entry: the charge of each of them, as ``entry_of`` returns it.
             what: names it in the refusal.
-            is_repeated: whether this very answer has left before, so that it tells nothing new.
+            is_repeated: whether this very answer has left before, so that it reveals nothing new.
             log: writes the answer to the log of answers. Called once the answer is known to fit;
                 if it fails, nothing is charged.
 
         Raises:
             BudgetExhausted: the answer would take an example past the limit; nothing is charged.
         """
-        limit, told = self._allowance.limit, self.accounts.told
+        limit, total = self._allowance.limit, self.accounts.total
         if limit is not None and len(positions):
-            reached = told.exposure(positions) if is_repeated else told.after(positions, entry)
+            reached = total.exposure(positions) if is_repeated else total.after(positions, entry)
             objection = limit.objection(reached)
             if objection is not None:
                 raise BudgetExhausted(f"run_budget: {what} {objection}")
         log()
         self.accounts.enter(positions, entry)
 
-    def told(self) -> LeakBounds:
-        """Bound what all answers ever given may have told about the training examples."""
-        return self.accounts.told.bounds(self._rows.splits["train"])
+    def bounds(self) -> LeakBounds:
+        """Bound what all answers ever given may have revealed about the training examples."""
+        return self.accounts.total.bounds(self._rows.splits["train"])
 
-    def told_on_course(self) -> LeakBounds:
-        """Bound what the answers up to the run's present position may have told."""
+    def bounds_on_course(self) -> LeakBounds:
+        """Bound what the answers up to the run's present position may have revealed."""
         return self.accounts.course.bounds(self._rows.splits["train"])
 
     def account_book(self) -> AccountBook:
         """Return the accounts of this run and the runs before it, by example."""
-        told = self.accounts.told
-        return self._allowance.earlier.closed(self._ids_in_order(), told, self._persons)
+        total, persons = self.accounts.total, self._persons
+        return self._allowance.earlier.closed(self._ids_in_order(), total, persons)
 
     def sharing_accounts(self, positions: Positions) -> Positions:
         """Return the positions of all rows of the persons whom some rows are about, ascending."""

@@ -24,10 +24,10 @@ def ledger_figures(bounds: LeakBounds) -> LedgerFigures:
     return LedgerFigures(sum_kl, estimate, anybody, honest, class_means, bounds.epsilon)
 
 
-def peer_bounds(bounds: LeakBounds) -> tuple[summary.PeerBound, ...]:
+def peer_bounds(bounds: LeakBounds) -> tuple[summary.AdversaryBound, ...]:
     """Return the bounds of the most exposed example as a run's summary holds them."""
     return tuple(
-        summary.PeerBound(peers, bounds.against(peers).leak_auc.max, bounds.against(peers).mu)
+        summary.AdversaryBound(peers, bounds.against(peers).leak_auc.max, bounds.against(peers).mu)
         for peers in Covers
     )
 

@@ -359,7 +359,7 @@ class ActiveSession:
     def leak_bounds(self) -> LeakBounds:
         """Bound what all answers that were given may have told about the training examples."""
         with self._rendezvous:
-            return self.answering.budget.told()
+            return self.answering.budget.bounds()
 
     # ---- ending ----
 

@@ -20,10 +20,9 @@ from splitveil.active_party.ledger.account_book import (
     names_of,
     open_book,
 )
-from splitveil.active_party.ledger.bounds import LeakBounds, covers, widest_covered
-from splitveil.active_party.ledger.bounds import auc_bound
-from splitveil.active_party.ledger.ledger import LeakLedger, logged
+from splitveil.active_party.ledger.bounds import LeakBounds, auc_bound, covers, widest_covered
 from splitveil.active_party.ledger.budget import Limit
+from splitveil.active_party.ledger.ledger import LeakLedger, logged
 from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.ids import canonical_ids, usable_ids
 from splitveil.common.privacy.covers import Covers

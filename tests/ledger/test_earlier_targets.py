@@ -75,7 +75,7 @@ def test_only_new_rows_are_charged_and_known_rows_keep_their_targets(example: Pa
     assert torch.equal(targets[training][is_known], expected[is_known])
 
     # Known rows have what the first run told of them, mu^2 = 1, and new ones what this run told.
-    accounts = later.session.answering.budget.accounts.told
+    accounts = later.session.answering.budget.accounts.total
     charged = np.array([accounts.bounds(np.array([at])).sum_kl.max for at in training.tolist()])
     np.testing.assert_allclose(charged, 1.0, rtol=1e-12)
     assert later.active.earlier is not None

@@ -36,11 +36,11 @@ from splitveil.common.record.run_record import (
 )
 from splitveil.common.record.summary import (
     ActiveFigures,
+    AdversaryBound,
     AuditedFigures,
     EarlierAnswers,
     GateFigures,
     ModelFigures,
-    PeerBound,
     RunCounts,
     Summary,
 )
@@ -297,9 +297,9 @@ SUMMARIES: Mapping[str, tuple[Summary, dict[str, Any]]] = {
                 defense=DEFENSE,
                 ledger=BOUNDS,
                 bounds=(
-                    PeerBound(Covers.ANYBODY, 1.0, None),
-                    PeerBound(Covers.HONEST_BUT_CURIOUS, 0.8125, None),
-                    PeerBound(Covers.CLASS_MEANS, 0.75, 0.5),
+                    AdversaryBound(Covers.ANYBODY, 1.0, None),
+                    AdversaryBound(Covers.HONEST_BUT_CURIOUS, 0.8125, None),
+                    AdversaryBound(Covers.CLASS_MEANS, 0.75, 0.5),
                 ),
                 audits_answered=3,
                 refused_messages={"too-large": 1},

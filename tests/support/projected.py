@@ -123,7 +123,7 @@ def outcome(parties: Parties) -> Outcome:
         tensors,
         parties.active.evaluations[-2:],
         session.leak_bounds(),
-        session.answering.budget.told_on_course(),
+        session.answering.budget.bounds_on_course(),
     )
 
 

@@ -4,7 +4,7 @@ An answer is charged the divergence of the pair of classes that it leaves furthe
 as if the classes had zero spread, see ``gaps``. Until every class has been seen, the answer is
 noise without signal.
 
-The noise is placed by square-root water-filling (see ``multi_class``). All classes get the same
+The noise is placed by square-root water-filling (below). All classes get the same
 weight, and their spread does not get credit:
 
 - With the batch's shares as weights, the gap of a rare class would get little noise; its pair would
@@ -17,7 +17,7 @@ It has to cover up to K - 1 directions: of K classes the worst pair is left betw
 (K - 1)(1 + sqrt(K - 1))/(2 s), and (K - 1)/s where all are equally far apart; for K = 2 all three
 are 1/s. The other strengths bound what is left of the worst pair, and meet it exactly.
 
-The shared noise covariance that separates C classes the least (square-root water-filling).
+Square-root water-filling finds the shared noise covariance that separates C classes the least.
 
 The classes' gradients are modelled as N(m_k, w I) with priors q_k. All get the same noise, so that
 its covariance reveals nothing; the total covariance is S = w I + noise. With m the mean of the m_k,
@@ -52,10 +52,10 @@ from splitveil.active_party.defenses.interface import (
     LeakCharge,
     RawBatch,
     RememberingDefense,
+    noise_alone,
     release,
 )
 from splitveil.active_party.defenses.noise import NoiseSource
-from splitveil.active_party.defenses.row_noise import noise_alone
 from splitveil.active_party.defenses.rows import as_classes, as_rows
 from splitveil.active_party.defenses.strength import PowerRatio, Strength, allowed_sum_kl
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
@@ -154,11 +154,8 @@ def solve_shared_noise(
 ) -> SharedNoise:
     """Find the noise of the given power that separates the classes the least.
 
-    Args:
-        class_means: (classes, cut_dim).
-        priors: share of each class, (classes,), not negative, summing to one.
-        residual_variance: variance within the classes per coordinate (w).
-        noise_power: expected squared noise norm per example (P).
+    Means are (classes, cut_dim), priors the share of each class, (classes,). The residual variance
+    is that within the classes per coordinate (w), the power the expected squared noise norm (P).
     """
     priors = priors.double() / priors.double().sum()
     largest = float(class_means.abs().max())

@@ -82,22 +82,14 @@ def solve_noise(
 ) -> NoiseSolution:
     """Find the noise of the given power that leaves the least symmetrised divergence.
 
-    Args:
-        neg_variance: variance of the negatives' gradients per coordinate (u).
-        pos_variance: variance of the positives' gradients per coordinate (v).
-        gap_squared: squared distance of the class means (c).
-        cut_dim: width of the cut layer (d).
-        pos_fraction: share of positives (p), above 0 and below 1.
-        noise_power: mean expected squared noise norm per example (P).
+    Variances (u, v) are per coordinate, ``gap_squared`` is the squared distance of the class means
+    (c), ``cut_dim`` the width of the cut layer (d), ``pos_fraction`` the share of positives (p),
+    ``noise_power`` the mean expected squared noise norm per example (P).
 
-    Returns:
-        The solution. ``along`` is the total noise variance in the direction of the gap, ``across``
-        the variance in each other direction (0 where there is none). ``sum_kl`` is infinite where
-        the classes differ and one of them has neither spread nor noise. Classes that do not differ
-        at all do not need noise and do not get any, at any power.
-
-    Raises:
-        ValueError: an argument is outside its range.
+    ``along`` is the total noise variance in the direction of the gap, ``across`` the variance in
+    each other direction (0 where there is none). ``sum_kl`` is infinite where the classes differ
+    and one of them has neither spread nor noise. Classes that do not differ at all get no noise, at
+    any power. Raises ValueError if an argument is outside its range.
     """
     _check(
         pos_fraction,
@@ -302,11 +294,9 @@ def _log_slope(spread: _Spread) -> Callable[[float], float]:
 
 
 def _unclamped(spread: _Spread, left: float) -> tuple[float, float, float, float]:
-    """Split the power ``left`` along the gap as if variances could be negative.
+    """Split the power ``left`` along the gap as if variances could be negative: E, l1A, l1B, C.
 
-    Returns:
-        E, l1A, l1B and C. Both variances are written so that a small noise on a wide spread does
-        not drown in rounding.
+    Both variances are written so that a small noise on a wide spread does not drown in rounding.
     """
     var_a, var_b, gap, _, frac_a, frac_b, _ = spread
     total = left + frac_a * var_a + frac_b * var_b

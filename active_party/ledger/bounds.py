@@ -9,10 +9,10 @@ Two figures follow from the divergence K of all answers about an example:
 
 Where all answers together are one Gaussian mechanism, mu^2 = K, the estimate is exact, and so the
 bound is the same number: Phi(mu / sqrt 2) (Dong, Roth and Su 2022, "Gaussian differential privacy",
-theorem 3 and corollary 2). For noisy labels of other kinds ``known_bounds`` has bounds of their
-own, down to the exact AUC of a label that was drawn once; the smallest one counts, and caps the
-estimate. A bound holds for the peers whom every charge of the account describes, and for no others:
-for them it is 1.
+theorem 3 and corollary 2). For noisy labels of other kinds there are bounds of their
+own (below), down to the exact AUC of a label that was drawn once; the smallest one counts, and caps
+the estimate. A bound holds for the peers whom every charge of the account describes; for all others
+it is 1.
 
 What is known of accounts besides their divergence, from which smaller bounds follow.
 
@@ -66,14 +66,7 @@ OF_ANY_KIND: KnownBounds = np.array([1.0, math.inf, math.inf])
 def known_of(
     sum_kl: float, epsilon: float, leak_auc: float = 1.0, mu: float = math.inf
 ) -> KnownBounds:
-    """Return what is known of one release, (3,).
-
-    Args:
-        sum_kl: its divergence.
-        epsilon: its label differential privacy; infinite for none.
-        leak_auc: AUC that no score of it passes; 1 if none is known.
-        mu: of a Gaussian mechanism that reveals no less; infinite if none is known.
-    """
+    """Return what is known of one release, (3,); mu as in `LeakCharge.dominating_mu`."""
     if sum_kl == 0:
         return NOTHING
     if not math.isfinite(sum_kl):
@@ -101,12 +94,7 @@ def where_charged(charged: npt.NDArray[np.bool_], known: KnownBounds) -> KnownBo
 
 
 def auc_bound(sum_kl: float, known: KnownBounds) -> float:
-    """Return the AUC that no score of one account passes.
-
-    Args:
-        sum_kl: the account's divergence.
-        known: of the account, (3,).
-    """
+    """Return the AUC that no score of one account passes, of which ``known``, (3,), is known."""
     leak_auc, epsilon, excess = map(float, known)
     return min(
         leak_auc, leak_auc_bound(sum_kl), estimated_auc(sum_kl + excess), auc_of_epsilon(epsilon)
@@ -235,13 +223,9 @@ def known_of_entry(entry: ChargedAnswer) -> KnownBounds:
 def bounds_of(
     sums: Divergences, caveats: Caveats, known: KnownBounds, epsilon: float
 ) -> LeakBounds:
-    """Return the bounds on what some examples' answers revealed.
+    """Return the bounds on what some examples' answers revealed, at least one.
 
-    Args:
-        sums: each example's divergence, (examples,), not empty; left in another order.
-        caveats: what does not hold of each, (examples,).
-        known: what else is known of each, (3, examples).
-        epsilon: label differential privacy of all answers together; infinite for none.
+    The divergences are left in another order. Epsilon is that of all answers together.
     """
     groups = list(_groups(sums, caveats, known))
     largest, mean = float(sums.max()), float(sums.mean())

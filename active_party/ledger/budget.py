@@ -11,7 +11,7 @@ The limit to what a run may reveal, and for which peers it has to hold.
 
 A limit in divergences is the same for every account. A limit in AUCs allows an account the larger
 a divergence, the more is known of it: its exact figure where all its charges are a Gaussian
-mechanism, and any divergence where another bound (``known_bounds``) is within the limit.
+mechanism, and any divergence where another bound (see ``bounds``) is within the limit.
 """
 
 import math
@@ -107,12 +107,9 @@ def _in_words(sum_kl: float, leak_auc: float) -> str:
 
 
 def num_answers_within(max_sum_kl: float, charge: float) -> float:
-    """Return the number of answers of equal charge that a budget pays for; infinite for no charge.
+    """Return the number of answers of equal charge that the rest of a budget pays for.
 
-    Args:
-        max_sum_kl: the rest of the budget; a negative rest pays for no answer, an infinite one for
-            all of them.
-        charge: divergence that each answer adds.
+    A negative rest pays for no answer; an infinite one, or no charge, for all of them.
     """
     if charge == 0 or max_sum_kl == math.inf:
         return math.inf
@@ -231,16 +228,10 @@ class LeakBudget:
     ) -> None:
         """Charge an answer or a release that is about to be given, or refuse it.
 
-        Args:
-            positions: positions of the training rows that it is about.
-            entry: the charge of each of them, as ``entry_of`` returns it.
-            what: names it in the refusal.
-            is_repeated: whether this very answer has left before, so that it reveals nothing new.
-            log: writes the answer to the log of answers. Called once the answer is known to fit;
-                if it fails, nothing is charged.
-
-        Raises:
-            BudgetExhausted: the answer would take an example past the limit; nothing is charged.
+        ``entry`` is the charge of each of these training rows, ``what`` names it in the refusal.
+        ``is_repeated`` says that this very answer has left before, so that it reveals nothing new.
+        ``log`` writes it to the log of answers once it is known to fit; if that fails, nothing is
+        charged. Raises BudgetExhausted if it would take an example past the limit.
         """
         limit, total = self._allowance.limit, self.accounts.total
         if limit is not None and len(positions):

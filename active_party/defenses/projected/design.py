@@ -7,7 +7,8 @@ Phi^T Phi; of large tables, that of a sample of rows), and h_i = |U_i|^2 a row's
     A_i = U_i / sqrt(max(h_i, r / 10 N))
 
 Almost every row of A has norm 1, so that every label is charged the same and none for nothing
-(row-wise weighting in the matrix mechanism of Li et al., PODS 2010). `grid` makes the bound exact.
+(row-wise weighting in the matrix mechanism of Li et al., PODS 2010). Weights as
+integers make the bound exact (below).
 
 The leading directions of a stage's columns are much the same as those of the stage before.
 Releasing them again only averages noise away, where another direction would say something new. So
@@ -42,7 +43,7 @@ of many rows are held to sum_i |A_i| <= 1 instead, which is less and takes no pa
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,16 +64,6 @@ _JUST_ABOVE_1 = 1 + 2.0**-20
 
 _SHRINK = 1 - 2.0**-10
 """Factor below what is needed, so that rounding rarely makes another round necessary."""
-
-
-class GridWeights(NamedTuple):
-    """Weights of rows on a grid; the bound of every row or subject is at most 1, exactly."""
-
-    steps: Tensor
-    """(N, r) int16."""
-
-    unit: float
-    """Value of one step, a power of 2."""
 
 
 SquaredBound = Callable[[Tensor], Tensor]
@@ -99,10 +90,11 @@ class BoundedWeights:
             self._weights[start : start + len(block)] = kept
             start += len(block)
 
-    def finish(self) -> GridWeights:
+    def finish(self) -> tuple[Tensor, float]:
+        """Return the weights in steps, (N, r) int16, and a step's value, a power of 2."""
         unit = 2.0**-_BITS
         if self._subjects is None:
-            return GridWeights(self._weights, unit)
+            return self._weights, unit
         self._weights /= torch.linalg.vector_norm(self._weights, dim=1, keepdim=True).clamp_min(1.0)
         for rows, bound in _groups(self._subjects):
             squared = bound(self._weights[rows].double()).clamp_min(1.0)
@@ -116,7 +108,7 @@ class BoundedWeights:
             into.copy_(_rounded(block, unit))
         for rows, bound in _groups(self._subjects):
             steps[rows] = _shrunk(steps[rows], bound, unit)
-        return GridWeights(steps, unit)
+        return steps, unit
 
 
 def _rounded(rows: Tensor, unit: float) -> Tensor:
@@ -230,37 +222,15 @@ class ReleasedStages(NamedTuple):
         """Return A of some rows, (rows, R) float32."""
         return torch.cat([one.steps[rows].float() * one.unit for one in self.designs], dim=1)
 
-
-class _Explained:
-    """The part of columns that earlier stages have stages.
-
-    Args:
-        told: the stages.
-        coefficients: C, (R, columns) float32.
-    """
-
-    def __init__(self, stages: ReleasedStages, coefficients: Tensor) -> None:
-        self._stages = stages
-        self._coefficients = coefficients
-
-    @classmethod
-    def of_sample(cls, stages: ReleasedStages, columns: Tensor, stride: int) -> Self:
-        """Estimate C from Phi of every ``stride``-th row from the first on, (rows, m) float32."""
+    def coefficients(self, columns: Tensor, stride: int) -> Tensor:
+        """Estimate C, (R, m) float32, from Phi of every ``stride``-th row from the first on."""
         noise = [
             torch.full((one.rank,), sigma**2 / _VARIANCE, dtype=torch.float64)
-            for one, sigma in zip(stages.designs, stages.sigmas, strict=True)
+            for one, sigma in zip(self.designs, self.sigmas, strict=True)
         ]
-        products = stride * (stages.weights(slice(None, None, stride)).T @ columns).double()
-        solved = torch.linalg.solve(stages.gram + torch.diag(torch.cat(noise)), products)
-        return cls(stages, solved.float())
-
-    def of(self, rows: slice) -> Tensor:
-        """Return A C of some rows, (rows, columns) float32."""
-        return self._stages.weights(rows) @ self._coefficients
-
-    def projected(self, basis: Tensor) -> Self:
-        """Return the same for the columns times a basis, (columns, r)."""
-        return type(self)(self._stages, self._coefficients @ basis)
+        products = stride * (self.weights(slice(None, None, stride)).T @ columns).double()
+        solved: Tensor = torch.linalg.solve(self.gram + torch.diag(torch.cat(noise)), products)
+        return solved.float()
 
 
 def design(
@@ -274,14 +244,9 @@ def design(
 ) -> Design:
     """Choose the weights of a stage.
 
-    Args:
-        chunks: the training rows; read twice.
-        num_rows: N.
-        rank: most columns of the design, >= 1.
-        subjects: (N,) int64, equal for rows that share one bound; None if every row has its own.
-        excluded: (N,) bool, rows that get weights of 0 and are charged nothing.
-        earlier: stages that were released before; None for the first.
-
+    The chunks are the training rows, and are read twice; the rank is the most columns. Subjects,
+    (N,) int64, are equal for rows that share one bound; None if every row has its own. Excluded
+    rows, (N,) bool, get weights of 0 and are charged nothing.
     """
     if rank < 1:
         raise ValueError(f"expected a rank of at least 1, got {rank}")
@@ -289,15 +254,16 @@ def design(
         if given is not None and given.shape != (num_rows,):
             raise ValueError(f"expected {name} of shape ({num_rows},), got {tuple(given.shape)}")
     included = torch.ones(num_rows) if excluded is None else (~excluded.cpu()).float()
-    sample = sample_of(chunks, num_rows)
-    columns = columns_of(sample.rows)
-    counted = included[:: sample.stride, None]
-    phi = columns.of(sample.rows).cpu() * counted
-    explained = None if earlier is None else _Explained.of_sample(earlier, phi, sample.stride)
-    if explained is not None:
-        phi -= explained.of(slice(None, None, sample.stride))
+    sample, stride = sample_of(chunks, num_rows)
+    columns = columns_of(sample)
+    counted = included[::stride, None]
+    phi = columns.of(sample).cpu() * counted
+    coefficients = torch.zeros(0, 0) if earlier is None else earlier.coefficients(phi, stride)
+    if earlier is not None:
+        phi -= earlier.weights(slice(None, None, stride)) @ coefficients
     basis = _basis((phi.T @ phi).double(), rank)
-    explained = None if explained is None else explained.projected(basis)
+    if earlier is not None:
+        coefficients = coefficients @ basis
     least = math.sqrt(_SMALLEST_SHARE * basis.shape[1] / max(1.0, float(counted.sum())))
     bounded = BoundedWeights(num_rows, basis.shape[1], subjects)
     norms = torch.empty(num_rows)
@@ -305,8 +271,8 @@ def design(
     for chunk in chunks():
         rows = columns.of(chunk).cpu() @ basis
         rows *= included[start : start + len(rows), None]
-        if explained is not None:
-            rows -= explained.of(slice(start, start + len(rows)))
+        if earlier is not None:
+            rows -= earlier.weights(slice(start, start + len(rows))) @ coefficients
         norm = torch.linalg.vector_norm(rows, dim=1)
         norms[start : start + len(rows)] = norm
         bounded.add(start, rows.div_(norm.clamp_min(least)[:, None]))
@@ -317,7 +283,7 @@ def design(
 def stage_shares(num_stages: int) -> list[float]:
     """Return the share of mu^2 that each stage takes, falling as 1, 1/2, 1/3 and so on.
 
-    The first stages have the most to tell: later ones correct a model that has learned the larger
+    The first stages say the most: later ones correct a model that has learned the larger
     part of what all of them say together, and their sums are combined with those before.
     """
     if num_stages < 1:

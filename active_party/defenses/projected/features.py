@@ -1,4 +1,4 @@
-"""Columns for the design: functions of a row that need no label.
+"""Facts about rows that no label enters, and the columns for the design that they make.
 
 A peer chooses its activations, and with them almost every column. So no column may turn into
 something that is not a number, and one huge row must not make all others equal: values are cut off
@@ -11,10 +11,8 @@ with J_i the slopes of a row's logit, d logit / d activation, and s_i = J_i . me
 what the bottom model sees. Slopes may be given for each of several classes, (rows, classes,
 cut_dim): then s has one column for each class, and there are neither J nor products.
 
-The activation of each row's last visit, and facts about rows that no label enters.
-
-The facts are computed from these activations, the active party's own features and the top model as
-it is; no label enters them as long as the top model has seen none.
+The facts are computed from the activation of each row's last visit, the active party's own features
+and the top model as it is; no label enters them as long as the top model has seen none.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -92,15 +90,8 @@ class Columns(NamedTuple):
         return torch.cat([scaled.new_ones(len(scaled), 1), scaled, products], dim=1)
 
 
-class Sample(NamedTuple):
-    """Rows at equal distances, from the first on."""
-
-    rows: RowChunk
-    stride: int
-
-
-def sample_of(chunks: Chunks, num_rows: int) -> Sample:
-    """Collect at most 65,536 rows at equal distances."""
+def sample_of(chunks: Chunks, num_rows: int) -> tuple[RowChunk, int]:
+    """Collect at most 65,536 rows at equal distances from the first on; return that distance."""
     stride = max(1, -(-num_rows // _SAMPLE_ROWS))
     kept: list[RowChunk] = []
     start = 0
@@ -111,7 +102,7 @@ def sample_of(chunks: Chunks, num_rows: int) -> Sample:
     if start != num_rows or num_rows < 1:
         raise ValueError(f"expected chunks of {num_rows} rows, at least 1, got {start}")
     together = [_joined(parts) for parts in zip(*kept, strict=True)]
-    return Sample(RowChunk(*together), stride)  # type: ignore[arg-type]
+    return RowChunk(*together), stride  # type: ignore[arg-type]
 
 
 def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:

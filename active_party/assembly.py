@@ -13,7 +13,7 @@ from splitveil.active_party.ledger.label_signals import (
     objection_to,
     widest_adversary,
 )
-from splitveil.active_party.ledger.released_targets import SETTING, ReleasedTargets, read_targets
+from splitveil.active_party.ledger.stored_labels import SETTING, ReleasedTargets, read_targets
 from splitveil.active_party.run.observer import SessionObserver
 from splitveil.active_party.run.preparation import OwnRows, OwnRules
 from splitveil.active_party.run.session import ActiveSession

@@ -21,7 +21,7 @@ from splitveil.active_party.ledger.account_book import (
     check_id_rules,
     open_book,
 )
-from splitveil.active_party.ledger.known_bounds import auc_bound
+from splitveil.active_party.ledger.bounds import auc_bound
 from splitveil.active_party.run.observer import Unobserved
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.trainer_builder import TrainerBuilder

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from splitveil.active_party.ledger.account_book import LEDGER
-from splitveil.active_party.ledger.released_targets import TARGETS, targets_by_id
+from splitveil.active_party.ledger.stored_labels import TARGETS, targets_by_id
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings

@@ -8,8 +8,8 @@ from pydantic import Field, Tag, model_validator
 from splitveil.active_party.defenses import DefenseContext, DefenseSettings
 from splitveil.active_party.defenses.section import WeightUses, refusal_of_weights
 from splitveil.active_party.ledger.account_book import SETTING, AccountBook, open_books
+from splitveil.active_party.ledger.budget import Limit
 from splitveil.active_party.ledger.label_signals import LabelUses, label_signals, objection_to
-from splitveil.active_party.ledger.limit import Limit
 from splitveil.common.data.source_settings import expand_path
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.settings import ModelSettings

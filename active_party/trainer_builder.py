@@ -10,7 +10,9 @@ from splitveil.active_party.defenses import AnswerKeys, Examples, NoiseSecrets
 from splitveil.active_party.defenses.example_keys import GRADIENT_NOISE, example_keys, key_name
 from splitveil.active_party.defenses.objective import Objective, TopModel
 from splitveil.active_party.ledger.account_book import persons_of
-from splitveil.active_party.ledger.used_labels import labels_first_used
+from splitveil.active_party.ledger.stored_labels import (
+    labels_first_used,
+)
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.label_kinds import LabelKind, OrdinaryObjective, kind_of
 from splitveil.active_party.training.predictions import LossWeights

@@ -28,10 +28,10 @@ def ledger_figures(bounds: LeakBounds) -> LedgerFigures:
     return LedgerFigures(sum_kl, estimate, anybody, honest, class_means, bounds.epsilon)
 
 
-def peer_bounds(bounds: LeakBounds) -> tuple[summary.BoundFigures, ...]:
+def peer_bounds(bounds: LeakBounds) -> tuple[summary.AdversaryBound, ...]:
     """Return the bounds of the most exposed example as a run's summary holds them."""
     return tuple(
-        summary.BoundFigures(peers, bounds.against(peers).leak_auc.max, bounds.against(peers).mu)
+        summary.AdversaryBound(peers, bounds.against(peers).leak_auc.max, bounds.against(peers).mu)
         for peers in Adversary
     )
 

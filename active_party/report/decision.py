@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from splitveil.active_party.defenses.projected.outlook import share_of_variance
+from splitveil.active_party.defenses.projected.label_utility import share_of_variance
 from splitveil.active_party.report.beyond import beyond_of, contradictions
 from splitveil.active_party.report.bounds import bounds_of, guarantee_of
 from splitveil.active_party.report.figures import WITHOUT_GRADIENTS, Finding, strongest

@@ -214,7 +214,7 @@ class Lifecycle:
             self.observer.load_state_dict(state["observer"])
         self.observer.on_audits_answered(answering.audits_answered)
         if answering.budget.accounts.is_behind:
-            self.observer.on_answers_ahead(answering.budget.told())
+            self.observer.on_answers_ahead(answering.budget.bounds())
         self.observer.on_resumed(answering.progress.epoch)
         self.stages.move_to(Stage.FINISHED if answering.progress.is_over else Stage.TRAINING)
 
@@ -284,7 +284,7 @@ class Lifecycle:
         return leak_auc
 
     def _report_ledger(self, epoch: int) -> None:
-        self.observer.on_ledger(epoch, self.answering.budget.told_on_course())
+        self.observer.on_ledger(epoch, self.answering.budget.bounds_on_course())
 
     # ---- ending ----
 
@@ -319,5 +319,5 @@ class Lifecycle:
 def _reported(observer: SessionObserver, setup: TrainingSetup, seed: bytes) -> TrainingSetup:
     observer.on_aligned(setup.rows, seed)
     if len(setup.budget.earlier):
-        observer.on_earlier_answers(setup.budget.num_charged(), setup.budget.told())
+        observer.on_earlier_answers(setup.budget.num_charged(), setup.budget.bounds())
     return setup

@@ -20,7 +20,7 @@ from splitveil.active_party.defenses import (
 )
 from splitveil.active_party.defenses.interface import LabelledRows, PendingRelease, StagedDefense
 from splitveil.active_party.defenses.objective import BatchLabels, Objective, StepOutcome
-from splitveil.active_party.training.cut_memory import CutMemory, LabelFreeFacts
+from splitveil.active_party.defenses.projected.features import CutMemory, LabelFreeFacts
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
 from splitveil.active_party.training.own_models import Fitting, KnownRows, refit_top
 from splitveil.active_party.training.predictions import (

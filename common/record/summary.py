@@ -97,7 +97,7 @@ class ModelFigures(Form):
         return written
 
 
-class BoundFigures(NamedTuple):
+class AdversaryBound(NamedTuple):
     """The bound on the leak of the whole run for one adversary class."""
 
     adversary: Adversary
@@ -132,7 +132,7 @@ class ActiveFigures(Form):
     defense: Object[Any] = field(default_factory=dict)
     ledger: Maybe[LedgerFigures] = None
     """The bounds on what all answers revealed; None before the first answer."""
-    bounds: Annotated[tuple[OnErrorOmit[BoundFigures], ...], BeforeValidator(as_list)] = ()
+    bounds: Annotated[tuple[OnErrorOmit[AdversaryBound], ...], BeforeValidator(as_list)] = ()
     """One for each adversary class, in their order; empty before the first answer."""
     audits_answered: Annotated[Count, IF_ANY] = None
     """None if audits are not allowed and none was answered."""

@@ -295,7 +295,7 @@ def _print(written: Written, role: str) -> None:
     for column in p.choices.left_out:
         say("left out", f"{column.name}: {column.why}")
     if p.defended is not None:
-        say("defense", f"projected_labels at {p.defended.leak_auc}. {p.outlook}")
+        say("defense", f"projected_labels at {p.defended.leak_auc}. {p.utility}")
     for path in written.files:
         say("written", str(path))
     own = next(path for path in written.files if path.name != "contract.yaml")

@@ -12,7 +12,7 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from splitveil.active_party.defenses.gaussian_dp import mu_of_leak_auc
-from splitveil.active_party.defenses.projected.outlook import outlook
+from splitveil.active_party.defenses.projected.label_utility import label_utility
 from splitveil.common.data.ids import Allowed
 from splitveil.common.data.label_columns import others_in_words
 from splitveil.common.data.source_settings import not_expanded
@@ -82,7 +82,7 @@ def defended(num_rows: int, rarest_share: float, num_classes: int) -> Defended:
     """
     training = max(round(TRAIN_SHARE * num_rows), 1)
     share = rarest_share if num_classes <= 2 else 1 / num_classes
-    found = outlook(training, share, mu_of_leak_auc(LEAK_AUC), RANK, num_classes)
+    found = label_utility(training, share, mu_of_leak_auc(LEAK_AUC), RANK, num_classes)
     return Defended(LEAK_AUC, found.share, found.half_at_rows)
 
 
@@ -172,7 +172,7 @@ class Proposal(NamedTuple):
         return f"{found}.{left_out}"
 
     @property
-    def outlook(self) -> str:
+    def utility(self) -> str:
         found = self.defended
         if found is None:
             return ""

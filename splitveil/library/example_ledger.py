@@ -20,10 +20,14 @@ from splitveil.active_party.ledger.account_book import (
     names_of,
     open_book,
 )
-from splitveil.active_party.ledger.bounds import LeakBounds, holds_against, strongest_adversary
-from splitveil.active_party.ledger.known_bounds import auc_bound
+from splitveil.active_party.ledger.bounds import (
+    LeakBounds,
+    auc_bound,
+    holds_against,
+    strongest_adversary,
+)
+from splitveil.active_party.ledger.budget import Limit
 from splitveil.active_party.ledger.ledger import LeakLedger, logged
-from splitveil.active_party.ledger.limit import Limit
 from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.ids import canonical_ids, usable_ids
 from splitveil.common.privacy.adversary import Adversary

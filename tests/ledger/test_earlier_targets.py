@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from splitveil.active_party.defenses.exact_auc import gaussian_auc
-from splitveil.active_party.ledger.released_targets import TARGETS, read_targets
+from splitveil.active_party.ledger.stored_labels import TARGETS, read_targets
 from splitveil.active_party.results import save_results
 from splitveil.active_party.trainer_builder import TrainerBuilder
 from splitveil.common.data.subjects import numbered, read_subjects
@@ -75,7 +75,7 @@ def test_only_new_rows_are_charged_and_known_rows_keep_their_targets(example: Pa
     assert torch.equal(targets[training][is_known], expected[is_known])
 
     # Known rows have what the first run told of them, mu^2 = 1, and new ones what this run told.
-    accounts = later.session.lifecycle.answering.budget.accounts.told
+    accounts = later.session.lifecycle.answering.budget.accounts.total
     charged = np.array([accounts.bounds(np.array([at])).sum_kl.max for at in training.tolist()])
     np.testing.assert_allclose(charged, 1.0, rtol=1e-12)
     assert later.active.earlier is not None

@@ -42,8 +42,8 @@ from splitveil.common.record.run_record import (
 )
 from splitveil.common.record.summary import (
     ActiveFigures,
+    AdversaryBound,
     AuditedFigures,
-    BoundFigures,
     EarlierAnswers,
     GateFigures,
     ModelFigures,
@@ -288,9 +288,9 @@ SUMMARIES: Mapping[str, tuple[Summary, dict[str, Any]]] = {
                 defense=DEFENSE,
                 ledger=BOUNDS,
                 bounds=(
-                    BoundFigures(Adversary.ANYBODY, 1.0, None),
-                    BoundFigures(Adversary.HONEST_BUT_CURIOUS, 0.8125, None),
-                    BoundFigures(Adversary.CLASS_MEANS, 0.75, 0.5),
+                    AdversaryBound(Adversary.ANYBODY, 1.0, None),
+                    AdversaryBound(Adversary.HONEST_BUT_CURIOUS, 0.8125, None),
+                    AdversaryBound(Adversary.CLASS_MEANS, 0.75, 0.5),
                 ),
                 audits_answered=3,
                 refused_messages={"too-large": 1},

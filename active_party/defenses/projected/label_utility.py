@@ -28,7 +28,7 @@ import math
 from typing import NamedTuple
 
 
-class Outlook(NamedTuple):
+class LabelUtility(NamedTuple):
     """What a run can learn from its labels at a bound."""
 
     rows: float
@@ -41,9 +41,9 @@ class Outlook(NamedTuple):
     """Number of rows, of the same share of positives, at which that share is one half."""
 
 
-def outlook(
+def label_utility(
     num_rows: int, pos_fraction: float, mu: float, rank: int, num_classes: int = 2
-) -> Outlook:
+) -> LabelUtility:
     """Forecast what a run can learn, from nothing but the settings and the size of the table.
 
     Args:
@@ -63,7 +63,7 @@ def outlook(
     moved = 1 if num_classes <= 2 else 2
     told = moved * min(rank, num_rows) / mu**2
     share = num_rows * sampling / (num_rows * sampling + told)
-    return Outlook(num_rows * share, share, math.ceil(moved * rank / mu**2 / sampling))
+    return LabelUtility(num_rows * share, share, math.ceil(moved * rank / mu**2 / sampling))
 
 
 def share_of_variance(variance: float) -> float:

@@ -43,8 +43,8 @@ from splitveil.active_party.defenses.interface import (
     DefenseContext,
     LeakCharge,
 )
-from splitveil.active_party.defenses.projected.outlook import outlook
-from splitveil.active_party.defenses.projected_stages import (
+from splitveil.active_party.defenses.projected.label_utility import label_utility
+from splitveil.active_party.defenses.projected.stages import (
     ProjectedLabels,
     StagePlan,
     stage_epochs,
@@ -180,12 +180,12 @@ class ProjectedLabelsDefense(SeededDefense):
         charge = exactly(LeakCharge(mu**2, adversary=Adversary.ANYBODY, is_gaussian=True))
         return Forecast({"persistent": charge}, "persistent", honesty)
 
-    def outlook(self, context: DefenseContext, training_rows: int, /) -> str:
+    def utility_in_words(self, context: DefenseContext, training_rows: int, /) -> str:
         share = 1 / context.num_classes if context.num_classes > 2 else context.pos_fraction
         if training_rows < 1 or not 0 < share < 1:
             return ""
         mu = self.strength.of_run
-        found = outlook(training_rows, share, mu, self.rank, context.num_classes)
+        found = label_utility(training_rows, share, mu, self.rank, context.num_classes)
         half = found.half_at_rows
         if context.is_number:
             of_positives = ""

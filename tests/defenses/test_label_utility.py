@@ -7,7 +7,7 @@ import torch
 
 from splitveil.active_party.defenses.gaussian_dp import mu_of_leak_auc
 from splitveil.active_party.defenses.projected.design import Design
-from splitveil.active_party.defenses.projected.outlook import outlook
+from splitveil.active_party.defenses.projected.label_utility import label_utility
 from tests.defenses.test_projection import design_of, rows_of
 
 
@@ -33,7 +33,7 @@ def test_the_noise_of_a_real_design_is_the_one_that_is_forecast(leak_auc: float)
     noise = noise_of(design_of(rows_of(num_rows), rank), mu)
     sampling = share * (1 - share)
     worth = num_rows * sampling / (sampling + noise)
-    forecast = outlook(num_rows, share, mu, rank).rows
+    forecast = label_utility(num_rows, share, mu, rank).rows
     added, expected = num_rows / worth - 1, num_rows / forecast - 1
     assert 0.75 < added / expected < 1.25
 
@@ -41,18 +41,18 @@ def test_the_noise_of_a_real_design_is_the_one_that_is_forecast(leak_auc: float)
 def test_half_of_the_worth_is_left_where_it_is_said_to_be() -> None:
     mu = mu_of_leak_auc(0.6)
     for share in (0.5, 0.01):
-        half = outlook(10_000, share, mu, 64).half_at_rows
-        assert outlook(half, share, mu, 64).share == pytest.approx(0.5, abs=1e-3)
+        half = label_utility(10_000, share, mu, 64).half_at_rows
+        assert label_utility(half, share, mu, 64).share == pytest.approx(0.5, abs=1e-3)
     assert half * 0.01 * 0.99 == pytest.approx(64 / mu**2, rel=1e-3)
 
 
 def test_more_rows_and_weaker_bounds_are_worth_more() -> None:
-    shares = [outlook(rows, 0.2, 0.36, 64).share for rows in (100, 1_000, 10_000, 10_000_000)]
+    shares = [label_utility(rows, 0.2, 0.36, 64).share for rows in (100, 1_000, 10_000, 10_000_000)]
     assert shares == sorted(shares)
     assert shares[-1] > 0.999
-    assert outlook(1_000, 0.2, 0.36, 64).share < outlook(1_000, 0.2, 1.2, 64).share
-    assert outlook(1_000, 0.2, 0.36, 64, 10).share < outlook(1_000, 0.2, 0.36, 64).share
-    assert outlook(5, 0.5, 100.0, 64).rows <= 5
+    assert label_utility(1_000, 0.2, 0.36, 64).share < label_utility(1_000, 0.2, 1.2, 64).share
+    assert label_utility(1_000, 0.2, 0.36, 64, 10).share < label_utility(1_000, 0.2, 0.36, 64).share
+    assert label_utility(5, 0.5, 100.0, 64).rows <= 5
 
 
 @pytest.mark.parametrize(
@@ -69,4 +69,4 @@ def test_more_rows_and_weaker_bounds_are_worth_more() -> None:
 )
 def test_sizes_that_do_not_exist_are_refused(rows: int, share: float, mu: float, rank: int) -> None:
     with pytest.raises(ValueError, match="expected rows"):
-        outlook(rows, share, mu, rank)
+        label_utility(rows, share, mu, rank)

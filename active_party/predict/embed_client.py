@@ -182,7 +182,7 @@ class _Translated:
         self._call.cancel()
 
 
-class _Waiting(NamedTuple):
+class _OpenRequest(NamedTuple):
     number: int
     num_ids: int
     since: float
@@ -206,7 +206,7 @@ class _Stream:
         self._read = read
         self._deadline_s = deadline_s
         self._number = 0
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: deque[_OpenRequest] = deque()
         self._lock = threading.Lock()
         self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._call = call(iter(self._outgoing.get, None))
@@ -221,7 +221,7 @@ class _Stream:
             if self.is_over:
                 raise self._lost
             number, self._number = self._number, self._number + 1
-            self._waiting.append(_Waiting(number, len(ids), time.monotonic(), answer))
+            self._waiting.append(_OpenRequest(number, len(ids), time.monotonic(), answer))
             self._outgoing.put(self._ask(number, ids))
         return answer
 

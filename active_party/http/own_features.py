@@ -1,6 +1,7 @@
 """Uses this party's own features: those that a program sends, and those of its table.
 
-Sent features are encoded as those of the party's file were; the fallback model predicts from either.
+Sent features are encoded as those of the party's file were; the fallback model predicts from
+either.
 """
 
 import logging

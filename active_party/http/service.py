@@ -98,7 +98,7 @@ class PeerWatch:
         except Exception as error:
             # Over a line that was dead for a while, the old connection would need as long again to
             # notice that it is back; a new one does not.
-            client.disconnect()
+            client.close()
             self._status.peers.lost(client.party)
             if isinstance(error, SplitveilError):
                 self._status.note_failed_call(error)

@@ -11,7 +11,6 @@ from splitveil.active_party.report.figures import ABSENT, Row, count, figure
 from splitveil.active_party.report.panels import Panel, figure_panel
 from splitveil.active_party.report.run_files import RunFiles, column, num_classes, test_lines
 from splitveil.active_party.report.svg import Line
-from splitveil.active_party.report.tables import Tile
 from splitveil.active_party.report.verdict import RECOVERED, WEAK_GUARANTEE, Level, Verdict
 from splitveil.common.data.label_range import ONE_NUMBER
 from splitveil.common.record.leak_figures import NumberBeyond, NumberLeak
@@ -53,59 +52,11 @@ def number_rows(run: RunFiles) -> Iterator[Row]:
     for attack, found in run.active.summary.of_leak.of_numbers.items():
         beyond, is_clear = (ABSENT, ABSENT), False
         if found.beyond is not None:
-            beyond = (figure(found.beyond.r2), _interval(found.beyond))
+            beyond = (figure(found.beyond.r2), interval(found.beyond))
             is_clear = found.beyond.is_clear
         others = map(figure, (found.r2, found.q95, found.last_epoch, found.random))
         needs = _NEEDS.get(attack, "not known here")
         yield Row((attack, needs, *beyond, *others, count(found.examples)), is_clear)
-
-
-def number_tiles(run: RunFiles) -> Iterator[Tile]:
-    """Yield the strongest attack beyond features, the model's figures, and the strongest of all."""
-    measured = run.active.summary.of_leak.of_numbers
-    beyond = _strongest_beyond(measured)
-    if beyond is not None:
-        attack, found = beyond
-        meaning = (
-            f"share that {attack} explains of the labels' variance which features leave; 95 % "
-            f"interval {_interval(found)}"
-        )
-        yield Tile("Measured beyond features", figure(found.r2), meaning)
-    model = run.active.summary.of_active.model
-    test = model.test_number
-    if test is not None:
-        constant = f"{test.constant_rmse:.4g}"
-        meaning = (
-            "root mean squared error of the joint model in the label's unit, on rows that it has "
-            f"not seen; predicting the mean of the training labels: {constant}"
-        )
-        if model.test_rmse_alone is not None:
-            meaning += f"; the active party alone: {model.test_rmse_alone:.4g}"
-        yield Tile("Test RMSE", f"{test.rmse:.4g}", meaning)
-        meaning = "share of the test labels' variance that the joint model explains"
-        yield Tile("Test R2", figure(test.r2), meaning)
-    if measured:
-        attack, strongest = _strongest(measured)
-        meaning = f"share of the labels' variance that {attack} explains by gradients"
-        yield Tile("Measured", figure(strongest.r2), meaning)
-
-
-def number_summary(run: RunFiles) -> Iterator[tuple[str, str]]:
-    """Yield the rows about the model, in the place of those about AUCs."""
-    model = run.active.summary.of_active.model
-    test = model.test_number
-    if test is None:
-        return
-    unit = "in the label's unit"
-    yield f"test RMSE, {unit}", f"{test.rmse:.6g}"
-    yield "test RMSE of the constant prediction", f"{test.constant_rmse:.6g}"
-    if model.test_rmse_refit is not None:
-        yield "test RMSE, refitted", f"{model.test_rmse_refit:.6g}"
-    if model.test_rmse_alone is not None:
-        yield "test RMSE, active party alone", f"{model.test_rmse_alone:.6g}"
-    yield f"test MAE, {unit}", f"{test.mae:.6g}"
-    yield "test MAE of the constant prediction", f"{test.constant_mae:.6g}"
-    yield "test R2", figure(test.r2, 4)
 
 
 def number_panels(run: RunFiles) -> list[Panel]:
@@ -132,11 +83,12 @@ def judge_numbers(run: RunFiles) -> Verdict:
     measured = run.active.summary.of_leak.of_numbers
     bounds, guarantee = bounds_of(run), guarantee_of(run)
     reasons = [_MEANING, _OF_LEDGER, *in_full(run, bounds)]
-    if not measured:
+    strongest = strongest_attack(measured)
+    if strongest is None:
         headline = f"No attack was run; {in_short(bounds)}."
         return Verdict("unknown", headline, reasons, [_BEYOND, _UNSEEN])
-    attack, found = _strongest(measured)
-    beyond = _strongest_beyond(measured)
+    attack, found = strongest
+    beyond = strongest_beyond(measured)
     gaps = [_BEYOND, _UNSEEN] if beyond is None else [_UNSEEN]
     raw = (
         f"{attack} explains {found.r2:.1%} of the labels' variance from the gradients (it needs to "
@@ -147,7 +99,7 @@ def judge_numbers(run: RunFiles) -> Verdict:
         attack, share = beyond
         reasons = [f"Features included, {raw}.", *reasons]
         said = (
-            f"{attack} explains {share.r2:.1%} (95 % interval: {_interval(share)}) of the labels' "
+            f"{attack} explains {share.r2:.1%} (95 % interval: {interval(share)}) of the labels' "
             f"variance which features leave (it needs to know: "
             f"{_NEEDS.get(attack, 'not known here')})"
         )
@@ -166,14 +118,14 @@ def _level(measured: Mapping[str, NumberLeak], strongest: NumberLeak) -> Level:
     return "leaking" if not beyond or any(one.is_clear for one in beyond) else "unbounded"
 
 
-def _interval(found: NumberBeyond) -> str:
+def interval(found: NumberBeyond) -> str:
     return f"{figure(found.low)} to {figure(found.high)}"
 
 
-def _strongest_beyond(measured: Mapping[str, NumberLeak]) -> tuple[str, NumberBeyond] | None:
+def strongest_beyond(measured: Mapping[str, NumberLeak]) -> tuple[str, NumberBeyond] | None:
     found = [(name, one.beyond) for name, one in measured.items() if one.beyond is not None]
     return max(found, key=lambda item: item[1].r2, default=None)
 
 
-def _strongest(measured: Mapping[str, NumberLeak]) -> tuple[str, NumberLeak]:
-    return max(measured.items(), key=lambda item: item[1].r2)
+def strongest_attack(measured: Mapping[str, NumberLeak]) -> tuple[str, NumberLeak] | None:
+    return max(measured.items(), key=lambda item: item[1].r2, default=None)

@@ -10,18 +10,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from splitveil.active_party.report.beyond import beyond_rows, prior_of
+from splitveil.active_party.report.beyond import beyond_of, beyond_rows, prior_of
 from splitveil.active_party.report.bounds import ledger_of
 from splitveil.active_party.report.decision import decide
 from splitveil.active_party.report.distributions import sent_panels, step_rows
 from splitveil.active_party.report.figures import Finding, count, figure, finding_of, strongest
 from splitveil.active_party.report.numbers import (
+    interval,
     is_of_numbers,
     judge_numbers,
     number_panels,
     number_rows,
-    number_summary,
-    number_tiles,
+    strongest_attack,
+    strongest_beyond,
 )
 from splitveil.active_party.report.paired import compare_tests, rows_of_tests
 from splitveil.active_party.report.panels import (
@@ -44,6 +45,7 @@ from splitveil.active_party.report.run_files import (
     leak_series,
     num_classes,
     read_run,
+    test_lines,
 )
 from splitveil.active_party.report.svg import Dot
 from splitveil.active_party.report.tables import (
@@ -57,17 +59,16 @@ from splitveil.active_party.report.tables import (
     pair_rows,
     run_level_rows,
     settings_tables,
-    summary_rows,
-    tiles,
-    watch_notes,
 )
 from splitveil.active_party.report.verdict import RunLevel, Verdict, judge, needs_of, run_levels
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party.rendering import render
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.record.circumstances import circumstances, traffic_rows
+from splitveil.common.record.lines import AuditLine
 from splitveil.common.record.run_folder import write_text_atomically
 from splitveil.common.record.traffic import read_traffic
+from splitveil.common.text.upper_bounds import at_least, at_most
 
 logger = logging.getLogger("splitveil.active_party")
 
@@ -125,17 +126,33 @@ def report_page(run: RunFiles) -> str:
     of_active = [found for found in findings if found.party == "active"]
     measured = [*of_active, *(finding_of(one) for one in adversary)]
     accumulated = run_levels(run)
-    traffic = read_traffic(run.active.folder)
+    traffic, of_leak = read_traffic(run.active.folder), run.active.summary.of_leak
     return render(
         _PACKAGE,
         "report.html.jinja",
         title=run.name,
         defense=_defense(run),
         has_ended=run.active.has_ended,
-        counts=run.active.summary.counts,
+        summary=run.active.summary,
+        of_active=run.active.summary.of_active,
+        batches=of_leak.counts,
         verdict=_judge(run, findings, accumulated),
         decision=decide(run, findings, accumulated),
-        tiles=[*number_tiles(run), *tiles(run, findings, accumulated)],
+        beyond=beyond_of(run),
+        number_beyond=strongest_beyond(of_leak.of_numbers),
+        number_strongest=strongest_attack(of_leak.of_numbers),
+        best=strongest(findings),
+        top=max(accumulated, key=lambda one: one.leak_auc, default=None),
+        ledger=ledger_of(run),
+        bounds=bound_cells(run),
+        last_test=test_lines(run)[-1:],
+        gate=run.active.setting("leak_gate"),
+        allows_audits=run.active.setting("allow_audits"),
+        # The summary also counts audits after the checkpoint resumed from, whose lines are gone.
+        audits=max(
+            len(run.active.metrics.of(AuditLine)),
+            run.active.summary.of_active.audits_answered or 0,
+        ),
         training=[*training_panels(run), *number_panels(run)],
         number_rows=list(number_rows(run)),
         of_numbers=is_of_numbers(run),
@@ -151,14 +168,17 @@ def report_page(run: RunFiles) -> str:
         alarm_rows=list(alarm_rows(run)),
         gate_rows=list(gate_rows(run)),
         audit_rows=list(audit_rows(run)),
-        watch_notes=list(watch_notes(run)),
         run_level_rows=list(run_level_rows(run, accumulated)),
         prior=prior_of(run),
         ledger_panels=ledger_panels(run, series, accumulated),
-        summary_rows=[*number_summary(run), *summary_rows(run)],
         circumstances=list(circumstances(run.active.summary, run.active.metrics, traffic)),
         traffic_rows=traffic_rows(traffic, _only_peer(run)),
         settings=settings_tables(run.active.settings),
+        figure=figure,
+        count=count,
+        at_least=at_least,
+        at_most=at_most,
+        interval=interval,
     )
 
 

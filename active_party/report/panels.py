@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from markupsafe import Markup
 
-from splitveil.active_party.report.beyond import prior_of
+from splitveil.active_party.report.bounds import prior_of
 from splitveil.active_party.report.figures import (
     WITHOUT_GRADIENTS,
     epoch_means,

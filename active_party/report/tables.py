@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from splitveil.active_party.report.bounds import bounds_of
-from splitveil.active_party.report.figures import ABSENT, Finding, Row, count, figure
+from splitveil.active_party.report.figures import ABSENT, Finding, TableRow, count, figure
 from splitveil.active_party.report.run_files import PartyFiles, RunFiles, num_classes
 from splitveil.active_party.report.verdict import (
     RunLevel,
@@ -21,16 +21,16 @@ _SECRETS = ("insecure_nonce_seed", "insecure_noise_seed")
 """Settings from which a reader could derive the noise or the batches."""
 
 
-def leak_rows(findings: Sequence[Finding]) -> Iterator[Row]:
+def leak_rows(findings: Sequence[Finding]) -> Iterator[TableRow]:
     """Yield the table of attacks on single batches of one layer."""
     for found in findings:
         of_attack = (found.mean, found.q95, found.worst_epoch, found.last_epoch)
         figures = map(figure, (*of_attack, found.random_mean, found.random_q95))
         where = (found.party, found.layer, found.attack, needs_of(found.attack))
-        yield Row((*where, *figures), found.beats_chance)
+        yield TableRow((*where, *figures), found.beats_chance)
 
 
-def run_level_rows(run: RunFiles, accumulated: Sequence[RunLevel]) -> Iterator[Row]:
+def run_level_rows(run: RunFiles, accumulated: Sequence[RunLevel]) -> Iterator[TableRow]:
     """Yield the table of attacks on the whole run; with several classes, with the pair told best.
 
     The last three figures are the true positive rates at false positive rates of 0.1 % and 1 %, and
@@ -46,20 +46,20 @@ def run_level_rows(run: RunFiles, accumulated: Sequence[RunLevel]) -> Iterator[R
         interval = f"{figure(one.low)} to {figure(one.high)}"
         points = map(figure, (one.tpr_at_per_mille, one.tpr_at_percent, one.precision_at_100))
         of_attack = (one.layer, one.attack, needs_of(one.attack), *pair, figure(one.leak_auc))
-        yield Row((*of_attack, interval, count(one.examples), *points))
+        yield TableRow((*of_attack, interval, count(one.examples), *points))
 
 
-def pair_rows(run: RunFiles) -> Iterator[Row]:
+def pair_rows(run: RunFiles) -> Iterator[TableRow]:
     """Yield the pair that each attack on single batches tells apart best on average."""
     for party in run.parties:
         for layer, attack, found in _of_batches(party):
             name, leak = found.worst_class() or ("", None)
             pair = (" and ".join(found.worst_pair), found.worst_pair_auc, found.worst_pair_random)
             of_class = (name, figure(leak), figure(found.random.get(name)))
-            yield Row((party.name, layer, attack, pair[0], *map(figure, pair[1:]), *of_class))
+            yield TableRow((party.name, layer, attack, pair[0], *map(figure, pair[1:]), *of_class))
 
 
-def class_rows(run: RunFiles) -> Iterator[Row]:
+def class_rows(run: RunFiles) -> Iterator[TableRow]:
     """Yield one row per class: its test AUC, and its largest leak AUC against the rest.
 
     The leak AUC is the mean over batches of the attack for which it is largest.
@@ -73,7 +73,7 @@ def class_rows(run: RunFiles) -> Iterator[Row]:
     for name, test_auc in test_aucs.items():
         leaks = {attack: auc for attack, aucs in found if (auc := aucs.get(name)) is not None}
         worst = max(leaks, key=lambda attack: leaks[attack], default="")
-        yield Row((name, figure(test_auc), figure(leaks.get(worst)), worst))
+        yield TableRow((name, figure(test_auc), figure(leaks.get(worst)), worst))
 
 
 def _of_batches(party: PartyFiles) -> Iterator[tuple[str, str, ClassFigures]]:
@@ -86,21 +86,21 @@ def _by_class(party: PartyFiles) -> LeakByClass:
     return party.summary.of_leak.by_class or LeakByClass({}, {})
 
 
-def gate_rows(run: RunFiles) -> Iterator[Row]:
+def gate_rows(run: RunFiles) -> Iterator[TableRow]:
     for line in run.active.metrics.of(GateLine):
         window_end = f"epoch {line.epoch + 1}, step {line.step + 1}"
         figures = map(figure, (line.figure.leak_auc, line.limit, line.random))
-        yield Row((window_end, _named(line.figure), *figures), is_strong=True)
+        yield TableRow((window_end, _named(line.figure), *figures), is_strong=True)
 
 
-def alarm_rows(run: RunFiles) -> Iterator[Row]:
+def alarm_rows(run: RunFiles) -> Iterator[TableRow]:
     for line in run.active.metrics.of(AlarmLine):
         figures = map(figure, (line.figure.leak_auc, line.margin))
         bound = ABSENT if line.bound is None else auc_at_most(line.bound)
-        yield Row((str(line.epoch + 1), _named(line.figure), *figures, bound), is_strong=True)
+        yield TableRow((str(line.epoch + 1), _named(line.figure), *figures, bound), is_strong=True)
 
 
-def audit_rows(run: RunFiles) -> Iterator[Row]:
+def audit_rows(run: RunFiles) -> Iterator[TableRow]:
     """Yield the peer's audits of its scores, one row per attack and layer."""
     replies: dict[str, list[float]] = {}
     for line in run.active.metrics.of(AuditLine):
@@ -108,7 +108,7 @@ def audit_rows(run: RunFiles) -> Iterator[Row]:
             replies.setdefault(_named(line.figure), []).append(line.figure.leak_auc)
     for attack, told in replies.items():
         figures = (figure(value, 2) for value in (told[0], max(told), told[-1]))
-        yield Row((attack, count(len(told)), *figures))
+        yield TableRow((attack, count(len(told)), *figures))
 
 
 def settings_tables(settings: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:

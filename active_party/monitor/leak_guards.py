@@ -100,14 +100,7 @@ class LeakAlarm:
         }
 
     def judge(self, last_epoch: int) -> list[Alarm]:
-        """Judge the epochs whose batches are all noted and that were not judged before.
-
-        Args:
-            last_epoch: the last epoch to judge. Charges of later epochs may already be noted.
-
-        Returns:
-            The alarms; empty while there are too few batches, which are then kept for later.
-        """
+        """Judge the epochs up to the last that were not judged before; few batches wait for more."""
         if max(map(len, self._gains.values()), default=0) < MIN_BATCHES:
             return []
         charges = [
@@ -131,9 +124,6 @@ class AlarmRecorder:
 
     An alarm's kind is its attack and layer: an attack that passes its bound usually does so in
     every epoch.
-
-    Args:
-        class_oracles: names of the attacks that know classes, which the alarm ignores.
     """
 
     def __init__(self, metrics: MetricsLog, class_oracles: Collection[str]) -> None:
@@ -218,11 +208,7 @@ class LeakGate:
         self._until_next = 0
 
     def note(self, measured: BatchLeak) -> GateFinding | None:
-        """Judge the next batch.
-
-        Returns:
-            The attack furthest above the limit, at most once per window; None if all are below it.
-        """
+        """Return the attack furthest above the limit, if any, at most once per window."""
         settings = self._settings
         for layer, attacks in measured.leak.items():
             for attack, value in attacks.items():

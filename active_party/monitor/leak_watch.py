@@ -194,11 +194,7 @@ def _class_oracles(settings: ActiveSettings) -> list[str]:
 
 
 class NumberWatch:
-    """Measures batches as they are answered, and the sums of all gradients at the end.
-
-    Args:
-        settings: of the active party; how often and with how much CPU time to measure.
-    """
+    """Measures batches as they are answered, and the sums of all gradients at the end."""
 
     def __init__(self, settings: ActiveSettings, metrics: MetricsLog, rows: AlignedRows) -> None:
         monitor = settings.leak_monitor

@@ -100,11 +100,7 @@ class Latest:
 
 
 class RowCovariates:
-    """What is known about some training rows.
-
-    Args:
-        training: positions of the training rows, ascending.
-    """
+    """What is known about some training rows."""
 
     _LABEL_TYPE: ClassVar[torch.dtype] = torch.int8
 

@@ -168,24 +168,14 @@ class Predictor:
         return min(client.max_ids for client in self.clients)
 
     def check_models(self) -> None:
-        """Ask every passive party which model it serves, and check that all belong together.
-
-        Raises:
-            OtherModel: a party's half is from another training; the message names both.
-            ContractMismatch: a party holds another contract.
-            PeerError: a party does not answer, or is not trusted.
-        """
+        """Ask every passive party which model it serves, and check that all belong together."""
         for client in self.clients:
             client.check_model()
 
     def take_tables(
         self, ids: Sequence[str], interruption: Callable[[], int | None] = lambda: None
     ) -> None:
-        """Take the whole tables of passive parties whose clients need them, for some ids.
-
-        Raises:
-            PeerError: a passive party does not give its table, or does not answer.
-        """
+        """Take the whole tables of passive parties whose clients need them, for some ids."""
         for client in self.clients:
             if isinstance(client, TableClient):
                 client.take(ids, interruption)
@@ -197,11 +187,7 @@ class Predictor:
         return Asked(ids, rows, answers)
 
     def finish(self, asked: Asked) -> Predictions:
-        """Wait for the answers to a question, and compute the probabilities.
-
-        Raises:
-            PeerError: there is no answer in time, or not a valid one.
-        """
+        """Wait for the answers to a question, and compute the probabilities."""
         return self.combine(asked, [answer.result() for answer in asked.answers])
 
     def predict(self, ids: Sequence[str]) -> Predictions:
@@ -242,11 +228,7 @@ class Predictor:
 
 
 def log_security(settings: ActiveSettings) -> None:
-    """Log what protects the connection to each passive party.
-
-    Raises:
-        SettingsError: the credentials cannot be used, or are missing beyond this machine.
-    """
+    """Log what protects the connection to each passive party."""
     credentials = credential_files(settings, ACTIVE)
     for party, address in settings.inference.connect.items():
         security = check_security(credentials, address, f"inference.connect.{party}")
@@ -266,11 +248,6 @@ def open_predictor(
     """Load the active party's half of the model, and prepare the connections.
 
     Nothing is asked yet: ``check_models`` has to come first.
-
-    Raises:
-        SettingsError: there is no such model, or an address is missing.
-        DataError: this party's table cannot be used.
-        PeerError: a passive party does not answer, or is not trusted.
     """
     contract = settings.contract
     addresses = settings.inference.connect

@@ -82,11 +82,7 @@ def widest_bounded(bounds: Mapping[Covers, float]) -> Covers | None:
 
 
 def coverage_of(defense: Mapping[str, Any]) -> Coverage:
-    """Return the peers whom the charges of a defense describe.
-
-    Args:
-        defense: the settings of the defense as plain values, as a run's summary has them.
-    """
+    """Return the peers whom the charges of a defense describe."""
     try:
         return _SETTINGS.validate_python(defense).traits.coverage
     except ValidationError:

@@ -28,8 +28,7 @@ import yaml
 from pyarrow import parquet
 
 from benchmarks.environment import print_environment
-from splitveil.active_party.predict.batch import BatchPrediction
-from splitveil.active_party.predict.parts import Parts, Plan
+from splitveil.active_party.predict.batch import BatchPrediction, Parts, PredictionPlan
 from splitveil.active_party.predict.predictor import open_predictor
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.models.factory import build_bottom_model, build_top_model
@@ -150,7 +149,7 @@ def predict(settings: ActiveSettings, ids: list[str], output: Path) -> tuple[flo
     """Predict all ids, and return CPU seconds and seconds."""
     with open_predictor(settings, CPU) as predictor:
         cpu, wall = cpu_seconds(), time.perf_counter()
-        parts = Parts(output, Plan("benchmark", "", ()), ids)
+        parts = Parts(output, PredictionPlan("benchmark", "", ()), ids)
         batch = BatchPrediction(predictor, settings.contract, settings.reconnect, Interruption())
         result = batch.run(parts, lambda _: None)
         if result.found != len(ids):

@@ -12,7 +12,7 @@ from splitveil.active_party.assembly import allowance_of, build_session, signals
 from splitveil.active_party.commands.check import check_files_and_address
 from splitveil.active_party.earlier_runs import earlier_answers
 from splitveil.active_party.grpc_server.server import checked_credentials, serve_until_end
-from splitveil.active_party.monitor.active_status import ActiveStatus, StatusObserver
+from splitveil.active_party.monitor.active_status import ActiveStatus
 from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.active_party.planned import plan_of
 from splitveil.active_party.results import (
@@ -82,13 +82,13 @@ def _train(
     allowance = allowance_of(settings, earlier)
     with ExitStack() as resources:
         transcript = resources.enter_context(_transcript(settings, folder))
-        recorder = resources.enter_context(ActiveRecorder(settings, folder, status.note_line))
+        recorder = resources.enter_context(ActiveRecorder(settings, folder, status))
         store = resources.enter_context(_store(settings, folder))
         session = build_session(
             settings,
             data,
             build_trainer,
-            StatusObserver(recorder, status),
+            recorder,
             partial(command_line.draw_nonce, settings),
             store,
             allowance,

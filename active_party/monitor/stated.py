@@ -48,10 +48,7 @@ def stated_epsilon(bounds: LeakBounds, delta: float) -> Stated | None:
     """Return the smallest epsilon of label differential privacy that bounds state at a delta.
 
     A Gaussian mechanism states one at every delta (Dong, Roth and Su 2022, corollary 2.13), a
-    randomised label the same at all.
-
-    Returns:
-        None where nothing states one.
+    randomised label the same at all. None where nothing states one.
     """
     found = []
     if bounds.epsilon is not None:

@@ -53,9 +53,7 @@ class TableClient:
     def close(self) -> None:
         self._inner.close()
 
-    def take(
-        self, ids: Sequence[str], interruption: Callable[[], int | None] = lambda: None
-    ) -> None:
+    def take(self, ids: Sequence[str], interruption: Callable[[], int | None]) -> None:
         distinct = list(dict.fromkeys(ids))
         stream = self._inner.open_table(interruption)
         try:

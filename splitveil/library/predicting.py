@@ -13,8 +13,7 @@ import numpy as np
 from pyarrow import parquet
 
 from splitveil.active_party.predict.embed_client import EmbedClient
-from splitveil.active_party.predict.joint_model import JointModel, ModelChoice
-from splitveil.active_party.predict.predictor import Predictions, Predictor
+from splitveil.active_party.predict.predictor import JointModel, ModelChoice, Predictions, Predictor
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.canonical_form import compose
 from splitveil.common.errors import OtherModel, SettingsError

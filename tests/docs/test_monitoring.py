@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from splitveil.active_party.http.online_status import OnlineStatus
+from splitveil.active_party.http.status import OnlineStatus
 from splitveil.common.run.contract import Contract
 from splitveil.passive_party.predict.inference_status import InferenceStatus
 from tests.support.markdown import ROOT

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from splitveil.active_party.monitor.leak_alarm import MIN_BATCHES, LeakAlarm
-from splitveil.active_party.monitor.leak_gate import LeakGate
+from splitveil.active_party.monitor.leak_guards import MIN_BATCHES, LeakAlarm, LeakGate
 from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings, LeakGateSettings

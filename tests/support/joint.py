@@ -17,8 +17,7 @@ import yaml
 from torch import Tensor
 
 from splitveil import simulation
-from splitveil.active_party.predict.joint_model import ModelChoice
-from splitveil.active_party.predict.predictor import Predictor, open_predictor
+from splitveil.active_party.predict.predictor import ModelChoice, Predictor, open_predictor
 from splitveil.active_party.results import save_alone, save_results
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import Evaluation, Evaluator

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 
 from splitveil.active_party.predict.embed_client import EmbedClient
-from splitveil.active_party.predict.joint_model import JointModel
-from splitveil.active_party.predict.predictor import open_predictor
+from splitveil.active_party.predict.predictor import JointModel, open_predictor
 from splitveil.active_party.training.predictions import probabilities_of
 from splitveil.common.errors import (
     ContractMismatch,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 
-from splitveil.active_party.http.errors import RequestError
+from splitveil.active_party.http.programs import RequestError
 from splitveil.common.party.party_status import (
     ANSWER_BUCKETS_S,
     SIZE_BUCKETS,

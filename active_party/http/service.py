@@ -1,86 +1,112 @@
 """Answers requests of programs: who may ask for what, by which model, and what is recorded."""
 
+import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 
-from splitveil.active_party.http.batcher import Batcher, Question
-from splitveil.active_party.http.errors import NotAvailable, TooFast, Unusable
-from splitveil.active_party.http.online_status import Call, CallLog, IdOutcome
-from splitveil.active_party.http.own_features import GivenFeatures
-from splitveil.active_party.http.peer_watch import PeerWatch
-from splitveil.active_party.http.programs import RateLimit
+from splitveil.active_party.http.batcher import Batcher, IdQuestion
+from splitveil.active_party.http.own_features import Fallback, GivenFeatures
+from splitveil.active_party.http.programs import NotAvailable, RateLimit, TooFast, Unusable
+from splitveil.active_party.http.status import Call, CallLog, IdOutcome, OnlineStatus
+from splitveil.active_party.predict.embed_client import EmbedClient
 from splitveil.active_party.predict.predictor import Predictions, Predictor
-from splitveil.active_party.settings import ActiveSettings
-from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind, kind_of
-from splitveil.active_party.training.own_models import build_alone, predictions_alone
 from splitveil.common.data.canonical_form import CanonicalForm
-from splitveil.common.data.stored_ids import ABSENT
-from splitveil.common.errors import SettingsError, SplitveilError
-from splitveil.common.party.served_rows import ServedRows
-from splitveil.common.record.model_files import ALONE, TrainedModel
-from splitveil.common.run.contract import ACTIVE
-from splitveil.common.run.messages import ModelIdentity
+from splitveil.common.errors import SplitveilError
 from splitveil.common.wire.limits import ID_BYTES
 
+logger = logging.getLogger(__name__)
 
-class Fallback:
-    """Answers ids from this party's own features. Several threads may use it."""
 
-    def __init__(
-        self, model: nn.Module, own_rows: ServedRows, labels: LabelKind = CLASS_LABELS
-    ) -> None:
-        self._model = model.eval()
-        self._own_rows = own_rows
-        self._labels = labels
+LOOK_EVERY_S = 0.1
+RETRY_EVERY_S = 0.5
+CHECK_TIMEOUT_S = 5.0
 
-    @classmethod
-    def load(
-        cls, settings: ActiveSettings, own_rows: ServedRows | None, joint: ModelIdentity
-    ) -> "Fallback":
-        folder = settings.run_folder(ACTIVE)
-        if own_rows is None:
-            raise SettingsError("serving.fallback: this party has no features of its own")
-        if not (folder / "checkpoint" / ALONE).exists():
-            raise SettingsError(
-                f"serving.fallback: {folder} has no {ALONE}: only a run that was finished with "
-                f"serving.fallback leaves one"
-            )
-        trained = TrainedModel.open(folder, settings.contract, ALONE)
-        if trained.identity != joint:
-            raise SettingsError(
-                f"serving.fallback: {ALONE} is of {trained.identity}, the joint model of {joint}"
-            )
-        num_classes, seed = settings.data.num_classes, settings.model_seed
-        model = build_alone(own_rows.encoder, num_classes, seed)
-        trained.put_into(model)
-        return cls(model, own_rows, kind_of(settings.data))
 
-    def predict(self, question: Question, at: NDArray[np.int64]) -> Predictions:
-        """Predict some of a question's ids. Shapes: ``at`` (rows,)."""
-        if question.own is not None:
-            found = np.ones(len(at), np.bool_)
-            own = question.own.rows(torch.from_numpy(at))
-        else:
-            rows = self._own_rows.rows_of([question.ids[index] for index in at])
-            found = rows != ABSENT
-            own = self._own_rows.features_of(rows[found])
-        known = np.empty(0, np.float32)
-        if found.any():
-            known = predictions_alone(self._model, own, self._labels)
-        probabilities = np.full((len(at), *known.shape[1:]), np.nan, np.float32)
-        if found.any():
-            probabilities[found] = known
-        return Predictions(probabilities, found, {})
+class PeerWatch:
+    """Asks passive parties which model they serve until all serve the right one, in a thread.
+
+    Whoever notices that one is away calls ``lost``; a stream that ends is noticed here. Requests
+    are then refused at once, until all have been asked again.
+    """
+
+    def __init__(self, clients: Sequence[EmbedClient], status: OnlineStatus) -> None:
+        self._clients = clients
+        self._status = status
+        self.trouble: str | None = "no passive party was asked yet"
+        """Why the joint model cannot answer now; None if it can."""
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._pool = ThreadPoolExecutor(len(clients), thread_name_prefix="peer-check")
+        self._thread = threading.Thread(target=self._work, name="peer-watch", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._check()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._pool.shutdown()
+
+    def lost(self, error: Exception) -> None:
+        with self._lock:
+            if self.trouble is None:
+                self.trouble = str(error)
+                logger.warning("the joint model cannot answer: %s", error)
+
+    def _work(self) -> None:
+        while not self._ended.wait(LOOK_EVERY_S):
+            for client in self._clients:
+                if client.has_lost_stream:
+                    self._status.peers.lost(client.party)
+                    self.lost(SplitveilError(f"passive party {client.party!r} is away"))
+            if self.trouble is not None and not self._check():
+                self._ended.wait(RETRY_EVERY_S)
+
+    def _check(self) -> bool:
+        """Ask all passive parties at the same time, and return whether the joint model answers."""
+        reasons = [reason for reason in self._pool.map(self._reason_of, self._clients) if reason]
+        if reasons:
+            reason = "; ".join(reasons)
+            with self._lock:
+                if self.trouble != reason:
+                    logger.warning("the joint model cannot answer: %s", reason)
+                self.trouble = reason
+            return False
+        with self._lock:
+            self.trouble = None
+        logger.info("all passive parties serve the model: the joint model answers")
+        return True
+
+    def _reason_of(self, client: EmbedClient) -> str | None:
+        """Return why a passive party cannot be asked now, or None."""
+        try:
+            client.connection.renew()  # certificates may have been replaced meanwhile
+            client.check_model(CHECK_TIMEOUT_S)
+            client.open_stream()
+        except Exception as error:
+            # Over a line that was dead for a while, the old connection would need as long again to
+            # notice that it is back; a new one does not.
+            client.close()
+            self._status.peers.lost(client.party)
+            if isinstance(error, SplitveilError):
+                self._status.note_failed_call(error)
+                return f"passive party {client.party!r}: {error}"
+            logger.exception("fault while a passive party was asked for its model")
+            return f"passive party {client.party!r}: {type(error).__name__}"
+        self._status.peers.heard(client.party)
+        return None
 
 
 class Rules(NamedTuple):
@@ -93,8 +119,8 @@ class Rules(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Pending:
-    question: Question
+class PendingReply:
+    question: IdQuestion
     """With the ids that may be asked for alone."""
     num_ids: int
     is_allowed: NDArray[np.bool_]
@@ -113,7 +139,7 @@ class AnsweredBy(Enum):
     """The model of the active party's own features alone."""
 
 
-class Answer(NamedTuple):
+class ServedPredictions(NamedTuple):
     predicted: NDArray[np.float32]
     """Probabilities of label 1, (ids,), or of each class, (ids, classes), or numbers in the label's
     unit, (ids,); NaN for an id that is not known."""
@@ -129,7 +155,7 @@ class Answer(NamedTuple):
         return np.array([by is not AnsweredBy.NONE for by in self.answered_by], np.bool_)
 
 
-class AnswerDesk:
+class AnswerService:
     """Answers requests. Several threads may use it."""
 
     def __init__(
@@ -157,8 +183,7 @@ class AnswerDesk:
     @property
     def trouble(self) -> str | None:
         """Why requests get no answer of the joint model now; None if they do."""
-        found = self._watch.trouble
-        return None if found is None else found.reason
+        return self._watch.trouble
 
     @property
     def has_fallback(self) -> bool:
@@ -166,7 +191,7 @@ class AnswerDesk:
 
     def accept(
         self, call: Call, raw_ids: Sequence[str], rows: Sequence[Mapping[str, Any]] | None
-    ) -> Pending:
+    ) -> PendingReply:
         """Check a request, and ask for its answer without waiting."""
         ids = self._checked(raw_ids)
         call.ids = ids
@@ -182,12 +207,12 @@ class AnswerDesk:
             kept = np.flatnonzero(is_allowed)
             ids = [ids[index] for index in kept]
             own = None if own is None else own.rows(torch.from_numpy(kept))
-        question = Question(ids, own)
+        question = IdQuestion(ids, own)
         trouble = self.trouble if ids else None
         answer = self._batcher.submit(question) if ids and trouble is None else None
-        return Pending(question, len(is_allowed), is_allowed, answer, trouble)
+        return PendingReply(question, len(is_allowed), is_allowed, answer, trouble)
 
-    def finish(self, call: Call, pending: Pending) -> Answer:
+    def finish(self, call: Call, pending: PendingReply) -> ServedPredictions:
         """Return the answer to a request whose question is answered, or has failed."""
         predictions, why = self._joint(call, pending)
         num_allowed = int(pending.is_allowed.sum())
@@ -221,7 +246,7 @@ class AnswerDesk:
                 raise Unusable(f"ids: one has more than {ID_BYTES} bytes")
         return ids
 
-    def _joint(self, call: Call, pending: Pending) -> tuple[Predictions | None, str | None]:
+    def _joint(self, call: Call, pending: PendingReply) -> tuple[Predictions | None, str | None]:
         """Return the joint model's answer, or why there is none."""
         if pending.answer is None:
             return None, pending.trouble
@@ -236,7 +261,9 @@ class AnswerDesk:
             call.timed_out = True
             return None, f"no answer within {self.rules.timeout_s:g} s (serving.timeout_s)"
 
-    def _answer(self, pending: Pending, predictions: Predictions | None, why: str | None) -> Answer:
+    def _answer(
+        self, pending: PendingReply, predictions: Predictions | None, why: str | None
+    ) -> ServedPredictions:
         shape = self._predictor.model.shape_of_row
         predicted = np.full((pending.num_ids, *shape), np.nan, np.float32)
         answered_by = np.full(pending.num_ids, AnsweredBy.NONE, object)
@@ -252,4 +279,4 @@ class AnswerDesk:
             found = np.flatnonzero(alone.found)
             predicted[asked[left[found]]] = alone.probabilities[found]
             answered_by[asked[left[found]]] = AnsweredBy.FALLBACK
-        return Answer(predicted, tuple(answered_by), why)
+        return ServedPredictions(predicted, tuple(answered_by), why)

@@ -104,7 +104,7 @@ def _data_and_model(settings: ActiveSettings) -> str:
     persons = "" if subjects is None else f" of {len(np.unique(numbered(subjects)))} persons"
     others = count_others(settings.data, open_table_source(settings.data, settings.base_dir))
     fits = f"the top model fits them{but}{others}"
-    return f"data: {data.summary()}{persons}; {fits}; {data.report.in_words()}"
+    return f"data: {data.summary()}{persons}; {fits}; {data.table.id_report.in_words()}"
 
 
 def check_files_and_address(settings: ActiveSettings) -> None:

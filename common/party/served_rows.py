@@ -9,7 +9,6 @@ import torch
 from numpy.typing import NDArray
 
 from splitveil.common.data.canonical_form import CanonicalForm
-from splitveil.common.data.converted import MappedTable
 from splitveil.common.data.features import FeatureEncoder, Features, MappedFeatures, RowEncoder
 from splitveil.common.data.stored_ids import ABSENT, IdIndex
 from splitveil.common.data.table_files import settings_for, source_of
@@ -34,7 +33,7 @@ class ServedRows:
         everything = np.arange(len(data.ids), dtype=np.int64)
         self._features: Features = (
             MappedFeatures(encode=RowEncoder(encoder, data.table), file_rows=everything)
-            if isinstance(data.table, MappedTable)
+            if data.table.is_on_disk
             else encoder.transform(data.table, everything)
         )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.common.alignment import KeptExchanges
+from splitveil.common.alignment import ExchangeStores
 from splitveil.common.errors import BudgetExhausted, EndedForGood
 from splitveil.common.party import command_line
 from splitveil.common.record.ended_run import clear_mark, end_of, mark_as_ended
@@ -41,7 +41,7 @@ def open_folder(settings: ActiveSettings, *, fresh: bool) -> Path | None:
     # By its settings, the start of another run finds this one.
     command_line.save_resolved(settings, folder)
     if fresh:
-        KeptExchanges(folder).discard()
+        ExchangeStores(folder).discard()
     return folder
 
 

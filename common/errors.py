@@ -16,7 +16,7 @@
     |  |- PeerLeft                     it announced that it stops
     |  |  `- PeerEndedForGood      5   for good: restarting does not help
     |  |- PeerRestarted                it was restarted, and the run must be opened again
-    |  |- NothingBegun                 its run started over before any answer
+    |  |- RunStartedOver                 its run started over before any answer
     |  `- ProtocolError                it broke a rule of the protocol
     |     |- InvalidMessage            the message cannot be what it claims to be
     |     |- OutOfStep                 a well-formed message at the wrong time
@@ -127,7 +127,7 @@ class PeerRestarted(PeerError):
     """The other party was restarted: opening the run again resumes it from a checkpoint."""
 
 
-class NothingBegun(PeerError):
+class RunStartedOver(PeerError):
     """The run to resume had not answered anything yet, and has started over since."""
 
 

@@ -15,12 +15,12 @@ from splitveil.common.errors import (
     ContractMismatch,
     Interrupted,
     InvalidMessage,
-    NothingBegun,
     PeerError,
     PeerLeft,
     PeerRestarted,
     PeerUnreachable,
     ProtocolError,
+    RunStartedOver,
     SplitveilError,
     StorageError,
 )
@@ -230,7 +230,7 @@ class PassiveRun:
         offer = Offer(self.run_id, frozenset(self._store.checkpoints()))
         try:
             opening = self._handshake(peer, offer)
-        except NothingBegun:
+        except RunStartedOver:
             if training.progress.batch_number:
                 raise
             self.run_id = ""

@@ -19,7 +19,7 @@ from splitveil.common.alignment import (
     AlignChannel,
     Alignment,
     AlignmentEngine,
-    KeptExchanges,
+    ExchangeStores,
     StreamChannel,
     TriedIds,
     align,
@@ -30,11 +30,11 @@ from splitveil.common.errors import (
     AlignmentError,
     ContractMismatch,
     InvalidMessage,
-    NothingBegun,
     NotOpen,
     OthersAwaited,
     PeerUnreachable,
     ProtocolError,
+    RunStartedOver,
     SplitveilError,
 )
 from splitveil.common.party.run_status import RunStatus
@@ -77,7 +77,7 @@ class ActiveService:
         deadline_s: float,
         tried: TriedIds | None = None,
         status: RunStatus | None = None,
-        kept: KeptExchanges | None = None,
+        kept: ExchangeStores | None = None,
     ) -> None:
         self.refused: Counter[str] = Counter()
         """Number of refused messages by kind of error."""
@@ -211,7 +211,7 @@ class ActiveService:
                 agree=agreeing(session, party) if self._is_multi_party else None,
                 splits=session.file_splits,
                 counting=partial(self.tried.counted, party),
-                files=caller.exchange_files,
+                store=caller.exchange_store,
             )
         except AlignmentError as error:
             session.end(error)  # now: the peer is about to leave for the same reason
@@ -269,7 +269,7 @@ class ActiveService:
 
     def on_error(self, error: Exception) -> None:
         """Log and count an error, and end the run unless it is the peer's fault."""
-        if isinstance(error, (OthersAwaited, NothingBegun)):
+        if isinstance(error, (OthersAwaited, RunStartedOver)):
             logger.info("%s", error)
             return
         if self._session.error is not None:

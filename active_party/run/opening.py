@@ -18,7 +18,7 @@ from splitveil.active_party.run.parties import Pair, PassiveParties, PassivePart
 from splitveil.active_party.run.stages import RunStages, Stage
 from splitveil.common.alignment import RowIndices, Share
 from splitveil.common.alignment.share import Mask
-from splitveil.common.errors import AlignmentError, ContractMismatch, NothingBegun, OutOfStep
+from splitveil.common.errors import AlignmentError, ContractMismatch, OutOfStep, RunStartedOver
 from splitveil.common.run.contract import Contract, check_same_contract
 from splitveil.common.run.messages import Offer
 from splitveil.common.run.sample_order import NONCE_BYTES, Positions
@@ -107,7 +107,7 @@ def check_resumption(
 ) -> None:
     """Compare a handshake for a stored run with the run that there is."""
     if parties.is_multi_party and offer.run_id in run.dropped:
-        raise NothingBegun("a peer asks to resume a run that has started over")
+        raise RunStartedOver("a peer asks to resume a run that has started over")
     if stages.current not in RESUMABLE or offer.run_id != run.run_id or not is_known:
         raise OutOfStep("a peer asks to resume another run than this one")
 

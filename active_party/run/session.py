@@ -175,7 +175,7 @@ class ActiveSession:
             OutOfStep: a new run after this one has begun, a resumption of another run, or no
                 checkpoint in common.
             OthersAwaited: other parties have not asked yet; worth another attempt.
-            NothingBegun: the run to be resumed has started over before its first answer.
+            RunStartedOver: the run to be resumed has started over before its first answer.
         """
         with self._rendezvous:
             asking = self._handshakes.greet(party, contract_json)

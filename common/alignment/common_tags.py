@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from splitveil.common.alignment.kept import ExchangeFiles
 from splitveil.common.alignment.partitions import Records, UnevenError, partitions
+from splitveil.common.alignment.store import ExchangeStore
 from splitveil.common.alignment.tag_lists import (
     TAG,
     TAGGED_ROW,
@@ -114,55 +114,44 @@ class CommonRows(NamedTuple):
         """Digest the splits of the rows after their tags, which differ in every alignment."""
         if splits is None:
             return b""
-        found = self.digest.copy()
-        found.update(splits[self.rows].astype(np.int8).tobytes())
-        return found.digest()
+        digest = self.digest.copy()
+        digest.update(splits[self.rows].astype(np.int8).tobytes())
+        return digest.digest()
 
 
-class Workspace:
-    """Where an exchange holds what grows with the number of ids: in memory, or in its files.
+def secret_order(size: int, seed: bytes, store: ExchangeStore | None) -> SecretOrder:
+    """Return the order in which ids are sent, in a file of the store if it limits the memory."""
+    if store is None or store.memory_limit_bytes is None:
+        return SecretOrder(size, seed)
+    return SecretOrder(size, seed, store.path("order"), store.memory_limit_bytes // _SORTING_SHARE)
+
+
+def common_rows(
+    own: TagList, of_peer: TagList, order: SecretOrder, store: ExchangeStore | None = None
+) -> CommonRows:
+    """Return the rows of the common ids.
 
     Args:
-        files: of the exchange, if it is kept; they hold everything if they have a memory limit.
+        own: the tags of this party's ids, in their secret order.
+        of_peer: the tags of the peer's ids, in any order.
+
+    Raises InvalidMessage: they are not the tags of distinct ids.
     """
-
-    def __init__(self, files: ExchangeFiles | None = None) -> None:
-        limit = None if files is None else files.memory_limit_bytes
-        self._files = None if limit is None else files
-        self._sorting_bytes = (limit or 0) // _SORTING_SHARE
-
-    def tags(self, kept: TagList) -> TagList:
-        """Return a list that begins with the tags in a file, and takes those that follow."""
-        return kept.copy_in_memory() if self._files is None else kept
-
-    def order(self, size: int, seed: bytes) -> SecretOrder:
-        file = None if self._files is None else self._files.path("order")
-        return SecretOrder(size, seed, file, self._sorting_bytes)
-
-    def common_rows(self, own: TagList, of_peer: TagList, order: SecretOrder) -> CommonRows:
-        """Return the rows of the common ids.
-
-        Args:
-            own: the tags of this party's ids, in their secret order.
-            of_peer: the tags of the peer's ids, in any order.
-
-        Raises InvalidMessage: they are not the tags of distinct ids.
-        """
-        parts = (
-            _parts_in_memory(own, of_peer, order)
-            if self._files is None
-            else _parts_in_file(own, of_peer, order, self._files.path("parts"), self._sorting_bytes)
-        )
-        digest, rows = hashlib.sha256(), [np.empty(0, np.int64)]
-        for own_tags, own_rows, peer_tags in parts:
-            found = common_tags(own_tags, peer_tags)
-            digest.update(found.tags.tobytes())
-            rows.append(own_rows[found.positions].astype(np.int64, copy=False))
-        return CommonRows(np.concatenate(rows), digest)
+    if store is None or store.memory_limit_bytes is None:
+        parts = _parts_in_memory(own, of_peer, order)
+    else:
+        most_bytes = store.memory_limit_bytes // _SORTING_SHARE
+        parts = _parts_in_file(own, of_peer, order, store.path("parts"), most_bytes)
+    digest, rows = hashlib.sha256(), [np.empty(0, np.int64)]
+    for own_tags, own_rows, peer_tags in parts:
+        common = common_tags(own_tags, peer_tags)
+        digest.update(common.tags.tobytes())
+        rows.append(own_rows[common.positions].astype(np.int64, copy=False))
+    return CommonRows(np.concatenate(rows), digest)
 
 
 def _parts_in_memory(own: TagList, of_peer: TagList, order: SecretOrder) -> Iterator[_Part]:
-    own_tags, peer_tags = (np.frombuffer(tags.held, TAG) for tags in (own, of_peer))
+    own_tags, peer_tags = own.all(), of_peer.all()
     own_bytes, peer_bytes = (tags.view(np.uint8)[::TAG_BYTES] for tags in (own_tags, peer_tags))
     rows = order.rows(0, len(own))
     for first in range(0, 256, _STEP):

@@ -2,11 +2,10 @@
 
 import os
 from pathlib import Path
-from typing import NamedTuple
 
 from splitveil.common.alignment.ecdh import EcdhEngine
 from splitveil.common.alignment.interface import AlignmentEngine
-from splitveil.common.alignment.kept import KeptExchanges
+from splitveil.common.alignment.store import ExchangeStores
 from splitveil.common.alignment.tried_ids import TriedIds, file_of_count
 from splitveil.common.party.party_settings import PartySettings
 from splitveil.common.run.contract import AlignmentSettings
@@ -46,12 +45,7 @@ def engine_of(settings: PartySettings, num_ids: int) -> AlignmentEngine:
     )
 
 
-class Records(NamedTuple):
-    kept: KeptExchanges
-    tried: TriedIds
-
-
-def records_of(settings: PartySettings, folder: Path) -> Records:
+def records_of(settings: PartySettings, folder: Path) -> tuple[ExchangeStores, TriedIds]:
     most, attempts = settings.contract.alignment.max_set_size, settings.alignment_attempts
-    kept = KeptExchanges(folder, settings.alignment_memory_limit)
-    return Records(kept, TriedIds(most, attempts, file_of_count(folder)))
+    stores = ExchangeStores(folder, settings.alignment_memory_limit)
+    return stores, TriedIds(most, attempts, file_of_count(folder))

@@ -6,8 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from queue import SimpleQueue
 
-from splitveil.common.alignment.channel import AlignChannel
-from splitveil.common.alignment.heartbeats import Heartbeats
+from splitveil.common.alignment.channel import AlignChannel, Heartbeats
 from splitveil.common.alignment.interface import (
     Agree,
     Alignment,
@@ -16,7 +15,7 @@ from splitveil.common.alignment.interface import (
     Counting,
     Splits,
 )
-from splitveil.common.alignment.kept import ExchangeFiles
+from splitveil.common.alignment.store import ExchangeStore
 from splitveil.common.errors import AlignmentError
 from splitveil.protos.split_learning_pb2 import AlignFrame
 
@@ -35,7 +34,7 @@ def align(
     agree: Agree | None = None,
     splits: Splits | None = None,
     counting: Counting = lambda _: nullcontext(),
-    files: ExchangeFiles | None = None,
+    store: ExchangeStore | None = None,
 ) -> Alignment:
     """Find the ids that both parties have. Always closes the channel, also after an error.
 
@@ -46,8 +45,8 @@ def align(
             total number.
         splits: the split that this party's column gives each id, if the contract splits by a
             column: the peer's column must give the same split for every common id.
-        files: keeps the exchange, so that another call with the same ids continues it, until it
-            fails or ``files.discard`` is called; by default, another call begins afresh.
+        store: holds the exchange, so that another call with the same ids continues it, until it
+            fails or ``store.discard`` is called; by default, another call begins afresh.
 
     Raises AlignmentError, PeerError or StorageError.
     """
@@ -59,16 +58,16 @@ def align(
             # the line, and keep the peer from sending its hello.
             hello = receiving.submit(line.receive)
             exchange = engine.start(ids, nonce=nonce, run_id=run_id, splits=splits)
-            if files is not None:
-                exchange.keep_in(files)
+            if store is not None:
+                exchange.store_in(store)
             line.send(exchange.hello())
             for reply in exchange.receive(hello.result()):
                 line.send(reply)
             with _forgetting_failed(exchange), counting(exchange):
                 _transfer(exchange, line, progress or _ignore)
         with _forgetting_failed(exchange):
-            found = Alignment(exchange.result(), exchange.peer_nonce, exchange.peer_set_size)
-            return found if agree is None else agree(found, channel)
+            own = Alignment(exchange.result(), exchange.peer_nonce, exchange.peer_set_size)
+            return own if agree is None else agree(own, channel)
 
 
 @contextmanager

@@ -59,7 +59,7 @@ _COUNTS = TypeAdapter(dict[str, _Count], config=ConfigDict(strict=True))
 
 
 class TriedIds:
-    """Keeps a count for every peer. Thread-safe.
+    """The counts of every peer. Thread-safe.
 
     Args:
         attempts: a peer may try this many times ``max_set_size`` ids in all.

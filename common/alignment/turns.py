@@ -1,4 +1,4 @@
-"""Keeps the tags of both parties: each commits to those it computed, then both show them in turns.
+"""Holds the tags of both parties: each commits to those it computed, then both show them in turns.
 
 A tag that a party shows was computed before it saw any tag of the other, because the commitments
 come first. A commitment includes the points of its sender, so that a copy of it binds nobody else,
@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from splitveil.common.alignment.kept import ExchangeFiles, Kept, KeptName
+from splitveil.common.alignment.store import ExchangeStore, ResumePoint, StoredName
 from splitveil.common.alignment.tag_lists import TagList, pieces
 from splitveil.common.errors import InvalidMessage, OutOfStep, TooLarge
 from splitveil.common.wire.limits import POINT_BYTES, TAG_BYTES
@@ -55,9 +55,7 @@ class TagTurns:
         self.num_own = num_own
         self.num_peer = 0  # number of the peer's ids, once its hello is there
         self.num_shown = 0  # number of the peer's ids whose tags it was sent
-        self.files: ExchangeFiles | None = None
-        """Keep points and tags for an exchange that resumes this one."""
-
+        self._store: ExchangeStore | None = None
         self._chunk_ids = chunk_ids
         self._part = part_of(chunk_ids)
         self._finish = finish
@@ -68,7 +66,7 @@ class TagTurns:
         self._peer_points = hashlib.sha256()
         self._has_committed = False
         self._peer_commitment: bytes | None = None
-        self._kept_commitment = b""
+        self._earlier_commitment = b""
         self._answered_before = 0
         self._lock = threading.RLock()
 
@@ -91,46 +89,51 @@ class TagTurns:
 
     def note_sent(self, points: bytes) -> None:
         with self._lock:
-            self._keep("own.points", points)
+            self._append("own.points", points)
             self._own_points.update(points)
             self._points_sent += len(points)
 
     def note_answered(self, points: bytes, tags: bytes) -> None:
         with self._lock:
-            self._keep("peer.points", points)
-            self._keep("peer.tags", tags)
+            self._append("peer.points", points)
+            self._append("peer.tags", tags)
             self._peer_points.update(points)
             self.of_peer.append(tags)
 
-    def hold(self, own: TagList, of_peer: TagList) -> None:
-        """Hold tags in these lists from now on; some may be in them."""
+    def store_in(self, store: ExchangeStore) -> None:
+        """Store points and tags from now on, for an exchange that resumes this one."""
         with self._lock:
-            self.own, self.of_peer = own, of_peer
+            self._store = store
+            self.own = TagList(file=store.path("own.tags"))
+            self.of_peer = TagList(file=store.path("peer.tags"))
 
-    def restore(self, kept: Kept, peer: pb.AlignResume, files: ExchangeFiles) -> None:
-        """Continue a kept exchange, of which the tags are held, where both have what was sent.
+    def restore(self, point: ResumePoint, peer: pb.AlignResume, store: ExchangeStore) -> None:
+        """Continue a stored exchange where both have what was sent.
 
-        A peer that understates what it has is sent the same bytes again, which tell it nothing new.
+        A peer that understates what it has is sent the same bytes again: it learns nothing new.
 
         Raises InvalidMessage: the peer cannot have that.
         """
+        if point.state.peer_size != self.num_peer:
+            raise InvalidMessage("the other party resumes with another number of ids")
         num_held, num_taken = int(peer.points), int(peer.tags)
         with self._lock:
+            self.own, self.of_peer = point.own_tags, point.peer_tags
             are_whole = num_held == self.num_own or num_held % self._chunk_ids == 0
-            sent = files.points_digest("own.points", min(num_held, kept.own_points))
-            is_sent = are_whole and num_held <= kept.own_points
+            sent = store.points_digest("own.points", min(num_held, point.own_points))
+            is_sent = are_whole and num_held <= point.own_points
             if not is_sent or sent.digest() != peer.points_digest:
                 raise InvalidMessage("the other party has kept other points than were sent")
             part = self._part(self.num_peer)
             if num_taken > self.num_peer or (num_taken % part and num_taken < self.num_peer):
                 raise InvalidMessage("the other party has kept other tags than were shown")
-            files.cut("own.points", num_held)  # the others are sent, and kept, once more
-            self.files = files
+            store.cut("own.points", num_held)  # the others are sent, and stored, once more
+            self._store = store
             self._own_points, self._points_sent = sent, num_held * POINT_BYTES
-            self._peer_points = files.points_digest("peer.points", kept.peer_points)
+            self._peer_points = store.points_digest("peer.points", point.peer_points)
             self.num_shown = num_taken
-            self._kept_commitment = kept.peer_commitment
-            if self._kept_commitment:
+            self._earlier_commitment = point.peer_commitment
+            if self._earlier_commitment:
                 self._answered_before = self._due(num_taken)
 
     def commit(self) -> Frames:
@@ -164,9 +167,9 @@ class TagTurns:
                 raise InvalidMessage(
                     f"expected a commitment of 32 bytes, got {len(message.digest)}"
                 )
-            if not self._kept_commitment:
-                self._keep("peer.commitment", message.digest)
-            elif message.digest != self._kept_commitment:
+            if not self._earlier_commitment:
+                self._append("peer.commitment", message.digest)
+            elif message.digest != self._earlier_commitment:
                 raise InvalidMessage("the other party commits to other tags than before")
             self._peer_commitment = message.digest
             return Frames(self._show())
@@ -185,13 +188,13 @@ class TagTurns:
                 raise OutOfStep("received more tags than points were sent")
             check_chunk("tags", message.chunk, self.num_received // part)
             check_length("tags", message.tags, expected * TAG_BYTES)
-            self._keep("own.tags", message.tags)
+            self._append("own.tags", message.tags)
             self.own.append(message.tags)
             return Frames(self._show())
 
-    def _keep(self, name: KeptName, data: bytes) -> None:
-        if self.files is not None:
-            self.files.append(name, data)
+    def _append(self, name: StoredName, data: bytes) -> None:
+        if self._store is not None:
+            self._store.append(name, data)
 
     def _check_commitment(self) -> None:
         if _commitment(self._peer_points.digest(), self.own) != self._peer_commitment:
@@ -206,8 +209,8 @@ class TagTurns:
         if not self._has_committed or self._peer_commitment is None:
             return frames
         if not self._is_on_disk:
-            if self.files is not None:
-                self.files.sync()
+            if self._store is not None:
+                self._store.sync()
             self._is_on_disk = True
         if self.num_received == self.num_own:
             self._check_commitment()

@@ -18,7 +18,6 @@ from splitveil.common.errors import (
     EndedForGood,
     Interrupted,
     InvalidMessage,
-    NothingBegun,
     NotOpen,
     OtherModel,
     OthersAwaited,
@@ -31,6 +30,7 @@ from splitveil.common.errors import (
     PeerUnreachable,
     PeerUntrusted,
     ProtocolError,
+    RunStartedOver,
     SplitveilError,
     TableRefused,
     TooLarge,
@@ -67,7 +67,7 @@ _SENT: dict[type[Exception], PeerStatus] = {
     ),
     Busy: PeerStatus(_AWAY, "busy: this party serves no further stream now"),
     OthersAwaited: PeerStatus(_AWAY, "others-awaited: another party is not there yet"),
-    NothingBegun: PeerStatus(
+    RunStartedOver: PeerStatus(
         _NOT_NOW, "nothing-begun: nothing of this run was answered; align again"
     ),
     OutOfStep: PeerStatus(
@@ -100,7 +100,7 @@ _RECEIVED: dict[str, tuple[type[SplitveilError], str]] = {
     "not-open": (PeerRestarted, "the peer was restarted, and its run has to be opened again"),
     "busy": (Busy, "the peer has as many calls as it accepts at a time"),
     "others-awaited": (OthersAwaited, "the active party waits for another passive party"),
-    "nothing-begun": (NothingBegun, "the active party has started over before the first answer"),
+    "nothing-begun": (RunStartedOver, "the active party has started over before the first answer"),
     "out-of-step": (ProtocolError, "the peer is at another run, epoch, step or other rows"),
     "table-refused": (
         TableRefused,

@@ -137,7 +137,7 @@ def test_points_leave_in_shuffled_order() -> None:
     ids = names(range(40))
     session = greeted(ids)
     sent = split(b"".join(points_of(session)), 32)
-    in_file_order = split(ENGINE._library.mask(digests(ids), session._secrets.scalar), 32)
+    in_file_order = split(ENGINE._library.mask(digests(ids), session._scalar), 32)
     assert sorted(sent) == sorted(in_file_order)
     assert sent != in_file_order
 

@@ -24,8 +24,8 @@ from splitveil.active_party.training.predictions import LossWeights
 from splitveil.active_party.training.top_trainer import TopTrainer, TrainingRows
 from splitveil.active_party.workers import spread
 from splitveil.common.data.features import FeatureEncoder
+from splitveil.common.data.ids import read_subjects
 from splitveil.common.data.source_settings import expand_path
-from splitveil.common.data.subjects import numbered, read_subjects
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.models.factory import Trial, build_top_model
 from splitveil.common.models.optimizers import build_optimizer
@@ -101,7 +101,7 @@ class TrainerBuilder:
             known = self._known_targets.of(self._data.ids[row] for row in rows.file_rows)
         if self._subjects is not None:
             of_rows = self._subjects[rows.file_rows]
-            subjects = torch.from_numpy(numbered(of_rows))
+            subjects = torch.from_numpy(numbered_subjects(of_rows))
             persons = persons_of(of_rows, (self._data.ids[row] for row in rows.file_rows))
         examples = Examples(ids, labels, self._device, training, subjects, known)
         return TopTrainer(

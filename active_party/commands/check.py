@@ -16,9 +16,8 @@ from splitveil.active_party.trainer_builder import (
     open_label_owners_model,
     subjects_of,
 )
+from splitveil.common.data.kinds import open_table_source
 from splitveil.common.data.label_columns import count_others
-from splitveil.common.data.subjects import numbered
-from splitveil.common.data.table import open_table_source
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.factory import Trial, build_top_model, lone_row_in_words
 from splitveil.common.party import command_line
@@ -101,7 +100,9 @@ def _data_and_model(settings: ActiveSettings) -> str:
     if earlier is not None:
         earlier.put_into(model)
     subjects = subjects_of(settings, data)
-    persons = "" if subjects is None else f" of {len(np.unique(numbered(subjects)))} persons"
+    persons = (
+        "" if subjects is None else f" of {len(np.unique(numbered_subjects(subjects)))} persons"
+    )
     others = count_others(settings.data, open_table_source(settings.data, settings.base_dir))
     fits = f"the top model fits them{but}{others}"
     return f"data: {data.summary()}{persons}; {fits}; {data.table.id_report.in_words()}"

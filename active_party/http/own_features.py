@@ -8,12 +8,16 @@ import numpy as np
 import pyarrow as pa
 
 from splitveil.active_party.http.errors import Unusable
-from splitveil.common.data.features import UNKNOWN_SLOT, FeatureEncoder, Features
+from splitveil.common.data.features import (
+    UNKNOWN_SLOT,
+    FeatureEncoder,
+    Features,
+    unknown_categories,
+)
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.sources import ColumnsInMemory, list_rows
 from splitveil.common.data.table import Table, table_of
 from splitveil.common.data.table_files import settings_for
-from splitveil.common.data.unknown_categories import unknown_categories
 from splitveil.common.errors import DataError
 
 logger = logging.getLogger(__name__)

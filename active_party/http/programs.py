@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from splitveil.active_party.http.errors import NotAdmitted, TooFast
-from splitveil.common.data.secret_files import read_secret
+from splitveil.common.data.source_settings import read_secret
 from splitveil.common.errors import SettingsError
 
 BURST_S = 1.0

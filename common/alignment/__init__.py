@@ -13,8 +13,7 @@ from splitveil.common.alignment.channel import (
     channel_pair,
     wait_frame,
 )
-from splitveil.common.alignment.engine import build_engine, engine_of, records_of
-from splitveil.common.alignment.exchange import align
+from splitveil.common.alignment.exchange import align, build_engine, engine_of, records_of
 from splitveil.common.alignment.interface import (
     Agree,
     Alignment,

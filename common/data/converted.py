@@ -42,6 +42,7 @@ from splitveil.common.data.conversion import (
     convert,
 )
 from splitveil.common.data.ids import IdReport
+from splitveil.common.data.kinds import open_table_source
 from splitveil.common.data.places import FoundFile, find_files, place_of
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.source_settings import (
@@ -53,7 +54,7 @@ from splitveil.common.data.source_settings import (
 )
 from splitveil.common.data.sql_snapshot import snapshot_of
 from splitveil.common.data.stored_ids import ID_ENDS, IDS, RowNumbers, StoredIds
-from splitveil.common.data.table import Table, open_table_source
+from splitveil.common.data.table import Table
 from splitveil.common.errors import DataError, StorageError
 from splitveil.common.run.id_rules import AS_WRITTEN, IdRule, rules_as_plain
 from splitveil.common.text.files import only_one_process, sync

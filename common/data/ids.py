@@ -6,6 +6,7 @@ Since an id identifies a person, messages contain row numbers and counts and nev
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 from unicodedata import normalize
 
@@ -19,8 +20,14 @@ from splitveil.common.data.canonical_form import (
     decompose,
     is_unicode,
 )
-from splitveil.common.data.columns import WrittenColumn, read_ids
+from splitveil.common.data.columns import (
+    WrittenColumn,
+    check_columns_exist,
+    read_ids,
+    select_columns,
+)
 from splitveil.common.data.id_forms import SHORTENED, ColumnForms
+from splitveil.common.data.kinds import open_table_source
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.stored_ids import (
     ID_ENDS,
@@ -332,3 +339,40 @@ def _difference(text: str, other: str) -> str:
     if normalize("NFC", text).strip() == normalize("NFC", other).strip():
         return ", differs in white space and Unicode form"
     return ", made equal by contract.ids"
+
+
+# ---- which rows are about the same person ----
+
+SUBJECTS = "defense.subject_column"
+
+
+def read_subjects(
+    settings: DataSettings,
+    base_dir: Path,
+    column: str,
+    id_rules: Sequence[IdRule] = AS_WRITTEN,
+) -> NDArray[np.object_]:
+    """Return the person whom each row of the file is about, (rows,); empty without an entry.
+
+    Entries are compared like ids: by the rules of the column if it is part of the id, and otherwise
+    as written.
+    """
+    source = open_table_source(settings, base_dir)
+    selection = select_columns(settings, source)
+    if any(column in way for way in selection.chosen):
+        raise SettingsError(f"{SUBJECTS}: {column!r} is a feature, too: leave it out there")
+    check_columns_exist([column], source.column_names(), source.name)
+    check_rules(settings, id_rules)
+    is_id = column in settings.id_columns
+    rule = id_rules[settings.id_columns.index(column)] if is_id else AS_WRITTEN[0]
+    named = settings.model_copy(update={"id_column": column})
+    entries = part_ids(named, [rule], source.read([column]), source.name)
+    return np.array(CanonicalForm([rule]).of(entries), dtype=object)
+
+
+def numbered_subjects(subjects: NDArray[np.object_]) -> NDArray[np.int64]:
+    """Return a number for each row, equal for rows of one person; one without has its own."""
+    _, numbers = np.unique(subjects, return_inverse=True)
+    without = np.flatnonzero(subjects == "")
+    numbers[without] = len(subjects) + np.arange(len(without))
+    return numbers.astype(np.int64)

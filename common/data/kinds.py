@@ -1,9 +1,9 @@
 """Opens each kind of source that the settings can name."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -12,6 +12,7 @@ from splitveil.common.data.csv_file import CsvFile
 from splitveil.common.data.image_folder import ImageFolder
 from splitveil.common.data.npz_file import NpzFile
 from splitveil.common.data.places import Place, place_of, place_on_this_machine
+from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.source_settings import (
     CsvSource,
     ImagesSource,
@@ -24,6 +25,10 @@ from splitveil.common.data.source_settings import (
 from splitveil.common.data.sources import ColumnsInMemory, Part, TableSource
 from splitveil.common.data.sql_snapshot import snapshot_of
 from splitveil.common.errors import DataError, SettingsError
+
+_ResultT = TypeVar("_ResultT")
+
+_SMALL_BYTES = 1024 * 1024
 
 
 def open_source(settings: Source, base_dir: Path, image_array: str | None = None) -> TableSource:
@@ -40,6 +45,32 @@ def open_source(settings: Source, base_dir: Path, image_array: str | None = None
             return ImageFolder(settings, base_dir)
         case SklearnSource(dataset=dataset, shuffle_seed=seed):
             return _Shipped(dataset, seed)
+
+
+def open_table_source(settings: DataSettings, base_dir: Path) -> TableSource:
+    features = settings.features
+    image_array = features.image.array if features and features.image else None
+    return open_source(settings.source, base_dir, image_array)
+
+
+def in_small_blocks(source: TableSource, read: Callable[[TableSource], _ResultT]) -> _ResultT:
+    """Read a table in little memory, or again in larger parts if ``read`` raises DataError."""
+    if not isinstance(source, CsvFile):
+        return read(source)
+    try:
+        return read(source.in_blocks_of(_SMALL_BYTES))
+    except DataError:
+        # A row may be longer than a small block; whatever else it was is said again.
+        return read(source)
+
+
+def columns_in_parts(source: TableSource, names: Sequence[str]) -> Iterator[Mapping[str, Any]]:
+    """Yield the named columns of a table, in parts where images need not be read for it."""
+    if isinstance(source, ImageFolder | NpzFile):
+        yield source.read(names)
+    else:
+        for part in source.parts(names):
+            yield part.columns
 
 
 def text_file(settings: CsvSource, base_dir: Path) -> CsvFile:

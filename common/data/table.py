@@ -1,9 +1,9 @@
 """Reads a party's own table and checks the columns it needs before anything is sent."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -13,17 +13,16 @@ from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.category_lists import read_lists
 from splitveil.common.data.columns import (
     CategoricalColumn,
-    ChosenColumns,
     Numbers,
+    Selection,
     WrittenColumn,
-    check_columns_exist,
+    part_name,
     read_categories,
     read_numeric,
     read_splits,
     read_weights,
-    select_features,
+    select_columns,
 )
-from splitveil.common.data.csv_file import CsvFile
 from splitveil.common.data.ids import (
     NOTHING_DONE,
     Allowed,
@@ -34,7 +33,7 @@ from splitveil.common.data.ids import (
     part_ids,
 )
 from splitveil.common.data.image_folder import ImageFolder
-from splitveil.common.data.kinds import open_source
+from splitveil.common.data.kinds import columns_in_parts, in_small_blocks, open_table_source
 from splitveil.common.data.label_columns import (
     check_classes,
     read_classes,
@@ -47,12 +46,9 @@ from splitveil.common.data.source_settings import CsvSource
 from splitveil.common.data.sources import RowSource, TableSource, list_rows
 from splitveil.common.data.stored_ids import GrowingArrays, RowNumbers, StoredIds
 from splitveil.common.data.timestamps import read_timestamps
-from splitveil.common.errors import DataError, SettingsError
+from splitveil.common.errors import DataError
 from splitveil.common.run.id_rules import AS_WRITTEN, IdRule
 
-_ResultT = TypeVar("_ResultT")
-
-_SMALL_BYTES = 1024 * 1024
 _ROWS_AT_ONCE = 16 * 1024
 
 
@@ -155,56 +151,6 @@ class Table:
         )
 
 
-class Selection(NamedTuple):
-    """The columns of a source that the settings select."""
-
-    chosen: ChosenColumns
-    numeric: list[str]  # the columns of numbers that they become: parts of timestamps come last
-    needed: list[str]  # all selected columns; id, label and split first
-
-    @property
-    def coded(self) -> list[str]:
-        """The columns that become codes: categorical ones, then lists."""
-        return [*self.chosen.categorical, *self.chosen.lists]
-
-
-def select_columns(
-    settings: DataSettings, source: RowSource, split_column: str | None = None
-) -> Selection:
-    """Find the columns that the settings name and the column by which the contract splits rows.
-
-    DataError if one is missing, SettingsError if one is requested for two purposes.
-    """
-    features = settings.features
-    names = source.column_names()
-    own = (*settings.id_columns, settings.label_column, settings.weight_column)
-    if split_column is not None and split_column in own:
-        raise SettingsError(f"contract.split.column: {split_column!r} is the id, label or weight")
-    reserved = [name for name in (*own, split_column) if name is not None]
-    chosen = ChosenColumns([], [], [], [])
-    if features:
-        chosen = select_features(features, names, reserved, source.name)
-    needed = list(dict.fromkeys([*reserved, *(name for way in chosen for name in way)]))
-    check_columns_exist(needed, names, source.name)
-    parts = features.timestamp_parts if features else ()
-    numeric = [*chosen.numeric, *(part_name(n, p) for n in chosen.timestamps for p in parts)]
-    if twice := [name for name in chosen.numeric if numeric.count(name) > 1]:
-        raise SettingsError(
-            f"data.features: {', '.join(map(repr, twice))}: parts of a timestamp have this name"
-        )
-    return Selection(chosen, numeric, needed)
-
-
-def part_name(column: str, part: str) -> str:
-    return f"{column}.{part}"
-
-
-def open_table_source(settings: DataSettings, base_dir: Path) -> TableSource:
-    features = settings.features
-    image_array = features.image.array if features and features.image else None
-    return open_source(settings.source, base_dir, image_array)
-
-
 def read_table(
     settings: DataSettings,
     base_dir: Path,
@@ -261,26 +207,6 @@ def table_of_ids(
         return found
 
     return in_small_blocks(source, read)
-
-
-def in_small_blocks(source: TableSource, read: Callable[[TableSource], _ResultT]) -> _ResultT:
-    """Read a table in little memory, or again in larger parts if ``read`` raises DataError."""
-    if not isinstance(source, CsvFile):
-        return read(source)
-    try:
-        return read(source.in_blocks_of(_SMALL_BYTES))
-    except DataError:
-        # A row may be longer than a small block; whatever else it was is said again.
-        return read(source)
-
-
-def columns_in_parts(source: TableSource, names: Sequence[str]) -> Iterator[Mapping[str, Any]]:
-    """Yield the named columns of a table, in parts where images need not be read for it."""
-    if isinstance(source, ImageFolder | NpzFile):
-        yield source.read(names)
-    else:
-        for part in source.parts(names):
-            yield part.columns
 
 
 class TableReader:

@@ -18,7 +18,7 @@ from splitveil.common.data.columns import almost_numbers
 from splitveil.common.data.converted import open_converted
 from splitveil.common.data.features import FeatureEncoder, Features, MappedFeatures, RowEncoder
 from splitveil.common.data.id_forms import form_of
-from splitveil.common.data.kinds import with_advice
+from splitveil.common.data.kinds import open_table_source, with_advice
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.source_settings import (
     CacheableSource,
@@ -27,7 +27,7 @@ from splitveil.common.data.source_settings import (
     expand_path,
 )
 from splitveil.common.data.sources import list_rows
-from splitveil.common.data.table import Table, open_table_source, read_table, table_of_ids
+from splitveil.common.data.table import Table, read_table, table_of_ids
 from splitveil.common.errors import DataError, SplitveilError
 from splitveil.common.party.party_settings import PartySettings
 from splitveil.common.record.initial_weights import SETTING, EarlierModel

@@ -17,9 +17,8 @@ from splitveil.active_party.ledger.account_book import AccountBook, open_books
 from splitveil.active_party.ledger.ledger import LeakLedger
 from splitveil.common.data import sources
 from splitveil.common.data.canonical_form import CanonicalForm, compose, decompose
-from splitveil.common.data.ids import Allowed
+from splitveil.common.data.ids import Allowed, read_subjects
 from splitveil.common.data.settings import DataSettings
-from splitveil.common.data.subjects import read_subjects
 from splitveil.common.data.table_files import read_id_list
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_data import PartyData

@@ -24,7 +24,7 @@ from splitveil.active_party.training.predictions import LossWeights
 from splitveil.active_party.training.top_trainer import TopTrainer, TrainingRows
 from splitveil.active_party.workers import spread
 from splitveil.common.data.features import FeatureEncoder
-from splitveil.common.data.ids import read_subjects
+from splitveil.common.data.ids import numbered_subjects, read_subjects
 from splitveil.common.data.source_settings import expand_path
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.models.factory import Trial, build_top_model

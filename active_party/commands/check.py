@@ -16,6 +16,7 @@ from splitveil.active_party.trainer_builder import (
     open_label_owners_model,
     subjects_of,
 )
+from splitveil.common.data.ids import numbered_subjects
 from splitveil.common.data.kinds import open_table_source
 from splitveil.common.data.label_columns import count_others
 from splitveil.common.errors import SettingsError

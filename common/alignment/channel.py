@@ -47,7 +47,7 @@ class FrameQueue:
         self._changed = threading.Condition()
 
     def put(self, frame: AlignFrame, deadline_s: float | None) -> None:
-        """Add a frame, waiting for room, or raise PeerUnreachable or Exception."""
+        """Add a frame, waiting for space, or raise PeerUnreachable or Exception."""
         with self._changed:
             self._wait(lambda: len(self._frames) < self._capacity or self._closed, deadline_s)
             if self._closed:

@@ -5,7 +5,7 @@ eight bytes hardly ever agree, so these are compared as numbers. A peer may choo
 however: where two begin alike, all of them are compared by all their bytes, which takes longer.
 
 With a memory limit, what grows with the number of ids is in files, and a quarter of the limit is
-for sorting them part by part. The rest leaves room for the chunks under way, which take the same
+for sorting them part by part. The rest is for the chunks under way, which take the same
 memory for any number of ids.
 """
 

@@ -43,7 +43,6 @@ from splitveil.common.data.conversion import (
 )
 from splitveil.common.data.ids import IdReport
 from splitveil.common.data.kinds import open_table_source
-from splitveil.common.data.places import FoundFile, find_files, place_of
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.source_settings import (
     CacheableSource,
@@ -55,6 +54,7 @@ from splitveil.common.data.source_settings import (
 from splitveil.common.data.sql_snapshot import snapshot_of
 from splitveil.common.data.stored_ids import ID_ENDS, IDS, RowNumbers, StoredIds
 from splitveil.common.data.table import Table
+from splitveil.common.data.table_paths import FoundFile, find_files, table_path_of
 from splitveil.common.errors import DataError, StorageError
 from splitveil.common.run.id_rules import AS_WRITTEN, IdRule, rules_as_plain
 from splitveil.common.text.files import only_one_process, sync
@@ -137,7 +137,7 @@ def _stamps(source: CacheableSource, base_dir: Path) -> list[list[Any]]:
     """Return name, size and modification time of every file that is read."""
     match source:
         case ParquetSource() | CsvSource():
-            found = find_files(place_of(source, base_dir))
+            found = find_files(table_path_of(source, base_dir))
             return [[_resolved(file), file.num_bytes, file.modified_ns] for file in found]
         case SqlSource():
             paths = [snapshot_of(source, base_dir)]

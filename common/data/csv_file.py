@@ -17,8 +17,8 @@ from pyarrow import csv as arrow_csv
 from splitveil.common.data import sources
 from splitveil.common.data.canonical_form import is_unicode
 from splitveil.common.data.columns import COMMA_NUMBER, NUMBER, check_columns_exist
-from splitveil.common.data.places import find_files, place_on_this_machine
 from splitveil.common.data.sources import ArrowColumn, Part, list_rows, unreadable_is_data_error
+from splitveil.common.data.table_paths import find_files, local_table_path
 from splitveil.common.errors import DataError
 
 CODECS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4", ".br": "brotli"}
@@ -82,7 +82,7 @@ class CsvFile:
     @cached_property
     def _files(self) -> list[Path]:
         """The parts; where there are several, an empty one is none."""
-        paths = [Path(found.path) for found in find_files(place_on_this_machine(self._path))]
+        paths = [Path(found.path) for found in find_files(local_table_path(self._path))]
         return [path for path in paths if len(paths) == 1 or self._first_row(path)] or paths[:1]
 
     @contextmanager

@@ -136,7 +136,7 @@ class FeatureEncoder(Section):
 
     image: ImageInfo | None
     indicators: tuple[str, ...] = ()
-    """Numeric columns whose gaps are told by a number of their own, after all scaled numbers."""
+    """Numeric columns whose gaps have an indicator, after all scaled numbers."""
 
     timestamps: tuple[str, ...] = ()
     """Columns of times, whose parts are among ``numeric``."""

@@ -11,7 +11,6 @@ import pyarrow as pa
 from splitveil.common.data.csv_file import CsvFile
 from splitveil.common.data.image_folder import ImageFolder
 from splitveil.common.data.npz_file import NpzFile
-from splitveil.common.data.places import Place, place_of, place_on_this_machine
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.source_settings import (
     CsvSource,
@@ -24,6 +23,7 @@ from splitveil.common.data.source_settings import (
 )
 from splitveil.common.data.sources import ColumnsInMemory, Part, TableSource
 from splitveil.common.data.sql_snapshot import snapshot_of
+from splitveil.common.data.table_paths import TablePath, local_table_path, table_path_of
 from splitveil.common.errors import DataError, SettingsError
 
 _ResultT = TypeVar("_ResultT")
@@ -36,9 +36,9 @@ def open_source(settings: Source, base_dir: Path, image_array: str | None = None
         case CsvSource():
             return text_file(settings, base_dir)
         case ParquetSource():
-            return _parquet(place_of(settings, base_dir))
+            return _parquet(table_path_of(settings, base_dir))
         case SqlSource():
-            return _parquet(place_on_this_machine(snapshot_of(settings, base_dir)))
+            return _parquet(local_table_path(snapshot_of(settings, base_dir)))
         case NpzSource():
             return NpzFile(settings.resolve(base_dir), image_array)
         case ImagesSource():
@@ -95,11 +95,11 @@ def with_advice(settings: Source, base_dir: Path) -> Iterator[None]:
         raise kind(f"{error}{advice}") from error
 
 
-def _parquet(place: Place) -> TableSource:
+def _parquet(path: TablePath) -> TableSource:
     # Importing it takes a second where pandas is installed; other kinds need not wait for it.
     from splitveil.common.data.parquet_files import ParquetFiles  # noqa: PLC0415
 
-    return ParquetFiles(place)
+    return ParquetFiles(path)
 
 
 class _Shipped(ColumnsInMemory):

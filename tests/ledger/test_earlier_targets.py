@@ -12,7 +12,7 @@ from splitveil.active_party.defenses.exact_auc import gaussian_auc
 from splitveil.active_party.ledger.released_targets import TARGETS, read_targets
 from splitveil.active_party.results import save_results
 from splitveil.active_party.trainer_builder import TrainerBuilder
-from splitveil.common.data.ids import read_subjects
+from splitveil.common.data.ids import numbered_subjects, read_subjects
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy.leakage import auc

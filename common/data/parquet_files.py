@@ -42,7 +42,7 @@ class ParquetFiles:
 
     def __init__(self, table_path: TablePath) -> None:
         self.name = table_path.name
-        self._table_path = place
+        self._table_path = table_path
 
     def column_names(self) -> list[str]:
         """Return the columns in the order of the first file."""

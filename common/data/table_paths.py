@@ -132,7 +132,8 @@ def find_files(table_path: TablePath) -> list[FoundFile]:
             files, expected = _matching(table_path, root), "no file matches this pattern"
         else:
             if table_path.prefix:
-                table_path.filesystem.get_file_info(
+                # Raises the reason.
+                table_path.filesystem.get_file_info(fs.FileSelector(table_path.path))
                     fs.FileSelector(table_path.path)
                 )  # raises the reason
             raise FileNotFoundError

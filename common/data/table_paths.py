@@ -134,8 +134,6 @@ def find_files(table_path: TablePath) -> list[FoundFile]:
             if table_path.prefix:
                 # Raises the reason.
                 table_path.filesystem.get_file_info(fs.FileSelector(table_path.path))
-                    fs.FileSelector(table_path.path)
-                )  # raises the reason
             raise FileNotFoundError
     some = sorted((_found(table_path, info, root) for info in files), key=_by_segments)
     shown = [file for file in some if not any(part[0] in "._" for part in _parts_below(file))]

@@ -1,9 +1,5 @@
 """Finds the tags that two parties have in common, at once or part by part.
 
-NumPy sorts and finds numbers several times as fast as bytes. Tags are hashes, and their first
-eight bytes hardly ever agree, so these are compared as numbers. A peer may choose its tags,
-however: where two begin alike, all of them are compared by all their bytes, which takes longer.
-
 With a memory limit, what grows with the number of ids is in files, and a quarter of the limit is
 for sorting them part by part. The rest is for the chunks under way, which take the same
 memory for any number of ids.
@@ -40,52 +36,10 @@ _Part = tuple[Tags, Rows, Tags]
 _STEP = 16
 """First bytes that are compared at a time, so that copies in order are of a sixteenth of all."""
 
-_OWN_BYTES, _PEER_BYTES = 112, 48
+_OWN_BYTES, _PEER_BYTES = 112, 80
 """Memory that finding common tags takes for each tag: the records, and copies in order."""
 
 _SORTING_SHARE = 4
-
-
-class SortedTags:
-    """Tags in the order of their bytes.
-
-    Args:
-        tags: in any order, (tags,), each of a multiple of eight bytes.
-    """
-
-    def __init__(self, tags: Tags) -> None:
-        leading = _leading(tags)
-        order = np.argsort(leading)
-        leading = leading[order]
-        is_ambiguous = bool((leading[1:] == leading[:-1]).any())
-        if is_ambiguous:
-            order = np.argsort(tags, kind="stable")
-        self._leading = None if is_ambiguous else leading
-        self.order: Positions = order.astype(np.int64, copy=False)
-        """The position that each of the sorted tags had, (tags,)."""
-
-        self.tags: Tags = tags[order]  # the tags themselves, (tags,)
-
-    @property
-    def has_repeats(self) -> bool:
-        return self._leading is None and bool((self.tags[1:] == self.tags[:-1]).any())
-
-    def find(self, wanted: "SortedTags") -> Positions:
-        """Return where each wanted tag is among the tags, -1 for those that are not, (wanted,)."""
-        if not len(self.tags):
-            return np.full(len(wanted.tags), -1)
-        if self._leading is None:
-            places = np.searchsorted(self.tags, wanted.tags)
-        else:
-            places = np.searchsorted(self._leading, _leading(wanted.tags))
-        places = np.minimum(places, len(self.tags) - 1)
-        return np.where(self.tags[places] == wanted.tags, places, -1)
-
-
-def _leading(tags: Tags) -> npt.NDArray[np.uint64]:
-    """Return the first eight bytes of each tag as a number, which is in the order of the bytes."""
-    numbers = np.ascontiguousarray(tags).view(">u8")
-    return numbers[:: tags.dtype.itemsize // 8].astype(np.uint64)
 
 
 class CommonTags(NamedTuple):
@@ -97,11 +51,10 @@ class CommonTags(NamedTuple):
 
 def common_tags(own: Tags, of_peer: Tags) -> CommonTags:
     """Return the tags that are in both, which are in any order, or raise InvalidMessage."""
-    own_tags, peer_tags = SortedTags(own), SortedTags(of_peer)
-    if own_tags.has_repeats or peer_tags.has_repeats:
+    if any(len(np.unique(tags)) < len(tags) for tags in (own, of_peer)):
         raise InvalidMessage("two ids have the same tag")
-    is_common = peer_tags.find(own_tags) >= 0
-    return CommonTags(own_tags.tags[is_common], own_tags.order[is_common])
+    tags, positions, _ = np.intersect1d(own, of_peer, assume_unique=True, return_indices=True)
+    return CommonTags(tags, positions)
 
 
 class CommonRows(NamedTuple):

@@ -177,7 +177,7 @@ class EcdhExchange:
 
     @property
     def done_ids(self) -> int:
-        return self._tags.num_received + self._tags.num_computed
+        return len(self._tags.own) + len(self._tags.of_peer)
 
     @property
     def total_ids(self) -> int:
@@ -282,7 +282,7 @@ class EcdhExchange:
                 "resuming an exchange of ids: %d of %d own points were sent, %d of %d answered",
                 tags.num_sent,
                 tags.num_own,
-                tags.num_computed,
+                len(tags.of_peer),
                 tags.num_peer,
             )
             return
@@ -300,7 +300,7 @@ class EcdhExchange:
         tags.store_in(store)
 
     def _answer_points(self, message: pb.MaskedPoints) -> None:
-        received = self._tags.num_computed
+        received = len(self._tags.of_peer)
         expected = min(CHUNK_IDS, self._tags.num_peer - received)
         if not expected:
             raise TooLarge("received more points than the other party announced")

@@ -71,14 +71,6 @@ class TagTurns:
         self._lock = threading.RLock()
 
     @property
-    def num_received(self) -> int:
-        return len(self.own)
-
-    @property
-    def num_computed(self) -> int:
-        return len(self.of_peer)
-
-    @property
     def num_sent(self) -> int:
         return self._points_sent // POINT_BYTES
 
@@ -143,7 +135,7 @@ class TagTurns:
         """
         with self._lock:
             are_sent = self._points_sent == self.num_own * POINT_BYTES
-            are_computed = self.num_computed == self.num_peer
+            are_computed = len(self.of_peer) == self.num_peer
             if self._has_committed or not are_sent or not are_computed:
                 return Frames()
             if self._own_points.digest() == self._peer_points.digest():
@@ -161,7 +153,7 @@ class TagTurns:
         with self._lock:
             if self._peer_commitment is not None:
                 raise OutOfStep("received a second commitment to tags")
-            if self.num_computed < self.num_peer:
+            if len(self.of_peer) < self.num_peer:
                 raise OutOfStep("received a commitment to tags before all points")
             if len(message.digest) != hashlib.sha256().digest_size:
                 raise InvalidMessage(
@@ -183,10 +175,10 @@ class TagTurns:
             if not self._has_committed or self._peer_commitment is None:
                 raise OutOfStep("received tags before both parties had committed to theirs")
             part = self._part(self.num_own)
-            expected = min(part, self.num_own - self.num_received)
+            expected = min(part, self.num_own - len(self.own))
             if not expected:
                 raise OutOfStep("received more tags than points were sent")
-            check_chunk("tags", message.chunk, self.num_received // part)
+            check_chunk("tags", message.chunk, len(self.own) // part)
             check_length("tags", message.tags, expected * TAG_BYTES)
             self._append("own.tags", message.tags)
             self.own.append(message.tags)
@@ -212,14 +204,14 @@ class TagTurns:
             if self._store is not None:
                 self._store.sync()
             self._is_on_disk = True
-        if self.num_received == self.num_own:
+        if len(self.own) == self.num_own:
             self._check_commitment()
         part = self._part(self.num_peer)
         for first in range(self.num_shown, self._due(self.num_shown), part):
             self.num_shown = min(first + part, self.num_peer)
             frames.append(partial(self._tags_frame, first, part))
         # In the same call as the last tags: another thread would send it before them.
-        if self.num_received == self.num_own and not self._is_finished:
+        if len(self.own) == self.num_own and not self._is_finished:
             self._is_finished = True
             last = self._finish()
             frames.append(lambda: last)
@@ -232,7 +224,7 @@ class TagTurns:
     def _due(self, shown: int) -> int:
         """Return the number of tags that are to be shown by now, if so many have been."""
         part = self._part(self.num_peer)
-        while shown < self.num_peer and shown * self.num_own <= self.num_received * self.num_peer:
+        while shown < self.num_peer and shown * self.num_own <= len(self.own) * self.num_peer:
             shown = min(shown + part, self.num_peer)
         return shown
 

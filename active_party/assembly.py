@@ -20,8 +20,8 @@ from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import EarlyStop
 from splitveil.active_party.training.top_trainer import TopTrainer
+from splitveil.common.data.ids import read_subjects
 from splitveil.common.data.source_settings import expand_path
-from splitveil.common.data.subjects import read_subjects
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.privacy.adversary import narrowest

@@ -31,7 +31,7 @@ from splitveil.active_party.training.evaluation import save_predictions
 from splitveil.active_party.training.own_models import Fitting, build_alone, train_alone
 from splitveil.active_party.training.predictions import PredictionFigures
 from splitveil.active_party.training.top_trainer import TopTrainer
-from splitveil.common.alignment import KeptExchanges
+from splitveil.common.alignment import ExchangeStores
 from splitveil.common.errors import BudgetExhausted, EndedForGood
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.party import command_line
@@ -75,7 +75,7 @@ def open_folder(settings: ActiveSettings, *, fresh: bool) -> Path | None:
     # By its settings, the start of another run finds this one.
     command_line.save_resolved(settings, folder)
     if fresh:
-        KeptExchanges(folder).discard()
+        ExchangeStores(folder).discard()
     return folder
 
 

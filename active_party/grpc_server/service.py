@@ -19,7 +19,7 @@ from splitveil.common.alignment import (
     AlignChannel,
     Alignment,
     AlignmentEngine,
-    KeptExchanges,
+    ExchangeStores,
     StreamChannel,
     TriedIds,
     align,
@@ -43,11 +43,7 @@ from splitveil.common.run.messages import Activation, LeaveReason
 from splitveil.common.run.phases import Phase
 from splitveil.common.text.imports import fault_of_own_code
 from splitveil.common.text.log_lines import log_fields
-from splitveil.common.wire.limits import (
-    PARTY_KEY,
-    REFUSALS_LOGGED,
-    believed,
-)
+from splitveil.common.wire.limits import PARTY_KEY, REFUSALS_LOGGED, believed
 from splitveil.common.wire.small_messages import (
     decode_greeting,
     decode_question,
@@ -76,7 +72,7 @@ class ActiveService:
         deadline_s: float,
         tried: TriedIds | None = None,
         status: RunStatus | None = None,
-        kept: KeptExchanges | None = None,
+        kept: ExchangeStores | None = None,
     ) -> None:
         self.refused: Counter[str] = Counter()
         """Number of refused messages by kind of error."""
@@ -210,7 +206,7 @@ class ActiveService:
                 agree=agreeing(session, party) if self._is_multi_party else None,
                 splits=session.file_splits,
                 counting=partial(self.tried.counted, party),
-                files=caller.exchange_files,
+                store=caller.exchange_store,
             )
         except AlignmentError as error:
             session.end(error)  # now: the peer is about to leave for the same reason

@@ -1,4 +1,4 @@
-"""Keeps an unfinished exchange of ids in files, to resume it after a fault on the line or a crash.
+"""Stores an unfinished exchange of ids in files, to resume it after a fault on the line or a crash.
 
     state            the scalar, the secret of the shuffled order, and what the exchange is of
     own.points       points of this party that were sent, 32 bytes each
@@ -10,7 +10,7 @@
 
 Who reads the scalar can test any id against the points, so the files lie in a folder of their own
 (mode 0700, files 0600) beside the run's results, one for each peer, and are deleted as soon as both
-parties have the outcome: what tells a party so is the next message of the other one, because the
+parties have the outcome: a party knows that from the next message of the other one, because the
 last message of the exchange itself may be lost. No tag is shown before everything that it follows
 from is on disk: a machine that loses its power in between would otherwise answer other points with
 the same scalar.
@@ -27,7 +27,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import ConfigDict, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
-from splitveil.common.alignment.storing import private, storing
+from splitveil.common.alignment.partitions import private, storing
 from splitveil.common.alignment.tag_lists import TagList
 from splitveil.common.errors import AlignmentError, ProtocolError, StorageError
 from splitveil.common.record.run_folder import write_bytes_atomically
@@ -35,9 +35,9 @@ from splitveil.common.wire.limits import POINT_BYTES, TAG_BYTES
 
 logger = logging.getLogger(__name__)
 
-KeptName = Literal["own.points", "peer.points", "peer.tags", "peer.commitment", "own.tags"]
+StoredName = Literal["own.points", "peer.points", "peer.tags", "peer.commitment", "own.tags"]
 
-OwnName = Literal["order", "parts"]
+ScratchName = Literal["order", "parts"]
 """Files of an exchange with a memory limit, which are written again if it is resumed."""
 
 _STATE = "state"
@@ -45,7 +45,7 @@ _IDS_DOMAIN = b"splitveil alignment ids 2\x00"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _READ_BYTES = 1 << 20
 # Bytes of one element of each file.
-_LENGTHS: dict[KeptName, int] = {
+_LENGTHS: dict[StoredName, int] = {
     "own.points": POINT_BYTES,
     "peer.points": POINT_BYTES,
     "peer.tags": TAG_BYTES,
@@ -54,8 +54,8 @@ _LENGTHS: dict[KeptName, int] = {
 }
 
 
-class Begun(NamedTuple):
-    """What an exchange is of, and its secrets."""
+class ExchangeState(NamedTuple):
+    """What identifies an exchange, and its secrets."""
 
     exchange: bytes  # the number that both parties give it, 32 bytes
     scalar: bytes
@@ -66,15 +66,15 @@ class Begun(NamedTuple):
     chunk_ids: PositiveInt
 
 
-_BEGUN = TypeAdapter(
-    Begun, config=ConfigDict(ser_json_bytes="hex", val_json_bytes="hex", strict=True)
+_STATE_FORM = TypeAdapter(
+    ExchangeState, config=ConfigDict(ser_json_bytes="hex", val_json_bytes="hex", strict=True)
 )
 
 
-class Kept(NamedTuple):
-    """An exchange that broke off."""
+class ResumePoint(NamedTuple):
+    """Where an exchange broke off."""
 
-    begun: Begun
+    state: ExchangeState
     own_points: int  # number of points in the file
     peer_points: int
     peer_tags: TagList
@@ -82,27 +82,28 @@ class Kept(NamedTuple):
     peer_commitment: bytes  # empty if it had not arrived
 
 
-class ExchangeFiles:
+class ExchangeStore:
     """The files of one unfinished exchange, or of none.
 
     Args:
-        memory_limit_bytes: memory for the exchange, which reads its tags from the files then;
-            by default it holds them in memory as well.
+        memory_limit_bytes: memory for the exchange, which sorts its tags in parts then.
     """
 
     def __init__(self, folder: Path, memory_limit_bytes: int | None = None) -> None:
         self._folder = folder
         self.memory_limit_bytes = memory_limit_bytes
 
-    def load(self, ids_digest: bytes, chunk_ids: int, part_of: Callable[[int], int]) -> Kept | None:
-        """Return the exchange that was kept; None if there is none that these ids can resume.
+    def load(
+        self, ids_digest: bytes, chunk_ids: int, part_of: Callable[[int], int]
+    ) -> ResumePoint | None:
+        """Return where the stored exchange broke off; None if these ids can resume none.
 
         What a killed process has written in part is left out.
         """
-        begun = self._begun()
-        if begun is None or (begun.ids_digest, begun.chunk_ids) != (ids_digest, chunk_ids):
+        state = self._state()
+        if state is None or (state.ids_digest, state.chunk_ids) != (ids_digest, chunk_ids):
             return None
-        own, peer = begun.own_size, begun.peer_size
+        own, peer = state.own_size, state.peer_size
         sent = self._whole(["own.points"], own, chunk_ids)
         answered = self._whole(["peer.points", "peer.tags"], peer, chunk_ids)
         shown = self._whole(["own.tags"], own, part_of(own))
@@ -110,7 +111,7 @@ class ExchangeFiles:
         if len(commitment) != _DIGEST_BYTES:
             # Tags are shown after the commitments.
             commitment, shown = bytearray(), 0
-        cuts: dict[KeptName, int] = {
+        cuts: dict[StoredName, int] = {
             "own.points": sent,
             "peer.points": answered,
             "peer.tags": answered,
@@ -119,8 +120,8 @@ class ExchangeFiles:
         }
         for name, count in cuts.items():
             self.cut(name, count)
-        return Kept(
-            begun,
+        return ResumePoint(
+            state,
             sent,
             answered,
             TagList(file=self.path("peer.tags"), count=answered),
@@ -128,18 +129,18 @@ class ExchangeFiles:
             bytes(commitment),
         )
 
-    def begin(self, begun: Begun) -> None:
-        """Keep a new exchange, and nothing of an earlier one, or raise StorageError."""
+    def begin(self, state: ExchangeState) -> None:
+        """Store a new exchange, and nothing of an earlier one, or raise StorageError."""
         self.discard()
         with storing(self._folder):
             self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._folder.mkdir(mode=0o700)
-        write_bytes_atomically(self._folder / _STATE, _BEGUN.dump_json(begun), 0o600)
+        write_bytes_atomically(self._folder / _STATE, _STATE_FORM.dump_json(state), 0o600)
 
-    def path(self, name: KeptName | OwnName) -> Path:
+    def path(self, name: StoredName | ScratchName) -> Path:
         return self._folder / name
 
-    def points_digest(self, name: KeptName, count: int) -> "hashlib._Hash":
+    def points_digest(self, name: StoredName, count: int) -> "hashlib._Hash":
         """Return the SHA-256 over the first ``count`` points of a file, or raise StorageError."""
         path, digest, left = self.path(name), hashlib.sha256(), count * POINT_BYTES
         if not left:
@@ -153,7 +154,7 @@ class ExchangeFiles:
                 left -= len(data)
         return digest
 
-    def append(self, name: KeptName, data: bytes) -> None:
+    def append(self, name: StoredName, data: bytes) -> None:
         """Append to one of the files, before anything that follows from it is sent."""
         path = self._folder / name
         with storing(path), _opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as descriptor:
@@ -161,7 +162,7 @@ class ExchangeFiles:
             while rest:
                 rest = rest[os.write(descriptor, rest) :]
 
-    def cut(self, name: KeptName, count: int) -> None:
+    def cut(self, name: StoredName, count: int) -> None:
         path = self._folder / name
         if path.exists():
             with storing(path), _opened(path, os.O_WRONLY) as descriptor:
@@ -182,21 +183,21 @@ class ExchangeFiles:
         except OSError as error:
             logger.warning("%s: cannot be deleted: %s", self._folder, error.strerror)
 
-    def _begun(self) -> Begun | None:
+    def _state(self) -> ExchangeState | None:
         path = self._folder / _STATE
         try:
             with storing(path):
-                return _BEGUN.validate_json(path.read_bytes()) if path.exists() else None
+                return _STATE_FORM.validate_json(path.read_bytes()) if path.exists() else None
         except ValidationError:
             logger.warning("%s: is damaged; the ids are exchanged anew", path)
             return None
 
-    def _read(self, name: KeptName) -> bytearray:
+    def _read(self, name: StoredName) -> bytearray:
         path = self._folder / name
         with storing(path):
             return bytearray(path.read_bytes()) if path.exists() else bytearray()
 
-    def _whole(self, names: Iterable[KeptName], size: int, step: int) -> int:
+    def _whole(self, names: Iterable[StoredName], size: int, step: int) -> int:
         """Return how many of ``size`` elements each file has, in whole steps or all of them."""
         paths = {name: self._folder / name for name in names}
         with storing(self._folder):
@@ -208,7 +209,7 @@ class ExchangeFiles:
         return count if count == size else count - count % step
 
 
-class KeptExchanges:
+class ExchangeStores:
     """The unfinished exchanges of one party with all of its peers.
 
     Args:
@@ -220,28 +221,28 @@ class KeptExchanges:
         self._memory_limit_bytes = memory_limit_bytes
         self._folder = folder.with_name(f".{folder.name}.exchanges")
 
-    def of(self, peer: str) -> ExchangeFiles:
-        return ExchangeFiles(self._folder / peer, self._memory_limit_bytes)
+    def of(self, peer: str) -> ExchangeStore:
+        return ExchangeStore(self._folder / peer, self._memory_limit_bytes)
 
     def discard(self) -> None:
         if self._folder.exists():
             for folder in self._folder.iterdir():
-                ExchangeFiles(folder).discard()
+                ExchangeStore(folder).discard()
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def digest_of_ids(ids: Iterable[str]) -> bytes:
     """Return a digest of ids in their order, 32 bytes, to recognise them."""
     digest = hashlib.sha256(_IDS_DOMAIN)
-    for one in ids:
-        text = one.encode("utf-8", "surrogatepass")
+    for own in ids:
+        text = own.encode("utf-8", "surrogatepass")
         digest.update(len(text).to_bytes(4, "big") + text)
     return digest.digest()
 
 
 @contextmanager
 def forgetting(forget: Callable[[], None]) -> Iterator[None]:
-    """Forget what was kept if what the peer sent is refused: it would be refused again."""
+    """Forget what is stored if what the peer sent is refused: it would be refused again."""
     try:
         yield
     except (AlignmentError, ProtocolError):

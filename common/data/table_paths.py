@@ -36,7 +36,7 @@ class FoundFile(NamedTuple):
     modified_ns: int
 
     folders: tuple[str, ...]
-    """The folders between the place and the file."""
+    """The folders between the table's path and the file."""
 
     @property
     def location(self) -> Path | str:
@@ -44,7 +44,7 @@ class FoundFile(NamedTuple):
         return self.name if "://" in self.name else Path(self.name)
 
 
-class Place(NamedTuple):
+class TablePath(NamedTuple):
     """A file, a folder, or a pattern for files."""
 
     filesystem: Any
@@ -58,20 +58,20 @@ class Place(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The place in messages."""
+        """The path in messages."""
         return self.prefix + self.path
 
 
-def place_of(settings: ParquetSource | CsvSource, base_dir: Path) -> Place:
+def table_path_of(settings: ParquetSource | CsvSource, base_dir: Path) -> TablePath:
     if isinstance(settings, CsvSource) or settings.scheme is None:
-        return place_on_this_machine(settings.resolve(base_dir))
+        return local_table_path(settings.resolve(base_dir))
     address = expand_variables("path", settings.path)
     path = address.partition("://")[2].rstrip("/")
-    return Place(_open_store(settings, path.partition("/")[0]), path, f"{settings.scheme}://")
+    return TablePath(_open_store(settings, path.partition("/")[0]), path, f"{settings.scheme}://")
 
 
-def place_on_this_machine(path: Path) -> Place:
-    return Place(fs.LocalFileSystem(), str(path), "")
+def local_table_path(path: Path) -> TablePath:
+    return TablePath(fs.LocalFileSystem(), str(path), "")
 
 
 def _open_store(settings: ParquetSource, bucket: str) -> Any:
@@ -115,29 +115,30 @@ def _region(settings: ParquetSource, bucket: str) -> str | None:
         return None  # listing the bucket will say why
 
 
-def find_files(place: Place) -> list[FoundFile]:
-    """Return the files at a place, in the order of their paths, compared segment by segment.
+def find_files(table_path: TablePath) -> list[FoundFile]:
+    """Return the files at a path, in the order of their paths, compared segment by segment.
 
     DataError if there are none.
     """
-    with unreadable_is_data_error(place.name):
-        found = place.filesystem.get_file_info(place.path)
+    with unreadable_is_data_error(table_path.name):
+        found = table_path.filesystem.get_file_info(table_path.path)
         if found.type == fs.FileType.Directory:
-            files, root = _below(place, place.path), place.path
+            files, root = _below(table_path, table_path.path), table_path.path
             expected = "expected files in this folder, found none"
         elif found.type != fs.FileType.NotFound:
-            return [_found(place, found, place.path)]
-        elif _WILDCARD.search(place.path):
-            root = _root_of(place.path)
-            files, expected = _matching(place, root), "no file matches this pattern"
+            return [_found(table_path, found, table_path.path)]
+        elif _WILDCARD.search(table_path.path):
+            root = _root_of(table_path.path)
+            files, expected = _matching(table_path, root), "no file matches this pattern"
         else:
-            if place.prefix:
-                place.filesystem.get_file_info(fs.FileSelector(place.path))  # raises the reason
+            if table_path.prefix:
+                # Raises the reason.
+                table_path.filesystem.get_file_info(fs.FileSelector(table_path.path))
             raise FileNotFoundError
-    some = sorted((_found(place, info, root) for info in files), key=_by_segments)
+    some = sorted((_found(table_path, info, root) for info in files), key=_by_segments)
     shown = [file for file in some if not any(part[0] in "._" for part in _parts_below(file))]
     if not shown:
-        raise DataError(f"{place.name}: {expected}")
+        raise DataError(f"{table_path.name}: {expected}")
     return shown
 
 
@@ -156,21 +157,21 @@ def _root_of(pattern: str) -> str:
     return "/".join(segments[:first]) or "/"
 
 
-def _below(place: Place, folder: str) -> Iterator[Any]:
-    infos = place.filesystem.get_file_info(fs.FileSelector(folder, recursive=True))
+def _below(table_path: TablePath, folder: str) -> Iterator[Any]:
+    infos = table_path.filesystem.get_file_info(fs.FileSelector(folder, recursive=True))
     return (info for info in infos if info.type != fs.FileType.Directory)
 
 
-def _matching(place: Place, root: str) -> Iterator[Any]:
-    pattern = place.path.removeprefix(root).lstrip("/")
-    if not place.prefix:
+def _matching(table_path: TablePath, root: str) -> Iterator[Any]:
+    pattern = table_path.path.removeprefix(root).lstrip("/")
+    if not table_path.prefix:
         # Looks only into the folders that the pattern names.
         paths = [str(path) for path in Path(root).glob(pattern) if not path.is_dir()]
-        return iter(place.filesystem.get_file_info(paths))
+        return iter(table_path.filesystem.get_file_info(paths))
     inside, wanted = root.rstrip("/") + "/", pattern.split("/")
     return (
         info
-        for info in _below(place, root)
+        for info in _below(table_path, root)
         if _fits(info.path.removeprefix(inside).split("/"), wanted)
     )
 
@@ -184,8 +185,8 @@ def _fits(path: Sequence[str], pattern: Sequence[str]) -> bool:
     return fnmatchcase(path[0], pattern[0]) and _fits(path[1:], pattern[1:])
 
 
-def _found(place: Place, info: Any, root: str) -> FoundFile:
+def _found(table_path: TablePath, info: Any, root: str) -> FoundFile:
     inside = info.path.removeprefix(root.rstrip("/") + "/") if info.path != root else ""
     folders = tuple(inside.split("/")[:-1])
     size, modified_ns = info.size or 0, info.mtime_ns or 0
-    return FoundFile(info.path, place.prefix + info.path, size, modified_ns, folders)
+    return FoundFile(info.path, table_path.prefix + info.path, size, modified_ns, folders)

@@ -45,8 +45,8 @@ from splitveil.passive_party.predict.server import InferenceServer
 from splitveil.passive_party.predict.service import InferenceService
 from splitveil.passive_party.predict.throttle import Throttle
 from splitveil.passive_party.settings import PassiveSettings
-from splitveil.simulation import free_address
 from tests.support.certificates import make, use
+from tests.support.simulation import free_address
 
 CPU = torch.device("cpu")
 IDENTITY = ModelIdentity("benchmark", 1)

@@ -1,8 +1,8 @@
 """Runs a cell with both parties in one process, with the same figures at a fraction of the time.
 
 What two processes do beyond that are certificates, gRPC, checkpoints and private set intersection.
-None of it changes a bit of what is learned (see `splitveil.simulation`), except for models with
-dropout, whose draws then come from one generator.
+None of it changes a bit of what is learned (see `splitveil.library.recorded`), except for models
+with dropout, whose draws then come from one generator.
 
 Processes are forked from one that has imported everything, so that a cell begins at once.
 """
@@ -17,8 +17,8 @@ from pathlib import Path
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party import command_line
 from splitveil.common.text.log_lines import configure_logging
-from splitveil.simulation import PartiesSettings, read_settings
-from splitveil.simulation.recorded import run_recorded
+from splitveil.library.loading import PartiesSettings, read_settings
+from splitveil.library.recorded import run_recorded
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 

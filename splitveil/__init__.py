@@ -17,11 +17,11 @@ from splitveil.common.text.version import VERSION
 if TYPE_CHECKING:
     from splitveil.library.auditing import Audit, audit
     from splitveil.library.example_ledger import Ledger
+    from splitveil.library.loading import settings_schema
     from splitveil.library.planning import RunPlan, plan
     from splitveil.library.predicting import predict
     from splitveil.library.recorded_run import Run
     from splitveil.library.runs import Runs
-    from splitveil.library.schema import settings_schema
     from splitveil.library.simulating import simulate
 
 __all__ = [
@@ -51,7 +51,7 @@ _HOMES = {
     "Runs": "runs",
     "plan": "planning",
     "predict": "predicting",
-    "settings_schema": "schema",
+    "settings_schema": "loading",
     "simulate": "simulating",
 }
 """Name -> its module in ``splitveil.library``."""

@@ -20,5 +20,5 @@ def parser(program: str) -> argparse.ArgumentParser:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    print_json(import_module("splitveil.library.schema").settings_schema(parsed.file))
+    print_json(import_module("splitveil.library.loading").settings_schema(parsed.file))
     return 0

@@ -1,16 +1,47 @@
 """Finds and loads the settings of parties for a program: examples, folders, tables in memory."""
 
 import itertools
-from collections.abc import Mapping
+import shutil
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, TypeAlias
 
+from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import SettingsError
+from splitveil.common.party.party_settings import load_party_settings
+from splitveil.common.run.contract import Contract
+from splitveil.common.settings import Section
 from splitveil.deploy import local
 from splitveil.deploy.demo import EXAMPLES, names_of_examples
 from splitveil.deploy.local import Overrides, party_kinds
 from splitveil.library import own_data
-from splitveil.simulation import PartiesSettings, read_settings
+from splitveil.passive_party.settings import PassiveSettings
+
+File: TypeAlias = Literal["active", "passive", "contract"]
+
+_SECTIONS: dict[str, type[Section]] = {
+    "active": ActiveSettings,
+    "passive": PassiveSettings,
+    "contract": Contract,
+}
+_DRAFT = "https://json-schema.org/draft/2020-12/schema"
+
+
+class PartiesSettings(NamedTuple):
+    active: ActiveSettings
+    passive: Mapping[str, PassiveSettings]
+    """By the name of each passive party in the contract."""
+
+
+class Scratch:
+    """A new folder, deleted when nothing refers to this any longer, or when Python ends."""
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="splitveil-"))
+        weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
 
 def source_of(
@@ -60,6 +91,35 @@ def load(source: Path, overrides: Overrides) -> PartiesSettings:
     return read_settings(source, overrides.active, overrides.passive, overrides.each)
 
 
+def read_settings(
+    folder: Path,
+    active: Sequence[str] = (),
+    passive: Sequence[str] = (),
+    each: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> PartiesSettings:
+    """Read the settings of all parties in a folder like those in ``deploy/examples``.
+
+    Args:
+        folder: has ``active.yaml`` and ``passive.yaml``; with more than one passive party, one file
+            per party: ``passive_a.yaml``, ...
+        active: overrides ``name=value`` of the active party's settings, as for ``--set``; those of
+            the contract begin with ``contract.`` and belong in ``passive``, too.
+        passive: overrides of every passive party's settings.
+        each: further overrides of single passive parties, by the names of their files.
+
+    Raises:
+        SettingsError: lists every problem of a party's file and of the contract.
+    """
+    own = load_party_settings(ActiveSettings, folder / "active.yaml", active)
+    read = [
+        load_party_settings(
+            PassiveSettings, folder / f"{kind}.yaml", [*passive, *each.get(kind, ())]
+        )
+        for kind in party_kinds(folder)[1:]
+    ]
+    return PartiesSettings(own, {settings.party: settings for settings in read})
+
+
 def override(name: str, value: object) -> str:
     """Return an override ``dotted.name=yaml`` of mappings, sequences, paths and scalars."""
     return local.override(name, _plain(value))
@@ -71,3 +131,35 @@ def _plain(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value
+
+
+def settings_schema(file: File | None = None) -> dict[str, Any]:
+    """Return the JSON Schema (draft 2020-12) of settings files.
+
+    A schema knows types, bounds and names. What depends on several settings at once is checked by
+    ``splitveil active check`` and ``splitveil passive check`` alone.
+
+    Args:
+        file: ``active``, ``passive`` or ``contract``; by default a mapping of all three.
+
+    Raises:
+        ValueError: there is no such kind of file.
+    """
+    if file is None:
+        return {name: _schema(name) for name in _SECTIONS}
+    if file not in _SECTIONS:
+        raise ValueError(f"expected one of {', '.join(_SECTIONS)}, got {file!r}")
+    return _schema(file)
+
+
+def _schema(file: str) -> dict[str, Any]:
+    schema = _SECTIONS[file].model_json_schema()
+    schema["properties"].pop("base_dir", None)  # where the file lies is not written in it
+    if "contract" in schema["properties"]:
+        contract = schema["properties"]["contract"]
+        schema["properties"]["contract"] = {
+            "description": contract.get("description", ""),
+            "anyOf": [{"type": "string"}, {"$ref": contract.get("$ref", "#/$defs/Contract")}],
+        }
+    del schema["title"]
+    return {"$schema": _DRAFT, "title": f"splitveil: {file}.yaml", **schema}

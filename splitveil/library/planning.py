@@ -17,8 +17,7 @@ from splitveil.common.run.contract import ACTIVE
 from splitveil.deploy.local import Overrides
 from splitveil.library.choices import DefenseChoice, named_defense
 from splitveil.library.frames import as_html, frame
-from splitveil.library.loading import override, source_of
-from splitveil.library.scratch import Scratch
+from splitveil.library.loading import Scratch, override, source_of
 
 _COLUMNS = 120
 

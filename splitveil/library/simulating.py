@@ -23,11 +23,10 @@ from splitveil.library.choices import (
     named_defense,
     section,
 )
-from splitveil.library.loading import load, override, source_of
+from splitveil.library.loading import Scratch, load, override, source_of
+from splitveil.library.recorded import run_recorded
 from splitveil.library.recorded_run import Run
 from splitveil.library.runs import PlannedRun, Runs
-from splitveil.library.scratch import Scratch
-from splitveil.simulation.recorded import run_recorded
 
 NONCES_APART = 1_000_000
 """Difference between the nonce seeds of two parties: larger than any number of seeds."""

@@ -25,8 +25,8 @@ from splitveil.common.run.contract import Contract
 from splitveil.common.settings import validate
 from splitveil.deploy import local
 from splitveil.passive_party.settings import PassiveSettings
-from splitveil.simulation import free_address
 from tests.support.markdown import GUIDE, ROOT, Block, blocks, name_of, prose
+from tests.support.simulation import free_address
 from tests.support.typed import Done, begun, called, ended, write_tables
 
 OWN_DATA = ROOT / "docs" / "guide" / "own-data.md"

@@ -12,7 +12,6 @@ import pytest
 import yaml
 from pyarrow import parquet
 
-from splitveil import simulation
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.command.program import main as splitveil
 from splitveil.common.data.table import read_table
@@ -22,6 +21,7 @@ from splitveil.deploy.init.choices import Wishes
 from splitveil.deploy.init.columns import Column, describe
 from splitveil.deploy.init.initialise import Written, initialise
 from splitveil.deploy.init.proposal import Terms, recommended_sizes
+from tests.support import simulation
 
 ROWS = 600
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import yaml
 
-from splitveil import simulation
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.command.program import main as splitveil
 from splitveil.common.data.label_range import LabelRange
@@ -18,6 +17,7 @@ from splitveil.deploy.init.choices import Wishes
 from splitveil.deploy.init.initialise import Written, initialise
 from splitveil.deploy.init.labels import Within
 from splitveil.deploy.init.proposal import Terms
+from tests.support import simulation
 
 ROWS = 500
 

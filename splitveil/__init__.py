@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from splitveil.library.loading import settings_schema
     from splitveil.library.planning import RunPlan, plan
     from splitveil.library.predicting import predict
-    from splitveil.library.recorded_run import Run
-    from splitveil.library.runs import Runs
+    from splitveil.library.runs import Run, Runs
     from splitveil.library.simulating import simulate
 
 __all__ = [
@@ -46,7 +45,7 @@ _HOMES = {
     "Audit": "auditing",
     "audit": "auditing",
     "Ledger": "example_ledger",
-    "Run": "recorded_run",
+    "Run": "runs",
     "RunPlan": "planning",
     "Runs": "runs",
     "plan": "planning",

@@ -24,7 +24,7 @@ from splitveil.active_party.defenses.noise import NoiseSource
 from splitveil.active_party.defenses.section import DefenseSection
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.settings import CustomAttack
-from splitveil.deploy.local import NamedDefense, parse_defense
+from splitveil.deploy.overrides import NamedDefense, parse_defense
 
 DefenseChoice: TypeAlias = str | Mapping[str, Any] | DefenseSection | Callable[..., Any]
 """A name (``marvell``), a name with settings (``iso:noise_ratio=2``), a mapping or a section of

@@ -4,19 +4,17 @@ import itertools
 import shutil
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_settings import load_party_settings
-from splitveil.common.run.contract import Contract
+from splitveil.common.run.contract import ACTIVE, Contract
 from splitveil.common.settings import Section
-from splitveil.deploy import local
 from splitveil.deploy.demo import EXAMPLES, names_of_examples
-from splitveil.deploy.local import Overrides, party_kinds
+from splitveil.deploy.overrides import Overrides, party_kinds
 from splitveil.library import own_data
 from splitveil.passive_party.settings import PassiveSettings
 
@@ -85,52 +83,32 @@ def load(source: Path, overrides: Overrides) -> PartiesSettings:
     Raises:
         SettingsError: lists every problem of a party's file and of the contract.
     """
-    unknown = sorted(overrides.each.keys() - set(party_kinds(source)))
-    if unknown:
+    if unknown := overrides.without_file(party_kinds(source)):
         raise SettingsError(f"settings: {source} has no file {', '.join(unknown)}.yaml")
-    return read_settings(source, overrides.active, overrides.passive, overrides.each)
+    return _load(source, overrides.of)
 
 
 def read_settings(
-    folder: Path,
-    active: Sequence[str] = (),
-    passive: Sequence[str] = (),
-    each: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    folder: Path, active: Sequence[str] = (), passive: Sequence[str] = ()
 ) -> PartiesSettings:
-    """Read the settings of all parties in a folder like those in ``deploy/examples``.
+    """Load the settings of all parties of a folder, with overrides ``name=value`` of either side.
 
-    Args:
-        folder: has ``active.yaml`` and ``passive.yaml``; with more than one passive party, one file
-            per party: ``passive_a.yaml``, ...
-        active: overrides ``name=value`` of the active party's settings, as for ``--set``; those of
-            the contract begin with ``contract.`` and belong in ``passive``, too.
-        passive: overrides of every passive party's settings.
-        each: further overrides of single passive parties, by the names of their files.
+    Those of the contract begin with ``contract.`` and belong in both.
 
     Raises:
         SettingsError: lists every problem of a party's file and of the contract.
     """
-    own = load_party_settings(ActiveSettings, folder / "active.yaml", active)
-    read = [
-        load_party_settings(
-            PassiveSettings, folder / f"{kind}.yaml", [*passive, *each.get(kind, ())]
-        )
-        for kind in party_kinds(folder)[1:]
+    return _load(folder, lambda kind: active if kind == ACTIVE else passive)
+
+
+def _load(folder: Path, overrides_of: Callable[[str], Sequence[str]]) -> PartiesSettings:
+    kinds = party_kinds(folder)
+    own = load_party_settings(ActiveSettings, folder / "active.yaml", overrides_of(ACTIVE))
+    passive = [
+        load_party_settings(PassiveSettings, folder / f"{kind}.yaml", overrides_of(kind))
+        for kind in kinds[1:]
     ]
-    return PartiesSettings(own, {settings.party: settings for settings in read})
-
-
-def override(name: str, value: object) -> str:
-    """Return an override ``dotted.name=yaml`` of mappings, sequences, paths and scalars."""
-    return local.override(name, _plain(value))
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
+    return PartiesSettings(own, {settings.party: settings for settings in passive})
 
 
 def settings_schema(file: File | None = None) -> dict[str, Any]:

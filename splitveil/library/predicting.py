@@ -30,7 +30,7 @@ from splitveil.common.run.inference import Embedded, ModelIdentity
 from splitveil.library.frames import Row, frame
 from splitveil.library.loading import Scratch
 from splitveil.library.own_data import as_table, check_rows_correspond
-from splitveil.library.recorded_run import Run
+from splitveil.library.runs import Run
 from splitveil.passive_party.predict.served_model import ServedModel
 from splitveil.passive_party.settings import PassiveSettings
 

@@ -13,7 +13,7 @@ import pytest
 from splitveil import simulate
 from splitveil.active_party.commands import program as active_party
 from splitveil.command import program
-from splitveil.command.table import SUB_COMMANDS
+from splitveil.command.program import SUB_COMMANDS
 from splitveil.common.record.transcript import Transcript
 from splitveil.passive_party.commands import program as passive_party
 from tests.support.programs import ROOT, run_program

@@ -19,7 +19,7 @@ from splitveil.active_party.defenses import Defense
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_settings import load_party_settings
-from splitveil.library.recorded_run import Kind
+from splitveil.library.runs import Kind
 from tests.support.compared import assert_same_weights
 from tests.support.processes import started
 from tests.support.runs import write_example

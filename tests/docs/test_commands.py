@@ -19,11 +19,10 @@ import yaml
 
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.command import program as splitveil
-from splitveil.command.table import SUB_COMMANDS
+from splitveil.command.program import SUB_COMMANDS
 from splitveil.common.party.party_settings import PartySettings, load_party_settings
 from splitveil.common.run.contract import Contract
 from splitveil.common.settings import validate
-from splitveil.deploy import local
 from splitveil.passive_party.settings import PassiveSettings
 from tests.support.markdown import GUIDE, ROOT, Block, blocks, name_of, prose
 from tests.support.simulation import free_address
@@ -195,11 +194,11 @@ def test_what_a_sentence_mentions_is_in_the_help(
 def accept(options: argparse.Namespace) -> None:
     """Read the example's settings with the options' overrides, as each party would."""
     folder = ROOT / options.example_dir
-    named = local.Overrides([], []).adding(*options.overrides)
-    defenses = [local.parse_defense(text).settings for text in options.defense or []]
+    named = overrides.Overrides(options.overrides)
+    defenses = [overrides.parse_defense(text).settings for text in options.defense or []]
     for defense in defenses or [{"name": "none"}]:
         text = f"defense={yaml.safe_dump(defense, default_flow_style=True, width=10_000)}"
-        load_party_settings(ActiveSettings, folder / "active.yaml", [*named.active, text])
+        load_party_settings(ActiveSettings, folder / "active.yaml", [*named.of("active"), text])
     for path in folder.glob("passive*.yaml"):
         load_party_settings(PassiveSettings, path, named.of(path.stem))
 

@@ -23,6 +23,7 @@ from splitveil.command.program import SUB_COMMANDS
 from splitveil.common.party.party_settings import PartySettings, load_party_settings
 from splitveil.common.run.contract import Contract
 from splitveil.common.settings import validate
+from splitveil.deploy import overrides
 from splitveil.passive_party.settings import PassiveSettings
 from tests.support.markdown import GUIDE, ROOT, Block, blocks, name_of, prose
 from tests.support.simulation import free_address

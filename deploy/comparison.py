@@ -48,11 +48,7 @@ class RunResults(NamedTuple):
 
 
 def read_results(run_dir: Path) -> RunResults:
-    """Read the summaries that all parties wrote at the end of a run.
-
-    Raises:
-        SettingsError: one is missing or cannot be read.
-    """
+    """Read the summaries that all parties wrote at the end of a run."""
     active = read_summary(run_dir / ACTIVE)
     contract = read_yaml(run_dir / ACTIVE / "settings.yaml").get("contract")
     parties = contract.get("passive_parties", []) if isinstance(contract, dict) else []

@@ -95,11 +95,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def run_example(example_dir: Path, options: argparse.Namespace) -> int:
-    """Run an example and return the exit code.
-
-    Raises:
-        SettingsError: the options, or a file of the example, cannot be used.
-    """
     kinds, runs_dir = party_kinds(example_dir), options.runs
     base = Overrides([*_defaults(example_dir, len(kinds)), *options.overrides])
     if unknown := base.without_file(kinds):

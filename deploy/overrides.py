@@ -22,11 +22,7 @@ def party_kinds(example_dir: Path) -> list[str]:
 
 
 class Overrides:
-    """Overrides ``PARTY.NAME=VALUE`` and ``contract.NAME=VALUE``, the later ones over the earlier.
-
-    Raises:
-        SettingsError: the word before the first dot is neither a party nor ``contract``.
-    """
+    """Overrides ``PARTY.NAME=VALUE`` and ``contract.NAME=VALUE``, later ones over earlier ones."""
 
     def __init__(self, texts: Iterable[str] = ()) -> None:
         self._texts = [(text.partition(".")[0], text) for text in texts]
@@ -84,11 +80,7 @@ def contract_values(
 
 
 def refuse_unknown_settings(overrides: Iterable[str]) -> None:
-    """Name the overrides that no party has a setting for, in the words of the command line.
-
-    Raises:
-        SettingsError: there are some; parties name none, because they know their own settings only.
-    """
+    """Name the overrides that no party has a setting for: a party knows its own settings only."""
     problems = []
     for text in overrides:
         owner, _, name = text.partition("=")[0].partition(".")
@@ -127,11 +119,7 @@ class NamedDefense(NamedTuple):
 
 
 def parse_defense(text: str) -> NamedDefense:
-    """Parse a defense: a name, ``name:setting=value,...``, or YAML.
-
-    Raises:
-        SettingsError: the text has none of these forms.
-    """
+    """Parse a defense: a name, ``name:setting=value,...``, or YAML."""
     if text.lstrip().startswith("{"):
         settings = load_yaml(text, "--defense")
         if not isinstance(settings, dict) or "name" not in settings:

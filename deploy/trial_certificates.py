@@ -22,15 +22,8 @@ def trial_overrides(
 ) -> dict[str, list[str]]:
     """Make certificates if a party's settings ask for mTLS and name files that do not exist.
 
-    Args:
-        example_dir: folder with a settings file for each kind of party, such as ``active.yaml``.
-        runs_dir: folder that keeps the certificates for the next call.
-        overrides: items ``dotted.name=yaml`` for each kind of party, including contract settings.
-
-    Returns further overrides with which each kind of party finds its certificates.
-
-    Raises:
-        SettingsError: the settings cannot be read, or the certificates cannot be written.
+    ``overrides`` are those of each party's file. Returns further ones, with which each party finds
+    its certificates; they stay in ``runs_dir`` for the next call.
     """
     settings = {
         kind: apply_overrides(

@@ -78,11 +78,7 @@ def collect(experiment: str, size: str, cell: Cell, results: Path) -> list[Row]:
 
 
 def write_rows(path: Path, rows: Sequence[Row], circumstances: Mapping[str, str]) -> None:
-    """Write the table; ``circumstances`` become the file's metadata.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
+    """Write the table; ``circumstances`` become the file's metadata."""
     schema = SCHEMA.with_metadata(dict(circumstances))
     table = pa.Table.from_pylist([row._asdict() for row in rows], schema=schema)
     temporary = path.with_suffix(".tmp")
@@ -95,11 +91,7 @@ def write_rows(path: Path, rows: Sequence[Row], circumstances: Mapping[str, str]
 
 
 def read_rows(path: Path) -> tuple[list[Row], dict[str, str]]:
-    """Read the table and its circumstances.
-
-    Raises:
-        StorageError: it cannot be read.
-    """
+    """Read the table and its circumstances."""
     try:
         table = parquet.read_table(path)
     except (OSError, pa.ArrowException) as error:

@@ -128,10 +128,7 @@ def label_candidates(columns: Sequence[Column], *, with_gaps: bool = False) -> l
 
 
 def choose_id(columns: Sequence[Column], cells: Mapping[str, Any], wishes: Wishes) -> str | None:
-    """Return the column with the ids; None if the rows are numbered instead.
-
-    SettingsError if it cannot hold ids, or there are several or none.
-    """
+    """Return the column with the ids; None if the rows are numbered instead."""
     if not wishes.has_id:
         return None
     if wishes.id_column is not None:
@@ -199,11 +196,7 @@ def choose_features(
     label: Label | None,
     index_columns: Sequence[str] = (),
 ) -> Choices:
-    """Decide which of the remaining columns the model reads.
-
-    SettingsError if it is open how one is read. Cells are as written; only the label owner's are
-    compared with the labels.
-    """
+    """Decide which of the remaining columns the model reads; only the label owner's meet labels."""
     for name in (*wishes.numeric, *wishes.categorical, *wishes.exclude):
         _named(columns, name, "--numeric, --categorical and --exclude")
     is_positive = None
@@ -323,10 +316,7 @@ def _separation(score: NDArray[np.float64], is_positive: NDArray[np.bool_]) -> f
 
 
 def _is_rarest(text: Any, label: Label) -> NDArray[np.bool_]:
-    """Return which rows are of the positive class, or of the rarest of several.
-
-    Of numbers, they are those above the median.
-    """
+    """Return which rows are of the positive or rarest class; of numbers, those above the median."""
     if label.within is not None:
         numbers = pc.cast(text, pa.float64(), safe=False).to_numpy(zero_copy_only=False)
         return np.asarray(numbers > np.median(numbers), np.bool_)

@@ -90,15 +90,7 @@ def initialise(
     force: bool = False,
     ask: Ask | None = None,
 ) -> Written:
-    """Look at a table and write the settings that fit it.
-
-    The caller is asked what the table leaves open, if that is possible.
-
-    Raises:
-        DataError: the table cannot be read.
-        SettingsError: a question is open, an answer does not fit, or a file exists.
-        StorageError: a file cannot be written.
-    """
+    """Look at a table and write the settings that fit it; ``ask`` decides what it leaves open."""
     named = (wishes.id_column, wishes.label_column, *wishes.numeric, *wishes.categorical)
     table = read_raw(path, delimiter, encoding, has_header=any(named))
     columns = [describe(*column, wishes.missing_texts) for column in table.columns.items()]

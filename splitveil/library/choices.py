@@ -93,11 +93,7 @@ def own_attack(
 
 
 def named_defense(choice: DefenseChoice) -> NamedDefense:
-    """Return a chosen defense as settings, with a title for tables.
-
-    Raises:
-        SettingsError: there is no such defense, or its settings are wrong.
-    """
+    """Return a chosen defense as settings, with a title for tables."""
     if isinstance(choice, str):
         chosen = parse_defense(choice)
         section(chosen.settings)
@@ -114,11 +110,7 @@ def named_defense(choice: DefenseChoice) -> NamedDefense:
 
 
 def section(values: Mapping[str, Any]) -> DefenseSection:
-    """Return the section that a defense's settings are.
-
-    Raises:
-        SettingsError: there is no such defense, or its settings are wrong.
-    """
+    """Return the section that a defense's settings are; SettingsError if they are wrong."""
     try:
         return _defenses.validate_python(dict(values))
     except ValidationError as error:

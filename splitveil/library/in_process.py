@@ -31,11 +31,8 @@ from splitveil.passive_party.run import PassiveRun
 class InProcessPeer:
     """Asks the active party's session directly, and treats its errors as the service does.
 
-    Args:
-        session: the active party's.
-        engine: the active party's side of the alignment.
-        party: the name of the passive party that asks; None if there is only one.
-        patience_s: seconds to wait for the other passive parties to open the run.
+    ``party`` is the name of the passive party that asks, if there are several; the others have
+    ``patience_s`` to open the run.
     """
 
     def __init__(
@@ -172,15 +169,8 @@ def meet(
 ) -> None:
     """Let all parties meet, and return when all of them have finished; resumes what has begun.
 
-    A single passive party runs in the calling thread, several parties in one thread each.
-
-    Args:
-        session: the active party's.
-        runs: those of the passive parties, by name.
-        connect: connects a passive party, given by its name, to the active party.
-
-    Raises:
-        SplitveilError: the error that ended the run; with several passive parties the first.
+    A single passive party runs in the calling thread, several parties in one thread each; of their
+    errors the first is raised.
     """
     if session.stage is Stage.WAITING:
         session.reopen()

@@ -53,10 +53,6 @@ def source_of(
 
     Settings for tables are written into a new folder in ``folder``; ``labels`` are ``label``,
     ``key`` and ``label_range`` of ``own_data.write_settings``.
-
-    Raises:
-        SettingsError: there is no such example, or a table cannot be used.
-        ValueError: neither an example nor tables are given, or both.
     """
     if (example is None) == (active is None) or (active is None and passive is not None):
         raise ValueError("expected an example, or tables of the parties, and not both")
@@ -78,11 +74,6 @@ def source_of(
 
 
 def load(source: Path, overrides: Overrides) -> PartiesSettings:
-    """Load the settings of all parties of a folder.
-
-    Raises:
-        SettingsError: lists every problem of a party's file and of the contract.
-    """
     if unknown := overrides.without_file(party_kinds(source)):
         raise SettingsError(f"settings: {source} has no file {', '.join(unknown)}.yaml")
     return _load(source, overrides.of)
@@ -94,9 +85,6 @@ def read_settings(
     """Load the settings of all parties of a folder, with overrides ``name=value`` of either side.
 
     Those of the contract begin with ``contract.`` and belong in both.
-
-    Raises:
-        SettingsError: lists every problem of a party's file and of the contract.
     """
     return _load(folder, lambda kind: active if kind == ACTIVE else passive)
 

@@ -58,14 +58,8 @@ _seeding = threading.Lock()
 def run_recorded(settings: PartiesSettings, run_folder: Path) -> None:
     """Run all parties; leaves their settings, metrics, summaries and models.
 
-    Args:
-        settings: of all parties. Their ``runs_dir`` and the contract's ``run_name`` name the
-            folder, too: that is where the active party keeps its noise key.
-        run_folder: the run's folder, in which each party gets its own.
-
-    Raises:
-        EndedForGood: a budget or a gate ended the run; its figures are in the folder.
-        SplitveilError: the run failed.
+    ``run_folder`` is the one that ``runs_dir`` and the contract's ``run_name`` name, where the
+    active party keeps its noise key. EndedForGood after a budget or a gate: the figures are there.
     """
     folder = _folder_with_settings(settings.active, run_folder / ACTIVE)
     stopped: EndedForGood | None = None

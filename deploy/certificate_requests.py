@@ -41,7 +41,7 @@ _KINDS = {
 
 
 def make_request(folder: Path, party: str, name: str) -> tuple[str, bool]:
-    """Write a request, with a new key if there is none; returns the key's SHA-256, and whether new."""
+    """Write a request, with a key if there is none; returns its SHA-256, and whether it is new."""
     own = PartyFolder(folder / party)
     is_new = not own.private_key.exists()
     if is_new:

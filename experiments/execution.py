@@ -288,9 +288,13 @@ def machine() -> str:
     return f"{processor}, {len(os.sched_getaffinity(0))} cores"
 
 
-def _digest_in(path: Path) -> str | None:
+def read_marker(path: Path) -> dict[str, Any]:
+    marker: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return marker
+
+
+def _digest_in(path: Path) -> Any:
     try:
-        digest: str = json.loads(path.read_text(encoding="utf-8"))["digest"]
-    except (OSError, ValueError, KeyError):
+        return read_marker(path).get("digest")
+    except (OSError, ValueError):
         return None
-    return digest

@@ -266,8 +266,8 @@ def _reason_to_leave_out(
         return ""
     if is_index:
         return "the index of a pandas table, which numbers its rows"
-    if is_positive is not None and _tells_label(cells[column.name], column, is_positive):
-        return "tells the label almost by itself: is it known before the label is?"
+    if is_positive is not None and _gives_label_away(cells[column.name], column, is_positive):
+        return "gives the label away almost by itself: is it known before the label is?"
     return _reason_in_its_cells(column)
 
 
@@ -289,7 +289,7 @@ def _reason_in_its_cells(column: Column) -> str:
     return "a value of its own in every row: another id" if is_code else ""
 
 
-def _tells_label(cells: Any, column: Column, is_positive: NDArray[np.bool_]) -> bool:
+def _gives_label_away(cells: Any, column: Column, is_positive: NDArray[np.bool_]) -> bool:
     """Say whether a column alone gives the label away, by its values or by its gaps."""
     text = as_text(cells)
     if text is None or column.kind in {"empty", "other"}:

@@ -188,9 +188,6 @@ def _check_loadable(terms: Terms) -> None:
         load_party_settings(PassiveSettings, terms.folder / "passive.yaml")
 
 
-# ---- the command ----
-
-
 def perform(options: argparse.Namespace) -> int:
     written = initialise(
         options.file,
@@ -217,13 +214,16 @@ def _wishes(options: argparse.Namespace) -> Wishes:
         )
     if options.positive_label and options.label_range:
         raise SettingsError("--label-range: labels that are numbers have no --positive-label")
+    low, high = options.label_range or (0.0, 1.0)
+    if not low < high or not math.isfinite(high - low):
+        raise SettingsError("--label-range: expected two finite numbers, the lower one first")
     return Wishes(
         id_column=options.id_column,
         has_id=not options.no_id_column,
         label_column=options.label_column,
         positive_label=tuple(options.positive_label),
         leave_out_unlabelled=options.unlabelled_rows is not None,
-        label_range=_range_of(options.label_range),
+        label_range=None if options.label_range is None else (low, high),
         numeric=tuple(options.numeric),
         categorical=tuple(options.categorical),
         exclude=tuple(options.exclude),
@@ -232,15 +232,6 @@ def _wishes(options: argparse.Namespace) -> Wishes:
             duplicates=options.duplicate_ids is not None, unusable=options.unusable_ids is not None
         ),
     )
-
-
-def _range_of(given: list[float] | None) -> tuple[float, float] | None:
-    if given is None:
-        return None
-    low, high = given
-    if not low < high or not math.isfinite(high - low):
-        raise SettingsError("--label-range: expected two finite numbers, the lower one first")
-    return low, high
 
 
 def _terms(options: argparse.Namespace) -> Terms:
@@ -286,8 +277,8 @@ def _print(written: Written, role: str) -> None:
         say("times", ", ".join(column.name for column in p.choices.timestamps))
     for column in p.choices.left_out:
         say("left out", f"{column.name}: {column.why}")
-    if p.defended is not None:
-        say("defense", f"projected_labels at {p.defended.leak_auc}. {p.outlook}")
+    if p.forecast:
+        say("defense", f"projected_labels at {p.leak_auc}. {p.forecast}")
     for path in written.files:
         say("written", str(path))
     own = next(path for path in written.files if path.name != "contract.yaml")

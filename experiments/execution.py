@@ -293,7 +293,7 @@ def read_marker(path: Path) -> dict[str, Any]:
     return marker
 
 
-def _digest_in(path: Path) -> Any:
+def _digest_in(path: Path) -> object:
     try:
         return read_marker(path).get("digest")
     except (OSError, ValueError):

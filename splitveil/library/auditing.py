@@ -172,7 +172,9 @@ def audit(
         SettingsError: there is no such attack, or it needs something that is missing.
     """
     given = AuditedRows.of(gradients, labels, batches, examples, activations)
-    classes = _classes(given.labels)
+    largest = int(given.labels.max())
+    classes = LabelClasses(tuple(map(str, range(largest + 1))) if largest > 1 else ())
+    classes.indices(given.labels)
     own = {name: Attack(partial(_scored, score)) for name, score in custom.items()}
     known = _known(given, has_examples=examples is not None)
     chosen = [*known, *own] if attacks is None else [*attacks, *own]
@@ -207,14 +209,6 @@ def audit(
         else found.beyond_features(given.covariates(covariates, predictions)),
         skipped_one_class=found.counts().skipped_one_class,
     )
-
-
-def _classes(labels: Tensor) -> LabelClasses:
-    largest = int(labels.max())
-    names = tuple(map(str, range(largest + 1))) if largest > 1 else ()
-    classes = LabelClasses(names)
-    classes.indices(labels)
-    return classes
 
 
 def _known(given: AuditedRows, *, has_examples: bool) -> list[str]:
@@ -280,10 +274,9 @@ def _only(
     given: AuditedRows, found: LeakAudit, classes: LabelClasses, attacks: Mapping[str, Attack]
 ) -> dict[str, tuple[float, float]]:
     """Return the bootstrap intervals of attacks on an only batch of two classes."""
+    intervals: dict[str, tuple[float, float]] = {}
     if classes.is_multi_class:
-        return {}
-    labels = classes.indices(given.labels)
-    intervals = {}
+        return intervals
     for observation in given.observations():
         if not classes.is_mixed(classes.indices(observation.labels)):
             continue

@@ -268,7 +268,7 @@ def indexed(frame: Any) -> Any:
     return frame.set_index("id")
 
 
-FRAMES: dict[str, tuple[Any, Any, str | None]] = {
+FRAMES: dict[str, tuple[Any, ...]] = {
     "an index": (indexed, indexed, None),
     "a key that is an index": (pa.Table.from_pandas, indexed, "id"),
     "texts without a name": (*[lambda frame: indexed(frame).rename_axis(None)] * 2, None),

@@ -41,8 +41,8 @@ from splitveil.common.run.messages import ModelIdentity
 from splitveil.passive_party.predict.served_model import ServedModel
 from splitveil.passive_party.predict.service import InferenceServer, InferenceService, Throttle
 from splitveil.passive_party.settings import PassiveSettings
-from splitveil.simulation import free_address
 from tests.support.certificates import make, use
+from tests.support.simulation import free_address
 
 CPU = torch.device("cpu")
 IDENTITY = ModelIdentity("benchmark", 1)

@@ -16,7 +16,6 @@ import pyarrow as pa
 import pytest
 from pyarrow import fs, parquet
 
-from splitveil import simulation
 from splitveil.common.data import sources
 from splitveil.common.data.ids import read_subjects
 from splitveil.common.data.settings import DataSettings
@@ -25,6 +24,7 @@ from splitveil.common.data.table import read_table
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.settings import validate
+from tests.support import simulation
 from tests.support.compared import assert_same_weights
 
 COUNT = 500

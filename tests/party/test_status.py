@@ -39,9 +39,9 @@ from splitveil.common.run.course import Batch
 from splitveil.common.run.phases import Phase
 from splitveil.passive_party.recorder import noting_attempts
 from splitveil.passive_party.settings import PassiveSettings
-from splitveil.simulation import free_address
 from tests.support.numbers import write_numbers
 from tests.support.runs import in_background, write_example
+from tests.support.simulation import free_address
 from tests.support.waiting import HANGS_AFTER_S, wait_until
 from tests.support.watched import (
     Watched,

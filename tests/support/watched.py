@@ -27,8 +27,8 @@ from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.opening import Aligner, Participant
 from splitveil.passive_party.recorder import PassiveRecorder, noting_attempts
 from splitveil.passive_party.run import PassiveRun
-from splitveil.simulation import free_address, read_settings
 from tests.support.runs import CPU
+from tests.support.simulation import free_address, read_settings
 
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 """Name and labels -> value."""

@@ -1,14 +1,18 @@
-"""The active party in the same process: its session, without gRPC."""
+"""All parties of a run in one process: the active party's session is asked without gRPC.
+
+With the same seeds, a run ends with the bits of two processes. Only a model with dropout is
+different, whose draws then come from one generator instead of one for each party.
+"""
 
 import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping
 
 from splitveil.active_party.grpc_server.service import agreeing
 from splitveil.active_party.run.session import ActiveSession
+from splitveil.active_party.run.stages import Stage
 from splitveil.common.alignment import AlignChannel, AlignmentEngine, align, channel_pair
 from splitveil.common.errors import (
     AlignmentError,
@@ -20,18 +24,15 @@ from splitveil.common.errors import (
     SplitveilError,
 )
 from splitveil.common.run import messages
-
-ResultT = TypeVar("ResultT")
+from splitveil.passive_party.opening import Peer
+from splitveil.passive_party.run import PassiveRun
 
 
 class InProcessPeer:
     """Asks the active party's session directly, and treats its errors as the service does.
 
-    Args:
-        session: the active party's.
-        engine: the active party's side of the alignment.
-        party: the name of the passive party that asks; None if there is only one.
-        patience_s: seconds to wait for the other passive parties to open the run.
+    ``party`` is the name of the passive party that asks, if there are several; the others have
+    ``patience_s`` to open the run.
     """
 
     def __init__(
@@ -161,3 +162,44 @@ def _as_the_status_says() -> Iterator[None]:
         yield
     except NotOpen as error:
         raise PeerRestarted from error
+
+
+def meet(
+    session: ActiveSession, runs: Mapping[str, PassiveRun], connect: Callable[[str], Peer]
+) -> None:
+    """Let all parties meet, and return when all of them have finished; resumes what has begun.
+
+    A single passive party runs in the calling thread, several parties in one thread each; of their
+    errors the first is raised.
+    """
+    if session.stage is Stage.WAITING:
+        session.reopen()
+    if len(runs) == 1:
+        for name, run in runs.items():
+            run.run(connect(name))
+        return
+    errors: list[BaseException] = []
+    threads = [start(name, run, connect, errors.append) for name, run in runs.items()]
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def start(
+    name: str,
+    run: PassiveRun,
+    connect: Callable[[str], Peer],
+    on_error: Callable[[BaseException], None],
+) -> threading.Thread:
+    """Let one passive party run in a thread of its own, where ``on_error`` gets what ends it."""
+
+    def run_to_the_end() -> None:
+        try:
+            run.run(connect(name))
+        except BaseException as error:  # the thread's owner decides how to handle it
+            on_error(error)
+
+    thread = threading.Thread(target=run_to_the_end, daemon=True, name=name)
+    thread.start()
+    return thread

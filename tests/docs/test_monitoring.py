@@ -1,4 +1,4 @@
-"""Board, alert rules and the guide name metrics that a real run exports, and all of them."""
+"""Board and alert rules name metrics that a real run exports, and the board all of them."""
 
 import json
 import re
@@ -23,7 +23,6 @@ DEPLOY = ROOT / "deploy"
 BOARD = DEPLOY / "grafana" / "splitveil.json"
 RULES = DEPLOY / "prometheus" / "rules.yml"
 RULE_TESTS = DEPLOY / "prometheus" / "rules.test.yml"
-OPERATIONS = ROOT / "docs" / "guide" / "operations.md"
 OF_PROMETHEUS = {"up": {"instance", "job"}}
 """Series that Prometheus adds itself, with their labels."""
 ADDED = {"instance", "job"}
@@ -162,28 +161,6 @@ def test_every_alert_is_seen_to_fire() -> None:
     cases = [case for test in tests for case in test["alert_rule_test"]]
     fires = {case["alertname"] for case in cases if case["exp_alerts"]}
     assert fires == {rule["alert"] for rule in rules()}
-
-
-# ---- the guide ----
-
-
-def base_name(name: str) -> str:
-    """Return a metric's name without what a histogram appends."""
-    return re.sub("_(bucket|sum|count)$", "", name)
-
-
-def test_the_guide_explains_every_metric_and_no_other(exported: dict[str, set[str]]) -> None:
-    lines = OPERATIONS.read_text(encoding="utf-8").splitlines()
-    rows = [line.split("|")[1] for line in lines if line.startswith("| `splitveil_")]
-    explained = {name for row in rows for name in re.findall(r"`(splitveil_\w+)", row)}
-    assert explained == {base_name(name) for name in exported if name.startswith("splitveil_")}
-
-
-def test_the_guide_says_what_to_do_about_every_alert() -> None:
-    named = re.findall(
-        r"^\| `(Splitveil\w+)` \|", OPERATIONS.read_text(encoding="utf-8"), re.MULTILINE
-    )
-    assert sorted(named) == sorted(rule["alert"] for rule in rules())
 
 
 # ---- promtool ----

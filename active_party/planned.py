@@ -19,22 +19,19 @@ from splitveil.active_party.defenses.forecast import ChargeForecast, Forecast
 from splitveil.active_party.defenses.interface import DefenseContext
 from splitveil.active_party.defenses.marvell import power_ratio_for
 from splitveil.active_party.defenses.multi_class_marvell import worst_pair_factor
-from splitveil.active_party.defenses.projected.outlook import share_of_variance
-from splitveil.active_party.defenses.sum_kl import (
-    sum_kl_for_estimated_auc,
-    sum_kl_for_leak_auc,
-)
+from splitveil.active_party.defenses.projected.label_utility import share_of_variance
+from splitveil.active_party.defenses.sum_kl import sum_kl_for_estimated_auc, sum_kl_for_leak_auc
 from splitveil.active_party.ledger.account_book import AccountBook
-from splitveil.active_party.ledger.bounds import known_of_entry
-from splitveil.active_party.ledger.known_bounds import (
+from splitveil.active_party.ledger.bounds import (
     KnownBounds,
     auc_bound,
     compose,
     estimate_of,
+    known_of_entry,
 )
+from splitveil.active_party.ledger.budget import num_answers_within
 from splitveil.active_party.ledger.label_signals import widest_adversary
 from splitveil.active_party.ledger.ledger import logged
-from splitveil.active_party.ledger.limit import num_answers_within
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_data import PartyData
@@ -73,10 +70,7 @@ class PlannedAnswers(NamedTuple):
         return of_divergence(self.charge.low), of_divergence(self.charge.high)
 
     def bound(self, peers: Adversary) -> tuple[float, float] | None:
-        """Return the least and the most that the bound on the leak AUC may be.
-
-        None if nothing is known of it, or if the charge does not describe these peers.
-        """
+        """Return the least and the most that the bound on the leak AUC may be, if it is known."""
         charge = self.charge
         if not charge.adversary.includes(peers) or not math.isfinite(charge.high):
             return None
@@ -179,7 +173,7 @@ def plan_of(
     context = settings.defense_context(pos_fraction)
     signals = signals_of(settings)
     forecast = _narrowed(settings.defense.forecast(context), widest_adversary(signals))
-    teaches = settings.defense.outlook(context, training_rows)
+    teaches = settings.defense.utility_in_words(context, training_rows)
     said = [*([teaches] if teaches else []), *(signal.why for signal in signals)]
     book = settings.earlier_answers() if earlier is None else earlier
     of_run = tuple(_answers(forecast, contract.epochs))
@@ -197,11 +191,7 @@ def plan_of(
 
 
 def stop_epoch(charge: float, epochs: int, max_sum_kl: float) -> int | None:
-    """Return the epoch, from 0, in which a budget ends a run with fresh noise; None if it does not.
-
-    Each epoch answers once about every training example. The first answer beyond the budget comes
-    in the epoch after the last one that fits completely.
-    """
+    """Return the epoch, from 0, in which a budget ends a run with fresh noise, or None."""
     whole = num_answers_within(max_sum_kl, charge)
     return None if whole >= epochs else int(whole)
 

@@ -43,11 +43,9 @@ class LabelFreeAudit:
         self._signs: dict[str, ContinuousSign] = {}
 
     def wants(self, step: int) -> bool:
-        """Return whether a step of an epoch is to be attacked at all."""
         return step % self._every_steps == 0
 
     def leave_out(self) -> None:
-        """Count a batch that should have been attacked and was not."""
         with self._lock:
             self.left_out += 1
 
@@ -73,7 +71,6 @@ class LabelFreeAudit:
             yield GatheredScores(attack, layer, values[rows])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of all sums so far."""
         with self._lock:
             sums: dict[str, dict[str, Any]] = {}
             for (layer, attack), gathered in self._sums.items():

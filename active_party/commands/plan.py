@@ -9,7 +9,7 @@ from rich.console import Console
 
 from splitveil.active_party.defenses.forecast import ChargeForecast
 from splitveil.active_party.earlier_runs import answers_before
-from splitveil.active_party.ledger.known_bounds import auc_bound, estimate_of
+from splitveil.active_party.ledger.bounds import auc_bound, estimate_of
 from splitveil.active_party.planned import Plan, Target, known_of_forecast, plan_of
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.party import command_line

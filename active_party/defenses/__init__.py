@@ -33,7 +33,7 @@ from splitveil.active_party.defenses.max_norm import MaxNormDefense, MaxNormPosi
 from splitveil.active_party.defenses.noise import AnswerKeys, NoiseSource
 from splitveil.active_party.defenses.noisy_label import NoisyLabelDefense
 from splitveil.active_party.defenses.none import NoDefense
-from splitveil.active_party.defenses.projected_labels import ProjectedLabelsDefense
+from splitveil.active_party.defenses.projected.settings import ProjectedLabelsDefense
 from splitveil.common.privacy.adversary import Adversary
 
 __all__ = [

@@ -28,9 +28,8 @@ from splitveil.active_party.defenses.interface import (
     RememberingDefense,
     release,
 )
-from splitveil.active_party.defenses.noise import NoiseSource
+from splitveil.active_party.defenses.noise import NoiseSource, isotropic_noise
 from splitveil.active_party.defenses.persistent import moves_of, noisy_rows, repeated_report
-from splitveil.active_party.defenses.row_noise import isotropic_noise
 from splitveil.active_party.defenses.rows import as_rows
 from splitveil.active_party.defenses.section import (
     AGAINST_HONEST_BUT_CURIOUS,

@@ -47,12 +47,12 @@ from splitveil.active_party.defenses.interface import (
     LeakCharge,
     RawBatch,
     RememberingDefense,
+    noise_alone,
     release,
 )
 from splitveil.active_party.defenses.multi_class_marvell import MultiClassMarvell, worst_pair_factor
 from splitveil.active_party.defenses.noise import NoiseSource
 from splitveil.active_party.defenses.persistent import moves_of, noisy_rows, repeated_report
-from splitveil.active_party.defenses.row_noise import noise_alone
 from splitveil.active_party.defenses.rows import as_positive, as_rows, row_norms
 from splitveil.active_party.defenses.section import (
     AGAINST_HONEST_BUT_CURIOUS,
@@ -197,12 +197,9 @@ class Marvell(RememberingDefense):
     of zeros does not have a scale: with both classes, or before any statistics, the answer to it is
     zeros.
 
-    Args:
-        power: rule for the amount of noise, given the classes.
-        noise: the only source of randomness.
-        from_earlier: fit the noise to the batches before this one, so that this batch's share of
-            positives does not show in its scale. The first batches, until both classes have been
-            seen, get noise without signal.
+    With ``from_earlier`` the noise is fitted to the batches before this one, so that this batch's
+    share of positives does not show in its scale. The first batches, until both classes have been
+    seen, get noise without signal.
     """
 
     def __init__(self, power: PowerRule, noise: NoiseSource, *, from_earlier: bool = False) -> None:
@@ -301,10 +298,7 @@ class Marvell(RememberingDefense):
 
 
 class PersistentMarvell(Defense):
-    """Adds to each row noise along its label's move, scaled by one number of its example.
-
-    All answers about an example together leave the divergence 1/k^2.
-    """
+    """Adds to each row noise along its label's move, scaled by one number of its example."""
 
     def __init__(self, sum_kl: float, key_name: str) -> None:
         self._norm_ratio = sum_kl**-0.5
@@ -312,7 +306,6 @@ class PersistentMarvell(Defense):
         self._charge = LeakCharge(sum_kl, identity, adversary=Adversary.HONEST_BUT_CURIOUS)
 
     def defend(self, batch: RawBatch) -> Defended:
-        """Add noise; a batch of one class is like any other, because classes are not estimated."""
         moves = moves_of(batch)
         defended = noisy_rows(batch, moves, self._norm_ratio).to(batch.gradients.dtype)
         report = repeated_report(moves, self._norm_ratio, self._charge)

@@ -191,7 +191,7 @@ class DefenseSection(Section):
         """Explain why the first answer would exceed every budget; None if it need not."""
         return None
 
-    def outlook(self, _context: DefenseContext, _training_rows: int, /) -> str:
+    def utility_in_words(self, _context: DefenseContext, _training_rows: int, /) -> str:
         """Say what the model can learn from a table of that size; empty if it does not matter."""
         return ""
 

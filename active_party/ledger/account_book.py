@@ -26,8 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from splitveil.active_party.ledger.bounds import strongest_adversary
-from splitveil.active_party.ledger.known_bounds import NOTHING, KnownBounds
+from splitveil.active_party.ledger.bounds import NOTHING, KnownBounds, strongest_adversary
 from splitveil.active_party.ledger.ledger import Exposure, LeakLedger
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.adversary import Adversary

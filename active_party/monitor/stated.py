@@ -10,8 +10,12 @@ from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.observational_audit import p_value
 from splitveil.common.record import summary
-from splitveil.common.record.beyond_figures import BeyondFigures, passed_bounds
-from splitveil.common.record.figures import LedgerFigures, SpreadFigures
+from splitveil.common.record.figures import (
+    BeyondFigures,
+    LedgerFigures,
+    SpreadFigures,
+    passed_bounds,
+)
 from splitveil.common.text.upper_bounds import at_least, at_most, auc_at_most
 
 logger = logging.getLogger(__name__)
@@ -24,10 +28,10 @@ def ledger_figures(bounds: LeakBounds) -> LedgerFigures:
     return LedgerFigures(sum_kl, estimate, anybody, honest, class_means, bounds.epsilon)
 
 
-def peer_bounds(bounds: LeakBounds) -> tuple[summary.PeerBound, ...]:
+def peer_bounds(bounds: LeakBounds) -> tuple[summary.AdversaryBound, ...]:
     """Return the bounds of the most exposed example as a run's summary holds them."""
     return tuple(
-        summary.PeerBound(peers, bounds.against(peers).leak_auc.max, bounds.against(peers).mu)
+        summary.AdversaryBound(peers, bounds.against(peers).leak_auc.max, bounds.against(peers).mu)
         for peers in Adversary
     )
 
@@ -44,10 +48,7 @@ def stated_epsilon(bounds: LeakBounds, delta: float) -> Stated | None:
     """Return the smallest epsilon of label differential privacy that bounds state at a delta.
 
     A Gaussian mechanism states one at every delta (Dong, Roth and Su 2022, corollary 2.13), a
-    randomised label the same at all.
-
-    Returns:
-        None where nothing states one.
+    randomised label the same at all. None where nothing states one.
     """
     found = []
     if bounds.epsilon is not None:

@@ -25,7 +25,7 @@ WITHOUT_GRADIENTS = frozenset(
 """Attacks that look only at a party's own activations: a baseline, and not a gradient leak."""
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """One row of a table."""
 
     cells: tuple[str, ...]

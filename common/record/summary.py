@@ -15,8 +15,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BeforeValidator, OnErrorOmit
 
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.record.figures import LedgerFigures, NumberFigures
-from splitveil.common.record.leak_figures import LEAK_TABLES, LeakFigures
+from splitveil.common.record.figures import LEAK_TABLES, LeakFigures, LedgerFigures, NumberFigures
 from splitveil.common.record.transcript import TranscriptEnd
 from splitveil.common.record.values import (
     IF_ANY,
@@ -98,7 +97,7 @@ class ModelFigures(Form):
         return written
 
 
-class PeerBound(NamedTuple):
+class AdversaryBound(NamedTuple):
     """The bound on the leak of the whole run for one adversary class."""
 
     adversary: Adversary
@@ -133,7 +132,7 @@ class ActiveFigures(Form):
     defense: Object[Any] = field(default_factory=dict)
     ledger: Maybe[LedgerFigures] = None
     """The bounds on what all answers revealed; None before the first answer."""
-    bounds: Annotated[tuple[OnErrorOmit[PeerBound], ...], BeforeValidator(as_list)] = ()
+    bounds: Annotated[tuple[OnErrorOmit[AdversaryBound], ...], BeforeValidator(as_list)] = ()
     """One for each adversary class, in their order; empty before the first answer."""
     audits_answered: Annotated[Count, IF_ANY] = None
     """None if audits are not allowed and none was answered."""
@@ -172,12 +171,10 @@ class Summary(Form):
 
     @property
     def of_active(self) -> ActiveFigures:
-        """The active party's part, empty in another party's summary."""
         return self.active or ActiveFigures()
 
     @property
     def of_leak(self) -> LeakFigures:
-        """The part about the leak, empty if attacks were not run."""
         return self.leak or LeakFigures()
 
 

@@ -20,12 +20,16 @@ from splitveil.active_party.ledger.account_book import (
     names_of,
     open_book,
 )
-from splitveil.active_party.ledger.bounds import LeakBounds, holds_against, strongest_adversary
-from splitveil.active_party.ledger.known_bounds import auc_bound
+from splitveil.active_party.ledger.bounds import (
+    LeakBounds,
+    auc_bound,
+    holds_against,
+    strongest_adversary,
+)
+from splitveil.active_party.ledger.budget import Limit
 from splitveil.active_party.ledger.ledger import LeakLedger, logged
-from splitveil.active_party.ledger.limit import Limit
 from splitveil.common.data.canonical_form import CanonicalForm
-from splitveil.common.data.ids import canonical_ids, usable_ids
+from splitveil.common.data.ids import canonical_ids
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.record.model_files import save_tensors
 from splitveil.common.run.id_rules import rules_as_bytes, rules_of_bytes
@@ -241,7 +245,7 @@ class Ledger:
         if given.dtype.kind in "UO" and len(given):
             if self._names is None:
                 raise ValueError("expected positions: this ledger knows no ids")
-            ids = usable_ids([str(one) for one in rows], "rows", self._form).ids
+            ids = canonical_ids([str(one) for one in rows], "rows", self._form)
             given = indices_of(names_of(ids), self._names)
         elif given.dtype == bool:
             if given.shape != (len(self),):

@@ -151,7 +151,7 @@ def test_a_budget_ends_a_run_whose_class_states_no_charge(example: Path, module:
     )
     with pytest.raises(SplitveilError):
         run_in_process(parties)
-    assert isinstance(parties.session.error, BudgetExhausted)
+    assert isinstance(parties.session.lifecycle.error, BudgetExhausted)
 
 
 def test_persistent_noise_reaches_the_class(example: Path, module: str, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from splitveil.active_party.defenses import Adversary, LeakCharge
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound, sum_kl_for_leak_auc
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.bounds import LeakBounds
+from splitveil.active_party.ledger.budget import Limit
 from splitveil.active_party.ledger.label_signals import (
     LabelUses,
     label_signals,
@@ -20,7 +21,6 @@ from splitveil.active_party.ledger.label_signals import (
     widest_adversary,
 )
 from splitveil.active_party.ledger.ledger import LeakLedger, logged
-from splitveil.active_party.ledger.limit import Limit
 from splitveil.common.privacy.adversary import narrowest
 
 ANYBODY, HONEST, WEAK = Adversary

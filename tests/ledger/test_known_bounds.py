@@ -46,10 +46,9 @@ from splitveil.active_party.defenses.label_mechanisms import (
 )
 from splitveil.active_party.defenses.sum_kl import estimated_auc, leak_auc_bound
 from splitveil.active_party.ledger.account_book import AccountBook
-from splitveil.active_party.ledger.bounds import LeakBounds
-from splitveil.active_party.ledger.known_bounds import NOTHING, OF_ANY_KIND, known_of
+from splitveil.active_party.ledger.bounds import NOTHING, OF_ANY_KIND, LeakBounds, known_of
+from splitveil.active_party.ledger.budget import Limit
 from splitveil.active_party.ledger.ledger import LeakLedger, logged
-from splitveil.active_party.ledger.limit import Limit
 
 Numbers = npt.NDArray[np.float64]
 ROWS = 200_000

@@ -52,7 +52,7 @@ def parties_with(folder: Path, *active: str) -> Parties:
 def test_each_epoch_charges_every_training_example_once_and_no_other(example: Path) -> None:
     parties = parties_with(example, MARVELL)
     run_in_process(parties)
-    rows, ledger = parties.active.rows, parties.session.answering.budget.accounts.course
+    rows, ledger = parties.active.rows, parties.session.lifecycle.answering.budget.accounts.course
     assert rows is not None
     bounds = parties.session.leak_bounds()
     assert bounds.sum_kl.max == pytest.approx(2 / 16, rel=0.02)
@@ -119,7 +119,7 @@ def test_the_answer_that_would_pass_the_budget_is_never_given(example: Path, lim
     session, rows = parties.session, parties.active.rows
     assert rows is not None
     assert session.stage is Stage.ENDED
-    assert session.error is caught.value
+    assert session.lifecycle.error is caught.value
     steps = rows.order.steps_per_epoch
     assert "epoch 4 step 1" in str(caught.value)
     assert len(parties.active.sent) == len(parties.passive.received) == 3 * steps
@@ -152,8 +152,8 @@ def test_a_stopped_run_stays_stopped_and_learns_nothing_from_the_refused_step(
 
 
 def trainer_state(parties: Parties) -> dict[str, torch.Tensor]:
-    assert parties.session.trainer is not None
-    return parties.session.trainer.model.state_dict()
+    assert parties.session.lifecycle.phase.trainer is not None
+    return parties.session.lifecycle.phase.trainer.model.state_dict()
 
 
 def test_a_budget_of_whole_answers_is_used_up_to_the_last(example: Path) -> None:

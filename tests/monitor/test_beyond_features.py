@@ -4,6 +4,7 @@ import copy
 import json
 import logging
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,14 @@ from splitveil.active_party.report import write_report
 from splitveil.active_party.report.run_files import read_run
 from splitveil.active_party.report.verdict import judge
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.record.beyond_figures import (
+from splitveil.common.record.figures import (
     AdjustedFigures,
     AdvantageFigures,
     BeyondFigures,
     EpsilonFigures,
+    LeakFigures,
     set_aside,
 )
-from splitveil.common.record.leak_figures import LeakFigures
 from splitveil.common.record.run_record import METRICS, read_summary, write_summary
 from splitveil.common.record.summary import Summary
 from splitveil.common.record.summary_tables import print_summary
@@ -164,7 +165,7 @@ def test_a_run_whose_attacks_pass_its_statements_says_so_everywhere(
     (tmp_path / "active" / "settings.yaml").write_text("{}")
     verdict = judge(read_run(tmp_path), [], [])
     assert verdict.level == "recovered"
-    assert "excludes every epsilon below" in verdict.reasons[0]
+    assert "excludes every epsilon below" in verdict.doubts[0]
     assert "among examples of which features tell the same" in verdict.headline
     assert "excludes every epsilon below" in write_report(tmp_path).read_text(encoding="utf-8")
 
@@ -333,8 +334,8 @@ def page_of(folder: Path, beyond: BeyondFigures) -> tuple[str, str]:
     (active / METRICS).write_text("")
     (active / "settings.yaml").write_text("{}")
     verdict = judge(read_run(folder), [], [])
-    words = " ".join([verdict.level, verdict.headline, *verdict.reasons])
-    return words, write_report(folder).read_text(encoding="utf-8")
+    page = write_report(folder).read_text(encoding="utf-8")
+    return f"{verdict.level} {verdict.headline} {unescape(page)}", page
 
 
 def test_the_verdict_leads_with_what_features_do_not_tell(tmp_path: Path) -> None:

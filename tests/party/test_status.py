@@ -32,16 +32,16 @@ from splitveil.common.party.endpoint import (
     serving_status,
 )
 from splitveil.common.party.party_settings import load_party_settings
-from splitveil.common.party.run_status import STAGES, RunStatus
+from splitveil.common.party.party_status import STAGES, RunStatus
 from splitveil.common.record.transcript import Crossing
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import Batch
 from splitveil.common.run.phases import Phase
+from splitveil.passive_party.recorder import noting_attempts
 from splitveil.passive_party.settings import PassiveSettings
-from splitveil.passive_party.watched_calls import WatchedCalls
-from splitveil.simulation import free_address
 from tests.support.numbers import write_numbers
 from tests.support.runs import in_background, write_example
+from tests.support.simulation import free_address
 from tests.support.waiting import HANGS_AFTER_S, wait_until
 from tests.support.watched import (
     Watched,
@@ -384,18 +384,18 @@ def test_only_a_run_that_resumes_is_left_in_training(
 
 
 def test_a_peer_that_is_lost_and_comes_back_is_counted_once(status: RunStatus) -> None:
-    calls = WatchedCalls(status)
+    note = noting_attempts(status)
     connected = {"name": "splitveil_peer_connected", "peer": "active"}
     assert value_of(status, **connected) == 0
     status.name_run("0123456789abcdef")
-    calls.answered()
+    note(None)
     assert value_of(status, **connected) == 1
     assert status.readiness.ready
     for _ in range(3):
-        calls.unanswered(PeerUnreachable("gone"))
+        note(PeerUnreachable("gone"))
     assert value_of(status, **connected) == 0
     assert status.readiness == (False, "the active party does not answer")
-    calls.answered()
+    note(None)
     assert value_of(status, "splitveil_connection_losses_total", peer="active") == 1
     assert value_of(status, "splitveil_reconnects_total", peer="active") == 1
     assert value_of(status, "splitveil_failed_calls_total", reason="PeerUnreachable") == 3
@@ -405,7 +405,7 @@ def test_a_peer_that_is_lost_and_comes_back_is_counted_once(status: RunStatus) -
 def test_refusals_are_told_by_reason_and_a_peer_that_was_never_there_is_not_lost(
     status: RunStatus,
 ) -> None:
-    WatchedCalls(status).unanswered(PeerUnreachable("not yet"))
+    noting_attempts(status)(PeerUnreachable("not yet"))
     assert value_of(status, "splitveil_connection_losses_total", peer="active") == 0
     status.note_refused(InvalidMessage("a"))
     status.note_refused(InvalidMessage("b"))

@@ -46,7 +46,7 @@ def parties_in(example: Path, runs: Path, *active: str) -> Parties:
 
 
 def accounts(session: ActiveSession) -> Accounts:
-    state = session.account_book().state_dict()
+    state = session.lifecycle.phase.account_book().state_dict()
     return {name: value.clone() for name, value in state.items() if name != "runs"}
 
 
@@ -65,7 +65,7 @@ def go_back(session: ActiveSession, place: int = 0) -> None:
 
 def leave(session: ActiveSession) -> None:
     session.leave(session.run_id, LeaveReason.INTERRUPTED)
-    assert isinstance(session.error, PeerLeft)
+    assert isinstance(session.lifecycle.error, PeerLeft)
 
 
 def states(folder: Path, party: str = "passive") -> list[Path]:
@@ -104,7 +104,10 @@ def test_nor_does_one_whose_leaving_is_found_by_a_process_that_was_killed(
     assert torch.equal(told(accounts(again.session)), told(charged))
     if resumes:
         go_back(again.session)
-        assert again.session.answering.budget.accounts.course.exposure(np.arange(10)).most == 0
+        assert (
+            again.session.lifecycle.answering.budget.accounts.course.exposure(np.arange(10)).most
+            == 0
+        )
     leave(again.session)
     assert torch.equal(told(accounts(again.session)), told(charged))
 
@@ -218,13 +221,13 @@ def test_a_run_goes_back_over_its_answers_only_so_often(
             again.session.reopen()
             parties = again
         again.session, Steps.left = parties.session, 1
-        is_last = again.session.answering.questions._log.num_resumptions() == 3
+        is_last = again.session.lifecycle.answering.questions._log.num_resumptions() == 3
         with pytest.raises(ProtocolError if is_last else Lost):
             run_in_process(again, Steps)
     assert is_last
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_whatever_is_killed_and_wherever_it_goes_back_no_account_ever_falls(
     example: Path, tmp_path: Path, seed: int
 ) -> None:
@@ -269,7 +272,7 @@ def test_a_budget_that_was_lowered_holds_against_what_was_told_before(
 def test_without_a_store_nothing_is_gone_back_to(example: Path) -> None:
     parties = build_parties(example, [*EVERY_2, MARVELL], EVERY_2)
     run_in_process(parties)
-    assert not parties.session.answering.budget.accounts.is_behind
+    assert not parties.session.lifecycle.answering.budget.accounts.is_behind
 
 
 def test_the_answers_to_several_parties_are_charged_again_from_the_log(tmp_path: Path) -> None:

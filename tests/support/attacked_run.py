@@ -140,7 +140,11 @@ def deal_labels(example: Path, folder: Path, seed: int) -> list[str]:
 
 
 def _features_alone(parties: Parties) -> dict[RunAttackName, float]:
-    rows, bottom, top = parties.active.rows, parties.run.trainer, parties.session.trainer
+    rows, bottom, top = (
+        parties.active.rows,
+        parties.run.trainer,
+        parties.session.lifecycle.phase.trainer,
+    )
     assert rows is not None
     assert bottom is not None
     assert top is not None

@@ -143,8 +143,8 @@ class ChosenTrainer(BottomTrainer):
         self._gathered = [*self._gathered[-1:], (features, torch.from_numpy(positions.copy()))]
         return features
 
-    def forward(self, features: Features, *, keeps_weights: bool = False) -> Tensor:
-        return self._chosen(features, super().forward(features, keeps_weights=keeps_weights))
+    def forward(self, features: Features, *, stashes_weights: bool = False) -> Tensor:
+        return self._chosen(features, super().forward(features, stashes_weights=stashes_weights))
 
     def embed(self, features: Features) -> Tensor:
         return self._chosen(features, super().embed(features))
@@ -348,7 +348,7 @@ class _Reader(PassiveRecording):
             self._scores[name].append(reading(read))
 
     def result(self, parties: Parties) -> Attacked:
-        trainer = parties.session.trainer
+        trainer = parties.session.lifecycle.phase.trainer
         assert trainer is not None
         trained = torch.unique(torch.cat(self._positions))
         labels = trainer.labels_of(trained.numpy())

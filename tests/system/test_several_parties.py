@@ -7,9 +7,9 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from splitveil.simulation import free_address
 from tests.support.processes import Party
 from tests.support.several import NAMES, write_several
+from tests.support.simulation import free_address
 
 OVERRIDES = ("contract.epochs=12", "contract.checkpoints.every_steps=3")
 

@@ -147,11 +147,6 @@ def test_a_certificate_that_ends_soon_is_warned_of_once(
     assert all(f"in {days - 1} days: replace it" in r.getMessage() for r in caplog.records)
 
 
-def test_unchanged_files_are_not_read_again(folder: Path) -> None:
-    own = files(folder, "passive")
-    assert own.current() is own.current()
-
-
 def test_new_files_are_read_and_said(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     own = files(folder, "passive")

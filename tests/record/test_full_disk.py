@@ -76,8 +76,9 @@ def whole(example: Path, tmp_path_factory: pytest.TempPathFactory) -> Noted:
     return noted
 
 
-@pytest.mark.parametrize("share", [0.1, 0.4, 0.6, 0.8])
-@pytest.mark.parametrize("full", ["active", "passive"])
+@pytest.mark.parametrize(
+    ("full", "share"), [("active", 0.1), ("active", 0.6), ("passive", 0.4), ("passive", 0.8)]
+)
 def test_a_message_that_cannot_be_noted_ends_both_parties(
     example: Path,
     whole: Noted,

@@ -121,13 +121,12 @@ def test_an_audit_tells_the_monitor_s_figure_with_two_digits(
     assert len(found.of_kind("active", "audit")) == 20
 
 
-@pytest.mark.parametrize("wire", ["in process", "gRPC"])
 def test_a_refused_audit_ends_no_run_and_is_asked_for_once(
-    example: Path, tmp_path: Path, port: int, caplog: pytest.LogCaptureFixture, wire: str
+    example: Path, tmp_path: Path, port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Allowed by the contract alone: off by default."""
     with caplog.at_level(logging.WARNING):
-        found = audited(example, tmp_path, meeting(wire, port))
+        found = audited(example, tmp_path, meeting("gRPC", port))
     assert found.parties.session.stage is Stage.FINISHED
     assert found.of_kind("passive", "audit") == found.of_kind("active", "audit") == []
     assert found.summary["audit"] == {}
@@ -358,11 +357,3 @@ def test_limits_hold_over_the_wire_and_harm_nothing(
     assert code_of(port, other.SerializeToString()) is grpc.StatusCode.FAILED_PRECONDITION
     assert len(open_session.active.audits) == 1
     assert open_session.session.error is None
-
-
-def test_audits_are_off_over_the_wire_by_default(example: Path, port: int) -> None:
-    parties = finished(example)
-    request = encode_question(question(parties)).SerializeToString()
-    with serving(parties, port) as service:
-        assert code_of(port, request) is grpc.StatusCode.PERMISSION_DENIED
-    assert service.refused == {"AuditRefused": 1}

@@ -11,7 +11,6 @@ import pytest
 from cryptography import x509
 
 from splitveil.common.errors import PeerError, PeerUnreachable, PeerUntrusted, SettingsError
-from splitveil.common.party.credentials import dns_names
 from splitveil.common.run.contract import Contract
 from splitveil.common.wire import endpoint, http_proxy
 from splitveil.common.wire.endpoint import LOOK_TIMEOUT_S, judged_certificate, open_channel
@@ -181,15 +180,6 @@ def test_an_own_certificate_that_cannot_be_read_is_a_bad_setting(
     capsys.readouterr()
     assert certs(["show", str(PartyFolder(folder / "strange").certificate)]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-@STRANGE
-def test_such_a_certificate_has_no_names(tmp_path: Path, build: Any) -> None:
-    folder = make(tmp_path / "certificates")
-    build(folder)
-    pem = PartyFolder(folder / "strange").certificate.read_bytes()
-    with pytest.raises(ValueError, match="extension"):
-        dns_names(x509.load_pem_x509_certificate(pem))
 
 
 def test_an_own_key_of_an_unknown_kind_is_a_bad_setting(tmp_path: Path) -> None:

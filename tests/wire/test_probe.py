@@ -21,9 +21,7 @@ from splitveil.active_party.run.stages import Stage
 from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.id_forms import form_of
 from splitveil.common.errors import (
-    DataError,
     PeerUnreachable,
-    PeerUntrusted,
     SettingsError,
     SplitveilError,
 )
@@ -46,7 +44,7 @@ from splitveil.passive_party.probing import connection_checks
 from splitveil.passive_party.settings import PassiveSettings
 from splitveil.protos import split_learning_pb2 as pb
 from tests.support.between import ConnectProxy
-from tests.support.certificates import add_expired, files, make, use
+from tests.support.certificates import files, make, use
 from tests.support.lines import peer_of
 from tests.support.lines import serving as served
 from tests.support.runs import CONTRACT, Parties, build_parties, in_background, write_example
@@ -57,9 +55,7 @@ SAME_IDS = "ids: 11 letters and digits with small letters, the marks - at both p
 
 @pytest.fixture(scope="module")
 def trusted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make(tmp_path_factory.mktemp("trusted"))
-    add_expired(folder, "late", "active.splitveil")
-    return folder
+    return make(tmp_path_factory.mktemp("trusted"))
 
 
 @pytest.fixture
@@ -83,8 +79,8 @@ def serving(
     transcript: Transcript | None = None,
     id_form: IdForm | None = None,
 ) -> AbstractContextManager[ActiveService]:
-    desk = ProbeResponder(parties.active_settings.contract, id_form)
-    return served(parties, port, credentials, transcript, desk)
+    responder = ProbeResponder(parties.active_settings.contract, id_form)
+    return served(parties, port, credentials, transcript, responder)
 
 
 def found(
@@ -246,17 +242,6 @@ def test_the_rule_that_makes_ids_equal_is_named(here: str, there: str, remedy: s
             assert form.of(both[0]) == form.of(both[1])
 
 
-def test_ids_of_another_form_are_found_out(example: Path, port: int) -> None:
-    with serving(build_parties(example), port, id_form=form_of(ids_like("{h}"))):
-        told = found(of_passive(example, port))
-    assert told[-1] == (
-        "DataError: ids: 11 letters and digits with small letters, the marks - here; 64 "
-        "hexadecimal digits with small letters at the active party: no rule of contract.ids makes "
-        "them equal; export the ids of one party again, in full and in the form of the other's"
-    )
-    assert issubclass(DataError, SplitveilError)
-
-
 def test_the_proxy_is_named_whether_it_works_or_not(
     example: Path, protected: Path, trusted: Path, port: int
 ) -> None:
@@ -269,22 +254,6 @@ def test_the_proxy_is_named_whether_it_works_or_not(
     assert told[0].startswith(f"connection: {where}")
     with pytest.raises(PeerUnreachable, match=where):
         found(settings, HttpProxy("127.0.0.1", proxy.port))
-
-
-def test_a_certificate_that_has_expired_is_said(
-    example: Path, protected: Path, trusted: Path, port: int
-) -> None:
-    with (
-        serving(build_parties(example), port, files_of_late(trusted)),
-        pytest.raises(PeerUntrusted, match="has expired"),
-    ):
-        found(of_passive(protected, port))
-
-
-def files_of_late(trusted: Path) -> Any:
-    from tests.support.certificates import Unchecked
-
-    return Unchecked(trusted, "late")
 
 
 def test_a_clock_that_is_wrong_is_a_problem() -> None:
@@ -403,15 +372,3 @@ def test_a_probe_is_answered_with_as_much_as_it_brings_and_no_more(
         large = pb.ProbeRequest(padding=bytes(PROBE_PADDING_BYTES + 1)).SerializeToString()
         assert answer(port, large) is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert answer(port, bytes(PROBE_BYTES + 1)) is grpc.StatusCode.RESOURCE_EXHAUSTED
-
-
-def test_probes_are_answered_while_a_run_goes_on(example: Path, port: int) -> None:
-    parties = build_parties(example)
-    with serving(parties, port):
-        training = in_background(lambda: _run(parties, port))
-        replies = 0
-        while training.is_alive() or not replies:
-            assert isinstance(answer(port, b""), bytes)
-            replies += 1
-        training.join()
-    assert parties.session.stage is Stage.FINISHED

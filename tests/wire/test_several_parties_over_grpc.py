@@ -160,15 +160,6 @@ def test_the_wire_changes_nothing(three: Path, undisturbed: Several, address: st
     assert not service.refused
 
 
-def test_two_parties_are_enough(tmp_path: Path, address: str) -> None:
-    write_several(tmp_path, 2)
-    several = build_several(tmp_path, ["contract.aggregation=concat"])
-    with serving(several, address):
-        finish(start_all(several, address))
-    assert several.errors == {}
-    assert several.session.stage is Stage.FINISHED
-
-
 def test_parties_whose_deadlines_pass_while_they_wait_ask_again(
     three: Path, undisturbed: Several, address: str
 ) -> None:
@@ -214,24 +205,6 @@ def test_a_killed_party_comes_back_over_the_wire(
         assert isinstance(several.errors["birch"], Lost)
         several.passive["birch"] = build_passive(three, "birch", EVERY_2, runs=tmp_path)
         finish([start(several, "birch", address), *threads])
-    assert several.errors == {}
-    assert_same_weights(several.weights(), undisturbed.weights())
-
-
-def test_an_active_party_that_is_killed_comes_back_over_the_wire(
-    three: Path, undisturbed: Several, address: str, tmp_path: Path
-) -> None:
-    several, may_go = build_several(three, EVERY_2, MARVELL, runs=tmp_path), threading.Event()
-    with serving(several, address):
-        threads = [start(several, name, address) for name in ("ash", "cedar")]
-        threads.append(start(several, "birch", address, lambda: _wait(may_go)))
-        wait_until(lambda: len(several.seen.losses) == 2)
-    again = build_several(three, EVERY_2, MARVELL, runs=tmp_path)
-    assert again.session.reopen()
-    several.session, several.seen = again.session, again.seen
-    with serving(several, address):
-        may_go.set()
-        finish(threads)
     assert several.errors == {}
     assert_same_weights(several.weights(), undisturbed.weights())
 

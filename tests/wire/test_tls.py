@@ -33,8 +33,6 @@ from tests.support.peers import AtSteps
 from tests.support.programs import run_program
 from tests.support.runs import build_parties, in_background, run_in_process
 
-HASTY = ["reconnect={max_s: 1, first_wait_s: 0.3, longest_wait_s: 0.3}"]
-
 
 @pytest.fixture(scope="module")
 def trusted(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -62,21 +60,6 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 def core_lines(captured: str) -> list[str]:
     """Return gRPC's own lines about handshakes: a client's error is reported nowhere else."""
     return [line for line in captured.splitlines() if "Handshake failed with error" in line]
-
-
-def test_a_run_over_mutual_tls_is_bit_equal_to_one_in_process(
-    example: Path, trusted: Path, port: int
-) -> None:
-    there, here = build_parties(example), build_parties(example)
-    with (
-        serving(there, port, files(trusted, "active")),
-        peer_of(there, port, files(trusted, "passive")) as peer,
-    ):
-        assert peer.is_ready()
-        there.run.run(peer)
-    run_in_process(here)
-    assert there.session.stage is Stage.FINISHED
-    assert there.active.losses == here.active.losses
 
 
 # ---- a server that the passive party does not believe ----
@@ -155,22 +138,6 @@ def test_a_client_without_a_valid_certificate_gets_no_connection(
     (line,) = core_lines(capfd.readouterr().err)
     assert reason in line
     assert parties.session.stage is Stage.WAITING
-
-
-def test_a_client_that_is_hung_up_on_says_what_that_may_mean(
-    example: Path, trusted: Path, port: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    parties = build_parties(example, [], HASTY)
-    caplog.clear()
-    with (
-        serving(parties, port, files(trusted, "active")),
-        peer_of(parties, port, Unchecked(trusted, "late-passive")) as peer,
-        pytest.raises(PeerUnreachable),
-    ):
-        parties.run.run(peer)
-    (line,) = warnings(caplog)
-    assert "it may refuse this party's certificate" in line
-    assert "trying for up to 1 s" in line
 
 
 def test_a_genuine_certificate_with_another_name_reaches_no_handler(

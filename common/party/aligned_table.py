@@ -82,22 +82,6 @@ class AlignedTable(NamedTuple):
     num_ids: int  # this party's usable ids
     output: Path
 
-    def in_words(self) -> str:
-        return (
-            f"{len(self.order.file_rows):,} of {self.num_ids:,} ids are common to all parties; "
-            f"their rows are in {self.output}, in the order with fingerprint "
-            f"{self.order.fingerprint}"
-        )
-
-    def to_json(self) -> dict[str, object]:
-        return {
-            "run_id": self.order.run_id,
-            "ids": self.num_ids,
-            "aligned": len(self.order.file_rows),
-            "fingerprint": self.order.fingerprint,
-            "output": str(self.output),
-        }
-
 
 def write_aligned(
     settings: PartySettings, own: StampedIds, order: CommonOrder, output: Path
@@ -117,9 +101,15 @@ def write_aligned(
 
 
 def print_aligned(found: AlignedTable, *, as_json: bool) -> None:
+    order, num_common = found.order, len(found.order.file_rows)
     if as_json:
-        print_json(found.to_json())
-    _logger.info("%s", found.in_words())
+        counts = {"run_id": order.run_id, "ids": found.num_ids, "aligned": num_common}
+        print_json(counts | {"fingerprint": order.fingerprint, "output": str(found.output)})
+    _logger.info(
+        "%s of %s ids are common to all parties; their rows are in %s, in the order with "
+        "fingerprint %s",
+        *(f"{num_common:,}", f"{found.num_ids:,}", found.output, order.fingerprint),
+    )
 
 
 def _rows_of(source: TableSource, rows: NDArray[np.int64]) -> Any:

@@ -111,9 +111,13 @@ def write_text_atomically(path: Path, text: str, mode: int = OWNER_ONLY) -> None
 
 
 def write_json_atomically(path: Path, value: object) -> None:
-    """Replace a JSON file as a whole; numbers that are not finite become null."""
+    write_text_atomically(path, json_text(value))
+
+
+def json_text(value: object) -> str:
+    """Return a JSON document with a line break at its end; NaN and infinities become null."""
     text = json.dumps(finite_or_null(value), indent=2, ensure_ascii=False, allow_nan=False)
-    write_text_atomically(path, text + "\n")
+    return text + "\n"
 
 
 def finite_or_null(value: object) -> Any:

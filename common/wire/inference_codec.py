@@ -53,14 +53,14 @@ class Described(NamedTuple):
 
 def most_ids(contract: Contract) -> int:
     """Return the most ids of a request: their activations fit into one message. Raises TooLarge."""
-    room = contract.max_message_bytes - HEADER_BYTES
+    space = contract.max_message_bytes - HEADER_BYTES
     row_bytes = contract.cut_dim * DTYPE_BYTES[contract.cut_dtype]
-    if row_bytes > room:
+    if row_bytes > space:
         raise TooLarge(
             f"one activation has {row_bytes:,} bytes, and joint inference sends no activation in "
             f"parts: contract.wire.unchunked_bytes has to be as large"
         )
-    return min(MAX_IDS, contract.max_rows, room // row_bytes)
+    return min(MAX_IDS, contract.max_rows, space // row_bytes)
 
 
 def portions(ids: Sequence[str], most: int, contract: Contract) -> Iterator[slice]:
@@ -68,12 +68,12 @@ def portions(ids: Sequence[str], most: int, contract: Contract) -> Iterator[slic
 
     No id may be longer than ``ID_BYTES``.
     """
-    room = contract.max_message_bytes - HEADER_BYTES
+    space = contract.max_message_bytes - HEADER_BYTES
     # A character takes at most four bytes, and the frame around a text at most three.
     ends = np.cumsum(np.fromiter(map(len, ids), np.int64, len(ids)) * 4 + 3)
     start, taken = 0, 0
     while start < len(ids):
-        by_size = int(np.searchsorted(ends, taken + room, side="right"))
+        by_size = int(np.searchsorted(ends, taken + space, side="right"))
         end = min(start + most, max(by_size, start + 1))
         yield slice(start, end)
         start, taken = end, int(ends[end - 1])
@@ -173,14 +173,16 @@ def _decode_known(packed: bytes, num_ids: int) -> NDArray[np.bool_]:
     return bits[:num_ids]
 
 
-def _decode_values(data: bytes, shape: tuple[int, ...], limits: TensorLimits) -> Tensor:
+def _decode_values(
+    data: bytes, shape: tuple[int, ...], limits: TensorLimits, name: str = "values"
+) -> Tensor:
     if not data:
         return torch.zeros(shape, dtype=TORCH_DTYPES[limits.dtype])
     # The copy makes the tensor writable and independent of the message's memory.
     flat = torch.from_numpy(np.frombuffer(data, np.uint8).copy()).view(TORCH_DTYPES[limits.dtype])
     values = flat.view(shape)
     if not bool(torch.isfinite(values).all()):
-        raise InvalidMessage("values: expected finite numbers, got NaN or infinity")
+        raise InvalidMessage(f"{name}: expected finite numbers, got NaN or infinity")
     return values
 
 
@@ -205,11 +207,11 @@ def secrets_of(points: bytes) -> Iterator[Secret]:
 
 
 def rows_of_a_reply(contract: Contract) -> int:
-    room = contract.max_message_bytes - HEADER_BYTES
+    space = contract.max_message_bytes - HEADER_BYTES
     row_bytes = contract.cut_dim * DTYPE_BYTES[contract.cut_dtype] + _SEAL_BYTES + TAG_BYTES
-    if row_bytes > room:
-        raise TooLarge(f"one activation has {row_bytes:,} bytes, and a message {room:,}")
-    return min(CHUNK_IDS, room // row_bytes)
+    if row_bytes > space:
+        raise TooLarge(f"one activation has {row_bytes:,} bytes, and a message {space:,}")
+    return min(CHUNK_IDS, space // row_bytes)
 
 
 def seal(secrets: Sequence[Secret], values: Tensor, limits: TensorLimits) -> pb.TableReply:
@@ -254,11 +256,4 @@ def open_row(sealed: bytes, key: bytes) -> bytes:
 
 def decode_rows(rows: Sequence[bytes], limits: TensorLimits) -> Tensor:
     """Return the activations of opened rows, (rows, *cut_shape), or raise InvalidMessage."""
-    shape, dtype = (len(rows), *limits.cut_shape), TORCH_DTYPES[limits.dtype]
-    if not rows:
-        return torch.zeros(shape, dtype=dtype)
-    flat = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8)
-    values = flat.view(dtype).view(shape)
-    if not bool(torch.isfinite(values).all()):
-        raise InvalidMessage("rows: expected finite numbers, got NaN or infinity")
-    return values
+    return _decode_values(b"".join(rows), (len(rows), *limits.cut_shape), limits, "rows")

@@ -39,8 +39,6 @@ Kind = Literal["numeric", "categorical"]
 
 @dataclass(frozen=True)
 class ColumnExposure:
-    """How well one column is reconstructed from activations."""
-
     name: str
     kind: Kind
     figure: float  # R^2, or accuracy; of rows that the map has not seen
@@ -55,8 +53,6 @@ class ColumnExposure:
 
 @dataclass(frozen=True)
 class FeatureExposure:
-    """What activations reveal of the features of some rows."""
-
     rows: NonNegativeInt
     dimensions: NonNegativeInt  # values per activation
     columns: tuple[ColumnExposure, ...]

@@ -64,8 +64,6 @@ ReplyT = TypeVar("ReplyT")
 
 
 class ActivationStream(Generic[ReplyT]):
-    """Sends activations, and receives their replies in the same order."""
-
     def __init__(
         self,
         open_stream: Callable[[], MessageStream],
@@ -133,8 +131,6 @@ MessageT = TypeVar("MessageT", bound=Message)
 
 
 class GrpcPeer:
-    """Calls the active party, and reconnects when the connection was lost."""
-
     def __init__(
         self,
         connection: PeerConnection,

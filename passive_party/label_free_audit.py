@@ -22,8 +22,6 @@ from splitveil.common.run.sample_order import Positions
 
 
 class GatheredScores(NamedTuple):
-    """The scores of one attack on one layer for some examples."""
-
     attack: AttackName
     layer: str
     scores: Tensor

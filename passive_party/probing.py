@@ -45,15 +45,11 @@ _ACTIVE = "the active party"
 
 
 class Speed(NamedTuple):
-    """How fast messages cross."""
-
     round_trip_s: float  # median of the round trips
     bytes_per_s: float  # bytes in each direction, both at once, as in training
 
 
 class Probing:
-    """Probes one connection."""
-
     def __init__(
         self, settings: PassiveSettings, connection: PeerConnection, own: Introduction
     ) -> None:

@@ -52,16 +52,12 @@ _CONTENT: Mapping[str, str] = {
 
 
 class Left(NamedTuple):
-    """One kind of content that left."""
-
     content: str
     messages: str
     size: str
 
 
 class ColumnRow(NamedTuple):
-    """One column, and how well activations reveal it."""
-
     name: str
     measure: str
     figure: str
@@ -70,8 +66,6 @@ class ColumnRow(NamedTuple):
 
 
 class PassiveFiles(NamedTuple):
-    """The files of a passive party's folder that the report reads."""
-
     folder: Path
     settings: Mapping[str, Any]
     summary: Summary

@@ -52,8 +52,6 @@ ResultT = TypeVar("ResultT")
 
 
 class PassiveRun:
-    """One run with the active party; without a store it cannot be resumed."""
-
     def __init__(
         self,
         aligner: Aligner,

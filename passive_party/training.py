@@ -26,8 +26,6 @@ from splitveil.passive_party.opening import Peer
 
 
 class RunObserver(Protocol):
-    """Receives the events of a run."""
-
     def on_opened(self, run_id: str) -> None:
         """The active party has opened the run of this id, or resumes it."""
 
@@ -74,8 +72,6 @@ class _Sent(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A training step of which the observer has not been told yet."""
-
     batch: Batch
     sent: Tensor
     received: Tensor

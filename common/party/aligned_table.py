@@ -40,8 +40,6 @@ def check_outputs(settings: PartySettings, output: Path) -> None:
 
 
 class StampedIds(NamedTuple):
-    """A party's ids, and the state of its files from which they were read."""
-
     data: PartyData
     stamps: tuple[tuple[int, int], ...]
 

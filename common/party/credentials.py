@@ -46,8 +46,6 @@ class Credentials:
 
 
 class CredentialFiles:
-    """The three files of a party's credentials, which may be replaced while it runs."""
-
     def __init__(
         self, certificate: Path, private_key: Path, authority: Path, identity: str
     ) -> None:

@@ -125,8 +125,6 @@ class StatusEndpoint:
 
 
 class _Looks:
-    """Counts the requests for metrics, and the time between the last two."""
-
     def __init__(self) -> None:
         self.count = 0
         self.every_s: float | None = None
@@ -141,8 +139,6 @@ class _Looks:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers one request, without a line in the log."""
-
     timeout = PATIENCE_S
 
     def __init__(self, status: PartyStatus, looks: _Looks, *connection: Any) -> None:

@@ -119,8 +119,6 @@ def _count(
 
 
 class TrafficRow(NamedTuple):
-    """The messages of one kind, between a party and one other."""
-
     party: str
     kind: str
     direction: str

@@ -22,8 +22,6 @@ _logger = logging.getLogger(__name__)
 
 
 class ServedRows:
-    """Rows of a table, found by their ids."""
-
     def __init__(self, data: PartyData, encoder: FeatureEncoder, form: CanonicalForm) -> None:
         self._form = form
         self.source = data.table.source  # the table, for messages

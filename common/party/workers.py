@@ -24,8 +24,6 @@ from splitveil.common.party.interruption import Interruption
 
 
 class Rank(NamedTuple):
-    """Which of a party's processes this one is."""
-
     number: int = 0
     size: int = 1  # number of processes, on all machines
     local_rank: int = 0

@@ -68,8 +68,6 @@ NO_REPLY = bytes(_FINGERPRINT_BYTES)
 
 
 class Record(NamedTuple):
-    """One entry of the log."""
-
     number: int
     fingerprints: tuple[bytes, ...]
     """Fingerprint of each passive party's question, 16 bytes each."""

@@ -91,8 +91,6 @@ _MAX_ENCODER_BYTES = 2**31
 
 @dataclass(frozen=True)
 class EarlierModel:
-    """The model in the ``checkpoint`` folder of one party of an earlier run."""
-
     folder: Path
 
     encoder: FeatureEncoder | None

@@ -73,8 +73,6 @@ _LEAST_BAR, _LONGEST_BAR = 10, 40  # characters
 
 
 class TrainingProgress:
-    """Shows the progress of a training: a bar on a terminal, occasional log lines elsewhere."""
-
     def __init__(
         self,
         party: str,
@@ -189,8 +187,6 @@ class _BarColumn(ProgressColumn):
 
 
 class _FiguresColumn(ProgressColumn):
-    """As many figures as the line has room for, the most important ones first."""
-
     def __init__(self, console: Console) -> None:
         self._console = console
         super().__init__()

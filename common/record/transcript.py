@@ -226,8 +226,6 @@ Noted = tuple[Direction, str, int | None, int | None, str]
 
 
 class Verified(NamedTuple):
-    """The content of a transcript whose chain is intact."""
-
     entries: int
     starts: int
     last_link: str
@@ -264,8 +262,6 @@ def verify(path: Path) -> Verified | Broken:
 
 
 class TranscriptComparison(NamedTuple):
-    """The result of comparing two parties' transcripts."""
-
     agreed: int
     """Number of messages that one party sent and the other received, with the same bytes."""
     lost: Mapping[str, int]

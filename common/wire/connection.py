@@ -186,8 +186,6 @@ NoteAttempt = Callable[[PeerError | None], None]
 
 
 class Retrying:
-    """Repeats a question, with growing waits in between."""
-
     def __init__(
         self,
         settings: ReconnectSettings,

@@ -38,8 +38,6 @@ _NO_ADDRESSES: ChannelOptions = [("grpc.address_http_proxy_enabled_addresses", "
 
 @dataclass(frozen=True)
 class HttpProxy:
-    """A proxy that opens a connection on a ``CONNECT`` request."""
-
     host: str
     port: int
 

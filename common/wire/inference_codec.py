@@ -45,8 +45,6 @@ HEADER_BYTES = 65_536
 
 
 class Described(NamedTuple):
-    """What a passive party says of the model that it serves."""
-
     model: ModelIdentity
     max_ids: int  # the most ids that it takes at a time
 
@@ -193,8 +191,6 @@ _SEAL_BYTES = 16
 
 
 class Secret(NamedTuple):
-    """What seals one row."""
-
     tag: bytes
     key: bytes
 

@@ -100,8 +100,6 @@ that a peer cannot fill the disk with this party's own log."""
 
 
 class Bound(NamedTuple):
-    """The largest value or size of a field, and the reason for it."""
-
     most: int
     """In characters of a text, bytes, entries of a list, or as the value of a number."""
     why: str

@@ -41,8 +41,6 @@ from splitveil.common.wire.limits import DETAILS_CHARACTERS
 
 
 class PeerStatus(NamedTuple):
-    """A status as it is sent."""
-
     code: grpc.StatusCode
     details: str
 
@@ -216,8 +214,6 @@ Handler: TypeAlias = Any
 
 
 class HandlerInterceptor(grpc.ServerInterceptor):  # type: ignore[misc, unused-ignore]
-    """Wraps the handler of every call that has one."""
-
     def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Handler | None],

@@ -30,8 +30,6 @@ _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
 
 
 class Frame:
-    """A serialised ``TensorFrame``."""
-
     __slots__ = ("_parts", "data")
 
     def __init__(self, data: bytes) -> None:
@@ -145,8 +143,6 @@ MessageT = TypeVar("MessageT")
 
 @dataclass(frozen=True)
 class TensorLimits:
-    """The limits that every tensor from the peer is checked against."""
-
     cut_shape: tuple[int, ...]
     dtype: CutDtype
     max_rows: int

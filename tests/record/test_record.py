@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -61,7 +62,8 @@ SPREADS = {
     "honest_but_curious": (0.8125, 0.75, 0.71875),
     "knows_class_means_only": (0.75, 0.6875, 0.65625),
 }
-BOUNDS = LedgerFigures(*(SpreadFigures(*spread) for spread in SPREADS.values()), epsilon=1.5)
+_spreads: Any = [SpreadFigures(*spread) for spread in SPREADS.values()]
+BOUNDS: LedgerFigures = partial(LedgerFigures, epsilon=1.5)(*_spreads)
 LEDGER_FORM = {
     f"{name}_{part}": value
     for name, spread in SPREADS.items()
@@ -71,7 +73,9 @@ NORM = AttackFigure("cut", "norm", 0.75)
 ELSEWHERE = AttackFigure("ads/bank: first", "spectral", None)
 
 
-def form(kind: str, step: int | None = None, epoch: int | None = 1, **more: Any) -> dict[str, Any]:
+def form(
+    kind: str, step: int | None = None, epoch: int | None = 1, /, **more: Any
+) -> dict[str, Any]:
     return {"kind": kind, "epoch": epoch, "step": step, **more}
 
 
@@ -79,7 +83,7 @@ EVALUATED = {"loss": 0.5, "auc": 0.75, "calibration_error": 0.125, "train_loss":
 COUNTED = {"edges": [-1.0, 0.0, 1.0], "counts": {"before/positive": [3, 4]}}
 
 LINES: Mapping[str, tuple[lines.Line, dict[str, Any]]] = {
-    "alignment": (lines.AlignmentLine(569), form("alignment", epoch=None, aligned_rows=569)),
+    "alignment": (lines.AlignmentLine(569), form("alignment", None, None, aligned_rows=569)),
     "training": (
         lines.TrainingLine(1, 2, 0.5, 0.25),
         form("train", 2, loss=0.5, noise_power=0.25),

@@ -176,19 +176,6 @@ def test_half_a_rotation_leaves_the_old_pair_in_use(
     assert own.current().certificate == paths.certificate.read_bytes()
 
 
-def test_a_new_certificate_that_may_not_be_shown_leaves_the_old_one_in_use(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    own, paths = files(folder, "passive"), PartyFolder(folder / "passive")
-    before = own.current()
-    for name in ("certificate", "private_key"):
-        source = folder / "stranger" / f"{name}.pem"
-        (folder / "passive" / f"{name}.pem").write_bytes(source.read_bytes())
-    assert own.current() is before
-    assert "expected 'passive.splitveil'" in caplog.text
-    assert paths.certificate.exists()
-
-
 # ---- settings and contract ----
 
 

@@ -45,7 +45,6 @@ from splitveil.passive_party.settings import PassiveSettings
 from splitveil.protos import split_learning_pb2 as pb
 from tests.support.between import ConnectProxy
 from tests.support.certificates import files, make, use
-from tests.support.lines import peer_of
 from tests.support.lines import serving as served
 from tests.support.runs import CONTRACT, Parties, build_parties, in_background, write_example
 
@@ -155,26 +154,6 @@ def test_a_probe_changes_nothing_at_the_active_party(
     assert noted.crossings == {}
     assert session.stage is Stage.WAITING
     assert "probed by party passive: the contracts agree" in caplog.text
-
-
-def test_a_run_between_probes_ends_with_the_same_bits(example: Path, port: int) -> None:
-    undisturbed, probed = build_parties(example), build_parties(example)
-    settings = of_passive(example, port)
-    with serving(undisturbed, port):
-        _run(undisturbed, port)
-    with serving(probed, port):
-        found(settings)
-        _run(probed, port)
-        found(settings)
-    theirs = undisturbed.weights()
-    assert {name: tensor.tolist() for name, tensor in probed.weights().items()} == {
-        name: tensor.tolist() for name, tensor in theirs.items()
-    }
-
-
-def _run(parties: Parties, port: int) -> None:
-    with peer_of(parties, port) as peer:
-        parties.run.run(peer)
 
 
 def test_the_first_difference_of_the_contracts_is_shown_with_both_values(

@@ -289,20 +289,6 @@ def service_port(channel: grpc.Channel) -> int:
     return int(target.rpartition(":")[2])
 
 
-def test_the_peer_reads_fixed_sentences_only(
-    at_first_step: tuple[Parties, ActiveService, Activation, grpc.Channel],
-) -> None:
-    parties, _, message, channel = at_first_step
-    (encoded,) = encode_activation(message, TensorLimits.of(parties.run.contract))
-    frame = encoded.data
-    sentences = set()
-    for step in (5, 6):
-        with pytest.raises(grpc.RpcError) as caught:
-            call(channel, "Train", [changed(frame, step=step)])
-        sentences.add(caught.value.details())
-    assert len(sentences) == 1
-
-
 def test_a_fault_of_this_party_is_not_described_to_the_peer(example: Path, port: int) -> None:
     parties = build_parties(example)
 

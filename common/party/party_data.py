@@ -78,35 +78,27 @@ class PartyData:
     ) -> "PartyData":
         """Read a party's file, or open its converted copy in the cache."""
         with with_advice(settings.source, base_dir):
-            return cls._load(settings, base_dir, split, id_rules)
-
-    @classmethod
-    def _load(
-        cls,
-        settings: DataSettings,
-        base_dir: Path,
-        split: SplitSettings | None,
-        id_rules: Sequence[IdRule],
-    ) -> "PartyData":
-        split_column = split.column if isinstance(split, ColumnSplit) else None
-        if isinstance(settings.source, CacheableSource):
-            if settings.source.cache_dir is not None:
-                with _conversion_bar(_name_of(settings.source)) as progress:
-                    mapped = open_converted(settings, base_dir, progress, split_column, id_rules)
-                _say(mapped.id_doubts, mapped.id_report, settings, mapped.source)
-                _say_almost_numbers(mapped, mapped.kept)
-                return cls(settings, mapped, mapped.ids, mapped.kept, mapped.id_report)
-            _suggest_a_cache(settings.source, base_dir)
-        table = read_table(settings, base_dir, split_column, id_rules)
-        _say_almost_numbers(table)
-        where, form = f"{table.source}: {settings.place_of_ids}", CanonicalForm(id_rules)
-        allowed, names = Allowed.by(settings), settings.id_columns
-        ids, kept, report = usable_ids(table.ids, where, form, allowed, names, table.labels)
-        if settings.id_column is not None:
-            forms = ColumnForms(names)
-            forms.add(form.columns_of(ids))
-            _say(forms.doubts(), report, settings, table.source)
-        return cls(settings, table if kept is None else table.take(kept), ids, kept, report)
+            split_column = split.column if isinstance(split, ColumnSplit) else None
+            if isinstance(settings.source, CacheableSource):
+                if settings.source.cache_dir is not None:
+                    with _conversion_bar(settings.source) as progress:
+                        mapped = open_converted(
+                            settings, base_dir, progress, split_column, id_rules
+                        )
+                    _say(mapped.id_doubts, mapped.id_report, settings, mapped.source)
+                    _say_almost_numbers(mapped, mapped.kept)
+                    return cls(settings, mapped, mapped.ids, mapped.kept, mapped.id_report)
+                _suggest_a_cache(settings.source, base_dir)
+            table = read_table(settings, base_dir, split_column, id_rules)
+            _say_almost_numbers(table)
+            where, form = f"{table.source}: {settings.place_of_ids}", CanonicalForm(id_rules)
+            allowed, names = Allowed.by(settings), settings.id_columns
+            ids, kept, report = usable_ids(table.ids, where, form, allowed, names, table.labels)
+            if settings.id_column is not None:
+                forms = ColumnForms(names)
+                forms.add(form.columns_of(ids))
+                _say(forms.doubts(), report, settings, table.source)
+            return cls(settings, table if kept is None else table.take(kept), ids, kept, report)
 
     def fit(
         self, training_rows: Positions, earlier: EarlierModel | None = None
@@ -265,14 +257,9 @@ def _say_almost_numbers(table: Table, kept: NDArray[np.int64] | None = None) -> 
         )
 
 
-def _name_of(source: CacheableSource) -> str:
-    return source.path if isinstance(source, FileSource) else "the query's result"
-
-
 def _suggest_a_cache(source: CacheableSource, base_dir: Path) -> None:
-    if not isinstance(source, FileSource):
-        return
-    if isinstance(source, ParquetSource) and source.scheme is not None:
+    is_remote = isinstance(source, ParquetSource) and source.scheme is not None
+    if is_remote or not isinstance(source, FileSource):
         return
     path = source.resolve(base_dir)
     if path.is_file() and path.stat().st_size > LARGE_FILE_BYTES:
@@ -284,7 +271,7 @@ def _suggest_a_cache(source: CacheableSource, base_dir: Path) -> None:
 
 
 @contextmanager
-def _conversion_bar(path: str) -> Iterator[Callable[[float], None]]:
+def _conversion_bar(source: CacheableSource) -> Iterator[Callable[[float], None]]:
     """Show the progress of a conversion; show nothing if the file has been converted before."""
     console = printing_console(stderr=True)
     bar = Progress(
@@ -296,18 +283,19 @@ def _conversion_bar(path: str) -> Iterator[Callable[[float], None]]:
         disable=not console.is_terminal,
     )
     task = bar.add_task("converting", total=1.0)
-    begun = False
+    name = source.path if isinstance(source, FileSource) else "the query's result"
+    has_started = False
 
     def show(done_fraction: float) -> None:
-        nonlocal begun
-        if not begun:
-            begun = True
-            _logger.info("converting %s to columns on disk, which later runs will reuse", path)
+        nonlocal has_started
+        if not has_started:
+            has_started = True
+            _logger.info("converting %s to columns on disk, which later runs will reuse", name)
             bar.start()
         bar.update(task, completed=done_fraction)
 
     try:
         yield show
     finally:
-        if begun:
+        if has_started:
             bar.stop()

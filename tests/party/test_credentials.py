@@ -224,7 +224,7 @@ def test_every_party_has_an_identity_and_both_parties_compare_them() -> None:
         ({"passive_parties": ["active"]}, "passive_parties: 'active' is the other party's name"),
     ],
 )
-def test_identities_that_tell_no_party_from_another_are_refused(
+def test_identities_that_distinguish_no_party_are_refused(
     values: dict[str, object], text: str
 ) -> None:
     with pytest.raises(SettingsError) as caught:
@@ -300,7 +300,7 @@ def test_renew_gives_another_key_the_same_name(folder: Path) -> None:
     assert renewed.days_left() == 6
 
 
-def test_show_tells_who_and_until_when(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_says_who_and_until_when(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert certs(["show", str(PartyFolder(folder / "stranger").certificate)]) == 0
     shown = capsys.readouterr().out
     assert "subject     CN=stranger.example\nidentities  stranger.example\n" in shown

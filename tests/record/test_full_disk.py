@@ -92,12 +92,12 @@ def test_a_message_that_cannot_be_noted_ends_both_parties(
     with pytest.raises(SplitveilError) as caught:
         noted.run(full, int(share * whole.size(full)))
     session = noted.parties.session
-    ended, told = (session.error, caught.value)
+    ended, others = (session.error, caught.value)
     if full == "passive":
-        ended, told = told, ended
+        ended, others = others, ended
     assert isinstance(ended, StorageError)
     assert str(ended) == f"{tmp_path / full / FILE}: cannot be written: {FULL}"
-    assert isinstance(told, PeerLeft)
+    assert isinstance(others, PeerLeft)
     assert not [record for record in caplog.records if record.exc_info]  # of gRPC's own threads
     assert not isinstance(verify(tmp_path / full / FILE), Broken)
 

@@ -254,7 +254,7 @@ def test_every_number_of_a_name_is_looked_at_until_one_is_the_active_party_s(
     [HttpProxy("a" * 64, 9), HttpProxy("127.0.0.1", 9, "user:\udcff")],
     ids=["name", "password"],
 )
-def test_a_proxy_that_cannot_be_named_or_told_is_no_fault(
+def test_a_proxy_that_cannot_be_named_or_asked_is_no_fault(
     monkeypatch: pytest.MonkeyPatch, proxy: HttpProxy
 ) -> None:
     if proxy.credentials:

@@ -47,12 +47,12 @@ NO_MUTANT_GETS = {"INTERNAL", "UNKNOWN", "ABORTED", "DEADLINE_EXCEEDED"}
 def assert_undisturbed(parties: Parties, example: Path) -> None:
     assert parties.session.stage is Stage.FINISHED
     assert parties.session.error is None
-    alone = build_parties(example)
-    run_in_process(alone)
-    expected, found = alone.weights(), parties.weights()
+    undisturbed = build_parties(example)
+    run_in_process(undisturbed)
+    expected, found = undisturbed.weights(), parties.weights()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
-    assert parties.active.losses == alone.active.losses
-    assert parties.active.evaluations == alone.active.evaluations
+    assert parties.active.losses == undisturbed.active.losses
+    assert parties.active.evaluations == undisturbed.active.evaluations
 
 
 class Mutants:

@@ -240,14 +240,14 @@ def test_any_question_is_answered_within_the_rules_or_refused(
     epoch: int, attack: str, layer: str, digest: bytes, scores: bytes
 ) -> None:
     rows, labels = np.arange(2000), torch.arange(2000) % 2
-    desk = AuditDesk(is_open=True)
-    desk.open_epoch(0)
+    service = AuditDesk(is_open=True)
+    service.open_epoch(0)
     request = pb.AuditRequest(
         epoch=epoch, attack=attack, layer=layer, positions_digest=digest, scores=scores
     )
     try:
         question = decode_question(request)
-        answer = desk.answer(question, rows, lambda _: labels, lambda *_: None)
+        answer = service.answer(question, rows, lambda _: labels, lambda *_: None)
     except ProtocolError:
         return
     assert 0.5 <= answer <= 1
@@ -259,13 +259,13 @@ def test_any_scores_are_measured_or_refused(scores: bytes) -> None:
     """Everything else is right: what counts are the numbers, NaN among them."""
     scores += scores  # of 1,000 rows of each class
     rows, labels = np.arange(2000), torch.arange(2000) // 2 % 2
-    desk = AuditDesk(is_open=True)
-    desk.open_epoch(3)
+    service = AuditDesk(is_open=True)
+    service.open_epoch(3)
     request = pb.AuditRequest(
         epoch=3, attack="norm", layer="cut", positions_digest=positions_digest(rows), scores=scores
     )
     try:
-        answer = desk.answer(decode_question(request), rows, lambda _: labels, lambda *_: None)
+        answer = service.answer(decode_question(request), rows, lambda _: labels, lambda *_: None)
     except ProtocolError:
         assert not np.isfinite(np.frombuffer(scores, "<f4")).all()
     else:

@@ -148,7 +148,7 @@ def test_the_active_party_refuses_the_same_certificates(
         pytest.raises(PeerError) as caught,
     ):
         peer.is_ready()
-    # A name is refused in words; what TLS refuses, the client is not told of.
+    # A name is refused in words; what TLS refuses, the client does not learn.
     assert isinstance(caught.value, PeerUntrusted) == is_about_the_name
     assert ("does not accept" if is_about_the_name else "may refuse") in str(caught.value)
     assert parties.session.stage is Stage.WAITING

@@ -191,7 +191,7 @@ def test_the_standard_health_service_answers(example: Path, port: int) -> None:
 class AtFirstStep(GrpcPeer):
     """Stops at the first training step and keeps its message."""
 
-    kept: Activation
+    held_back: Activation
 
     def handshake(
         self, party: str, contract_json: str, commitment: bytes, offer: Offer | None = None
@@ -200,7 +200,7 @@ class AtFirstStep(GrpcPeer):
         return self.opening
 
     def send_activation(self, activation: Activation) -> None:
-        self.kept = activation
+        self.held_back = activation
         raise KeyboardInterrupt
 
     def leave(self, run_id: str, reason: LeaveReason) -> None:
@@ -221,7 +221,7 @@ def at_first_step(
     ):
         with pytest.raises(KeyboardInterrupt):
             parties.run.run(peer)
-        yield parties, service, peer.kept, channel
+        yield parties, service, peer.held_back, channel
 
 
 def call(channel: grpc.Channel, method: str, frames: list[bytes]) -> list[bytes]:
@@ -303,7 +303,7 @@ def test_a_fault_of_this_party_is_not_described_to_the_peer(example: Path, port:
 
 
 class DisagreeingEngine:
-    """Finds the common ids, and tells the peer of others."""
+    """Finds the common ids, and gives the peer another digest."""
 
     def __init__(self, engine: AlignmentEngine) -> None:
         self._engine = engine

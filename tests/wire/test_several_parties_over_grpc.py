@@ -344,7 +344,7 @@ def test_mutants_under_any_party_s_name_change_no_bit_of_the_run(
 COMMITTED = [bytes([number]) * 32 for number in range(3)]
 
 
-def told(*frames: pb.AlignFrame, num_ids: int = 20) -> Share:
+def received(*frames: pb.AlignFrame, num_ids: int = 20) -> Share:
     there, back = channel_pair(deadline_s=60)
     for frame in frames:
         there.send(frame)
@@ -359,7 +359,7 @@ def share_frame(**changes: object) -> pb.AlignFrame:
 
 def test_a_share_comes_as_it_was_sent_after_some_waiting() -> None:
     wait = pb.AlignFrame(wait=pb.AlignWait())
-    share = told(wait, wait, share_frame())
+    share = received(wait, wait, share_frame())
     assert share.mask.tolist() == [i in (0, 15, 16, 17, 18, 19) for i in range(20)]
     (frame,) = share_frames(share)
     assert frame == share_frame()
@@ -381,4 +381,4 @@ def test_a_share_that_cannot_be_is_refused(
     changes: dict[str, object], error: type[PeerError]
 ) -> None:
     with pytest.raises(error):
-        told(share_frame(**changes))
+        received(share_frame(**changes))

@@ -143,12 +143,12 @@ def test_no_kind_of_call_passes_without_the_right_name(
             lambda: list(train(iter([b""]), timeout=60)),
             lambda: leave(b"", timeout=60),
         ]
-        told = set()
+        statuses = set()
         for call in calls:
             with pytest.raises(grpc.RpcError) as caught:
                 call()
-            told.add((caught.value.code(), caught.value.details()))
-    assert told == {(grpc.StatusCode.UNAUTHENTICATED, "untrusted: not accepted")}
+            statuses.add((caught.value.code(), caught.value.details()))
+    assert statuses == {(grpc.StatusCode.UNAUTHENTICATED, "untrusted: not accepted")}
     assert parties.session.stage is Stage.WAITING
 
 

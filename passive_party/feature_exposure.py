@@ -63,10 +63,7 @@ class FeatureExposure:
 def measure_exposure(
     trainer: BottomTrainer, encoder: FeatureEncoder, own_rows: int, most_rows: int
 ) -> FeatureExposure | None:
-    """Reconstruct the features of some aligned rows from the activations of the trained model.
-
-    Returns None if there are too few rows.
-    """
+    """Reconstruct the features of some aligned rows from activations; None if they are too few."""
     aligned_rows = trainer.num_rows
     count = min(aligned_rows, most_rows)
     if count < LEAST_ROWS:

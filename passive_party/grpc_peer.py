@@ -237,10 +237,7 @@ class GrpcPeer:
         self._train.send(activation)
 
     def receive_gradient(self) -> messages.Answer:
-        """Wait for the gradient of the oldest activation without one.
-
-        If the stream broke off, every activation without a gradient is sent again, in order.
-        """
+        """Wait for the gradient of the oldest activation without one."""
         return self._receive(self._train)
 
     def send_held_out(self, activation: messages.Activation) -> None:

@@ -58,10 +58,7 @@ class Probing:
         self._own = own
 
     def introduce(self, wait_s: float) -> tuple[Introduction, float, float]:
-        """Exchange introductions, and return the peer's, its clock's lead and the error of that.
-
-        Raises PeerError: it does not answer in time, or is not trusted.
-        """
+        """Return the peer's introduction, its clock's lead and its error, or raise PeerError."""
         deadline = time.monotonic() + wait_s
         while True:
             try:

@@ -153,10 +153,7 @@ class PassiveRecorder(RunRecorder):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the recorded state, once the attacks on all batches so far are done.
-
-        Call it between steps, after `on_aligned`.
-        """
+        """Return a copy of the state between steps, once the attacks on all batches are done."""
         if not self._wait_until_idle(IDLE_S):
             logger.warning("the audit is behind: a checkpoint is written without the last batches")
         leaks = None if self._leaks is None else self._leaks.state_dict()
@@ -172,10 +169,7 @@ class PassiveRecorder(RunRecorder):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state that ``state_dict`` returned; call it after `on_aligned`.
-
-        Measuring may be switched on and off within a run, but its attacks may not change.
-        """
+        """Resume from a state; measuring may be switched on and off, but attacks may not change."""
         self._wait_until_idle(IDLE_S)
         self._steps, self._epochs = state["steps"], state["epochs"]
         if self._progress is not None:

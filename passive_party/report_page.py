@@ -85,10 +85,7 @@ def write_exposure(folder: Path, exposure: FeatureExposure) -> None:
 
 
 def write_passive_report(folder: Path, output: Path | None = None) -> Path:
-    """Write the report of a passive party.
-
-    Returns the file written.
-    """
+    """Write the report of a passive party, and return its path."""
     own = folder / "passive" if (folder / "passive" / METRICS).is_file() else folder
     files = read_files(own)
     path = output or own / "report.html"

@@ -243,10 +243,7 @@ class PassiveRun:
             raise Interrupted(signal_number)
 
     def _part_from_others(self, peer: Peer) -> None:
-        """Leave, then wait for the other parties: one of them may still need to resume.
-
-        It resumes from an earlier checkpoint, and all parties have to go back with it.
-        """
+        """Leave, then wait for the other parties: all go back with one that has to resume."""
         if not self._me.has_companions:
             return
         try:

@@ -64,10 +64,7 @@ _SETTINGS = "settings.yaml"
 
 
 def verify_transcript(parsed: argparse.Namespace) -> None:
-    """Check one transcript, or two against each other, and print the result.
-
-    Raises SplitveilError: a chain is broken, or one party received what the other did not send.
-    """
+    """Check one transcript, or two against each other, and print the result."""
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True, quiet=parsed.json)
     verified: list[Verified] = []
     files = [path for path in (parsed.transcript, parsed.against) if path is not None]
@@ -172,10 +169,7 @@ def resolved_yaml(settings: PartySettings) -> str:
 
 
 def takes_up(settings: PartySettings, *, fresh: bool, folder: Path) -> bool:
-    """Return whether a folder's run is taken up, and does not make room for a new one.
-
-    For a run that was ended for good, only the party itself knows whether it resumes.
-    """
+    """Return whether a folder's run is taken up, and does not make room for a new one."""
     if fresh:
         return False
     finished = has_finished(folder)

@@ -51,10 +51,7 @@ _ROWS_AT_ONCE = 2**12
 
 @dataclass(frozen=True)
 class PartyData:
-    """A table and its canonical ids, row by row as in the file.
-
-    Rows that the settings leave out because of their ids or labels are not among them.
-    """
+    """A table and its canonical ids, row by row, without the rows that the settings leave out."""
 
     settings: DataSettings
     table: Table
@@ -114,10 +111,7 @@ class PartyData:
     def encode(
         self, rows: AlignedRows, earlier: EarlierModel | None = None
     ) -> tuple[FeatureEncoder | None, Features | None]:
-        """Fit on the training rows and return the features of all rows in the common order.
-
-        With an earlier model nothing is fitted; the features are encoded as they were for it.
-        """
+        """Fit on the training rows, unless there is an earlier model, and encode all rows."""
         encoder = self.fit(rows.file_rows[rows.splits["train"]], earlier)
         if encoder is None:
             return None, None
@@ -166,10 +160,7 @@ class PartyData:
         return torch.from_numpy(self.table.labels[file_rows])
 
     def weights_at(self, rows: AlignedRows) -> Tensor | None:
-        """Return what the aligned rows count in the loss, (aligned,) float32; None for all alike.
-
-        The mean over the training rows is 1.
-        """
+        """Return weights, (aligned,) float32, of mean 1 in training; None where all count alike."""
         if self.table.weights is None:
             return None
         weights = self.table.weights[rows.file_rows]
@@ -192,10 +183,7 @@ class PartyData:
 def read_ids_alone(
     settings: DataSettings, base_dir: Path, split: SplitSettings | None, id_rules: Sequence[IdRule]
 ) -> PartyData:
-    """Read the ids of a table, and the column by which the contract splits rows.
-
-    The settings name no other columns but that of labels if rows without one are left out.
-    """
+    """Read only the ids of a table, and the column by which the contract splits rows."""
     is_converted = getattr(settings.source, "cache_dir", None) is not None
     if not settings.id_columns or is_converted:
         return PartyData.load(settings, base_dir, split, id_rules)

@@ -294,10 +294,7 @@ STAGES = ("starting", "waiting", "aligning", "training", "stopping", "finished",
 
 
 class RunStatus(PartyStatus):
-    """The state of one party's run, for its operators.
-
-    Its methods take microseconds and never raise; any thread may call them.
-    """
+    """The state of one party's run, for its operators."""
 
     def __init__(
         self, party: str, contract: Contract, clock: Callable[[], float] = time.monotonic

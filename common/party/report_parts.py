@@ -78,10 +78,7 @@ class Traffic(NamedTuple):
 
 
 def read_traffic(folder: Path) -> Traffic | None:
-    """Count the messages in the transcript of a party's folder; None if there is none.
-
-    A line that is cut off or of another form is left out: the run may still be writing it.
-    """
+    """Count the messages in a party's transcript; None if there is none."""
     path = folder / FILE
     if not path.is_file():
         return None

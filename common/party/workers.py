@@ -129,10 +129,7 @@ def check_same_model(given: dict[str, Any], settings: ModelSettings, role: str) 
 
 
 def _private_file(rank: Rank) -> Path | None:
-    """Return the file by which processes on one machine find each other; None on several.
-
-    By itself torch lets them meet at a port, where whoever comes first is taken for a worker.
-    """
+    """Return the file by which processes on one machine meet, instead of at an open port."""
     if rank.local_size < rank.size:
         return None
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")

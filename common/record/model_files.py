@@ -123,10 +123,7 @@ class EarlierModel:
         return cls(folder, encoder, is_free, metadata, weights, setting)
 
     def encoder_for(self, table: Table | None, source: str) -> FeatureEncoder | None:
-        """Return the encoder of that run, after checking that the table has the same features.
-
-        Raises SettingsError or DataError.
-        """
+        """Return that run's encoder after checking the table, or raise SettingsError or DataError."""
         if (table is None) != (self.encoder is None):
             had, has = ("features", "none") if table is None else ("no features", "some")
             raise SettingsError(

@@ -117,10 +117,7 @@ class TrainingProgress:
 
     @property
     def steps_per_s(self) -> float:
-        """Steps per second after the first one, to now or to the end of the ``with`` block.
-
-        The first step is left out: it waits for the peer to get ready.
-        """
+        """Steps per second after the first one, which waits for the peer, to now or the end."""
         steps = self.steps_done - self._steps_before
         if self._first_step is None or steps < 2:
             return 0.0
@@ -135,10 +132,7 @@ class TrainingProgress:
             self._bar.update(self._task, completed=steps)
 
     def advance(self, steps: int = 1, /, **numbers: float | None) -> None:
-        """Count finished steps and show numbers such as ``loss``; None is not shown.
-
-        If a terminal is too narrow for all numbers, the last ones are left out first.
-        """
+        """Count steps and show numbers such as ``loss``; a narrow terminal gets the first ones."""
         self.steps_done += steps
         now = time.monotonic()
         if self._first_step is None:

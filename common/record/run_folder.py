@@ -198,10 +198,7 @@ def mark_as_ended(folder: Path, why: Mapping[str, Any]) -> None:
 
 
 def end_of(folder: Path) -> Mapping[str, Any] | None:
-    """Return the content of a run's mark; None if there is none, or if it cannot be read.
-
-    A run that is resumed because its mark was lost ends again at the same batch.
-    """
+    """Return the content of a run's mark; None if there is none, or if it cannot be read."""
     try:
         why = json.loads((folder / FILE).read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -192,10 +192,7 @@ class RunStore:
         write_serialised(self._folder / RUN_STATE, serialised(state))
 
     def checkpoints(self) -> list[int]:
-        """Return the batch numbers for which a state can be loaded, ascending.
-
-        A damaged file is logged and left out.
-        """
+        """Return the batch numbers of states that can be loaded, ascending; log damaged files."""
         self._wait()
         return [number for number, path in self._files() if self._read(path) is not None]
 

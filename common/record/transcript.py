@@ -289,10 +289,7 @@ def compare(one: Verified, other: Verified) -> TranscriptComparison:
 
 
 def _write_whole(file: FileIO, line: bytes) -> None:
-    """Append a line to a file, or leave the file as it was.
-
-    The file is unbuffered: a buffer would keep bytes that a full disk refuses and fail on close.
-    """
+    """Append a line to an unbuffered file, or leave the file as it was."""
     begin, written = file.seek(0, SEEK_END), 0
     try:
         while written < len(line):

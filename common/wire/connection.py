@@ -63,10 +63,7 @@ class PeerConnection:
         return self._is_outdated and self._channel is not None
 
     def channel(self) -> grpc.Channel:
-        """Return the channel, replaced if it was opened with certificates no longer in use.
-
-        Raises PeerError: no server answers, or one that this party does not trust.
-        """
+        """Return the channel, replaced if its certificates are out of use. Raises PeerError."""
         if self.is_outdated:
             self.close()
         self._is_outdated = False
@@ -75,10 +72,7 @@ class PeerConnection:
         return self._channel
 
     def renew(self) -> bool:
-        """Use the certificates as they are now, and return whether they have changed.
-
-        An open channel keeps the certificates with which it was opened.
-        """
+        """Use the certificates as they are now, and return whether they have changed."""
         now = None if self._files is None else self._files.current()
         if now is self._shown:
             return False

@@ -57,10 +57,7 @@ _MEANINGS = {
 
 
 def judged_certificate(connection: socket.socket, authority: bytes, identity: str) -> bytes:
-    """Return the certificate of the server that answers, in PEM, once it has been verified.
-
-    Raises PeerUntrusted or PeerUnreachable.
-    """
+    """Return the server's certificate, PEM, once it has been verified, or raise PeerError."""
     shown = _shown_certificate(connection, _context(authority), identity)
     names = _dns_names(shown)
     if identity not in names:
@@ -85,10 +82,7 @@ def _context(authority: bytes) -> ssl.SSLContext:
 
 
 def _shown_certificate(connection: socket.socket, context: ssl.SSLContext, identity: str) -> bytes:
-    """Run a handshake until the peer's certificate is verified, and its key is proved to be held.
-
-    This party's last flight is not sent, so the peer learns nothing about this party.
-    """
+    """Run a handshake until certificate and key are proved, without this party's last flight."""
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     # As bytes: text would have to be a valid host name, while an identity is never looked up.
     tls = context.wrap_bio(incoming, outgoing, server_hostname=identity.encode())
@@ -192,10 +186,7 @@ def open_channel(
 def shown_certificate(
     address: str, contract: Contract, credentials: Credentials, proxy: HttpProxy | None = None
 ) -> bytes:
-    """Return the certificate that the active party shows now, PEM, once it has been verified.
-
-    Raises PeerUntrusted or PeerUnreachable.
-    """
+    """Return the active party's certificate, PEM, once it has been verified, or raise PeerError."""
     return _pinned(address, proxy, credentials.authority, contract.identities[ACTIVE])
 
 

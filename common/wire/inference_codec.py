@@ -62,10 +62,7 @@ def most_ids(contract: Contract) -> int:
 
 
 def portions(ids: Sequence[str], most: int, contract: Contract) -> Iterator[slice]:
-    """Divide ids into requests: not too many each, and their texts fit into one message.
-
-    No id may be longer than ``ID_BYTES``.
-    """
+    """Divide ids, none longer than ``ID_BYTES``, into requests that fit into one message each."""
     space = contract.max_message_bytes - HEADER_BYTES
     # A character takes at most four bytes, and the frame around a text at most three.
     ends = np.cumsum(np.fromiter(map(len, ids), np.int64, len(ids)) * 4 + 3)

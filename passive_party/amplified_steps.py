@@ -26,7 +26,6 @@ _AWAY_FROM_ZERO = 1e-7
 
 
 def amplify_steps(optimizer: Optimizer) -> None:
-    """Have an optimizer amplify every gradient from its second step on."""
     for part in optimizer.parts if isinstance(optimizer, JoinedOptimizer) else [optimizer]:
         part.register_step_pre_hook(_amplify)
         part.register_step_post_hook(_remember)

@@ -88,7 +88,6 @@ def exposure_to_json(exposure: FeatureExposure) -> Any:
 
 
 def exposure_from_json(document: object) -> FeatureExposure | None:
-    """Return the figures that a decoded JSON document holds; None if it is of another form."""
     try:
         return _EXPOSURE.validate_python(document)
     except ValidationError:

@@ -48,7 +48,6 @@ class LabelFreeAudit:
             self.left_out += 1
 
     def observe(self, observation: Observation) -> None:
-        """Attack one batch; its labels are not read."""
         if observation.positions is None or not self.wants(observation.step):
             return
         knowledge = Knowledge(activations=observation.activations)
@@ -82,7 +81,6 @@ class LabelFreeAudit:
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state that ``state_dict`` returned, or raise ValueError."""
         if list(state["attacks"]) != list(self._attacks):
             raise ValueError(
                 f"expected scores of {', '.join(self._attacks)}; "

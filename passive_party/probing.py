@@ -81,7 +81,6 @@ class Probing:
         return peer, peer.clock_s - (sent + half), half + 0.001  # it tells whole milliseconds
 
     def speed(self) -> Speed:
-        """Measure round trips, and how many bytes cross in a second, or raise PeerError."""
         trips = []
         for _ in range(ROUND_TRIPS):
             begin = time.perf_counter()

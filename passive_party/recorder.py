@@ -30,7 +30,6 @@ OPEN = "the run is open with the active party"
 
 
 def noting_attempts(status: RunStatus) -> NoteAttempt:
-    """Return what notes in a status whether the active party answers."""
     status.peers.expect(ACTIVE)
 
     def note(error: PeerError | None) -> None:
@@ -141,7 +140,6 @@ class PassiveRecorder(RunRecorder):
         logger.warning("epoch %d: no audit: %s", epoch + 1, error)
 
     def summary(self) -> Summary:
-        """Return the run's summary; call it after the recorder has been closed."""
         speed = self._progress.steps_per_s if self._progress else None
         audited = None
         if self._label_free is not None:
@@ -214,7 +212,6 @@ class PassiveRecorder(RunRecorder):
             self._of_run.callback(self._end_audits, self._worker)
 
     def _wait_until_idle(self, timeout_s: float) -> bool:
-        """Wait for the attacks on all batches so far, and return whether they are done."""
         if self._leaks is not None:
             return self._leaks.wait_until_idle(timeout_s)
         return self._worker is None or self._worker.wait_until_idle(timeout_s)

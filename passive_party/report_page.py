@@ -85,7 +85,6 @@ def write_exposure(folder: Path, exposure: FeatureExposure) -> None:
 
 
 def write_passive_report(folder: Path, output: Path | None = None) -> Path:
-    """Write the report of a passive party, and return its path."""
     own = folder / "passive" if (folder / "passive" / METRICS).is_file() else folder
     files = read_files(own)
     path = output or own / "report.html"
@@ -110,7 +109,6 @@ def read_files(folder: Path) -> PassiveFiles:
 
 
 def passive_page(files: PassiveFiles) -> str:
-    """Return the report as HTML; the same files give the same bytes."""
     contract = as_mapping(files.settings.get("contract"))
     peer = _peer(files.settings, contract)
     exposure = files.exposure

@@ -196,7 +196,6 @@ class PassiveRun:
     # ---- resuming ----
 
     def reopen(self) -> Training | None:
-        """Reopen the stored run; return None if there is none."""
         stored = self._store.run()
         checkpoints = [] if stored is None else self._store.checkpoints()
         if stored is None or not checkpoints:
@@ -212,7 +211,6 @@ class PassiveRun:
         return training
 
     def _resume(self, peer: Peer, training: Training) -> Training:
-        """Agree with the other parties on a checkpoint, and go back to it."""
         if training.progress.is_over and not self._me.has_companions:
             return training  # the peer completes the rest without this party
         if not self._store.keeps:

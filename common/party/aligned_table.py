@@ -84,7 +84,6 @@ class AlignedTable(NamedTuple):
 def write_aligned(
     settings: PartySettings, own: StampedIds, order: CommonOrder, output: Path
 ) -> AlignedTable:
-    """Write the common rows of a party's table, with all of its columns, in the common order."""
     data = own.data
     rows = order.file_rows if data.kept is None else data.kept[order.file_rows]
     source, ordered = open_table_source(settings.data, settings.base_dir), np.sort(rows)

@@ -96,7 +96,6 @@ class CredentialFiles:
 
 
 def credential_files(settings: PartySettings, party: str) -> CredentialFiles | None:
-    """Return the files that a party's settings name; None for an insecure connection."""
     match settings.security:
         case MutualTls() as tls:
             return CredentialFiles(

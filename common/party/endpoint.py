@@ -197,7 +197,6 @@ class _StatusServer(ThreadingTCPServer):
         self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
-        """Ignore a client that hangs up."""
         logger.debug("status: a request failed", exc_info=True)
 
 

@@ -12,7 +12,6 @@ from splitveil.common.record.run_folder import json_text
 
 
 def add_json(command: argparse.ArgumentParser) -> None:
-    """Add the option to a command."""
     command.add_argument(
         "--json", action="store_true", help="print one JSON document instead of text"
     )

@@ -61,7 +61,6 @@ class PartyData:
 
     @classmethod
     def of(cls, settings: PartySettings) -> "PartyData":
-        """Read a party's own file, or open its converted copy; see ``load``."""
         contract = settings.contract
         return cls.load(settings.data, settings.base_dir, contract.split, contract.ids)
 
@@ -73,7 +72,6 @@ class PartyData:
         split: SplitSettings | None = None,
         id_rules: Sequence[IdRule] = AS_WRITTEN,
     ) -> "PartyData":
-        """Read a party's file, or open its converted copy in the cache."""
         with with_advice(settings.source, base_dir):
             split_column = split.column if isinstance(split, ColumnSplit) else None
             if isinstance(settings.source, CacheableSource):
@@ -100,7 +98,6 @@ class PartyData:
     def fit(
         self, training_rows: Positions, earlier: EarlierModel | None = None
     ) -> FeatureEncoder | None:
-        """Fit scalers and vocabularies on some rows of the file; None without features."""
         if earlier is not None:
             table = None if self.settings.features is None else self.table
             return earlier.encoder_for(table, self.table.source)

@@ -19,7 +19,6 @@ from splitveil.common.text.wording import bytes_in_words, seconds_in_words
 
 
 def render(package: str, template: str, **values: object) -> str:
-    """Return a page as HTML. Raises jinja2.UndefinedError."""
     environment = Environment(
         loader=ChoiceLoader([PackageLoader(package), PackageLoader(__package__)]),
         autoescape=True,
@@ -146,7 +145,6 @@ def circumstances(
 
 
 def traffic_rows(traffic: Traffic | None, only_peer: str) -> list[TrafficRow]:
-    """Return one row per peer, kind of message and direction, the largest first."""
     if traffic is None:
         return []
     largest_first = sorted(traffic.volumes.items(), key=lambda item: -item[1].size_bytes)

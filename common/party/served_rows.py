@@ -40,7 +40,6 @@ class ServedRows:
     def load(
         cls, settings: PartySettings, encoder: FeatureEncoder | None, table: Path | None = None
     ) -> "ServedRows":
-        """Load a party's table, or open its memory-mapped columns."""
         if encoder is None:
             raise SettingsError("data.features: the model was trained without features here")
         own = settings.data.source
@@ -68,7 +67,6 @@ class ServedRows:
         self._is_served[rows[rows != ABSENT]] = True
 
     def served(self) -> NDArray[np.int64]:
-        """Return the rows that are served, ascending."""
         return np.flatnonzero(self._is_served)
 
     def ids_at(self, rows: NDArray[np.int64]) -> list[str]:

@@ -69,7 +69,6 @@ ONE_PROCESS = Workers()
 
 
 def act(parsed: argparse.Namespace, action: Callable[[argparse.Namespace], None]) -> None:
-    """Do what a command says, unless it was started several times and computes in one process."""
     size = Rank.of_environment().size
     if size > 1 and parsed.command != "run":
         raise SettingsError(

@@ -154,7 +154,6 @@ class AnswerLog:
                 os.fsync(descriptor)
 
     def since(self, count: int) -> Iterator[Record]:
-        """Yield the records that follow the first few. Raises StorageError."""
         if count > len(self):
             raise StorageError(
                 f"{self._path}: holds {len(self)} answers, and the checkpoint counts {count}: "

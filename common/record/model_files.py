@@ -123,7 +123,7 @@ class EarlierModel:
         return cls(folder, encoder, is_free, metadata, weights, setting)
 
     def encoder_for(self, table: Table | None, source: str) -> FeatureEncoder | None:
-        """Return that run's encoder after checking the table, or raise SettingsError or DataError."""
+        """Return that run's encoder if the table fits it, or raise SettingsError or DataError."""
         if (table is None) != (self.encoder is None):
             had, has = ("features", "none") if table is None else ("no features", "some")
             raise SettingsError(
@@ -164,7 +164,6 @@ class EarlierModel:
 
 
 def is_label_free(folder: Path) -> bool:
-    """Return whether no true label has entered the weights in a folder, without reading them."""
     with _reading(folder, WEIGHTS, SETTING):
         check_regular(folder / WEIGHTS)
         return _metadata(folder / WEIGHTS).items() >= RELEASED_LABELS.items()

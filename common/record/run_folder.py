@@ -99,7 +99,6 @@ def replacing_file(path: Path, mode: int = OWNER_ONLY) -> Iterator[BinaryIO]:
 
 @contextmanager
 def storage_errors(path: Path, problem: str) -> Iterator[None]:
-    """Turn errors of the disk into a StorageError that names the path and the problem."""
     try:
         yield
     except OSError as error:

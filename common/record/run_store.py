@@ -57,7 +57,6 @@ def write_serialised(path: Path, content: bytes) -> None:
 
 
 def read_state(path: Path) -> State:
-    """Read a state. Raises FileNotFoundError or UnreadableError."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -169,7 +168,6 @@ class RunStore:
         self._wait()
 
     def run(self) -> State | None:
-        """Return the constants of the whole run; None if there is no run to resume."""
         self._wait()
         path = self._folder / RUN_STATE
         try:
@@ -267,7 +265,6 @@ class RunStore:
         return ReleaseFile.read(self._folder.parent)
 
     def _run_name(self) -> bytes:
-        """Return the bytes that distinguish this run's log of answers from others."""
         path = self._folder / RUN_STATE
         with storage_errors(path, "cannot be read"), path.open("rb") as file:
             return file.read(DIGEST_BYTES)

@@ -241,7 +241,6 @@ class Verified(NamedTuple):
 
 
 def verify(path: Path) -> Verified | Broken:
-    """Check every link of a transcript, or raise OSError."""
     link, starts, number = _FIRST_LINK, 0, 0
     party: str | None = None
     crossings: dict[str | None, Counter[Noted]] = {}

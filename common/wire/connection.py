@@ -129,12 +129,10 @@ class MessageStream:
         threading.Thread(target=self._watch, name="stream-deadline", daemon=True).start()
 
     def send_all(self, messages: Iterable[Any]) -> None:
-        """Queue messages to be sent."""
         for message in messages:
             self._outgoing.put(message)
 
     def receive(self) -> Any:
-        """Wait for one message."""
         self._waiting_since = time.monotonic()
         try:
             return next(self._call)

@@ -107,7 +107,6 @@ def _shown_certificate(connection: socket.socket, context: ssl.SSLContext, ident
 
 
 def _exchange(connection: socket.socket, data: bytes, deadline: float) -> bytes:
-    """Send the given bytes, and return the next bytes received."""
     left_s = deadline - time.monotonic()
     if left_s <= 0:  # bytes kept coming, but never enough
         raise PeerUnreachable("no connection to the peer (it does not answer in time)")
@@ -204,7 +203,6 @@ def _pinned(address: str, proxy: HttpProxy | None, authority: bytes, identity: s
 
 
 def _resolved(address: str) -> list[str]:
-    """Resolve the name in an address, and return its IP addresses with the port, each once."""
     host, port = split_address(address)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -237,7 +235,6 @@ def check_security(files: CredentialFiles | None, address: str, setting: str) ->
 
 
 def log_security(files: CredentialFiles | None, address: str, setting: str) -> None:
-    """Log the protection of the connection, or raise SettingsError; see ``check_security``."""
     level = logging.WARNING if files is None else logging.INFO
     logger.log(level, "security: %s", check_security(files, address, setting))
 

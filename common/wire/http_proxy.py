@@ -84,7 +84,6 @@ def without_proxy() -> ChannelOptions:
 
 
 def named_proxy(url: str, credentials: Path | None = None) -> HttpProxy:
-    """Return the proxy that the settings name."""
     known = "" if credentials is None else _read_credentials(credentials)
     try:
         parsed = urlsplit(url)
@@ -94,7 +93,6 @@ def named_proxy(url: str, credentials: Path | None = None) -> HttpProxy:
 
 
 def _read_credentials(path: Path) -> str:
-    """Return user and password, percent-encoded as in a URL."""
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
         text = read_bytes(path, _CREDENTIALS_BYTES).decode().strip()

@@ -228,7 +228,6 @@ def decode_points(points: bytes, expected: int | None = None) -> bytes:
 
 
 def sealed_rows(reply: pb.TableReply, limits: TensorLimits) -> Iterator[tuple[bytes, bytes]]:
-    """Yield the tag and the sealed bytes of each row of a reply, or raise InvalidMessage."""
     size = limits.row_bytes + _SEAL_BYTES
     tags, sealed = reply.tags, reply.sealed  # each access copies
     num_rows, rest = divmod(len(tags), TAG_BYTES)
@@ -240,7 +239,6 @@ def sealed_rows(reply: pb.TableReply, limits: TensorLimits) -> Iterator[tuple[by
 
 
 def open_row(sealed: bytes, key: bytes) -> bytes:
-    """Return the bytes of a row's activation, or raise InvalidMessage."""
     try:
         return ChaCha20Poly1305(key).decrypt(_NONCE, sealed, None)
     except InvalidTag:
@@ -248,5 +246,4 @@ def open_row(sealed: bytes, key: bytes) -> bytes:
 
 
 def decode_rows(rows: Sequence[bytes], limits: TensorLimits) -> Tensor:
-    """Return the activations of opened rows, (rows, *cut_shape), or raise InvalidMessage."""
     return _decode_values(b"".join(rows), (len(rows), *limits.cut_shape), limits, "rows")

@@ -154,7 +154,6 @@ _PASSING = frozenset(
 
 
 def status_for(error: BaseException) -> PeerStatus:
-    """Return the status that tells the peer about an error."""
     if isinstance(error, ContractMismatch):
         return PeerStatus(_NOT_NOW, f"{_MISMATCH}: {', '.join(error.fields)}")
     for kind, status in _SENT.items():

@@ -244,9 +244,9 @@ def test_a_table_that_claims_too_much_is_refused_in_one_line(
 
 
 def test_a_line_without_end_is_read_in_bounded_memory(folder: Path) -> None:
-    """A sparse file of 2 GiB without a line break, below a limit of a quarter of one."""
+    """A sparse file of half a GiB without a line break, below a limit of a quarter of one."""
     with (folder / f"{MARK}.csv").open("wb") as file:
-        file.truncate(2**31)
+        file.truncate(2**29)
     code = (
         "import resource, sys, splitveil.passive_party.commands.run; "
         "from splitveil.passive_party.commands.program import main; "

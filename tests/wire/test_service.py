@@ -236,19 +236,10 @@ def changed(frame: bytes, **changes: object) -> bytes:
     return fields.SerializeToString()
 
 
+# One or two for each status: test_tensor_codec.py has all that a frame can be.
 BAD_FRAMES: list[tuple[Callable[[bytes], bytes], grpc.StatusCode]] = [
     (lambda frame: b"\xff" * 40, grpc.StatusCode.INVALID_ARGUMENT),
-    (lambda frame: changed(frame, dtype=2), grpc.StatusCode.INVALID_ARGUMENT),
-    (lambda frame: changed(frame, rows=3), grpc.StatusCode.INVALID_ARGUMENT),
-    (lambda frame: changed(frame, data=b""), grpc.StatusCode.INVALID_ARGUMENT),
-    (
-        lambda frame: changed(frame, data=b"\0\0\xc0\x7f" * (64 * 4)),
-        grpc.StatusCode.INVALID_ARGUMENT,
-    ),
-    (
-        lambda frame: changed(frame, data=b"\0\0\x80\x7f" * (64 * 4)),
-        grpc.StatusCode.INVALID_ARGUMENT,
-    ),
+    (lambda frame: changed(frame, data=b"\0\0\xc0\x7f" * 256), grpc.StatusCode.INVALID_ARGUMENT),
     (lambda frame: changed(frame, rows=10**6), grpc.StatusCode.RESOURCE_EXHAUSTED),
     (lambda frame: b"\0" * (2 * 1024 * 1024), grpc.StatusCode.RESOURCE_EXHAUSTED),
     (lambda frame: changed(frame, step=5), grpc.StatusCode.FAILED_PRECONDITION),

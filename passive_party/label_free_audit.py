@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from splitveil.common.privacy.accumulation import AccumulatedScores, ContinuousSign, standardised
-from splitveil.common.privacy.attacks import ATTACKS, CUT, LABEL_FREE, AttackName, Knowledge
+from splitveil.common.privacy.attacks import ATTACKS, LABEL_FREE, AttackName, Knowledge
 from splitveil.common.privacy.gradient_rows import GradientRows
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.privacy.residual_energy import residual_energy
@@ -115,8 +115,7 @@ class LabelFreeAudit:
             sign = self._signs.setdefault(layer, ContinuousSign())
             scores["accumulated_spectral"] = sign.turn(gradients.top)
         for name, attack in ATTACKS.items():
-            at_this_layer = layer == CUT or attack.reads_gradients
-            if name in self._attacks and at_this_layer:
+            if name in self._attacks and attack.runs_at(layer):
                 scores[name] = attack.score(gradients, knowledge)
         if "accumulated_residual_energy" in self._attacks:
             known = scores.get("residual_energy")

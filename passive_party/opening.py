@@ -12,7 +12,7 @@ from splitveil.common.alignment import (
     AlignChannel,
     Alignment,
     AlignmentEngine,
-    KeptExchanges,
+    ExchangeStores,
     Splits,
     TriedIds,
     align,
@@ -104,7 +104,7 @@ class Aligner:
         engine: AlignmentEngine,
         draw_nonce: Callable[[], bytes],
         tried: TriedIds | None = None,
-        kept: KeptExchanges | None = None,
+        kept: ExchangeStores | None = None,
     ) -> None:
         self.participant = participant
         self.engine = engine
@@ -129,7 +129,7 @@ class Aligner:
         parties in the contract's order.
         """
         has_companions = self.participant.has_companions
-        files = None if self.kept is None else self.kept.of(ACTIVE)
+        store = None if self.kept is None else self.kept.of(ACTIVE)
         alignment = align(
             self.engine,
             self.participant.ids,
@@ -140,11 +140,11 @@ class Aligner:
             agree=self._agreeing(opening, nonce, stop_if_interrupted) if has_companions else None,
             splits=self.participant.file_splits,
             counting=partial(self.tried.counted, ACTIVE),
-            files=files,
+            store=store,
         )
         peer.close_alignment()
-        if files is not None:
-            files.discard()
+        if store is not None:
+            store.discard()
         if alignment.peer_nonce != opening.nonce:
             raise InvalidMessage("the active party's nonce changed since the handshake")
         return alignment if has_companions else alignment._replace(nonces=(nonce,))

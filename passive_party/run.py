@@ -26,8 +26,7 @@ from splitveil.common.errors import (
 )
 from splitveil.common.record.run_store import NoStore
 from splitveil.common.run.course import AlignedRows
-from splitveil.common.run.inference import ModelIdentity
-from splitveil.common.run.messages import LeaveReason, Offer, Opening
+from splitveil.common.run.messages import LeaveReason, ModelIdentity, Offer, Opening
 from splitveil.common.run.phases import Phase, Phases
 from splitveil.common.run.progress import (
     CheckpointStore,

@@ -5,7 +5,7 @@ import logging
 from contextlib import nullcontext
 from functools import partial
 
-from splitveil.active_party.grpc_server.supervisor import checked_credentials, serve_until_end
+from splitveil.active_party.grpc_server.server import checked_credentials, serve_until_end
 from splitveil.active_party.monitor.active_status import ActiveStatus
 from splitveil.active_party.run.aligning import AlignmentSession
 from splitveil.active_party.run.preparation import OwnRows

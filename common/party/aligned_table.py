@@ -8,11 +8,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from splitveil.common.data.id_parts import columns_in_parts, in_small_blocks
+from splitveil.common.data.kinds import columns_in_parts, in_small_blocks, open_table_source
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.source_settings import FileSource
 from splitveil.common.data.sources import TableSource
-from splitveil.common.data.table import open_table_source
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_data import PartyData, read_ids_alone

@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator
 
-from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.record.values import (
     IF_ANY,
     ByAttack,
@@ -91,12 +91,12 @@ class LedgerFigures(Form):
     epsilon: Annotated[Number, IF_ANY] = None
     """Label differential privacy of all answers together; None if some answers lack it."""
 
-    def against(self, peers: Covers) -> SpreadFigures:
+    def against(self, peers: Adversary) -> SpreadFigures:
         return self.by_peers()[peers]
 
-    def by_peers(self) -> dict[Covers, SpreadFigures]:
+    def by_peers(self) -> dict[Adversary, SpreadFigures]:
         bounds = (self.anybody, self.honest_but_curious, self.knows_class_means_only)
-        return dict(zip(Covers, bounds, strict=True))
+        return dict(zip(Adversary, bounds, strict=True))
 
 
 _DETAILS = "epsilon_lower_bound_details"
@@ -183,8 +183,8 @@ def is_clearly_above(found: AdjustedFigures, auc: float) -> bool:
 
 
 def passed_bounds(
-    beyond: BeyondFigures, bounds: Mapping[Covers, float]
-) -> Iterator[tuple[str, AdjustedFigures, Covers]]:
+    beyond: BeyondFigures, bounds: Mapping[Adversary, float]
+) -> Iterator[tuple[str, AdjustedFigures, Adversary]]:
     """Yield each attack that reveals more beyond features than a bound says, with the widest peers.
 
     None is yielded where guesses are no better than chance, and a bound that holds for anybody
@@ -198,7 +198,7 @@ def passed_bounds(
         return
     for attack, found in beyond.adjusted.items():
         passed = [peers for peers, bound in bounds.items() if is_clearly_above(found, bound)]
-        if passed and not (passed[0] is Covers.ANYBODY and _guesses_as_permitted(beyond)):
+        if passed and not (passed[0] is Adversary.ANYBODY and _guesses_as_permitted(beyond)):
             yield attack, found, passed[0]
 
 
@@ -233,7 +233,7 @@ def _guesses_as_permitted(beyond: BeyondFigures) -> bool:
     says_nothing_against = measured.p_value_of_stated > _UNLIKELY_P
     return (
         measured.pairs < _FEW_PAIRS
-        and measured.stated_for == Covers.ANYBODY
+        and measured.stated_for == Adversary.ANYBODY
         and says_nothing_against
     )
 

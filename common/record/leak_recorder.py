@@ -99,7 +99,7 @@ class LeakRecorder:
 
     def __exit__(self, *_: object) -> None:
         self._worker.close()
-        self._audit.end_run()
+        self._audit.run.close_epoch()
         self._write_epochs(self._ended_epoch)
 
     def submit(
@@ -152,7 +152,7 @@ class LeakRecorder:
         # Side by side, as a run's end waits for both.
         with ThreadPoolExecutor(1) as executor:
             measured = executor.submit(self._beyond_features, covariates)
-            run = self._audit.run_figures()
+            run = self._audit.run.result()
             beyond = measured.result()
         found: dict[str, Any] = {
             "leak": self._audit.summary(),
@@ -206,7 +206,7 @@ class LeakRecorder:
     def _write_epochs(self, last_epoch: int) -> None:
         while self._next_epoch <= last_epoch:
             epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
-            found = (self._audit.epoch_means(epoch), self._audit.after_epoch(epoch))
+            found = (self._audit.epoch_means(epoch), self._audit.run.after_epoch(epoch))
             figures = (*attack_figures(found[0]), *attack_figures(found[1]))
             self._metrics.write(EpochLeakLine(epoch, figures))
 

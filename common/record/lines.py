@@ -28,7 +28,7 @@ from splitveil.common.record.values import (
     as_number,
     from_form,
 )
-from splitveil.common.run.splits import SplitName
+from splitveil.common.run.sample_order import SplitName
 
 
 def _write_figures(figures: tuple[AttackFigure, ...]) -> dict[str, float | None]:

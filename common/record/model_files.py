@@ -32,7 +32,7 @@ from splitveil.common.record.run_folder import (
     write_json_atomically,
 )
 from splitveil.common.run.contract import Contract, first_difference
-from splitveil.common.run.inference import ModelIdentity
+from splitveil.common.run.messages import ModelIdentity
 from splitveil.common.settings import validate
 from splitveil.common.text.files import check_regular, read_bytes
 from splitveil.common.text.yaml_text import RESOLVED, read_yaml_file

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from splitveil.common.errors import ContractMismatch, InvalidMessage, TooLarge
 from splitveil.common.run.contract import DTYPE_BYTES, Contract
-from splitveil.common.run.inference import Embedded, ModelIdentity
+from splitveil.common.run.messages import Embedded, ModelIdentity
 from splitveil.common.wire.limits import (
     CHUNK_IDS,
     ID_BYTES,

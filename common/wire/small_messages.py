@@ -17,7 +17,7 @@ from splitveil.common.run.messages import (
     Offer,
     Opening,
 )
-from splitveil.common.run.splits import PassName
+from splitveil.common.run.sample_order import PassName
 from splitveil.common.wire.limits import DIGEST_BYTES, PROTOCOL_VERSION, RUN_ID_PATTERN
 from splitveil.protos import split_learning_pb2 as pb
 

@@ -47,7 +47,7 @@ def check(parsed: argparse.Namespace) -> None:
         if earlier is not None:
             earlier.put_into(model)
         fits = f"the bottom model fits them{but}"
-        return f"data: {data.summary()}; {fits}; {data.report.in_words()}"
+        return f"data: {data.summary()}; {fits}; {data.table.id_report.in_words()}"
 
     def labels() -> str:
         found = evaluation_labels(settings)

@@ -20,7 +20,7 @@ from splitveil.common.models.factory import build_bottom_model
 from splitveil.common.party.served_rows import ServedRows
 from splitveil.common.record.model_files import TrainedModel
 from splitveil.common.run.contract import Contract
-from splitveil.common.run.inference import Embedded, ModelIdentity
+from splitveil.common.run.messages import Embedded, ModelIdentity
 from splitveil.common.wire.inference_codec import Secret, rows_of_a_reply, seal, secrets_of
 from splitveil.common.wire.tensor_codec import TensorLimits
 from splitveil.passive_party.settings import PassiveSettings

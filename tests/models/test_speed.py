@@ -15,8 +15,8 @@ from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.models.speed import Autocast, speed_up
 from splitveil.common.run.messages import Answer
 from splitveil.passive_party import assembly as passive_assembly
-from splitveil.simulation.in_process import InProcessPeer
 from tests.support.runs import build_parties, run_in_process, write_example
+from tests.support.simulation import InProcessPeer
 
 NEEDS_COMPILER = pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="there is no C++ compiler"

@@ -39,9 +39,9 @@ from splitveil.common.run.course import Batch
 from splitveil.common.run.phases import Phase
 from splitveil.passive_party.recorder import noting_attempts
 from splitveil.passive_party.settings import PassiveSettings
-from splitveil.simulation import free_address
 from tests.support.numbers import write_numbers
 from tests.support.runs import in_background, write_example
+from tests.support.simulation import free_address
 from tests.support.waiting import HANGS_AFTER_S, wait_until
 from tests.support.watched import (
     Watched,
@@ -56,7 +56,7 @@ from tests.support.watched import (
 CONTRACT = Contract(run_name="small", cut_shape=(4,), batch_size=8, epochs=3)
 WITH_LIMITS = (
     "defense={name: marvell, strength: {power_ratio: 4}, insecure_noise_seed: 3}",
-    "run_budget={sum_kl: 1000, covers: knows class means only}",
+    "run_budget={sum_kl: 1000, adversary: knows class means only}",
     "leak_gate={max_leak_auc: 0.99, action: warn}",
 )
 
@@ -129,12 +129,12 @@ def test_the_label_owner_sees_leak_and_ledger(watched: Watched) -> None:
     bound = value_of(
         watched.active,
         "splitveil_ledger_leak_auc_bound",
-        covers="knows class means only",
+        adversary="knows class means only",
         statistic="max",
     )
     assert 0.5 < bound < 1
     for_anybody = value_of(
-        watched.active, "splitveil_ledger_leak_auc_bound", covers="anybody", statistic="max"
+        watched.active, "splitveil_ledger_leak_auc_bound", adversary="anybody", statistic="max"
     )
     assert for_anybody == 1
     spent = value_of(watched.active, "splitveil_ledger_sum_kl", statistic="max")

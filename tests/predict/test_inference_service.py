@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from splitveil.active_party.predict.embed_client import EmbedClient
 from splitveil.common.errors import PeerLeft, PeerUnreachable, SettingsError
 from splitveil.common.party.credentials import credential_files
-from splitveil.common.run.inference import Embedded, ModelIdentity
+from splitveil.common.run.messages import Embedded, ModelIdentity
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import INFERENCE_SERVICE, method_path
 from splitveil.common.wire.inference_codec import encode_describe, encode_ids, model_digest

@@ -11,8 +11,14 @@ from typing import Any
 import pytest
 
 from splitveil.active_party.http.api import request_of
-from splitveil.active_party.http.errors import NotAdmitted, RequestError, TooFast
-from splitveil.active_party.http.programs import MIN_TOKEN_CHARACTERS, RateLimit, Tokens
+from splitveil.active_party.http.programs import (
+    MIN_TOKEN_CHARACTERS,
+    NotAdmitted,
+    RateLimit,
+    RequestError,
+    Tokens,
+    TooFast,
+)
 from splitveil.active_party.http.server import LOG_LINES, HttpServer, SparseLog
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import SettingsError

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import pytest
 
 from splitveil.common.errors import SettingsError
-from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.record import lines
 from splitveil.common.record.figures import (
     AdjustedFigures,
@@ -43,8 +43,8 @@ from splitveil.common.record.run_record import (
 )
 from splitveil.common.record.summary import (
     ActiveFigures,
+    AdversaryBound,
     AuditedFigures,
-    BoundFigures,
     EarlierAnswers,
     GateFigures,
     ModelFigures,
@@ -217,9 +217,9 @@ SUMMARIES: Mapping[str, tuple[Summary, dict[str, Any]]] = {
                 defense=DEFENSE,
                 ledger=BOUNDS,
                 bounds=(
-                    BoundFigures(Covers.ANYBODY, 1.0, None),
-                    BoundFigures(Covers.HONEST_BUT_CURIOUS, 0.8125, None),
-                    BoundFigures(Covers.CLASS_MEANS, 0.75, 0.5),
+                    AdversaryBound(Adversary.ANYBODY, 1.0, None),
+                    AdversaryBound(Adversary.HONEST_BUT_CURIOUS, 0.8125, None),
+                    AdversaryBound(Adversary.CLASS_MEANS, 0.75, 0.5),
                 ),
                 audits_answered=3,
                 refused_messages={"too-large": 1},
@@ -236,9 +236,9 @@ SUMMARIES: Mapping[str, tuple[Summary, dict[str, Any]]] = {
             "defense": DEFENSE,
             "ledger": LEDGER_FORM,
             "bounds": [
-                {"covers": "anybody", "leak_auc": 1.0, "mu": None},
-                {"covers": "honest-but-curious", "leak_auc": 0.8125, "mu": None},
-                {"covers": "knows class means only", "leak_auc": 0.75, "mu": 0.5},
+                {"adversary": "anybody", "leak_auc": 1.0, "mu": None},
+                {"adversary": "honest-but-curious", "leak_auc": 0.8125, "mu": None},
+                {"adversary": "knows class means only", "leak_auc": 0.75, "mu": 0.5},
             ],
             "audits_answered": 3,
             "refused_messages": {"too-large": 1},

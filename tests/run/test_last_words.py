@@ -65,7 +65,7 @@ def test_an_active_party_that_was_lost_after_its_last_answer_has_all_of_the_run(
     assert_same_weights(again.weights(), parties.weights())
     again.session.leave(again.session.run_id, LeaveReason.FINISHED)
     assert again.session.wait_for_farewell(0)
-    assert again.session.error is None
+    assert again.session.lifecycle.error is None
 
 
 def test_an_active_party_that_was_lost_after_the_goodbye_does_not_wait(

@@ -16,9 +16,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from splitveil import simulation
-from splitveil.active_party.predict.joint_model import ModelChoice
-from splitveil.active_party.predict.predictor import Predictor, open_predictor
+from splitveil.active_party.predict.predictor import ModelChoice, Predictor, open_predictor
 from splitveil.active_party.results import save_alone, save_results
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import Evaluation, Evaluator
@@ -37,16 +35,18 @@ from splitveil.passive_party.predict.inference_status import InferenceStatus
 from splitveil.passive_party.predict.served_model import ServedModel
 from splitveil.passive_party.predict.service import InferenceServer, InferenceService, Throttle
 from splitveil.passive_party.settings import PassiveSettings
-from splitveil.simulation import (
+from tests.support import simulation
+from tests.support.runs import ACTIVE as ACTIVE_VALUES
+from tests.support.runs import CONTRACT, CPU, PASSIVE
+from tests.support.simulation import (
     ActiveParty,
     PassiveParty,
     PassiveRecording,
     Simulation,
+    assemble_active,
+    assemble_passive,
     free_address,
 )
-from splitveil.simulation.parties import assemble_active, assemble_passive
-from tests.support.runs import ACTIVE as ACTIVE_VALUES
-from tests.support.runs import CONTRACT, CPU, PASSIVE
 
 IN_TIME_S = 300.0
 
@@ -167,7 +167,7 @@ def _train(settings: simulation.PartiesSettings, certificates: Path) -> Trained:
         identity = identity_metadata(party.run.model_identity, contract)
         save_model(own_folder, trainer.model, encoders[name].encoder, identity)
     positions = np.concatenate(evaluated.positions)
-    file_rows = session.answering.rows.file_rows[positions]
+    file_rows = session.lifecycle.answering.rows.file_rows[positions]
     return Trained(
         settings,
         certificates,

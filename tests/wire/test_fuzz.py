@@ -46,7 +46,7 @@ NO_MUTANT_GETS = {"INTERNAL", "UNKNOWN", "ABORTED", "DEADLINE_EXCEEDED"}
 
 def assert_undisturbed(parties: Parties, example: Path) -> None:
     assert parties.session.stage is Stage.FINISHED
-    assert parties.session.error is None
+    assert parties.session.lifecycle.error is None
     undisturbed = build_parties(example)
     run_in_process(undisturbed)
     expected, found = undisturbed.weights(), parties.weights()

@@ -143,10 +143,20 @@ def test_a_probe_changes_nothing_at_the_active_party(
         Transcript(tmp_path, "active") as transcript,
         serving(parties, port, transcript=transcript) as service,
     ):
-        before = (session.run_id, session.nonce, session.stage, session.was_met("passive"))
+        before = (
+            session.run_id,
+            session.lifecycle.run.nonce,
+            session.stage,
+            session.parties.named(None).stage,
+        )
         heard = service._callers["passive"].heard_at
         found(of_passive(example, port))
-        assert before == (session.run_id, session.nonce, session.stage, session.was_met("passive"))
+        assert before == (
+            session.run_id,
+            session.lifecycle.run.nonce,
+            session.stage,
+            session.parties.named(None).stage,
+        )
         assert service._callers["passive"].heard_at == heard
         assert not service.refused
     noted = verify(tmp_path / "transcript.jsonl")

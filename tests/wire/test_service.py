@@ -142,7 +142,7 @@ def test_different_contracts_are_named_on_both_sides(example: Path, port: int) -
     assert caught.value.fields == ("cut_shape", "epochs")
     assert str(caught.value).startswith("contract.cut_shape: ")
     assert caught.value.exit_code == 2
-    assert parties.session.error is None
+    assert parties.session.lifecycle.error is None
 
 
 def test_too_small_an_intersection_is_found_by_both_with_the_counts(
@@ -152,8 +152,8 @@ def test_too_small_an_intersection_is_found_by_both_with_the_counts(
     parties = build_parties(example, overrides, overrides)
     with pytest.raises(AlignmentError, match="360"):
         run_over_grpc(parties, port)
-    assert isinstance(parties.session.error, AlignmentError)
-    assert "360" in str(parties.session.error)
+    assert isinstance(parties.session.lifecycle.error, AlignmentError)
+    assert "360" in str(parties.session.lifecycle.error)
 
 
 def test_an_interrupted_active_party_says_so(example: Path, port: int) -> None:
@@ -264,7 +264,7 @@ def test_a_bad_message_gets_its_status_and_leaves_the_session_unharmed(
     else:
         refuse(channel, spoil(frame), code)
         assert sum(service.refused.values()) == 1
-    assert parties.session.error is None
+    assert parties.session.lifecycle.error is None
     (answer,) = call(channel, "Train", [frame])
     assert pb.TensorFrame.FromString(answer).rows == 64
 
@@ -324,6 +324,6 @@ def test_parties_that_disagree_on_the_intersection_never_train(example: Path, po
     parties.run.aligner.engine = DisagreeingEngine(parties.run.aligner.engine)
     with pytest.raises(AlignmentError) as caught:
         run_over_grpc(parties, port)
-    assert isinstance(parties.session.error, AlignmentError)
-    assert caught.value.exit_code == parties.session.error.exit_code == 3
+    assert isinstance(parties.session.lifecycle.error, AlignmentError)
+    assert caught.value.exit_code == parties.session.lifecycle.error.exit_code == 3
     assert parties.active.sent == []

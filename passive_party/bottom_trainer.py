@@ -143,8 +143,6 @@ Take = Callable[[], Tensor | None]  # returns the latest gradient at a layer's o
 
 
 class TrainingPass(NamedTuple):
-    """How training batches are computed."""
-
     compute: BottomModel
     taps: Mapping[str, Take] = MappingProxyType({})
     """For each layer whose gradients the adversary wants to see, by name."""

@@ -111,13 +111,11 @@ def test_halves_of_different_trainings_are_not_combined(tmp_path: Path) -> None:
         ({"model": "refitted"}, "refitted"),
     ],
 )
-def test_what_cannot_be_predicted_is_said(
-    arguments: dict[str, Any], message: str, tmp_path: Path
+def test_what_cannot_be_predicted_is_refused(
+    arguments: dict[str, Any], message: str, with_plans: Run
 ) -> None:
-    write_example(tmp_path)
-    (run,) = simulate(tmp_path, settings=SHORT, threads=1)
     with pytest.raises(SettingsError, match=message):
-        predict(run, **arguments)
+        predict(with_plans, **arguments)
 
 
 IDS = [f"person-{row}" for row in range(200)]

@@ -18,8 +18,8 @@ def objections_to(cells: Any, allowed: Allowed) -> tuple[list[str], int]:
     """Return why a run refuses ids, with the option for it, and how many rows have their own."""
     raw = read_ids(WrittenColumn(cells, "ids"), may_be_floats=True)
     form = CanonicalForm()
-    odd = odd_rows(raw, form.of(raw), form)
-    unusable, repeated = len(odd.unusable), len(odd.repeated)
+    rows = odd_rows(raw, form.of(raw), form)
+    unusable, repeated = len(rows.unusable), len(rows.repeated)
     found = []
     if unusable and not allowed.unusable:
         found.append(f"{unusable:,} rows without an id: --unusable-ids leave_out")

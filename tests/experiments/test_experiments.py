@@ -40,7 +40,7 @@ from splitveil.experiments.cells import (
     problems,
     with_folders,
 )
-from splitveil.experiments.collection import Row, collect, read_rows, write_rows
+from splitveil.experiments.collection import FigureRow, collect, read_rows, write_rows
 from splitveil.experiments.execution import Ending, Resources, is_finished, run_cells
 from splitveil.experiments.models import GreyImageBottom, SummedTop
 from splitveil.experiments.plots import Point, course, epochs, floor, sweep, trade_off
@@ -535,10 +535,10 @@ def test_a_long_course_is_averaged_over_stretches(tmp_path: Path) -> None:
     assert found == pytest.approx(values.reshape(200, 5).mean(axis=1))
 
 
-def row(variant: str, seed: int, statistic: str, value: float, **where: Any) -> Row:
+def row(variant: str, seed: int, statistic: str, value: float, **where: Any) -> FigureRow:
     series = variant.split(maxsplit=1)[0]
     whose = ("t", "full", "cancer", variant, series, None, seed, "active")
-    base = Row(*whose, None, None, "", None, None, 0.0)
+    base = FigureRow(*whose, None, None, "", None, None, 0.0)
     return base._replace(statistic=statistic, value=value, **where)
 
 
@@ -608,7 +608,7 @@ def test_a_figure_may_be_compared_with_another_variant_s_of_the_same_seed() -> N
     assert point[:2] == pytest.approx((-0.02, 0.02 / math.sqrt(2)))
 
 
-def bounded_rows() -> list[Row]:
+def bounded_rows() -> list[FigureRow]:
     """Two seeds of a model without defense, of one that is fitted again, and of noisy labels."""
     rows = [row("none", seed, "test_auc", auc) for seed, auc in enumerate((0.80, 0.90))]
     refits = {0.6: (0.79, 0.87), 0.55: (0.70, 0.80)}

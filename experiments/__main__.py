@@ -9,7 +9,6 @@ import argparse
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
-from functools import cache, partial
 from pathlib import Path
 
 from rich.console import Console
@@ -55,7 +54,11 @@ def _run(options: argparse.Namespace) -> int:
     cells = plan(experiment, base_dir, choice)
     results = _results(options, name)
     prepared = (options.output / "prepared").resolve()
-    runnable, refused = _sorted_out(cells, prepared, makes_tables=not options.dry_run)
+    judged = [
+        (cell, _why_refused(cell, prepared, makes_tables=not options.dry_run)) for cell in cells
+    ]
+    runnable = [cell for cell, why in judged if not why]
+    refused = [(cell, why) for cell, why in judged if why]
     waiting = [cell for cell in runnable if not is_finished(cell, results)]
     if options.finished:
         runnable, waiting = [cell for cell in runnable if cell not in waiting], []
@@ -109,29 +112,14 @@ def _put_into(page: Path, name: str, experiment: Experiment, results: Path, *, p
     _say(f"{page}")
 
 
-def _sorted_out(
-    cells: Iterable[Cell], prepared: Path, *, makes_tables: bool
-) -> tuple[list[Cell], list[tuple[Cell, list[str]]]]:
-    runnable: list[Cell] = []
-    refused: list[tuple[Cell, list[str]]] = []
-    why_unprepared = cache(partial(_why_unprepared, prepared))
-    for cell in cells:
-        why = problems(cell, prepared)
-        if not why and cell.prepare is not None and makes_tables:
-            why = why_unprepared(cell.prepare)
-        if why:
-            refused.append((cell, why))
-        else:
-            runnable.append(cell)
-    return runnable, refused
-
-
-def _why_unprepared(prepared: Path, name: str) -> list[str]:
-    try:
-        prepare(name, prepared)
-    except SplitveilError as error:
-        return [str(error)]
-    return []
+def _why_refused(cell: Cell, prepared: Path, *, makes_tables: bool) -> list[str]:
+    why = problems(cell, prepared)
+    if not why and cell.prepare is not None and makes_tables:
+        try:
+            prepare(cell.prepare, prepared)
+        except SplitveilError as error:
+            why = [str(error)]
+    return why
 
 
 def _collect(name: str, size: str, cells: Sequence[Cell], results: Path, command: str) -> None:

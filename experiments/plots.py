@@ -56,26 +56,18 @@ def draw(plots: Iterable[Plot], rows: Sequence[FigureRow], folder: Path) -> list
 def trade_off(plot: TradeOffPlot, rows: Sequence[FigureRow]) -> dict[Panel, dict[str, list[Point]]]:
     """Return panel -> series -> points, in the order of the sweeps in the experiment's file."""
     utility = _utility(plot, rows)
-    leak: dict[Panel, dict[str, dict[str, dict[int, float]]]] = {}
+    leak: dict[Panel, dict[tuple[str, str], dict[int, float]]] = {}
     for panel, row in _of_the_best_witness(rows, plot.leak, plot.attacks):
-        if row.variant != plot.floor:
-            series = leak.setdefault(panel, {}).setdefault(row.series, {})
-            series.setdefault(row.variant, {})[row.seed] = row.value
-    return {
-        panel: {
-            series: [
-                Point(
-                    *_mean_and_sd(utility[variant].values()),
-                    *_mean_and_sd(values.values()),
-                    variant.removeprefix(series).strip(),
-                )
-                for variant, values in variants.items()
-                if utility.get(variant)
-            ]
-            for series, variants in by_series.items()
-        }
-        for panel, by_series in leak.items()
-    }
+        if row.variant != plot.floor and utility.get(row.variant):
+            variants = leak.setdefault(panel, {})
+            variants.setdefault((row.series, row.variant), {})[row.seed] = row.value
+    curves: dict[Panel, dict[str, list[Point]]] = {}
+    for panel, by_variant in leak.items():
+        for (series, variant), values in by_variant.items():
+            at = (*_mean_and_sd(utility[variant].values()), *_mean_and_sd(values.values()))
+            point = Point(*at, variant.removeprefix(series).strip())
+            curves.setdefault(panel, {}).setdefault(series, []).append(point)
+    return curves
 
 
 def floor(plot: TradeOffPlot, rows: Sequence[FigureRow]) -> float | None:
@@ -250,8 +242,7 @@ def _utility_words(statistic: str, less: str | None) -> str:
 def _draw_points(
     curves: dict[str, list[Point]], utility: float | None, floor_name: str, axes: "Axes"
 ) -> None:
-    drawn = {series: points for series, points in curves.items() if points}
-    for (series, points), marker in zip(drawn.items(), cycle(_MARKERS), strict=False):
+    for (series, points), marker in zip(curves.items(), cycle(_MARKERS), strict=False):
         x, x_sd, y, y_sd, names = zip(*points, strict=True)
         axes.errorbar(
             x, y, xerr=x_sd, yerr=y_sd, marker=marker, markersize=4, elinewidth=0.6, label=series

@@ -54,23 +54,18 @@ def put_into(
 
 def values_of(rows: Iterable[FigureRow], figure: Figure) -> Values:
     """Collect a figure's values, one per seed, for every data set and variant."""
-    found: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
-    subtracted: dict[str, dict[int, float]] = defaultdict(dict)
-    less_statistic = figure.less_statistic or figure.statistic
+    whose = (figure.party, figure.layer, figure.attack)
+    measured: dict[tuple[str, str, str], dict[int, float]] = defaultdict(dict)
     for row in rows:
-        if (row.party, row.layer, row.attack) == (figure.party, figure.layer, figure.attack):
-            if row.statistic == figure.statistic:
-                found[row.dataset, row.variant][row.seed] = row.value
-            if (row.variant, row.statistic) == (figure.less, less_statistic):
-                subtracted[row.dataset][row.seed] = row.value
-    return {
-        (dataset, variant): list(
-            by_seed.values()
-            if figure.less is None
-            else differences(by_seed, subtracted[dataset]).values()
-        )
-        for (dataset, variant), by_seed in found.items()
-    }
+        if (row.party, row.layer, row.attack) == whose:
+            measured[row.dataset, row.variant, row.statistic][row.seed] = row.value
+    values: dict[tuple[str, str], Sequence[float]] = {}
+    for (dataset, variant, statistic), by_seed in list(measured.items()):
+        if statistic == figure.statistic:
+            other = (dataset, figure.less or "", figure.less_statistic or statistic)
+            left = by_seed if figure.less is None else differences(by_seed, measured[other])
+            values[dataset, variant] = list(left.values())
+    return values
 
 
 def differences(values: Mapping[int, float], subtracted: Mapping[int, float]) -> dict[int, float]:

@@ -22,7 +22,12 @@ from splitveil.experiments.collection import circumstances_of, collect, read_row
 from splitveil.experiments.execution import Ending, Resources, is_finished, run_cells
 from splitveil.experiments.plots import PlottingUnavailable, draw
 from splitveil.experiments.preparation import prepare
-from splitveil.experiments.settings import Experiment, experiment_names, load_experiment
+from splitveil.experiments.settings import (
+    Experiment,
+    experiment_names,
+    load_experiment,
+    rows_of,
+)
 from splitveil.experiments.table import markdown, put_into
 
 DEFAULT_OUTPUT = Path(__file__).parent / "results"
@@ -40,10 +45,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _list(_options: argparse.Namespace) -> int:
     for name in experiment_names():
-        _, experiment, base_dir = load_experiment(name)
+        _, experiment, _ = load_experiment(name)
+        rows = sum(len(rows_of(*variant)) for variant in experiment.variants.items())
         _say(f"{name}: {experiment.title}")
-        cells = plan(experiment, base_dir, Choice(seeds=1))
-        _say(f"    {len(cells)} cells per seed, {experiment.seeds} seeds by default")
+        _say(
+            f"    {len(experiment.datasets) * rows} cells per seed, {experiment.seeds} seeds by "
+            "default"
+        )
     return 0
 
 

@@ -18,11 +18,11 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from pydantic import TypeAdapter, ValidationError
 
 from splitveil.common.errors import SettingsError
+from splitveil.common.party.arguments import add_completion
 from splitveil.common.party.credentials import SOON_DAYS, dns_names, subject_of
 from splitveil.common.party.json_output import add_json, print_json
 from splitveil.common.run.contract import ACTIVE, DnsName, Name
 from splitveil.common.text.log_lines import configure_logging
-from splitveil.common.text.shell_completion import add_completion
 from splitveil.common.text.version import add_version
 from splitveil.common.text.visible_text import visible
 from splitveil.deploy.authority import (

@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 from rich.console import Group
 
-from splitveil.common.privacy.covers import Covers
-from splitveil.common.record.figures import LedgerFigures
-from splitveil.common.record.leak_figures import BatchFigures, LeakFigures
+from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.record.figures import BatchFigures, LeakFigures, LedgerFigures
 from splitveil.common.record.run_record import read_summary
 from splitveil.common.record.summary import Summary
 from splitveil.common.record.values import ByAttack, ValueT
@@ -79,7 +78,7 @@ def _table(title: str, results: Mapping[str, RunResults]) -> PlainTable:
     _add_leaks(table, runs)
     ledgers = [run.active.of_active.ledger or LedgerFigures() for run in runs]
     table.add_row("ledger: estimate", *(_number(one.estimate.max, 3) for one in ledgers))
-    for peers in Covers:
+    for peers in Adversary:
         bounds = (_at_most(one.against(peers).max) for one in ledgers)
         table.add_row(f"bound: {peers}", *bounds)
     return table

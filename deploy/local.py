@@ -26,12 +26,12 @@ from rich.console import Console
 from rich.text import Text
 
 from splitveil.common.errors import EndedForGood, SettingsError
+from splitveil.common.party.arguments import add_completion
 from splitveil.common.party.json_output import add_json, print_json
-from splitveil.common.record.ended_run import has_finished
+from splitveil.common.record.run_folder import has_finished
 from splitveil.common.record.run_record import read_summary
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.settings import read_yaml
-from splitveil.common.text.shell_completion import add_completion
 from splitveil.common.text.version import add_version
 from splitveil.common.text.visible_text import cell, visible
 from splitveil.deploy.comparison import comparison_table, read_results

@@ -19,8 +19,7 @@ from rich.text import Text
 
 from splitveil.common.errors import PeerError
 from splitveil.common.party.interruption import stop_signals_to
-from splitveil.common.record.progress_pipe import VARIABLE
-from splitveil.common.record.training_progress import TrainingProgress
+from splitveil.common.record.progress import VARIABLE, TrainingProgress
 from splitveil.common.text.visible_text import visible
 
 PEER_NOTICES_S = 5.0

@@ -28,13 +28,7 @@ from splitveil.common.text.visible_text import visible
 from splitveil.deploy.init.choices import Wishes, id_candidates, label_candidates
 from splitveil.deploy.init.columns import Column, as_text, describe
 from splitveil.deploy.init.labels import classes_of, spellings
-from splitveil.deploy.init.proposal import (
-    Proposal,
-    Terms,
-    propose,
-    texts_of,
-    write_files,
-)
+from splitveil.deploy.init.proposal import Proposal, Terms, propose, texts_of, write_files
 from splitveil.deploy.init.tables import RawTable, read_raw
 from splitveil.passive_party.settings import PassiveSettings
 

@@ -7,7 +7,7 @@ from decimal import Decimal
 from shlex import quote
 from typing import NamedTuple
 
-from splitveil.active_party.defenses.projected.outlook import share_of_variance
+from splitveil.active_party.defenses.projected.label_utility import share_of_variance
 from splitveil.common.data.settings import MAX_CLASSES, class_key
 from splitveil.common.data.sources import suggest
 from splitveil.common.errors import SettingsError

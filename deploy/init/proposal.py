@@ -12,7 +12,7 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from splitveil.active_party.defenses.gaussian_dp import mu_of_leak_auc
-from splitveil.active_party.defenses.projected.outlook import outlook
+from splitveil.active_party.defenses.projected.label_utility import label_utility
 from splitveil.common.data.ids import Allowed
 from splitveil.common.data.label_columns import others_in_words
 from splitveil.common.data.source_settings import not_expanded
@@ -79,7 +79,7 @@ def _forecast(num_rows: int, label: Label) -> str:
     training = max(round(TRAIN_SHARE * num_rows), 1)
     # Of numbers (one class), the share is that of labels of 0 and 1 with the same variance.
     share = label.rarest_share if label.num_classes <= 2 else 1 / label.num_classes
-    left = outlook(training, share, mu_of_leak_auc(LEAK_AUC), RANK, label.num_classes)
+    left = label_utility(training, share, mu_of_leak_auc(LEAK_AUC), RANK, label.num_classes)
     return (
         f"If all rows are common, the training rows keep at most {left.share:.0%} of their "
         f"worth (half at {left.half_at_rows:,} training rows); see splitveil active plan."

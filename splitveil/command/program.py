@@ -16,8 +16,7 @@ from importlib import import_module
 from typing import NamedTuple, NoReturn, Protocol, cast
 
 from splitveil.common.errors import SplitveilError
-from splitveil.common.party.ending import end_program
-from splitveil.common.text.shell_completion import add_completion
+from splitveil.common.party.arguments import add_completion, end_program
 from splitveil.common.text.version import add_version
 from splitveil.common.text.visible_text import visible_lines
 

@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 
 from splitveil.common.errors import SettingsError
-from splitveil.common.privacy.accumulation import SOURCES
-from splitveil.common.privacy.attacks import ATTACKS, CUT, Attack, SideInformation
+from splitveil.common.privacy.attacks import ATTACKS, CUT, RUN_ATTACKS, Attack, SideInformation
 from splitveil.common.privacy.audit import LeakAudit
 from splitveil.common.privacy.beyond_features import BeyondFeatures
-from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
 from splitveil.common.privacy.gradient_rows import Gradients
-from splitveil.common.privacy.label_classes import LabelClasses
 from splitveil.common.privacy.leakage import leak_auc_interval
+from splitveil.common.privacy.observation import LabelClasses
 from splitveil.common.privacy.observational_audit import EpsilonBound
 from splitveil.common.privacy.run_level import RunLevelLeak
 from splitveil.common.privacy.scoring import BatchScorer
@@ -194,7 +192,7 @@ def audit(
             random.append(leak.random)
             for attack, auc in leak.leak[CUT].items():
                 measured.setdefault(attack, []).append(auc)
-    found.end_run()
+    found.run.close_epoch()
     needs = {str(name): one for name, one in ATTACKS.items()} | own
     only = _only(given, found, classes, needs) if len(random) == 1 else {}
     return Audit(
@@ -203,7 +201,7 @@ def audit(
             _summary(attack, aucs, random, needs[attack], only.get(attack))
             for attack, aucs in measured.items()
         ),
-        run=found.run_level().get(CUT, {}),
+        run=found.run.result().leak.get(CUT, {}),
         beyond=None
         if covariates is None and predictions is None
         else found.beyond_features(given.covariates(covariates, predictions)),
@@ -216,15 +214,8 @@ def _known(given: AuditedRows, *, has_examples: bool) -> list[str]:
     if given.activations is None:
         missing.add(SideInformation.ACTIVATIONS)
     on_batches = [str(name) for name, one in ATTACKS.items() if missing.isdisjoint(one.needs)]
-    if not has_examples:
-        return on_batches
-    over_runs = [
-        str(name)
-        for name, sources in SOURCES.items()
-        if all(source in on_batches for source in sources)
-        and (given.activations is not None or name not in FINAL_ATTACKS)
-    ]
-    return [*on_batches, *over_runs]
+    over_runs = [str(name) for name, one in RUN_ATTACKS.items() if missing.isdisjoint(one.needs)]
+    return [*on_batches, *over_runs] if has_examples else on_batches
 
 
 def _check(chosen: Sequence[str], known: set[str]) -> None:

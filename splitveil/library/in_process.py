@@ -24,7 +24,7 @@ from splitveil.common.errors import (
     SplitveilError,
 )
 from splitveil.common.run import messages
-from splitveil.passive_party.peer import Peer
+from splitveil.passive_party.opening import Peer
 from splitveil.passive_party.run import PassiveRun
 
 
@@ -138,7 +138,7 @@ class InProcessPeer:
                 self._engine,
                 session.ids,
                 channel,
-                nonce=session.nonce,
+                nonce=session.lifecycle.run.nonce,
                 run_id=session.run_id,
                 agree=agreeing(session, party) if has_several and party is not None else None,
                 splits=session.file_splits,

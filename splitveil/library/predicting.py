@@ -13,8 +13,7 @@ import numpy as np
 from pyarrow import parquet
 
 from splitveil.active_party.predict.embed_client import EmbedClient
-from splitveil.active_party.predict.joint_model import JointModel, ModelChoice
-from splitveil.active_party.predict.predictor import Predictions, Predictor
+from splitveil.active_party.predict.predictor import JointModel, ModelChoice, Predictions, Predictor
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.canonical_form import compose
 from splitveil.common.errors import OtherModel, SettingsError
@@ -22,7 +21,7 @@ from splitveil.common.party.command_line import torch_device
 from splitveil.common.party.party_settings import PartySettingsT, load_party_settings
 from splitveil.common.party.served_rows import ServedRows
 from splitveil.common.run.contract import ACTIVE
-from splitveil.common.run.inference import Embedded, ModelIdentity
+from splitveil.common.run.messages import Embedded, ModelIdentity
 from splitveil.library.frames import Row, frame
 from splitveil.library.loading import Scratch
 from splitveil.library.own_data import as_table, check_rows_correspond

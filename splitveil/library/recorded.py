@@ -33,16 +33,15 @@ from splitveil.common.errors import EndedForGood
 from splitveil.common.party import command_line
 from splitveil.common.party.command_line import draw_nonce, torch_device
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.record.model_files import save_model
+from splitveil.common.record.model_files import identity_metadata, save_model
 from splitveil.common.record.run_record import write_summary
 from splitveil.common.record.run_store import RunStore
-from splitveil.common.record.trained_model import identity_metadata
 from splitveil.common.run.contract import ACTIVE, AlignmentSettings
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.text.version import VERSION
 from splitveil.library.in_process import InProcessPeer, meet
 from splitveil.library.loading import PartiesSettings
-from splitveil.passive_party.assembly import TrainerBuilder as BottomBuilder
+from splitveil.passive_party.assembly import BottomBuilder
 from splitveil.passive_party.opening import Aligner, Participant
 from splitveil.passive_party.recorder import PassiveRecorder
 from splitveil.passive_party.run import PassiveRun

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias, get_args, overload
 
 from splitveil.active_party.report import write_comparison, write_report
 from splitveil.active_party.report.run_files import RunFiles, read_run
-from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.record.figures import LedgerFigures
 from splitveil.common.record.lines import (
     EpochLeakLine,
@@ -24,7 +24,7 @@ from splitveil.library.frames import Row, as_html, frame
 
 Kind: TypeAlias = Literal["epochs", "attacks", "steps", "batches"]
 KindOfRuns: TypeAlias = Literal["runs", "defenses"] | Kind
-_MEASURED = ("test_auc", "strongest_leak_auc", *(peers.column for peers in Covers))
+_MEASURED = ("test_auc", "strongest_leak_auc", *(peers.column for peers in Adversary))
 
 
 class Run:
@@ -102,7 +102,7 @@ class Run:
         if found is None:
             return {}
         spreads = found.by_peers()
-        return {str(p): 1.0 if (most := spreads[p].max) is None else most for p in Covers}
+        return {str(p): 1.0 if (most := spreads[p].max) is None else most for p in Adversary}
 
     @property
     def ledger(self) -> Ledger:
@@ -157,7 +157,7 @@ class Run:
             "defense": self.defense,
             "test_auc": self.test_auc,
             "strongest_leak_auc": self.strongest_leak_auc,
-            **{peers.column: bounds.get(str(peers)) for peers in Covers},
+            **{peers.column: bounds.get(str(peers)) for peers in Adversary},
         }
 
     def __repr__(self) -> str:
@@ -296,7 +296,7 @@ class Runs(Sequence[Run]):
         return {
             defense: {
                 str(peers): max(run.bounds.get(str(peers), 1.0) for run in self.of(defense))
-                for peers in Covers
+                for peers in Adversary
             }
             for defense in self.defenses
         }

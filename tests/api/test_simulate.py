@@ -142,7 +142,7 @@ def test_a_run_can_be_read_while_it_trains(swept: Runs, tmp_path: Path) -> None:
 def test_the_ledger_of_a_run_bounds_what_its_summary_bounds(swept: Runs) -> None:
     (run, *_) = swept.of("iso noise_ratio=2")
     bounds = run.ledger.guarantee()
-    for peers in defenses.Covers:
+    for peers in defenses.Adversary:
         assert bounds.against(peers).leak_auc.max == run.bounds[str(peers)]
     assert run.bounds["knows class means only"] < 1 == run.bounds["anybody"]
     with pytest.raises(ValueError, match="expected one run, got 4"):
@@ -176,7 +176,7 @@ class Halved(Defense):
 
     def defend(self, batch: defenses.RawBatch) -> defenses.Defended:
         sent = defenses.release(batch.gradients * self._factor, batch.gradients)
-        charge = defenses.LeakCharge(0.25, covers=defenses.Covers.ANYBODY)
+        charge = defenses.LeakCharge(0.25, adversary=defenses.Adversary.ANYBODY)
         return defenses.Defended(sent, defenses.DefenseReport(0.0, charge=charge))
 
 
@@ -206,7 +206,7 @@ def test_functions_are_defenses_without_a_bound_and_attacks(tmp_path: Path) -> N
         attacks=["norm", named, lambda gradients: -gradients.flatten(1).norm(dim=1)],
         settings=SHORT,
     )
-    assert zeros.bounds == dict.fromkeys(map(str, defenses.Covers), 1.0)
+    assert zeros.bounds == dict.fromkeys(map(str, defenses.Adversary), 1.0)
     assert {row["leak_auc"] for row in zeros.rows("batches")} == {0.5}
     assert zeros.rows("batches") != closure.rows("batches")
     again = load_party_settings(ActiveSettings, closure.path / "active" / "settings.yaml")

@@ -22,8 +22,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from splitveil.common.data.features import Features
 from splitveil.common.errors import DataError, Interrupted, SettingsError
-from splitveil.common.record.figures import AttackFigure
-from splitveil.common.record.leak_figures import BatchFigures, LeakFigures, RunFigures
+from splitveil.common.record.figures import AttackFigure, BatchFigures, LeakFigures, RunFigures
 from splitveil.common.record.lines import EpochLeakLine, EvaluationLine, LeakLine
 from splitveil.common.record.run_folder import claimed
 from splitveil.common.record.run_record import METRICS, write_summary

@@ -98,7 +98,8 @@ def assert_read(
         assert len(rows) == len(labels) if found.kept is None else found.kept.tolist() == rows
         again = settings.model_copy(update={"data": data})
         assert list(read_own_ids(again).data.ids) == list(found.ids)
-        assert found.report.unlabelled == found.report.left_out == len(labels) - len(rows)
+        report = found.table.id_report
+        assert report.unlabelled == report.left_out == len(labels) - len(rows)
         assert len(ServedRows.load(again, found.fit(np.arange(9)))) == len(labels)
 
 
@@ -165,4 +166,6 @@ def test_a_row_without_a_label_repeats_no_id(tmp_path: Path) -> None:
         for read in (PartyData.load, read_ids_alone):
             found = read(chosen, tmp_path, None, AS_WRITTEN)
             assert list(found.ids) == ["a", "b"]
-            assert found.report.in_words().endswith("3 of 5 rows left out: 3 without a label")
+            assert found.table.id_report.in_words().endswith(
+                "3 of 5 rows left out: 3 without a label"
+            )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from splitveil.common.errors import AlignmentError, SettingsError
-from splitveil.passive_party.peer import Peer
+from splitveil.passive_party.opening import Peer
 from tests.support import simulation
 from tests.support.compared import assert_same_weights
 from tests.support.peers import Lost, dying

@@ -43,7 +43,7 @@ from splitveil.library.in_process import InProcessPeer, meet, start
 from splitveil.library.loading import PartiesSettings, read_settings
 from splitveil.library.recorded import assemble_active, assemble_passive
 from splitveil.passive_party.grpc_peer import GrpcPeer
-from splitveil.passive_party.peer import Peer
+from splitveil.passive_party.opening import Peer
 from splitveil.passive_party.run import PassiveRun
 from splitveil.passive_party.settings import PassiveSettings
 
@@ -203,7 +203,8 @@ class Simulation:
         """Return the weights of all models, ``top.<parameter>`` and ``<party>.<parameter>``."""
         trainers = {name: party.run.trainer for name, party in self.passive.items()}
         found: dict[str, Tensor] = {}
-        for party, trainer in {"top": self.active.session.trainer, **trainers}.items():
+        top = self.active.session.lifecycle.phase.trainer
+        for party, trainer in {"top": top, **trainers}.items():
             if trainer is None:
                 raise RuntimeError("no weights before the alignment")
             weights = trainer.model.state_dict()

@@ -20,8 +20,13 @@ from pydantic import TypeAdapter
 from rich.console import Console
 
 from splitveil.common.errors import SettingsError
-from splitveil.common.record.figures import LedgerFigures, SpreadFigures
-from splitveil.common.record.leak_figures import BatchFigures, LeakFigures, RunFigures
+from splitveil.common.record.figures import (
+    BatchFigures,
+    LeakFigures,
+    LedgerFigures,
+    RunFigures,
+    SpreadFigures,
+)
 from splitveil.common.record.summary import ActiveFigures, ModelFigures, RunCounts, Summary
 from splitveil.common.run.contract import Name
 from splitveil.deploy.comparison import RunResults, comparison_table
@@ -34,7 +39,7 @@ from tests.system.conftest import SAME_SPLIT, LocalRun, run_locally
 PYTHON = (sys.executable, "-m")
 BUDGET = (
     "active.defense.name=marvell",
-    "active.run_budget={sum_kl: 0.01, covers: knows class means only}",
+    "active.run_budget={sum_kl: 0.01, adversary: knows class means only}",
 )
 ATTACKS = {"norm", "cosine", "spectral", "residual_energy"}
 FIGURES = {"q95", "mean", "last_epoch", "random_q95"}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from splitveil.active_party.defenses.objective import BatchLabels, TopModel
-from splitveil.active_party.training.objectives import OrdinaryObjective
+from splitveil.active_party.training.label_kinds import OrdinaryObjective
 from splitveil.active_party.training.predictions import (
     LossWeights,
     cross_entropy_of,

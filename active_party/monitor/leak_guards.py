@@ -100,7 +100,7 @@ class LeakAlarm:
         }
 
     def judge(self, last_epoch: int) -> list[Alarm]:
-        """Judge the epochs up to the last that were not judged before; few batches wait for more."""
+        """Judge the epochs not judged before, up to the last; few batches wait for more."""
         if max(map(len, self._gains.values()), default=0) < MIN_BATCHES:
             return []
         charges = [

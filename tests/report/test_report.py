@@ -17,9 +17,14 @@ import yaml
 from markupsafe import escape
 from sklearn.metrics import roc_auc_score
 
-from splitveil.active_party.commands.program import main
 from splitveil.active_party.defenses.sum_kl import estimated_auc
-from splitveil.active_party.report import read_run, report_page, try_to_report, write_comparison, write_report
+from splitveil.active_party.report import (
+    read_run,
+    report_page,
+    try_to_report,
+    write_comparison,
+    write_report,
+)
 from splitveil.active_party.report.bounds import coverage_of
 from splitveil.active_party.report.distributions import auc_of_counts, random_q95
 from splitveil.active_party.report.figures import finding_of, windows
@@ -52,7 +57,6 @@ from splitveil.common.record.summary import (
     RunCounts,
     Summary,
 )
-from splitveil.common.text.upper_bounds import auc_at_most
 from tests.support.records import append_lines
 
 EPOCHS, STEPS = 3, 30
@@ -175,30 +179,72 @@ def test_windows_are_quantiles_of_consecutive_batches() -> None:
     assert (found.low[0], found.high[0]) == tuple(np.quantile(first, (0.1, 0.9)))
 
 
-def test_labels_that_anyone_recovers_are_said_to_be_recovered(tmp_path: Path) -> None:
-    leak = {"norm": 0.6, "cosine": 0.99, "spectral": 0.97}
-    level, words, _ = verdict_of(write_run(tmp_path, leak, bound=1.0))
-    assert level == "recovered"
-    assert re.search(
-        r"Anyone who keeps these gradients recovers the labels with AUC 0\.9[67]\d", words
-    )
+@pytest.mark.parametrize(
+    ("leak", "whole_run", "level", "said"),
+    [
+        (
+            {"cosine": 0.99, "spectral": 0.97},
+            {},
+            "recovered",
+            [r"^Anyone who keeps these gradients recovers the labels with AUC 0\.9[67]\d"],
+        ),
+        (
+            {"cosine": 0.96},
+            {},
+            "recovered",
+            ["keeps these gradients and knows one clean gradient of a positive"],
+        ),
+        (
+            {"norm": 0.65},
+            {},
+            "leaking",
+            [
+                r"AUC 0\.6[45]\d, where chance gives 0\.5[67]\d",
+                r"chance \(by 4 standard errors\): cosine at cut and spectral at cut",
+            ],
+        ),
+        (
+            {},
+            {"accumulated_spectral": RunFigures(0.93, 0.91, 0.95)},
+            "recovered",
+            ["^Anyone who keeps the gradients of this run recovers", "interval 0.910 to 0.950"],
+        ),
+        (
+            {},
+            {
+                "accumulated_spectral": RunFigures(0.61, 0.58, 0.64),
+                "hint_combiner_50": RunFigures(0.92, 0.9, 0.94),
+            },
+            "recovered",
+            ["^Anyone who .* this run and knows 50 labels of the run recovers .* AUC 0.920"],
+        ),
+    ],
+)
+def test_a_verdict_begins_with_the_strongest_attack_and_what_it_needs(
+    tmp_path: Path,
+    leak: dict[str, float],
+    whole_run: dict[str, RunFigures],
+    level: str,
+    said: list[str],
+) -> None:
+    run_dir = write_run(tmp_path, CHANCE | leak, bound=1.0, summary=of_run(**whole_run))
+    found, words, left = verdict_of(run_dir)
+    assert found == level
+    assert all(re.search(text, words) for text in said), words
+    assert ("only the ledger covers the whole run" in left) is not bool(whole_run)
     assert "The ledger excludes nothing" in words
 
 
-def test_an_oracle_s_success_names_what_it_knows(tmp_path: Path) -> None:
-    leak = {"norm": 0.57, "cosine": 0.96, "spectral": 0.57}
-    level, words, _ = verdict_of(write_run(tmp_path, leak))
-    assert level == "recovered"
-    assert "keeps these gradients and knows one clean gradient of a positive" in words
-
-
-def test_a_leak_above_chance_is_told_with_both_figures(tmp_path: Path) -> None:
-    level, words, _ = verdict_of(write_run(tmp_path, CHANCE | {"norm": 0.65}))
-    assert level == "leaking"
-    assert re.search(r"AUC 0\.6[45]\d, where chance gives 0\.5[67]\d", words)
-    assert (
-        "No better than chance (by 4 standard errors): cosine at cut and spectral at cut" in words
-    )
+def test_a_verdict_counts_no_attack_that_reads_no_gradient(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, CHANCE | {"activation_spectral": 0.95}, settings=NOISY_LABELS)
+    level, words, left = verdict_of(run_dir)
+    assert level == "bounded"
+    assert "activation_spectral" not in words
+    assert "forward activations" not in left
+    assert "baseline, without gradients" in write_report(tmp_path).read_text(encoding="utf-8")
+    level, words, _ = verdict_of(write_run(tmp_path / "unmonitored", leak={}))
+    assert level == "unknown"
+    assert words.startswith("No attack was run")
 
 
 @pytest.mark.parametrize(
@@ -298,29 +344,6 @@ def test_a_raw_figure_contradicts_no_bound_where_the_adjusted_one_is_set_aside(
         assert words.startswith("The rows are too few to say what attacks tell") != disproved
 
 
-def test_the_whole_run_s_leak_is_the_headline(tmp_path: Path) -> None:
-    whole_run = of_run(accumulated_spectral=RunFigures(0.93, 0.91, 0.95))
-    level, words, left = verdict_of(write_run(tmp_path, summary=whole_run))
-    assert level == "recovered"
-    assert words.startswith(
-        "Anyone who keeps the gradients of this run recovers the labels with AUC 0.930."
-    )
-    assert "95 % interval 0.910 to 0.950" in words
-    assert "only the ledger covers" not in left
-
-
-def test_a_leak_of_the_whole_run_that_takes_known_labels_says_so(tmp_path: Path) -> None:
-    whole_run = of_run(
-        accumulated_spectral=RunFigures(0.61, 0.58, 0.64),
-        hint_combiner_50=RunFigures(0.92, 0.9, 0.94),
-    )
-    _, words, _ = verdict_of(write_run(tmp_path, summary=whole_run))
-    assert words.startswith(
-        "Anyone who keeps the gradients of this run and knows 50 labels of the run recovers the "
-        "labels with AUC 0.920."
-    )
-
-
 def test_accumulated_leak_stands_beside_the_ledger_epoch_by_epoch(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path)
     before = write_report(run_dir).read_text(encoding="utf-8")
@@ -331,38 +354,6 @@ def test_accumulated_leak_stands_beside_the_ledger_epoch_by_epoch(tmp_path: Path
     assert "accumulated_spectral (0.812)" not in before
     assert "accumulated_spectral (0.812)" in after
     assert "<title>3: 0.8123</title>" in after
-
-
-def test_what_a_party_s_own_activations_tell_is_no_leak_of_the_gradients(tmp_path: Path) -> None:
-    leak = CHANCE | {"activation_spectral": 0.95}
-    run_dir = write_run(tmp_path, leak, settings=NOISY_LABELS)
-    level, words, left = verdict_of(run_dir)
-    assert level == "bounded"
-    assert "activation_spectral" not in words
-    assert "forward activations" not in left
-    assert "baseline, without gradients" in write_report(tmp_path).read_text(encoding="utf-8")
-
-
-def test_without_a_leak_monitor_nothing_is_claimed(tmp_path: Path) -> None:
-    level, words, _ = verdict_of(write_run(tmp_path, leak={}))
-    assert level == "unknown"
-    assert words.startswith("No attack was run")
-
-
-def test_an_upper_bound_is_never_rounded_down() -> None:
-    assert auc_at_most(0.99561) == "0.996"
-    assert auc_at_most(0.9951) == "0.996"
-    assert auc_at_most(0.75) == "0.750"
-    assert auc_at_most(1.0) == "1.000"
-
-
-def test_a_guarantee_has_the_same_digits_everywhere_on_a_page(tmp_path: Path) -> None:
-    runs = [write_run(tmp_path / n, bound=g) for n, g in (("a", 0.99212), ("b", 0.99249))]
-    compared = write_comparison(runs, tmp_path / "comparison.html")
-    for page in (*map(write_report, runs), compared):
-        text = page.read_text(encoding="utf-8")
-        assert "0.993" in text
-        assert "0.992" not in text
 
 
 def test_earlier_layers_come_from_the_passive_party_and_the_cut_layer_does_not(
@@ -521,29 +512,6 @@ def test_a_comparison_shows_each_run_and_the_settings_that_differ(tmp_path: Path
     assert "defense.<wbr>strength.<wbr>power_<wbr>ratio" in differing  # where a line may end
     assert "contract.<wbr>epochs" not in differing
     assert "contract.run_name" not in differing
-
-
-def run_command(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(["report", *arguments])
-    return int(str(ended.value.code))
-
-
-def test_the_command_writes_where_it_is_told(tmp_path: Path) -> None:
-    first, second = (str(write_run(tmp_path / name)) for name in ("a", "b"))
-    assert run_command(first) == 0
-    assert (tmp_path / "a" / "active" / "report.html").is_file()
-    assert run_command(first, "--output", str(tmp_path / "one.html")) == 0
-    assert run_command("--compare", first, second, "--output", str(tmp_path / "two.html")) == 0
-    assert "2 runs side by side" in (tmp_path / "two.html").read_text(encoding="utf-8")
-
-
-def test_a_command_that_names_no_run_ends_with_exit_code_2(tmp_path: Path) -> None:
-    run_dir = str(write_run(tmp_path / "a"))
-    assert run_command() == 2
-    assert run_command(str(tmp_path)) == 2
-    assert run_command("--compare", run_dir) == 2
-    assert run_command(run_dir, "--compare", run_dir, run_dir) == 2
 
 
 def test_a_report_that_fails_is_logged_and_loses_nothing(
@@ -740,21 +708,19 @@ HOSTILE_LINES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("summary", HOSTILE_SUMMARIES)
-def test_a_passive_party_s_figures_of_another_form_are_left_out(
-    tmp_path: Path, summary: dict[str, Any]
-) -> None:
+def test_a_passive_party_s_figures_of_another_form_are_left_out(tmp_path: Path) -> None:
     """Its files come from another company: the active party's own figures are still shown."""
     write_run(tmp_path, {"norm": 0.6})
     passive = tmp_path / "passive"
     write_party(passive, {"cut": {"norm": 0.6}})
     written = json.loads((passive / SUMMARY).read_text())
-    (passive / SUMMARY).write_text(json.dumps(written | summary))
     with (passive / METRICS).open("a") as metrics:
         for line in HOSTILE_LINES:
             metrics.write(json.dumps(line) + "\n")
         metrics.write(f"{DEEP}\n")
-    assert "</html>" in write_report(tmp_path).read_text(encoding="utf-8")
+    for summary in HOSTILE_SUMMARIES:
+        (passive / SUMMARY).write_text(json.dumps(written | summary))
+        assert "</html>" in write_report(tmp_path).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

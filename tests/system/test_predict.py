@@ -69,8 +69,6 @@ needs_data = pytest.mark.skipif(
     "SPLITVEIL_DATA" not in os.environ, reason="the environment names no folder of data"
 )
 NAMES = (
-    "breast_cancer",
-    "breast_cancer_two_labs",
     "digits",
     pytest.param("vehicle", marks=needs_data),
     "wide_deep",

@@ -25,19 +25,16 @@ from splitveil.common.wire.table_codec import (
 from splitveil.common.wire.tensor_codec import TensorLimits
 from splitveil.passive_party.predict.service import InferenceService
 from splitveil.protos import split_learning_pb2 as pb
-from tests.support.joint import Trained, predicting, train, write_wide_deep
+from tests.support.joint import Trained, predicting, train
 from tests.support.several import write_several
 
 GIVEN = ("answers.whole_table=true",)
 
 
-@pytest.fixture(scope="module", params=["one", "three"])
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    folder = tmp_path_factory.mktemp(str(request.param))
-    if request.param == "one":
-        write_wide_deep(folder)
-    else:
-        write_several(folder)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder = tmp_path_factory.mktemp("three")
+    write_several(folder)
     return train(folder, folder / "runs")
 
 

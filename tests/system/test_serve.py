@@ -5,6 +5,7 @@ Equality is of bits, on the CPU, with the evaluation at the end of training.
 
 import json
 import logging
+import shutil
 import socket
 import ssl
 import threading
@@ -37,18 +38,11 @@ EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
 ANY_OVER_HTTP = ("serving.max_ids=100000",)
 
 
-def trained_example(name: str, folder: Path) -> Trained:
-    if name == "three_parties":
-        write_several(folder / name)
-        return train(folder / name, folder / "runs", "contract.aggregation=concat")
-    short = ("contract.epochs=2", "insecure_nonce_seed=4")
-    return train(EXAMPLES / name, folder / "runs", *short)
-
-
-@pytest.fixture(scope="module", params=("breast_cancer", "digits", "three_parties"))
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    name = str(request.param)
-    return trained_example(name, tmp_path_factory.mktemp(name))
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder = tmp_path_factory.mktemp("three")
+    write_several(folder)
+    return train(folder, folder / "runs", "contract.aggregation=concat")
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +52,14 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return train(folder, folder / "runs", active=("serving.fallback=true",))
 
 
-def test_answers_have_the_bits_of_the_evaluation(trained: Trained) -> None:
+@pytest.mark.parametrize("parties", ["two", "three"])
+def test_answers_have_the_bits_of_the_evaluation(
+    tmp_path_factory: pytest.TempPathFactory, three: Trained, parties: str
+) -> None:
+    """Of digits, ten classes of images, and of three parties."""
+    short = ("contract.epochs=2", "insecure_nonce_seed=4")
+    folder = tmp_path_factory.mktemp("digits")
+    trained = three if parties == "three" else train(EXAMPLES / "digits", folder, *short)
     ids, right = trained.test_ids[:150], expected(trained)[:150]
     with asked(trained, *ANY_OVER_HTTP) as program:
         told = program.ask(ids)
@@ -118,18 +119,6 @@ def test_a_passive_party_sees_the_same_messages_whatever_the_order_of_a_request_
             np.testing.assert_array_equal(told.probabilities, right[:40][::step])
     assert seen[0] == seen[1]
     assert [len(message) for message in seen[0]] == [15, 15, 12, 15, 15, 10]
-
-
-def test_unknown_ids_are_not_found_and_disturb_no_other(small: Trained) -> None:
-    known = small.test_ids[:3]
-    with asked(small) as program:
-        mixed = program.ask(["nobody", *known, "nobody else"])
-        nobody = program.ask(["nobody"])
-    assert (mixed.status, nobody.status) == (200, 404)
-    assert mixed.body["found"] == [False, True, True, True, False]
-    assert mixed.body["model"] == [None, "joint", "joint", "joint", None]
-    np.testing.assert_array_equal(mixed.probabilities[1:4], expected(small)[:3])
-    assert nobody.body["probabilities"] == [None]
 
 
 def own_features(small: Trained, ids: Sequence[str]) -> list[dict[str, object]]:
@@ -287,19 +276,6 @@ def test_nothing_of_a_stranger_s_body_is_read(small: Trained, token_file: Path) 
         assert b" 100 " in program.raw(head(**announced, Expect="100-continue"))
 
 
-def test_a_program_that_asks_too_fast_is_told_to_wait_and_others_are_not(
-    small: Trained, token_file: Path
-) -> None:
-    limits = (f"serving.token_file={token_file}", "serving.ids_per_second=0.001")
-    with asked(small, *limits) as program:
-        program.headers = {"Authorization": f"Bearer {TOKENS['billing']}"}
-        first, second = (program.ask(small.test_ids[:2]) for _ in range(2))
-        program.headers = {"Authorization": f"Bearer {TOKENS['scoring']}"}
-        other = program.ask(small.test_ids[:1])
-    assert (first.status, second.status, other.status) == (200, 429, 200)
-    assert int(second.headers["retry-after"]) > 1000
-
-
 def test_only_allowed_ids_are_answered_or_ever_sent(small: Trained, tmp_path: Path) -> None:
     (tmp_path / "ids.txt").write_text("\n".join(small.test_ids[:2]) + "\n")
     with (
@@ -367,37 +343,6 @@ def test_an_address_beyond_this_machine_needs_tls_and_known_programs(small: Trai
 # ---- a passive party that is away ----
 
 
-def test_requests_are_refused_at_once_while_a_passive_party_is_away_and_answered_when_it_is_back(
-    small: Trained,
-) -> None:
-    port, ids = free_port(), small.test_ids[:3]
-    with ExitStack() as resources:
-        with joint.serving(small.passive("passive"), port):
-            program = resources.enter_context(answering(small, ports={"passive": port}))
-            assert program.ask(ids).status == 200
-            assert program.get("/readyz").body == {"ready": True, "model": "joint", "reason": None}
-        away = program.ask(ids)
-        ready, healthy = program.get("/readyz"), program.get("/healthz")
-        with joint.serving(small.passive("passive"), port):
-            wait_until(lambda: program.get("/readyz").status == 200)
-            back = program.ask(ids)
-    assert away.status == 503
-    assert away.body["detail"]
-    assert "retry-after" in away.headers
-    assert (ready.status, healthy.status) == (503, 200)
-    assert ready.body["reason"]
-    np.testing.assert_array_equal(back.probabilities, expected(small)[:3])
-
-
-def test_a_lost_passive_party_is_noticed_without_a_request(small: Trained) -> None:
-    port = free_port()
-    with ExitStack() as resources:
-        with joint.serving(small.passive("passive"), port):
-            program = resources.enter_context(answering(small, ports={"passive": port}))
-            assert program.service.trouble is None
-        wait_until(lambda: program.service.trouble is not None)
-
-
 def test_a_party_with_another_model_is_named_and_never_asked(
     small: Trained, tmp_path: Path
 ) -> None:
@@ -412,23 +357,23 @@ def test_a_party_with_another_model_is_named_and_never_asked(
     assert small.run_id in told.body["detail"]
 
 
-def test_one_of_several_parties_away_is_enough_for_a_refusal(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    trained = trained_example("three_parties", tmp_path_factory.mktemp("three"))
-    names = list(trained.settings.passive)
+def test_while_one_of_several_parties_is_away_requests_are_refused_at_once(three: Trained) -> None:
+    trained, names = three, list(three.settings.passive)
     ports = {name: free_port() for name in names}
     with ExitStack() as resources:
         for name in names[:-1]:
             resources.enter_context(joint.serving(trained.passive(name), ports[name]))
         program = resources.enter_context(answering(trained, ports=ports))
         away = program.ask(trained.test_ids[:2])
+        ready, healthy = program.get("/readyz"), program.get("/healthz")
         last = joint.serving(trained.passive(names[-1]), ports[names[-1]])
         with last:
             wait_until(lambda: program.get("/readyz").status == 200)
             back = program.ask(trained.test_ids[:2])
-    assert away.status == 503
+    assert (away.status, ready.status, healthy.status) == (503, 503, 200)
+    assert "retry-after" in away.headers
     assert names[-1] in away.body["detail"]
+    assert names[-1] in ready.body["reason"]
     np.testing.assert_array_equal(back.probabilities, expected(trained)[:2])
 
 
@@ -499,15 +444,14 @@ def test_the_fallback_of_a_weighted_run_counts_rows_and_classes_as_the_run_does(
     assert abs(float((counted * found["plain"]).sum() / counted.sum()) - share) > 0.15
 
 
-def test_a_run_without_a_fallback_says_how_to_get_one(
-    trained: Trained, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    if trained.settings.active.data.features is None:
-        pytest.skip("the active party has no features")
-    ports = {name: free_port() for name in trained.settings.passive}
+def test_a_run_without_a_fallback_says_how_to_get_one(small: Trained, tmp_path: Path) -> None:
+    own = small.settings.active.run_folder("active")
+    without = shutil.ignore_patterns("alone.safetensors")
+    shutil.copytree(own, tmp_path / own.parent.name / "active", ignore=without)
+    overrides = (f"runs_dir={tmp_path}", "serving.fallback=true")
     with (
         pytest.raises(SettingsError, match=r"alone\.safetensors"),
-        answering(trained, "serving.fallback=true", ports=ports),
+        answering(small, *overrides, ports={"passive": free_port()}),
     ):
         pass
 

@@ -61,23 +61,13 @@ def told(small: Trained) -> Told:
     return told_after_requests(small)
 
 
-def outcomes(program: Program) -> dict[str, float]:
-    name = "splitveil_predict_requests_total"
-    found = {
-        dict(labels)["outcome"]: value
-        for (own, labels), value in series_of(program.status).items()
-        if own == name
-    }
-    return {outcome: number for outcome, number in found.items() if number}
-
-
-def ids_by_outcome(program: Program) -> dict[str, float]:
-    found = {
+def outcomes(program: Program, what: str = "requests") -> dict[str, float]:
+    """Return outcome -> number of requests or ids, of those that happened."""
+    return {
         dict(labels)["outcome"]: value
         for (name, labels), value in series_of(program.status).items()
-        if name == "splitveil_predict_ids_total"
+        if name == f"splitveil_predict_{what}_total" and value
     }
-    return {outcome: number for outcome, number in found.items() if number}
 
 
 # ---- what is told ----
@@ -95,7 +85,7 @@ def test_requests_are_counted_by_outcome_and_ids_by_what_became_of_them(
         program.ask([""])
         program.post(b"{")
         program.post(b'{"ids": ["' + 200_000 * b"x" + b'"]}')
-        found, ids = outcomes(program), ids_by_outcome(program)
+        found, ids = outcomes(program), outcomes(program, "ids")
     assert found == {"answered": 1, "not_found": 1, "too_large": 2, "unusable": 2}
     assert ids == {"joint": 4, "unknown": 2, "not_allowed": 1}
     assert value_of(program.status, "splitveil_predict_seconds_count") == 6
@@ -113,10 +103,11 @@ def test_programs_that_are_refused_are_counted(small: Trained, tmp_path: Path) -
         program.ask(small.test_ids[:1])
         program.headers = {"Authorization": f"Bearer {40 * 's'}"}
         program.ask(small.test_ids[:1])
-        program.ask(small.test_ids[:5])
-        found, ids = outcomes(program), ids_by_outcome(program)
+        refused = program.ask(small.test_ids[:5])
+        found, ids = outcomes(program), outcomes(program, "ids")
     assert found == {"answered": 1, "not_admitted": 1, "rate_limited": 1}
     assert ids == {"joint": 1, "rate_limited": 5}
+    assert int(refused.headers["retry-after"]) > 900
 
 
 def test_what_the_feature_owner_counts_is_what_was_asked(told: Told) -> None:
@@ -247,7 +238,7 @@ def test_the_state_of_a_passive_party_and_of_the_fallback_is_seen(small: Trained
             program.ask(ids)
         assert value_of(own, "splitveil_reconnects_total", peer="passive") == 1
     assert outcomes(program) == {"answered": 2, "fallback": 1}
-    assert ids_by_outcome(program) == {"joint": 6, "fallback": 3}
+    assert outcomes(program, "ids") == {"joint": 6, "fallback": 3}
     assert service.status.stage == "closing"
     assert value_of(own, "splitveil_failed_calls_total", reason="PeerUnreachable") >= 1
 
@@ -256,7 +247,7 @@ def test_requests_that_nobody_can_answer_are_counted(small: Trained) -> None:
     with answering(small, ports={"passive": free_port()}) as program:
         program.ask(small.test_ids[:3])
     assert outcomes(program) == {"unavailable": 1}
-    assert ids_by_outcome(program) == {"unavailable": 3}
+    assert outcomes(program, "ids") == {"unavailable": 3}
     assert value_of(program.status, "splitveil_answering", model="none") == 1
 
 

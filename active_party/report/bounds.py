@@ -81,12 +81,18 @@ def widest_bounded(bounds: Mapping[Covers, float]) -> Covers | None:
     return next((p for p in Covers if bounds.get(p, math.inf) < NO_BOUND), None)
 
 
-def coverage_of(defense: Mapping[str, Any]) -> Coverage:
-    """Return the peers whom the charges of a defense describe."""
+def defense_of(settings: Mapping[str, Any]) -> DefenseSettings | None:
+    """Return a defense from its settings as plain values; None for those of another version."""
     try:
-        return _SETTINGS.validate_python(defense).traits.coverage
+        return _SETTINGS.validate_python(settings)
     except ValidationError:
-        return COVERS_CLASS_MEANS
+        return None
+
+
+def coverage_of(defense: Mapping[str, Any]) -> Coverage:
+    """Return the peers whom the charges of a defense describe, by its settings as plain values."""
+    found = defense_of(defense)
+    return COVERS_CLASS_MEANS if found is None else found.traits.coverage
 
 
 def why_not_anybody(run: RunFiles, peers: Covers) -> str:

@@ -276,15 +276,15 @@ def _reply(
     # float32 to double and back is exact, so that the text holds every bit.
     given = answer.predicted.astype(np.float64).tolist()
     predicted = [one if known else None for one, known in zip(given, found, strict=True)]
-    told: dict[str, Any] = {
+    common: dict[str, Any] = {
         "found": found.tolist(),
         "model": [by.value for by in answer.answered_by],
         "run_id": run_id,
         "why_fallback": answer.why_fallback,
     }
     if numbers:
-        return NumberReply.model_construct(values=predicted, **told)
-    return PredictReply.model_construct(probabilities=predicted, classes=classes, **told)
+        return NumberReply.model_construct(values=predicted, **common)
+    return PredictReply.model_construct(probabilities=predicted, classes=classes, **common)
 
 
 async def _refused(_request: Request, error: Exception) -> JSONResponse:

@@ -121,7 +121,7 @@ class Rules(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class PendingReply:
     question: IdQuestion
-    """With the ids that may be asked for alone."""
+    """With those ids only that may be asked for."""
     num_ids: int
     is_allowed: NDArray[np.bool_]
     answer: "Future[Predictions] | None"
@@ -136,7 +136,7 @@ class AnsweredBy(Enum):
     JOINT = "joint"
     """Both halves of the trained model."""
     FALLBACK = "fallback"
-    """The model of the active party's own features alone."""
+    """The model of only the active party's own features."""
 
 
 class ServedPredictions(NamedTuple):
@@ -204,9 +204,9 @@ class AnswerService:
         allowed = self.rules.allowed_ids
         is_allowed = np.array([allowed is None or text in allowed for text in ids], np.bool_)
         if not is_allowed.all():
-            kept = np.flatnonzero(is_allowed)
-            ids = [ids[index] for index in kept]
-            own = None if own is None else own.rows(torch.from_numpy(kept))
+            at = np.flatnonzero(is_allowed)
+            ids = [ids[index] for index in at]
+            own = None if own is None else own.rows(torch.from_numpy(at))
         question = IdQuestion(ids, own)
         trouble = self.trouble if ids else None
         answer = self._batcher.submit(question) if ids and trouble is None else None
@@ -275,8 +275,8 @@ class AnswerService:
             answered_by[asked[found]] = AnsweredBy.JOINT
             left = np.flatnonzero(~predictions.found)
         if self._fallback is not None and len(left):
-            alone = self._fallback.predict(pending.question, left)
-            found = np.flatnonzero(alone.found)
-            predicted[asked[left[found]]] = alone.probabilities[found]
+            own = self._fallback.predict(pending.question, left)
+            found = np.flatnonzero(own.found)
+            predicted[asked[left[found]]] = own.probabilities[found]
             answered_by[asked[left[found]]] = AnsweredBy.FALLBACK
         return ServedPredictions(predicted, tuple(answered_by), why)

@@ -128,7 +128,7 @@ class OnlineStatus(PartyStatus):
         return Readiness(ready=False, reason=trouble)
 
     def facts(self) -> dict[str, str]:
-        """Return what the endpoint tells beside health and readiness."""
+        """Return what the endpoint says beside health and readiness."""
         return super().facts() | {"answering": self.answering}
 
     # ---- requests ----

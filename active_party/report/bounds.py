@@ -1,8 +1,8 @@
 """What a run's ledger bounds and what attacks reach beyond features, in words.
 
 Figures beyond features lead the verdict wherever a run has them: a leak AUC of all examples
-together contains what features tell, which no defense of gradients can hide. All of them are of the
-cut layer.
+together contains what features reveal, which no defense of gradients can hide. All of them are of
+the cut layer.
 """
 
 import math
@@ -113,14 +113,14 @@ def measured_of(run: RunFiles) -> BeyondFigures:
 
 
 def beyond_of(run: RunFiles) -> BeyondFigures:
-    """Return what a run's attacks tell beyond features; empty figures if it was not measured.
+    """Return what a run's attacks reveal beyond features; empty figures if it was not measured.
 
     Figures that say nothing of gradients are left out; ``in_words`` names them.
     """
     found = measured_of(run)
     aside = set_aside(found, guarantee_of(run))
-    kept = {name: one for name, one in found.adjusted.items() if name not in aside}
-    return replace(found, adjusted=kept)
+    adjusted = {name: one for name, one in found.adjusted.items() if name not in aside}
+    return replace(found, adjusted=adjusted)
 
 
 def reveals_something(beyond: BeyondFigures) -> bool:
@@ -137,7 +137,7 @@ def raw_figures(run: RunFiles) -> dict[str, float]:
 
 
 class Prior(NamedTuple):
-    """What the attacker's own features tell of the labels, without any gradient."""
+    """What the attacker's own features reveal of the labels, without any gradient."""
 
     leak_auc: float
     attack: str
@@ -147,8 +147,8 @@ class Prior(NamedTuple):
 def prior_of(run: RunFiles) -> Prior | None:
     """Return the strongest of the attacker's own models; None if none knows anything.
 
-    Each is a model of the passive party's activations, fitted to as many labels as an attack is
-    told: the joint model's AUC would say what both parties' features tell together, which no
+    Each is a model of the passive party's activations, fitted to as many labels as an attack
+    knows: the joint model's AUC would say what both parties' features reveal together, which no
     attacker has.
     """
     advantage = beyond_of(run).advantage

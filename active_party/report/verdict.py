@@ -250,15 +250,15 @@ def _headline(
             f"AUC {best.mean:.3f}."
         )
     if best.beats_chance or any(found.beats_chance for found in findings):
-        tell = (
+        said = (
             f"Single batches reveal something about the labels (AUC {best.mean:.3f}, where "
             f"chance gives {best.random_mean:.3f})"
         )
     else:
-        tell = "No attack that was run did better than chance on single batches"
+        said = "No attack that was run did better than chance on single batches"
     if whole_run is not None:
-        tell += f", and all epochs together reach AUC {whole_run.leak_auc:.3f}"
-    return f"{tell}; {in_short(bounds)}."
+        said += f", and all epochs together reach AUC {whole_run.leak_auc:.3f}"
+    return f"{said}; {in_short(bounds)}."
 
 
 def _doubts(

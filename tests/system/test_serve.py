@@ -62,13 +62,13 @@ def test_answers_have_the_bits_of_the_evaluation(
     trained = three if parties == "three" else train(EXAMPLES / "digits", folder, *short)
     ids, right = trained.test_ids[:150], expected(trained)[:150]
     with asked(trained, *ANY_OVER_HTTP) as program:
-        told = program.ask(ids)
-    assert told.status == 200
-    assert set(told.body["model"]) == {"joint"}
-    np.testing.assert_array_equal(told.probabilities, right)
+        answer = program.ask(ids)
+    assert answer.status == 200
+    assert set(answer.body["model"]) == {"joint"}
+    np.testing.assert_array_equal(answer.probabilities, right)
     names = trained.settings.active.data.class_names if right.ndim > 1 else ()
-    assert told.body["classes"] == (list(names) or None)
-    assert told.body["run_id"] == trained.run_id
+    assert answer.body["classes"] == (list(names) or None)
+    assert answer.body["run_id"] == trained.run_id
 
 
 def test_requests_that_come_together_are_asked_together_and_answered_with_the_same_bits(
@@ -112,11 +112,11 @@ def test_a_passive_party_sees_the_same_messages_whatever_the_order_of_a_request_
     with asked(small) as program:
         for step in (1, -1):
             seen.append([])
-            told = program.ask(ids[::step])
-            np.testing.assert_array_equal(told.probabilities, right[::step])
+            answer = program.ask(ids[::step])
+            np.testing.assert_array_equal(answer.probabilities, right[::step])
             known = ids[:40][::step]
-            told = program.ask(known, features=own_features(small, known))
-            np.testing.assert_array_equal(told.probabilities, right[:40][::step])
+            answer = program.ask(known, features=own_features(small, known))
+            np.testing.assert_array_equal(answer.probabilities, right[:40][::step])
     assert seen[0] == seen[1]
     assert [len(message) for message in seen[0]] == [15, 15, 12, 15, 15, 10]
 
@@ -173,9 +173,9 @@ def test_own_features_of_a_request_take_the_place_of_the_table_s(small: Trained)
 def test_bad_requests_are_refused_and_the_next_one_is_answered(
     limited: Program, small: Trained, body: bytes, status: int
 ) -> None:
-    told = limited.post(body)
-    assert told.status == status
-    assert set(told.body) == {"detail"}
+    answer = limited.post(body)
+    assert answer.status == status
+    assert set(answer.body) == {"detail"}
     assert limited.ask(small.test_ids[:1]).status == 200
 
 
@@ -298,14 +298,14 @@ def test_the_transcript_has_every_request_and_no_prediction(
     ids = small.test_ids[:3]
     caplog.set_level(logging.DEBUG)
     folders = [tmp_path / name for name in ("plain", "named")]
-    told = []
+    answers = []
     for folder, records_ids in zip(folders, ("false", "true"), strict=True):
         folder.mkdir()
         with (
             Transcript(folder, "active") as transcript,
             asked(small, f"serving.record_ids={records_ids}", transcript=transcript) as program,
         ):
-            told.append(program.ask([*ids, "nobody"]))
+            answers.append(program.ask([*ids, "nobody"]))
             program.ask([""])
         assert isinstance(verify(folder / "transcript.jsonl"), Verified)
         noted = answered_lines(folder)
@@ -317,7 +317,7 @@ def test_the_transcript_has_every_request_and_no_prediction(
     assert "ids" not in answered_lines(folders[0])[0]
     assert answered_lines(folders[1])[0]["ids"] == [*ids, "nobody"]
     written = caplog.text + "".join((f / "transcript.jsonl").read_text() for f in folders)
-    for probability in told[0].probabilities[:3]:
+    for probability in answers[0].probabilities[:3]:
         assert repr(float(probability))[:7] not in written
     assert not any(text in caplog.text for text in ids)
 
@@ -341,10 +341,10 @@ def test_a_party_with_another_model_is_named_and_never_asked(
     port = free_port()
     settings = small.passive("passive", f"runs_dir={other.settings.passive['passive'].runs_dir}")
     with joint.serving(settings, port), answering(small, ports={"passive": port}) as program:
-        told = program.ask(small.test_ids[:1])
-    assert told.status == 503
-    assert other.run_id in told.body["detail"]
-    assert small.run_id in told.body["detail"]
+        answer = program.ask(small.test_ids[:1])
+    assert answer.status == 503
+    assert other.run_id in answer.body["detail"]
+    assert small.run_id in answer.body["detail"]
 
 
 def test_while_one_of_several_parties_is_away_requests_are_refused_at_once(three: Trained) -> None:
@@ -405,9 +405,9 @@ def test_the_fallback_answers_where_the_passive_party_has_no_row(
     new = tmp_path / "active.csv"
     new.write_text("\n".join([*lines, "new-row,0,0.5,-0.25,w1"]) + "\n")
     with asked(small, "serving.fallback=true", table=new) as program:
-        told = program.ask([small.test_ids[0], "new-row", "nobody"])
-    assert told.body["model"] == ["joint", "fallback", None]
-    assert told.body["why_fallback"] is None
+        answer = program.ask([small.test_ids[0], "new-row", "nobody"])
+    assert answer.body["model"] == ["joint", "fallback", None]
+    assert answer.body["why_fallback"] is None
 
 
 def test_the_fallback_of_a_weighted_run_counts_rows_and_classes_as_the_run_does(
@@ -423,9 +423,9 @@ def test_the_fallback_of_a_weighted_run_counts_rows_and_classes_as_the_run_does(
     found = {}
     for name, trained in (("plain", small), ("weighted", run)):
         with answering(trained, "serving.fallback=true", ports={"passive": free_port()}) as program:
-            told = program.ask(trained.test_ids)
-        assert set(told.body["model"]) == {"fallback"}
-        found[name] = torch.from_numpy(told.probabilities)
+            answer = program.ask(trained.test_ids)
+        assert set(answer.body["model"]) == {"fallback"}
+        found[name] = torch.from_numpy(answer.probabilities)
     labels = small_labels(run, run.test_ids)
     counts = {row.split(",")[0]: float(row.rsplit(",", 1)[1]) for row in rows}
     counted = torch.tensor([counts[text] for text in run.test_ids]) * (1 + 7 * labels)
@@ -505,12 +505,12 @@ def test_an_authority_that_is_withdrawn_lets_nobody_in_any_more(
                 yield client
 
         def is_answered(client: ssl.SSLSocket) -> bool:
-            told = b""
+            answer = b""
             with suppress(OSError):
                 client.sendall(head("/healthz", "GET", Host="any"))
-                while b"serving" not in told and (part := client.recv(2**16)):
-                    told += part
-            return b"serving" in told
+                while b"serving" not in answer and (part := client.recv(2**16)):
+                    answer += part
+            return b"serving" in answer
 
         def lets_in(context: ssl.SSLContext, session: ssl.SSLSession | None = None) -> bool:
             with connected(context, session) as client:

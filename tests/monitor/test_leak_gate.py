@@ -28,7 +28,6 @@ from tests.support.stored import same, stored
 from tests.support.waiting import HANGS_AFTER_S
 
 STRONG = "defense={name: iso, noise_ratio: 32, insecure_noise_seed: 1}"
-MARVELL = "defense={name: marvell, strength: {power_ratio: 1000}, insecure_noise_seed: 1}"
 GATE = "leak_gate={max_leak_auc: 0.75, window_steps: 6"
 EPOCHS = "contract.epochs=8"
 
@@ -143,16 +142,6 @@ def test_the_gate_lets_a_strongly_defended_run_pass(example: Path, tmp_path: Pat
     parties, summary, lines = record(example, tmp_path, STRONG, GATE + "}")
     assert parties.session.stage is Stage.FINISHED
     assert (summary.of_active.gate, lines) == (GateFigures(findings=0, closed=False), [])
-
-
-def test_it_stops_one_whose_noise_the_class_means_hide_but_not_the_energy_across_them(
-    example: Path, tmp_path: Path
-) -> None:
-    """Fresh noise of `marvell` is of one class only across the gap, at every strength."""
-    parties, _, lines = record(example, tmp_path, MARVELL, GATE + "}")
-    assert isinstance(parties.session.error, LeakGateClosed)
-    assert "residual_energy" in str(parties.session.error)
-    assert len(lines) == 1
 
 
 def test_a_warning_comes_once_per_window_and_ends_nothing(

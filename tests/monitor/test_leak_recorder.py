@@ -71,7 +71,7 @@ def test_each_epoch_s_leak_is_written_once_whatever_is_evaluated(
         assert [line["epoch"] for line in party.of_kind("epoch_leak")] == [0, 1]
 
 
-@pytest.mark.parametrize("attack", ["cosine_majority", "mean", "hint_inner_product_1", "lda"])
+@pytest.mark.parametrize("attack", ["hint_inner_product_1", "lda"])
 def test_settings_can_name_other_attacks(tmp_path: Path, attack: str) -> None:
     chosen = f"attacks=[{attack}, accumulated_spectral]"
     parties = record(tmp_path, [f"leak_monitor.{chosen}"], [f"adversary.{chosen}"])

@@ -410,30 +410,6 @@ def test_the_fallback_answers_where_the_passive_party_has_no_row(
     assert answer.body["why_fallback"] is None
 
 
-def test_the_fallback_of_a_weighted_run_counts_rows_and_classes_as_the_run_does(
-    small: Trained, tmp_path: Path
-) -> None:
-    """At the minimum of the loss, the weighted sum of probabilities is that of the labels."""
-    write_wide_deep(tmp_path)
-    lines = (tmp_path / "active.csv").read_text().splitlines()
-    rows = [f"{line},{1 + 4 * (number % 2)}" for number, line in enumerate(lines[1:])]
-    (tmp_path / "active.csv").write_text("\n".join([f"{lines[0]},count", *rows]) + "\n")
-    weighted = ("data.class_weights=[1, 8]", "data.weight_column=count", "serving.fallback=true")
-    run = train(tmp_path, tmp_path / "runs", active=weighted)
-    found = {}
-    for name, trained in (("plain", small), ("weighted", run)):
-        with answering(trained, "serving.fallback=true", ports={"passive": free_port()}) as program:
-            answer = program.ask(trained.test_ids)
-        assert set(answer.body["model"]) == {"fallback"}
-        found[name] = torch.from_numpy(answer.probabilities)
-    labels = small_labels(run, run.test_ids)
-    counts = {row.split(",")[0]: float(row.rsplit(",", 1)[1]) for row in rows}
-    counted = torch.tensor([counts[text] for text in run.test_ids]) * (1 + 7 * labels)
-    share = float((counted * labels).sum() / counted.sum())
-    assert abs(float((counted * found["weighted"]).sum() / counted.sum()) - share) < 0.1
-    assert abs(float((counted * found["plain"]).sum() / counted.sum()) - share) > 0.15
-
-
 def test_a_run_without_a_fallback_says_how_to_get_one(small: Trained, tmp_path: Path) -> None:
     own = small.settings.active.run_folder("active")
     without = shutil.ignore_patterns("alone.safetensors")

@@ -348,18 +348,6 @@ def test_accumulated_leak_stands_beside_the_ledger_epoch_by_epoch(tmp_path: Path
     assert "<title>3: 0.8123</title>" in after
 
 
-def test_earlier_layers_come_from_the_passive_party_and_the_cut_layer_does_not(
-    tmp_path: Path,
-) -> None:
-    write_run(tmp_path, {"norm": 0.6})
-    write_party(tmp_path / "passive", {"cut": {"norm": 0.9}, "first": {"norm": 0.8}})
-    found = {(f.layer, f.attack): f.mean for f in map(finding_of, leak_series(read_run(tmp_path)))}
-    assert set(found) == {("cut", "norm"), ("first", "norm")}
-    assert math.isclose(found["cut", "norm"], 0.6, abs_tol=0.02)
-    assert math.isclose(found["first", "norm"], 0.8, abs_tol=0.02)
-    assert "Layers before the cut" not in verdict_of(tmp_path)[2]
-
-
 def test_a_passive_party_of_another_run_is_left_out(tmp_path: Path) -> None:
     write_run(tmp_path)
     write_party(tmp_path / "passive", {"first": {"norm": 0.8}})

@@ -36,16 +36,13 @@ from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import PartySettings, load_party_settings
-from splitveil.common.record.model_files import save_model
-from splitveil.common.record.trained_model import identity_metadata
-from splitveil.common.run.inference import ModelIdentity
+from splitveil.common.record.model_files import identity_metadata, save_model
+from splitveil.common.run.messages import ModelIdentity
 from splitveil.passive_party.predict.served_model import ServedModel
-from splitveil.passive_party.predict.server import InferenceServer
-from splitveil.passive_party.predict.service import InferenceService
-from splitveil.passive_party.predict.throttle import Throttle
+from splitveil.passive_party.predict.service import InferenceServer, InferenceService, Throttle
 from splitveil.passive_party.settings import PassiveSettings
-from splitveil.simulation import free_address
 from tests.support.certificates import make, use
+from tests.support.simulation import free_address
 
 CPU = torch.device("cpu")
 IDENTITY = ModelIdentity("benchmark", 1)

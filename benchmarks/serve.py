@@ -36,8 +36,8 @@ from splitveil.active_party.predict.predictor import open_predictor
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.passive_party.settings import PassiveSettings
-from splitveil.simulation import free_address
 from tests.support.certificates import make, use
+from tests.support.simulation import free_address
 
 ROWS = 20_000
 AIM_MS = 20.0

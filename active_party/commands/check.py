@@ -7,19 +7,19 @@ from functools import partial
 
 import numpy as np
 
-from splitveil.active_party.assembly import bounds_in_words
-from splitveil.active_party.defenses.example_keys import used_labels_file
-from splitveil.active_party.earlier_runs import answers_before
-from splitveil.active_party.grpc_server.probe_server import probe_checks
-from splitveil.active_party.settings import ActiveSettings
-from splitveil.active_party.trainer_builder import (
+from splitveil.active_party.assembly import (
+    bounds_in_words,
     earlier_targets_of,
     open_label_owners_model,
     subjects_of,
 )
+from splitveil.active_party.defenses.example_keys import used_labels_file
+from splitveil.active_party.earlier_runs import answers_before
+from splitveil.active_party.grpc_server.probe_server import probe_checks
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.data.ids import numbered_subjects
+from splitveil.common.data.kinds import open_table_source
 from splitveil.common.data.label_columns import count_others
-from splitveil.common.data.subjects import numbered
-from splitveil.common.data.table import open_table_source
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.factory import Trial, build_top_model, lone_row_in_words
 from splitveil.common.party import command_line
@@ -103,10 +103,12 @@ def _data_and_model(settings: ActiveSettings) -> str:
     if earlier is not None:
         earlier.put_into(model)
     subjects = subjects_of(settings, data)
-    persons = "" if subjects is None else f" of {len(np.unique(numbered(subjects)))} persons"
+    persons = (
+        "" if subjects is None else f" of {len(np.unique(numbered_subjects(subjects)))} persons"
+    )
     others = count_others(settings.data, open_table_source(settings.data, settings.base_dir))
     fits = f"the top model fits them{but}{others}"
-    return f"data: {data.summary()}{persons}; {fits}; {data.report.in_words()}"
+    return f"data: {data.summary()}{persons}; {fits}; {data.table.id_report.in_words()}"
 
 
 def check_files_and_address(settings: ActiveSettings) -> None:

@@ -23,7 +23,7 @@ from splitveil.active_party.http.status import OnlineStatus
 from splitveil.active_party.predict.predictor import Asked, Predictions, Predictor, asking_order
 from splitveil.common.data.features import Features
 from splitveil.common.run.contract import Contract
-from splitveil.common.run.inference import Embedded
+from splitveil.common.run.messages import Embedded
 from splitveil.common.wire.inference_codec import portions
 
 IN_FLIGHT = 4

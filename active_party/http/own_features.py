@@ -20,19 +20,22 @@ from splitveil.active_party.predict.predictor import Predictions
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind, kind_of
 from splitveil.active_party.training.own_models import build_alone, predictions_alone
-from splitveil.common.data.features import UNKNOWN_SLOT, FeatureEncoder, Features
+from splitveil.common.data.features import (
+    UNKNOWN_SLOT,
+    FeatureEncoder,
+    Features,
+    unknown_categories,
+)
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.sources import ColumnsInMemory, list_rows
 from splitveil.common.data.stored_ids import ABSENT
 from splitveil.common.data.table import Table, table_of
 from splitveil.common.data.table_files import settings_for
-from splitveil.common.data.unknown_categories import unknown_categories
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.served_rows import ServedRows
-from splitveil.common.record.model_files import ALONE
-from splitveil.common.record.trained_model import TrainedModel
+from splitveil.common.record.model_files import ALONE, TrainedModel
 from splitveil.common.run.contract import ACTIVE
-from splitveil.common.run.inference import ModelIdentity
+from splitveil.common.run.messages import ModelIdentity
 
 logger = logging.getLogger(__name__)
 

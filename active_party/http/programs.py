@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from splitveil.common.data.secret_files import read_secret
+from splitveil.common.data.source_settings import read_secret
 from splitveil.common.errors import SettingsError
 
 

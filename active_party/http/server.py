@@ -20,8 +20,8 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from splitveil.active_party.serving_settings import ServingTls
-from splitveil.common.data.secret_files import read_secret
+from splitveil.active_party.settings import ServingTls
+from splitveil.common.data.source_settings import read_secret
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.credentials import printable
 from splitveil.common.text.addresses import on_loopback, split_address

@@ -15,10 +15,14 @@ from enum import Enum
 from functools import partial
 
 from splitveil.active_party.http.programs import RequestError
-from splitveil.common.party.party_status import PartyStatus, Readiness
-from splitveil.common.party.registry import ANSWER_BUCKETS_S, SIZE_BUCKETS
+from splitveil.common.party.party_status import (
+    ANSWER_BUCKETS_S,
+    SIZE_BUCKETS,
+    PartyStatus,
+    ServingState,
+)
 from splitveil.common.record.transcript import Transcript
-from splitveil.common.record.transcript_lines import Answered
+from splitveil.common.record.transcript_lines import AnsweredRequest
 from splitveil.common.run.contract import ACTIVE, Contract
 
 STAGES = ("starting", "serving", "closing")
@@ -120,12 +124,12 @@ class OnlineStatus(PartyStatus):
         return self.answering == model
 
     @property
-    def readiness(self) -> Readiness:
+    def readiness(self) -> ServingState:
         """Whether the joint model answers."""
         trouble = self._trouble_of()
         if trouble is None:
-            return Readiness(ready=True, reason="the joint model answers")
-        return Readiness(ready=False, reason=trouble)
+            return ServingState(ready=True, reason="the joint model answers")
+        return ServingState(ready=False, reason=trouble)
 
     def facts(self) -> dict[str, str]:
         """Return what the endpoint says beside health and readiness."""
@@ -208,7 +212,7 @@ class CallLog:
         self._status.note_call(call, seconds)
         if self._transcript is not None:
             self._transcript.note_answered(
-                Answered(
+                AnsweredRequest(
                     program=call.program,
                     num_ids=len(call.ids),
                     found=call.found,

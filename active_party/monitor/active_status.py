@@ -13,8 +13,8 @@ from splitveil.active_party.ledger.bounds import LeakBounds, Spread
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.common.party.run_status import RunStatus
-from splitveil.common.privacy.covers import Covers
+from splitveil.common.party.party_status import RunStatus
+from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.record.figures import AttackFigure
 from splitveil.common.record.lines import (
     AlarmLine,
@@ -74,9 +74,9 @@ class ActiveStatus(RunStatus):
         gauge = self.metrics.gauge
         self._bound = gauge(
             "ledger_leak_auc_bound",
-            "AUC that no score of the peers in covers exceeds, by statistic over the training "
+            "AUC that no score of the peers in adversary exceeds, by statistic over the training "
             "examples; 1 without a bound.",
-            ["covers", "statistic"],
+            ["adversary", "statistic"],
         )
         self._estimate = gauge(
             "ledger_leak_auc_estimate",
@@ -89,7 +89,7 @@ class ActiveStatus(RunStatus):
             ["statistic"],
         )
         self._mu = gauge(
-            "ledger_mu", "Parameter of the Gaussian mechanism that all answers are.", ["covers"]
+            "ledger_mu", "Parameter of the Gaussian mechanism that all answers are.", ["adversary"]
         )
         self._epsilon = self.metrics.unknown_gauge(
             "ledger_epsilon", "Label differential privacy of all answers; +Inf for none."
@@ -156,10 +156,10 @@ class ActiveStatus(RunStatus):
         for statistic in Spread._fields:
             self._sum_kl.labels(statistic).set(getattr(bounds.sum_kl, statistic))
             self._estimate.labels(statistic).set(getattr(bounds.estimate, statistic))
-            for peers in Covers:
+            for peers in Adversary:
                 spread = bounds.against(peers).leak_auc
                 self._bound.labels(peers.value, statistic).set(getattr(spread, statistic))
-        for peers in Covers:
+        for peers in Adversary:
             mu = bounds.against(peers).mu
             self._mu.labels(peers.value).set(float("inf") if mu is None else mu)
         self._epsilon.set(float("inf") if bounds.epsilon is None else bounds.epsilon)

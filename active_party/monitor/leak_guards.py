@@ -33,7 +33,7 @@ import numpy as np
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.active_party.settings import LeakGateSettings
 from splitveil.common.errors import LeakGateClosed
-from splitveil.common.privacy.attacks import ATTACKS, SideInformation
+from splitveil.common.privacy.attacks import ATTACKS
 from splitveil.common.privacy.audit import BatchLeak
 from splitveil.common.record.figures import AttackFigure
 from splitveil.common.record.lines import AlarmLine, GateLine
@@ -46,7 +46,7 @@ from splitveil.common.text.upper_bounds import auc_at_most
 logger = logging.getLogger(__name__)
 
 _CLASS_ORACLES: frozenset[str] = frozenset(
-    name for name, attack in ATTACKS.items() if SideInformation.CLASSES in attack.needs
+    name for name, attack in ATTACKS.items() if attack.needs_classes
 )
 MIN_BATCHES = 20
 STANDARD_ERRORS = 4.0

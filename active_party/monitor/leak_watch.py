@@ -3,7 +3,7 @@
 Where labels are numbers, the figures are the share of them that the sent gradients explain, those
 of `splitveil.common.privacy.number_attacks`. They contain what features reveal: a gradient of
 targets follows the model's predictions, and those explain labels without any leak. At the end of
-the run the same attacks are measured beyond features, by `splitveil.common.privacy.adjusted_r2`:
+the run the same attacks are measured beyond features, by `splitveil.common.privacy.number_attacks`:
 those whose scores mean the same in every batch, which a direction that is found anew in each batch,
 with a sign of its own, does not.
 """
@@ -24,21 +24,21 @@ from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.errors import LeakGateClosed
 from splitveil.common.privacy.accumulation import RunScores
-from splitveil.common.privacy.adjusted_r2 import AdjustedR2, measure_numbers_beyond_features
-from splitveil.common.privacy.attacks import SideInformation
+from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.attacks import FINAL_ATTACKS, SideInformation
 from splitveil.common.privacy.audit import BatchLeak
 from splitveil.common.privacy.audit_worker import CpuBudget
-from splitveil.common.privacy.covers import Covers
-from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
 from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.privacy.number_attacks import (
     NUM_HINTS,
+    AdjustedR2,
     SummedGradients,
     informed_r2,
     informed_scores,
+    measure_numbers_beyond_features,
     top_direction_r2,
 )
-from splitveil.common.record.leak_figures import LeakFigures, NumberBeyond, NumberLeak
+from splitveil.common.record.figures import LeakFigures, NumberBeyond, NumberLeak
 from splitveil.common.record.leak_recorder import AuditedRun, LeakRecorder
 from splitveil.common.record.lines import NumberLeakLine
 from splitveil.common.record.metrics_log import MetricsLog
@@ -99,7 +99,7 @@ class LeakWatch:
         charge = result.report.charge
         # A bound for anybody is conditional on the features, and the scores of a batch also
         # reveal what features do: only figures adjusted for that are held against it.
-        is_for_all = charge.covers is Covers.ANYBODY
+        is_for_all = charge.adversary is Adversary.ANYBODY
         self._alarm.note_charge(batch.epoch, math.inf if is_for_all else charge.sum_kl)
         if self._numbers is not None:
             self._numbers.note_step(batch, result)

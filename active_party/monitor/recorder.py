@@ -21,8 +21,7 @@ from splitveil.active_party.training.predictions import PredictionFigures
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.errors import LeakGateClosed
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
-from splitveil.common.record.figures import AttackFigure, NumberFigures
-from splitveil.common.record.leak_figures import LeakFigures
+from splitveil.common.record.figures import AttackFigure, LeakFigures, NumberFigures
 from splitveil.common.record.lines import (
     AuditLine,
     EvaluationLine,
@@ -30,9 +29,8 @@ from splitveil.common.record.lines import (
     LedgerLine,
     TrainingLine,
 )
-from splitveil.common.record.metrics_log import ChartClock
+from splitveil.common.record.metrics_log import ChartClock, RunRecorder
 from splitveil.common.record.run_record import write_ledger_ahead
-from splitveil.common.record.run_recorder import RunRecorder
 from splitveil.common.record.summary import (
     ActiveFigures,
     EarlierAnswers,

@@ -26,8 +26,8 @@ from torch import Tensor
 from splitveil.active_party.training.predictions import measure_predictions
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.data.features import Features
-from splitveil.common.privacy.adjusted_r2 import NumberCovariates
 from splitveil.common.privacy.beyond_features import Covariates
+from splitveil.common.privacy.number_attacks import NumberCovariates
 from splitveil.common.run.course import Batch
 from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions

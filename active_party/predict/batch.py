@@ -31,9 +31,9 @@ from splitveil.common.party.party_settings import ReconnectSettings
 from splitveil.common.record.run_folder import write_bytes_atomically
 from splitveil.common.record.table_output import refusing_to_write, replacing, writer_of
 from splitveil.common.run.contract import Contract
+from splitveil.common.wire.connection import Retrying
 from splitveil.common.wire.inference_codec import portions
 from splitveil.common.wire.limits import ID_BYTES
-from splitveil.common.wire.retrying import Retrying
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Self
 import grpc
 
 from splitveil.common.errors import OtherModel, PeerUnreachable, SplitveilError
-from splitveil.common.run.inference import Embedded, ModelIdentity
-from splitveil.common.wire.connection import PeerConnection
+from splitveil.common.run.messages import Embedded, ModelIdentity
+from splitveil.common.wire.connection import MessageStream, PeerConnection
 from splitveil.common.wire.endpoint import HANDSHAKE_TIMEOUT_S, INFERENCE_SERVICE, method_path
 from splitveil.common.wire.inference_codec import (
     Described,
@@ -26,7 +26,6 @@ from splitveil.common.wire.inference_codec import (
     most_ids,
 )
 from splitveil.common.wire.limits import SMALL_BYTES, believed, reader
-from splitveil.common.wire.message_stream import MessageStream
 from splitveil.common.wire.tensor_codec import TensorLimits
 from splitveil.protos import split_learning_pb2 as pb
 

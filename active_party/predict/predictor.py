@@ -28,10 +28,9 @@ from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.factory import build_top_model
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.served_rows import ServedRows
-from splitveil.common.record.model_files import REFITTED, WEIGHTS
-from splitveil.common.record.trained_model import TrainedModel
+from splitveil.common.record.model_files import REFITTED, WEIGHTS, TrainedModel
 from splitveil.common.run.contract import ACTIVE, Aggregation
-from splitveil.common.run.inference import Embedded, ModelIdentity
+from splitveil.common.run.messages import Embedded, ModelIdentity
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import check_security
 from splitveil.common.wire.http_proxy import proxy_of_environment

@@ -13,18 +13,18 @@ from typing import Any, NamedTuple
 from pydantic import TypeAdapter, ValidationError
 
 from splitveil.active_party.defenses import DefenseSettings
-from splitveil.active_party.defenses.section import COVERS_CLASS_MEANS, Coverage
+from splitveil.active_party.defenses.section import AGAINST_CLASS_MEANS, Coverage
 from splitveil.active_party.report.figures import ABSENT, TableRow, figure
 from splitveil.active_party.report.run_files import RunFiles
+from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import CUT
-from splitveil.common.privacy.covers import Covers
-from splitveil.common.record.beyond_figures import (
+from splitveil.common.record.figures import (
     BeyondFigures,
+    LedgerFigures,
     is_clearly_above,
     passed_bounds,
     set_aside,
 )
-from splitveil.common.record.figures import LedgerFigures
 from splitveil.common.record.lines import LedgerLine
 from splitveil.common.text.upper_bounds import at_least, at_most, auc_at_most
 
@@ -37,13 +37,13 @@ _SETTINGS: TypeAdapter[DefenseSettings] = TypeAdapter(DefenseSettings)
 
 def guarantee_of(run: RunFiles) -> float:
     """Return the bound for anybody on the leak AUC of the most exposed example; NaN without one."""
-    return bounds_of(run).get(Covers.ANYBODY, math.nan)
+    return bounds_of(run).get(Adversary.ANYBODY, math.nan)
 
 
-def bounds_of(run: RunFiles) -> dict[Covers, float]:
+def bounds_of(run: RunFiles) -> dict[Adversary, float]:
     """Return the bound for each adversary class, of the most exposed example; empty without any."""
     ledger = ledger_of(run)
-    found = {} if ledger is None else {peers: ledger.against(peers).max for peers in Covers}
+    found = {} if ledger is None else {peers: ledger.against(peers).max for peers in Adversary}
     return {peers: bound for peers, bound in found.items() if bound is not None}
 
 
@@ -62,13 +62,13 @@ def _most(bounds: LedgerFigures) -> float:
     return math.inf if largest is None else largest  # infinite divergences are written as null
 
 
-def in_short(bounds: Mapping[Covers, float]) -> str:
+def in_short(bounds: Mapping[Adversary, float]) -> str:
     """Return the bound for the strongest adversary class that has one, as a part of a sentence."""
     peers = widest_bounded(bounds)
     if peers is None:
         return "nothing bounds the whole run"
     bound = auc_at_most(bounds[peers])
-    if peers is Covers.ANYBODY:
+    if peers is Adversary.ANYBODY:
         return f"the ledger guarantees at most {bound} for the whole run"
     return (
         f"over the whole run the ledger has a bound of {bound} for {peers.in_words}, and none for "
@@ -76,9 +76,9 @@ def in_short(bounds: Mapping[Covers, float]) -> str:
     )
 
 
-def widest_bounded(bounds: Mapping[Covers, float]) -> Covers | None:
+def widest_bounded(bounds: Mapping[Adversary, float]) -> Adversary | None:
     """Return the strongest adversary class for whom a bound says anything, if any."""
-    return next((p for p in Covers if bounds.get(p, math.inf) < NO_BOUND), None)
+    return next((p for p in Adversary if bounds.get(p, math.inf) < NO_BOUND), None)
 
 
 def defense_of(settings: Mapping[str, Any]) -> DefenseSettings | None:
@@ -92,18 +92,18 @@ def defense_of(settings: Mapping[str, Any]) -> DefenseSettings | None:
 def coverage_of(defense: Mapping[str, Any]) -> Coverage:
     """Return the peers whom the charges of a defense describe, by its settings as plain values."""
     found = defense_of(defense)
-    return COVERS_CLASS_MEANS if found is None else found.traits.coverage
+    return AGAINST_CLASS_MEANS if found is None else found.traits.coverage
 
 
-def why_not_anybody(run: RunFiles, peers: Covers) -> str:
+def why_not_anybody(run: RunFiles, peers: Adversary) -> str:
     """Return in words why the ledger's bound holds for some peers only."""
-    covers, why = coverage_of(run.active.settings.get("defense", {}))
-    if covers is peers or not covers.includes(peers):
+    adversary, why = coverage_of(run.active.settings.get("defense", {}))
+    if adversary is peers or not adversary.includes(peers):
         return why
     return (
-        f"The charges of the defense describe {covers.in_words}. What earlier runs told of these "
-        "rows does not, or something besides the answers tells of labels, such as allow_audits, a "
-        "leak gate that stops the run, or initial weights."
+        f"The charges of the defense describe {adversary.in_words}. What earlier runs told of "
+        "these rows does not, or something besides the answers tells of labels, such as "
+        "allow_audits, a leak gate that stops the run, or initial weights."
     )
 
 
@@ -157,7 +157,7 @@ def prior_of(run: RunFiles) -> Prior | None:
     return best if best is not None and best.leak_auc > 0.5 + _KNOWS_NOTHING else None
 
 
-def contradictions(run: RunFiles, bounds: Mapping[Covers, float]) -> Iterator[str]:
+def contradictions(run: RunFiles, bounds: Mapping[Adversary, float]) -> Iterator[str]:
     """Yield sentences about every statement of the ledger that attacks pass beyond features."""
     beyond = beyond_of(run)
     epsilon = beyond.epsilon

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from splitveil.active_party.defenses.projected.outlook import share_of_variance
+from splitveil.active_party.defenses.projected.label_utility import share_of_variance
 from splitveil.active_party.report.bounds import beyond_of, bounds_of, contradictions, guarantee_of
 from splitveil.active_party.report.figures import WITHOUT_GRADIENTS, Finding, strongest
 from splitveil.active_party.report.paired import Estimate, estimate_of
@@ -22,9 +22,9 @@ from splitveil.active_party.report.prices import (
 )
 from splitveil.active_party.report.run_files import RunFiles, num_classes
 from splitveil.active_party.report.verdict import RunLevel
-from splitveil.active_party.training.held_out import StoredPredictions, read_predictions
+from splitveil.active_party.training.evaluation import StoredPredictions, read_predictions
 from splitveil.common.data.label_range import ONE_NUMBER
-from splitveil.common.record.beyond_figures import is_clearly_above
+from splitveil.common.record.figures import is_clearly_above
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
 
 Outcome = Literal["pass", "fail", "open"]

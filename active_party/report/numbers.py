@@ -14,7 +14,7 @@ from splitveil.active_party.report.run_files import RunFiles, column, num_classe
 from splitveil.active_party.report.svg import Line
 from splitveil.active_party.report.verdict import RECOVERED, WEAK_GUARANTEE, Level, Verdict
 from splitveil.common.data.label_range import ONE_NUMBER
-from splitveil.common.record.leak_figures import NumberBeyond, NumberLeak
+from splitveil.common.record.figures import NumberBeyond, NumberLeak
 
 _NEEDS = {
     "top_direction": "nothing",

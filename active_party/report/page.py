@@ -28,14 +28,12 @@ from splitveil.active_party.report.figures import Finding
 from splitveil.active_party.report.run_files import RunFiles, read_run
 from splitveil.active_party.report.verdict import RunLevel, Verdict
 from splitveil.common.errors import SettingsError, SplitveilError
-from splitveil.common.party.rendering import render
-from splitveil.common.privacy.covers import Covers
-from splitveil.common.record.beyond_figures import set_aside
-from splitveil.common.record.circumstances import circumstances, traffic_rows
-from splitveil.common.record.figures import LedgerFigures
+from splitveil.common.party.report_parts import circumstances, read_traffic, render, traffic_rows
+from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.attacks import ATTACKS
+from splitveil.common.record.figures import LedgerFigures, set_aside
 from splitveil.common.record.lines import AuditLine
 from splitveil.common.record.run_folder import write_text_atomically
-from splitveil.common.record.traffic import read_traffic
 from splitveil.common.text.upper_bounds import at_least, at_most, auc_at_most
 
 logger = logging.getLogger("splitveil.active_party")
@@ -57,7 +55,7 @@ class _Compared(NamedTuple):
     """(layer, attack) -> its leak AUC of all epochs together."""
     verdict: Verdict
     ledger: LedgerFigures | None
-    bounds: dict[Covers, str]
+    bounds: dict[Adversary, str]
 
 
 def write_report(
@@ -127,7 +125,7 @@ def report_page(run: RunFiles) -> str:
         whole_run=verdict.highest(
             [one for one in accumulated if one.attack not in figures.WITHOUT_GRADIENTS]
         ),
-        not_run=sorted(set(verdict.OF_BATCHES) - {found.attack for found in findings}),
+        not_run=sorted(set(map(str, ATTACKS)) - {found.attack for found in findings}),
         looks_at_activations=len(of_gradients) < len(findings),
         has_passives=bool(run.passives),
         standard_errors=figures.STANDARD_ERRORS,
@@ -196,7 +194,7 @@ def comparison_page(runs: Sequence[RunFiles]) -> str:
         tests=tests,
         keys=keys,
         whole_run_keys=list(dict.fromkeys(key for one in compared for key in one.whole_run)),
-        peers_of_bounds=list(Covers),
+        peers_of_bounds=list(Adversary),
         figure=figures.figure,
         count=figures.count,
         training=panels.shared_training_panels(coloured),

@@ -18,7 +18,7 @@ from scipy.stats import rankdata
 
 from splitveil.active_party.report.figures import figure
 from splitveil.active_party.report.run_files import RunFiles
-from splitveil.active_party.training.held_out import StoredPredictions, read_predictions
+from splitveil.active_party.training.evaluation import StoredPredictions, read_predictions
 
 Z_95 = 1.959963984540054
 """Quantile of the normal distribution for an interval of 95 %."""

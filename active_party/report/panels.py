@@ -26,7 +26,7 @@ from splitveil.active_party.report.run_files import (
 )
 from splitveil.active_party.report.svg import Axis, Band, Chart, Dot, Line, Mark, Rule, round_axis
 from splitveil.active_party.report.verdict import RunLevel, is_oracle
-from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.record.figures import SpreadFigures
 from splitveil.common.record.lines import LedgerLine
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
@@ -214,12 +214,12 @@ def trade_off(dots: Sequence[Dot], measured: str) -> Markup | None:
 
 
 def _peer_marks(
-    epochs: Numbers, ledgers: Sequence[Mapping[Covers, SpreadFigures]]
+    epochs: Numbers, ledgers: Sequence[Mapping[Adversary, SpreadFigures]]
 ) -> Iterator[Mark]:
     """Yield the bound of the strongest adversary class for whom there is one, over epochs."""
     recorded = [
         (peers, [bounds[peers] for bounds in ledgers])
-        for peers in Covers
+        for peers in Adversary
         if any(bounds[peers].max is not None for bounds in ledgers)
     ]
     for peers, spreads in recorded:

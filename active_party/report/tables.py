@@ -6,13 +6,9 @@ from typing import Any
 from splitveil.active_party.report.bounds import bounds_of
 from splitveil.active_party.report.figures import ABSENT, Finding, TableRow, count, figure
 from splitveil.active_party.report.run_files import PartyFiles, RunFiles, num_classes
-from splitveil.active_party.report.verdict import (
-    RunLevel,
-    needs_of,
-)
-from splitveil.common.privacy.covers import Covers
-from splitveil.common.record.figures import AttackFigure
-from splitveil.common.record.leak_figures import ClassFigures, LeakByClass
+from splitveil.active_party.report.verdict import RunLevel, needs_of
+from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.record.figures import AttackFigure, ClassFigures, LeakByClass
 from splitveil.common.record.lines import AlarmLine, AuditLine, GateLine
 from splitveil.common.text.upper_bounds import auc_at_most
 from splitveil.common.text.wording import setting_in_words
@@ -133,10 +129,10 @@ def flattened(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
             yield f"{prefix}{name}", setting_in_words(value)
 
 
-def bound_cells(run: RunFiles) -> dict[Covers, str]:
+def bound_cells(run: RunFiles) -> dict[Adversary, str]:
     """Return the ledger's bound for the whole run in words, for each adversary class."""
     bounds = bounds_of(run)
-    return {peers: _bound_in_words(bounds.get(peers)) for peers in Covers}
+    return {peers: _bound_in_words(bounds.get(peers)) for peers in Adversary}
 
 
 def _bound_in_words(bound: float | None) -> str:

@@ -19,17 +19,11 @@ from splitveil.active_party.report.bounds import (
     measured_of,
     reveals_something,
 )
-from splitveil.active_party.report.figures import (
-    WITHOUT_GRADIENTS,
-    Finding,
-    strongest,
-)
+from splitveil.active_party.report.figures import WITHOUT_GRADIENTS, Finding, strongest
 from splitveil.active_party.report.run_files import RunFiles
-from splitveil.common.privacy.accumulation import NUM_HINTS, SOURCES
-from splitveil.common.privacy.attacks import ATTACKS, Attack, SideInformation
-from splitveil.common.privacy.covers import Covers
-from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
-from splitveil.common.record.beyond_figures import AdjustedFigures, BeyondFigures, is_clearly_above
+from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.attacks import ATTACKS, RUN_ATTACKS, SideInformation
+from splitveil.common.record.figures import AdjustedFigures, BeyondFigures, is_clearly_above
 from splitveil.common.text.upper_bounds import auc_at_most
 
 Level = Literal["recovered", "leaking", "unbounded", "bounded", "unknown"]
@@ -62,30 +56,17 @@ class _Need(NamedTuple):
         return f"{self.words} (evaluation only)" if self.is_oracle else self.words
 
 
-def _needs(attack: Attack) -> frozenset[_Need]:
-    return frozenset(_Need(need.words, need.is_free, need.is_oracle) for need in attack.needs)
+def _needs(kinds: frozenset[SideInformation], labels: str | None = None) -> frozenset[_Need]:
+    known = {_Need(kind.words, kind.is_free, kind.is_oracle) for kind in kinds}
+    return frozenset(known if labels is None else {*known, _Need(labels)})
 
 
-OF_BATCHES: Mapping[str, frozenset[_Need]] = {
-    str(name): _needs(attack) for name, attack in ATTACKS.items()
-}
 _OF_UNKNOWN = frozenset({_Need("what that attack is told")})
 """The needs of a user-defined attack: it cannot be assumed to work without labels."""
 
-_OWN_ACTIVATIONS = _Need(SideInformation.ACTIVATIONS.words, is_free=True)
-
 _NEEDS: Mapping[str, frozenset[_Need]] = {
-    **OF_BATCHES,
-    **{
-        str(name): frozenset({_Need(f"{NUM_HINTS[name]} labels of the run")})
-        if name in NUM_HINTS
-        else frozenset[_Need]().union(*(OF_BATCHES[source] for source in sources))
-        for name, sources in SOURCES.items()
-    },
-    **{
-        str(name): frozenset({_OWN_ACTIVATIONS, *([] if labels is None else [_Need(labels)])})
-        for name, labels in FINAL_ATTACKS.items()
-    },
+    **{str(name): _needs(attack.needs) for name, attack in ATTACKS.items()},
+    **{str(name): _needs(attack.needs, attack.labels) for name, attack in RUN_ATTACKS.items()},
 }
 
 
@@ -213,7 +194,7 @@ def _level(figures: Sequence[float], *, leaks: bool, bounded: bool) -> Level:
 def _headline(
     findings: Sequence[Finding],
     accumulated: Sequence[RunLevel],
-    bounds: Mapping[Covers, float],
+    bounds: Mapping[Adversary, float],
 ) -> str:
     whole_run = highest(accumulated)
     easiest = highest([one for one in accumulated if not _more_than_free(one.attack)])
@@ -249,7 +230,7 @@ def _headline(
 
 
 def _doubts(
-    alarms: int | None, accumulated: Sequence[RunLevel], bounds: Mapping[Covers, float]
+    alarms: int | None, accumulated: Sequence[RunLevel], bounds: Mapping[Adversary, float]
 ) -> Iterator[str]:
     """Yield the evidence against the ledger's figures."""
     if alarms:

@@ -40,12 +40,13 @@ from splitveil.active_party.defenses.label_mechanisms import (
     label_leak,
 )
 from splitveil.active_party.defenses.max_norm import MaxNorm
-from splitveil.active_party.defenses.multi_class import (
+from splitveil.active_party.defenses.multi_class_marvell import (
+    MultiClassMarvell,
     pair_divergences,
     power_for_worst_pair,
     solve_shared_noise,
+    worst_pair_factor,
 )
-from splitveil.active_party.defenses.multi_class_marvell import MultiClassMarvell, worst_pair_factor
 from splitveil.active_party.defenses.noise import InsecureSeededNoise
 from splitveil.active_party.defenses.strength import (
     DetectionError,

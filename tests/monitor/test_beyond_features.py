@@ -15,15 +15,15 @@ from splitveil.active_party.monitor.stated import hold_against, log_beyond, stat
 from splitveil.active_party.report import write_report
 from splitveil.active_party.report.run_files import read_run
 from splitveil.active_party.report.verdict import judge
-from splitveil.common.privacy.covers import Covers
-from splitveil.common.record.beyond_figures import (
+from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.record.figures import (
     AdjustedFigures,
     AdvantageFigures,
     BeyondFigures,
     EpsilonFigures,
+    LeakFigures,
     set_aside,
 )
-from splitveil.common.record.leak_figures import LeakFigures
 from splitveil.common.record.run_record import METRICS, read_summary, write_summary
 from splitveil.common.record.summary import Summary
 from splitveil.common.record.summary_tables import print_summary
@@ -137,7 +137,7 @@ class Overstated(Defense):
         pass
 
     def defend(self, batch):
-        report = DefenseReport(0.0, charge=LeakCharge(0.1, "bare", 0.1, Covers.ANYBODY))
+        report = DefenseReport(0.0, charge=LeakCharge(0.1, "bare", 0.1, Adversary.ANYBODY))
         return Defended(release(batch.gradients, batch.gradients), report)
 '''
 
@@ -148,7 +148,7 @@ def test_a_run_whose_attacks_pass_its_statements_says_so_everywhere(
     """In its log, in the verdict and in the report, which lead with it."""
     module = write_own_defenses(tmp_path, "defense_that_overstates")
     source = tmp_path / f"{module}.py"
-    imported = "from splitveil.active_party.defenses.interface import Covers\n"
+    imported = "from splitveil.active_party.defenses.interface import Adversary\n"
     source.write_text(source.read_text() + imported + OVERSTATED)
     monkeypatch.syspath_prepend(tmp_path)
     write_example(tmp_path, rows=ROWS)
@@ -212,7 +212,7 @@ class _Forgetful:
 
 def bounds(leak_auc: float, mu: float | None = None, epsilon: float | None = None) -> LeakBounds:
     spread = Spread(leak_auc, leak_auc, leak_auc)
-    of_peers = tuple(PeerBound(spread, mu) for _ in Covers)
+    of_peers = tuple(PeerBound(spread, mu) for _ in Adversary)
     return LeakBounds(Spread(1, 1, 1), spread, of_peers, epsilon)
 
 
@@ -229,7 +229,7 @@ def test_a_gaussian_mechanism_states_its_epsilon_at_the_delta_of_the_audit() -> 
     found = stated_epsilon(bounds(0.76, mu=1.0), 1e-5)
     assert found is not None
     assert found.epsilon == pytest.approx(4.377, abs=2e-3)
-    assert found.peers is Covers.ANYBODY
+    assert found.peers is Adversary.ANYBODY
     smaller = stated_epsilon(bounds(0.76, mu=1.0, epsilon=2.0), 1e-5)
     assert smaller is not None
     assert smaller.epsilon == 2.0

@@ -127,9 +127,9 @@ def test_the_gate_stops_a_run_without_a_defense(example: Path, tmp_path: Path) -
     parties, summary, lines = record(example, tmp_path, GATE + "}")
     session = parties.session
     assert session.stage is Stage.ENDED
-    assert isinstance(session.error, LeakGateClosed)
-    assert session.error.exit_code == 5
-    assert "above the limit of 0.75 (random scores: 0." in str(session.error)
+    assert isinstance(session.lifecycle.error, LeakGateClosed)
+    assert session.lifecycle.error.exit_code == 5
+    assert "above the limit of 0.75 (random scores: 0." in str(session.lifecycle.error)
     assert summary.counts.steps is not None
     assert 6 <= summary.counts.steps < 8 * 4
     assert summary.of_active.gate == GateFigures(findings=1, closed=True)

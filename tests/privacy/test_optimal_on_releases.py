@@ -25,7 +25,7 @@ from splitveil.active_party.defenses.projected.design import (
 )
 from splitveil.active_party.defenses.projected.features import Chunks, RowChunk
 from splitveil.active_party.defenses.projected.release import draw_release
-from splitveil.active_party.defenses.projected_stages import ProjectedLabels, StagePlan
+from splitveil.active_party.defenses.projected.stages import ProjectedLabels, StagePlan
 from splitveil.active_party.ledger.ledger import LeakLedger
 from splitveil.common.privacy.leakage import auc
 from splitveil.common.privacy.optimal import ReleasedSums, optimal

@@ -31,12 +31,19 @@ from splitveil.active_party.report.figures import finding_of, windows
 from splitveil.active_party.report.run_files import leak_series
 from splitveil.active_party.report.verdict import is_oracle, judge, needs_of, run_levels
 from splitveil.common.errors import SettingsError
-from splitveil.common.party.rendering import breakable
+from splitveil.common.party.report_parts import breakable
+from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import BatchAttackName, RunAttackName
-from splitveil.common.privacy.covers import Covers
-from splitveil.common.record.beyond_figures import AdjustedFigures, AdvantageFigures, BeyondFigures
-from splitveil.common.record.figures import AttackFigure, LedgerFigures, SpreadFigures
-from splitveil.common.record.leak_figures import LeakFigures, RunFigures
+from splitveil.common.record.figures import (
+    AdjustedFigures,
+    AdvantageFigures,
+    AttackFigure,
+    BeyondFigures,
+    LeakFigures,
+    LedgerFigures,
+    RunFigures,
+    SpreadFigures,
+)
 from splitveil.common.record.lines import (
     AlarmLine,
     AuditLine,
@@ -88,7 +95,7 @@ def write_party(
     """
     folder.mkdir(parents=True)
     values = {"defense": {"name": "marvell", "noise": "fresh"}} | dict(settings or {})
-    covers = coverage_of(values["defense"]).covers
+    adversary = coverage_of(values["defense"]).adversary
     rng = np.random.default_rng(1)
     lines: list[Line] = []
     for epoch in range(EPOCHS):
@@ -102,7 +109,8 @@ def write_party(
             lines.append(LeakLine(epoch, step, figures, 0.57 + noise))
         if bound is not None:
             anybody, honest, class_means = (
-                SpreadFigures(*[bound if covers.includes(peers) else 1.0] * 3) for peers in Covers
+                SpreadFigures(*[bound if adversary.includes(peers) else 1.0] * 3)
+                for peers in Adversary
             )
             bounds = LedgerFigures(
                 SpreadFigures(*[0.1 * (epoch + 1)] * 3),
@@ -284,7 +292,7 @@ def test_a_bound_that_does_not_hold_for_every_peer_says_for_whom(
     tmp_path: Path, defense: Mapping[str, Any], said: str
 ) -> None:
     level, words, _ = verdict_of(write_run(tmp_path, settings={"defense": defense}))
-    peers = coverage_of(defense).covers.in_words
+    peers = coverage_of(defense).adversary.in_words
     assert level == "unbounded"
     assert f"the ledger has a bound of 0.700 for {peers}, and none for others." in words
     assert "and no guarantee" in words

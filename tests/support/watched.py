@@ -19,18 +19,16 @@ from splitveil.active_party.trainer_builder import TrainerBuilder as TopBuilder
 from splitveil.common.alignment import build_engine
 from splitveil.common.party.command_line import draw_nonce
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.party.party_status import PartyStatus
-from splitveil.common.party.run_status import RunStatus
+from splitveil.common.party.party_status import PartyStatus, RunStatus
 from splitveil.common.record.summary import Summary
 from splitveil.common.wire.connection import PeerConnection
-from splitveil.passive_party.assembly import TrainerBuilder as BottomBuilder
+from splitveil.passive_party.assembly import BottomBuilder
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.opening import Aligner, Participant
-from splitveil.passive_party.recorder import PassiveRecorder
+from splitveil.passive_party.recorder import PassiveRecorder, noting_attempts
 from splitveil.passive_party.run import PassiveRun
-from splitveil.passive_party.watched_calls import WatchedCalls
-from splitveil.simulation import free_address, read_settings
 from tests.support.runs import CPU
+from tests.support.simulation import free_address, read_settings
 
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 """Name and labels -> value."""
@@ -92,8 +90,8 @@ def watched_run(folder: Path, into: Path, *active: str) -> Watched:
             phases=statuses[1].phases,
         )
         connection = PeerConnection(address, contract, transcript=statuses[1])
-        watch = WatchedCalls(statuses[1])
-        peer = GrpcPeer(connection, passive_settings.reconnect, watch=watch)
+        note = noting_attempts(statuses[1])
+        peer = GrpcPeer(connection, passive_settings.reconnect, note=note)
         run.run(stack.enter_context(peer))
     return Watched(*statuses, attacker.summary())
 

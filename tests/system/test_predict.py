@@ -30,12 +30,10 @@ from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy.leakage import auc
 from splitveil.common.record.model_files import save_tensors
 from splitveil.common.record.transcript import Transcript, Verified, compare, verify
-from splitveil.common.run.inference import ModelIdentity
+from splitveil.common.run.messages import ModelIdentity
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.passive_party.predict.served_model import ServedModel
-from splitveil.passive_party.predict.server import InferenceServer
-from splitveil.passive_party.predict.service import InferenceService
-from splitveil.passive_party.predict.throttle import Throttle
+from splitveil.passive_party.predict.service import InferenceServer, InferenceService, Throttle
 from tests.support.joint import (
     IN_TIME_S,
     Trained,

@@ -83,24 +83,15 @@ class LeakAlarm:
                     self._gains.setdefault((attack, layer), []).append(value - measured.random)
 
     def state_dict(self) -> dict[str, Any]:
-        gains: dict[str, dict[str, list[float]]] = {}
-        for (attack, layer), values in self._gains.items():
-            gains.setdefault(attack, {})[layer] = list(values)
-        return {
-            "largest": {str(epoch): charge for epoch, charge in self._largest.items()},
-            "gains": gains,
-        }
+        gains = [[*key, list(values)] for key, values in self._gains.items()]
+        return {"largest": list(map(list, self._largest.items())), "gains": gains}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._largest = {int(epoch): charge for epoch, charge in state["largest"].items()}
-        self._gains = {
-            (attack, layer): list(values)
-            for attack, layers in state["gains"].items()
-            for layer, values in layers.items()
-        }
+        self._largest = dict(state["largest"])
+        self._gains = {(attack, layer): list(values) for attack, layer, values in state["gains"]}
 
     def judge(self, last_epoch: int) -> list[Alarm]:
-        """Judge the epochs up to the last that were not judged; few batches wait for more."""
+        """Judge the epochs not judged before, up to the last; few batches wait for more."""
         if max(map(len, self._gains.values()), default=0) < MIN_BATCHES:
             return []
         charges = [

@@ -1,4 +1,4 @@
-"""What the ledger states, as a record holds it, and held against what attacks tell."""
+"""What the ledger states, as a record holds it, and held against what attacks reveal."""
 
 import logging
 import math
@@ -80,7 +80,7 @@ def hold_against(beyond: BeyondFigures, bounds: LeakBounds | None) -> BeyondFigu
 
 
 def log_beyond(beyond: BeyondFigures, bounds: LeakBounds | None) -> None:
-    """Log what attacks tell beyond features, and an alarm for every statement that they pass."""
+    """Log what attacks reveal beyond features, and an alarm for every statement that they pass."""
     strongest, epsilon = beyond.strongest(), beyond.epsilon
     if strongest is not None:
         attack, found = strongest

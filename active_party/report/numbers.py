@@ -81,7 +81,7 @@ def judge_numbers(run: RunFiles) -> Verdict:
     verdict = Verdict(
         _level(measured, found), f"{said}; {in_short(bounds)}.", with_features=with_features
     )
-    if guarantee_of(run) <= WEAK_GUARANTEE:  # the rest of what the figures contain, features tell
+    if guarantee_of(run) <= WEAK_GUARANTEE:  # features reveal the rest
         badge = "Bounded beyond what features tell"
         return replace(verdict, level="bounded", in_few_words=badge)
     return verdict

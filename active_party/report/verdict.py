@@ -130,7 +130,7 @@ def run_levels(run: RunFiles) -> list[RunLevel]:
 
 def judge(run: RunFiles, findings: Sequence[Finding], accumulated: Sequence[RunLevel]) -> Verdict:
     """Judge a run by the success of its attacks and by the bounds of its ledger."""
-    guarantee, bounds = guarantee_of(run), bounds_of(run)
+    bounds = bounds_of(run)
     findings = [found for found in findings if found.attack not in WITHOUT_GRADIENTS]
     accumulated = [one for one in accumulated if one.attack not in WITHOUT_GRADIENTS]
     figures, adjusted = beyond_of(run), measured_of(run).adjusted
@@ -139,8 +139,11 @@ def judge(run: RunFiles, findings: Sequence[Finding], accumulated: Sequence[RunL
     unadjusted = [one for one in accumulated if one.attack not in adjusted]
     doubts = list(_doubts(run.active.summary.of_active.leak_alarms, unadjusted, bounds))
     doubts += contradictions(run, bounds)
+    bounded = guarantee_of(run) <= WEAK_GUARANTEE and not doubts
     if not adjusted:
-        level = _level(findings, accumulated, guarantee, trusted=not doubts)
+        raw = [found.mean for found in findings] + [one.leak_auc for one in accumulated]
+        leaks = any(one.beats_chance for one in findings) or any(map(_above_chance, accumulated))
+        level = _level(raw, leaks=leaks, bounded=bounded) if raw else "unknown"
         return Verdict(level, _headline(findings, accumulated, bounds), doubts)
     strongest_beyond = figures.strongest()
     said = (
@@ -148,16 +151,9 @@ def judge(run: RunFiles, findings: Sequence[Finding], accumulated: Sequence[RunL
         if strongest_beyond is None
         else _headline_beyond(figures, strongest_beyond[0])
     )
-    level = _level_beyond(figures, guarantee, trusted=not doubts)
+    values = [found.value for found in figures.adjusted.values()]
+    level = _level(values, leaks=reveals_something(figures), bounded=bounded)
     return Verdict(level, f"{said}; {in_short(bounds)}.", doubts)
-
-
-def _level_beyond(figures: BeyondFigures, guarantee: float, *, trusted: bool) -> Level:
-    if any(found.value >= RECOVERED for found in figures.adjusted.values()):
-        return "recovered"
-    if reveals_something(figures):
-        return "leaking"
-    return "bounded" if guarantee <= WEAK_GUARANTEE and trusted else "unbounded"
 
 
 def _headline_beyond(figures: BeyondFigures, strongest_attack: str) -> str:
@@ -187,21 +183,12 @@ def _ease(attack: str, found: AdjustedFigures) -> tuple[bool, float]:
     return not _more_than_free(attack), found.value
 
 
-def _level(
-    findings: Sequence[Finding],
-    accumulated: Sequence[RunLevel],
-    guarantee: float,
-    *,
-    trusted: bool,
-) -> Level:
-    figures = [found.mean for found in findings] + [one.leak_auc for one in accumulated]
-    if not figures:
-        return "unknown"
-    if max(figures) >= RECOVERED:
+def _level(figures: Sequence[float], *, leaks: bool, bounded: bool) -> Level:
+    if max(figures, default=0.0) >= RECOVERED:
         return "recovered"
-    if any(found.beats_chance for found in findings) or any(map(_above_chance, accumulated)):
+    if leaks:
         return "leaking"
-    return "bounded" if guarantee <= WEAK_GUARANTEE and trusted else "unbounded"
+    return "bounded" if bounded else "unbounded"
 
 
 def _headline(
@@ -231,15 +218,15 @@ def _headline(
             f"AUC {best.mean:.3f}."
         )
     if best.beats_chance or any(found.beats_chance for found in findings):
-        tell = (
+        said = (
             f"Single batches reveal something about the labels (AUC {best.mean:.3f}, where "
             f"chance gives {best.random_mean:.3f})"
         )
     else:
-        tell = "No attack that was run did better than chance on single batches"
+        said = "No attack that was run did better than chance on single batches"
     if whole_run is not None:
-        tell += f", and all epochs together reach AUC {whole_run.leak_auc:.3f}"
-    return f"{tell}; {in_short(bounds)}."
+        said += f", and all epochs together reach AUC {whole_run.leak_auc:.3f}"
+    return f"{said}; {in_short(bounds)}."
 
 
 def _doubts(

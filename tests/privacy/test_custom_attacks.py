@@ -306,7 +306,7 @@ def test_the_alarm_passes_over_those_that_know_classes(tmp_path: Path) -> None:
         alarm = recorder._watch._alarm._alarm
         assert isinstance(alarm, LeakAlarm)
         alarm.note_leak(measured)
-        assert set(alarm.state_dict()["gains"]) == {"energy"}
+        assert {attack for attack, *_ in alarm.state_dict()["gains"]} == {"energy"}
 
 
 def test_check_names_them(tmp_path: Path, port: int, capsys: pytest.CaptureFixture[str]) -> None:

@@ -130,21 +130,6 @@ def test_an_indicator_tells_the_gaps_of_columns_that_had_some(tmp_path: Path, mi
     assert np.array_equal(told[:, 5:].numpy(), is_gap[:, [0, 1, 4]])
 
 
-def test_only_training_rows_decide_what_fills_a_gap(tmp_path: Path) -> None:
-    columns = gappy()
-    for strategy in ("mean", "median"):
-        first, _ = encode(load(tmp_path, columns, numeric="x*", missing_numeric=strategy), TRAINING)
-        others = np.setdiff1d(np.arange(COUNT), TRAINING)
-        x = as_matrix(columns)
-        x[others] *= 100
-        changed = {f"x{j}": pa.array(x[:, j], from_pandas=True) for j in range(4)}
-        changed["x4"] = columns["x4"]
-        second, _ = encode(
-            load(tmp_path, changed, numeric="x*", missing_numeric=strategy), TRAINING
-        )
-        assert first == second
-
-
 def test_what_is_not_asked_for_leaves_no_trace_in_a_stored_encoder(tmp_path: Path) -> None:
     """A run that was stored by an earlier version has the same digest."""
     data = load(tmp_path, gappy(), numeric="x*", missing_numeric="zero")

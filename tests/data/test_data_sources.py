@@ -16,7 +16,6 @@ import pyarrow as pa
 import pytest
 from pyarrow import fs, parquet
 
-from splitveil import simulation
 from splitveil.common.data import sources
 from splitveil.common.data.ids import read_subjects
 from splitveil.common.data.settings import DataSettings
@@ -25,7 +24,6 @@ from splitveil.common.data.table import read_table
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.settings import validate
-from tests.support.compared import assert_same_weights
 
 COUNT = 500
 FEATURES = {"numeric": "n*", "categorical": "c*"}
@@ -543,38 +541,6 @@ def test_postgresql_gives_the_same_bits_as_a_file(tmp_path: Path, one_file: str)
 
 
 # ---- both parties ----
-
-
-def test_a_run_from_a_store_and_a_database_is_one_from_files(
-    example: Path, tmp_path: Path, bucket: Bucket
-) -> None:
-    """The label owner's table in SQLite, the feature owner's on S3, in parts."""
-    from pyarrow import csv
-
-    active = csv.read_csv(example / "active.csv")
-    with sqlite3.connect(tmp_path / "people.sqlite") as database:
-        database.execute("create table people (id text, label int, own1 real, own2 real)")
-        insert = "insert into people values (?, ?, ?, ?)"
-        database.executemany(insert, [tuple(row.values()) for row in active.to_pylist()])
-    database.close()
-    write_parts(tmp_path / "parts", csv.read_csv(example / "passive.csv"))
-    bucket.upload(tmp_path / "parts", "run/parts")
-    store = f"{{endpoint: '{bucket.endpoint}'}}"
-    elsewhere = simulation.read_settings(
-        example,
-        [
-            "data.source={kind: sql, driver: sqlite, query: select * from people, uri: -}",
-            f"data.source.uri={tmp_path}/people.sqlite",
-            f"data.source.snapshot_dir={tmp_path}/kept",
-        ],
-        [f"data.source={{kind: parquet, path: 's3://bucket/run/parts', store: {store}}}"],
-    )
-    weights = []
-    for chosen in (simulation.read_settings(example), elsewhere):
-        run = simulation.build(chosen)
-        run.meet()
-        weights.append(run.weights())
-    assert_same_weights(*weights)
 
 
 def test_the_refusal_of_a_store_shows_no_address() -> None:

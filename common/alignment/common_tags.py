@@ -82,14 +82,7 @@ def secret_order(size: int, seed: bytes, store: ExchangeStore | None) -> SecretO
 def common_rows(
     own: TagList, of_peer: TagList, order: SecretOrder, store: ExchangeStore | None = None
 ) -> CommonRows:
-    """Return the rows of the common ids.
-
-    Args:
-        own: the tags of this party's ids, in their secret order.
-        of_peer: the tags of the peer's ids, in any order.
-
-    Raises InvalidMessage: they are not the tags of distinct ids.
-    """
+    """Return the rows of the common ids; InvalidMessage if the tags are not of distinct ids."""
     if store is None or store.memory_limit_bytes is None:
         parts = _parts_in_memory(own, of_peer, order)
     else:

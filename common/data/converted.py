@@ -76,12 +76,7 @@ def open_converted(
     split_column: str | None = None,
     id_rules: Sequence[IdRule] = AS_WRITTEN,
 ) -> Table:
-    """Open the converted columns that the settings name; convert the file first if necessary.
-
-    Raises:
-        DataError: the file cannot be used, or changes during the conversion.
-        StorageError: the cache cannot be written or read.
-    """
+    """Open the converted columns that the settings name; convert the file first if necessary."""
     if not isinstance(settings.source, CacheableSource):
         raise TypeError("only files can be converted")
     cache_dir = settings.source.resolve_cache(base_dir)

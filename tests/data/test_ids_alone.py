@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import csv, parquet
 
-from splitveil.common.data import table
+from splitveil.common.data import kinds, table
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.stored_ids import StoredIds
 from splitveil.common.errors import DataError
@@ -25,7 +25,7 @@ SPLITS = ["train", "validation", "test"]
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make many parts of a small table."""
     monkeypatch.setattr(table, "_ROWS_AT_ONCE", 64)
-    monkeypatch.setattr(table, "_SMALL_BYTES", 4096)
+    monkeypatch.setattr(kinds, "_SMALL_BYTES", 4096)
 
 
 def people() -> dict[str, list[Any]]:

@@ -75,8 +75,14 @@ class StoredIds(Sequence[str]):
     """Ids as one text, UTF-8, in a mapped file or in memory, with the end of each, (rows,)."""
 
     def __init__(self, text: NDArray[np.uint8], ends: NDArray[np.int64]) -> None:
-        self._text = text
+        self.text = text
         self.ends = ends
+
+    @classmethod
+    def open(cls, folder: Path, num_rows: int) -> "StoredIds":
+        """Map the ids of a folder; ValueError if its files are shorter than when written."""
+        ends = np.memmap(folder / ID_ENDS, np.int64, "r", shape=(num_rows,))
+        return cls(np.memmap(folder / IDS, np.uint8, "r", shape=(int(ends[-1]),)), ends)
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -90,7 +96,7 @@ class StoredIds(Sequence[str]):
     def __getitem__(self, index: int | slice) -> str | list[str]:
         rows = range(len(self))[index]
         if isinstance(rows, int):
-            return self._text[self._start(rows) : int(self.ends[rows])].tobytes().decode()
+            return self.text[self._start(rows) : int(self.ends[rows])].tobytes().decode()
         if rows.step == 1:
             return list(map(bytes.decode, self._between(rows.start, rows.stop)))
         return [self[row] for row in rows]
@@ -120,7 +126,7 @@ class StoredIds(Sequence[str]):
             return False
         # Position of each character of all texts together, counted from the start of its own.
         within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        found = self._text[np.repeat(starts, lengths) + within]
+        found = self.text[np.repeat(starts, lengths) + within]
         return bool(found.tobytes() == wanted.encode())
 
     def _start(self, row: int) -> int:
@@ -130,7 +136,7 @@ class StoredIds(Sequence[str]):
         """Yield the ids of consecutive rows, reading their text in one go."""
         origin = start = self._start(first)
         ends = self.ends[first:last].tolist()
-        text = self._text[origin : ends[-1] if ends else origin].tobytes()
+        text = self.text[origin : ends[-1] if ends else origin].tobytes()
         for end in ends:
             yield text[start - origin : end - origin]
             start = end

@@ -110,12 +110,12 @@ TAGS = st.lists(st.integers(1, 255), min_size=1, max_size=60, unique=True)
 def test_common_tags_are_those_of_both_sets_in_the_order_of_their_bytes(
     own: list[int], peer: list[int]
 ) -> None:
-    found = common_tags(*(np.frombuffer(tags_of(tags), "S16") for tags in (own, peer)))
+    found, positions = common_tags(*(np.frombuffer(tags_of(tags), "S16") for tags in (own, peer)))
     split = [tags_of([number]) for number in own]
     expected = sorted({*split} & {tags_of([number]) for number in peer})
-    assert found.tags.tobytes() == b"".join(expected)
-    assert found.positions.tolist() == [split.index(tag) for tag in expected]
-    assert found.positions.dtype == np.int64
+    assert found.tobytes() == b"".join(expected)
+    assert positions.tolist() == [split.index(tag) for tag in expected]
+    assert positions.dtype == np.int64
 
 
 @settings(max_examples=300, deadline=None)

@@ -1,4 +1,4 @@
-"""An exchange of ids that broke off: it continues where it was, and tells nothing more."""
+"""An exchange of ids that broke off: it continues where it was, and reveals nothing more."""
 
 import hashlib
 import random

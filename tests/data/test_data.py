@@ -221,13 +221,6 @@ def test_a_name_goes_before_a_pattern_and_a_pattern_before_the_star(tmp_path: Pa
     assert list(table.categorical) == ["C2"]
 
 
-def test_unneeded_columns_are_neither_read_nor_checked(tmp_path: Path) -> None:
-    table = read_csv(tmp_path, ROWS, id_column="id", features={"numeric": "x0"})
-    assert table.labels is None
-    assert list(table.numeric) == ["x0"]
-    assert not table.categorical
-
-
 def test_path_takes_an_environment_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -393,6 +386,7 @@ def test_bad_image_is_explained(tmp_path: Path, arrays: dict[str, Any], part: st
         ({"features": {"numeric": "x*", "categorical": "*0"}}, "'x0': a column is one of"),
         ({"features": {}}, "name at least one of"),
         ({"features": {"numerik": "x0"}}, "did you mean 'numeric'"),
+        ({"features": {"numeric": "x0", "missing_indicator": True}}, "missing_indicator"),
         ({"features": {"image": {"array": "x"}}}, "source of kind npz"),
         ({"label_column": None}, "name a label_column, features, or both"),
         ({"source": {"kind": "excel", "path": "x"}}, "excel"),

@@ -310,17 +310,6 @@ def test_a_bad_cell_is_named_with_its_row_in_the_file(
         assert part in str(raised.value)
 
 
-def test_one_class_only_and_no_rows_are_errors_in_a_cache_too(tmp_path: Path) -> None:
-    columns = rows()
-    source = {"kind": "csv", "path": "rows.csv", "cache_dir": "cache"}
-    write_csv(tmp_path / "rows.csv", {**columns, "label": ["0"] * 700})
-    with pytest.raises(DataError, match="all 700 labels are 0"):
-        convert(settings(source), tmp_path)
-    write_csv(tmp_path / "rows.csv", {name: [] for name in columns})
-    with pytest.raises(DataError, match="no rows"):
-        convert(settings(source), tmp_path)
-
-
 def test_different_ids_with_one_hash_are_no_duplicates() -> None:
     ids = ["a", "b", "c", "b"]
     assert repeated_rows(ids[:3], np.array([7, 7, 7])) == []

@@ -207,11 +207,6 @@ def test_a_word_that_is_none_is_counted_and_not_repeated(tmp_path: Path, cached:
     assert "holdout" not in str(caught.value)
 
 
-def test_a_column_that_is_not_there_is_named_with_the_nearest_one(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="there is no column 'Folds'; did you mean 'fold'"):
-        read(tmp_path, TABLE, "Folds")
-
-
 def test_id_label_and_features_are_no_split(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="'id' is the id, label or weight"):
         read(tmp_path, TABLE, "id")

@@ -13,7 +13,7 @@ from splitveil.common.alignment.common_tags import common_tags
 from splitveil.common.alignment.ecdh import EcdhEngine
 from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.ids import Allowed
-from splitveil.common.errors import AlignmentError, DataError, InvalidMessage
+from splitveil.common.errors import AlignmentError, InvalidMessage
 from splitveil.common.run.id_rules import TextId
 from tests.support.aligned import ENGINE, align_both, engine, usable_ids
 
@@ -80,21 +80,6 @@ def test_any_two_tables_align_as_the_sets_of_their_people(
         assert sorted(rows) == sorted(firsts[person] for person in common)
         orders.append([table[row] for row in rows])
     assert orders[0] == orders[1]
-
-
-@settings(max_examples=300, deadline=None)
-@given(TABLES, st.sampled_from((PLAIN, LOOSE)), st.randoms(use_true_random=False))
-def test_a_person_who_is_twice_in_a_table_is_refused_unless_the_first_row_is_chosen(
-    people: list[int], form: CanonicalForm, draw: random.Random
-) -> None:
-    raw = [written(person, draw, form) for person in people]
-    if len(set(people)) < len(people):
-        with pytest.raises(DataError, match=r"duplicate ids|equal to another id"):
-            usable_ids(raw, form)
-    else:
-        assert usable_ids(raw, form).rows == list(range(len(raw)))
-    found = usable_ids(raw, form, Allowed(duplicates=True))
-    assert found.rows == sorted(first_rows(people).values())
 
 
 def tags_of(numbers: Sequence[int]) -> bytes:

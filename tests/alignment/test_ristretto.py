@@ -97,10 +97,6 @@ def test_an_id_is_hashed_under_the_domain() -> None:
     assert ristretto.digest_ids(["Zoë"]) != hashlib.sha512("Zoë".encode()).digest()
 
 
-def test_an_empty_batch_is_an_empty_batch(group: Ristretto) -> None:
-    assert group.mask(b"", scalar(3)) == b""
-
-
 def test_a_library_without_the_group_is_refused() -> None:
     with pytest.raises(LibraryError, match="not a libsodium"):
         Ristretto("libc.so.6")

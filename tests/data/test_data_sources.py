@@ -228,24 +228,6 @@ def test_a_column_that_is_not_used_may_differ(tmp_path: Path) -> None:
     assert len(PartyData.load(settings({"kind": "parquet", "path": "parts"}), tmp_path).ids) == 500
 
 
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ({"path": "ftp://host/x"}, "not ftp://"),
-        ({"path": "s3://key:word-3391@bucket/x"}, "an address holds no credentials"),
-        ({"path": "s3://key:word/3391@bucket/x"}, "an address holds no credentials"),
-        ({"path": "rows.parquet", "store": {"region": "x"}}, "store is for addresses"),
-        ({"path": "abfs://container/x"}, "store.account"),
-        ({"path": "s3://b/x", "store": {"endpoint": "https://a:word-3391@host"}}, "store.endpoint"),
-        ({"path": "s3://b/x", "store": {"secret_key": "x"}}, "unknown setting"),
-    ],
-)
-def test_addresses_and_their_store_have_to_fit(source: dict[str, Any], expected: str) -> None:
-    with pytest.raises(SettingsError, match=expected) as refused:
-        settings({"kind": "parquet", **source})
-    assert "3391" not in str(refused.value)
-
-
 # ---- an object store ----
 
 
@@ -403,36 +385,6 @@ def test_a_bad_query_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     database.close()
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "ATTACH 'new.db' AS x",
-        "-- select\n; ATTACH 'new.db' AS x",
-        "/* select */ vacuum into 'new.db'",
-        "/* one */ attach 'new.db' as x /* two */ select",
-        "pragma journal_mode = wal",
-        "selection",
-    ],
-)
-def test_a_statement_that_may_write_another_file_is_refused(text: str) -> None:
-    """A database that is open for reading alone takes it."""
-    with pytest.raises(SettingsError, match="begins with SELECT or WITH"):
-        settings(query(query=text))
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "-- a note; with an end\n select * from people",
-        "/* from\n us */(SELECT * FROM people)",
-        "With p as (select * from people) select * from p",
-        "VALUES (1)",
-    ],
-)
-def test_a_query_may_be_written_in_several_ways(text: str) -> None:
-    settings(query(query=text))
-
-
 def test_a_database_that_is_not_there_is_refused_and_not_made(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="the database cannot be read"):
         PartyData.load(settings(query()), tmp_path)
@@ -474,35 +426,60 @@ def test_an_address_that_cannot_be_read_is_not_repeated(tmp_path: Path, address:
     assert "3391" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "uri",
-    [
-        "postgresql://me:word-3391@host/people",
-        "postgresql://me:word/3391@host/people",
-        "postgresql://host/people?password=word-3391",
-        "postgresql://host/people?pass%77ord=word-3391",
-        "host=host dbname=people password=word-3391",
-        "host=host password = 'word-3391'",
-        "postgresql://host/people?sslcert=x&sslpassword=word-3391",
-        "postgresql://host/people?oauth_client_secret=word-3391",
-    ],
-)
-def test_a_password_in_the_settings_is_refused_and_not_repeated(uri: str) -> None:
-    with pytest.raises(SettingsError, match="uri_file") as refused:
-        settings(query(driver="postgresql", uri=uri))
+NO_SELECT = "begins with SELECT or WITH"
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"path": "ftp://host/x"}, "not ftp://"),
+    ({"path": "s3://key:word-3391@bucket/x"}, "an address holds no credentials"),
+    ({"path": "s3://key:word/3391@bucket/x"}, "an address holds no credentials"),
+    ({"path": "rows.parquet", "store": {"region": "x"}}, "store is for addresses"),
+    ({"path": "abfs://container/x"}, "store.account"),
+    ({"path": "s3://b/x", "store": {"endpoint": "https://a:word-3391@host"}}, "store.endpoint"),
+    ({"path": "s3://b/x", "store": {"secret_key": "x"}}, "unknown setting"),
+    # A database that is open for reading takes statements that write another file.
+    ({"query": "ATTACH 'new.db' AS x"}, NO_SELECT),
+    ({"query": "-- select\n; ATTACH 'new.db' AS x"}, NO_SELECT),
+    ({"query": "/* select */ vacuum into 'new.db'"}, NO_SELECT),
+    ({"query": "/* one */ attach 'new.db' as x /* two */ select"}, NO_SELECT),
+    ({"query": "pragma journal_mode = wal"}, NO_SELECT),
+    ({"query": "selection"}, NO_SELECT),
+    ({"uri": "postgresql://me:word-3391@host/people"}, "uri_file"),
+    ({"uri": "postgresql://me:word/3391@host/people"}, "uri_file"),
+    ({"uri": "postgresql://host/people?password=word-3391"}, "uri_file"),
+    ({"uri": "postgresql://host/people?pass%77ord=word-3391"}, "uri_file"),
+    ({"uri": "host=host dbname=people password=word-3391"}, "uri_file"),
+    ({"uri": "host=host password = 'word-3391'"}, "uri_file"),
+    ({"uri": "postgresql://host/people?sslcert=x&sslpassword=word-3391"}, "uri_file"),
+    ({"uri": "postgresql://host/people?oauth_client_secret=word-3391"}, "uri_file"),
+]
+ACCEPTED = [
+    {"query": "-- a note; with an end\n select * from people"},
+    {"query": "/* from\n us */(SELECT * FROM people)"},
+    {"query": "With p as (select * from people) select * from p"},
+    {"query": "VALUES (1)"},
+    {"uri": "postgresql://me@host:5432/people"},
+    {"uri": "postgresql://me%40company@host:5432/people?sslmode=verify-full&passfile=pass"},
+    {"uri": "host=host user=me sslkey=me.key"},
+]
+
+
+def source_with(values: dict[str, Any]) -> dict[str, Any]:
+    if "path" in values:
+        return {"kind": "parquet", **values}
+    return query(driver="postgresql" if "uri" in values else "sqlite", **values)
+
+
+@pytest.mark.parametrize(("values", "expected"), REFUSED)
+def test_an_address_or_query_that_may_not_be_is_refused_and_no_password_repeated(
+    values: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(SettingsError, match=expected) as refused:
+        settings(source_with(values))
     assert "3391" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "uri",
-    [
-        "postgresql://me@host:5432/people",
-        "postgresql://me%40company@host:5432/people?sslmode=verify-full&passfile=pass",
-        "host=host user=me sslkey=me.key",
-    ],
-)
-def test_an_address_without_a_password_may_stand_in_the_settings(uri: str) -> None:
-    settings(query(driver="postgresql", uri=uri))
+@pytest.mark.parametrize("values", ACCEPTED)
+def test_queries_and_addresses_may_be_written_in_several_ways(values: dict[str, Any]) -> None:
+    settings(source_with(values))
 
 
 POSTGRESQL = os.environ.get("SPLITVEIL_POSTGRESQL", "")

@@ -16,7 +16,7 @@
     |  |- PeerLeft                     it announced that it stops
     |  |  `- PeerEndedForGood      5   for good: restarting does not help
     |  |- PeerRestarted                it was restarted, and the run must be opened again
-    |  |- RunStartedOver                 its run started over before any answer
+    |  |- RunStartedOver               its run started over before any answer
     |  `- ProtocolError                it broke a rule of the protocol
     |     |- InvalidMessage            the message cannot be what it claims to be
     |     |- OutOfStep                 a well-formed message at the wrong time

@@ -7,7 +7,7 @@ protocol and one that sends one long vector for each group of rows (`tests/suppo
 and prints Markdown: the AUC of each reading on the first batch, the last and over the whole run,
 beside the ledger's bound for the run and whom it is for. Bold is what passes it by more than chance
 does, which is .05 here. The reading ``informed`` is given predictions and slopes.
-``--deal-labels`` deals the labels out at random, so that features tell nothing of them.
+``--deal-labels`` deals the labels out at random, so that features reveal nothing of them.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def main() -> None:
                 read = found.readings[reading]
                 figures = (read.first_batch, read.last_batch, read.whole_run)
                 cells = " | ".join(cell(value, found.bound) for value in figures)
-                bound = f"{auc_at_most(found.bound)} | {found.covers}"
+                bound = f"{auc_at_most(found.bound)} | {found.adversary}"
                 print(f"| {title} | {what} | `{reading}` | {cells} | {bound} |", flush=True)
 
 

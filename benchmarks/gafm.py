@@ -1,4 +1,4 @@
-"""What do GAFM's gradients tell, over the whole course, and a peer who knows its activations?
+"""What do GAFM's gradients reveal, over the whole course, and a peer who knows its activations?
 
     SPLITVEIL_DATA=... OMP_NUM_THREADS=1 python -m benchmarks.gafm [--seeds 2] [--epochs 300]
 
@@ -85,7 +85,7 @@ class Reader(PassiveRecording):
     ) -> None:
         if len(received) <= 200:
             return
-        trainer = None if self.session is None else self.session.trainer
+        trainer = None if self.session is None else self.session.lifecycle.phase.trainer
         if trainer is None:
             raise RuntimeError("an answer before there is a trainer")
         labels, rows = trainer.labels_of(batch.positions), received.double()

@@ -14,7 +14,7 @@ papers have it, the last epoch and the worst one.
 gradients, and neither is the part of `hint_combiner` and `completion` that the party's features
 give to whoever knows as many labels (last line).
 ``--deal-labels`` takes that away: each run deals the labels out anew at random among the examples,
-so that features tell nothing of them, and all that an attack finds is the gradients' leak.
+so that features reveal nothing of them, and all that an attack finds is the gradients' leak.
 """
 
 import argparse
@@ -34,13 +34,11 @@ import torch
 
 from benchmarks.environment import print_environment
 from splitveil.active_party.monitor.stated import ledger_figures
-from splitveil.common.privacy.attacks import ATTACKS, CUT, RunAttackName
-from splitveil.common.privacy.covers import Covers
-from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
+from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.attacks import ATTACKS, CUT, FINAL_ATTACKS, RUN_ATTACKS, RunAttackName
 from splitveil.common.privacy.run_level import RunLevelLeak
 from tests.support.attacked_run import (
     BATCH_ATTACKS,
-    RUN_ATTACKS,
     AttackedRun,
     attacked_run,
     deal_labels,
@@ -133,7 +131,7 @@ def batch_table(runs: Mapping[str, Sequence[AttackedRun]], layer: str) -> list[s
     attacks = [
         name
         for name in BATCH_ATTACKS
-        if name in every[0].leak[layer] and (layer == CUT or ATTACKS[name].reads_gradients)
+        if name in every[0].leak[layer] and ATTACKS[name].runs_at(layer)
     ]
     lines = header(["defense", "test AUC", *(f"`{name}`" for name in attacks)])
     for defense, found in runs.items():
@@ -162,11 +160,11 @@ def run_table(runs: Mapping[str, Sequence[AttackedRun]]) -> list[str]:
     for defense, found in runs.items():
         leaks = [interval([r.run_level[layer][name] for r in found]) for layer, name in columns]
         estimate = average(found, lambda r: r.bounds.estimate.max)
-        bound = average(found, lambda r: r.bounds.against(Covers.CLASS_MEANS).leak_auc.max)
+        bound = average(found, lambda r: r.bounds.against(Adversary.CLASS_MEANS).leak_auc.max)
         lines.append(row([defense, *leaks, estimate, bound]))
-    told = every[0].features_alone.keys()
+    measured = every[0].features_alone.keys()
     alone = [
-        average(every, partial(features_alone, attack=name)) if name in told else ""
+        average(every, partial(features_alone, attack=name)) if name in measured else ""
         for _, name in columns
     ]
     return [*lines, row(["own features and the hints, no gradient", *alone, "", ""])]

@@ -4,6 +4,7 @@
 """
 
 import logging
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -57,14 +58,7 @@ class Authority(NamedTuple):
 
 
 def make_certificates(folder: Path, names: dict[str, str], days: int = PARTY_DAYS) -> None:
-    """Make an authority and one certificate per party, valid for some days.
-
-    ``names`` has the DNS name of each party's certificate, by the party's name.
-
-    Raises:
-        SettingsError: one of the files exists.
-        StorageError: a file cannot be written.
-    """
+    """Make an authority and a certificate per party; ``names`` has their DNS names by party."""
     existing = [path for path in _all_files(folder, names) if path.exists()]
     if existing:
         raise SettingsError(
@@ -77,12 +71,7 @@ def make_certificates(folder: Path, names: dict[str, str], days: int = PARTY_DAY
 
 
 def keep_certificates(folder: Path, names: dict[str, str], days: int = PARTY_DAYS) -> None:
-    """Make missing certificates; renew those that expire soon or carry another name.
-
-    Raises:
-        SettingsError: the authority's files exist and cannot be used.
-        StorageError: a file cannot be written.
-    """
+    """Make missing certificates; renew those that expire soon or carry another name."""
     if not authority_folder(folder).certificate.exists():
         make_certificates(folder, names, days)
         return
@@ -97,10 +86,6 @@ def renew_certificate(folder: Path, party: str, days: int = PARTY_DAYS) -> None:
 
     Between the two replacements, key and certificate do not match. A running party that reads them
     at that moment keeps the old ones and reads the files again at the next connection.
-
-    Raises:
-        SettingsError: the party has no certificate, or there is no authority.
-        StorageError: a file cannot be written.
     """
     own = PartyFolder(folder / party)
     names = dns_names(read_certificate(own.certificate))
@@ -125,7 +110,7 @@ def _issue(authority: Authority, own: PartyFolder, name: str, days: int) -> None
 
 def new_authority() -> Authority:
     key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "splitveil trial authority")])
+    name = common_name("splitveil trial authority")
     key_id = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
     certificate = (
         _builder(key.public_key(), name, name, AUTHORITY_DAYS)
@@ -138,12 +123,6 @@ def new_authority() -> Authority:
 
 
 def make_authority(folder: Path) -> Authority:
-    """Make an authority in a folder's subfolder ``authority``.
-
-    Raises:
-        SettingsError: it exists.
-        StorageError: a file cannot be written.
-    """
     own = authority_folder(folder)
     if own.private_key.exists() or own.certificate.exists():
         raise SettingsError(f"{own.folder} holds an authority, which will not be overwritten")
@@ -156,7 +135,7 @@ def make_authority(folder: Path) -> Authority:
 def party_certificate(
     authority: Authority, key: PublicKey, name: str, days: int
 ) -> x509.Certificate:
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
+    subject = common_name(name)
     issuer = authority.certificate.subject
     issuer_key = x509.AuthorityKeyIdentifier.from_issuer_public_key(
         authority.private_key.public_key()
@@ -172,6 +151,10 @@ def party_certificate(
         .add_extension(issuer_key, critical=False)
         .sign(authority.private_key, hashes.SHA256())
     )
+
+
+def common_name(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
 
 
 def _builder(
@@ -213,11 +196,6 @@ def _all_files(folder: Path, names: dict[str, str]) -> list[Path]:
 
 
 def read_certificate(path: Path) -> x509.Certificate:
-    """Read a certificate.
-
-    Raises:
-        SettingsError: the file cannot be read, or holds something else.
-    """
     try:
         found = x509.load_pem_x509_certificate(read_bytes(path, MAX_FILE_BYTES))
         dns_names(found)  # checks them, because the library parses lazily
@@ -229,25 +207,23 @@ def read_certificate(path: Path) -> x509.Certificate:
 
 
 def read_authority(folder: Path) -> Authority:
-    """Read an authority's certificate and key.
-
-    Raises:
-        SettingsError: a file cannot be read, or holds something else.
-    """
     own = authority_folder(folder)
     certificate = read_certificate(own.certificate)
-    try:
-        key_pem = read_bytes(own.private_key, MAX_FILE_BYTES)
-        key = serialization.load_pem_private_key(key_pem, password=None)
-    except OSError as error:
-        raise SettingsError(
-            f"{own.private_key}: {error.strerror}: no certificate can be signed"
-        ) from error
-    except (ValueError, TypeError, UnsupportedAlgorithm):
-        key = None
+    key = read_private_key(own.private_key, ": no certificate can be signed")
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise SettingsError(f"{own.private_key}: expected the authority's key in PEM form")
     return Authority(certificate, key)
+
+
+def read_private_key(path: Path, consequence: str = "") -> object:
+    """Return the private key in a file, of any kind; None if there is none that can be read."""
+    try:
+        data = read_bytes(path, MAX_FILE_BYTES)
+    except OSError as error:
+        raise SettingsError(f"{path}: {error.strerror}{consequence}") from error
+    with suppress(ValueError, TypeError, UnsupportedAlgorithm):
+        return serialization.load_pem_private_key(data, password=None)
+    return None
 
 
 def _suffices(certificate: x509.Certificate, name: str) -> bool:

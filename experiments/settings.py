@@ -133,7 +133,7 @@ class Figure(Section):
     statistic: str
     """For instance ``test_auc``, ``best_test_auc``, ``calibration_error``, ``steps_per_s``; for an
     attack ``mean``, ``q95``, ``first_epoch``, ``last_epoch``, ``worst_epoch``, ``run_level``, and
-    at the cut layer ``adjusted``: what it tells beyond features, over the run."""
+    at the cut layer ``adjusted``: what it reveals beyond features, over the run."""
 
     party: Party = "active"
     """The party that measured it: at the cut layer both do, and the active party's oracles know
@@ -320,14 +320,7 @@ def rows_of(name: str, variant: Variant) -> dict[str, dict[str, Swept]]:
 
 
 def load_experiment(name_or_path: str) -> tuple[str, Experiment, Path]:
-    """Return an experiment's name, its content, and the folder to which its paths refer.
-
-    Args:
-        name_or_path: name of a file in this folder, without its ending, or path of any file.
-
-    Raises:
-        SettingsError: the file does not exist or has mistakes, all of which are listed.
-    """
+    """Return an experiment's name, its content, and the folder to which its paths refer."""
     path = Path(name_or_path)
     if path.suffix != ".yaml":
         path = FOLDER / f"{name_or_path}.yaml"

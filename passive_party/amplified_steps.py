@@ -26,17 +26,12 @@ _AWAY_FROM_ZERO = 1e-7
 
 
 def amplify_steps(optimizer: Optimizer) -> None:
-    """Have an optimizer amplify every gradient from its second step on.
-
-    What it remembers from step to step is part of the optimizer's state, in checkpoints, too.
-    """
     for part in optimizer.parts if isinstance(optimizer, JoinedOptimizer) else [optimizer]:
         part.register_step_pre_hook(_amplify)
         part.register_step_post_hook(_remember)
 
 
 def amplified(gradient: Tensor, before: Tensor) -> Tensor:
-    """Return a gradient times its growth since the step before."""
     growth = 1.0 + gradient / (before + _AWAY_FROM_ZERO)
     return gradient * growth.clamp(1.0, LARGEST_FACTOR)
 

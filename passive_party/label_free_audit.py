@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from splitveil.common.privacy.accumulation import AccumulatedScores, ContinuousSign, standardised
-from splitveil.common.privacy.attacks import ATTACKS, CUT, LABEL_FREE, AttackName, Knowledge
+from splitveil.common.privacy.attacks import ATTACKS, LABEL_FREE, AttackName, Knowledge
 from splitveil.common.privacy.gradient_rows import GradientRows
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.privacy.residual_energy import residual_energy
@@ -22,8 +22,6 @@ from splitveil.common.run.sample_order import Positions
 
 
 class GatheredScores(NamedTuple):
-    """The scores of one attack on one layer for some examples."""
-
     attack: AttackName
     layer: str
     scores: Tensor
@@ -43,16 +41,13 @@ class LabelFreeAudit:
         self._signs: dict[str, ContinuousSign] = {}
 
     def wants(self, step: int) -> bool:
-        """Return whether a step of an epoch is to be attacked at all."""
         return step % self._every_steps == 0
 
     def leave_out(self) -> None:
-        """Count a batch that should have been attacked and was not."""
         with self._lock:
             self.left_out += 1
 
     def observe(self, observation: Observation) -> None:
-        """Attack one batch; its labels are not read."""
         if observation.positions is None or not self.wants(observation.step):
             return
         knowledge = Knowledge(activations=observation.activations)
@@ -73,7 +68,6 @@ class LabelFreeAudit:
             yield GatheredScores(attack, layer, values[rows])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of all sums so far."""
         with self._lock:
             sums: dict[str, dict[str, Any]] = {}
             for (layer, attack), gathered in self._sums.items():
@@ -87,7 +81,6 @@ class LabelFreeAudit:
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state that ``state_dict`` returned, or raise ValueError."""
         if list(state["attacks"]) != list(self._attacks):
             raise ValueError(
                 f"expected scores of {', '.join(self._attacks)}; "
@@ -122,8 +115,7 @@ class LabelFreeAudit:
             sign = self._signs.setdefault(layer, ContinuousSign())
             scores["accumulated_spectral"] = sign.turn(gradients.top)
         for name, attack in ATTACKS.items():
-            at_this_layer = layer == CUT or attack.reads_gradients
-            if name in self._attacks and at_this_layer:
+            if name in self._attacks and attack.runs_at(layer):
                 scores[name] = attack.score(gradients, knowledge)
         if "accumulated_residual_energy" in self._attacks:
             known = scores.get("residual_energy")

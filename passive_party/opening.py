@@ -1,10 +1,11 @@
-"""The opening of a run on the passive party's side: the handshake, then the alignment."""
+"""The active party as the passive party sees it, and the opening of a run: handshake, alignment."""
 
 import hashlib
 import hmac
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from splitveil.common.alignment import (
     Agree,
@@ -18,10 +19,46 @@ from splitveil.common.alignment import (
     receive_share,
 )
 from splitveil.common.errors import AlignmentError, ContractMismatch, InvalidMessage
+from splitveil.common.run import messages
 from splitveil.common.run.contract import ACTIVE, Contract
 from splitveil.common.run.messages import Offer, Opening
 from splitveil.common.run.sample_order import NONCE_BYTES
-from splitveil.passive_party.peer import Peer
+
+
+class Peer(Protocol):
+    """The requests that the active party takes. Any call may raise a ``PeerError``.
+
+    Training and evaluation have two halves, so that this party can use the time in between.
+    """
+
+    def handshake(
+        self, party: str, contract_json: str, commitment: bytes, offer: messages.Offer | None = None
+    ) -> messages.Opening:
+        """Open a run, or resume one."""
+
+    def open_alignment(self) -> AlignChannel:
+        """Open the channel on which the two alignment engines talk."""
+
+    def close_alignment(self) -> None:
+        """Wait until the peer has the alignment's result as well."""
+
+    def send_activation(self, activation: messages.Activation) -> None:
+        """Send the activation of a training batch; ``pipeline_depth`` may wait for gradients."""
+
+    def receive_gradient(self) -> messages.Answer:
+        """Wait for the defended gradient of the oldest activation that has none yet."""
+
+    def send_held_out(self, activation: messages.Activation) -> None:
+        """Send the activation of held-out rows; ``evaluations_ahead`` may wait for replies."""
+
+    def receive_course(self) -> messages.Course:
+        """Wait for the reply to the oldest held-out rows that have none: does the run continue?"""
+
+    def audit(self, question: messages.AuditQuestion) -> float:
+        """Ask for the leak AUC of the scores of the training rows, which has two digits."""
+
+    def leave(self, run_id: str, reason: messages.LeaveReason) -> None:
+        """Leave the run, and give the reason."""
 
 
 @dataclass(frozen=True)
@@ -35,23 +72,14 @@ class Participant:
 
     @property
     def index(self) -> int:
-        """Index of this party in the contract's order."""
         return self.contract.passive_parties.index(self.name)
 
     @property
     def has_companions(self) -> bool:
-        """Whether the run has other passive parties."""
         return len(self.contract.passive_parties) > 1
 
     def handshake(self, peer: Peer, nonce: bytes, offer: Offer | None = None) -> Opening:
-        """Open a run with the active party, or resume one.
-
-        Args:
-            nonce: this party's share of the joint seed, to which it commits itself.
-            offer: the run to resume; None for a new one.
-
-        Raises ContractMismatch: the active party holds another contract.
-        """
+        """Open a run, or resume the offered one; commit to the nonce. Raises ContractMismatch."""
         opening = peer.handshake(
             self.name, self.contract.canonical_json(), _commitment(nonce), offer
         )
@@ -122,7 +150,6 @@ class Aligner:
         return alignment if has_companions else alignment._replace(nonces=(nonce,))
 
     def forget(self) -> None:
-        """Forget the exchanges of a run that has finished."""
         if self.kept is not None:
             self.kept.discard()
         self.tried.forget()
@@ -152,7 +179,6 @@ class Aligner:
 
 
 def check_nonce(nonce: bytes) -> None:
-    """Check the length of the active party's share of the joint seed, or raise InvalidMessage."""
     if len(nonce) != NONCE_BYTES:
         raise InvalidMessage(f"nonce: expected {NONCE_BYTES} bytes, got {len(nonce)}")
 

@@ -1,17 +1,26 @@
 """Renders the passive party's report from the files in its folder of a run."""
 
+import argparse
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from splitveil.common.errors import SettingsError
-from splitveil.common.party.rendering import render
-from splitveil.common.record.circumstances import circumstances, traffic_rows
+from splitveil.common.party.json_output import print_json
+from splitveil.common.party.report_parts import (
+    Traffic,
+    Volume,
+    circumstances,
+    read_traffic,
+    render,
+    traffic_rows,
+)
 from splitveil.common.record.run_folder import write_json_atomically, write_text_atomically
 from splitveil.common.record.run_record import METRICS, find_summary, read_metrics, text_of
 from splitveil.common.record.summary import Summary
-from splitveil.common.record.traffic import Traffic, Volume, read_traffic
+from splitveil.common.record.values import as_mapping
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.text.wording import bytes_in_words
 from splitveil.common.text.yaml_text import RESOLVED, load_yaml
@@ -21,6 +30,8 @@ from splitveil.passive_party.feature_exposure import (
     exposure_from_json,
     exposure_to_json,
 )
+
+logger = logging.getLogger("splitveil.passive_party")
 
 EXPOSURE = "exposure.json"
 
@@ -41,16 +52,12 @@ _CONTENT: Mapping[str, str] = {
 
 
 class Left(NamedTuple):
-    """One kind of content that left."""
-
     content: str
     messages: str
     size: str
 
 
 class ColumnRow(NamedTuple):
-    """One column, and how well activations tell it."""
-
     name: str
     measure: str
     figure: str
@@ -59,8 +66,6 @@ class ColumnRow(NamedTuple):
 
 
 class PassiveFiles(NamedTuple):
-    """The files of a passive party's folder that the report reads."""
-
     folder: Path
     settings: Mapping[str, Any]
     summary: Summary
@@ -68,19 +73,18 @@ class PassiveFiles(NamedTuple):
     exposure: FeatureExposure | None
 
 
+def report(parsed: argparse.Namespace) -> None:
+    written = write_passive_report(parsed.run_dir, parsed.output)
+    if parsed.json:
+        print_json({"report": str(written)})
+    logger.info("report written to %s", written)
+
+
 def write_exposure(folder: Path, exposure: FeatureExposure) -> None:
     write_json_atomically(folder / EXPOSURE, exposure_to_json(exposure))
 
 
 def write_passive_report(folder: Path, output: Path | None = None) -> Path:
-    """Write the report of a passive party.
-
-    Args:
-        folder: the party's folder, ``runs/<run name>/passive``, or the run's with only one.
-        output: the file to write; ``report.html`` in the party's folder by default.
-
-    Returns the file written.
-    """
     own = folder / "passive" if (folder / "passive" / METRICS).is_file() else folder
     files = read_files(own)
     path = output or own / "report.html"
@@ -89,8 +93,9 @@ def write_passive_report(folder: Path, output: Path | None = None) -> Path:
 
 
 def read_files(folder: Path) -> PassiveFiles:
-    """Read a passive party's folder, or raise SettingsError."""
-    settings = _mapping(load_yaml(text_of(folder / "settings.yaml") or "{}", str(folder), RESOLVED))
+    settings = as_mapping(
+        load_yaml(text_of(folder / "settings.yaml") or "{}", str(folder), RESOLVED)
+    )
     if not (folder / METRICS).is_file() or "bottom_model" not in settings:
         raise SettingsError(f"{folder}: expected a passive party's folder of a run")
     try:
@@ -104,8 +109,7 @@ def read_files(folder: Path) -> PassiveFiles:
 
 
 def passive_page(files: PassiveFiles) -> str:
-    """Return the report as HTML; the same files give the same bytes."""
-    contract = _mapping(files.settings.get("contract"))
+    contract = as_mapping(files.settings.get("contract"))
     peer = _peer(files.settings, contract)
     exposure = files.exposure
     columns = () if exposure is None else exposure.columns
@@ -116,7 +120,7 @@ def passive_page(files: PassiveFiles) -> str:
         party=str(files.settings.get("party", "passive")),
         peer=peer,
         headline=_headline(files, peer),
-        told=list(_told(files, contract)),
+        revealed=list(_revealed(files, contract)),
         left=list(_left(files.traffic)),
         exposure=exposure,
         columns=[_row(one) for one in sorted(columns, key=lambda one: -one.gain_fraction)],
@@ -127,9 +131,9 @@ def passive_page(files: PassiveFiles) -> str:
 
 
 def _peer(settings: Mapping[str, Any], contract: Mapping[str, Any]) -> str:
-    if _mapping(settings.get("security")).get("mode") != "mtls":
+    if as_mapping(settings.get("security")).get("mode") != "mtls":
         return "a process on this machine, in plain text (nobody was authenticated)"
-    identity = _mapping(contract.get("identities")).get(ACTIVE, f"{ACTIVE}.splitveil")
+    identity = as_mapping(contract.get("identities")).get(ACTIVE, f"{ACTIVE}.splitveil")
     return f"{identity} (the name in the certificate that the peer showed, TLS 1.3)"
 
 
@@ -142,7 +146,7 @@ def _headline(files: PassiveFiles, peer: str) -> str:
     return f"{size} left, about {about}, to {peer}."
 
 
-def _told(files: PassiveFiles, contract: Mapping[str, Any]) -> Iterator[str]:
+def _revealed(files: PassiveFiles, contract: Mapping[str, Any]) -> Iterator[str]:
     rows, exposure = files.summary.counts.aligned_rows, files.exposure
     if rows is not None and exposure is not None:
         yield (
@@ -157,14 +161,15 @@ def _told(files: PassiveFiles, contract: Mapping[str, Any]) -> Iterator[str]:
             "the features behind it."
         )
     if exposure is None:
-        yield "What activations tell of features was not measured."
+        yield "What activations reveal of features was not measured."
         return
     best = max(exposure.columns, key=lambda one: one.gain_fraction, default=None)
     if best is not None:
         found = _row(best)
         yield (
-            f"Told best: {best.name}. Whoever knows it for some rows reconstructs it for others "
-            f"with {found.measure} {found.figure}, where no activation gives {found.without}."
+            f"Reconstructed best: {best.name}. Whoever knows it for some rows reconstructs it for "
+            f"others with {found.measure} {found.figure}, where no activation gives "
+            f"{found.without}."
         )
 
 
@@ -187,8 +192,7 @@ def _row(one: ColumnExposure) -> ColumnRow:
 
 
 def _agreed(settings: Mapping[str, Any], contract: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield this party's settings for the alignment and for audits."""
-    alignment = _mapping(contract.get("alignment"))
+    alignment = as_mapping(contract.get("alignment"))
     for name, label in (
         ("min_aligned", "fewest common ids (min_aligned)"),
         ("max_set_size", "most ids per exchange (max_set_size)"),
@@ -197,7 +201,7 @@ def _agreed(settings: Mapping[str, Any], contract: Mapping[str, Any]) -> Iterato
             yield label, f"{alignment[name]:,}"
     if isinstance(settings.get("alignment_attempts"), int):
         yield "ids that the peer may try (alignment_attempts)", f"{settings['alignment_attempts']}"
-    adversary = _mapping(settings.get("adversary"))
+    adversary = as_mapping(settings.get("adversary"))
     yield "audits allowed by the contract", _yes_no(value=contract.get("audits_allowed"))
     yield "this party asks for audits", _yes_no(value=adversary.get("audit"))
     labels = "yes (figures of them are not on this page)" if adversary.get("labels") else "no"
@@ -208,7 +212,3 @@ def _agreed(settings: Mapping[str, Any], contract: Mapping[str, Any]) -> Iterato
 
 def _yes_no(*, value: object) -> str:
     return "yes" if value is True else "no"
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}

@@ -9,7 +9,7 @@ from typing import Protocol
 import grpc
 
 from splitveil.common.alignment import ExchangeStore, StreamChannel
-from splitveil.common.party.presence import Presence
+from splitveil.common.party.party_status import Presence
 
 
 class Stream(Protocol):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from splitveil.active_party.defenses.objective import descend
-from splitveil.active_party.training.cut_memory import CutMemory
+from splitveil.active_party.defenses.projected.features import CutMemory
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
 from splitveil.active_party.training.predictions import LossWeights
 from splitveil.common.data.features import FeatureEncoder, Features
@@ -93,10 +93,7 @@ def _fitted(
     *,
     may_stay: bool,
 ) -> nn.Module:
-    """Return the best state of a copy by its loss on held-out rows.
-
-    ``training`` has the positions of the training rows, (training rows,), at least 2.
-    """
+    """Return the best state of a copy by its loss on held-out rows, for at least 2 rows."""
     generator = torch.Generator().manual_seed(fitting.seed)
     shuffled = training[torch.randperm(len(training), generator=generator)]
     num_held_out = max(1, round(HELD_OUT_SHARE * len(training)))

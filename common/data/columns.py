@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from splitveil.common.data.settings import DataSettings, FeatureSettings, Gaps
 from splitveil.common.data.sources import ArrowColumn, RowSource, list_rows, suggest
 from splitveil.common.errors import DataError, SettingsError
-from splitveil.common.run.splits import SPLITS
+from splitveil.common.run.sample_order import SPLITS
 
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 _MANTISSA_BITS = {16: 11, 32: 24, 64: 53}

@@ -19,9 +19,8 @@ from rich.console import Console
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_settings import PartySettings, PartySettingsT, load_party_settings
-from splitveil.common.party.place import ONLY, Place
-from splitveil.common.record.ended_run import end_of, has_finished
-from splitveil.common.record.run_folder import write_text_atomically
+from splitveil.common.party.workers import ONLY, Rank
+from splitveil.common.record.run_folder import end_of, has_finished, write_text_atomically
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.record.transcript import Broken, Verified, compare, verify
 from splitveil.common.run.contract import in_short
@@ -65,10 +64,6 @@ _SETTINGS = "settings.yaml"
 
 
 def verify_transcript(parsed: argparse.Namespace) -> None:
-    """Check one transcript, or two against each other, and print the result.
-
-    Raises SplitveilError: a chain is broken, or one party received what the other did not send.
-    """
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True, quiet=parsed.json)
     verified: list[Verified] = []
     files = [path for path in (parsed.transcript, parsed.against) if path is not None]
@@ -114,11 +109,7 @@ def _verified(path: Path) -> Verified:
 def load_settings(
     section: type[PartySettingsT], arguments: argparse.Namespace, party: str
 ) -> PartySettingsT:
-    """Load the settings that a command names, with its overrides, and log as they say.
-
-    Args:
-        party: this party's name in the overrides, where it may be left out.
-    """
+    """Load the settings that a command names, with its overrides, and log as they say."""
     overrides = [text.removeprefix(f"{party}.") for text in arguments.overrides]
     if arguments.runs is not None:
         overrides.append(f"runs_dir={arguments.runs}")
@@ -145,26 +136,24 @@ def torch_device(device: str, local_rank: int = 0) -> torch.device:
     return found
 
 
-def prepare(settings: PartySettings, place: Place = ONLY) -> torch.device:
+def prepare(settings: PartySettings, rank: Rank = ONLY) -> torch.device:
     """Set limits, the seed and the module search path; return the device to use."""
     _, most_descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError):  # some systems say "unlimited", and refuse that
         resource.setrlimit(resource.RLIMIT_NOFILE, (most_descriptors, most_descriptors))
     _find_own_modules(settings)
-    device = torch_device(settings.device, place.local_rank)
-    cores = len(os.sched_getaffinity(0)) // place.local_size
+    device = torch_device(settings.device, rank.local_rank)
+    cores = len(os.sched_getaffinity(0)) // rank.local_size
     torch.set_num_threads(settings.torch_threads or max(1, cores))
     torch.manual_seed(settings.model_seed)
     return device
 
 
 def _find_own_modules(settings: PartySettings) -> None:
-    """Make user-defined modules that lie beside the settings file importable."""
     sys.path.append(str(settings.base_dir.resolve()))
 
 
 def draw_nonce(settings: PartySettings) -> bytes:
-    """Return this party's share of the joint seed, 32 bytes."""
     if settings.insecure_nonce_seed is None:
         return secrets.token_bytes(32)
     logger.warning(
@@ -179,10 +168,7 @@ def resolved_yaml(settings: PartySettings) -> str:
 
 
 def takes_up(settings: PartySettings, *, fresh: bool, folder: Path) -> bool:
-    """Return whether a folder's run is taken up, and does not make room for a new one.
-
-    For a run that was ended for good, only the party itself knows whether it resumes.
-    """
+    """Return whether a folder's run is taken up, and does not make room for a new one."""
     if fresh:
         return False
     finished = has_finished(folder)
@@ -216,7 +202,6 @@ def is_finished(folder: Path) -> bool:
 
 
 def stored_settings(folder: Path) -> dict[str, Any]:
-    """Return the settings with which the run in a folder was started, as plain values."""
     path = folder / _SETTINGS
     found = read_yaml_file(path, RESOLVED)
     if not isinstance(found, dict) or not isinstance(found.get("data"), dict):
@@ -253,7 +238,6 @@ def report_check(
     *,
     as_json: bool = False,
 ) -> None:
-    """Print the resolved settings and the outcome of every successful check."""
     _find_own_modules(settings)
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True, quiet=as_json)
     console.print(resolved_yaml(settings), markup=False)

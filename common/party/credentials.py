@@ -46,14 +46,6 @@ class Credentials:
 
 
 class CredentialFiles:
-    """The three files of a party's credentials, which may be replaced while it runs.
-
-    Args:
-        certificate: PEM file with the party's own certificate first.
-        private_key: PEM file without a password, readable by its owner only.
-        authority: PEM file with every authority that may have signed the peer's certificate.
-    """
-
     def __init__(
         self, certificate: Path, private_key: Path, authority: Path, identity: str
     ) -> None:
@@ -104,7 +96,6 @@ class CredentialFiles:
 
 
 def credential_files(settings: PartySettings, party: str) -> CredentialFiles | None:
-    """Return the files that a party's settings name; None for an insecure connection."""
     match settings.security:
         case MutualTls() as tls:
             return CredentialFiles(

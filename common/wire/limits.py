@@ -1,8 +1,9 @@
 """Bounds everything that a peer may send; the only module that checks the fields of a message.
 
 Bounds that depend on the contract (rows, shape and length of a tensor) are checked where the tensor
-is put together, in ``tensor_codec.py``; everything here holds under any contract. A field without
-an entry in ``FIELDS`` or ``EXEMPT`` is refused, and fails a test.
+is put together, in ``tensor_codec.py``; everything here holds under any contract. Of a message in a
+field its own fields are checked, and an enumeration is one of its numbers. Any other field without
+an entry in ``FIELDS`` or ``EXEMPT``, unless it says yes or no, is refused, and fails a test.
 """
 
 from collections.abc import Callable, Mapping
@@ -99,8 +100,6 @@ that a peer cannot fill the disk with this party's own log."""
 
 
 class Bound(NamedTuple):
-    """The largest value or size of a field, and the reason for it."""
-
     most: int
     """In characters of a text, bytes, entries of a list, or as the value of a number."""
     why: str
@@ -163,7 +162,7 @@ FIELDS: Mapping[str, Bound] = {
     "AuditRequest.run_id": _NAME,
     "AuditRequest.epoch": _EPOCH,
     "AuditRequest.attack": _NAME,
-    "AuditRequest.layer": Bound(256, "the audit desk checks the form of the name"),
+    "AuditRequest.layer": Bound(256, "the audit service checks the form of the name"),
     "AuditRequest.positions_digest": _POSITIONS,
     "AuditReply.leak_auc_percent": Bound(100, "per cent"),
     "LeaveRequest.run_id": _NAME,
@@ -193,44 +192,20 @@ FIELDS: Mapping[str, Bound] = {
 EXEMPT: Mapping[str, str] = {
     "HandshakeRequest.resume_places[]": "only compared with batches that this party has reached",
     "HandshakeReply.resumes_at": "has to be one of the batches that were offered",
-    "AlignFrame.hello": "a message: its own fields are bounded",
-    "AlignHello.resume": "a message: its own fields are bounded",
-    "AlignFrame.points": "a message: its own fields are bounded",
-    "AlignFrame.tags": "a message: its own fields are bounded",
-    "AlignFrame.done": "a message: its own fields are bounded",
-    "AlignFrame.commitment": "a message: its own field is bounded",
-    "AlignFrame.wait": "a message, without fields",
-    "AlignFrame.share": "a message: its own fields are bounded",
     "AlignShare.nonces[]": "has to match its commitment",
     "HandshakeReply.nonce_commitments[]": "small_messages requires 32 bytes",
     "TensorFrame.rows": "tensor_codec compares it with the contract's max_rows",
     "TensorFrame.total_bytes": "tensor_codec: exactly the size that follows from the shape",
     "TensorFrame.offset": "tensor_codec: exactly the bytes received before",
     "TensorFrame.data": "tensor_codec: one chunk, or the whole tensor",
-    "HandshakeReply.survey": "yes or no",
-    "TensorFrame.split": "an enumeration: one of its numbers",
-    "TensorFrame.dtype": "an enumeration: one of its numbers",
-    "EvaluateReply.course": "an enumeration: one of its numbers",
-    "EvaluateReply.split": "an enumeration: one of its numbers",
-    "AuditRequest.scores": "the message's own bound; the desk requires one per training row",
-    "LeaveRequest.reason": "an enumeration: one of its numbers",
-    "Introduction.id_form": "a message: its own fields are bounded",
+    "AuditRequest.scores": "the message's own bound; the service requires one per training row",
     "IdForm.length": "only compared and shown",
-    "IdForm.hexadecimal": "yes or no",
-    "IdForm.leading_zeros": "yes or no",
-    "IdForm.decimal_point": "yes or no",
-    "IdForm.shortened": "yes or no",
-    "ProbeRequest.introduction": "a message: its own fields are bounded",
-    "ProbeReply.introduction": "a message: its own fields are bounded",
     "DescribeReply.batch_number": "only compared with this party's own",
     "DescribeReply.max_ids": "inference_codec: at least 1; the own bound holds as well",
     "EmbedRequest.number": "repeated in the reply, and used for nothing else",
     "EmbedRequest.ids[]": "inference_codec: ID_BYTES",
-    "TableRequest.last": "yes or no",
     "TableReply.sealed": "table_codec: exactly the size that follows from the number of tags",
-    "TableReply.last": "yes or no",
     "EmbedReply.number": "has to be that of a request that waits",
-    "EmbedReply.dtype": "an enumeration: one of its numbers",
     "EmbedReply.data": "inference_codec: exactly the size that follows from the shape",
 }
 
@@ -243,12 +218,7 @@ class Refused(bytes):
 
 
 def reader(kind: type[MessageT], most_bytes: int) -> Callable[[bytes], MessageT | Refused]:
-    """Return a parser for gRPC. It never raises, because gRPC would report the error its own way.
-
-    Args:
-        kind: the type of message.
-        most_bytes: larger messages are not even parsed.
-    """
+    """Return a parser for gRPC that never raises: gRPC would report the error its own way."""
 
     def read(data: bytes) -> MessageT | Refused:
         try:
@@ -266,11 +236,7 @@ def reader(kind: type[MessageT], most_bytes: int) -> Callable[[bytes], MessageT 
 
 
 def believed(message: MessageT | Refused) -> MessageT:
-    """Return a message that a ``reader`` has parsed.
-
-    Raises:
-        ProtocolError: the reader has refused it.
-    """
+    """Return a message that a ``reader`` has parsed. Raises ProtocolError."""
     if isinstance(message, Refused):
         raise message.kind(message.why)
     return message
@@ -279,12 +245,8 @@ def believed(message: MessageT | Refused) -> MessageT:
 def check_fields(message: Message) -> None:
     """Check every field of a message, and of the messages inside it, against its bound.
 
-    Raises:
-        TooLarge: a field exceeds its bound.
-        InvalidMessage: an enumeration has an unknown number, a field has no bound, or there are
-            fields that this version does not know. Both parties speak the same version, so a
-            message with unknown fields is of another kind, such as a tensor that parses as a
-            goodbye.
+    Raises TooLarge or InvalidMessage. Both parties speak the same version, so that a message with
+    unknown fields is of another kind, such as a tensor that parses as a goodbye.
     """
     if len(UnknownFieldSet(message)):
         raise InvalidMessage(f"{message.DESCRIPTOR.name}: has unknown fields")
@@ -296,7 +258,7 @@ def check_fields(message: Message) -> None:
             _check_enumeration(name, field.enum_type, value)
         elif name in FIELDS:
             _check_size(name, value)
-        elif name not in EXEMPT:
+        elif name not in EXEMPT and field.type != field.TYPE_BOOL:
             raise InvalidMessage(f"{name}: a field without a bound")
 
 

@@ -15,10 +15,7 @@ from splitveil.deploy.init.columns import Column
 
 
 def objections_to(cells: Any, allowed: Allowed) -> tuple[list[str], int]:
-    """Return why a run refuses ids, with the option for it, and how many rows have their own.
-
-    DataError: the column holds neither texts nor whole numbers.
-    """
+    """Return why a run refuses ids, with the option for it, and how many rows have their own."""
     raw = read_ids(WrittenColumn(cells, "ids"), may_be_floats=True)
     form = CanonicalForm()
     rows = unusable_rows(raw, form.of(raw), form)

@@ -20,7 +20,6 @@ from splitveil.passive_party.settings import PassiveSettings
 
 
 def check(parsed: argparse.Namespace) -> None:
-    """Check settings, data and model without training, and the connection if it is asked for."""
     settings = command_line.load_settings(PassiveSettings, parsed, "passive")
 
     def connection() -> str:

@@ -371,7 +371,7 @@ def test_ledgers_of_earlier_runs_add_up(example: Path, tmp_path: Path) -> None:
         assert mu_squared(parties) == pytest.approx(0.09 * number)
         folder = tmp_path / str(number)
         folder.mkdir()
-        save_tensors(folder, LEDGER, parties.session.account_book().state_dict())
+        save_tensors(folder, LEDGER, parties.session.lifecycle.phase.account_book().state_dict())
         earlier = f"earlier_ledgers=[{folder / 'checkpoint'}]"
     fourth = build(example, defense(strength="{mu: 0.3}"), earlier, "run_budget={sum_kl: 0.31}")
     with pytest.raises(BudgetExhausted, match="stage 1"):
@@ -385,7 +385,7 @@ def test_each_training_row_is_charged_all_stages_at_once_and_no_other_row_is(
 ) -> None:
     parties = build(example, defense(strength="{mu: 0.3}"))
     run_in_process(parties)
-    rows, accounts = parties.active.rows, parties.session.answering.budget.accounts.course
+    rows, accounts = parties.active.rows, parties.session.lifecycle.answering.budget.accounts.course
     assert rows is not None
     bounds = accounts.bounds(rows.splits["train"]).sum_kl
     assert bounds.max == bounds.mean == pytest.approx(0.09)

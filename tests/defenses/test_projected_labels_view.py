@@ -19,8 +19,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses.projected_labels import ProjectedLabelsDefense
-from splitveil.active_party.defenses.projected_stages import StageRelease
+from splitveil.active_party.defenses.projected.settings import ProjectedLabelsDefense
+from splitveil.active_party.defenses.projected.stages import StageRelease
 from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.record.transcript import FILE
@@ -415,6 +415,6 @@ def test_the_labels_do_differ_in_every_split(folders: Folders) -> None:
     rows = runs[0].active.rows
     assert rows is not None
     for positions in rows.splits.values():
-        one, other = (run.session.trainer.labels_of(positions) for run in runs)  # type: ignore[union-attr]
+        one, other = (run.session.lifecycle.phase.trainer.labels_of(positions) for run in runs)  # type: ignore[union-attr]
         assert 0.2 < float((one != other).float().mean()) < 0.8
     assert not torch.equal(*(run.active.sent[0] for run in runs))

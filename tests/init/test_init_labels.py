@@ -49,6 +49,8 @@ READ: dict[str, tuple[list[str], Sequence[str], dict[str, float], str]] = {
     "si": (mixed("si", "no"), (), {"si": 1, "no": 0}, "('si')"),
     "true": (mixed("true", "false"), (), {"true": 1, "false": 0}, "('true')"),
     "rarer": (mixed("left", "right"), (), {"left": 0, "right": 1}, "guess: the rarer"),
+    "one and two": (mixed("1", "2"), (), {"1": 0, "2": 1}, "guess: the rarer"),
+    "a rare no": (mixed("yes", "no"), (), {"yes": 1, "no": 0}, "81.7% of the labels are positive"),
     "white space": (mixed("no", "yes", " yes"), (), {"no": 0, "yes": 1, " yes": 1}, "('yes'); 1"),
     "others": (mixed("no", "yes", "maybe"), YES, {"no": 0, "yes": 1, "maybe": 0},
                "WARNING: 2 other texts"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from splitveil.active_party.defenses.exact_auc import gaussian_auc
-from splitveil.active_party.ledger.released_targets import TARGETS, read_targets
+from splitveil.active_party.ledger.stored_labels import TARGETS, read_targets
 from splitveil.active_party.results import save_results
 from splitveil.active_party.trainer_builder import TrainerBuilder
 from splitveil.common.data.ids import numbered_subjects, read_subjects
@@ -57,7 +57,7 @@ def leave(parties: Parties, folder: Path) -> None:
 
 
 def training_ids(parties: Parties) -> list[str]:
-    rows = parties.session.answering.rows
+    rows = parties.session.lifecycle.answering.rows
     return [parties.session.ids[row] for row in rows.file_rows[rows.splits["train"]]]
 
 
@@ -68,14 +68,14 @@ def test_only_new_rows_are_charged_and_known_rows_keep_their_targets(example: Pa
     ids = training_ids(later)
     targets = projected(later).released_targets
     assert targets is not None
-    training = torch.from_numpy(later.session.answering.training_positions.copy())
+    training = torch.from_numpy(later.session.lifecycle.answering.rows.splits["train"].copy())
     expected = known.of(ids)
     is_known = ~expected.isnan()
     assert 50 < int(is_known.sum()) < len(ids) - 50
     assert torch.equal(targets[training][is_known], expected[is_known])
 
     # Known rows have what the first run told of them, mu^2 = 1, and new ones what this run told.
-    accounts = later.session.answering.budget.accounts.told
+    accounts = later.session.lifecycle.answering.budget.accounts.total
     charged = np.array([accounts.bounds(np.array([at])).sum_kl.max for at in training.tolist()])
     np.testing.assert_allclose(charged, 1.0, rtol=1e-12)
     assert later.active.earlier is not None
@@ -172,7 +172,7 @@ def add_subjects(folder: Path, rows_per_person: int) -> None:
 
 def subjects_of(parties: Parties, folder: Path) -> torch.Tensor:
     subjects = numbered_subjects(read_subjects(parties.active_settings.data, folder, "person"))
-    rows = parties.session.answering.rows
+    rows = parties.session.lifecycle.answering.rows
     return torch.from_numpy(subjects[rows.file_rows[rows.splits["train"]]])
 
 

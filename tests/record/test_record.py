@@ -3,24 +3,31 @@
 import json
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
 from splitveil.common.errors import SettingsError
-from splitveil.common.privacy.covers import Covers
-from splitveil.common.record import leak_figures, lines
-from splitveil.common.record.beyond_figures import (
+from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.record import lines
+from splitveil.common.record.figures import (
     AdjustedFigures,
     AdvantageFigures,
-    BeyondFigures,
-    EpsilonFigures,
-)
-from splitveil.common.record.figures import (
     AttackFigure,
+    BatchCounts,
+    BatchFigures,
+    BeyondFigures,
+    ClassFigures,
+    EpsilonFigures,
+    LeakByClass,
+    LeakFigures,
     LedgerFigures,
+    NumberBeyond,
     NumberFigures,
+    NumberLeak,
+    RunFigures,
     SpreadFigures,
 )
 from splitveil.common.record.lines import HistogramLine
@@ -36,11 +43,11 @@ from splitveil.common.record.run_record import (
 )
 from splitveil.common.record.summary import (
     ActiveFigures,
+    AdversaryBound,
     AuditedFigures,
     EarlierAnswers,
     GateFigures,
     ModelFigures,
-    PeerBound,
     RunCounts,
     Summary,
 )
@@ -48,156 +55,81 @@ from splitveil.common.record.transcript import TranscriptEnd
 from splitveil.common.record.values import from_form
 from tests.support.records import append_lines
 
-BOUNDS = LedgerFigures(
-    SpreadFigures(0.25, 0.125, 0.0625),
-    SpreadFigures(0.625, 0.5625, 0.53125),
-    SpreadFigures(1.0, 1.0, 0.9375),
-    SpreadFigures(0.8125, 0.75, 0.71875),
-    SpreadFigures(0.75, 0.6875, 0.65625),
-    epsilon=1.5,
-)
+SPREADS = {
+    "sum_kl": (0.25, 0.125, 0.0625),
+    "estimate": (0.625, 0.5625, 0.53125),
+    "anybody": (1.0, 1.0, 0.9375),
+    "honest_but_curious": (0.8125, 0.75, 0.71875),
+    "knows_class_means_only": (0.75, 0.6875, 0.65625),
+}
+_spreads: Any = [SpreadFigures(*spread) for spread in SPREADS.values()]
+BOUNDS: LedgerFigures = partial(LedgerFigures, epsilon=1.5)(*_spreads)
+LEDGER_FORM = {
+    f"{name}_{part}": value
+    for name, spread in SPREADS.items()
+    for part, value in zip(("max", "q95", "mean"), spread, strict=True)
+} | {"epsilon": 1.5}
 NORM = AttackFigure("cut", "norm", 0.75)
 ELSEWHERE = AttackFigure("ads/bank: first", "spectral", None)
-EVALUATED = {
-    "epoch": 1,
-    "step": None,
-    "loss": 0.5,
-    "auc": 0.75,
-    "calibration_error": 0.125,
-    "train_loss": 0.25,
-}
+
+
+def form(
+    kind: str, step: int | None = None, epoch: int | None = 1, /, **more: Any
+) -> dict[str, Any]:
+    return {"kind": kind, "epoch": epoch, "step": step, **more}
+
+
+EVALUATED = {"loss": 0.5, "auc": 0.75, "calibration_error": 0.125, "train_loss": 0.25}
+COUNTED = {"edges": [-1.0, 0.0, 1.0], "counts": {"before/positive": [3, 4]}}
 
 LINES: Mapping[str, tuple[lines.Line, dict[str, Any]]] = {
-    "alignment": (
-        lines.AlignmentLine(569),
-        {"kind": "alignment", "epoch": None, "step": None, "aligned_rows": 569},
-    ),
+    "alignment": (lines.AlignmentLine(569), form("alignment", None, None, aligned_rows=569)),
     "training": (
         lines.TrainingLine(1, 2, 0.5, 0.25),
-        {"kind": "train", "epoch": 1, "step": 2, "loss": 0.5, "noise_power": 0.25},
+        form("train", 2, loss=0.5, noise_power=0.25),
     ),
     "leak": (
         lines.LeakLine(1, 2, (NORM, ELSEWHERE), 0.5),
-        {
-            "kind": "leak",
-            "epoch": 1,
-            "step": 2,
-            "cut/norm_leak_auc": 0.75,
-            "ads/bank: first/spectral_leak_auc": None,
-            "random_leak_auc": 0.5,
-        },
+        form("leak", 2)
+        | {"cut/norm_leak_auc": 0.75, "ads/bank: first/spectral_leak_auc": None}
+        | {"random_leak_auc": 0.5},
     ),
     "epoch leak": (
         lines.EpochLeakLine(1, (NORM, ELSEWHERE)),
-        {
-            "kind": "epoch_leak",
-            "epoch": 1,
-            "step": None,
-            "cut/norm": 0.75,
-            "ads/bank: first/spectral": None,
-        },
+        form("epoch_leak") | {"cut/norm": 0.75, "ads/bank: first/spectral": None},
     ),
     "leak of numbers": (
         lines.NumberLeakLine(1, {"informed": 0.75, "top_direction": None}),
-        {
-            "kind": "epoch_leak_of_numbers",
-            "epoch": 1,
-            "step": None,
-            "informed_r2": 0.75,
-            "top_direction_r2": None,
-        },
+        form("epoch_leak_of_numbers", informed_r2=0.75, top_direction_r2=None),
     ),
-    "ledger": (
-        lines.LedgerLine(1, BOUNDS),
-        {
-            "kind": "ledger",
-            "epoch": 1,
-            "step": None,
-            "sum_kl_max": 0.25,
-            "sum_kl_q95": 0.125,
-            "sum_kl_mean": 0.0625,
-            "estimate_max": 0.625,
-            "estimate_q95": 0.5625,
-            "estimate_mean": 0.53125,
-            "anybody_max": 1.0,
-            "anybody_q95": 1.0,
-            "anybody_mean": 0.9375,
-            "honest_but_curious_max": 0.8125,
-            "honest_but_curious_q95": 0.75,
-            "honest_but_curious_mean": 0.71875,
-            "knows_class_means_only_max": 0.75,
-            "knows_class_means_only_q95": 0.6875,
-            "knows_class_means_only_mean": 0.65625,
-            "epsilon": 1.5,
-        },
-    ),
+    "ledger": (lines.LedgerLine(1, BOUNDS), form("ledger", **LEDGER_FORM)),
     "evaluation": (
         lines.EvaluationLine(1, "validation", 0.5, 0.75, 0.125, 0.25),
-        {"kind": "validation", **EVALUATED},
+        form("validation", **EVALUATED),
     ),
     "evaluation by class": (
         lines.EvaluationLine(1, "test", 0.5, 0.75, 0.125, 0.25, 0.875, {"van": 0.75, "a/b": None}),
-        {
-            "kind": "test",
-            **EVALUATED,
-            "accuracy": 0.875,
-            "auc/van": 0.75,
-            "auc/a/b": None,
-        },
+        form("test", **EVALUATED, accuracy=0.875) | {"auc/van": 0.75, "auc/a/b": None},
     ),
     "evaluation of numbers": (
         lines.EvaluationLine(
             1, "test", 0.5, None, None, 0.25, number=NumberFigures(2.0, 1.5, 0.75, 4.0, 3.0)
         ),
-        {
-            "kind": "test",
-            "epoch": 1,
-            "step": None,
-            "loss": 0.5,
-            "train_loss": 0.25,
-            "rmse": 2.0,
-            "mae": 1.5,
-            "r2": 0.75,
-            "constant_rmse": 4.0,
-            "constant_mae": 3.0,
-        },
+        form("test", loss=0.5, train_loss=0.25, rmse=2.0, mae=1.5, r2=0.75)
+        | {"constant_rmse": 4.0, "constant_mae": 3.0},
     ),
-    "audit": (
-        lines.AuditLine(1, NORM),
-        {"kind": "audit", "epoch": 1, "step": None, "cut/norm": 0.75},
-    ),
+    "audit": (lines.AuditLine(1, NORM), form("audit") | {"cut/norm": 0.75}),
     "gate": (
         lines.GateLine(1, 2, NORM, 0.5, 0.625),
-        {
-            "kind": "leak_gate",
-            "epoch": 1,
-            "step": 2,
-            "cut/norm": 0.75,
-            "random": 0.5,
-            "limit": 0.625,
-        },
+        form("leak_gate", 2) | {"cut/norm": 0.75, "random": 0.5, "limit": 0.625},
     ),
     "alarm": (
         lines.AlarmLine(1, NORM, 0.125, 0.625),
-        {
-            "kind": "leak_alarm",
-            "epoch": 1,
-            "step": None,
-            "cut/norm": 0.75,
-            "margin": 0.125,
-            "bound": 0.625,
-        },
+        form("leak_alarm") | {"cut/norm": 0.75, "margin": 0.125, "bound": 0.625},
     ),
     "histogram": (
         HistogramLine(1, 2, "cosine", (-1.0, 0.0, 1.0), {"before/positive": (3, 4)}),
-        {
-            "kind": "histogram",
-            "epoch": 1,
-            "step": 2,
-            "figure": "cosine",
-            "edges": [-1.0, 0.0, 1.0],
-            "counts": {"before/positive": [3, 4]},
-        },
+        form("histogram", 2, figure="cosine", **COUNTED),
     ),
 }
 
@@ -208,23 +140,19 @@ def test_every_type_of_line_has_its_form_below() -> None:
 
 @pytest.mark.parametrize("name", LINES)
 def test_a_line_has_its_form_in_the_file_and_is_read_back(tmp_path: Path, name: str) -> None:
-    line, form = LINES[name]
+    line, written_form = LINES[name]
     append_lines(tmp_path, line, time_s=0.12345678)
     written = (tmp_path / METRICS).read_text()
-    assert written == json.dumps({"time_s": 0.123457} | form) + "\n"
+    assert written == json.dumps({"time_s": 0.123457} | written_form) + "\n"
     (found,) = read_metrics(tmp_path).timed
     assert found == (0.123457, line)
 
 
-CLASSES = leak_figures.ClassFigures(("van", "bus"), 0.75, 0.5, {"van": 0.75}, {"van": 0.5})
-LEAK = leak_figures.LeakFigures(
-    batches={"cut": {"norm": leak_figures.BatchFigures(0.75, 0.625, 0.5625, 0.5)}},
+CLASSES = ClassFigures(("van", "bus"), 0.75, 0.5, {"van": 0.75}, {"van": 0.5})
+LEAK = LeakFigures(
+    batches={"cut": {"norm": BatchFigures(0.75, 0.625, 0.5625, 0.5)}},
     worst_epoch={"cut": {"norm": 0.6875}},
-    run_level={
-        "cut": {
-            "accumulated_cosine": leak_figures.RunFigures(0.75, 0.625, 0.875, 569, 0.25, 0.5, None)
-        }
-    },
+    run_level={"cut": {"accumulated_cosine": RunFigures(0.75, 0.625, 0.875, 569, 0.25, 0.5, None)}},
     beyond=BeyondFigures(
         {"norm": AdjustedFigures(0.625, 0.5, 0.75)},
         {"accumulated_cosine": AdvantageFigures(0.125, 0.0, 0.25, 0.625)},
@@ -235,7 +163,7 @@ LEAK = leak_figures.LeakFigures(
             p_value_of_stated=0.25,
         ),
     ),
-    counts=leak_figures.BatchCounts(42, 1, 2),
+    counts=BatchCounts(42, 1, 2),
 )
 LEAK_FORM = {
     "adjusted_leak": {"norm": {"value": 0.625, "low": 0.5, "high": 0.75}},
@@ -276,16 +204,8 @@ LEAK_FORM = {
     "leak_batches": {"observed": 42, "skipped_one_class": 1, "left_out": 2},
 }
 COUNTS = {"aligned_rows": 569, "epochs": 2, "steps": 30, "steps_per_s": 12.5}
-MODEL = {
-    "test_auc": 0.75,
-    "test_loss": 0.5,
-    "test_calibration_error": 0.125,
-    "train_loss": 0.25,
-}
+MODEL = {"test_auc": 0.75, "test_loss": 0.5, "test_calibration_error": 0.125, "train_loss": 0.25}
 DEFENSE = {"name": "marvell", "noise": "fresh"}
-LEDGER_FORM = LINES["ledger"][1] | {}
-for name in ("kind", "epoch", "step"):
-    del LEDGER_FORM[name]
 ENDS = {"transcript": {"entries": 7, "last_link": "ab"}}
 
 SUMMARIES: Mapping[str, tuple[Summary, dict[str, Any]]] = {
@@ -297,9 +217,9 @@ SUMMARIES: Mapping[str, tuple[Summary, dict[str, Any]]] = {
                 defense=DEFENSE,
                 ledger=BOUNDS,
                 bounds=(
-                    PeerBound(Covers.ANYBODY, 1.0, None),
-                    PeerBound(Covers.HONEST_BUT_CURIOUS, 0.8125, None),
-                    PeerBound(Covers.CLASS_MEANS, 0.75, 0.5),
+                    AdversaryBound(Adversary.ANYBODY, 1.0, None),
+                    AdversaryBound(Adversary.HONEST_BUT_CURIOUS, 0.8125, None),
+                    AdversaryBound(Adversary.CLASS_MEANS, 0.75, 0.5),
                 ),
                 audits_answered=3,
                 refused_messages={"too-large": 1},
@@ -316,9 +236,9 @@ SUMMARIES: Mapping[str, tuple[Summary, dict[str, Any]]] = {
             "defense": DEFENSE,
             "ledger": LEDGER_FORM,
             "bounds": [
-                {"covers": "anybody", "leak_auc": 1.0, "mu": None},
-                {"covers": "honest-but-curious", "leak_auc": 0.8125, "mu": None},
-                {"covers": "knows class means only", "leak_auc": 0.75, "mu": 0.5},
+                {"adversary": "anybody", "leak_auc": 1.0, "mu": None},
+                {"adversary": "honest-but-curious", "leak_auc": 0.8125, "mu": None},
+                {"adversary": "knows class means only", "leak_auc": 0.75, "mu": 0.5},
             ],
             "audits_answered": 3,
             "refused_messages": {"too-large": 1},
@@ -353,14 +273,10 @@ SUMMARIES: Mapping[str, tuple[Summary, dict[str, Any]]] = {
             active=ActiveFigures(
                 model=ModelFigures(0.75, 0.5, 0.125, 0.25, 0.875, {"van": 0.75}), defense=DEFENSE
             ),
-            leak=leak_figures.LeakFigures(
-                by_class=leak_figures.LeakByClass(
+            leak=LeakFigures(
+                by_class=LeakByClass(
                     {"cut": {"norm": CLASSES}},
-                    {
-                        "cut": {
-                            "norm": leak_figures.ClassFigures(("van", "bus"), classes={"van": 0.75})
-                        }
-                    },
+                    {"cut": {"norm": ClassFigures(("van", "bus"), classes={"van": 0.75})}},
                 )
             ),
         ),
@@ -399,21 +315,16 @@ SUMMARIES: Mapping[str, tuple[Summary, dict[str, Any]]] = {
             audited=AuditedFigures({"cut": {"norm": 0.75}}, 4),
             leak=LEAK,
         ),
-        {
-            **COUNTS,
-            "audit": {"cut": {"norm": 0.75}},
-            "audit_left_out_batches": 4,
-            **LEAK_FORM,
-        },
+        {**COUNTS, "audit": {"cut": {"norm": 0.75}}, "audit_left_out_batches": 4, **LEAK_FORM},
     ),
 }
 
 
 @pytest.mark.parametrize("name", SUMMARIES)
 def test_a_summary_has_its_form_in_the_file_and_is_read_back(tmp_path: Path, name: str) -> None:
-    summary, form = SUMMARIES[name]
+    summary, written_form = SUMMARIES[name]
     write_summary(tmp_path, summary)
-    assert (tmp_path / SUMMARY).read_text() == json.dumps(form, indent=2) + "\n"
+    assert (tmp_path / SUMMARY).read_text() == json.dumps(written_form, indent=2) + "\n"
     assert read_summary(tmp_path) == summary
 
 
@@ -481,23 +392,23 @@ def test_a_damaged_summary_is_refused_in_words(tmp_path: Path) -> None:
 
 
 def test_what_attacks_explain_of_numbers_beyond_features_is_read_as_it_was_written() -> None:
-    beyond = leak_figures.NumberBeyond(0.25, 0.0, 0.5)
-    leak = leak_figures.LeakFigures(
+    beyond = NumberBeyond(0.25, 0.0, 0.5)
+    leak = LeakFigures(
         of_numbers={
-            "informed": leak_figures.NumberLeak(0.75, 0.875, 0.5, 0.125, None, beyond),
-            "top_direction": leak_figures.NumberLeak(0.5),
+            "informed": NumberLeak(0.75, 0.875, 0.5, 0.125, None, beyond),
+            "top_direction": NumberLeak(0.5),
         }
     )
     (written,) = leak.form().values()
     assert written["informed"]["beyond"] == {"r2": 0.25, "low": 0.0, "high": 0.5}
     assert written["top_direction"]["beyond"] is None
-    assert from_form(leak_figures.LeakFigures, {"leak_of_numbers": written}) == leak
+    assert from_form(LeakFigures, {"leak_of_numbers": written}) == leak
     del written["informed"]["beyond"]["low"]  # of a file that somebody has changed
-    found = from_form(leak_figures.LeakFigures, {"leak_of_numbers": written})
+    found = from_form(LeakFigures, {"leak_of_numbers": written})
     assert found.of_numbers["informed"].beyond is None
 
 
 @pytest.mark.parametrize(("low", "is_clear"), [(0.04, True), (0.01, False), (0.0, False)])
 def test_an_r2_is_clear_above_three_standard_errors(low: float, is_clear: bool) -> None:
     """A correlation of .4 whose interval begins at .2, .1 or 0 is 3.9, 2.6 or 2 errors above 0."""
-    assert leak_figures.NumberBeyond(0.16, low, 0.5).is_clear is is_clear
+    assert NumberBeyond(0.16, low, 0.5).is_clear is is_clear

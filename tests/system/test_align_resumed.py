@@ -5,9 +5,9 @@ from pathlib import Path
 
 from splitveil.common.alignment import ExchangeStores
 from splitveil.common.wire.limits import CHUNK_IDS, POINT_BYTES
-from splitveil.simulation import free_address
 from tests.support.processes import Party, PartyName
 from tests.support.runs import write_example
+from tests.support.simulation import free_address
 from tests.support.waiting import wait_until
 from tests.system.test_align_command import rows_of
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from splitveil.active_party.grpc_server.service import ActiveService
-from splitveil.active_party.run import audit_desk
-from splitveil.active_party.run.audit_desk import MAX_LAYERS
+from splitveil.active_party.run import audit_service
+from splitveil.active_party.run.audit_service import MAX_LAYERS
 from splitveil.active_party.run.preparation import OwnRows, OwnRules
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
@@ -64,8 +64,8 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def small_tables_are_audited(monkeypatch: pytest.MonkeyPatch) -> None:
     """As large ones are, in tests/system/test_audit_call.py."""
-    assert audit_desk.MIN_EXAMPLES == 1000
-    monkeypatch.setattr(audit_desk, "MIN_EXAMPLES", FEWEST)
+    assert audit_service.MIN_EXAMPLES == 1000
+    monkeypatch.setattr(audit_service, "MIN_EXAMPLES", FEWEST)
 
 
 def parties_with(example: Path, *active: str) -> Parties:
@@ -97,7 +97,7 @@ def meeting(wire: str, port: int) -> Callable[[Parties], None]:
 
 
 @pytest.mark.parametrize("wire", ["in process", "gRPC"])
-def test_an_audit_tells_the_monitor_s_figure_with_two_digits(
+def test_an_audit_gives_the_monitor_s_figure_with_two_digits(
     example: Path, tmp_path: Path, port: int, wire: str
 ) -> None:
     found = audited(example, tmp_path, meeting(wire, port), "allow_audits=true")
@@ -105,29 +105,28 @@ def test_an_audit_tells_the_monitor_s_figure_with_two_digits(
         line["epoch"]: line["cut/accumulated_spectral"]
         for line in found.of_kind("active", "epoch_leak")
     }
-    told = {
+    answered = {
         line["epoch"]: line["cut/accumulated_spectral"]
         for line in found.of_kind("passive", "audit")
         if "cut/accumulated_spectral" in line
     }
-    assert told == {epoch: round(value, 2) for epoch, value in measured.items()}
-    assert set(told) == {0, 1}
-    assert all(0.55 < value < 1 for value in told.values())
+    assert answered == {epoch: round(value, 2) for epoch, value in measured.items()}
+    assert set(answered) == {0, 1}
+    assert all(0.55 < value < 1 for value in answered.values())
     assert len(found.of_kind("passive", "audit")) == 2 * 5 * 2  # epochs, attacks, layers
     assert set(found.summary["audit"]) == {"cut", "first"}
     assert set(found.summary["audit"]["cut"]) == set(LABEL_FREE) & set(DEFAULT_ATTACKS)
-    assert found.summary["audit"]["cut"]["accumulated_spectral"] == told[1]
+    assert found.summary["audit"]["cut"]["accumulated_spectral"] == answered[1]
     assert found.summary["audit_left_out_batches"] == 0
     assert len(found.of_kind("active", "audit")) == 20
 
 
-@pytest.mark.parametrize("wire", ["in process", "gRPC"])
 def test_a_refused_audit_ends_no_run_and_is_asked_for_once(
-    example: Path, tmp_path: Path, port: int, caplog: pytest.LogCaptureFixture, wire: str
+    example: Path, tmp_path: Path, port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Allowed by the contract alone: off by default."""
+    """Allowed by the contract only: off by default."""
     with caplog.at_level(logging.WARNING):
-        found = audited(example, tmp_path, meeting(wire, port))
+        found = audited(example, tmp_path, meeting("gRPC", port))
     assert found.parties.session.stage is Stage.FINISHED
     assert found.of_kind("passive", "audit") == found.of_kind("active", "audit") == []
     assert found.summary["audit"] == {}
@@ -172,11 +171,11 @@ def question(parties: Parties, **changes: Any) -> AuditQuestion:
 
 def true_labels(parties: Parties) -> torch.Tensor:
     assert parties.active.rows is not None
-    assert parties.session.trainer is not None
-    return parties.session.trainer.labels_of(parties.active.rows.splits["train"])
+    assert parties.session.lifecycle.phase.trainer is not None
+    return parties.session.lifecycle.phase.trainer.labels_of(parties.active.rows.splits["train"])
 
 
-def test_an_inverted_score_is_a_leak_and_two_digits_are_told(open_session: Parties) -> None:
+def test_an_inverted_score_is_a_leak_and_two_digits_are_given(open_session: Parties) -> None:
     noise = torch.rand(len(true_labels(open_session)), generator=torch.Generator().manual_seed(1))
     scores = noise - 0.4 * true_labels(open_session)
     exact = leak_auc(scores, true_labels(open_session))
@@ -253,7 +252,7 @@ def test_the_desk_looks_at_the_contract_itself(example: Path) -> None:
         OwnRows(parties.session.ids),
         parties.session.preparation.build_trainer,
         parties.active,
-        lambda: parties.session.nonce,
+        lambda: parties.session.lifecycle.run.nonce,
         OwnRules(allow_audits=True),
     )
     parties.session = session
@@ -268,7 +267,7 @@ def test_fewer_training_rows_of_a_class_are_not_measured(tmp_path: Path) -> None
     assert FEWEST / 2 < true_labels(parties).sum() < FEWEST < (1 - true_labels(parties)).sum()
     with pytest.raises(AuditRefused, match=f"{FEWEST} of each of two classes"):
         parties.session.audit(question(parties))
-    assert parties.session.audits_answered == 0
+    assert parties.session.lifecycle.phase.audits_answered == 0
 
 
 def test_before_an_epoch_is_over_there_is_nothing_to_audit(example: Path) -> None:
@@ -357,12 +356,4 @@ def test_limits_hold_over_the_wire_and_harm_nothing(
     other = encode_question(question(open_session, scores=scores.flip(0)))
     assert code_of(port, other.SerializeToString()) is grpc.StatusCode.FAILED_PRECONDITION
     assert len(open_session.active.audits) == 1
-    assert open_session.session.error is None
-
-
-def test_audits_are_off_over_the_wire_by_default(example: Path, port: int) -> None:
-    parties = finished(example)
-    request = encode_question(question(parties)).SerializeToString()
-    with serving(parties, port) as service:
-        assert code_of(port, request) is grpc.StatusCode.PERMISSION_DENIED
-    assert service.refused == {"AuditRefused": 1}
+    assert open_session.session.lifecycle.error is None

@@ -20,7 +20,7 @@ Phi(mu / sqrt 2) is that of Gaussian differential privacy (Dong, Roth and Su, "G
 Privacy", 2022, whose trade-off curve encloses this area).
 
 For releases that follow each other the AUCs do not add up, and Gaussian mechanisms do: mu^2. One
-tells no less than a mechanism if its trade-off curve, the error on one label at each error on the
+reveals no less than a mechanism if its trade-off curve, the error on one label at each error on the
 other, lies nowhere above the mechanism's (Blackwell; theorem 2 there). Its curve is convex, goes
 through (0, 1) and (1, 0), and consists of the points (Phi(-z), Phi(z - mu)).
 
@@ -61,7 +61,7 @@ def auc_of_epsilon(epsilon: float) -> float:
 
 
 def gaussian_of_epsilon(epsilon: float) -> float:
-    """Return the mu of the weakest Gaussian mechanism that tells no less than any e-label-DP one.
+    """Return the mu of the weakest Gaussian mechanism that reveals no less than any e-label-DP one.
 
     An infinite epsilon is that of a mechanism without one.
     """
@@ -70,7 +70,7 @@ def gaussian_of_epsilon(epsilon: float) -> float:
 
 
 def gaussian_of_response(epsilon: float, num_classes: int = 2) -> float:
-    """Return the mu of the weakest Gaussian mechanism that tells no less than randomised response.
+    """Return the mu of the weakest Gaussian mechanism that reveals no less than this response.
 
     Epsilon is below 700.
     """
@@ -79,7 +79,7 @@ def gaussian_of_response(epsilon: float, num_classes: int = 2) -> float:
 
 
 def gaussian_of_laplace(epsilon: float, num_numbers: int = 1) -> float:
-    """Return the mu of a Gaussian mechanism that tells no less than numbers with Laplace noise.
+    """Return the mu of a Gaussian mechanism that reveals no less than numbers with Laplace noise.
 
     The arguments are those of ``laplace_auc``; for one number there is no weaker mechanism.
     """

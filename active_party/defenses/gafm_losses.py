@@ -2,7 +2,7 @@
 
 Han and Guan, "GAN-based vertical federated learning for label protection in binary classification"
 (arXiv 2302.02245). The top model G, with a sigmoid behind its logit, maps the activation f to a
-prediction Y^; a critic D on single numbers tells labels Y from predictions.
+prediction Y^; a critic D on single numbers separates labels Y from predictions.
 
     L_GAN = E[D(Y + e)] - E[D(Y^)], e ~ N(0, s^2)       D maximises it, G and f minimise it
     L_CE  = cross entropy between sigmoid(sum of f over the cut) and the softened label Y~

@@ -55,7 +55,7 @@ class LeakCharge:
     else. From ``epsilon`` it follows without being stated."""
 
     dominating_mu: float | None = None
-    """mu of a Gaussian mechanism that tells no less than all answers of this identity together,
+    """mu of a Gaussian mechanism that reveals no less than all answers of this identity together,
     where one is known: with it the charge adds up to other charges. It follows from ``is_gaussian``
     and from ``epsilon`` without being stated."""
 

@@ -76,7 +76,7 @@ class NoisyLabelDefense(SeededDefense):
 
     ``noisy``: only the noisy labels influence what is sent, and their guarantee is exact.
     ``true``: the model predicts better, and its knowledge of the labels shows in later gradients:
-    the bound is for an honest-but-curious peer, and about what predictions do not tell. Refused
+    the bound is for an honest-but-curious peer, and about what predictions do not say. Refused
     where targets depend on predictions.
     """
 

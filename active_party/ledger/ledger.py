@@ -188,11 +188,7 @@ class LeakLedger:
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take up a copy of the accounts that ``state_dict`` returned.
-
-        Raises:
-            ValueError: the state has another number of examples, or does not come from a ledger.
-        """
+        """Take up a copy of such accounts; raises ValueError for those of other examples."""
         own = self.state_dict()
         if state.keys() != own.keys():
             raise ValueError(f"expected the state of a ledger, got {sorted(state)}")
@@ -231,8 +227,8 @@ def logged(charge: LeakCharge) -> ChargedAnswer:
     """Return a charge in the form of the log of answers, with a digest instead of the identity."""
     caveats, identity = caveats_of(charge), charge.noise_identity
     if identity is None:
-        # Fresh noise is Gaussian: the odds of a single answer have no bound, unless it tells
-        # nobody anything.
+        # Fresh noise is Gaussian: the odds of a single answer have no bound, unless it reveals
+        # nothing to anybody.
         reveals_nothing = charge.sum_kl == 0 and not caveats
         epsilon, digest = 0.0 if reveals_nothing else math.inf, b""
     else:

@@ -104,13 +104,6 @@ def test_excluded_rows_stay_without_weight() -> None:
         posterior.add(made, Release(torch.zeros(made.rank, dtype=torch.float64), 1.0))
 
 
-def test_a_resumed_posterior_leads_to_the_same_design() -> None:
-    _, posterior = after(sigma=2.0, stages=3)
-    resumed = Posterior()
-    resumed.load_state_dict(posterior.state_dict())
-    assert torch.equal(next_design(resumed).steps, next_design(posterior).steps)
-
-
 def test_a_sample_of_the_rows_leads_to_nearly_the_same_directions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

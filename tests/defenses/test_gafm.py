@@ -4,7 +4,6 @@ import copy
 import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -34,7 +33,6 @@ from splitveil.active_party.defenses.label_mechanisms import RandomizedResponse
 from splitveil.active_party.defenses.noise import SecureNoise
 from splitveil.active_party.defenses.objective import BatchLabels, StepOutcome, TopModel
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
-from splitveil.active_party.training.objectives import OrdinaryObjective
 from splitveil.common.models.mlp import MlpTop
 from splitveil.common.models.settings import MlpModel
 from splitveil.common.privacy.leakage import leak_auc
@@ -451,26 +449,6 @@ def test_true_labels_behind_noisy_ones_change_nothing_that_leaves() -> None:
     assert float(answers[0].loss) != float(answers[1].loss)
 
 
-def test_the_charge_of_its_answers_is_put_right_and_a_cross_entropys_is_left() -> None:
-    settings = GafmDefense(composed_with=IsoDefense())
-    (outcome,) = steps(objective(settings), 1)
-    labels = (torch.arange(32) % 3 == 0).float()
-    report = behind(settings, outcome.raw, labels)
-    assert outcome.label_move is not None
-    found = whole(settings, outcome.raw, labels, outcome.label_move)
-    deviation = math.sqrt(report.noise_power / 3)
-    own = between(deviation, deviation, outcome.label_move)
-    assert found.charge.sum_kl == pytest.approx(max(own, report.charge.sum_kl))
-    assert found.charge.sum_kl > report.charge.sum_kl
-    assert found.leak_auc_bound is not None
-    assert 0.5 < found.leak_auc_bound <= 1
-    assert replace(found, charge=report.charge, leak_auc_bound=report.leak_auc_bound) == report
-    model = generator_of(3)
-    top = TopModel(model, torch.optim.SGD(model.parameters()), lambda step: 1.0)
-    activation = seeded(32, 3, dtype=torch.float32).requires_grad_()
-    assert OrdinaryObjective(top).compute(activation, None, batch_of(labels)).label_move is None
-
-
 def test_a_gradient_that_does_not_say_what_a_label_moves_is_refused() -> None:
     labels, _, mixed = one_number_batch(0.2)
     with pytest.raises(ValueError, match="label_move"):
@@ -490,6 +468,10 @@ def test_settings_name_what_it_cannot_be_composed_with() -> None:
         ({"composed_with": {"name": "marvell", "noise": "persistent"}}, "expected noise: fresh"),
         ({"composed_with": {"name": "iso", "insecure_noise_seed": 1}}, "of gafm itself"),
         ({"composed_with": {"name": "noisy_label"}}, "randomized_response"),
+        (
+            {"composed_with": {"name": "noisy_label", "mechanism": flip | {"posterior": "model"}}},
+            "posterior none",
+        ),
         (
             {"composed_with": {"name": "noisy_label", "mechanism": flip, "top_labels": "true"}},
             "top_labels noisy",

@@ -83,18 +83,6 @@ def test_noise_has_the_stated_distribution(
         assert stats.kstest(1.05 * part, distribution.cdf).pvalue < 0.001
 
 
-def test_randomized_response_flips_each_label_with_its_probability() -> None:
-    """Within 5 standard errors; rejects the probability of an epsilon 10 % larger."""
-    flipped = noise_of(MECHANISMS[2]) != 0
-    for label in (0, 1):
-        part = flipped[LABELS.numpy() == label]
-        error = 0.5 / len(part) ** 0.5
-        assert abs(part.mean() - 1 / (1 + math.exp(0.7))) < 5 * error
-        assert abs(part.mean() - 1 / (1 + math.exp(0.77))) > 5 * error
-    drawn = draw_noisy_labels(MECHANISMS[2], LABELS, KEY, IDS)
-    assert set(drawn.tolist()) == {0.0, 1.0}
-
-
 @pytest.mark.parametrize("epsilon", [0.1, 1.0, 3.0])
 def test_the_divergences_are_those_of_the_distributions(epsilon: float) -> None:
     """Against numerical integration, and a sum over both answers."""
@@ -369,11 +357,3 @@ def test_predictions_must_not_know_the_labels(mechanism: dict[str, object]) -> N
         adapter.validate_python(settings | {"top_labels": True})
     with pytest.raises(ValidationError, match="critic compares"):
         adapter.validate_python({"name": "gafm", "composed_with": settings})
-
-
-def test_the_response_behind_a_critic_is_not_softened() -> None:
-    response = {"kind": "randomized_response", "epsilon": 1, "posterior": "model"}
-    adapter: TypeAdapter[DefenseSettings] = TypeAdapter(DefenseSettings)
-    behind = {"name": "noisy_label", "mechanism": response}
-    with pytest.raises(ValidationError, match="posterior none"):
-        adapter.validate_python({"name": "gafm", "composed_with": behind})

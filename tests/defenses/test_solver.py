@@ -40,7 +40,7 @@ def divergence(instance: Instance, solution: NoiseSolution) -> float:
 
 def test_no_point_of_a_grid_over_all_four_variances_is_better() -> None:
     generator, grid = random.Random(1), simplex_grid(steps=16)
-    for _ in range(300):
+    for _ in range(150):
         instance = moderate_instance(generator)
         best = float(objective(instance, grid).min())
         assert solve_noise(*instance).sum_kl <= best * (1 + 1e-12)
@@ -96,8 +96,7 @@ def test_divergence_at_the_edges_is_that_of_the_noise_returned(edge: str) -> Non
 
 def test_divergence_is_that_of_a_polished_search() -> None:
     generator = random.Random(2)
-    instances = [moderate_instance(generator) for _ in range(12)]
-    for instance in instances:
+    for instance in [moderate_instance(generator) for _ in range(5)]:
         assert solve_noise(*instance).sum_kl == pytest.approx(
             brute_force(instance), rel=1e-9, abs=0
         )
@@ -123,7 +122,7 @@ def test_a_plainer_rule_is_measurably_worse() -> None:
 
 
 def test_nothing_fails_across_scales_and_edges(capsys: pytest.CaptureFixture[str]) -> None:
-    assert count_failures(random.Random(4), instances=20_000) == 0, capsys.readouterr().out
+    assert count_failures(random.Random(4), instances=8_000) == 0, capsys.readouterr().out
 
 
 def test_nothing_raises_on_the_widest_range_of_floats() -> None:
@@ -155,7 +154,7 @@ def test_exchanging_the_classes_exchanges_the_noise() -> None:
 
 def test_more_power_never_leaves_more() -> None:
     generator = random.Random(8)
-    for _ in range(100):
+    for _ in range(40):
         u, v, c, d, p, _ = moderate_instance(generator)
         left = [solve_noise(u, v, c, d, p, c * 1.3**step).sum_kl for step in range(-30, 40)]
         assert all(after < before for before, after in itertools.pairwise(left))

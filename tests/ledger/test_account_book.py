@@ -82,12 +82,6 @@ def test_every_byte_of_a_name_counts() -> None:
     assert told(book, "2000") == 0
 
 
-def test_a_run_that_begins_with_no_book_counts_from_nothing() -> None:
-    """The counterpart of the sum above: without the book, Tuesday's run forgets Monday's."""
-    tuesday = after_run(AccountBook.empty(), TUESDAY, LeakCharge(1.0))
-    assert of(tuesday) == [1.0, 0, 1.0, 1.0, 0]
-
-
 def test_noise_that_two_runs_repeat_counts_once() -> None:
     same, other = (LeakCharge(0.5, name, epsilon=1.0) for name in ("key one", "key two"))
     monday = after_run(AccountBook.empty(), MONDAY, same)

@@ -200,11 +200,6 @@ def test_the_larger_of_two_bounds_is_as_narrow_as_either() -> None:
     assert told.or_more(course) is told
 
 
-def test_nothing_told_to_anybody_leaves_the_epsilon_of_earlier_answers() -> None:
-    ledger = after(LeakCharge(0.3, "key", 1.0, ANYBODY), LeakCharge(0.0, covers=ANYBODY))
-    assert ledger.bounds(np.array([0])).epsilon == 1.0
-
-
 @pytest.mark.parametrize(
     ("uses", "strongest", "setting"),
     [

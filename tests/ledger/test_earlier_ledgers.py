@@ -133,18 +133,6 @@ def test_two_earlier_ledgers_add_up_and_what_a_chain_charged_counts_once(
     assert most(beside, first) == pytest.approx(6 / 16, rel=0.02)
 
 
-def test_noise_that_is_kept_over_runs_tells_no_more_the_secondtime(
-    example: Path, tmp_path: Path
-) -> None:
-    """The same key and strength repeat the answers of the first run; another strength adds."""
-    kept = "defense={name: marvell, noise: persistent, insecure_noise_seed: 1}"
-    leave(run(example, kept), tmp_path / "kept")
-    after = f"earlier_ledgers=[{tmp_path / 'kept/active/checkpoint'}]"
-    assert max(divergences(run(example, kept, after)).values()) == 0.25
-    other = kept[:-1] + ", strength: {power_ratio: 16}}"
-    assert max(divergences(run(example, other, after)).values()) == 0.25 + 1 / 16
-
-
 def test_a_validation_label_that_could_end_a_run_has_no_bound_in_the_next_one(
     example: Path,
 ) -> None:

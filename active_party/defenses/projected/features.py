@@ -289,7 +289,7 @@ def _numbers_of_categories(features: Features | None) -> list[int]:
 
 
 def _steepest(logits: Tensor) -> Tensor:
-    """Return one number per row whose slope tells where the activation matters most."""
+    """Return one number per row whose slope says where the activation matters most."""
     if logits.ndim == 1:
         return logits
     return logits.max(dim=1).values - logits.mean(dim=1)

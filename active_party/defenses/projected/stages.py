@@ -114,7 +114,7 @@ class ProjectedLabels(StagedDefense):
         if stage == len(self._epochs) or epoch < self._epochs[stage]:
             self._follow(epoch, facts)
             return None
-        predictions = self._predictions(facts)  # before anything is told of the labels
+        predictions = self._predictions(facts)  # before any label is summed
         rows = design(
             facts,
             len(self._rows),
@@ -128,7 +128,7 @@ class ProjectedLabels(StagedDefense):
     def _follow(self, epoch: int, facts: RowFacts) -> None:
         """Make an epoch's targets anew from the same sums, around what the model predicts now.
 
-        Measured, this is worth .001 to .006 of test AUC; it tells nothing, since it needs no label.
+        Measured, this is worth .001 to .006 of test AUC; it needs no label, and so reveals nothing.
         """
         if self._posterior.num_stages and epoch > self._followed:
             self._use_posterior(self._predictions(facts))

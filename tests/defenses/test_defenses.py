@@ -43,7 +43,6 @@ def built(name: str, seed: int | None = None) -> Defense:
 
 
 def batch_of(name: str, rows: int = 512, cut_dim: int = 16) -> tuple[Tensor, Tensor]:
-    """Make gradients as a cross entropy does, of two classes or of four."""
     if name not in SEVERAL:
         return binary_batch(rows, cut_dim)
     generator = torch.Generator().manual_seed(5)
@@ -66,7 +65,6 @@ def binary_batch(
 
 
 def predicted(labels: Tensor) -> Tensor:
-    """Make some probabilities for defenses that use them."""
     generator = torch.Generator().manual_seed(8)
     return 0.1 + 0.8 * torch.rand(len(labels), generator=generator)
 
@@ -93,7 +91,6 @@ def repeated(name: str, gradients: Tensor, labels: Tensor, times: int) -> Tensor
 def defended_often(
     defense: Defense, gradients: Tensor, labels: Tensor, probabilities: Tensor, times: int
 ) -> Tensor:
-    """Defend a batch ``times`` times, in 8 calls: (times, batch, cut_dim)."""
     copies = times // 8
     tiled = RawBatch(
         gradients.repeat(copies, 1),
@@ -127,7 +124,6 @@ def test_noise_is_unbiased(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*NOISY, *SEVERAL])
 def test_power_spent_is_the_power_reported(name: str) -> None:
-    """Accepts the report, and rejects one that is 5 % off."""
     gradients, labels = batch_of(name, rows=256)
     report = answered(name, gradients, labels, seed=1).report
     samples = repeated(name, gradients, labels, times=2000)
@@ -460,7 +456,6 @@ def test_a_batch_without_a_gap_is_not_sent_bare() -> None:
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("exponent", [-99, 60])
 def test_defense_scales_with_the_gradient_bit_for_bit(name: str, exponent: int) -> None:
-    """And its charge does not change."""
     gradients, labels = batch_of(name)
     factor = 2.0**exponent
     plain, report = answered(name, gradients, labels, seed=1)

@@ -15,7 +15,6 @@ ROWS, RANK = 3000, 8
 
 
 def after(sigma: float, num_rows: int = ROWS, stages: int = 1) -> tuple[list[Design], Posterior]:
-    """Return the designs of some stages, and the posterior that knows their releases."""
     made, posterior = [], Posterior()
     for _ in range(stages):
         new = design(in_chunks(rows_of(num_rows)), num_rows, RANK, earlier=posterior.released)
@@ -83,7 +82,6 @@ def test_flipping_any_label_moves_the_sums_of_a_later_stage_by_at_most_1(kind: s
 
 
 def test_a_design_does_not_depend_on_any_sum() -> None:
-    """Labels enter sums and nothing else, so that a design tells nothing."""
     made = next_design(after(sigma=3.0)[1])
     (first,), _ = after(sigma=3.0)
     other = Posterior()

@@ -82,7 +82,6 @@ class Case:
 
 
 def slopes(function: Callable[[Tensor], float], at: Tensor) -> Tensor:
-    """Differentiate by central differences."""
     found = torch.zeros_like(at)
     for place in range(at.numel()):
         step = torch.zeros_like(at).reshape(-1)
@@ -275,14 +274,12 @@ def test_a_labels_own_move_is_bounded_and_the_bound_is_reached() -> None:
 
 
 def behind(settings: GafmDefense, mixed: Tensor, labels: Tensor) -> DefenseReport:
-    """Return the report of the defense behind the mixed gradient, used by itself."""
     key = key_from_insecure_seed(1)
     defense = build_defense(settings.composed_with, key, lambda: b"k" * 32)
     return defense.defend(RawBatch(mixed, labels)).report
 
 
 def whole(settings: GafmDefense, mixed: Tensor, labels: Tensor, label_move: float) -> DefenseReport:
-    """Return the report of gafm, with the same noise."""
     defense = build_defense(settings, key_from_insecure_seed(1), lambda: b"k" * 32)
     return defense.defend(RawBatch(mixed, labels, label_move=label_move)).report
 

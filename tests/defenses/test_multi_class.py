@@ -19,7 +19,6 @@ from splitveil.active_party.defenses.sum_kl import solve_noise
 
 
 def random_problem(seed: int, classes: int, cut_dim: int) -> tuple[Tensor, Tensor, float, float]:
-    """Make class means, priors, residual variance and power, over some orders of magnitude."""
     generator = np.random.default_rng(seed)
     means = generator.normal(size=(classes, cut_dim)) * 10 ** generator.uniform(-1, 1, cut_dim)
     priors = generator.dirichlet(np.ones(classes))
@@ -28,7 +27,6 @@ def random_problem(seed: int, classes: int, cut_dim: int) -> tuple[Tensor, Tenso
 
 
 def between_classes(means: Tensor, priors: Tensor) -> np.ndarray:
-    """B, from its definition."""
     points, shares = means.numpy(), priors.numpy()
     mean = sum(q * m for q, m in zip(shares, points, strict=True))
     return np.asarray(

@@ -203,7 +203,6 @@ def test_iso_is_charged_for_the_longest_gap() -> None:
 
 
 def test_max_norm_is_charged_for_the_pair_with_the_least_noise_on_its_gap() -> None:
-    """Against the definition, pair by pair."""
     gradients, labels = softmax_batch(300)
     _, report = DEFENSES["max_norm"](1).defend(RawBatch(gradients, labels))
     rows = gradients.double()
@@ -276,13 +275,13 @@ def test_randomised_response_has_its_probabilities(num_classes: int) -> None:
     per_class = rows / num_classes
     for true in range(num_classes):
         counts = torch.bincount(noisy[labels == true].long(), minlength=num_classes) / per_class
-        for told in range(num_classes):
-            share = kept if told == true else (1 - kept) / (num_classes - 1)
+        for answer in range(num_classes):
+            share = kept if answer == true else (1 - kept) / (num_classes - 1)
             error = math.sqrt(share * (1 - share) / per_class)
-            assert abs(float(counts[told]) - share) < 5 * error
+            assert abs(float(counts[answer]) - share) < 5 * error
             wrong = math.exp(epsilon) / (1 + math.exp(epsilon))
-            if num_classes > 2 and told == true:
-                assert abs(float(counts[told]) - wrong) > 5 * error
+            if num_classes > 2 and answer == true:
+                assert abs(float(counts[answer]) - wrong) > 5 * error
     first = np.full(num_classes, (1 - kept) / (num_classes - 1))
     second = first.copy()
     first[0] = second[1] = kept

@@ -314,7 +314,6 @@ def test_with_noisy_top_labels_the_true_ones_change_no_bit_of_what_the_peer_gets
 
 
 def by_id(parties: Parties) -> dict[str, tuple[float, ...]]:
-    """Return the labels that a run has trained on, and the source of their noise, by id."""
     trainer, session = parties.session.trainer, parties.session
     assert trainer is not None
     train = session.answering.training_positions.tolist()

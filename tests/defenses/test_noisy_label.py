@@ -85,8 +85,6 @@ def test_noise_has_the_stated_distribution(
 
 @pytest.mark.parametrize("epsilon", [0.1, 1.0, 3.0])
 def test_the_divergences_are_those_of_the_distributions(epsilon: float) -> None:
-    """Against numerical integration, and a sum over both answers."""
-
     def log_ratio(x: float) -> float:
         return epsilon * (abs(x) - abs(x - 1))
 
@@ -141,7 +139,6 @@ def test_low_bits_tell_nothing(mechanism: LabelMechanism) -> None:
 
 @pytest.mark.parametrize("mechanism", MECHANISMS, ids=kind_of)
 def test_a_noisy_label_belongs_to_its_example(mechanism: LabelMechanism) -> None:
-    """Equal in any order and company; other keys and ids draw others."""
     part, labels = IDS[:5000], LABELS[:5000]
     whole = draw_noisy_labels(mechanism, labels, KEY, part)
     order = torch.randperm(5000, generator=torch.Generator().manual_seed(1))
@@ -227,8 +224,8 @@ def test_every_entry_of_a_one_hot_label_gets_noise_of_its_own(
     assert noisy.shape == (len(SOME), num_classes)
     one_hot = torch.nn.functional.one_hot(labels.long(), num_classes)
     noise = (noisy - one_hot).double().numpy()
-    for true, told in itertools.product(range(num_classes), repeat=2):
-        part = noise[labels.numpy() == true, told]
+    for true, entry in itertools.product(range(num_classes), repeat=2):
+        part = noise[labels.numpy() == true, entry]
         assert stats.kstest(part, distribution.cdf).pvalue > 0.0005
         assert stats.kstest(1.1 * part, distribution.cdf).pvalue < 0.0005
     shared = np.corrcoef(noise.T) - np.eye(num_classes)
@@ -276,7 +273,6 @@ def log_likelihood(mechanism: LabelMechanism, noisy: npt.NDArray[np.float64], la
     + [(one, 3) for one in POSTERIORS if not isinstance(one, LaplaceLabels)],
 )
 def test_targets_are_the_posterior_of_bayes(mechanism: LabelMechanism, num_classes: int) -> None:
-    """By likelihood times prior, from the densities."""
     labels = labels_of(num_classes, 60)
     defense = build(mechanism, labels, num_classes)
     shape = (60,) if num_classes == 2 else (60, num_classes)
@@ -302,7 +298,6 @@ def build(mechanism: LabelMechanism, labels: Tensor, num_classes: int = 2) -> De
 
 @pytest.mark.parametrize("mechanism", POSTERIORS, ids=kind_of)
 def test_targets_follow_from_noisy_label_and_prediction_alone(mechanism: LabelMechanism) -> None:
-    """Whatever labels and activations a batch says it has."""
     defense = build(mechanism, labels_of(2, 100))
     rows = torch.tensor([5, 99, 0, 44])
     logits = torch.tensor([0.3, -2.0, 5.0, 0.0])

@@ -47,11 +47,10 @@ def stage(number: int, rows: int = ROWS, rank: int = RANK) -> Design:
     return design(lambda: iter([chunk]), rows, rank)
 
 
-def told(noise: float) -> tuple[Tensor, Tensor]:
+def ratios(noise: float) -> tuple[Tensor, Tensor]:
     """Return each row's likelihood ratio of the two ends, and its label, dealt out at random.
 
-    Args:
-        noise: in units of the noise that the bound asks for.
+    The noise is in units of the noise that the bound asks for.
     """
     generator = torch.Generator().manual_seed(5)
     labels = torch.randint(2, (ROWS,), generator=generator).double()
@@ -64,12 +63,10 @@ def told(noise: float) -> tuple[Tensor, Tensor]:
     return optimal(releases, labels), labels
 
 
-def test_the_two_ends_of_the_range_are_told_apart_as_the_bound_says_and_no_better() -> None:
-    assert abs(auc(*told(noise=1.0)) - BOUND) < TOLERANCE
-
-
-def test_noise_that_is_a_fifth_too_low_is_found_out() -> None:
-    assert auc(*told(noise=0.8)) > BOUND + TOLERANCE
+def test_the_two_ends_of_the_range_are_separated_as_the_bound_says_and_no_better() -> None:
+    """Noise that is a fifth too low is found out."""
+    assert abs(auc(*ratios(noise=1.0)) - BOUND) < TOLERANCE
+    assert auc(*ratios(noise=0.8)) > BOUND + TOLERANCE
 
 
 def test_any_two_values_move_the_sums_by_no_more_than_the_ends() -> None:

@@ -107,7 +107,6 @@ def epochs_of_a_run(num_epochs: int, *, linear_head: bool = True) -> list[Epoch]
 
 
 def defended(settings: DefenseSettings, epochs: list[Epoch]) -> list[Answer]:
-    """Let a defense answer every epoch."""
     defense = build_defense(settings, KEY)
     return [epoch.sends(defense.defend(epoch.asks()).gradient) for epoch in epochs]
 
@@ -326,7 +325,6 @@ def _target(settings: DefenseSettings, epoch: Epoch) -> float:
 
 
 def test_numbers_are_the_same_in_every_process_batch_and_order() -> None:
-    """A restart is a new process; a second worker has other ids beside each other."""
     whole = scalars(keys_of(IDS))
     for worker in range(3):
         part = IDS[worker::3]
@@ -361,7 +359,6 @@ def test_the_name_of_a_key_tells_keys_apart_and_does_not_hold_it() -> None:
 
 
 def batch(rows: slice | Tensor = slice(0, 512), factor: float = 1.0) -> RawBatch:
-    """Return rows whose J differ."""
     epoch = epochs_of_a_run(3, linear_head=False)[2]
     raw, slopes = (factor * part.float()[rows] for part in (epoch.raw, epoch.moves))
     probabilities = epoch.probabilities.float()[rows]
@@ -370,7 +367,6 @@ def batch(rows: slice | Tensor = slice(0, 512), factor: float = 1.0) -> RawBatch
 
 
 def test_marvell_repeats_itself_whatever_the_batch_and_the_worker() -> None:
-    """Same model, same example: the same answer, from another object, in another batch, alone."""
     settings = defenses.MarvellDefense(noise="persistent")
     whole = build_defense(settings, KEY).defend(batch()).gradient
     for rows in (slice(0, 1), slice(100, 300), slice(1, 512, 7)):

@@ -99,8 +99,8 @@ def test_whatever_a_peer_sends_the_bound_holds_or_nothing_is_told(
         run_in_process(parties, type("Chooses", (Sends,), {"change": CHOSEN[chosen]}))
     except SplitveilError as error:
         ended = str(error)
-        told = parties.session.leak_bounds().sum_kl.max
-        assert told == pytest.approx(MU**2 * len(drawn) / 2, rel=1e-4)
+        charged = parties.session.leak_bounds().sum_kl.max
+        assert charged == pytest.approx(MU**2 * len(drawn) / 2, rel=1e-4)
         assert "cannot" in ended
     else:
         assert_bounded(parties)

@@ -109,7 +109,6 @@ HARM: dict[str, Callable[[Path], object]] = {
 def test_a_run_whose_releases_are_not_what_they_were_is_refused_and_draws_none(
     example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str
 ) -> None:
-    """At once, also where no stage would have to begin again."""
     killed(example, tmp_path)
     whole = file_in(tmp_path).read_bytes()
     drawn = note_draws(monkeypatch)
@@ -323,5 +322,5 @@ def test_each_training_row_is_charged_all_stages_at_once_and_no_other_row_is(
     assert bounds.max == bounds.mean == pytest.approx(0.09)
     held_out = np.concatenate([rows.splits["validation"], rows.splits["test"]])
     assert accounts.bounds(held_out).sum_kl.max == 0
-    told = [ledger.sum_kl.max for _, ledger in parties.active.ledger]
-    assert told == [pytest.approx(0.09), pytest.approx(0.09)]
+    charged = [ledger.sum_kl.max for _, ledger in parties.active.ledger]
+    assert charged == [pytest.approx(0.09), pytest.approx(0.09)]

@@ -36,7 +36,6 @@ def generator(seed: int) -> torch.Generator:
 
 
 def rows_of(num_rows: int, seed: int = 1, num_classes: int = 2) -> RowChunk:
-    """Return rows of a plausible split model."""
     normal = torch.randn(num_rows, 40, generator=generator(seed))
     slopes = torch.rand(num_rows, 8, generator=generator(seed + 1)) - 0.3
     logits = normal[:, 0] - 1
@@ -67,7 +66,6 @@ def design_of(
 
 
 def spoilt(kind: str) -> RowChunk:
-    """Return rows of a peer, or of a model, that does its worst."""
     rows = rows_of(ROWS)
     activations, slopes, logits = rows.activations.clone(), rows.slopes.clone(), rows.logits.clone()
     match kind:
@@ -148,7 +146,6 @@ def test_a_sum_has_the_same_bits_in_any_order_and_split() -> None:
 
 @pytest.mark.parametrize("num_rows", [2, 5, 70])
 def test_all_labels_of_a_subject_together_move_the_sums_by_at_most_1(num_rows: int) -> None:
-    """All changes of a subject's labels, or their largest sum in any direction."""
     subjects = torch.arange(ROWS) // num_rows
     made = design_of(rows_of(ROWS), subjects=subjects)
     alone = design_of(rows_of(ROWS))
@@ -377,7 +374,6 @@ def test_only_the_newest_stages_that_fit_are_remembered() -> None:
 @pytest.mark.parametrize("kind", SPOILT)
 @pytest.mark.parametrize("label", [0.0, 1.0])
 def test_targets_are_probabilities_whatever_the_peer_sends(kind: str, label: float) -> None:
-    """One class is absent, too."""
     made = design_of(spoilt(kind))
     posterior = Posterior()
     for stage in range(3):

@@ -143,8 +143,6 @@ def gaussian_batch(rows: int, seed: int, pos_fraction: float = 0.25) -> tuple[Te
 
 
 def gaussian_sum_kl(means: list[np.ndarray], covariances: list[np.ndarray]) -> float:
-    """KL(0, 1) + KL(1, 0) of two Gaussians, from their definition."""
-
     def kl(first: int, second: int) -> float:
         precision = np.linalg.inv(covariances[second])
         shift = means[second] - means[first]

@@ -21,20 +21,18 @@ MONDAY, TUESDAY = ("ann", "bob", "eve"), ("eve", "dan", "ann")
 
 
 def after_run(book: AccountBook, ids: Sequence[str], *charges: LeakCharge) -> AccountBook:
-    """Return the book that a run leaves which answers so often about all of its examples."""
     ledger = book.begun(ids, len(ids))
     for charge in charges:
         ledger.charge(np.arange(len(ids)), charge)
     return AccountBook.from_state(load(save(book.closed(ids, ledger).state_dict())))
 
 
-def told(book: AccountBook, one: str) -> float:
-    """Return the divergence of one id."""
+def divergence_of(book: AccountBook, one: str) -> float:
     return book.begun([one], 1).bounds(np.arange(1)).sum_kl.max
 
 
 def of(book: AccountBook, ids: str = "ann bob eve dan fay") -> list[float]:
-    return [told(book, one) for one in ids.split()]
+    return [divergence_of(book, one) for one in ids.split()]
 
 
 def test_charges_of_fresh_noise_add_up_for_the_same_id_wherever_it_stands() -> None:
@@ -79,7 +77,7 @@ def test_every_byte_of_a_name_counts() -> None:
     assert (book.names[:, -1] == 0).any()
     found = book.begun(ids, len(ids)).bounds(np.arange(len(ids))).sum_kl
     assert (found.mean, found.max) == (0.5, 0.5)
-    assert told(book, "2000") == 0
+    assert divergence_of(book, "2000") == 0
 
 
 def test_noise_that_two_runs_repeat_counts_once() -> None:

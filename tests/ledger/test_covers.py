@@ -194,10 +194,10 @@ def test_the_larger_of_two_bounds_is_as_narrow_as_either() -> None:
     def bounds(*charges: LeakCharge) -> LeakBounds:
         return after(*charges).bounds(np.array([0]))
 
-    course, told = bounds(GAUSSIAN), bounds(GAUSSIAN, LeakCharge(0.0))
-    assert course.or_more(told).guarantee.max == 1
-    assert course.or_more(told).against(ANYBODY).mu is None
-    assert told.or_more(course) is told
+    course, both = bounds(GAUSSIAN), bounds(GAUSSIAN, LeakCharge(0.0))
+    assert course.or_more(both).guarantee.max == 1
+    assert course.or_more(both).against(ANYBODY).mu is None
+    assert both.or_more(course) is both
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,6 @@ AFTER_FIRST = "earlier_ledgers=[first/active/checkpoint]"
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with data and with the ledger of a first run."""
     folder = tmp_path_factory.mktemp("example")
     write_example(folder)
     leave(run(folder, MARVELL), folder / "first")
@@ -68,7 +67,6 @@ def leave(parties: Parties, folder: Path) -> None:
 
 
 def divergences(parties: Parties) -> dict[str, float]:
-    """Return the divergence charged for each example's label, by id."""
     rows, session = parties.active.rows, parties.session
     assert rows is not None
     return {
@@ -230,7 +228,6 @@ def test_a_run_does_not_begin_with_its_own_ledger(example: Path) -> None:
 
 
 def left(runs: Path, name: str, parties: Parties, *, book: bool = True) -> Path:
-    """Leave settings and perhaps the book of a run as its process does; returns the folder."""
     folder = runs / name
     (folder / "checkpoint").mkdir(parents=True, exist_ok=True)
     save_resolved(parties.active_settings, folder)

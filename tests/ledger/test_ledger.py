@@ -144,7 +144,6 @@ def test_an_answer_that_tells_nobody_anything_changes_no_account() -> None:
 
 
 def test_charges_of_the_kinds_that_are_known_are_entered_like_the_first() -> None:
-    """Whether a charge changes what is known is asked of each account."""
     gaussian = LeakCharge(0.25, covers=Covers.ANYBODY, is_gaussian=True)
     other = LeakCharge(0.25, covers=Covers.ANYBODY)
     ledger = LeakLedger(4)

@@ -85,7 +85,6 @@ def budget_of_class_means(limit: str) -> str:
 
 
 def bound(bounds: LeakBounds) -> float:
-    """Return the bound for those peers, of the most exposed example."""
     return bounds.against(Covers.CLASS_MEANS).leak_auc.max
 
 
@@ -409,7 +408,6 @@ DRAWN_ONCE = ["randomized_response", "laplace", "alibi"]
 
 
 def noisy_labels(kind: str, leak_auc: float) -> str:
-    """Return the setting of noisy labels whose leak AUC over the run is the given one."""
     settings = NoisyLabelDefense.model_validate({"mechanism": {"kind": kind, "epsilon": 1}})
     chosen = at_leak_auc(settings.mechanism, leak_auc)
     mechanism = f"{{kind: {kind}, epsilon: {chosen.model_dump()['epsilon']!r}}}"

@@ -286,11 +286,11 @@ def test_randomised_response_has_its_probabilities(num_classes: int) -> None:
     second = first.copy()
     first[0] = second[1] = kept
     divergence = float(((first - second) * np.log(first / second)).sum())
-    found, epsilon_found, _, _ = label_leak(mechanism, num_classes)
-    assert found == pytest.approx(divergence, rel=1e-12)
-    assert epsilon_found == epsilon
+    leak = label_leak(mechanism, num_classes)
+    assert leak.sum_kl == pytest.approx(divergence, rel=1e-12)
+    assert leak.epsilon == epsilon
     defense = NoisyLabelDefense(mechanism=mechanism)
-    assert defense.forecast(context_of(num_classes=num_classes)).charge.low == found
+    assert defense.forecast(context_of(num_classes=num_classes)).charge.low == leak.sum_kl
 
 
 REFUSED: dict[str, DefenseSettings] = {

@@ -95,13 +95,13 @@ def test_the_divergences_are_those_of_the_distributions(epsilon: float) -> None:
     parts = ((-60 / epsilon, 0), (0, 1), (1, 60 / epsilon))
     expected = sum(integrate.quad(integrand, *part)[0] for part in parts)
     laplace = label_leak(LaplaceLabels(kind="laplace", epsilon=epsilon))
-    assert laplace[0] == pytest.approx(expected, rel=1e-6)
+    assert laplace.sum_kl == pytest.approx(expected, rel=1e-6)
     flip = 1 / (1 + math.exp(epsilon))
     response = label_leak(RandomizedResponse(kind="randomized_response", epsilon=epsilon))
-    assert response[0] == pytest.approx(2 * (1 - 2 * flip) * math.log((1 - flip) / flip))
+    assert response.sum_kl == pytest.approx(2 * (1 - 2 * flip) * math.log((1 - flip) / flip))
     gaussian = label_leak(GaussianLabels(kind="gaussian", noise_ratio=epsilon))
-    assert gaussian[0] == pytest.approx(1 / epsilon**2)
-    assert (laplace[1], response[1], gaussian[1]) == (epsilon, epsilon, None)
+    assert gaussian.sum_kl == pytest.approx(1 / epsilon**2)
+    assert (laplace.epsilon, response.epsilon, gaussian.epsilon) == (epsilon, epsilon, None)
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS, ids=kind_of)
@@ -158,12 +158,12 @@ def test_a_charge_repeats_and_names_strength_and_key(mechanism: LabelMechanism) 
     def charged(settings: NoisyLabelDefense, seed: int = 1) -> tuple[str | None, float | None]:
         defense = build_defense(settings, key_from_insecure_seed(seed))
         charge = defense.defend(RawBatch(torch.ones(4, 2), LABELS[:4]))[1].charge
-        assert charge.sum_kl == pytest.approx(label_leak(mechanism)[0])
+        assert charge.sum_kl == pytest.approx(label_leak(mechanism).sum_kl)
         return charge.noise_identity, charge.epsilon
 
     noisy = NoisyLabelDefense(mechanism=mechanism)
     identity, epsilon = charged(noisy)
-    assert epsilon == label_leak(mechanism)[1]
+    assert epsilon == label_leak(mechanism).epsilon
     assert charged(noisy) == (identity, epsilon)
     assert charged(noisy, seed=2)[0] != identity
     assert key_from_insecure_seed(1).hex()[:8] not in str(identity)
@@ -243,9 +243,9 @@ def test_alibi_is_charged_the_divergence_of_both_entries_that_a_label_moves() ->
     parts = ((-40 / size, 0), (0, 1), (1, 40 / size))
     one_entry = sum(integrate.quad(integrand, *part)[0] for part in parts)
     for num_classes in (2, 7):
-        sum_kl, epsilon, _, _ = label_leak(ALIBI, num_classes)
-        assert sum_kl == pytest.approx(2 * one_entry)
-        assert epsilon == EPSILON
+        leak = label_leak(ALIBI, num_classes)
+        assert leak.sum_kl == pytest.approx(2 * one_entry)
+        assert leak.epsilon == EPSILON
     # The largest odds: both entries as far on the label's side as on the other.
     odds = stats.laplace.logpdf([5 - 1, -5], scale=1 / size).sum()
     odds -= stats.laplace.logpdf([5, -5 - 1], scale=1 / size).sum()

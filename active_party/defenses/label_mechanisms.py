@@ -23,7 +23,7 @@ which differ between y = 0 and y = 1, reveal nothing. Laplace noise ends at 44 t
 anything beyond has probability 2^-63.
 
 The best AUC of any score, and the Gaussian mechanism that reveals no less, are those of
-`exact_auc`. What is drawn once costs the same whatever the number of epochs.
+`dp_bounds`. What is drawn once costs the same whatever the number of epochs.
 """
 
 import math
@@ -35,7 +35,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from splitveil.active_party.defenses.exact_auc import (
+from splitveil.active_party.defenses.dp_bounds import (
     gaussian_auc,
     gaussian_of_laplace,
     gaussian_of_response,

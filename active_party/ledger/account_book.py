@@ -144,7 +144,7 @@ class AccountBook:
         names, runs = np.concatenate([self.names, other.names[new]]), self.runs | other.runs
         return AccountBook(names, ledger, self.id_rules, runs)
 
-    def begun(
+    def opening_ledger(
         self, ids: Iterable[str], num_examples: int, persons: Names | None = None
     ) -> LeakLedger:
         """Return the ledger with which a run on these canonical ids begins.
@@ -161,13 +161,13 @@ class AccountBook:
             ledger.add(known, self.ledger, of[known])
         return ledger
 
-    def closed(
+    def closing_book(
         self, ids: Iterable[str], ledger: LeakLedger, persons: Names | None = None
     ) -> "AccountBook":
         """Return the book that a run leaves if it began with this one.
 
-        The ledger is that of ``begun`` with all charges since. A person's account is that of its
-        most exposed row.
+        The ledger is that of ``opening_ledger`` with all charges since. A person's account is that
+        of its most exposed row.
         """
         names = names_of(ids)
         of = np.arange(len(names))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from splitveil.active_party.defenses.gaussian_dp import mu_of_leak_auc
+from splitveil.active_party.defenses.dp_bounds import mu_of_leak_auc
 from splitveil.active_party.defenses.noise import InsecureSeededNoise
 from splitveil.active_party.defenses.projected import features
 from splitveil.active_party.defenses.projected.design import Design, design, stage_sigma

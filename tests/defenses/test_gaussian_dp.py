@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import integrate, stats
 
-from splitveil.active_party.defenses.gaussian_dp import (
+from splitveil.active_party.defenses.dp_bounds import (
     delta_of,
     epsilon_of,
     leak_auc_of_mu,

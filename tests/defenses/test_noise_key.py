@@ -16,7 +16,7 @@ from torch import Tensor
 
 from splitveil.active_party.commands.program import parser, run
 from splitveil.active_party.defenses import Examples, NoiseSecrets, noisy_label
-from splitveil.active_party.defenses.exact_auc import gaussian_auc
+from splitveil.active_party.defenses.dp_bounds import gaussian_auc
 from splitveil.active_party.defenses.example_keys import load_or_create_key, used_labels_file
 from splitveil.active_party.defenses.interface import DefenseContext
 from splitveil.active_party.defenses.label_mechanisms import LabelMechanism

@@ -20,7 +20,7 @@ from splitveil.active_party.defenses import (
     NoisyLabelDefense,
     RawBatch,
 )
-from splitveil.active_party.defenses.exact_auc import laplace_auc
+from splitveil.active_party.defenses.dp_bounds import laplace_auc
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
 from splitveil.active_party.defenses.interface import LabelledRows
 from splitveil.active_party.defenses.label_mechanisms import (

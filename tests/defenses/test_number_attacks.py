@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses.gaussian_dp import leak_auc_of_mu, mu_of_leak_auc
+from splitveil.active_party.defenses.dp_bounds import leak_auc_of_mu, mu_of_leak_auc
 from splitveil.active_party.defenses.noise import InsecureSeededNoise
 from splitveil.active_party.defenses.projected.design import (
     Design,

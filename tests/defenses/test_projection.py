@@ -9,7 +9,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from splitveil.active_party.defenses.gaussian_dp import mu_of_leak_auc
+from splitveil.active_party.defenses.dp_bounds import mu_of_leak_auc
 from splitveil.active_party.defenses.noise import InsecureSeededNoise, SecureNoise
 from splitveil.active_party.defenses.projected.design import (
     BoundedWeights,

@@ -119,23 +119,23 @@ def test_whom_accounts_describe_survives_the_file_and_the_adding_up_of_books(
     tmp_path: Path,
 ) -> None:
     """A history of marvell, then noisy labels: nothing bounds anybody on its rows."""
-    monday = AccountBook.empty().closed(IDS[:2], after(LeakCharge(0.1), of=2))
+    monday = AccountBook.empty().closing_book(IDS[:2], after(LeakCharge(0.1), of=2))
     save_file(monday.state_dict(), tmp_path / "book")
     read = AccountBook.from_state(load_file(tmp_path / "book"))
     assert read.covers() is WEAK
-    begun = read.begun(IDS, 3)
+    begun = read.opening_ledger(IDS, 3)
     begun.charge(np.arange(3), GAUSSIAN)
     assert columns(begun)[0] == 1
     alone = begun.bounds(np.array([2]))
     assert alone.guarantee.max == exact(math.sqrt(0.3))
-    tuesday = AccountBook.empty().closed(IDS[1:], after(GAUSSIAN, of=2))
+    tuesday = AccountBook.empty().closing_book(IDS[1:], after(GAUSSIAN, of=2))
     both = tuesday.with_all_of(read)
     assert both.covers() is WEAK
     assert tuesday.covers() is ANYBODY
-    bob = both.begun(["bob"], 1).bounds(np.array([0]))
+    bob = both.opening_ledger(["bob"], 1).bounds(np.array([0]))
     assert bob.sum_kl.max == pytest.approx(0.4)
     assert [one.leak_auc.max for one in bob.by_peers][:2] == [1, 1]
-    carried = read.closed(IDS[2:], read.begun(IDS[2:], 1))
+    carried = read.closing_book(IDS[2:], read.opening_ledger(IDS[2:], 1))
     assert carried.covers() is WEAK
 
 

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from splitveil.active_party.assembly import build_session
-from splitveil.active_party.defenses.exact_auc import (
+from splitveil.active_party.defenses.dp_bounds import (
     auc_of_epsilon,
     gaussian_auc,
     gaussian_of_epsilon,
@@ -141,7 +141,7 @@ def test_a_validation_label_that_could_end_a_run_has_no_bound_in_the_next_one(
         rows, ids = ended.active.rows, ended.session.ids
         assert rows is not None
         names = [ids[row] for row in rows.file_rows]
-        begun = ended.session.account_book().begun(names, len(names))
+        begun = ended.session.account_book().opening_ledger(names, len(names))
         assert begun.bounds(rows.splits["validation"]).guarantee.max == bound
         assert begun.bounds(rows.splits["test"]).guarantee.max == 0.5
         assert begun.bounds(rows.splits["train"]).guarantee.max > 0.5

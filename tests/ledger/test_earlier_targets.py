@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from splitveil.active_party.defenses.exact_auc import gaussian_auc
+from splitveil.active_party.defenses.dp_bounds import gaussian_auc
 from splitveil.active_party.ledger.stored_labels import TARGETS, read_targets
 from splitveil.active_party.results import save_results
 from splitveil.active_party.trainer_builder import TrainerBuilder

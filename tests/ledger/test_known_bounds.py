@@ -24,7 +24,7 @@ from splitveil.active_party.defenses import (
     NoisyLabelDefense,
     ProjectedLabelsDefense,
 )
-from splitveil.active_party.defenses.exact_auc import (
+from splitveil.active_party.defenses.dp_bounds import (
     auc_of_epsilon,
     gaussian_auc,
     gaussian_of_epsilon,
@@ -280,14 +280,14 @@ NAMES = ("ann", "bob", "cid", "dan")
 
 
 def guarantee_of(book: AccountBook, name: str) -> float:
-    return book.begun([name], 1).bounds(np.array([0])).guarantee.max
+    return book.opening_ledger([name], 1).bounds(np.array([0])).guarantee.max
 
 
 def after_run(book: AccountBook, names: tuple[str, ...], *charges: LeakCharge) -> AccountBook:
-    ledger = book.begun(names, len(names))
+    ledger = book.opening_ledger(names, len(names))
     for charge in charges:
         ledger.charge(np.arange(len(names)), charge)
-    return book.closed(names, ledger)
+    return book.closing_book(names, ledger)
 
 
 def test_over_runs_only_examples_of_a_single_draw_keep_its_exact_figure(tmp_path: Path) -> None:

@@ -31,12 +31,12 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, Tag
 
-from splitveil.active_party.defenses.forecast import Forecast, exactly
-from splitveil.active_party.defenses.gaussian_dp import (
+from splitveil.active_party.defenses.dp_bounds import (
     leak_auc_of_mu,
     mu_of_epsilon_delta,
     mu_of_leak_auc,
 )
+from splitveil.active_party.defenses.forecast import Forecast, exactly
 from splitveil.active_party.defenses.interface import (
     BuildInputs,
     Defense,

@@ -216,17 +216,25 @@ RUNS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
 }
 
 
+def seen_in_both(
+    folders: Folders, *active: str, both: Sequence[str] = (), peer: type[Seeing] = Seeing
+) -> tuple[list[bytes], list[bytes]]:
+    """Return what the peer saw of either labels, with the same sums released."""
+    released: Released = {}
+    with noting(released):
+        one = seen_in(folders.one, *active, both=both, peer=peer)
+    with repeating(released):
+        other = seen_in(folders.other, *active, both=both, peer=peer)
+    assert released
+    return one, other
+
+
 @pytest.mark.parametrize("run", RUNS)
 def test_with_the_same_sums_of_other_labels_the_peer_receives_the_same_bytes(
     folders: Folders, run: str
 ) -> None:
     active, both = RUNS[run]
-    released: Released = {}
-    with noting(released):
-        one = seen_in(folders.one, *active, both=both)
-    with repeating(released):
-        other = seen_in(folders.other, *active, both=both)
-    assert released
+    one, other = seen_in_both(folders, *active, both=both)
     assert len(one) > 10
     assert one == other
 
@@ -247,11 +255,7 @@ class Chooses(Seeing):
 
 
 def test_so_does_a_peer_that_chooses_what_it_sends(folders: Folders) -> None:
-    released: Released = {}
-    with noting(released):
-        one = seen_in(folders.one, peer=Chooses)
-    with repeating(released):
-        other = seen_in(folders.other, peer=Chooses)
+    one, other = seen_in_both(folders, peer=Chooses)
     assert one == other
 
 
@@ -395,11 +399,7 @@ def test_a_run_that_stops_early_by_its_validation_labels_would_show(
 ) -> None:
     monkeypatch.setattr(TopTrainer, "score_on_targets", lambda _: None)
     active, both = RUNS["early stopping"]
-    released: Released = {}
-    with noting(released):
-        one = seen_in(folders.one, *active, both=both)
-    with repeating(released):
-        other = seen_in(folders.other, *active, both=both)
+    one, other = seen_in_both(folders, *active, both=both)
     assert len(one) != len(other)
 
 

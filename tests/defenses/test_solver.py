@@ -38,15 +38,8 @@ def divergence(instance: Instance, solution: NoiseSolution) -> float:
     return ((d - 1) * (across + 1 / across) + (neg + c) / pos + (pos + c) / neg) / 2 - d
 
 
-def test_no_point_of_a_grid_over_all_four_variances_is_better() -> None:
-    generator, grid = random.Random(1), simplex_grid(steps=16)
-    for _ in range(150):
-        instance = moderate_instance(generator)
-        best = float(objective(instance, grid).min())
-        assert solve_noise(*instance).sum_kl <= best * (1 + 1e-12)
-
-
 EDGES: dict[str, dict[str, float]] = {
+    "moderate": {},
     "one column": {"cut_dim": 1},
     "rare positives": {"pos_fraction": 1e-6},
     "rare negatives": {"pos_fraction": 1 - 1e-6},
@@ -75,7 +68,9 @@ def edge_instances(edge: dict[str, float], scale: float, seed: int) -> Iterator[
 
 @pytest.mark.parametrize("scale", [1e-20, 1.0, 1e8])
 @pytest.mark.parametrize("edge", EDGES.values(), ids=EDGES)
-def test_no_point_of_the_grid_is_better_at_the_edges(edge: dict[str, float], scale: float) -> None:
+def test_no_point_of_a_grid_over_all_four_variances_is_better(
+    edge: dict[str, float], scale: float
+) -> None:
     grid = simplex_grid(steps=16)
     for instance in edge_instances(edge, scale, seed=9):
         with np.errstate(divide="ignore", invalid="ignore"):  # some points leave a class bare
@@ -86,7 +81,7 @@ def test_no_point_of_the_grid_is_better_at_the_edges(edge: dict[str, float], sca
 
 
 @pytest.mark.parametrize("edge", [name for name in EDGES if not name.startswith("bare")])
-def test_divergence_at_the_edges_is_that_of_the_noise_returned(edge: str) -> None:
+def test_the_divergence_is_that_of_the_noise_returned(edge: str) -> None:
     for instance in edge_instances(EDGES[edge], scale=1.0, seed=10):
         solution = solve_noise(*instance)
         literal = divergence(instance, solution)
@@ -99,17 +94,6 @@ def test_divergence_is_that_of_a_polished_search() -> None:
     for instance in [moderate_instance(generator) for _ in range(5)]:
         assert solve_noise(*instance).sum_kl == pytest.approx(
             brute_force(instance), rel=1e-9, abs=0
-        )
-
-
-def test_reported_divergence_is_that_of_the_noise_returned() -> None:
-    generator = random.Random(3)
-    for _ in range(300):
-        instance = moderate_instance(generator)
-        solution = solve_noise(*instance)
-        rounding = 1e-14 * (divergence(instance, solution) + instance[3])
-        assert abs(divergence(instance, solution) - solution.sum_kl) <= 1e-11 * solution.sum_kl + (
-            100 * rounding
         )
 
 

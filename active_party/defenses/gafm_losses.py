@@ -50,20 +50,14 @@ class MixedTerms(NamedTuple):
     """The terms that are mixed."""
 
     sent: Literal["both", "gan_only", "ce_only"] = "both"
-
-    gan_weight: float = 1.0
-    """Weight of the adversarial term (w)."""
-
-    response_width: float = 0.05
-    """Largest distance of a softened label from 1/2 (D_max)."""
+    gan_weight: float = 1.0  # of the adversarial term (w)
+    response_width: float = 0.05  # largest distance of a softened label from 1/2 (D_max)
 
 
 class MixedGradient(NamedTuple):
     """The gradient that GAFM would send, and the share of an example's own label in it."""
 
-    raw: Tensor
-    """Like the activation."""
-
+    raw: Tensor  # like the activation
     label_move: float
     """The most by which one example's label moves its own row, all else equal; infinite if it is
     unknown how labels enter."""

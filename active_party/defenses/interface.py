@@ -169,12 +169,14 @@ class Examples(NamedTuple):
 
 
 class BuildInputs(NamedTuple):
-    """Everything from which a defense is built, beside its settings."""
+    """Everything from which a defense is built, beside its settings.
+
+    A defense that replaces labels needs the examples for ``Defense.targets``.
+    """
 
     context: DefenseContext
     secrets: NoiseSecrets = NO_SECRETS
     examples: Examples | None = None
-    """A defense that replaces their labels needs them for ``Defense.targets``."""
 
 
 class RawBatch(NamedTuple):
@@ -239,10 +241,9 @@ class LabelMove(NamedTuple):
     """The most by which the label moves the row, as a norm; infinite if it is unknown."""
 
     cut_dim: int
-    """Number of values per row."""
 
     report: DefenseReport
-    """The report of the defense on the same batch."""
+    """Of the same batch."""
 
 
 class RowFacts(Protocol):
@@ -253,7 +254,7 @@ class RowFacts(Protocol):
         ...
 
     def logits(self) -> Iterator[Tensor]:
-        """Yield the model's logits alone, which take a fraction of the time."""
+        """Yield only the model's logits, which takes a fraction of the time."""
         ...
 
 
@@ -264,14 +265,9 @@ class PendingRelease(ABC):
     is computed from releases, so that nothing else is charged.
     """
 
-    stage: int
-    """Number of the stage that begins with it, from 0."""
-
-    design: bytes
-    """Digest of everything, except labels and noise, on which the release depends."""
-
-    charge: LeakCharge
-    """The charge of each training row."""
+    stage: int  # that begins with it, from 0
+    design: bytes  # digest of everything, except labels and noise, on which the release depends
+    charge: LeakCharge  # of each training row
 
     @abstractmethod
     def draw(self, key: bytes) -> Mapping[str, Tensor]:

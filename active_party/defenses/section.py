@@ -57,13 +57,10 @@ SEE = "docs/defenses.md, section 'Which bounds do not hold'"
 
 
 class Coverage(NamedTuple):
-    """The peers whom all charges of a defense describe, and the reason."""
+    """The strongest adversary class that every charge describes, and a sentence about it."""
 
     covers: Covers
-    """The strongest adversary class that every charge describes."""
-
     why: str
-    """A sentence about who is described, and who is not."""
 
 
 COVERS_CLASS_MEANS = Coverage(
@@ -362,12 +359,11 @@ def warn_about_seed() -> None:
 
 
 class WeightUses(NamedTuple):
-    """The weights that a run's loss has."""
+    """The weights that a run's loss has, and whether those of rows were chosen without labels."""
 
     of_classes: bool = False
     of_rows: bool = False
     are_label_free: bool = False
-    """Whether the rows' weights were chosen without a look at labels."""
 
 
 def refusal_of_weights(defense: DefenseSection, uses: WeightUses) -> str | None:

@@ -52,15 +52,9 @@ _RULES_BYTES = 64 * 1024
 class AccountBook:
     """Accounts together with the names of their examples."""
 
-    names: Names
-    """Each name once."""
-
-    ledger: LeakLedger
-    """The accounts, in the order of the names."""
-
-    id_rules: bytes = b""
-    """``rules_as_bytes`` of the rules by which the ids were brought into canonical form."""
-
+    names: Names  # each once
+    ledger: LeakLedger  # the accounts, in the order of the names
+    id_rules: bytes = b""  # `rules_as_bytes` of the ids' canonical form
     runs: frozenset[bytes] = frozenset()
     """Digests of the runs whose charges it has: of the run that left it, and those before."""
 

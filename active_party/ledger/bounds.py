@@ -126,8 +126,7 @@ class Spread(NamedTuple):
     """One figure over the training examples."""
 
     max: float
-    q95: float
-    """Figure that 95 % of the examples do not exceed."""
+    q95: float  # that 95 % of the examples do not exceed
     mean: float
 
 
@@ -245,10 +244,8 @@ class _Group(NamedTuple):
 
     caveats: int
     known: KnownBounds
-    most: float
-    """The largest divergence."""
-    by_root: npt.NDArray[np.int64]
-    """Number of examples in each cell of the square root of their divergence."""
+    most: float  # the largest divergence
+    by_root: npt.NDArray[np.int64]  # number of examples in each cell of the divergence's root
 
     def cells(self) -> Iterator[tuple[float, int]]:
         """Yield an upper bound on the divergence in each cell, and the number of examples."""

@@ -44,10 +44,8 @@ ROUNDING = 1e-6
 class Limit:
     """What no account may exceed, and the peers whom all charges have to describe."""
 
-    max_sum_kl: float
-    """Divergence allowed to accounts of any distributions."""
-    max_gaussian_sum_kl: float
-    """Divergence allowed to accounts of Gaussian mechanisms."""
+    max_sum_kl: float  # for accounts of any distributions
+    max_gaussian_sum_kl: float  # for accounts of Gaussian mechanisms
     peers: Covers = Covers.ANYBODY
     max_leak_auc: float | None = None
     """AUC up to which accounts may have any divergence; None for a limit to the divergence."""

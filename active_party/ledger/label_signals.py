@@ -31,11 +31,10 @@ class LabelUses(NamedTuple):
 
 
 class LabelSignal(NamedTuple):
-    """One way on which labels reach the peer besides the answers."""
+    """One way on which labels reach the peer besides the answers, and a sentence about it."""
 
     setting: str
     why: str
-    """A sentence about it."""
 
 
 def label_signals(uses: LabelUses) -> tuple[LabelSignal, ...]:

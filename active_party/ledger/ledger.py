@@ -62,18 +62,14 @@ class LeakLedger:
     """
 
     def __init__(self, num_examples: int) -> None:
+        # Settled: charges of fresh noise, and of earlier noise identities. Current: the largest
+        # under the current identity, of which the digest is kept; empty before the first one.
         self._settled: Divergences = np.zeros(num_examples)
-        """Charges of fresh noise, and of earlier noise identities."""
         self._current: Divergences = np.zeros(num_examples)
-        """Largest charge under the current noise identity."""
         self._caveats: Caveats = np.zeros(num_examples, dtype=np.uint8)
-        """What does not hold of some charge."""
         self._known: KnownBounds = np.repeat(NOTHING[:, None], num_examples, axis=1)
-        """What is known of the settled charges."""
         self._current_known = NOTHING
-        """What is known of the charges under the current noise identity, (3,)."""
         self._identity = b""
-        """Digest of the current noise identity; empty before the first one."""
         self._settled_epsilon = 0.0
         self._current_epsilon = 0.0
 

@@ -203,14 +203,9 @@ class Design(NamedTuple):
 class ReleasedStages(NamedTuple):
     """Weights and noise of the stages whose sums were released."""
 
-    designs: Sequence[Design]
-    """Of each stage; at least one."""
-
-    sigmas: Sequence[float]
-    """Standard deviation of the noise in each sum of each stage."""
-
-    gram: Tensor
-    """A^T A of all stages together, (R, R) float64."""
+    designs: Sequence[Design]  # of each stage; at least one
+    sigmas: Sequence[float]  # standard deviation of the noise in each sum of each stage
+    gram: Tensor  # A^T A of all stages together, (R, R) float64
 
     def weights(self, rows: slice) -> Tensor:
         """Return A of some rows, (rows, R) float32."""

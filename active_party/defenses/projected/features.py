@@ -46,20 +46,11 @@ _SCALED_ROWS = 16_384
 class RowChunk(NamedTuple):
     """Facts about consecutive training rows that do not depend on any label."""
 
-    activations: Tensor
-    """(rows, cut_dim) float32."""
-
-    own: Tensor | None
-    """Dense own features of the active party, (rows, features)."""
-
-    hidden: Tensor | None
-    """Hidden units of the top model, (rows, units)."""
-
-    logits: Tensor
-    """(rows,), or (rows, classes)."""
-
-    slopes: Tensor
-    """d logit / d activation, (rows, cut_dim), or (rows, classes, cut_dim)."""
+    activations: Tensor  # (rows, cut_dim) float32
+    own: Tensor | None  # dense own features of the active party, (rows, features)
+    hidden: Tensor | None  # hidden units of the top model, (rows, units)
+    logits: Tensor  # (rows,), or (rows, classes)
+    slopes: Tensor  # d logit / d activation, (rows, cut_dim), or (rows, classes, cut_dim)
 
 
 Chunks = Callable[[], Iterator[RowChunk]]
@@ -69,17 +60,10 @@ Chunks = Callable[[], Iterator[RowChunk]]
 class Columns(NamedTuple):
     """The way from a chunk to its columns."""
 
-    mean_slope: Tensor
-    """(cut_dim,), or (classes, cut_dim), float32."""
-
-    centre: Tensor
-    """(raw columns,) float32."""
-
-    scale: Tensor
-    """Factor after centring, (raw columns,) float32; 0 for a column that is constant."""
-
-    num_multiplied: int
-    """The first so many raw columns are multiplied by s, the last one."""
+    mean_slope: Tensor  # (cut_dim,), or (classes, cut_dim), float32
+    centre: Tensor  # (raw columns,) float32
+    scale: Tensor  # factor after centring, (raw columns,) float32; 0 for a constant column
+    num_multiplied: int  # the first so many raw columns are multiplied by s, the last one
 
     def of(self, chunk: RowChunk) -> Tensor:
         """Return the columns of some rows, (rows, columns) float32, within -4 to 4."""

@@ -31,14 +31,9 @@ from typing import NamedTuple
 class LabelUtility(NamedTuple):
     """What a run can learn from its labels at a bound."""
 
-    rows: float
-    """Number of rows with unprotected labels that would teach as much, at most."""
-
-    share: float
-    """The same as a share of the training rows, within 0 and 1."""
-
-    half_at_rows: int
-    """Number of rows, of the same share of positives, at which that share is one half."""
+    rows: float  # with unprotected labels, that would teach as much, at most
+    share: float  # the same as a share of the training rows, within 0 and 1
+    half_at_rows: int  # of the same share of positives, at which that share is one half
 
 
 def label_utility(

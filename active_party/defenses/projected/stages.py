@@ -41,12 +41,8 @@ from splitveil.common.privacy.covers import Covers
 class StagePlan(NamedTuple):
     """What the settings say about the stages of a run."""
 
-    mu: float
-    """Bound for the whole run."""
-
-    epochs: tuple[int, ...]
-    """The epochs at which stages begin, ascending."""
-
+    mu: float  # the bound for the whole run
+    epochs: tuple[int, ...]  # at which stages begin, ascending
     rank: int
     memory_bytes: int
 
@@ -94,7 +90,6 @@ class ProjectedLabels(StagedDefense):
         )
 
     def targets(self, batch: LabelledRows, /) -> Tensor:
-        """Return the present stage's targets of a batch, (batch,), or (batch, classes)."""
         if self._targets is None:
             raise ValueError("projected_labels has begun no stage: there are no targets")
         return self._targets[batch.rows]
@@ -109,7 +104,6 @@ class ProjectedLabels(StagedDefense):
         return self._report.charge
 
     def pending_release(self, epoch: int, facts: RowFacts, /) -> PendingRelease | None:
-        """Return the release of a stage that begins with this epoch, unless it has begun."""
         stage = self._next_stage
         if stage == len(self._epochs) or epoch < self._epochs[stage]:
             self._follow(epoch, facts)

@@ -1,4 +1,4 @@
-"""What a run leaves in its folder: models, and the account book of its answers.
+"""The folder of a run: opens it, finds a run that is over, and leaves the results of one that ends.
 
 checkpoint/model.safetensors      the top model as it was trained
 checkpoint/refitted.safetensors   the same, fitted to the true labels afterwards; only for this
@@ -9,10 +9,14 @@ checkpoint/ledger.safetensors     the account book
 checkpoint/targets.safetensors    targets by example, if the defense releases any
 checkpoint/test_predictions.safetensors
                                   the last predictions of the test rows, to compare runs
+
+A run that its budget or leak gate has ended for good is marked; the same limits never resume it.
 """
 
 import logging
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,24 +27,96 @@ from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.trainer_builder import TrainerBuilder
-from splitveil.active_party.training.held_out import save_predictions
+from splitveil.active_party.training.evaluation import save_predictions
 from splitveil.active_party.training.own_models import Fitting, build_alone, train_alone
 from splitveil.active_party.training.predictions import PredictionFigures
 from splitveil.active_party.training.top_trainer import TopTrainer
+from splitveil.common.alignment import ExchangeStores
+from splitveil.common.errors import BudgetExhausted, EndedForGood
 from splitveil.common.models.optimizers import build_optimizer
-from splitveil.common.record.initial_weights import RELEASED_LABELS, TRUE_LABELS
+from splitveil.common.party import command_line
 from splitveil.common.record.model_files import (
     ALONE,
     REFITTED,
+    RELEASED_LABELS,
+    TRUE_LABELS,
     delete_saved,
+    identity_metadata,
     save_model,
     save_tensors,
 )
-from splitveil.common.record.trained_model import identity_metadata
+from splitveil.common.record.run_folder import clear_mark, end_of, mark_as_ended, open_run_folder
+from splitveil.common.record.run_record import write_summary
+from splitveil.common.record.summary import Summary, provenance_of_process
+from splitveil.common.record.summary_tables import print_summary
+from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.id_rules import rules_as_bytes
-from splitveil.common.run.inference import ModelIdentity
+from splitveil.common.run.messages import ModelIdentity
+from splitveil.common.text.version import VERSION
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("splitveil.active_party")
+
+_WHAT_NOW = (
+    "the same command trains nothing; a larger run_budget or leak_gate resumes the run, and "
+    "--fresh starts over, which answers about the same labels again (the ledger counts both)"
+)
+
+
+def open_folder(settings: ActiveSettings, *, fresh: bool) -> Path | None:
+    """Open the run's folder; None if the run is over."""
+    folder = open_run_folder(
+        settings.runs_dir,
+        settings.contract.run_name,
+        ACTIVE,
+        lambda folder: command_line.takes_up(settings, fresh=fresh, folder=folder),
+    )
+    if _was_ended(settings, folder):
+        return None
+    # By its settings, the start of another run finds this one.
+    command_line.save_resolved(settings, folder)
+    if fresh:
+        ExchangeStores(folder).discard()
+    return folder
+
+
+def leave_summary(
+    settings: ActiveSettings, folder: Path, summary: Summary, stopped: EndedForGood | None
+) -> None:
+    """Write and print a run's summary, and then its report."""
+    # A run need not wait for what its report is made with, nor hold it in memory.
+    from splitveil.active_party.report import try_to_report  # noqa: PLC0415
+
+    provenance = provenance_of_process(shows_host=settings.report.show_host)
+    summary = replace(summary, version=VERSION, provenance=provenance)
+    write_summary(folder, summary)
+    if stopped is not None:
+        limit = "run_budget" if isinstance(stopped, BudgetExhausted) else "leak_gate"
+        mark_as_ended(folder, {"ended_by": limit, **_limits_of(settings)})
+    print_summary("active party", summary)
+    try_to_report(folder.parent)
+    if stopped is not None:
+        logger.warning("the run has ended for good: %s", _WHAT_NOW)
+        raise stopped
+
+
+def _limits_of(settings: ActiveSettings) -> dict[str, Any]:
+    return settings.model_dump(mode="json", include={"run_budget", "leak_gate"})
+
+
+def _was_ended(settings: ActiveSettings, folder: Path) -> bool:
+    """Return whether the run is over, finished or ended by limits that are still set; say so."""
+    if command_line.is_finished(folder):
+        return True
+    end = end_of(folder)
+    if end is None:
+        return False
+    limits = _limits_of(settings)
+    if all(name in end and end[name] == limit for name, limit in limits.items()):
+        logger.warning("this run was ended for good by its %s: %s", end["ended_by"], _WHAT_NOW)
+        return True
+    logger.info("resuming the run in %s, which was ended under other limits", folder)
+    clear_mark(folder)
+    return False
 
 
 def forget_account(folder: Path) -> None:
@@ -51,21 +127,18 @@ def forget_account(folder: Path) -> None:
 def save_results(
     settings: ActiveSettings, folder: Path, session: ActiveSession, builder: TrainerBuilder
 ) -> PredictionFigures | None:
-    """Save the models and the account book of a run that is over, if it had begun to train.
-
-    Returns the refitted model's figures on the test rows; None if it was not fitted.
-    """
-    trainer = session.trainer
+    """Save what a run that is over has learned; return the refitted model's figures, if any."""
+    trainer = session.lifecycle.phase.trainer
     if trainer is None:
         return None
     learned_from = RELEASED_LABELS if builder.is_label_free else TRUE_LABELS
     result_of = _identity(settings, session)
     saved = save_model(folder, trainer.model, builder.encoder, learned_from | result_of)
-    save_tensors(folder, LEDGER, session.account_book().state_dict())
+    save_tensors(folder, LEDGER, session.lifecycle.phase.account_book().state_dict())
     logger.info("model saved in %s", saved)
-    predictions = session.answering.test_predictions
+    predictions = session.lifecycle.answering.test_predictions
     if predictions is not None:
-        save_predictions(folder, session.ids, session.answering.rows, predictions)
+        save_predictions(folder, session.ids, session.lifecycle.answering.rows, predictions)
     targets = None if trainer.staged is None else trainer.staged.released_targets
     if targets is not None:
         _save_targets(settings, folder, session, targets)
@@ -82,16 +155,14 @@ def save_alone(
     """Train and save a model of this party's own features alone, if the settings ask for one.
 
     It learns from true labels: the run is over, and nothing of this model is ever sent.
-
-    Returns its figures on the test rows; None if there is no such model, or there are no test rows.
     """
     delete_saved(folder, ALONE)
-    trainer, encoder = session.trainer, builder.encoder
+    trainer, encoder = session.lifecycle.phase.trainer, builder.encoder
     rows = None if trainer is None else trainer.rows_alone()
     is_wanted = settings.serving.fallback and session.stage is Stage.FINISHED
     if not is_wanted or rows is None or encoder is None:
         return None
-    splits = session.answering.rows.splits
+    splits = session.lifecycle.answering.rows.splits
     model = train_alone(
         build_alone(encoder, settings.data.num_classes, settings.model_seed),
         rows,
@@ -109,7 +180,7 @@ def save_alone(
 
 
 def _identity(settings: ActiveSettings, session: ActiveSession) -> dict[str, str]:
-    model = ModelIdentity(session.run_id, session.answering.batch_number)
+    model = ModelIdentity(session.run_id, session.lifecycle.answering.batch_number)
     return identity_metadata(model, settings.contract)
 
 
@@ -124,7 +195,7 @@ def _fitting(settings: ActiveSettings) -> Fitting:
 def _save_targets(
     settings: ActiveSettings, folder: Path, session: ActiveSession, targets: Tensor
 ) -> None:
-    rows = session.answering.rows
+    rows = session.lifecycle.answering.rows
     training = rows.splits["train"]
     ids = (session.ids[row] for row in rows.file_rows[training])
     of_training = targets[torch.from_numpy(training.copy())]
@@ -141,7 +212,7 @@ def _refit(
         return None
     metadata = TRUE_LABELS | _identity(settings, session)
     save_tensors(folder, REFITTED, model.state_dict(), metadata)
-    figures = trainer.measure(model, session.answering.rows.splits["test"])
+    figures = trainer.measure(model, session.lifecycle.answering.rows.splits["test"])
     if figures is not None:
         logger.info(
             "the top model was fitted to the true labels: test %s; this copy is for this party's "

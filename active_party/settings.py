@@ -10,23 +10,81 @@ from splitveil.active_party.defenses.section import WeightUses, refusal_of_weigh
 from splitveil.active_party.ledger.account_book import SETTING, AccountBook, open_books
 from splitveil.active_party.ledger.budget import Limit
 from splitveil.active_party.ledger.label_signals import LabelUses, label_signals, objection_to
-from splitveil.active_party.serving_settings import ServingSettings
 from splitveil.common.data.source_settings import expand_path
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.settings import ModelSettings
 from splitveil.common.party.party_settings import Address, PartySettings, ReportSettings
+from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import SideInformation
-from splitveil.common.privacy.covers import Covers
 from splitveil.common.privacy.settings import DEFAULT_ATTACKS, AuditSettings, suggested
 from splitveil.common.run.contract import ACTIVE, Name
 from splitveil.common.run.id_rules import rules_as_bytes
 from splitveil.common.settings import Section, kind_by_key
 
 
+class ServingTls(Section):
+    """The certificate that this party shows to the programs that ask for predictions."""
+
+    certificate: Path
+    """PEM file with the server's certificate first. It carries the host name that programs connect
+    to. The path is relative to this settings file, like the others. A replaced file is used without
+    a restart."""
+
+    private_key: Path
+    """PEM file with the certificate's key, without a password; mode 0600 or stricter."""
+
+    clients: Path | None = None
+    """PEM file with the authorities of client certificates: a program without such a certificate is
+    turned away. It is recorded under its certificate's common name. ``null`` to ask for none; a
+    token is then needed."""
+
+
+class ServingSettings(Section):
+    """Online predictions for other programs of this party: ``splitveil active serve``."""
+
+    http: Address = "127.0.0.1:8080"
+    """Host and port for HTTP."""
+
+    tls: ServingTls | None = None
+    """TLS 1.3; ``null`` for plain text, which stays on this machine."""
+
+    token_file: Path | None = None
+    """File with one line ``NAME TOKEN`` for each program that may ask, mode 0600; a token has at
+    least 32 characters. Programs send ``Authorization: Bearer TOKEN``. The path is relative to this
+    settings file. ``null`` for none."""
+
+    max_ids: int = Field(default=1000, ge=1, le=100_000)
+    """Largest number of ids in one request."""
+
+    timeout_s: float = Field(default=1.0, gt=0, le=600)
+    """Seconds after which a request without an answer from every passive party is given up."""
+
+    batch_wait_ms: float = Field(default=0.0, ge=0, le=1000)
+    """Milliseconds for which a request waits for others, to be sent together with them. Requests
+    that arrive while earlier ones are under way are sent together in any case."""
+
+    ids_per_second: float | None = Field(default=None, gt=0)
+    """Largest number of ids per second on average for each program; ``null`` for no limit. One
+    second's number may be asked for at once."""
+
+    allowed_ids: Path | None = None
+    """File with the ids that may be asked for, as ``splitveil active predict --ids`` takes it;
+    every other id is answered as one that is not known, and no passive party is asked. The path is
+    relative to this settings file. ``null`` for all."""
+
+    record_ids: bool = False
+    """Whether the transcript names the ids of each request; without it, it has their number."""
+
+    fallback: bool = False
+    """Whether to train a model of this party's own features alone at the end of a run, and to
+    answer with it, marked as such, while a passive party is away or where it has no row of an id.
+    """
+
+
 class PeersOfBudget(Section):
     """The peers for whom a budget has to hold."""
 
-    covers: Literal["anybody", "honest-but-curious", "knows class means only"] = "anybody"
+    adversary: Literal["anybody", "honest-but-curious", "knows class means only"] = "anybody"
     """The peers for whom the limit has to hold.
 
     ``anybody``: a peer that may choose its activations, and may know everything but one label.
@@ -36,9 +94,9 @@ class PeersOfBudget(Section):
     """
 
     @property
-    def peers(self) -> Covers:
+    def peers(self) -> Adversary:
         """The peers for whom the limit has to hold."""
-        return Covers(self.covers)
+        return Adversary(self.adversary)
 
 
 class LeakAucBudget(PeersOfBudget):
@@ -276,11 +334,7 @@ class ActiveSettings(PartySettings):
         return self.early_stopping is not None and not self.defense.traits.is_staged
 
     def defense_context(self, pos_fraction: float = 0.5) -> DefenseContext:
-        """Return the facts about the run that the defense depends on.
-
-        Args:
-            pos_fraction: share of positives; it matters only for forecasts.
-        """
+        """Return the facts on which the defense depends; forecasts need the share of positives."""
         data, within = self.data, self.data.label_range
         bounds = None if within is None else (within.low, within.high)
         return DefenseContext(
@@ -315,11 +369,7 @@ class ActiveSettings(PartySettings):
         return self.run_folder(ACTIVE) / "checkpoint" / "noise.key"
 
     def earlier_answers(self) -> AccountBook:
-        """Return the ledgers that are named: what earlier runs may have revealed, by example.
-
-        Raises:
-            SettingsError: a ledger cannot be read, or belongs to this run.
-        """
+        """Return what the ledgers that are named say about earlier runs, by example."""
         named = self.earlier_ledgers or ()
         folders = [expand_path(SETTING, text, self.base_dir) for text in named]
         own = self.run_folder(ACTIVE).resolve()
@@ -414,7 +464,7 @@ class ActiveSettings(PartySettings):
         if not described.includes(peers):
             raise ValueError(
                 f"run_budget: {self.defense.name} has no bound for {peers.in_words}, only for "
-                f"{described.in_words}. {why} Expected covers: {described} in run_budget, or a "
+                f"{described.in_words}. {why} Expected adversary: {described} in run_budget, or a "
                 f"defense with a bound for {peers.in_words}, such as projected_labels"
             )
         objection = objection_to(peers, label_signals(self.label_uses()))

@@ -2,40 +2,29 @@
 
 import math
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from splitveil.active_party.assembly import earlier_targets_of, open_label_owners_model, subjects_of
 from splitveil.active_party.defenses import AnswerKeys, Examples, NoiseSecrets
 from splitveil.active_party.defenses.example_keys import GRADIENT_NOISE, example_keys, key_name
 from splitveil.active_party.defenses.objective import Objective, TopModel
 from splitveil.active_party.ledger.account_book import persons_of
-from splitveil.active_party.ledger.stored_labels import (
-    SETTING,
-    ReleasedTargets,
-    labels_first_used,
-    read_targets,
-)
+from splitveil.active_party.ledger.stored_labels import labels_first_used
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.active_party.training.label_kinds import LabelKind, kind_of
-from splitveil.active_party.training.objectives import OrdinaryObjective
+from splitveil.active_party.training.label_kinds import LabelKind, OrdinaryObjective, kind_of
 from splitveil.active_party.training.predictions import LossWeights
 from splitveil.active_party.training.top_trainer import TopTrainer, TrainingRows
 from splitveil.active_party.workers import spread
 from splitveil.common.data.features import FeatureEncoder
-from splitveil.common.data.source_settings import expand_path
-from splitveil.common.data.subjects import numbered, read_subjects
-from splitveil.common.errors import DataError, SettingsError
+from splitveil.common.data.ids import numbered_subjects
+from splitveil.common.errors import DataError
 from splitveil.common.models.factory import Trial, build_top_model
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.speed import speed_up
-from splitveil.common.models.spread_model import SpreadModel
 from splitveil.common.models.worker_line import WorkerLine
-from splitveil.common.party.party_data import PartyData, open_earlier_model
-from splitveil.common.record.initial_weights import EarlierModel
+from splitveil.common.party.party_data import PartyData
 from splitveil.common.run.course import AlignedRows
-from splitveil.common.run.id_rules import rules_as_bytes
 from splitveil.common.run.phases import Phases
 
 
@@ -101,7 +90,7 @@ class TrainerBuilder:
             known = self._known_targets.of(self._data.ids[row] for row in rows.file_rows)
         if self._subjects is not None:
             of_rows = self._subjects[rows.file_rows]
-            subjects = torch.from_numpy(numbered(of_rows))
+            subjects = torch.from_numpy(numbered_subjects(of_rows))
             persons = persons_of(of_rows, (self._data.ids[row] for row in rows.file_rows))
         examples = Examples(ids, labels, self._device, training, subjects, known)
         return TopTrainer(
@@ -155,18 +144,15 @@ class TrainerBuilder:
             return settings.contract.schedule.factor(step, total_steps)
 
         top = TopModel(model, build_optimizer(settings.optimizer, model), schedule)
+        shapes = None if self.encoder is None else self.encoder.shapes
         objective = defense.objective(top, secrets, examples)
         return objective or OrdinaryObjective(
             top,
             learns_targets=defense.traits.top_learns_targets,
             class_weights=self._class_weights(),
             kind=kind_of(settings.data),
-            compute=None if self._line is None else self._spread(model, self._line),
+            compute=None if self._line is None else spread(settings, model, shapes, self._line),
         )
-
-    def _spread(self, model: nn.Module, line: WorkerLine) -> SpreadModel:
-        shapes = None if self.encoder is None else self.encoder.shapes
-        return spread(self._settings, model, shapes, line)
 
     def _kind_of(self, rows: AlignedRows, labels: Tensor) -> LabelKind:
         mean = math.nan
@@ -185,51 +171,7 @@ class TrainerBuilder:
 
 
 def _knows_predictions(settings: ActiveSettings) -> bool:
-    """Return whether an attack of the leak monitor is told the model's predictions."""
+    """Return whether an attack of the leak monitor reads the model's predictions."""
     monitor = settings.leak_monitor
     is_of_numbers = settings.data.label_range is not None
     return monitor is not None and (is_of_numbers or monitor.needs_predictions)
-
-
-def subjects_of(settings: ActiveSettings, data: PartyData) -> NDArray[np.object_] | None:
-    """Return the person whom each row of the data is about, "" for a row of its own.
-
-    None if the defense reads no persons.
-    """
-    column = settings.defense.traits.subject_column
-    if column is None:
-        return None
-    of_file = read_subjects(settings.data, settings.base_dir, column, settings.contract.ids)
-    return of_file if data.kept is None else of_file[data.kept]
-
-
-def earlier_targets_of(settings: ActiveSettings) -> ReleasedTargets | None:
-    """Return the targets of earlier runs that the defense uses again; None if it uses none."""
-    folders = settings.defense.traits.earlier_targets
-    if folders and settings.data.id_column is None:
-        raise SettingsError(
-            f"{SETTING}: needs data.id_column: in another file, a row's number belongs to another "
-            f"example"
-        )
-    paths = [expand_path(SETTING, text, settings.base_dir) for text in folders]
-    context = settings.defense_context()
-    rules = rules_as_bytes(settings.contract.ids)
-    return read_targets(paths, context.num_classes, rules, context.label_bounds)
-
-
-def open_label_owners_model(settings: ActiveSettings) -> EarlierModel | None:
-    """Open the model that the settings start from; None without one.
-
-    Raises:
-        SettingsError: it cannot be read, or true labels have entered it and would void the bound.
-    """
-    earlier = open_earlier_model(settings)
-    defense = settings.defense
-    if earlier is not None and defense.traits.is_staged and not earlier.is_label_free:
-        raise SettingsError(
-            f"initial_weights: {earlier.folder}: this model has learned from true labels, which "
-            f"its predictions would tell: the bound of {defense.name} would not hold; expected a "
-            f"model that a run with {defense.name}, or with noisy_label and top_labels: noisy, "
-            f"has left"
-        )
-    return earlier

@@ -27,7 +27,6 @@ from sklearn.ensemble import HistGradientBoostingClassifier
 from sklearn.metrics import roc_auc_score
 
 from benchmarks.environment import print_environment
-from splitveil import simulation
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.own_models import Fitting
 from splitveil.common.data.settings import DataSettings
@@ -36,6 +35,7 @@ from splitveil.common.run.course import AlignedRows
 from splitveil.deploy.init.choices import Wishes
 from splitveil.deploy.init.initialise import initialise
 from splitveil.deploy.init.proposal import Terms
+from tests.support import simulation
 
 FoundT = TypeVar("FoundT")
 
@@ -155,7 +155,7 @@ def last_auc(run: simulation.Simulation) -> float:
 
 def refitted_auc(run: simulation.Simulation) -> float:
     """Return the test AUC of the top model that a run leaves for its owner's own predictions."""
-    settings, trainer = run.active.settings, known(run.active.session.trainer)
+    settings, trainer = run.active.settings, known(run.active.session.lifecycle.phase.trainer)
     fitting = Fitting(
         lambda model: build_optimizer(settings.optimizer, model),
         settings.contract.batch_size,

@@ -85,7 +85,7 @@ class Reader(PassiveRecording):
     ) -> None:
         if len(received) <= 200:
             return
-        trainer = None if self.session is None else self.session.trainer
+        trainer = None if self.session is None else self.session.lifecycle.phase.trainer
         if trainer is None:
             raise RuntimeError("an answer before there is a trainer")
         labels, rows = trainer.labels_of(batch.positions), received.double()

@@ -110,8 +110,7 @@ def serve(folder: Path, port: int, defense: str, device: torch.device) -> None:
     parties = build_parties(folder, [f"defense={{name: {defense}}}"], device=device)
     parties.active.on_step = lambda batch, result: None  # type: ignore[method-assign]
     with serving(parties, port):
-        parties.session.wait(600)
-        parties.session.wait_for_farewell(10)
+        parties.session.wait_for_farewell(610)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ import logging
 from contextlib import nullcontext
 from functools import partial
 
-from splitveil.active_party.grpc_server.supervisor import checked_credentials, serve_until_end
+from splitveil.active_party.grpc_server.server import checked_credentials, serve_until_end
 from splitveil.active_party.monitor.active_status import ActiveStatus
 from splitveil.active_party.run.aligning import AlignmentSession
 from splitveil.active_party.run.preparation import OwnRows
@@ -23,7 +23,7 @@ from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.party.endpoint import check_free, serving_status
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.record.alignment_progress import AlignmentProgress
+from splitveil.common.record.progress import AlignmentProgress
 from splitveil.common.record.run_folder import open_run_folder
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.contract import ACTIVE

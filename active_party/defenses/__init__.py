@@ -34,11 +34,11 @@ from splitveil.active_party.defenses.noise import AnswerKeys, NoiseSource
 from splitveil.active_party.defenses.noisy_label import NoisyLabelDefense
 from splitveil.active_party.defenses.none import NoDefense
 from splitveil.active_party.defenses.projected.settings import ProjectedLabelsDefense
-from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.adversary import Adversary
 
 __all__ = [
+    "Adversary",
     "AnswerKeys",
-    "Covers",
     "CustomDefense",
     "Defended",
     "DefendedGradient",

@@ -18,7 +18,7 @@ from splitveil.active_party.defenses.projected.features import RowChunk
 from splitveil.active_party.defenses.rows import all_finite
 from splitveil.active_party.defenses.sum_kl import NoiseSolution
 from splitveil.common.data.label_range import ONE_NUMBER
-from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.run import messages
 
 DefendedGradient = messages.DefendedGradient
@@ -41,7 +41,7 @@ class LeakCharge:
     epsilon: float | None = None
     """Label differential privacy that holds for all answers of this identity together."""
 
-    covers: Covers = Covers.CLASS_MEANS
+    adversary: Adversary = Adversary.CLASS_MEANS
     """The peers whom the charge describes."""
 
     is_gaussian: bool = False

@@ -1,14 +1,27 @@
-"""Serves the active party's calls with gRPC: its methods, interceptors, limits and health."""
+"""Serves a run with gRPC until its end, which a signal or a silent party may bring about."""
 
+import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
 
 from splitveil.active_party.grpc_server.service import ActiveService
-from splitveil.common.party.credentials import CredentialFiles
-from splitveil.common.run.contract import Contract
-from splitveil.common.wire.endpoint import SERVICE
+from splitveil.active_party.monitor.active_status import ActiveStatus
+from splitveil.active_party.run.parties import PartyStage
+from splitveil.active_party.run.session import ActiveSession
+from splitveil.active_party.run.stages import Stage
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.alignment import engine_of, records_of
+from splitveil.common.data.id_forms import form_of
+from splitveil.common.errors import EndedForGood, Interrupted, PeerError, PeerUnreachable
+from splitveil.common.party.credentials import CredentialFiles, credential_files
+from splitveil.common.party.interruption import Interruption
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.record.transcript import Transcript
+from splitveil.common.run.contract import ACTIVE, Contract
+from splitveil.common.wire.endpoint import SERVICE, check_security
 from splitveil.common.wire.limits import (
     ALIGN_FRAME_BYTES,
     HANDSHAKE_BYTES,
@@ -18,11 +31,20 @@ from splitveil.common.wire.limits import (
     believed,
     reader,
 )
-from splitveil.common.wire.noted_calls import Notes
+from splitveil.common.wire.noted_calls import AllNotes, Notes
 from splitveil.common.wire.probes import ProbeResponder
 from splitveil.common.wire.server import build_server
-from splitveil.common.wire.tensor_frame import Frame
+from splitveil.common.wire.tensor_codec import Frame
 from splitveil.protos import split_learning_pb2 as pb
+
+logger = logging.getLogger("splitveil.active_party")
+
+_LOOK_EVERY_S = 0.2
+_GRACE_S = 5.0
+_LAST_WORDS_S = 2.0
+"""Time that a party that ends early waits for its peer's next call, whose status says so."""
+_FINAL_WORDS_S = 30.0
+"""The same time if the run ends for good: a peer that did not learn of it would retry forever."""
 
 
 def start_server(
@@ -79,3 +101,94 @@ def _unary(
     return grpc.unary_unary_rpc_method_handler(
         answer, read, lambda reply: reply.SerializeToString()
     )
+
+
+def checked_credentials(settings: ActiveSettings) -> CredentialFiles | None:
+    """Return the credentials with which this party serves, and log what protects it."""
+    credentials = credential_files(settings, ACTIVE)
+    security = check_security(credentials, settings.listen, "listen")
+    level = logging.WARNING if credentials is None else logging.INFO
+    logger.log(level, "security: %s", security)
+    return credentials
+
+
+def serve_until_end(
+    session: ActiveSession,
+    settings: ActiveSettings,
+    data: PartyData,
+    folder: Path,
+    credentials: CredentialFiles | None,
+    transcript: Transcript | None,
+    status: ActiveStatus,
+    interruption: Interruption,
+) -> tuple[ActiveService, EndedForGood | None]:
+    """Serve a session until it is over and the passive parties have heard so.
+
+    Returns the service, and the limit that has ended the run for good, if one has.
+    """
+    contract, engine = settings.contract, engine_of(settings, len(data.ids))
+    kept, tried = records_of(settings, folder)
+    service = ActiveService(session, engine, settings.reconnect.deadline_s, tried, status, kept)
+    notes = status if transcript is None else AllNotes(transcript, status)
+    desk = ProbeResponder(contract, form_of(data.ids))
+    server = start_server(service, contract, settings.listen, credentials, notes, desk)
+    names = contract.passive_parties
+    who = f"parties {', '.join(names)}" if len(names) > 1 else "party"
+    logger.info("waiting for the passive %s at %s", who, settings.listen)
+    stopped: EndedForGood | None = None
+    try:
+        with status.serving(session):
+            wait_for_end(session, service, settings, interruption)
+    except EndedForGood as error:
+        stopped = error  # as configured: it ends with a summary, like any other run
+    finally:
+        patience_s = _LAST_WORDS_S if stopped is None else _FINAL_WORDS_S
+        service.announce_end(min(patience_s, settings.reconnect.max_s), interruption)
+        server.stop(_GRACE_S).wait()
+        engine.close()
+    return service, stopped
+
+
+def wait_for_end(
+    session: ActiveSession,
+    service: ActiveService,
+    settings: ActiveSettings,
+    interruption: Interruption,
+) -> None:
+    """Wait until the run is over and every passive party has left, or is not expected any more."""
+    while not session.wait_for_farewell(_LOOK_EVERY_S):
+        if (number := interruption()) is not None:
+            if session.stage.is_over:
+                break
+            session.end(Interrupted(number))
+            continue
+        silent = _silent_party(session, service, settings)
+        if silent is None:
+            continue
+        who, patience_s = silent
+        if session.stage is Stage.FINISHED:
+            logger.warning("%s has not said goodbye; ending without it", who)
+            break
+        session.end(PeerUnreachable(f"nothing came from {who} for {patience_s:g} s"))
+    if session.lifecycle.error is None:
+        return
+    # Ctrl-C in a terminal reaches both parties: the peer's goodbye may then come first.
+    if isinstance(session.lifecycle.error, PeerError):
+        interruption.check()
+    raise session.lifecycle.error
+
+
+def _silent_party(
+    session: ActiveSession, service: ActiveService, settings: ActiveSettings
+) -> tuple[str, float] | None:
+    """Return the party that has kept the run waiting for too long, in words, and its patience."""
+    for party, waited_s in session.lifecycle.stages.awaited().items():
+        met = (
+            session.stage is Stage.FINISHED
+            or session.parties.named(party).stage is not PartyStage.UNKNOWN
+        )
+        patience_s = settings.reconnect.max_s if met else settings.first_contact_s
+        if min(service.silent_s(party), waited_s) > patience_s:
+            alone = len(settings.contract.passive_parties) == 1
+            return "the passive party" if alone else f"passive party {party!r}", patience_s
+    return None

@@ -19,7 +19,7 @@ from splitveil.common.alignment import (
     AlignChannel,
     Alignment,
     AlignmentEngine,
-    KeptExchanges,
+    ExchangeStores,
     StreamChannel,
     TriedIds,
     align,
@@ -30,24 +30,20 @@ from splitveil.common.errors import (
     AlignmentError,
     ContractMismatch,
     InvalidMessage,
-    NothingBegun,
     NotOpen,
     OthersAwaited,
     PeerUnreachable,
     ProtocolError,
     SplitveilError,
+    StartedOver,
 )
-from splitveil.common.party.run_status import RunStatus
+from splitveil.common.party.party_status import RunStatus
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.messages import Activation, LeaveReason
 from splitveil.common.run.phases import Phase
 from splitveil.common.text.imports import fault_of_own_code
 from splitveil.common.text.log_lines import log_fields
-from splitveil.common.wire.limits import (
-    PARTY_KEY,
-    REFUSALS_LOGGED,
-    believed,
-)
+from splitveil.common.wire.limits import PARTY_KEY, REFUSALS_LOGGED, believed
 from splitveil.common.wire.small_messages import (
     decode_greeting,
     decode_question,
@@ -55,8 +51,7 @@ from splitveil.common.wire.small_messages import (
     encode_opening,
     leave_reason_from_wire,
 )
-from splitveil.common.wire.tensor_codec import TensorAssembler, TensorLimits, encode_answer
-from splitveil.common.wire.tensor_frame import Frame
+from splitveil.common.wire.tensor_codec import Frame, TensorAssembler, TensorLimits, encode_answer
 from splitveil.protos import split_learning_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -77,7 +72,7 @@ class ActiveService:
         deadline_s: float,
         tried: TriedIds | None = None,
         status: RunStatus | None = None,
-        kept: KeptExchanges | None = None,
+        kept: ExchangeStores | None = None,
     ) -> None:
         self.refused: Counter[str] = Counter()
         """Number of refused messages by kind of error."""
@@ -110,7 +105,7 @@ class ActiveService:
         """
         begun = time.monotonic()
         until = begun + timeout_s
-        untold = len(self._callers) if self._session.has_unsent_notice else 0
+        untold = len(self._callers) if self._session.lifecycle.has_unsent_notice else 0
         while untold and time.monotonic() < until:
             untold -= self._told_of_end.acquire(timeout=_POLL_S)
             if interruption() is not None and not (
@@ -205,13 +200,13 @@ class ActiveService:
                 self._engine,
                 session.ids,
                 channel,
-                nonce=session.nonce,
+                nonce=session.lifecycle.run.nonce,
                 run_id=run_id,
                 progress=progress,
                 agree=agreeing(session, party) if self._is_multi_party else None,
                 splits=session.file_splits,
                 counting=partial(self.tried.counted, party),
-                files=caller.exchange_files,
+                store=caller.exchange_store,
             )
         except AlignmentError as error:
             session.end(error)  # now: the peer is about to leave for the same reason
@@ -225,7 +220,7 @@ class ActiveService:
     def train(self, requests: Iterator[Frame], context: grpc.ServicerContext) -> Iterator[Frame]:
         """Answer activations with defended gradients; learn from each after its answer has left."""
         caller = self._caller(context)
-        caller.opened_stream(context, lambda: self._session.over)
+        caller.opened_stream(context, lambda: self._session.stage.is_over)
         with caller.train_slots.enter(context):
             for activation in self._activations(caller, requests):
                 answer = self._session.exchange(activation, caller.name, context.is_active)
@@ -238,7 +233,7 @@ class ActiveService:
     ) -> Iterator[pb.EvaluateReply]:
         """Score the activations of held-out rows."""
         caller = self._caller(context)
-        caller.opened_stream(context, lambda: self._session.over)
+        caller.opened_stream(context, lambda: self._session.stage.is_over)
         with caller.evaluate_slots.enter(context):
             for activation in self._activations(caller, requests):
                 course = self._session.evaluate(activation, caller.name, context.is_active)
@@ -269,10 +264,10 @@ class ActiveService:
 
     def on_error(self, error: Exception) -> None:
         """Log and count an error, and end the run unless it is the peer's fault."""
-        if isinstance(error, (OthersAwaited, NothingBegun)):
+        if isinstance(error, (OthersAwaited, StartedOver)):
             logger.info("%s", error)
             return
-        if self._session.error is not None:
+        if self._session.lifecycle.error is not None:
             self._told_of_end.release()
         if isinstance(error, (ProtocolError, ContractMismatch)):
             kind = type(error).__name__
@@ -317,7 +312,7 @@ class ActiveService:
             except StopIteration:
                 return
             except grpc.RpcError:
-                if not self._session.over:
+                if not self._session.stage.is_over:
                     self._broken_streams += 1
                     _warn(
                         "the peer's stream broke off; waiting for it to come back",

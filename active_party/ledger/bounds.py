@@ -44,7 +44,7 @@ import pyarrow as pa
 from splitveil.active_party.defenses.dp_bounds import auc_of_epsilon, gaussian_of_epsilon
 from splitveil.active_party.defenses.interface import LeakCharge
 from splitveil.active_party.defenses.sum_kl import estimated_auc, leak_auc_bound
-from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.record.answer_log import ChargedAnswer
 from splitveil.common.text.upper_bounds import auc_at_most
 
@@ -111,8 +111,8 @@ Caveats = npt.NDArray[np.uint8]
 """What does not hold of each account, as bits."""
 
 _NOT_GAUSSIAN = 1
-_DOES_NOT_COVER = {covers: 2 << rank for rank, covers in enumerate(Covers)}
-ALL_CAVEATS = _NOT_GAUSSIAN + sum(_DOES_NOT_COVER.values())
+_NOT_AGAINST = {adversary: 2 << rank for rank, adversary in enumerate(Adversary)}
+ALL_CAVEATS = _NOT_GAUSSIAN + sum(_NOT_AGAINST.values())
 
 _SATURATED = 75.0
 """Divergence above which both AUCs are 1 to nine digits."""
@@ -147,22 +147,22 @@ class LeakBounds(NamedTuple):
     estimate: Spread
     """AUC of the best score under the Gaussian model."""
     by_peers: tuple[PeerBound, ...]
-    """One for each adversary class, in the order of ``Covers``."""
+    """One for each adversary class, in the order of ``Adversary``."""
     epsilon: float | None
     """Label differential privacy of all answers together; None if an answer had none."""
 
-    def against(self, peers: Covers) -> PeerBound:
+    def against(self, peers: Adversary) -> PeerBound:
         """Return the bound for an adversary class."""
-        return self.by_peers[list(Covers).index(peers)]
+        return self.by_peers[list(Adversary).index(peers)]
 
     @property
     def guarantee(self) -> Spread:
         """AUC that no score of anybody exceeds."""
-        return self.against(Covers.ANYBODY).leak_auc
+        return self.against(Adversary.ANYBODY).leak_auc
 
     def in_words(self) -> str:
         """Return the bounds of the most exposed example, for the log."""
-        aucs = {peers: self.against(peers).leak_auc.max for peers in Covers}
+        aucs = {peers: self.against(peers).leak_auc.max for peers in Adversary}
         parts = (f"{who} {'none' if auc >= 1 else auc_at_most(auc)}" for who, auc in aucs.items())
         return "bounds on the leak AUC: " + ", ".join(parts)
 
@@ -198,19 +198,19 @@ class LeakBounds(NamedTuple):
 
 def caveats_of(charge: LeakCharge) -> int:
     """Return what does not hold of a charge, as bits."""
-    narrow = sum(bit for peers, bit in _DOES_NOT_COVER.items() if not charge.covers.includes(peers))
+    narrow = sum(bit for peers, bit in _NOT_AGAINST.items() if not charge.adversary.includes(peers))
     # Nothing is added to a Gaussian mechanism by an answer that reveals nothing.
     return narrow | (0 if charge.is_gaussian or charge.sum_kl == 0 else _NOT_GAUSSIAN)
 
 
-def covers(caveats: int, peers: Covers) -> bool:
+def holds_against(caveats: int, peers: Adversary) -> bool:
     """Return whether an account with these caveats describes an adversary class."""
-    return not caveats & _DOES_NOT_COVER[peers]
+    return not caveats & _NOT_AGAINST[peers]
 
 
-def widest_covered(caveats: int) -> Covers:
+def strongest_adversary(caveats: int) -> Adversary:
     """Return the strongest adversary class that an account with these caveats describes."""
-    return next(peers for peers in Covers if covers(caveats, peers))
+    return next(peers for peers in Adversary if holds_against(caveats, peers))
 
 
 def known_of_entry(entry: ChargedAnswer) -> KnownBounds:
@@ -234,7 +234,7 @@ def bounds_of(
     return LeakBounds(
         sum_kl,
         _auc_spread(groups, sum_kl, lambda of_one, group: estimate_of(of_one, group.known)),
-        tuple(_bound_for(peers, groups, sum_kl) for peers in Covers),
+        tuple(_bound_for(peers, groups, sum_kl) for peers in Adversary),
         epsilon if math.isfinite(epsilon) else None,
     )
 
@@ -274,16 +274,17 @@ def _groups(sums: Divergences, caveats: Caveats, known: KnownBounds) -> Iterator
         )
 
 
-def _bound_for(peers: Covers, groups: list[_Group], sum_kl: Spread) -> PeerBound:
+def _bound_for(peers: Adversary, groups: list[_Group], sum_kl: Spread) -> PeerBound:
     spread = _auc_spread(
         groups,
         sum_kl,
         lambda of_one, group: (
-            auc_bound(of_one, group.known) if covers(group.caveats, peers) else 1.0
+            auc_bound(of_one, group.known) if holds_against(group.caveats, peers) else 1.0
         ),
     )
     exact = all(
-        covers(group.caveats, peers) and not group.caveats & _NOT_GAUSSIAN for group in groups
+        holds_against(group.caveats, peers) and not group.caveats & _NOT_GAUSSIAN
+        for group in groups
     )
     mu = math.sqrt(sum_kl.max)
     return PeerBound(spread, mu if exact and math.isfinite(mu) else None)

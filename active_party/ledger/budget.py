@@ -26,10 +26,15 @@ from torch import Tensor
 from splitveil.active_party.defenses.interface import LeakCharge
 from splitveil.active_party.defenses.sum_kl import sum_kl_for_estimated_auc, sum_kl_for_leak_auc
 from splitveil.active_party.ledger.account_book import AccountBook, Names, indices_of
-from splitveil.active_party.ledger.bounds import KnownBounds, LeakBounds, auc_bound, widest_covered
+from splitveil.active_party.ledger.bounds import (
+    KnownBounds,
+    LeakBounds,
+    auc_bound,
+    strongest_adversary,
+)
 from splitveil.active_party.ledger.ledger import Exposure, LeakLedger, logged
 from splitveil.common.errors import BudgetExhausted
-from splitveil.common.privacy.covers import Covers, narrowest
+from splitveil.common.privacy.adversary import Adversary, narrowest
 from splitveil.common.record.answer_log import ChargedAnswer
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.sample_order import Positions
@@ -46,17 +51,17 @@ class Limit:
 
     max_sum_kl: float  # for accounts of any distributions
     max_gaussian_sum_kl: float  # for accounts of Gaussian mechanisms
-    peers: Covers = Covers.ANYBODY
+    peers: Adversary = Adversary.ANYBODY
     max_leak_auc: float | None = None
     """AUC up to which accounts may have any divergence; None for a limit to the divergence."""
 
     @classmethod
-    def of_sum_kl(cls, sum_kl: float, peers: Covers = Covers.ANYBODY) -> "Limit":
+    def of_sum_kl(cls, sum_kl: float, peers: Adversary = Adversary.ANYBODY) -> "Limit":
         """Return the limit to a divergence."""
         return cls(sum_kl, sum_kl, peers)
 
     @classmethod
-    def of_leak_auc(cls, leak_auc: float, peers: Covers = Covers.ANYBODY) -> "Limit":
+    def of_leak_auc(cls, leak_auc: float, peers: Adversary = Adversary.ANYBODY) -> "Limit":
         """Return the limit to an AUC, above 0.5 and below 1."""
         general, gaussian = sum_kl_for_leak_auc(leak_auc), sum_kl_for_estimated_auc(leak_auc)
         return cls(general, gaussian, peers, leak_auc)
@@ -73,7 +78,7 @@ class Limit:
 
     def objection(self, reached: Exposure) -> str | None:
         """Say by how much some accounts would exceed the limit; None if they are within it."""
-        narrow = narrowest(*map(widest_covered, np.unique(reached.caveats).tolist()))
+        narrow = narrowest(*map(strongest_adversary, np.unique(reached.caveats).tolist()))
         if not narrow.includes(self.peers):
             return (
                 f"would leave an example without a bound for {self.peers.in_words}: what was told "
@@ -124,7 +129,7 @@ class Allowance:
     earlier: AccountBook = field(default_factory=AccountBook.empty)
     """Accounts of earlier runs for some of the ids; they count towards the budget."""
 
-    peers: Covers = Covers.ANYBODY
+    peers: Adversary = Adversary.ANYBODY
     """The strongest adversary class that a charge may describe in this run. Where something else
     that depends on labels reaches the peer, the charge of an answer does not describe everybody."""
 
@@ -207,13 +212,13 @@ class LeakBudget:
         self._persons = persons
         begun = allowance.earlier.opening_ledger(self._ids_in_order(), len(rows), persons)
         if allowance.reveals_validation:
-            revealed = LeakCharge(0.0, covers=allowance.peers, is_gaussian=True)
+            revealed = LeakCharge(0.0, adversary=allowance.peers, is_gaussian=True)
             begun.enter(rows.splits["validation"], logged(revealed))
         self.accounts = RunLedger(begun)
 
     def entry_of(self, charge: LeakCharge) -> ChargedAnswer:
         """Return a charge as it is entered into the log of answers and the accounts."""
-        return logged(replace(charge, covers=narrowest(charge.covers, self._allowance.peers)))
+        return logged(replace(charge, adversary=narrowest(charge.adversary, self._allowance.peers)))
 
     def admit(
         self,

@@ -16,7 +16,7 @@ from splitveil.active_party.defenses.dp_bounds import mu_of_leak_auc
 from splitveil.active_party.defenses.projected.label_utility import label_utility
 from splitveil.active_party.ledger.label_signals import LabelUses, label_signals
 from splitveil.active_party.report.run_files import RunFiles, num_classes
-from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.adversary import Adversary
 
 TYPICAL_BOUNDS = (0.55, 0.6, 0.65, 0.7, 0.8)
 
@@ -78,7 +78,7 @@ def defense_at(run: RunFiles, target: float) -> DefenseSettings | None:
     context = _context(run, None)
     own = _defense_of(run)
     found = None if own is None else own.at_leak_auc(target, context)
-    if found is not None and found.traits.coverage.covers.includes(Covers.ANYBODY):
+    if found is not None and found.traits.coverage.adversary.includes(Adversary.ANYBODY):
         return found
     try:
         other = _SETTINGS.validate_python(

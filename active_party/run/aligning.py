@@ -9,7 +9,7 @@ from typing import ClassVar, NoReturn
 
 from splitveil.active_party.run.lifecycle import Lifecycle
 from splitveil.active_party.run.observer import Unobserved
-from splitveil.active_party.run.opening import CommonRows
+from splitveil.active_party.run.parties import JointRows
 from splitveil.active_party.run.preparation import OwnRows
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
@@ -22,21 +22,21 @@ from splitveil.common.run.sample_order import CommonOrder, joint_seed
 class AlignmentLifecycle(Lifecycle):
     """The lifecycle of a run that finishes as soon as the common rows are known."""
 
-    common: CommonRows | None = None
+    common: JointRows | None = None
 
-    def begin(self, common: CommonRows) -> None:
+    def begin(self, common: JointRows) -> None:
         self.common = common
         for party, share in zip(self.parties, common.shares, strict=False):
-            party.take_share(share)
+            party.share = share
         # Callers hold the lock: nobody sees the stage in between.
-        self.move_to(Stage.TRAINING)
-        self.move_to(Stage.FINISHED)
+        self.stages.move_to(Stage.TRAINING)
+        self.stages.move_to(Stage.FINISHED)
 
     def start_over(self, nonce: bytes) -> None:
         """Drop the common rows as well, for a party that has not heard of the end."""
         self.common = None
         if self.stages.current is Stage.FINISHED:
-            self.move_to(Stage.TRAINING)
+            self.stages.move_to(Stage.TRAINING)
         super().start_over(nonce)
 
     def save(self, *, soon: bool = False) -> None:
@@ -51,9 +51,9 @@ class AlignmentSession(ActiveSession):
 
     def common_order(self) -> CommonOrder:
         common = getattr(self.lifecycle, "common", None)
-        if not isinstance(common, CommonRows):
+        if not isinstance(common, JointRows):
             raise OutOfStep("the common rows are not known yet")
-        seed = joint_seed(self.nonce, *common.nonces)
+        seed = joint_seed(self.lifecycle.run.nonce, *common.nonces)
         return CommonOrder.of(self.run_id, self.ids, common.file_rows, seed)
 
 

@@ -2,7 +2,7 @@
 
 The answer to a training step is one gradient for all parties: their activations are aggregated, the
 top model's gradient is defended, the leak budget admits it, and each party gets its part. Held-out
-rows are scored, and every party is told only whether the run continues.
+rows are scored, and every party hears only whether the run continues.
 
 Nothing here ends the run, saves it or reports it: failures are raised to the session.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.budget import LeakBudget
-from splitveil.active_party.run.parties import PassiveParties, PassiveParty, Question, Reply
+from splitveil.active_party.run.parties import OpenQuestion, PassivePeer, PassivePeers, Reply
 from splitveil.active_party.run.questions import AnsweredQuestions
 from splitveil.active_party.run.releases import Releases
 from splitveil.active_party.training.aggregation import aggregate, parts_of
@@ -85,7 +85,7 @@ class Answering:
     def __init__(
         self,
         run_id: str,
-        parties: PassiveParties,
+        parties: PassivePeers,
         setup: TrainingSetup,
         questions: AnsweredQuestions,
         evaluator: Evaluator,
@@ -105,10 +105,6 @@ class Answering:
         """Whether a change of the state has failed, so that it must not be saved."""
 
     @property
-    def training_positions(self) -> Positions:
-        return self.rows.splits["train"]
-
-    @property
     def test_predictions(self) -> HeldOutPredictions | None:
         """The last predictions of the test rows; None if this process has not made any."""
         return self._evaluator.test_predictions
@@ -123,11 +119,6 @@ class Answering:
         return self.batch_number > 0 or len(self.questions) > 0
 
     @property
-    def has_ended(self) -> bool:
-        """Whether the last question of the run has been answered."""
-        return self.progress.is_over
-
-    @property
     def is_between_steps(self) -> bool:
         return self.trainer.is_between_steps and not self.is_midway
 
@@ -140,7 +131,7 @@ class Answering:
 
     # ---- one question ----
 
-    def take(self, asking: PassiveParty, activation: Activation, *, is_training: bool) -> Batch:
+    def take(self, asking: PassivePeer, activation: Activation, *, is_training: bool) -> Batch:
         due = self.progress.due
         if due is None:
             raise OutOfStep("a tensor after the last batch")
@@ -149,7 +140,7 @@ class Answering:
         self._check_batch(activation, due)
         number = self.batch_number
         fingerprint = self.questions.fingerprint(number, asking.index, activation.values)
-        asking.ask(Question(activation, fingerprint))
+        asking.ask(OpenQuestion(activation, fingerprint))
         return due
 
     def _check_batch(self, activation: Activation, due: Batch) -> None:
@@ -164,33 +155,24 @@ class Answering:
             )
 
     def answer(self, batch: Batch) -> Sequence[Reply]:
-        """Answer the training step that every party has asked about.
+        """Answer the training step that every party has asked about; each party's part, in order.
 
         The trainer must not compute a step twice: after an error here the run has to end, and may
         resume from its checkpoint.
-
-        Returns each party's part, in the contract's order.
-
-        Raises:
-            OtherAnswer: the step was answered before, and differently.
-            BudgetExhausted: the answer would exceed the leak budget; it does not leave.
-            StorageError: the answer cannot be logged; it does not leave.
         """
         asked, aggregation = self._parties.questions, self.contract.aggregation
         fingerprints = [question.fingerprint for question in asked]
         cut = aggregate(aggregation, [question.activation.values for question in asked])
-        number, where = self.batch_number, batch_in_words(batch.epoch, batch.step)
-        key = self.questions.answer_key(number, fingerprints)
+        where = batch_in_words(batch.epoch, batch.step)
+        questions = self.questions.of_batch(self.batch_number, fingerprints)
         with self.changing():
             pending = self.trainer.pending_release(batch.epoch)
             if pending is not None:
                 self._releases.begin(pending)
-            result = self.trainer.gradient(batch.positions, cut, key)
+            result = self.trainer.gradient(batch.positions, cut, questions.answer_key)
             defended = to_host(result.defended)
             entry = self.budget.entry_of(result.report.charge)
-            is_repeated, log = self.questions.admission(
-                number, fingerprints, entry, defended, where
-            )
+            is_repeated, log = questions.admission(entry, defended, where)
             self.budget.admit(batch.positions, entry, where, is_repeated=is_repeated, log=log)
             parts = parts_of(aggregation, defended, len(asked))
             replies = [Answer(q.activation.batch, p) for q, p in zip(asked, parts, strict=True)]
@@ -199,14 +181,11 @@ class Answering:
         return replies
 
     def evaluate(self, batch: Batch) -> tuple[Evaluation | None, Sequence[Reply]]:
-        """Score the held-out rows, or survey the training rows, that every party has asked about.
-
-        Returns the figures of the split if this is its last batch, and the reply to each party.
-        """
+        """Score held-out rows, or survey training rows; figures come with a split's last batch."""
         asked, aggregation = self._parties.questions, self.contract.aggregation
         cut = aggregate(aggregation, [question.activation.values for question in asked])
         fingerprints = [question.fingerprint for question in asked]
-        self.questions.record(self.batch_number, fingerprints)
+        self.questions.of_batch(self.batch_number, fingerprints).record()
         if batch.split == "survey":
             return None, self._survey(batch, cut)
         with self.changing():
@@ -236,12 +215,12 @@ class Answering:
         if not self.progress.store.keeps:
             self.questions.forget_before(self.batch_number)
 
-    def audit(self, asking: PassiveParty, question: AuditQuestion) -> float:
+    def audit(self, asking: PassivePeer, question: AuditQuestion) -> float:
         """Measure a party's scores of the training rows, to two digits."""
         with self.phases(Phase.AUDIT):
             return asking.audits.answer(
                 question,
-                self.training_positions,
+                self.rows.splits["train"],
                 self.trainer.labels_of,
                 self.questions.note,
                 self.trainer.num_classes,

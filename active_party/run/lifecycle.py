@@ -1,16 +1,22 @@
 """The lifecycle of a run: it begins, is saved, resumes, steps forward and ends.
 
-This is the only room with consequences. The rooms below return or raise; here the run changes its
-stage, waiting calls are woken, checkpoints are written and the observer is informed.
+Every consequence is here: the run changes its stage, checkpoints are written and the observer is
+informed. The modules below return or raise.
 """
 
+import secrets
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from splitveil.active_party.run.answering import Answering, TrainingSetup, Unaligned
 from splitveil.active_party.run.observer import SessionObserver
-from splitveil.active_party.run.opening import CommonRows, OpenRun, Whereabouts
-from splitveil.active_party.run.parties import PassiveParties, PassiveParty, Reply
+from splitveil.active_party.run.parties import (
+    JointRows,
+    PartyStage,
+    PassivePeer,
+    PassivePeers,
+    Reply,
+)
 from splitveil.active_party.run.preparation import (
     Preparation,
     check_noise_key,
@@ -18,7 +24,6 @@ from splitveil.active_party.run.preparation import (
     state_of,
 )
 from splitveil.active_party.run.questions import AnsweredQuestions, run_secret
-from splitveil.active_party.run.rendezvous import Rendezvous
 from splitveil.active_party.run.stages import RunStages, Stage
 from splitveil.common.errors import (
     BudgetExhausted,
@@ -55,8 +60,24 @@ class ActiveStore(CheckpointStore, Protocol):
     def releases(self) -> ReleaseFile: ...
 
 
+class OpenRun(NamedTuple):
+    run_id: str
+    nonce: bytes
+    """This party's share of the joint seed."""
+
+    dropped: frozenset[str] = frozenset()
+    """Ids of earlier runs of this process, about which nothing was answered."""
+
+    resumed_at: int | None = None
+    """Number of batches after which the run was last resumed in this process."""
+
+    @classmethod
+    def new(cls, nonce: bytes, dropped: frozenset[str] = frozenset()) -> "OpenRun":
+        return cls(secrets.token_hex(8), nonce, dropped)
+
+
 class Lifecycle:
-    """The lifecycle of one run. Callers hold the lock of ``rendezvous``."""
+    """The lifecycle of one run. Callers hold the lock of ``stages``."""
 
     def __init__(
         self,
@@ -72,9 +93,8 @@ class Lifecycle:
         """Whether a new run begins with a survey of the training rows' activations."""
         self.run = run
         self.error: SplitveilError | None = None
-        self.parties = PassiveParties(contract, allow_audits=allows)
-        self.stages = RunStages()
-        self.rendezvous = Rendezvous(self.parties, self.stages)
+        self.parties = PassivePeers(contract, allow_audits=allows)
+        self.stages = RunStages(self.parties)
         self.phase: Unaligned | Answering = Unaligned(rules.allowance.earlier)
         self._preparation = preparation
         self._store = store
@@ -87,36 +107,28 @@ class Lifecycle:
         return self.phase
 
     @property
-    def where(self) -> Whereabouts:
-        """The run's position, and the checkpoints from which it could resume."""
-        return Whereabouts(self.phase.batch_number, frozenset(self._store.checkpoints()))
+    def checkpoints(self) -> frozenset[int]:
+        """Numbers of the batches after which the run could resume."""
+        return frozenset(self._store.checkpoints())
 
     @property
     def has_unsent_notice(self) -> bool:
         """Whether a peer that is still there has to hear that the run ended early."""
         if self.error is None or not any(party.has_opened for party in self.parties):
             return False
-        # If a peer ended the run, only the others have to be told.
+        # If a peer ended the run, only the others have to hear of it.
         return self.parties.is_multi_party or not isinstance(self.error, PeerError)
 
     # ---- refusals ----
 
     def refuse_if_not_open(self) -> None:
-        """Refuse a message of a party that has to open the run first.
-
-        Raises:
-            NotOpen: this process has not opened the run with every party.
-        """
+        """Refuse a message while this process has not opened the run with every party."""
         can_resume = self._store.keeps or self.parties.is_multi_party
         if can_resume and not self.parties.have_opened:
             raise NotOpen(f"a message while {self.stages.current.value}")
 
     def refuse_if_ended(self) -> None:
-        """Refuse a message about a run that has ended, or that its observer wants to end.
-
-        Raises:
-            SplitveilError: the error that ended it.
-        """
+        """Raise the error that has ended the run, or for which its observer wants to end it."""
         self.end_on_objection()
         if self.stages.current is Stage.ENDED and self.error is not None:
             # Raised again for every call: its traceback would keep the frames of all calls.
@@ -126,12 +138,12 @@ class Lifecycle:
 
     def start_over(self, nonce: bytes) -> None:
         """Drop a run about which nothing was answered, with the nonce that a party has seen."""
-        self.run = self.run.start_over(nonce)
+        self.run = OpenRun.new(nonce, self.run.dropped | {self.run.run_id})
         for party in self.parties:
             party.forget_alignment()
-        self.move_to(Stage.WAITING)
+        self.stages.move_to(Stage.WAITING)
 
-    def begin(self, common: CommonRows) -> None:
+    def begin(self, common: JointRows) -> None:
         """Store the run, and prepare to train on the rows that all parties have in common."""
         seed = joint_seed(self.run.nonce, *common.nonces)
         setup = self._prepare(common.file_rows, seed, has_survey=self.has_survey)
@@ -142,8 +154,8 @@ class Lifecycle:
         self._answer_with(setup, AnsweredQuestions(secret, self._store.new_answers()))
         self.save()
         for party, share in zip(self.parties, common.shares, strict=False):
-            party.take_share(share)
-        self.move_to(Stage.TRAINING)
+            party.share = share
+        self.stages.move_to(Stage.TRAINING)
 
     def reopen(self) -> bool:
         """Take up the stored run, if there is one, and return whether there is."""
@@ -164,7 +176,7 @@ class Lifecycle:
         identity.check_data(setup.trainer.data_digest)
         questions = AnsweredQuestions(stored["secret"], self._store.answers())
         answering = self._answer_with(setup, questions)
-        self.move_to(Stage.REJOINING)
+        self.stages.move_to(Stage.REJOINING)
         state = self._store.load(checkpoints[-1])
         with refusing_other_versions():
             answering.reopen(checkpoints[-1], state)
@@ -193,7 +205,7 @@ class Lifecycle:
         self.run = self.run._replace(resumed_at=batch_number)
         self._restore(batch_number, self._store.load(batch_number))
         for party in self.parties:
-            party.resume()
+            party.stage = PartyStage.OPEN
 
     def _restore(self, batch_number: int, state: State) -> None:
         answering = self.answering
@@ -204,7 +216,7 @@ class Lifecycle:
         if answering.budget.accounts.is_behind:
             self.observer.on_answers_ahead(answering.budget.bounds())
         self.observer.on_resumed(answering.progress.epoch)
-        self.move_to(Stage.FINISHED if answering.has_ended else Stage.TRAINING)
+        self.stages.move_to(Stage.FINISHED if answering.progress.is_over else Stage.TRAINING)
 
     def save(self, *, soon: bool = False) -> None:
         """Write a checkpoint; ``soon``: another thread may write it."""
@@ -218,13 +230,7 @@ class Lifecycle:
     # ---- steps ----
 
     def answer(self, batch: Batch) -> Sequence[Reply]:
-        """Answer a training step about which every party has asked.
-
-        Returns the answers, in the contract's order of parties.
-
-        Raises:
-            SplitveilError: the answer must not leave, and the run has ended.
-        """
+        """Answer a training step about which every party has asked; an error here ends the run."""
         try:
             with self.answering.phases(Phase.ANSWER):
                 replies = self.answering.answer(batch)
@@ -233,27 +239,24 @@ class Lifecycle:
                 self._report_ledger(batch.epoch)
             self.end(error)
             raise
-        self.rendezvous.note_progress()
+        self.stages.note_progress()
         return replies
 
     def evaluate(self, batch: Batch) -> Sequence[Reply]:
-        """Score held-out rows about which every party has asked.
-
-        Returns the reply to each party, in the contract's order.
-        """
+        """Score held-out rows about which every party has asked."""
         answering = self.answering
         with answering.phases(Phase.EVALUATION):
             evaluation, replies = answering.evaluate(batch)
-        self.rendezvous.note_progress()
+        self.stages.note_progress()
         with answering.changing():
             if evaluation is not None:
                 self.observer.on_evaluation(evaluation)
             if batch.closes_epoch:
                 self.observer.on_epoch(batch.epoch)
-        if answering.has_ended:
+        if answering.progress.is_over:
             # Before the answer leaves: a peer that has it may never return.
             self.save()
-            self.move_to(Stage.FINISHED)
+            self.stages.move_to(Stage.FINISHED)
         return replies
 
     def finish_step(self) -> None:
@@ -272,25 +275,23 @@ class Lifecycle:
             self.save(soon=True)
         answering.progress.ahead(1)  # its rows are known before a peer waits for an answer
 
-    def note_audit(self, question: AuditQuestion, leak_auc: float, party: PassiveParty) -> None:
+    def audit(self, asking: PassivePeer, question: AuditQuestion) -> float:
+        """Measure a party's scores of the training rows, to two digits."""
+        leak_auc = self.answering.audit(asking, question)
         self.observer.on_audits_answered(self.phase.audits_answered)
-        if party.audits.report_once(question):
-            self.observer.on_audit(question, leak_auc, party.name)
+        if asking.audits.report_once(question):
+            self.observer.on_audit(question, leak_auc, asking.name)
+        return leak_auc
 
     def _report_ledger(self, epoch: int) -> None:
         self.observer.on_ledger(epoch, self.answering.budget.bounds_on_course())
 
     # ---- ending ----
 
-    def move_to(self, stage: Stage) -> None:
-        """Change the stage, and wake every waiting call."""
-        self.stages.move_to(stage)
-        self.rendezvous.note_progress()
-
     def end_on_objection(self) -> None:
         """End the run if its observer objects to its continuing."""
         # Asked here, so that an observer's own thread neither waits for the training nor does any.
-        if self.stages.are_over or (objection := self.observer.objection()) is None:
+        if self.stages.current.is_over or (objection := self.observer.objection()) is None:
             return
         self.finish_step()
         epoch = self.answering.progress.epoch if self.stages.current is Stage.TRAINING else None
@@ -300,7 +301,7 @@ class Lifecycle:
 
     def end(self, error: SplitveilError) -> None:
         """End the run early, with a checkpoint if its state is whole."""
-        if self.stages.are_over:
+        if self.stages.current.is_over:
             return
         self.error = error
         try:
@@ -312,7 +313,7 @@ class Lifecycle:
                 unsaved.__context__ = error
                 self.error = unsaved
         finally:
-            self.move_to(Stage.ENDED)
+            self.stages.move_to(Stage.ENDED)
 
 
 def _reported(observer: SessionObserver, setup: TrainingSetup, seed: bytes) -> TrainingSetup:

@@ -24,12 +24,7 @@ class SessionObserver(Protocol):
         """A training step was answered, and the top model has learned from it."""
 
     def on_earlier_answers(self, examples: int, bounds: LeakBounds) -> None:
-        """Earlier runs have answered about some of the training examples.
-
-        Args:
-            examples: number of these training examples.
-            bounds: bounds on what those answers may have revealed.
-        """
+        """Earlier runs have answered about some of the training examples, within these bounds."""
 
     def on_ledger(self, epoch: int, bounds: LeakBounds) -> None:
         """The training rows of an epoch have been handled, or the run ends within the epoch.

@@ -1,7 +1,4 @@
-"""The passive parties of a run, as the active party sees them between their messages.
-
-Only this module changes what is known about a party.
-"""
+"""The passive parties of a run, as the active party sees them between their messages."""
 
 import hashlib
 import hmac
@@ -11,16 +8,17 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from splitveil.active_party.run.audit_desk import AuditDesk
+from splitveil.active_party.run.audit_service import AuditService
 from splitveil.common.alignment import Share
-from splitveil.common.errors import OutOfStep
+from splitveil.common.errors import AlignmentError, OutOfStep
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import evaluations_ahead
 from splitveil.common.run.messages import Activation, Answer, BatchId, Course
-from splitveil.common.run.sample_order import Positions
+from splitveil.common.run.sample_order import NONCE_BYTES, Positions
 
 Reply = Answer | Course
 """The reply to a training activation, or to the activation of held-out rows."""
@@ -35,21 +33,17 @@ class PartyStage(Enum):
     GONE = "has said goodbye, and would have to open the run again"
 
 
-_OPENED = (PartyStage.OPEN, PartyStage.RETURNING, PartyStage.LEFT)
+class OpenQuestion(NamedTuple):
+    """A question that waits for its answer."""
 
-
-class Question(NamedTuple):
     activation: Activation
     fingerprint: bytes
     """Identifies the question's bytes, to detect a second question about the batch; 16 bytes."""
 
 
-class Answered(NamedTuple):
-    activation: Activation
-    reply: Reply
-
-
 class Pair(NamedTuple):
+    """The outcome of the alignment with one party."""
+
     rows: Positions
     """The active party's rows of the ids that the two have in common."""
 
@@ -57,12 +51,41 @@ class Pair(NamedTuple):
     """The party's share of the joint seed."""
 
 
+class JointRows(NamedTuple):
+    """The rows that all parties have."""
+
+    file_rows: Positions
+    nonces: tuple[bytes, ...]
+    """All passive parties' shares of the joint seed, in the contract's order."""
+
+    shares: tuple[Share, ...]
+    """Empty for a single passive party, which knows the common rows already."""
+
+    @classmethod
+    def of(cls, contract: Contract, pairs: Sequence[Pair]) -> "JointRows":
+        """Intersect the rows that the active party has in common with each passive party."""
+        nonces = tuple(pair.nonce for pair in pairs)
+        rows = pairs[0].rows
+        if len(pairs) == 1:
+            return cls(rows, nonces, ())
+        common = rows
+        for pair in pairs[1:]:
+            common = np.intersect1d(common, pair.rows, assume_unique=True)
+        masks = [np.isin(pair.rows, common) for pair in pairs]
+        if len(common) < contract.alignment.min_aligned:
+            raise AlignmentError(
+                f"too few ids to train on: {len(common)} that all parties have, "
+                f"needed {contract.alignment.min_aligned}"
+            )
+        return cls(rows[masks[0]], nonces, tuple(Share(mask, nonces) for mask in masks))
+
+
 @dataclass(eq=False)
-class PassiveParty:
+class PassivePeer:
     name: str
     index: int
 
-    audits: AuditDesk
+    audits: AuditService
 
     stage: PartyStage = PartyStage.UNKNOWN
 
@@ -80,9 +103,10 @@ class PassiveParty:
     share: Share | None = None
     """Mask of the pair's rows that all parties have; present once every party is aligned."""
 
-    question: Question | None = None
+    question: OpenQuestion | None = None
+    """Its question about the current batch, if it has asked."""
 
-    answered: deque[Answered] = field(default_factory=deque)
+    answered: deque[tuple[Activation, Reply]] = field(default_factory=deque)
     """Its last questions with their answers, as many as may be on their way to it at once."""
 
     pipeline_depth: int = 1
@@ -92,33 +116,13 @@ class PassiveParty:
     """The most replies to held-out rows that may be on their way to it at once."""
 
     @property
-    def was_met(self) -> bool:
-        """Whether it has ever shaken hands with this process."""
-        return self.stage is not PartyStage.UNKNOWN
-
-    @property
     def has_opened(self) -> bool:
         """Whether it has shaken hands since the run was last opened or resumed."""
-        return self.stage in _OPENED
-
-    @property
-    def is_returning(self) -> bool:
-        """Whether it waits for the other parties in order to resume from a checkpoint."""
-        return self.stage is PartyStage.RETURNING
+        return self.stage in (PartyStage.OPEN, PartyStage.RETURNING, PartyStage.LEFT)
 
     @property
     def has_left(self) -> bool:
         return self.stage in (PartyStage.LEFT, PartyStage.GONE)
-
-    @property
-    def is_aligned(self) -> bool:
-        """Whether the ids that the two have in common are known."""
-        return self.pair is not None
-
-    @property
-    def has_asked(self) -> bool:
-        """Whether its question about the current batch waits for an answer."""
-        return self.question is not None
 
     def has_committed_to(self, commitment: bytes) -> bool:
         """Compare a commitment with that of the handshake, in constant time."""
@@ -138,13 +142,6 @@ class PassiveParty:
         self.stage = PartyStage.RETURNING
         self.handshakes += 1
 
-    def resume(self) -> None:
-        self.stage = PartyStage.OPEN
-
-    def recall(self, nonce: bytes) -> None:
-        """Recognise it by the nonce with which a stored run began."""
-        self.commitment = hashlib.sha256(nonce).digest()
-
     def forget_opening(self) -> None:
         """Require a new handshake before any other message of the party is accepted."""
         if self.stage is PartyStage.LEFT:
@@ -160,11 +157,11 @@ class PassiveParty:
         self.pair = self.share = None
 
     def take_pair(self, pair: Pair) -> None:
+        """Take the outcome of its alignment, if its nonce is that of its commitment."""
+        committed = self.has_committed_to(hashlib.sha256(pair.nonce).digest())
+        if len(pair.nonce) != NONCE_BYTES or not committed:
+            raise OutOfStep("the peer's nonce is not the one it committed to")
         self.pair = pair
-
-    def take_share(self, share: Share) -> None:
-        """Keep the share to send to the party at the end of the alignment with all parties."""
-        self.share = share
 
     def say_goodbye(self) -> None:
         self.stage = PartyStage.LEFT if self.has_opened else PartyStage.GONE
@@ -178,14 +175,14 @@ class PassiveParty:
 
     def reply_to(self, activation: Activation) -> Reply | None:
         """Return the reply to one of its last activations; None for another one."""
-        for answered in self.answered:
-            if activation.batch == answered.activation.batch:
-                if not _same_bytes(activation.values, answered.activation.values):
+        for asked, reply in self.answered:
+            if activation.batch == asked.batch:
+                if not _same_bytes(activation.values, asked.values):
                     raise OutOfStep("a repeated step came with other bytes")
-                return answered.reply
+                return reply
         return None
 
-    def ask(self, question: Question) -> None:
+    def ask(self, question: OpenQuestion) -> None:
         """Take its question, which may have to wait for those of other parties."""
         waiting = self.question
         if waiting is not None and not _same_bytes(
@@ -197,34 +194,34 @@ class PassiveParty:
     def waits_for(self, batch: BatchId) -> bool:
         return self.question is not None and self.question.activation.batch == batch
 
-    def answer(self, question: Question, reply: Reply) -> None:
+    def answer(self, question: OpenQuestion, reply: Reply) -> None:
         """Keep the reply to its question, in case the question comes again."""
         self.question = None
         is_gradient = isinstance(reply, Answer)
-        if self.answered and isinstance(self.answered[-1].reply, Answer) is not is_gradient:
+        if self.answered and isinstance(self.answered[-1][1], Answer) is not is_gradient:
             # Held-out rows are sent after all gradients have come, and the other way round.
             self.answered.clear()
-        self.answered.append(Answered(question.activation, reply))
+        self.answered.append((question.activation, reply))
         if len(self.answered) > (self.pipeline_depth if is_gradient else self.evaluations_ahead):
             self.answered.popleft()
 
 
-class PassiveParties:
+class PassivePeers:
     """All passive parties of a run, in the contract's order."""
 
     def __init__(self, contract: Contract, *, allow_audits: bool) -> None:
         self._parties = tuple(
-            PassiveParty(
+            PassivePeer(
                 name,
                 index,
-                AuditDesk(is_open=allow_audits, asker=index),
+                AuditService(is_open=allow_audits, asker=index),
                 pipeline_depth=contract.pipeline_depth,
                 evaluations_ahead=evaluations_ahead(contract),
             )
             for index, name in enumerate(contract.passive_parties)
         )
 
-    def __iter__(self) -> Iterator[PassiveParty]:
+    def __iter__(self) -> Iterator[PassivePeer]:
         return iter(self._parties)
 
     def __len__(self) -> int:
@@ -243,20 +240,20 @@ class PassiveParties:
         return all(party.has_left for party in self._parties)
 
     @property
-    def have_asked(self) -> bool:
-        return all(party.has_asked for party in self._parties)
-
-    @property
-    def questions(self) -> list[Question]:
+    def questions(self) -> list[OpenQuestion]:
         """The questions that wait for an answer, in the contract's order."""
         return [party.question for party in self._parties if party.question is not None]
+
+    @property
+    def have_asked(self) -> bool:
+        return len(self.questions) == len(self)
 
     @property
     def pairs(self) -> list[Pair]:
         """The outcomes of the alignments that are complete, in the contract's order."""
         return [party.pair for party in self._parties if party.pair is not None]
 
-    def named(self, name: str | None) -> PassiveParty:
+    def named(self, name: str | None) -> PassivePeer:
         """Return the party of a name; a single party need not be named."""
         if name is None and not self.is_multi_party:
             return self._parties[0]
@@ -268,7 +265,7 @@ class PassiveParties:
     def recall(self, nonces: Sequence[bytes]) -> None:
         """Recognise every party by the nonces with which a stored run began."""
         for party, nonce in zip(self._parties, nonces, strict=True):
-            party.recall(nonce)
+            party.commitment = hashlib.sha256(nonce).digest()
 
     def answer(self, replies: Sequence[Reply]) -> None:
         """Keep the replies to the questions of all parties, in the contract's order."""
@@ -276,7 +273,7 @@ class PassiveParties:
             party.answer(question, reply)
 
 
-def names_of(parties: Iterable[PassiveParty]) -> str:
+def names_of(parties: Iterable[PassivePeer]) -> str:
     return " and ".join(repr(party.name) for party in parties)
 
 

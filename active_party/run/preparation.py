@@ -9,7 +9,7 @@ import torch
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.budget import Allowance, LeakBudget
 from splitveil.active_party.run.answering import Answering, TrainingSetup
-from splitveil.active_party.run.parties import PassiveParties
+from splitveil.active_party.run.parties import PassivePeers
 from splitveil.active_party.run.questions import AnsweredQuestions
 from splitveil.active_party.run.releases import Releases
 from splitveil.active_party.training.evaluation import EarlyStop, Evaluator
@@ -72,14 +72,7 @@ class Preparation:
     def prepare(
         self, file_rows: Positions, seed: bytes, store: CheckpointStore, *, has_survey: bool
     ) -> TrainingSetup:
-        """Put the common rows in order, and build the trainer and the accounts for them.
-
-        Shapes: ``file_rows`` (aligned,).
-
-        Raises:
-            AlignmentError: too few rows for the splits.
-            DataError: the common rows cannot be trained on, whatever their labels.
-        """
+        """Put the common rows in order, and build the trainer and the accounts for them."""
         ids, splits = self.own
         rows = AlignedRows.derive(
             self.contract, seed, ids, file_rows, splits, has_survey=has_survey
@@ -89,11 +82,7 @@ class Preparation:
         return TrainingSetup(self.contract, rows, progress, trainer, budget)
 
     def begin_with(self, stored: State) -> None:
-        """Begin with the accounts of earlier runs with which a stored run began.
-
-        Raises:
-            SettingsError: there are other runs' charges by now, which its accounts do not have.
-        """
+        """Begin with the accounts of earlier runs with which a stored run began."""
         with refusing_other_versions():
             earlier = AccountBook.from_state(stored["earlier"])
         allowance = self.rules.allowance
@@ -108,7 +97,7 @@ class Preparation:
     def answering(
         self,
         run_id: str,
-        parties: PassiveParties,
+        parties: PassivePeers,
         setup: TrainingSetup,
         questions: AnsweredQuestions,
         file: ReleaseFile,
@@ -138,11 +127,7 @@ def state_of(identity: RunIdentity, secret: bytes, setup: TrainingSetup) -> Stat
 
 
 def check_noise_key(state: State, noise_key: str) -> None:
-    """Check that a stored run goes on with the noise with which it began.
-
-    Raises:
-        SettingsError: its key is another one.
-    """
+    """Check that a stored run goes on with the noise with which it began."""
     if state["noise_key"] != noise_key:
         raise SettingsError(
             "noise_key_path: this is not the noise key with which the run began; restore that one, "

@@ -1,7 +1,7 @@
 """Remembers the questions that a run has answered, so that none is ever answered in two ways.
 
 After a restart, a repeated step is answered only if the same bytes come again, and then with the
-same noise: its key is derived from the questions and a secret of the run. Such an answer tells
+same noise: its key is derived from the questions and a secret of the run. Such an answer reveals
 nothing new and is not charged again.
 """
 
@@ -68,11 +68,7 @@ class AnsweredQuestions:
         return len(self._log)
 
     def fingerprint(self, batch_number: int, asker: int, values: Tensor) -> bytes:
-        """Return the fingerprint of a question about a batch, 16 bytes.
-
-        Raises:
-            OutOfStep: another question of this party about the batch has been answered.
-        """
+        """Return 16 bytes for a question; OutOfStep if another one about the batch was answered."""
         number = QuestionNumber.of_batch(batch_number, asker, self._log.questions)
         return self._fingerprint(number, values)
 
@@ -80,53 +76,12 @@ class AnsweredQuestions:
         """Return whether a batch that may come again has been answered before."""
         return self._log.at(batch_number) is not None
 
-    def admission(
-        self,
-        batch_number: int,
-        fingerprints: Sequence[bytes],
-        charge: ChargedAnswer,
-        answer: Tensor,
-        where: str,
-    ) -> tuple[bool, Callable[[], None]]:
-        """Return whether this very answer was given before, and a function that logs it.
-
-        Arithmetic that is not repeatable, or another device, gives another answer to the same
-        question, possibly at the same charge. Since both carry the same noise, together they would
-        reveal their difference without any noise. ``answer`` is on the CPU; ``where`` names the
-        batch in a refusal.
-
-        Raises:
-            OtherAnswer: the batch was answered before, and differently.
-        """
-        tag, known = self._tag(batch_number, answer, b"reply"), self._log.at(batch_number)
-        if known is None:
-            return False, partial(self._log.record, batch_number, fingerprints, charge, tag)
-        if (known.charge, known.reply) != (charge, tag):
-            raise OtherAnswer(
-                f"{where}: the same question would get another answer than before: the arithmetic "
-                f"has changed, as with another device, torch_threads, autocast, compile or version "
-                f"of a library; restore those, or start over with --fresh at both parties"
-            )
-        return True, lambda: None
-
-    def record(self, batch_number: int, fingerprints: Sequence[bytes]) -> None:
-        """Log questions about held-out rows before they are answered, unless they were before.
-
-        A crash between this and the answer costs nothing: the same questions get the same answer.
-
-        Raises:
-            StorageError: the log cannot be written; the questions must not be answered then.
-        """
-        if not self.is_answered(batch_number):
-            self._log.record(batch_number, fingerprints)
+    def of_batch(self, batch_number: int, fingerprints: Sequence[bytes]) -> "BatchQuestions":
+        """Return all parties' questions about a batch, which may have been answered before."""
+        return BatchQuestions(batch_number, fingerprints, self.secret, self._log)
 
     def release_key(self, stage: int, design: bytes) -> bytes:
-        """Return the key from which the noise of a release is drawn, 32 bytes.
-
-        Args:
-            stage: number of the release, from 0.
-            design: digest of what is summed; another design gets other noise.
-        """
+        """Return the key of a release's noise, 32 bytes; another design gets other noise."""
         return _keyed(self.secret, b"release", stage.to_bytes(8, "little") + design)
 
     def release_tag(self, stage: int, values: Tensor) -> bytes:
@@ -137,29 +92,16 @@ class AnsweredQuestions:
         return self._log.at(FIRST_RELEASE_NUMBER + stage)
 
     def record_release(self, stage: int, tag: bytes, charge: ChargedAnswer) -> None:
-        """Note that a release is about to be used.
-
-        Raises:
-            StorageError: the log cannot be written; the release must not be used then.
-        """
+        """Note that a release is about to be used."""
         self._log.record(FIRST_RELEASE_NUMBER + stage, [tag] * self._log.questions, charge, tag)
 
     def since(self, count: int) -> Iterator[Record]:
-        """Yield the answers about batches, and the releases, that follow the first few records.
-
-        Raises:
-            StorageError: the log holds fewer records than that, so that some are missing.
-        """
+        """Yield the answers about batches, and the releases, that follow the first few records."""
         records = self._log.since(count)
         return (record for record in records if record.number < FIRST_RESUMPTION_NUMBER)
 
     def note_resumption(self, batch_number: int) -> None:
-        """Note that the run goes back to a batch, if that was answered before.
-
-        Raises:
-            OutOfStep: it has done so ``MAX_RESUMPTIONS`` times.
-            StorageError: the log cannot be written.
-        """
+        """Note that the run goes back over a batch; OutOfStep after ``MAX_RESUMPTIONS`` times."""
         if not self.is_answered(batch_number):
             return
         count = self._log.num_resumptions()
@@ -171,12 +113,7 @@ class AnsweredQuestions:
         self._log.record(FIRST_RESUMPTION_NUMBER + count, [])
 
     def note(self, number: QuestionNumber, values: Tensor, about: bytes = b"") -> None:
-        """Ensure that no other audit is ever answered under a number.
-
-        Raises:
-            OutOfStep: another one has been answered.
-            StorageError: the log cannot be written; the audit must not be answered then.
-        """
+        """Ensure that no other audit is ever answered under a number."""
         fingerprint = self._fingerprint(number, values)
         if self._log.at(number.record) is None:
             self._log.record(number.record, [fingerprint], ChargedAnswer(0.0, about, 0.0))
@@ -184,16 +121,6 @@ class AnsweredQuestions:
     def noted(self) -> list[bytes]:
         """Return the ``about`` bytes of all noted audits."""
         return [record.charge.identity for record in self._log.audits()]
-
-    def answer_key(self, batch_number: int, fingerprints: Sequence[bytes]) -> bytes:
-        """Return the key from which the noise of an answer is drawn, 32 bytes.
-
-        Args:
-            batch_number: number of batches of the run before it.
-            fingerprints: of all parties' questions about the batch.
-        """
-        question = batch_number.to_bytes(8, "little") + b"".join(fingerprints)
-        return _keyed(self.secret, b"answer", question)
 
     def forget_before(self, batch_number: int) -> None:
         """Drop from memory the questions about earlier batches, which can never come again."""
@@ -208,8 +135,51 @@ class AnsweredQuestions:
         return fingerprint
 
     def _tag(self, number: int, values: Tensor, purpose: bytes = b"fingerprint") -> bytes:
-        key = _keyed(self.secret, purpose, number.to_bytes(8, "little"))
-        return Poly1305.generate_tag(key, _bytes_of(values))
+        return _tag(self.secret, number, values, purpose)
+
+
+class BatchQuestions:
+    """All parties' questions about one batch."""
+
+    def __init__(
+        self, batch_number: int, fingerprints: Sequence[bytes], secret: bytes, log: AnswerLog
+    ) -> None:
+        question = batch_number.to_bytes(8, "little") + b"".join(fingerprints)
+        self.answer_key = _keyed(secret, b"answer", question)
+        """The key of the noise of the answer, 32 bytes."""
+        self._number = batch_number
+        self._fingerprints = fingerprints
+        self._secret = secret
+        self._log = log
+        self._known = log.at(batch_number)
+
+    def record(self) -> None:
+        """Log questions about held-out rows before they are answered, unless they were before.
+
+        A crash between this and the answer costs nothing: the same questions get the same answer.
+        """
+        if self._known is None:
+            self._log.record(self._number, self._fingerprints)
+
+    def admission(
+        self, charge: ChargedAnswer, answer: Tensor, where: str
+    ) -> tuple[bool, Callable[[], None]]:
+        """Return whether this very answer was given before, and a function that logs it.
+
+        Arithmetic that is not repeatable, or another device, gives another answer to the same
+        question, possibly at the same charge. Since both carry the same noise, together they would
+        reveal their difference without any noise, so that it is refused.
+        """
+        tag, known = _tag(self._secret, self._number, answer, b"reply"), self._known
+        if known is None:
+            return False, partial(self._log.record, self._number, self._fingerprints, charge, tag)
+        if (known.charge, known.reply) != (charge, tag):
+            raise OtherAnswer(
+                f"{where}: the same question would get another answer than before: the arithmetic "
+                f"has changed, as with another device, torch_threads, autocast, compile or version "
+                f"of a library; restore those, or start over with --fresh at both parties"
+            )
+        return True, lambda: None
 
 
 def run_secret(noise_seed: int | None) -> bytes:
@@ -223,5 +193,6 @@ def _keyed(secret: bytes, purpose: bytes, message: bytes) -> bytes:
     return hashlib.blake2b(message, digest_size=32, key=secret, person=purpose).digest()
 
 
-def _bytes_of(values: Tensor) -> memoryview:
-    return values.contiguous().view(torch.uint8).numpy().data.cast("B")
+def _tag(secret: bytes, number: int, values: Tensor, purpose: bytes) -> bytes:
+    key = _keyed(secret, purpose, number.to_bytes(8, "little"))
+    return Poly1305.generate_tag(key, values.contiguous().view(torch.uint8).numpy().data.cast("B"))

@@ -40,22 +40,16 @@ class Releases:
         self.positions = positions
 
     def check(self) -> None:
-        """Check that everything that was told is still known, before anything else is told.
-
-        Raises:
-            StorageError: a release that was used is missing, or a release is damaged.
-        """
+        """Check that every release that was used is still there and whole."""
         stage = 0
         while self._find(stage) is not None:
             stage += 1
 
     def begin(self, pending: PendingRelease) -> None:
-        """Begin a stage with its release, the stored one if there is one.
+        """Begin a stage with its release, which is the stored one if there is one.
 
-        Raises:
-            OtherAnswer: the stage was begun before with another design.
-            StorageError: the release was used before and is lost or damaged, or cannot be written.
-            BudgetExhausted: the release would exceed the leak budget; it is neither drawn nor used.
+        A release beyond the leak budget is neither drawn nor used; nor is one that was used before
+        and is lost, or was made with another design.
         """
         stage = pending.stage
         found, known = self._find(stage), self._questions.released(stage)

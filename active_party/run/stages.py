@@ -1,4 +1,4 @@
-"""The state machine of a run: its stages, and the table of transitions between them. No effects.
+"""The state machine of a run: its stages, the transitions between them, and the waiting for them.
 
     waiting    -> handshaken  rejoining  ended
     rejoining  -> waiting  training  finished  ended
@@ -13,10 +13,23 @@ over, which leads back to waiting. A passive party that resumes leads back to tr
 the last answer: it may have lost it.
 """
 
-from collections.abc import Mapping
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
 from enum import Enum
+from typing import TypeVar
 
+from splitveil.active_party.run.parties import PassivePeer, PassivePeers
 from splitveil.common.errors import OutOfStep
+
+_POLL_S = 0.2
+"""Interval at which a waiting call checks whether its caller is still connected."""
+
+ResultT = TypeVar("ResultT")
+
+Listening = Callable[[], bool]
+"""Returns whether the caller of a call is still connected."""
 
 
 class Stage(Enum):
@@ -28,6 +41,11 @@ class Stage(Enum):
     TRAINING = "training"
     FINISHED = "finished"
     ENDED = "ended early"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will be answered for the first time."""
+        return self in (Stage.FINISHED, Stage.ENDED)
 
 
 TRANSITIONS: Mapping[Stage, frozenset[Stage]] = {
@@ -42,29 +60,77 @@ TRANSITIONS: Mapping[Stage, frozenset[Stage]] = {
 
 
 class RunStages:
-    """The stage of one run, which changes only along the table."""
+    """The stage of one run, which changes only along the table, and the lock of the run.
 
-    def __init__(self) -> None:
-        self._current = Stage.WAITING
+    It is held as a context; calls wait in it for the stage to change, and for each other.
+    """
 
-    @property
-    def current(self) -> Stage:
-        return self._current
+    def __init__(self, parties: PassivePeers) -> None:
+        self.current = Stage.WAITING
+        self._parties = parties
+        self._changed = threading.Condition(threading.RLock())
+        self._moved_at = time.monotonic()
 
-    @property
-    def are_over(self) -> bool:
-        """Whether nothing more will be answered for the first time."""
-        return self._current in (Stage.FINISHED, Stage.ENDED)
+    def __enter__(self) -> None:
+        self._changed.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._changed.release()
 
     def require(self, *stages: Stage, message: str) -> None:
-        if self._current not in stages:
+        if self.current not in stages:
             raise self.refusal_of(message)
 
     def refusal_of(self, message: str) -> OutOfStep:
         """Return the error for a message that came at the wrong stage."""
-        return OutOfStep(f"{message} while {self._current.value}")
+        return OutOfStep(f"{message} while {self.current.value}")
 
     def move_to(self, stage: Stage) -> None:
-        if stage not in TRANSITIONS[self._current]:
-            raise RuntimeError(f"no run goes from {self._current.name} to {stage.name}")
-        self._current = stage
+        """Change the stage, and wake every waiting call."""
+        if stage not in TRANSITIONS[self.current]:
+            raise RuntimeError(f"no run goes from {self.current.name} to {stage.name}")
+        self.current = stage
+        with self:
+            self.note_progress()
+
+    def wake(self) -> None:
+        """Wake every waiting call, to check its condition again; the caller holds the lock."""
+        self._changed.notify_all()
+
+    def note_progress(self) -> None:
+        """Note that the run has moved on: the waiting time of its parties is counted from now."""
+        self._moved_at = time.monotonic()
+        self.wake()
+
+    def awaited(self) -> Mapping[str, float]:
+        """Return the parties whose message the run waits for, and for how many seconds."""
+        with self:
+            waited_s = time.monotonic() - self._moved_at
+            return {party.name: waited_s for party in self._parties if self._awaits(party)}
+
+    def wait(self, until: Callable[[], bool], timeout_s: float) -> bool:
+        with self:
+            return self._changed.wait_for(until, timeout_s)
+
+    def wait_for_caller(
+        self,
+        find: Callable[[], ResultT],
+        is_listening: Listening,
+        patience_s: float = math.inf,
+    ) -> ResultT | None:
+        """Wait until something is found; None if the caller is gone or out of patience."""
+        deadline = time.monotonic() + patience_s
+        while (found := find()) is None:
+            if time.monotonic() > deadline or not is_listening():
+                return None
+            self._changed.wait(_POLL_S)
+        return found
+
+    def _awaits(self, party: PassivePeer) -> bool:
+        if self.current.is_over:
+            return not party.has_left
+        if not self._parties.have_opened:
+            return not party.has_opened
+        if self.current is Stage.HANDSHAKEN:
+            return party.pair is None
+        return party.question is None

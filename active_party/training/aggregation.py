@@ -21,11 +21,7 @@ from splitveil.common.run.contract import Aggregation
 
 
 def aggregate(rule: Aggregation, activations: Sequence[Tensor]) -> Tensor:
-    """Aggregate the parties' activations.
-
-    (batch, *aggregate_shape): a single party's activation unchanged, otherwise float32. Shapes:
-    ``activations`` (batch, *cut_shape).
-    """
+    """Return the aggregate of activations: a single one unchanged, otherwise float32."""
     if len(activations) == 1:
         return activations[0]
     values = [activation.to(torch.float32) for activation in activations]
@@ -39,10 +35,7 @@ def aggregate(rule: Aggregation, activations: Sequence[Tensor]) -> Tensor:
 
 
 def parts_of(rule: Aggregation, defended: DefendedGradient, parties: int) -> list[DefendedGradient]:
-    """Return each party's part of the aggregate's gradient, in the contract's order.
-
-    Shapes: ``defended`` (batch, *aggregate_shape).
-    """
+    """Return each party's part of the aggregate's gradient, in the contract's order."""
     if parties == 1:
         return [defended]
     match rule:

@@ -1,40 +1,44 @@
-"""Evaluates the held-out splits after each epoch and decides on early stopping."""
+"""Evaluates held-out splits after each epoch, decides on early stopping, and stores predictions.
 
+checkpoint/test_predictions.safetensors holds, for each test row, a digest of its id, the logits and
+the label, and a digest of the ids of the training rows, so that two runs can be compared row by
+row. It is as private as the labels are.
+"""
+
+import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
 from torch import Tensor
 
 from splitveil.active_party.settings import EarlyStopping
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
-from splitveil.active_party.training.predictions import ClassFigures, figure_in_short
-from splitveil.common.record.figures import NumberFigures
-from splitveil.common.run.course import Batch
+from splitveil.active_party.training.predictions import PredictionFigures
+from splitveil.common.errors import SettingsError
+from splitveil.common.record.model_files import save_tensors
+from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.run.progress import State
-from splitveil.common.run.splits import SplitName
+from splitveil.common.run.sample_order import Positions, SplitName
+
+_FILE = "test_predictions.safetensors"
+
+_DIGEST_BYTES = 16
 
 
-@dataclass(frozen=True)
-class Evaluation:
+@dataclass(frozen=True, kw_only=True)
+class Evaluation(PredictionFigures):
     """Figures about one split after one epoch. They stay with the active party."""
 
     epoch: int
     split: SplitName
-    loss: float
-    auc: float
-    """With more than two classes, the mean of each class's AUC against the rest; NaN if labels are
-    numbers."""
-    calibration_error: float
-    classes: ClassFigures | None = None
-    number: NumberFigures | None = None
-
-    @property
-    def in_short(self) -> str:
-        """The figure by which predictions are judged, for a log line."""
-        return figure_in_short(self.auc, self.number)
 
 
 class HeldOutPredictions(NamedTuple):
@@ -86,10 +90,7 @@ class Evaluator:
         """Of the last epoch whose test rows this process has evaluated; not in checkpoints."""
 
     def add(self, batch: Batch, logits: Tensor, labels: Tensor) -> Evaluation | None:
-        """Take in the predictions for one batch; return the split's figures if it is the last.
-
-        Shapes: ``logits`` (batch,) or (batch, classes), ``labels`` (batch,).
-        """
+        """Take in the predictions for one batch; return the split's figures if it is the last."""
         if batch.split == "survey":
             raise ValueError("a survey is not evaluated")
         self._scores.append((logits, labels))
@@ -101,7 +102,7 @@ class Evaluator:
         if batch.split == "test":
             self.test_predictions = HeldOutPredictions(every_logit, every_label)
         figures = self._kind.measure(every_logit, every_label)
-        evaluation = Evaluation(batch.epoch, batch.split, *figures)
+        evaluation = Evaluation(**vars(figures), epoch=batch.epoch, split=batch.split)
         if batch.split == "validation":
             self._validation_score = figures.score
         return evaluation
@@ -109,14 +110,11 @@ class Evaluator:
     def ends_training(
         self, batch: Batch, score_on_targets: Callable[[], float | None] = lambda: None
     ) -> bool:
-        """Return whether training is over after a batch; call it once, after `add`.
+        """Return whether training is over after held-out rows; call it once, after `add`.
 
-        Args:
-            batch: a batch of a held-out split.
-            score_on_targets: returns how well predictions agree with targets that a defense has
-                released; None if there are none, and then the validation rows decide. The peer sees
-                when a run ends: where it must not learn anything but what was released, nothing
-                else may decide.
+        Where a defense has released targets, the agreement with them decides, and otherwise the
+        validation rows. The peer sees when a run ends: where it must not learn anything but what
+        was released, nothing else may decide.
         """
         if not batch.closes_epoch or self._early_stop is None:
             return False
@@ -139,3 +137,70 @@ class Evaluator:
             self._early_stop.load_state_dict(state["early_stop"])
         self._validation_score = state["validation_score"]
         self._scores = [(logits, labels) for logits, labels in state["scores"]]
+
+
+class StoredPredictions(NamedTuple):
+    """The predictions of a run's test rows, sorted by the digests of their ids."""
+
+    ids: npt.NDArray[np.void]
+    """Digest of each row's id, (rows,), ascending."""
+    logits: npt.NDArray[np.float64]
+    """(rows,) or (rows, classes)."""
+    labels: npt.NDArray[Any]
+    """0 or 1, or class indices, (rows,) int64; or shares of the range, (rows,) float64."""
+    training_rows: bytes
+
+
+def save_predictions(
+    folder: Path, ids: Sequence[str], rows: AlignedRows, predictions: HeldOutPredictions
+) -> None:
+    """Write the predictions of the test rows into a run's folder."""
+    digests = _digests(ids[row] for row in rows.file_rows[rows.splits["test"]])
+    tensors = {
+        "ids": torch.from_numpy(digests.view(np.uint8).reshape(-1, _DIGEST_BYTES).copy()),
+        "logits": predictions.logits,
+        "labels": predictions.labels,
+        "training_rows": torch.frombuffer(
+            bytearray(_digest_of(ids, rows, rows.splits["train"])), dtype=torch.uint8
+        ),
+    }
+    save_tensors(folder, _FILE, tensors)
+
+
+def read_predictions(folder: Path) -> StoredPredictions | None:
+    path = folder / "checkpoint" / _FILE
+    if not path.is_file():
+        return None
+    try:
+        found = load_file(path)
+        digests = np.ascontiguousarray(found["ids"]).view(f"V{_DIGEST_BYTES}").reshape(-1)
+        order = np.argsort([bytes(one) for one in digests])
+        return StoredPredictions(
+            digests[order],
+            found["logits"].astype(np.float64)[order],
+            _labels(found["labels"])[order],
+            found["training_rows"].tobytes(),
+        )
+    except (OSError, SafetensorError, KeyError, ValueError, IndexError) as error:
+        raise SettingsError(f"{path}: the predictions of the test rows cannot be read") from error
+
+
+def _labels(written: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
+    is_whole = np.array_equal(written, np.rint(written))
+    return written.astype(np.int64) if is_whole else written.astype(np.float64)
+
+
+def _digests(ids: Iterable[str]) -> npt.NDArray[np.void]:
+    joined = b"".join(
+        hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest() for text in ids
+    )
+    return np.frombuffer(joined, dtype=f"V{_DIGEST_BYTES}")
+
+
+def _digest_of(ids: Sequence[str], rows: AlignedRows, positions: Positions) -> bytes:
+    """Return a digest of the ids of some rows that does not depend on their order."""
+    digests = _digests(ids[row] for row in rows.file_rows[positions])
+    # Adding up modulo 2^64, lane by lane, needs no sorting; the sum of random words is a digest
+    # against mix-ups, not against somebody who chooses ids.
+    lanes = np.frombuffer(digests.tobytes(), dtype="<u8").reshape(-1, _DIGEST_BYTES // 8)
+    return bytes(lanes.sum(axis=0, dtype=np.uint64).tobytes())

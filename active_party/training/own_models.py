@@ -93,10 +93,7 @@ def _fitted(
     *,
     may_stay: bool,
 ) -> nn.Module:
-    """Return the best state of a copy by its loss on held-out rows.
-
-    ``training`` has the positions of the training rows, (training rows,), at least 2.
-    """
+    """Return the best state of a copy by its loss on held-out rows, for at least 2 rows."""
     generator = torch.Generator().manual_seed(fitting.seed)
     shuffled = training[torch.randperm(len(training), generator=generator)]
     num_held_out = max(1, round(HELD_OUT_SHARE * len(training)))

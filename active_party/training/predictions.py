@@ -9,6 +9,7 @@ rest; a class without examples, or without any others, does not have an AUC and 
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -60,7 +61,7 @@ def _losses(logits: Tensor, labels: Tensor, of_classes: Tensor | None) -> Tensor
     return -(shares * log_softmax(logits, dim=1)).sum(dim=1)
 
 
-class ClassFigures(NamedTuple):
+class FiguresByClass(NamedTuple):
     """Figures about the predictions of several classes."""
 
     accuracy: float
@@ -70,7 +71,8 @@ class ClassFigures(NamedTuple):
     """AUC of each class against the rest; NaN if it is not defined."""
 
 
-class PredictionFigures(NamedTuple):
+@dataclass(frozen=True)
+class PredictionFigures:
     loss: float
     """Cross entropy, nats per example; for numbers, the mean squared error of the predictions in
     units of the squared range."""
@@ -82,7 +84,7 @@ class PredictionFigures(NamedTuple):
     """With more than two classes, the mean of each class's error against the rest; NaN if labels
     are numbers."""
 
-    classes: ClassFigures | None
+    classes: FiguresByClass | None = None
     number: NumberFigures | None = None
 
     @property
@@ -93,21 +95,13 @@ class PredictionFigures(NamedTuple):
     @property
     def in_short(self) -> str:
         """The figure by which predictions are judged, for a log line."""
-        return figure_in_short(self.auc, self.number)
-
-
-def figure_in_short(auc: float, number: NumberFigures | None) -> str:
-    """Return the figure by which predictions are judged, for a log line."""
-    if number is None:
-        return "AUC of rows of one class" if math.isnan(auc) else f"AUC {auc:.4f}"
-    return f"RMSE {number.rmse:.4g}, R2 {number.r2:.4f}"
+        if self.number is not None:
+            return f"RMSE {self.number.rmse:.4g}, R2 {self.number.r2:.4f}"
+        return "AUC of rows of one class" if math.isnan(self.auc) else f"AUC {self.auc:.4f}"
 
 
 def cross_entropy_of(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean cross entropy over some rows, with its graph.
-
-    Shapes: ``logits`` (rows,) or (rows, classes), ``labels`` (rows,) or (rows, classes).
-    """
+    """Return the mean cross entropy over some rows, with its graph."""
     if logits.ndim == 1:
         return binary_cross_entropy_with_logits(logits, labels)
     return cross_entropy(logits, labels.long() if labels.ndim == 1 else labels)
@@ -122,10 +116,7 @@ def auc_of_shares(logits: Tensor, shares: Tensor) -> float:
     """Return how well predictions order rows of which only shares of classes are known.
 
     It is the expected number of pairs in order, of labels drawn independently with these shares,
-    over the expected number of pairs.
-
-    Returns the mean over classes, each against the rest; NaN if no class has any pair. Shapes:
-    ``logits`` (rows,) or (rows, classes), ``shares`` (rows,) or (rows, classes).
+    over the expected number of pairs; with several classes the mean of each against the rest.
     """
     scores = logits.double()[:, None] if logits.ndim == 1 else probabilities_of(logits.double())
     columns = zip(scores.T, shares.double().reshape(scores.shape).T, strict=True)
@@ -151,10 +142,8 @@ def _auc_of_share(scores: Tensor, shares: Tensor) -> float:
 def measure_predictions(logits: Tensor, labels: Tensor) -> PredictionFigures:
     """Measure the predictions of a whole split.
 
-    A peer waits for this, and may choose the rows: the operations depend on no label, and an AUC
-    of rows of one class is NaN.
-
-    Shapes: ``logits`` (rows,) or (rows, classes), ``labels`` (rows,).
+    A peer waits for this, and may choose the rows: the operations depend on no label, and an AUC of
+    rows of one class is NaN.
     """
     loss = float(cross_entropy_of(logits, labels))
     if logits.ndim == 1:
@@ -173,7 +162,7 @@ def measure_predictions(logits: Tensor, labels: Tensor) -> PredictionFigures:
         loss,
         _mean_of_defined(aucs),
         statistics.fmean(errors),
-        ClassFigures(float(hits.double().mean()), tuple(aucs)),
+        FiguresByClass(float(hits.double().mean()), tuple(aucs)),
     )
 
 

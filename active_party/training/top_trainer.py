@@ -146,10 +146,7 @@ class TopTrainer:
         return self._unlearned is None
 
     def survey(self, positions: Positions, activation: Tensor) -> None:
-        """Take note of the activations of some training rows before the first step.
-
-        Shapes: ``positions`` (batch,), ``activation`` (batch, *cut_shape).
-        """
+        """Take note of the activations of some training rows before the first step."""
         self._note(torch.from_numpy(positions.copy()), activation)
 
     def pending_release(self, epoch: int) -> PendingRelease | None:
@@ -170,8 +167,6 @@ class TopTrainer:
 
         Everything that need not come before the answer follows in ``learn``, so that the peer need
         not wait for it.
-
-        Shapes: ``positions`` (batch,), ``activation`` (batch, *cut_shape).
         """
         self.learn()
         if self._answer_keys is not None and answer_key is not None:
@@ -243,10 +238,7 @@ class TopTrainer:
         self._unlearned = None  # only now: half-learned weights must not count as a state
 
     def refitted(self, fitting: Fitting) -> nn.Module | None:
-        """Return a copy of the top model fitted to the true labels; None without activations.
-
-        Call it after the last answer: nothing of the copy may ever be sent.
-        """
+        """Return a copy fitted to true labels after the last answer; nothing of it may be sent."""
         if self.memory is None or self._training is None or not self.memory.is_filled:
             return None
         self.learn()
@@ -261,21 +253,14 @@ class TopTrainer:
         return KnownRows(self._labels.cpu(), self._features.to(cpu), weights=on_cpu, kind=self.kind)
 
     def measure(self, model: nn.Module, positions: Positions) -> PredictionFigures | None:
-        """Measure a model's predictions of some rows at their last activations.
-
-        None if this trainer does not remember activations, or there are no rows.
-        """
+        """Measure a model's predictions of some rows at their last activations, if known."""
         if self.memory is None or not self.memory.is_filled or not len(positions):
             return None
         logits = self._known(self.memory).logits(model, torch.from_numpy(positions.copy()))
         return self.kind.measure(logits.cpu(), self.labels_of(positions))
 
     def score_on_targets(self) -> float | None:
-        """Return how well the predictions of the training rows agree with the defense's targets.
-
-        It says when to stop early without any true label. None if this trainer does not remember
-        activations, so that the targets are of single batches.
-        """
+        """Return how well predictions agree with the defense's targets, if activations are kept."""
         if self.memory is None or self._training is None or not self.memory.is_filled:
             return None
         self.learn()
@@ -288,10 +273,7 @@ class TopTrainer:
         return KnownRows(self._labels, self._features, memory, self._weights, self.kind)
 
     def predict(self, positions: Positions, activation: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits and labels of some rows, on the CPU, without learning.
-
-        Labels are (batch,), and so are logits, or (batch, classes) with several classes.
-        """
+        """Return logits and labels of some rows, on the CPU, without learning."""
         self.learn()
         rows = torch.from_numpy(positions.copy()).to(self._device)
         self._note(rows, activation)
@@ -333,10 +315,7 @@ class TopTrainer:
 
 
 def _slopes(logits: Tensor | None, cut: Tensor, weights: Tensor | None) -> Tensor | None:
-    """Return each logit's slope in each row's activation, times the row's share of the loss.
-
-    The loss is a mean over the batch, so that the gradient of a row is its residuals times these.
-    """
+    """Return each logit's slope in each row's activation, times the row's share of the loss."""
     if logits is None:
         return None
     shares = logits.new_ones(len(logits)) if weights is None else weights

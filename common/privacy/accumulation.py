@@ -26,7 +26,6 @@ Each other attack keeps at most 16 bytes per example of the run.
 
 import math
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -34,31 +33,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from splitveil.common.privacy.attacks import BatchAttackName, RunAttackName
 from splitveil.common.privacy.top_direction import TopDirection, skewness
-
-SOURCES: Mapping[RunAttackName, tuple[BatchAttackName, ...]] = MappingProxyType(
-    {
-        "accumulated_spectral": ("spectral",),
-        "accumulated_residual_energy": ("residual_energy",),
-        "accumulated_cosine": ("cosine",),
-        "accumulated_kmeans": ("kmeans",),
-        "accumulated_nearest_hint": ("nearest_hint",),
-        "accumulated_informed": ("informed",),
-        "hint_combiner_50": ("spectral", "norm"),
-        "hint_combiner_200": ("spectral", "norm"),
-        "final_kmeans": (),
-        "final_nearest_hint": (),
-        "completion_40": (),
-    }
-)
-"""The scores of a batch that each attack accumulates; ``spectral`` and ``kmeans`` with their sign
-kept."""
-
-NUM_HINTS: Mapping[RunAttackName, int] = MappingProxyType(
-    {"hint_combiner_50": 50, "hint_combiner_200": 200}
-)
-"""Attack that combines scores -> number of labels that it knows."""
 
 _Floats: TypeAlias = npt.NDArray[np.float64]
 

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from splitveil.common.privacy.clusters import two_clusters
-from splitveil.common.privacy.top_direction import TopDirection, top_direction_of_rows
+from splitveil.common.privacy.top_direction import TopDirection, top_direction_of_rows, two_clusters
 
 
 class GradientRows:

@@ -17,8 +17,22 @@ A model that predicts well sends little but what it could not predict, so that a
 nothing see less and less of the labels while ``informed`` sees them all.
 
 An AUC asks how well positives and negatives are told apart, and says nothing of numbers.
+
+What a score tells beyond what features tell is a partial R2:
+
+    y'    label less its prediction from features
+    s'    score less its prediction from features
+    R2    squared correlation of s' and y': the share of the variance which features leave of the
+          labels that the score explains (Robinson, "Root-N-consistent semiparametric regression",
+          Econometrica 1988)
+
+Every prediction comes from a regression that has not seen the row (`FeatureModels`). A score that
+repeats what these regressions know of the features has 0, however high its raw R2; one that is the
+label has 1. A score that knows better than the regressions how features tell labels has more than 0
+without any leak.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -27,13 +41,21 @@ import torch
 from torch import Tensor
 
 from splitveil.common.privacy.accumulation import RunScores
+from splitveil.common.privacy.cross_fitting import FeatureModels
 from splitveil.common.privacy.gradient_rows import prepared
+
+MIN_ROWS = 50
+"""Rows below which regressions on features say nothing."""
 
 NUM_HINTS = 40
 """Labels that the ridge regression knows, as many as model completion."""
 
 _PENALTIES = tuple(10.0**power for power in range(-6, 4))
 """Candidates, in units of the mean square of a column."""
+
+_NORMAL_QUANTILE = 1.96
+_NOTHING_LEFT = 1e-12
+"""Share of a score's variance that counts as rounding."""
 
 _MOST_VALUES = 2**24
 """Numbers that sums of gradients take: 64 MiB. Of a long run, evenly spaced examples are kept."""
@@ -48,14 +70,14 @@ def top_direction_r2(gradients: Tensor, labels: Tensor) -> float:
         gradients: (rows, ...), finite.
         labels: (rows,).
     """
-    found = prepared(gradients.cpu()).top.projections.numpy()
-    return _squared_correlation(found, labels.detach().double().cpu().numpy())
+    scores = prepared(gradients.cpu()).top.projections.numpy()
+    return _squared_correlation(scores, labels.detach().double().cpu().numpy())
 
 
 def informed_r2(gradients: Tensor, labels: Tensor, predictions: Tensor, slopes: Tensor) -> float:
     """Return the squared correlation of labels with `informed_scores`."""
-    found = informed_scores(gradients, predictions, slopes)
-    return _squared_correlation(found.numpy(), labels.detach().double().cpu().numpy())
+    scores = informed_scores(gradients, predictions, slopes)
+    return _squared_correlation(scores.numpy(), labels.detach().double().cpu().numpy())
 
 
 def informed_scores(gradients: Tensor, predictions: Tensor, slopes: Tensor) -> Tensor:
@@ -66,7 +88,7 @@ def informed_scores(gradients: Tensor, predictions: Tensor, slopes: Tensor) -> T
         predictions: of the model, (rows,).
         slopes: the gradient of each row for a residual of 1, like ``gradients``.
     """
-    rows, units = (one.detach().flatten(1).cpu().double() for one in (gradients, slopes))
+    rows, units = (values.detach().flatten(1).cpu().double() for values in (gradients, slopes))
     powers = units.square().sum(dim=1)
     residuals = (rows * units).sum(dim=1) / powers.clamp_min(1e-300)
     return predictions.detach().cpu().double() - residuals
@@ -132,8 +154,8 @@ def _ridge(rows: _Floats, labels: _Floats) -> _Floats:
         return float(np.square(missed).mean())
 
     penalty = min(_PENALTIES, key=error)
-    found: _Floats = right.T @ (sizes / (np.square(sizes) + penalty * unit) * along)
-    return found
+    weights: _Floats = right.T @ (sizes / (np.square(sizes) + penalty * unit) * along)
+    return weights
 
 
 def _squared_correlation(scores: _Floats, labels: _Floats) -> float:
@@ -154,26 +176,19 @@ class SummedGradients:
     def add(
         self, positions: Tensor, gradients: Tensor, labels: Tensor, activations: Tensor
     ) -> None:
-        """Add one batch.
-
-        Args:
-            positions: of the examples in the common order, (batch,).
-            gradients: (batch, ...), finite.
-            labels: (batch,), known to the label owner that measures.
-            activations: like the gradients.
-        """
+        """Add one batch; positions are those of the examples in the common order."""
         rows = gradients.detach().flatten(start_dim=1).cpu().float()
         every = _apart(self._num_examples, rows.shape[1])
         if self._sums is None:
-            kept = -(-self._num_examples // every)
-            self._sums = torch.zeros(kept, rows.shape[1])
-            self._last = torch.zeros(kept, rows.shape[1])
-            self._labels = torch.full((kept,), torch.nan)
-        of_kept = positions % every == 0
-        self._sums.index_add_(0, positions[of_kept] // every, rows[of_kept])
-        sent = activations.detach().flatten(start_dim=1).cpu().float()
-        self._last[positions[of_kept] // every] = sent[of_kept]
-        self._labels[positions[of_kept] // every] = labels.detach().cpu().float()[of_kept]
+            size = -(-self._num_examples // every)
+            self._sums = torch.zeros(size, rows.shape[1])
+            self._last = torch.zeros(size, rows.shape[1])
+            self._labels = torch.full((size,), torch.nan)
+        chosen = positions % every == 0
+        places = positions[chosen] // every
+        self._sums.index_add_(0, places, rows[chosen])
+        self._last[places] = activations.detach().flatten(start_dim=1).cpu().float()[chosen]
+        self._labels[places] = labels.detach().cpu().float()[chosen]
 
     def seen(self) -> "SeenSums | None":
         """Return the sums and labels of the examples that were visited; None without any."""
@@ -197,7 +212,7 @@ class SummedGradients:
 
 
 def _apart(num_examples: int, width: int) -> int:
-    """Return how far the examples that are kept are apart."""
+    """Return how far apart the chosen examples are."""
     return max(1, -(-num_examples * 2 * width // _MOST_VALUES))
 
 
@@ -227,7 +242,7 @@ class SeenSums(NamedTuple):
         return RunScores(self.positions.numpy(), scores)
 
     def ridge_scores(self, seed: int) -> RunScores:
-        """Return the scores of ``accumulated_ridge_40`` of the rows whose labels it is not told."""
+        """Return the scores of ``accumulated_ridge_40``, without the rows that it knows."""
         others, scores = ridge_scores(self._for_ridge(), self.labels, seed)
         order = np.argsort(others)
         return RunScores(self.positions.numpy()[others[order]], scores[order])
@@ -241,3 +256,93 @@ def _standardised(columns: Tensor) -> Tensor:
     """Return columns with a mean of 0 and one common scale: single columns may be all noise."""
     centred = columns.double() - columns.double().mean(dim=0)
     return centred / centred.square().mean().sqrt().clamp_min(1e-300)
+
+
+class NumberCovariates(NamedTuple):
+    """What predicts the labels of some training rows without having memorised them."""
+
+    positions: npt.NDArray[np.int64]
+    """Positions of the rows in the common order, ascending, (rows,)."""
+    features: npt.NDArray[np.float32]
+    """Activations, predictions and the active party's own features, (rows, values), finite."""
+    labels: _Floats
+    """Shares of the range, (rows,), for the measurement alone."""
+
+
+class AdjustedR2(NamedTuple):
+    """The R2 of one attack beyond features."""
+
+    value: float
+    low: float
+    """Lower end of its 95 % interval; 0 where it may be chance."""
+    high: float
+
+
+def adjusted_r2(features: npt.NDArray[np.float32], labels: _Floats, scores: _Floats) -> AdjustedR2:
+    """Return the share of the variance which features leave of labels that a score explains.
+
+    The interval is that of a correlation by its influence function, which asks for no distribution.
+
+    Args:
+        features: (rows, values), finite.
+        labels: (rows,), finite.
+        scores: (rows,), finite.
+
+    Returns:
+        NaN where features leave nothing of the labels; 0 where they leave nothing of the scores.
+
+    Raises:
+        ValueError: there are fewer than ``MIN_ROWS`` rows.
+    """
+    if len(labels) < MIN_ROWS:
+        raise ValueError(f"expected at least {MIN_ROWS} rows, got {len(labels)}")
+    models = FeatureModels.of(features)
+    label, score = (
+        _normalised(values - models.explained(values), float(values.var()))
+        for values in (labels - labels.mean(), scores - scores.mean())
+    )
+    if label is None:
+        return AdjustedR2(float("nan"), float("nan"), float("nan"))
+    if score is None:
+        return AdjustedR2(0.0, 0.0, 0.0)
+    correlation = float((label * score).mean())
+    influence = label * score - correlation * (np.square(label) + np.square(score)) / 2
+    margin = _NORMAL_QUANTILE * float(influence.std()) / len(labels) ** 0.5
+    size = abs(correlation)
+    low, high = max(size - margin, 0.0), min(size + margin, 1.0)
+    return AdjustedR2(min(size, 1.0) ** 2, low**2, high**2)
+
+
+def measure_numbers_beyond_features(
+    covariates: NumberCovariates, attacks: Mapping[str, RunScores]
+) -> dict[str, AdjustedR2]:
+    """Measure attacks on some of a run's rows.
+
+    Args:
+        attacks: attack -> its scores, without the rows whose labels it knows.
+
+    Returns:
+        attack -> figure, without attacks that scored too few of the rows.
+    """
+    figures = {}
+    for attack, seen in attacks.items():
+        _, rows, scored = np.intersect1d(
+            covariates.positions, seen.positions, assume_unique=True, return_indices=True
+        )
+        if len(rows) < MIN_ROWS:
+            continue
+        labels, scores = covariates.labels[rows], seen.scores[scored]
+        figure = adjusted_r2(covariates.features[rows], labels, scores)
+        if not np.isnan(figure.value):
+            figures[attack] = figure
+    return figures
+
+
+def _normalised(rest: _Floats, variance: float) -> _Floats | None:
+    """Return residuals with mean 0 and variance 1; None where they are rounding."""
+    centred = rest - rest.mean()
+    left = float(np.square(centred).mean())
+    if left <= _NOTHING_LEFT * variance:
+        return None
+    scaled: _Floats = centred / left**0.5
+    return scaled

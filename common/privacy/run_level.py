@@ -1,7 +1,7 @@
 """The leak of a whole run: what attacks that accumulate over its epochs recover in the end.
 
 ``accumulated_spectral`` keeps one sum per example for all classes, ``accumulated_cosine`` one for
-each target class, because it is given a reference of each class. The combining attacks fit each
+each target class, because it knows a reference of each class. The combining attacks fit each
 target class in turn against the rest, on the same hints. The attacks on the last activations belong
 to the cut layer.
 """
@@ -16,18 +16,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from splitveil.common.privacy.accumulation import NUM_HINTS, RunScores, combine_with_hints
-from splitveil.common.privacy.attack_quality import operating_points
-from splitveil.common.privacy.attacks import CUT, RunAttackName
-from splitveil.common.privacy.final_attacks import (
-    FINAL_ATTACKS,
-    LabelledActivations,
-    LastActivations,
-    final_scores,
-)
-from splitveil.common.privacy.gathered_layer import GatheredLayer
-from splitveil.common.privacy.label_classes import TWO_CLASSES, LabelClasses
+from splitveil.common.privacy.accumulation import RunScores, combine_with_hints
+from splitveil.common.privacy.adjusted_auc import operating_points
+from splitveil.common.privacy.attacks import CUT, RUN_ATTACKS, RunAttackName
+from splitveil.common.privacy.final_attacks import LastActivations, final_scores
+from splitveil.common.privacy.gathered_scores import GatheredLayer
 from splitveil.common.privacy.leakage import OneClass, leak_auc_interval
+from splitveil.common.privacy.observation import TWO_CLASSES, LabelClasses
 from splitveil.common.privacy.pair_aucs import ClassIndices, PairAucs, pair_aucs
 from splitveil.common.privacy.scoring import LayerScores
 from splitveil.common.privacy.tally import REMEMBERED_EPOCHS
@@ -79,7 +74,7 @@ class RunAudit:
     """Accumulates scores over a run, and measures them. Safe to use from several threads.
 
     Keeps, per layer, at most 16 bytes per example and attack (with more than two classes, per
-    target class for attacks that are told something about each), and once per example its label;
+    target class for attacks that know something about each), and once per example its label;
     for attacks on the last activations, these as well.
     """
 
@@ -96,7 +91,7 @@ class RunAudit:
         size = num_examples if attacks else 0
         self._labels = torch.full((size,), UNSEEN, dtype=torch.int8)  # a byte each: runs are long
         self._layers: dict[str, GatheredLayer] = {}
-        self._final = tuple(attack for attack in self.attacks if attack in FINAL_ATTACKS)
+        self._final = tuple(attack for attack in self.attacks if RUN_ATTACKS[attack].is_final)
         self._last = LastActivations(num_examples)
         self._epoch: int | None = None
         self._after_epoch: dict[int, dict[str, dict[str, float]]] = {}
@@ -131,8 +126,10 @@ class RunAudit:
                 self._epoch = epoch
             rows = positions.cpu()
             self._labels.numpy()[rows.numpy()] = labels.cpu().numpy()
-            for name, found in layers.items():
-                self._layer(name).add(epoch, rows, found)
+            for name, layer in layers.items():
+                if name not in self._layers:
+                    self._layers[name] = self._new_layer()
+                self._layers[name].add(epoch, rows, layer)
             if self._final and activations is not None:
                 self._last.add(rows, activations)
 
@@ -153,9 +150,9 @@ class RunAudit:
         interval belongs to the AUC of the worst pair.
         """
         with self._lock:
-            found = list(self._found(hinted=True))
+            all_scores = list(self._scores(hinted=True))
         figures = RunFigures({}, {})
-        for layer, attack, scores in found:
+        for layer, attack, scores in all_scores:
             aucs = self._aucs(scores)
             try:
                 pair = aucs.worst_pair()
@@ -167,12 +164,12 @@ class RunAudit:
                 figures.by_class.setdefault(layer, {})[attack] = self._by_class(aucs, pair)
         return figures
 
-    def scores(self, layer: str) -> dict[str, list[RunScores]]:
+    def scores(self, layer: str) -> dict[RunAttackName, list[RunScores]]:
         """Return attack -> its scores of one layer, one for all classes or one per target."""
         with self._lock:
             return {
-                str(attack): scores
-                for of_layer, attack, scores in self._found(hinted=True)
+                attack: scores
+                for of_layer, attack, scores in self._scores(hinted=True)
                 if of_layer == layer
             }
 
@@ -184,7 +181,7 @@ class RunAudit:
                 "last": self._last.state_dict(),
                 "epoch": self._epoch,
                 "after_epoch": {
-                    str(epoch): {layer: dict(found) for layer, found in layers.items()}
+                    str(epoch): {layer: dict(aucs) for layer, aucs in layers.items()}
                     for epoch, layers in self._after_epoch.items()
                 },
             }
@@ -203,33 +200,24 @@ class RunAudit:
             self._last.load_state_dict(state["last"])
             self._epoch = state["epoch"]
             self._after_epoch = {
-                int(epoch): {layer: dict(found) for layer, found in measured.items()}
+                int(epoch): {layer: dict(aucs) for layer, aucs in measured.items()}
                 for epoch, measured in state["after_epoch"].items()
             }
 
     def _new_layer(self) -> GatheredLayer:
         return GatheredLayer(self.attacks, self._num_examples, self._classes)
 
-    def _layer(self, name: str) -> GatheredLayer:
-        if name not in self._layers:
-            self._layers[name] = self._new_layer()
-        return self._layers[name]
-
     def _close_epoch(self) -> None:
         if self._epoch is None:
             return
-        self._after_epoch[self._epoch] = self._measure_sums()
-        for earlier in sorted(self._after_epoch)[:-REMEMBERED_EPOCHS]:
-            del self._after_epoch[earlier]
-
-    def _measure_sums(self) -> dict[str, dict[str, float]]:
-        """Return layer -> attack -> leak AUC of the sums so far; the caller holds the lock."""
         measured: dict[str, dict[str, float]] = {}
-        for layer, attack, scores in self._found(hinted=False):
+        for layer, attack, scores in self._scores(hinted=False):
             worst = float(self._aucs(scores).worst())
             if not math.isnan(worst):
                 measured.setdefault(layer, {})[attack] = worst
-        return measured
+        self._after_epoch[self._epoch] = measured
+        for earlier in sorted(self._after_epoch)[:-REMEMBERED_EPOCHS]:
+            del self._after_epoch[earlier]
 
     def _labels_at(self, positions: npt.NDArray[np.int64]) -> ClassIndices:
         return self._labels.numpy()[positions].astype(np.int64)
@@ -266,7 +254,7 @@ class RunAudit:
             classes=dict(zip(names, leaks, strict=True)),
         )
 
-    def _found(self, *, hinted: bool) -> Iterator[tuple[str, RunAttackName, list[RunScores]]]:
+    def _scores(self, *, hinted: bool) -> Iterator[tuple[str, RunAttackName, list[RunScores]]]:
         """Yield each attack's scores of the examples whose labels it did not know.
 
         There is one score for all classes, or one for each target.
@@ -279,26 +267,27 @@ class RunAudit:
                     yield layer, attack, self._combined(attack, gathered)
         if hinted and self._final:
             positions, activations = self._last.seen()
-            known = LabelledActivations(positions, activations, self._labels_at(positions))
+            labels = self._labels_at(positions)
             for attack in self._final:
-                yield CUT, attack, final_scores(attack, known, self._classes, SEED)
+                scores = final_scores(attack, positions, activations, labels, self._classes, SEED)
+                yield CUT, attack, scores
 
     def _combined(self, attack: RunAttackName, gathered: GatheredLayer) -> list[RunScores]:
         """Fit a combining attack to each target class against the rest."""
         seen = np.flatnonzero(self._labels.numpy() != UNSEEN)
         labels = self._labels_at(seen)
-        features = gathered.features(seen)
+        features = gathered.history.features(seen)
         scores = []
         for target in self._classes.targets:
             combined = combine_with_hints(
                 features,
                 (labels == target).astype(np.int64),
-                NUM_HINTS[attack],
+                RUN_ATTACKS[attack].num_hints,
                 np.random.default_rng(SEED),
             )
             if combined is None:
                 scores.append(RunScores(np.empty(0, dtype=np.int64), np.empty(0)))
             else:
-                found, others = combined
-                scores.append(RunScores(seen[others], found[others]))
+                values, others = combined
+                scores.append(RunScores(seen[others], values[others]))
         return scores

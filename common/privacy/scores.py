@@ -20,7 +20,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from splitveil.common.privacy.clusters import nearness, settled_centres, two_clusters
 from splitveil.common.privacy.gradient_rows import (
     Gradients,
     direction_of,
@@ -32,8 +31,11 @@ from splitveil.common.privacy.gradient_rows import (
 )
 from splitveil.common.privacy.top_direction import (
     TopDirection,
+    nearness,
+    settled_centres,
     top_direction_of_rows,
     turned_by_skewness,
+    two_clusters,
 )
 
 _MAX_VOTERS = 2048

@@ -329,11 +329,7 @@ def check_same_contract(own: Contract, canonical: str, others_name: str) -> None
 
 
 def first_difference(own: Contract, canonical: str, others_name: str) -> str:
-    """Return a sentence about the first field that differs; empty if none does.
-
-    Args:
-        canonical: the other party's canonical form, which may be any text.
-    """
+    """Return a sentence about the first field that differs in any text; empty if none does."""
     fields = own.fields_differing_from(canonical)
     if not fields:
         return ""

@@ -12,13 +12,15 @@ from splitveil.common.errors import AlignmentError, DataError
 from splitveil.common.run.contract import DTYPE_BYTES, ColumnSplit, Contract, HashSplit
 from splitveil.common.run.messages import BatchId
 from splitveil.common.run.sample_order import (
+    SPLITS,
+    PassName,
     Positions,
     SampleOrder,
+    SplitName,
     in_common_order,
     rows_digest,
     split_rows,
 )
-from splitveil.common.run.splits import SPLITS, PassName, SplitName
 
 HELD_OUT: tuple[SplitName, ...] = ("validation", "test")
 
@@ -57,14 +59,8 @@ class AlignedRows:
     ) -> "AlignedRows":
         """Put the rows of the intersection into the common order and split them.
 
-        The order is that of ``in_common_order``.
-
-        Args:
-            file_rows: indices into ``ids`` of the common ids, in any order, (aligned,).
-            file_splits: index into ``SPLITS`` of every row of the file, if the contract splits
-                by a column.
-
-        Raises AlignmentError: there are too few common rows for a training and a test split.
+        ``file_splits`` has the index into ``SPLITS`` of every row of the file, if a column splits
+        them.
         """
         file_rows, digests = in_common_order(ids, file_rows, joint_seed)
         match contract.split:

@@ -23,10 +23,7 @@ _CPU = torch.device("cpu")
 
 
 def to_host(values: TensorT) -> TensorT:
-    """Copy a tensor to the host's memory, and wait until it is there.
-
-    Returns of the same shape and dtype; ``values`` itself where it is on the CPU already.
-    """
+    """Copy a tensor to the host's memory, and wait until it is there."""
     if values.device.type != "cuda":
         return cast("TensorT", values.to(_CPU))
     found = _pinned(values).copy_(values, non_blocking=True)

@@ -118,10 +118,7 @@ def rules_as_plain(rules: Sequence[IdRule]) -> list[dict[str, Any]]:
 
 
 def rules_as_bytes(rules: Sequence[IdRule]) -> bytes:
-    """Return the rules as files of examples keep them.
-
-    Empty for ``AS_WRITTEN``, as in files from before there were rules.
-    """
+    """Return the rules as files of examples hold them; empty for ``AS_WRITTEN``."""
     plain = rules_as_plain(rules)
     if plain == rules_as_plain(AS_WRITTEN):
         return b""
@@ -129,11 +126,7 @@ def rules_as_bytes(rules: Sequence[IdRule]) -> bytes:
 
 
 def rules_of_bytes(kept: bytes) -> Sequence[IdRule]:
-    """Return the rules that ``rules_as_bytes`` has written.
-
-    Raises:
-        ValueError: it has not written this.
-    """
+    """Return the rules that ``rules_as_bytes`` has written; ValueError for anything else."""
     if not kept:
         return AS_WRITTEN
     rules: tuple[IdRule, ...] = TypeAdapter(IdRules).validate_json(kept)

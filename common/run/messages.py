@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, NewType
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
-from splitveil.common.run.splits import PassName
+from splitveil.common.run.sample_order import PassName
 
 DefendedGradient = NewType("DefendedGradient", Tensor)
 """A gradient that may leave the active party, or that has left it.
@@ -129,3 +131,21 @@ class IdForm(NamedTuple):
     def has_letters(self) -> bool:
         """Whether more than a few of the ids have letters."""
         return not self.characters.isdisjoint("Aa")
+
+
+class ModelIdentity(NamedTuple):
+    """The training of which a party's half of the model is the result."""
+
+    run_id: str
+    batch_number: int  # number of batches of the run's course that the weights have seen
+
+    def __str__(self) -> str:
+        return f"run {self.run_id} after {self.batch_number:,} batches"
+
+
+class Embedded(NamedTuple):
+    """A passive party's answer about some ids."""
+
+    known: NDArray[np.bool_]  # whether it answers for an id, (ids,)
+    values: Tensor
+    """The activations of the known ids alone, in their order, (known ids, *cut_shape)."""

@@ -108,10 +108,7 @@ class Progress:
         return None if self.due is None else self.due.epoch
 
     def ahead(self, count: int) -> Batch | None:
-        """Return the batch that is due after so many others; None beyond the last one.
-
-        Its rows can be gathered in advance. The batch that is due now is ``ahead(0)``.
-        """
+        """Return the batch that is due after so many others; None beyond the last one."""
         while len(self._ahead) < count:
             batch = next(self._course, None)
             if batch is None:
@@ -120,10 +117,7 @@ class Progress:
         return self._ahead[count - 1] if count else self.due
 
     def to_send(self, unanswered: int) -> Batch | None:
-        """Return the training batch whose activation a passive party sends now.
-
-        Returns None if it has to receive a gradient first, or no training batch follows.
-        """
+        """Return the training batch to send now; None if a gradient has to come first."""
         batch = self.ahead(unanswered)
         if batch is None or batch.split != "train" or unanswered == self._contract.pipeline_depth:
             return None
@@ -132,11 +126,7 @@ class Progress:
         return None if waits else batch
 
     def to_evaluate(self, unanswered: int) -> Batch | None:
-        """Return the batch without gradient whose activation a passive party sends now.
-
-        Returns None if it has to receive a reply first, because so many are under way, a training
-        batch follows, or the epoch ends.
-        """
+        """Return the batch without gradient that is sent now; None before a reply has come."""
         batch = self.ahead(unanswered)
         if batch is None or batch.split == "train" or unanswered >= self._evaluations_ahead:
             return None

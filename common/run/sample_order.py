@@ -10,10 +10,20 @@ import hashlib
 import math
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, Self
+from typing import Literal, NamedTuple, Self, get_args
 
 import numpy as np
 import numpy.typing as npt
+
+SplitName = Literal["train", "validation", "test"]
+
+PassName = Literal["survey", "train", "validation", "test"]
+"""A pass over rows: over one split in each epoch, or the survey, which goes over the training rows
+once before the first epoch, without gradients."""
+
+SPLITS: tuple[SplitName, ...] = get_args(SplitName)
+"""The names of the splits in a column; in memory, a split is its index into this tuple."""
+
 
 Positions = npt.NDArray[np.int64]  # indices of examples in the common order, counted from 0
 NONCE_BYTES = 32  # length of a party's share of the joint seed, the same as that of the seed
@@ -33,11 +43,6 @@ class SampleOrder:
     def __init__(
         self, seed: bytes, positions: Positions, batch_size: int, *, drop_last: bool = False
     ) -> None:
-        """Fix the order.
-
-        Args:
-            positions: the training positions in the common order, (examples,).
-        """
         if batch_size < 1:
             raise ValueError(f"expected a batch size of at least 1, got {batch_size}")
         if positions.ndim != 1 or len(np.unique(positions)) != len(positions):
@@ -93,33 +98,21 @@ def positions_digest(positions: Positions) -> bytes:
 
 
 def rows_digest(id_digests: npt.NDArray[np.uint8]) -> bytes:
-    """Return 16 bytes by which two parties detect that a batch means different ids to them.
-
-    Args:
-        id_digests: digests of the batch's ids, from ``keyed_id_digests``, (rows, 16).
-    """
+    """Return 16 bytes by which two parties detect that a batch means different ids to them."""
     data = np.ascontiguousarray(id_digests)
     return hashlib.blake2b(data.data, digest_size=ROWS_DIGEST_BYTES, person=_ROWS_DOMAIN).digest()
 
 
 def keyed_id_digests(ids: Iterable[str], seed: bytes) -> npt.NDArray[np.uint8]:
-    """Return one keyed digest per id, (ids, 16), which depends on the joint seed.
+    """Return one digest per id, (ids, 16), keyed with the joint seed.
 
     Ids can therefore not be chosen by their digests before the seed is known.
-
-    Args:
-        seed: the joint seed, at most 64 bytes.
     """
     return np.frombuffer(keyed_digests(ids, seed, _ID_DOMAIN), dtype=np.uint8).reshape(-1, 16)
 
 
 def keyed_digests(texts: Iterable[str], key: bytes, purpose: bytes) -> bytearray:
-    """Return 16 bytes per text, one after another, unpredictable without the key.
-
-    Args:
-        key: at most 64 bytes.
-        purpose: keeps digests for different purposes independent, at most 16 bytes.
-    """
+    """Return 16 bytes per text, one after another, which differ by key and by purpose."""
     keyed = hashlib.blake2b(digest_size=16, key=key, person=purpose)
     digests = bytearray()
     for text in texts:
@@ -138,14 +131,9 @@ def canonical_order(digests: npt.NDArray[np.uint8]) -> Positions:
 def in_common_order(
     ids: Sequence[str], file_rows: Positions, joint_seed: bytes
 ) -> tuple[Positions, npt.NDArray[np.uint8]]:
-    """Put the rows of common ids into the order of their hashes under the joint seed.
+    """Return common rows in the order of their ids' keyed digests, and these digests.
 
     That order does not depend on any file, and no party knows it before all nonces are known.
-
-    Args:
-        file_rows: indices into ``ids`` of the common ids, in any order, (aligned,).
-
-    Returns the same rows in the common order, (aligned,), and their keyed digests, (aligned, 16).
     """
     digests = keyed_id_digests((ids[row] for row in file_rows), joint_seed)
     order = canonical_order(digests)
@@ -162,11 +150,6 @@ class CommonOrder(NamedTuple):
 
     @classmethod
     def of(cls, run_id: str, ids: Sequence[str], file_rows: Positions, joint_seed: bytes) -> Self:
-        """Put common rows in order.
-
-        Args:
-            file_rows: indices into ``ids`` of the common ids, in any order, (aligned,).
-        """
         rows, digests = in_common_order(ids, file_rows, joint_seed)
         return cls(run_id, rows, rows_digest(digests).hex())
 
@@ -174,13 +157,7 @@ class CommonOrder(NamedTuple):
 def split_rows(
     digests: npt.NDArray[np.uint8], train: float, validation: float, test: float
 ) -> dict[str, Positions]:
-    """Assign rows to the splits by their ids' digests, each row independently of all others.
-
-    Args:
-        digests: digests of the aligned ids in the common order, (examples, 16).
-
-    Returns the positions of ``train``, ``validation`` and ``test``, ascending.
-    """
+    """Assign each row to a split by the digest of its id; the positions, ascending."""
     fractions = {"train": train, "validation": validation, "test": test}
     if min(fractions.values()) < 0 or not math.isclose(sum(fractions.values()), 1.0):
         raise ValueError(f"expected fractions that add up to 1, got {fractions}")
@@ -200,8 +177,7 @@ def _permutation(seed: bytes, epoch: int, length: int) -> Positions:
 def stable_order(drawn: npt.NDArray[np.uint64]) -> npt.NDArray[np.intp]:
     """Return the indices that sort numbers, equal ones in the order in which they are.
 
-    Sorting without regard to equal ones takes a quarter of the time, and of random numbers of 64
-    bits hardly ever are two equal.
+    Sorting without regard to equal ones takes a quarter of the time.
     """
     order = np.argsort(drawn)
     ordered = drawn[order]

@@ -17,7 +17,7 @@ from splitveil.common.run.messages import (
     Offer,
     Opening,
 )
-from splitveil.common.run.splits import PassName
+from splitveil.common.run.sample_order import PassName
 from splitveil.common.wire.limits import DIGEST_BYTES, PROTOCOL_VERSION, RUN_ID_PATTERN
 from splitveil.protos import split_learning_pb2 as pb
 
@@ -138,7 +138,6 @@ def encode_course(batch: BatchId, course: Course) -> pb.EvaluateReply:
 
 
 def decode_course(reply: pb.EvaluateReply, asked: BatchId) -> Course:
-    """Decode the reply to a batch, or raise InvalidMessage."""
     wanted = (asked.epoch, asked.step, SPLIT_TO_WIRE[asked.split])
     if (reply.epoch, reply.step, reply.split) != wanted:
         raise InvalidMessage("the evaluation reply is for another batch")

@@ -23,7 +23,7 @@ from splitveil.common.run.sample_order import CommonOrder
 from splitveil.passive_party.aligning import AlignmentObserver, AlignmentRun
 from splitveil.passive_party.opening import Aligner, Participant
 from splitveil.protos.split_learning_pb2 import AlignFrame
-from splitveil.simulation import InProcessPeer
+from tests.support.simulation import InProcessPeer
 from tests.support.waiting import HANGS_AFTER_S, wait_until
 
 SEEDS = itertools.count(1)
@@ -291,7 +291,7 @@ def test_ids_that_only_pairs_have_in_common_are_too_few_for_all() -> None:
     first, second = [f"a-{n}" for n in range(20)], [f"b-{n}" for n in range(20)]
     meeting = Meeting([*first, *second], {"ash": first, "birch": second}, min_aligned=5)
     meeting.meet()
-    assert isinstance(meeting.session.error, AlignmentError)
+    assert isinstance(meeting.session.lifecycle.error, AlignmentError)
     assert any(isinstance(error, AlignmentError) for error in meeting.errors.values())
     with pytest.raises(OutOfStep):
         meeting.session.common_order()

@@ -77,9 +77,9 @@ def test_a_passive_party_that_breaks_off_and_comes_again_learns_three_sets_and_n
     assert learned == expected
     assert len(learned) < 0.6 * len(parties.session.ids)
     assert rounds == 3
-    assert isinstance(parties.session.error, AlignmentError)
-    assert parties.session.error.exit_code == 3
-    assert "passive has tried 1,800 ids in 3 exchanges" in str(parties.session.error)
+    assert isinstance(parties.session.lifecycle.error, AlignmentError)
+    assert parties.session.lifecycle.error.exit_code == 3
+    assert "passive has tried 1,800 ids in 3 exchanges" in str(parties.session.lifecycle.error)
 
 
 # ---- an active party that guesses the passive party's ids ----
@@ -106,7 +106,9 @@ class GuessingPeer(InProcessPeer):
 
         def guess() -> None:
             with suppress(SplitveilError):
-                self.learned |= probe(ids, other, self.opening.run_id, self._session.nonce)
+                self.learned |= probe(
+                    ids, other, self.opening.run_id, self._session.lifecycle.run.nonce
+                )
 
         self._aligning = threading.Thread(target=guess)
         self._aligning.start()

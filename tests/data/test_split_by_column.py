@@ -87,10 +87,10 @@ def test_one_word_that_differs_ends_the_run_on_both_sides(tmp_path: Path, meet_o
         meeting(parties, meet_over)
     assert "person" not in str(caught.value)
     assert parties.run.trainer is None
-    assert parties.session.trainer is None
+    assert parties.session.lifecycle.phase.trainer is None
     if meet_over == "grpc":
-        assert isinstance(parties.session.error, AlignmentError)
-        assert "the parties disagree on the split" in str(parties.session.error)
+        assert isinstance(parties.session.lifecycle.error, AlignmentError)
+        assert "the parties disagree on the split" in str(parties.session.lifecycle.error)
 
 
 def test_words_of_rows_that_only_one_party_has_do_not_matter(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_one_of_several_parties_that_disagrees_ends_the_run_of_all(tmp_path: Pat
     assert isinstance(several.errors["birch"], AlignmentError)
     assert set(several.errors) == {"ash", "birch", "cedar"}
     assert all(isinstance(error, SplitveilError) for error in several.errors.values())
-    assert several.session.trainer is None
+    assert several.session.lifecycle.phase.trainer is None
     assert not several.seen.sent
 
 

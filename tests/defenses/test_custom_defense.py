@@ -137,7 +137,7 @@ def test_a_run_trains_with_it_and_the_ledger_adds_its_charges_up(
 
 def test_the_plan_says_that_the_class_answers_for_its_charges(example: Path, module: str) -> None:
     defense = f"defense={{name: custom, module: '{module}:Clipped'}}"
-    budget = "run_budget={sum_kl: 4, covers: knows class means only}"
+    budget = "run_budget={sum_kl: 4, adversary: knows class means only}"
     plan = printed_plan(example, defense, budget)
     assert "defense custom" in plan
     assert "not known before" in plan

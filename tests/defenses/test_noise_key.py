@@ -173,7 +173,7 @@ def key_path(runs: Path) -> Path:
 
 def noise_of(parties: Parties) -> Tensor:
     """Return the source of a trainer's noise: secret bits, or noisy minus true labels."""
-    trainer = parties.session.trainer
+    trainer = parties.session.lifecycle.phase.trainer
     assert trainer is not None
     if isinstance(trainer.defense, NoisyLabel):
         noisy = trainer.defense.noisy_labels
@@ -314,10 +314,10 @@ def test_with_noisy_top_labels_the_true_ones_change_no_bit_of_what_the_peer_gets
 
 
 def by_id(parties: Parties) -> dict[str, tuple[float, ...]]:
-    trainer, session = parties.session.trainer, parties.session
+    trainer, session = parties.session.lifecycle.phase.trainer, parties.session
     assert trainer is not None
-    train = session.answering.training_positions.tolist()
-    rows = session.answering.rows.file_rows
+    train = session.lifecycle.answering.rows.splits["train"].tolist()
+    rows = session.lifecycle.answering.rows.file_rows
     labels, noise = trainer._labels, noise_of(parties)
     return {
         session.ids[rows[at]]: (float(labels[at]), *noise[at].flatten().tolist()) for at in train
@@ -346,7 +346,7 @@ def test_a_second_run_on_other_labels_reveals_what_its_ledger_says(
     key = f"noise_key_path={tmp_path / 'mine.key'}"
     first = parties_of(example, tmp_path / "first", defense, [key])
     run_in_process(first)
-    save_tensors(tmp_path, LEDGER, first.session.account_book().state_dict())
+    save_tensors(tmp_path, LEDGER, first.session.lifecycle.phase.account_book().state_dict())
     after = [
         key,
         f"earlier_ledgers=[{tmp_path / 'checkpoint'}]",

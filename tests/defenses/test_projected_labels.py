@@ -110,7 +110,7 @@ def test_only_a_defense_that_needs_it_begins_a_run_with_a_survey(example: Path) 
     parties = build(example, NONE)
     run_in_process(parties)
     assert not any(rows.has_survey for rows in rows_of(parties))
-    assert parties.session.answering.batch_number == MESSAGES - SURVEY_BATCHES
+    assert parties.session.lifecycle.answering.batch_number == MESSAGES - SURVEY_BATCHES
 
 
 @pytest.mark.parametrize("survey", [False, True])
@@ -235,7 +235,7 @@ def test_each_stage_is_drawn_once_at_the_first_step_of_its_epoch(
     keep = ReleaseFile.keep
 
     def noting(self: ReleaseFile, stage: int, release: dict[str, torch.Tensor]) -> None:
-        at.append(parties.session.answering.batch_number)
+        at.append(parties.session.lifecycle.answering.batch_number)
         keep(self, stage, release)
 
     monkeypatch.setattr(ReleaseFile, "keep", noting)

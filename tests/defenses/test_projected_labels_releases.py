@@ -316,7 +316,7 @@ def test_each_training_row_is_charged_all_stages_at_once_and_no_other_row_is(
 ) -> None:
     parties = build(example, defense(strength="{mu: 0.3}"))
     run_in_process(parties)
-    rows, accounts = parties.active.rows, parties.session.answering.budget.accounts.course
+    rows, accounts = parties.active.rows, parties.session.lifecycle.answering.budget.accounts.course
     assert rows is not None
     bounds = accounts.bounds(rows.splits["train"]).sum_kl
     assert bounds.max == bounds.mean == pytest.approx(0.09)

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from splitveil import simulation
-from tests.support import several
+from tests.support import several, simulation
 from tests.support.programs import ROOT
 from tests.support.projected import (
     DEFENSE,

@@ -63,14 +63,18 @@ def run(folder: Path, *active: str) -> Parties:
 
 def leave(parties: Parties, folder: Path) -> None:
     (folder / "active").mkdir(parents=True)
-    save_tensors(folder / "active", LEDGER, parties.session.account_book().state_dict())
+    save_tensors(
+        folder / "active", LEDGER, parties.session.lifecycle.phase.account_book().state_dict()
+    )
 
 
 def divergences(parties: Parties) -> dict[str, float]:
     rows, session = parties.active.rows, parties.session
     assert rows is not None
     return {
-        session.ids[row]: session.answering.budget.accounts.course.bounds(np.array([at])).sum_kl.max
+        session.ids[row]: session.lifecycle.answering.budget.accounts.course.bounds(
+            np.array([at])
+        ).sum_kl.max
         for at, row in enumerate(rows.file_rows)
     }
 
@@ -99,7 +103,8 @@ def test_a_budget_counts_earlier_runs_and_one_that_is_used_up_answers_nothing(
     example: Path,
 ) -> None:
     enough, used_up = (
-        f"run_budget={{sum_kl: {limit}, covers: knows class means only}}" for limit in (0.2, 0.13)
+        f"run_budget={{sum_kl: {limit}, adversary: knows class means only}}"
+        for limit in (0.2, 0.13)
     )
     run(example, MARVELL, enough)
     parties = parties_with(example, MARVELL, enough, AFTER_FIRST)
@@ -141,7 +146,7 @@ def test_a_validation_label_that_could_end_a_run_has_no_bound_in_the_next_one(
         rows, ids = ended.active.rows, ended.session.ids
         assert rows is not None
         names = [ids[row] for row in rows.file_rows]
-        begun = ended.session.account_book().opening_ledger(names, len(names))
+        begun = ended.session.lifecycle.phase.account_book().opening_ledger(names, len(names))
         assert begun.bounds(rows.splits["validation"]).guarantee.max == bound
         assert begun.bounds(rows.splits["test"]).guarantee.max == 0.5
         assert begun.bounds(rows.splits["train"]).guarantee.max > 0.5
@@ -208,7 +213,7 @@ def test_a_damaged_ledger_is_refused(example: Path, tmp_path: Path) -> None:
     save_tensors(
         tmp_path,
         LEDGER,
-        run(example, MARVELL).session.answering.budget.accounts.course.state_dict(),
+        run(example, MARVELL).session.lifecycle.answering.budget.accounts.course.state_dict(),
     )
     with pytest.raises(SettingsError, match="whose accounts"):
         settings(example, f"earlier_ledgers=[{tmp_path / 'checkpoint'}]").earlier_answers()
@@ -232,7 +237,7 @@ def left(runs: Path, name: str, parties: Parties, *, book: bool = True) -> Path:
     (folder / "checkpoint").mkdir(parents=True, exist_ok=True)
     save_resolved(parties.active_settings, folder)
     if book:
-        save_tensors(folder, LEDGER, parties.session.account_book().state_dict())
+        save_tensors(folder, LEDGER, parties.session.lifecycle.phase.account_book().state_dict())
     return folder
 
 
@@ -285,7 +290,7 @@ def test_a_run_that_was_killed_counts_with_all_that_it_has_answered(
     killed = parties_with(example, MARVELL, EVERY_2, runs=tmp_path / "a")
     with pytest.raises(Lost):
         run_in_process(killed, dying(4, after=True))
-    charged = killed.session.account_book()
+    charged = killed.session.lifecycle.phase.account_book()
     folder = left(tmp_path, "a/active", killed, book=False)
     if aside:
         folder = folder.rename(folder.with_name("active.previous-1"))

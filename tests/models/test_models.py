@@ -14,7 +14,7 @@ from splitveil.common.models.factory import Trial, build_bottom_model, build_top
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.settings import ModelSettings, OptimizerSettings
 from splitveil.common.settings import Section, validate
-from splitveil.passive_party.layer_taps import LayerTap, first_layer, named_layer
+from splitveil.passive_party.bottom_trainer import LayerTap, first_layer, named_layer
 
 SHAPES = FeatureShapes(numeric_dim=3, vocabulary_sizes=(4, 5), image_shape=(1, 2, 2))
 

@@ -15,9 +15,12 @@ from torch import Tensor, nn
 from splitveil.common.data.features import Features
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.settings import AdamOptimizer, OptimizerSettings, SgdOptimizer
-from splitveil.passive_party.bottom_trainer import BottomTrainer, TrainingPass
-from splitveil.passive_party.layer_taps import LayerTap
-from splitveil.passive_party.stashed_weights import keeping_weights
+from splitveil.passive_party.bottom_trainer import (
+    BottomTrainer,
+    LayerTap,
+    TrainingPass,
+    stashing_weights,
+)
 
 ROWS, COLUMNS, STEPS, SIZE = 96, 6, 12, 8
 
@@ -117,7 +120,7 @@ def trained(
     for step in range(STEPS + depth - 1):
         if step < STEPS:
             rows = trainer.rows(batch_of(step))
-            sent.append(trainer.forward(rows, keeps_weights=depth > 1).clone())
+            sent.append(trainer.forward(rows, stashes_weights=depth > 1).clone())
         if step >= depth - 1:
             done = step - depth + 1
             trainer.backward(answer_to(sent[done], done))
@@ -227,7 +230,7 @@ def test_a_model_that_changes_what_its_backward_pass_needs_is_refused_as_without
     model, values = Careless(), torch.randn(3, COLUMNS)
     with pytest.raises(RuntimeError, match="inplace"):
         torch.autograd.backward(model(values).sum())
-    with keeping_weights(model):
+    with stashing_weights(model):
         activation = model(values)
     with pytest.raises(RuntimeError, match=r"in place .* of shape \(3, 4\)"):
         torch.autograd.backward(activation.sum())
@@ -243,9 +246,9 @@ def test_large_tables_and_the_first_layer_are_not_copied(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Tensor, "clone", noting)
     model = nn.Sequential(nn.Embedding(1000, 8), nn.Flatten(), nn.Linear(16, 6), nn.Linear(6, 4))
-    with keeping_weights(model):
+    with stashing_weights(model):
         model(torch.zeros(2, 2, dtype=torch.int64))
-    with keeping_weights(model[2:]):
+    with stashing_weights(model[2:]):
         model[2:](torch.zeros(2, 16))
     assert sorted(map(sorted, copied)) == [[4, 6], [4, 6], [6, 16]]
 
@@ -261,7 +264,9 @@ def test_a_tap_gets_the_gradient_of_each_batch_in_turn() -> None:
         training=TrainingPass(model, {"last": LayerTap(model.layers[-1]).take}),
         device=torch.device("cpu"),
     )
-    sent = [trainer.forward(trainer.rows(batch_of(step)), keeps_weights=True) for step in range(3)]
+    sent = [
+        trainer.forward(trainer.rows(batch_of(step)), stashes_weights=True) for step in range(3)
+    ]
     for step, activation in enumerate(sent):
         gradient = answer_to(activation, step)
         assert torch.equal(trainer.backward(gradient)["last"], gradient)

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from splitveil.active_party.monitor.leak_alarm import MIN_BATCHES, LeakAlarm
-from splitveil.active_party.monitor.leak_gate import LeakGate
+from splitveil.active_party.monitor.leak_guards import MIN_BATCHES, LeakAlarm, LeakGate
 from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings, LeakGateSettings
@@ -144,9 +143,9 @@ def test_the_gate_stops_a_run_without_a_defense(example: Path, tmp_path: Path) -
     parties, summary, lines = record(example, tmp_path, GATE + "}")
     session = parties.session
     assert session.stage is Stage.ENDED
-    assert isinstance(session.error, LeakGateClosed)
-    assert session.error.exit_code == 5
-    assert "above the limit of 0.75 (random scores: 0." in str(session.error)
+    assert isinstance(session.lifecycle.error, LeakGateClosed)
+    assert session.lifecycle.error.exit_code == 5
+    assert "above the limit of 0.75 (random scores: 0." in str(session.lifecycle.error)
     assert summary.counts.steps is not None
     assert 6 <= summary.counts.steps < 8 * 4
     assert summary.of_active.gate == GateFigures(findings=1, closed=True)
@@ -166,8 +165,8 @@ def test_it_stops_one_whose_noise_the_class_means_hide_but_not_the_energy_across
 ) -> None:
     """Fresh noise of `marvell` is of one class only across the gap, at every strength."""
     parties, _, lines = record(example, tmp_path, MARVELL, GATE + "}")
-    assert isinstance(parties.session.error, LeakGateClosed)
-    assert "residual_energy" in str(parties.session.error)
+    assert isinstance(parties.session.lifecycle.error, LeakGateClosed)
+    assert "residual_energy" in str(parties.session.lifecycle.error)
     assert len(lines) == 1
 
 

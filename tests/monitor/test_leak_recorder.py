@@ -19,7 +19,7 @@ from splitveil.common.privacy.audit_worker import CpuBudget
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.privacy.settings import DEFAULT_ATTACKS, AuditSettings
 from splitveil.common.privacy.top_direction import TopDirection, top_direction_of_rows
-from splitveil.common.record.leak_figures import LeakFigures
+from splitveil.common.record.figures import LeakFigures
 from splitveil.common.record.leak_recorder import AuditedRun, LeakRecorder
 from splitveil.common.record.lines import LeakLine, Line
 from splitveil.common.record.metrics_log import MetricsLog

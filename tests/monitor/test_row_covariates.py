@@ -17,7 +17,7 @@ from splitveil.active_party.monitor.row_covariates import (
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.data.features import Features
 from splitveil.common.privacy.beyond_features import Covariates
-from splitveil.common.privacy.latest_scores import LatestScores
+from splitveil.common.privacy.gathered_scores import LatestScores
 from splitveil.common.privacy.scoring import AttackScores
 from splitveil.common.run.course import Batch
 from tests.support.stored import same, stored
@@ -204,7 +204,7 @@ def test_a_target_without_scores_keeps_what_it_had() -> None:
     first, second = kept.result()["cosine"]
     assert first.scores.tolist() == [1.0, -1.0]
     assert second.scores.tolist() == [1.0, -1.0]
-    assert kept.num_bytes == 2 * 4 * 2
+    assert sum(scores.nbytes for scores in kept._scores.values()) == 2 * 4 * 2
 
 
 def test_latest_scores_of_another_run_are_refused() -> None:

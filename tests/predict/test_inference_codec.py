@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from splitveil.common.errors import ContractMismatch, InvalidMessage, ProtocolError, TooLarge
 from splitveil.common.run.contract import Contract
-from splitveil.common.run.inference import Embedded, ModelIdentity
+from splitveil.common.run.messages import Embedded, ModelIdentity
 from splitveil.common.wire.inference_codec import (
     Described,
     check_describe,

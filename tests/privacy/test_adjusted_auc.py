@@ -10,10 +10,11 @@ from sklearn.metrics import roc_auc_score, roc_curve
 from splitveil.common.privacy.adjusted_auc import (
     MIN_PER_STRATUM,
     adjusted_leak_auc,
+    advantage_over,
+    operating_points,
     placements,
     strata_of,
 )
-from splitveil.common.privacy.attack_quality import advantage_over, operating_points
 from splitveil.common.privacy.leakage import OneClass, leak_auc
 from splitveil.common.privacy.pair_aucs import Floats
 
@@ -169,7 +170,7 @@ def test_the_advantage_of_repeating_features_is_nothing() -> None:
         found = advantage_over(own, attack, positive)
         covered += found.low <= 0 <= found.high
         apart = [placements(scores, positive) for scores in (own, attack)]
-        variance = sum(one.variance_of_positives() + one.variance_of_negatives() for one in apart)
+        variance = sum(part.var(ddof=1) / len(part) for one in apart for part in one[:2])
         unpaired += abs(found.value) <= 1.96 * variance**0.5
     assert 180 <= covered < 200
     assert unpaired == 200

@@ -87,7 +87,7 @@ def _run_audit(
                     references_are_clean=reference != "sent",
                 )
             )
-    audit.end_run()
+    audit.run.close_epoch()
     return audit
 
 
@@ -97,7 +97,7 @@ def fresh() -> LeakAudit:
 
 
 def test_without_a_defense_one_epoch_tells_every_attack_every_label() -> None:
-    found = _run_audit(Noisy(0.0), 1).run_level()["cut"]
+    found = _run_audit(Noisy(0.0), 1).run.result().leak["cut"]
     assert set(found) == set(_GATHERING)
     for attack, figures in found.items():
         assert figures["auc"] > 0.99, attack
@@ -110,10 +110,10 @@ def test_under_fresh_noise_the_leak_grows_with_the_epochs(fresh: LeakAudit) -> N
     Of gradients all along one line, cosines and directions keep the sign alone, which is worth 2/pi
     as many.
     """
-    summary = fresh.run_level()["cut"]
+    summary = fresh.run.result().leak["cut"]
     worths = {"accumulated_cosine": 2 / np.pi, "accumulated_kmeans": 2 / np.pi}
     for attack, worth in {**worths, "accumulated_spectral": 1.0}.items():
-        series = [fresh.after_epoch(epoch)["cut"][attack] for epoch in range(16)]
+        series = [fresh.run.after_epoch(epoch)["cut"][attack] for epoch in range(16)]
         for num_epochs in (1, 4, 16):
             expected = normal.cdf((worth * num_epochs / 2) ** 0.5 / 3)
             assert abs(series[num_epochs - 1] - expected) < 0.025
@@ -127,9 +127,9 @@ def test_under_fresh_noise_the_leak_grows_with_the_epochs(fresh: LeakAudit) -> N
 def test_a_noisy_reference_is_turned_so_that_the_sums_do_not_cancel() -> None:
     """Noise of three times the signal turns two references in five around."""
     turned, not_turned, clean = (
-        _run_audit(Noisy(3.0), 16, ("accumulated_cosine",), reference=reference).run_level()["cut"][
-            "accumulated_cosine"
-        ]
+        _run_audit(Noisy(3.0), 16, ("accumulated_cosine",), reference=reference)
+        .run.result()
+        .leak["cut"]["accumulated_cosine"]
         for reference in get_args(Reference)
     )
     assert turned["low"] > not_turned["high"]
@@ -139,14 +139,14 @@ def test_a_noisy_reference_is_turned_so_that_the_sums_do_not_cancel() -> None:
 def test_under_persistent_noise_more_epochs_tell_next_to_nothing_more() -> None:
     persistent = _run_audit(Noisy(3.0, persistent=True), 16)
     for attack in ("accumulated_cosine", "accumulated_spectral"):
-        series = [persistent.after_epoch(epoch)["cut"][attack] for epoch in (0, 15)]
+        series = [persistent.run.after_epoch(epoch)["cut"][attack] for epoch in (0, 15)]
         assert series[1] < series[0] + 0.1, attack
 
 
 def test_the_sums_know_more_than_any_batch(fresh: LeakAudit) -> None:
     per_batch = _run_audit(Noisy(3.0), 16, ("spectral", "cosine")).summary()["cut"]
     for attack in ("spectral", "cosine"):
-        gathered = fresh.run_level()["cut"][f"accumulated_{attack}"]
+        gathered = fresh.run.result().leak["cut"][f"accumulated_{attack}"]
         assert gathered["low"] > per_batch[attack]["mean"] + 0.05
 
 
@@ -217,20 +217,20 @@ def test_nothing_keeps_more_than_sixteen_bytes_per_example() -> None:
     assert ScoreHistory(1000).num_bytes <= 16 * 1000
     audit = _run_audit(Noisy(3.0), 2)
     attacks = len(_GATHERING)
-    assert audit._run.num_bytes <= (16 * attacks + 1) * _EXAMPLES
+    assert audit.run.num_bytes <= (16 * attacks + 1) * _EXAMPLES
 
 
 def test_the_label_shape_changes_nothing() -> None:
     expected = _run_audit(Noisy(3.0), 2)
     columns = _run_audit(Noisy(3.0), 2, label_shape=(-1, 1))
-    assert columns.run_level() == expected.run_level()
-    assert columns.after_epoch(0) == expected.after_epoch(0)
+    assert columns.run.result().leak == expected.run.result().leak
+    assert columns.run.after_epoch(0) == expected.run.after_epoch(0)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_the_gradients_scale_changes_no_gathered_leak(scale: float) -> None:
-    expected = _run_audit(Noisy(3.0), 2).run_level()["cut"]
-    scaled = _run_audit(Noisy(3.0), 2, scale=scale).run_level()["cut"]
+    expected = _run_audit(Noisy(3.0), 2).run.result().leak["cut"]
+    scaled = _run_audit(Noisy(3.0), 2, scale=scale).run.result().leak["cut"]
     for attack, figures in expected.items():
         assert scaled[attack]["auc"] == pytest.approx(figures["auc"], abs=0.005), attack
 
@@ -243,7 +243,7 @@ def test_an_example_that_was_the_reference_gets_no_score_from_it() -> None:
     rows = torch.tensor([7, 5, 3, 1])
     clues = {1: Clues({"cut": gradients[0]}, 0)}
     audit.observe(Observation(0, 0, {"cut": gradients}, labels, clues, rows))
-    assert audit.run_level()["cut"]["accumulated_cosine"]["examples"] == 3
+    assert audit.run.result().leak["cut"]["accumulated_cosine"]["examples"] == 3
 
 
 def test_a_batch_of_one_class_is_gathered_all_the_same() -> None:
@@ -253,7 +253,7 @@ def test_a_batch_of_one_class_is_gathered_all_the_same() -> None:
     for step in range(2):
         part = torch.arange(4 * step, 4 * step + 4)
         audit.observe(Observation(0, step, {"cut": rows[part]}, labels[part], positions=part))
-    assert audit.run_level()["cut"]["accumulated_spectral"]["examples"] == 8
+    assert audit.run.result().leak["cut"]["accumulated_spectral"]["examples"] == 8
 
 
 def test_any_finite_gradients_give_finite_sums() -> None:
@@ -300,8 +300,8 @@ def test_the_interval_of_an_inverted_or_tied_score_is_that_of_the_leak() -> None
 
 
 def test_figures_are_repeatable(fresh: LeakAudit) -> None:
-    first: dict[str, RunLevelLeak] = fresh.run_level()["cut"]
-    assert fresh.run_level()["cut"] == first
+    first: dict[str, RunLevelLeak] = fresh.run.result().leak["cut"]
+    assert fresh.run.result().leak["cut"] == first
 
 
 def test_hints_are_positives_the_same_for_both_parties_and_nested() -> None:

@@ -15,10 +15,15 @@ import torch
 from pydantic import ValidationError
 from sklearn.metrics import roc_auc_score
 
-from splitveil.common.privacy.attacks import LABEL_FREE, AttackName, BatchAttackName, RunAttackName
+from splitveil.common.privacy.attacks import (
+    FINAL_ATTACKS,
+    LABEL_FREE,
+    AttackName,
+    BatchAttackName,
+    RunAttackName,
+)
 from splitveil.common.privacy.audit import BatchLeak, LeakAudit
 from splitveil.common.privacy.audit_worker import AuditWorker, CpuBudget
-from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
 from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.privacy.leakage import leak_auc
 from splitveil.common.privacy.observation import (
@@ -208,7 +213,7 @@ def test_every_attack_can_be_audited_at_every_layer() -> None:
     audit = LeakAudit(get_args(AttackName), num_examples=5 * 64)
     measured = [audit.observe(_everything(observation)) for observation in _run(num_epochs=5)]
     assert all(leak is not None for leak in measured)
-    audit.end_run()
+    audit.run.close_epoch()
     for layer in ("cut", "first"):
         at_cut = {"activation_spectral", "activation_kmeans", "informed", "accumulated_informed"}
         of_batches, of_run = (
@@ -216,9 +221,9 @@ def test_every_attack_can_be_audited_at_every_layer() -> None:
             for names in (get_args(BatchAttackName), get_args(RunAttackName))
         )
         assert set(audit.summary()[layer]) == of_batches
-        assert set(audit.run_level()[layer]) == of_run
+        assert set(audit.run.result().leak[layer]) == of_run
         added_up = {name for name in of_run if name.startswith("accumulated_")}
-        assert set(audit.after_epoch(4)[layer]) == added_up
+        assert set(audit.run.after_epoch(4)[layer]) == added_up
     for layer, attacks in audit.worst_epochs().items():
         for attack, worst in attacks.items():
             means = [audit.epoch_means(epoch)[layer][attack] for epoch in range(5)]
@@ -471,9 +476,9 @@ def _whole_run(cut: int | None) -> tuple[LeakAudit, list[object]]:
             audit.leave_out()
         labels = torch.zeros(64) if number % 6 == 2 else observation.labels
         audit.observe(dataclasses.replace(_everything(observation), labels=labels))
-    audit.end_run()
-    figures = [audit.summary(), audit.run_level(), audit.worst_epochs(), audit.counts()]
-    figures += [audit.latest(), *map(audit.after_epoch, range(5))]
+    audit.run.close_epoch()
+    figures = [audit.summary(), audit.run.result().leak, audit.worst_epochs(), audit.counts()]
+    figures += [audit.latest(), *map(audit.run.after_epoch, range(5))]
     return audit, figures
 
 

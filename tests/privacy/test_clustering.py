@@ -11,7 +11,6 @@ from torch import Tensor
 
 from splitveil.common.privacy.attacks import ATTACKS, AttackName, Knowledge, SideInformation
 from splitveil.common.privacy.audit import LeakAudit
-from splitveil.common.privacy.clusters import settled_centres, two_clusters
 from splitveil.common.privacy.leakage import auc, leak_auc
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.privacy.scores import (
@@ -22,6 +21,7 @@ from splitveil.common.privacy.scores import (
     nearest_hint,
     spectral,
 )
+from splitveil.common.privacy.top_direction import settled_centres, two_clusters
 
 
 def softmax_gradients(
@@ -158,5 +158,5 @@ def test_the_sums_of_a_run_tell_more_than_its_batches(
             seen = Observation(epoch, step, {"cut": noisy}, labels[rows], positions=rows)
             clues = audit.clues(seen, bytes(32), {"cut": noisy})
             audit.observe(dataclasses.replace(seen, clues=clues))
-    figures = audit.run_level()["cut"][gathering]
+    figures = audit.run.result().leak["cut"][gathering]
     assert figures["low"] > audit.summary()["cut"][attack]["mean"] + 0.05

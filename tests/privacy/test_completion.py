@@ -6,15 +6,15 @@ import torch
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
-from splitveil.common.privacy.attacks import RunAttackName
+from splitveil.common.privacy.attacks import FINAL_ATTACKS, RunAttackName
 from splitveil.common.privacy.audit import LeakAudit
-from splitveil.common.privacy.completion import (
+from splitveil.common.privacy.final_attacks import (
     Hints,
+    LastActivations,
     complete_model,
     one_against_rest,
     pick_labelled,
 )
-from splitveil.common.privacy.final_attacks import FINAL_ATTACKS, LastActivations
 from splitveil.common.privacy.leakage import auc, leak_auc
 from splitveil.common.privacy.observation import Observation
 from tests.support.stored import same, stored
@@ -149,13 +149,13 @@ def audited(
                     epoch, step, gradients, labels[rows], positions=rows, activations=seen.float()
                 )
             )
-    audit.end_run()
+    audit.run.close_epoch()
     return audit
 
 
 def test_a_run_s_last_activations_are_attacked_at_the_cut() -> None:
     activations, labels = trained_activations(gap=5.0)
-    found = audited(activations, labels).run_level()
+    found = audited(activations, labels).run.result().leak
     assert set(found) == {"cut"}
     figures = found["cut"]
     assert set(figures) == set(NAMES)
@@ -171,7 +171,7 @@ def test_a_run_s_last_activations_are_attacked_at_the_cut() -> None:
 
 def test_every_class_has_its_figure() -> None:
     activations, labels = trained_activations(num_classes=3, gap=5.0)
-    found = audited(activations, labels, ("a", "b", "c")).run_figures()
+    found = audited(activations, labels, ("a", "b", "c")).run.result()
     assert found.leak["cut"]["completion_40"]["auc"] > 0.98
     classes = found.by_class["cut"]["completion_40"]["classes"]
     assert min(classes.values()) > 0.95
@@ -180,8 +180,8 @@ def test_every_class_has_its_figure() -> None:
 
 def test_a_resumed_audit_finds_the_same() -> None:
     activations, labels = trained_activations(num_rows=1200)
-    whole = audited(activations, labels).run_level()
-    assert same(audited(activations, labels, cut=1).run_level(), whole)
+    whole = audited(activations, labels).run.result().leak
+    assert same(audited(activations, labels, cut=1).run.result().leak, whole)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -189,7 +189,7 @@ def test_without_activations_nothing_is_found(name: RunAttackName) -> None:
     audit = LeakAudit([name], num_examples=8)
     labels = torch.arange(8) % 2
     audit.observe(Observation(0, 0, {"cut": torch.randn(8, 2)}, labels, positions=torch.arange(8)))
-    assert audit.run_level() == {}
+    assert audit.run.result().leak == {}
 
 
 def test_the_latest_activation_of_each_example_counts() -> None:

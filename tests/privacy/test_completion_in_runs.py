@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
+from splitveil.common.privacy.attacks import FINAL_ATTACKS
 from tests.support.recorded import recorders
 from tests.support.runs import Parties, build_parties, run_in_process, write_example
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from splitveil.active_party.commands import program as active_program
-from splitveil.active_party.monitor.leak_alarm import LeakAlarm
+from splitveil.active_party.monitor.leak_guards import LeakAlarm
 from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.active_party.report import write_report
 from splitveil.active_party.settings import LeakMonitorSettings
@@ -324,7 +324,7 @@ def test_the_alarm_passes_over_those_that_are_told_classes(tmp_path: Path) -> No
         measured = audit.observe(observation(audit, 0, 0))
         assert measured is not None
         assert set(measured.leak["cut"]) == {"own_mean", "energy", "lda"}
-        alarm = recorder._watch._bell._alarm
+        alarm = recorder._watch._alarm._alarm
         assert isinstance(alarm, LeakAlarm)
         alarm.note_leak(measured)
         assert set(alarm.state_dict()["gains"]) == {"energy"}

@@ -8,17 +8,15 @@ from scipy.stats import binom
 
 from splitveil.common.privacy.adjusted_auc import Mask
 from splitveil.common.privacy.cross_fitting import FeatureModels
-from splitveil.common.privacy.epsilon_audit import (
-    epsilon_lower_bound,
-    p_value,
-    quick_lower_bound,
-)
 from splitveil.common.privacy.observational_audit import (
     EpsilonBound,
     ScoredRows,
     choosing_half,
+    epsilon_lower_bound,
     is_offered,
     observe_epsilon,
+    p_value,
+    quick_lower_bound,
 )
 from splitveil.common.privacy.pair_aucs import Floats
 

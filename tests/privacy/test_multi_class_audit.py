@@ -19,9 +19,14 @@ from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.active_party.report import write_comparison, write_report
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.accumulation import standardised
-from splitveil.common.privacy.attacks import ATTACKS, AttackName, BatchAttackName, RunAttackName
+from splitveil.common.privacy.attacks import (
+    ATTACKS,
+    FINAL_ATTACKS,
+    AttackName,
+    BatchAttackName,
+    RunAttackName,
+)
 from splitveil.common.privacy.audit import LeakAudit
-from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
 from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.record.run_record import write_summary
@@ -122,8 +127,8 @@ def test_every_attack_is_measured_for_every_class_and_pair() -> None:
     audit = new_audit()
     for seen in batches(audit):
         audit.observe(seen)
-    audit.end_run()
-    worst, by_class = audit.run_figures()
+    audit.run.close_epoch()
+    worst, by_class = audit.run.result()
     for layer in ("cut", "first"):
         of_cut = {"activation_spectral", "activation_kmeans", "informed"}
         at_cut = set() if layer == "cut" else of_cut
@@ -196,7 +201,7 @@ def test_sums_over_the_run_are_those_of_each_class() -> None:
         (i, j): leak(labels[counts[i] > 0], sums[i][counts[i] > 0], i, j)
         for i, j in permutations(range(3), 2)
     }
-    worst, by_class = audit.run_figures()
+    worst, by_class = audit.run.result()
     chosen = max(pairs, key=lambda pair: pairs[pair])
     found = worst["cut"]["accumulated_cosine"]
     assert found["auc"] == pytest.approx(pairs[chosen], abs=1e-9)
@@ -257,9 +262,9 @@ def test_a_stored_audit_resumes_to_the_same_figures() -> None:
     for seen in everything[3:]:
         second.observe(seen)
     for audit in (whole, second):
-        audit.end_run()
+        audit.run.close_epoch()
     assert same(second.state_dict(), whole.state_dict())
-    assert second.run_figures() == whole.run_figures()
+    assert second.run.result() == whole.run.result()
     assert second.classes() == whole.classes()
 
 

@@ -91,7 +91,7 @@ def test_a_message_that_cannot_be_noted_ends_both_parties(
     with pytest.raises(SplitveilError) as caught:
         noted.run(full, int(share * whole.size(full)))
     session = noted.parties.session
-    ended, told = (session.error, caught.value)
+    ended, told = (session.lifecycle.error, caught.value)
     if full == "passive":
         ended, told = told, ended
     assert isinstance(ended, StorageError)
@@ -108,7 +108,7 @@ def test_a_goodbye_that_cannot_be_noted_is_said_all_the_same(
     noted = Noted(example, tmp_path)
     noted.run(full, whole.size(full) - 400)
     assert noted.parties.session.wait_for_farewell(0)
-    assert noted.parties.session.error is None
+    assert noted.parties.session.lifecycle.error is None
 
 
 def test_a_transcript_on_a_full_disk_holds_whole_lines_and_resumes(tmp_path: Path) -> None:

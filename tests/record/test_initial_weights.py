@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.record.initial_weights import EarlierModel
-from splitveil.common.record.model_files import save_model
+from splitveil.common.record.model_files import EarlierModel, save_model
 from splitveil.common.settings import validate
 from tests.support.runs import Parties, build_parties, run_in_process, write_example
 
@@ -25,7 +24,12 @@ def finished(folder: Path, *overrides: str) -> Parties:
     parties = build_parties(folder, [*SHARED, *overrides], [*SHARED, *overrides])
     run_in_process(parties)
     for name, settings, trainer, seen in (
-        ("active", parties.active_settings, parties.session.trainer, parties.active),
+        (
+            "active",
+            parties.active_settings,
+            parties.session.lifecycle.phase.trainer,
+            parties.active,
+        ),
         ("passive", parties.passive_settings, parties.run.trainer, parties.passive),
     ):
         assert seen.rows is not None
@@ -171,10 +175,10 @@ def test_a_run_that_resumes_has_its_own_weights_and_not_the_earlier_ones(tmp_pat
     run_in_process(second)
     again = from_first(tmp_path, runs=runs)
     assert again.session.reopen()
-    assert again.session.trainer is not None
-    assert second.session.trainer is not None
-    now = again.session.trainer.model.state_dict()
+    assert again.session.lifecycle.phase.trainer is not None
+    assert second.session.lifecycle.phase.trainer is not None
+    now = again.session.lifecycle.phase.trainer.model.state_dict()
     earlier = load_file(tmp_path / "first" / "active" / "checkpoint" / "model.safetensors")
-    for name, value in second.session.trainer.model.state_dict().items():
+    for name, value in second.session.lifecycle.phase.trainer.model.state_dict().items():
         assert torch.equal(now[name], value)
     assert any(not torch.equal(now[name], value) for name, value in earlier.items())

@@ -19,11 +19,16 @@ from splitveil.active_party.report.decision import Decision, decide
 from splitveil.active_party.report.figures import finding_of
 from splitveil.active_party.report.run_files import leak_series
 from splitveil.active_party.report.verdict import run_levels
-from splitveil.active_party.training.held_out import read_predictions
+from splitveil.active_party.training.evaluation import read_predictions
 from splitveil.common.errors import SettingsError
-from splitveil.common.record.beyond_figures import AdjustedFigures, BeyondFigures, EpsilonFigures
-from splitveil.common.record.figures import LedgerFigures, SpreadFigures
-from splitveil.common.record.leak_figures import LeakFigures
+from splitveil.common.record.figures import (
+    AdjustedFigures,
+    BeyondFigures,
+    EpsilonFigures,
+    LeakFigures,
+    LedgerFigures,
+    SpreadFigures,
+)
 from splitveil.common.record.lines import AlignmentLine, LeakLine, LedgerLine
 from splitveil.common.record.run_record import write_summary
 from splitveil.common.record.summary import (

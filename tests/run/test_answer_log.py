@@ -14,7 +14,7 @@ from splitveil.active_party.run.questions import AnsweredQuestions
 from splitveil.common.errors import OtherAnswer, OutOfStep, StorageError
 from splitveil.common.record.answer_log import (
     FIRST_AUDIT_NUMBER,
-    NOTHING_TOLD,
+    NO_CHARGE,
     AnswerLog,
     ChargedAnswer,
 )
@@ -48,7 +48,7 @@ def test_it_outlives_its_process_and_half_a_record(tmp_path: Path) -> None:
             file.write(torn)
         again = AnswerLog(path)
         assert len(again) == 3
-        assert [record.charge for record in again.since(0)] == [FRESH, REPEATED, NOTHING_TOLD]
+        assert [record.charge for record in again.since(0)] == [FRESH, REPEATED, NO_CHARGE]
         assert again.at(5) is None
     again.record(2, [b"i" * 16], FRESH)
     found = AnswerLog(path)
@@ -74,7 +74,7 @@ def test_a_question_has_one_answer_and_the_same_answer_one_charge(tmp_path: Path
     prints = [questions.fingerprint(4, asker, values) for asker, values in enumerate(asked)]
 
     def admit(charge: ChargedAnswer = FRESH, answer: torch.Tensor = asked[0]) -> bool:
-        is_repeated, record = questions.admission(4, prints, charge, answer, "step 5")
+        is_repeated, record = questions.of_batch(4, prints).admission(charge, answer, "step 5")
         record()
         return is_repeated
 
@@ -144,48 +144,22 @@ def test_a_ledger_that_cannot_be_deleted_is_an_error_of_the_disk(tmp_path: Path)
 # ---- damage ----
 
 
-def inserted(data: bytes) -> bytes:
-    return data[:100] + b"x" + data[100:]
-
-
-def byte_lost(data: bytes) -> bytes:
-    return data[:100] + data[101:]
-
-
-def flipped(data: bytes) -> bytes:
-    return data[:100] + bytes([data[100] ^ 1]) + data[101:]
-
-
-def record_lost(data: bytes) -> bytes:
-    return data[: HEADER_BYTES + RECORD_BYTES] + data[HEADER_BYTES + 2 * RECORD_BYTES :]
-
-
-def records_swapped(data: bytes) -> bytes:
-    first, second, rest = (
-        data[HEADER_BYTES : HEADER_BYTES + RECORD_BYTES],
-        data[HEADER_BYTES + RECORD_BYTES : HEADER_BYTES + 2 * RECORD_BYTES],
-        data[HEADER_BYTES + 2 * RECORD_BYTES :],
-    )
-    return data[:HEADER_BYTES] + second + first + rest
-
-
-def of_the_version_before(data: bytes) -> bytes:
-    return b"".join(number.to_bytes(8, "little") + b"f" * 16 for number in range(10))
-
-
-DAMAGE: list[Callable[[bytes], bytes]] = [
-    inserted,
-    byte_lost,
-    flipped,
-    record_lost,
-    records_swapped,
-    of_the_version_before,
-    lambda data: b"",
-    lambda data: bytes(len(data)),
-    lambda data: data[: len(data) // 2] + bytes(len(data) - len(data) // 2),
-    lambda data: data[: HEADER_BYTES + RECORD_BYTES],  # fewer than the checkpoint counts
-    lambda data: data[:HEADER_BYTES],
-]
+FIRST, SECOND = (
+    slice(HEADER_BYTES + place * RECORD_BYTES, HEADER_BYTES + (place + 1) * RECORD_BYTES)
+    for place in range(2)
+)
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "a byte inserted": lambda data: data[:100] + b"x" + data[100:],
+    "a byte lost": lambda data: data[:100] + data[101:],
+    "a bit flipped": lambda data: data[:100] + bytes([data[100] ^ 1]) + data[101:],
+    "a record lost": lambda data: data[: SECOND.start] + data[SECOND.stop :],
+    "records swapped": lambda data: (
+        data[:HEADER_BYTES] + data[SECOND] + data[FIRST] + data[SECOND.stop :]
+    ),
+    "empty": lambda data: b"",
+    "half of it zeros": lambda data: data[: len(data) // 2] + bytes(len(data) - len(data) // 2),
+    "fewer records than the checkpoint counts": lambda data: data[: FIRST.stop],
+}
 
 
 def answered(example: Path, runs: Path) -> Path:
@@ -200,17 +174,17 @@ def started_again(example: Path, runs: Path) -> Parties:
     return build_parties(example, [*EVERY_2, MARVELL], EVERY_2, runs=runs)
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_log_is_refused_in_one_line_that_says_how_to_recover(
-    example: Path, tmp_path: Path, damage: Callable[[bytes], bytes]
+    example: Path, tmp_path: Path
 ) -> None:
     path = answered(example, tmp_path)
-    path.write_bytes(damage(path.read_bytes()))
-    again = started_again(example, tmp_path)
-    with pytest.raises(StorageError, match="--fresh at both parties") as caught:
-        again.session.reopen()
-    assert "\n" not in str(caught.value)
-    assert "answered.log" in str(caught.value)
+    whole = path.read_bytes()
+    for name, damage in DAMAGE.items():
+        path.write_bytes(damage(whole))
+        with pytest.raises(StorageError, match="--fresh at both parties") as caught:
+            started_again(example, tmp_path).session.reopen()
+        assert "\n" not in str(caught.value), name
+        assert "answered.log" in str(caught.value), name
 
 
 def test_so_is_a_missing_one_and_that_of_another_run(example: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from splitveil.active_party.run.audit_desk import MAX_LAYERS, AuditDesk
+from splitveil.active_party.run.audit_service import MAX_LAYERS, AuditService
 from splitveil.common.errors import AuditRefused, OutOfStep, TooLarge
 from splitveil.common.privacy.attacks import LABEL_FREE
 from splitveil.common.privacy.leakage import leak_auc
@@ -41,7 +41,7 @@ def answer_if_in(group: np.ndarray, scores: torch.Tensor) -> float:
     return round(leak_auc(scores, labels), 2)
 
 
-def search(desk: AuditDesk, labels: torch.Tensor) -> tuple[list[int], int]:
+def search(desk: AuditService, labels: torch.Tensor) -> tuple[list[int], int]:
     """Look for the one positive; return who may be it, and how many answers that took."""
     rows, asked = np.arange(ROWS), 0
     candidates = rows
@@ -59,7 +59,7 @@ def search(desk: AuditDesk, labels: torch.Tensor) -> tuple[list[int], int]:
 
 
 def test_one_positive_among_twenty_thousand_is_not_found_by_chosen_scores() -> None:
-    desk, labels = AuditDesk(is_open=True), torch.zeros(ROWS)
+    desk, labels = AuditService(is_open=True), torch.zeros(ROWS)
     desk.open_epoch(0)
     labels[12_345] = 1
     with pytest.raises(AuditRefused, match="1000 of each of two classes"):
@@ -72,7 +72,7 @@ def test_no_audit_is_answered_with_fewer_than_a_thousand_of_a_class(rare: int) -
     question = AuditQuestion("run", 0, "norm", "cut", positions_digest(rows), torch.rand(ROWS))
     rare_positives = (torch.arange(ROWS) < rare).float()
     for labels in (rare_positives, 1 - rare_positives):
-        desk = AuditDesk(is_open=True)
+        desk = AuditService(is_open=True)
         desk.open_epoch(0)
         with pytest.raises(AuditRefused):
             desk.answer(question, rows, labels.__getitem__, lambda *_: None)
@@ -93,7 +93,7 @@ def test_one_answer_tells_the_last_label_to_a_peer_that_knows_the_others(label: 
         return scores
 
     def told(scores: torch.Tensor, labels: torch.Tensor) -> float:
-        desk = AuditDesk(is_open=True)
+        desk = AuditService(is_open=True)
         desk.open_epoch(0)
         question = AuditQuestion("run", 0, "norm", "cut", positions_digest(rows), scores)
         return desk.answer(question, rows, labels.__getitem__, lambda *_: None)
@@ -131,7 +131,7 @@ def parties_in(example: Path, runs: Path) -> Parties:
 
 
 def question(parties: Parties, layer: str, attack: str = "norm") -> AuditQuestion:
-    rows = parties.session.answering.training_positions
+    rows = parties.session.lifecycle.answering.rows.splits["train"]
     scores = torch.rand(len(rows), generator=torch.Generator().manual_seed(3))
     return AuditQuestion(parties.session.run_id, 1, attack, layer, positions_digest(rows), scores)
 
@@ -150,7 +150,9 @@ def test_answers_and_layers_outlive_a_killed_process(example: Path, tmp_path: Pa
     again = parties_in(example, tmp_path)
     assert again.session.reopen()
     run_in_process(again)
-    assert again.session.audits_answered == again.active.audits_answered == MAX_LAYERS
+    assert (
+        again.session.lifecycle.phase.audits_answered == again.active.audits_answered == MAX_LAYERS
+    )
     with pytest.raises(TooLarge):
         again.session.audit(question(again, "one-more"))
     with pytest.raises(OutOfStep, match="other bytes"):
@@ -175,7 +177,7 @@ def test_an_answer_tells_at_most_one_of_51_figures() -> None:
     rows, labels = np.arange(4000), torch.arange(4000) % 2
     answers = set()
     for seed in range(60):
-        desk = AuditDesk(is_open=True)
+        desk = AuditService(is_open=True)
         desk.open_epoch(0)
         scores = torch.rand(4000, generator=generator) + labels * (seed / 40 - 0.5)
         asked = AuditQuestion("run", 0, "norm", "cut", positions_digest(rows), scores.float())

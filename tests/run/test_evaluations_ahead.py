@@ -10,12 +10,10 @@ import pytest
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.common.alignment import AlignmentEngine
 from splitveil.common.errors import Interrupted, OutOfStep
-from splitveil.common.record.run_store import NoStore
 from splitveil.common.run import course
 from splitveil.common.run.contract import Contract
-from splitveil.common.run.course import evaluations_ahead, run_course
+from splitveil.common.run.course import evaluations_ahead
 from splitveil.common.run.messages import Activation, Answer, Course, LeaveReason
-from splitveil.common.run.progress import Progress
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.support.compared import assert_same, assert_same_weights
@@ -79,24 +77,6 @@ def test_the_contract_says_how_many_may_be_under_way(
 ) -> None:
     values = {**CONTRACT, "evaluation_batch_size": rows, "cut_shape": shape}
     assert evaluations_ahead(Contract.model_validate(values)) == ahead
-
-
-def test_what_is_sent_ahead_ends_with_the_epoch(example: Path) -> None:
-    parties = parties_of(example)
-    run_in_process(parties)
-    contract, rows = parties.run.contract, parties.active.rows
-    assert rows is not None
-    progress, most = Progress(contract, rows, NoStore()), 0
-    for batch in run_course(contract, rows):
-        sent = list[tuple[int, str, int]]()
-        while (found := progress.to_evaluate(len(sent))) is not None:
-            sent.append(found.key)
-        assert (sent == []) == (batch.split == "train")
-        assert all(epoch == batch.epoch and split != "train" for epoch, split, _ in sent)
-        most = max(most, len(sent))
-        progress.advance()
-    assert most == 16
-    assert progress.to_evaluate(0) is None
 
 
 def test_a_run_that_sends_ahead_has_the_bits_of_one_that_waits_for_each_reply(

@@ -36,8 +36,8 @@ def failing_after(action: Callable[..., object]) -> Callable[..., None]:
 
 
 def in_learning(session: ActiveSession, patched: pytest.MonkeyPatch) -> None:
-    assert session.trainer is not None
-    patched.setattr(session.trainer._objective, "learn", fails)
+    assert session.lifecycle.phase.trainer is not None
+    patched.setattr(session.lifecycle.phase.trainer._objective, "learn", fails)
 
 
 def in_observing_a_step(session: ActiveSession, patched: pytest.MonkeyPatch) -> None:
@@ -51,8 +51,8 @@ def in_observing_an_evaluation(session: ActiveSession, patched: pytest.MonkeyPat
 def in_a_defense_that_has_seen_the_batch(
     session: ActiveSession, patched: pytest.MonkeyPatch
 ) -> None:
-    assert session.trainer is not None
-    defense = session.trainer.defense
+    assert session.lifecycle.phase.trainer is not None
+    defense = session.lifecycle.phase.trainer.defense
     patched.setattr(defense, "defend", failing_after(defense.defend))
 
 

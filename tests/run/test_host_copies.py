@@ -6,6 +6,8 @@ only a GPU can show, that bits survive and memory stays, is skipped elsewhere.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,72 +21,49 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-class Streams:
-    """Writes down what is asked of a GPU that is not there."""
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Write down what is asked of a GPU that is not there."""
+    noted, current = list[str](), ["main"]
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls: list[str] = []
-        self.current = "main"
-        monkeypatch.setattr(torch.cuda, "Event", lambda: Event(self))
-        monkeypatch.setattr(torch.cuda, "Stream", lambda _device: Stream(self, "side"))
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: Stream(self, "main"))
-        monkeypatch.setattr(torch.cuda, "stream", self.on)
-        copy, move = Tensor.copy_, Tensor.to
+    def note(call: str) -> None:
+        noted.append(f"{current[-1]}: {call}")
 
-        def copied(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-            blocks = "" if non_blocking else ", blocking"
-            self.note(f"{source.device.type} to {into.device.type}{blocks}")
-            return copy(into, source)
-
-        def moved(values: Tensor, *where: object, non_blocking: bool = False) -> Tensor:
-            if isinstance(where[0], torch.device):
-                self.note(
-                    f"{values.device.type} to {where[0].type}{'' if non_blocking else ', blocking'}"
-                )
-            return move(values, *where)  # type: ignore[call-overload,no-any-return]
-
-        def recorded(_values: Tensor, stream: "Stream") -> None:
-            self.note(f"kept for {stream.name}")
-
-        monkeypatch.setattr(Tensor, "copy_", copied)
-        monkeypatch.setattr(Tensor, "to", moved)
-        monkeypatch.setattr(Tensor, "record_stream", recorded)
-        host_copies._side_stream.cache_clear()
-
-    def note(self, call: str) -> None:
-        self.calls.append(f"{self.current}: {call}")
+    def stream(name: str) -> Any:
+        return SimpleNamespace(name=name, wait_stream=lambda one: note(f"waits for {one.name}"))
 
     @contextmanager
-    def on(self, stream: "Stream") -> Iterator[None]:
-        before, self.current = self.current, stream.name
+    def on(one: Any) -> Iterator[None]:
+        current.append(one.name)
         yield
-        self.current = before
+        current.pop()
 
+    def event() -> Any:
+        return SimpleNamespace(
+            record=lambda one: note(f"event on {one.name}"), synchronize=lambda: note("host waits")
+        )
 
-class Stream:
-    def __init__(self, streams: Streams, name: str) -> None:
-        self._streams, self.name = streams, name
+    copy, move = Tensor.copy_, Tensor.to
 
-    def wait_stream(self, other: "Stream") -> None:
-        self._streams.note(f"{self.name} waits for {other.name}")
+    def copied(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        note(f"{source.device.type} to {into.device.type}{'' if non_blocking else ', blocking'}")
+        return copy(into, source)
 
+    def moved(values: Tensor, *where: object, non_blocking: bool = False) -> Tensor:
+        if isinstance(where[0], torch.device):
+            blocks = "" if non_blocking else ", blocking"
+            note(f"{values.device.type} to {where[0].type}{blocks}")
+        return move(values, *where)  # type: ignore[call-overload,no-any-return]
 
-class Event:
-    def __init__(self, streams: Streams) -> None:
-        self._streams = streams
-
-    def record(self, stream: Stream) -> None:
-        self._streams.note(f"event on {stream.name}")
-
-    def synchronize(self) -> None:
-        self._streams.note("host waits for the event")
-
-
-@pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: stream("main"))
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(host_copies, "_side_stream", lambda _device: stream("side"))
+    monkeypatch.setattr(Tensor, "copy_", copied)
+    monkeypatch.setattr(Tensor, "to", moved)
+    monkeypatch.setattr(Tensor, "record_stream", lambda _, one: note(f"held for {one.name}"))
     with FakeTensorMode():
-        yield Streams(monkeypatch)
-    host_copies._side_stream.cache_clear()
+        yield noted
 
 
 def test_on_the_cpu_nothing_is_copied() -> None:
@@ -99,36 +78,36 @@ def test_the_dtype_of_the_wire_becomes_the_one_that_is_needed() -> None:
 
 
 def test_what_is_sent_is_waited_for_once_and_what_is_queued_after_it_is_not(
-    streams: Streams,
+    calls: list[str],
 ) -> None:
     """The event is recorded behind the copy: `torch.cuda.synchronize` would wait for everything."""
     found = to_host(torch.empty(8, 3, device="cuda"))
     assert found.device == CPU
-    assert streams.calls == [
+    assert calls == [
         "main: cuda to cpu",
         "main: event on main",
-        "main: host waits for the event",
+        "main: host waits",
     ]
 
 
 def test_what_is_received_is_copied_beside_the_computation_and_never_waited_for(
-    streams: Streams,
+    calls: list[str],
 ) -> None:
     """The bytes of the message are copied by the host first, so that they may go at once."""
     found = to_device(torch.empty(8, 3, dtype=torch.bfloat16), CUDA, torch.float32)
     assert (found.device, found.dtype) == (CUDA, torch.float32)
-    assert streams.calls == [
+    assert calls == [
         "side: cpu to cpu, blocking",
         "side: cpu to cuda",
-        "main: main waits for side",
-        "main: kept for main",
+        "main: waits for side",
+        "main: held for main",
     ]
 
 
-def test_what_is_on_the_device_stays_there(streams: Streams) -> None:
+def test_what_is_on_the_device_stays_there(calls: list[str]) -> None:
     values = torch.empty(8, 3, device="cuda")
     assert to_device(values, CUDA, torch.float32) is values
-    assert not any("waits" in call for call in streams.calls)
+    assert not any("waits" in call for call in calls)
 
 
 @NEEDS_GPU

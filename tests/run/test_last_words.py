@@ -19,7 +19,7 @@ from splitveil.common.errors import (
 )
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.run.messages import Activation, Answer, BatchId, Course, LeaveReason
-from splitveil.common.wire.retrying import MAX_DAMAGED
+from splitveil.common.wire.connection import MAX_DAMAGED
 from tests.support.compared import assert_same_weights
 from tests.support.peers import InProcessPeer
 from tests.support.runs import Parties, build_parties, run_in_process, run_over_grpc
@@ -65,7 +65,7 @@ def test_an_active_party_that_was_lost_after_its_last_answer_has_all_of_the_run(
     assert_same_weights(again.weights(), parties.weights())
     again.session.leave(again.session.run_id, LeaveReason.FINISHED)
     assert again.session.wait_for_farewell(0)
-    assert again.session.error is None
+    assert again.session.lifecycle.error is None
 
 
 def test_an_active_party_that_was_lost_after_the_goodbye_does_not_wait(

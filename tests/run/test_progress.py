@@ -8,7 +8,7 @@ import pytest
 
 from splitveil.common.errors import DataError, StorageError
 from splitveil.common.record.run_store import NoStore, RunStore
-from splitveil.common.run.contract import Contract
+from splitveil.common.run.contract import CheckpointPlan, Contract
 from splitveil.common.run.course import AlignedRows, is_checkpoint, run_course
 from splitveil.common.run.progress import (
     CheckpointStore,
@@ -22,6 +22,7 @@ from tests.support.runs import CONTRACT
 
 CHECKPOINTS = {"every_steps": 2, "keep": 100}
 NONCES = (b"a" * 32, b"b" * 32)
+IDS = [f"person-{number}" for number in range(300)]
 
 
 @pytest.fixture
@@ -31,8 +32,7 @@ def contract() -> Contract:
 
 @pytest.fixture
 def rows(contract: Contract) -> AlignedRows:
-    ids = [f"person-{number}" for number in range(300)]
-    return AlignedRows.derive(contract, joint_seed(*NONCES), ids, np.arange(300))
+    return AlignedRows.derive(contract, joint_seed(*NONCES), IDS, np.arange(300))
 
 
 def test_batches_become_due_in_the_order_of_the_course(
@@ -75,6 +75,29 @@ def test_progress_that_goes_back_repeats_the_same_batches(
     progress.finish()
     assert progress.is_over
     assert progress.batch_number == 2
+
+
+@pytest.mark.parametrize(("is_training", "most_ahead"), [(True, 4), (False, 16)])
+def test_what_is_sent_ahead_ends_with_the_pass_over_its_rows(
+    contract: Contract, is_training: bool, most_ahead: int
+) -> None:
+    fast = contract.model_copy(update={"pipeline_depth": 4, "batch_size": 8})
+    fast = fast.model_copy(update={"evaluation_batch_size": 3, "checkpoints": CheckpointPlan()})
+    rows = AlignedRows.derive(fast, joint_seed(*NONCES), IDS, np.arange(300))
+    progress, most = Progress(fast, rows, NoStore()), 0
+    for batch in run_course(fast, rows):
+        sent = list[tuple[int, str, int]]()
+        due = progress.to_send if is_training else progress.to_evaluate
+        while (found := due(len(sent))) is not None:
+            sent.append(found.key)
+        is_due = (batch.split == "train") is is_training
+        assert bool(sent) is is_due
+        assert all(epoch == batch.epoch for epoch, _, _ in sent)
+        assert all((split == "train") is is_training for _, split, _ in sent)
+        most = max(most, len(sent))
+        progress.advance()
+    assert most == most_ahead
+    assert progress.to_send(0) is progress.to_evaluate(0) is None
 
 
 @pytest.mark.parametrize("soon", [False, True])

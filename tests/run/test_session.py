@@ -17,7 +17,7 @@ from splitveil.common.errors import (
 )
 from splitveil.common.run.messages import Activation, LeaveReason
 from splitveil.passive_party.run import PassiveRun
-from tests.support.peers import FaultyPeer, StopsAtFirstStep
+from tests.support.peers import StopsAtFirstStep
 from tests.support.runs import Parties, build_parties, run_in_process, write_example
 
 
@@ -67,14 +67,6 @@ def test_both_parties_hold_the_same_examples_in_the_same_order(
     assert ids == [other[row].split(",")[0] for row in passive.file_rows]
 
 
-def test_every_example_is_trained_on_once_per_epoch(finished: Parties) -> None:
-    rows = finished.active.rows
-    assert rows is not None
-    for epoch in range(2):
-        seen = torch.cat([torch.from_numpy(p.copy()) for p in rows.order.epoch(epoch)])
-        assert sorted(seen.tolist()) == sorted(rows.splits["train"].tolist())
-
-
 def test_what_arrives_is_what_was_sent_with_the_gradient_of_the_first_layer_beside_it(
     finished: Parties,
 ) -> None:
@@ -102,20 +94,6 @@ def test_fresh_nonces_give_other_batches(example: Path) -> None:
         assert parties.active.rows is not None
         orders.append(parties.active.rows.order.batch(0, 0).tolist())
     assert orders[0] != orders[1]
-
-
-@pytest.mark.parametrize("defense", ["none", "iso", "max_norm", "marvell"])
-def test_lost_replies_change_no_bit(example: Path, defense: str) -> None:
-    """A step that is asked for again is answered with the identical bytes, noise included."""
-    overrides = [f"defense={{name: {defense}}}"]
-    if defense != "none":
-        overrides = [f"defense={{name: {defense}, insecure_noise_seed: 1}}"]
-    quiet, faulty = build_parties(example, overrides), build_parties(example, overrides)
-    run_in_process(quiet)
-    run_in_process(faulty, lambda s, e: FaultyPeer(s, e, loses=lambda count: count % 2 == 0))
-    assert len(faulty.active.losses) == len(quiet.active.losses)
-    weights = quiet.weights()
-    assert all(torch.equal(weights[name], value) for name, value in faulty.weights().items())
 
 
 def test_a_repeated_step_gets_the_stored_answer_and_other_bytes_get_none(example: Path) -> None:
@@ -156,18 +134,14 @@ def test_a_message_for_another_step_is_refused_and_the_session_unharmed(
     assert parties.session.exchange(message).values.shape == message.values.shape
 
 
-def test_held_out_rows_cannot_be_asked_for_as_training_rows_or_early(example: Path) -> None:
+def test_rows_cannot_be_left_out_or_asked_for_as_another_split_or_early(example: Path) -> None:
     parties, message = at_first_step(example)
+    with pytest.raises(OutOfStep, match="63 rows"):
+        parties.session.exchange(Activation(message.batch, message.values[:-1]))
     with pytest.raises(OutOfStep):
         parties.session.evaluate(message)
     with pytest.raises(OutOfStep):
         parties.session.evaluate(with_header(message, split="test"))
-
-
-def test_a_batch_with_too_few_rows_is_refused(example: Path) -> None:
-    parties, message = at_first_step(example)
-    with pytest.raises(OutOfStep, match="63 rows"):
-        parties.session.exchange(Activation(message.batch, message.values[:-1]))
 
 
 def test_different_contracts_are_named_field_by_field_and_the_active_party_stays_up(
@@ -181,7 +155,7 @@ def test_different_contracts_are_named_field_by_field_and_the_active_party_stays
     with pytest.raises(ContractMismatch) as caught:
         run_in_process(parties)
     assert caught.value.fields == ("batch_size", "split.train", "split.validation")
-    assert parties.session.error is None
+    assert parties.session.lifecycle.error is None
     parties.run = build_parties(example, differing, differing).run
     run_in_process(parties)
     assert parties.session.stage is Stage.FINISHED
@@ -263,10 +237,10 @@ def test_a_peer_that_leaves_early_ends_the_run_with_the_reason(example: Path) ->
     with pytest.raises(OutOfStep):
         parties.session.leave("another run", LeaveReason.INTERRUPTED)
     parties.session.leave(parties.session.run_id, LeaveReason.INTERRUPTED)
-    assert isinstance(parties.session.error, PeerLeft)
+    assert isinstance(parties.session.lifecycle.error, PeerLeft)
 
 
-def test_after_an_interruption_the_peer_is_told_so(example: Path) -> None:
+def test_after_an_interruption_the_peer_learns_of_it(example: Path) -> None:
     parties, message = at_first_step(example)
     parties.session.end(Interrupted())
     with pytest.raises(Interrupted):

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from splitveil.active_party.run import stages
+from splitveil.active_party.run.parties import PassivePeers
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import TRANSITIONS, RunStages, Stage
 from splitveil.common.errors import OutOfStep, SplitveilError
+from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import Batch
 from splitveil.common.run.messages import Activation, LeaveReason, Offer
 from tests.support.runs import build_parties
@@ -21,6 +23,7 @@ from tests.support.runs import build_parties
 OVERRIDES = ["contract.checkpoints.every_steps=1", "contract.epochs=1"]
 WALKS, CALLS = 15, 60
 
+CONTRACT = Contract(run_name="a", cut_shape=(4,), batch_size=4, epochs=1)
 Transition = tuple[Stage, Stage]
 
 
@@ -64,7 +67,7 @@ def at(stage: Stage) -> RunStages:
         for known, way in list(ways.items()):
             for following in TRANSITIONS[known]:
                 ways.setdefault(following, [*way, following])
-    machine = RunStages()
+    machine = RunStages(PassivePeers(CONTRACT, allow_audits=False))
     for each in ways[stage]:
         machine.move_to(each)
     return machine
@@ -122,7 +125,7 @@ class Walk:
         self._shake_hands(self._nonce, None)
 
     def _resume(self) -> None:
-        numbers = self.session.lifecycle.where.checkpoints
+        numbers = self.session.lifecycle.checkpoints
         chosen = {number for number in numbers if self._random.random() < 0.7}
         self._shake_hands(self._nonce, Offer(self.session.run_id, frozenset(chosen)))
 
@@ -138,7 +141,7 @@ class Walk:
         self.session.aligned(np.arange(len(self.session.ids)), b"?" * 32)
 
     def _train(self) -> None:
-        due = self.session.answering.progress.due
+        due = self.session.lifecycle.answering.progress.due
         if due is not None:
             self._ask(due)
 

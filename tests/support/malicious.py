@@ -28,8 +28,8 @@ from torch import Tensor
 
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.data.features import Features
+from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import informed, residual_energy
-from splitveil.common.privacy.covers import Covers
 from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.privacy.leakage import auc
 from splitveil.common.privacy.residual_energy import rare_cluster_up
@@ -144,8 +144,8 @@ class ChosenTrainer(BottomTrainer):
         self._gathered = [*self._gathered[-1:], (features, torch.from_numpy(positions.copy()))]
         return features
 
-    def forward(self, features: Features, *, keeps_weights: bool = False) -> Tensor:
-        return self._chosen(features, super().forward(features, keeps_weights=keeps_weights))
+    def forward(self, features: Features, *, stashes_weights: bool = False) -> Tensor:
+        return self._chosen(features, super().forward(features, stashes_weights=stashes_weights))
 
     def embed(self, features: Features) -> Tensor:
         return self._chosen(features, super().embed(features))
@@ -258,7 +258,7 @@ class Attacked(NamedTuple):
     bound: float
     """The ledger's for the whole run, of the example with the largest account and for the peers
     whom the charges describe."""
-    covers: Covers
+    adversary: Adversary
     """The strongest adversary class for whom there is that bound."""
     standard_error: float
     """Of the AUC of scores that have nothing to do with the labels, over all training rows."""
@@ -349,7 +349,7 @@ class _Reader(PassiveRecording):
             self._scores[name].append(reading(read))
 
     def result(self, parties: Parties) -> Attacked:
-        trainer = parties.session.trainer
+        trainer = parties.session.lifecycle.phase.trainer
         assert trainer is not None
         trained = torch.unique(torch.cat(self._positions))
         labels = trainer.labels_of(trained.numpy())
@@ -357,11 +357,11 @@ class _Reader(PassiveRecording):
         of_class = positives * (len(labels) - positives)
         found = {name: self._broken(name, trained, labels) for name in get_args(ReadingName)}
         bounds = parties.session.leak_bounds()
-        bound = bounds.against(Covers.CLASS_MEANS).leak_auc.max
+        bound = bounds.against(Adversary.CLASS_MEANS).leak_auc.max
         return Attacked(
             found,
             bound,
-            next(p for p in Covers if bounds.against(p).leak_auc.max == bound),
+            next(p for p in Adversary if bounds.against(p).leak_auc.max == bound),
             math.sqrt((len(labels) + 1) / (12 * of_class)),
         )
 

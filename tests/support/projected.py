@@ -52,7 +52,7 @@ def resume(parties: Parties) -> None:
 
 def trainer_of(parties: Parties) -> TopTrainer:
     """Return the active party's trainer."""
-    trainer = parties.session.trainer
+    trainer = parties.session.lifecycle.phase.trainer
     assert trainer is not None
     return trainer
 
@@ -112,7 +112,7 @@ class Outcome(NamedTuple):
 def outcome(parties: Parties) -> Outcome:
     """Return what a run that is over has left."""
     session = parties.session
-    book = replace(session.account_book(), runs=frozenset()).state_dict()
+    book = replace(session.lifecycle.phase.account_book(), runs=frozenset()).state_dict()
     tensors = {
         **parties.weights(),
         **{f"refitted.{name}": value for name, value in refitted(parties).items()},
@@ -123,7 +123,7 @@ def outcome(parties: Parties) -> Outcome:
         tensors,
         parties.active.evaluations[-2:],
         session.leak_bounds(),
-        session.answering.budget.bounds_on_course(),
+        session.lifecycle.answering.budget.bounds_on_course(),
     )
 
 

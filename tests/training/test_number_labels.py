@@ -18,12 +18,11 @@ from splitveil.common.data.label_range import LabelRange
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.table import Table, read_table
 from splitveil.common.errors import DataError, SettingsError
-from splitveil.common.run.messages import Answer
 from splitveil.common.settings import validate
-from splitveil.simulation import read_settings
 from tests.support.numbers import HIGH, LOW, number_tables, write_numbers
-from tests.support.peers import InProcessPeer
+from tests.support.peers import Lost, dying
 from tests.support.runs import build_parties, run_in_process
+from tests.support.simulation import read_settings
 
 RANGE = {"low": 0, "high": 100}
 SEEDED = ["insecure_nonce_seed=1"]
@@ -178,20 +177,27 @@ QUICK = {
 }
 
 
-def test_a_model_learns_numbers_and_every_figure_stands_beside_the_constant(
-    tmp_path: Path,
-) -> None:
-    active, passive = number_tables(1000)
+def simulated(
+    runs: Path, rows: int, parties: int = 1, **chosen: Any
+) -> tuple[Path, dict[str, Any]]:
+    """Return the folder of a run on numbers, and the active party's summary."""
+    active, passive = number_tables(rows, parties=parties)
     (run,) = simulate(
         active=active,
         passive=passive,
         label="amount",
         label_range=(LOW, HIGH),
-        settings=QUICK,
         threads=1,
-        runs=tmp_path,
+        runs=runs,
+        **chosen,
     )
-    summary = json.loads((run.path / "active" / "summary.json").read_text())
+    return run.path, json.loads((run.path / "active" / "summary.json").read_text())
+
+
+def test_a_model_learns_numbers_and_every_figure_stands_beside_the_constant(
+    tmp_path: Path,
+) -> None:
+    path, summary = simulated(tmp_path, 1000, settings=QUICK)
     assert summary["test_r2"] > 0.75
     assert summary["test_rmse"] < 0.5 * summary["test_constant_rmse"]
     assert summary["test_mae"] < 0.5 * summary["test_constant_mae"]
@@ -203,8 +209,7 @@ def test_a_model_learns_numbers_and_every_figure_stands_beside_the_constant(
     assert attacks["accumulated_top_direction"]["beyond"]["low"] > 0.5
     assert not {name for name in summary if name.startswith("leak") and "auc" in name}
     lines = [
-        json.loads(line)
-        for line in (run.path / "active" / "metrics.jsonl").read_text().splitlines()
+        json.loads(line) for line in (path / "active" / "metrics.jsonl").read_text().splitlines()
     ]
     tested = [line for line in lines if line["kind"] == "test"]
     assert len(tested) == 12
@@ -214,18 +219,9 @@ def test_a_model_learns_numbers_and_every_figure_stands_beside_the_constant(
 
 def test_targets_that_repeat_the_model_tell_nothing_beyond_features(tmp_path: Path) -> None:
     """Half of the variance of a label is explained by gradients, and features explain that half."""
-    active, passive = number_tables(2000)
-    (run,) = simulate(
-        active=active,
-        passive=passive,
-        label="amount",
-        label_range=(LOW, HIGH),
-        defense={"name": "projected_labels", "strength": {"leak_auc": 0.6}},
-        settings=QUICK,
-        threads=1,
-        runs=tmp_path,
-    )
-    attacks = json.loads((run.path / "active" / "summary.json").read_text())["leak_of_numbers"]
+    defense = {"name": "projected_labels", "strength": {"leak_auc": 0.6}}
+    _, summary = simulated(tmp_path, 2000, defense=defense, settings=QUICK)
+    attacks = summary["leak_of_numbers"]
     assert attacks["informed"]["r2"] > 0.4
     measured = {name: one["beyond"]["r2"] for name, one in attacks.items() if one["beyond"]}
     assert set(measured) == {"informed", "accumulated_top_direction", "accumulated_ridge_40"}
@@ -242,26 +238,7 @@ def test_early_stopping_looks_at_the_validation_error(tmp_path: Path) -> None:
     assert max(one.epoch for one in parties.active.evaluations) == 2
 
 
-class LostAfter(InProcessPeer):
-    """Is gone after some gradients."""
-
-    gradients_left = 7
-
-    def receive_gradient(self) -> Answer:
-        if not self.gradients_left:
-            raise ConnectionError
-        self.gradients_left -= 1
-        return super().receive_gradient()
-
-
-@pytest.mark.parametrize(
-    "defense",
-    [
-        "defense={name: none}",
-        PROJECTED,
-        LAPLACE,
-    ],
-)
+@pytest.mark.parametrize("defense", [PROJECTED, LAPLACE])
 def test_a_run_resumes_with_the_same_bits(tmp_path: Path, defense: str) -> None:
     write_numbers(tmp_path, rows=300)
     shared = ["contract.epochs=3", "contract.checkpoints={every_steps: 2, keep: 100}"]
@@ -269,8 +246,8 @@ def test_a_run_resumes_with_the_same_bits(tmp_path: Path, defense: str) -> None:
     whole = build_parties(tmp_path, active, passive)
     run_in_process(whole)
     runs = tmp_path / "runs"
-    with pytest.raises(ConnectionError):
-        run_in_process(build_parties(tmp_path, active, passive, runs=runs), LostAfter)
+    with pytest.raises(Lost):
+        run_in_process(build_parties(tmp_path, active, passive, runs=runs), dying(8, after=False))
     again = build_parties(tmp_path, active, passive, runs=runs)
     assert again.session.reopen()
     run_in_process(again)
@@ -285,18 +262,9 @@ def test_a_run_resumes_with_the_same_bits(tmp_path: Path, defense: str) -> None:
 def test_the_report_has_figures_of_numbers_and_no_auc_of_classes(
     tmp_path: Path, defense: str
 ) -> None:
-    active, passive = number_tables(300)
-    (run,) = simulate(
-        active=active,
-        passive=passive,
-        label="amount",
-        label_range=(LOW, HIGH),
-        defense=defense,
-        settings={"contract.epochs": 2, "active.serving.fallback": True},
-        threads=1,
-        runs=tmp_path,
-    )
-    page = (write_report(run.path)).read_text()
+    settings = {"contract.epochs": 2, "active.serving.fallback": True}
+    path, _ = simulated(tmp_path, 300, defense=defense, settings=settings)
+    page = (write_report(path)).read_text()
     assert "Test RMSE" in page
     assert "better than the active party alone" in page
     assert "the two ends of the range" in page
@@ -304,24 +272,16 @@ def test_the_report_has_figures_of_numbers_and_no_auc_of_classes(
     assert "Measured beyond features" in page
     assert not any(text in page for text in ("Test AUC", "test AUC", "positives", "Gradients by"))
     assert "Labels recovered" in page if defense == "none" else "Bounded beyond" in page
-    both = write_comparison([run.path, run.path], tmp_path / "both.html").read_text()
+    both = write_comparison([path, path], tmp_path / "both.html").read_text()
     assert "test RMSE" in both
 
 
 def test_several_feature_owners_and_the_bound_for_anybody(tmp_path: Path) -> None:
-    active, passive = number_tables(500, parties=2)
-    (run,) = simulate(
-        active=active,
-        passive=passive,
-        label="amount",
-        label_range=(LOW, HIGH),
-        defense={"name": "projected_labels", "strength": {"leak_auc": 0.7}},
-        settings={"contract.epochs": 3},
-        threads=1,
-        runs=tmp_path,
+    defense = {"name": "projected_labels", "strength": {"leak_auc": 0.7}}
+    _, summary = simulated(
+        tmp_path, 500, parties=2, defense=defense, settings={"contract.epochs": 3}
     )
-    summary = json.loads((run.path / "active" / "summary.json").read_text())
-    bounds = {one["covers"]: one["leak_auc"] for one in summary["bounds"]}
+    bounds = {one["adversary"]: one["leak_auc"] for one in summary["bounds"]}
     assert bounds["anybody"] == pytest.approx(0.7, abs=1e-6)
     assert summary["test_rmse_refit"] < summary["test_constant_rmse"]
 

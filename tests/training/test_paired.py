@@ -11,7 +11,7 @@ from splitveil.active_party.report.paired import (
     auc_terms,
     compare,
 )
-from splitveil.active_party.training.held_out import StoredPredictions
+from splitveil.active_party.training.evaluation import StoredPredictions
 
 ROWS = 400
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from splitveil.active_party.grpc_server.service import ActiveService
-from splitveil.active_party.run import audit_desk
-from splitveil.active_party.run.audit_desk import MAX_LAYERS
+from splitveil.active_party.run import audit_service
+from splitveil.active_party.run.audit_service import MAX_LAYERS
 from splitveil.active_party.run.preparation import OwnRows, OwnRules
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
@@ -64,8 +64,8 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def small_tables_are_audited(monkeypatch: pytest.MonkeyPatch) -> None:
     """As large ones are, in tests/system/test_audit_call.py."""
-    assert audit_desk.MIN_EXAMPLES == 1000
-    monkeypatch.setattr(audit_desk, "MIN_EXAMPLES", FEWEST)
+    assert audit_service.MIN_EXAMPLES == 1000
+    monkeypatch.setattr(audit_service, "MIN_EXAMPLES", FEWEST)
 
 
 def parties_with(example: Path, *active: str) -> Parties:
@@ -172,8 +172,8 @@ def question(parties: Parties, **changes: Any) -> AuditQuestion:
 
 def true_labels(parties: Parties) -> torch.Tensor:
     assert parties.active.rows is not None
-    assert parties.session.trainer is not None
-    return parties.session.trainer.labels_of(parties.active.rows.splits["train"])
+    assert parties.session.lifecycle.phase.trainer is not None
+    return parties.session.lifecycle.phase.trainer.labels_of(parties.active.rows.splits["train"])
 
 
 def test_an_inverted_score_is_a_leak_and_two_digits_are_told(open_session: Parties) -> None:
@@ -253,7 +253,7 @@ def test_the_desk_looks_at_the_contract_itself(example: Path) -> None:
         OwnRows(parties.session.ids),
         parties.session.preparation.build_trainer,
         parties.active,
-        lambda: parties.session.nonce,
+        lambda: parties.session.lifecycle.run.nonce,
         OwnRules(allow_audits=True),
     )
     parties.session = session
@@ -268,7 +268,7 @@ def test_fewer_training_rows_of_a_class_are_not_measured(tmp_path: Path) -> None
     assert FEWEST / 2 < true_labels(parties).sum() < FEWEST < (1 - true_labels(parties)).sum()
     with pytest.raises(AuditRefused, match=f"{FEWEST} of each of two classes"):
         parties.session.audit(question(parties))
-    assert parties.session.audits_answered == 0
+    assert parties.session.lifecycle.phase.audits_answered == 0
 
 
 def test_before_an_epoch_is_over_there_is_nothing_to_audit(example: Path) -> None:
@@ -357,7 +357,7 @@ def test_limits_hold_over_the_wire_and_harm_nothing(
     other = encode_question(question(open_session, scores=scores.flip(0)))
     assert code_of(port, other.SerializeToString()) is grpc.StatusCode.FAILED_PRECONDITION
     assert len(open_session.active.audits) == 1
-    assert open_session.session.error is None
+    assert open_session.session.lifecycle.error is None
 
 
 def test_audits_are_off_over_the_wire_by_default(example: Path, port: int) -> None:

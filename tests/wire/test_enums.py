@@ -6,7 +6,7 @@ import pytest
 
 from splitveil.common.errors import InvalidMessage, OutOfStep
 from splitveil.common.run.messages import Course, LeaveReason
-from splitveil.common.run.splits import SplitName
+from splitveil.common.run.sample_order import SplitName
 from splitveil.common.wire import small_messages as enums
 from splitveil.protos import split_learning_pb2 as pb
 

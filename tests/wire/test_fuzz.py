@@ -24,8 +24,7 @@ from splitveil.common.errors import (
 from splitveil.common.party.party_settings import ReconnectSettings
 from splitveil.common.run.messages import Activation, AuditQuestion, Course, LeaveReason, Offer
 from splitveil.common.wire.connection import PeerConnection
-from splitveil.common.wire.tensor_codec import TensorAssembler, TensorLimits
-from splitveil.common.wire.tensor_frame import Frame
+from splitveil.common.wire.tensor_codec import Frame, TensorAssembler, TensorLimits
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
 from tests.support.mutations import (
@@ -48,7 +47,7 @@ NO_MUTANT_GETS = {"INTERNAL", "UNKNOWN", "ABORTED", "DEADLINE_EXCEEDED"}
 
 def assert_undisturbed(parties: Parties, example: Path) -> None:
     assert parties.session.stage is Stage.FINISHED
-    assert parties.session.error is None
+    assert parties.session.lifecycle.error is None
     alone = build_parties(example)
     run_in_process(alone)
     expected, found = alone.weights(), parties.weights()
@@ -126,7 +125,7 @@ def test_the_comparison_would_notice_one_more_answered_message(example: Path, po
     parties, tape = build_parties(example), Tape()
 
     def answer(service: ActiveService) -> None:
-        expected = parties.session.answering.progress.due
+        expected = parties.session.lifecycle.answering.progress.due
         assert expected is not None
         values = torch.zeros(len(expected.positions), 4)
         frame = pb.TensorFrame.FromString(tape.requests()["Train"][-1])

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splitveil.active_party.run.audit_desk import AuditDesk
+from splitveil.active_party.run.audit_service import AuditService
 from splitveil.common.alignment import ristretto
 from splitveil.common.alignment.ecdh import EcdhEngine, EcdhExchange
 from splitveil.common.alignment.ristretto import NotInGroupError
@@ -26,8 +26,7 @@ from splitveil.common.run.sample_order import positions_digest
 from splitveil.common.wire.limits import Refused, believed, check_fields, reader
 from splitveil.common.wire.small_messages import decode_question
 from splitveil.common.wire.status import error_from
-from splitveil.common.wire.tensor_codec import TensorAssembler, TensorLimits
-from splitveil.common.wire.tensor_frame import Frame
+from splitveil.common.wire.tensor_codec import Frame, TensorAssembler, TensorLimits
 from splitveil.protos import split_learning_pb2 as pb
 from tests.support.mutations import Mutator
 from tests.support.runs import CONTRACT
@@ -228,7 +227,7 @@ def test_a_mutated_exchange_of_ids_ends_in_an_error_of_the_rules_or_in_a_result(
             fresh.receive(believed(read(data)))
     except (ProtocolError, AlignmentError):
         pass
-    assert fresh._tags.num_computed <= 1000
+    assert len(fresh._tags.of_peer) <= 1000
     assert not fresh.is_complete
 
 
@@ -247,7 +246,7 @@ def test_any_question_is_answered_within_the_rules_or_refused(
     epoch: int, attack: str, layer: str, digest: bytes, scores: bytes
 ) -> None:
     rows, labels = np.arange(2000), torch.arange(2000) % 2
-    desk = AuditDesk(is_open=True)
+    desk = AuditService(is_open=True)
     desk.open_epoch(0)
     request = pb.AuditRequest(
         epoch=epoch, attack=attack, layer=layer, positions_digest=digest, scores=scores
@@ -266,7 +265,7 @@ def test_any_scores_are_measured_or_refused(scores: bytes) -> None:
     """Everything else is right: what counts are the numbers, NaN among them."""
     scores += scores  # of 1,000 rows of each class
     rows, labels = np.arange(2000), torch.arange(2000) // 2 % 2
-    desk = AuditDesk(is_open=True)
+    desk = AuditService(is_open=True)
     desk.open_epoch(3)
     request = pb.AuditRequest(
         epoch=3, attack="norm", layer="cut", positions_digest=positions_digest(rows), scores=scores

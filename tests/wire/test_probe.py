@@ -39,8 +39,7 @@ from splitveil.common.wire import probes
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.http_proxy import HttpProxy
 from splitveil.common.wire.limits import PROBE_BYTES, PROBE_PADDING_BYTES
-from splitveil.common.wire.probe_findings import checks_of, clock_in_words
-from splitveil.common.wire.probes import Introduction, ProbeResponder
+from splitveil.common.wire.probes import Introduction, ProbeResponder, checks_of, clock_in_words
 from splitveil.passive_party import probing
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.probing import connection_checks
@@ -149,10 +148,20 @@ def test_a_probe_changes_nothing_at_the_active_party(
         Transcript(tmp_path, "active") as transcript,
         serving(parties, port, transcript=transcript) as service,
     ):
-        before = (session.run_id, session.nonce, session.stage, session.was_met("passive"))
+        before = (
+            session.run_id,
+            session.lifecycle.run.nonce,
+            session.stage,
+            session.parties.named(None).stage,
+        )
         heard = service._callers["passive"].heard_at
         found(of_passive(example, port))
-        assert before == (session.run_id, session.nonce, session.stage, session.was_met("passive"))
+        assert before == (
+            session.run_id,
+            session.lifecycle.run.nonce,
+            session.stage,
+            session.parties.named(None).stage,
+        )
         assert service._callers["passive"].heard_at == heard
         assert not service.refused
     noted = verify(tmp_path / "transcript.jsonl")

@@ -24,9 +24,8 @@ from splitveil.common.errors import (
 )
 from splitveil.common.party.party_settings import ReconnectSettings
 from splitveil.common.run.messages import Activation, Answer, LeaveReason, Offer, Opening
-from splitveil.common.wire.connection import PeerConnection
+from splitveil.common.wire.connection import PeerConnection, Retrying
 from splitveil.common.wire.endpoint import SERVICE, channel_options, method_path
-from splitveil.common.wire.retrying import Retrying
 from splitveil.common.wire.tensor_codec import TensorLimits, encode_activation
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
@@ -147,10 +146,7 @@ def test_a_peer_that_takes_messages_and_never_answers_is_given_up(example: Path,
         stuck.wait(HANGS_AFTER_S)
 
     parties.session.exchange = never_answer  # type: ignore[method-assign, assignment]
-    with (
-        serving(parties, port),
-        peer_of(parties, port, kind=ImpatientFromTheFirstStep) as peer,
-    ):
+    with serving(parties, port), peer_of(parties, port, kind=ImpatientFromTheFirstStep) as peer:
         with pytest.raises(PeerUnreachable, match=r"has not answered for 1 s"):
             parties.run.run(peer)
         stuck.set()
@@ -175,7 +171,7 @@ def test_different_contracts_are_named_on_both_sides(example: Path, port: int) -
     assert caught.value.fields == ("cut_shape", "epochs")
     assert str(caught.value).startswith("contract.cut_shape: ")
     assert caught.value.exit_code == 2
-    assert parties.session.error is None
+    assert parties.session.lifecycle.error is None
 
 
 def test_too_small_an_intersection_is_found_by_both_with_the_counts(
@@ -185,8 +181,8 @@ def test_too_small_an_intersection_is_found_by_both_with_the_counts(
     parties = build_parties(example, overrides, overrides)
     with pytest.raises(AlignmentError, match="360"):
         run_over_grpc(parties, port)
-    assert isinstance(parties.session.error, AlignmentError)
-    assert "360" in str(parties.session.error)
+    assert isinstance(parties.session.lifecycle.error, AlignmentError)
+    assert "360" in str(parties.session.lifecycle.error)
 
 
 def test_an_interrupted_active_party_says_so(example: Path, port: int) -> None:
@@ -306,7 +302,7 @@ def test_a_bad_message_gets_its_status_and_leaves_the_session_unharmed(
     else:
         refuse(channel, spoil(frame), code)
         assert sum(service.refused.values()) == 1
-    assert parties.session.error is None
+    assert parties.session.lifecycle.error is None
     (answer,) = call(channel, "Train", [frame])
     assert pb.TensorFrame.FromString(answer).rows == 64
 
@@ -380,6 +376,6 @@ def test_parties_that_disagree_on_the_intersection_never_train(example: Path, po
     parties.run.aligner.engine = DisagreeingEngine(parties.run.aligner.engine)
     with pytest.raises(AlignmentError) as caught:
         run_over_grpc(parties, port)
-    assert isinstance(parties.session.error, AlignmentError)
-    assert caught.value.exit_code == parties.session.error.exit_code == 3
+    assert isinstance(parties.session.lifecycle.error, AlignmentError)
+    assert caught.value.exit_code == parties.session.lifecycle.error.exit_code == 3
     assert parties.active.sent == []

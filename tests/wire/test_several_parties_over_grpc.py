@@ -185,7 +185,10 @@ def test_parties_whose_deadlines_pass_while_they_wait_ask_again(
         threads = [start(several, name, address) for name in ("ash", "cedar")]
         threads.append(start(several, "birch", address, lambda: _wait(may_go)))
         wait_until(
-            lambda: set(several.session.awaited()) == {"birch"} and bool(several.seen.losses)
+            lambda: (
+                set(several.session.lifecycle.stages.awaited()) == {"birch"}
+                and bool(several.seen.losses)
+            )
         )
         before = asked.copy()
         wait_until(lambda: all(asked[name] > before[name] + 1 for name in ("ash", "cedar")))
@@ -270,7 +273,7 @@ def test_a_call_has_to_name_one_party_of_the_contract(
                 timeout=60,
             )
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert several.session.error is None
+    assert several.session.lifecycle.error is None
 
 
 def test_a_certificate_lets_its_own_party_in_and_no_other(
@@ -291,7 +294,7 @@ def test_a_certificate_lets_its_own_party_in_and_no_other(
                 pytest.raises(PeerUntrusted, match="does not accept"),
             ):
                 peer.leave(several.session.run_id, LeaveReason.FAILED)
-        assert several.session.error is None
+        assert several.session.lifecycle.error is None
         finish(
             [
                 start(several, name, address, credentials=files(tmp_path, name))
@@ -346,7 +349,7 @@ def test_mutants_under_any_party_s_name_change_no_bit_of_the_run(
     executor, floods = ThreadPoolExecutor(1), list[Future[None]]()
 
     def third() -> None:
-        wait_until(lambda: len(several.session.awaited()) == 1)
+        wait_until(lambda: len(several.session.lifecycle.stages.awaited()) == 1)
         kept.update((name, tapes.answered(name)) for name in NAMES)
         all_ways(300)
         floods.append(executor.submit(all_ways, 101))

@@ -195,7 +195,7 @@ def test_a_genuine_certificate_with_another_name_reaches_no_handler(
         line,
     )
     assert parties.session.stage is Stage.WAITING
-    assert parties.session.error is None
+    assert parties.session.lifecycle.error is None
 
 
 def test_no_kind_of_call_passes_without_the_right_name(

@@ -50,7 +50,7 @@ from splitveil.active_party.defenses.projected.stages import (
     stage_epochs,
 )
 from splitveil.active_party.defenses.section import Coverage, SeededDefense, Traits
-from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.settings import Section, kind_by_key
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
 
@@ -151,7 +151,7 @@ class ProjectedLabelsDefense(SeededDefense):
     def traits(self) -> Traits:
         said = "Everything that the peer receives is a function of features and of the noisy sums."
         return Traits(
-            Coverage(Covers.ANYBODY, said),
+            Coverage(Adversary.ANYBODY, said),
             takes_numbers=True,
             model_is_label_free=True,
             is_staged=True,
@@ -177,7 +177,7 @@ class ProjectedLabelsDefense(SeededDefense):
             f"private over the whole run, so no score of any peer exceeds AUC "
             f"{auc_at_most(leak_auc_of_mu(mu))}."
         )
-        charge = exactly(LeakCharge(mu**2, covers=Covers.ANYBODY, is_gaussian=True))
+        charge = exactly(LeakCharge(mu**2, adversary=Adversary.ANYBODY, is_gaussian=True))
         return Forecast({"persistent": charge}, "persistent", honesty)
 
     def utility_in_words(self, context: DefenseContext, training_rows: int, /) -> str:

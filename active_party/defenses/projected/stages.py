@@ -35,7 +35,7 @@ from splitveil.active_party.defenses.projected.posterior import Posterior
 from splitveil.active_party.defenses.projected.release import Release, draw_release, on_label_grid
 from splitveil.active_party.defenses.rows import as_rows, check_labels
 from splitveil.common.data.label_range import ONE_NUMBER
-from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.adversary import Adversary
 
 
 class StagePlan(NamedTuple):
@@ -86,7 +86,7 @@ class ProjectedLabels(StagedDefense):
             noise_power=0.0,  # the noise is in the sums: nothing is added to the gradient
             sum_kl_after=mu**2,
             leak_auc_bound=leak_auc_of_mu(mu),
-            charge=LeakCharge(0.0, covers=Covers.ANYBODY, is_gaussian=True),
+            charge=LeakCharge(0.0, adversary=Adversary.ANYBODY, is_gaussian=True),
         )
 
     def targets(self, batch: LabelledRows, /) -> Tensor:
@@ -148,7 +148,7 @@ class ProjectedLabels(StagedDefense):
         more than the plan.
         """
         sum_kl = 0.0 if stage else self._plan.mu**2
-        return LeakCharge(sum_kl, covers=Covers.ANYBODY, is_gaussian=True)
+        return LeakCharge(sum_kl, adversary=Adversary.ANYBODY, is_gaussian=True)
 
     def draw(self, stage: int, rows: Design, key: bytes) -> Release:
         """Compute the noisy sums of a stage's design."""

@@ -237,7 +237,7 @@ def test_targets_made_in_another_way_give_no_second_answer(
 ) -> None:
     """Another memory sums the labels as before; the answers that were given are still others."""
     wide = defense(rank=64, memory=1)
-    monkeypatch.setattr("splitveil.active_party.defenses.projected_labels.MIB", 2**12)
+    monkeypatch.setattr("splitveil.active_party.defenses.projected.settings.MIB", 2**12)
     killed(example, tmp_path, defense(rank=64, memory=256), at=IN_EPOCH_2 + 1)
     drawn = note_draws(monkeypatch)
     for state in (tmp_path / "active" / "checkpoint").glob("at-000000001[3-9].state"):

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from splitveil.active_party.defenses.example_keys import NoiseKey
 from splitveil.active_party.defenses.noise import DrawKeys, NoiseSource, isotropic_noise
-from splitveil.active_party.defenses.projected.features import RowChunk
 from splitveil.active_party.defenses.rows import all_finite
 from splitveil.active_party.defenses.sum_kl import NoiseSolution
 from splitveil.common.data.label_range import ONE_NUMBER
@@ -244,6 +243,16 @@ class LabelMove(NamedTuple):
 
     report: DefenseReport
     """Of the same batch."""
+
+
+class RowChunk(NamedTuple):
+    """Facts about consecutive training rows that do not depend on any label."""
+
+    activations: Tensor  # (rows, cut_dim) float32
+    own: Tensor | None  # dense own features of the active party, (rows, features)
+    hidden: Tensor | None  # hidden units of the top model, (rows, units)
+    logits: Tensor  # (rows,), or (rows, classes)
+    slopes: Tensor  # d logit / d activation, (rows, cut_dim), or (rows, classes, cut_dim)
 
 
 class RowFacts(Protocol):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from splitveil.active_party.defenses.dp_bounds import leak_auc_of_mu, mu_of_leak_auc
+from splitveil.active_party.defenses.interface import RowChunk
 from splitveil.active_party.defenses.noise import InsecureSeededNoise
 from splitveil.active_party.defenses.projected.design import (
     Design,
@@ -13,7 +14,6 @@ from splitveil.active_party.defenses.projected.design import (
     stage_shares,
     stage_sigma,
 )
-from splitveil.active_party.defenses.projected.features import RowChunk
 from splitveil.active_party.defenses.projected.posterior import Posterior, likeliest_variance
 from splitveil.active_party.defenses.projected.release import (
     draw_release,

@@ -10,6 +10,7 @@ from scipy import stats
 from torch import Tensor
 
 from splitveil.active_party.defenses.dp_bounds import mu_of_leak_auc
+from splitveil.active_party.defenses.interface import RowChunk
 from splitveil.active_party.defenses.noise import InsecureSeededNoise, SecureNoise
 from splitveil.active_party.defenses.projected.design import (
     BoundedWeights,
@@ -18,7 +19,7 @@ from splitveil.active_party.defenses.projected.design import (
     stage_shares,
     stage_sigma,
 )
-from splitveil.active_party.defenses.projected.features import Chunks, RowChunk, columns_of
+from splitveil.active_party.defenses.projected.features import Chunks, columns_of
 from splitveil.active_party.defenses.projected.posterior import Posterior
 from splitveil.active_party.defenses.projected.release import (
     Release,

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from splitveil.active_party.defenses.dp_bounds import leak_auc_of_mu, mu_of_leak_auc
-from splitveil.active_party.defenses.interface import BuildInputs, DefenseContext
+from splitveil.active_party.defenses.interface import BuildInputs, DefenseContext, RowChunk
 from splitveil.active_party.defenses.noise import InsecureSeededNoise
 from splitveil.active_party.defenses.projected.design import (
     Design,
@@ -23,7 +23,7 @@ from splitveil.active_party.defenses.projected.design import (
     stage_shares,
     stage_sigma,
 )
-from splitveil.active_party.defenses.projected.features import Chunks, RowChunk
+from splitveil.active_party.defenses.projected.features import Chunks
 from splitveil.active_party.defenses.projected.release import draw_release
 from splitveil.active_party.defenses.projected.stages import ProjectedLabels, StagePlan
 from splitveil.active_party.ledger.ledger import LeakLedger

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
+from splitveil.active_party.defenses.interface import RowChunk
 from splitveil.common.data.features import Features
 from splitveil.common.run.progress import State
 
@@ -41,16 +42,6 @@ _SAMPLE_ROWS = 65_536
 
 _SCALED_ROWS = 16_384
 """Of them, rows that centre and scale are chosen from."""
-
-
-class RowChunk(NamedTuple):
-    """Facts about consecutive training rows that do not depend on any label."""
-
-    activations: Tensor  # (rows, cut_dim) float32
-    own: Tensor | None  # dense own features of the active party, (rows, features)
-    hidden: Tensor | None  # hidden units of the top model, (rows, units)
-    logits: Tensor  # (rows,), or (rows, classes)
-    slopes: Tensor  # d logit / d activation, (rows, cut_dim), or (rows, classes, cut_dim)
 
 
 Chunks = Callable[[], Iterator[RowChunk]]

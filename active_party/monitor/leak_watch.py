@@ -26,7 +26,7 @@ from splitveil.common.errors import LeakGateClosed
 from splitveil.common.privacy.accumulation import RunScores
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import FINAL_ATTACKS, SideInformation
-from splitveil.common.privacy.audit import BatchLeak
+from splitveil.common.privacy.audit import AuditedBatch
 from splitveil.common.privacy.audit_worker import CpuBudget
 from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.privacy.number_attacks import (
@@ -181,7 +181,7 @@ class LeakWatch:
         self._alarm.load_state_dict(state)
         self._gate.load_state_dict(state)
 
-    def _on_leak(self, measured: BatchLeak) -> None:
+    def _on_leak(self, measured: AuditedBatch) -> None:
         self._alarm.note_leak(measured)
         self._gate.note_leak(measured)
 

@@ -158,8 +158,6 @@ class EpsilonFigures(NamedTuple):
 
 @dataclass(frozen=True)
 class BeyondFigures(Form):
-    """What attacks reveal beyond features."""
-
     adjusted: Annotated[Table[AdjustedFigures], Key("adjusted_leak")] = field(default_factory=dict)
     advantage: Annotated[Table[AdvantageFigures], Key("leak_advantage")] = field(
         default_factory=dict

@@ -28,10 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def print_summary(party: str, summary: Summary, *, console: Console | None = None) -> None:
-    """Print a run's summary to the standard output stream: its numbers, then its leak tables.
-
-    With a log of JSON objects the numbers go there instead: a supervisor merges both streams.
-    """
+    """Print a run's summary to standard output, or its numbers to a log of JSON objects."""
     if console is None and writes_json():
         logger.info("summary", extra=log_fields(**plain_figures(summary)))
         return

@@ -51,7 +51,7 @@ from splitveil.active_party.defenses.strength import (
     SumKl,
 )
 from splitveil.active_party.defenses.sum_kl import estimated_auc
-from splitveil.common.privacy.pair_aucs import pair_aucs
+from splitveil.common.privacy.leakage import pair_aucs
 from tests.support.defended import build_defense, context_of
 
 SHARES = (0.4, 0.3, 0.25, 0.05)

@@ -20,7 +20,7 @@ from splitveil.active_party.ledger.ledger import LeakLedger, logged
 from splitveil.active_party.monitor.leak_guards import MIN_BATCHES, LeakAlarm
 from splitveil.active_party.monitor.stated import ledger_figures
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.audit import BatchLeak
+from splitveil.common.privacy.audit import AuditedBatch
 from splitveil.common.privacy.leakage import auc, leak_auc
 from splitveil.common.run.sample_order import Positions
 
@@ -255,7 +255,7 @@ def alarms_for(true_auc: float, charge: float, positives: int, batches: int, see
         scores = torch.from_numpy(generator.normal(size=len(labels)))
         random = torch.from_numpy(generator.normal(size=len(labels)))
         leak = {"cut": {"norm": leak_auc(scores + shift * labels, labels)}}
-        alarm.note_leak(BatchLeak(0, step, leak, leak_auc(random, labels)))
+        alarm.note_leak(AuditedBatch(0, step, leak, leak_auc(random, labels)))
     return len(alarm.judge(0))
 
 
@@ -276,7 +276,7 @@ def test_short_epochs_are_judged_together_and_by_their_own_charges() -> None:
     for epoch in range(4):
         alarm.note_charge(epoch, 0.01 if epoch < 3 else math.inf)
         for step in range(MIN_BATCHES // 3 + 1):
-            alarm.note_leak(BatchLeak(epoch, step, {"cut": {"norm": 0.9 + step / 1000}}, 0.5))
+            alarm.note_leak(AuditedBatch(epoch, step, {"cut": {"norm": 0.9 + step / 1000}}, 0.5))
         alarm.note_charge(epoch + 1, math.inf if epoch == 3 else 0.01)
         found = alarm.judge(epoch)
         assert [(one.attack, one.layer) for one in found] == ([("norm", "cut")] * (epoch == 2))

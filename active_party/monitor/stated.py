@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 from typing import NamedTuple
 
-from splitveil.active_party.defenses.gaussian_dp import epsilon_of
+from splitveil.active_party.defenses.dp_bounds import epsilon_of
 from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.observational_audit import p_value

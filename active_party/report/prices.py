@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from splitveil.active_party.defenses import DefenseContext, DefenseSettings
-from splitveil.active_party.defenses.gaussian_dp import mu_of_leak_auc
+from splitveil.active_party.defenses.dp_bounds import mu_of_leak_auc
 from splitveil.active_party.defenses.projected.label_utility import label_utility
 from splitveil.active_party.ledger.label_signals import LabelUses, label_signals
 from splitveil.active_party.report.bounds import defense_of

@@ -310,7 +310,7 @@ def test_an_account_book_is_refused_under_other_rules(tmp_path: Path) -> None:
     for name, under in (("plain", b""), ("folded", rules)):
         ledger = LeakLedger(1)
         ledger.charge(np.arange(1), LeakCharge(0.5))
-        book = AccountBook.empty(under).closed(["ann"], ledger)
+        book = AccountBook.empty(under).closing_book(["ann"], ledger)
         from safetensors.torch import save_file
 
         (tmp_path / name).mkdir()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from splitveil.active_party.defenses.gaussian_dp import leak_auc_of_mu, mu_of_leak_auc
+from splitveil.active_party.defenses.dp_bounds import leak_auc_of_mu, mu_of_leak_auc
 from splitveil.active_party.defenses.interface import BuildInputs, DefenseContext, RowChunk
 from splitveil.active_party.defenses.noise import InsecureSeededNoise
 from splitveil.active_party.defenses.projected.design import (

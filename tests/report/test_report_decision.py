@@ -12,7 +12,7 @@ import yaml
 from safetensors.torch import save_file
 
 from splitveil.active_party.commands.program import main
-from splitveil.active_party.defenses.gaussian_dp import mu_of_leak_auc
+from splitveil.active_party.defenses.dp_bounds import mu_of_leak_auc
 from splitveil.active_party.defenses.projected.label_utility import label_utility
 from splitveil.active_party.report import read_run, write_comparison, write_report
 from splitveil.active_party.report.decision import Decision, decide

@@ -51,17 +51,10 @@ Chunks = Callable[[], Iterator[RowChunk]]
 class Columns(NamedTuple):
     """The way from a chunk to its columns."""
 
-    mean_slope: Tensor
-    """(cut_dim,), or (classes, cut_dim), float32."""
-
-    centre: Tensor
-    """(raw columns,) float32."""
-
-    scale: Tensor
-    """Factor after centring, (raw columns,) float32; 0 for a column that is constant."""
-
-    num_multiplied: int
-    """The first so many raw columns are multiplied by s, the last one."""
+    mean_slope: Tensor  # (cut_dim,), or (classes, cut_dim), float32
+    centre: Tensor  # (raw columns,) float32
+    scale: Tensor  # factor after centring, (raw columns,) float32; 0 for a constant column
+    num_multiplied: int  # the first so many raw columns are multiplied by s, the last one
 
     def of(self, chunk: RowChunk) -> Tensor:
         """Return the columns of some rows, (rows, columns) float32, within -4 to 4."""
@@ -271,7 +264,7 @@ def _numbers_of_categories(features: Features | None) -> list[int]:
 
 
 def _steepest(logits: Tensor) -> Tensor:
-    """Return one number per row whose slope tells where the activation matters most."""
+    """Return one number per row whose slope says where the activation matters most."""
     if logits.ndim == 1:
         return logits
     return logits.max(dim=1).values - logits.mean(dim=1)

@@ -248,16 +248,6 @@ class LabelMove(NamedTuple):
 class RowChunk(NamedTuple):
     """Facts about consecutive training rows that do not depend on any label."""
 
-    activations: Tensor  # (rows, cut_dim) float32
-    own: Tensor | None  # dense own features of the active party, (rows, features)
-    hidden: Tensor | None  # hidden units of the top model, (rows, units)
-    logits: Tensor  # (rows,), or (rows, classes)
-    slopes: Tensor  # d logit / d activation, (rows, cut_dim), or (rows, classes, cut_dim)
-
-
-class RowChunk(NamedTuple):
-    """Facts about consecutive training rows that do not depend on any label."""
-
     activations: Tensor
     """(rows, cut_dim) float32."""
 

@@ -46,7 +46,7 @@ class OwnRules:
     """Decides after each epoch whether training continues; None never stops early."""
 
     allowance: Allowance = field(default_factory=Allowance)
-    """The limit to what the run may tell, and the accounts of earlier runs."""
+    """The limit to what the run may reveal, and the accounts of earlier runs."""
 
     allow_audits: bool = False
     """Whether scores of the passive parties are measured, if the contract allows it as well."""

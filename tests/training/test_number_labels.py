@@ -125,7 +125,10 @@ def test_a_defense_for_classes_is_refused_and_names_those_for_numbers(
         ("leak_gate={max_leak_auc: 0.7}", "leak_gate: it judges AUCs"),
         ("allow_audits=true", "allow_audits"),
         ("report={min_test_auc: 0.7}", "report.min_test_auc"),
-        ("leak_monitor={attacks: [norm, cosine]}", "leak_monitor.attacks: they tell classes apart"),
+        (
+            "leak_monitor={attacks: [norm, cosine]}",
+            "leak_monitor.attacks: they distinguish classes",
+        ),
     ],
 )
 def test_what_measures_classes_is_refused(tmp_path: Path, override: str, said: str) -> None:

@@ -236,8 +236,8 @@ def _with_earlier(book: AccountBook, charge: ChargeForecast) -> str:
         else "what this run adds is not known before"
     )
     return (
-        f"What earlier runs have revealed comes on top, sum_kl {at_most(book.most())} at most, a leak "
-        f"AUC of {auc_at_most(auc_bound(book.most(), before))}, bounded for "
+        f"What earlier runs have revealed comes on top, sum_kl {at_most(book.most())} at most, a "
+        f"leak AUC of {auc_at_most(auc_bound(book.most(), before))}, bounded for "
         f"{book.covers().in_words}; {together}."
     )
 

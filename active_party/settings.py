@@ -399,8 +399,8 @@ class ActiveSettings(PartySettings):
         )
         if not all(map(self.counts_run_in, targets)):
             raise ValueError(
-                "defense.earlier: needs earlier_ledgers: what earlier targets reveal of labels is in "
-                "the ledgers of the runs that released them"
+                "defense.earlier: needs earlier_ledgers: what earlier targets reveal of labels is "
+                "in the ledgers of the runs that released them"
             )
         if self.serving.fallback and self.data.features is None:
             raise ValueError("serving.fallback: needs data.features: it predicts from them only")
@@ -477,8 +477,8 @@ class ActiveSettings(PartySettings):
         if self.leak_gate.action == "stop" and self.defense.traits.is_staged:
             raise ValueError(
                 f"leak_gate: it measures with the true labels, and the moment at which it ends the "
-                f"run would reveal of them what the bound of {self.defense.name} does not cover: set "
-                f"leak_gate.action to warn, or leak_gate to null"
+                f"run would reveal of them what the bound of {self.defense.name} does not cover: "
+                f"set leak_gate.action to warn, or leak_gate to null"
             )
         if self.leak_monitor is None:
             raise ValueError("leak_gate needs leak_monitor, whose figures it judges")

@@ -79,11 +79,9 @@ class ActiveSession:
         self.contract = contract
         self.ids, self.file_splits = own
         self.preparation = Preparation(contract, own, rules or OwnRules(), build_trainer)
-        checkpoints, run = (
-            store or NoStore(len(contract.passive_parties)),
-            OpenRun.new(draw_nonce()),
-        )
-        self.lifecycle = self.lifecycle_type(self.preparation, observer, checkpoints, run)
+        store = store or NoStore(len(contract.passive_parties))
+        run = OpenRun.new(draw_nonce())
+        self.lifecycle = self.lifecycle_type(self.preparation, observer, store, run)
         self.parties = self.lifecycle.parties
         self._stages = self.lifecycle.stages
         self._handshakes = Handshakes(contract, self.lifecycle, draw_nonce)

@@ -25,7 +25,7 @@ seeds are fixed, and what regressions miss of the features comes on top."""
 
 
 def drawn(seed: int = 1) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return features, what they explain of the labels, and the labels: nine tenths are explained."""
+    """Return features, what they explain of the labels, nine tenths, and the labels."""
     generator = np.random.default_rng(seed)
     features = generator.standard_normal((ROWS, 6))
     explained = features[:, 0] + np.abs(features[:, 1]) + 0.5 * features[:, 2]

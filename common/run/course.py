@@ -65,7 +65,7 @@ class AlignedRows:
         file_rows, digests = in_common_order(ids, file_rows, joint_seed)
         match contract.split:
             case HashSplit() as shares:
-                splits = _by_digest(shares, digests)
+                splits = split_rows(digests, shares.train, shares.validation, shares.test)
                 wanted = {name for name in splits if getattr(shares, name)}
             case ColumnSplit() as split:
                 splits = _by_column(split, file_rows, file_splits)
@@ -93,11 +93,6 @@ class AlignedRows:
 
     def __len__(self) -> int:
         return len(self.file_rows)
-
-
-def _by_digest(shares: HashSplit, digests: NDArray[np.uint8]) -> dict[SplitName, Positions]:
-    parts = split_rows(digests, shares.train, shares.validation, shares.test)
-    return {"train": parts["train"], "validation": parts["validation"], "test": parts["test"]}
 
 
 def _by_column(

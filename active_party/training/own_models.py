@@ -39,11 +39,9 @@ _PREDICTED_AT_ONCE = 16_384
 class KnownRows(NamedTuple):
     """This party's data about all aligned rows, on one device."""
 
-    labels: Tensor
-    """True labels, (aligned,) float32."""
+    labels: Tensor  # true labels, (aligned,) float32
     features: Features | None
-    memory: CutMemory | None = None
-    """Their last activations; None for a model of own features."""
+    memory: CutMemory | None = None  # their last activations; None for a model of own features
     weights: LossWeights = LossWeights()
     kind: LabelKind = CLASS_LABELS
 

@@ -53,9 +53,7 @@ def late_test_auc(parties: Parties) -> float:
     ("options", "height", "sum_kl"),
     [
         ("", 0.7, (math.inf, math.inf)),
-        (", response: persistent", 0.7, (math.inf, math.inf)),
         (", terms: ce_only", 0.8, (math.inf, math.inf)),
-        (", composed_with: {name: max_norm}", 0.7, (math.inf, math.inf)),
         # At a power ratio of 4 the gap alone takes about 1/4 for each of 32 answers.
         (", composed_with: {name: marvell}", 0.7, (8.0, math.inf)),
         (", composed_with: {name: iso}", 0.7, (8.0, 100.0)),

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from splitveil.common.run.sample_order import (
+    SPLITS,
     SampleOrder,
     canonical_order,
     joint_seed,
@@ -162,7 +163,7 @@ def test_the_split_takes_the_fractions_that_are_given() -> None:
     """Five standard errors of a binomial count; fractions 2 % off are distinguished."""
     digests = keyed_id_digests([str(number) for number in range(100_000)], _SEED)
     split = split_rows(digests, 0.7, 0.1, 0.2)
-    for name, fraction in {"train": 0.7, "validation": 0.1, "test": 0.2}.items():
+    for name, fraction in zip(SPLITS, (0.7, 0.1, 0.2), strict=True):
         error = 5 * np.sqrt(fraction * (1 - fraction) / 100_000)
         assert abs(len(split[name]) / 100_000 - fraction) < error
         assert abs(len(split[name]) / 100_000 - (fraction + 0.02)) > error

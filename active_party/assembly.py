@@ -13,20 +13,20 @@ from splitveil.active_party.ledger.label_signals import (
     objection_to,
     widest_adversary,
 )
-from splitveil.active_party.ledger.released_targets import SETTING, ReleasedTargets, read_targets
+from splitveil.active_party.ledger.stored_labels import SETTING, ReleasedTargets, read_targets
 from splitveil.active_party.run.observer import SessionObserver
 from splitveil.active_party.run.preparation import OwnRows, OwnRules
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import EarlyStop
 from splitveil.active_party.training.top_trainer import TopTrainer
+from splitveil.common.data.ids import read_subjects
 from splitveil.common.data.source_settings import expand_path
-from splitveil.common.data.subjects import read_subjects
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_data import PartyData, open_earlier_model
-from splitveil.common.privacy.covers import narrowest
-from splitveil.common.record.initial_weights import SETTING as WEIGHTS_SETTING
-from splitveil.common.record.initial_weights import EarlierModel, is_label_free
+from splitveil.common.privacy.adversary import narrowest
+from splitveil.common.record.model_files import SETTING as WEIGHTS_SETTING
+from splitveil.common.record.model_files import EarlierModel, is_label_free
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.id_rules import rules_as_bytes
@@ -60,7 +60,7 @@ def allowance_of(settings: ActiveSettings, earlier: AccountBook | None = None) -
 def bounds_in_words(settings: ActiveSettings) -> str:
     """Describe for whom a run can have bounds, and what else the peer learns of labels."""
     peers = allowance_of(settings).peers
-    covered = narrowest(peers, settings.defense.traits.coverage.covers)
+    covered = narrowest(peers, settings.defense.traits.coverage.adversary)
     reasons = (signal.why for signal in signals_of(settings))
     return " ".join([f"bounds: the ledger can state some for {covered.in_words}.", *reasons])
 

@@ -21,16 +21,15 @@ from splitveil.active_party.ledger.account_book import (
     check_id_rules,
     open_book,
 )
-from splitveil.active_party.ledger.known_bounds import auc_bound
+from splitveil.active_party.ledger.bounds import auc_bound
 from splitveil.active_party.run.observer import Unobserved
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.trainer_builder import TrainerBuilder
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party.command_line import stored_settings
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.record.ended_run import has_finished
 from splitveil.common.record.model_files import save_tensors
-from splitveil.common.record.run_folder import claimed
+from splitveil.common.record.run_folder import claimed, has_finished
 from splitveil.common.record.run_store import ANSWERED, RUN_STATE, RunStore
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.id_rules import rules_as_bytes
@@ -83,7 +82,7 @@ def _say(folder: Path, book: AccountBook) -> None:
     logger.info(
         "these labels were released at a leak AUC of %s for %s in %s (%s)",
         auc_at_most(auc_bound(book.most(), book.known())),
-        book.covers().in_words,
+        book.adversary().in_words,
         folder,
         datetime.fromtimestamp(written_s, UTC).date(),
     )

@@ -19,26 +19,23 @@ from splitveil.active_party.defenses.forecast import ChargeForecast, Forecast
 from splitveil.active_party.defenses.interface import DefenseContext
 from splitveil.active_party.defenses.marvell import power_ratio_for
 from splitveil.active_party.defenses.multi_class_marvell import worst_pair_factor
-from splitveil.active_party.defenses.projected.outlook import share_of_variance
-from splitveil.active_party.defenses.sum_kl import (
-    sum_kl_for_estimated_auc,
-    sum_kl_for_leak_auc,
-)
+from splitveil.active_party.defenses.projected.label_utility import share_of_variance
+from splitveil.active_party.defenses.sum_kl import sum_kl_for_estimated_auc, sum_kl_for_leak_auc
 from splitveil.active_party.ledger.account_book import AccountBook
-from splitveil.active_party.ledger.bounds import known_of_entry
-from splitveil.active_party.ledger.known_bounds import (
+from splitveil.active_party.ledger.bounds import (
     KnownBounds,
     auc_bound,
     compose,
     estimate_of,
+    known_of_entry,
 )
+from splitveil.active_party.ledger.budget import num_answers_within
 from splitveil.active_party.ledger.label_signals import widest_adversary
 from splitveil.active_party.ledger.ledger import logged
-from splitveil.active_party.ledger.limit import num_answers_within
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.privacy.covers import Covers, narrowest
+from splitveil.common.privacy.adversary import Adversary, narrowest
 from splitveil.common.record.run_folder import finite_or_null
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
 
@@ -72,10 +69,10 @@ class PlannedAnswers(NamedTuple):
             return None
         return of_divergence(self.charge.low), of_divergence(self.charge.high)
 
-    def bound(self, peers: Covers) -> tuple[float, float] | None:
+    def bound(self, peers: Adversary) -> tuple[float, float] | None:
         """Return the least and the most that the bound on the leak AUC may be, if it is known."""
         charge = self.charge
-        if not charge.covers.includes(peers) or not math.isfinite(charge.high):
+        if not charge.adversary.includes(peers) or not math.isfinite(charge.high):
             return None
         return self.figure(partial(auc_bound, known=known_of_forecast(charge)))
 
@@ -84,7 +81,7 @@ class PlannedAnswers(NamedTuple):
         known = known_of_forecast(self.charge)
         sum_kl, estimate = self.figure(float), self.figure(partial(estimate_of, known=known))
         figures = {"sum_kl": sum_kl, "estimated_leak_auc": estimate}
-        figures |= {peers.column: self.bound(peers) for peers in Covers}
+        figures |= {peers.column: self.bound(peers) for peers in Adversary}
         return {
             "noise": self.noise,
             "configured": self.is_configured,
@@ -176,7 +173,7 @@ def plan_of(
     context = settings.defense_context(pos_fraction)
     signals = signals_of(settings)
     forecast = _narrowed(settings.defense.forecast(context), widest_adversary(signals))
-    teaches = settings.defense.outlook(context, training_rows)
+    teaches = settings.defense.utility_in_words(context, training_rows)
     said = [*([teaches] if teaches else []), *(signal.why for signal in signals)]
     book = settings.earlier_answers() if earlier is None else earlier
     of_run = tuple(_answers(forecast, contract.epochs))
@@ -219,7 +216,7 @@ def _shares(labels: Tensor, data: PartyData) -> str:
     return f"{len(names)} classes: {', '.join(shares)}"
 
 
-def _narrowed(forecast: Forecast, peers: Covers) -> Forecast:
+def _narrowed(forecast: Forecast, peers: Adversary) -> Forecast:
     charges = {noise: charge.narrowed(peers) for noise, charge in forecast.charges.items()}
     return forecast._replace(charges=charges)
 
@@ -228,7 +225,7 @@ def _with_earlier(book: AccountBook, charge: ChargeForecast) -> str:
     """Say what earlier runs have revealed, and what they reveal with a whole run."""
     if not book.most():
         return ""
-    before, peers = book.known(), narrowest(book.covers(), charge.covers)
+    before, peers = book.known(), narrowest(book.adversary(), charge.adversary)
     both = auc_bound(book.most() + charge.high, compose(before, known_of_forecast(charge)))
     together = (
         f"together with this run {auc_at_most(both)}, bounded for {peers.in_words}"
@@ -238,7 +235,7 @@ def _with_earlier(book: AccountBook, charge: ChargeForecast) -> str:
     return (
         f"What earlier runs have revealed comes on top, sum_kl {at_most(book.most())} at most, a "
         f"leak AUC of {auc_at_most(auc_bound(book.most(), before))}, bounded for "
-        f"{book.covers().in_words}; {together}."
+        f"{book.adversary().in_words}; {together}."
     )
 
 

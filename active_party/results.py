@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from splitveil.active_party.ledger.account_book import LEDGER
-from splitveil.active_party.ledger.released_targets import TARGETS, targets_by_id
+from splitveil.active_party.ledger.stored_labels import TARGETS, targets_by_id
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings
@@ -31,24 +31,24 @@ from splitveil.active_party.training.evaluation import save_predictions
 from splitveil.active_party.training.own_models import Fitting, build_alone, train_alone
 from splitveil.active_party.training.predictions import PredictionFigures
 from splitveil.active_party.training.top_trainer import TopTrainer
-from splitveil.common.alignment import KeptExchanges
+from splitveil.common.alignment import ExchangeStores
 from splitveil.common.errors import BudgetExhausted, EndedForGood
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.party import command_line
-from splitveil.common.record.ended_run import clear_mark, end_of, mark_as_ended
-from splitveil.common.record.initial_weights import RELEASED_LABELS, TRUE_LABELS
 from splitveil.common.record.model_files import (
     ALONE,
     REFITTED,
+    RELEASED_LABELS,
+    TRUE_LABELS,
     delete_saved,
+    identity_metadata,
     save_model,
     save_tensors,
 )
-from splitveil.common.record.run_folder import open_run_folder
+from splitveil.common.record.run_folder import clear_mark, end_of, mark_as_ended, open_run_folder
 from splitveil.common.record.run_record import write_summary
 from splitveil.common.record.summary import Summary, provenance_of_process
 from splitveil.common.record.summary_tables import print_summary
-from splitveil.common.record.trained_model import identity_metadata
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.id_rules import rules_as_bytes
 from splitveil.common.run.messages import ModelIdentity
@@ -75,7 +75,7 @@ def open_folder(settings: ActiveSettings, *, fresh: bool) -> Path | None:
     # By its settings, the start of another run finds this one.
     command_line.save_resolved(settings, folder)
     if fresh:
-        KeptExchanges(folder).discard()
+        ExchangeStores(folder).discard()
     return folder
 
 

@@ -8,14 +8,14 @@ from pydantic import Field, Tag, model_validator
 from splitveil.active_party.defenses import DefenseContext, DefenseSettings
 from splitveil.active_party.defenses.section import WeightUses, refusal_of_weights
 from splitveil.active_party.ledger.account_book import SETTING, AccountBook, open_books
+from splitveil.active_party.ledger.budget import Limit
 from splitveil.active_party.ledger.label_signals import LabelUses, label_signals, objection_to
-from splitveil.active_party.ledger.limit import Limit
 from splitveil.common.data.source_settings import expand_path
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.settings import ModelSettings
 from splitveil.common.party.party_settings import Address, PartySettings, ReportSettings
+from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import SideInformation
-from splitveil.common.privacy.covers import Covers
 from splitveil.common.privacy.settings import DEFAULT_ATTACKS, AuditSettings, suggested
 from splitveil.common.run.contract import ACTIVE, Name
 from splitveil.common.run.id_rules import rules_as_bytes
@@ -84,7 +84,7 @@ class ServingSettings(Section):
 class PeersOfBudget(Section):
     """The peers for whom a budget has to hold."""
 
-    covers: Literal["anybody", "honest-but-curious", "knows class means only"] = "anybody"
+    adversary: Literal["anybody", "honest-but-curious", "knows class means only"] = "anybody"
     """The peers for whom the limit has to hold.
 
     ``anybody``: a peer that may choose its activations, and may know everything but one label.
@@ -94,9 +94,9 @@ class PeersOfBudget(Section):
     """
 
     @property
-    def peers(self) -> Covers:
+    def peers(self) -> Adversary:
         """The peers for whom the limit has to hold."""
-        return Covers(self.covers)
+        return Adversary(self.adversary)
 
 
 class LeakAucBudget(PeersOfBudget):
@@ -464,7 +464,7 @@ class ActiveSettings(PartySettings):
         if not described.includes(peers):
             raise ValueError(
                 f"run_budget: {self.defense.name} has no bound for {peers.in_words}, only for "
-                f"{described.in_words}. {why} Expected covers: {described} in run_budget, or a "
+                f"{described.in_words}. {why} Expected adversary: {described} in run_budget, or a "
                 f"defense with a bound for {peers.in_words}, such as projected_labels"
             )
         objection = objection_to(peers, label_signals(self.label_uses()))

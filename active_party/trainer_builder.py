@@ -10,14 +10,14 @@ from splitveil.active_party.defenses import AnswerKeys, Examples, NoiseSecrets
 from splitveil.active_party.defenses.example_keys import GRADIENT_NOISE, example_keys, key_name
 from splitveil.active_party.defenses.objective import Objective, TopModel
 from splitveil.active_party.ledger.account_book import persons_of
-from splitveil.active_party.ledger.used_labels import labels_first_used
+from splitveil.active_party.ledger.stored_labels import labels_first_used
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.label_kinds import LabelKind, OrdinaryObjective, kind_of
 from splitveil.active_party.training.predictions import LossWeights
 from splitveil.active_party.training.top_trainer import TopTrainer, TrainingRows
 from splitveil.active_party.workers import spread
 from splitveil.common.data.features import FeatureEncoder
-from splitveil.common.data.subjects import numbered
+from splitveil.common.data.ids import numbered_subjects
 from splitveil.common.errors import DataError
 from splitveil.common.models.factory import Trial, build_top_model
 from splitveil.common.models.optimizers import build_optimizer
@@ -90,7 +90,7 @@ class TrainerBuilder:
             known = self._known_targets.of(self._data.ids[row] for row in rows.file_rows)
         if self._subjects is not None:
             of_rows = self._subjects[rows.file_rows]
-            subjects = torch.from_numpy(numbered(of_rows))
+            subjects = torch.from_numpy(numbered_subjects(of_rows))
             persons = persons_of(of_rows, (self._data.ids[row] for row in rows.file_rows))
         examples = Examples(ids, labels, self._device, training, subjects, known)
         return TopTrainer(

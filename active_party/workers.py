@@ -17,8 +17,7 @@ from splitveil.common.models.spread_model import RowForm, SpreadModel, check_spr
 from splitveil.common.models.worker import Replica
 from splitveil.common.models.worker_line import WorkerLine
 from splitveil.common.party import command_line
-from splitveil.common.party.place import Place
-from splitveil.common.party.workers import check_model, check_same_model, work
+from splitveil.common.party.workers import Rank, check_model, check_same_model, work
 
 _ROLE = "top_model"
 
@@ -33,9 +32,9 @@ def check_settings(settings: ActiveSettings) -> None:
         )
 
 
-def work_for(settings: ActiveSettings, place: Place) -> None:
+def work_for(settings: ActiveSettings, rank: Rank) -> None:
     """Compute the top model's batches for rank 0 of this party."""
-    device = command_line.prepare(settings, place)
+    device = command_line.prepare(settings, rank)
 
     def build(facts: dict[str, Any]) -> Replica:
         check_same_model(facts["model"], settings.top_model, _ROLE)
@@ -49,7 +48,7 @@ def work_for(settings: ActiveSettings, place: Place) -> None:
         )
         return Replica(model.to(device), form, device)
 
-    work(place, build)
+    work(rank, build)
 
 
 def spread(

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from pyarrow import csv
 
 from benchmarks.environment import in_a_process, print_environment
-from splitveil.simulation import free_address
+from tests.support.simulation import free_address
 
 CONTRACT = {"run_name": "files", "cut_shape": [1], "batch_size": 1, "epochs": 1}
 PARTY = {

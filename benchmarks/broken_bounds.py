@@ -68,7 +68,7 @@ def main() -> None:
                 read = found.readings[reading]
                 figures = (read.first_batch, read.last_batch, read.whole_run)
                 cells = " | ".join(cell(value, found.bound) for value in figures)
-                bound = f"{auc_at_most(found.bound)} | {found.covers}"
+                bound = f"{auc_at_most(found.bound)} | {found.adversary}"
                 print(f"| {title} | {what} | `{reading}` | {cells} | {bound} |", flush=True)
 
 

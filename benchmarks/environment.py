@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from splitveil.experiments.machine import machine
+from splitveil.experiments.execution import machine
 
 
 def print_environment(*packages: str) -> None:

@@ -6,7 +6,7 @@ Cuts each table into the columns of two parties, runs ``splitveil init`` on both
 with what it writes, once with the defense that it recommends and once without any. Beside them
 stands gradient boosting on all columns that either party uses, with unprotected labels and the same
 training and test rows. A seed decides split, batches and noise. Prints the table of
-docs/results/first-settings.md.
+docs/results/guaranteed-tradeoff.md.
 """
 
 import argparse
@@ -27,7 +27,6 @@ from sklearn.ensemble import HistGradientBoostingClassifier
 from sklearn.metrics import roc_auc_score
 
 from benchmarks.environment import print_environment
-from splitveil import simulation
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.own_models import Fitting
 from splitveil.common.data.settings import DataSettings
@@ -36,6 +35,7 @@ from splitveil.common.run.course import AlignedRows
 from splitveil.deploy.init.choices import Wishes
 from splitveil.deploy.init.initialise import initialise
 from splitveil.deploy.init.proposal import Terms
+from tests.support import simulation
 
 FoundT = TypeVar("FoundT")
 

@@ -34,13 +34,11 @@ import torch
 
 from benchmarks.environment import print_environment
 from splitveil.active_party.monitor.stated import ledger_figures
-from splitveil.common.privacy.attacks import ATTACKS, CUT, RunAttackName
-from splitveil.common.privacy.covers import Covers
-from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
+from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.attacks import ATTACKS, CUT, FINAL_ATTACKS, RUN_ATTACKS, RunAttackName
 from splitveil.common.privacy.run_level import RunLevelLeak
 from tests.support.attacked_run import (
     BATCH_ATTACKS,
-    RUN_ATTACKS,
     AttackedRun,
     attacked_run,
     deal_labels,
@@ -133,7 +131,7 @@ def batch_table(runs: Mapping[str, Sequence[AttackedRun]], layer: str) -> list[s
     attacks = [
         name
         for name in BATCH_ATTACKS
-        if name in every[0].leak[layer] and (layer == CUT or ATTACKS[name].reads_gradients)
+        if name in every[0].leak[layer] and ATTACKS[name].runs_at(layer)
     ]
     lines = header(["defense", "test AUC", *(f"`{name}`" for name in attacks)])
     for defense, found in runs.items():
@@ -162,7 +160,7 @@ def run_table(runs: Mapping[str, Sequence[AttackedRun]]) -> list[str]:
     for defense, found in runs.items():
         leaks = [interval([r.run_level[layer][name] for r in found]) for layer, name in columns]
         estimate = average(found, lambda r: r.bounds.estimate.max)
-        bound = average(found, lambda r: r.bounds.against(Covers.CLASS_MEANS).leak_auc.max)
+        bound = average(found, lambda r: r.bounds.against(Adversary.CLASS_MEANS).leak_auc.max)
         lines.append(row([defense, *leaks, estimate, bound]))
     told = every[0].features_alone.keys()
     alone = [

@@ -28,8 +28,7 @@ import yaml
 from pyarrow import parquet
 
 from benchmarks.environment import print_environment
-from splitveil.active_party.predict.batch import BatchPrediction
-from splitveil.active_party.predict.parts import Parts, Plan
+from splitveil.active_party.predict.batch import BatchPrediction, Parts, PredictionPlan
 from splitveil.active_party.predict.predictor import open_predictor
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.models.factory import build_bottom_model, build_top_model
@@ -37,16 +36,13 @@ from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import PartySettings, load_party_settings
-from splitveil.common.record.model_files import save_model
-from splitveil.common.record.trained_model import identity_metadata
+from splitveil.common.record.model_files import identity_metadata, save_model
 from splitveil.common.run.messages import ModelIdentity
 from splitveil.passive_party.predict.served_model import ServedModel
-from splitveil.passive_party.predict.server import InferenceServer
-from splitveil.passive_party.predict.service import InferenceService
-from splitveil.passive_party.predict.throttle import Throttle
+from splitveil.passive_party.predict.service import InferenceServer, InferenceService, Throttle
 from splitveil.passive_party.settings import PassiveSettings
-from splitveil.simulation import free_address
 from tests.support.certificates import make, use
+from tests.support.simulation import free_address
 
 CPU = torch.device("cpu")
 IDENTITY = ModelIdentity("benchmark", 1)
@@ -153,7 +149,7 @@ def predict(settings: ActiveSettings, ids: list[str], output: Path) -> tuple[flo
     """Predict all ids, and return CPU seconds and seconds."""
     with open_predictor(settings, CPU) as predictor:
         cpu, wall = cpu_seconds(), time.perf_counter()
-        parts = Parts(output, Plan("benchmark", "", ()), ids)
+        parts = Parts(output, PredictionPlan("benchmark", "", ()), ids)
         batch = BatchPrediction(predictor, settings.contract, settings.reconnect, Interruption())
         result = batch.run(parts, lambda _: None)
         if result.found != len(ids):

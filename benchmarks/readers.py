@@ -28,7 +28,7 @@ import torch
 from pyarrow import csv as arrow_csv
 
 from benchmarks.environment import in_a_process, print_environment
-from splitveil.common.data.converted import MappedTable, open_converted
+from splitveil.common.data.converted import open_converted
 from splitveil.common.data.features import FeatureEncoder, RowEncoder
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.party.party_data import PartyData
@@ -144,7 +144,7 @@ def measured_reading(folder: Path) -> tuple[float, ...]:
     torch.set_num_threads(1)
     data = PartyData.load(settings(folder), Path())
     features = data.settings.features
-    if features is None or not isinstance(data.table, MappedTable):
+    if features is None or not data.table.is_on_disk:
         raise TypeError("the settings name features and a cache")
     memory, cpu = Memory(), time.process_time()
     encoder = FeatureEncoder.fit(features, data.table, np.arange(len(data.ids)))

@@ -30,14 +30,14 @@ from numpy.typing import NDArray
 
 from benchmarks.environment import in_a_process, print_environment
 from benchmarks.predict import save_models, serve, started, write_example
-from splitveil.active_party.http.online_status import OnlineStatus
-from splitveil.active_party.http.opening import open_desk, open_doors, serving
+from splitveil.active_party.commands.serve import access_of, open_service, serving
+from splitveil.active_party.http.status import OnlineStatus
 from splitveil.active_party.predict.predictor import open_predictor
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.passive_party.settings import PassiveSettings
-from splitveil.simulation import free_address
 from tests.support.certificates import make, use
+from tests.support.simulation import free_address
 
 ROWS = 20_000
 AIM_MS = 20.0
@@ -54,8 +54,8 @@ def answer(settings: ActiveSettings) -> Iterator[None]:
         status = OnlineStatus(settings.contract)
         cpu = torch.device("cpu")
         predictor = resources.enter_context(open_predictor(settings, cpu, notes=status))
-        desk = open_desk(settings, predictor, resources, status)
-        resources.enter_context(serving(settings, desk, open_doors(settings)))
+        service = open_service(settings, predictor, resources, status)
+        resources.enter_context(serving(settings, service, access_of(settings)))
         yield
 
 

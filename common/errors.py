@@ -1,37 +1,7 @@
 """The errors that splitveil raises on purpose, and the exit codes with which they end a process.
 
-    SplitveilError                 1
-    |- SettingsError               2   the settings, or the two parties' contracts
-    |  `- ContractMismatch
-    |- DataError                   3   a party's own file
-    |- AlignmentError              3   the intersection of the two parties' ids
-    |- PeerError                   4   the other party
-    |  |- PeerUnreachable              it is silent or gone
-    |  |  |- Busy                      it has as many streams as it serves at a time
-    |  |  |- OthersAwaited             it is waiting for another passive party
-    |  |  `- PeerRenewed               its certificate differs from the one seen before
-    |  |- PeerUntrusted                one party does not accept the other's identity
-    |  |- OtherModel                   its half of the model is from another training
-    |  |- TableRefused                 it does not give its whole table
-    |  |- PeerLeft                     it announced that it stops
-    |  |  `- PeerEndedForGood      5   for good: restarting does not help
-    |  |- PeerRestarted                it was restarted, and the run must be opened again
-    |  |- NothingBegun                 its run started over before any answer
-    |  `- ProtocolError                it broke a rule of the protocol
-    |     |- InvalidMessage            the message cannot be what it claims to be
-    |     |- OutOfStep                 a well-formed message at the wrong time
-    |     |- NotOpen                   a message for a run that must be opened first
-    |     |- TooLarge                  a message that exceeds the agreed limits
-    |     `- AuditRefused              scores that are not measured in this run
-    |- StorageError                1   a checkpoint or a log could not be read or written
-    |- OtherAnswer                 1   a repeated question would get another answer
-    |- EndedForGood                5   this party has ended the run for good
-    |  |- BudgetExhausted              the next answer would exceed the run's budget
-    |  `- LeakGateClosed               attacks measured more than the run may leak
-    `- Interrupted            130, 143 a person or a supervisor stopped this party
-
 Messages are for this party's own user and say what was expected and what was received. The *peer*
-is told about an error in one of the fixed sentences in ``common/wire/status.py``.
+gets one of the fixed sentences in ``common/wire/status.py``.
 """
 
 import signal
@@ -127,7 +97,7 @@ class PeerRestarted(PeerError):
     """The other party was restarted: opening the run again resumes it from a checkpoint."""
 
 
-class NothingBegun(PeerError):
+class StartedOver(PeerError):
     """The run to resume had not answered anything yet, and has started over since."""
 
 

@@ -57,14 +57,7 @@ class Authority(NamedTuple):
 
 
 def make_certificates(folder: Path, names: dict[str, str], days: int = PARTY_DAYS) -> None:
-    """Make an authority and one certificate per party, valid for some days.
-
-    ``names`` has the DNS name of each party's certificate, by the party's name.
-
-    Raises:
-        SettingsError: one of the files exists.
-        StorageError: a file cannot be written.
-    """
+    """Make an authority and a certificate per party; ``names`` has their DNS names by party."""
     existing = [path for path in _all_files(folder, names) if path.exists()]
     if existing:
         raise SettingsError(
@@ -77,12 +70,7 @@ def make_certificates(folder: Path, names: dict[str, str], days: int = PARTY_DAY
 
 
 def keep_certificates(folder: Path, names: dict[str, str], days: int = PARTY_DAYS) -> None:
-    """Make missing certificates; renew those that expire soon or carry another name.
-
-    Raises:
-        SettingsError: the authority's files exist and cannot be used.
-        StorageError: a file cannot be written.
-    """
+    """Make missing certificates; renew those that expire soon or carry another name."""
     if not authority_folder(folder).certificate.exists():
         make_certificates(folder, names, days)
         return
@@ -97,10 +85,6 @@ def renew_certificate(folder: Path, party: str, days: int = PARTY_DAYS) -> None:
 
     Between the two replacements, key and certificate do not match. A running party that reads them
     at that moment keeps the old ones and reads the files again at the next connection.
-
-    Raises:
-        SettingsError: the party has no certificate, or there is no authority.
-        StorageError: a file cannot be written.
     """
     own = PartyFolder(folder / party)
     names = dns_names(read_certificate(own.certificate))
@@ -138,12 +122,6 @@ def new_authority() -> Authority:
 
 
 def make_authority(folder: Path) -> Authority:
-    """Make an authority in a folder's subfolder ``authority``.
-
-    Raises:
-        SettingsError: it exists.
-        StorageError: a file cannot be written.
-    """
     own = authority_folder(folder)
     if own.private_key.exists() or own.certificate.exists():
         raise SettingsError(f"{own.folder} holds an authority, which will not be overwritten")
@@ -213,11 +191,6 @@ def _all_files(folder: Path, names: dict[str, str]) -> list[Path]:
 
 
 def read_certificate(path: Path) -> x509.Certificate:
-    """Read a certificate.
-
-    Raises:
-        SettingsError: the file cannot be read, or holds something else.
-    """
     try:
         found = x509.load_pem_x509_certificate(read_bytes(path, MAX_FILE_BYTES))
         dns_names(found)  # checks them, because the library parses lazily
@@ -229,11 +202,6 @@ def read_certificate(path: Path) -> x509.Certificate:
 
 
 def read_authority(folder: Path) -> Authority:
-    """Read an authority's certificate and key.
-
-    Raises:
-        SettingsError: a file cannot be read, or holds something else.
-    """
     own = authority_folder(folder)
     certificate = read_certificate(own.certificate)
     try:

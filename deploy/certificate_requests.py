@@ -41,14 +41,7 @@ _KINDS = {
 
 
 def make_request(folder: Path, party: str, name: str) -> tuple[str, bool]:
-    """Write a request for a party's certificate, with a new key if the party has none.
-
-    Returns the public key's SHA-256, and whether the key is new.
-
-    Raises:
-        SettingsError: the existing key cannot be used.
-        StorageError: a file cannot be written.
-    """
+    """Write a request, with a key if there is none; returns its SHA-256, and whether it is new."""
     own = PartyFolder(folder / party)
     is_new = not own.private_key.exists()
     if is_new:
@@ -70,22 +63,10 @@ def sign_request(
 ) -> tuple[str, str]:
     """Sign a party's request, and write its certificate beside that of the authority.
 
-    Only the public key and the one expected name are taken from the request.
-
-    Args:
-        folder: folder of the authority.
-        path: the request.
-        own: where the certificate is written.
-        name: DNS name that the contract gives this party.
-        days: validity in days.
-        said: the public key's SHA-256 as the other side has read it out; None if not compared here.
+    Only the public key and the one expected name are taken from the request. ``said`` is the public
+    key's SHA-256 as the other side has read it out, if it is compared here.
 
     Returns the SHA-256 of the public key, and that of the authority's certificate.
-
-    Raises:
-        SettingsError: the file is no valid request, is for another name or key, or the authority
-            cannot sign.
-        StorageError: a file cannot be written.
     """
     authority = read_authority(folder)
     request = read_request(path)
@@ -110,11 +91,7 @@ def sign_request(
 
 
 def read_request(path: Path) -> x509.CertificateSigningRequest:
-    """Read a request, and check that its sender holds the key.
-
-    Raises:
-        SettingsError: the file cannot be read, or holds something else; the message says what.
-    """
+    """Read a request, and check that its sender holds the key."""
     found, expected = kind_of_file(path), "a certificate signing request"
     if found != expected:
         raise SettingsError(f"{path}: expected {expected}, found {found}")
@@ -129,11 +106,7 @@ def read_request(path: Path) -> x509.CertificateSigningRequest:
 
 
 def kind_of_file(path: Path) -> str:
-    """Return what a PEM file holds, in words.
-
-    Raises:
-        SettingsError: the file cannot be read.
-    """
+    """Return what a PEM file holds, in words."""
     try:
         data = read_bytes(path, MAX_FILE_BYTES)
     except OSError as error:

@@ -18,11 +18,11 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from pydantic import TypeAdapter, ValidationError
 
 from splitveil.common.errors import SettingsError
+from splitveil.common.party.arguments import add_completion
 from splitveil.common.party.credentials import SOON_DAYS, dns_names, subject_of
 from splitveil.common.party.json_output import add_json, print_json
 from splitveil.common.run.contract import ACTIVE, DnsName, Name
 from splitveil.common.text.log_lines import configure_logging
-from splitveil.common.text.shell_completion import add_completion
 from splitveil.common.text.version import add_version
 from splitveil.common.text.visible_text import visible
 from splitveil.deploy.authority import (
@@ -85,7 +85,7 @@ def _authority(options: argparse.Namespace) -> None:
     made = make_authority(options.folder)
     _warn_of_key(options.folder)
     written = str(authority_folder(options.folder).certificate)
-    _tell(options, {"written": written, "authority": fingerprint_of(made.certificate)})
+    _print_lines(options, {"written": written, "authority": fingerprint_of(made.certificate)})
 
 
 def _request(options: argparse.Namespace) -> None:
@@ -97,7 +97,7 @@ def _request(options: argparse.Namespace) -> None:
         "identity": name,
         "public key": fingerprint,
     }
-    _tell(
+    _print_lines(
         options,
         found,
         f"{'a new' if is_new_key else 'the same'} private key (mode 0600), which stays here; "
@@ -116,7 +116,7 @@ def _sign(options: argparse.Namespace) -> None:
         "certificate": str(own.certificate),
     }
     heard = "" if said else "compare both SHA-256 over the phone, then "
-    _tell(options, found, f"{heard}send {own.certificate} and {own.authority} back")
+    _print_lines(options, found, f"{heard}send {own.certificate} and {own.authority} back")
 
 
 def _name_of(options: argparse.Namespace) -> str:
@@ -169,7 +169,7 @@ def _show(options: argparse.Namespace) -> None:
     if found == "a certificate signing request":
         request = read_request(options.file)
         subject = request.subject.rfc4514_string()
-        _tell(options, {"subject": subject, "public key": _key_of(request)})
+        _print_lines(options, {"subject": subject, "public key": _key_of(request)})
         return
     if found != "a certificate":
         expected = "expected a certificate or a certificate signing request in PEM form"
@@ -188,7 +188,7 @@ def _show(options: argparse.Namespace) -> None:
         "SHA-256": fingerprint_of(certificate),
         "public key": _key_of(certificate),
     }
-    _tell(options, lines)
+    _print_lines(options, lines)
 
 
 def _key_of(found: x509.Certificate | x509.CertificateSigningRequest) -> str:
@@ -198,7 +198,7 @@ def _key_of(found: x509.Certificate | x509.CertificateSigningRequest) -> str:
     return "of another kind than EC or RSA"
 
 
-def _tell(options: argparse.Namespace, found: dict[str, str], advice: str = "") -> None:
+def _print_lines(options: argparse.Namespace, found: dict[str, str], advice: str = "") -> None:
     if options.json:
         print_json({name.replace(" ", "_"): value for name, value in found.items()})
         return
@@ -238,7 +238,7 @@ def parser(program: str) -> argparse.ArgumentParser:
         help=f"keep existing certificates; renew those that expire within {SOON_DAYS} days",
     )
     init.set_defaults(action=_init)
-    authority = commands.add_parser("authority", help="make an authority alone")
+    authority = commands.add_parser("authority", help="make only an authority")
     authority.add_argument("folder", type=Path, metavar="DIR", help="parent of its folder")
     authority.set_defaults(action=_authority)
     request = commands.add_parser("request", help="make a key, and a request for its certificate")

@@ -1,14 +1,13 @@
 """The final figures of several runs of one example, side by side."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Group
 
-from splitveil.common.privacy.covers import Covers
-from splitveil.common.record.figures import LedgerFigures
-from splitveil.common.record.leak_figures import BatchFigures, LeakFigures, RunFigures
+from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.record.figures import BatchFigures, LeakFigures, LedgerFigures
 from splitveil.common.record.run_record import read_summary
 from splitveil.common.record.summary import Summary
 from splitveil.common.record.values import ByAttack, ValueT
@@ -25,20 +24,12 @@ class RunResults(NamedTuple):
     passives: Mapping[str, Summary]
     """Prefix of a party's layer names -> its summary."""
 
-    @property
-    def leak(self) -> ByAttack[BatchFigures]:
-        """The leak of single batches at each layer.
+    def leaks(self, part: Callable[[LeakFigures], ByAttack[ValueT]]) -> ByAttack[ValueT]:
+        """Return a part of all parties' figures at each layer.
 
-        At the cut layer these are the active party's figures, whose oracle attacks know a clean
-        gradient; at earlier layers the passive party's, which alone sees those.
+        At the cut layer these are the active party's, whose oracle attacks know a clean gradient;
+        at earlier layers those of the passive party, the only one that sees these.
         """
-        return self._of_all(lambda leak: leak.batches)
-
-    @property
-    def run_level(self) -> ByAttack[RunFigures]:
-        return self._of_all(lambda leak: leak.run_level)
-
-    def _of_all(self, part: Callable[[LeakFigures], ByAttack[ValueT]]) -> ByAttack[ValueT]:
         of_passives = {
             f"{prefix}{layer}": attacks
             for prefix, summary in self.passives.items()
@@ -48,11 +39,7 @@ class RunResults(NamedTuple):
 
 
 def read_results(run_dir: Path) -> RunResults:
-    """Read the summaries that all parties wrote at the end of a run.
-
-    Raises:
-        SettingsError: one is missing or cannot be read.
-    """
+    """Read the summaries that all parties wrote at the end of a run."""
     active = read_summary(run_dir / ACTIVE)
     contract = read_yaml(run_dir / ACTIVE / "settings.yaml").get("contract")
     parties = contract.get("passive_parties", []) if isinstance(contract, dict) else []
@@ -91,7 +78,7 @@ def _table(title: str, results: Mapping[str, RunResults]) -> PlainTable:
     _add_leaks(table, runs)
     ledgers = [run.active.of_active.ledger or LedgerFigures() for run in runs]
     table.add_row("ledger: estimate", *(_number(one.estimate.max, 3) for one in ledgers))
-    for peers in Covers:
+    for peers in Adversary:
         bounds = (_at_most(one.against(peers).max) for one in ledgers)
         table.add_row(f"bound: {peers}", *bounds)
     return table
@@ -99,19 +86,21 @@ def _table(title: str, results: Mapping[str, RunResults]) -> PlainTable:
 
 def _add_leaks(table: PlainTable, runs: Sequence[RunResults]) -> None:
     table.add_section()
-    for layer, attack in _pairs(run.leak for run in runs):
-        cells = [_leak_cell(run.leak.get(layer, {}).get(attack)) for run in runs]
-        table.add_row(f"{layer}: {attack} leak AUC", *cells)
+    for place, figures in _by_attack([run.leaks(lambda leak: leak.batches) for run in runs]):
+        table.add_row(f"{place} leak AUC", *map(_leak_cell, figures))
     table.add_section()
-    for layer, attack in _pairs(run.run_level for run in runs):
-        found = (run.run_level.get(layer, {}).get(attack) for run in runs)
-        cells = [_number(None if one is None else one.auc, 3) for one in found]
-        table.add_row(f"{layer}: {attack}", *cells)
+    for place, of_runs in _by_attack([run.leaks(lambda leak: leak.run_level) for run in runs]):
+        aucs = [None if measured is None else measured.auc for measured in of_runs]
+        table.add_row(place, *(_number(auc, 3) for auc in aucs))
 
 
-def _pairs(leaks: Iterable[ByAttack[ValueT]]) -> list[tuple[str, str]]:
+def _by_attack(
+    leaks: Sequence[ByAttack[ValueT]],
+) -> Iterator[tuple[str, list[ValueT | None]]]:
+    """Yield each attack at each layer with the figures of all runs."""
     pairs = ((layer, a) for leak in leaks for layer, attacks in leak.items() for a in attacks)
-    return list(dict.fromkeys(pairs))
+    for layer, attack in dict.fromkeys(pairs):
+        yield f"{layer}: {attack}", [leak.get(layer, {}).get(attack) for leak in leaks]
 
 
 def _leak_cell(figures: BatchFigures | None) -> str:

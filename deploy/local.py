@@ -20,27 +20,32 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import yaml
 from rich.console import Console
 from rich.text import Text
 
 from splitveil.common.errors import EndedForGood, SettingsError
+from splitveil.common.party.arguments import add_completion
 from splitveil.common.party.json_output import add_json, print_json
-from splitveil.common.record.ended_run import has_finished
-from splitveil.common.run.contract import ACTIVE, NAME_CHARACTERS
-from splitveil.common.settings import apply_overrides, read_yaml
-from splitveil.common.text.shell_completion import add_completion
+from splitveil.common.record.run_folder import has_finished
+from splitveil.common.record.run_record import read_summary
+from splitveil.common.run.contract import ACTIVE
+from splitveil.common.settings import read_yaml
 from splitveil.common.text.version import add_version
 from splitveil.common.text.visible_text import cell, visible
-from splitveil.common.text.wording import slug
-from splitveil.common.text.yaml_text import load_yaml
 from splitveil.deploy.comparison import comparison_table, read_results
-from splitveil.deploy.local_results import EndedRun, document, refuse_unknown_settings
+from splitveil.deploy.overrides import (
+    NamedDefense,
+    Overrides,
+    contract_values,
+    override,
+    parse_defense,
+    party_kinds,
+    refuse_unknown_settings,
+)
 from splitveil.deploy.party_processes import run_parties
-from splitveil.deploy.trial_certificates import contract_values, trial_overrides
+from splitveil.deploy.trial_certificates import trial_overrides
 
 WITH_SUMMARY = (0, EndedForGood.exit_code)
 """Exit codes of runs that ended as intended, including by a budget or a gate."""
@@ -53,119 +58,49 @@ PYTHON = (sys.executable, "-P")
 _NONCE_SEED = "insecure_nonce_seed"
 
 
-class NamedDefense(NamedTuple):
-    title: str
-    settings: dict[str, Any]
-
-    def run_name(self, name: str) -> str:
-        """Return the name of the run of an example (by its own name) with this defense."""
-        whole = f"{name}-{slug(self.title).strip('-')}"
-        if len(whole) <= NAME_CHARACTERS:
-            return whole
-        # Long settings differ in what is cut off.
-        digest = hashlib.blake2b(f"{name} {self.title}".encode(), digest_size=4).hexdigest()
-        return f"{whole[: NAME_CHARACTERS - len(digest) - 1].rstrip('-_.')}-{digest}"
-
-
-class Overrides(NamedTuple):
-    """Overrides ``NAME=VALUE`` of each party's settings, including the contract's."""
-
-    active: list[str]
-    passive: list[str]
-    each: Mapping[str, list[str]] = MappingProxyType({})
-    """Overrides for a single one of the passive parties, by the name of its file."""
-
-    def of(self, kind: str) -> list[str]:
-        """Return the overrides of the party whose file has this name."""
-        if kind == ACTIVE:
-            return self.active
-        return [*self.passive, *self.each.get(kind, [])]
-
-    def adding(self, *overrides: str) -> "Overrides":
-        """Return a copy with more overrides, each routed by the word before its first dot.
-
-        Raises:
-            SettingsError: that word is neither a party nor ``contract``.
-        """
-        active, passive = list(self.active), list(self.passive)
-        each = {kind: list(own) for kind, own in self.each.items()}
-        for text in overrides:
-            owner, _, own = text.partition(".")
-            match owner:
-                case "active":
-                    active.append(own)
-                case "passive":
-                    passive.append(own)
-                case "contract":
-                    active.append(text)
-                    passive.append(text)
-                case kind if kind.startswith("passive_"):
-                    each.setdefault(kind, []).append(own)
-                case _:
-                    raise SettingsError(
-                        f"--set {text}: expected active.NAME=VALUE, passive.NAME=VALUE or "
-                        "contract.NAME=VALUE"
-                    )
-        return Overrides(active, passive, each)
-
-
 class PlannedRun(NamedTuple):
     name: str
     overrides: Overrides
+
+
+class EndedRun(NamedTuple):
+    """A run that has ended and left its summaries."""
+
+    folder: Path
+    exit_code: int
+    """0, or 5 where a budget or a gate ended it."""
+
+    @property
+    def report(self) -> Path:
+        return self.folder / ACTIVE / "report.html"
+
+    def as_json(self, title: str) -> dict[str, object]:
+        folders = sorted(path.parent for path in self.folder.glob("*/summary.json"))
+        return {
+            "run": self.folder.name,
+            "title": title,
+            "folder": str(self.folder),
+            "exit_code": self.exit_code,
+            "report": _existing(self.report),
+            "summaries": {folder.name: read_summary(folder).form() for folder in folders},
+        }
+
+
+def _existing(page: Path | None) -> str | None:
+    return None if page is None or not page.exists() else str(page)
 
 
 def run(options: argparse.Namespace) -> int:
     return run_example(options.example_dir, options)
 
 
-def parse_defense(text: str) -> NamedDefense:
-    """Parse a defense: a name, ``name:setting=value,...``, or YAML.
-
-    Raises:
-        SettingsError: the text has none of these forms.
-    """
-    if text.lstrip().startswith("{"):
-        settings = _read_mapping(text)
-    else:
-        name, _, rest = text.partition(":")
-        settings = apply_overrides({"name": name}, rest.split(",") if rest else [])
-    return NamedDefense(" ".join(_title_parts(settings)), settings)
-
-
-def _read_mapping(text: str) -> dict[str, Any]:
-    values = load_yaml(text, "--defense")
-    if not isinstance(values, dict) or "name" not in values:
-        raise SettingsError(f"--defense {text}: expected a defense's settings, including its name")
-    return values
-
-
-def _title_parts(settings: dict[str, Any]) -> Iterator[str]:
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            yield from _title_parts(value)
-        else:
-            yield str(value) if name == "name" else override(name, value)
-
-
-def override(name: str, value: object) -> str:
-    """Return an override ``dotted.name=yaml``."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**6)
-    return f"{name}={text.removesuffix(chr(10)).removesuffix('...').strip()}"
-
-
 def run_example(example_dir: Path, options: argparse.Namespace) -> int:
-    """Run an example and return the exit code.
-
-    Raises:
-        SettingsError: the options, or a file of the example, cannot be used.
-    """
     kinds, runs_dir = party_kinds(example_dir), options.runs
-    base = Overrides([], []).adding(*_defaults(example_dir, len(kinds)), *options.overrides)
-    unknown = base.each.keys() - set(kinds)
-    if unknown:
-        raise SettingsError(f"--set: {example_dir} has no file {', '.join(sorted(unknown))}.yaml")
+    base = Overrides([*_defaults(example_dir, len(kinds)), *options.overrides])
+    if unknown := base.without_file(kinds):
+        raise SettingsError(f"--set: {example_dir} has no file {', '.join(unknown)}.yaml")
     settings = read_yaml(example_dir / f"{ACTIVE}.yaml")
-    name = str(contract_values(example_dir, settings, base.active).get("run_name"))
+    name = str(contract_values(example_dir, settings, base.of(ACTIVE)).get("run_name"))
     defenses = [parse_defense(text) for text in options.defense]
     if len(defenses) > 1:
         base = _sharing_batches(example_dir, kinds, name, base)
@@ -189,7 +124,8 @@ def run_example(example_dir: Path, options: argparse.Namespace) -> int:
         folders = [str(one.folder) for one in ended.values()]
         _report("--output", str(page), "--compare", *folders, as_json=options.json)
     if options.json and ended:
-        print_json(document(name, ended, page))
+        runs = [run.as_json(title) for title, run in ended.items()]
+        print_json({"name": name, "runs": runs, "comparison": _existing(page)})
     if not options.json and not code:
         _show(name, ended, page)
     return code
@@ -273,12 +209,6 @@ def _commands(
         ]
         for kind in kinds
     }
-
-
-def party_kinds(example_dir: Path) -> list[str]:
-    """Return the names of the parties' files without their ending, the active party's first."""
-    passive = sorted(path.stem for path in example_dir.glob("passive_*.yaml"))
-    return [ACTIVE, *(passive or ["passive"])]
 
 
 def _defaults(example_dir: Path, num_parties: int) -> list[str]:

@@ -1,21 +1,26 @@
 """Runs the parties as processes on this machine, with their output, signals and exit codes."""
 
+import json
 import math
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import IO
+from typing import IO, Self
 
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from splitveil.common.errors import PeerError
 from splitveil.common.party.interruption import stop_signals_to
-from splitveil.deploy.run_display import RunDisplay
+from splitveil.common.record.progress import VARIABLE, TrainingProgress
+from splitveil.common.text.visible_text import visible
 
 PEER_NOTICES_S = 5.0
 """Seconds that a party may continue after another has failed: enough to notice it and to save."""
@@ -24,6 +29,79 @@ STOP_S = 20.0
 """Seconds that a party may take to end after a signal: to finish its step and to write files."""
 
 _POLL_S = 0.05
+
+_LOG_LINE = re.compile(r"(\d\d:\d\d:\d\d) \S+ (DEBUG|INFO|WARNING|ERROR|CRITICAL) (.*)")
+_STYLES = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
+_TIME_WIDTH = 8
+_LONGEST_LINE = 4096
+
+
+class RunDisplay:
+    """The output of some parties on one terminal: a table of log lines above the first one's bar.
+
+    A line has the time, the party, and the message, wrapped beneath itself. Where there is no
+    terminal, the lines keep the party's name in front, as they come.
+    """
+
+    def __init__(self, parties: Sequence[str], console: Console) -> None:
+        self._console = console
+        self._leader = parties[0]
+        self._width = max(map(len, parties))
+        self._bar: TrainingProgress | None = None
+        self._last_time = ""
+        self._lock = threading.Lock()
+        self._resources = ExitStack()
+        self._progress, self.descriptor = os.pipe()
+        self._reader = threading.Thread(target=self._read_progress, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._reader.start()
+        return self
+
+    def close_writing(self) -> None:
+        """Close this process's own end, once every party has a copy."""
+        os.close(self.descriptor)
+
+    def __exit__(self, *_: object) -> None:
+        self._reader.join()
+        self._resources.close()
+
+    def show(self, party: str, line: str) -> None:
+        parts = _LOG_LINE.fullmatch(line)
+        when, level, message = parts.groups() if parts else ("", "", line)
+        with self._lock:
+            shown = "" if when == self._last_time else when
+            self._last_time = when or self._last_time
+            self._console.print(self._row(shown, party, message, _STYLES.get(level, "")))
+
+    def _row(self, when: str, party: str, message: str, style: str) -> Table:
+        row = Table.grid(padding=(0, 1, 0, 0), expand=True)
+        row.add_column(width=_TIME_WIDTH, style="dim")
+        row.add_column(width=self._width, no_wrap=True, style="cyan")
+        row.add_column(ratio=1, overflow="fold")
+        row.add_row(when, party, Text(visible(message), style=style))
+        return row
+
+    def _read_progress(self) -> None:
+        with os.fdopen(self._progress, encoding="utf-8", errors="replace") as lines:
+            while line := lines.readline(_LONGEST_LINE):
+                try:
+                    read = json.loads(line)
+                    party, done, total = str(read["party"]), int(read["done"]), int(read["total"])
+                    numbers = {str(name): float(one) for name, one in read["numbers"].items()}
+                except (ValueError, KeyError, TypeError, AttributeError):
+                    continue  # a program of the user's own may write there, too
+                if party == self._leader:
+                    self._advance(done, total, numbers)
+
+    def _advance(self, done: int, total: int, numbers: dict[str, float]) -> None:
+        if self._bar is None:
+            bar = TrainingProgress("training", total, console=self._console)
+            with self._lock:  # a line that is being printed knows of no bar, and would end in it
+                self._bar = self._resources.enter_context(bar)
+        if done < self._bar.steps_done:
+            self._bar.resume_at(done)
+        self._bar.advance(done - self._bar.steps_done, **numbers)
 
 
 def run_parties(commands: Mapping[str, Sequence[str]], *, stderr: bool = False) -> int:
@@ -67,7 +145,7 @@ def _run_side_by_side(
 
 
 def _start(name: str, command: Sequence[str], display: RunDisplay | None) -> subprocess.Popen[str]:
-    own = {} if display is None else display.environment
+    own = {} if display is None else {VARIABLE: str(display.descriptor)}
     return subprocess.Popen(
         command,
         env={**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": str(_columns(name)), **own},

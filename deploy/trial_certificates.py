@@ -9,6 +9,7 @@ from splitveil.common.errors import SettingsError, StorageError
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.settings import apply_overrides, read_yaml
 from splitveil.deploy.authority import PartyFolder, keep_certificates
+from splitveil.deploy.overrides import contract_values
 
 logger = logging.getLogger(__name__)
 
@@ -21,15 +22,8 @@ def trial_overrides(
 ) -> dict[str, list[str]]:
     """Make certificates if a party's settings ask for mTLS and name files that do not exist.
 
-    Args:
-        example_dir: folder with a settings file for each kind of party, such as ``active.yaml``.
-        runs_dir: folder that keeps the certificates for the next call.
-        overrides: items ``dotted.name=yaml`` for each kind of party, including contract settings.
-
-    Returns further overrides with which each kind of party finds its certificates.
-
-    Raises:
-        SettingsError: the settings cannot be read, or the certificates cannot be written.
+    ``overrides`` are those of each party's file. Returns further ones, with which each party finds
+    its certificates; they stay in ``runs_dir`` for the next call.
     """
     settings = {
         kind: apply_overrides(
@@ -69,13 +63,3 @@ def _has_no_certificate(settings: dict[str, Any], example_dir: Path) -> bool:
     if not isinstance(security, dict) or security.get("mode", "mtls") != "mtls":
         return False
     return not (example_dir / str(security.get("certificate"))).exists()
-
-
-def contract_values(
-    example_dir: Path, settings: Mapping[str, Any], overrides: Sequence[str]
-) -> dict[str, Any]:
-    """Return the contract that a party's settings name, with those of its overrides for it."""
-    contract = read_yaml(example_dir / str(settings.get("contract")))
-    own = [text for text in overrides if text.startswith("contract.")]
-    values: dict[str, Any] = apply_overrides({"contract": contract}, own)["contract"]
-    return values

@@ -116,11 +116,11 @@ def _sorted_out(
     refused: list[tuple[Cell, list[str]]] = []
     why_unprepared = cache(partial(_why_unprepared, prepared))
     for cell in cells:
-        found = problems(cell, prepared)
-        if not found and cell.prepare is not None and makes_tables:
-            found = why_unprepared(cell.prepare)
-        if found:
-            refused.append((cell, found))
+        why = problems(cell, prepared)
+        if not why and cell.prepare is not None and makes_tables:
+            why = why_unprepared(cell.prepare)
+        if why:
+            refused.append((cell, why))
         else:
             runnable.append(cell)
     return runnable, refused

@@ -102,9 +102,6 @@ def plan(experiment: Experiment, base_dir: Path, choice: Choice) -> list[Cell]:
 
     The cells with whose weights a chosen cell starts are chosen as well, and precede it. Paths in
     the experiment's file refer to ``base_dir``.
-
-    Raises:
-        SettingsError: ``choice`` has an unknown name or an invalid override.
     """
     size = _size(experiment, choice.size)
     seeds = choice.seeds or size.seeds or experiment.seeds
@@ -242,9 +239,6 @@ def _at_guarantee(settings: Settings, leak_auc: float) -> Settings:
     """Return the settings with the defense at the strength at which no peer exceeds a leak AUC.
 
     A section with mistakes is returned unchanged: they are reported with all others of the cell.
-
-    Raises:
-        SettingsError: no strength of the defense holds against everybody.
     """
     contract, active = settings["contract"], settings["active"]
     try:

@@ -6,7 +6,6 @@ with several passive parties, a name in the contract. A figure of a run has neit
 step; ``epoch_...`` statistics have an epoch, ``step_leak`` a step, counted over the run.
 """
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from splitveil.common.record.run_record import Metrics, read_metrics, read_summa
 from splitveil.common.record.summary import Summary
 from splitveil.common.record.values import ByAttack, ValueT
 from splitveil.experiments.cells import RUN_NAME, Cell, passive_parties
-from splitveil.experiments.execution import FINISHED
+from splitveil.experiments.execution import FINISHED, read_marker
 
 STRETCHES = 200
 """Parts of a run over which the leak of single batches is averaged."""
@@ -78,11 +77,7 @@ def collect(experiment: str, size: str, cell: Cell, results: Path) -> list[Row]:
 
 
 def write_rows(path: Path, rows: Sequence[Row], circumstances: Mapping[str, str]) -> None:
-    """Write the table; ``circumstances`` become the file's metadata.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
+    """Write the table; ``circumstances`` become the file's metadata."""
     schema = SCHEMA.with_metadata(dict(circumstances))
     table = pa.Table.from_pylist([row._asdict() for row in rows], schema=schema)
     temporary = path.with_suffix(".tmp")
@@ -95,11 +90,7 @@ def write_rows(path: Path, rows: Sequence[Row], circumstances: Mapping[str, str]
 
 
 def read_rows(path: Path) -> tuple[list[Row], dict[str, str]]:
-    """Read the table and its circumstances.
-
-    Raises:
-        StorageError: it cannot be read.
-    """
+    """Read the table and its circumstances."""
     try:
         table = parquet.read_table(path)
     except (OSError, pa.ArrowException) as error:
@@ -110,13 +101,11 @@ def read_rows(path: Path) -> tuple[list[Row], dict[str, str]]:
 
 
 def circumstances_of(cell: Cell, results: Path) -> dict[str, Any]:
-    marker: dict[str, Any] = json.loads((results / cell.folder / FINISHED).read_text("utf-8"))
-    return marker
+    return read_marker(results / cell.folder / FINISHED)
 
 
 def _found(folder: Path, parties: Iterable[str]) -> Iterator[_Found]:
-    marker = json.loads((folder / FINISHED).read_text(encoding="utf-8"))
-    yield _Found("active", "wall_s", marker["wall_s"])
+    yield _Found("active", "wall_s", read_marker(folder / FINISHED)["wall_s"])
     for party in parties:
         run = folder / "runs" / RUN_NAME / party
         metrics = read_metrics(run)

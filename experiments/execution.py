@@ -1,7 +1,8 @@
 """Runs cells, each with processes of its own and several side by side.
 
-By default the local launcher runs a cell, with a process per party; with ``in_process`` both
-parties share one (`in_process`).
+By default the local launcher runs a cell, with a process per party. With ``in_process`` both
+parties share one, which gives the same figures at a fraction of the time (see
+`splitveil.library.recorded`); it is forked from one that has imported everything.
 
     cells/<data set>/<variant>/seed-<n>/
         settings/            the files for ``splitveil local``, which can also be run by hand
@@ -15,6 +16,7 @@ from its checkpoints, if it has any; a cell whose settings changed starts over.
 """
 
 import json
+import multiprocessing
 import os
 import platform
 import shutil
@@ -23,18 +25,22 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from functools import partial
 from importlib.metadata import version
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import yaml
 
-from splitveil.common.errors import EndedForGood, Interrupted
+from splitveil.common.errors import EndedForGood, Interrupted, SettingsError, SplitveilError
+from splitveil.common.party import command_line
 from splitveil.common.party.interruption import stop_signals_to
 from splitveil.common.record.run_folder import write_json_atomically, write_text_atomically
+from splitveil.common.text.log_lines import configure_logging
 from splitveil.experiments.cells import (
     EARLIER,
     PREPARED,
@@ -43,14 +49,15 @@ from splitveil.experiments.cells import (
     passive_parties,
     with_folders,
 )
-from splitveil.experiments.in_process import CellProcess
-from splitveil.experiments.machine import machine
+from splitveil.library.loading import read_settings
+from splitveil.library.recorded import run_recorded
 
 FINISHED = "finished.json"
 ENDED_AS_ASKED = (0, EndedForGood.exit_code)
 """Exit codes of runs whose figures count; a budget or a gate may end a run."""
 
 _LAST_LINES = 12
+_CONTEXT = multiprocessing.get_context("forkserver")
 
 
 class Ending(NamedTuple):
@@ -85,11 +92,7 @@ def run_cells(
 ) -> Iterator[Ending]:
     """Run cells in the experiment's folder and yield the outcome of each when it ends.
 
-    Call it only in the main thread, because it handles signals.
-
-    Raises:
-        Interrupted: SIGINT or SIGTERM was received; parties with checkpoints have saved their
-            state.
+    Call it only in the main thread: SIGINT and SIGTERM end the cells and raise Interrupted.
     """
     launched = _Launched()
     with stop_signals_to(launched.stop), ThreadPoolExecutor(resources.jobs) as pool:
@@ -123,6 +126,52 @@ class _Process(Protocol):
     def send_signal(self, number: int, /) -> None: ...
 
 
+class _CellProcess:
+    """A process in which both parties of a cell run; their output is appended to ``log``."""
+
+    def __init__(self, settings: Path, run_folder: Path, log: Path, threads: int) -> None:
+        _CONTEXT.set_forkserver_preload([__name__])
+        self._process: ForkServerProcess = _CONTEXT.Process(
+            target=_run_in_process, args=(settings, run_folder, log, threads)
+        )
+        self._process.start()
+
+    def wait(self) -> int:
+        self._process.join()
+        return self._process.exitcode or 0
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal; the cell has no checkpoints and will begin anew."""
+        if self._process.is_alive() and self._process.pid is not None:
+            os.kill(self._process.pid, number)
+
+
+def _run_in_process(settings: Path, run_folder: Path, log: Path, threads: int) -> None:
+    with log.open("ab") as output:
+        for descriptor in (1, 2):
+            os.dup2(output.fileno(), descriptor)
+    configure_logging("cell")
+    try:
+        with_threads = [f"torch_threads={threads}", f"runs_dir={run_folder.parent}"]
+        both = read_settings(settings, with_threads, with_threads)
+        passive, *others = both.passive.values()
+        if others or passive.audits:
+            raise SettingsError(
+                "in_process: expected one passive party, which does not ask for audits; leave it "
+                "out"
+            )
+        command_line.prepare(both.active)
+        run_recorded(both, run_folder)
+    except SplitveilError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.stderr.flush()
+        raise SystemExit(error.exit_code) from None
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        raise SystemExit(1) from None
+
+
 class _Launched:
     """Keeps the running processes, so that a signal reaches all of them. Thread-safe."""
 
@@ -132,7 +181,7 @@ class _Launched:
         # A signal handler interrupts the main thread anywhere and must not wait for its own lock.
         self._lock = threading.RLock()
 
-    def start(self, start: Callable[[], "_Process"]) -> "_Process | None":
+    def start(self, start: Callable[[], _Process]) -> _Process | None:
         with self._lock:
             if self.stopped_by is not None:
                 return None
@@ -140,7 +189,7 @@ class _Launched:
             self._processes.add(process)
             return process
 
-    def ended(self, process: "_Process") -> None:
+    def ended(self, process: _Process) -> None:
         with self._lock:
             self._processes.discard(process)
 
@@ -175,7 +224,16 @@ def _run(
     if exit_code not in ENDED_AS_ASKED:
         log = (folder / "output.log").read_text(encoding="utf-8", errors="replace")
         return Ending(cell, exit_code, wall_s, "\n".join(log.splitlines()[-_LAST_LINES:]))
-    write_json_atomically(folder / FINISHED, _marker(cell) | _circumstances(wall_s, resources))
+    circumstances = {
+        "wall_s": wall_s,
+        "threads": resources.threads,
+        "in_process": resources.in_process,
+        "machine": machine(),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "splitveil": version("splitveil"),
+    }
+    write_json_atomically(folder / FINISHED, _marker(cell) | circumstances)
     # Other cells do not need these weights, and they take most of the disk space.
     for checkpoint in [] if cell.is_followed else folder.glob("runs/*/*/checkpoint"):
         shutil.rmtree(checkpoint)
@@ -185,7 +243,7 @@ def _run(
 def _start(folder: Path, resources: Resources) -> _Process:
     threads, log = resources.threads, folder / "output.log"
     if resources.in_process:
-        return CellProcess(folder / "settings", folder / "runs" / RUN_NAME, log, threads)
+        return _CellProcess(folder / "settings", folder / "runs" / RUN_NAME, log, threads)
     command = [sys.executable, "-P", "-m", "splitveil", "local", str(folder / "settings")]
     command += ["--runs", str(folder / "runs")]
     command += ["--set", *(f"{party}.torch_threads={threads}" for party in ("active", "passive"))]
@@ -221,21 +279,22 @@ def _marker(cell: Cell) -> dict[str, Any]:
     return {"digest": cell.digest, "cell": cell.name}
 
 
-def _circumstances(wall_s: float, resources: Resources) -> dict[str, Any]:
-    return {
-        "wall_s": wall_s,
-        "threads": resources.threads,
-        "in_process": resources.in_process,
-        "machine": machine(),
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "splitveil": version("splitveil"),
-    }
+def machine() -> str:
+    """Return the processor and the number of cores that this process may use."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    processor = next(names, platform.processor() or platform.machine())
+    return f"{processor}, {len(os.sched_getaffinity(0))} cores"
 
 
-def _digest_in(path: Path) -> str | None:
+def read_marker(path: Path) -> dict[str, Any]:
+    marker: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return marker
+
+
+def _digest_in(path: Path) -> object:
     try:
-        digest: str = json.loads(path.read_text(encoding="utf-8"))["digest"]
-    except (OSError, ValueError, KeyError):
+        return read_marker(path).get("digest")
+    except (OSError, ValueError):
         return None
-    return digest

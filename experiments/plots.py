@@ -41,11 +41,7 @@ class Point(NamedTuple):
 
 
 def draw(plots: Iterable[Plot], rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Draw every plot for every data set as SVG, and return the paths.
-
-    Raises:
-        PlottingUnavailable: matplotlib is not installed.
-    """
+    """Draw every plot for every data set as SVG, and return the paths."""
     drawn = []
     for number, plot in enumerate(plots, start=1):
         for dataset in dict.fromkeys(row.dataset for row in rows):
@@ -121,10 +117,7 @@ def epochs(plot: EpochPlot, rows: Sequence[Row]) -> dict[str, list[Point]]:
 
 
 def sweep(plot: SweepPlot, rows: Sequence[Row]) -> dict[str, list[Point]]:
-    """Return series -> points over the swept value; one point at infinity without such a value.
-
-    Points have standard errors in place of deviations.
-    """
+    """Return series -> points with standard errors over the swept value, infinity without one."""
     by_statistic = {
         statistic: _by_seed(row for row in rows if row.statistic == statistic)
         for statistic in (plot.statistic, "test_auc")

@@ -20,12 +20,7 @@ SYNTHETIC_ROWS = 1_000_000
 
 
 def prepare(name: str, folder: Path) -> None:
-    """Make the files of a preparation, unless they exist.
-
-    Raises:
-        SettingsError: SPLITVEIL_DATA is not set.
-        DataError: the raw file is missing.
-    """
+    """Make the files of a preparation, unless they exist."""
     done = folder / f".{name}.done"
     if done.exists():
         return

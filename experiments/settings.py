@@ -320,14 +320,7 @@ def rows_of(name: str, variant: Variant) -> dict[str, dict[str, Swept]]:
 
 
 def load_experiment(name_or_path: str) -> tuple[str, Experiment, Path]:
-    """Return an experiment's name, its content, and the folder to which its paths refer.
-
-    Args:
-        name_or_path: name of a file in this folder, without its ending, or path of any file.
-
-    Raises:
-        SettingsError: the file does not exist or has mistakes, all of which are listed.
-    """
+    """Return an experiment's name, its content, and the folder to which its paths refer."""
     path = Path(name_or_path)
     if path.suffix != ".yaml":
         path = FOLDER / f"{name_or_path}.yaml"

@@ -40,17 +40,6 @@ def put_into(
     """Return a page with the present tables, and plots, in the place of those that it has.
 
     The lines ``<!-- results of NAME -->`` and ``<!-- end of NAME -->`` mark the place.
-
-    Args:
-        page: Markdown.
-        name: of the experiment.
-        experiment: the content of its file.
-        rows: its figures.
-        circumstances: of its runs.
-        plots: paths of its plots, relative to the page.
-
-    Raises:
-        SettingsError: the page lacks these lines.
     """
     first, last = f"<!-- results of {name} -->\n", f"<!-- end of {name} -->"
     before, begin, rest = page.partition(first)

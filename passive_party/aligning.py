@@ -9,8 +9,7 @@ from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.messages import LeaveReason
 from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import CommonOrder, joint_seed
-from splitveil.passive_party.opening import Aligner
-from splitveil.passive_party.peer import Peer
+from splitveil.passive_party.opening import Aligner, Peer
 from splitveil.passive_party.run import PassiveRun
 from splitveil.passive_party.training import RunObserver
 
@@ -19,11 +18,7 @@ _MAX_RETURNS = 20
 
 
 class AlignmentObserver:
-    """Receives the events of an alignment, and hands those that matter to functions.
-
-    Args:
-        on_progress: called with the number of ids that have been processed, and of all ids.
-    """
+    """Receives the events of an alignment, and hands those that matter to functions."""
 
     def __init__(
         self, on_opened: Callable[[str], None], on_progress: Callable[[int, int], None]

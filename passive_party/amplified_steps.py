@@ -36,7 +36,6 @@ def amplify_steps(optimizer: Optimizer) -> None:
 
 
 def amplified(gradient: Tensor, before: Tensor) -> Tensor:
-    """Return a gradient times its growth since the step before."""
     growth = 1.0 + gradient / (before + _AWAY_FROM_ZERO)
     return gradient * growth.clamp(1.0, LARGEST_FACTOR)
 

@@ -1,7 +1,8 @@
-"""Builds the passive party's objects from its settings."""
+"""Builds the passive party's objects from its settings, in one process or in several."""
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,15 +13,18 @@ from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.factory import Trial, build_bottom_model
 from splitveil.common.models.optimizers import build_optimizer
-from splitveil.common.models.speed import speed_up
-from splitveil.common.models.spread_model import RowForm
+from splitveil.common.models.speed import refuse_speed_ups, speed_up
+from splitveil.common.models.spread_model import RowForm, SpreadModel, check_spreadable
+from splitveil.common.models.worker import Replica
 from splitveil.common.models.worker_line import WorkerLine
+from splitveil.common.party import command_line
 from splitveil.common.party.command_line import draw_nonce
 from splitveil.common.party.credentials import CredentialFiles, credential_files
 from splitveil.common.party.endpoint import check_free
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData, open_earlier_model
-from splitveil.common.party.run_status import RunStatus
+from splitveil.common.party.party_status import RunStatus
+from splitveil.common.party.workers import Rank, check_same_model, work
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.wire.connection import PeerConnection
@@ -28,16 +32,67 @@ from splitveil.common.wire.endpoint import log_security
 from splitveil.common.wire.http_proxy import HttpProxy, named_proxy, proxy_of_environment
 from splitveil.common.wire.noted_calls import AllNotes, Notes
 from splitveil.passive_party.amplified_steps import amplify_steps
-from splitveil.passive_party.bottom_trainer import BottomTrainer, TrainingPass
+from splitveil.passive_party.bottom_trainer import (
+    BottomTrainer,
+    LayerTap,
+    Take,
+    TrainingPass,
+    named_layer,
+    stashing_weights,
+)
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.opening import Aligner, Participant
+from splitveil.passive_party.recorder import noting_attempts
 from splitveil.passive_party.settings import PassiveSettings
-from splitveil.passive_party.watched_calls import WatchedCalls
-from splitveil.passive_party.workers import spread, tapped
+
+_ROLE = "bottom_model"
+
+
+def work_for(settings: PassiveSettings, rank: Rank) -> None:
+    device = command_line.prepare(settings, rank)
+    depth = settings.contract.pipeline_depth
+
+    def build(facts: dict[str, Any]) -> Replica:
+        check_same_model(facts["model"], settings.bottom_model, _ROLE)
+        form = RowForm.from_json(facts["form"])
+        if form.shapes is None:
+            raise SettingsError("data.features: the passive party needs features")
+        model = build_bottom_model(
+            settings.bottom_model,
+            form.shapes,
+            settings.contract.cut_shape,
+            seed=settings.model_seed,
+        ).to(device)
+        taps = tapped(settings, model)
+        watched = list(taps.values())
+        if depth == 1:
+            return Replica(model, form, device, watched)
+        return Replica(model, form, device, watched, depth, partial(stashing_weights, model))
+
+    work(rank, build)
+
+
+def spread(
+    settings: PassiveSettings, model: nn.Module, form: RowForm, line: WorkerLine
+) -> TrainingPass:
+    """Return the bottom model as all processes compute it, and the layers that are attacked."""
+    check_spreadable(model, _ROLE)
+    refuse_speed_ups(settings.autocast, compiled=settings.compile)
+    taps = tapped(settings, model)
+    found = SpreadModel(model, line, list(taps.values()))
+    line.begin({"form": form.to_json(), "model": settings.bottom_model.model_dump(mode="json")})
+    return TrainingPass(found, {name: partial(found.take_seen, at) for at, name in enumerate(taps)})
+
+
+def tapped(settings: PassiveSettings, model: nn.Module) -> dict[str, Take]:
+    """Tap the layers before the cut that the adversary looks at; the cut itself needs none."""
+    if settings.adversary is None or not (settings.adversary.labels or settings.audits):
+        return {}
+    layers = [name for name in settings.adversary.layers if name != "cut"]
+    return {name: LayerTap(named_layer(model, name)).take for name in layers}
 
 
 def http_proxy(settings: PassiveSettings) -> HttpProxy | None:
-    """Return the proxy to connect through; None for a direct connection."""
     match settings.proxy:
         case None:
             return None
@@ -72,14 +127,13 @@ def build_peer(
     status: RunStatus,
     interruption: Interruption,
 ) -> GrpcPeer:
-    """Build the active party of a run, whose messages and answers are noted."""
     notes = status if transcript is None else AllNotes(transcript, status)
     return GrpcPeer(
         connection_of(settings, credentials, notes),
         settings.reconnect,
         interruption,
         settings.party,
-        WatchedCalls(status),
+        noting_attempts(status),
     )
 
 
@@ -113,7 +167,7 @@ def build_aligner(
     )
 
 
-class TrainerBuilder:
+class BottomBuilder:
     """Makes the trainer once the common rows are known, and keeps the encoder fitted on them."""
 
     def __init__(

@@ -1,24 +1,139 @@
-"""The passive party's half of the network: its computations, without any rule of the protocol."""
+"""The passive party's half of the network: its computations, without any rule of the protocol.
+
+With a ``pipeline_depth`` above 1 the model learns from other gradients before that of an activation
+arrives. Autograd would then refuse the backward pass, because optimizers change weights in place.
+So whatever the backward pass needs of the model's parameters and buffers is copied when the
+activation is computed (weight stashing: Narayanan et al., "PipeDream", SOSP 2019, section 3.3). The
+first layer's weights and embedding tables are not among it, however large they are. Masks of
+dropout and all other values of the forward pass belong to the activation anyway.
+"""
 
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from splitveil.common.data.features import Features
+from splitveil.common.data.sources import suggest
+from splitveil.common.errors import SettingsError
 from splitveil.common.models.blocks import predict_in_blocks
-from splitveil.common.models.learning import in_training_mode
-from splitveil.common.models.random_state import random_state, set_random_state
+from splitveil.common.models.conv import ConvBottom, ConvTop
+from splitveil.common.models.dense import MlpBottom, MlpTop, WideDeepBottom, WideDeepTop
+from splitveil.common.models.training_state import in_training_mode, random_state, set_random_state
 from splitveil.common.run.host_copies import to_device
 from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions
-from splitveil.passive_party.stashed_weights import keeping_weights
+
+
+class _Saved(NamedTuple):
+    tensor: Tensor
+    version: int
+    """Counts the changes of the tensor; another number later means that it is another value."""
+
+
+@contextmanager
+def stashing_weights(model: nn.Module) -> Iterator[None]:
+    """Let the backward pass of what is computed within use the model's weights and buffers of now.
+
+    A function that keeps a weight by other means than ``save_for_backward``, or computes the
+    forward pass again (``torch.utils.checkpoint``), gets the weights of its backward pass instead.
+    """
+    owned = {_storage(tensor) for tensor in chain(model.parameters(), model.buffers())}
+
+    def save(tensor: Tensor) -> _Saved:
+        if tensor.layout is torch.strided and _storage(tensor) in owned:
+            tensor = tensor.clone()
+        return _Saved(tensor, _version(tensor))
+
+    with saved_tensors_hooks(save, _used):
+        yield
+
+
+def _used(saved: _Saved) -> Tensor:
+    # Hooks take the place of autograd's own check.
+    if _version(saved.tensor) != saved.version:
+        raise RuntimeError(
+            "the model changes a tensor in place that its own backward pass needs, of shape "
+            f"{tuple(saved.tensor.shape)}"
+        )
+    return saved.tensor
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _version(tensor: Tensor) -> int:
+    return tensor._version  # noqa: SLF001 (documented under "In-place correctness checks")
+
+
+def first_layer(model: nn.Module) -> nn.Module:
+    """Return the layer whose output's gradient is attacked besides the cut layer's.
+
+    In an mlp and in wide_deep that is the first dense layer with its activation, as in Marvell's
+    paper; with no hidden layer it is the cut layer itself. In conv it is the first convolution with
+    activation and pooling: the gradient before the pooling has the same norms, in four times the
+    values. In a user-defined model it is the first submodule, in the order of definition, that has
+    parameters of its own; settings can name another.
+    """
+    if isinstance(model, MlpBottom | MlpTop | WideDeepBottom | WideDeepTop):
+        return next(iter(model.layers.children()))
+    if isinstance(model, ConvBottom | ConvTop) and len(model.blocks):
+        return next(iter(model.blocks.children()))
+    for layer in model.modules():
+        if next(layer.parameters(recurse=False), None) is not None:
+            return layer
+    raise SettingsError("the model has no layer with parameters")
+
+
+def named_layer(model: nn.Module, name: str) -> nn.Module:
+    """Return the layer that settings name: ``first``, or a path such as ``layers.hidden_1``."""
+    if name == "first":
+        return first_layer(model)
+    layers = dict(_named_layers(model))
+    if name not in layers:
+        raise SettingsError(
+            f"the model has no layer {name!r}{suggest(name, layers)} (it has: {', '.join(layers)})"
+        )
+    return layers[name]
+
+
+def _named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    return ((name, layer) for name, layer in model.named_modules() if name)
+
+
+class LayerTap:
+    """Holds the latest gradient with respect to a layer's output, of the output's shape.
+
+    It costs one reference per step and does not copy: the gradient must not be changed in place.
+    Each backward pass replaces the stored gradient; a new forward pass in training discards it.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._gradient: Tensor | None = None
+        layer.register_forward_hook(self._watch)
+
+    def take(self) -> Tensor | None:
+        """Return the gradient and forget it; None before the backward pass."""
+        gradient, self._gradient = self._gradient, None
+        return gradient
+
+    def _watch(self, _layer: nn.Module, _inputs: object, output: object) -> None:
+        if isinstance(output, Tensor) and output.requires_grad:
+            self._gradient = None
+            output.register_hook(self._store)  # type: ignore[no-untyped-call]
+
+    def _store(self, gradient: Tensor) -> None:
+        self._gradient = gradient
+
 
 BottomModel = Callable[[Features], Tensor]
 """Computes the activation of a batch with its graph: the model itself, or several processes."""
@@ -36,12 +151,7 @@ class TrainingPass(NamedTuple):
 
 
 class BottomTrainer:
-    """Bottom model, optimiser and features.
-
-    Args:
-        model: maps features to activations (batch, *cut_shape).
-        training: how training batches are computed; by default by the model, without taps.
-    """
+    """Bottom model, optimiser and features; the model's activations are (batch, *cut_shape)."""
 
     def __init__(
         self,
@@ -78,14 +188,13 @@ class BottomTrainer:
         """Gather the features of some rows; best called while waiting for the peer."""
         return self._features.rows(torch.from_numpy(positions.copy()).to(self._device))
 
-    def forward(self, features: Features, *, keeps_weights: bool = False) -> Tensor:
+    def forward(self, features: Features, *, stashes_weights: bool = False) -> Tensor:
         """Return the activation of a training batch, (batch, *cut_shape), and keep its graph.
 
-        Args:
-            keeps_weights: whether the model may learn from other gradients before this batch's.
+        ``stashes_weights`` if the model may learn from other gradients before this batch's.
         """
         in_training_mode(self.model)
-        with keeping_weights(self.model) if keeps_weights else nullcontext():
+        with stashing_weights(self.model) if stashes_weights else nullcontext():
             activation: Tensor = self._compute(features)
         self._waiting.append(activation)
         return activation.detach()
@@ -127,7 +236,6 @@ class BottomTrainer:
         set_random_state(self._device, state["random"])
 
     def embed(self, features: Features) -> Tensor:
-        """Return activations of held-out rows, without a graph."""
         return predict_in_blocks(self.model, features)
 
 

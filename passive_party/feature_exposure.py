@@ -1,4 +1,4 @@
-"""Measures what this party's activations tell of its own features, without any label.
+"""Measures what this party's activations reveal of its own features, without any label.
 
 Somebody who knows the features of some rows fits a linear map from activations to a column, and
 applies it to rows whose features they do not know. Here the map is ridge regression, cross-fitted:
@@ -7,8 +7,8 @@ its variance that is reconstructed (0: no better than the mean). A category's fi
 of the category with the highest score, beside the share of the most frequent category, which needs
 no activation; of a column with very many categories, in the rows of the most frequent ones.
 
-It is a lower bound: a nonlinear map, or the bottom model itself, may tell more, and so may several
-columns together.
+It is a lower bound: a nonlinear map, or the bottom model itself, may reveal more, and so may
+several columns together.
 """
 
 from collections.abc import Iterator
@@ -55,7 +55,7 @@ class ColumnExposure:
 
 @dataclass(frozen=True)
 class FeatureExposure:
-    """What activations tell of the features of some rows."""
+    """What activations reveal of the features of some rows."""
 
     rows: NonNegativeInt
     dimensions: NonNegativeInt  # values per activation
@@ -103,18 +103,15 @@ def exposure_from_json(document: object) -> FeatureExposure | None:
 
 
 def cross_fitted(inputs: _Numbers, targets: _Numbers, folds: npt.NDArray[np.int64]) -> _Numbers:
-    """Predict each row's targets by ridge regression on the other folds' rows.
+    """Predict targets, (rows, targets), by ridge regression on the other folds' rows.
 
-    Args:
-        inputs: (rows, dimensions).
-        targets: (rows, targets).
-        folds: number of each row's fold, (rows,).
+    Inputs are (rows, dimensions), and folds the number of each row's fold.
     """
     predicted = np.empty_like(targets)
     for fold in np.unique(folds):
         known, asked = folds != fold, folds == fold
         centre, spread = inputs[known].mean(axis=0), inputs[known].std(axis=0)
-        # A unit that is silent on the known rows tells nothing.
+        # A unit that is silent on the known rows says nothing.
         spread = np.where(spread > 0, spread, np.inf)
         fitted_on = (inputs[known] - centre) / spread
         mean = targets[known].mean(axis=0)
@@ -162,7 +159,6 @@ def _columns(
 def _of_category(
     activations: _Numbers, slots: npt.NDArray[np.int64], folds: npt.NDArray[np.int64]
 ) -> tuple[float, float] | None:
-    """Return the accuracy with and without activations; None if there is one category only."""
     _, members, counts = np.unique(slots, return_inverse=True, return_counts=True)
     if len(counts) < 2:
         return None

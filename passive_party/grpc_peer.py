@@ -2,10 +2,11 @@
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -18,12 +19,20 @@ from splitveil.common.errors import (
     OthersAwaited,
     PeerError,
     PeerUnreachable,
+    SplitveilError,
 )
 from splitveil.common.party.party_settings import ReconnectSettings
 from splitveil.common.run import messages
 from splitveil.common.run.contract import check_same_contract
+from splitveil.common.run.messages import Activation
 from splitveil.common.wire import probes
-from splitveil.common.wire.connection import PeerConnection
+from splitveil.common.wire.connection import (
+    Interruption,
+    MessageStream,
+    NoteAttempt,
+    PeerConnection,
+    Retrying,
+)
 from splitveil.common.wire.endpoint import HANDSHAKE_TIMEOUT_S, SERVICE, method_path
 from splitveil.common.wire.limits import (
     ALIGN_FRAME_BYTES,
@@ -34,8 +43,6 @@ from splitveil.common.wire.limits import (
     believed,
     reader,
 )
-from splitveil.common.wire.message_stream import Interruption, MessageStream
-from splitveil.common.wire.retrying import CallWatch, Retrying
 from splitveil.common.wire.small_messages import (
     LEAVE_REASON_TO_WIRE,
     Greeting,
@@ -45,10 +52,78 @@ from splitveil.common.wire.small_messages import (
     encode_question,
 )
 from splitveil.common.wire.status import error_from
-from splitveil.common.wire.tensor_codec import TensorAssembler, TensorLimits
-from splitveil.common.wire.tensor_frame import Frame
-from splitveil.passive_party.activation_stream import ActivationStream, ReplyT
+from splitveil.common.wire.tensor_codec import (
+    Frame,
+    TensorAssembler,
+    TensorLimits,
+    encode_activation,
+)
 from splitveil.protos import split_learning_pb2 as pb
+
+ReplyT = TypeVar("ReplyT")
+
+
+class ActivationStream(Generic[ReplyT]):
+    """Sends activations, and receives their replies in the same order."""
+
+    def __init__(
+        self,
+        open_stream: Callable[[], MessageStream],
+        read: Callable[[MessageStream, Activation], ReplyT],
+        limits: TensorLimits,
+    ) -> None:
+        self.stream: MessageStream | None = None
+        """None before the first reply is awaited, and after the stream was lost."""
+        self.unanswered: deque[Activation] = deque()
+        """Activations whose reply has not been received."""
+        self._open_stream = open_stream
+        self._read = read
+        self._limits = limits
+
+    def send(self, activation: Activation) -> None:
+        self.unanswered.append(activation)
+        if self.stream is not None:
+            self.stream.send_all(encode_activation(activation, self._limits))
+
+    def oldest_reply(self) -> ReplyT:
+        """Wait for the reply to the oldest activation without one.
+
+        If there is no stream, one is opened, and every activation without a reply is sent again.
+        A failed attempt abandons the stream, and can be repeated.
+        """
+        if not self.unanswered:
+            raise RuntimeError("an activation must be sent first")
+        if self.stream is None:
+            self.stream = self._open_stream()
+            for activation in self.unanswered:
+                self.stream.send_all(encode_activation(activation, self._limits))
+        stream = self.stream
+        try:
+            return self._read(stream, self.unanswered[0])
+        except SplitveilError:
+            self.stream = None
+            stream.drop()
+            raise
+
+    def take(self) -> None:
+        self.unanswered.popleft()
+
+    def drop(self) -> None:
+        """Abandon the stream; its activations still wait for their replies."""
+        stream, self.stream = self.stream, None
+        if stream is not None:
+            stream.drop()
+
+    def forget(self) -> None:
+        """Abandon the stream and everything that was sent on it."""
+        self.drop()
+        self.unanswered.clear()
+
+    def finish(self) -> None:
+        stream, self.stream = self.stream, None
+        if stream is not None:
+            stream.finish()
+
 
 GOODBYE_S = 15.0
 """Time for which the last goodbye is repeated to a peer that may just be starting again."""
@@ -58,12 +133,7 @@ MessageT = TypeVar("MessageT", bound=Message)
 
 
 class GrpcPeer:
-    """Calls the active party, and reconnects when the connection was lost.
-
-    Args:
-        party: this party's name, which every call carries if the run has several passive
-            parties.
-    """
+    """Calls the active party, and reconnects when the connection was lost."""
 
     def __init__(
         self,
@@ -71,7 +141,7 @@ class GrpcPeer:
         reconnect: ReconnectSettings,
         interruption: Interruption = lambda: None,
         party: str | None = None,
-        watch: CallWatch | None = None,
+        note: NoteAttempt = lambda _: None,
     ) -> None:
         self.connection = connection
         is_multi_party = len(connection.contract.passive_parties) > 1
@@ -79,9 +149,7 @@ class GrpcPeer:
         self._limits = TensorLimits.of(connection.contract)
         self._reconnect = reconnect
         self._interruption = interruption
-        self._retrying = Retrying(
-            reconnect, interruption, connection.where, connection.renew, watch
-        )
+        self._retrying = Retrying(reconnect, interruption, connection.where, connection.renew, note)
         self._train = ActivationStream(
             lambda: self._open("Train", Frame), self._read_answer, self._limits
         )

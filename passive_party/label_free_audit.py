@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from splitveil.common.privacy.accumulation import AccumulatedScores, ContinuousSign, standardised
-from splitveil.common.privacy.attacks import ATTACKS, CUT, LABEL_FREE, AttackName, Knowledge
+from splitveil.common.privacy.attacks import ATTACKS, LABEL_FREE, AttackName, Knowledge
 from splitveil.common.privacy.gradient_rows import GradientRows
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.privacy.residual_energy import residual_energy
@@ -43,11 +43,9 @@ class LabelFreeAudit:
         self._signs: dict[str, ContinuousSign] = {}
 
     def wants(self, step: int) -> bool:
-        """Return whether a step of an epoch is to be attacked at all."""
         return step % self._every_steps == 0
 
     def leave_out(self) -> None:
-        """Count a batch that should have been attacked and was not."""
         with self._lock:
             self.left_out += 1
 
@@ -73,7 +71,6 @@ class LabelFreeAudit:
             yield GatheredScores(attack, layer, values[rows])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of all sums so far."""
         with self._lock:
             sums: dict[str, dict[str, Any]] = {}
             for (layer, attack), gathered in self._sums.items():
@@ -122,8 +119,7 @@ class LabelFreeAudit:
             sign = self._signs.setdefault(layer, ContinuousSign())
             scores["accumulated_spectral"] = sign.turn(gradients.top)
         for name, attack in ATTACKS.items():
-            at_this_layer = layer == CUT or attack.reads_gradients
-            if name in self._attacks and at_this_layer:
+            if name in self._attacks and attack.runs_at(layer):
                 scores[name] = attack.score(gradients, knowledge)
         if "accumulated_residual_energy" in self._attacks:
             known = scores.get("residual_energy")

@@ -1,27 +1,64 @@
-"""The opening of a run on the passive party's side: the handshake, then the alignment."""
+"""The active party as the passive party sees it, and the opening of a run: handshake, alignment."""
 
 import hashlib
 import hmac
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from splitveil.common.alignment import (
     Agree,
     AlignChannel,
     Alignment,
     AlignmentEngine,
-    KeptExchanges,
+    ExchangeStores,
     Splits,
     TriedIds,
     align,
     receive_share,
 )
 from splitveil.common.errors import AlignmentError, ContractMismatch, InvalidMessage
+from splitveil.common.run import messages
 from splitveil.common.run.contract import ACTIVE, Contract
 from splitveil.common.run.messages import Offer, Opening
 from splitveil.common.run.sample_order import NONCE_BYTES
-from splitveil.passive_party.peer import Peer
+
+
+class Peer(Protocol):
+    """The requests that the active party takes. Any call may raise a ``PeerError``.
+
+    Training and evaluation have two halves, so that this party can use the time in between.
+    """
+
+    def handshake(
+        self, party: str, contract_json: str, commitment: bytes, offer: messages.Offer | None = None
+    ) -> messages.Opening:
+        """Open a run, or resume one."""
+
+    def open_alignment(self) -> AlignChannel:
+        """Open the channel on which the two alignment engines talk."""
+
+    def close_alignment(self) -> None:
+        """Wait until the peer has the alignment's result as well."""
+
+    def send_activation(self, activation: messages.Activation) -> None:
+        """Send the activation of a training batch; ``pipeline_depth`` may wait for gradients."""
+
+    def receive_gradient(self) -> messages.Answer:
+        """Wait for the defended gradient of the oldest activation that has none yet."""
+
+    def send_held_out(self, activation: messages.Activation) -> None:
+        """Send the activation of held-out rows; ``evaluations_ahead`` may wait for replies."""
+
+    def receive_course(self) -> messages.Course:
+        """Wait for the reply to the oldest held-out rows that have none: does the run continue?"""
+
+    def audit(self, question: messages.AuditQuestion) -> float:
+        """Ask for the leak AUC of the scores of the training rows, which has two digits."""
+
+    def leave(self, run_id: str, reason: messages.LeaveReason) -> None:
+        """Leave the run, and give the reason."""
 
 
 @dataclass(frozen=True)
@@ -35,23 +72,14 @@ class Participant:
 
     @property
     def index(self) -> int:
-        """Index of this party in the contract's order."""
         return self.contract.passive_parties.index(self.name)
 
     @property
     def has_companions(self) -> bool:
-        """Whether the run has other passive parties."""
         return len(self.contract.passive_parties) > 1
 
     def handshake(self, peer: Peer, nonce: bytes, offer: Offer | None = None) -> Opening:
-        """Open a run with the active party, or resume one.
-
-        Args:
-            nonce: this party's share of the joint seed, to which it commits itself.
-            offer: the run to resume; None for a new one.
-
-        Raises ContractMismatch: the active party holds another contract.
-        """
+        """Open a run, or resume the offered one; commit to the nonce. Raises ContractMismatch."""
         opening = peer.handshake(
             self.name, self.contract.canonical_json(), _commitment(nonce), offer
         )
@@ -76,7 +104,7 @@ class Aligner:
         engine: AlignmentEngine,
         draw_nonce: Callable[[], bytes],
         tried: TriedIds | None = None,
-        kept: KeptExchanges | None = None,
+        kept: ExchangeStores | None = None,
     ) -> None:
         self.participant = participant
         self.engine = engine
@@ -101,7 +129,7 @@ class Aligner:
         parties in the contract's order.
         """
         has_companions = self.participant.has_companions
-        files = None if self.kept is None else self.kept.of(ACTIVE)
+        store = None if self.kept is None else self.kept.of(ACTIVE)
         alignment = align(
             self.engine,
             self.participant.ids,
@@ -112,11 +140,11 @@ class Aligner:
             agree=self._agreeing(opening, nonce, stop_if_interrupted) if has_companions else None,
             splits=self.participant.file_splits,
             counting=partial(self.tried.counted, ACTIVE),
-            files=files,
+            store=store,
         )
         peer.close_alignment()
-        if files is not None:
-            files.discard()
+        if store is not None:
+            store.discard()
         if alignment.peer_nonce != opening.nonce:
             raise InvalidMessage("the active party's nonce changed since the handshake")
         return alignment if has_companions else alignment._replace(nonces=(nonce,))

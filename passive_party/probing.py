@@ -21,14 +21,12 @@ from splitveil.common.wire.limits import (
     believed,
     reader,
 )
-from splitveil.common.wire.probe_findings import (
+from splitveil.common.wire.probes import (
     Check,
+    Introduction,
     certificate_in_words,
     checks_of,
     clock_in_words,
-)
-from splitveil.common.wire.probes import (
-    Introduction,
     decode_introduction,
     encode_introduction,
     method_path,
@@ -150,7 +148,6 @@ class Probing:
 def connection_checks(
     settings: PassiveSettings, connection: PeerConnection, wait_s: float
 ) -> Iterator[Check]:
-    """Probe the connection, and yield what was found, or raise SplitveilError."""
     contract = settings.contract
     form = form_of_own_ids(settings)
     own = Introduction(settings.party, contract.canonical_json(), time.time(), form)

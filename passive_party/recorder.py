@@ -8,22 +8,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitveil.common.errors import AuditRefused, PeerError, SettingsError
+from splitveil.common.errors import AuditRefused, PeerError, PeerUnreachable, SettingsError
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.party.run_status import RunStatus
+from splitveil.common.party.party_status import RunStatus
 from splitveil.common.privacy.audit_worker import AuditWorker
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.privacy.observation import Observation
-from splitveil.common.record.ended_run import clear_mark
 from splitveil.common.record.figures import AttackFigure
 from splitveil.common.record.leak_recorder import IDLE_S, AuditedRun, LeakRecorder
 from splitveil.common.record.lines import AuditLine
-from splitveil.common.record.run_recorder import RunRecorder
+from splitveil.common.record.metrics_log import RunRecorder
+from splitveil.common.record.run_folder import clear_mark
 from splitveil.common.record.summary import AuditedFigures, RunCounts, Summary
+from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.course import AlignedRows, Batch
+from splitveil.common.wire.connection import NoteAttempt
 from splitveil.passive_party.label_free_audit import GatheredScores, LabelFreeAudit
 from splitveil.passive_party.settings import PassiveSettings
-from splitveil.passive_party.watched_calls import OPEN
+
+OPEN = "the run is open with the active party"
+
+
+def noting_attempts(status: RunStatus) -> NoteAttempt:
+    """Return what notes in a status whether the active party answers."""
+    status.peers.expect(ACTIVE)
+
+    def note(error: PeerError | None) -> None:
+        if error is not None:
+            status.note_failed_call(error)
+            if isinstance(error, PeerUnreachable):
+                status.peers.lost(ACTIVE)
+                status.set_ready("the active party does not answer", ready=False)
+            return
+        status.peers.heard(ACTIVE)
+        if status.run_id and not status.readiness.ready:
+            status.set_ready(OPEN)
+
+    return note
+
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +72,7 @@ class PassiveRecorder(RunRecorder):
         super().__init__(folder)
         self._settings = settings
         self._ids = ids
-        self._status = status
+        self._status = status or RunStatus(settings.party, settings.contract)
         self._evaluation_labels = evaluation_labels
         self._labels: Tensor | None = None
         self._epochs = 0
@@ -65,24 +87,21 @@ class PassiveRecorder(RunRecorder):
 
     def on_opened(self, run_id: str) -> None:
         """Unmark a run that had ended for good: the active party has opened it again."""
-        if self._status is not None:
-            self._status.name_run(run_id)
-            self._status.enter_stage("aligning")
-            self._status.set_ready(OPEN)
+        self._status.name_run(run_id)
+        self._status.enter_stage("aligning")
+        self._status.set_ready(OPEN)
         clear_mark(self._folder)
 
     def on_alignment_progress(self, done_ids: int, total_ids: int) -> None:
         """Draw no bar: small sets are aligned before it could be seen."""
-        if self._status is not None:
-            self._status.note_alignment(done_ids, total_ids)
+        self._status.note_alignment(done_ids, total_ids)
 
     def on_aligned(self, rows: AlignedRows, seed: bytes) -> None:
         self._begin_run(rows)
         self._start_attacks(rows, seed)
         self._show_progress("passive", rows, self._settings.contract)
-        if self._status is not None:
-            self._status.note_aligned(rows)
-            self._status.enter_stage("training")
+        self._status.note_aligned(rows)
+        self._status.enter_stage("training")
 
     def on_step(
         self, batch: Batch, sent: Tensor, received: Tensor, layers: dict[str, Tensor]
@@ -91,8 +110,7 @@ class PassiveRecorder(RunRecorder):
         self._attack(batch, sent, received, layers)
         if self._progress is not None:
             self._progress.advance(**(self._leaks.shown() if self._leaks is not None else {}))
-        if self._status is not None:
-            self._status.note_step(batch)
+        self._status.note_step(batch)
 
     def on_epoch(self, epoch: int) -> None:
         self._epochs = epoch + 1
@@ -100,9 +118,8 @@ class PassiveRecorder(RunRecorder):
             self._leaks.end_epoch(epoch)
 
     def on_resumed(self, epoch: int | None) -> None:
-        if self._status is not None:
-            self._status.note_resumed(epoch)
-            self._status.enter_stage("training")
+        self._status.note_resumed(epoch)
+        self._status.enter_stage("training")
         logger.info("resuming %s", "at the end" if epoch is None else f"in epoch {epoch + 1}")
 
     def scores_to_audit(self, epoch: int) -> Iterator[GatheredScores]:
@@ -143,8 +160,7 @@ class PassiveRecorder(RunRecorder):
         if not self._wait_until_idle(IDLE_S):
             logger.warning("the audit is behind: a checkpoint is written without the last batches")
         leaks = None if self._leaks is None else self._leaks.state_dict()
-        if self._status is not None:
-            self._status.note_checkpoint()
+        self._status.note_checkpoint()
         return {
             "steps": self._steps,
             "epochs": self._epochs,

@@ -1,17 +1,25 @@
 """Renders the passive party's report from the files in its folder of a run."""
 
+import argparse
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from splitveil.common.errors import SettingsError
-from splitveil.common.party.rendering import render
-from splitveil.common.record.circumstances import circumstances, traffic_rows
+from splitveil.common.party.json_output import print_json
+from splitveil.common.party.report_parts import (
+    Traffic,
+    Volume,
+    circumstances,
+    read_traffic,
+    render,
+    traffic_rows,
+)
 from splitveil.common.record.run_folder import write_json_atomically, write_text_atomically
 from splitveil.common.record.run_record import METRICS, find_summary, read_metrics, text_of
 from splitveil.common.record.summary import Summary
-from splitveil.common.record.traffic import Traffic, Volume, read_traffic
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.text.wording import bytes_in_words
 from splitveil.common.text.yaml_text import RESOLVED, load_yaml
@@ -21,6 +29,8 @@ from splitveil.passive_party.feature_exposure import (
     exposure_from_json,
     exposure_to_json,
 )
+
+logger = logging.getLogger("splitveil.passive_party")
 
 EXPOSURE = "exposure.json"
 
@@ -49,7 +59,7 @@ class Left(NamedTuple):
 
 
 class ColumnRow(NamedTuple):
-    """One column, and how well activations tell it."""
+    """One column, and how well activations reveal it."""
 
     name: str
     measure: str
@@ -68,16 +78,19 @@ class PassiveFiles(NamedTuple):
     exposure: FeatureExposure | None
 
 
+def report(parsed: argparse.Namespace) -> None:
+    written = write_passive_report(parsed.run_dir, parsed.output)
+    if parsed.json:
+        print_json({"report": str(written)})
+    logger.info("report written to %s", written)
+
+
 def write_exposure(folder: Path, exposure: FeatureExposure) -> None:
     write_json_atomically(folder / EXPOSURE, exposure_to_json(exposure))
 
 
 def write_passive_report(folder: Path, output: Path | None = None) -> Path:
     """Write the report of a passive party.
-
-    Args:
-        folder: the party's folder, ``runs/<run name>/passive``, or the run's with only one.
-        output: the file to write; ``report.html`` in the party's folder by default.
 
     Returns the file written.
     """
@@ -89,7 +102,6 @@ def write_passive_report(folder: Path, output: Path | None = None) -> Path:
 
 
 def read_files(folder: Path) -> PassiveFiles:
-    """Read a passive party's folder, or raise SettingsError."""
     settings = _mapping(load_yaml(text_of(folder / "settings.yaml") or "{}", str(folder), RESOLVED))
     if not (folder / METRICS).is_file() or "bottom_model" not in settings:
         raise SettingsError(f"{folder}: expected a passive party's folder of a run")
@@ -116,7 +128,7 @@ def passive_page(files: PassiveFiles) -> str:
         party=str(files.settings.get("party", "passive")),
         peer=peer,
         headline=_headline(files, peer),
-        told=list(_told(files, contract)),
+        revealed=list(_revealed(files, contract)),
         left=list(_left(files.traffic)),
         exposure=exposure,
         columns=[_row(one) for one in sorted(columns, key=lambda one: -one.gain_fraction)],
@@ -142,7 +154,7 @@ def _headline(files: PassiveFiles, peer: str) -> str:
     return f"{size} left, about {about}, to {peer}."
 
 
-def _told(files: PassiveFiles, contract: Mapping[str, Any]) -> Iterator[str]:
+def _revealed(files: PassiveFiles, contract: Mapping[str, Any]) -> Iterator[str]:
     rows, exposure = files.summary.counts.aligned_rows, files.exposure
     if rows is not None and exposure is not None:
         yield (
@@ -157,14 +169,15 @@ def _told(files: PassiveFiles, contract: Mapping[str, Any]) -> Iterator[str]:
             "the features behind it."
         )
     if exposure is None:
-        yield "What activations tell of features was not measured."
+        yield "What activations reveal of features was not measured."
         return
     best = max(exposure.columns, key=lambda one: one.gain_fraction, default=None)
     if best is not None:
         found = _row(best)
         yield (
-            f"Told best: {best.name}. Whoever knows it for some rows reconstructs it for others "
-            f"with {found.measure} {found.figure}, where no activation gives {found.without}."
+            f"Reconstructed best: {best.name}. Whoever knows it for some rows reconstructs it for "
+            f"others with {found.measure} {found.figure}, where no activation gives "
+            f"{found.without}."
         )
 
 
@@ -187,7 +200,6 @@ def _row(one: ColumnExposure) -> ColumnRow:
 
 
 def _agreed(settings: Mapping[str, Any], contract: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield this party's settings for the alignment and for audits."""
     alignment = _mapping(contract.get("alignment"))
     for name, label in (
         ("min_aligned", "fewest common ids (min_aligned)"),

@@ -15,13 +15,13 @@ from splitveil.common.errors import (
     ContractMismatch,
     Interrupted,
     InvalidMessage,
-    NothingBegun,
     PeerError,
     PeerLeft,
     PeerRestarted,
     PeerUnreachable,
     ProtocolError,
     SplitveilError,
+    StartedOver,
     StorageError,
 )
 from splitveil.common.record.run_store import NoStore
@@ -38,8 +38,7 @@ from splitveil.common.run.progress import (
 from splitveil.common.run.sample_order import Positions, joint_seed
 from splitveil.common.text.imports import fault_of_own_code
 from splitveil.passive_party.bottom_trainer import BottomTrainer
-from splitveil.passive_party.opening import Aligner, check_nonce
-from splitveil.passive_party.peer import Peer
+from splitveil.passive_party.opening import Aligner, Peer, check_nonce
 from splitveil.passive_party.training import Auditor, RunObserver, Training
 
 _MAX_ALIGNMENTS = 20
@@ -48,16 +47,11 @@ _MAX_ALIGNMENTS = 20
 _MAX_DAMAGED = 3  # alignments among these that may be due to an invalid message of the previous one
 TrainerFactory = Callable[[AlignedRows], BottomTrainer]
 
-Begun = TypeVar("Begun")
+ResultT = TypeVar("ResultT")
 
 
 class PassiveRun:
-    """One run with the active party.
-
-    Args:
-        store: keeps checkpoints; by default none, and then the run cannot be resumed.
-        auditor: gives the scores for audits; by default there are no audits.
-    """
+    """One run with the active party; without a store it cannot be resumed."""
 
     def __init__(
         self,
@@ -132,7 +126,7 @@ class PassiveRun:
 
     # ---- opening ----
 
-    def _patiently(self, begin: Callable[[Peer], Begun], peer: Peer) -> Begun:
+    def _patiently(self, begin: Callable[[Peer], ResultT], peer: Peer) -> ResultT:
         """Begin a new run, with another handshake if the alignment is not completed."""
         damaged = 0
         for _ in range(_MAX_ALIGNMENTS - 1):
@@ -148,7 +142,6 @@ class PassiveRun:
         return begin(peer)
 
     def _align(self, peer: Peer) -> tuple[Opening, Alignment]:
-        """Shake hands for a new run, and find the common rows."""
         self._nonce = self.aligner.draw_nonce()
         opening = self._handshake(peer)
         check_nonce(opening.nonce)
@@ -184,7 +177,6 @@ class PassiveRun:
     def _prepare(
         self, file_rows: Positions, seed: bytes, *, has_survey: bool
     ) -> tuple[Training, AlignedRows]:
-        """Build everything that depends on the common rows."""
         me = self._me
         rows = AlignedRows.derive(
             self.contract, seed, me.ids, file_rows, me.file_splits, has_survey=has_survey
@@ -229,7 +221,7 @@ class PassiveRun:
         offer = Offer(self.run_id, frozenset(self._store.checkpoints()))
         try:
             opening = self._handshake(peer, offer)
-        except NothingBegun:
+        except StartedOver:
             if training.progress.batch_number:
                 raise
             self.run_id = ""
@@ -282,7 +274,6 @@ def _reason(error: SplitveilError) -> LeaveReason:
 
 
 def _state_of(identity: RunIdentity, nonce: bytes) -> State:
-    """Return the stored state of a run's identity, with this party's nonce."""
     return {
         "run_id": identity.run_id,
         "nonce": nonce,

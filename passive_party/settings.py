@@ -67,7 +67,7 @@ class AdversarySettings(AuditSettings):
             raise ValueError("labels.label_column: name the column that holds the labels")
         if self.labels is not None and self.labels.label_range is not None:
             raise ValueError(
-                "labels.label_range: the adversary's attacks tell classes apart; the active "
+                "labels.label_range: the adversary's attacks separate classes; the active "
                 "party's leak monitor measures those on numbers"
             )
         return self
@@ -78,7 +78,7 @@ class PassiveReportSettings(ReportSettings):
 
     probe_rows: int = Field(default=4000, ge=0, le=100_000)
     """Number of aligned rows from whose activations the report reconstructs this party's own
-    features, to say what the activations tell of them; 0 leaves that out."""
+    features, to say what the activations reveal of them; 0 leaves that out."""
 
 
 class AnswerSettings(Section):
@@ -147,7 +147,6 @@ class PassiveSettings(PartySettings):
 
     @property
     def audits(self) -> bool:
-        """Whether the active party is asked to measure scores."""
         return self.adversary is not None and self.adversary.audit
 
     @model_validator(mode="after")

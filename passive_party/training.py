@@ -22,7 +22,7 @@ from splitveil.common.run.progress import Progress, State, refusing_other_versio
 from splitveil.common.run.sample_order import positions_digest
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from splitveil.passive_party.label_free_audit import GatheredScores
-from splitveil.passive_party.peer import Peer
+from splitveil.passive_party.opening import Peer
 
 
 class RunObserver(Protocol):
@@ -142,12 +142,7 @@ class Training:
     # ---- the course ----
 
     def follow_course(self, peer: Peer, stop_if_interrupted: Callable[[], None]) -> None:
-        """Handle every batch that is left.
-
-        Args:
-            stop_if_interrupted: called before each batch and each audit; raises Interrupted to
-                stop.
-        """
+        """Handle every batch that is left; the function may raise Interrupted before each."""
         try:
             while (batch := self.progress.due) is not None:
                 stop_if_interrupted()
@@ -166,12 +161,12 @@ class Training:
             self._report_step()
 
     def _train(self, peer: Peer) -> None:
-        """Send the activations that are due, and train on the oldest batch without a gradient."""
         while (batch := self.progress.to_send(len(self._unanswered))) is not None:
             self._send(peer, batch)
         # The peer computes now, so no party waits for this.
         self._report_step()
-        self._gather(self.progress.ahead(len(self._unanswered)))
+        if (ahead := self.progress.ahead(len(self._unanswered))) is not None:
+            self._gathered = ahead, self.trainer.rows(ahead.positions)
         with self._phases(Phase.WAIT):
             answer = peer.receive_gradient()
         sent = self._unanswered.popleft()
@@ -185,7 +180,7 @@ class Training:
         features = self._features_of(batch)
         with self._phases(Phase.FORWARD):
             activation = self.trainer.forward(
-                features, keeps_weights=self.progress.pipeline_depth > 1
+                features, stashes_weights=self.progress.pipeline_depth > 1
             )
         self._unanswered.append(_Sent(batch, activation))
         peer.send_activation(Activation(batch.identity(self._run_id), to_host(activation)))
@@ -212,10 +207,6 @@ class Training:
         peer.send_held_out(held_out)
         self._held_out_sent += 1
 
-    def _gather(self, batch: Batch | None) -> None:
-        if batch is not None:
-            self._gathered = batch, self.trainer.rows(batch.positions)
-
     def _features_of(self, batch: Batch) -> Features:
         """Return the features of a batch, which have been gathered if it was expected."""
         gathered, self._gathered = self._gathered, None
@@ -224,7 +215,6 @@ class Training:
         return self.trainer.rows(batch.positions)
 
     def _report_step(self) -> None:
-        """Report the previous step to the observer, if that has not been done yet."""
         if self._unobserved is not None:
             step, self._unobserved = self._unobserved, None
             with self._phases(Phase.RECORD):

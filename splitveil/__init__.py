@@ -17,11 +17,10 @@ from splitveil.common.text.version import VERSION
 if TYPE_CHECKING:
     from splitveil.library.auditing import Audit, audit
     from splitveil.library.example_ledger import Ledger
+    from splitveil.library.loading import settings_schema
     from splitveil.library.planning import RunPlan, plan
     from splitveil.library.predicting import predict
-    from splitveil.library.recorded_run import Run
-    from splitveil.library.runs import Runs
-    from splitveil.library.schema import settings_schema
+    from splitveil.library.runs import Run, Runs
     from splitveil.library.simulating import simulate
 
 __all__ = [
@@ -46,12 +45,12 @@ _HOMES = {
     "Audit": "auditing",
     "audit": "auditing",
     "Ledger": "example_ledger",
-    "Run": "recorded_run",
+    "Run": "runs",
     "RunPlan": "planning",
     "Runs": "runs",
     "plan": "planning",
     "predict": "predicting",
-    "settings_schema": "schema",
+    "settings_schema": "loading",
     "simulate": "simulating",
 }
 """Name -> its module in ``splitveil.library``."""

@@ -21,7 +21,7 @@ charged without bound; ``docs/defenses.md`` says how a defense states one.
 from typing import get_args
 
 from splitveil.active_party.defenses import (
-    Covers,
+    Adversary,
     CustomDefense,
     Defended,
     DefendedGradient,
@@ -46,7 +46,7 @@ from splitveil.library.choices import own_defense as own
 
 __all__ = [
     "NAMES",
-    "Covers",
+    "Adversary",
     "CustomDefense",
     "Defended",
     "DefendedGradient",

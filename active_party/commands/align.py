@@ -23,7 +23,7 @@ from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.party.endpoint import check_free, serving_status
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.record.alignment_progress import AlignmentProgress
+from splitveil.common.record.progress import AlignmentProgress
 from splitveil.common.record.run_folder import open_run_folder
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.contract import ACTIVE

@@ -2,6 +2,7 @@
 
 import argparse
 import socket
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -16,9 +17,9 @@ from splitveil.active_party.defenses.example_keys import used_labels_file
 from splitveil.active_party.earlier_runs import answers_before
 from splitveil.active_party.grpc_server.probe_server import probe_checks
 from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.data.ids import numbered_subjects
+from splitveil.common.data.kinds import open_table_source
 from splitveil.common.data.label_columns import count_others
-from splitveil.common.data.subjects import numbered
-from splitveil.common.data.table import open_table_source
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.factory import Trial, build_top_model, lone_row_in_words
 from splitveil.common.party import command_line
@@ -34,53 +35,54 @@ def check(parsed: argparse.Namespace) -> None:
     """Try everything on which a run depends, and print what was found."""
     settings = command_line.load_settings(ActiveSettings, parsed, "active")
 
-    def security() -> str:
-        found = check_security(credential_files(settings, ACTIVE), settings.listen, "listen")
-        return f"security: {found}"
-
-    def address() -> str:
-        _check_listen(settings)
-        return f"listen: {settings.listen} is free"
-
-    def noise_key() -> str:
-        _check_noise_key(settings)
-        return f"noise key: {settings.noise_key_path or 'a fresh one for each run, if needed'}"
-
-    def defense() -> str:
-        settings.defense.require_usable(settings.defense_context())
-        return f"defense: {settings.defense.name}"
-
-    def earlier() -> str:
-        return f"earlier ledgers: {len(answers_before(settings))} examples"
-
     monitor = settings.leak_monitor
-
-    def earlier_targets() -> str:
-        known = earlier_targets_of(settings)
-        return f"earlier targets: {0 if known is None else len(known.names)} examples"
-
-    def own_attacks() -> str:
-        names = try_custom_attacks(monitor, settings.contract.aggregate_shape)
-        return f"attacks: {', '.join(names)} can score gradients"
-
+    checks: list[Callable[[], str]] = [
+        partial(_security, settings),
+        partial(_free_address, settings),
+        *status_checks(settings.status),
+        lambda: f"device: {command_line.torch_device(settings.device)}",
+        partial(_noise_key, settings),
+        partial(_defense, settings),
+        lambda: bounds_in_words(settings),
+        lambda: f"earlier ledgers: {len(answers_before(settings))} examples",
+    ]
+    if settings.defense.traits.earlier_targets:
+        checks.append(partial(_earlier_targets, settings))
+    if monitor is not None and monitor.custom_attacks:
+        shape = settings.contract.aggregate_shape
+        checks.append(
+            lambda: f"attacks: {', '.join(try_custom_attacks(monitor, shape))} can score gradients"
+        )
     command_line.report_check(
         settings,
-        [
-            security,
-            address,
-            *status_checks(settings.status),
-            lambda: f"device: {command_line.torch_device(settings.device)}",
-            noise_key,
-            defense,
-            lambda: bounds_in_words(settings),
-            earlier,
-            *([earlier_targets] if settings.defense.traits.earlier_targets else []),
-            *([own_attacks] if monitor is not None and monitor.custom_attacks else []),
-            partial(_data_and_model, settings),
-        ],
+        [*checks, partial(_data_and_model, settings)],
         partial(probe_checks, settings, parsed.wait) if parsed.connect else None,
         as_json=parsed.json,
     )
+
+
+def _security(settings: ActiveSettings) -> str:
+    found = check_security(credential_files(settings, ACTIVE), settings.listen, "listen")
+    return f"security: {found}"
+
+
+def _noise_key(settings: ActiveSettings) -> str:
+    # A key in the run's own folder is drawn by the run itself.
+    path = settings.noise_key_file()
+    is_there = path.exists() or used_labels_file(path).exists()
+    if settings.noise_key_path is not None and is_there:
+        settings.defense.open_noise_key(settings.defense_context(), path)
+    return f"noise key: {settings.noise_key_path or 'a fresh one for each run, if needed'}"
+
+
+def _defense(settings: ActiveSettings) -> str:
+    settings.defense.require_usable(settings.defense_context())
+    return f"defense: {settings.defense.name}"
+
+
+def _earlier_targets(settings: ActiveSettings) -> str:
+    known = earlier_targets_of(settings)
+    return f"earlier targets: {0 if known is None else len(known.names)} examples"
 
 
 def _data_and_model(settings: ActiveSettings) -> str:
@@ -101,33 +103,28 @@ def _data_and_model(settings: ActiveSettings) -> str:
     if earlier is not None:
         earlier.put_into(model)
     subjects = subjects_of(settings, data)
-    persons = "" if subjects is None else f" of {len(np.unique(numbered(subjects)))} persons"
+    persons = (
+        "" if subjects is None else f" of {len(np.unique(numbered_subjects(subjects)))} persons"
+    )
     others = count_others(settings.data, open_table_source(settings.data, settings.base_dir))
     fits = f"the top model fits them{but}{others}"
-    return f"data: {data.summary()}{persons}; {fits}; {data.report.in_words()}"
+    return f"data: {data.summary()}{persons}; {fits}; {data.table.id_report.in_words()}"
 
 
 def check_files_and_address(settings: ActiveSettings) -> None:
     """Check what would end a run, before its folder is opened and earlier results move aside."""
-    _check_listen(settings)
+    _free_address(settings)
     check_free(settings.status)
-    _check_noise_key(settings)
+    _noise_key(settings)
     open_label_owners_model(settings)
     try_custom_attacks(settings.leak_monitor, settings.contract.aggregate_shape)
 
 
-def _check_noise_key(settings: ActiveSettings) -> None:
-    # A key in the run's own folder is drawn by the run itself.
-    path = settings.noise_key_file()
-    is_there = path.exists() or used_labels_file(path).exists()
-    if settings.noise_key_path is not None and is_there:
-        settings.defense.open_noise_key(settings.defense_context(), path)
-
-
-def _check_listen(settings: ActiveSettings) -> None:
+def _free_address(settings: ActiveSettings) -> str:
     host, _, port = settings.listen.rpartition(":")
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         socket.create_server((host.strip("[]"), int(port)), family=family).close()
     except (OSError, OverflowError) as error:
         raise SettingsError(f"listen: cannot serve at {settings.listen}: {error}") from error
+    return f"listen: {settings.listen} is free"

@@ -9,13 +9,13 @@ from rich.console import Console
 
 from splitveil.active_party.defenses.forecast import ChargeForecast
 from splitveil.active_party.earlier_runs import answers_before
-from splitveil.active_party.ledger.known_bounds import auc_bound, estimate_of
+from splitveil.active_party.ledger.bounds import auc_bound, estimate_of
 from splitveil.active_party.planned import Plan, Target, known_of_forecast, plan_of
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.party import command_line
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
 from splitveil.common.text.visible_text import PlainTable
 
@@ -53,7 +53,7 @@ def show(plan: Plan, console: Console | None = None) -> None:
 def _forecast_table(plan: Plan) -> PlainTable:
     table = PlainTable(f"defense {plan.defense}: what the peer may learn of one example", lead=2)
     table.add_column("noise")
-    bounds = (f"leak AUC bound: {peers}" for peers in Covers)
+    bounds = (f"leak AUC bound: {peers}" for peers in Adversary)
     for heading in ("answers", "sum_kl", "leak AUC, estimated", *bounds):
         table.add_column(heading, justify="right")
     named = ""
@@ -89,9 +89,9 @@ def _figures(charge: ChargeForecast) -> list[str]:
         lambda sum_kl: f"{estimate_of(sum_kl, known):.3f}",
     ]
     written = [_in_words(charge, figure) for figure in shown]
-    for peers in Covers:
+    for peers in Adversary:
         described = charge.high < math.inf or charge.certainty == "unknown"
-        if described and charge.covers.includes(peers):
+        if described and charge.adversary.includes(peers):
             written.append(_in_words(charge, lambda sum_kl: auc_at_most(auc_bound(sum_kl, known))))
         else:
             written.append("none")

@@ -5,8 +5,6 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import Any
 
 from rich.progress import (
     BarColumn,
@@ -20,9 +18,10 @@ from splitveil.active_party.predict.batch import (
     Advance,
     BatchPrediction,
     BatchResult,
+    Parts,
+    PredictionPlan,
     check_lengths,
 )
-from splitveil.active_party.predict.parts import Parts, Plan
 from splitveil.active_party.predict.predictor import Predictor, log_security, open_predictor
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.table_files import read_id_list
@@ -83,10 +82,10 @@ def predict(parsed: argparse.Namespace) -> None:
     _report(parsed, result, predictor)
 
 
-def _plan(predictor: Predictor, settings: ActiveSettings) -> Plan:
+def _plan(predictor: Predictor, settings: ActiveSettings) -> PredictionPlan:
     model = predictor.model
     own, within = predictor.own_rows, settings.data.label_range
-    return Plan(
+    return PredictionPlan(
         f"{model.kind}, {model.identity}",
         "" if own is None else own.source,
         settings.data.class_names,
@@ -99,25 +98,23 @@ def _report(parsed: argparse.Namespace, result: BatchResult, predictor: Predicto
         if count:
             logger.warning("%d of the ids have no row at %s", count, party)
     logger.info("%d of %d ids predicted: %s", result.found, result.rows, parsed.output)
-    if parsed.json:
-        print_json(_summary(parsed.output, result, predictor))
-
-
-def _summary(output: Path, result: BatchResult, predictor: Predictor) -> dict[str, Any]:
     model = predictor.model
-    return {
-        "output": str(output),
-        "rows": result.rows,
-        "found": result.found,
-        "missing_at": result.missing_at,
-        "resumed_rows": result.rows - result.asked_rows,
-        "seconds": round(result.seconds, 3),
-        "model": {
-            "kind": model.kind,
-            "run_id": model.identity.run_id,
-            "batch_number": model.identity.batch_number,
-        },
-    }
+    if parsed.json:
+        print_json(
+            {
+                "output": str(parsed.output),
+                "rows": result.rows,
+                "found": result.found,
+                "missing_at": result.missing_at,
+                "resumed_rows": result.rows - result.asked_rows,
+                "seconds": round(result.seconds, 3),
+                "model": {
+                    "kind": model.kind,
+                    "run_id": model.identity.run_id,
+                    "batch_number": model.identity.batch_number,
+                },
+            }
+        )
 
 
 @contextmanager

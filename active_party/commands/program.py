@@ -9,8 +9,14 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import NoReturn
 
-from splitveil.common.party.arguments import Commands, add_command, add_verbosity, party_parser
-from splitveil.common.party.ending import end_program, exit_code_of
+from splitveil.common.party.arguments import (
+    Commands,
+    add_command,
+    add_verbosity,
+    end_program,
+    exit_code_of,
+    party_parser,
+)
 from splitveil.common.party.json_output import add_json
 from splitveil.common.text.log_lines import configure_logging
 

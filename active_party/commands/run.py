@@ -12,7 +12,7 @@ from splitveil.active_party.assembly import allowance_of, build_session, signals
 from splitveil.active_party.commands.check import check_files_and_address
 from splitveil.active_party.earlier_runs import earlier_answers
 from splitveil.active_party.grpc_server.server import checked_credentials, serve_until_end
-from splitveil.active_party.monitor.active_status import ActiveStatus, StatusObserver
+from splitveil.active_party.monitor.active_status import ActiveStatus
 from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.active_party.planned import plan_of
 from splitveil.active_party.results import (
@@ -30,8 +30,7 @@ from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.party.endpoint import serving_status
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.party.place import Place
-from splitveil.common.party.workers import joined
+from splitveil.common.party.workers import Rank, joined
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.record.transcript import Transcript
 
@@ -41,20 +40,20 @@ logger = logging.getLogger("splitveil.active_party")
 def run(parsed: argparse.Namespace) -> None:
     """Train to the end of a run, and leave its results."""
     settings = command_line.load_settings(ActiveSettings, parsed, "active")
-    place = Place.of_environment()
-    if place.size > 1:
+    rank = Rank.of_environment()
+    if rank.size > 1:
         check_settings(settings)
-    if place.rank:
-        work_for(settings, place)
+    if rank.number:
+        work_for(settings, rank)
         return
     interruption = Interruption()
     interruption.install()
-    with joined(place, interruption) as workers:
+    with joined(rank, interruption) as workers:
         credentials = checked_credentials(settings)
         check_files_and_address(settings)
         status = ActiveStatus(settings)
         with serving_status(status, settings.status, interruption):
-            device = command_line.prepare(settings, place)
+            device = command_line.prepare(settings, rank)
             settings.defense.require_usable(settings.defense_context())
             data = PartyData.of(settings)
             logger.info("%d rows read from %s", len(data.ids), data.table.source)
@@ -62,7 +61,7 @@ def run(parsed: argparse.Namespace) -> None:
             allowance_of(settings)  # refuses before the folder is opened
             for signal in signals_of(settings):
                 logger.info("%s", signal.why)
-            folder = open_folder(settings, fresh=parsed.fresh and not place.restarts)
+            folder = open_folder(settings, fresh=parsed.fresh and not rank.restarts)
             if folder is not None:
                 build = TrainerBuilder(settings, data, device, status.phases, workers.line)
                 _train(settings, data, folder, build, credentials, interruption, status)
@@ -83,13 +82,13 @@ def _train(
     allowance = allowance_of(settings, earlier)
     with ExitStack() as resources:
         transcript = resources.enter_context(_transcript(settings, folder))
-        recorder = resources.enter_context(ActiveRecorder(settings, folder, status.note_line))
+        recorder = resources.enter_context(ActiveRecorder(settings, folder, status))
         store = resources.enter_context(_store(settings, folder))
         session = build_session(
             settings,
             data,
             build_trainer,
-            StatusObserver(recorder, status),
+            recorder,
             partial(command_line.draw_nonce, settings),
             store,
             allowance,

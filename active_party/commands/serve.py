@@ -4,21 +4,31 @@ import argparse
 import logging
 import time
 from contextlib import ExitStack
+from typing import NamedTuple
 
-from splitveil.active_party.predict.predictor import log_security, open_predictor
+from splitveil.active_party.predict.embed_client import EmbedClient
+from splitveil.active_party.predict.predictor import Predictor, log_security, open_predictor
 from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.data.canonical_form import CanonicalForm
+from splitveil.common.data.table_files import read_id_list
 from splitveil.common.party import command_line
 from splitveil.common.party.endpoint import endpoint_of
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.record.run_folder import claimed, inner_folder
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.contract import ACTIVE
+from splitveil.common.text.addresses import on_loopback
 from splitveil.common.text.imports import extra_missing
 from splitveil.common.wire.noted_calls import AllNotes
 
 try:
-    from splitveil.active_party.http.online_status import OnlineStatus
-    from splitveil.active_party.http.opening import impatient, open_desk, open_doors, serving
+    from splitveil.active_party.http.api import build_app
+    from splitveil.active_party.http.batcher import Batcher
+    from splitveil.active_party.http.own_features import Fallback, GivenFeatures
+    from splitveil.active_party.http.programs import RateLimit, Tokens
+    from splitveil.active_party.http.server import HttpServer, ServerTls
+    from splitveil.active_party.http.service import AnswerService, PeerWatch, Rules
+    from splitveil.active_party.http.status import CallLog, OnlineStatus
 except ImportError as error:
     raise extra_missing("splitveil active serve", "serve") from error
 
@@ -28,12 +38,19 @@ _LOOK_EVERY_S = 0.2
 _REFRESH_EVERY_S = 5.0
 
 
+class Access(NamedTuple):
+    """What decides which programs may ask."""
+
+    tls: ServerTls | None
+    tokens: Tokens | None
+
+
 def serve(parsed: argparse.Namespace) -> None:
     """Serve until a signal asks to stop."""
     interruption = Interruption()
     interruption.install()
     settings = command_line.load_settings(ActiveSettings, parsed, "active")
-    doors = open_doors(settings)
+    access = access_of(settings)
     log_security(settings)
     device = command_line.prepare(settings)
     folder = inner_folder(settings.run_folder(ACTIVE), "serve")
@@ -48,18 +65,87 @@ def serve(parsed: argparse.Namespace) -> None:
         predictor = resources.enter_context(
             open_predictor(impatient(settings), device, None, parsed.data, notes)
         )
-        desk = open_desk(settings, predictor, resources, status, transcript)
-        with serving(settings, desk, doors):
+        service = open_service(settings, predictor, resources, status, transcript)
+        with serving(settings, service, access):
             last_refresh = time.monotonic()
             while interruption() is None:
                 time.sleep(_LOOK_EVERY_S)
                 if transcript is not None:
                     transcript.check()
-                if doors.tls is not None and time.monotonic() - last_refresh > _REFRESH_EVERY_S:
-                    doors.tls.refresh()
+                if access.tls is not None and time.monotonic() - last_refresh > _REFRESH_EVERY_S:
+                    access.tls.refresh()
                     last_refresh = time.monotonic()
             status.close()
             logger.info("stopping: requests under way are answered")
-    answered = desk.log.answered
+    answered = service.log.answered
     by_status = ", ".join(f"{number} x {code}" for code, number in sorted(answered.items()))
     logger.info("answered %d requests: %s", answered.total(), by_status or "none")
+
+
+def access_of(settings: ActiveSettings) -> Access:
+    """Read certificates and tokens, and check that nobody gets in who should not."""
+    own = settings.serving
+    tls = None if own.tls is None else ServerTls(own.tls, settings.base_dir)
+    tokens = None if own.token_file is None else Tokens.read(settings.base_dir / own.token_file)
+    knows_programs = tokens is not None or (own.tls is not None and own.tls.clients is not None)
+    if tls is None or not knows_programs:
+        needs = "needs serving.tls, and serving.token_file or serving.tls.clients"
+        on_loopback(own.http, "serving.http", needs)
+    if not knows_programs:
+        logger.warning("serving.http: every program of this machine may ask")
+    return Access(tls, tokens)
+
+
+def open_service(
+    settings: ActiveSettings,
+    predictor: Predictor,
+    resources: ExitStack,
+    status: OnlineStatus,
+    transcript: Transcript | None = None,
+) -> AnswerService:
+    """Build what answers requests, and ask the passive parties for their models."""
+    own = settings.serving
+    allowed = None
+    if own.allowed_ids is not None:
+        path = settings.base_dir / own.allowed_ids
+        allowed = frozenset(read_id_list(path, settings.data, settings.contract.ids))
+        logger.info("%d ids may be asked for", len(allowed))
+    fallback = None
+    if own.fallback:
+        fallback = Fallback.load(settings, predictor.own_rows, predictor.model.identity)
+    clients = [client for client in predictor.clients if isinstance(client, EmbedClient)]
+    watch = resources.enter_context(PeerWatch(clients, status))
+    wait_s = own.batch_wait_ms / 1000
+    batcher = resources.enter_context(
+        Batcher(predictor, settings.contract, wait_s, own.timeout_s, status)
+    )
+    form = CanonicalForm(settings.contract.ids)
+    rules = Rules(own.max_ids, own.timeout_s, allowed, RateLimit(own.ids_per_second), form)
+    given = GivenFeatures(settings.data, predictor.model.encoder)
+    log = CallLog(status, transcript, records_ids=own.record_ids)
+    service = AnswerService(predictor, batcher, watch, given, rules, log, fallback)
+    status.name_run(service.run_id)
+    waiting_of = batcher.num_waiting
+    status.follow(lambda: service.trouble, waiting_of, fallback=fallback is not None)
+    return service
+
+
+def serving(settings: ActiveSettings, service: AnswerService, access: Access) -> HttpServer:
+    """Serve requests until the server is closed."""
+    address, data = settings.serving.http, settings.data
+    classes = list(data.class_names) if data.num_classes > 2 else None
+    # Else a page of a name that leads to this machine could ask through a browser here.
+    names = ("localhost", "127.0.0.1", "[::1]", address.rpartition(":")[0])
+    hosts = names if access == Access(None, None) else ("*",)
+    numbers = data.label_range is not None
+    app = build_app(service, access.tokens, classes, hosts, numbers=numbers)
+    server = HttpServer(app, address, access.tls)
+    scheme = "http" if access.tls is None else "https"
+    logger.info("answering at %s://%s (described at /openapi.json)", scheme, address)
+    return server
+
+
+def impatient(settings: ActiveSettings) -> ActiveSettings:
+    """Return settings with which a stream whose answers come too late is given up."""
+    reconnect = settings.reconnect.model_copy(update={"deadline_s": settings.serving.timeout_s})
+    return settings.model_copy(update={"reconnect": reconnect})

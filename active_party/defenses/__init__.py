@@ -33,12 +33,12 @@ from splitveil.active_party.defenses.max_norm import MaxNormDefense, MaxNormPosi
 from splitveil.active_party.defenses.noise import AnswerKeys, NoiseSource
 from splitveil.active_party.defenses.noisy_label import NoisyLabelDefense
 from splitveil.active_party.defenses.none import NoDefense
-from splitveil.active_party.defenses.projected_labels import ProjectedLabelsDefense
-from splitveil.common.privacy.covers import Covers
+from splitveil.active_party.defenses.projected.settings import ProjectedLabelsDefense
+from splitveil.common.privacy.adversary import Adversary
 
 __all__ = [
+    "Adversary",
     "AnswerKeys",
-    "Covers",
     "CustomDefense",
     "Defended",
     "DefendedGradient",

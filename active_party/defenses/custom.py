@@ -31,7 +31,7 @@ from splitveil.active_party.defenses.noise import NoiseSource, SecureNoise
 from splitveil.active_party.defenses.section import Coverage, NoisyDefense
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.factory import load_class
-from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.text.imports import first_line
 
 _PROBE_ROWS = 8
@@ -75,7 +75,7 @@ class CustomDefense(NoisyDefense):
         return f"custom {self.module} {sorted(self.arguments.items())!r}"
 
     def _fresh_charge(self, _context: DefenseContext) -> ChargeForecast:
-        charge = LeakCharge(math.inf, covers=Covers.ANYBODY)
+        charge = LeakCharge(math.inf, adversary=Adversary.ANYBODY)
         return UNKNOWN._replace(highest=charge)  # only the class itself states it
 
     def _repeated_charge(self, context: DefenseContext) -> ChargeForecast:
@@ -89,7 +89,7 @@ class CustomDefense(NoisyDefense):
 
     def _coverage(self) -> Coverage:
         said = f"{self.module} states its charges and whom they describe itself."
-        return Coverage(Covers.ANYBODY, said)
+        return Coverage(Adversary.ANYBODY, said)
 
     def _load(self, context: DefenseContext, noise: NoiseSource) -> Defense:
         cls = load_class(self.module)

@@ -102,10 +102,8 @@ def response_auc(epsilon: float, num_classes: int = 2) -> float:
 def laplace_auc(epsilon: float, num_numbers: int = 1) -> float:
     """Return the best AUC against numbers that the label moves by 1, with Laplace noise.
 
-    Args:
-        epsilon: label differential privacy of all the numbers together; each gets noise of scale
-            num_numbers/epsilon.
-        num_numbers: 1 for a label of 0 or 1; 2 for two entries of a one-hot label, which both move.
+    Epsilon is that of all the numbers together; each gets noise of scale num_numbers/epsilon. There
+    is 1 for a label of 0 or 1, and 2 for the entries of a one-hot label that move.
     """
     # exp(-l/2) times the density of L is symmetric, and so is its convolution with itself: atoms of
     # weight 1/2 at +-size and a uniform part of weight size/2, all times exp(-size/2).

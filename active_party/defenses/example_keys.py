@@ -35,10 +35,9 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 def load_or_create_key(path: Path) -> NoiseKey:
     """Read the noise key, or create it. Safe for processes that start at the same time.
 
-    Raises:
-        SettingsError: the file is not a key, or a user other than this process's owns it or may
-            read or write it; or only one of the key and `used_labels_file` is there.
-        StorageError: the file does not exist and cannot be written.
+    Raises SettingsError if the file is not a key, a user other than this process's owns it or may
+    read or write it, or only one of the key and `used_labels_file` is there; StorageError if the
+    file does not exist and cannot be written.
     """
     used = used_labels_file(path)
     if not path.exists():

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from splitveil.active_party.defenses.interface import LeakCharge
-from splitveil.common.privacy.covers import Covers, narrowest
+from splitveil.common.privacy.adversary import Adversary, narrowest
 
 NoiseKind = Literal["fresh", "persistent"]
 
@@ -42,9 +42,9 @@ class ChargeForecast(NamedTuple):
         return self.highest.sum_kl
 
     @property
-    def covers(self) -> Covers:
+    def adversary(self) -> Adversary:
         """The peers whom the charge describes."""
-        return self.highest.covers
+        return self.highest.adversary
 
     @property
     def is_promise(self) -> bool:
@@ -57,13 +57,15 @@ class ChargeForecast(NamedTuple):
             return self
         charge = self.highest
         whole = LeakCharge(
-            self.high * answers, covers=charge.covers, is_gaussian=charge.is_gaussian
+            self.high * answers, adversary=charge.adversary, is_gaussian=charge.is_gaussian
         )
         return ChargeForecast(self.low * answers, whole, self.certainty)
 
-    def narrowed(self, peers: Covers) -> "ChargeForecast":
+    def narrowed(self, peers: Adversary) -> "ChargeForecast":
         """Return the same for no more peers than these."""
-        return self._replace(highest=replace(self.highest, covers=narrowest(self.covers, peers)))
+        return self._replace(
+            highest=replace(self.highest, adversary=narrowest(self.adversary, peers))
+        )
 
 
 def exactly(charge: LeakCharge | float) -> ChargeForecast:

@@ -61,7 +61,7 @@ from splitveil.active_party.defenses.objective import (
     descend,
 )
 from splitveil.active_party.defenses.section import (
-    COVERS_CLASS_MEANS,
+    AGAINST_CLASS_MEANS,
     SeededDefense,
     Traits,
     refusal_of_several_classes,
@@ -69,7 +69,7 @@ from splitveil.active_party.defenses.section import (
 )
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.common.data.features import Features
-from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.run.progress import State
 
 
@@ -149,7 +149,7 @@ class GafmDefense(SeededDefense):
         # noise depend on labels, too.
         behind = self.composed_with.traits.coverage
         return Traits(
-            behind if behind.covers is Covers.ANYBODY else COVERS_CLASS_MEANS,
+            behind if behind.adversary is Adversary.ANYBODY else AGAINST_CLASS_MEANS,
             takes_weights=False,  # they are made for the cross entropy
             has_own_objective=True,
         )

@@ -24,9 +24,17 @@ from splitveil.active_party.defenses.class_statistics import (
     measure_means,
 )
 from splitveil.active_party.defenses.interface import LeakCharge
-from splitveil.active_party.defenses.row_noise import RowNoise
 from splitveil.active_party.defenses.rows import as_classes, as_positive
 from splitveil.active_party.defenses.sum_kl import sum_kl_along_gap
+
+
+class RowNoise(NamedTuple):
+    """Noise along each row."""
+
+    directions: Tensor  # (batch, cut_dim), unit vectors; random where a row has none
+    scalars: Tensor  # (batch, 1), how far along them
+    norms: Tensor  # (batch,) float64, root-mean-square
+    bare: Tensor  # (bare rows,) indices of the rows without a direction
 
 
 class _TwoClassGap(NamedTuple):

@@ -14,34 +14,26 @@ the mechanism is (epsilon, delta)-private for this delta and for no smaller one.
 """
 
 import math
-from functools import cache
-from typing import Any
+
+from scipy import special
 
 from splitveil.active_party.defenses.root_finding import find_root
 
 _LARGEST_MU = 1e6
 
 
-@cache
-def _special() -> Any:
-    # Its import takes memory that a party which only aligns does not need.
-    import scipy.special  # noqa: PLC0415
-
-    return scipy.special
-
-
 def mu_of_leak_auc(leak_auc: float) -> float:
     """Return the mu for which no score reaches a higher AUC, which is within [0.5, 1)."""
     if not 0.5 <= leak_auc < 1:
         raise ValueError(f"expected a leak AUC from 0.5 to less than 1, got {leak_auc}")
-    return math.sqrt(2) * float(_special().ndtri(leak_auc))
+    return math.sqrt(2) * float(special.ndtri(leak_auc))
 
 
 def leak_auc_of_mu(mu: float) -> float:
     """Return the AUC of the best score, Phi(mu / sqrt 2)."""
     if not mu >= 0:
         raise ValueError(f"expected mu of at least 0, got {mu}")
-    return float(_special().ndtr(mu / math.sqrt(2)))
+    return float(special.ndtr(mu / math.sqrt(2)))
 
 
 def delta_of(mu: float, epsilon: float) -> float:
@@ -49,7 +41,6 @@ def delta_of(mu: float, epsilon: float) -> float:
     if not 0 < mu < math.inf or not 0 <= epsilon < math.inf:
         raise ValueError(f"expected finite mu > 0 and epsilon >= 0, got {mu} and {epsilon}")
     near, far = (epsilon / mu - mu / 2) / math.sqrt(2), (epsilon / mu + mu / 2) / math.sqrt(2)
-    special = _special()
     # exp(epsilon) Phi(-sqrt(2) far) without overflow: near^2 = far^2 - epsilon.
     subtracted = 0.5 * math.exp(-(near**2)) * float(special.erfcx(far))
     if near > 0:  # both terms share the factor exp(-near^2): no digits cancel in a small delta

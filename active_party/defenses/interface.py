@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from splitveil.active_party.defenses.example_keys import NoiseKey
-from splitveil.active_party.defenses.noise import DrawKeys
+from splitveil.active_party.defenses.noise import DrawKeys, NoiseSource, isotropic_noise
 from splitveil.active_party.defenses.projected.features import RowChunk
 from splitveil.active_party.defenses.rows import all_finite
 from splitveil.active_party.defenses.sum_kl import NoiseSolution
 from splitveil.common.data.label_range import ONE_NUMBER
-from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.run import messages
 
 DefendedGradient = messages.DefendedGradient
@@ -41,7 +41,7 @@ class LeakCharge:
     epsilon: float | None = None
     """Label differential privacy that holds for all answers of this identity together."""
 
-    covers: Covers = Covers.CLASS_MEANS
+    adversary: Adversary = Adversary.CLASS_MEANS
     """The peers whom the charge describes."""
 
     is_gaussian: bool = False
@@ -373,6 +373,17 @@ class RememberingDefense(Defense):
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self._memory.load_state_dict(state)
+
+
+def noise_alone(rows: Tensor, gradients: Tensor, largest: float, noise: NoiseSource) -> Defended:
+    """Answer with noise of the batch's largest norm without any signal, which reveals nothing.
+
+    Rows are (batch, cut_dim); gradients the same in the shape of the answer.
+    """
+    report = DefenseReport(
+        noise_power=largest * largest, sum_kl_after=0.0, leak_auc_bound=0.5, charge=LeakCharge(0.0)
+    )
+    return Defended(release(isotropic_noise(rows, largest, noise), gradients), report)
 
 
 def release(rows: Tensor, gradients: Tensor) -> DefendedGradient:

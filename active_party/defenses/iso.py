@@ -28,12 +28,11 @@ from splitveil.active_party.defenses.interface import (
     RememberingDefense,
     release,
 )
-from splitveil.active_party.defenses.noise import NoiseSource
+from splitveil.active_party.defenses.noise import NoiseSource, isotropic_noise
 from splitveil.active_party.defenses.persistent import moves_of, noisy_rows, repeated_report
-from splitveil.active_party.defenses.row_noise import isotropic_noise
 from splitveil.active_party.defenses.rows import as_rows
 from splitveil.active_party.defenses.section import (
-    COVERS_HONEST_BUT_CURIOUS,
+    AGAINST_HONEST_BUT_CURIOUS,
     PERSISTENT_NOISE_HONESTY,
     Coverage,
     NoisyDefense,
@@ -41,7 +40,7 @@ from splitveil.active_party.defenses.section import (
     require_key,
 )
 from splitveil.active_party.defenses.sum_kl import sum_kl_along_gap
-from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.adversary import Adversary
 
 
 class IsoDefense(NoisyDefense):
@@ -92,7 +91,7 @@ class IsoDefense(NoisyDefense):
     def _repeated_charge(self, context: DefenseContext) -> ChargeForecast:
         ratio = self.norm_ratio
         sum_kl = context.cut_dim / ratio**2 if ratio else math.inf
-        return exactly(LeakCharge(sum_kl, covers=Covers.HONEST_BUT_CURIOUS))
+        return exactly(LeakCharge(sum_kl, adversary=Adversary.HONEST_BUT_CURIOUS))
 
     def _honesty(self, _context: DefenseContext) -> str:
         if self.noise == "persistent":
@@ -113,7 +112,7 @@ class IsoDefense(NoisyDefense):
         return "the first answer without noise would pass every budget; set noise_ratio above 0"
 
     def _coverage(self) -> Coverage:
-        return COVERS_HONEST_BUT_CURIOUS if self.noise == "persistent" else super()._coverage()
+        return AGAINST_HONEST_BUT_CURIOUS if self.noise == "persistent" else super()._coverage()
 
     def bounds_label_move(self, _cut_dim: int, *, is_known: bool) -> bool:
         return is_known  # the noise lies in all directions
@@ -181,7 +180,7 @@ class PersistentIsotropic(Defense):
         return LeakCharge(
             sum_kl,
             noise_identity=f"iso {ratio!r} {self._key_name}",
-            covers=Covers.HONEST_BUT_CURIOUS,
+            adversary=Adversary.HONEST_BUT_CURIOUS,
         )
 
 

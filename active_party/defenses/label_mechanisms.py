@@ -189,19 +189,10 @@ def draw_noisy_labels(
 ) -> Tensor:
     """Draw each example's noisy label; repeated calls return the same labels.
 
-    Args:
-        mechanism: kind and strength of the noise.
-        labels: (aligned,), 0 or 1, class indices, or shares of a range.
-        key: the noise key.
-        ids: canonical ids in the same order.
-        num_classes: number of classes.
-
-    Returns:
-        (aligned,) float32: 0 or 1 for randomized response, or a class index; otherwise any number.
-        For ``alibi``, and with Gaussian noise for more than two classes, (aligned, classes).
-
-    Raises:
-        ValueError: the mechanism is for two classes, and there are more.
+    Labels, (aligned,), are 0 or 1, class indices, or shares of a range; ids are canonical. Returns
+    (aligned,) float32: 0 or 1 for randomized response, or a class index; otherwise any number. For
+    ``alibi``, and with Gaussian noise for more than two classes, (aligned, classes). Raises
+    ValueError if the mechanism is for two classes, and there are more.
     """
     match mechanism:
         case GaussianLabels() if num_classes <= 2:

@@ -47,15 +47,15 @@ from splitveil.active_party.defenses.interface import (
     LeakCharge,
     RawBatch,
     RememberingDefense,
+    noise_alone,
     release,
 )
 from splitveil.active_party.defenses.multi_class_marvell import MultiClassMarvell, worst_pair_factor
 from splitveil.active_party.defenses.noise import NoiseSource
 from splitveil.active_party.defenses.persistent import moves_of, noisy_rows, repeated_report
-from splitveil.active_party.defenses.row_noise import noise_alone
 from splitveil.active_party.defenses.rows import as_positive, as_rows, row_norms
 from splitveil.active_party.defenses.section import (
-    COVERS_HONEST_BUT_CURIOUS,
+    AGAINST_HONEST_BUT_CURIOUS,
     PERSISTENT_NOISE_HONESTY,
     SEE,
     Coverage,
@@ -77,7 +77,7 @@ from splitveil.active_party.defenses.sum_kl import (
     solve_noise,
     sum_kl_along_gap,
 )
-from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.adversary import Adversary
 
 
 class MarvellDefense(NoisyDefense):
@@ -132,7 +132,7 @@ class MarvellDefense(NoisyDefense):
 
     def _repeated_charge(self, _context: DefenseContext) -> ChargeForecast:
         sum_kl = repeated_sum_kl(self.strength)
-        return exactly(LeakCharge(sum_kl, covers=Covers.HONEST_BUT_CURIOUS))
+        return exactly(LeakCharge(sum_kl, adversary=Adversary.HONEST_BUT_CURIOUS))
 
     def _honesty(self, context: DefenseContext) -> str:
         if context.num_classes > 2:
@@ -166,9 +166,9 @@ class MarvellDefense(NoisyDefense):
 
     def _coverage(self) -> Coverage:
         if self.noise == "persistent":
-            return COVERS_HONEST_BUT_CURIOUS
+            return AGAINST_HONEST_BUT_CURIOUS
         return Coverage(
-            Covers.CLASS_MEANS,
+            Adversary.CLASS_MEANS,
             "The charges of fresh marvell compare the class means of a batch along their gap. They "
             "do not describe a peer that looks across the gap, where one class has all the noise, "
             "and reads the labels from the energy of single rows; nor one that can tell what the "
@@ -197,12 +197,9 @@ class Marvell(RememberingDefense):
     of zeros does not have a scale: with both classes, or before any statistics, the answer to it is
     zeros.
 
-    Args:
-        power: rule for the amount of noise, given the classes.
-        noise: the only source of randomness.
-        from_earlier: fit the noise to the batches before this one, so that this batch's share of
-            positives does not show in its scale. The first batches, until both classes have been
-            seen, get noise without signal.
+    With ``from_earlier`` the noise is fitted to the batches before this one, so that this batch's
+    share of positives does not show in its scale. The first batches, until both classes have been
+    seen, get noise without signal.
     """
 
     def __init__(self, power: PowerRule, noise: NoiseSource, *, from_earlier: bool = False) -> None:
@@ -301,18 +298,14 @@ class Marvell(RememberingDefense):
 
 
 class PersistentMarvell(Defense):
-    """Adds to each row noise along its label's move, scaled by one number of its example.
-
-    All answers about an example together leave the divergence 1/k^2.
-    """
+    """Adds to each row noise along its label's move, scaled by one number of its example."""
 
     def __init__(self, sum_kl: float, key_name: str) -> None:
         self._norm_ratio = sum_kl**-0.5
         identity = f"marvell {sum_kl!r} {key_name}"
-        self._charge = LeakCharge(sum_kl, identity, covers=Covers.HONEST_BUT_CURIOUS)
+        self._charge = LeakCharge(sum_kl, identity, adversary=Adversary.HONEST_BUT_CURIOUS)
 
     def defend(self, batch: RawBatch) -> Defended:
-        """Add noise; a batch of one class is like any other, because classes are not estimated."""
         moves = moves_of(batch)
         defended = noisy_rows(batch, moves, self._norm_ratio).to(batch.gradients.dtype)
         report = repeated_report(moves, self._norm_ratio, self._charge)

@@ -32,7 +32,7 @@ from splitveil.active_party.defenses.forecast import (
     depends_on_gradients,
     exactly,
 )
-from splitveil.active_party.defenses.gaps import gap_memory
+from splitveil.active_party.defenses.gaps import RowNoise, gap_memory
 from splitveil.active_party.defenses.interface import (
     BuildInputs,
     Defended,
@@ -46,7 +46,6 @@ from splitveil.active_party.defenses.interface import (
 )
 from splitveil.active_party.defenses.noise import NoiseSource
 from splitveil.active_party.defenses.persistent import checked_probabilities, own_scalars
-from splitveil.active_party.defenses.row_noise import missing_norms, stretch_rows
 from splitveil.active_party.defenses.rows import as_rows
 from splitveil.active_party.defenses.section import NoisyDefense, refusal_of_several_classes
 
@@ -105,12 +104,8 @@ class MaxNorm(RememberingDefense):
 
     A row without a direction of its own (zero, or too small to be divided by) gets a random
     direction and exactly the largest norm. The labels only decide the charge for an answer; the
-    answer itself does not depend on them.
-
-    Args:
-        noise: the source of fresh noise, and of random directions.
-        num_classes: number of classes.
-        is_persistent: draw the scalars from the examples' keys; charged without bound.
+    answer itself does not depend on them. Persistent scalars come from the examples' keys, and are
+    charged without bound.
     """
 
     def __init__(
@@ -129,18 +124,15 @@ class MaxNorm(RememberingDefense):
             scalars = own_scalars(batch.example_keys, rows).to(rows.dtype)
         else:
             scalars = self._noise.standard_normal((rows.shape[0], 1), rows)
-        noise = stretch_rows(rows, gaps.norms, missing, scalars, self._noise)
+        noise = _stretch_rows(rows, gaps.norms, missing, scalars, self._noise)
         charge = LeakCharge(math.inf) if self._is_persistent else gaps.charge(noise)
         defended = noise.directions.mul_(noise.scalars).add_(rows)
         report = DefenseReport(noise_power=float(noise.norms.square().mean()), charge=charge)
         return Defended(release(defended, batch.gradients), report)
 
     def _noise_norms(self, _batch: RawBatch, _rows: Tensor, norms: Tensor) -> Tensor:
-        """Return the root-mean-square noise norm of each row, (batch,) float64.
-
-        The rows are (batch, cut_dim), their norms (batch,) float64.
-        """
-        return missing_norms(norms)
+        """Return the root-mean-square noise norm of each row, (batch,) float64."""
+        return _missing_norms(norms)
 
 
 class MaxNormPositive(MaxNorm):
@@ -160,3 +152,31 @@ class MaxNormPositive(MaxNorm):
         own = torch.where(positive, 1 - predicted, predicted)
         ratios = (1 - smallest) / own
         return norms * ((ratios - 1) * (ratios + 1)).clamp_(min=0).sqrt_()
+
+
+def _missing_norms(norms: Tensor) -> Tensor:
+    """Return the root-mean-square noise norm that takes each row to the largest, (batch,)."""
+    largest = norms.max()
+    shares = norms / torch.where(largest > 0, largest, 1.0)
+    return ((1 - shares) * (1 + shares)).clamp_(min=0).sqrt_().mul_(largest)
+
+
+def _stretch_rows(
+    rows: Tensor, norms: Tensor, noise_norms: Tensor, scalars: Tensor, noise: NoiseSource
+) -> RowNoise:
+    """Draw noise along each row.
+
+    Rows are (batch, cut_dim); their norms and the root-mean-square noise norms (batch,) float64. A
+    row without a direction gets the batch's largest norm instead, without a random size. Scalars,
+    one standard normal number per row, (batch, 1), are overwritten.
+    """
+    scalars *= noise_norms[:, None].to(rows.dtype)
+    directions = rows / norms[:, None].to(rows.dtype)
+    bare = (norms < torch.finfo(rows.dtype).tiny).nonzero().squeeze(1)
+    if len(bare):
+        largest = norms.max()
+        random = noise.standard_normal((len(bare), rows.shape[1]), rows)
+        directions[bare] = random.div_(torch.linalg.vector_norm(random, dim=1, keepdim=True))
+        scalars[bare] = largest.to(rows.dtype)
+        noise_norms = noise_norms.index_fill(0, bare, float(largest))
+    return RowNoise(directions, scalars, noise_norms, bare)

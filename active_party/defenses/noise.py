@@ -128,6 +128,12 @@ class InsecureSeededNoise:
         return torch.randn(shape, generator=generator, dtype=like.dtype, device=like.device)
 
 
+def isotropic_noise(rows: Tensor, noise_norm: float, noise: NoiseSource) -> Tensor:
+    """Draw noise of the rows' shape whose expected squared norm per row is ``noise_norm``^2."""
+    deviation = noise_norm / rows.shape[1] ** 0.5
+    return noise.standard_normal(tuple(rows.shape), rows).mul_(deviation)
+
+
 def secure_normal(count: int, dtype: torch.dtype, key: bytes) -> Tensor:
     """Turn the ChaCha20 keystream of a key, 32 secret bytes, into normal numbers on the CPU."""
     words = torch.int32 if dtype == torch.float32 else torch.int64
@@ -143,12 +149,10 @@ def secure_normal(count: int, dtype: torch.dtype, key: bytes) -> Tensor:
 
 
 def box_muller(radius_bits: Tensor, angle_bits: Tensor, out: Tensor) -> None:
-    """Turn pairs of uniform words into pairs of standard normal numbers.
+    """Turn pairs of uniform words, int32 or int64, into pairs of standard normal numbers.
 
-    Args:
-        radius_bits: (pairs,) int32 or int64; the sign bit is not used.
-        angle_bits: (pairs,) of the same dtype.
-        out: (2 * pairs,) float32 or float64, filled with the pairs' first, then second numbers.
+    ``out``, (2 * pairs,) float32 or float64, gets the pairs' first, then second numbers. The sign
+    bit of the radius is not used.
     """
     bits = 8 * radius_bits.dtype.itemsize - 1
     radius = open_uniform(radius_bits, out.dtype).log_().mul_(-2).sqrt_()
@@ -171,11 +175,7 @@ def open_uniform(words: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def fill_state(generator: torch.Generator, entropy: bytes) -> None:
-    """Set all 19,937 bits of a CPU generator's state from 2,496 random bytes.
-
-    Raises:
-        RuntimeError: this version of torch arranges the state in another way.
-    """
+    """Set all 19,937 bits of a CPU generator's state from 2,496 random bytes."""
     generator.manual_seed(1)  # leaves "all words used up", so that the next draw stirs new ones
     state = generator.get_state()
     words = state[_MT_OFFSET : _MT_OFFSET + 8 * _MT_WORDS].view(torch.int64)

@@ -54,7 +54,7 @@ from splitveil.active_party.defenses.label_mechanisms import (
 )
 from splitveil.active_party.defenses.rows import as_rows, check_labels
 from splitveil.active_party.defenses.section import Coverage, SeededDefense, Traits, require_key
-from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.adversary import Adversary
 
 
 def _word_of_true(value: object) -> object:
@@ -93,12 +93,12 @@ class NoisyLabelDefense(SeededDefense):
     def traits(self) -> Traits:
         is_noisy = self.top_labels == "noisy"
         covered = Coverage(
-            Covers.ANYBODY,
+            Adversary.ANYBODY,
             "Everything that the peer receives is a function of features and noisy labels.",
         )
         if not is_noisy:
             covered = Coverage(
-                Covers.HONEST_BUT_CURIOUS,
+                Adversary.HONEST_BUT_CURIOUS,
                 "With top_labels true, the charge of the noisy label describes a peer that sends "
                 "its model's activations, and what it learns beyond the model's predictions. It "
                 "does not describe one that chooses activations to make the top model learn single "
@@ -135,7 +135,7 @@ class NoisyLabelDefense(SeededDefense):
             noise_identity=noise_identity,
             # A top model that knows the labels leaves no bound on the odds.
             epsilon=leak.epsilon if self.top_labels == "noisy" else None,
-            covers=self.traits.coverage.covers,
+            adversary=self.traits.coverage.adversary,
             is_gaussian=is_gaussian,
             # Those of a Gaussian mechanism follow from its divergence.
             leak_auc=None if is_gaussian else leak.leak_auc,

@@ -50,7 +50,7 @@ from splitveil.active_party.defenses.noise import (
     fresh_key,
 )
 from splitveil.active_party.defenses.objective import Objective, TopModel
-from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.settings import Section
 
 SEE = "docs/defenses.md, section 'Which bounds do not hold'"
@@ -59,21 +59,21 @@ SEE = "docs/defenses.md, section 'Which bounds do not hold'"
 class Coverage(NamedTuple):
     """The peers whom all charges of a defense describe, and the reason."""
 
-    covers: Covers
+    adversary: Adversary
     """The strongest adversary class that every charge describes."""
 
     why: str
     """A sentence about who is described, and who is not."""
 
 
-COVERS_CLASS_MEANS = Coverage(
-    Covers.CLASS_MEANS,
+AGAINST_CLASS_MEANS = Coverage(
+    Adversary.CLASS_MEANS,
     "The charges of fresh noise compare the class means of a batch. They do not describe a peer "
     "that looks at anything else, such as the energy of single rows or what the model predicts "
     f"for an example: see {SEE}.",
 )
-COVERS_HONEST_BUT_CURIOUS = Coverage(
-    Covers.HONEST_BUT_CURIOUS,
+AGAINST_HONEST_BUT_CURIOUS = Coverage(
+    Adversary.HONEST_BUT_CURIOUS,
     "The charges of persistent noise describe a peer that sends its model's activations. They do "
     f"not describe one that chooses its activations: see {SEE}.",
 )
@@ -82,7 +82,7 @@ COVERS_HONEST_BUT_CURIOUS = Coverage(
 class Traits(NamedTuple):
     """What a run has to know of its defense, whichever it is."""
 
-    coverage: Coverage = COVERS_CLASS_MEANS
+    coverage: Coverage = AGAINST_CLASS_MEANS
 
     takes_numbers: bool = False
     """Whether labels may be numbers within bounds, and not only classes."""
@@ -191,7 +191,7 @@ class DefenseSection(Section):
         """Explain why the first answer would exceed every budget; None if it need not."""
         return None
 
-    def outlook(self, _context: DefenseContext, _training_rows: int, /) -> str:
+    def utility_in_words(self, _context: DefenseContext, _training_rows: int, /) -> str:
         """Say what the model can learn from a table of that size; empty if it does not matter."""
         return ""
 
@@ -290,7 +290,7 @@ class NoisyDefense(SeededDefense):
         )
 
     def _coverage(self) -> Coverage:
-        return COVERS_CLASS_MEANS
+        return AGAINST_CLASS_MEANS
 
     def forecast(self, context: DefenseContext) -> Forecast:
         """Forecast the charge of one answer, for either kind of noise.
@@ -399,7 +399,7 @@ def refusal_of_weights(defense: DefenseSection, uses: WeightUses) -> str | None:
             f"persistent noise of {defense.title} is measured by what a label moves in a loss "
             f"without class weights: leave out data.class_weights, or set noise: fresh"
         )
-    is_measured = traits.coverage.covers is Covers.CLASS_MEANS
+    is_measured = traits.coverage.adversary is Adversary.CLASS_MEANS
     if uses.of_rows and not (uses.are_label_free or is_measured):
         return (
             f"the peer reads data.weight_column off the gradients, so that weights that depend on "

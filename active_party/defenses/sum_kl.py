@@ -62,7 +62,7 @@ class _Spread(NamedTuple):
     power: float
 
 
-class _Noise(NamedTuple):
+class _NoiseSplit(NamedTuple):
     """A point of the search: the noise of A and B, and the differences in the terms of sumKL."""
 
     across_a: float
@@ -82,22 +82,14 @@ def solve_noise(
 ) -> NoiseSolution:
     """Find the noise of the given power that leaves the least symmetrised divergence.
 
-    Args:
-        neg_variance: variance of the negatives' gradients per coordinate (u).
-        pos_variance: variance of the positives' gradients per coordinate (v).
-        gap_squared: squared distance of the class means (c).
-        cut_dim: width of the cut layer (d).
-        pos_fraction: share of positives (p), above 0 and below 1.
-        noise_power: mean expected squared noise norm per example (P).
+    Variances (u, v) are per coordinate, ``gap_squared`` is the squared distance of the class means
+    (c), ``cut_dim`` the width of the cut layer (d), ``pos_fraction`` the share of positives (p),
+    ``noise_power`` the mean expected squared noise norm per example (P).
 
-    Returns:
-        The solution. ``along`` is the total noise variance in the direction of the gap, ``across``
-        the variance in each other direction (0 where there is none). ``sum_kl`` is infinite where
-        the classes differ and one of them has neither spread nor noise. Classes that do not differ
-        at all do not need noise and do not get any, at any power.
-
-    Raises:
-        ValueError: an argument is outside its range.
+    ``along`` is the total noise variance in the direction of the gap, ``across`` the variance in
+    each other direction (0 where there is none). ``sum_kl`` is infinite where the classes differ
+    and one of them has neither spread nor noise. Classes that do not differ at all get no noise, at
+    any power. Raises ValueError if an argument is outside its range.
     """
     _check(
         pos_fraction,
@@ -239,11 +231,11 @@ def _check(pos_fraction: float, cut_dim: int, **variances: float) -> None:
         raise ValueError(f"cut_dim must be at least 1, got {cut_dim}")
 
 
-def _best_noise(spread: _Spread) -> _Noise:
+def _best_noise(spread: _Spread) -> _NoiseSplit:
     var_a, var_b, gap, across_dim, frac_a, _, power = spread
     variance_gap = var_b - var_a
     if power == 0 or (gap == 0 and variance_gap == 0):
-        return _Noise(0.0, 0.0, 0.0, variance_gap, -variance_gap)
+        return _NoiseSplit(0.0, 0.0, 0.0, variance_gap, -variance_gap)
     highest = min(variance_gap, power / (frac_a * (across_dim + 1)))
     if across_dim == 0 or highest == 0:
         return _split_along(spread, 0.0, variance_gap)
@@ -302,11 +294,9 @@ def _log_slope(spread: _Spread) -> Callable[[float], float]:
 
 
 def _unclamped(spread: _Spread, left: float) -> tuple[float, float, float, float]:
-    """Split the power ``left`` along the gap as if variances could be negative.
+    """Split the power ``left`` along the gap as if variances could be negative: E, l1A, l1B, C.
 
-    Returns:
-        E, l1A, l1B and C. Both variances are written so that a small noise on a wide spread does
-        not drown in rounding.
+    Both variances are written so that a small noise on a wide spread does not drown in rounding.
     """
     var_a, var_b, gap, _, frac_a, frac_b, _ = spread
     total = left + frac_a * var_a + frac_b * var_b
@@ -340,7 +330,7 @@ def _difference_across(spread: _Spread, across: float) -> float:
     return var_b * excess / math.sqrt(1 + excess) / (1 + math.sqrt(1 + excess))
 
 
-def _split_along(spread: _Spread, across: float, across_difference: float) -> _Noise:
+def _split_along(spread: _Spread, across: float, across_difference: float) -> _NoiseSplit:
     """Divide the power that remains after the noise across the gap between the two classes."""
     var_a, var_b, _, across_dim, frac_a, frac_b, power = spread
     left = max(power - frac_a * across_dim * across, 0.0)
@@ -352,11 +342,13 @@ def _split_along(spread: _Spread, across: float, across_difference: float) -> _N
     else:
         x = total / (frac_a + frac_b * ratio)
         difference = -x * _ratio_excess(spread, total, ratio)
-        return _Noise(across, along_a, along_b, across_difference, difference)
-    return _Noise(across, along_a, along_b, across_difference, along_a - along_b + var_a - var_b)
+        return _NoiseSplit(across, along_a, along_b, across_difference, difference)
+    return _NoiseSplit(
+        across, along_a, along_b, across_difference, along_a - along_b + var_a - var_b
+    )
 
 
-def _divergence(spread: _Spread, noise: _Noise) -> float:
+def _divergence(spread: _Spread, noise: _NoiseSplit) -> float:
     """F/2 - d, as (d-1)/2 (s_B - z)^2/(s_B z) + (X - Y)^2/(2 X Y) + c/2 (1/X + 1/Y)."""
     var_a, var_b, gap, across_dim, *_ = spread
     z = var_a + noise.across_a

@@ -8,8 +8,8 @@ from typing import Protocol
 
 import grpc
 
-from splitveil.common.alignment import ExchangeFiles, StreamChannel
-from splitveil.common.party.presence import Presence
+from splitveil.common.alignment import ExchangeStore, StreamChannel
+from splitveil.common.party.party_status import Presence
 
 
 class Stream(Protocol):
@@ -74,10 +74,10 @@ class StreamSlots:
 
 class Caller:
     def __init__(
-        self, name: str, presence: Presence, exchange_files: ExchangeFiles | None = None
+        self, name: str, presence: Presence, exchange_store: ExchangeStore | None = None
     ) -> None:
         self.name = name
-        self.exchange_files = exchange_files
+        self.exchange_store = exchange_store
         self._presence = presence
         self._has_outcome = False
         self._counting = threading.Lock()
@@ -104,8 +104,8 @@ class Caller:
 
     def is_aligned(self) -> None:
         """Note a message that shows that this party has the outcome of the exchange of ids."""
-        if not self._has_outcome and self.exchange_files is not None:
-            self.exchange_files.discard()
+        if not self._has_outcome and self.exchange_store is not None:
+            self.exchange_store.discard()
         self._has_outcome = True
 
     def arrive(self) -> None:

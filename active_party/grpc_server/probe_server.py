@@ -16,13 +16,14 @@ from splitveil.common.party.party_data import form_of_own_ids
 from splitveil.common.run.contract import ACTIVE, Contract
 from splitveil.common.run.messages import IdForm
 from splitveil.common.wire.endpoint import SERVICE
-from splitveil.common.wire.probe_findings import (
+from splitveil.common.wire.probes import (
     Check,
+    Introduction,
+    ProbeResponder,
     certificate_in_words,
     checks_of,
     clock_in_words,
 )
-from splitveil.common.wire.probes import Introduction, ProbeResponder
 from splitveil.common.wire.server import build_server
 
 logger = logging.getLogger(__name__)

@@ -34,7 +34,7 @@ from splitveil.common.wire.limits import (
 from splitveil.common.wire.noted_calls import AllNotes, Notes
 from splitveil.common.wire.probes import ProbeResponder
 from splitveil.common.wire.server import build_server
-from splitveil.common.wire.tensor_frame import Frame
+from splitveil.common.wire.tensor_codec import Frame
 from splitveil.protos import split_learning_pb2 as pb
 
 logger = logging.getLogger("splitveil.active_party")
@@ -159,10 +159,10 @@ def wait_for_end(
 ) -> None:
     """Wait until the run is over and every passive party has left, or is not expected any more."""
     while not session.wait_for_farewell(_LOOK_EVERY_S):
-        if interruption.signal_number is not None:
+        if (number := interruption()) is not None:
             if session.stage.is_over:
                 break
-            session.end(Interrupted(interruption.signal_number))
+            session.end(Interrupted(number))
             continue
         silent = _silent_party(session, service, settings)
         if silent is None:

@@ -19,7 +19,7 @@ from splitveil.common.alignment import (
     AlignChannel,
     Alignment,
     AlignmentEngine,
-    KeptExchanges,
+    ExchangeStores,
     StreamChannel,
     TriedIds,
     align,
@@ -30,24 +30,20 @@ from splitveil.common.errors import (
     AlignmentError,
     ContractMismatch,
     InvalidMessage,
-    NothingBegun,
     NotOpen,
     OthersAwaited,
     PeerUnreachable,
     ProtocolError,
     SplitveilError,
+    StartedOver,
 )
-from splitveil.common.party.run_status import RunStatus
+from splitveil.common.party.party_status import RunStatus
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.messages import Activation, LeaveReason
 from splitveil.common.run.phases import Phase
 from splitveil.common.text.imports import fault_of_own_code
 from splitveil.common.text.log_lines import log_fields
-from splitveil.common.wire.limits import (
-    PARTY_KEY,
-    REFUSALS_LOGGED,
-    believed,
-)
+from splitveil.common.wire.limits import PARTY_KEY, REFUSALS_LOGGED, believed
 from splitveil.common.wire.small_messages import (
     decode_greeting,
     decode_question,
@@ -55,8 +51,7 @@ from splitveil.common.wire.small_messages import (
     encode_opening,
     leave_reason_from_wire,
 )
-from splitveil.common.wire.tensor_codec import TensorAssembler, TensorLimits, encode_answer
-from splitveil.common.wire.tensor_frame import Frame
+from splitveil.common.wire.tensor_codec import Frame, TensorAssembler, TensorLimits, encode_answer
 from splitveil.protos import split_learning_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -77,7 +72,7 @@ class ActiveService:
         deadline_s: float,
         tried: TriedIds | None = None,
         status: RunStatus | None = None,
-        exchanges: KeptExchanges | None = None,
+        exchanges: ExchangeStores | None = None,
     ) -> None:
         self.refused: Counter[str] = Counter()
         """Number of refused messages by kind of error."""
@@ -213,7 +208,7 @@ class ActiveService:
                 agree=agreeing(session, party) if self._is_multi_party else None,
                 splits=session.file_splits,
                 counting=partial(self.tried.counted, party),
-                files=caller.exchange_files,
+                store=caller.exchange_store,
             )
         except AlignmentError as error:
             session.end(error)  # now: the peer is about to leave for the same reason
@@ -271,7 +266,7 @@ class ActiveService:
 
     def on_error(self, error: Exception) -> None:
         """Log and count an error, and end the run unless it is the peer's fault."""
-        if isinstance(error, (OthersAwaited, NothingBegun)):
+        if isinstance(error, (OthersAwaited, StartedOver)):
             logger.info("%s", error)
             return
         if self._session.lifecycle.error is not None:

@@ -1,4 +1,4 @@
-"""The HTTP side of online predictions: translates between JSON and the desk, and no more."""
+"""The HTTP side of online predictions: translates between JSON and the service, and no more."""
 
 import asyncio
 from collections.abc import Sequence
@@ -23,16 +23,16 @@ from pydantic import (
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
-from splitveil.active_party.http.desk import Answer, AnswerDesk, Pending
-from splitveil.active_party.http.errors import (
+from splitveil.active_party.http.programs import (
     NotAvailable,
     NotJson,
     RequestError,
+    Tokens,
     TooFast,
     TooManyIds,
     Unusable,
 )
-from splitveil.active_party.http.programs import Tokens
+from splitveil.active_party.http.service import AnswerService, PendingReply, ServedPredictions
 from splitveil.common.data.canonical_form import compose
 from splitveil.common.run.id_rules import MAX_ID_COLUMNS
 from splitveil.common.text.version import VERSION
@@ -104,7 +104,7 @@ class NumberReply(Reply):
     """In the label's unit, within ``data.label_range``; null for an id that is not known."""
 
 
-class Readiness(BaseModel):
+class ServiceReadiness(BaseModel):
     """Whether predictions are answered now."""
 
     ready: bool
@@ -119,7 +119,7 @@ class Problem(BaseModel):
 
 
 def build_app(
-    desk: AnswerDesk,
+    service: AnswerService,
     tokens: Tokens | None,
     classes: list[str] | None,
     hosts: Sequence[str] = ("*",),
@@ -129,7 +129,7 @@ def build_app(
     """Return the application.
 
     Args:
-        desk: answers.
+        service: answers.
         tokens: of the programs that may ask; None to go by certificates, or to ask for nothing.
         classes: the names of the classes, if there are more than two.
         hosts: by which programs may call this one; ``*`` for any.
@@ -146,7 +146,7 @@ def build_app(
     )
     app.add_exception_handler(RequestError, _refused)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
-    most_ids = desk.rules.max_ids
+    most_ids = service.rules.max_ids
     under_way = asyncio.Semaphore(MOST_REQUESTS)
     security = [] if tokens is None else [Depends(HTTPBearer(auto_error=False))]
 
@@ -162,16 +162,16 @@ def build_app(
         return {"status": "serving"}
 
     @app.head("/readyz", include_in_schema=False)
-    @app.get("/readyz", tags=["health"], responses={503: {"model": Readiness}})
-    async def readyz(response: Response) -> Readiness:
+    @app.get("/readyz", tags=["health"], responses={503: {"model": ServiceReadiness}})
+    async def readyz(response: Response) -> ServiceReadiness:
         """Say whether predictions are answered now, and by which model."""
-        trouble = desk.trouble
+        trouble = service.trouble
         if trouble is None:
-            return Readiness(ready=True, model="joint", reason=None)
-        if desk.has_fallback:
-            return Readiness(ready=True, model="fallback", reason=trouble)
+            return ServiceReadiness(ready=True, model="joint", reason=None)
+        if service.has_fallback:
+            return ServiceReadiness(ready=True, model="fallback", reason=trouble)
         response.status_code = 503
-        return Readiness(ready=False, model=None, reason=trouble)
+        return ServiceReadiness(ready=False, model=None, reason=trouble)
 
     @app.post(
         "/predict",
@@ -192,18 +192,18 @@ def build_app(
     async def predict(request: Request) -> Response:
         """Predict some ids with the joint model."""
         # The body is no parameter: FastAPI would read it before it is known who asks.
-        with desk.log.turning_away():
+        with service.log.turning_away():
             program = program_of(request)
             if under_way.locked():
                 raise NotAvailable("too many requests are under way")
         async with under_way:
-            with desk.log.turning_away():
+            with service.log.turning_away():
                 asked = request_of(await _body(request, most_ids * ID_BODY_BYTES), most_ids)
-            with desk.log.noted(program) as call:
-                pending = await _accepted(desk, call, asked)
-                await _settled(pending, desk.rules.timeout_s)
-                answer = desk.finish(call, pending)
-                reply = _reply(answer, classes, desk.run_id, numbers=numbers)
+            with service.log.noted(program) as call:
+                pending = await _accepted(service, call, asked)
+                await _settled(pending, service.rules.timeout_s)
+                answer = service.finish(call, pending)
+                reply = _reply(answer, classes, service.run_id, numbers=numbers)
                 status = call.status
         return Response(reply.model_dump_json(), status, media_type=_JSON)
 
@@ -252,14 +252,14 @@ def request_of(body: bytes | bytearray, most_ids: int) -> PredictRequest:
         raise Unusable(f"{place}: {found['msg']}") from None
 
 
-async def _accepted(desk: AnswerDesk, call: Any, asked: PredictRequest) -> Pending:
+async def _accepted(service: AnswerService, call: Any, asked: PredictRequest) -> PendingReply:
     ids = [compose(list(map(str, one))) if isinstance(one, list) else str(one) for one in asked.ids]
     if asked.features is None:
-        return desk.accept(call, ids, None)
-    return await run_in_threadpool(desk.accept, call, ids, asked.features)
+        return service.accept(call, ids, None)
+    return await run_in_threadpool(service.accept, call, ids, asked.features)
 
 
-async def _settled(pending: Pending, timeout_s: float) -> None:
+async def _settled(pending: PendingReply, timeout_s: float) -> None:
     """Wait until a question is answered, or for as long as a program may have to wait."""
     if pending.answer is None:
         return
@@ -270,7 +270,7 @@ async def _settled(pending: Pending, timeout_s: float) -> None:
 
 
 def _reply(
-    answer: Answer, classes: list[str] | None, run_id: str, *, numbers: bool
+    answer: ServedPredictions, classes: list[str] | None, run_id: str, *, numbers: bool
 ) -> PredictReply | NumberReply:
     found = answer.is_found
     # float32 to double and back is exact, so that the text holds every bit.

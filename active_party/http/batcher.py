@@ -1,8 +1,8 @@
 """Puts requests that arrive together into one question to the passive parties.
 
 A question leaves at once while few others are under way; requests that arrive in the meantime wait
-and leave together. Predictions do not depend on the company in which they were asked for, because
-both halves of the model compute in blocks of one size.
+and leave together. Predictions do not depend on the other ids of a question, because both halves of
+the model compute in blocks of one size.
 """
 
 import contextlib
@@ -18,14 +18,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from splitveil.active_party.http.errors import NotAvailable
-from splitveil.active_party.http.online_status import OnlineStatus
-from splitveil.active_party.predict.predictor import (
-    Asked,
-    Predictions,
-    Predictor,
-    asking_order,
-)
+from splitveil.active_party.http.programs import NotAvailable
+from splitveil.active_party.http.status import OnlineStatus
+from splitveil.active_party.predict.predictor import Asked, Predictions, Predictor, asking_order
 from splitveil.common.data.features import Features
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.messages import Embedded
@@ -38,7 +33,7 @@ MOST_WAITING = 2048
 
 
 @dataclass(frozen=True, eq=False)
-class Question:
+class IdQuestion:
     """Ids for which a program wants predictions."""
 
     ids: Sequence[str]
@@ -49,8 +44,8 @@ class Question:
     they are those in the party's table."""
 
 
-class _Waiting(NamedTuple):
-    question: Question
+class _WaitingQuestion(NamedTuple):
+    question: IdQuestion
     answer: "Future[Predictions]"
     given_up_at: float
 
@@ -59,7 +54,7 @@ class _Waiting(NamedTuple):
 
 
 class _UnderWay(NamedTuple):
-    batch: list[_Waiting]
+    batch: list[_WaitingQuestion]
     asked: list[Asked]
     """The messages of which the batch's question consists."""
     places: list[NDArray[np.int64]]
@@ -82,9 +77,9 @@ class Batcher:
         self._contract = contract
         self._wait_s = wait_s
         self._timeout_s = timeout_s
-        self._incoming: queue.Queue[_Waiting | None] = queue.Queue(MOST_WAITING)
+        self._incoming: queue.Queue[_WaitingQuestion | None] = queue.Queue(MOST_WAITING)
         self._under_way: queue.Queue[_UnderWay | None] = queue.Queue(IN_FLIGHT)
-        self._kept: _Waiting | None = None
+        self._next: _WaitingQuestion | None = None
         self._threads = [
             threading.Thread(target=work, name=name, daemon=True)
             for work, name in ((self._ask, "batches-asked"), (self._finish, "batches-finished"))
@@ -98,20 +93,19 @@ class Batcher:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def submit(self, question: Question) -> "Future[Predictions]":
+    def submit(self, question: IdQuestion) -> "Future[Predictions]":
         """Ask a question without waiting.
 
         Returns the answer to come, or one of the errors of ``Predictor.finish``.
         """
         answer: Future[Predictions] = Future()
-        waiting = _Waiting(question, answer, time.monotonic() + self._timeout_s)
+        waiting = _WaitingQuestion(question, answer, time.monotonic() + self._timeout_s)
         try:
             self._incoming.put_nowait(waiting)
         except queue.Full as error:
             raise NotAvailable("too many requests are waiting") from error
         return answer
 
-    @property
     def num_waiting(self) -> int:
         """How many questions wait to be asked."""
         return self._incoming.qsize()
@@ -136,7 +130,7 @@ class Batcher:
                 self._under_way.put(under_way)
         self._under_way.put(None)
 
-    def _asked(self, batch: list[_Waiting]) -> _UnderWay:
+    def _asked(self, batch: list[_WaitingQuestion]) -> _UnderWay:
         """Ask for the ids of a batch in as many messages as they need."""
         together = [text for waiting in batch for text in waiting.question.ids]
         order = asking_order(together)
@@ -147,18 +141,18 @@ class Batcher:
         ends = np.cumsum([len(waiting.question.ids) for waiting in batch])
         return _UnderWay(batch, asked, np.split(np.argsort(order), ends[:-1]))
 
-    def _gathered(self) -> tuple[list[_Waiting], bool]:
+    def _gathered(self) -> tuple[list[_WaitingQuestion], bool]:
         """Return the questions to be asked together, and whether they are the last."""
-        first = self._kept or self._incoming.get()
-        self._kept = None
-        batch: list[_Waiting] = []
+        first = self._next or self._incoming.get()
+        self._next = None
+        batch: list[_WaitingQuestion] = []
         num_ids, until = 0, time.monotonic() + self._wait_s
         following = first
         while following is not None:
             if following.is_wanted():
                 num_ids += len(following.question.ids)
                 if batch and num_ids > self._predictor.max_ids:
-                    self._kept = following
+                    self._next = following
                     return batch, False
                 batch.append(following)
             try:
@@ -185,7 +179,7 @@ class Batcher:
                 _set(waiting.answer, predictions)
 
 
-def _set_all(batch: Sequence[_Waiting], error: Exception) -> None:
+def _set_all(batch: Sequence[_WaitingQuestion], error: Exception) -> None:
     for waiting in batch:
         _set(waiting.answer, error)
 
@@ -200,7 +194,7 @@ def _set(answer: "Future[Predictions]", result: Predictions | Exception) -> None
 
 def _answers(
     predictor: Predictor,
-    batch: Sequence[_Waiting],
+    batch: Sequence[_WaitingQuestion],
     places: Sequence[NDArray[np.int64]],
     asked: Asked,
     embedded: Sequence[Embedded],

@@ -1,4 +1,8 @@
-"""Encodes own features that a program sends, as those of the party's file were."""
+"""Uses this party's own features: those that a program sends, and those of its table.
+
+Sent features are encoded as those of the party's file were; the fallback model predicts from
+either.
+"""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -6,15 +10,32 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+from torch import nn
 
-from splitveil.active_party.http.errors import Unusable
-from splitveil.common.data.features import UNKNOWN_SLOT, FeatureEncoder, Features
+from splitveil.active_party.http.batcher import IdQuestion
+from splitveil.active_party.http.programs import Unusable
+from splitveil.active_party.predict.predictor import Predictions
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind, kind_of
+from splitveil.active_party.training.own_models import build_alone, predictions_alone
+from splitveil.common.data.features import (
+    UNKNOWN_SLOT,
+    FeatureEncoder,
+    Features,
+    unknown_categories,
+)
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.sources import ColumnsInMemory, list_rows
+from splitveil.common.data.stored_ids import ABSENT
 from splitveil.common.data.table import Table, table_of
 from splitveil.common.data.table_files import settings_for
-from splitveil.common.data.unknown_categories import unknown_categories
-from splitveil.common.errors import DataError
+from splitveil.common.errors import DataError, SettingsError
+from splitveil.common.party.served_rows import ServedRows
+from splitveil.common.record.model_files import ALONE, TrainedModel
+from splitveil.common.run.contract import ACTIVE
+from splitveil.common.run.messages import ModelIdentity
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +48,6 @@ _KINDS = {
 
 class _Kinds(NamedTuple):
     types: tuple[frozenset[type], ...]
-
     words: str
 
 
@@ -104,6 +124,56 @@ class GivenFeatures:
             return pa.chunked_array([pa.array(values, kind)])
         except (pa.ArrowException, OverflowError) as error:
             raise Unusable(f"features: column {name!r}: a number is too large") from error
+
+
+class Fallback:
+    """Answers ids from this party's own features. Several threads may use it."""
+
+    def __init__(
+        self, model: nn.Module, own_rows: ServedRows, labels: LabelKind = CLASS_LABELS
+    ) -> None:
+        self._model = model.eval()
+        self._own_rows = own_rows
+        self._labels = labels
+
+    @classmethod
+    def load(
+        cls, settings: ActiveSettings, own_rows: ServedRows | None, joint: ModelIdentity
+    ) -> "Fallback":
+        folder = settings.run_folder(ACTIVE)
+        if own_rows is None:
+            raise SettingsError("serving.fallback: this party has no features of its own")
+        if not (folder / "checkpoint" / ALONE).exists():
+            raise SettingsError(
+                f"serving.fallback: {folder} has no {ALONE}: only a run that was finished with "
+                f"serving.fallback leaves one"
+            )
+        trained = TrainedModel.open(folder, settings.contract, ALONE)
+        if trained.identity != joint:
+            raise SettingsError(
+                f"serving.fallback: {ALONE} is of {trained.identity}, the joint model of {joint}"
+            )
+        num_classes, seed = settings.data.num_classes, settings.model_seed
+        model = build_alone(own_rows.encoder, num_classes, seed)
+        trained.put_into(model)
+        return cls(model, own_rows, kind_of(settings.data))
+
+    def predict(self, question: IdQuestion, at: NDArray[np.int64]) -> Predictions:
+        """Predict some of a question's ids. Shapes: ``at`` (rows,)."""
+        if question.own is not None:
+            found = np.ones(len(at), np.bool_)
+            own = question.own.rows(torch.from_numpy(at))
+        else:
+            rows = self._own_rows.rows_of([question.ids[index] for index in at])
+            found = rows != ABSENT
+            own = self._own_rows.features_of(rows[found])
+        known = np.empty(0, np.float32)
+        if found.any():
+            known = predictions_alone(self._model, own, self._labels)
+        probabilities = np.full((len(at), *known.shape[1:]), np.nan, np.float32)
+        if found.any():
+            probabilities[found] = known
+        return Predictions(probabilities, found, {})
 
 
 def _kind(value: Any) -> type:

@@ -21,7 +21,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from splitveil.active_party.settings import ServingTls
-from splitveil.common.data.secret_files import read_secret
+from splitveil.common.data.source_settings import read_secret
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.credentials import printable
 from splitveil.common.text.addresses import on_loopback, split_address
@@ -207,7 +207,7 @@ class HttpServer:
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=grace_s,
         )
-        self._server = _Server(config, self._socket, tls)
+        self._server = _AcceptingServer(config, self._socket, tls)
         self._filter = SparseLog()
         for name in _LOGGERS:
             logging.getLogger(name).addFilter(self._filter)
@@ -242,7 +242,7 @@ class HttpServer:
             self._server.run(sockets=[])
 
 
-class _Server(uvicorn.Server):
+class _AcceptingServer(uvicorn.Server):
     """Accepts as many connections as there is room for, with the certificates of the moment."""
 
     def __init__(

@@ -26,11 +26,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from splitveil.active_party.ledger.bounds import widest_covered
-from splitveil.active_party.ledger.known_bounds import NOTHING, KnownBounds
+from splitveil.active_party.ledger.bounds import NOTHING, KnownBounds, strongest_adversary
 from splitveil.active_party.ledger.ledger import Exposure, LeakLedger
 from splitveil.common.errors import SettingsError
-from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.run.id_rules import rules_of_bytes
 from splitveil.common.run.sample_order import Positions
 from splitveil.common.text.files import check_regular
@@ -112,9 +111,9 @@ class AccountBook:
         known: KnownBounds = np.column_stack([self._exposure().known, NOTHING]).max(axis=1)
         return known
 
-    def covers(self) -> Covers:
+    def adversary(self) -> Adversary:
         """Return the strongest adversary class that every account describes."""
-        return widest_covered(int(np.bitwise_or.reduce(self._exposure().caveats)))
+        return strongest_adversary(int(np.bitwise_or.reduce(self._exposure().caveats)))
 
     def _exposure(self) -> Exposure:
         return self.ledger.exposure(np.arange(len(self)))

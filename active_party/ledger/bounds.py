@@ -9,10 +9,27 @@ Two figures follow from the divergence K of all answers about an example:
 
 Where all answers together are one Gaussian mechanism, mu^2 = K, the estimate is exact, and so the
 bound is the same number: Phi(mu / sqrt 2) (Dong, Roth and Su 2022, "Gaussian differential privacy",
-theorem 3 and corollary 2). For noisy labels of other kinds ``known_bounds`` has bounds of their
-own, down to the exact AUC of a label that was drawn once; the smallest one counts, and caps the
-estimate. A bound holds for the peers whom every charge of the account describes, and for no others:
-for them it is 1.
+theorem 3 and corollary 2). For noisy labels of other kinds there are bounds of their
+own (below), down to the exact AUC of a label that was drawn once; the smallest one counts, and caps
+the estimate. A bound holds for the peers whom every charge of the account describes; for all others
+it is 1.
+
+What is known of accounts besides their divergence, from which smaller bounds follow.
+
+An account may be a single release of which the best AUC is known, such as one noisy label, and it
+may consist of releases whose odds are bounded. Each of these bounds on the AUC of every score holds
+where it is finite, and so does the smallest of them:
+
+    a                      all charges are one release, and no score of it passes a
+    1/2 + tanh(e/2)/2      all charges are label-DP, e in total (`exact_auc.auc_of_epsilon`)
+    Phi(mu / sqrt 2)       no charge reveals more than some Gaussian mechanism; mu^2 adds up
+
+The last one holds for mixtures. A label of each mechanism reveals no more than some Gaussian
+mechanism (`exact_auc`), and neither does any e-label-DP release (`exact_auc.gaussian_of_epsilon`).
+Releases that follow each other, however the later ones depend on the earlier ones, reveal no more
+than the Gaussian mechanisms in their places (Dong, Roth and Su 2022, "Gaussian differential
+privacy", theorem 3.2). For a Gaussian mechanism mu^2 is the divergence itself, so an account
+remembers by how much mu^2 exceeds it.
 """
 
 import math
@@ -24,19 +41,78 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from splitveil.active_party.defenses.exact_auc import auc_of_epsilon, gaussian_of_epsilon
 from splitveil.active_party.defenses.interface import LeakCharge
-from splitveil.active_party.ledger.known_bounds import KnownBounds, auc_bound, estimate_of, known_of
-from splitveil.common.privacy.covers import Covers
+from splitveil.active_party.defenses.sum_kl import estimated_auc, leak_auc_bound
+from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.record.answer_log import ChargedAnswer
 from splitveil.common.text.upper_bounds import auc_at_most
+
+KnownBounds = npt.NDArray[np.float64]
+"""Three columns, (3, accounts), or the three numbers of one account, (3,):
+
+    leak_auc    AUC that no score passes if all charges are one release: 0.5 before the first one,
+                1 if it is unknown or there are several
+    epsilon     label differential privacy of all charges together; infinite for none
+    excess      mu^2 of a Gaussian mechanism that reveals no less, minus the divergence; infinite if
+                unknown, 0 for a Gaussian mechanism
+"""
+
+NOTHING: KnownBounds = np.array([0.5, 0.0, 0.0])
+"""Of an account without charges."""
+OF_ANY_KIND: KnownBounds = np.array([1.0, math.inf, math.inf])
+
+
+def known_of(
+    sum_kl: float, epsilon: float, leak_auc: float = 1.0, mu: float = math.inf
+) -> KnownBounds:
+    """Return what is known of one release, (3,); mu as in `LeakCharge.dominating_mu`."""
+    if sum_kl == 0:
+        return NOTHING
+    if not math.isfinite(sum_kl):
+        return OF_ANY_KIND
+    mu = min(mu, gaussian_of_epsilon(epsilon))
+    # Of a Gaussian mechanism nothing but rounding may be left: mu is the root of sum_kl.
+    excess = 0.0 if mu == math.sqrt(sum_kl) else max(mu**2 - sum_kl, 0.0)
+    return np.array([min(auc_of_epsilon(epsilon), leak_auc), epsilon, excess])
+
+
+def compose(some: KnownBounds, more: KnownBounds) -> KnownBounds:
+    """Return what is known of the charges of both together, account by account."""
+    both = some + more
+    both[0] = 1.0
+    for one, other in ((some, more), (more, some)):
+        is_nothing = one[0] == NOTHING[0]
+        if is_nothing.any():
+            np.copyto(both, other, where=is_nothing & (one[1] == 0) & (one[2] == 0))
+    return both
+
+
+def where_charged(charged: npt.NDArray[np.bool_], known: KnownBounds) -> KnownBounds:
+    """Return what is known of the charged accounts, (3,), and of no charge for the others."""
+    return np.where(charged, known[:, None], NOTHING[:, None])
+
+
+def auc_bound(sum_kl: float, known: KnownBounds) -> float:
+    """Return the AUC that no score of one account passes, of which ``known``, (3,), is known."""
+    leak_auc, epsilon, excess = map(float, known)
+    return min(
+        leak_auc, leak_auc_bound(sum_kl), estimated_auc(sum_kl + excess), auc_of_epsilon(epsilon)
+    )
+
+
+def estimate_of(sum_kl: float, known: KnownBounds) -> float:
+    """Return the AUC of the best score under the Gaussian model, or what bounds every score."""
+    return min(estimated_auc(sum_kl), auc_bound(sum_kl, known))
+
 
 Divergences = npt.NDArray[np.float64]
 Caveats = npt.NDArray[np.uint8]
 """What does not hold of each account, as bits."""
 
 _NOT_GAUSSIAN = 1
-_DOES_NOT_COVER = {covers: 2 << rank for rank, covers in enumerate(Covers)}
-ALL_CAVEATS = _NOT_GAUSSIAN + sum(_DOES_NOT_COVER.values())
+_NOT_AGAINST = {adversary: 2 << rank for rank, adversary in enumerate(Adversary)}
+ALL_CAVEATS = _NOT_GAUSSIAN + sum(_NOT_AGAINST.values())
 
 _SATURATED = 75.0
 """Divergence above which both AUCs are 1 to nine digits."""
@@ -72,22 +148,22 @@ class LeakBounds(NamedTuple):
     estimate: Spread
     """AUC of the best score under the Gaussian model."""
     by_peers: tuple[PeerBound, ...]
-    """One for each adversary class, in the order of ``Covers``."""
+    """One for each adversary class, in the order of ``Adversary``."""
     epsilon: float | None
     """Label differential privacy of all answers together; None if an answer had none."""
 
-    def against(self, peers: Covers) -> PeerBound:
+    def against(self, peers: Adversary) -> PeerBound:
         """Return the bound for an adversary class."""
-        return self.by_peers[list(Covers).index(peers)]
+        return self.by_peers[list(Adversary).index(peers)]
 
     @property
     def guarantee(self) -> Spread:
         """AUC that no score of anybody exceeds."""
-        return self.against(Covers.ANYBODY).leak_auc
+        return self.against(Adversary.ANYBODY).leak_auc
 
     def in_words(self) -> str:
         """Return the bounds of the most exposed example, for the log."""
-        aucs = {peers: self.against(peers).leak_auc.max for peers in Covers}
+        aucs = {peers: self.against(peers).leak_auc.max for peers in Adversary}
         parts = (f"{who} {'none' if auc >= 1 else auc_at_most(auc)}" for who, auc in aucs.items())
         return "bounds on the leak AUC: " + ", ".join(parts)
 
@@ -123,19 +199,19 @@ class LeakBounds(NamedTuple):
 
 def caveats_of(charge: LeakCharge) -> int:
     """Return what does not hold of a charge, as bits."""
-    narrow = sum(bit for peers, bit in _DOES_NOT_COVER.items() if not charge.covers.includes(peers))
+    narrow = sum(bit for peers, bit in _NOT_AGAINST.items() if not charge.adversary.includes(peers))
     # Nothing is added to a Gaussian mechanism by an answer that reveals nothing.
     return narrow | (0 if charge.is_gaussian or charge.sum_kl == 0 else _NOT_GAUSSIAN)
 
 
-def covers(caveats: int, peers: Covers) -> bool:
+def holds_against(caveats: int, peers: Adversary) -> bool:
     """Return whether an account with these caveats describes an adversary class."""
-    return not caveats & _DOES_NOT_COVER[peers]
+    return not caveats & _NOT_AGAINST[peers]
 
 
-def widest_covered(caveats: int) -> Covers:
+def strongest_adversary(caveats: int) -> Adversary:
     """Return the strongest adversary class that an account with these caveats describes."""
-    return next(peers for peers in Covers if covers(caveats, peers))
+    return next(peers for peers in Adversary if holds_against(caveats, peers))
 
 
 def known_of_entry(entry: ChargedAnswer) -> KnownBounds:
@@ -147,13 +223,9 @@ def known_of_entry(entry: ChargedAnswer) -> KnownBounds:
 def bounds_of(
     sums: Divergences, caveats: Caveats, known: KnownBounds, epsilon: float
 ) -> LeakBounds:
-    """Return the bounds on what some examples' answers revealed.
+    """Return the bounds on what some examples' answers revealed, at least one.
 
-    Args:
-        sums: each example's divergence, (examples,), not empty; left in another order.
-        caveats: what does not hold of each, (examples,).
-        known: what else is known of each, (3, examples).
-        epsilon: label differential privacy of all answers together; infinite for none.
+    The divergences are left in another order. Epsilon is that of all answers together.
     """
     groups = list(_groups(sums, caveats, known))
     largest, mean = float(sums.max()), float(sums.mean())
@@ -163,7 +235,7 @@ def bounds_of(
     return LeakBounds(
         sum_kl,
         _auc_spread(groups, sum_kl, lambda of_one, group: estimate_of(of_one, group.known)),
-        tuple(_bound_for(peers, groups, sum_kl) for peers in Covers),
+        tuple(_bound_for(peers, groups, sum_kl) for peers in Adversary),
         epsilon if math.isfinite(epsilon) else None,
     )
 
@@ -205,16 +277,17 @@ def _groups(sums: Divergences, caveats: Caveats, known: KnownBounds) -> Iterator
         )
 
 
-def _bound_for(peers: Covers, groups: list[_Group], sum_kl: Spread) -> PeerBound:
+def _bound_for(peers: Adversary, groups: list[_Group], sum_kl: Spread) -> PeerBound:
     spread = _auc_spread(
         groups,
         sum_kl,
         lambda of_one, group: (
-            auc_bound(of_one, group.known) if covers(group.caveats, peers) else 1.0
+            auc_bound(of_one, group.known) if holds_against(group.caveats, peers) else 1.0
         ),
     )
     exact = all(
-        covers(group.caveats, peers) and not group.caveats & _NOT_GAUSSIAN for group in groups
+        holds_against(group.caveats, peers) and not group.caveats & _NOT_GAUSSIAN
+        for group in groups
     )
     mu = math.sqrt(sum_kl.max)
     return PeerBound(spread, mu if exact and math.isfinite(mu) else None)

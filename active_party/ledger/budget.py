@@ -6,25 +6,119 @@ gets that far again: it gets back none of their charges. So the accounts of ever
 answered are kept as well, until the same answers have been given again; these are the ones that are
 reported and held against a budget. After a process was killed they are rebuilt from the newest
 checkpoint and the log of answers.
+
+The limit to what a run may reveal, and for which peers it has to hold.
+
+A limit in divergences is the same for every account. A limit in AUCs allows an account the larger
+a divergence, the more is known of it: its exact figure where all its charges are a Gaussian
+mechanism, and any divergence where another bound (see ``bounds``) is within the limit.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from splitveil.active_party.defenses.interface import LeakCharge
+from splitveil.active_party.defenses.sum_kl import sum_kl_for_estimated_auc, sum_kl_for_leak_auc
 from splitveil.active_party.ledger.account_book import AccountBook, Names, indices_of
-from splitveil.active_party.ledger.bounds import LeakBounds
-from splitveil.active_party.ledger.ledger import LeakLedger, logged
-from splitveil.active_party.ledger.limit import Limit
+from splitveil.active_party.ledger.bounds import (
+    KnownBounds,
+    LeakBounds,
+    auc_bound,
+    strongest_adversary,
+)
+from splitveil.active_party.ledger.ledger import Exposure, LeakLedger, logged
 from splitveil.common.errors import BudgetExhausted
-from splitveil.common.privacy.covers import Covers, narrowest
+from splitveil.common.privacy.adversary import Adversary, narrowest
 from splitveil.common.record.answer_log import ChargedAnswer
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.sample_order import Positions
+from splitveil.common.text.upper_bounds import at_most, auc_at_most
+
+ROUNDING = 1e-6
+"""Relative excess of a sum that a budget allows, so that ten times a strength pays for ten answers.
+"""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What no account may exceed, and the peers whom all charges have to describe."""
+
+    max_sum_kl: float
+    """Divergence allowed to accounts of any distributions."""
+    max_gaussian_sum_kl: float
+    """Divergence allowed to accounts of Gaussian mechanisms."""
+    peers: Adversary = Adversary.ANYBODY
+    max_leak_auc: float | None = None
+    """AUC up to which accounts may have any divergence; None for a limit to the divergence."""
+
+    @classmethod
+    def of_sum_kl(cls, sum_kl: float, peers: Adversary = Adversary.ANYBODY) -> "Limit":
+        """Return the limit to a divergence."""
+        return cls(sum_kl, sum_kl, peers)
+
+    @classmethod
+    def of_leak_auc(cls, leak_auc: float, peers: Adversary = Adversary.ANYBODY) -> "Limit":
+        """Return the limit to an AUC, above 0.5 and below 1."""
+        general, gaussian = sum_kl_for_leak_auc(leak_auc), sum_kl_for_estimated_auc(leak_auc)
+        return cls(general, gaussian, peers, leak_auc)
+
+    def of(self, known: KnownBounds) -> npt.NDArray[np.float64]:
+        """Return the divergence allowed to each account of which this is known, (accounts,)."""
+        leak_auc, epsilon, excess = known
+        if self.max_leak_auc is None:
+            return np.full(leak_auc.shape, self.max_sum_kl)
+        bound = np.minimum(leak_auc, 0.5 + np.tanh(epsilon / 2) / 2)  # `exact_auc.auc_of_epsilon`
+        is_within = bound - 0.5 <= (self.max_leak_auc - 0.5) * (1 + ROUNDING)
+        allowed = np.maximum(self.max_sum_kl, self.max_gaussian_sum_kl - excess)
+        return np.where(is_within, math.inf, allowed)
+
+    def objection(self, reached: Exposure) -> str | None:
+        """Say by how much some accounts would exceed the limit; None if they are within it."""
+        narrow = narrowest(*map(strongest_adversary, np.unique(reached.caveats).tolist()))
+        if not narrow.includes(self.peers):
+            return (
+                f"would leave an example without a bound for {self.peers.in_words}: what was told "
+                f"about it is bounded for {narrow.in_words}"
+            )
+        excess = reached.sum_kl / self.of(reached.known)
+        worst = int(excess.argmax())
+        if excess[worst] <= 1 + ROUNDING:
+            return None
+        known, sum_kl = reached.known[:, worst], float(reached.sum_kl[worst])
+        return (
+            f"would take an example to {_in_words(sum_kl, auc_bound(sum_kl, known))} for "
+            f"{self.peers.in_words}; the budget is {self.in_words(known)}"
+        )
+
+    def in_words(self, known: KnownBounds) -> str:
+        """Describe what is allowed to an account of which this is known, (3,)."""
+        allowed = float(self.of(known))
+        if self.max_leak_auc is None:
+            of_any_epsilon = np.array([1.0, math.inf, known[2]])
+            return _in_words(allowed, auc_bound(allowed, of_any_epsilon))
+        if math.isfinite(allowed):
+            return _in_words(allowed, self.max_leak_auc)
+        return f"a leak AUC of at most {auc_at_most(self.max_leak_auc)}"
+
+
+def _in_words(sum_kl: float, leak_auc: float) -> str:
+    return f"sum_kl {at_most(sum_kl)}, a leak AUC of at most {auc_at_most(leak_auc)}"
+
+
+def num_answers_within(max_sum_kl: float, charge: float) -> float:
+    """Return the number of answers of equal charge that the rest of a budget pays for.
+
+    A negative rest pays for no answer; an infinite one, or no charge, for all of them.
+    """
+    if charge == 0 or max_sum_kl == math.inf:
+        return math.inf
+    return max(max_sum_kl, 0.0) * (1 + ROUNDING) // charge
 
 
 @dataclass(frozen=True)
@@ -37,7 +131,7 @@ class Allowance:
     earlier: AccountBook = field(default_factory=AccountBook.empty)
     """Accounts of earlier runs for some of the ids; they count towards the budget."""
 
-    peers: Covers = Covers.ANYBODY
+    peers: Adversary = Adversary.ANYBODY
     """The strongest adversary class that a charge may describe in this run. Where something else
     that depends on labels reaches the peer, the charge of an answer does not describe everybody."""
 
@@ -52,13 +146,13 @@ class RunLedger:
     def __init__(self, begun: LeakLedger) -> None:
         self.course = begun
         """Accounts of the answers on the run's course so far, the same in every such run."""
-        self.told = begun
+        self.total = begun
         """Accounts of all answers ever given; the same object while there are no others."""
 
     @property
     def is_behind(self) -> bool:
         """Whether answers were given beyond the run's present position."""
-        return self.told is not self.course
+        return self.total is not self.course
 
     def enter(self, positions: Positions, charge: ChargedAnswer) -> None:
         """Charge one answer, before it leaves; a run that is behind has given it before."""
@@ -66,14 +160,14 @@ class RunLedger:
 
     def catch_up(self) -> None:
         """Note that the run has reached the end of all answers ever given."""
-        self.course = self.told
+        self.course = self.total
 
     def go_back(self, course: Mapping[str, Tensor]) -> None:
         """Take the accounts of a checkpoint as those of the course so far; no charge is lost.
 
         Raises ValueError if they are not of a ledger of as many examples.
         """
-        self.course = _loaded(course, len(self.told))
+        self.course = _loaded(course, len(self.total))
 
     def reopen(
         self, state: Mapping[str, Any], since: Iterable[tuple[Positions, ChargedAnswer]]
@@ -83,16 +177,16 @@ class RunLedger:
         They are those of the newest checkpoint, and the answers that were given since. Raises
         ValueError as ``go_back``.
         """
-        told = state["course"] if state["told"] is None else state["told"]
-        self.told = _loaded(told, len(self.told))
+        total = state["course"] if state["total"] is None else state["total"]
+        self.total = _loaded(total, len(self.total))
         for positions, charge in since:
-            self.told.enter(positions, charge)
+            self.total.enter(positions, charge)
         self.go_back(state["course"])
 
     def state_dict(self) -> dict[str, Any]:
         """Return both ledgers, for a checkpoint."""
-        told = self.told.state_dict() if self.is_behind else None
-        return {"course": self.course.state_dict(), "told": told}
+        total = self.total.state_dict() if self.is_behind else None
+        return {"course": self.course.state_dict(), "total": total}
 
 
 def _loaded(state: Mapping[str, Tensor], num_examples: int) -> LeakLedger:
@@ -120,13 +214,13 @@ class LeakBudget:
         self._persons = persons
         begun = allowance.earlier.begun(self._ids_in_order(), len(rows), persons)
         if allowance.reveals_validation:
-            revealed = LeakCharge(0.0, covers=allowance.peers, is_gaussian=True)
+            revealed = LeakCharge(0.0, adversary=allowance.peers, is_gaussian=True)
             begun.enter(rows.splits["validation"], logged(revealed))
         self.accounts = RunLedger(begun)
 
     def entry_of(self, charge: LeakCharge) -> ChargedAnswer:
         """Return a charge as it is entered into the log of answers and the accounts."""
-        return logged(replace(charge, covers=narrowest(charge.covers, self._allowance.peers)))
+        return logged(replace(charge, adversary=narrowest(charge.adversary, self._allowance.peers)))
 
     def admit(
         self,
@@ -139,38 +233,32 @@ class LeakBudget:
     ) -> None:
         """Charge an answer or a release that is about to be given, or refuse it.
 
-        Args:
-            positions: positions of the training rows that it is about.
-            entry: the charge of each of them, as ``entry_of`` returns it.
-            what: names it in the refusal.
-            is_repeated: whether this very answer has left before, so that it tells nothing new.
-            log: writes the answer to the log of answers. Called once the answer is known to fit;
-                if it fails, nothing is charged.
-
-        Raises:
-            BudgetExhausted: the answer would take an example past the limit; nothing is charged.
+        ``entry`` is the charge of each of these training rows, ``what`` names it in the refusal.
+        ``is_repeated`` says that this very answer has left before, so that it reveals nothing new.
+        ``log`` writes it to the log of answers once it is known to fit; if that fails, nothing is
+        charged. Raises BudgetExhausted if it would take an example past the limit.
         """
-        limit, told = self._allowance.limit, self.accounts.told
+        limit, total = self._allowance.limit, self.accounts.total
         if limit is not None and len(positions):
-            reached = told.exposure(positions) if is_repeated else told.after(positions, entry)
+            reached = total.exposure(positions) if is_repeated else total.after(positions, entry)
             objection = limit.objection(reached)
             if objection is not None:
                 raise BudgetExhausted(f"run_budget: {what} {objection}")
         log()
         self.accounts.enter(positions, entry)
 
-    def told(self) -> LeakBounds:
-        """Bound what all answers ever given may have told about the training examples."""
-        return self.accounts.told.bounds(self._rows.splits["train"])
+    def bounds(self) -> LeakBounds:
+        """Bound what all answers ever given may have revealed about the training examples."""
+        return self.accounts.total.bounds(self._rows.splits["train"])
 
-    def told_on_course(self) -> LeakBounds:
-        """Bound what the answers up to the run's present position may have told."""
+    def bounds_on_course(self) -> LeakBounds:
+        """Bound what the answers up to the run's present position may have revealed."""
         return self.accounts.course.bounds(self._rows.splits["train"])
 
     def account_book(self) -> AccountBook:
         """Return the accounts of this run and the runs before it, by example."""
-        told = self.accounts.told
-        return self._allowance.earlier.closed(self._ids_in_order(), told, self._persons)
+        total, persons = self.accounts.total, self._persons
+        return self._allowance.earlier.closed(self._ids_in_order(), total, persons)
 
     def sharing_accounts(self, positions: Positions) -> Positions:
         """Return the positions of all rows of the persons whom some rows are about, ascending."""

@@ -10,7 +10,7 @@ about a label beyond what the model predicts of it.
 
 from typing import NamedTuple
 
-from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.adversary import Adversary
 
 
 class LabelUses(NamedTuple):
@@ -69,17 +69,17 @@ def label_signals(uses: LabelUses) -> tuple[LabelSignal, ...]:
     return tuple(signal for signal, is_given in signals.items() if is_given)
 
 
-def widest_adversary(signals: tuple[LabelSignal, ...]) -> Covers:
+def widest_adversary(signals: tuple[LabelSignal, ...]) -> Adversary:
     """Return the strongest adversary class for whom bounds on training labels can hold."""
-    return Covers.HONEST_BUT_CURIOUS if signals else Covers.ANYBODY
+    return Adversary.HONEST_BUT_CURIOUS if signals else Adversary.ANYBODY
 
 
-def objection_to(peers: Covers, signals: tuple[LabelSignal, ...]) -> str | None:
+def objection_to(peers: Adversary, signals: tuple[LabelSignal, ...]) -> str | None:
     """Say which setting voids a bound for some peers; None if there is none."""
     widest = widest_adversary(signals)
     if widest.includes(peers):
         return None
     return (
         f"{signals[0].setting} leaves no bound for {peers.in_words}. {signals[0].why} Expected a "
-        f"run without it, or covers: {widest} in run_budget"
+        f"run without it, or adversary: {widest} in run_budget"
     )

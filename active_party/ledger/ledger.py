@@ -8,7 +8,7 @@ counts.
 
 An account also remembers what does not hold of its charges: whom they do not describe, and whether
 one is not of a Gaussian mechanism; and it remembers what is known besides the divergence, such as
-the best AUC of a label that was drawn once (``known_bounds``). ``bounds`` says what follows from
+the best AUC of a label that was drawn once. ``bounds`` says what follows from
 all this, and for whom. No charge is ever forgotten, so that the adversary class only becomes
 narrower.
 """
@@ -25,14 +25,17 @@ from torch import Tensor
 from splitveil.active_party.defenses.interface import LeakCharge
 from splitveil.active_party.ledger.bounds import (
     ALL_CAVEATS,
+    NOTHING,
     Caveats,
     Divergences,
+    KnownBounds,
     LeakBounds,
     bounds_of,
     caveats_of,
+    compose,
     known_of_entry,
+    where_charged,
 )
-from splitveil.active_party.ledger.known_bounds import NOTHING, KnownBounds, compose, where_charged
 from splitveil.common.record.answer_log import ChargedAnswer
 from splitveil.common.run.sample_order import Positions
 
@@ -136,13 +139,9 @@ class LeakLedger:
     ) -> None:
         """Add the charges of another ledger for some of its examples.
 
-        For one noise identity the larger charge of the two counts, as within one run.
-
-        Args:
-            positions: positions of the examples in this ledger, each once.
-            other: the other ledger, with an order of its own.
-            other_positions: positions of the same examples in the other ledger.
-            is_counted: whether this ledger's epsilon covers the other's answers already.
+        For one noise identity the larger charge of the two counts, as within one run. Positions are
+        those of the same examples in either ledger, each once; ``is_counted`` says that this
+        ledger's epsilon covers the other's answers already.
         """
         theirs = other.state_dict()
         identity = bytes(theirs["identity"].tolist())

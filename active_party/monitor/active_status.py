@@ -10,15 +10,11 @@ from contextlib import contextmanager
 from prometheus_client import Gauge
 
 from splitveil.active_party.ledger.bounds import LeakBounds, Spread
-from splitveil.active_party.run.observer import SessionObserver
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.active_party.training.evaluation import Evaluation
-from splitveil.active_party.training.top_trainer import StepResult
-from splitveil.common.errors import SplitveilError
-from splitveil.common.party.run_status import RunStatus
-from splitveil.common.privacy.covers import Covers
+from splitveil.common.party.party_status import RunStatus
+from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.record.figures import AttackFigure
 from splitveil.common.record.lines import (
     AlarmLine,
@@ -28,12 +24,8 @@ from splitveil.common.record.lines import (
     LeakLine,
     Line,
 )
-from splitveil.common.record.values import from_form
 from splitveil.common.run.contract import ACTIVE
-from splitveil.common.run.course import AlignedRows, Batch
-from splitveil.common.run.messages import AuditQuestion
 from splitveil.common.run.phases import Phase
-from splitveil.common.run.progress import State
 
 _STAGES = {
     Stage.WAITING: "waiting",
@@ -82,9 +74,9 @@ class ActiveStatus(RunStatus):
         gauge = self.metrics.gauge
         self._bound = gauge(
             "ledger_leak_auc_bound",
-            "AUC that no score of the peers in covers exceeds, by statistic over the training "
+            "AUC that no score of the peers in adversary exceeds, by statistic over the training "
             "examples; 1 without a bound.",
-            ["covers", "statistic"],
+            ["adversary", "statistic"],
         )
         self._estimate = gauge(
             "ledger_leak_auc_estimate",
@@ -97,7 +89,7 @@ class ActiveStatus(RunStatus):
             ["statistic"],
         )
         self._mu = gauge(
-            "ledger_mu", "Parameter of the Gaussian mechanism that all answers are.", ["covers"]
+            "ledger_mu", "Parameter of the Gaussian mechanism that all answers are.", ["adversary"]
         )
         self._epsilon = self.metrics.unknown_gauge(
             "ledger_epsilon", "Label differential privacy of all answers; +Inf for none."
@@ -164,10 +156,10 @@ class ActiveStatus(RunStatus):
         for statistic in Spread._fields:
             self._sum_kl.labels(statistic).set(getattr(bounds.sum_kl, statistic))
             self._estimate.labels(statistic).set(getattr(bounds.estimate, statistic))
-            for peers in Covers:
+            for peers in Adversary:
                 spread = bounds.against(peers).leak_auc
                 self._bound.labels(peers.value, statistic).set(getattr(spread, statistic))
-        for peers in Covers:
+        for peers in Adversary:
             mu = bounds.against(peers).mu
             self._mu.labels(peers.value).set(float("inf") if mu is None else mu)
         self._epsilon.set(float("inf") if bounds.epsilon is None else bounds.epsilon)
@@ -201,78 +193,3 @@ def _set_each(gauge: Gauge, figures: Iterable[AttackFigure]) -> None:
     for figure in figures:
         if figure.leak_auc is not None:
             gauge.labels(figure.layer, figure.attack).set(figure.leak_auc)
-
-
-class StatusObserver:
-    """Passes events on to another observer, and notes them in a status.
-
-    Of a step it uses only which batch it was; figures about leak and model come with the lines that
-    the other observer writes.
-    """
-
-    def __init__(self, observer: SessionObserver, status: ActiveStatus) -> None:
-        self._observer = observer
-        self._status = status
-        self._bounds: LeakBounds | None = None
-        self._ahead: LeakBounds | None = None
-
-    def on_aligned(self, rows: AlignedRows, seed: bytes) -> None:
-        with self._status.phases(Phase.RECORD):
-            self._observer.on_aligned(rows, seed)
-        self._status.note_aligned(rows)
-
-    def on_resumed(self, epoch: int | None) -> None:
-        self._status.note_resumed(epoch)
-        self._observer.on_resumed(epoch)
-
-    def on_step(self, batch: Batch, result: StepResult) -> None:
-        with self._status.phases(Phase.RECORD):
-            self._observer.on_step(batch, result)
-        self._status.note_step(batch)
-
-    def on_earlier_answers(self, examples: int, bounds: LeakBounds) -> None:
-        self._note(bounds)
-        self._observer.on_earlier_answers(examples, bounds)
-
-    def on_ledger(self, epoch: int, bounds: LeakBounds) -> None:
-        self._note(bounds)
-        with self._status.phases(Phase.RECORD):
-            self._observer.on_ledger(epoch, bounds)
-
-    def on_answers_ahead(self, bounds: LeakBounds) -> None:
-        self._ahead = bounds
-        self._note(self._bounds or bounds)
-        self._observer.on_answers_ahead(bounds)
-
-    def on_evaluation(self, evaluation: Evaluation) -> None:
-        with self._status.phases(Phase.RECORD):
-            self._observer.on_evaluation(evaluation)
-
-    def on_epoch(self, epoch: int) -> None:
-        with self._status.phases(Phase.RECORD):
-            self._observer.on_epoch(epoch)
-
-    def on_audit(self, question: AuditQuestion, leak_auc: float, party: str) -> None:
-        """Pass on an audit; its names come from the peer, and are no labels of a metric."""
-        self._observer.on_audit(question, leak_auc, party)
-
-    def on_audits_answered(self, count: int) -> None:
-        self._status.note_audits(count)
-        self._observer.on_audits_answered(count)
-
-    def objection(self) -> SplitveilError | None:
-        return self._observer.objection()
-
-    def state_dict(self) -> State:
-        state = self._observer.state_dict()
-        self._status.note_checkpoint()
-        return state
-
-    def load_state_dict(self, state: State) -> None:
-        self._observer.load_state_dict(state)
-        if state.get("bounds") is not None:
-            self._note(from_form(LeakBounds, state["bounds"]))
-
-    def _note(self, bounds: LeakBounds) -> None:
-        self._bounds = bounds
-        self._status.note_bounds(bounds.or_more(self._ahead))

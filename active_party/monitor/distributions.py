@@ -51,8 +51,8 @@ def gradient_distributions(
 ) -> tuple[Histogram, Histogram] | None:
     """Count norms and cosines of a batch by class, before and after the defense.
 
-    The counts are for the label owner's own files. They must not reach the peer: they would tell
-    it how many examples of a batch are positive, and how to recognise them by their gradients.
+    The counts are for the label owner's own files. They must not reach the peer: they would say
+    how many examples of a batch are positive, and how to recognise them by their gradients.
 
     Args:
         raw: gradients before the defense, (batch, ...).

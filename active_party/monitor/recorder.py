@@ -1,14 +1,14 @@
 """Records a run at the active party: metrics, progress, their state in checkpoints, summary."""
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
 from splitveil.active_party.ledger.bounds import LeakBounds
+from splitveil.active_party.monitor.active_status import ActiveStatus
 from splitveil.active_party.monitor.distributions import gradient_distributions, spread_epochs
 from splitveil.active_party.monitor.leak_watch import LeakWatch
-from splitveil.active_party.monitor.number_watch import NumberWatch
 from splitveil.active_party.monitor.stated import (
     hold_against,
     ledger_figures,
@@ -21,19 +21,16 @@ from splitveil.active_party.training.predictions import PredictionFigures
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.errors import LeakGateClosed
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
-from splitveil.common.record.figures import AttackFigure, NumberFigures
-from splitveil.common.record.leak_figures import LeakFigures
+from splitveil.common.record.figures import AttackFigure, LeakFigures, NumberFigures
 from splitveil.common.record.lines import (
     AuditLine,
     EvaluationLine,
     HistogramLine,
     LedgerLine,
-    Line,
     TrainingLine,
 )
-from splitveil.common.record.metrics_log import ChartClock
+from splitveil.common.record.metrics_log import ChartClock, RunRecorder
 from splitveil.common.record.run_record import write_ledger_ahead
-from splitveil.common.record.run_recorder import RunRecorder
 from splitveil.common.record.summary import (
     ActiveFigures,
     EarlierAnswers,
@@ -44,6 +41,7 @@ from splitveil.common.record.summary import (
 from splitveil.common.record.values import from_form, to_form
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.run.messages import AuditQuestion
+from splitveil.common.run.phases import Phase
 from splitveil.common.run.progress import State
 from splitveil.common.text.log_lines import log_fields
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
@@ -58,21 +56,21 @@ _ALL_CHARTED = 200
 class ActiveRecorder(RunRecorder):
     """Observes a session. Its numbers are about batches and epochs, never about one example.
 
+    Args:
+        status: of the run, for its operators; one of its own by default.
+
     Raises:
         SettingsError: a user-defined attack cannot be used.
     """
 
     def __init__(
-        self,
-        settings: ActiveSettings,
-        folder: Path,
-        on_line: Callable[[Line], None] | None = None,
+        self, settings: ActiveSettings, folder: Path, status: ActiveStatus | None = None
     ) -> None:
         try_custom_attacks(settings.leak_monitor, settings.contract.aggregate_shape)
-        super().__init__(folder, on_line)
+        self._status = status or ActiveStatus(settings)
+        super().__init__(folder, self._status.note_line)
         self._settings = settings
         self._watch = LeakWatch(settings, self._metrics)
-        self._numbers: NumberWatch | None = None
         self._charting = ChartClock()
         self._epochs_to_count = _epochs_to_count(settings)
         self._epoch_losses: list[float] = []
@@ -87,14 +85,15 @@ class ActiveRecorder(RunRecorder):
         self._alone: PredictionFigures | None = None
 
     def on_aligned(self, rows: AlignedRows, seed: bytes) -> None:
-        self._begin_run(rows)
-        if self._settings.data.label_range is not None:
-            self._numbers = NumberWatch(self._settings, self._metrics, rows)
-        self._of_run.enter_context(self._watch.watching(seed, rows))
-        self._show_progress("active", rows, self._settings.contract)
+        with self._status.phases(Phase.RECORD):
+            self._begin_run(rows)
+            self._of_run.enter_context(self._watch.watching(seed, rows))
+            self._show_progress("active", rows, self._settings.contract)
+        self._status.note_aligned(rows)
 
     def on_earlier_answers(self, examples: int, bounds: LeakBounds) -> None:
         self._earlier = EarlierAnswers(examples, ledger_figures(bounds))
+        self._status.note_bounds(bounds.or_more(self._ahead))
         logger.info(
             "earlier runs answered about %d of the training rows: sum_kl %s, %s (largest of all "
             "examples)",
@@ -104,48 +103,50 @@ class ActiveRecorder(RunRecorder):
         )
 
     def on_step(self, batch: Batch, result: StepResult) -> None:
-        loss = float(result.loss.detach())
-        if batch.step == 0:
-            self._epoch_losses.clear()
-        self._epoch_losses.append(loss)
-        self._steps += 1
-        line = TrainingLine(batch.epoch, batch.step, loss, result.report.noise_power)
-        self._metrics.write(line, charted=self._steps <= _ALL_CHARTED or self._charting.is_due())
-        self._watch.note_step(batch, result)
-        if self._numbers is not None:
-            self._numbers.note_step(batch, result)
-        if batch.step == 0 and batch.epoch in self._epochs_to_count:
-            self._count_gradients(batch, result)
-        if self._progress is not None:
-            self._progress.advance(loss=loss, **self._shown_leak())
+        with self._status.phases(Phase.RECORD):
+            loss = float(result.loss.detach())
+            if batch.step == 0:
+                self._epoch_losses.clear()
+            self._epoch_losses.append(loss)
+            self._steps += 1
+            line = TrainingLine(batch.epoch, batch.step, loss, result.report.noise_power)
+            self._metrics.write(
+                line, charted=self._steps <= _ALL_CHARTED or self._charting.is_due()
+            )
+            self._watch.note_step(batch, result)
+            if batch.step == 0 and batch.epoch in self._epochs_to_count:
+                self._count_gradients(batch, result)
+            if self._progress is not None:
+                self._progress.advance(loss=loss, **self._shown_leak())
+        self._status.note_step(batch)
 
     def on_epoch(self, epoch: int) -> None:
-        self._watch.end_epoch(epoch)
-        if self._numbers is not None:
-            self._numbers.end_epoch(epoch)
-        held_out = [self._evaluations.get(split) for split in ("validation", "test")]
-        judged = next((one for one in held_out if one is not None and one.epoch == epoch), None)
-        logger.info(
-            "epoch %d/%d: loss %s%s%s",
-            epoch + 1,
-            self._settings.contract.epochs,
-            in_short(self._train_loss, 3),
-            "" if judged is None else f", {judged.split} {judged.in_short}",
-            self._ledger_in_short(),
-        )
+        with self._status.phases(Phase.RECORD):
+            self._watch.end_epoch(epoch)
+            held_out = [self._evaluations.get(split) for split in ("validation", "test")]
+            judged = next((one for one in held_out if one is not None and one.epoch == epoch), None)
+            logger.info(
+                "epoch %d/%d: loss %s%s%s",
+                epoch + 1,
+                self._settings.contract.epochs,
+                in_short(self._train_loss, 3),
+                "" if judged is None else f", {judged.split} {judged.in_short}",
+                self._ledger_in_short(),
+            )
 
     def on_ledger(self, epoch: int, bounds: LeakBounds) -> None:
-        self._bounds = bounds
-        self._metrics.write(LedgerLine(epoch, ledger_figures(bounds)))
-        bounds = bounds.or_more(self._ahead)
+        self._bounds, total = bounds, bounds.or_more(self._ahead)
+        self._status.note_bounds(total)
+        with self._status.phases(Phase.RECORD):
+            self._metrics.write(LedgerLine(epoch, ledger_figures(bounds)))
         logger.debug(
             "epoch %d: leak ledger: sum_kl %s, leak AUC estimated %.3f, %s (largest of all "
             "examples)",
             epoch + 1,
-            at_most(bounds.sum_kl.max),
-            bounds.estimate.max,
-            bounds.in_words(),
-            extra=log_fields(epoch=epoch + 1, sum_kl_max=bounds.sum_kl.max),
+            at_most(total.sum_kl.max),
+            total.estimate.max,
+            total.in_words(),
+            extra=log_fields(epoch=epoch + 1, sum_kl_max=total.sum_kl.max),
         )
 
     def on_answers_ahead(self, bounds: LeakBounds) -> None:
@@ -157,28 +158,28 @@ class ActiveRecorder(RunRecorder):
                 bounds.in_words(),
             )
         self._ahead = bounds
+        self._status.note_bounds((self._bounds or bounds).or_more(bounds))
         # For the report of a run that is abandoned here: its metrics end where it has resumed.
         write_ledger_ahead(self._folder, ledger_figures(bounds))
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        self._train_loss = sum(self._epoch_losses) / len(self._epoch_losses)
-        self._evaluations[evaluation.split] = evaluation
-        self._watch.note_evaluation(evaluation)
-        if self._numbers is not None:
-            self._numbers.note_evaluation(evaluation)
-        classes = evaluation.classes
-        line = EvaluationLine(
-            evaluation.epoch,
-            evaluation.split,
-            evaluation.loss,
-            evaluation.auc,
-            evaluation.calibration_error,
-            self._train_loss,
-            None if classes is None else classes.accuracy,
-            {} if classes is None else self._by_class(classes.aucs),
-            evaluation.number,
-        )
-        self._metrics.write(line)
+        with self._status.phases(Phase.RECORD):
+            self._train_loss = sum(self._epoch_losses) / len(self._epoch_losses)
+            self._evaluations[evaluation.split] = evaluation
+            self._watch.note_evaluation(evaluation)
+            classes = evaluation.classes
+            line = EvaluationLine(
+                evaluation.epoch,
+                evaluation.split,
+                evaluation.loss,
+                evaluation.auc,
+                evaluation.calibration_error,
+                self._train_loss,
+                None if classes is None else classes.accuracy,
+                {} if classes is None else self._by_class(classes.aucs),
+                evaluation.number,
+            )
+            self._metrics.write(line)
 
     def on_audit(self, question: AuditQuestion, leak_auc: float, party: str) -> None:
         multi_party = len(self._settings.contract.passive_parties) > 1
@@ -188,13 +189,16 @@ class ActiveRecorder(RunRecorder):
 
     def on_audits_answered(self, count: int) -> None:
         self._audits = count
+        self._status.note_audits(count)
 
     def on_resumed(self, epoch: int | None) -> None:
+        self._status.note_resumed(epoch)
         logger.info("resuming %s", "at the end" if epoch is None else f"in epoch {epoch + 1}")
 
     def state_dict(self) -> State:
         """Return everything noted, once the leak monitor has measured all gradients sent so far."""
         watch = self._watch.state_dict()
+        self._status.note_checkpoint()
         return {
             "steps": self._steps,
             "epoch_losses": list(self._epoch_losses),
@@ -202,7 +206,6 @@ class ActiveRecorder(RunRecorder):
             "evaluations": to_form(self._evaluations),
             "bounds": to_form(self._bounds),
             **watch,
-            "numbers": None if self._numbers is None else self._numbers.state_dict(),
             "metrics": self._metrics.state_dict(),
         }
 
@@ -213,8 +216,6 @@ class ActiveRecorder(RunRecorder):
             SettingsError: the state belongs to attacks other than those in the settings.
         """
         self._watch.load_state_dict(state)
-        if self._numbers is not None and state["numbers"] is not None:
-            self._numbers.load_state_dict(state["numbers"])
         self._steps, self._train_loss = state["steps"], state["train_loss"]
         self._epoch_losses = list(state["epoch_losses"])
         self._evaluations = {
@@ -222,6 +223,8 @@ class ActiveRecorder(RunRecorder):
         }
         bounds = state["bounds"]
         self._bounds = None if bounds is None else from_form(LeakBounds, bounds)
+        if self._total is not None:
+            self._status.note_bounds(self._total)
         self._metrics.load_state_dict(state["metrics"])
         if self._progress is not None:
             self._progress.resume_at(self._steps)
@@ -244,14 +247,14 @@ class ActiveRecorder(RunRecorder):
         test = self._evaluations.get("test")
         speed = self._progress.steps_per_s if self._progress else None
         epochs = 0 if test is None else test.epoch + 1
-        told = self._ahead if self._bounds is None else self._bounds.or_more(self._ahead)
+        total = self._total
         # The ledger does not count audits.
         audits = self._audits if self._settings.allow_audits or self._audits else None
         active = ActiveFigures(
             model=self._model_figures(),
             defense=self._settings.defense.model_dump(mode="json"),
-            ledger=None if told is None else ledger_figures(told),
-            bounds=() if told is None else peer_bounds(told),
+            ledger=None if total is None else ledger_figures(total),
+            bounds=() if total is None else peer_bounds(total),
             audits_answered=audits,
             refused_messages=refused,
             earlier_answers=self._earlier,
@@ -259,7 +262,12 @@ class ActiveRecorder(RunRecorder):
             gate=self._watch.gate(),
         )
         counts = RunCounts(self.aligned_rows, epochs, self._steps, speed)
-        return Summary(counts=counts, active=active, leak=self._leak_figures(told))
+        return Summary(counts=counts, active=active, leak=self._leak_figures(total))
+
+    @property
+    def _total(self) -> LeakBounds | None:
+        """The bounds on all answers; None before the first epoch has ended."""
+        return self._ahead if self._bounds is None else self._bounds.or_more(self._ahead)
 
     def _count_gradients(self, batch: Batch, result: StepResult) -> None:
         found = gradient_distributions(result.raw, result.defended, result.labels)
@@ -268,19 +276,15 @@ class ActiveRecorder(RunRecorder):
 
     def _ledger_in_short(self) -> str:
         """Return the ledger's bound for anybody in short; empty where it has none."""
-        told = self._ahead if self._bounds is None else self._bounds.or_more(self._ahead)
-        bound = None if told is None else told.guarantee.max
+        bound = None if self._total is None else self._total.guarantee.max
         return "" if bound is None or bound >= 1 else f", bound {auc_at_most(bound)}"
 
-    def _leak_figures(self, told: LeakBounds | None) -> LeakFigures | None:
-        if self._numbers is not None:
-            of_numbers = self._numbers.figures()
-            return LeakFigures(of_numbers=of_numbers) if of_numbers else None
+    def _leak_figures(self, total: LeakBounds | None) -> LeakFigures | None:
         leak = self._watch.figures()
         if leak is None or leak.beyond is None:
             return leak
-        beyond = hold_against(leak.beyond, told)
-        log_beyond(beyond, told)
+        beyond = hold_against(leak.beyond, total)
+        log_beyond(beyond, total)
         return replace(leak, beyond=beyond)
 
     def _model_figures(self) -> ModelFigures:
@@ -320,8 +324,8 @@ class ActiveRecorder(RunRecorder):
     def _shown_leak(self) -> dict[str, float]:
         shown = {}
         if self._bounds is not None:
-            told = self._bounds.or_more(self._ahead)
-            shown = {"ledger_leak_auc": float(auc_at_most(told.guarantee.max))}
+            total = self._bounds.or_more(self._ahead)
+            shown = {"ledger_leak_auc": float(auc_at_most(total.guarantee.max))}
         return shown | self._watch.shown()
 
 

@@ -1,16 +1,16 @@
-"""Keeps what predicts the training rows' labels, until the model has memorised them.
+"""Collects what predicts the training rows' labels, until the model has memorised them.
 
-To tell what an attack finds beyond features, the monitor needs predictions of labels by models that
-have not seen them. They are fitted across folds at the end of the run; what they are fitted on is
-kept here: the active party's own features of each row, and from its last visit its activation, the
-model's prediction of it, and the mean of its predictions so far, of which an attack over the run
-may know more than of the last one.
+To measure what an attack finds beyond features, the monitor needs predictions of labels by models
+that have not seen them. They are fitted across folds at the end of the run; what they are fitted on
+is stored here: the active party's own features of each row, and from its last visit its activation,
+the model's prediction of it, and the mean of its predictions so far, of which an attack over the
+run may know more than of the last one.
 
 A model that has memorised its training labels puts them into its activations, and an attack
 would be adjusted for the very label that it found. So the visits of an epoch count only while the
-model tells the training labels no better than held-out ones, by ``MAX_GAP`` of AUC; else those of
-the epoch before stay. In the first epoch, the model has not seen a row that it predicts, and in the
-second, once.
+model predicts the training labels no better than held-out ones, by ``MAX_GAP`` of AUC; else those
+of the epoch before stay. In the first epoch, the model has not seen a row that it predicts, and in
+the second, once.
 """
 
 import functools
@@ -26,22 +26,22 @@ from torch import Tensor
 from splitveil.active_party.training.predictions import measure_predictions
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.data.features import Features
-from splitveil.common.privacy.adjusted_r2 import NumberCovariates
 from splitveil.common.privacy.beyond_features import Covariates
+from splitveil.common.privacy.number_attacks import NumberCovariates
 from splitveil.common.run.course import Batch
 from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions
 
 MAX_ROWS = 30_000
-"""Rows that are kept, and half as many for each further class: the first ones of the common order,
-which is that of hashed ids, so that they are a random sample."""
+"""Rows that are stored, and half as many for each further class: the first ones of the common
+order, which is that of hashed ids, so that they are a random sample."""
 
 MAX_VALUES = 64
-"""Values of a row's activation that are kept, evenly spaced, and as many of its own features; the
+"""Values of a row's activation that are stored, evenly spaced, and as many of its own features; the
 model's predictions know the others."""
 
 MAX_GAP = 0.02
-"""AUC, or R2 of numbers, by which the model may tell training labels better than held-out ones."""
+"""AUC, or R2 of numbers, by which training labels may be predicted better than held-out ones."""
 
 _TRUSTED_EPOCHS = 2
 _LARGEST_LOGIT = 30.0
@@ -53,7 +53,7 @@ class _Visited(NamedTuple):
 
     positions: npt.NDArray[np.int64]
     activations: npt.NDArray[np.float32]
-    outlooks: npt.NDArray[np.float32]
+    logits: npt.NDArray[np.float32]
     own: npt.NDArray[np.float32]
     labels: npt.NDArray[Any]
 
@@ -64,7 +64,7 @@ class Latest:
 
     activations: Tensor
     """(rows, values), float16, as they came: perhaps not finite."""
-    outlooks: Tensor
+    logits: Tensor
     """The prediction's logits, and the mean of those of all visits, (rows, 2 * logits), float16."""
 
     @classmethod
@@ -87,24 +87,20 @@ class Latest:
             logits: of their predictions, (rows, logits).
             visits: the number of their visits, this one included, (rows, 1).
         """
-        mean = self.outlooks[rows, logits.shape[1] :].float()
+        mean = self.logits[rows, logits.shape[1] :].float()
         mean += (logits - mean) / visits
-        self.outlooks[rows] = _finite(torch.cat([logits, mean], dim=1)).half()
+        self.logits[rows] = _finite(torch.cat([logits, mean], dim=1)).half()
 
     def copy(self) -> Self:
         """Return a copy that later visits do not change."""
-        return type(self)(self.activations.clone(), self.outlooks.clone())
+        return type(self)(self.activations.clone(), self.logits.clone())
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {"activations": self.activations, "outlooks": self.outlooks}
+        return {"activations": self.activations, "logits": self.logits}
 
 
 class RowCovariates:
-    """What is known about some training rows.
-
-    Args:
-        training: positions of the training rows, ascending.
-    """
+    """What is known about some training rows."""
 
     _LABEL_TYPE: ClassVar[torch.dtype] = torch.int8
 
@@ -120,22 +116,22 @@ class RowCovariates:
         """Whether every row was visited, so that its label and own features are known."""
         self._visits = torch.zeros(num_rows, dtype=torch.int32)
         self._unsummed = np.zeros(num_rows, dtype=np.bool_)
-        """The rows whose last prediction is not yet in ``_outlooks``."""
+        """The rows whose last prediction is not yet in ``_latest``."""
         self._predictions = torch.zeros(num_rows, self._num_logits)
         """Of these rows, as the model made them."""
         self._latest = Latest.empty(num_rows, self._num_logits)
-        self._kept: Latest | None = None
+        self._trusted: Latest | None = None
         """The latest visits as the last epoch left them that counts; never changed in place."""
         self._held_out = math.nan
 
     def note_step(self, batch: Batch, result: StepResult) -> None:
         """Note the activations and predictions of one batch's rows."""
         slots = self._slots[batch.positions]
-        kept: npt.NDArray[np.intp] = np.flatnonzero(slots >= 0)
-        if not len(kept):
+        stored: npt.NDArray[np.intp] = np.flatnonzero(slots >= 0)
+        if not len(stored):
             return
-        visited = slots[kept]
-        rows, among = torch.from_numpy(visited), torch.from_numpy(kept)
+        visited = slots[stored]
+        rows, among = torch.from_numpy(visited), torch.from_numpy(stored)
         self._latest.note(rows, _thinned(result.activation.detach().flatten(start_dim=1), among))
         predictions = result.probabilities.detach().cpu().reshape(-1, self._num_logits)
         self._predictions.index_copy_(0, rows, predictions.float().index_select(0, among))
@@ -146,17 +142,17 @@ class RowCovariates:
             self._labels[rows] = labels.to(self._LABEL_TYPE)
 
     def note_held_out(self, figure: float) -> None:
-        """Note how well the model tells the labels of held-out rows: AUC, or R2 of numbers."""
+        """Note how well the model predicts the labels of held-out rows: AUC, or R2 of numbers."""
         self._held_out = figure
 
     def end_epoch(self, epoch: int) -> None:
-        """Keep the visits of an epoch, unless the model has memorised labels."""
+        """Trust the visits of an epoch, unless the model has memorised labels."""
         self._sum_up()
         self._knows_rows = bool((self._visits > 0).all())
         # The peer waits for this: the same work, whatever the gap, which depends on labels.
         gap, latest = self._gap(), self._latest.copy()
         if epoch < _TRUSTED_EPOCHS or gap <= MAX_GAP:
-            self._kept = latest
+            self._trusted = latest
 
     def result(self) -> Covariates | None:
         """Return what is known about the rows that were visited; None before the first one."""
@@ -167,16 +163,16 @@ class RowCovariates:
 
     def _visited(self) -> _Visited | None:
         self._sum_up()
-        known = self._latest if self._kept is None else self._kept
+        known = self._latest if self._trusted is None else self._trusted
         visited = self._visits.numpy() > 0
         if not visited.any():
             return None
         labels = self._labels.numpy()[visited]
-        activations, outlooks, own = (
+        activations, logits, own = (
             _finite(part.float()).numpy()[visited]
-            for part in (known.activations, known.outlooks, self._own)
+            for part in (known.activations, known.logits, self._own)
         )
-        return _Visited(self._positions[visited], activations, outlooks, own, labels)
+        return _Visited(self._positions[visited], activations, logits, own, labels)
 
     def state_dict(self) -> State:
         self._sum_up()
@@ -185,7 +181,7 @@ class RowCovariates:
             "visits": self._visits.clone(),
             "own": self._own.clone(),
             "latest": self._latest.copy().state_dict(),
-            "kept": None if self._kept is None else self._kept.state_dict(),
+            "trusted": None if self._trusted is None else self._trusted.state_dict(),
             "held_out_auc": self._held_out,
         }
 
@@ -195,12 +191,12 @@ class RowCovariates:
         self._own = state["own"].clone()
         self._knows_rows = bool((self._visits > 0).all())
         self._unsummed[:] = False
-        self._kept = None if state["kept"] is None else Latest(**state["kept"]).copy()
+        self._trusted = None if state["trusted"] is None else Latest(**state["trusted"]).copy()
         self._latest = Latest(**state["latest"]).copy()
         self._held_out = state["held_out_auc"]
 
     def _sum_up(self) -> None:
-        """Enter the predictions since the last time into the rows' outlooks.
+        """Enter the predictions since the last time into the rows' logits.
 
         An epoch visits a row once, so that it is enough to do this once an epoch.
         """
@@ -209,7 +205,7 @@ class RowCovariates:
         rows = torch.from_numpy(np.flatnonzero(self._unsummed))
         self._unsummed[:] = False
         self._visits[rows] += 1
-        logits = self._outlooks(self._predictions[rows])
+        logits = self._logits_of(self._predictions[rows])
         self._latest.add(rows, logits, self._visits[rows, None])
 
     def _note_own(self, rows: Tensor, among: Tensor, own: Features | None) -> None:
@@ -225,21 +221,21 @@ class RowCovariates:
         self._own[rows] = _finite(values).half()
 
     def _gap(self) -> float:
-        """Return by how much the model tells training labels better; infinite if unknown."""
+        """Return by how much the model predicts training labels better; infinite if unknown."""
         visited = self._visits > 0
-        outlooks = self._latest.outlooks[visited, : self._num_logits].float()
-        gap = self._told_in_training(outlooks, self._labels[visited]) - self._held_out
+        logits = self._latest.logits[visited, : self._num_logits].float()
+        gap = self._figure(logits, self._labels[visited]) - self._held_out
         return math.inf if math.isnan(gap) else gap
 
-    def _outlooks(self, probabilities: Tensor) -> Tensor:
+    def _logits_of(self, probabilities: Tensor) -> Tensor:
         """Return the predictions' logits, (rows, 1), or log-probabilities, (rows, classes)."""
         wide = probabilities.double()
         logits = wide.logit() if self._num_logits == 1 else wide.log()
         return logits.clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT).float()
 
-    def _told_in_training(self, outlooks: Tensor, labels: Tensor) -> float:
+    def _figure(self, logits: Tensor, labels: Tensor) -> float:
         """Return the AUC of predictions of training rows; NaN if it cannot be measured."""
-        logits = outlooks[:, 0] if self._num_logits == 1 else outlooks
+        logits = logits[:, 0] if self._num_logits == 1 else logits
         return measure_predictions(logits, labels.float()).auc
 
 
@@ -259,16 +255,16 @@ class NumberRowCovariates(RowCovariates):
         known = self._visited()
         if known is None:
             return None
-        features = np.column_stack([known.activations, known.outlooks, known.own])
+        features = np.column_stack([known.activations, known.logits, known.own])
         return NumberCovariates(known.positions, features, known.labels.astype(np.float64))
 
-    def _outlooks(self, probabilities: Tensor) -> Tensor:
+    def _logits_of(self, probabilities: Tensor) -> Tensor:
         return probabilities
 
-    def _told_in_training(self, outlooks: Tensor, labels: Tensor) -> float:
+    def _figure(self, logits: Tensor, labels: Tensor) -> float:
         """Return the R2 of predictions; NaN if all labels are the same."""
         spread = float((labels.double() - labels.double().mean()).square().sum())
-        missed = float((labels.double() - outlooks[:, 0].double()).square().sum())
+        missed = float((labels.double() - logits[:, 0].double()).square().sum())
         return 1 - missed / spread if spread > 0 else math.nan
 
 

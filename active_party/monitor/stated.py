@@ -7,11 +7,15 @@ from typing import NamedTuple
 
 from splitveil.active_party.defenses.gaussian_dp import epsilon_of
 from splitveil.active_party.ledger.bounds import LeakBounds
-from splitveil.common.privacy.covers import Covers
-from splitveil.common.privacy.epsilon_audit import p_value
+from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.observational_audit import p_value
 from splitveil.common.record import summary
-from splitveil.common.record.beyond_figures import BeyondFigures, passed_bounds
-from splitveil.common.record.figures import LedgerFigures, SpreadFigures
+from splitveil.common.record.figures import (
+    BeyondFigures,
+    LedgerFigures,
+    SpreadFigures,
+    passed_bounds,
+)
 from splitveil.common.text.upper_bounds import at_least, at_most, auc_at_most
 
 logger = logging.getLogger(__name__)
@@ -24,11 +28,11 @@ def ledger_figures(bounds: LeakBounds) -> LedgerFigures:
     return LedgerFigures(sum_kl, estimate, anybody, honest, class_means, bounds.epsilon)
 
 
-def peer_bounds(bounds: LeakBounds) -> tuple[summary.PeerBound, ...]:
+def peer_bounds(bounds: LeakBounds) -> tuple[summary.AdversaryBound, ...]:
     """Return the bounds of the most exposed example as a run's summary holds them."""
     return tuple(
-        summary.PeerBound(peers, bounds.against(peers).leak_auc.max, bounds.against(peers).mu)
-        for peers in Covers
+        summary.AdversaryBound(peers, bounds.against(peers).leak_auc.max, bounds.against(peers).mu)
+        for peers in Adversary
     )
 
 
@@ -36,7 +40,7 @@ class Stated(NamedTuple):
     """The smallest epsilon that a ledger states."""
 
     epsilon: float
-    peers: Covers
+    peers: Adversary
     """For whom."""
 
 
@@ -44,15 +48,12 @@ def stated_epsilon(bounds: LeakBounds, delta: float) -> Stated | None:
     """Return the smallest epsilon of label differential privacy that bounds state at a delta.
 
     A Gaussian mechanism states one at every delta (Dong, Roth and Su 2022, corollary 2.13), a
-    randomised label the same at all.
-
-    Returns:
-        None where nothing states one.
+    randomised label the same at all. None where nothing states one.
     """
     found = []
     if bounds.epsilon is not None:
-        found.append(Stated(bounds.epsilon, Covers.ANYBODY))
-    for peers in Covers:
+        found.append(Stated(bounds.epsilon, Adversary.ANYBODY))
+    for peers in Adversary:
         mu = bounds.against(peers).mu
         if mu is not None and math.isfinite(epsilon_of(mu, delta)):
             found.append(Stated(epsilon_of(mu, delta), peers))
@@ -107,7 +108,7 @@ def log_beyond(beyond: BeyondFigures, bounds: LeakBounds | None) -> None:
                 epsilon.stated_for,
             )
     if bounds is not None:
-        by_peers = {peers: bounds.against(peers).leak_auc.max for peers in Covers}
+        by_peers = {peers: bounds.against(peers).leak_auc.max for peers in Adversary}
         for attack, found, peers in passed_bounds(beyond, by_peers):
             logger.error(
                 "LEAK ALARM: %s reaches a leak AUC of %.3f beyond what features tell, above the "

@@ -1,23 +1,160 @@
-"""Predicts many ids: questions in flight, new attempts where a passive party was away, parts."""
+"""Predicts many ids: questions in flight, new attempts where a passive party was away, parts.
 
+Finished predictions are stored in parts, so that an interrupted command goes on where it stopped:
+
+    predictions.parquet.parts/00000000.splitveil-part  the rows asked for first, and so on
+
+A part begins with the SHA-256 of what is predicted, of its place and of its rows: one that is
+damaged, or of another prediction, is computed again. Files with this ending, and no others, are
+deleted once the output is written. Predictions are about labels: the files are readable by their
+owner only.
+"""
+
+import hashlib
+import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
 
-from splitveil.active_party.predict.parts import Parts
-from splitveil.active_party.predict.predictor import Asked, Predictions, Predictor
-from splitveil.common.errors import DataError, PeerUnreachable
+from splitveil.active_party.predict.predictor import Asked, Predictions, Predictor, asking_order
+from splitveil.common.errors import DataError, PeerUnreachable, StorageError
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_settings import ReconnectSettings
+from splitveil.common.record.run_folder import write_bytes_atomically
+from splitveil.common.record.table_output import refusing_to_write, replacing, writer_of
 from splitveil.common.run.contract import Contract
+from splitveil.common.wire.connection import Retrying
 from splitveil.common.wire.inference_codec import portions
 from splitveil.common.wire.limits import ID_BYTES
-from splitveil.common.wire.retrying import Retrying
+
+logger = logging.getLogger(__name__)
+
+PART_ROWS = 2**17
+"""Rows of a part: what an interrupted command has to do again at most."""
+
+_ENDING = ".splitveil-part"
+
+
+class PredictionPlan(NamedTuple):
+    """What predicts. Parts of another plan are not continued."""
+
+    model: str
+    source: str
+    """Where the rows come from."""
+    classes: tuple[str, ...]
+    within: tuple[float, float] | None = None
+    """The bounds of a label that is a number; None if labels are classes."""
+
+    def schema(self) -> pa.Schema:
+        if self.within is not None:
+            names = ["value"]
+        else:
+            names = [f"probability_{name}" for name in self.classes] or ["probability"]
+        columns = [pa.field(name, pa.float32()) for name in names]
+        ids, found = (
+            pa.field(name, kind, nullable=False)
+            for name, kind in (("id", pa.string()), ("found", pa.bool_()))
+        )
+        return pa.schema([ids, *columns, found])
+
+
+class Parts:
+    """The finished rows of one output."""
+
+    def __init__(self, output: Path, plan: PredictionPlan, ids: Sequence[str]) -> None:
+        """Read the parts of an interrupted command, or begin without any."""
+        self.folder = output.with_name(f"{output.name}.parts")
+        self.ids = ids
+        self._output = output
+        self._schema = plan.schema()
+        self._plan_digest = _digest_of(plan, ids)
+        self._order = asking_order(ids)
+        of_row = [("values", "<f4", (len(self._schema) - 2,)), ("found", "?")]
+        self._rows = np.zeros(len(ids), np.dtype(of_row))
+        with refusing_to_write(self.folder):
+            self.folder.mkdir(0o700, exist_ok=True)
+            if self.folder.is_symlink() or not all(map(_is_ours, self.folder.iterdir())):
+                raise StorageError(
+                    f"{self.folder}: expected a folder with parts of predictions alone: move it "
+                    f"away, or give --output another name"
+                )
+            starts = range(0, len(ids), PART_ROWS)
+            parts = [slice(start, min(start + PART_ROWS, len(ids))) for start in starts]
+            self.missing = [part for part in parts if not self._restored(part)]
+
+    def ids_of(self, part: slice) -> list[str]:
+        return [self.ids[row] for row in self._order[part]]
+
+    def write(
+        self, part: slice, probabilities: NDArray[np.float32], found: NDArray[np.bool_]
+    ) -> None:
+        """Write a part. Shapes: ``probabilities`` (rows,) or (rows, classes), ``found`` (rows,)."""
+        rows = np.empty(len(found), self._rows.dtype)
+        rows["values"] = probabilities[:, None] if probabilities.ndim == 1 else probabilities
+        rows["found"] = found
+        data = rows.tobytes()
+        write_bytes_atomically(self._path(part), self._digest(part, data) + data)
+        self._rows[self._order[part]] = rows
+
+    def num_found(self) -> int:
+        """Return the number of rows with a prediction; every part has to be finished."""
+        return int(np.count_nonzero(self._rows["found"]))
+
+    def join(self) -> None:
+        """Write the output, and delete the parts; every part has to be finished."""
+        with replacing(self._output) as file, writer_of(self._output, file, self._schema) as writer:
+            for start in range(0, len(self.ids), PART_ROWS):
+                writer.write_table(self._table(slice(start, start + PART_ROWS)))
+        with refusing_to_write(self.folder):
+            for path in filter(_is_ours, self.folder.iterdir()):
+                path.unlink()
+            self.folder.rmdir()
+
+    def _table(self, lines: slice) -> pa.Table:
+        rows = self._rows[lines]
+        arrays = [pa.array(self.ids[lines], pa.string())]
+        arrays += [pa.array(c, pa.float32(), mask=~rows["found"]) for c in rows["values"].T]
+        return pa.Table.from_arrays([*arrays, pa.array(rows["found"])], schema=self._schema)
+
+    def _restored(self, part: slice) -> bool:
+        path = self._path(part)
+        try:
+            stored = path.read_bytes()
+        except FileNotFoundError:
+            return False
+        digest, data = stored[:32], stored[32:]
+        if digest != self._digest(part, data):
+            logger.warning("%s: damaged, or of another prediction: computed again", path)
+            return False
+        self._rows[self._order[part]] = np.frombuffer(data, self._rows.dtype)
+        return True
+
+    def _digest(self, part: slice, data: bytes) -> bytes:
+        place = f"{part.start} {part.stop} ".encode()
+        return hashlib.sha256(self._plan_digest + place + data).digest()
+
+    def _path(self, part: slice) -> Path:
+        return self.folder / f"{part.start // PART_ROWS:08d}{_ENDING}"
+
+
+def _is_ours(path: Path) -> bool:
+    return _ENDING in path.name  # also a temporary file that a killed process has left
+
+
+def _digest_of(plan: PredictionPlan, ids: Sequence[str]) -> bytes:
+    found = hashlib.sha256(repr(plan).encode())
+    for start in range(0, len(ids), PART_ROWS):
+        found.update("\0".join(["", *ids[start : start + PART_ROWS]]).encode())
+    return found.digest()
+
 
 IN_FLIGHT = 4
 """Questions under way at a time: a passive party computes the next answer while one travels."""

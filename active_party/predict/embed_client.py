@@ -5,7 +5,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, NamedTuple, Self
@@ -14,7 +14,7 @@ import grpc
 
 from splitveil.common.errors import OtherModel, PeerUnreachable, SplitveilError
 from splitveil.common.run.messages import Embedded, ModelIdentity
-from splitveil.common.wire.connection import PeerConnection
+from splitveil.common.wire.connection import MessageStream, PeerConnection
 from splitveil.common.wire.endpoint import HANDSHAKE_TIMEOUT_S, INFERENCE_SERVICE, method_path
 from splitveil.common.wire.inference_codec import (
     Described,
@@ -26,7 +26,6 @@ from splitveil.common.wire.inference_codec import (
     most_ids,
 )
 from splitveil.common.wire.limits import SMALL_BYTES, believed, reader
-from splitveil.common.wire.message_stream import MessageStream
 from splitveil.common.wire.tensor_codec import TensorLimits
 from splitveil.protos import split_learning_pb2 as pb
 
@@ -44,7 +43,6 @@ class EmbedClient:
         self._model = model
         self._digest = model_digest(model)
         self._deadline_s = deadline_s
-        self._limits = TensorLimits.of(connection.contract)
         self._max_ids = most_ids(connection.contract)
         self._stream: _Stream | None = None
         self._lock = threading.Lock()
@@ -122,7 +120,7 @@ class EmbedClient:
     def embed(self, ids: Sequence[str]) -> Embedded:
         return self.submit(ids).result()
 
-    def disconnect(self) -> None:
+    def close(self) -> None:
         """End the stream and the connection; requests under way fail, and the next one connects."""
         with self._lock:
             stream, self._stream = self._stream, None
@@ -130,59 +128,17 @@ class EmbedClient:
                 stream.close()
             self.connection.close()
 
-    def close(self) -> None:
-        """End the stream and the connection for good; requests under way fail."""
-        self.disconnect()
-
     def _opened(self) -> "_Stream":
         with self._lock:
             if self._stream is None or self._stream.is_over or self.connection.is_outdated:
                 if self._stream is not None:
                     self._stream.close()
                     self.connection.renew()  # it may be that a certificate has expired
-                self._stream = _Stream(self._call(), self._ask, self._read, self._deadline_s)
+                self._stream = _Stream(self.connection, self._digest, self._deadline_s)
             return self._stream
 
-    def _call(self) -> Callable[[Iterator[Any]], Any]:
-        method: Any = self.connection.channel().stream_stream(
-            method_path("Embed", INFERENCE_SERVICE),
-            pb.EmbedRequest.SerializeToString,
-            reader(pb.EmbedReply, self.connection.contract.max_message_bytes),
-        )
 
-        def call(requests: Iterator[Any]) -> Any:
-            opened = method(requests)
-            return _Translated(opened, self.connection.error_of)
-
-        return call
-
-    def _ask(self, number: int, ids: Sequence[str]) -> pb.EmbedRequest:
-        return encode_ids(number, ids, self._digest)
-
-    def _read(self, reply: Any, number: int, num_ids: int) -> Embedded:
-        return decode_embedded(believed(reply), number, num_ids, self._limits)
-
-
-class _Translated:
-    """A call whose errors are this project's own."""
-
-    def __init__(self, call: Any, error_of: Callable[[Exception], SplitveilError]) -> None:
-        self._call = call
-        self._error_of = error_of
-
-    def receive(self) -> Any:
-        try:
-            return next(self._call)
-        except StopIteration as error:
-            raise PeerUnreachable("the passive party closed the stream") from error
-        except grpc.RpcError as error:
-            raise self._error_of(error) from error
-
-    def cancel(self) -> None:
-        self._call.cancel()
-
-
-class _Waiting(NamedTuple):
+class _OpenRequest(NamedTuple):
     number: int
     num_ids: int
     since: float
@@ -192,24 +148,24 @@ class _Waiting(NamedTuple):
 class _Stream:
     """One stream of requests and replies; once it has failed, it stays over."""
 
-    def __init__(
-        self,
-        call: Callable[[Iterator[Any]], Any],
-        ask: Callable[[int, Sequence[str]], Any],
-        read: Callable[[Any, int, int], Embedded],
-        deadline_s: float,
-    ) -> None:
+    def __init__(self, connection: PeerConnection, digest: bytes, deadline_s: float) -> None:
         self.is_over = False
         self._lost = PeerUnreachable("the connection to the passive party was lost")
         """Why nothing can be asked any more; a refusal may come before the first question."""
-        self._ask = ask
-        self._read = read
+        self._error_of = connection.error_of
+        self._digest = digest
+        self._limits = TensorLimits.of(connection.contract)
         self._deadline_s = deadline_s
         self._number = 0
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: deque[_OpenRequest] = deque()
         self._lock = threading.Lock()
         self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._call = call(iter(self._outgoing.get, None))
+        method: Any = connection.channel().stream_stream(
+            method_path("Embed", INFERENCE_SERVICE),
+            pb.EmbedRequest.SerializeToString,
+            reader(pb.EmbedReply, connection.contract.max_message_bytes),
+        )
+        self._call = method(iter(self._outgoing.get, None))
         self._ended = threading.Event()
         for work, name in ((self._receive, "embed-replies"), (self._watch, "embed-deadline")):
             threading.Thread(target=work, name=name, daemon=True).start()
@@ -221,8 +177,8 @@ class _Stream:
             if self.is_over:
                 raise self._lost
             number, self._number = self._number, self._number + 1
-            self._waiting.append(_Waiting(number, len(ids), time.monotonic(), answer))
-            self._outgoing.put(self._ask(number, ids))
+            self._waiting.append(_OpenRequest(number, len(ids), time.monotonic(), answer))
+            self._outgoing.put(encode_ids(number, ids, self._digest))
         return answer
 
     def close(self) -> None:
@@ -230,18 +186,22 @@ class _Stream:
 
     def _receive(self) -> None:
         try:
-            while True:
-                reply = self._call.receive()
+            for reply in self._call:
                 with self._lock:
                     if not self._waiting:
                         raise PeerUnreachable("a reply that nothing was asked for")
                     asked = self._waiting[0]
-                embedded = self._read(reply, asked.number, asked.num_ids)
+                embedded = decode_embedded(
+                    believed(reply), asked.number, asked.num_ids, self._limits
+                )
                 with self._lock:
                     if self.is_over:
                         return
                     self._waiting.popleft()
                 asked.answer.set_result(embedded)
+            self._fail(PeerUnreachable("the passive party closed the stream"))
+        except grpc.RpcError as error:
+            self._fail(self._error_of(error))
         except SplitveilError as error:
             self._fail(error)
         except Exception as error:

@@ -1,36 +1,116 @@
-"""Predicts by id: asks every passive party for activations, and computes probabilities of them.
+"""Predicts by id: asks every passive party for activations, and turns them into predictions.
 
 Nothing that is computed here is sent to anybody.
 """
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from splitveil.active_party.predict.embed_client import EmbedClient
-from splitveil.active_party.predict.joint_model import JointModel, ModelChoice
 from splitveil.active_party.predict.table_client import TableClient
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.common.data.features import Features
+from splitveil.active_party.training.aggregation import aggregate
+from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind, kind_of
+from splitveil.common.data.features import FeatureEncoder, Features
 from splitveil.common.data.stored_ids import ABSENT
 from splitveil.common.errors import SettingsError
+from splitveil.common.models.blocks import predict_in_blocks
+from splitveil.common.models.factory import build_top_model
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.served_rows import ServedRows
-from splitveil.common.run.contract import ACTIVE
-from splitveil.common.run.messages import Embedded
+from splitveil.common.record.model_files import REFITTED, WEIGHTS, TrainedModel
+from splitveil.common.run.contract import ACTIVE, Aggregation
+from splitveil.common.run.messages import Embedded, ModelIdentity
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import check_security
 from splitveil.common.wire.http_proxy import proxy_of_environment
 from splitveil.common.wire.noted_calls import Notes
 
 logger = logging.getLogger(__name__)
+
+ModelChoice = Literal["best", "trained", "refitted"]
+
+
+class JointModel:
+    """The top model as a run has left it. Several threads may use it; one at a time computes."""
+
+    def __init__(
+        self,
+        identity: ModelIdentity,
+        model: nn.Module,
+        encoder: FeatureEncoder | None,
+        aggregation: Aggregation,
+        device: torch.device,
+        kind: Literal["trained", "refitted"],
+        labels: LabelKind = CLASS_LABELS,
+    ) -> None:
+        self.identity = identity
+        self.encoder = encoder
+        self.kind = kind
+        self._model = model.to(device)
+        self._aggregation = aggregation
+        self._device = device
+        self._labels = labels
+        self.shape_of_row = labels.shape_of_row
+        self._computing = threading.Lock()
+
+    @classmethod
+    def load(
+        cls, settings: ActiveSettings, device: torch.device, choice: ModelChoice | None = None
+    ) -> "JointModel":
+        """Load the top model that a run has left."""
+        contract, folder = settings.contract, settings.run_folder(ACTIVE)
+        kind = _which(choice or settings.inference.model, folder)
+        weights = REFITTED if kind == "refitted" else WEIGHTS
+        trained = TrainedModel.open(folder, contract, weights)
+        model = build_top_model(
+            settings.top_model,
+            contract.aggregate_shape,
+            trained.encoder,
+            seed=settings.model_seed,
+            num_classes=settings.data.num_classes,
+        )
+        trained.put_into(model)
+        identity, encoder, rule = trained.identity, trained.encoder, contract.aggregation
+        return cls(identity, model, encoder, rule, device, kind, kind_of(settings.data))
+
+    def predictions(
+        self, activations: Sequence[Tensor], own: Features | None
+    ) -> NDArray[np.float32]:
+        """Return what the model predicts.
+
+        Returns the probabilities of label 1, (rows,), or of each class, (rows, classes); or numbers
+        in the label's unit, (rows,). Shapes: ``activations`` (rows, *cut_shape).
+        """
+        if not len(activations[0]):
+            return np.empty((0, *self.shape_of_row), np.float32)
+        with self._computing:
+            cut = aggregate(self._aggregation, activations).to(self._device, torch.float32)
+            features = None if own is None else own.to(self._device)
+            found = predict_in_blocks(self._model, cut, features, link=self._labels.predicted)
+        return self._labels.in_units(np.asarray(found.cpu().numpy(), np.float32))
+
+
+def _which(choice: ModelChoice, folder: Path) -> Literal["trained", "refitted"]:
+    has_refitted = (folder / "checkpoint" / REFITTED).exists()
+    if choice == "refitted" and not has_refitted:
+        raise SettingsError(
+            f"inference.model: {folder} has no {REFITTED}: only a run whose defense has refit_top "
+            f"leaves one"
+        )
+    if choice == "best":
+        return "refitted" if has_refitted else "trained"
+    return choice
 
 
 class Predictions(NamedTuple):
@@ -87,24 +167,14 @@ class Predictor:
         return min(client.max_ids for client in self.clients)
 
     def check_models(self) -> None:
-        """Ask every passive party which model it serves, and check that all belong together.
-
-        Raises:
-            OtherModel: a party's half is from another training; the message names both.
-            ContractMismatch: a party holds another contract.
-            PeerError: a party does not answer, or is not trusted.
-        """
+        """Ask every passive party which model it serves, and check that all belong together."""
         for client in self.clients:
             client.check_model()
 
     def take_tables(
         self, ids: Sequence[str], interruption: Callable[[], int | None] = lambda: None
     ) -> None:
-        """Take the whole tables of passive parties whose clients need them, for some ids.
-
-        Raises:
-            PeerError: a passive party does not give its table, or does not answer.
-        """
+        """Take the whole tables of passive parties whose clients need them, for some ids."""
         for client in self.clients:
             if isinstance(client, TableClient):
                 client.take(ids, interruption)
@@ -115,19 +185,12 @@ class Predictor:
         rows = None if self.own_rows is None else self.own_rows.rows_of(ids)
         return Asked(ids, rows, answers)
 
-    def finish(self, asked: Asked, timeout_s: float | None = None) -> Predictions:
-        """Wait for the answers to a question, and compute the probabilities.
+    def finish(self, asked: Asked) -> Predictions:
+        """Wait for the answers to a question, and compute the probabilities."""
+        return self.combine(asked, [answer.result() for answer in asked.answers])
 
-        Raises:
-            PeerError: there is no answer in time, or not a valid one.
-            TimeoutError: there is no answer within ``timeout_s``.
-        """
-        embedded = [answer.result(timeout_s) for answer in asked.answers]
-        return self.combine(asked, embedded)
-
-    def predict(self, ids: Sequence[str], timeout_s: float | None = None) -> Predictions:
-        """Answer some ids; the same as ``ask`` and ``finish``."""
-        return self.finish(self.ask(ids), timeout_s)
+    def predict(self, ids: Sequence[str]) -> Predictions:
+        return self.finish(self.ask(ids))
 
     def combine(
         self, asked: Asked, embedded: Sequence[Embedded], given: Features | None = None
@@ -164,11 +227,7 @@ class Predictor:
 
 
 def log_security(settings: ActiveSettings) -> None:
-    """Log what protects the connection to each passive party.
-
-    Raises:
-        SettingsError: the credentials cannot be used, or are missing beyond this machine.
-    """
+    """Log what protects the connection to each passive party."""
     credentials = credential_files(settings, ACTIVE)
     for party, address in settings.inference.connect.items():
         security = check_security(credentials, address, f"inference.connect.{party}")
@@ -188,11 +247,6 @@ def open_predictor(
     """Load the active party's half of the model, and prepare the connections.
 
     Nothing is asked yet: ``check_models`` has to come first.
-
-    Raises:
-        SettingsError: there is no such model, or an address is missing.
-        DataError: this party's table cannot be used.
-        PeerError: a passive party does not answer, or is not trusted.
     """
     contract = settings.contract
     addresses = settings.inference.connect

@@ -15,16 +15,15 @@ from splitveil.common.alignment import ristretto
 from splitveil.common.data.stored_ids import ABSENT, IdIndex
 from splitveil.common.errors import InvalidMessage
 from splitveil.common.run.messages import Embedded
-from splitveil.common.wire.connection import PeerConnection
-from splitveil.common.wire.limits import CHUNK_IDS, believed
-from splitveil.common.wire.message_stream import MessageStream
-from splitveil.common.wire.table_codec import (
+from splitveil.common.wire.connection import MessageStream, PeerConnection
+from splitveil.common.wire.inference_codec import (
     decode_points,
     decode_rows,
     open_row,
     sealed_rows,
     secrets_of,
 )
+from splitveil.common.wire.limits import CHUNK_IDS, believed
 from splitveil.common.wire.tensor_codec import TensorLimits
 from splitveil.protos import split_learning_pb2 as pb
 
@@ -54,9 +53,7 @@ class TableClient:
     def close(self) -> None:
         self._inner.close()
 
-    def take(
-        self, ids: Sequence[str], interruption: Callable[[], int | None] = lambda: None
-    ) -> None:
+    def take(self, ids: Sequence[str], interruption: Callable[[], int | None]) -> None:
         distinct = list(dict.fromkeys(ids))
         stream = self._inner.open_table(interruption)
         try:

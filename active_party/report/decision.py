@@ -9,11 +9,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from splitveil.active_party.defenses.projected.outlook import share_of_variance
-from splitveil.active_party.report.beyond import beyond_of, contradictions
-from splitveil.active_party.report.bounds import bounds_of, guarantee_of
+from splitveil.active_party.defenses.projected.label_utility import share_of_variance
+from splitveil.active_party.report.bounds import beyond_of, bounds_of, contradictions, guarantee_of
 from splitveil.active_party.report.figures import WITHOUT_GRADIENTS, Finding, strongest
-from splitveil.active_party.report.paired import Estimate, auc_estimate
+from splitveil.active_party.report.paired import Estimate, estimate_of
 from splitveil.active_party.report.prices import (
     Price,
     Step,
@@ -25,7 +24,7 @@ from splitveil.active_party.report.run_files import RunFiles, num_classes
 from splitveil.active_party.report.verdict import RunLevel
 from splitveil.active_party.training.evaluation import StoredPredictions, read_predictions
 from splitveil.common.data.label_range import ONE_NUMBER
-from splitveil.common.record.beyond_figures import is_clearly_above
+from splitveil.common.record.figures import is_clearly_above
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
 
 Outcome = Literal["pass", "fail", "open"]
@@ -199,7 +198,7 @@ def _quality_checks(run: RunFiles, predictions: StoredPredictions | None) -> Ite
         yield Check(_ALONE, outcome, f"RMSE {rmse:.4g}", f"< {alone:.4g}", _WORTH)
     if model.test_auc is None:
         return
-    found = _interval(model.test_auc, predictions)
+    found = estimate_of(model.test_auc, predictions)
     figure = f"{model.test_auc:.4f}" if found is None else found.in_words()
     if isinstance(least, int | float):
         yield _quality_check(model.test_auc, found, figure, float(least))
@@ -218,11 +217,6 @@ def _quality_check(auc: float, found: Estimate | None, figure: str, least: float
         return Check(_QUALITY, "fail", figure, accepted, "Of the last epoch, on the test rows.")
     why = "The test rows are too few to tell: the 95 % interval contains the smallest accepted."
     return Check(_QUALITY, "open", figure, accepted, why)
-
-
-def _interval(auc: float, predictions: StoredPredictions | None) -> Estimate | None:
-    found = None if predictions is None else auc_estimate(predictions)
-    return None if found is None or abs(found.value - auc) > 1e-4 else found
 
 
 def _other_steps(

@@ -7,8 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from splitveil.active_party.report.run_files import LeakSeries, Numbers
-from splitveil.common.privacy.attacks import ATTACKS
-from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
+from splitveil.common.privacy.attacks import ATTACKS, FINAL_ATTACKS
 
 MIN_WINDOW = 15
 """Smallest number of batches for the quantiles of a window."""
@@ -26,7 +25,7 @@ WITHOUT_GRADIENTS = frozenset(
 """Attacks that look only at a party's own activations: a baseline, and not a gradient leak."""
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """One row of a table."""
 
     cells: tuple[str, ...]

@@ -5,16 +5,16 @@ leak AUC on this page is only ever the ledger's: that of telling the two ends of
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
-from splitveil.active_party.report.bounds import bounds_of, guarantee_of, in_full, in_short
-from splitveil.active_party.report.figures import ABSENT, Row, count, figure
+from splitveil.active_party.report.bounds import bounds_of, guarantee_of, in_short
+from splitveil.active_party.report.figures import ABSENT, TableRow, count, figure
 from splitveil.active_party.report.panels import Panel, figure_panel
 from splitveil.active_party.report.run_files import RunFiles, column, num_classes, test_lines
 from splitveil.active_party.report.svg import Line
-from splitveil.active_party.report.tables import Tile
 from splitveil.active_party.report.verdict import RECOVERED, WEAK_GUARANTEE, Level, Verdict
 from splitveil.common.data.label_range import ONE_NUMBER
-from splitveil.common.record.leak_figures import NumberBeyond, NumberLeak
+from splitveil.common.record.figures import NumberBeyond, NumberLeak
 
 _NEEDS = {
     "top_direction": "nothing",
@@ -23,89 +23,21 @@ _NEEDS = {
     "accumulated_ridge_40": "40 labels of the run, and its own activations",
 }
 
-_MEANING = (
-    "Labels are numbers: the attacks that tell classes apart do not apply. What is measured is the "
-    "share of the labels' variance that gradients explain (R2), where 1 reads every label; beyond "
-    "features, it is a share of the variance that features leave."
-)
-_OF_LEDGER = (
-    "Every leak AUC of the ledger is that of telling the two ends of the range apart, given "
-    "everything else; values closer to each other are told apart less well."
-)
-
-
-_BEYOND = (
-    "What gradients tell beyond features: it was not measured, the figures contain both, and only "
-    "the ledger tells them apart."
-)
-_UNSEEN = (
-    "No attack here looks at forward activations alone, the sizes of the two id sets or timing, "
-    "and an attack that has not been run yet may do better than the ones here."
-)
-
 
 def is_of_numbers(run: RunFiles) -> bool:
     return num_classes(run) == ONE_NUMBER
 
 
-def number_rows(run: RunFiles) -> Iterator[Row]:
+def number_rows(run: RunFiles) -> Iterator[TableRow]:
     """Yield the attacks of a run: R2 beyond features and its interval, then other figures of R2."""
     for attack, found in run.active.summary.of_leak.of_numbers.items():
         beyond, is_clear = (ABSENT, ABSENT), False
         if found.beyond is not None:
-            beyond = (figure(found.beyond.r2), _interval(found.beyond))
+            beyond = (figure(found.beyond.r2), interval(found.beyond))
             is_clear = found.beyond.is_clear
         others = map(figure, (found.r2, found.q95, found.last_epoch, found.random))
         needs = _NEEDS.get(attack, "not known here")
-        yield Row((attack, needs, *beyond, *others, count(found.examples)), is_clear)
-
-
-def number_tiles(run: RunFiles) -> Iterator[Tile]:
-    """Yield the strongest attack beyond features, the model's figures, and the strongest of all."""
-    measured = run.active.summary.of_leak.of_numbers
-    beyond = _strongest_beyond(measured)
-    if beyond is not None:
-        attack, found = beyond
-        meaning = (
-            f"share that {attack} explains of the labels' variance which features leave; 95 % "
-            f"interval {_interval(found)}"
-        )
-        yield Tile("Measured beyond features", figure(found.r2), meaning)
-    model = run.active.summary.of_active.model
-    test = model.test_number
-    if test is not None:
-        constant = f"{test.constant_rmse:.4g}"
-        meaning = (
-            "root mean squared error of the joint model in the label's unit, on rows that it has "
-            f"not seen; predicting the mean of the training labels: {constant}"
-        )
-        if model.test_rmse_alone is not None:
-            meaning += f"; the active party alone: {model.test_rmse_alone:.4g}"
-        yield Tile("Test RMSE", f"{test.rmse:.4g}", meaning)
-        meaning = "share of the test labels' variance that the joint model explains"
-        yield Tile("Test R2", figure(test.r2), meaning)
-    if measured:
-        attack, strongest = _strongest(measured)
-        meaning = f"share of the labels' variance that {attack} explains by gradients"
-        yield Tile("Measured", figure(strongest.r2), meaning)
-
-
-def number_summary(run: RunFiles) -> Iterator[tuple[str, str]]:
-    """Yield the rows about the model, in the place of those about AUCs."""
-    model = run.active.summary.of_active.model
-    test = model.test_number
-    if test is None:
-        return
-    unit = "in the label's unit"
-    yield f"test RMSE, {unit}", f"{test.rmse:.6g}"
-    yield "test RMSE of the constant prediction", f"{test.constant_rmse:.6g}"
-    if model.test_rmse_refit is not None:
-        yield "test RMSE, refitted", f"{model.test_rmse_refit:.6g}"
-    if model.test_rmse_alone is not None:
-        yield "test RMSE, active party alone", f"{model.test_rmse_alone:.6g}"
-    yield f"test MAE, {unit}", f"{test.mae:.6g}"
-    yield "test MAE of the constant prediction", f"{test.constant_mae:.6g}"
-    yield "test R2", figure(test.r2, 4)
+        yield TableRow((attack, needs, *beyond, *others, count(found.examples)), is_clear)
 
 
 def number_panels(run: RunFiles) -> list[Panel]:
@@ -130,32 +62,29 @@ def number_panels(run: RunFiles) -> list[Panel]:
 def judge_numbers(run: RunFiles) -> Verdict:
     """Judge a run by what its gradients explain of the labels, and by the bounds of its ledger."""
     measured = run.active.summary.of_leak.of_numbers
-    bounds, guarantee = bounds_of(run), guarantee_of(run)
-    reasons = [_MEANING, _OF_LEDGER, *in_full(run, bounds)]
-    if not measured:
-        headline = f"No attack was run; {in_short(bounds)}."
-        return Verdict("unknown", headline, reasons, [_BEYOND, _UNSEEN])
-    attack, found = _strongest(measured)
-    beyond = _strongest_beyond(measured)
-    gaps = [_BEYOND, _UNSEEN] if beyond is None else [_UNSEEN]
-    raw = (
-        f"{attack} explains {found.r2:.1%} of the labels' variance from the gradients (it needs to "
-        f"know: {_NEEDS.get(attack, 'not known here')})"
-    )
-    said = raw
+    bounds = bounds_of(run)
+    strongest = strongest_attack(measured)
+    if strongest is None:
+        return Verdict("unknown", f"No attack was run; {in_short(bounds)}.")
+    attack, found = strongest
+    with_features = f"{attack} explains {found.r2:.1%} of the labels' variance from the gradients"
+    with_features += f" (it needs to know: {_NEEDS.get(attack, 'not known here')})"
+    said = with_features
+    beyond = strongest_beyond(measured)
     if beyond is not None:
         attack, share = beyond
-        reasons = [f"Features included, {raw}.", *reasons]
         said = (
-            f"{attack} explains {share.r2:.1%} (95 % interval: {_interval(share)}) of the labels' "
+            f"{attack} explains {share.r2:.1%} (95 % interval: {interval(share)}) of the labels' "
             f"variance which features leave (it needs to know: "
             f"{_NEEDS.get(attack, 'not known here')})"
         )
-    headline = f"{said}; {in_short(bounds)}."
-    if guarantee <= WEAK_GUARANTEE:  # the rest of what the figures contain, features tell
+    verdict = Verdict(
+        _level(measured, found), f"{said}; {in_short(bounds)}.", with_features=with_features
+    )
+    if guarantee_of(run) <= WEAK_GUARANTEE:  # the rest of what the figures contain, features tell
         badge = "Bounded beyond what features tell"
-        return Verdict("bounded", headline, reasons, gaps, badge)
-    return Verdict(_level(measured, found), headline, reasons, gaps)
+        return replace(verdict, level="bounded", in_few_words=badge)
+    return verdict
 
 
 def _level(measured: Mapping[str, NumberLeak], strongest: NumberLeak) -> Level:
@@ -166,14 +95,14 @@ def _level(measured: Mapping[str, NumberLeak], strongest: NumberLeak) -> Level:
     return "leaking" if not beyond or any(one.is_clear for one in beyond) else "unbounded"
 
 
-def _interval(found: NumberBeyond) -> str:
+def interval(found: NumberBeyond) -> str:
     return f"{figure(found.low)} to {figure(found.high)}"
 
 
-def _strongest_beyond(measured: Mapping[str, NumberLeak]) -> tuple[str, NumberBeyond] | None:
+def strongest_beyond(measured: Mapping[str, NumberLeak]) -> tuple[str, NumberBeyond] | None:
     found = [(name, one.beyond) for name, one in measured.items() if one.beyond is not None]
     return max(found, key=lambda item: item[1].r2, default=None)
 
 
-def _strongest(measured: Mapping[str, NumberLeak]) -> tuple[str, NumberLeak]:
-    return max(measured.items(), key=lambda item: item[1].r2)
+def strongest_attack(measured: Mapping[str, NumberLeak]) -> tuple[str, NumberLeak] | None:
+    return max(measured.items(), key=lambda item: item[1].r2, default=None)

@@ -5,25 +5,45 @@ that comes from settings and files.
 """
 
 import logging
+import math
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from splitveil.active_party.report.beyond import beyond_rows, prior_of
-from splitveil.active_party.report.bounds import ledger_of
+from splitveil.active_party.report.bounds import (
+    beyond_of,
+    beyond_rows,
+    bounds_of,
+    guarantee_of,
+    ledger_of,
+    measured_of,
+    prior_of,
+    raw_figures,
+    why_not_anybody,
+    widest_bounded,
+)
 from splitveil.active_party.report.decision import decide
 from splitveil.active_party.report.distributions import sent_panels, step_rows
-from splitveil.active_party.report.figures import Finding, count, figure, finding_of, strongest
+from splitveil.active_party.report.figures import (
+    STANDARD_ERRORS,
+    WITHOUT_GRADIENTS,
+    Finding,
+    count,
+    figure,
+    finding_of,
+    strongest,
+)
 from splitveil.active_party.report.numbers import (
+    interval,
     is_of_numbers,
     judge_numbers,
     number_panels,
     number_rows,
-    number_summary,
-    number_tiles,
+    strongest_attack,
+    strongest_beyond,
 )
-from splitveil.active_party.report.paired import compare_tests, rows_of_tests
+from splitveil.active_party.report.paired import compare_tests
 from splitveil.active_party.report.panels import (
     NUM_STYLES,
     Coloured,
@@ -44,6 +64,7 @@ from splitveil.active_party.report.run_files import (
     leak_series,
     num_classes,
     read_run,
+    test_lines,
 )
 from splitveil.active_party.report.svg import Dot
 from splitveil.active_party.report.tables import (
@@ -57,17 +78,25 @@ from splitveil.active_party.report.tables import (
     pair_rows,
     run_level_rows,
     settings_tables,
-    summary_rows,
-    tiles,
-    watch_notes,
 )
-from splitveil.active_party.report.verdict import RunLevel, Verdict, judge, needs_of, run_levels
+from splitveil.active_party.report.verdict import (
+    BITS_PER_AUDIT,
+    RunLevel,
+    Verdict,
+    highest,
+    judge,
+    listed,
+    needs_of,
+    run_levels,
+)
 from splitveil.common.errors import SettingsError, SplitveilError
-from splitveil.common.party.rendering import render
-from splitveil.common.privacy.covers import Covers
-from splitveil.common.record.circumstances import circumstances, traffic_rows
+from splitveil.common.party.report_parts import circumstances, read_traffic, render, traffic_rows
+from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.attacks import ATTACKS
+from splitveil.common.record.figures import LedgerFigures, set_aside
+from splitveil.common.record.lines import AuditLine
 from splitveil.common.record.run_folder import write_text_atomically
-from splitveil.common.record.traffic import read_traffic
+from splitveil.common.text.upper_bounds import at_least, at_most, auc_at_most
 
 logger = logging.getLogger("splitveil.active_party")
 
@@ -82,9 +111,13 @@ class _Compared(NamedTuple):
     style: str
     run: RunFiles
     series: list[LeakSeries]
-    findings: list[Finding]
-    accumulated: list[RunLevel]
+    findings: dict[tuple[str, str], Finding]
+    """(layer, attack) -> its figures on single batches."""
+    whole_run: dict[tuple[str, str], float]
+    """(layer, attack) -> its leak AUC of all epochs together."""
     verdict: Verdict
+    ledger: LedgerFigures | None
+    bounds: dict[Adversary, str]
 
 
 def write_report(
@@ -125,17 +158,49 @@ def report_page(run: RunFiles) -> str:
     of_active = [found for found in findings if found.party == "active"]
     measured = [*of_active, *(finding_of(one) for one in adversary)]
     accumulated = run_levels(run)
-    traffic = read_traffic(run.active.folder)
+    of_gradients = [found for found in findings if found.attack not in WITHOUT_GRADIENTS]
+    limits = bounds_of(run)
+    widest = widest_bounded(limits)
+    traffic, of_leak = read_traffic(run.active.folder), run.active.summary.of_leak
     return render(
         _PACKAGE,
         "report.html.jinja",
         title=run.name,
         defense=_defense(run),
         has_ended=run.active.has_ended,
-        counts=run.active.summary.counts,
+        summary=run.active.summary,
+        of_active=run.active.summary.of_active,
+        batches=of_leak.counts,
         verdict=_judge(run, findings, accumulated),
         decision=decide(run, findings, accumulated),
-        tiles=[*number_tiles(run), *tiles(run, findings, accumulated)],
+        beyond=beyond_of(run),
+        number_beyond=strongest_beyond(of_leak.of_numbers),
+        number_strongest=strongest_attack(of_leak.of_numbers),
+        best=strongest(findings),
+        limits=limits,
+        widest=widest,
+        why_not_anybody="" if widest is None else why_not_anybody(run, widest),
+        raw=raw_figures(run),
+        aside=set_aside(measured_of(run), guarantee_of(run)),
+        of_gradients=of_gradients,
+        silent=[f"{one.attack} at {one.layer}" for one in of_gradients if not one.beats_chance],
+        whole_run=highest([one for one in accumulated if one.attack not in WITHOUT_GRADIENTS]),
+        not_run=sorted(set(map(str, ATTACKS)) - {found.attack for found in findings}),
+        looks_at_activations=len(of_gradients) < len(findings),
+        has_passives=bool(run.passives),
+        standard_errors=STANDARD_ERRORS,
+        bits_per_audit=BITS_PER_AUDIT,
+        top=highest(accumulated),
+        ledger=ledger_of(run),
+        bounds=bound_cells(run),
+        last_test=test_lines(run)[-1:],
+        gate=run.active.setting("leak_gate"),
+        allows_audits=run.active.setting("allow_audits"),
+        # The summary also counts audits after the checkpoint resumed from, whose lines are gone.
+        audits=max(
+            len(run.active.metrics.of(AuditLine)),
+            run.active.summary.of_active.audits_answered or 0,
+        ),
         training=[*training_panels(run), *number_panels(run)],
         number_rows=list(number_rows(run)),
         of_numbers=is_of_numbers(run),
@@ -151,14 +216,21 @@ def report_page(run: RunFiles) -> str:
         alarm_rows=list(alarm_rows(run)),
         gate_rows=list(gate_rows(run)),
         audit_rows=list(audit_rows(run)),
-        watch_notes=list(watch_notes(run)),
         run_level_rows=list(run_level_rows(run, accumulated)),
         prior=prior_of(run),
         ledger_panels=ledger_panels(run, series, accumulated),
-        summary_rows=[*number_summary(run), *summary_rows(run)],
         circumstances=list(circumstances(run.active.summary, run.active.metrics, traffic)),
         traffic_rows=traffic_rows(traffic, _only_peer(run)),
         settings=settings_tables(run.active.settings),
+        figure=figure,
+        count=count,
+        at_least=at_least,
+        at_most=at_most,
+        auc_at_most=auc_at_most,
+        nan=math.nan,
+        needs_of=needs_of,
+        listed=listed,
+        interval=interval,
     )
 
 
@@ -178,8 +250,13 @@ def comparison_page(runs: Sequence[RunFiles]) -> str:
         runs=[(one, _defense(one.run)) for one in compared],
         multi_class=any(num_classes(run) > 2 for run in runs),
         trade_off=trade_off(*_dots(compared)),
-        rows=[*rows_of_tests(tests), *_rows(compared, keys)],
-        sharing=tests.sharing,
+        models=[run.active.summary.of_active.model for run in runs],
+        tests=tests,
+        keys=keys,
+        whole_run_keys=list(dict.fromkeys(key for one in compared for key in one.whole_run)),
+        peers_of_bounds=list(Adversary),
+        figure=figure,
+        count=count,
         training=shared_training_panels(coloured),
         leak_panels={
             layer: [shared_leak_panel(coloured, *key) for key in keys if key[0] == layer]
@@ -208,7 +285,17 @@ def _compared(title: str, style: str, run: RunFiles) -> _Compared:
     series, accumulated = leak_series(run), run_levels(run)
     findings = [finding_of(one) for one in series]
     verdict = _judge(run, findings, accumulated)
-    return _Compared(title, style, run, series, findings, accumulated, verdict)
+    return _Compared(
+        title,
+        style,
+        run,
+        series,
+        {(one.layer, one.attack): one for one in findings},
+        {(one.layer, one.attack): one.leak_auc for one in accumulated},
+        verdict,
+        ledger_of(run),
+        bound_cells(run),
+    )
 
 
 def _short(title: str) -> str:
@@ -226,57 +313,16 @@ def _titles(runs: Sequence[RunFiles]) -> list[str]:
 
 def _dots(compared: Sequence[_Compared]) -> tuple[list[Dot], str]:
     """Return a point per run: test AUC and leak AUC, of the whole run if all runs measured it."""
-    of_run = all(one.accumulated for one in compared)
+    of_run = all(one.whole_run for one in compared)
     dots = []
     for one in compared:
-        model, best = one.run.active.summary.of_active.model, strongest(one.findings)
-        leaks = [found.leak_auc for found in one.accumulated] if of_run else []
+        model, best = one.run.active.summary.of_active.model, strongest(list(one.findings.values()))
+        leaks = list(one.whole_run.values()) if of_run else []
         leaks += [best.mean] if best is not None and not of_run else []
         if model.test_auc is not None and leaks:
             dots.append(Dot(max(leaks), model.test_auc, one.style, _short(one.title)))
     kind = "whole run" if of_run else "mean over single batches"
     return dots, f"strongest attack, {kind}"
-
-
-def _rows(
-    compared: Sequence[_Compared], keys: Sequence[tuple[str, str]]
-) -> Iterator[tuple[str, list[str]]]:
-    """Yield the table of figures: one row per figure, one cell per run."""
-    counts = [one.run.active.summary.counts for one in compared]
-    models = [one.run.active.summary.of_active.model for one in compared]
-    yield "aligned rows", [count(of_run.aligned_rows) for of_run in counts]
-    yield "epochs", [count(of_run.epochs) for of_run in counts]
-    yield "steps per second", [figure(of_run.steps_per_s, 1) for of_run in counts]
-    for name, values in {
-        "test RMSE": [m.test_number and m.test_number.rmse for m in models],
-        "test R2": [m.test_number and m.test_number.r2 for m in models],
-    }.items():
-        if any(model.test_number is not None for model in models):
-            yield name, list(map(figure, values))
-    if any(model.test_auc_by_class is not None for model in models):
-        yield "test accuracy", [figure(model.test_accuracy, 4) for model in models]
-    for layer, attack in keys:
-        cells = [
-            {(f.layer, f.attack): f for f in one.findings}.get((layer, attack)) for one in compared
-        ]
-        yield (
-            f"{attack} at {layer}, mean over batches",
-            [f"{f.mean:.3f} (chance {f.random_mean:.3f})" if f else "–" for f in cells],
-        )
-        yield (
-            f"{attack} at {layer}, 95 % of batches",
-            [f"{f.q95:.3f} (chance {f.random_q95:.3f})" if f else "–" for f in cells],
-        )
-    leaks = [{(a.layer, a.attack): a.leak_auc for a in one.accumulated} for one in compared]
-    for layer, attack in dict.fromkeys(key for of_run in leaks for key in of_run):
-        cells_of_run = [figure(of_run.get((layer, attack))) for of_run in leaks]
-        yield f"{attack} at {layer}, whole run", cells_of_run
-    ledgers = [ledger_of(one.run) for one in compared]
-    estimates = [None if ledger is None else ledger.estimate.max for ledger in ledgers]
-    yield "estimated for the whole run", list(map(figure, estimates))
-    bounds = [bound_cells(one.run) for one in compared]
-    for peers in Covers:
-        yield f"bound for the whole run: {peers}", [of_run[peers] for of_run in bounds]
 
 
 def _differences(compared: Sequence[_Compared]) -> list[tuple[str, list[str]]]:

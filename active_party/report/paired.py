@@ -8,7 +8,7 @@ terms.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,12 +16,15 @@ import numpy.typing as npt
 from scipy.special import softmax
 from scipy.stats import rankdata
 
-from splitveil.active_party.report.figures import ABSENT, figure
+from splitveil.active_party.report.figures import figure
 from splitveil.active_party.report.run_files import RunFiles
 from splitveil.active_party.training.evaluation import StoredPredictions, read_predictions
 
 Z_95 = 1.959963984540054
 """Quantile of the normal distribution for an interval of 95 %."""
+
+_CLOSE = 1e-4
+"""Difference of an AUC from the recorded one that rounding may make."""
 
 _Numbers = npt.NDArray[np.float64]
 
@@ -37,7 +40,7 @@ class Estimate(NamedTuple):
         return f"{self.value:{sign}.4f} ({self.low:{sign}.4f} to {self.high:{sign}.4f})"
 
 
-class Comparison(NamedTuple):
+class PairedComparison(NamedTuple):
     """One run against the first of a comparison."""
 
     difference: Estimate | None
@@ -49,29 +52,32 @@ class Comparison(NamedTuple):
 def auc_estimate(predictions: StoredPredictions) -> Estimate | None:
     """Return the AUC of a run's predictions; None if no class has both members and others."""
     terms = auc_terms(predictions.logits, predictions.labels)
-    return None if terms is None else _within_range(_estimate(*terms))
+    if terms is None:
+        return None
+    found = _estimate(*terms)
+    return Estimate(found.value, max(found.low, 0.0), min(found.high, 1.0))
 
 
-def compare(first: StoredPredictions | None, other: StoredPredictions | None) -> Comparison:
+def compare(first: StoredPredictions | None, other: StoredPredictions | None) -> PairedComparison:
     """Compare the test AUC of a run with that of another."""
     if first is None or other is None:
-        return Comparison(None, "The test predictions of one of the two runs were not kept.")
+        return PairedComparison(None, "The test predictions of one of the two runs were not kept.")
     if not np.array_equal(first.ids, other.ids):
-        common = len(np.intersect1d(_keys(first.ids), _keys(other.ids)))
-        return Comparison(
+        common = len(set(map(bytes, first.ids)) & set(map(bytes, other.ids)))
+        return PairedComparison(
             None,
             f"The test rows differ: {common:,} are common to both, of {len(first.ids):,} and "
             f"{len(other.ids):,}. The difference of the test AUCs may be due to the rows.",
         )
     if not np.array_equal(first.labels, other.labels):
-        return Comparison(None, "The same test rows have other labels in the two runs.")
+        return PairedComparison(None, "The same test rows have other labels in the two runs.")
     trained = "the same" if first.training_rows == other.training_rows else "other"
     sharing = f"The same {len(first.ids):,} test rows, and {trained} training rows."
     terms = [auc_terms(one.logits, one.labels) for one in (first, other)]
     if terms[0] is None or terms[1] is None:
-        return Comparison(None, sharing)
+        return PairedComparison(None, sharing)
     (auc, own), (others_auc, others) = terms[0], terms[1]
-    return Comparison(_estimate(others_auc - auc, others - own), sharing)
+    return PairedComparison(_estimate(others_auc - auc, others - own), sharing)
 
 
 def auc_terms(logits: _Numbers, labels: npt.NDArray[np.int64]) -> tuple[float, _Numbers] | None:
@@ -109,76 +115,49 @@ def _estimate(value: float, terms: _Numbers) -> Estimate:
     return Estimate(value, value - half, value + half)
 
 
-def _within_range(found: Estimate) -> Estimate:
-    return Estimate(found.value, max(found.low, 0.0), min(found.high, 1.0))
-
-
-def _keys(ids: npt.NDArray[np.void]) -> Sequence[bytes]:
-    return [bytes(one) for one in ids]
-
-
-_CLOSE = 1e-4
-"""Difference of an AUC from the recorded one that rounding may make."""
+def estimate_of(recorded: float, predictions: StoredPredictions | None) -> Estimate | None:
+    """Return the recorded AUC of a run with its interval; None where that is not known."""
+    found = None if predictions is None else auc_estimate(predictions)
+    return None if found is None or abs(found.value - recorded) > _CLOSE else found
 
 
 class ComparedTests(NamedTuple):
     """The test AUCs of several runs."""
 
-    aucs: tuple[str, ...]
+    aucs: list[str]
     """Each run's, with its 95 % interval where its predictions were kept."""
-    alone: tuple[str, ...]
-    """Each run's active party alone; dashes where no such model was trained."""
-    differences: tuple[str, ...]
+    differences: list[str]
     """Each run's less the first run's, with its paired interval where they share test rows."""
     sharing: str
     """A sentence about what the runs share with the first one."""
 
 
 def compare_tests(runs: Sequence[RunFiles]) -> ComparedTests:
-    predictions = [
-        None
-        if run.active.summary.of_active.model.test_number is not None
-        else read_predictions(run.active.folder)
-        for run in runs
-    ]
-    aucs = tuple(map(_auc, runs, predictions))
     models = [run.active.summary.of_active.model for run in runs]
+    predictions = [
+        read_predictions(run.active.folder) if model.test_number is None else None
+        for run, model in zip(runs, models, strict=True)
+    ]
     found = [compare(predictions[0], one) for one in predictions[1:]]
-    differences = tuple(_in_words(one.difference) for one in found)
+    differences = [
+        "not comparable" if one.difference is None else one.difference.in_words(signed=True)
+        for one in found
+    ]
     return ComparedTests(
-        aucs,
-        tuple(figure(model.test_auc_alone, 4) for model in models),
-        ("(the first run)", *differences),
+        [_auc(model.test_auc, one) for model, one in zip(models, predictions, strict=True)],
+        ["(the first run)", *differences],
         _sharing(found),
     )
 
 
-def rows_of_tests(compared: ComparedTests) -> Iterator[tuple[str, list[str]]]:
-    yield "test AUC (95 % interval)", list(compared.aucs)
-    yield "test AUC less that of the first run (paired 95 % interval)", list(compared.differences)
-    if any(cell != ABSENT for cell in compared.alone):
-        yield "test AUC of the active party alone", list(compared.alone)
+def _auc(recorded: float | None, predictions: StoredPredictions | None) -> str:
+    found = None if recorded is None else estimate_of(recorded, predictions)
+    return figure(recorded, 4) if found is None else found.in_words()
 
 
-def _auc(run: RunFiles, predictions: StoredPredictions | None) -> str:
-    recorded = run.active.summary.of_active.model.test_auc
-    found = None if predictions is None else auc_estimate(predictions)
-    if recorded is None or found is None or abs(found.value - recorded) > _CLOSE:
-        return figure(recorded, 4)
-    return found.in_words()
-
-
-def _in_words(found: Estimate | None) -> str:
-    return "not comparable" if found is None else found.in_words(signed=True)
-
-
-def _sharing(found: Sequence[Comparison]) -> str:
-    said = list(dict.fromkeys(one.sharing for one in found))
-    if len(said) == 1:
-        return f"Every run has, compared with the first one: {_lowered(said[0])}"
-    each = (f"run {number}: {_lowered(one.sharing)}" for number, one in enumerate(found, start=2))
+def _sharing(found: Sequence[PairedComparison]) -> str:
+    said = [one.sharing[0].lower() + one.sharing[1:] for one in found]
+    if len(set(said)) == 1:
+        return f"Every run has, compared with the first one: {said[0]}"
+    each = (f"run {number}: {sentence}" for number, sentence in enumerate(said, start=2))
     return f"Compared with the first run, {' '.join(each)}"
-
-
-def _lowered(sentence: str) -> str:
-    return sentence[0].lower() + sentence[1:]

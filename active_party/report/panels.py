@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from markupsafe import Markup
 
-from splitveil.active_party.report.beyond import prior_of
+from splitveil.active_party.report.bounds import prior_of
 from splitveil.active_party.report.figures import (
     WITHOUT_GRADIENTS,
     epoch_means,
@@ -26,12 +26,15 @@ from splitveil.active_party.report.run_files import (
 )
 from splitveil.active_party.report.svg import Axis, Band, Chart, Dot, Line, Mark, Rule, round_axis
 from splitveil.active_party.report.verdict import RunLevel, is_oracle
-from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.record.figures import SpreadFigures
 from splitveil.common.record.lines import LedgerLine
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
 
 _AUC_TICKS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+_LEAK_AXIS = Axis("leak AUC", 0.5, 1.0, _AUC_TICKS)
+_LOSS = "loss, nats per example"
+_AUC = "Test AUC"
 _SMALL = (330.0, 225.0)
 _WIDE = (960.0, 300.0)
 _LEAST_AUC_SPAN = 0.05
@@ -68,7 +71,8 @@ def training_panels(run: RunFiles) -> list[Panel]:
         return [figure_panel("Mean squared error, share of the squared range", losses)]
     auc = column(line.auc for line in lines)
     value = f"{auc[-1]:.3f}" if math.isfinite(auc[-1]) else ""
-    return [_loss_panel(losses), _auc_panel([Line(epochs, auc, "utility", value, markers=True)])]
+    aucs = [Line(epochs, auc, "utility", value, markers=True)]
+    return [figure_panel("Loss", losses, _LOSS), figure_panel(_AUC, aucs)]
 
 
 def shared_training_panels(runs: Sequence[Coloured]) -> list[Panel]:
@@ -81,25 +85,25 @@ def shared_training_panels(runs: Sequence[Coloured]) -> list[Panel]:
         aucs.append(Line(epochs, column(line.auc for line in lines), style, markers=True))
     if not any(len(line.x) for line in losses):
         return []
-    return [_loss_panel(losses, "Test loss"), _auc_panel(aucs)]
+    return [figure_panel("Test loss", losses, _LOSS), figure_panel(_AUC, aucs)]
+
+
+def figure_panel(title: str, lines: Sequence[Line], unit: str | None = None) -> Panel:
+    """Return a figure over epochs; a test AUC has an axis of its own span."""
+    values = np.concatenate([line.y for line in lines])
+    if title == _AUC:
+        described, y = "test AUC", round_axis("test AUC", values, least_span=_LEAST_AUC_SPAN)
+    else:
+        described, y = title, round_axis(unit or title.lower(), values, from_zero=True)
+    x = _epoch_axis([line.x for line in lines])
+    return Panel(f"{title} by epoch", Chart(f"{described} over epochs", x, y, lines).svg())
 
 
 def leak_panel(run: RunFiles, series: LeakSeries) -> Panel:
     """Return one attack's leak AUC over steps, with the leak AUC of random scores."""
-    leak = windows(series.steps, series.leak)
-    chart = Chart(
-        f"leak AUC of {series.attack} at layer {series.layer} over training steps",
-        _step_axis([series], _steps_of(run)),
-        _leak_axis(),
-        [
-            *_chance(series),
-            *_yardsticks(run, series),
-            Band(leak.steps, leak.low, leak.high, "measured"),
-            Line(leak.steps, leak.median, "measured"),
-        ],
-        *_SMALL,
-    )
-    return Panel(series.attack, chart.svg(), _remark(series.attack))
+    described = f"leak AUC of {series.attack} at layer {series.layer} over training steps"
+    marks = [*_chance(series), *_yardsticks(run, series)]
+    return _leak_panel(described, marks, [("measured", "", series)], _steps_of(run))
 
 
 def layer_panels(run: RunFiles, series: Sequence[LeakSeries]) -> list[Panel]:
@@ -108,44 +112,43 @@ def layer_panels(run: RunFiles, series: Sequence[LeakSeries]) -> list[Panel]:
     layers = list(dict.fromkeys(one.layer for one in series))
     for attack in dict.fromkeys(one.attack for one in series):
         chosen = [one for one in series if one.attack == attack]
-        marks: list[Mark] = [*_chance(chosen[0]), *_yardsticks(run, chosen[0])]
-        for one in chosen:
-            leak = windows(one.steps, one.leak)
-            style = f"s{layers.index(one.layer) % NUM_STYLES}"
-            marks += [
-                Band(leak.steps, leak.low, leak.high, style),
-                Line(leak.steps, leak.median, style, one.layer),
-            ]
-        chart = Chart(
-            f"leak AUC of {attack} over training steps, layer by layer",
-            _step_axis(chosen, _steps_of(run)),
-            _leak_axis(),
-            marks,
-            *_SMALL,
-        )
-        panels.append(Panel(attack, chart.svg(), _remark(attack)))
+        described = f"leak AUC of {attack} over training steps, layer by layer"
+        marks = [*_chance(chosen[0]), *_yardsticks(run, chosen[0])]
+        styled = [(f"s{layers.index(o.layer) % NUM_STYLES}", o.layer, o) for o in chosen]
+        panels.append(_leak_panel(described, marks, styled, _steps_of(run)))
     return panels
 
 
 def shared_leak_panel(runs: Sequence[Coloured], layer: str, attack: str) -> Panel:
     """Return one attack's leak AUC over steps in several runs, at least one of which has it."""
     chosen = [
-        (run.style, series)
+        (run.style, "", series)
         for run in runs
         for series in run.series
         if (series.layer, series.attack) == (layer, attack)
     ]
-    _, first = chosen[0]
+    first = chosen[0][2]
     random = windows(first.steps, first.random)
-    marks: list[Mark] = [Line(random.steps, random.median, "chance dashed")]
-    for style, series in chosen:
-        leak = windows(series.steps, series.leak)
-        marks += [
-            Band(leak.steps, leak.low, leak.high, style),
-            Line(leak.steps, leak.median, style),
-        ]
-    x = _step_axis([series for _, series in chosen], "training step")
-    chart = Chart(f"leak AUC of {attack} at layer {layer}", x, _leak_axis(), marks, *_SMALL)
+    chance = Line(random.steps, random.median, "chance dashed")
+    described = f"leak AUC of {attack} at layer {layer}"
+    return _leak_panel(described, [chance], chosen, "training step")
+
+
+def _leak_panel(
+    described: str,
+    marks: Sequence[Mark],
+    styled: Sequence[tuple[str, str, LeakSeries]],
+    step_label: str,
+) -> Panel:
+    """Return an attack's leak AUC over steps above other marks; each series has style and label."""
+    drawn = list(marks)
+    for style, label, one in styled:
+        leak = windows(one.steps, one.leak)
+        drawn.append(Band(leak.steps, leak.low, leak.high, style))
+        drawn.append(Line(leak.steps, leak.median, style, label))
+    last = max(1.0, *(float(one.steps.max()) for _, _, one in styled))
+    attack = styled[0][2].attack
+    chart = Chart(described, Axis(step_label, 0.0, last), _LEAK_AXIS, drawn, *_SMALL)
     return Panel(attack, chart.svg(), _remark(attack))
 
 
@@ -159,12 +162,14 @@ def ledger_panels(
     epochs = column(line.epoch for line in lines) + 1
     marks = [
         *_peer_marks(epochs, [line.bounds.by_peers() for line in lines]),
-        *_bound_marks(epochs, "estimate", [line.bounds.estimate for line in lines], _in_short),
+        *_bound_marks(
+            epochs, "estimate", [line.bounds.estimate for line in lines], "{:.3f}".format
+        ),
     ]
     chart = Chart(
         "leak AUC that the ledger allows for over epochs, and what was measured",
         _epoch_axis([epochs]),
-        _leak_axis(),
+        _LEAK_AXIS,
         [
             *marks,
             *_measured(run, series, accumulated),
@@ -195,7 +200,7 @@ def shared_ledger_panel(runs: Sequence[Coloured]) -> Panel | None:
     if not marks:
         return None
     x = _epoch_axis([mark.x for mark in marks])
-    chart = Chart("leak AUC that anybody may reach", x, _leak_axis(), marks, *_WIDE)
+    chart = Chart("leak AUC that anybody may reach", x, _LEAK_AXIS, marks, *_WIDE)
     return Panel("Bound for anybody by epoch", chart.svg())
 
 
@@ -209,12 +214,12 @@ def trade_off(dots: Sequence[Dot], measured: str) -> Markup | None:
 
 
 def _peer_marks(
-    epochs: Numbers, ledgers: Sequence[Mapping[Covers, SpreadFigures]]
+    epochs: Numbers, ledgers: Sequence[Mapping[Adversary, SpreadFigures]]
 ) -> Iterator[Mark]:
     """Yield the bound of the strongest adversary class for whom there is one, over epochs."""
     recorded = [
         (peers, [bounds[peers] for bounds in ledgers])
-        for peers in Covers
+        for peers in Adversary
         if any(bounds[peers].max is not None for bounds in ledgers)
     ]
     for peers, spreads in recorded:
@@ -236,29 +241,6 @@ def _bound_marks(
     yield Band(epochs, column(spread.mean for spread in spreads), largest, style)
     label = f"{name or style} ({written(largest[-1])})"
     yield Line(epochs, largest, style, label, True, written)
-
-
-def _in_short(auc: float) -> str:
-    return f"{auc:.3f}"
-
-
-def _loss_panel(lines: Sequence[Line], title: str = "Loss") -> Panel:
-    y = round_axis("loss, nats per example", _all_of(lines), from_zero=True)
-    x = _epoch_axis([line.x for line in lines])
-    return Panel(f"{title} by epoch", Chart(f"{title} over epochs", x, y, lines).svg())
-
-
-def figure_panel(title: str, lines: Sequence[Line]) -> Panel:
-    """Return a figure in a unit of its own over epochs."""
-    y = round_axis(title.lower(), _all_of(lines), from_zero=True)
-    x = _epoch_axis([line.x for line in lines])
-    return Panel(f"{title} by epoch", Chart(f"{title} over epochs", x, y, lines).svg())
-
-
-def _auc_panel(lines: Sequence[Line]) -> Panel:
-    y = round_axis("test AUC", _all_of(lines), least_span=_LEAST_AUC_SPAN)
-    x = _epoch_axis([line.x for line in lines])
-    return Panel("Test AUC by epoch", Chart("test AUC over epochs", x, y, lines).svg())
 
 
 def _sum_kl_panel(epochs: Numbers, largest: Numbers, mean: Numbers, budget: object) -> Panel:
@@ -334,20 +316,8 @@ def _remark(attack: str) -> str:
     return "oracle" if is_oracle(attack) else ""
 
 
-def _leak_axis() -> Axis:
-    return Axis("leak AUC", 0.5, 1.0, _AUC_TICKS)
-
-
-def _step_axis(series: Sequence[LeakSeries], label: str) -> Axis:
-    return Axis(label, 0.0, max(1.0, *(float(one.steps.max()) for one in series)))
-
-
 def _epoch_axis(epochs: Sequence[Numbers]) -> Axis:
     last = max(2, *(int(one.max(initial=1)) for one in epochs))
     unit = math.ceil(last / 8)
     ticks = [1, *(tick for tick in range(unit, last + 1, unit) if tick > 1)]
     return Axis("epochs trained", 1, last, ticks)
-
-
-def _all_of(lines: Sequence[Line]) -> Numbers:
-    return np.concatenate([line.y for line in lines])

@@ -1,7 +1,7 @@
 """Says which setting to change where a run misses its target, and the price of the change.
 
 Prices are what is known without another run: the number of rows with unprotected labels that a
-table is worth at a bound (``defenses.projected.outlook``), beside the test AUC that this run
+table is worth at a bound (``defenses.projected.label_utility``), beside the test AUC that this run
 measured.
 """
 
@@ -13,10 +13,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from splitveil.active_party.defenses import DefenseContext, DefenseSettings
 from splitveil.active_party.defenses.gaussian_dp import mu_of_leak_auc
-from splitveil.active_party.defenses.projected.outlook import outlook
+from splitveil.active_party.defenses.projected.label_utility import label_utility
 from splitveil.active_party.ledger.label_signals import LabelUses, label_signals
 from splitveil.active_party.report.run_files import RunFiles, num_classes
-from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.adversary import Adversary
 
 TYPICAL_BOUNDS = (0.55, 0.6, 0.65, 0.7, 0.8)
 
@@ -66,7 +66,9 @@ def steps_to_a_bound(run: RunFiles, target: float, size: TableSize | None) -> It
     # The strength is what is changed: it is written even where it is the default.
     changed |= {name: whole[name] for name in ("strength",) if name in whole}
     why = f"bounds the leak AUC of the whole run at {target:g} for anybody"
-    teaches = "" if size is None else defense.outlook(_context(run, size), size.training_rows)
+    teaches = (
+        "" if size is None else defense.utility_in_words(_context(run, size), size.training_rows)
+    )
     price = teaches or "The price is not known before a run."
     yield Step(_as_yaml({"defense": _named_first(changed)}), why, f"{price}{_beside(run)}")
 
@@ -76,7 +78,7 @@ def defense_at(run: RunFiles, target: float) -> DefenseSettings | None:
     context = _context(run, None)
     own = _defense_of(run)
     found = None if own is None else own.at_leak_auc(target, context)
-    if found is not None and found.traits.coverage.covers.includes(Covers.ANYBODY):
+    if found is not None and found.traits.coverage.adversary.includes(Adversary.ANYBODY):
         return found
     try:
         other = _SETTINGS.validate_python(
@@ -98,7 +100,7 @@ def price_list(run: RunFiles, target: float | None, size: TableSize | None) -> l
     found = []
     for bound in bounds:
         mu = mu_of_leak_auc(bound)
-        worth = outlook(size.training_rows, size.pos_fraction, mu, rank, classes)
+        worth = label_utility(size.training_rows, size.pos_fraction, mu, rank, classes)
         found.append(Price(bound, worth.rows, worth.share, bound == target))
     return found
 

@@ -93,50 +93,38 @@ class _Label(NamedTuple):
     y: float
 
 
-@dataclass(frozen=True)
 class Chart:
-    """A chart with its axes; ``marks`` are drawn in their order, the last on top."""
+    """A chart with its axes; ``marks`` are drawn in their order, the last on top.
 
-    description: str
-    """Its content in words, for readers who cannot see it."""
-    x: Axis
-    y: Axis
-    marks: Sequence[Mark]
-    width: float = 540.0
-    height: float = 300.0
+    Args:
+        description: its content in words, for readers who cannot see it.
+    """
 
-    def svg(self) -> Markup:
-        return _Drawing(self).markup()
-
-
-class _Drawing:
-    """One chart while it is drawn: the plot area, and the labels that still need a position."""
-
-    def __init__(self, chart: Chart) -> None:
-        self._chart = chart
-        at_the_edge = [len(mark.label) for mark in chart.marks if isinstance(mark, Line | Rule)]
+    def __init__(
+        self,
+        description: str,
+        x: Axis,
+        y: Axis,
+        marks: Sequence[Mark],
+        width: float = 540.0,
+        height: float = 300.0,
+    ) -> None:
+        self._x, self._y, self._marks = x, y, marks
+        at_the_edge = [len(mark.label) for mark in marks if isinstance(mark, Line | Rule)]
         label_width = max(at_the_edge, default=0) * _NAME_WIDTH
-        tick_width = max(len(text) for _, text in _ticks(chart.y)) * _TICK_WIDTH
+        tick_width = max(len(text) for _, text in _ticks(y)) * _TICK_WIDTH
         self._left, self._top = tick_width + 32.0, 12.0
-        self._right = chart.width - (label_width + 14 if label_width else 14)
-        self._bottom = chart.height - 42.0
-        size = {"width": chart.width, "height": chart.height}
-        self._root = Element(
-            "svg",
-            {
-                "class": "chart",
-                "role": "img",
-                "aria-label": chart.description,
-                "viewBox": f"0 0 {chart.width:g} {chart.height:g}",
-            }
-            | {name: f"{value:g}" for name, value in size.items()},
-        )
+        self._right = width - (label_width + 14 if label_width else 14)
+        self._bottom = height - 42.0
+        size = {"width": f"{width:g}", "height": f"{height:g}"}
+        box = {"aria-label": description, "viewBox": f"0 0 {width:g} {height:g}"}
+        self._root = Element("svg", {"class": "chart", "role": "img"} | box | size)
         self._labels: list[_Label] = []
         self._dots: list[Dot] = []
 
-    def markup(self) -> Markup:
+    def svg(self) -> Markup:
         self._draw_axes()
-        for mark in self._chart.marks:
+        for mark in self._marks:
             match mark:
                 case Band():
                     self._draw_band(mark)
@@ -153,25 +141,24 @@ class _Drawing:
         return Markup(tostring(self._root, encoding="unicode", short_empty_elements=False))  # noqa: S704
 
     def _x_of(self, value: float) -> float:
-        return _coordinate(value, self._chart.x, self._left, self._right)
+        return _coordinate(value, self._x, self._left, self._right)
 
     def _y_of(self, value: float) -> float:
-        return _coordinate(value, self._chart.y, self._bottom, self._top)
+        return _coordinate(value, self._y, self._bottom, self._top)
 
     def _draw_axes(self) -> None:
-        x, y = self._chart.x, self._chart.y
-        for value, text in _ticks(y):
+        for value, text in _ticks(self._y):
             at = self._y_of(value)
             self._segment("grid", (self._left, at), (self._right, at))
             self._text("tick end", self._left - 8, at + 4, text)
-        for value, text in _ticks(x):
+        for value, text in _ticks(self._x):
             at = self._x_of(value)
             self._segment("axis", (at, self._bottom), (at, self._bottom + 4))
             self._text("tick middle", at, self._bottom + 17, text)
         self._segment("axis", (self._left, self._bottom), (self._right, self._bottom))
         middle = (self._left + self._right) / 2
-        self._text("label middle", middle, self._bottom + 35, x.label)
-        turned = self._text("label middle", 0, 0, y.label)
+        self._text("label middle", middle, self._bottom + 35, self._x.label)
+        turned = self._text("label middle", 0, 0, self._y.label)
         centre = (self._top + self._bottom) / 2
         turned.set("transform", f"translate(13 {centre:g}) rotate(-90)")
 
@@ -201,10 +188,9 @@ class _Drawing:
         ends = zip(edges, edges[1:], heights, strict=False)
         corners = [corner for low, high, y in ends for corner in ((low, y), (high, y))]
         outline = [(edges[0], 0.0), *corners, (edges[-1], 0.0)]
-        area = {"class": f"area {steps.style}", "d": self._path(outline) + "Z"}
-        SubElement(self._root, "path", area)
-        path = {"class": f"line {steps.style}", "d": self._path(outline)}
-        SubElement(self._root, "path", path)
+        path = self._path(outline)
+        SubElement(self._root, "path", {"class": f"area {steps.style}", "d": f"{path}Z"})
+        SubElement(self._root, "path", {"class": f"line {steps.style}", "d": path})
 
     def _draw_rule(self, rule: Rule) -> None:
         at = self._y_of(rule.y)

@@ -10,21 +10,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from splitveil.active_party.report import beyond
-from splitveil.active_party.report.bounds import bounds_of, guarantee_of, in_full, in_short
-from splitveil.active_party.report.figures import (
-    STANDARD_ERRORS,
-    WITHOUT_GRADIENTS,
-    Finding,
-    strongest,
+from splitveil.active_party.report.bounds import (
+    beyond_of,
+    bounds_of,
+    contradictions,
+    guarantee_of,
+    in_short,
+    measured_of,
+    reveals_something,
 )
-from splitveil.active_party.report.run_files import RunFiles, num_classes
-from splitveil.common.privacy.accumulation import NUM_HINTS, SOURCES
-from splitveil.common.privacy.attacks import ATTACKS, Attack, SideInformation
-from splitveil.common.privacy.covers import Covers
-from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
-from splitveil.common.record.beyond_figures import AdjustedFigures, BeyondFigures
-from splitveil.common.record.summary import ActiveFigures
+from splitveil.active_party.report.figures import WITHOUT_GRADIENTS, Finding, strongest
+from splitveil.active_party.report.run_files import RunFiles
+from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.attacks import ATTACKS, RUN_ATTACKS, SideInformation
+from splitveil.common.record.figures import AdjustedFigures, BeyondFigures, is_clearly_above
 from splitveil.common.text.upper_bounds import auc_at_most
 
 Level = Literal["recovered", "leaking", "unbounded", "bounded", "unknown"]
@@ -57,30 +56,17 @@ class _Need(NamedTuple):
         return f"{self.words} (evaluation only)" if self.is_oracle else self.words
 
 
-def _needs(attack: Attack) -> frozenset[_Need]:
-    return frozenset(_Need(need.words, need.is_free, need.is_oracle) for need in attack.needs)
+def _needs(kinds: frozenset[SideInformation], labels: str | None = None) -> frozenset[_Need]:
+    known = {_Need(kind.words, kind.is_free, kind.is_oracle) for kind in kinds}
+    return frozenset(known if labels is None else {*known, _Need(labels)})
 
 
-_OF_BATCHES: Mapping[str, frozenset[_Need]] = {
-    str(name): _needs(attack) for name, attack in ATTACKS.items()
-}
 _OF_UNKNOWN = frozenset({_Need("what that attack is told")})
 """The needs of a user-defined attack: it cannot be assumed to work without labels."""
 
-_OWN_ACTIVATIONS = _Need(SideInformation.ACTIVATIONS.words, is_free=True)
-
 _NEEDS: Mapping[str, frozenset[_Need]] = {
-    **_OF_BATCHES,
-    **{
-        str(name): frozenset({_Need(f"{NUM_HINTS[name]} labels of the run")})
-        if name in NUM_HINTS
-        else frozenset[_Need]().union(*(_OF_BATCHES[source] for source in sources))
-        for name, sources in SOURCES.items()
-    },
-    **{
-        str(name): frozenset({_OWN_ACTIVATIONS, *([] if labels is None else [_Need(labels)])})
-        for name, labels in FINAL_ATTACKS.items()
-    },
+    **{str(name): _needs(attack.needs) for name, attack in ATTACKS.items()},
+    **{str(name): _needs(attack.needs, attack.labels) for name, attack in RUN_ATTACKS.items()},
 }
 
 
@@ -103,14 +89,14 @@ class RunLevel(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """A judgement on a run, with its reasons."""
+    """A judgement on a run; its reasons are in words on the page."""
 
     level: Level
     headline: str
-    reasons: list[str] = field(default_factory=list)
-    """Sentences that support the headline."""
-    not_measured: list[str] = field(default_factory=list)
-    """Sentences about everything that the headline does not cover."""
+    doubts: list[str] = field(default_factory=list)
+    """Sentences about figures that contradict the ledger."""
+    with_features: str = ""
+    """What the strongest attack on numbers explains, features included."""
     in_few_words: str = ""
     """What the badge says, if not the words of the level."""
 
@@ -144,39 +130,32 @@ def run_levels(run: RunFiles) -> list[RunLevel]:
 
 def judge(run: RunFiles, findings: Sequence[Finding], accumulated: Sequence[RunLevel]) -> Verdict:
     """Judge a run by the success of its attacks and by the bounds of its ledger."""
-    summary = run.active.summary.of_active
-    guarantee = guarantee_of(run)
-    gaps = list(_not_measured(run, findings, accumulated))
+    guarantee, bounds = guarantee_of(run), bounds_of(run)
     findings = [found for found in findings if found.attack not in WITHOUT_GRADIENTS]
     accumulated = [one for one in accumulated if one.attack not in WITHOUT_GRADIENTS]
-    measured = [*beyond.in_words(run), *_measured(findings, accumulated)]
-    bounds, figures = bounds_of(run), beyond.beyond_of(run)
-    reasons = [*_of_classes(run), *measured, *in_full(run, bounds), *_told(summary)]
-    adjusted = beyond.measured_of(run).adjusted
+    figures, adjusted = beyond_of(run), measured_of(run).adjusted
     # What an attack reaches at an earlier layer follows from the cut's gradients and from features,
     # so that its raw figure contradicts no bound where the adjusted one at the cut does not.
     unadjusted = [one for one in accumulated if one.attack not in adjusted]
-    doubts = list(_doubts(summary.leak_alarms, unadjusted, bounds))
-    doubts += beyond.contradictions(run, bounds)
-    strongest_beyond = figures.strongest()
+    doubts = list(_doubts(run.active.summary.of_active.leak_alarms, unadjusted, bounds))
+    doubts += contradictions(run, bounds)
     if not adjusted:
         level = _level(findings, accumulated, guarantee, trusted=not doubts)
-        headline = _headline(findings, accumulated, bounds)
-    else:
-        level = _level_beyond(figures, guarantee, trusted=not doubts)
-        said = (
-            "The rows are too few to say what attacks tell beyond features"
-            if strongest_beyond is None
-            else _headline_beyond(figures, strongest_beyond[0])
-        )
-        headline = f"{said}; {in_short(bounds)}."
-    return Verdict(level, headline, [*doubts, *reasons], gaps)
+        return Verdict(level, _headline(findings, accumulated, bounds), doubts)
+    strongest_beyond = figures.strongest()
+    said = (
+        "The rows are too few to say what attacks tell beyond features"
+        if strongest_beyond is None
+        else _headline_beyond(figures, strongest_beyond[0])
+    )
+    level = _level_beyond(figures, guarantee, trusted=not doubts)
+    return Verdict(level, f"{said}; {in_short(bounds)}.", doubts)
 
 
 def _level_beyond(figures: BeyondFigures, guarantee: float, *, trusted: bool) -> Level:
     if any(found.value >= RECOVERED for found in figures.adjusted.values()):
         return "recovered"
-    if beyond.tells_something(figures):
+    if reveals_something(figures):
         return "leaking"
     return "bounded" if guarantee <= WEAK_GUARANTEE and trusted else "unbounded"
 
@@ -186,8 +165,21 @@ def _headline_beyond(figures: BeyondFigures, strongest_attack: str) -> str:
     easiest = max(
         recovering, key=lambda name: _ease(name, recovering[name]), default=strongest_attack
     )
-    return beyond.headline(
-        figures.adjusted[easiest], easiest, knows=_and_knows(easiest), recovers=bool(recovering)
+    found = figures.adjusted[easiest]
+    if recovering:
+        return (
+            f"Anyone who keeps the gradients of this run{_and_knows(easiest)} recovers the labels: "
+            f"AUC {found.value:.3f} among examples of which features tell the same"
+        )
+    if is_clearly_above(found, 0.5):
+        return (
+            f"Beyond what features tell, gradients reveal something about the labels: {easiest} "
+            f"reaches AUC {found.value:.3f} among examples of which features tell the same"
+        )
+    return (
+        "No attack that was run tells more of the labels than features do: the strongest reaches "
+        f"AUC {found.value:.3f} among examples of which features tell the same, where chance gives "
+        "about 0.5"
     )
 
 
@@ -215,10 +207,10 @@ def _level(
 def _headline(
     findings: Sequence[Finding],
     accumulated: Sequence[RunLevel],
-    bounds: Mapping[Covers, float],
+    bounds: Mapping[Adversary, float],
 ) -> str:
-    whole_run = _highest(accumulated)
-    easiest = _highest([one for one in accumulated if not _more_than_free(one.attack)])
+    whole_run = highest(accumulated)
+    easiest = highest([one for one in accumulated if not _more_than_free(one.attack)])
     for one in (easiest, whole_run):
         if one is not None and one.leak_auc >= RECOVERED:
             return (
@@ -250,56 +242,8 @@ def _headline(
     return f"{tell}; {in_short(bounds)}."
 
 
-def _of_classes(run: RunFiles) -> Iterator[str]:
-    """Explain which classes the figures compare if there are more than two."""
-    if num_classes(run) > 2:
-        yield (
-            f"With {num_classes(run)} classes, every leak AUC, measured or allowed for, is that of "
-            "the two classes that are easiest to tell apart."
-        )
-
-
-def _measured(findings: Sequence[Finding], accumulated: Sequence[RunLevel]) -> Iterator[str]:
-    best = strongest(findings)
-    if best is not None:
-        yield (
-            f"Strongest on single batches: {best.attack} at layer {best.layer}. Besides the "
-            f"gradients it needs to know: {needs_of(best.attack)}. Its leak AUC is "
-            f"{best.mean:.3f} on average over {best.batches} batches, and at most "
-            f"{auc_at_most(best.q95)} on 95 % of them; random scores reach "
-            f"{best.random_mean:.3f} and {best.random_q95:.3f}."
-        )
-    silent = [f"{found.attack} at {found.layer}" for found in findings if not found.beats_chance]
-    if silent and len(silent) < len(findings):
-        yield f"No better than chance (by {STANDARD_ERRORS:g} standard errors): {_listed(silent)}."
-    whole_run = _highest(accumulated)
-    if whole_run is not None:
-        interval = (
-            ""
-            if whole_run.low is None or whole_run.high is None
-            else f" (95 % interval {whole_run.low:.3f} to {whole_run.high:.3f})"
-        )
-        yield (
-            f"All epochs together: {whole_run.attack} at layer {whole_run.layer} reaches "
-            f"{whole_run.leak_auc:.3f}{interval}."
-        )
-
-
-def _told(summary: ActiveFigures) -> Iterator[str]:
-    """Yield the reason for an early end, and what the run revealed besides gradients."""
-    if summary.gate is not None and summary.gate.closed:
-        yield "The leak gate ended the run: its attacks measured more than the settings accept."
-    answered = summary.audits_answered
-    if answered:
-        yield (
-            f"The peer was told {answered} leak AUC{'s' * (answered > 1)} of scores that it chose, "
-            f"to two digits: up to {math.ceil(answered * BITS_PER_AUDIT):,} bits about all labels "
-            "together. The ledger does not count these answers."
-        )
-
-
 def _doubts(
-    alarms: int | None, accumulated: Sequence[RunLevel], bounds: Mapping[Covers, float]
+    alarms: int | None, accumulated: Sequence[RunLevel], bounds: Mapping[Adversary, float]
 ) -> Iterator[str]:
     """Yield the evidence against the ledger's figures."""
     if alarms:
@@ -319,42 +263,6 @@ def _doubts(
             )
 
 
-def _not_measured(
-    run: RunFiles, findings: Sequence[Finding], accumulated: Sequence[RunLevel]
-) -> Iterator[str]:
-    if not accumulated:
-        yield (
-            "What the gradients of several epochs reveal together: the attacks look at one "
-            "batch at a time, and only the ledger covers the whole run."
-        )
-    if not run.passives:
-        yield (
-            "Layers before the cut: the passive party's files are not in this run's folder, or "
-            "belong to another run."
-        )
-    left = sorted(set(_OF_BATCHES) - {found.attack for found in findings})
-    if left:
-        yield f"Attacks that were not run: {_listed(left)}."
-    counts = run.active.summary.of_leak.counts
-    if counts.left_out:
-        yield (
-            f"{counts.left_out} batches that the leak monitor left out (max_cpu_share, "
-            f"queue_batches): what adds up over the run is understated."
-        )
-    if counts.skipped_one_class:
-        number = counts.skipped_one_class
-        yield f"{number} batch{'es' * (number > 1)} of a single class, which {_has(number)} no AUC."
-    if not run.active.has_ended:
-        yield "The end of the run: it has no summary, because it was stopped or is still running."
-    unseen = ["the sizes of the two id sets", "timing"]
-    if not any(found.attack in WITHOUT_GRADIENTS for found in findings):
-        unseen.insert(0, "forward activations")
-    yield (
-        f"No attack here looks at {_listed(unseen)}, and an attack that has not been run yet may "
-        "do better than the ones here."
-    )
-
-
 def _more_than_free(attack: str) -> list[_Need]:
     return sorted(need for need in _NEEDS.get(attack, _OF_UNKNOWN) if not need.is_free)
 
@@ -364,18 +272,14 @@ def _and_knows(attack: str) -> str:
     return f" and knows {known}" if known else ""
 
 
-def _highest(accumulated: Sequence[RunLevel]) -> RunLevel | None:
+def highest(accumulated: Sequence[RunLevel]) -> RunLevel | None:
     return max(accumulated, key=lambda one: one.leak_auc, default=None)
-
-
-def _has(number: int) -> str:
-    return "have" if number > 1 else "has"
 
 
 def _above_chance(one: RunLevel) -> bool:
     return one.low is not None and one.low > 0.5
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     *others, last = names
     return f"{', '.join(others)} and {last}" if others else last

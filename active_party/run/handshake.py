@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from splitveil.active_party.run.lifecycle import Lifecycle
 from splitveil.active_party.run.parties import PassivePeer, names_of
 from splitveil.active_party.run.stages import Listening, Stage
-from splitveil.common.errors import ContractMismatch, NothingBegun, OthersAwaited, OutOfStep
+from splitveil.common.errors import ContractMismatch, OthersAwaited, OutOfStep, StartedOver
 from splitveil.common.run.contract import Contract, check_same_contract
 from splitveil.common.run.messages import Offer, Opening
 from splitveil.common.text.visible_text import visible
@@ -68,7 +68,7 @@ class Handshakes:
         """Resume the stored run, as soon as every party asks for it."""
         lifecycle, parties, run = self._lifecycle, self._parties, self._lifecycle.run
         if parties.is_multi_party and offer.run_id in run.dropped:
-            raise NothingBegun("a peer asks to resume a run that has started over")
+            raise StartedOver("a peer asks to resume a run that has started over")
         is_this_run = offer.run_id == run.run_id and asking.has_committed_to(commitment)
         if self._stages.current not in RESUMABLE or not is_this_run:
             raise OutOfStep("a peer asks to resume another run than this one")

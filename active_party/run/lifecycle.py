@@ -190,7 +190,7 @@ class Lifecycle:
         setup = self._preparation.prepare(file_rows, seed, self._store, has_survey=has_survey)
         self.observer.on_aligned(setup.rows, seed)
         if len(setup.budget.earlier):
-            self.observer.on_earlier_answers(setup.budget.num_charged(), setup.budget.told())
+            self.observer.on_earlier_answers(setup.budget.num_charged(), setup.budget.bounds())
         return setup
 
     def _answer_with(self, setup: TrainingSetup, questions: AnsweredQuestions) -> Answering:
@@ -217,7 +217,7 @@ class Lifecycle:
             self.observer.load_state_dict(state["observer"])
         self.observer.on_audits_answered(answering.audits_answered)
         if answering.budget.accounts.is_behind:
-            self.observer.on_answers_ahead(answering.budget.told())
+            self.observer.on_answers_ahead(answering.budget.bounds())
         self.observer.on_resumed(answering.progress.epoch)
         self.stages.move_to(Stage.FINISHED if answering.progress.is_over else Stage.TRAINING)
 
@@ -287,7 +287,7 @@ class Lifecycle:
         return leak_auc
 
     def _report_ledger(self, epoch: int) -> None:
-        self.observer.on_ledger(epoch, self.answering.budget.told_on_course())
+        self.observer.on_ledger(epoch, self.answering.budget.bounds_on_course())
 
     # ---- ending ----
 

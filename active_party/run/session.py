@@ -262,7 +262,7 @@ class ActiveSession:
     def leak_bounds(self) -> LeakBounds:
         """Bound what all answers that were given may have revealed about the training examples."""
         with self._stages:
-            return self.lifecycle.answering.budget.told()
+            return self.lifecycle.answering.budget.bounds()
 
     # ---- ending ----
 

@@ -20,7 +20,7 @@ from splitveil.active_party.defenses import (
 )
 from splitveil.active_party.defenses.interface import LabelledRows, PendingRelease, StagedDefense
 from splitveil.active_party.defenses.objective import BatchLabels, Objective, StepOutcome
-from splitveil.active_party.training.cut_memory import CutMemory, LabelFreeFacts
+from splitveil.active_party.defenses.projected.features import CutMemory, LabelFreeFacts
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
 from splitveil.active_party.training.own_models import Fitting, KnownRows, refit_top
 from splitveil.active_party.training.predictions import (
@@ -30,8 +30,7 @@ from splitveil.active_party.training.predictions import (
 from splitveil.common.data.features import Features
 from splitveil.common.errors import SplitveilError
 from splitveil.common.models.blocks import predict_in_blocks
-from splitveil.common.models.learning import in_training_mode
-from splitveil.common.models.random_state import random_state, set_random_state
+from splitveil.common.models.training_state import in_training_mode, random_state, set_random_state
 from splitveil.common.run.host_copies import to_device
 from splitveil.common.run.phases import Phase, Phases
 from splitveil.common.run.progress import State

@@ -6,13 +6,14 @@ alignment (worker processes), an exchange the rules of one alignment, a channel 
 """
 
 from splitveil.common.alignment.channel import (
+    WAIT_S,
     AlignChannel,
     QueueChannel,
     StreamChannel,
     channel_pair,
+    wait_frame,
 )
-from splitveil.common.alignment.engine import Records, build_engine, engine_of, records_of
-from splitveil.common.alignment.exchange import align
+from splitveil.common.alignment.exchange import align, build_engine, engine_of, records_of
 from splitveil.common.alignment.interface import (
     Agree,
     Alignment,
@@ -21,8 +22,8 @@ from splitveil.common.alignment.interface import (
     RowIndices,
     Splits,
 )
-from splitveil.common.alignment.kept import ExchangeFiles, KeptExchanges
-from splitveil.common.alignment.share import WAIT_S, Share, receive_share, share_frames, wait_frame
+from splitveil.common.alignment.share import Share, receive_share, share_frames
+from splitveil.common.alignment.store import ExchangeStore, ExchangeStores
 from splitveil.common.alignment.tried_ids import TriedIds, file_of_count
 
 __all__ = [
@@ -32,10 +33,9 @@ __all__ = [
     "Alignment",
     "AlignmentEngine",
     "AlignmentExchange",
-    "ExchangeFiles",
-    "KeptExchanges",
+    "ExchangeStore",
+    "ExchangeStores",
     "QueueChannel",
-    "Records",
     "RowIndices",
     "Share",
     "Splits",

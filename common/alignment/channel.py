@@ -5,14 +5,18 @@ every wait has a deadline.
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
+from types import TracebackType
+from typing import Protocol, Self
 
-from splitveil.common.errors import PeerUnreachable, SplitveilError
-from splitveil.protos.split_learning_pb2 import AlignFrame
+from splitveil.common.errors import PeerUnreachable, SplitveilError, TooLarge
+from splitveil.protos.split_learning_pb2 import AlignFrame, AlignWait
 
 DEFAULT_DEADLINE_S = 60.0
+
+WAIT_S = 2.0  # seconds between two wait frames to a party that waits
 
 # A frame holds at most one chunk, 128 KiB. Making one frame overlaps with sending another; longer
 # queues only cost memory.
@@ -43,7 +47,7 @@ class FrameQueue:
         self._changed = threading.Condition()
 
     def put(self, frame: AlignFrame, deadline_s: float | None) -> None:
-        """Add a frame, waiting for room, or raise PeerUnreachable or Exception."""
+        """Add a frame, waiting for space, or raise PeerUnreachable or Exception."""
         with self._changed:
             self._wait(lambda: len(self._frames) < self._capacity or self._closed, deadline_s)
             if self._closed:
@@ -161,3 +165,79 @@ def _unreachable(error: Exception) -> Exception:
     unreachable = PeerUnreachable("the stream of ids broke off")
     unreachable.__cause__ = error
     return unreachable
+
+
+# ---- signs of life ----
+
+
+def wait_frame() -> AlignFrame:
+    return AlignFrame(wait=AlignWait())
+
+
+MOST_HEARTBEATS = 7200
+"""Signs of life that are accepted between two frames with content: those of four hours."""
+
+
+class Heartbeats:
+    """A channel that sends signs of life by itself, and passes over those of the peer.
+
+    A party may be busy for longer than the other one is willing to hear nothing: it sorts its tags,
+    or writes them to a slow disk. It then sends a frame without content from time to time, but only
+    so many between two frames with content: it must not hold the other party for ever.
+
+    Leaving its context ends the signs of life, and closes the channel only after an error.
+
+    Args:
+        every_s: seconds without a frame after which a sign of life is sent.
+    """
+
+    def __init__(
+        self, channel: AlignChannel, every_s: float = WAIT_S, most: int = MOST_HEARTBEATS
+    ) -> None:
+        self._channel, self._every_s, self._most = channel, every_s, most
+        self._sent_at = time.monotonic()
+        self._has_ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="align-heartbeat", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._has_ended.set()
+        if error is not None:
+            self._channel.close()  # the thread may wait for a peer that takes nothing
+        self._thread.join()
+
+    def send(self, frame: AlignFrame) -> None:
+        self._channel.send(frame)
+        self._sent_at = time.monotonic()
+
+    def receive(self) -> AlignFrame:
+        """Wait for the peer's next frame with content; see ``AlignChannel``. Raises TooLarge."""
+        for _ in range(self._most + 1):
+            frame = self._channel.receive()
+            if frame.WhichOneof("body") != "wait":
+                return frame
+        raise TooLarge(f"expected at most {self._most} signs of life in a row")
+
+    def close(self) -> None:
+        self._has_ended.set()
+        self._channel.close()
+
+    def _beat(self) -> None:
+        while True:
+            due_s = self._sent_at + self._every_s - time.monotonic()
+            if self._has_ended.wait(max(due_s, 0.0)):
+                return
+            if time.monotonic() < self._sent_at + self._every_s:
+                continue
+            try:
+                self.send(wait_frame())
+            except SplitveilError:
+                return  # the threads that send and receive find out by themselves

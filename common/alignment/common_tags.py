@@ -1,11 +1,7 @@
 """Finds the tags that two parties have in common, at once or part by part.
 
-NumPy sorts and finds numbers several times as fast as bytes. Tags are hashes, and their first
-eight bytes hardly ever agree, so these are compared as numbers. A peer may choose its tags,
-however: where two begin alike, all of them are compared by all their bytes, which takes longer.
-
 With a memory limit, what grows with the number of ids is in files, and a quarter of the limit is
-for sorting them part by part. The rest leaves room for the chunks under way, which take the same
+for sorting them part by part. The rest is for the chunks under way, which take the same
 memory for any number of ids.
 """
 
@@ -17,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from splitveil.common.alignment.kept import ExchangeFiles
 from splitveil.common.alignment.partitions import Records, UnevenError, partitions
+from splitveil.common.alignment.store import ExchangeStore
 from splitveil.common.alignment.tag_lists import (
     TAG,
     TAGGED_ROW,
@@ -40,52 +36,10 @@ _Part = tuple[Tags, Rows, Tags]
 _STEP = 16
 """First bytes that are compared at a time, so that copies in order are of a sixteenth of all."""
 
-_OWN_BYTES, _PEER_BYTES = 112, 48
+_OWN_BYTES, _PEER_BYTES = 112, 80
 """Memory that finding common tags takes for each tag: the records, and copies in order."""
 
 _SORTING_SHARE = 4
-
-
-class SortedTags:
-    """Tags in the order of their bytes.
-
-    Args:
-        tags: in any order, (tags,), each of a multiple of eight bytes.
-    """
-
-    def __init__(self, tags: Tags) -> None:
-        leading = _leading(tags)
-        order = np.argsort(leading)
-        leading = leading[order]
-        is_ambiguous = bool((leading[1:] == leading[:-1]).any())
-        if is_ambiguous:
-            order = np.argsort(tags, kind="stable")
-        self._leading = None if is_ambiguous else leading
-        self.order: Positions = order.astype(np.int64, copy=False)
-        """The position that each of the sorted tags had, (tags,)."""
-
-        self.tags: Tags = tags[order]  # the tags themselves, (tags,)
-
-    @property
-    def has_repeats(self) -> bool:
-        return self._leading is None and bool((self.tags[1:] == self.tags[:-1]).any())
-
-    def find(self, wanted: "SortedTags") -> Positions:
-        """Return where each wanted tag is among the tags, -1 for those that are not, (wanted,)."""
-        if not len(self.tags):
-            return np.full(len(wanted.tags), -1)
-        if self._leading is None:
-            places = np.searchsorted(self.tags, wanted.tags)
-        else:
-            places = np.searchsorted(self._leading, _leading(wanted.tags))
-        places = np.minimum(places, len(self.tags) - 1)
-        return np.where(self.tags[places] == wanted.tags, places, -1)
-
-
-def _leading(tags: Tags) -> npt.NDArray[np.uint64]:
-    """Return the first eight bytes of each tag as a number, which is in the order of the bytes."""
-    numbers = np.ascontiguousarray(tags).view(">u8")
-    return numbers[:: tags.dtype.itemsize // 8].astype(np.uint64)
 
 
 class CommonTags(NamedTuple):
@@ -97,11 +51,10 @@ class CommonTags(NamedTuple):
 
 def common_tags(own: Tags, of_peer: Tags) -> CommonTags:
     """Return the tags that are in both, which are in any order, or raise InvalidMessage."""
-    own_tags, peer_tags = SortedTags(own), SortedTags(of_peer)
-    if own_tags.has_repeats or peer_tags.has_repeats:
+    if any(len(np.unique(tags)) < len(tags) for tags in (own, of_peer)):
         raise InvalidMessage("two ids have the same tag")
-    is_common = peer_tags.find(own_tags) >= 0
-    return CommonTags(own_tags.tags[is_common], own_tags.order[is_common])
+    tags, positions, _ = np.intersect1d(own, of_peer, assume_unique=True, return_indices=True)
+    return CommonTags(tags, positions)
 
 
 class CommonRows(NamedTuple):
@@ -114,55 +67,44 @@ class CommonRows(NamedTuple):
         """Digest the splits of the rows after their tags, which differ in every alignment."""
         if splits is None:
             return b""
-        found = self.digest.copy()
-        found.update(splits[self.rows].astype(np.int8).tobytes())
-        return found.digest()
+        digest = self.digest.copy()
+        digest.update(splits[self.rows].astype(np.int8).tobytes())
+        return digest.digest()
 
 
-class Workspace:
-    """Where an exchange holds what grows with the number of ids: in memory, or in its files.
+def secret_order(size: int, seed: bytes, store: ExchangeStore | None) -> SecretOrder:
+    """Return the order in which ids are sent, in a file of the store if it limits the memory."""
+    if store is None or store.memory_limit_bytes is None:
+        return SecretOrder(size, seed)
+    return SecretOrder(size, seed, store.path("order"), store.memory_limit_bytes // _SORTING_SHARE)
+
+
+def common_rows(
+    own: TagList, of_peer: TagList, order: SecretOrder, store: ExchangeStore | None = None
+) -> CommonRows:
+    """Return the rows of the common ids.
 
     Args:
-        files: of the exchange, if it is kept; they hold everything if they have a memory limit.
+        own: the tags of this party's ids, in their secret order.
+        of_peer: the tags of the peer's ids, in any order.
+
+    Raises InvalidMessage: they are not the tags of distinct ids.
     """
-
-    def __init__(self, files: ExchangeFiles | None = None) -> None:
-        limit = None if files is None else files.memory_limit_bytes
-        self._files = None if limit is None else files
-        self._sorting_bytes = (limit or 0) // _SORTING_SHARE
-
-    def tags(self, kept: TagList) -> TagList:
-        """Return a list that begins with the tags in a file, and takes those that follow."""
-        return kept.copy_in_memory() if self._files is None else kept
-
-    def order(self, size: int, seed: bytes) -> SecretOrder:
-        file = None if self._files is None else self._files.path("order")
-        return SecretOrder(size, seed, file, self._sorting_bytes)
-
-    def common_rows(self, own: TagList, of_peer: TagList, order: SecretOrder) -> CommonRows:
-        """Return the rows of the common ids.
-
-        Args:
-            own: the tags of this party's ids, in their secret order.
-            of_peer: the tags of the peer's ids, in any order.
-
-        Raises InvalidMessage: they are not the tags of distinct ids.
-        """
-        parts = (
-            _parts_in_memory(own, of_peer, order)
-            if self._files is None
-            else _parts_in_file(own, of_peer, order, self._files.path("parts"), self._sorting_bytes)
-        )
-        digest, rows = hashlib.sha256(), [np.empty(0, np.int64)]
-        for own_tags, own_rows, peer_tags in parts:
-            found = common_tags(own_tags, peer_tags)
-            digest.update(found.tags.tobytes())
-            rows.append(own_rows[found.positions].astype(np.int64, copy=False))
-        return CommonRows(np.concatenate(rows), digest)
+    if store is None or store.memory_limit_bytes is None:
+        parts = _parts_in_memory(own, of_peer, order)
+    else:
+        most_bytes = store.memory_limit_bytes // _SORTING_SHARE
+        parts = _parts_in_file(own, of_peer, order, store.path("parts"), most_bytes)
+    digest, rows = hashlib.sha256(), [np.empty(0, np.int64)]
+    for own_tags, own_rows, peer_tags in parts:
+        common = common_tags(own_tags, peer_tags)
+        digest.update(common.tags.tobytes())
+        rows.append(own_rows[common.positions].astype(np.int64, copy=False))
+    return CommonRows(np.concatenate(rows), digest)
 
 
 def _parts_in_memory(own: TagList, of_peer: TagList, order: SecretOrder) -> Iterator[_Part]:
-    own_tags, peer_tags = (np.frombuffer(tags.held, TAG) for tags in (own, of_peer))
+    own_tags, peer_tags = own.all(), of_peer.all()
     own_bytes, peer_bytes = (tags.view(np.uint8)[::TAG_BYTES] for tags in (own_tags, peer_tags))
     rows = order.rows(0, len(own))
     for first in range(0, 256, _STEP):

@@ -22,23 +22,34 @@ sixty-fourth of them, or a chunk if that is less. Tags are not proved, however: 
 bound to wrong ones learns the intersection, while the other misses what they hide. The number of
 ids that a peer tries, over all exchanges, is counted (``tried_ids.py``).
 
-An exchange that was kept (``kept.py``) continues where it broke off, if both hellos name it: with
-the same scalars, points and commitments, so that it can tell nothing but what it would have told.
+A stored exchange (``store.py``) continues where it broke off, if both hellos name it: with the same
+scalars, points and commitments, so that it reveals nothing but what it would have revealed.
 """
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from splitveil.common.alignment import ristretto
-from splitveil.common.alignment.agreement import agreed_rows, check_done, check_hello
-from splitveil.common.alignment.common_tags import Workspace
+from splitveil.common.alignment.agreement import (
+    agreed_rows,
+    check_done,
+    check_hello,
+    number_of_exchange,
+)
+from splitveil.common.alignment.common_tags import common_rows, secret_order
 from splitveil.common.alignment.interface import RowIndices, Splits
-from splitveil.common.alignment.keeping import Keeping, Secrets
-from splitveil.common.alignment.kept import ExchangeFiles, forgetting
+from splitveil.common.alignment.store import (
+    ExchangeState,
+    ExchangeStore,
+    ResumePoint,
+    digest_of_ids,
+    forgetting,
+)
 from splitveil.common.alignment.tag_lists import SecretOrder
-from splitveil.common.alignment.turns import Frames, TagTurns, check_chunk, check_length
+from splitveil.common.alignment.turns import Frames, TagTurns, check_chunk, check_length, part_of
 from splitveil.common.alignment.workers import GroupOperations, WorkerPool
 from splitveil.common.data.ids import NORMALISATION
 from splitveil.common.errors import (
@@ -50,6 +61,8 @@ from splitveil.common.errors import (
 )
 from splitveil.common.wire import limits
 from splitveil.protos import split_learning_pb2 as pb
+
+logger = logging.getLogger(__name__)
 
 ENGINE = "ecdh-ristretto255"
 VERSION = 2
@@ -140,15 +153,15 @@ class EcdhExchange:
         self._ids = ids
         self._splits = splits
         self._hello = hello
-        self._secrets = Secrets(scalar, os.urandom(32))
+        self._scalar, self._shuffle_seed = scalar, os.urandom(32)
         self._group = group
         self._min_aligned = min_aligned
         self._max_set_size = max_set_size
-        self._workspace = Workspace()
         self._order: SecretOrder | None = None
         self._peer_hello: pb.AlignHello | None = None
         self._tags = TagTurns(len(ids), CHUNK_IDS, lambda: pb.AlignFrame(done=self._intersect()))
-        self._keeping: Keeping | None = None
+        self._store: ExchangeStore | None = None
+        self._resume_point: ResumePoint | None = None
         self._exchange = b""
         self._common_rows: RowIndices | None = None
         self._own_done: pb.AlignDone | None = None
@@ -164,7 +177,7 @@ class EcdhExchange:
 
     @property
     def done_ids(self) -> int:
-        return self._tags.num_received + self._tags.num_computed
+        return len(self._tags.own) + len(self._tags.of_peer)
 
     @property
     def total_ids(self) -> int:
@@ -182,14 +195,23 @@ class EcdhExchange:
     def is_complete(self) -> bool:
         return self._own_done is not None and self._peer_done is not None
 
-    def keep_in(self, files: ExchangeFiles) -> None:
-        self._keeping = Keeping(files, self._ids, CHUNK_IDS)
-        self._workspace = self._keeping.workspace
-        self._keeping.describe(self._hello)
+    def store_in(self, store: ExchangeStore) -> None:
+        self._store = store
+        point = store.load(digest_of_ids(self._ids), CHUNK_IDS, part_of(CHUNK_IDS))
+        if point is not None:
+            self._resume_point = point
+            self._hello.resume.CopyFrom(
+                pb.AlignResume(
+                    exchange=point.state.exchange,
+                    points=point.peer_points,
+                    points_digest=store.points_digest("peer.points", point.peer_points).digest(),
+                    tags=len(point.own_tags),
+                )
+            )
 
     def forget(self) -> None:
-        if self._keeping is not None:
-            self._keeping.forget()
+        if self._store is not None:
+            self._store.discard()
 
     def hello(self) -> pb.AlignFrame:
         return pb.AlignFrame(hello=self._hello)
@@ -200,7 +222,7 @@ class EcdhExchange:
         for first in range(self._tags.num_sent, self._tags.num_own, CHUNK_IDS):
             rows = order.rows(first, CHUNK_IDS).tolist()
             digests = ristretto.digest_ids([self._ids[row] for row in rows])
-            points = self._group.mask(digests, self._secrets.scalar)
+            points = self._group.mask(digests, self._scalar)
             self._tags.note_sent(points)
             chunk = first // CHUNK_IDS
             yield pb.AlignFrame(points=pb.MaskedPoints(chunk=chunk, points=points))
@@ -246,33 +268,58 @@ class EcdhExchange:
         check_hello(self._hello, peer, self._max_set_size)
         self._peer_hello = peer
         self._tags.num_peer = int(peer.set_size)
-        if self._keeping is not None:
-            self._exchange, self._secrets = self._keeping.start(
-                self._hello, peer, self._secrets, self._tags
+        if self._store is not None:
+            self._resume_or_begin(self._store, peer)
+        self._order = secret_order(len(self._ids), self._shuffle_seed, self._store)
+
+    def _resume_or_begin(self, store: ExchangeStore, peer: pb.AlignHello) -> None:
+        """Resume the stored exchange if the peer has it too, and store a new one otherwise."""
+        point, tags = self._resume_point, self._tags
+        if point is not None and peer.resume.exchange == point.state.exchange:
+            tags.restore(point, peer.resume, store)
+            self._exchange, self._scalar, self._shuffle_seed = point.state[:3]
+            logger.info(
+                "resuming an exchange of ids: %d of %d own points were sent, %d of %d answered",
+                tags.num_sent,
+                tags.num_own,
+                len(tags.of_peer),
+                tags.num_peer,
             )
-        self._order = self._workspace.order(len(self._ids), self._secrets.shuffle_seed)
+            return
+        self._exchange = number_of_exchange(self._hello, peer)
+        state = ExchangeState(
+            self._exchange,
+            self._scalar,
+            self._shuffle_seed,
+            digest_of_ids(self._ids),
+            tags.num_own,
+            tags.num_peer,
+            CHUNK_IDS,
+        )
+        store.begin(state)
+        tags.store_in(store)
 
     def _answer_points(self, message: pb.MaskedPoints) -> None:
-        received = self._tags.num_computed
+        received = len(self._tags.of_peer)
         expected = min(CHUNK_IDS, self._tags.num_peer - received)
         if not expected:
             raise TooLarge("received more points than the other party announced")
         check_chunk("points", message.chunk, received // CHUNK_IDS)
         check_length("points", message.points, expected * ristretto.POINT_BYTES)
         try:
-            products = self._group.multiply(message.points, self._secrets.scalar)
+            products = self._group.multiply(message.points, self._scalar)
         except ristretto.NotInGroupError as error:
             raise InvalidMessage(f"points of chunk {message.chunk}: {error}") from error
         self._tags.note_answered(message.points, _tags_of(products))
 
     def _intersect(self) -> pb.AlignDone:
         order = self._require_order()
-        found = self._workspace.common_rows(self._tags.own, self._tags.of_peer, order)
-        self._common_rows = found.rows
+        common = common_rows(self._tags.own, self._tags.of_peer, order, self._store)
+        self._common_rows = common.rows
         self._own_done = pb.AlignDone(
-            count=len(found.rows),
-            digest=found.digest.digest(),
-            split_digest=found.split_digest(self._splits),
+            count=len(common.rows),
+            digest=common.digest.digest(),
+            split_digest=common.split_digest(self._splits),
         )
         return self._own_done
 

@@ -1,13 +1,15 @@
 """Runs one alignment: moves frames between an exchange and a channel until both are complete."""
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from queue import SimpleQueue
 
-from splitveil.common.alignment.channel import AlignChannel
-from splitveil.common.alignment.heartbeats import Heartbeats
+from splitveil.common.alignment.channel import AlignChannel, Heartbeats
+from splitveil.common.alignment.ecdh import EcdhEngine
 from splitveil.common.alignment.interface import (
     Agree,
     Alignment,
@@ -16,8 +18,11 @@ from splitveil.common.alignment.interface import (
     Counting,
     Splits,
 )
-from splitveil.common.alignment.kept import ExchangeFiles
+from splitveil.common.alignment.store import ExchangeStore, ExchangeStores
+from splitveil.common.alignment.tried_ids import TriedIds, file_of_count
 from splitveil.common.errors import AlignmentError
+from splitveil.common.party.party_settings import PartySettings
+from splitveil.common.run.contract import AlignmentSettings
 from splitveil.protos.split_learning_pb2 import AlignFrame
 
 _IN_TURN = frozenset({"commitment", "tags", "done"})
@@ -35,7 +40,7 @@ def align(
     agree: Agree | None = None,
     splits: Splits | None = None,
     counting: Counting = lambda _: nullcontext(),
-    files: ExchangeFiles | None = None,
+    store: ExchangeStore | None = None,
 ) -> Alignment:
     """Find the ids that both parties have. Always closes the channel, also after an error.
 
@@ -46,8 +51,8 @@ def align(
             total number.
         splits: the split that this party's column gives each id, if the contract splits by a
             column: the peer's column must give the same split for every common id.
-        files: keeps the exchange, so that another call with the same ids continues it, until it
-            fails or ``files.discard`` is called; by default, another call begins afresh.
+        store: holds the exchange, so that another call with the same ids continues it, until it
+            fails or ``store.discard`` is called; by default, another call begins afresh.
 
     Raises AlignmentError, PeerError or StorageError.
     """
@@ -59,16 +64,16 @@ def align(
             # the line, and keep the peer from sending its hello.
             hello = receiving.submit(line.receive)
             exchange = engine.start(ids, nonce=nonce, run_id=run_id, splits=splits)
-            if files is not None:
-                exchange.keep_in(files)
+            if store is not None:
+                exchange.store_in(store)
             line.send(exchange.hello())
             for reply in exchange.receive(hello.result()):
                 line.send(reply)
             with _forgetting_failed(exchange), counting(exchange):
                 _transfer(exchange, line, progress or _ignore)
         with _forgetting_failed(exchange):
-            found = Alignment(exchange.result(), exchange.peer_nonce, exchange.peer_set_size)
-            return found if agree is None else agree(found, channel)
+            own = Alignment(exchange.result(), exchange.peer_nonce, exchange.peer_set_size)
+            return own if agree is None else agree(own, channel)
 
 
 @contextmanager
@@ -139,3 +144,46 @@ def _send_some(channel: AlignChannel, frames: Iterable[AlignFrame]) -> None:
 
 
 def _ignore(_done_ids: int, _total_ids: int) -> None: ...
+
+
+# ---- the engine of a party, and what it stores about its exchanges for one run ----
+
+_FEW_IDS = 50_000
+"""Two cores align so many in about six seconds, which is not worth the memory of workers."""
+
+_FEW_CORES, _MOST_WORKERS = 2, 8
+
+
+def default_workers(num_ids: int) -> int:
+    """Return the number of workers for as many ids of a party, if it does not set one.
+
+    More than two cores need workers, and the threads of the party itself suffice for two.
+    """
+    cores = len(os.sched_getaffinity(0))
+    if num_ids <= _FEW_IDS or cores <= _FEW_CORES:
+        return 0
+    return min(cores, _MOST_WORKERS)
+
+
+def build_engine(settings: AlignmentSettings, workers: int = 0) -> AlignmentEngine:
+    """Build the engine of a contract, and start its worker processes.
+
+    Without any, the party's own process does the work on up to two cores.
+    """
+    return EcdhEngine(
+        min_aligned=settings.min_aligned, max_set_size=settings.max_set_size, workers=workers
+    )
+
+
+def engine_of(settings: PartySettings, num_ids: int) -> AlignmentEngine:
+    """Build the engine of a party with as many ids; see ``build_engine``."""
+    workers = settings.alignment_workers
+    return build_engine(
+        settings.contract.alignment, default_workers(num_ids) if workers is None else workers
+    )
+
+
+def records_of(settings: PartySettings, folder: Path) -> tuple[ExchangeStores, TriedIds]:
+    most, attempts = settings.contract.alignment.max_set_size, settings.alignment_attempts
+    stores = ExchangeStores(folder, settings.alignment_memory_limit)
+    return stores, TriedIds(most, attempts, file_of_count(folder))

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from splitveil.common.alignment.channel import AlignChannel
-from splitveil.common.alignment.kept import ExchangeFiles
+from splitveil.common.alignment.store import ExchangeStore
 from splitveil.protos.split_learning_pb2 import AlignFrame
 
 RowIndices = npt.NDArray[np.int64]
@@ -30,7 +30,7 @@ class CountedExchange(Protocol):
 
     @property
     def number(self) -> str:
-        """The number of a kept exchange, the same if it is resumed; empty if it is not kept."""
+        """The number of a stored exchange, the same if it is resumed; empty if it is not stored."""
 
     @property
     def is_complete(self) -> bool:
@@ -55,11 +55,11 @@ class AlignmentExchange(CountedExchange, Protocol):
     def total_ids(self) -> int:
         """The number of ids of both parties."""
 
-    def keep_in(self, files: ExchangeFiles) -> None:
-        """Keep the exchange in files, and resume the one that they hold; call it first of all."""
+    def store_in(self, store: ExchangeStore) -> None:
+        """Store the exchange, and resume the one that is stored; call it first of all."""
 
     def forget(self) -> None:
-        """Delete what was kept."""
+        """Delete what is stored."""
 
     def hello(self) -> AlignFrame:
         """Return the frame that opens the exchange."""

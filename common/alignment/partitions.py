@@ -9,13 +9,13 @@ range alone does not fit are no keys or tags.
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from splitveil.common.alignment.storing import storing
 from splitveil.common.errors import StorageError
 
 _NUM_RANGES = 2**16
@@ -60,7 +60,7 @@ def partitions(
         places = []
         for kind, count in zip(kinds, counts, strict=True):
             lengths = np.add.reduceat(count, firsts) * kind.dtype.itemsize
-            places.append(file.room_for(lengths))
+            places.append(file.reserve(lengths))
             file.write(kind, part_of, places[-1])
         for part in range(len(firsts)):
             yield tuple(
@@ -95,14 +95,28 @@ def _first_ranges(weights: _Counts, most_bytes: int) -> _Counts:
     return np.array(firsts)
 
 
+def private(path: str, flags: int) -> int:
+    """Open a file for its owner only; an opener for ``open``."""
+    # Nobody else can write to the folder; a link there would be a fault.
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
+@contextmanager
+def storing(path: Path) -> Iterator[None]:
+    """Convert errors of the operating system to StorageError, which names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{path}: {error.strerror or error}") from error
+
+
 class _Scratch:
     def __init__(self, path: Path) -> None:
         self._path, self._end = path, 0
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         with storing(path):
-            self._descriptor = os.open(path, flags, 0o600)
+            self._descriptor = private(str(path), os.O_RDWR | os.O_CREAT | os.O_TRUNC)
 
-    def room_for(self, lengths: _Counts) -> _Counts:
+    def reserve(self, lengths: _Counts) -> _Counts:
         """Return the places of parts of these lengths, and the end of the last."""
         places = self._end + np.concatenate([[0], np.cumsum(lengths)])
         self._end = int(places[-1])
@@ -113,8 +127,8 @@ class _Scratch:
         for block in kind.blocks():
             parts = part_of[_ranges(block)]
             order = np.argsort(parts, kind="stable")
-            found, starts = np.unique(parts[order], return_index=True)
-            for part, records in zip(found, np.split(block[order], starts[1:]), strict=True):
+            present, starts = np.unique(parts[order], return_index=True)
+            for part, records in zip(present, np.split(block[order], starts[1:]), strict=True):
                 data = memoryview(records.tobytes())
                 while data:
                     with storing(self._path):
@@ -124,8 +138,8 @@ class _Scratch:
 
     def read(self, places: _Counts, part: int) -> bytearray:
         start, length = int(places[part]), int(places[part + 1] - places[part])
-        found = bytearray(length)
-        with memoryview(found) as rest:
+        data = bytearray(length)
+        with memoryview(data) as rest:
             done = 0
             while done < length:
                 with storing(self._path):
@@ -133,7 +147,7 @@ class _Scratch:
                 if not count:
                     raise StorageError(f"{self._path}: is damaged")
                 done += count
-        return found
+        return data
 
     def delete(self) -> None:
         os.close(self._descriptor)

@@ -1,7 +1,7 @@
-"""Writes and reads shares, which tell each passive party the ids that all parties have in common.
+"""Writes and reads shares, which say to each passive party which ids all parties have in common.
 
 Each passive party aligns with the active party as if there were no other. When all have finished,
-the active party tells each of them, with one bit per id in the order of the pair's sorted tags,
+the active party says to each of them, with one bit per id in the order of the pair's sorted tags,
 which of the ids that the two have in common are common to all parties. A passive party therefore
 learns only about its own ids, and about those only what it would learn from the training rows.
 """
@@ -17,11 +17,9 @@ import numpy.typing as npt
 from splitveil.common.alignment.channel import AlignChannel
 from splitveil.common.errors import InvalidMessage, OutOfStep
 from splitveil.common.wire.limits import MASK_BYTES
-from splitveil.protos.split_learning_pb2 import AlignFrame, AlignShare, AlignWait
+from splitveil.protos.split_learning_pb2 import AlignFrame, AlignShare
 
 Mask = npt.NDArray[np.bool_]
-
-WAIT_S = 2.0  # seconds between two wait frames to a party that waits
 
 
 class Share(NamedTuple):
@@ -32,10 +30,6 @@ class Share(NamedTuple):
     it."""
 
     nonces: tuple[bytes, ...]  # the nonces of all passive parties, in the contract's order
-
-
-def wait_frame() -> AlignFrame:
-    return AlignFrame(wait=AlignWait())
 
 
 def share_frames(share: Share) -> Iterator[AlignFrame]:

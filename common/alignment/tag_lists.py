@@ -1,8 +1,8 @@
 """Holds the tags and the secret order of one exchange, in memory or in files.
 
-With a memory limit, tags stay in the files in which the exchange is kept (``kept.py``), and the
-secret order is in a file beside them. Both forms have the same content, so that an exchange that
-broke off may be resumed with another limit or with none.
+The tags of a stored exchange are in its files (``store.py``). With a memory limit the secret order
+is in a file beside them; it is the same in memory, so that an exchange that broke off may be
+resumed with another limit or with none.
 """
 
 import hashlib
@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from splitveil.common.alignment.partitions import Records, partitions
-from splitveil.common.alignment.storing import private, storing
+from splitveil.common.alignment.partitions import Records, partitions, private, storing
 from splitveil.common.errors import StorageError
 from splitveil.common.wire.limits import TAG_BYTES
 
@@ -35,13 +34,13 @@ class TagList:
 
     Args:
         tags: those that are there already, in memory.
-        file: to which the exchange's keeper appends tags before they are added here; it need not
+        file: to which the exchange's store appends tags before they are added here; it need not
             exist while there are none.
         count: number of tags in the file.
     """
 
     def __init__(self, tags: bytes = b"", file: Path | None = None, count: int = 0) -> None:
-        self.held = bytearray(tags)
+        self._held = bytearray(tags)
         self._file = file
         self._count = len(tags) // TAG_BYTES if file is None else count
 
@@ -51,18 +50,18 @@ class TagList:
     def append(self, tags: bytes) -> None:
         self._count += len(tags) // TAG_BYTES
         if self._file is None:
-            self.held += tags
+            self._held += tags
 
     def read(self, first: int, count: int) -> bytes:
         """Return at most ``count`` tags, or raise StorageError."""
         start, length = first * TAG_BYTES, max(min(count, self._count - first), 0) * TAG_BYTES
         if self._file is not None:
             return _read_part(self._file, start, length) if length else b""
-        with memoryview(self.held) as tags:
+        with memoryview(self._held) as tags:
             return bytes(tags[start : start + length])
 
-    def copy_in_memory(self) -> "TagList":
-        return TagList(self.read(0, self._count))
+    def all(self) -> npt.NDArray[np.bytes_]:
+        return np.frombuffer(self._held if self._file is None else self.read(0, len(self)), TAG)
 
 
 def tag_blocks(tags: TagList) -> Iterator[npt.NDArray[np.bytes_]]:

@@ -4,7 +4,7 @@
 return with other ids, and after enough rounds it knows every id of this party. The ids that it has
 tried are therefore added up in a file that outlives the process, and beyond a small multiple of
 ``max_set_size`` no further exchange is accepted. An honest peer whose connection breaks sends the
-same ids again, which look no different from new ones: the multiple leaves room for that.
+same ids again, which look no different from new ones: the multiple allows for that.
 
 An exchange is charged with all ids that the peer announces, before anything is sent that reveals
 something about this party's ids. Ids that were not answered are refunded when the exchange ends,
@@ -59,7 +59,7 @@ _COUNTS = TypeAdapter(dict[str, _Count], config=ConfigDict(strict=True))
 
 
 class TriedIds:
-    """Keeps a count for every peer. Thread-safe.
+    """The counts of every peer. Thread-safe.
 
     Args:
         attempts: a peer may try this many times ``max_set_size`` ids in all.

@@ -1,4 +1,4 @@
-"""Keeps the tags of both parties: each commits to those it computed, then both show them in turns.
+"""Holds the tags of both parties: each commits to those it computed, then both show them in turns.
 
 A tag that a party shows was computed before it saw any tag of the other, because the commitments
 come first. A commitment includes the points of its sender, so that a copy of it binds nobody else,
@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from splitveil.common.alignment.kept import ExchangeFiles, Kept, KeptName
+from splitveil.common.alignment.store import ExchangeStore, ResumePoint, StoredName
 from splitveil.common.alignment.tag_lists import TagList, pieces
 from splitveil.common.errors import InvalidMessage, OutOfStep, TooLarge
 from splitveil.common.wire.limits import POINT_BYTES, TAG_BYTES
@@ -55,9 +55,7 @@ class TagTurns:
         self.num_own = num_own
         self.num_peer = 0  # number of the peer's ids, once its hello is there
         self.num_shown = 0  # number of the peer's ids whose tags it was sent
-        self.files: ExchangeFiles | None = None
-        """Keep points and tags for an exchange that resumes this one."""
-
+        self._store: ExchangeStore | None = None
         self._chunk_ids = chunk_ids
         self._part = part_of(chunk_ids)
         self._finish = finish
@@ -68,17 +66,9 @@ class TagTurns:
         self._peer_points = hashlib.sha256()
         self._has_committed = False
         self._peer_commitment: bytes | None = None
-        self._kept_commitment = b""
+        self._earlier_commitment = b""
         self._answered_before = 0
         self._lock = threading.RLock()
-
-    @property
-    def num_received(self) -> int:
-        return len(self.own)
-
-    @property
-    def num_computed(self) -> int:
-        return len(self.of_peer)
 
     @property
     def num_sent(self) -> int:
@@ -91,46 +81,51 @@ class TagTurns:
 
     def note_sent(self, points: bytes) -> None:
         with self._lock:
-            self._keep("own.points", points)
+            self._append("own.points", points)
             self._own_points.update(points)
             self._points_sent += len(points)
 
     def note_answered(self, points: bytes, tags: bytes) -> None:
         with self._lock:
-            self._keep("peer.points", points)
-            self._keep("peer.tags", tags)
+            self._append("peer.points", points)
+            self._append("peer.tags", tags)
             self._peer_points.update(points)
             self.of_peer.append(tags)
 
-    def hold(self, own: TagList, of_peer: TagList) -> None:
-        """Hold tags in these lists from now on; some may be in them."""
+    def store_in(self, store: ExchangeStore) -> None:
+        """Store points and tags from now on, for an exchange that resumes this one."""
         with self._lock:
-            self.own, self.of_peer = own, of_peer
+            self._store = store
+            self.own = TagList(file=store.path("own.tags"))
+            self.of_peer = TagList(file=store.path("peer.tags"))
 
-    def restore(self, kept: Kept, peer: pb.AlignResume, files: ExchangeFiles) -> None:
-        """Continue a kept exchange, of which the tags are held, where both have what was sent.
+    def restore(self, point: ResumePoint, peer: pb.AlignResume, store: ExchangeStore) -> None:
+        """Continue a stored exchange where both have what was sent.
 
-        A peer that understates what it has is sent the same bytes again, which tell it nothing new.
+        A peer that understates what it has is sent the same bytes again: it learns nothing new.
 
         Raises InvalidMessage: the peer cannot have that.
         """
+        if point.state.peer_size != self.num_peer:
+            raise InvalidMessage("the other party resumes with another number of ids")
         num_held, num_taken = int(peer.points), int(peer.tags)
         with self._lock:
+            self.own, self.of_peer = point.own_tags, point.peer_tags
             are_whole = num_held == self.num_own or num_held % self._chunk_ids == 0
-            sent = files.points_digest("own.points", min(num_held, kept.own_points))
-            is_sent = are_whole and num_held <= kept.own_points
+            sent = store.points_digest("own.points", min(num_held, point.own_points))
+            is_sent = are_whole and num_held <= point.own_points
             if not is_sent or sent.digest() != peer.points_digest:
                 raise InvalidMessage("the other party has kept other points than were sent")
             part = self._part(self.num_peer)
             if num_taken > self.num_peer or (num_taken % part and num_taken < self.num_peer):
                 raise InvalidMessage("the other party has kept other tags than were shown")
-            files.cut("own.points", num_held)  # the others are sent, and kept, once more
-            self.files = files
+            store.cut("own.points", num_held)  # the others are sent, and stored, once more
+            self._store = store
             self._own_points, self._points_sent = sent, num_held * POINT_BYTES
-            self._peer_points = files.points_digest("peer.points", kept.peer_points)
+            self._peer_points = store.points_digest("peer.points", point.peer_points)
             self.num_shown = num_taken
-            self._kept_commitment = kept.peer_commitment
-            if self._kept_commitment:
+            self._earlier_commitment = point.peer_commitment
+            if self._earlier_commitment:
                 self._answered_before = self._due(num_taken)
 
     def commit(self) -> Frames:
@@ -140,7 +135,7 @@ class TagTurns:
         """
         with self._lock:
             are_sent = self._points_sent == self.num_own * POINT_BYTES
-            are_computed = self.num_computed == self.num_peer
+            are_computed = len(self.of_peer) == self.num_peer
             if self._has_committed or not are_sent or not are_computed:
                 return Frames()
             if self._own_points.digest() == self._peer_points.digest():
@@ -158,15 +153,15 @@ class TagTurns:
         with self._lock:
             if self._peer_commitment is not None:
                 raise OutOfStep("received a second commitment to tags")
-            if self.num_computed < self.num_peer:
+            if len(self.of_peer) < self.num_peer:
                 raise OutOfStep("received a commitment to tags before all points")
             if len(message.digest) != hashlib.sha256().digest_size:
                 raise InvalidMessage(
                     f"expected a commitment of 32 bytes, got {len(message.digest)}"
                 )
-            if not self._kept_commitment:
-                self._keep("peer.commitment", message.digest)
-            elif message.digest != self._kept_commitment:
+            if not self._earlier_commitment:
+                self._append("peer.commitment", message.digest)
+            elif message.digest != self._earlier_commitment:
                 raise InvalidMessage("the other party commits to other tags than before")
             self._peer_commitment = message.digest
             return Frames(self._show())
@@ -180,18 +175,18 @@ class TagTurns:
             if not self._has_committed or self._peer_commitment is None:
                 raise OutOfStep("received tags before both parties had committed to theirs")
             part = self._part(self.num_own)
-            expected = min(part, self.num_own - self.num_received)
+            expected = min(part, self.num_own - len(self.own))
             if not expected:
                 raise OutOfStep("received more tags than points were sent")
-            check_chunk("tags", message.chunk, self.num_received // part)
+            check_chunk("tags", message.chunk, len(self.own) // part)
             check_length("tags", message.tags, expected * TAG_BYTES)
-            self._keep("own.tags", message.tags)
+            self._append("own.tags", message.tags)
             self.own.append(message.tags)
             return Frames(self._show())
 
-    def _keep(self, name: KeptName, data: bytes) -> None:
-        if self.files is not None:
-            self.files.append(name, data)
+    def _append(self, name: StoredName, data: bytes) -> None:
+        if self._store is not None:
+            self._store.append(name, data)
 
     def _check_commitment(self) -> None:
         if _commitment(self._peer_points.digest(), self.own) != self._peer_commitment:
@@ -206,17 +201,17 @@ class TagTurns:
         if not self._has_committed or self._peer_commitment is None:
             return frames
         if not self._is_on_disk:
-            if self.files is not None:
-                self.files.sync()
+            if self._store is not None:
+                self._store.sync()
             self._is_on_disk = True
-        if self.num_received == self.num_own:
+        if len(self.own) == self.num_own:
             self._check_commitment()
         part = self._part(self.num_peer)
         for first in range(self.num_shown, self._due(self.num_shown), part):
             self.num_shown = min(first + part, self.num_peer)
             frames.append(partial(self._tags_frame, first, part))
         # In the same call as the last tags: another thread would send it before them.
-        if self.num_received == self.num_own and not self._is_finished:
+        if len(self.own) == self.num_own and not self._is_finished:
             self._is_finished = True
             last = self._finish()
             frames.append(lambda: last)
@@ -229,7 +224,7 @@ class TagTurns:
     def _due(self, shown: int) -> int:
         """Return the number of tags that are to be shown by now, if so many have been."""
         part = self._part(self.num_peer)
-        while shown < self.num_peer and shown * self.num_own <= self.num_received * self.num_peer:
+        while shown < self.num_peer and shown * self.num_own <= len(self.own) * self.num_peer:
             shown = min(shown + part, self.num_peer)
         return shown
 

@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from splitveil.common.data.settings import FeatureSettings, Gaps
-from splitveil.common.data.sources import ArrowColumn, list_rows, suggest
+from splitveil.common.data.settings import DataSettings, FeatureSettings, Gaps
+from splitveil.common.data.sources import ArrowColumn, RowSource, list_rows, suggest
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.run.sample_order import SPLITS
 
@@ -107,6 +107,50 @@ def select_features(
     unmatched = [name for name in requested if not _matches_any(name, candidates)]
     check_columns_exist(unmatched, names, source)
     return chosen
+
+
+class Selection(NamedTuple):
+    """The columns of a source that the settings select."""
+
+    chosen: ChosenColumns
+    numeric: list[str]  # the columns of numbers that they become: parts of timestamps come last
+    needed: list[str]  # all selected columns; id, label and split first
+
+    @property
+    def coded(self) -> list[str]:
+        """The columns that become codes: categorical ones, then lists."""
+        return [*self.chosen.categorical, *self.chosen.lists]
+
+
+def select_columns(
+    settings: DataSettings, source: RowSource, split_column: str | None = None
+) -> Selection:
+    """Find the columns that the settings name and the column by which the contract splits rows.
+
+    DataError if one is missing, SettingsError if one is requested for two purposes.
+    """
+    features = settings.features
+    names = source.column_names()
+    own = (*settings.id_columns, settings.label_column, settings.weight_column)
+    if split_column is not None and split_column in own:
+        raise SettingsError(f"contract.split.column: {split_column!r} is the id, label or weight")
+    reserved = [name for name in (*own, split_column) if name is not None]
+    chosen = ChosenColumns([], [], [], [])
+    if features:
+        chosen = select_features(features, names, reserved, source.name)
+    needed = list(dict.fromkeys([*reserved, *(name for way in chosen for name in way)]))
+    check_columns_exist(needed, names, source.name)
+    parts = features.timestamp_parts if features else ()
+    numeric = [*chosen.numeric, *(part_name(n, p) for n in chosen.timestamps for p in parts)]
+    if twice := [name for name in chosen.numeric if numeric.count(name) > 1]:
+        raise SettingsError(
+            f"data.features: {', '.join(map(repr, twice))}: parts of a timestamp have this name"
+        )
+    return Selection(chosen, numeric, needed)
+
+
+def part_name(column: str, part: str) -> str:
+    return f"{column}.{part}"
 
 
 def check_columns_exist(wanted: Sequence[str], names: Sequence[str], source: str) -> None:

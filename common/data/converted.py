@@ -25,8 +25,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +33,16 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from splitveil.common.data.columns import CategoricalColumn, Numbers
+from splitveil.common.data.columns import CategoricalColumn
 from splitveil.common.data.conversion import (
     KEPT_ROWS,
     MANIFEST,
     Progress,
     categories_path,
     convert,
-    open_ids,
 )
-from splitveil.common.data.ids import NOTHING_DONE, IdReport
-from splitveil.common.data.places import FoundFile, find_files, place_of
+from splitveil.common.data.ids import IdReport
+from splitveil.common.data.kinds import open_table_source
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.source_settings import (
     CacheableSource,
@@ -54,8 +52,9 @@ from splitveil.common.data.source_settings import (
     SqlSource,
 )
 from splitveil.common.data.sql_snapshot import snapshot_of
-from splitveil.common.data.stored_ids import RowNumbers
-from splitveil.common.data.table import Table, open_table_source
+from splitveil.common.data.stored_ids import ID_ENDS, IDS, RowNumbers, StoredIds
+from splitveil.common.data.table import Table
+from splitveil.common.data.table_paths import FoundFile, find_files, table_path_of
 from splitveil.common.errors import DataError, StorageError
 from splitveil.common.run.id_rules import AS_WRITTEN, IdRule, rules_as_plain
 from splitveil.common.text.files import only_one_process, sync
@@ -70,42 +69,13 @@ _FILE_SETTINGS = (
 """Settings of sources that decide only which files are read, of which the key has the stamps."""
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class MappedTable(Table):
-    """A table whose rows stay on disk; its columns are views of these arrays."""
-
-    numeric_rows: NDArray[np.float64]
-    """(rows, numeric columns), in the order of ``numeric``."""
-
-    code_rows: NDArray[np.int32]
-    """(rows, categorical columns), in the order of ``categorical``, then of ``lists``."""
-
-    id_doubts: tuple[str, ...] = ()
-    """What ``ColumnForms`` found when the file was converted."""
-
-    id_report: IdReport = NOTHING_DONE
-    """What became of the ids when the file was converted."""
-
-    kept: NDArray[np.int64] | None = None
-    """The rows of the file; None for all."""
-
-    def numbers_at(self, rows: NDArray[np.int64]) -> Callable[[str], Numbers]:
-        # All columns of a row are read at once.
-        columns = np.ascontiguousarray(self.numeric_rows[rows].T)
-        return dict(zip(self.numeric, columns, strict=True)).__getitem__
-
-    def codes_at(self, rows: NDArray[np.int64]) -> Callable[[str], NDArray[np.int32]]:
-        columns = np.ascontiguousarray(self.code_rows[rows].T)
-        return dict(zip([*self.categorical, *self.lists], columns, strict=True)).__getitem__
-
-
 def open_converted(
     settings: DataSettings,
     base_dir: Path,
     progress: Progress,
     split_column: str | None = None,
     id_rules: Sequence[IdRule] = AS_WRITTEN,
-) -> MappedTable:
+) -> Table:
     """Open the converted columns that the settings name; convert the file first if necessary.
 
     Raises:
@@ -167,7 +137,7 @@ def _stamps(source: CacheableSource, base_dir: Path) -> list[list[Any]]:
     """Return name, size and modification time of every file that is read."""
     match source:
         case ParquetSource() | CsvSource():
-            found = find_files(place_of(source, base_dir))
+            found = find_files(table_path_of(source, base_dir))
             return [[_resolved(file), file.num_bytes, file.modified_ns] for file in found]
         case SqlSource():
             paths = [snapshot_of(source, base_dir)]
@@ -224,7 +194,7 @@ def _convert(
         raise
 
 
-def _open(folder: Path) -> MappedTable:
+def _open(folder: Path) -> Table:
     found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     num_rows, numeric, categorical = found["rows"], found["numeric"], found["categorical"]
     coded = [*categorical, *found["lists"]]
@@ -241,9 +211,9 @@ def _open(folder: Path) -> MappedTable:
         for j, name in enumerate(coded)
     }
     image = found["image"]
-    return MappedTable(
+    return Table(
         source=found["source"],
-        ids=open_ids(folder, num_rows) if found["ids"] else RowNumbers(num_rows),
+        ids=_open_ids(folder, num_rows) if found["ids"] else RowNumbers(num_rows),
         labels=mapped("labels.bin", "float32") if found["labels"] else None,
         weights=mapped("weights.bin", "float64") if found["weights"] else None,
         splits=mapped("splits.bin", "int8") if found["splits"] else None,
@@ -259,6 +229,12 @@ def _open(folder: Path) -> MappedTable:
         id_report=IdReport(**found["id_report"]),
         kept=mapped(KEPT_ROWS, "int64") if found["kept"] else None,
     )
+
+
+def _open_ids(folder: Path, num_rows: int) -> StoredIds:
+    """Return the ids; ValueError if the files are shorter than when they were written."""
+    ends = np.memmap(folder / ID_ENDS, np.int64, "r", shape=(num_rows,))
+    return StoredIds(np.memmap(folder / IDS, np.uint8, "r", shape=(int(ends[-1]),)), ends)
 
 
 def _categories(folder: Path, j: int) -> Any:

@@ -1,9 +1,10 @@
-"""Reads text files with one row per line, whole or in parts."""
+"""Reads text files with one row per line, whole or in parts, and says what their form reveals."""
 
 import codecs
 import csv
 import io
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
@@ -15,10 +16,9 @@ from pyarrow import csv as arrow_csv
 
 from splitveil.common.data import sources
 from splitveil.common.data.canonical_form import is_unicode
-from splitveil.common.data.columns import check_columns_exist
-from splitveil.common.data.places import find_files, place_on_this_machine
+from splitveil.common.data.columns import COMMA_NUMBER, NUMBER, check_columns_exist
 from splitveil.common.data.sources import ArrowColumn, Part, list_rows, unreadable_is_data_error
-from splitveil.common.data.text_form import advice_on
+from splitveil.common.data.table_paths import find_files, local_table_path
 from splitveil.common.errors import DataError
 
 CODECS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4", ".br": "brotli"}
@@ -82,7 +82,7 @@ class CsvFile:
     @cached_property
     def _files(self) -> list[Path]:
         """The parts; where there are several, an empty one is none."""
-        paths = [Path(found.path) for found in find_files(place_on_this_machine(self._path))]
+        paths = [Path(found.path) for found in find_files(local_table_path(self._path))]
         return [path for path in paths if len(paths) == 1 or self._first_row(path)] or paths[:1]
 
     @contextmanager
@@ -281,3 +281,77 @@ class _Text:
 
     def close(self) -> None:
         """Leave the file to whoever opened it."""
+
+
+# ---- what the form of a text reveals: what separates its cells, and what is no row of it ----
+
+NO_HEADER = (
+    "the first line looks like data: write a line of column names above it, or name the columns in "
+    "data.source.column_names"
+)
+
+_ANY_NUMBER = re.compile(rf"{NUMBER}|{COMMA_NUMBER}")
+
+
+def delimiter_of(beginning: str) -> str | None:
+    """Return the character by which most lines have as many cells; None for a single column."""
+    found = {}
+    for delimiter in ",;\t|":
+        widths = [len(row) for row in _rows(beginning, delimiter)]
+        for width, count in Counter(widths).most_common(1):
+            if width > 1:
+                found[delimiter] = (count / len(widths), width)
+    return max(found, key=lambda delimiter: found[delimiter], default=None)
+
+
+def advice_on(beginning: str, end: str, delimiter: str, *, has_header: bool) -> str:
+    """Return what is wrong with the form of a text, with the remedy; empty if nothing seems to be.
+
+    The text is given by its first lines, all of them complete, and its last ones.
+    """
+    if beginning.count("\0") > len(beginning) // 4:
+        order = "le" if beginning[1:2] == "\0" else "be"
+        return f"the text looks like UTF-16: set data.source.encoding to utf-16-{order}"
+    found = delimiter_of(beginning)
+    if found not in {None, delimiter}:
+        return f"the cells look separated by {found!r}: set data.source.delimiter"
+    rows = _rows(beginning, delimiter)
+    titles = next((i for i, row in enumerate(rows) if any(row[1:])), 0)
+    if has_header and titles:
+        lines = "the line" if titles == 1 else f"the {titles} lines"
+        return f"the column names seem to come later: delete {lines} above them"
+    if has_header and looks_like_data(beginning, delimiter):
+        return NO_HEADER
+    last = [line for line in end.splitlines() if delimiter in line][::-1]
+    full = (i for i, line in enumerate(last) if set(line) - {delimiter, '"', " "})
+    if ghosts := next(full, len(last)):
+        rows_hold = f"{ghosts} rows hold" if ghosts > 1 else "row holds"
+        return f"the last {rows_hold} nothing but delimiters: delete what follows the last row"
+    return ""
+
+
+def looks_like_data(beginning: str, delimiter: str) -> bool:
+    """Say whether the first line has numbers above numbers, and texts as they stand below it."""
+    header, *others = [row for row in _rows(beginning, delimiter) if row] or [[]]
+    below = [set(cells) - {""} for cells in zip(*others, strict=False)]
+    columns = [(name, cells) for name, cells in zip(header, below, strict=False) if name and cells]
+    numbers = [column for column in columns if all(map(_ANY_NUMBER.match, column[1]))]
+    texts = [column for column in columns if column not in numbers]
+    return (
+        bool(numbers)
+        and all(_ANY_NUMBER.match(name) for name, _ in numbers)
+        and header != [str(number) for number in range(len(header))]  # names that pandas gives
+        and any(
+            name in cells or _form(name) in map(_form, cells) for name, cells in texts or numbers
+        )
+    )
+
+
+def _form(text: str) -> str:
+    """Return which characters are digits and which are letters; without digits the text itself."""
+    form = re.sub(r"[^\W\d_]", "a", re.sub(r"\d", "9", text))
+    return form if "9" in form else text
+
+
+def _rows(text: str, delimiter: str) -> list[list[str]]:
+    return list(csv.reader(text.splitlines(keepends=True), delimiter=delimiter))

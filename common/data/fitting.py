@@ -62,7 +62,7 @@ class Fitted:
                 return dict.fromkeys(self._ranges, 0.0)
 
     def indicators(self) -> tuple[str, ...]:
-        """Return the columns that had gaps, if their gaps are told."""
+        """Return the columns that had gaps, if an indicator marks them."""
         if not self._settings.missing_indicator:
             return ()
         return tuple(name for name, count in self._num_gaps.items() if count)

@@ -6,6 +6,7 @@ Since an id identifies a person, messages contain row numbers and counts and nev
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 from unicodedata import normalize
 
@@ -19,9 +20,23 @@ from splitveil.common.data.canonical_form import (
     decompose,
     is_unicode,
 )
-from splitveil.common.data.columns import WrittenColumn, read_ids
-from splitveil.common.data.id_forms import SHORTENED
+from splitveil.common.data.columns import (
+    WrittenColumn,
+    check_columns_exist,
+    read_ids,
+    select_columns,
+)
+from splitveil.common.data.id_forms import SHORTENED, ColumnForms
+from splitveil.common.data.kinds import open_table_source
 from splitveil.common.data.settings import DataSettings
+from splitveil.common.data.stored_ids import (
+    ID_ENDS,
+    IDS,
+    GrowingArrays,
+    RowNumbers,
+    StoredIds,
+    repeated_rows,
+)
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.run.id_rules import AS_WRITTEN, IdRule, TextId
 
@@ -77,7 +92,7 @@ class Allowed(NamedTuple):
         return cls(settings.duplicate_ids == "first", settings.unusable_ids == "leave_out")
 
 
-class Odd(NamedTuple):
+class UnusableRows(NamedTuple):
     """The rows whose ids cannot be used, from 0."""
 
     missing: Sequence[int] = ()
@@ -90,7 +105,7 @@ class Odd(NamedTuple):
     unlabelled: Sequence[int] = ()
 
     @property
-    def unusable(self) -> list[int]:
+    def without_id(self) -> list[int]:
         return [*self.missing, *self.not_text, *self.not_of_kind]
 
     @property
@@ -133,92 +148,142 @@ class IdReport:
             (self.alike, "whose id only the rules make equal to that of an earlier row"),
             (self.unlabelled, "without a label"),
         )
-        told = ", ".join(f"{count:,} {reason}" for count, reason in reasons if count)
-        return f"; {self.left_out:,} of {self.num_rows:,} rows left out: {told}" if told else ""
+        losses = ", ".join(f"{count:,} {reason}" for count, reason in reasons if count)
+        return f"; {self.left_out:,} of {self.num_rows:,} rows left out: {losses}" if losses else ""
 
 
 NOTHING_DONE = IdReport()
 
 
-class OwnIds(NamedTuple):
+class UsableIds(NamedTuple):
     """The usable ids of a table."""
 
-    ids: list[str]
-    """Canonical and distinct, in the order of the rows."""
+    ids: StoredIds | RowNumbers
+    """Of all rows, in canonical form."""
 
     kept: NDArray[np.int64] | None
-    """The rows that they belong to; None for all rows."""
+    """The rows whose ids are usable and distinct; None for all rows."""
 
     report: IdReport
+    doubts: Sequence[str]
+    """A sentence for each form that the other party probably writes otherwise."""
 
 
-def canonical_ids(raw: Sequence[str | None], source: str) -> list[str]:
-    """Return ids in canonical form without rules, in the same order, each exactly once."""
-    return usable_ids(["" if text is None else text for text in raw], source).ids
-
-
-def usable_ids(
+def canonical_ids(
     raw: Sequence[str],
     source: str,
-    form: CanonicalForm | None = None,
-    allowed: Allowed = Allowed(),  # noqa: B008 - immutable
-    names: Sequence[str] = (),
-    labels: NDArray[np.float32] | None = None,
-) -> OwnIds:
-    """Return the ids of a table in canonical form, each exactly once.
-
-    Rows with a label of NaN are left out. DataError gives the count and the first data rows (from
-    1) of each kind of unusable ids, and never an id.
-    """
+    form: CanonicalForm = CanonicalForm(),  # noqa: B008 - immutable
+) -> list[str]:
+    """Return ids in canonical form, in the same order; DataError unless all of them are usable."""
     if not raw:
         raise DataError(f"{source}: there are no ids")
-    form, effects = form or _PLAIN, Effects()
-    canonical = form.of(raw, effects)
-    odd = odd_rows(raw, canonical, form, labels)
-    check_allowed(odd, allowed, source, raw)
-    left_out = {*odd.unusable, *odd.repeated, *odd.unlabelled}
-    if len(left_out) == len(raw):
-        raise DataError(f"{source}: none of the {len(raw)} rows has a usable id")
-    report = IdReport(
-        len(raw),
-        changes_in_words(effects, names),
-        len(odd.unusable),
-        len(odd.duplicates),
-        len(odd.alike),
-        len(odd.unlabelled),
-    )
-    if not left_out:
-        return OwnIds(canonical, None, report)
-    kept = np.array([row for row in range(len(raw)) if row not in left_out], dtype=np.int64)
-    return OwnIds([canonical[row] for row in kept.tolist()], kept, report)
+    reader = IdReader(form, source)
+    reader.add(raw)
+    return list(reader.finish().ids)
 
 
-def odd_rows(
+class IdReader:
+    """Brings ids into canonical form part by part, and finds the rows that are left out.
+
+    DataError gives the count and the first data rows (from 1) of each kind of unusable ids, and
+    never an id.
+
+    Args:
+        columns: the names of the columns that make up the id.
+        arrays: hold the ids; by default in memory.
+    """
+
+    def __init__(
+        self,
+        form: CanonicalForm,
+        where: str,
+        allowed: Allowed = Allowed(),  # noqa: B008 - immutable
+        columns: Sequence[str] = (),
+        arrays: GrowingArrays | None = None,
+    ) -> None:
+        self._form, self._where, self._allowed, self._columns = form, where, allowed, columns
+        self._arrays = arrays or GrowingArrays()
+        self._forms, self._effects = ColumnForms(columns), Effects()
+        self._num_bytes = self._num_rows = self._unlabelled = 0
+
+    def add(self, raw: Sequence[str], labels: NDArray[np.float32] | None = None) -> None:
+        """Take the ids of the next rows, of which those with a label of NaN are left out."""
+        before = self._num_rows
+        offset = f" (data rows counted after row {before})" if before else ""
+        ids = self._form.of(raw, self._effects)
+        unusable = unusable_rows(raw, ids, self._form, labels)
+        check_allowed(unusable, self._allowed, f"{self._where}{offset}", raw)
+        for row in (*unusable.without_id, *unusable.unlabelled):
+            ids[row] = ""
+        self._unlabelled += len(unusable.unlabelled)
+        self._num_rows += len(ids)
+        self._forms.add(self._form.columns_of([text for text in ids if text]))
+        encoded = [text.encode() for text in ids]
+        ends = self._num_bytes + np.cumsum([len(text) for text in encoded], dtype=np.int64)
+        self._num_bytes = int(ends[-1]) if len(ends) else self._num_bytes
+        self._arrays.append(IDS, np.frombuffer(b"".join(encoded), np.uint8))
+        self._arrays.append(ID_ENDS, ends)
+        for name, texts in ((_HASHES, ids), (_RAW_HASHES, raw)):
+            self._arrays.append(name, np.fromiter(map(hash, texts), np.int64, len(texts)))
+
+    def finish(self) -> UsableIds:
+        """Return the ids of the rows that are not left out."""
+        ids = StoredIds(self._arrays.array(IDS, np.uint8), self._arrays.array(ID_ENDS, np.int64))
+        raw_hashes = self._arrays.array(_RAW_HASHES, np.int64)
+        twins = repeated_rows(ids, self._arrays.array(_HASHES, np.int64))
+        same = [(row, first) for row, first in twins if raw_hashes[row] == raw_hashes[first]]
+        alike = [(row, first) for row, first in twins if raw_hashes[row] != raw_hashes[first]]
+        check_allowed(UnusableRows(duplicates=same, alike=alike), self._allowed, self._where)
+        for name in (_HASHES, _RAW_HASHES):
+            self._arrays.discard(name)
+        is_kept = np.diff(ids.ends, prepend=0) > 0
+        unusable = len(ids) - int(np.count_nonzero(is_kept)) - self._unlabelled
+        is_kept[[row for row, _ in twins]] = False
+        if not is_kept.any():
+            raise DataError(f"{self._where}: none of the {len(ids)} rows has a usable id")
+        report = IdReport(
+            len(ids),
+            _changes_in_words(self._effects, self._columns),
+            unusable,
+            len(same),
+            len(alike),
+            self._unlabelled,
+        )
+        kept = np.flatnonzero(is_kept) if report.left_out else None
+        return UsableIds(ids, kept, report, self._forms.doubts())
+
+
+_HASHES, _RAW_HASHES = "part-id-hashes", "part-raw-id-hashes"
+
+
+def unusable_rows(
     raw: Sequence[str],
     canonical: Sequence[str],
     form: CanonicalForm,
     labels: NDArray[np.float32] | None = None,
-) -> Odd:
+) -> UnusableRows:
     """Find the rows whose ids cannot be used."""
     without_label = set(() if labels is None else np.flatnonzero(np.isnan(labels)).tolist())
     is_fine = "" not in canonical and all(map(is_unicode, canonical))
     if is_fine and not without_label and len(set(canonical)) == len(canonical):
-        return Odd()
-    odd = Odd([], [], [], [], [], [])._asdict()
+        return UnusableRows()
+    found = UnusableRows([], [], [], [], [], [])._asdict()
     first_row: dict[str, int] = {}
-    for row, (text, found) in enumerate(zip(raw, canonical, strict=True)):
+    for row, (text, own) in enumerate(zip(raw, canonical, strict=True)):
         if row in without_label:
-            odd["unlabelled"].append(row)
+            found["unlabelled"].append(row)
         elif not is_unicode(text):
-            odd["not_text"].append(row)
-        elif not found:
-            odd["missing" if _is_blank(text, form) else "not_of_kind"].append(row)
-        elif (first := first_row.setdefault(found, row)) != row:
-            odd["duplicates" if text == raw[first] else "alike"].append((row, first))
-    return Odd(**odd)
+            found["not_text"].append(row)
+        elif not own:
+            found["missing" if _is_blank(text, form) else "not_of_kind"].append(row)
+        elif (first := first_row.setdefault(own, row)) != row:
+            found["duplicates" if text == raw[first] else "alike"].append((row, first))
+    return UnusableRows(**found)
 
 
-def check_allowed(odd: Odd, allowed: Allowed, source: str, raw: Sequence[str] = ()) -> None:
+def check_allowed(
+    rows: UnusableRows, allowed: Allowed, source: str, raw: Sequence[str] = ()
+) -> None:
     """Check that rows whose ids cannot be used may be left out; DataError otherwise.
 
     With the ids as written, the message says how two of them differ.
@@ -226,18 +291,18 @@ def check_allowed(odd: Odd, allowed: Allowed, source: str, raw: Sequence[str] = 
     problems: list[str] = []
     if not allowed.unusable:
         unusable = (
-            (odd.missing, "missing or empty ids"),
-            (odd.not_text, "ids that are not valid Unicode"),
-            (odd.not_of_kind, "ids that are none by the rules of contract.ids"),
+            (rows.missing, "missing or empty ids"),
+            (rows.not_text, "ids that are not valid Unicode"),
+            (rows.not_of_kind, "ids that are none by the rules of contract.ids"),
         )
-        problems += [_problem([f"{row + 1}" for row in rows], kind) for rows, kind in unusable]
+        problems += [_problem([f"{row + 1}" for row in some], kind) for some, kind in unusable]
     if not allowed.duplicates:
-        same = [f"{row + 1} (as {first + 1})" for row, first in odd.duplicates]
+        same = [f"{row + 1} (as {first + 1})" for row, first in rows.duplicates]
         alike = [
             f"{row + 1} (as {first + 1}{_difference(raw[row], raw[first]) if raw else ''})"
-            for row, first in odd.alike
+            for row, first in rows.alike
         ]
-        is_shortened = any(raw and re.match(SHORTENED, raw[row]) for row, _ in odd.duplicates)
+        is_shortened = any(raw and re.match(SHORTENED, raw[row]) for row, _ in rows.duplicates)
         why = ", some shortened by a spreadsheet as in 1.2E+15" * is_shortened
         problems.append(_problem(same, f"duplicate ids{why}"))
         problems.append(_problem(alike, "ids equal to another id once normalised"))
@@ -245,16 +310,13 @@ def check_allowed(odd: Odd, allowed: Allowed, source: str, raw: Sequence[str] = 
         raise DataError("\n".join(f"{source}: {problem}" for problem in problems if problem))
 
 
-def changes_in_words(effects: Effects, names: Sequence[str]) -> dict[str, int]:
+def _changes_in_words(effects: Effects, names: Sequence[str]) -> dict[str, int]:
     """Return how many ids each rule has changed, by the rule's name and, of several, the column."""
     if len(names) < 2:
         return {rule: count for (_, rule), count in effects.changed.items()}
     return {
         f"{rule} of {names[column]!r}": count for (column, rule), count in effects.changed.items()
     }
-
-
-_PLAIN = CanonicalForm()
 
 
 def _is_blank(text: str, form: CanonicalForm) -> bool:
@@ -277,3 +339,40 @@ def _difference(text: str, other: str) -> str:
     if normalize("NFC", text).strip() == normalize("NFC", other).strip():
         return ", differs in white space and Unicode form"
     return ", made equal by contract.ids"
+
+
+# ---- which rows are about the same person ----
+
+SUBJECTS = "defense.subject_column"
+
+
+def read_subjects(
+    settings: DataSettings,
+    base_dir: Path,
+    column: str,
+    id_rules: Sequence[IdRule] = AS_WRITTEN,
+) -> NDArray[np.object_]:
+    """Return the person whom each row of the file is about, (rows,); empty without an entry.
+
+    Entries are compared like ids: by the rules of the column if it is part of the id, and otherwise
+    as written.
+    """
+    source = open_table_source(settings, base_dir)
+    selection = select_columns(settings, source)
+    if any(column in way for way in selection.chosen):
+        raise SettingsError(f"{SUBJECTS}: {column!r} is a feature, too: leave it out there")
+    check_columns_exist([column], source.column_names(), source.name)
+    check_rules(settings, id_rules)
+    is_id = column in settings.id_columns
+    rule = id_rules[settings.id_columns.index(column)] if is_id else AS_WRITTEN[0]
+    named = settings.model_copy(update={"id_column": column})
+    entries = part_ids(named, [rule], source.read([column]), source.name)
+    return np.array(CanonicalForm([rule]).of(entries), dtype=object)
+
+
+def numbered_subjects(subjects: NDArray[np.object_]) -> NDArray[np.int64]:
+    """Return a number for each row, equal for rows of one person; one without has its own."""
+    _, numbers = np.unique(subjects, return_inverse=True)
+    without = np.flatnonzero(subjects == "")
+    numbers[without] = len(subjects) + np.arange(len(without))
+    return numbers.astype(np.int64)

@@ -1,9 +1,9 @@
 """Opens each kind of source that the settings can name."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -11,7 +11,7 @@ import pyarrow as pa
 from splitveil.common.data.csv_file import CsvFile
 from splitveil.common.data.image_folder import ImageFolder
 from splitveil.common.data.npz_file import NpzFile
-from splitveil.common.data.places import Place, place_of, place_on_this_machine
+from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.source_settings import (
     CsvSource,
     ImagesSource,
@@ -23,7 +23,12 @@ from splitveil.common.data.source_settings import (
 )
 from splitveil.common.data.sources import ColumnsInMemory, Part, TableSource
 from splitveil.common.data.sql_snapshot import snapshot_of
+from splitveil.common.data.table_paths import TablePath, local_table_path, table_path_of
 from splitveil.common.errors import DataError, SettingsError
+
+_ResultT = TypeVar("_ResultT")
+
+_SMALL_BYTES = 1024 * 1024
 
 
 def open_source(settings: Source, base_dir: Path, image_array: str | None = None) -> TableSource:
@@ -31,15 +36,41 @@ def open_source(settings: Source, base_dir: Path, image_array: str | None = None
         case CsvSource():
             return text_file(settings, base_dir)
         case ParquetSource():
-            return _parquet(place_of(settings, base_dir))
+            return _parquet(table_path_of(settings, base_dir))
         case SqlSource():
-            return _parquet(place_on_this_machine(snapshot_of(settings, base_dir)))
+            return _parquet(local_table_path(snapshot_of(settings, base_dir)))
         case NpzSource():
             return NpzFile(settings.resolve(base_dir), image_array)
         case ImagesSource():
             return ImageFolder(settings, base_dir)
         case SklearnSource(dataset=dataset, shuffle_seed=seed):
             return _Shipped(dataset, seed)
+
+
+def open_table_source(settings: DataSettings, base_dir: Path) -> TableSource:
+    features = settings.features
+    image_array = features.image.array if features and features.image else None
+    return open_source(settings.source, base_dir, image_array)
+
+
+def in_small_blocks(source: TableSource, read: Callable[[TableSource], _ResultT]) -> _ResultT:
+    """Read a table in little memory, or again in larger parts if ``read`` raises DataError."""
+    if not isinstance(source, CsvFile):
+        return read(source)
+    try:
+        return read(source.in_blocks_of(_SMALL_BYTES))
+    except DataError:
+        # A row may be longer than a small block; whatever else it was is said again.
+        return read(source)
+
+
+def columns_in_parts(source: TableSource, names: Sequence[str]) -> Iterator[Mapping[str, Any]]:
+    """Yield the named columns of a table, in parts where images need not be read for it."""
+    if isinstance(source, ImageFolder | NpzFile):
+        yield source.read(names)
+    else:
+        for part in source.parts(names):
+            yield part.columns
 
 
 def text_file(settings: CsvSource, base_dir: Path) -> CsvFile:
@@ -64,11 +95,11 @@ def with_advice(settings: Source, base_dir: Path) -> Iterator[None]:
         raise kind(f"{error}{advice}") from error
 
 
-def _parquet(place: Place) -> TableSource:
+def _parquet(path: TablePath) -> TableSource:
     # Importing it takes a second where pandas is installed; other kinds need not wait for it.
     from splitveil.common.data.parquet_files import ParquetFiles  # noqa: PLC0415
 
-    return ParquetFiles(place)
+    return ParquetFiles(path)
 
 
 class _Shipped(ColumnsInMemory):

@@ -12,8 +12,8 @@ import pyarrow.dataset as ds
 from pyarrow import parquet
 
 from splitveil.common.data import sources
-from splitveil.common.data.places import FoundFile, Place, find_files
 from splitveil.common.data.sources import ArrowColumn, Part, unreadable_is_data_error
+from splitveil.common.data.table_paths import FoundFile, TablePath, find_files
 from splitveil.common.errors import DataError
 
 _FOOTERS_AT_ONCE = 16
@@ -38,11 +38,11 @@ class _OneFile(NamedTuple):
 
 
 class ParquetFiles:
-    """The Parquet files at a place, as one table with typed columns."""
+    """The Parquet files at a path, as one table with typed columns."""
 
-    def __init__(self, place: Place) -> None:
-        self.name = place.name
-        self._place = place
+    def __init__(self, table_path: TablePath) -> None:
+        self.name = table_path.name
+        self._table_path = table_path
 
     def column_names(self) -> list[str]:
         """Return the columns in the order of the first file."""
@@ -62,7 +62,7 @@ class ParquetFiles:
         schema = self._common_schema(names)
         fragments = [file.fragment for file in self._files]
         with unreadable_is_data_error(self._where):
-            dataset = ds.FileSystemDataset(fragments, schema, _FORMAT, self._place.filesystem)
+            dataset = ds.FileSystemDataset(fragments, schema, _FORMAT, self._table_path.filesystem)
             table = dataset.to_table(columns=list(names))
         return {name: table.column(name) for name in names}
 
@@ -86,7 +86,7 @@ class ParquetFiles:
 
     @cached_property
     def _files(self) -> list[_OneFile]:
-        found = find_files(self._place)
+        found = find_files(self._table_path)
         with ThreadPoolExecutor(min(_FOOTERS_AT_ONCE, len(found))) as pool:
             files = list(pool.map(self._open, found))
         self._check_folders(files)
@@ -96,7 +96,7 @@ class ParquetFiles:
         from_folders = _columns_of(found.folders)
         with unreadable_is_data_error(found.location):
             fragment = _FORMAT.make_fragment(
-                found.path, self._place.filesystem, _as_condition(from_folders)
+                found.path, self._table_path.filesystem, _as_condition(from_folders)
             )
             return _OneFile(found, fragment, fragment.metadata, from_folders)
 
@@ -148,7 +148,7 @@ class ParquetFiles:
         with (
             unreadable_is_data_error(file.found.location),
             parquet.ParquetFile(
-                file.found.path, filesystem=self._place.filesystem, metadata=file.metadata
+                file.found.path, filesystem=self._table_path.filesystem, metadata=file.metadata
             ) as opened,
         ):
             for batch in opened.iter_batches(sources.PART_ROWS, columns=stored):

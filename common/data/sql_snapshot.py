@@ -22,8 +22,7 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from splitveil.common.data import sources
-from splitveil.common.data.secret_files import read_secret
-from splitveil.common.data.source_settings import SqlSource, expand_path
+from splitveil.common.data.source_settings import SqlSource, expand_path, read_secret
 from splitveil.common.errors import DataError, SettingsError, StorageError
 from splitveil.common.text.files import check_regular, only_one_process, sync
 from splitveil.common.text.imports import extra_missing

@@ -1,12 +1,50 @@
 """Ids that are known to be canonical and distinct, and an index of hashes that finds their rows."""
 
+import io
 from collections.abc import Iterator, Sequence
-from typing import overload
+from pathlib import Path
+from typing import IO, Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 _CHUNK = 64 * 1024
+
+IDS, ID_ENDS = "ids.bin", "id_ends.bin"
+
+
+class GrowingArrays:
+    """Arrays to which rows are appended: in memory, or in the files of a folder."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
+        self._parts: dict[str, IO[bytes]] = {}
+
+    def append(self, name: str, array: NDArray[Any]) -> None:
+        if name not in self._parts:
+            self._parts[name] = (
+                io.BytesIO() if self._folder is None else (self._folder / name).open("wb")
+            )
+        self._parts[name].write(np.ascontiguousarray(array).data)
+
+    def array(self, name: str, dtype: type[np.generic]) -> NDArray[Any]:
+        """Return everything that was appended, one-dimensional; nothing can be appended then."""
+        parts = self._parts[name]
+        if isinstance(parts, io.BytesIO):
+            return np.frombuffer(parts.getbuffer(), dtype)
+        parts.flush()
+        return np.memmap(parts.name, dtype, "r") if parts.tell() else np.empty(0, dtype)
+
+    def discard(self, name: str) -> None:
+        parts = self._parts.pop(name)
+        if not isinstance(parts, io.BytesIO):
+            parts.close()
+            Path(parts.name).unlink()
+
+    def close(self) -> None:
+        for parts in self._parts.values():
+            if not isinstance(parts, io.BytesIO):  # arrays in memory stay in use
+                parts.close()
 
 
 class RowNumbers(Sequence[str]):

@@ -9,22 +9,31 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.category_lists import read_lists
 from splitveil.common.data.columns import (
     CategoricalColumn,
-    ChosenColumns,
     Numbers,
+    Selection,
     WrittenColumn,
-    check_columns_exist,
+    part_name,
     read_categories,
     read_numeric,
     read_splits,
     read_weights,
-    select_features,
+    select_columns,
 )
-from splitveil.common.data.ids import check_rules, part_ids
+from splitveil.common.data.ids import (
+    NOTHING_DONE,
+    Allowed,
+    IdReader,
+    IdReport,
+    UsableIds,
+    check_rules,
+    part_ids,
+)
 from splitveil.common.data.image_folder import ImageFolder
-from splitveil.common.data.kinds import open_source
+from splitveil.common.data.kinds import columns_in_parts, in_small_blocks, open_table_source
 from splitveil.common.data.label_columns import (
     check_classes,
     read_classes,
@@ -35,31 +44,35 @@ from splitveil.common.data.npz_file import NpzFile
 from splitveil.common.data.settings import DataSettings, Gaps, ImageSettings
 from splitveil.common.data.source_settings import CsvSource
 from splitveil.common.data.sources import RowSource, TableSource, list_rows
+from splitveil.common.data.stored_ids import GrowingArrays, RowNumbers, StoredIds
 from splitveil.common.data.timestamps import read_timestamps
-from splitveil.common.errors import DataError, SettingsError
+from splitveil.common.errors import DataError
 from splitveil.common.run.id_rules import AS_WRITTEN, IdRule
+
+_ROWS_AT_ONCE = 16 * 1024
 
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """The needed columns of a party's data, row by row as in the file."""
+    """The needed columns of a party's data, row by row as in the file, in memory or on disk.
+
+    Rows that the settings leave out because of their ids or labels are not among them.
+    """
 
     source: str
     ids: Sequence[str]
-    """Each row's id as written in the file, or an empty text if the row has none; of several
-    columns, as ``compose`` puts them together. ``usable_ids`` brings them into canonical form and
-    checks that they are distinct and not empty."""
+    """Each row's id, in canonical form and distinct."""
 
-    labels: NDArray[np.float32] | None
+    labels: NDArray[np.float32] | None = None
     """0 or 1 per row; the class index of the row if there are more than two classes; or its share
     of the range if the label is a number."""
 
-    numeric: Mapping[str, Numbers]
+    numeric: Mapping[str, Numbers] = field(default_factory=dict)
     """Finite numbers by column, and NaN for gaps if ``gaps`` says so; a timestamp has a column for
     each of its parts."""
 
-    categorical: Mapping[str, CategoricalColumn]
-    image: NDArray[Any] | None
+    categorical: Mapping[str, CategoricalColumn] = field(default_factory=dict)
+    image: NDArray[Any] | None = None
     """(rows, channels, height, width), uint8 or float32."""
 
     splits: NDArray[np.int8] | None = None
@@ -76,86 +89,66 @@ class Table:
 
     gaps: Gaps = "refused"
 
+    kept: NDArray[np.int64] | None = None
+    """The rows of the file; None for all."""
+
+    id_report: IdReport = NOTHING_DONE
+    id_doubts: Sequence[str] = ()
+    """What ``ColumnForms`` says about the ids."""
+
+    numeric_rows: NDArray[np.float64] | None = None
+    """On disk, all numbers of a row are together: (rows, numeric columns), as in ``numeric``."""
+
+    code_rows: NDArray[np.int32] | None = None
+    """(rows, categorical columns), in the order of ``categorical``, then of ``lists``."""
+
     def __len__(self) -> int:
         return len(self.ids)
 
+    @property
+    def is_on_disk(self) -> bool:
+        return self.numeric_rows is not None
+
     def numbers_at(self, rows: NDArray[np.int64]) -> Callable[[str], Numbers]:
         """Return a function that gives a column's numbers in some rows."""
-        return lambda name: self.numeric[name][rows]
+        if self.numeric_rows is None:
+            return lambda name: self.numeric[name][rows]
+        # All columns of a row are read at once.
+        columns = np.ascontiguousarray(self.numeric_rows[rows].T)
+        return dict(zip(self.numeric, columns, strict=True)).__getitem__
 
     def codes_at(self, rows: NDArray[np.int64]) -> Callable[[str], NDArray[np.int32]]:
         """Return a function that gives a column's codes in some rows."""
-        return lambda name: (self.categorical.get(name) or self.lists[name]).codes[rows]
+        if self.code_rows is None:
+            return lambda name: (self.categorical.get(name) or self.lists[name]).codes[rows]
+        columns = np.ascontiguousarray(self.code_rows[rows].T)
+        return dict(zip([*self.categorical, *self.lists], columns, strict=True)).__getitem__
 
-    def take(self, rows: NDArray[np.int64]) -> "Table":
+    def with_ids(self, found: UsableIds) -> "Table":
+        """Return a table in memory with ids, and without the rows that are left out."""
+        ids, rows = found.ids, found.kept
+        table = replace(self, ids=ids, id_report=found.report, id_doubts=found.doubts)
+        if rows is None:
+            return table
 
-        def taken(array: NDArray[Any] | None) -> NDArray[Any] | None:
+        def taken(array: NDArray[Any] | None) -> Any:
             return None if array is None else array[rows]
 
         def coded(columns: Mapping[str, CategoricalColumn]) -> dict[str, CategoricalColumn]:
-            return {name: c._replace(codes=c.codes[rows]) for name, c in columns.items()}
+            return {name: c._replace(codes=taken(c.codes)) for name, c in columns.items()}
 
         return replace(
-            self,
-            ids=[self.ids[row] for row in rows.tolist()],
+            table,
+            ids=ids.take(rows) if isinstance(ids, StoredIds) else ids,
+            kept=rows,
             labels=taken(self.labels),
-            numeric={name: numbers[rows] for name, numbers in self.numeric.items()},
+            numeric={name: taken(numbers) for name, numbers in self.numeric.items()},
             categorical=coded(self.categorical),
             image=taken(self.image),
             splits=taken(self.splits),
             lists=coded(self.lists),
             weights=taken(self.weights),
         )
-
-
-class Selection(NamedTuple):
-    """The columns of a source that the settings select."""
-
-    chosen: ChosenColumns
-    numeric: list[str]  # the columns of numbers that they become: parts of timestamps come last
-    needed: list[str]  # all selected columns; id, label and split first
-
-    @property
-    def coded(self) -> list[str]:
-        """The columns that become codes: categorical ones, then lists."""
-        return [*self.chosen.categorical, *self.chosen.lists]
-
-
-def select_columns(
-    settings: DataSettings, source: RowSource, split_column: str | None = None
-) -> Selection:
-    """Find the columns that the settings name and the column by which the contract splits rows.
-
-    DataError if one is missing, SettingsError if one is requested for two purposes.
-    """
-    features = settings.features
-    names = source.column_names()
-    own = (*settings.id_columns, settings.label_column, settings.weight_column)
-    if split_column is not None and split_column in own:
-        raise SettingsError(f"contract.split.column: {split_column!r} is the id, label or weight")
-    reserved = [name for name in (*own, split_column) if name is not None]
-    chosen = ChosenColumns([], [], [], [])
-    if features:
-        chosen = select_features(features, names, reserved, source.name)
-    needed = list(dict.fromkeys([*reserved, *(name for way in chosen for name in way)]))
-    check_columns_exist(needed, names, source.name)
-    parts = features.timestamp_parts if features else ()
-    numeric = [*chosen.numeric, *(part_name(n, p) for n in chosen.timestamps for p in parts)]
-    if twice := [name for name in chosen.numeric if numeric.count(name) > 1]:
-        raise SettingsError(
-            f"data.features: {', '.join(map(repr, twice))}: parts of a timestamp have this name"
-        )
-    return Selection(chosen, numeric, needed)
-
-
-def part_name(column: str, part: str) -> str:
-    return f"{column}.{part}"
-
-
-def open_table_source(settings: DataSettings, base_dir: Path) -> TableSource:
-    features = settings.features
-    image_array = features.image.array if features and features.image else None
-    return open_source(settings.source, base_dir, image_array)
 
 
 def read_table(
@@ -179,40 +172,123 @@ def table_of(
 ) -> Table:
     """Read and check the columns of an open source that the settings name, as ``read_table``."""
     features = settings.features
-    check_rules(settings, id_rules)
-    selection = select_columns(settings, source, split_column)
-    columns = source.read(selection.needed)
+    reader = TableReader(settings, source, split_column, id_rules)
+    columns = source.read(reader.selection.needed)
     image = _read_image(source, features.image) if features and features.image else None
-    num_rows = _common_length(columns, image, source.name)
-    rows = WrittenRows(settings, source.name, columns)
-    labels = rows.labels()
-    if labels is not None:
-        check_classes(settings, labels, source.name)
-    coded = rows.coded(selection)
-    return Table(
-        source=source.name,
-        ids=[str(row + 1) for row in range(num_rows)]
-        if settings.id_column is None
-        else part_ids(settings, id_rules, columns, source.name),
-        labels=labels,
-        numeric=rows.numeric(selection),
-        categorical={name: coded[name] for name in selection.chosen.categorical},
-        image=image,
-        splits=rows.splits(split_column),
-        lists={name: coded[name] for name in selection.chosen.lists},
-        timestamps=tuple(selection.chosen.timestamps),
-        weights=rows.weights(),
-        gaps=features.gaps if features else "refused",
-    )
+    if not num_rows_of(columns, image, source.name):
+        raise DataError(f"{source.name}: there are no rows")
+    table = reader.add(columns, image)
+    return reader.finish(table)
 
 
-class WrittenRows(NamedTuple):
+def table_of_ids(
+    settings: DataSettings,
+    source: TableSource,
+    split_column: str | None = None,
+    id_rules: Sequence[IdRule] = AS_WRITTEN,
+) -> Table:
+    """Read the ids of a table, and the column by which the contract splits rows.
+
+    Memory holds the bytes of the ids and 8 more for each row; 16 more while they are read. The
+    settings name no other columns but that of labels if rows without one are left out.
+    """
+
+    def read(some: TableSource) -> Table:
+        reader, splits = TableReader(settings, some, split_column, id_rules), []
+        for part in columns_in_parts(some, reader.selection.needed):
+            for first in range(0, num_rows_of(part, None, some.name), _ROWS_AT_ONCE):
+                rows = {name: column.slice(first, _ROWS_AT_ONCE) for name, column in part.items()}
+                splits.append(reader.add(rows).splits)
+        joined = [split for split in splits if split is not None]
+        found = reader.finish(
+            Table(some.name, (), splits=np.concatenate(joined) if joined else None)
+        )
+        pa.default_memory_pool().release_unused()
+        return found
+
+    return in_small_blocks(source, read)
+
+
+class TableReader:
+    """Reads the columns that the settings name part by part; DataError as ``read_table``.
+
+    Args:
+        arrays: hold the ids; by default in memory.
+    """
+
+    def __init__(
+        self,
+        settings: DataSettings,
+        source: RowSource,
+        split_column: str | None,
+        id_rules: Sequence[IdRule],
+        arrays: GrowingArrays | None = None,
+    ) -> None:
+        check_rules(settings, id_rules)
+        self.selection = select_columns(settings, source, split_column)
+        self.num_rows = 0
+        self._settings, self._source = settings, source.name
+        self._split_column, self._id_rules = split_column, id_rules
+        self._ids = IdReader(
+            CanonicalForm(id_rules),
+            f"{source.name}: {settings.place_of_ids}",
+            Allowed.by(settings),
+            settings.id_columns,
+            arrays,
+        )
+
+    def add(self, columns: Mapping[str, Any], image: NDArray[Any] | None = None) -> Table:
+        """Return the next rows, without their ids, which ``finish`` needs."""
+        settings, selection, first_row = self._settings, self.selection, self.num_rows + 1
+        self.num_rows += num_rows_of(columns, image, self._source)
+        features = settings.features
+        rows = _WrittenRows(settings, self._source, columns, first_row)
+        labels, coded = rows.labels(), rows.coded(selection)
+        numeric, weights = rows.numeric(selection), rows.weights()
+        splits = rows.splits(self._split_column)
+        if features is None or features.image is None:
+            image = None
+        elif image is not None:
+            image = _checked_image(image, features.image, self._source, first_row)
+        if settings.id_column is not None:
+            raw = part_ids(settings, self._id_rules, columns, self._source, first_row)
+            self._ids.add(raw, labels)
+        return Table(
+            source=self._source,
+            ids=(),
+            labels=labels,
+            numeric=numeric,
+            categorical={name: coded[name] for name in selection.chosen.categorical},
+            image=image,
+            splits=splits,
+            lists={name: coded[name] for name in selection.chosen.lists},
+            timestamps=tuple(selection.chosen.timestamps),
+            weights=weights,
+            gaps=features.gaps if features else "refused",
+        )
+
+    def finish(self, table: Table) -> Table:
+        """Return the whole table with its ids, without the rows that are left out."""
+        return table.with_ids(self.usable_ids(table.labels))
+
+    def usable_ids(self, labels: NDArray[np.float32] | None) -> UsableIds:
+        """Check what only the whole table shows, and return its usable ids."""
+        if not self.num_rows:
+            raise DataError(f"{self._source}: there are no rows")
+        if labels is not None:
+            check_classes(self._settings, labels, self._source)
+        if self._settings.id_column is None:
+            return UsableIds(RowNumbers(self.num_rows), None, IdReport(self.num_rows), ())
+        return self._ids.finish()
+
+
+class _WrittenRows(NamedTuple):
     """Some consecutive rows of a source, and the settings that say how they are read."""
 
     settings: DataSettings
     source: str
     columns: Mapping[str, Any]
-    first_row: int = 1
+    first_row: int
 
     def labels(self) -> NDArray[np.float32] | None:
         """Return the labels, possibly all of one class; None without a label column.
@@ -279,8 +355,8 @@ class WrittenRows(NamedTuple):
         return written
 
 
-def part_image(
-    image: NDArray[Any], settings: ImageSettings, source: str, first_row: int = 1
+def _checked_image(
+    image: NDArray[Any], settings: ImageSettings, source: str, first_row: int
 ) -> NDArray[Any]:
     """Return the images of some rows as (rows, channels, height, width), uint8 or float32."""
     where = source if settings.array is None else f"{source}: array {settings.array!r}"
@@ -300,20 +376,18 @@ def part_image(
     return image
 
 
-def _common_length(columns: Mapping[str, Any], image: NDArray[Any] | None, source: str) -> int:
+def num_rows_of(columns: Mapping[str, Any], image: NDArray[Any] | None, source: str) -> int:
     lengths = {len(column) for column in columns.values()}
     if image is not None:
-        lengths.add(len(image))
+        lengths.update(image.shape[:1])
     if len(lengths) > 1:
         raise DataError(f"{source}: images and columns have different numbers of rows: {lengths}")
-    if lengths == {0}:
-        raise DataError(f"{source}: there are no rows")
-    return lengths.pop()
+    return lengths.pop() if lengths else 0
 
 
 def _read_image(source: RowSource, settings: ImageSettings) -> NDArray[Any]:
     if isinstance(source, ImageFolder):
-        return part_image(source.read_images(), settings, source.name)
+        return source.read_images()
     if isinstance(source, NpzFile) and settings.array is not None:
-        return part_image(source.read_array(settings.array), settings, source.name)
+        return source.read_array(settings.array)
     raise TypeError("images are allowed only in npz files and image folders")

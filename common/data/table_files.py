@@ -6,8 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from splitveil.common.data.canonical_form import CanonicalForm
-from splitveil.common.data.columns import check_columns_exist
-from splitveil.common.data.csv_file import CODECS
+from splitveil.common.data.columns import check_columns_exist, part_name
+from splitveil.common.data.csv_file import CODECS, delimiter_of
 from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.data.ids import check_rules, part_ids
 from splitveil.common.data.kinds import open_source, text_file, with_advice
@@ -20,8 +20,6 @@ from splitveil.common.data.source_settings import (
     Source,
 )
 from splitveil.common.data.sources import list_rows, unreadable_is_data_error
-from splitveil.common.data.table import part_name
-from splitveil.common.data.text_form import delimiter_of
 from splitveil.common.errors import DataError
 from splitveil.common.run.id_rules import AS_WRITTEN, IdRule
 

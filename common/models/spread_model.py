@@ -21,7 +21,7 @@ from torch.autograd.function import Function
 
 from splitveil.common.data.features import Features, FeatureShapes
 from splitveil.common.errors import SettingsError
-from splitveil.common.models.learning import in_training_mode, trained_of
+from splitveil.common.models.training_state import in_training_mode, trained_of
 from splitveil.common.models.worker_line import Order, Pending, WorkerLine, wait_for
 
 Inputs: TypeAlias = Sequence[Tensor | Features | None]

@@ -8,11 +8,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from splitveil.common.data.id_parts import columns_in_parts, in_small_blocks
+from splitveil.common.data.kinds import columns_in_parts, in_small_blocks, open_table_source
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.source_settings import FileSource
 from splitveil.common.data.sources import TableSource
-from splitveil.common.data.table import open_table_source
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_data import PartyData, read_ids_alone
@@ -34,24 +33,23 @@ def aligning(settings: PartySettingsT) -> PartySettingsT:
 
 
 def check_outputs(settings: PartySettings, output: Path) -> None:
-    """Check that the aligned rows can be written, before anything is sent."""
     check_output(output)
     if output.resolve() in {path.resolve() for path in _files_of(settings)}:
         raise SettingsError(f"--output: {output} is the table of data.source itself")
 
 
-class OwnIds(NamedTuple):
+class StampedIds(NamedTuple):
     """A party's ids, and the state of its files from which they were read."""
 
     data: PartyData
     stamps: tuple[tuple[int, int], ...]
 
 
-def read_own_ids(settings: PartySettings) -> OwnIds:
+def read_own_ids(settings: PartySettings) -> StampedIds:
     """Read a party's ids, and the column by which the contract splits rows, but nothing else."""
     contract, stamps = settings.contract, _stamps(settings)
     data = _ids_alone(settings.data)
-    return OwnIds(read_ids_alone(data, settings.base_dir, contract.split, contract.ids), stamps)
+    return StampedIds(read_ids_alone(data, settings.base_dir, contract.split, contract.ids), stamps)
 
 
 def _stamps(settings: PartySettings) -> tuple[tuple[int, int], ...]:
@@ -101,13 +99,9 @@ class AlignedTable(NamedTuple):
 
 
 def write_aligned(
-    settings: PartySettings, own: OwnIds, order: CommonOrder, output: Path
+    settings: PartySettings, own: StampedIds, order: CommonOrder, output: Path
 ) -> AlignedTable:
-    """Write the common rows of a party's table, with all of its columns, in the common order.
-
-    Args:
-        output: a file ending in ``.parquet`` or ``.csv``, which is replaced as a whole.
-    """
+    """Write the common rows of a party's table, with all of its columns, in the common order."""
     data = own.data
     rows = order.file_rows if data.kept is None else data.kept[order.file_rows]
     source, ordered = open_table_source(settings.data, settings.base_dir), np.sort(rows)

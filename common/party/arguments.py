@@ -1,16 +1,65 @@
-"""The arguments that both parties' commands have.
+"""The arguments that both parties' commands have, and how a command ends.
 
 It imports neither torch nor gRPC, so that help and a mistyped option are answered at once.
 """
 
 import argparse
-from collections.abc import Callable
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
+from splitveil.common.errors import Interrupted, PeerError, SplitveilError, StorageError
 from splitveil.common.party.json_output import add_json
-from splitveil.common.text.shell_completion import add_completion
+from splitveil.common.text.imports import fault_of_own_code
+from splitveil.common.text.log_lines import log_fields
 from splitveil.common.text.version import add_version
+
+SHELLS = ("bash", "zsh", "tcsh")
+
+
+def add_completion(
+    parser: argparse.ArgumentParser, whole: Callable[[], argparse.ArgumentParser] | None = None
+) -> None:
+    """Let a command print its completion; ``whole`` returns a parser with all sub-commands."""
+    parser.add_argument(
+        "--print-completion",
+        action=_PrintCompletion,
+        choices=SHELLS,
+        const=whole,
+        help="print a script that completes this command in a shell, and exit",
+    )
+
+
+class _PrintCompletion(argparse.Action):
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,  # noqa: ARG002
+        values: Any,
+        option_string: str | None = None,  # noqa: ARG002
+    ) -> None:
+        import shtab  # noqa: PLC0415 - only for those who ask for it
+
+        whole = self.const() if self.const is not None else parser
+        for action in _actions_of(whole):
+            if action.type is Path:
+                is_folder = str(action.metavar or action.dest).lower().endswith("dir")
+                action.complete = shtab.DIRECTORY if is_folder else shtab.FILE  # type: ignore[attr-defined]
+        sys.stdout.write(shtab.complete(whole, shell=values) + "\n")
+        parser.exit()
+
+
+def _actions_of(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    for action in parser._actions:  # noqa: SLF001 - argparse has no other way to list them
+        yield action
+        if isinstance(action.choices, dict):
+            for of_sub_command in action.choices.values():
+                yield from _actions_of(of_sub_command)
+
 
 # The type that add_subparsers returns is private.
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # noqa: SLF001
@@ -55,7 +104,6 @@ def party_parser(
 
 
 def add_command(commands: Commands, name: str, purpose: str) -> argparse.ArgumentParser:
-    """Add a sub-command with the arguments of all that read a settings file."""
     command = commands.add_parser(name, help=purpose, description=purpose)
     command.add_argument("settings", type=Path, help="this party's settings file")
     command.add_argument(
@@ -77,7 +125,6 @@ def add_command(commands: Commands, name: str, purpose: str) -> argparse.Argumen
 
 
 def add_align_arguments(align: argparse.ArgumentParser) -> None:
-    """Add the arguments of a command that aligns, beside those of all that read settings."""
     align.add_argument(
         "--output",
         type=Path,
@@ -103,3 +150,45 @@ def _add_verify_transcript(commands: Commands) -> None:
     )
     add_json(command)
     add_verbosity(command)
+
+
+logger = logging.getLogger(__name__)
+
+
+def exit_code_of(action: Callable[[], None]) -> int:
+    try:
+        action()
+    except Exception as error:
+        known = error if isinstance(error, SplitveilError) else fault_of_own_code(error)
+        if known is None:
+            raise
+        for reported in _with_earlier(known):
+            for line in str(reported).splitlines() or [type(reported).__name__]:
+                fields = log_fields(error=type(reported).__name__, exit_code=known.exit_code)
+                logger.error("%s", line, extra=fields)
+        return known.exit_code
+    except KeyboardInterrupt:
+        logger.error("stopped at once; nothing was saved")
+        return 130
+    return 0
+
+
+def end_program(exit_code: int, *, is_program: bool) -> NoReturn:
+    if is_program:
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(exit_code)
+    sys.exit(exit_code)
+
+
+def _with_earlier(error: SplitveilError) -> Iterator[SplitveilError]:
+    """Yield an error, preceded by the reason for the run's end if a full disk would hide it."""
+    earlier: BaseException | None = error
+    while isinstance(error, StorageError) and earlier is not None:
+        earlier = earlier.__context__
+        if isinstance(earlier, PeerError | Interrupted):
+            yield earlier
+            break
+    yield error

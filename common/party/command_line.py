@@ -19,9 +19,8 @@ from rich.console import Console
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_settings import PartySettings, PartySettingsT, load_party_settings
-from splitveil.common.party.place import ONLY, Place
-from splitveil.common.record.ended_run import end_of, has_finished
-from splitveil.common.record.run_folder import write_text_atomically
+from splitveil.common.party.workers import ONLY, Rank
+from splitveil.common.record.run_folder import end_of, has_finished, write_text_atomically
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.record.transcript import Broken, Verified, compare, verify
 from splitveil.common.run.contract import in_short
@@ -114,11 +113,7 @@ def _verified(path: Path) -> Verified:
 def load_settings(
     section: type[PartySettingsT], arguments: argparse.Namespace, party: str
 ) -> PartySettingsT:
-    """Load the settings that a command names, with its overrides, and log as they say.
-
-    Args:
-        party: this party's name in the overrides, where it may be left out.
-    """
+    """Load the settings that a command names, with its overrides, and log as they say."""
     overrides = [text.removeprefix(f"{party}.") for text in arguments.overrides]
     if arguments.runs is not None:
         overrides.append(f"runs_dir={arguments.runs}")
@@ -145,26 +140,24 @@ def torch_device(device: str, local_rank: int = 0) -> torch.device:
     return found
 
 
-def prepare(settings: PartySettings, place: Place = ONLY) -> torch.device:
+def prepare(settings: PartySettings, rank: Rank = ONLY) -> torch.device:
     """Set limits, the seed and the module search path; return the device to use."""
     _, most_descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError):  # some systems say "unlimited", and refuse that
         resource.setrlimit(resource.RLIMIT_NOFILE, (most_descriptors, most_descriptors))
     _find_own_modules(settings)
-    device = torch_device(settings.device, place.local_rank)
-    cores = len(os.sched_getaffinity(0)) // place.local_size
+    device = torch_device(settings.device, rank.local_rank)
+    cores = len(os.sched_getaffinity(0)) // rank.local_size
     torch.set_num_threads(settings.torch_threads or max(1, cores))
     torch.manual_seed(settings.model_seed)
     return device
 
 
 def _find_own_modules(settings: PartySettings) -> None:
-    """Make user-defined modules that lie beside the settings file importable."""
     sys.path.append(str(settings.base_dir.resolve()))
 
 
 def draw_nonce(settings: PartySettings) -> bytes:
-    """Return this party's share of the joint seed, 32 bytes."""
     if settings.insecure_nonce_seed is None:
         return secrets.token_bytes(32)
     logger.warning(

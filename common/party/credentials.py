@@ -46,13 +46,7 @@ class Credentials:
 
 
 class CredentialFiles:
-    """The three files of a party's credentials, which may be replaced while it runs.
-
-    Args:
-        certificate: PEM file with the party's own certificate first.
-        private_key: PEM file without a password, readable by its owner only.
-        authority: PEM file with every authority that may have signed the peer's certificate.
-    """
+    """The three files of a party's credentials, which may be replaced while it runs."""
 
     def __init__(
         self, certificate: Path, private_key: Path, authority: Path, identity: str

@@ -37,7 +37,7 @@ _POLL_S = 0.05
 def check_free(address: str | None) -> None:
     """Check that the endpoint could be served at an address, if there is to be one."""
     if address is not None:
-        _Server(address, _Handler).server_close()
+        _StatusServer(address, _Handler).server_close()
 
 
 def status_checks(address: str | None) -> list[Callable[[], str]]:
@@ -81,15 +81,11 @@ def endpoint_of(
 
 
 class StatusEndpoint:
-    """Serves what a status says, in threads of its own.
-
-    Args:
-        address: host and port; port 0 takes any free one.
-    """
+    """Serves what a status says, in threads of its own."""
 
     def __init__(self, status: PartyStatus, address: str) -> None:
         self._looks = _Looks()
-        self._server = _Server(address, partial(_Handler, status, self._looks))
+        self._server = _StatusServer(address, partial(_Handler, status, self._looks))
         self._host, port = str(self._server.server_address[0]), self._server.server_address[1]
         self.address = f"[{self._host}]:{port}" if ":" in self._host else f"{self._host}:{port}"
         """The address at which it is served."""
@@ -111,12 +107,7 @@ class StatusEndpoint:
     def wait_for_last_look(
         self, interruption: Callable[[], int | None], patience_s: float | None = None
     ) -> None:
-        """Wait until the metrics are asked for once more, if they were asked for twice.
-
-        Args:
-            patience_s: longest wait; by default twice the time between the last two requests,
-                and a little more.
-        """
+        """Wait until the metrics are asked for once more, if they were asked for twice."""
         asked, every_s = self._looks.count, self._looks.every_s
         if every_s is None:
             return
@@ -178,7 +169,7 @@ class _Handler(BaseHTTPRequestHandler):
         ...
 
 
-class _Server(ThreadingTCPServer):
+class _StatusServer(ThreadingTCPServer):
     """Answers a few requests at the same time; one more ends the oldest."""
 
     allow_reuse_address = True

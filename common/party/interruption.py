@@ -36,19 +36,9 @@ class Interruption:
     """
 
     def __init__(self) -> None:
-        self.before_stopping: Callable[[], None] = _nothing
+        self.before_stopping: Callable[[], None] = lambda: None
         """Called before a signal is reported; may end the process."""
-        self._received: int | None = None
-
-    @property
-    def signal_number(self) -> int | None:
-        if self._received is not None:
-            self.before_stopping()
-        return self._received
-
-    @signal_number.setter
-    def signal_number(self, number: int) -> None:
-        self._received = number
+        self.signal_number: int | None = None
 
     def install(self) -> None:
         """Handle the two signals; only in the main thread."""
@@ -56,22 +46,21 @@ class Interruption:
             signal.signal(number, self._remember)
 
     def __call__(self) -> int | None:
+        """Return the number of the signal; None before one."""
+        if self.signal_number is not None:
+            self.before_stopping()
         return self.signal_number
 
     def check(self) -> None:
-        number = self.signal_number
+        number = self()
         if number is not None:
             raise Interrupted(number)
 
     def _remember(self, number: int, _: FrameType | None) -> None:
-        if self._received is not None:
+        if self.signal_number is not None:
             os.write(2, _SHOW_CURSOR * os.isatty(2) + raw_line(_AT_ONCE))
             # An exception would still wait for the peer, for other threads, and for the disk.
             os._exit(128 + number)
-        self._received = number
+        self.signal_number = number
         # Logging is unsafe here: the signal may have arrived in the middle of a log line.
         os.write(2, raw_line("stopping after this step; send the signal again to stop at once"))
-
-
-def _nothing() -> None:
-    pass

@@ -14,14 +14,11 @@ from numpy.typing import NDArray
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.columns import almost_numbers
-from splitveil.common.data.converted import MappedTable, open_converted
+from splitveil.common.data.converted import open_converted
 from splitveil.common.data.features import FeatureEncoder, Features, MappedFeatures, RowEncoder
-from splitveil.common.data.id_forms import ColumnForms, form_of
-from splitveil.common.data.id_parts import read_compact_ids
-from splitveil.common.data.ids import NOTHING_DONE, Allowed, IdReport, usable_ids
-from splitveil.common.data.kinds import with_advice
+from splitveil.common.data.id_forms import form_of
+from splitveil.common.data.kinds import open_table_source, with_advice
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.source_settings import (
     CacheableSource,
@@ -30,10 +27,10 @@ from splitveil.common.data.source_settings import (
     expand_path,
 )
 from splitveil.common.data.sources import list_rows
-from splitveil.common.data.table import Table, open_table_source, read_table
+from splitveil.common.data.table import Table, read_table, table_of_ids
 from splitveil.common.errors import DataError, SplitveilError
 from splitveil.common.party.party_settings import PartySettings
-from splitveil.common.record.initial_weights import SETTING, EarlierModel
+from splitveil.common.record.model_files import SETTING, EarlierModel
 from splitveil.common.run.contract import ColumnSplit, SplitSettings
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.id_rules import AS_WRITTEN, IdRule
@@ -57,9 +54,15 @@ class PartyData:
 
     settings: DataSettings
     table: Table
-    ids: Sequence[str]
-    kept: NDArray[np.int64] | None = None  # the rows of the file; None for all
-    report: IdReport = NOTHING_DONE  # what became of the ids
+
+    @property
+    def ids(self) -> Sequence[str]:
+        return self.table.ids
+
+    @property
+    def kept(self) -> NDArray[np.int64] | None:
+        """The rows of the file; None for all."""
+        return self.table.kept
 
     @classmethod
     def of(cls, settings: PartySettings) -> "PartyData":
@@ -75,12 +78,7 @@ class PartyData:
         split: SplitSettings | None = None,
         id_rules: Sequence[IdRule] = AS_WRITTEN,
     ) -> "PartyData":
-        """Read a party's file, or open its converted copy in the cache.
-
-        Args:
-            split: the contract's split, which may need a column; None for a table that is not
-                used for training.
-        """
+        """Read a party's file, or open its converted copy in the cache."""
         with with_advice(settings.source, base_dir):
             return cls._load(settings, base_dir, split, id_rules)
 
@@ -93,24 +91,17 @@ class PartyData:
         id_rules: Sequence[IdRule],
     ) -> "PartyData":
         split_column = split.column if isinstance(split, ColumnSplit) else None
-        if isinstance(settings.source, CacheableSource):
-            if settings.source.cache_dir is not None:
-                with _conversion_bar(_name_of(settings.source)) as progress:
-                    mapped = open_converted(settings, base_dir, progress, split_column, id_rules)
-                _say(mapped.id_doubts, mapped.id_report, settings, mapped.source)
-                _say_almost_numbers(mapped, mapped.kept)
-                return cls(settings, mapped, mapped.ids, mapped.kept, mapped.id_report)
-            _suggest_a_cache(settings.source, base_dir)
-        table = read_table(settings, base_dir, split_column, id_rules)
+        source = settings.source
+        if isinstance(source, CacheableSource) and source.cache_dir is not None:
+            with _conversion_bar(_name_of(source)) as progress:
+                table = open_converted(settings, base_dir, progress, split_column, id_rules)
+        else:
+            if isinstance(source, CacheableSource):
+                _suggest_a_cache(source, base_dir)
+            table = read_table(settings, base_dir, split_column, id_rules)
         _say_almost_numbers(table)
-        where, form = f"{table.source}: {settings.place_of_ids}", CanonicalForm(id_rules)
-        allowed, names = Allowed.by(settings), settings.id_columns
-        ids, kept, report = usable_ids(table.ids, where, form, allowed, names, table.labels)
-        if settings.id_column is not None:
-            forms = ColumnForms(names)
-            forms.add(form.columns_of(ids))
-            _say(forms.doubts(), report, settings, table.source)
-        return cls(settings, table if kept is None else table.take(kept), ids, kept, report)
+        _say(table, settings)
+        return cls(settings, table)
 
     def fit(
         self, training_rows: Positions, earlier: EarlierModel | None = None
@@ -133,7 +124,7 @@ class PartyData:
         encoder = self.fit(rows.file_rows[rows.splits["train"]], earlier)
         if encoder is None:
             return None, None
-        if isinstance(self.table, MappedTable):
+        if self.table.is_on_disk:
             encode = RowEncoder(encoder, self.table)
             return encoder, MappedFeatures(encode=encode, file_rows=rows.file_rows)
         return encoder, encoder.transform(self.table, rows.file_rows)
@@ -206,10 +197,7 @@ def read_ids_alone(
 ) -> PartyData:
     """Read the ids of a table, and the column by which the contract splits rows.
 
-    Args:
-        settings: name the file and its columns of ids, and no other columns but that of labels if
-            rows without one are left out.
-        split: the contract's split.
+    The settings name no other columns but that of labels if rows without one are left out.
     """
     is_converted = getattr(settings.source, "cache_dir", None) is not None
     if not settings.id_columns or is_converted:
@@ -217,10 +205,9 @@ def read_ids_alone(
     split_column = split.column if isinstance(split, ColumnSplit) else None
     source = open_table_source(settings, base_dir)
     with with_advice(settings.source, base_dir):
-        found = read_compact_ids(settings, source, split_column, id_rules)
-    _say(found.doubts, found.report, settings, source.name)
-    table = Table(source.name, found.ids, None, {}, {}, None, found.splits)
-    return PartyData(settings, table, found.ids, found.kept, found.report)
+        table = table_of_ids(settings, source, split_column, id_rules)
+    _say(table, settings)
+    return PartyData(settings, table)
 
 
 def form_of_own_ids(settings: PartySettings) -> IdForm | None:
@@ -246,16 +233,16 @@ def _joined(ids: Sequence[str]) -> Iterator[str]:
         yield ("\0" if start else "") + "\0".join(ids[start : start + _IDS_AT_ONCE])
 
 
-def _say(doubts: Sequence[str], report: IdReport, settings: DataSettings, source: str) -> None:
-    where = settings.place_of_ids
+def _say(table: Table, settings: DataSettings) -> None:
+    source, where, report = table.source, settings.place_of_ids, table.id_report
     if report.changed or report.left_out:
         level = logging.WARNING if report.left_out else logging.INFO
         _logger.log(level, "%s: %s: %s", source, where, report.in_words())
-    for doubt in doubts:
+    for doubt in table.id_doubts:
         _logger.warning("%s: %s: %s", source, where, doubt)
 
 
-def _say_almost_numbers(table: Table, kept: NDArray[np.int64] | None = None) -> None:
+def _say_almost_numbers(table: Table) -> None:
     for name, column in table.categorical.items():
         rows = np.flatnonzero(almost_numbers(column))
         if not len(rows):
@@ -268,7 +255,7 @@ def _say_almost_numbers(table: Table, kept: NDArray[np.int64] | None = None) -> 
             name,
             (num_cells := (column.codes >= 0).sum()) - len(rows),
             num_cells,
-            list_rows((rows if kept is None else kept[rows]) + 1),
+            list_rows((rows if table.kept is None else table.kept[rows]) + 1),
         )
 
 

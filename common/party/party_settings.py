@@ -177,14 +177,8 @@ def load_party_settings(
 ) -> PartySettingsT:
     """Read a party's settings file and the contract that it names.
 
-    Args:
-        section: the settings class of this kind of party.
-        path: the settings file.
-        overrides: items of the form ``dotted.name=yaml``; ``contract.name=yaml`` changes the
-            contract.
-
-    Raises:
-        SettingsError: lists every problem of both files.
+    Overrides have the form ``dotted.name=yaml``; ``contract.name=yaml`` changes the contract. A
+    SettingsError lists every problem of both files.
     """
     values = read_yaml(path)
     problems: list[str] = []

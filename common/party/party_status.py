@@ -1,19 +1,168 @@
-"""What every party says about itself while a program of it runs, whatever the program does."""
+"""What a party says about itself while a program of it runs, as metrics and as health.
 
+Everything is about steps, messages, seconds and whole runs, never about one example. Nothing here
+depends on labels, except what the active party adds (``active_party/monitor/active_status.py``): a
+passive party's operators would see the same if all labels were swapped. Nothing is global: a
+process may hold several parties, each with a registry of its own.
+"""
+
+import math
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from prometheus_client import Counter
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from splitveil.common.errors import ContractMismatch, PeerError, ProtocolError
-from splitveil.common.party.presence import Presence
-from splitveil.common.party.registry import Metrics
 from splitveil.common.record.transcript import Crossing
 from splitveil.common.run.contract import Contract
+from splitveil.common.run.course import AlignedRows, Batch
+from splitveil.common.run.phases import Phases
 from splitveil.common.text.log_lines import add_to_log_lines
 from splitveil.common.text.version import VERSION
+
+STEP_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300)
+"""Upper bounds of the histogram of seconds per step: from a small model on one machine to a peer
+that was away."""
+
+ANSWER_BUCKETS_S = (0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
+"""The same for seconds per answer of a program that serves."""
+
+SIZE_BUCKETS = tuple(float(digit * 10**power) for power in range(5) for digit in (1, 2, 5))
+"""The same for numbers of ids or requests."""
+
+_PREFIX = "splitveil"
+
+
+class Registry(CollectorRegistry):
+    """A registry that leaves out the time at which each series was made, which nobody asked for."""
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in super().collect():
+            metric.samples = [s for s in metric.samples if not s.name.endswith("_created")]
+            yield metric
+
+
+class PartyMetrics:
+    """Makes the metrics of one registry; every name begins with ``splitveil_``."""
+
+    def __init__(self) -> None:
+        self.registry = Registry()
+        ProcessCollector(registry=self.registry)
+
+    def counter(self, name: str, meaning: str, labels: Sequence[str] = ()) -> Counter:
+        return Counter(name, meaning, labels, namespace=_PREFIX, registry=self.registry)
+
+    def gauge(self, name: str, meaning: str, labels: Sequence[str] = ()) -> Gauge:
+        return Gauge(name, meaning, labels, namespace=_PREFIX, registry=self.registry)
+
+    def unknown_gauge(self, name: str, meaning: str) -> Gauge:
+        """Make a gauge that is NaN until it is known: 0 would be read as a figure."""
+        made = self.gauge(name, meaning)
+        made.set(math.nan)
+        return made
+
+    def histogram(
+        self, name: str, meaning: str, buckets: Sequence[float], labels: Sequence[str] = ()
+    ) -> Histogram:
+        return Histogram(
+            name, meaning, labels, namespace=_PREFIX, registry=self.registry, buckets=buckets
+        )
+
+
+class PhaseCollector(Collector):
+    """Reads the seconds of each phase when metrics are asked for."""
+
+    def __init__(self, phases: Phases) -> None:
+        self._phases = phases
+
+    def collect(self) -> Iterable[Metric]:
+        family = CounterMetricFamily(
+            "splitveil_phase_seconds",
+            "Seconds that this process has spent in each phase; they add up to its age.",
+            labels=["phase"],
+        )
+        for phase, seconds in self._phases.seconds().items():
+            family.add_metric([phase.value], seconds)
+        return [family]
+
+
+class Presence:
+    """What one party sees of the peers to which it talks."""
+
+    def __init__(self, metrics: PartyMetrics, clock: Callable[[], float] = time.monotonic) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._heard_at: dict[str, float] = {}
+        self._lost: set[str] = set()
+        self._away: set[str] = set()
+        self._connected = metrics.gauge(
+            "peer_connected",
+            "1 while the peer is there, 0 before its first message and while it is away.",
+            ["peer"],
+        )
+        self._silence = metrics.gauge(
+            "peer_silence_seconds", "Seconds since the peer's last message.", ["peer"]
+        )
+        self._losses = metrics.counter(
+            "connection_losses", "Times that the connection to the peer broke off.", ["peer"]
+        )
+        self._returns = metrics.counter(
+            "reconnects", "Times that a peer that was lost came back.", ["peer"]
+        )
+
+    def expect(self, peer: str) -> None:
+        """Name a peer before it is heard, so that its series exist from the start."""
+        self._connected.labels(peer).set(0)
+        self._losses.labels(peer)
+        self._returns.labels(peer)
+
+    def heard(self, peer: str) -> None:
+        now = self._clock()
+        with self._lock:
+            is_new = peer not in self._heard_at
+            self._heard_at[peer] = now
+            was_lost, was_away = peer in self._lost, peer in self._away
+            self._lost.discard(peer)
+            self._away.discard(peer)
+        if was_lost:
+            self._returns.labels(peer).inc()
+        if was_lost or was_away or is_new:
+            self._connected.labels(peer).set(1)
+        if is_new:
+            self._silence.labels(peer).set_function(lambda: self.silent_s(peer) or 0.0)
+
+    def lost(self, peer: str) -> None:
+        """Note that the peer does not answer, or that its stream broke off."""
+        with self._lock:
+            if peer in self._lost or peer not in self._heard_at:
+                return
+            self._lost.add(peer)
+        self._losses.labels(peer).inc()
+        self._connected.labels(peer).set(0)
+
+    def left(self, peer: str) -> None:
+        """Note that the peer has gone, as one does that has nothing to ask: that is no loss."""
+        with self._lock:
+            if peer in self._lost or peer not in self._heard_at:
+                return
+            self._away.add(peer)
+        self._connected.labels(peer).set(0)
+
+    def silent_s(self, peer: str) -> float | None:
+        """Return the seconds since the peer's last message; None before the first one."""
+        with self._lock:
+            heard_at = self._heard_at.get(peer)
+        return None if heard_at is None else self._clock() - heard_at
+
+    def is_there(self, peer: str) -> bool:
+        with self._lock:
+            return peer in self._heard_at and peer not in self._lost | self._away
 
 
 def _kinds_of(error: type[PeerError]) -> Iterator[str]:
@@ -22,7 +171,7 @@ def _kinds_of(error: type[PeerError]) -> Iterator[str]:
         yield from _kinds_of(kind)
 
 
-class Readiness(NamedTuple):
+class ServingState(NamedTuple):
     ready: bool
     reason: str  # why not, or what it is doing
 
@@ -43,10 +192,10 @@ class PartyStatus:
         self.party = party
         self.run_name = contract.run_name
         self.run_id = ""
-        self.metrics = Metrics()
+        self.metrics = PartyMetrics()
         self.peers = Presence(self.metrics, clock)
         self._stage_of: Callable[[], str] = lambda: stages[0]
-        self._readiness = Readiness(ready=False, reason=stages[0])
+        self._readiness = ServingState(ready=False, reason=stages[0])
         self._add_own_metrics(stages)
         self._add_message_metrics()
 
@@ -94,7 +243,7 @@ class PartyStatus:
         return self._stage_of()
 
     @property
-    def readiness(self) -> Readiness:
+    def readiness(self) -> ServingState:
         return self._readiness
 
     def facts(self) -> dict[str, str]:
@@ -106,7 +255,7 @@ class PartyStatus:
         }
 
     def set_ready(self, reason: str, *, ready: bool = True) -> None:
-        self._readiness = Readiness(ready, reason)
+        self._readiness = ServingState(ready, reason)
 
     def enter_stage(self, stage: str) -> None:
         self.follow_stage(lambda: stage)
@@ -142,3 +291,83 @@ class PartyStatus:
 
     def note_failed_call(self, error: Exception) -> None:
         self._failed.labels(type(error).__name__).inc()
+
+
+STAGES = ("starting", "waiting", "aligning", "training", "stopping", "finished", "ended")
+"""The stages of a run, in order; a run that stops can be resumed, one that has ended cannot."""
+
+
+class RunStatus(PartyStatus):
+    """The state of one party's run, for its operators.
+
+    Its methods take microseconds and never raise; any thread may call them.
+    """
+
+    def __init__(
+        self, party: str, contract: Contract, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(party, contract, STAGES, clock)
+        self.phases = Phases()
+        self.metrics.registry.register(PhaseCollector(self.phases))
+        self._contract = contract
+        self._clock = clock
+        self._steps_per_epoch = 0
+        self._last_step_at: float | None = None
+        self._add_run_metrics()
+        self._add_step_metrics()
+
+    def _add_run_metrics(self) -> None:
+        gauge = self.metrics.gauge
+        self._aligned = gauge("aligned_rows", "Rows that all parties have in common.")
+        self._alignment = gauge(
+            "alignment_progress_ratio", "Share of both parties' ids that the alignment has handled."
+        )
+        self._epoch = gauge("epoch", "The epoch that the run is in, counted from 1.")
+        gauge("epochs", "Epochs of the whole run.").set(self._contract.epochs)
+        self._checkpoint = self.metrics.unknown_gauge(
+            "last_checkpoint_timestamp_seconds", "Unix time at which the last state was taken."
+        )
+
+    def _add_step_metrics(self) -> None:
+        gauge, counter = self.metrics.gauge, self.metrics.counter
+        self._steps = counter("steps", "Training steps that this process has done.")
+        self._rows = counter("rows", "Training rows in these steps, counted in every epoch.")
+        self._done = gauge("course_steps_done", "Steps of the whole run that are done.")
+        self._total = gauge("course_steps", "Steps of the whole run, unless it stops early.")
+        self._step_s = self.metrics.histogram(
+            "step_seconds",
+            "Seconds from the end of one training step to the end of the next.",
+            STEP_BUCKETS_S,
+        )
+
+    def note_alignment(self, done_ids: int, total_ids: int) -> None:
+        self._alignment.set(done_ids / total_ids if total_ids else 0.0)
+
+    def note_aligned(self, rows: AlignedRows) -> None:
+        self._alignment.set(1)
+        self._aligned.set(len(rows))
+        self._steps_per_epoch = rows.order.steps_per_epoch
+        self._total.set(rows.total_steps(self._contract))
+        self._done.set(0)
+        self._epoch.set(1)
+        self._last_step_at = None
+
+    def note_resumed(self, epoch: int | None) -> None:
+        """Note that the run resumes in an epoch, or at its end if that is None."""
+        epochs_done = self._contract.epochs if epoch is None else epoch
+        self._done.set(epochs_done * self._steps_per_epoch)
+        self._epoch.set(min(epochs_done + 1, self._contract.epochs))
+        self._last_step_at = None
+
+    def note_step(self, batch: Batch) -> None:
+        now = self._clock()
+        if self._last_step_at is not None:
+            self._step_s.observe(now - self._last_step_at)
+        self._last_step_at = now
+        self._steps.inc()
+        self._rows.inc(len(batch.positions))
+        self._done.set(batch.epoch * self._steps_per_epoch + batch.step + 1)
+        self._epoch.set(batch.epoch + 1)
+
+    def note_checkpoint(self) -> None:
+        self._checkpoint.set_to_current_time()

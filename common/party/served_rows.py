@@ -9,11 +9,15 @@ import torch
 from numpy.typing import NDArray
 
 from splitveil.common.data.canonical_form import CanonicalForm
-from splitveil.common.data.converted import MappedTable
-from splitveil.common.data.features import FeatureEncoder, Features, MappedFeatures, RowEncoder
+from splitveil.common.data.features import (
+    FeatureEncoder,
+    Features,
+    MappedFeatures,
+    RowEncoder,
+    unknown_categories,
+)
 from splitveil.common.data.stored_ids import ABSENT, IdIndex
 from splitveil.common.data.table_files import settings_for, source_of
-from splitveil.common.data.unknown_categories import unknown_categories
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import PartySettings
@@ -34,7 +38,7 @@ class ServedRows:
         everything = np.arange(len(data.ids), dtype=np.int64)
         self._features: Features = (
             MappedFeatures(encode=RowEncoder(encoder, data.table), file_rows=everything)
-            if isinstance(data.table, MappedTable)
+            if data.table.is_on_disk
             else encoder.transform(data.table, everything)
         )
 

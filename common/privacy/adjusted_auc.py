@@ -1,4 +1,4 @@
-"""The covariate-adjusted leak AUC: how well a score tells labels that features do not tell.
+"""The covariate-adjusted leak AUC: how well a score reveals labels that features do not reveal.
 
     strata                       rows with nearly the same prediction q of a model that has not seen
                                  their labels
@@ -8,23 +8,30 @@
 
 That is the area under the covariate-adjusted ROC curve (Janes and Pepe, "Adjusting for covariate
 effects on classification accuracy using the covariate-adjusted ROC curve", Biometrika 96, 2009,
-sections 2 and 4). A score that only repeats what features tell has an adjusted AUC of 1/2, however
-well it tells the labels of all rows together; one that knows the labels has 1. The weights give the
-negatives of a stratum the positives' distribution of q: without them, the rest of its width counts
-as a leak, up to .01 for 100 strata and .06 for 20.
+sections 2 and 4). A score that only repeats what features reveal has an adjusted AUC of 1/2,
+however well it reveals the labels of all rows together; one that knows the labels has 1. The
+weights give the negatives of a stratum the positives' distribution of q: without them, the rest of
+its width counts as a leak, up to .01 for 100 strata and .06 for 20.
 
 The interval takes the variance of the placements within and between strata (DeLong, DeLong and
 Clarke-Pearson, Biometrics 44, 1988), on the logit scale, where an area close to 1 keeps its
 interval below 1.
+
+What an attack is worth to whoever runs it:
+
+    advantage        AUC of the attack minus AUC of a model of the attacker's own features that was
+                     fitted to the same known labels; 1/2 for an attack that knows none
+    TPR at an FPR    share of the positives found while at most that share of negatives is accused
+                     (Carlini et al., "Membership Inference Attacks From First Principles", 2022)
+    precision        share of positives among the rows with the highest scores
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
-from splitveil.common.privacy.leakage import OneClass
-from splitveil.common.privacy.pair_aucs import Floats
+from splitveil.common.privacy.leakage import Floats, OneClass
 
 MAX_STRATA = 100
 MIN_PER_STRATUM = 10
@@ -33,6 +40,7 @@ MIN_PER_STRATUM = 10
 _FEWEST = 2
 """Rows of each class in every stratum: neighbouring strata are merged until they have them."""
 
+TOP_ROWS = 100
 _NORMAL_975 = 1.959963984540054
 
 Mask = npt.NDArray[np.bool_]
@@ -47,6 +55,27 @@ class AdjustedLeak(NamedTuple):
     low: float
     """Below 1/2 where the sign of the score may have come out by chance."""
     high: float
+
+
+class Advantage(NamedTuple):
+    """By how much an attack does better than the attacker's own features."""
+
+    value: float
+    low: float
+    high: float
+    prior: float
+    """Leak AUC of the attacker's own model."""
+
+
+class OperatingPoints(TypedDict):
+    """How many labels an attack finds where it is most certain."""
+
+    tpr_at_per_mille: float
+    """True positive rate where at most 0.1 % of the negatives are accused."""
+    tpr_at_percent: float
+    """True positive rate where at most 1 % of the negatives are accused."""
+    precision_at_100: float | None
+    """Share of positives among the 100 highest scores; None for 100 rows or fewer."""
 
 
 class Placements(NamedTuple):
@@ -70,19 +99,9 @@ class Placements(NamedTuple):
         moves = self.weights * (self.negatives - self.auc)
         return float(moves @ moves) * number / (number - 1) if number > 1 else 1.0
 
-    def variance_of_positives(self) -> float:
-        """Return the part of the AUC's variance that the choice of the positives brings."""
-        number = len(self.positives)
-        return float(self.positives.var(ddof=1)) / number if number > 1 else 1.0
-
 
 def placements(scores: Floats, positive: Mask, weights: Floats | None = None) -> Placements:
-    """Return the placements of all rows.
-
-    Args:
-        scores: (rows,); infinities are allowed.
-        positive: (rows,), some true and some false.
-        weights: positive numbers, (rows,), of which those of the negatives count; equal by default.
+    """Return the placements of all rows; the weights of the negatives count, equal by default.
 
     Raises:
         OneClass: there is no positive, or no negative.
@@ -111,17 +130,13 @@ def strata_of(predictions: Floats, positive: Mask, max_strata: int = MAX_STRATA)
     There are at most ``max_strata``, and one for every ``MIN_PER_STRATUM`` rows of the rarer class;
     neighbours are merged until each has two rows of both classes.
 
-    Args:
-        predictions: of the positive class, (rows,).
-        positive: (rows,).
-
     Returns:
         The number of each row's stratum from 0, ascending with the predictions, (rows,).
     """
     rarer = min(int(positive.sum()), int((~positive).sum()))
     number = max(1, min(max_strata, rarer // MIN_PER_STRATUM))
     inner = np.arange(1, number // 2 + 1) / (number // 2 + 1)
-    # Not the labels' own quantiles: a limit that lies at a positive tells labels by itself.
+    # Not the labels' own quantiles: a limit that lies at a positive reveals labels by itself.
     limits = [_quantiles(predictions, weights, inner) for weights in (predictions, 1 - predictions)]
     edges = np.unique(np.concatenate(limits))
     strata = np.searchsorted(edges, predictions, side="right")
@@ -137,8 +152,6 @@ def adjusted_leak_auc(
     """Return the leak AUC among rows with nearly the same prediction, with its 95 % interval.
 
     Args:
-        scores: (rows,); infinities are allowed.
-        positive: (rows,).
         predictions: of the positive class, by a model that has not seen the row's label, (rows,),
             above 0 and below 1.
 
@@ -152,30 +165,65 @@ def adjusted_leak_auc(
     order = np.argsort(strata, kind="stable")
     parts = np.split(order, np.flatnonzero(np.diff(strata[order])) + 1)
     odds = predictions / (1.0 - predictions)
-    found = [placements(scores[part], positive[part], odds[part]) for part in parts]
-    of_positives = np.concatenate([one.positives for one in found])
+    by_stratum = [placements(scores[part], positive[part], odds[part]) for part in parts]
+    of_positives = np.concatenate([stratum.positives for stratum in by_stratum])
     auc = float(of_positives.mean())
     variance = float(of_positives.var(ddof=1)) / len(of_positives)
-    for one in found:
-        share = len(one.positives) / len(of_positives)
-        variance += share**2 * one.variance_of_negatives()
-    return _folded(auc, *_interval(auc, variance, rarer))
+    for stratum in by_stratum:
+        share = len(stratum.positives) / len(of_positives)
+        variance += share**2 * stratum.variance_of_negatives()
+    low, high = _interval(auc, variance, rarer)
+    return AdjustedLeak(auc, low, high) if auc >= 0.5 else AdjustedLeak(1 - auc, 1 - high, 1 - low)
+
+
+def advantage_over(prior: Floats, scores: Floats, positive: Mask) -> Advantage:
+    """Compare an attack with ``prior``, the scores of the attacker's own model, or a constant.
+
+    Raises:
+        OneClass: there is no positive, or no negative.
+    """
+    attack, own = placements(scores, positive), placements(prior, positive)
+    signs = [1.0 if of.auc >= 0.5 else -1.0 for of in (attack, own)]
+    variance = 0.0
+    for of_attack, of_own in zip(attack, own, strict=True):
+        difference = signs[0] * of_attack - signs[1] * of_own
+        variance += float(difference.var(ddof=1)) / len(difference) if len(difference) > 1 else 1.0
+    folded = [max(of.auc, 1 - of.auc) for of in (attack, own)]
+    value, reach = folded[0] - folded[1], _NORMAL_975 * variance**0.5
+    return Advantage(value, value - reach, value + reach, folded[1])
+
+
+def operating_points(scores: Floats, positive: Mask) -> OperatingPoints:
+    """Return what an attack finds with few errors; a score with an AUC below 1/2 is inverted.
+
+    A tie with the first negative too many counts as not found. Ties at the end of the highest
+    scores count with their share of positives.
+
+    Raises:
+        OneClass: there is no positive, or no negative.
+    """
+    if placements(scores, positive).auc < 0.5:
+        scores = -scores
+    negatives = np.sort(scores[~positive])[::-1]
+    per_mille, percent = (
+        float((scores[positive] > negatives[int(rate * len(negatives))]).mean())
+        for rate in (0.001, 0.01)
+    )
+    return OperatingPoints(
+        tpr_at_per_mille=per_mille,
+        tpr_at_percent=percent,
+        precision_at_100=_precision(scores, positive),
+    )
 
 
 def _interval(auc: float, variance: float, rarer: int) -> tuple[float, float]:
-    # Half a pair of the rarer class told wrong: at an area of 1 the variance found is 0.
+    # Half a pair of the rarer class in the wrong order: at an area of 1 the variance found is 0.
     inside = min(max(auc, 0.5 / rarer), 1 - 0.5 / rarer)
     variance = max(variance, inside * (1 - inside) / (3 * rarer))
     centre = np.log(inside / (1 - inside))
     reach = _NORMAL_975 * variance**0.5 / (inside * (1 - inside))
     low, high = 1 / (1 + np.exp(-(centre + np.array([-reach, reach]))))
     return min(float(low), auc), max(float(high), auc)
-
-
-def _folded(auc: float, low: float, high: float) -> AdjustedLeak:
-    if auc < 0.5:
-        auc, low, high = 1 - auc, 1 - high, 1 - low
-    return AdjustedLeak(auc, low, high)
 
 
 def _quantiles(values: Floats, weights: Floats, shares: Floats) -> Floats:
@@ -195,11 +243,7 @@ def _share_below(values: Floats, others: Floats, weights: Floats) -> Floats:
 
 
 def _merged(counts: npt.NDArray[np.int64]) -> Strata:
-    """Return the new number of each stratum, so that each has enough rows of both classes.
-
-    Args:
-        counts: rows of each class and stratum, (2, strata).
-    """
+    """Return the new number of each stratum, so that each has enough rows of both classes."""
     numbers = np.zeros(counts.shape[1], dtype=np.int64)
     held, number = np.zeros(2, dtype=np.int64), 0
     for index, of_both in enumerate(counts.T):
@@ -210,3 +254,12 @@ def _merged(counts: npt.NDArray[np.int64]) -> Strata:
     if held.min() < _FEWEST and number > 0:  # the rest joins the stratum before it
         numbers[numbers == number] = number - 1
     return numbers
+
+
+def _precision(scores: Floats, positive: Mask) -> float | None:
+    if len(scores) <= TOP_ROWS:
+        return None
+    last = np.sort(scores)[-TOP_ROWS]
+    above, tied = scores > last, scores == last
+    missing = TOP_ROWS - int(above.sum())
+    return float((positive[above].sum() + missing * positive[tied].mean()) / TOP_ROWS)

@@ -24,7 +24,7 @@
     activation_kmeans      kmeans, on the activations instead of the gradients
 
 No attack reads labels: everything that it needs to know besides the gradients is an explicit
-argument, and `ATTACKS` names it. With more than two classes, an attack that is told something about
+argument, and `ATTACKS` names it. With more than two classes, an attack that knows something about
 the positives runs once for each class, with that class as the positives. The scores themselves are
 defined in `splitveil.common.privacy.scores`, `residual_energy` and `informed` in modules of their
 own, attacks that accumulate over a run in `splitveil.common.privacy.accumulation`, and user-defined
@@ -45,23 +45,7 @@ from torch import Tensor
 from splitveil.common.privacy import scores
 from splitveil.common.privacy.gradient_rows import Gradients
 from splitveil.common.privacy.informed import KnownPredictions, informed
-from splitveil.common.privacy.optimal import optimal
 from splitveil.common.privacy.residual_energy import residual_energy
-
-__all__ = [
-    "ATTACKS",
-    "CUT",
-    "LABEL_FREE",
-    "Attack",
-    "AttackName",
-    "BatchAttackName",
-    "Knowledge",
-    "RunAttackName",
-    "SideInformation",
-    "informed",
-    "optimal",
-    "residual_energy",
-]
 
 BatchAttackName: TypeAlias = Literal[
     "norm",
@@ -128,11 +112,7 @@ class SideInformation(StrEnum):
     @property
     def is_oracle(self) -> bool:
         """Whether only an evaluation has it, and a passive party does not."""
-        return self in (
-            SideInformation.POSITIVE_GRADIENT,
-            SideInformation.CLASSES,
-            SideInformation.PREDICTIONS,
-        )
+        return self.value.endswith(_EVALUATION_ONLY)
 
     @property
     def is_free(self) -> bool:
@@ -159,19 +139,8 @@ class Knowledge(NamedTuple):
     """Gradient of one example of each other class, (classes, ...)."""
 
 
-_FIELDS = {
-    SideInformation.POSITIVE_GRADIENT: "positive_gradient",
-    SideInformation.HINTS: "hints",
-    SideInformation.CLASSES: "classes",
-    SideInformation.ACTIVATIONS: "activations",
-    SideInformation.PREDICTIONS: "predictions",
-    SideInformation.OTHER_HINTS: "other_hints",
-}
-"""What an attack is told -> field of `Knowledge`, in the order of a function's arguments."""
-
-
 class Attack(NamedTuple):
-    """One row of the table of attacks."""
+    """An attack on single batches."""
 
     function: Callable[..., Tensor]
     """Returns the scores, from the gradients (if it reads them) and each thing that it needs."""
@@ -191,9 +160,20 @@ class Attack(NamedTuple):
         return all(need.is_free for need in self.needs)
 
     @property
+    def needs_classes(self) -> bool:
+        """Whether it learns from other rows of the batch with their labels."""
+        return SideInformation.CLASSES in self.needs
+
+    @property
     def arguments(self) -> dict[SideInformation, str]:
-        """What it is told -> field of `Knowledge`."""
-        return {need: name for need, name in _FIELDS.items() if need in self.needs}
+        """Side information that is handed over -> field of `Knowledge`, in order."""
+        handed_over = self.needs - {SideInformation.POSITIVES_ARE_FEWER}
+        return {need: need.name.lower() for need in SideInformation if need in handed_over}
+
+    def runs_at(self, layer: str) -> bool:
+        """Return whether it has scores of its own at a layer."""
+        reads_the_cut = not self.reads_gradients or SideInformation.PREDICTIONS in self.needs
+        return layer == CUT or not reads_the_cut
 
     def missing(self, knowledge: Knowledge) -> SideInformation | None:
         """Return the first thing that it needs and is not there; None if it has everything."""
@@ -217,10 +197,46 @@ class Attack(NamedTuple):
             raise ValueError(f"{name} needs {missing}{hints}")
         if self.num_hints and knowledge.hints is not None:
             knowledge = knowledge._replace(hints=knowledge.hints[: self.num_hints])
-        told = [getattr(knowledge, name) for name in self.arguments.values()]
+        known = [getattr(knowledge, name) for name in self.arguments.values()]
         if SideInformation.PREDICTIONS in self.needs:
-            told.append(knowledge.target)
-        return self.function(*([gradients] if self.reads_gradients else []), *told)
+            known.append(knowledge.target)
+        return self.function(*([gradients] if self.reads_gradients else []), *known)
+
+
+class RunAttack(NamedTuple):
+    """An attack over a run: on scores of its batches, or on the activations at its end."""
+
+    sources: tuple[BatchAttackName, ...] = ()
+    """The scores of a batch that it accumulates; none for an attack on the last activations."""
+    num_hints: int = 0
+    """Number of labels of the run that it knows, if that does not depend on the run."""
+    labels: str | None = None
+    """The labels of the run that it knows, in words; None for one that knows none."""
+    has_sum_per_target: bool = False
+    """Whether it scores each target class, because it knows something about each."""
+    standardises: bool = True
+    """False for sums in which batches that say more count more."""
+    agrees_with_sums: bool = False
+    """Whether each batch gets the sign that agrees with the sums of its examples."""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether it looks only at the last activations, and at no gradient."""
+        return not self.sources
+
+    @property
+    def combines(self) -> bool:
+        """Whether it fits a model of an example's scores to known labels."""
+        return bool(self.sources) and self.num_hints > 0
+
+    @property
+    def needs(self) -> frozenset[SideInformation]:
+        """The side information that it needs besides labels of the run."""
+        if self.is_final:
+            return frozenset({SideInformation.ACTIVATIONS})
+        if self.combines:
+            return frozenset()
+        return frozenset[SideInformation]().union(*(ATTACKS[name].needs for name in self.sources))
 
 
 def _hinted(score: Callable[[Gradients, Tensor], Tensor], num_hints: int) -> Attack:
@@ -258,11 +274,31 @@ ATTACKS: Mapping[BatchAttackName, Attack] = MappingProxyType(
     }
 )
 
+RUN_ATTACKS: Mapping[RunAttackName, RunAttack] = MappingProxyType(
+    {
+        "accumulated_spectral": RunAttack(("spectral",)),
+        "accumulated_residual_energy": RunAttack(("residual_energy",), agrees_with_sums=True),
+        "accumulated_cosine": RunAttack(("cosine",), has_sum_per_target=True),
+        "accumulated_kmeans": RunAttack(("kmeans",)),
+        "accumulated_nearest_hint": RunAttack(("nearest_hint",), has_sum_per_target=True),
+        "accumulated_informed": RunAttack(
+            ("informed",), has_sum_per_target=True, standardises=False
+        ),
+        "hint_combiner_50": RunAttack(("spectral", "norm"), 50, "50 labels of the run"),
+        "hint_combiner_200": RunAttack(("spectral", "norm"), 200, "200 labels of the run"),
+        "final_kmeans": RunAttack(),
+        "final_nearest_hint": RunAttack(labels="one label of each class"),
+        "completion_40": RunAttack(num_hints=40, labels="40 labels of the run"),
+    }
+)
+
+FINAL_ATTACKS = tuple(name for name, attack in RUN_ATTACKS.items() if attack.is_final)
+
 LABEL_FREE: tuple[AttackName, ...] = (
     *(
         name
         for name, attack in ATTACKS.items()
-        if attack.is_free and attack.reads_gradients  # the others tell what features tell
+        if attack.is_free and attack.reads_gradients  # the others show what features reveal
     ),
     "accumulated_spectral",
     "accumulated_residual_energy",

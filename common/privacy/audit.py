@@ -4,7 +4,7 @@ Both parties use them: the passive party on the gradients that it received, the 
 gradients that it sent.
 
 With more than two classes, an attack is represented by the leak AUC of its worst pair: the two
-classes that it tells apart best. It is never below the leak AUC of the worst class against the
+classes that it separates best. It is never below the leak AUC of the worst class against the
 rest, and it is the figure that the ledger bounds. The largest of several figures is raised by
 chance, the more so the fewer examples a class has in a batch; random scores are measured in the
 same way for comparison.
@@ -19,26 +19,30 @@ from typing import Any, NamedTuple, TypedDict
 
 from torch import Tensor
 
-from splitveil.common.privacy.accumulation import SOURCES
-from splitveil.common.privacy.attacks import ATTACKS, CUT, Attack, SideInformation
+from splitveil.common.privacy.attacks import ATTACKS, CUT, RUN_ATTACKS, Attack
 from splitveil.common.privacy.beyond_features import (
     BeyondFeatures,
     Covariates,
     measure_beyond_features,
 )
-from splitveil.common.privacy.label_classes import LabelClasses
-from splitveil.common.privacy.latest_scores import LatestScores
-from splitveil.common.privacy.observation import Clues, Observation, pick_clues, random_scores
-from splitveil.common.privacy.pair_aucs import Score, batch_aucs
-from splitveil.common.privacy.run_level import RunAudit, RunFigures, RunLevelLeak
-from splitveil.common.privacy.scoring import BatchScorer, LayerScores
-from splitveil.common.privacy.tally import AttackTally, ClassLeak, MultiClassTally
+from splitveil.common.privacy.gathered_scores import LatestScores
+from splitveil.common.privacy.leakage import Score, batch_aucs
+from splitveil.common.privacy.observation import (
+    Clues,
+    LabelClasses,
+    Observation,
+    pick_clues,
+    random_scores,
+)
+from splitveil.common.privacy.run_level import RunAudit
+from splitveil.common.privacy.scoring import AttackScores, BatchScorer, LayerScores
+from splitveil.common.privacy.tally import AttackTally, ClassLeak, MultiClassTally, by_layer
 
 LeakByAttack = dict[str, dict[str, float]]
 """Layer name -> attack name -> leak AUC."""
 
 
-class BatchLeak(NamedTuple):
+class AuditedBatch(NamedTuple):
     """The leak AUCs of one batch."""
 
     epoch: int
@@ -88,9 +92,8 @@ class LeakAudit:
     ) -> None:
         table = {str(name): attack for name, attack in (*ATTACKS.items(), *custom.items())}
         self._attacks = tuple(name for name in table if name in attacks)
-        self._run_attacks = tuple(name for name in SOURCES if name in attacks)
-        sources = {source for name in self._run_attacks for source in SOURCES[name]}
-        scored = {*self._attacks, *sources}
+        run_attacks = tuple(name for name in RUN_ATTACKS if name in attacks)
+        scored = {*self._attacks, *(of for name in run_attacks for of in RUN_ATTACKS[name].sources)}
         self._scored = {name: attack for name, attack in table.items() if name in scored}
         self._every_steps = every_steps
         self._lock = threading.Lock()
@@ -98,10 +101,11 @@ class LeakAudit:
         self._tallies: dict[tuple[str, str], AttackTally] = {}
         self._skipped_one_class = 0
         self._left_out = 0
-        self._latest: BatchLeak | None = None
+        self._latest: AuditedBatch | None = None
         self._classes = LabelClasses(tuple(class_names))
         self._scorer = BatchScorer(self._scored, self._classes.targets)
-        self._run = RunAudit(self._run_attacks, num_examples, self._classes)
+        self.run = RunAudit(run_attacks, num_examples, self._classes)
+        """The attacks over the run."""
         self._latest_scores = LatestScores(self._attacks if keeps_scores else (), num_examples)
         self._by_class: dict[tuple[str, str], MultiClassTally] = {}
 
@@ -114,64 +118,41 @@ class LeakAudit:
 
     def summary(self) -> dict[str, dict[str, AttackSummary]]:
         """Summarise the run so far; an attack that was never measured is absent."""
-        result: dict[str, dict[str, AttackSummary]] = {}
         with self._lock:
-            for layer, attack, tally in self._measured():
-                result.setdefault(layer, {})[attack] = AttackSummary(
-                    q95=tally.quantile(0.95),
-                    mean=tally.mean,
-                    last_epoch=tally.epoch_mean(tally.last_epoch) or tally.mean,
-                    random_q95=tally.random_quantile(0.95),
-                )
-        return result
+            return by_layer(
+                (layer, attack, _summary(tally)) for layer, attack, tally in self._measured()
+            )
 
     def epoch_means(self, epoch: int) -> LeakByAttack:
         """Return the mean leak AUCs over the batches of one epoch; an attack may be absent.
 
-        They are kept for the last 64 epochs in which an attack was measured.
+        They are stored for the last 64 epochs in which an attack was measured.
         """
-        result: LeakByAttack = {}
         with self._lock:
-            for (layer, attack), tally in self._tallies.items():
-                mean = tally.epoch_mean(epoch)
-                if mean is not None:
-                    result.setdefault(layer, {})[attack] = mean
-        return result
+            return by_layer(
+                (layer, attack, mean)
+                for layer, attack, tally in self._measured()
+                if (mean := tally.epoch_mean(epoch)) is not None
+            )
 
     def worst_epochs(self) -> LeakByAttack:
         """Return each attack's mean leak AUC in its worst epoch; absent if never measured."""
-        worst: LeakByAttack = {}
         with self._lock:
-            for layer, attack, tally in self._measured():
-                worst.setdefault(layer, {})[attack] = tally.worst_epoch
-        return worst
+            return by_layer(
+                (layer, attack, tally.worst_epoch) for layer, attack, tally in self._measured()
+            )
+
+    def latest(self) -> AuditedBatch | None:
+        return self._latest
+
+    def counts(self) -> AuditCounts:
+        with self._lock:
+            return AuditCounts(self._observed, self._skipped_one_class, self._left_out)
 
     @property
     def num_hints(self) -> int:
         """The number of positives of each batch that the attacks need to know."""
         return max((attack.num_hints for attack in self._scored.values()), default=0)
-
-    def latest(self) -> BatchLeak | None:
-        return self._latest
-
-    def counts(self) -> AuditCounts:
-        """Return the numbers of batches that were measured, had one class, and were left out."""
-        with self._lock:
-            return AuditCounts(self._observed, self._skipped_one_class, self._left_out)
-
-    def _measured(self) -> Iterator[tuple[str, str, AttackTally]]:
-        """Yield layer, attack and tally of what was measured; the caller holds the lock."""
-        for (layer, attack), tally in self._tallies.items():
-            if tally.batches:
-                yield layer, attack, tally
-
-    def _remember(self, measured: BatchLeak) -> None:
-        """Add a batch's figures; the caller holds the lock."""
-        self._observed += 1
-        for layer, attacks in measured.leak.items():
-            for attack, value in attacks.items():
-                self._tallies[layer, attack].add(measured.epoch, value, measured.random)
-        self._latest = measured
 
     @property
     def is_multi_class(self) -> bool:
@@ -182,16 +163,15 @@ class LeakAudit:
     ) -> dict[int, Clues]:
         """Pick the attacks' clues about each target class, the same on both sides of the wire.
 
-        Args:
-            observation: the batch; clues that it already holds are not read.
-            sources: layer -> gradients from which references are taken, (batch, ...).
+        References are taken from ``sources``, layer -> gradients; clues in the observation are not
+        read.
         """
         return {
             target: pick_clues(observation, sources, seed, self.num_hints, target)
             for target in self._classes.targets
         }
 
-    def observe(self, observation: Observation) -> BatchLeak | None:
+    def observe(self, observation: Observation) -> AuditedBatch | None:
         """Attack one batch and remember the leak AUCs.
 
         Returns:
@@ -204,72 +184,64 @@ class LeakAudit:
             return None
         labels = self._classes.indices(observation.labels)
         # A batch of a single class, too: a checkpoint, and so the peer, waits for this.
-        scored = self._scorer.score(observation, labels)
-        self._gather(observation, scored, labels)
-        measured = self._measure(observation, scored, labels)
+        layers = self._scorer.score(observation, labels)
+        if observation.positions is not None:
+            if CUT in layers:
+                with self._lock:
+                    self._latest_scores.add(observation.positions, layers[CUT].scores)
+            self.run.add(
+                observation.epoch, observation.positions, labels, layers, observation.activations
+            )
+        measured = self._measure(observation, layers, labels)
         with self._lock:
             if not self._classes.is_mixed(labels):
                 self._skipped_one_class += 1
                 return None
-            self._remember(measured)
+            self._observed += 1
+            self._latest = measured
+            for layer, attacks in measured.leak.items():
+                for attack, value in attacks.items():
+                    self._tallies[layer, attack].add(measured.epoch, value, measured.random)
         return measured
 
     def classes(self) -> dict[str, dict[str, ClassLeak]]:
         """Return layer -> attack -> its figures class by class; empty for two classes."""
-        result: dict[str, dict[str, ClassLeak]] = {}
+        if not self.is_multi_class:
+            return {}
         with self._lock:
-            for layer, attack, _ in self._measured():
-                if self.is_multi_class:
-                    found = self._by_class[layer, attack].result(self._classes.names)
-                    result.setdefault(layer, {})[attack] = found
-        return result
-
-    def end_run(self) -> None:
-        """Measure the sums up to the end of the last epoch."""
-        self._run.close_epoch()
-
-    def after_epoch(self, epoch: int) -> LeakByAttack:
-        """Return the leak AUCs of the sums up to the end of an epoch."""
-        return self._run.after_epoch(epoch)
-
-    def run_level(self) -> dict[str, dict[str, RunLevelLeak]]:
-        """Return the leak of the run so far: layer -> attack -> leak AUC with its interval."""
-        return self.run_figures().leak
-
-    def run_figures(self) -> RunFigures:
-        """Return the leak of the run so far, overall and class by class."""
-        return self._run.result()
+            return by_layer(
+                (layer, attack, self._by_class[layer, attack].result(self._classes.names))
+                for layer, attack, _ in self._measured()
+            )
 
     def beyond_features(self, covariates: Covariates) -> BeyondFeatures | None:
-        """Measure the attacks on the cut layer against what features tell.
+        """Measure the attacks on the cut layer against what features reveal.
 
         Returns:
             None if too few rows of a class are known.
         """
-        told = [n for n, one in self._scored.items() if SideInformation.CLASSES in one.needs]
+        know_classes = [name for name, attack in self._scored.items() if attack.needs_classes]
         return measure_beyond_features(
-            covariates, self._latest_scores.result(), self._run.scores(CUT), self._classes, told
+            covariates,
+            self._latest_scores.result(),
+            self.run.scores(CUT),
+            self._classes,
+            know_classes,
         )
 
     def state_dict(self) -> dict[str, Any]:
         with self._lock:
-            by_class: dict[str, dict[str, Any]] = {}
-            for (layer, attack), tally in self._by_class.items():
-                by_class.setdefault(layer, {})[attack] = tally.state_dict()
-            tallies: dict[str, dict[str, Any]] = {}
-            for (layer, attack), found in self._tallies.items():
-                tallies.setdefault(layer, {})[attack] = found.state_dict()
             return {
                 "attacks": list(self._attacks),
                 "observed": self._observed,
-                "tallies": tallies,
+                "tallies": _states(self._tallies),
                 "skipped_one_class": self._skipped_one_class,
                 "left_out": self._left_out,
                 "latest": None if self._latest is None else self._latest._asdict(),
-                "run": self._run.state_dict(),
+                "run": self.run.state_dict(),
                 "latest_scores": self._latest_scores.state_dict(),
                 "num_classes": self._classes.num_classes,
-                "by_class": by_class,
+                "by_class": _states(self._by_class),
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -287,76 +259,84 @@ class LeakAudit:
         if stored != expected:
             raise ValueError(f"expected figures of {expected} classes, got those of {stored}")
         with self._lock:
-            self._run.load_state_dict(state["run"])
+            self.run.load_state_dict(state["run"])
             self._latest_scores.load_state_dict(state["latest_scores"])
             self._observed = state["observed"]
             self._skipped_one_class = state["skipped_one_class"]
             self._left_out = state["left_out"]
             latest = state["latest"]
-            self._latest = None if latest is None else BatchLeak(**latest)
-            self._tallies = {}
-            for layer, attacks in state["tallies"].items():
-                for attack, stored_tally in attacks.items():
-                    self._tallies[layer, attack] = found = AttackTally()
-                    found.load_state_dict(stored_tally)
-            self._by_class = {}
-            for layer, attacks in state["by_class"].items():
-                for attack, found in attacks.items():
-                    self._by_class[layer, attack] = tally = MultiClassTally(expected)
-                    tally.load_state_dict(found)
+            self._latest = None if latest is None else AuditedBatch(**latest)
+            self._tallies, self._by_class = {}, {}
+            for layer, attack, of_attack in _stored(state["tallies"]):
+                self._tallies[layer, attack] = AttackTally()
+                self._tallies[layer, attack].load_state_dict(of_attack)
+            for layer, attack, of_attack in _stored(state["by_class"]):
+                self._by_class[layer, attack] = MultiClassTally(expected)
+                self._by_class[layer, attack].load_state_dict(of_attack)
 
-    def _gather(
-        self, observation: Observation, scored: Mapping[str, LayerScores], labels: Tensor
-    ) -> None:
-        if observation.positions is not None:
-            if CUT in scored:
-                with self._lock:
-                    self._latest_scores.add(observation.positions, scored[CUT].scores)
-            self._run.add(
-                observation.epoch,
-                observation.positions,
-                labels,
-                scored,
-                observation.activations,
-            )
+    def _measured(self) -> Iterator[tuple[str, str, AttackTally]]:
+        """Yield layer, attack and tally of what was measured; the caller holds the lock."""
+        for (layer, attack), tally in self._tallies.items():
+            if tally.batches:
+                yield layer, attack, tally
 
     def _measure(
-        self, observation: Observation, scored: Mapping[str, LayerScores], labels: Tensor
-    ) -> BatchLeak:
+        self, observation: Observation, layers: Mapping[str, LayerScores], labels: Tensor
+    ) -> AuditedBatch:
         """Measure random scores and all attacks on all layers together."""
-        measured = [
+        places = [
             (layer, name)
-            for layer, found in scored.items()
+            for layer in layers
             for name in self._attacks
-            if name in found.scores
+            if name in layers[layer].scores
         ]
-        scores = [self._scores_of(scored[layer], name) for layer, name in measured]
+        scores = [self._scores_of(layers[layer].scores[name]) for layer, name in places]
         random = [Score(random_scores(observation), (), of) for of in self._classes.of_scores(1)]
         (of_random, *worst), by_class = batch_aucs(
             [random, *scores], labels, self._classes.num_classes
         )
-        leak: LeakByAttack = {layer: {} for layer in scored}
-        result = BatchLeak(observation.epoch, observation.step, leak, of_random)
+        leak: LeakByAttack = {layer: {} for layer in layers}
         with self._lock:
             # The size of a state must not depend on what can be measured, and so on labels.
-            for place in product(scored, self._attacks):
+            for place in product(layers, self._attacks):
                 if place not in self._tallies:
                     self._tallies[place] = AttackTally()
                     if by_class is not None:
                         self._by_class[place] = MultiClassTally(self._classes.num_classes)
-            for number, ((layer, attack), value) in enumerate(zip(measured, worst, strict=True), 1):
+            for number, ((layer, attack), value) in enumerate(zip(places, worst, strict=True), 1):
                 if math.isnan(value):  # the attack knew too little, or every row of a class
                     continue
                 leak[layer][attack] = value
                 if by_class is not None:
                     self._by_class[layer, attack].add(by_class.of(number), by_class.of(0))
-        return result
+        return AuditedBatch(observation.epoch, observation.step, leak, of_random)
 
-    def _scores_of(self, found: LayerScores, attack: str) -> list[Score]:
-        by_target, left_out = found.scores[attack]
+    def _scores_of(self, attack: AttackScores) -> list[Score]:
+        by_target, left_out = attack
         of_scores = self._classes.of_scores(len(by_target))
         return [
-            Score(values, told, of_class)
-            for values, told, of_class in zip(by_target, left_out, of_scores, strict=True)
+            Score(values, known, of_class)
+            for values, known, of_class in zip(by_target, left_out, of_scores, strict=True)
             if values is not None
         ]
+
+
+def _summary(tally: AttackTally) -> AttackSummary:
+    return AttackSummary(
+        q95=tally.quantile(0.95),
+        mean=tally.mean,
+        last_epoch=tally.epoch_mean(tally.last_epoch) or tally.mean,
+        random_q95=tally.random_quantile(0.95),
+    )
+
+
+def _states(
+    tallies: Mapping[tuple[str, str], AttackTally | MultiClassTally],
+) -> dict[str, dict[str, Any]]:
+    return by_layer((*place, tally.state_dict()) for place, tally in tallies.items())
+
+
+def _stored(states: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, Any]]:
+    for layer, attacks in states.items():
+        for attack, state in attacks.items():
+            yield layer, attack, state

@@ -1,44 +1,41 @@
-"""What the attacks of a run tell of the labels beyond what the features tell.
+"""What the attacks of a run reveal of the labels beyond what the features reveal.
 
-The figures of a run's audit say how well a score tells labels. Part of that is not the gradients'
-doing: features tell labels, too, and a model that learns makes its gradients repeat it. Here the
+The figures of a run's audit say how well a score reveals labels. Part of that is not the gradients'
+doing: features reveal labels, too, and a model that learns makes its gradients repeat it. Here the
 same scores are measured against predictions of models that have not seen a row's label.
 
     adjusted     `splitveil.common.privacy.adjusted_auc`: the leak AUC among rows of one prediction
-    advantage    `splitveil.common.privacy.attack_quality`: over the attacker's own features
+    advantage    `splitveil.common.privacy.adjusted_auc`: over the attacker's own features
     epsilon      `splitveil.common.privacy.observational_audit`: no run with a smaller epsilon would
                  have let the attacks guess so many labels
 
-With more than two classes they are about the pair of classes that an attack tells apart best on
+With more than two classes they are about the pair of classes that an attack separates best on
 the half of the rows that chooses attacks; the other half tests them.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from splitveil.common.privacy.accumulation import (
-    NUM_HINTS,
-    SOURCES,
-    RunScores,
-    combine_with_hints,
+from splitveil.common.privacy.accumulation import RunScores, combine_with_hints
+from splitveil.common.privacy.adjusted_auc import (
+    AdjustedLeak,
+    Advantage,
+    adjusted_leak_auc,
+    advantage_over,
 )
-from splitveil.common.privacy.adjusted_auc import AdjustedLeak, adjusted_leak_auc
-from splitveil.common.privacy.attack_quality import Advantage, advantage_over
-from splitveil.common.privacy.attacks import ATTACKS
+from splitveil.common.privacy.attacks import ATTACKS, RUN_ATTACKS, RunAttackName
 from splitveil.common.privacy.cross_fitting import FeatureModels, TooFewRows
-from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
-from splitveil.common.privacy.label_classes import TWO_CLASSES, LabelClasses
-from splitveil.common.privacy.leakage import OneClass
+from splitveil.common.privacy.leakage import ClassIndices, Floats, OneClass, PairAucs, pair_aucs
+from splitveil.common.privacy.observation import TWO_CLASSES, LabelClasses
 from splitveil.common.privacy.observational_audit import (
     EpsilonBound,
     ScoredRows,
     choosing_half,
     observe_epsilon,
 )
-from splitveil.common.privacy.pair_aucs import ClassIndices, Floats, PairAucs, pair_aucs
 from splitveil.common.privacy.run_level import SEED
 
 
@@ -49,16 +46,16 @@ class Covariates(NamedTuple):
     """Positions of the rows in the common order, ascending, (rows,)."""
     activations: npt.NDArray[np.float32]
     """What the passive parties know about them, (rows, values), finite."""
-    outlooks: npt.NDArray[np.float32]
+    predictions: npt.NDArray[np.float32]
     """What the whole model predicts of them, in any form, (rows, values), finite."""
     own: npt.NDArray[np.float32]
     """What the active party knows about them, (rows, values), finite; perhaps no value."""
     labels: ClassIndices
-    """Class indices, (rows,), for the measurement alone."""
+    """Class indices, (rows,), only for the measurement."""
 
 
 class BeyondFeatures(NamedTuple):
-    """What attacks tell beyond features: attack -> figures."""
+    """What attacks reveal beyond features: attack -> figures."""
 
     adjusted: dict[str, AdjustedLeak]
     advantage: dict[str, Advantage]
@@ -79,53 +76,52 @@ class _PairScores(NamedTuple):
 def measure_beyond_features(
     covariates: Covariates,
     batch_attacks: Mapping[str, Sequence[RunScores]],
-    run_attacks: Mapping[str, Sequence[RunScores]],
+    run_attacks: Mapping[RunAttackName, Sequence[RunScores]],
     classes: LabelClasses = TWO_CLASSES,
-    told_classes: Collection[str] = (),
+    know_classes: Collection[str] = (),
 ) -> BeyondFeatures | None:
     """Measure the attacks on some of a run's rows.
 
     Args:
         batch_attacks: attack on single batches -> its scores, one or one per target.
         run_attacks: the same for attacks over the run.
-        told_classes: attacks whose score of a row depends on the labels of other rows that are
+        know_classes: attacks whose score of a row depends on the labels of other rows that are
             tested. They do not count for epsilon.
 
     Returns:
         None if the rows hold too few of a class to predict labels.
     """
-    features = np.column_stack([covariates.activations, covariates.outlooks, covariates.own])
+    features = np.column_stack([covariates.activations, covariates.predictions, covariates.own])
     models = FeatureModels.of(features, covariates.labels)
     try:
         predictions = models.predictions(covariates.labels, classes.num_classes)
     except TooFewRows:
         return None
-    named = {**batch_attacks, **run_attacks}
-    pairs = list(_pairs(covariates, named, predictions, classes))
+    named = [*batch_attacks.items(), *run_attacks.items()]
+    pairs = {pair.attack: pair for pair in _pairs(covariates, named, predictions, classes)}
     adjusted = {}
-    for one in pairs:
-        _, scores, positive, of_pair = one.scored
-        adjusted[one.attack] = adjusted_leak_auc(scores, positive, of_pair)
+    for name, pair in pairs.items():
+        _, scores, positive, of_pair = pair.scored
+        adjusted[name] = adjusted_leak_auc(scores, positive, of_pair)
     advantage = {
-        one.attack: found
-        for one in pairs
-        if one.attack in run_attacks and (found := _advantage(one, covariates)) is not None
+        str(name): figure
+        for name in run_attacks
+        if name in pairs and (figure := _advantage(name, pairs[name], covariates)) is not None
     }
-    audited = {one.attack: one.scored for one in pairs if one.attack not in told_classes}
-    epsilon = observe_epsilon(models, audited)
-    return BeyondFeatures(adjusted, advantage, epsilon)
+    audited = {name: pair.scored for name, pair in pairs.items() if name not in know_classes}
+    return BeyondFeatures(adjusted, advantage, observe_epsilon(models, audited))
 
 
 def _pairs(
     covariates: Covariates,
-    attacks: Mapping[str, Sequence[RunScores]],
+    attacks: Iterable[tuple[str, Sequence[RunScores]]],
     predictions: Floats,
     classes: LabelClasses,
 ) -> Iterator[_PairScores]:
-    """Yield each attack's scores of the two classes that it tells apart best."""
+    """Yield each attack's scores of the two classes that it separates best."""
     chooses = choosing_half(len(covariates.positions))
-    for attack, by_target in attacks.items():
-        known = [_on(covariates.positions, one) for one in by_target]
+    for attack, by_target in attacks:
+        known = [_on(covariates.positions, scores) for scores in by_target]
         pair = (1, 0)
         if classes.is_multi_class:
             worst = _worst_pair(known, covariates.labels, chooses, classes)
@@ -145,12 +141,12 @@ def _pairs(
         yield _PairScores(attack, target, scored)
 
 
-def _on(positions: npt.NDArray[np.int64], found: RunScores) -> tuple[npt.NDArray[np.int64], Floats]:
+def _on(positions: npt.NDArray[np.int64], seen: RunScores) -> tuple[npt.NDArray[np.int64], Floats]:
     """Return the rows that have a score, as indices of the positions, and the scores."""
     _, rows, chosen = np.intersect1d(
-        positions, found.positions, assume_unique=True, return_indices=True
+        positions, seen.positions, assume_unique=True, return_indices=True
     )
-    return rows, found.scores[chosen]
+    return rows, seen.scores[chosen]
 
 
 def _worst_pair(
@@ -163,48 +159,37 @@ def _worst_pair(
     for of_class, (rows, scores) in zip(classes.of_scores(len(known)), known, strict=True):
         chosen = chooses[rows]
         of_rows = labels[rows[chosen]]
-        found = pair_aucs(scores[chosen], of_rows, classes.num_classes, of_class)
-        aucs.put(found, of_class)
+        aucs.put(pair_aucs(scores[chosen], of_rows, classes.num_classes, of_class), of_class)
     try:
         return aucs.worst_pair()
     except OneClass:
         return None
 
 
-def _labels_known(attack: str) -> int | None:
-    """Return how many labels an attack over the run knows; None if that is no number of the run.
+def _advantage(name: RunAttackName, pair: _PairScores, covariates: Covariates) -> Advantage | None:
+    """Compare an attack with a model of the activations that knows as many labels.
 
-    An attack that is told something about every batch knows labels of the whole run in the end, and
-    an attack on the last activations is itself a model of the attacker's own.
+    Returns:
+        None for an attack that knows labels of the whole run in the end, because it knows something
+        about every batch, and for one on the last activations, which is such a model itself.
     """
-    known = {str(name): number for name, number in NUM_HINTS.items()}
-    sources = {str(name): found for name, found in SOURCES.items()}.get(attack, ())
-    if sources and all(ATTACKS[source].is_free for source in sources):
-        return known.get(attack, 0)
-    return None
-
-
-def _advantage(one: _PairScores, covariates: Covariates) -> Advantage | None:
-    """Compare an attack with a model of the activations that knows as many labels."""
-    if one.attack in FINAL_ATTACKS:
-        return None  # they look at the very activations on which the model here is fitted
-    rows, scores, positive, _ = one.scored
-    num_hints = _labels_known(one.attack)
-    if num_hints is None:
+    attack = RUN_ATTACKS[name]
+    if attack.is_final or not all(ATTACKS[source].is_free for source in attack.sources):
         return None
-    if not num_hints:
+    rows, scores, positive, _ = pair.scored
+    if not attack.num_hints:
         return advantage_over(np.zeros(len(scores)), scores, positive)
     prior = combine_with_hints(
         covariates.activations.astype(np.float64),
-        (covariates.labels == one.target).astype(np.int64),
-        num_hints,
+        (covariates.labels == pair.target).astype(np.int64),
+        attack.num_hints,
         np.random.default_rng(SEED),
     )
     if prior is None:
         return None
     own, others = prior
-    kept = others[rows]
+    chosen = others[rows]
     try:
-        return advantage_over(own[rows][kept], scores[kept], positive[kept])
+        return advantage_over(own[rows][chosen], scores[chosen], positive[chosen])
     except OneClass:
         return None

@@ -6,11 +6,27 @@
     completion_40          a head on the activations, trained with 40 known labels
 
 A bottom model that has learned from gradients separates the classes better than the features alone
-do. What these attacks find is therefore partly what features tell: compare it with the same attack
-on features (`splitveil.common.privacy.completion`).
+do. What these attacks find is therefore partly what features reveal: compare it with the same
+attack on features, for which `complete_model` serves as well.
 
 Each example counts with the activation of its last visit. Of a long run, evenly spaced examples
 are kept, so that all of them take 64 MiB at most.
+
+``completion_40`` is the model completion of Fu et al. ("Label Inference Attacks Against Vertical
+Federated Learning", USENIX Security 2022, section 4.1): they put a head on the bottom model, and
+train both on a few labelled and all other examples by MixMatch (Berthelot et al., "MixMatch: A
+Holistic Approach to Semi-Supervised Learning", NeurIPS 2019). Here as there:
+
+    labelled rows repeat, unlabelled rows are guessed by the head itself, and guesses are sharpened
+    to the power 1/T, T = 0.8; all rows are mixed in pairs with weights from Beta(.75, .75);
+    the loss is the cross entropy of mixed labelled rows, and, with a weight that grows to 50, the
+    squared error of mixed unlabelled rows; the result is the moving average of the weights.
+
+Two things are simpler. The bottom model is not trained further, so that its activations are all
+that the attack needs: whoever receives them can run it, too. The guesses are not averaged over
+distorted copies of an example, because rows of a table have none. The head is linear, on
+standardised activations, and its weights are penalised: with a few dozen labels this found more
+than heads with a hidden layer.
 """
 
 from collections.abc import Mapping
@@ -20,36 +36,27 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from splitveil.common.privacy.accumulation import RunScores
-from splitveil.common.privacy.attacks import RunAttackName
-from splitveil.common.privacy.completion import complete_model, one_against_rest, pick_labelled
-from splitveil.common.privacy.label_classes import LabelClasses
+from splitveil.common.privacy.attacks import RUN_ATTACKS, RunAttackName
+from splitveil.common.privacy.observation import LabelClasses
 from splitveil.common.privacy.scores import activation_kmeans, activation_nearest_hint
 
-FINAL_ATTACKS: Mapping[RunAttackName, str | None] = {
-    "final_kmeans": None,
-    "final_nearest_hint": "one label of each class",
-    "completion_40": "40 labels of the run",
-}
-"""Attack -> the labels that it knows, in words; None for one that knows none."""
-
-_NUM_HINTS = 40
 _MAX_VALUES = 2**25
 _LARGEST_HALF = 6e4
 
-
-class LabelledActivations(NamedTuple):
-    """What the attacks look at, and the labels from which they are told some."""
-
-    positions: npt.NDArray[np.int64]
-    """Positions of the examples in the common order, (examples,)."""
-
-    activations: Tensor
-    """(examples, row_dim)."""
-
-    labels: npt.NDArray[np.int64]
-    """Class indices, (examples,)."""
+_STEPS = 300
+_LABELLED = _UNLABELLED = 128
+_LEARNING_RATE = 0.02
+_TEMPERATURE = 0.8
+_MIXING = 0.75
+_UNLABELLED_WEIGHT = 50.0
+_PENALTY = 4.0
+"""Weight of half the head's squared norm."""
+_AVERAGED = 0.02
+"""Share of the newest weights in their moving average."""
+_ROWS_AT_ONCE = 65_536
 
 
 class LastActivations:
@@ -59,32 +66,23 @@ class LastActivations:
         self._num_examples = num_examples
         self._rows: Tensor | None = None
 
-    @property
-    def num_bytes(self) -> int:
-        return 0 if self._rows is None else self._rows.nbytes
-
     def add(self, positions: Tensor, activations: Tensor) -> None:
-        """Add one batch.
-
-        Args:
-            positions: positions of the examples in the common order, (batch,).
-            activations: (batch, ...).
-        """
+        """Add one batch: positions in the common order, (batch,), and activations, (batch, ...)."""
         rows = activations.detach().flatten(start_dim=1).cpu()
         if self._rows is None:
-            kept = -(-self._num_examples // self._every(rows.shape[1]))
-            self._rows = torch.full((kept, rows.shape[1]), torch.nan, dtype=torch.float16)
+            number = -(-self._num_examples // self._every(rows.shape[1]))
+            self._rows = torch.full((number, rows.shape[1]), torch.nan, dtype=torch.float16)
         every = self._every(rows.shape[1])
-        of_kept = positions % every == 0
-        values = rows[of_kept].clamp(-_LARGEST_HALF, _LARGEST_HALF).half()
-        self._rows[positions[of_kept] // every] = values
+        chosen = positions % every == 0
+        values = rows[chosen].clamp(-_LARGEST_HALF, _LARGEST_HALF).half()
+        self._rows[positions[chosen] // every] = values
 
     def seen(self) -> tuple[npt.NDArray[np.int64], Tensor]:
-        """Return the positions of the examples that were kept, ascending, and their activations."""
+        """Return the positions of the stored examples, ascending, and their activations."""
         if self._rows is None:
             return np.empty(0, dtype=np.int64), torch.empty(0, 0)
-        kept = torch.nonzero(~self._rows[:, 0].isnan())[:, 0]
-        return kept.numpy() * self._every(self._rows.shape[1]), self._rows[kept]
+        seen = torch.nonzero(~self._rows[:, 0].isnan())[:, 0]
+        return seen.numpy() * self._every(self._rows.shape[1]), self._rows[seen]
 
     def state_dict(self) -> dict[str, Any]:
         return {"rows": None if self._rows is None else self._rows.clone()}
@@ -97,7 +95,12 @@ class LastActivations:
 
 
 def final_scores(
-    attack: RunAttackName, known: LabelledActivations, classes: LabelClasses, seed: int
+    attack: RunAttackName,
+    positions: npt.NDArray[np.int64],
+    activations: Tensor,
+    labels: npt.NDArray[np.int64],
+    classes: LabelClasses,
+    seed: int,
 ) -> list[RunScores]:
     """Run one attack on the last activations.
 
@@ -105,31 +108,139 @@ def final_scores(
         The scores of the examples whose labels the attack did not know: one score for all classes,
         or one for each target class; of no examples where the attack cannot be run.
     """
+    nothing = RunScores(np.empty(0, dtype=np.int64), np.empty(0))
     if attack == "final_kmeans":
-        if not len(known.positions):
-            return [_NONE]
-        scores = activation_kmeans(known.activations.float())
-        return [RunScores(known.positions, scores.numpy())]
-    generator = np.random.default_rng(seed)
-    num_hints = _NUM_HINTS if attack == "completion_40" else len(np.unique(known.labels))
-    hints = pick_labelled(known.labels, num_hints, generator)
+        if not len(positions):
+            return [nothing]
+        return [RunScores(positions, activation_kmeans(activations.float()).numpy())]
+    num_hints = RUN_ATTACKS[attack].num_hints or len(np.unique(labels))
+    hints = pick_labelled(labels, num_hints, np.random.default_rng(seed))
     if hints is None:
-        return [_NONE for _ in classes.targets]
-    others = np.ones(len(known.labels), dtype=np.bool_)
-    others[hints.rows] = False
+        return [nothing for _ in classes.targets]
     if attack == "completion_40":
-        logits = complete_model(known.activations, hints, classes.num_classes, seed)
-        found = one_against_rest(logits)
-        of_targets = [found[:, target] for target in classes.targets]
+        logits = complete_model(activations, hints, classes.num_classes, seed)
+        scores = one_against_rest(logits)[:, list(classes.targets)]
     else:
-        of_targets = [
-            _nearest_hint(known.activations.float(), hints.rows, hints.labels == target)
-            for target in classes.targets
+        rows = activations.float()
+        by_target = [
+            _nearest_hint(rows, hints.rows, hints.labels == target) for target in classes.targets
         ]
-    return [RunScores(known.positions[others], one.numpy()[others]) for one in of_targets]
+        scores = torch.stack(by_target, dim=1)
+    others = np.setdiff1d(np.arange(len(labels)), hints.rows)
+    return [RunScores(positions[others], one[others]) for one in scores.numpy().T]
 
 
-_NONE = RunScores(np.empty(0, dtype=np.int64), np.empty(0))
+class Hints(NamedTuple):
+    """Examples whose labels the attacker knows."""
+
+    rows: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int64]
+    """Their classes."""
+
+
+def pick_labelled(
+    labels: npt.NDArray[np.int64], num_hints: int, generator: np.random.Generator
+) -> Hints | None:
+    """Draw examples with known labels, equally many of each class as far as there are as many.
+
+    Returns None if there is only one class, or no example would be left to score.
+    """
+    classes = np.unique(labels)
+    if len(classes) < 2 or num_hints >= len(labels):
+        return None
+    each, more = divmod(num_hints, len(classes))
+    rows = [
+        generator.permutation(np.flatnonzero(labels == label))[: each + (number < more)]
+        for number, label in enumerate(classes)
+    ]
+    chosen = np.concatenate(rows)
+    return Hints(chosen, labels[chosen])
+
+
+def complete_model(activations: Tensor, hints: Hints, num_classes: int, seed: int) -> Tensor:
+    """Train a head on activations with some known labels, and classify all examples with it.
+
+    Returns:
+        The head's logits, (examples, classes), float64.
+    """
+    rows = activations.detach().flatten(start_dim=1).cpu()
+    centre, unit = _moments(rows)
+    head = _Head(rows.shape[1], num_classes, seed)
+    known = _standardised(rows[torch.from_numpy(hints.rows)], centre, unit)
+    truth = one_hot(torch.from_numpy(hints.labels), num_classes).double()
+    generator = torch.Generator().manual_seed(seed)
+    for step in range(_STEPS):
+        drawn = torch.randint(len(rows), (_UNLABELLED,), generator=generator)
+        others = _standardised(rows[drawn], centre, unit)
+        again = torch.randint(len(known), (_LABELLED,), generator=generator)
+        order = torch.randperm(_LABELLED + _UNLABELLED, generator=generator)
+        head.learn(known[again], truth[again], others, order, step / _STEPS)
+    return torch.cat([head.logits(_standardised(part, centre, unit)) for part in _parts(rows)])
+
+
+def one_against_rest(logits: Tensor) -> Tensor:
+    """Return the log-odds of each class against all others, (examples, classes)."""
+    everything = logits.logsumexp(dim=1, keepdim=True)
+    others = [
+        torch.cat([logits[:, :column], logits[:, column + 1 :]], dim=1).logsumexp(dim=1)
+        for column in range(logits.shape[1])
+    ]
+    return (logits - everything) - (torch.stack(others, dim=1) - everything)
+
+
+class _Head:
+    """A linear head, trained by MixMatch from weights of zero."""
+
+    def __init__(self, row_dim: int, num_classes: int, seed: int) -> None:
+        self._weight = torch.zeros(row_dim, num_classes, dtype=torch.float64, requires_grad=True)
+        self._bias = torch.zeros(num_classes, dtype=torch.float64, requires_grad=True)
+        self._averages = [torch.zeros_like(one) for one in (self._weight.data, self._bias.data)]
+        self._optimizer = torch.optim.Adam([self._weight, self._bias], lr=_LEARNING_RATE)
+        self._mixing = np.random.default_rng(seed)
+
+    def logits(self, rows: Tensor) -> Tensor:
+        weight, bias = self._averages
+        return rows @ weight + bias
+
+    def learn(
+        self, known: Tensor, truth: Tensor, others: Tensor, order: Tensor, progress: float
+    ) -> None:
+        guesses = (others @ self._weight.data + self._bias.data).softmax(dim=1)
+        sharpened = guesses ** (1 / _TEMPERATURE)
+        sharpened = sharpened / sharpened.sum(dim=1, keepdim=True)
+        share = self._mixing.beta(_MIXING, _MIXING)
+        share = max(share, 1 - share)
+        rows, targets = torch.cat([known, others]), torch.cat([truth, sharpened])
+        rows = share * rows + (1 - share) * rows[order]
+        targets = share * targets + (1 - share) * targets[order]
+        with torch.enable_grad():
+            shares = (rows @ self._weight + self._bias).log_softmax(dim=1)
+            labelled = -(targets[: len(known)] * shares[: len(known)]).sum(dim=1).mean()
+            unlabelled = (shares[len(known) :].exp() - targets[len(known) :]).square().mean()
+            penalty = _PENALTY / 2 * self._weight.square().sum()
+            loss = labelled + _UNLABELLED_WEIGHT * progress * unlabelled + penalty
+            self._optimizer.zero_grad()
+            torch.autograd.backward(loss)
+        self._optimizer.step()
+        for average, newest in zip(self._averages, (self._weight, self._bias), strict=True):
+            average.lerp_(newest.data, _AVERAGED)
+
+
+def _moments(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and standard deviation of each column, the latter 1 where all are equal."""
+    parts = _parts(rows)
+    centre = torch.stack([part.double().sum(dim=0) for part in parts]).sum(dim=0) / len(rows)
+    squares = [(part.double() - centre).square().sum(dim=0) for part in parts]
+    spread = (torch.stack(squares).sum(dim=0) / len(rows)).sqrt()
+    return centre, torch.where(spread > 0, spread, 1.0)
+
+
+def _standardised(rows: Tensor, centre: Tensor, unit: Tensor) -> Tensor:
+    return (rows.double() - centre) / unit
+
+
+def _parts(rows: Tensor) -> tuple[Tensor, ...]:
+    return torch.split(rows, _ROWS_AT_ONCE)
 
 
 def _nearest_hint(

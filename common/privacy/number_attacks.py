@@ -16,9 +16,23 @@ variance that the attack explains, where 1 reads every label.
 A model that predicts well sends little but what it could not predict, so that attacks which know
 nothing see less and less of the labels while ``informed`` sees them all.
 
-An AUC asks how well positives and negatives are told apart, and says nothing of numbers.
+An AUC asks how well positives and negatives are separated, and says nothing of numbers.
+
+What a score reveals beyond what features reveal is a partial R2:
+
+    y'    label less its prediction from features
+    s'    score less its prediction from features
+    R2    squared correlation of s' and y': the share of the variance which features leave of the
+          labels that the score explains (Robinson, "Root-N-consistent semiparametric regression",
+          Econometrica 1988)
+
+Every prediction comes from a regression that has not seen the row (`FeatureModels`). A score that
+repeats what these regressions know of the features has 0, however high its raw R2; one that is the
+label has 1. A score that knows better than the regressions how features reveal labels has more than
+0 without any leak.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -27,13 +41,21 @@ import torch
 from torch import Tensor
 
 from splitveil.common.privacy.accumulation import RunScores
+from splitveil.common.privacy.cross_fitting import FeatureModels
 from splitveil.common.privacy.gradient_rows import prepared
+
+MIN_ROWS = 50
+"""Rows below which regressions on features say nothing."""
 
 NUM_HINTS = 40
 """Labels that the ridge regression knows, as many as model completion."""
 
 _PENALTIES = tuple(10.0**power for power in range(-6, 4))
 """Candidates, in units of the mean square of a column."""
+
+_NORMAL_QUANTILE = 1.96
+_NOTHING_LEFT = 1e-12
+"""Share of a score's variance that counts as rounding."""
 
 _MOST_VALUES = 2**24
 """Numbers that sums of gradients take: 64 MiB. Of a long run, evenly spaced examples are kept."""
@@ -42,75 +64,50 @@ _Floats = npt.NDArray[np.float64]
 
 
 def top_direction_r2(gradients: Tensor, labels: Tensor) -> float:
-    """Return the squared correlation of labels and projections; NaN if one of them is constant.
-
-    Args:
-        gradients: (rows, ...), finite.
-        labels: (rows,).
-    """
-    found = prepared(gradients.cpu()).top.projections.numpy()
-    return _squared_correlation(found, labels.detach().double().cpu().numpy())
+    """Return the squared correlation of labels and projections; NaN if one of them is constant."""
+    scores = prepared(gradients.cpu()).top.projections.numpy()
+    return _squared_correlation(scores, labels.detach().double().cpu().numpy())
 
 
 def informed_r2(gradients: Tensor, labels: Tensor, predictions: Tensor, slopes: Tensor) -> float:
     """Return the squared correlation of labels with `informed_scores`."""
-    found = informed_scores(gradients, predictions, slopes)
-    return _squared_correlation(found.numpy(), labels.detach().double().cpu().numpy())
+    scores = informed_scores(gradients, predictions, slopes)
+    return _squared_correlation(scores.numpy(), labels.detach().double().cpu().numpy())
 
 
 def informed_scores(gradients: Tensor, predictions: Tensor, slopes: Tensor) -> Tensor:
     """Return prediction less solved residual, (rows,) float64 on the CPU.
 
-    Args:
-        gradients: (rows, ...), finite.
-        predictions: of the model, (rows,).
-        slopes: the gradient of each row for a residual of 1, like ``gradients``.
+    ``slopes`` holds the gradient of each row for a residual of 1.
     """
-    rows, units = (one.detach().flatten(1).cpu().double() for one in (gradients, slopes))
+    rows, units = (values.detach().flatten(1).cpu().double() for values in (gradients, slopes))
     powers = units.square().sum(dim=1)
     residuals = (rows * units).sum(dim=1) / powers.clamp_min(1e-300)
     return predictions.detach().cpu().double() - residuals
 
 
-class RidgeScores(NamedTuple):
-    """What a ridge regression from a few known labels says about all other rows."""
-
-    others: npt.NDArray[np.int64]
-    """The rows whose labels it does not know."""
-    scores: _Floats
-    """Its estimates of their labels, (others,)."""
-
-
-def ridge_scores(
-    gradients: Tensor, labels: Tensor, seed: int, num_hints: int = NUM_HINTS
-) -> RidgeScores:
-    """Estimate labels by a ridge regression from a few known ones.
+def ridge_scores(gradients: Tensor, labels: Tensor, seed: int) -> RunScores:
+    """Estimate labels by a ridge regression from a few known ones, and score the others, unsorted.
 
     The penalty is the one with the smallest leave-one-out error on the known rows.
-
-    Args:
-        gradients: (rows, ...), finite.
-        labels: (rows,), of which those of the known rows are read.
     """
     rows = prepared(gradients.cpu()).rows.numpy()
     known = labels.detach().double().cpu().numpy()
     order = np.random.default_rng(seed).permutation(len(rows))
-    hints, others = order[:num_hints], order[num_hints:]
+    hints, others = order[:NUM_HINTS], order[NUM_HINTS:]
     centre, mean = rows[hints].mean(axis=0), known[hints].mean()
     weights = _ridge(rows[hints] - centre, known[hints] - mean)
-    return RidgeScores(others, mean + (rows[others] - centre) @ weights)
+    return RunScores(others, mean + (rows[others] - centre) @ weights)
 
 
-def ridge_r2(gradients: Tensor, labels: Tensor, seed: int, num_hints: int = NUM_HINTS) -> float:
-    """Return the R2 of `ridge_scores`.
+def ridge_r2(gradients: Tensor, labels: Tensor, seed: int) -> float:
+    """Return the R2 of `ridge_scores`, at least 0: that of the mean of the known labels.
 
-    Returns:
-        At least 0, which is the mean of the known labels; NaN if fewer than two other rows are
-        left, or their labels are all the same.
+    NaN if fewer than two other rows are left, or their labels are all the same.
     """
-    if len(labels) < num_hints + 2:
+    if len(labels) < NUM_HINTS + 2:
         return float("nan")
-    others, scores = ridge_scores(gradients, labels, seed, num_hints)
+    others, scores = ridge_scores(gradients, labels, seed)
     known = labels.detach().double().cpu().numpy()[others]
     if np.ptp(known) == 0:
         return float("nan")
@@ -125,15 +122,15 @@ def _ridge(rows: _Floats, labels: _Floats) -> _Floats:
     along = left.T @ labels
 
     def error(penalty: float) -> float:
-        kept = np.square(sizes) / (np.square(sizes) + penalty * unit)
+        shrunk = np.square(sizes) / (np.square(sizes) + penalty * unit)
         # The centring took one more degree of freedom from every row.
-        leverages = np.square(left) @ kept + 1 / len(rows)
-        missed = (labels - left @ (kept * along)) / np.maximum(1 - leverages, 1e-9)
+        leverages = np.square(left) @ shrunk + 1 / len(rows)
+        missed = (labels - left @ (shrunk * along)) / np.maximum(1 - leverages, 1e-9)
         return float(np.square(missed).mean())
 
     penalty = min(_PENALTIES, key=error)
-    found: _Floats = right.T @ (sizes / (np.square(sizes) + penalty * unit) * along)
-    return found
+    weights: _Floats = right.T @ (sizes / (np.square(sizes) + penalty * unit) * along)
+    return weights
 
 
 def _squared_correlation(scores: _Floats, labels: _Floats) -> float:
@@ -154,26 +151,19 @@ class SummedGradients:
     def add(
         self, positions: Tensor, gradients: Tensor, labels: Tensor, activations: Tensor
     ) -> None:
-        """Add one batch.
-
-        Args:
-            positions: of the examples in the common order, (batch,).
-            gradients: (batch, ...), finite.
-            labels: (batch,), known to the label owner that measures.
-            activations: like the gradients.
-        """
+        """Add one batch; positions are those of the examples in the common order."""
         rows = gradients.detach().flatten(start_dim=1).cpu().float()
         every = _apart(self._num_examples, rows.shape[1])
         if self._sums is None:
-            kept = -(-self._num_examples // every)
-            self._sums = torch.zeros(kept, rows.shape[1])
-            self._last = torch.zeros(kept, rows.shape[1])
-            self._labels = torch.full((kept,), torch.nan)
-        of_kept = positions % every == 0
-        self._sums.index_add_(0, positions[of_kept] // every, rows[of_kept])
-        sent = activations.detach().flatten(start_dim=1).cpu().float()
-        self._last[positions[of_kept] // every] = sent[of_kept]
-        self._labels[positions[of_kept] // every] = labels.detach().cpu().float()[of_kept]
+            size = -(-self._num_examples // every)
+            self._sums = torch.zeros(size, rows.shape[1])
+            self._last = torch.zeros(size, rows.shape[1])
+            self._labels = torch.full((size,), torch.nan)
+        chosen = positions % every == 0
+        places = positions[chosen] // every
+        self._sums.index_add_(0, places, rows[chosen])
+        self._last[places] = activations.detach().flatten(start_dim=1).cpu().float()[chosen]
+        self._labels[places] = labels.detach().cpu().float()[chosen]
 
     def seen(self) -> "SeenSums | None":
         """Return the sums and labels of the examples that were visited; None without any."""
@@ -197,7 +187,7 @@ class SummedGradients:
 
 
 def _apart(num_examples: int, width: int) -> int:
-    """Return how far the examples that are kept are apart."""
+    """Return how far apart the chosen examples are."""
     return max(1, -(-num_examples * 2 * width // _MOST_VALUES))
 
 
@@ -227,7 +217,7 @@ class SeenSums(NamedTuple):
         return RunScores(self.positions.numpy(), scores)
 
     def ridge_scores(self, seed: int) -> RunScores:
-        """Return the scores of ``accumulated_ridge_40`` of the rows whose labels it is not told."""
+        """Return the scores of ``accumulated_ridge_40``, without the rows that it knows."""
         others, scores = ridge_scores(self._for_ridge(), self.labels, seed)
         order = np.argsort(others)
         return RunScores(self.positions.numpy()[others[order]], scores[order])
@@ -241,3 +231,84 @@ def _standardised(columns: Tensor) -> Tensor:
     """Return columns with a mean of 0 and one common scale: single columns may be all noise."""
     centred = columns.double() - columns.double().mean(dim=0)
     return centred / centred.square().mean().sqrt().clamp_min(1e-300)
+
+
+class NumberCovariates(NamedTuple):
+    """What predicts the labels of some training rows without having memorised them."""
+
+    positions: npt.NDArray[np.int64]
+    """Positions of the rows in the common order, ascending, (rows,)."""
+    features: npt.NDArray[np.float32]
+    """Activations, predictions and the active party's own features, (rows, values), finite."""
+    labels: _Floats
+    """Shares of the range, (rows,), only for the measurement."""
+
+
+class AdjustedR2(NamedTuple):
+    """The R2 of one attack beyond features."""
+
+    value: float
+    low: float
+    """Lower end of its 95 % interval; 0 where it may be chance."""
+    high: float
+
+
+def adjusted_r2(features: npt.NDArray[np.float32], labels: _Floats, scores: _Floats) -> AdjustedR2:
+    """Return the share of the variance which features leave of labels that a score explains.
+
+    The interval is that of a correlation by its influence function, which asks for no distribution.
+
+    Returns:
+        NaN where features leave nothing of the labels; 0 where they leave nothing of the scores.
+
+    Raises:
+        ValueError: there are fewer than ``MIN_ROWS`` rows.
+    """
+    if len(labels) < MIN_ROWS:
+        raise ValueError(f"expected at least {MIN_ROWS} rows, got {len(labels)}")
+    models = FeatureModels.of(features)
+    label, score = (
+        _normalised(values - models.explained(values), float(values.var()))
+        for values in (labels - labels.mean(), scores - scores.mean())
+    )
+    if label is None:
+        return AdjustedR2(float("nan"), float("nan"), float("nan"))
+    if score is None:
+        return AdjustedR2(0.0, 0.0, 0.0)
+    correlation = float((label * score).mean())
+    influence = label * score - correlation * (np.square(label) + np.square(score)) / 2
+    margin = _NORMAL_QUANTILE * float(influence.std()) / len(labels) ** 0.5
+    size = abs(correlation)
+    low, high = max(size - margin, 0.0), min(size + margin, 1.0)
+    return AdjustedR2(min(size, 1.0) ** 2, low**2, high**2)
+
+
+def measure_numbers_beyond_features(
+    covariates: NumberCovariates, attacks: Mapping[str, RunScores]
+) -> dict[str, AdjustedR2]:
+    """Measure attacks, whose scores lack the rows that they know, on some of a run's rows.
+
+    Attacks that scored too few of the rows are left out.
+    """
+    figures = {}
+    for attack, seen in attacks.items():
+        _, rows, scored = np.intersect1d(
+            covariates.positions, seen.positions, assume_unique=True, return_indices=True
+        )
+        if len(rows) < MIN_ROWS:
+            continue
+        labels, scores = covariates.labels[rows], seen.scores[scored]
+        figure = adjusted_r2(covariates.features[rows], labels, scores)
+        if not np.isnan(figure.value):
+            figures[attack] = figure
+    return figures
+
+
+def _normalised(rest: _Floats, variance: float) -> _Floats | None:
+    """Return residuals with mean 0 and variance 1; None where they are rounding."""
+    centred = rest - rest.mean()
+    left = float(np.square(centred).mean())
+    if left <= _NOTHING_LEFT * variance:
+        return None
+    scaled: _Floats = centred / left**0.5
+    return scaled

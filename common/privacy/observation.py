@@ -1,5 +1,7 @@
 """Observations: the part of one training step that an audit sees, with the attacks' clues about it.
 
+A class that attacks treat as the positives is a target.
+
 Both parties pick the same rows of a batch as clues for the attacks, so that their figures can be
 compared: the choice depends only on the joint seed, the epoch and the step.
 """
@@ -17,7 +19,64 @@ from torch import Tensor
 
 from splitveil.common.privacy.gradient_rows import GradientRows
 from splitveil.common.privacy.informed import KnownPredictions
-from splitveil.common.privacy.label_classes import rows_of_class
+
+
+class LabelClasses(NamedTuple):
+    """Two classes, or more classes with names.
+
+    With two classes, attacks look for the positives: there is one target, class 1, and one pair,
+    positives against negatives. With more classes, each is a target in turn, and is measured
+    against each other class.
+    """
+
+    names: tuple[str, ...] = ()
+    """Names of more than two classes, in the order of their indices; empty for two."""
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.names) or 2
+
+    @property
+    def is_multi_class(self) -> bool:
+        return self.num_classes > 2
+
+    @property
+    def targets(self) -> tuple[int, ...]:
+        """Indices of the classes that attacks treat as the positives in turn."""
+        return tuple(range(self.num_classes)) if self.is_multi_class else (1,)
+
+    def of_scores(self, num_scores: int) -> tuple[int | None, ...]:
+        """Return the class to which each of an attack's scores belongs.
+
+        ``num_scores`` is 1 for a score for all classes, or the number of targets. A score for more
+        than two classes belongs to None.
+        """
+        if num_scores == 1 and self.is_multi_class:
+            return (None,)
+        return self.targets
+
+    def indices(self, labels: Tensor) -> Tensor:
+        """Return labels, (batch,) or (batch, 1), as class indices in int64, (batch,).
+
+        Raises:
+            ValueError: a label is not the index of a class.
+        """
+        values = labels.detach().reshape(-1)
+        indices = values.long()
+        is_index = (values == indices) & (indices >= 0) & (indices < self.num_classes)
+        if not bool(is_index.all()):
+            expected = "{0, 1}" if not self.is_multi_class else f"0 .. {self.num_classes - 1}"
+            raise ValueError(f"expected labels in {expected}")
+        return indices
+
+    @staticmethod
+    def is_mixed(indices: Tensor) -> bool:
+        """Return whether a batch holds examples of more than one class."""
+        return bool((indices != indices[:1]).any())
+
+
+TWO_CLASSES = LabelClasses()
+"""Negatives, class 0, and positives, class 1."""
 
 
 class Clues(NamedTuple):
@@ -63,8 +122,8 @@ class Observation:
 
     def rows(self, layer: str) -> GradientRows:
         """Return the gradients of a layer, prepared for attacks."""
-        found = self.prepared.get(layer)
-        return GradientRows(self.gradients[layer]) if found is None else found
+        rows = self.prepared.get(layer)
+        return GradientRows(self.gradients[layer]) if rows is None else rows
 
 
 def pick_clues(
@@ -79,9 +138,9 @@ def pick_clues(
     Args:
         sources: layer name -> gradients from which references are taken, (batch, ...).
     """
-    labels, epoch, step = observation.labels, observation.epoch, observation.step
+    labels, epoch, step = observation.labels.reshape(-1), observation.epoch, observation.step
     row = pick_reference_row(labels, seed, epoch, step, class_index)
-    classes = set(labels.reshape(-1).tolist()) if num_hints else set()
+    classes = set(labels.tolist()) if num_hints else set()
     others = sorted(int(other) for other in classes - {class_index})
     return Clues(
         references={layer: rows[row or 0] for layer, rows in sources.items()},
@@ -96,12 +155,8 @@ def pick_clues(
 def pick_reference_row(
     labels: Tensor, seed: bytes, epoch: int, step: int, class_index: int = 1
 ) -> int | None:
-    """Pick one row of a class, the same on both sides of the wire.
-
-    Returns:
-        The row, or None if the batch has no example of the class.
-    """
-    members = rows_of_class(labels, class_index)
+    """Pick one row of a class; None if the batch has no example of the class."""
+    members = _rows_of_class(labels, class_index)
     if not len(members):
         return None
     return int(members[_draw(b"reference row", seed, epoch, step) % len(members)])
@@ -110,25 +165,27 @@ def pick_reference_row(
 def pick_hint_rows(
     labels: Tensor, seed: bytes, epoch: int, step: int, num_hints: int, class_index: int = 1
 ) -> tuple[int, ...]:
-    """Pick the rows of a class that hint attacks know, the same on both sides of the wire.
+    """Pick up to ``num_hints`` different rows of a class.
 
-    Returns:
-        Up to ``num_hints`` different rows; fewer if the batch has fewer. An attack that needs fewer
-        hints uses the first ones.
+    An attack that needs fewer hints uses the first ones.
     """
     if not num_hints:
         return ()
-    members = rows_of_class(labels, class_index).cpu().numpy()
+    members = _rows_of_class(labels, class_index).cpu().numpy()
     seed_of_order = _draw(b"hint rows", seed, epoch, step) % 2**64
     order = np.random.default_rng(seed_of_order).permutation(len(members))
     return tuple(int(row) for row in members[order[:num_hints]])
 
 
 def random_scores(observation: Observation) -> Tensor:
-    """Draw random scores from epoch and step alone, so that audits are repeatable."""
+    """Draw random scores only from epoch and step, so that audits are repeatable."""
     seed = _draw(b"random scores", b"", observation.epoch, observation.step)
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(observation.labels.numel(), generator=generator, dtype=torch.float64)
+
+
+def _rows_of_class(labels: Tensor, class_index: int) -> Tensor:
+    return torch.nonzero(labels.detach().reshape(-1) == class_index).reshape(-1)
 
 
 def _draw(purpose: bytes, seed: bytes, epoch: int, step: int) -> int:

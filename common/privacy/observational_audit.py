@@ -5,10 +5,9 @@
     guess           which of the two the run was trained on, from an attack's score less what
                     features explain of it; the highest scores as often as the lowest
     bound           the largest epsilon that the correct guesses exclude
-                    (`splitveil.common.privacy.epsilon_audit`)
 
 (Kalemaj, Melis, Boucher, Mironov and Mahloujifar, "Observational Auditing of Label Privacy", arXiv
-2511.14084.) A pair of equal labels would tell nothing, so rows are offered the opposite label, a
+2511.14084.) A pair of equal labels would reveal nothing, so rows are offered the opposite label, a
 positive with probability min(q, 1 - q) / q and a negative with min(q, 1 - q) / (1 - q). If q is the
 conditional probability, an offered row's label is a fair coin given its features.
 
@@ -20,6 +19,18 @@ many wrong guesses as right ones.
 
 One half of the rows chooses attack, sign and number of guesses, and the other half is tested: the
 confidence holds however many attacks were tried.
+
+The bound holds for one training run, without a second model. An adversary guesses for some of m
+independent pairs which of the two was used, and abstains from the others. Under (epsilon,
+delta)-differential privacy of each choice, with even odds before,
+
+    P[v or more of r guesses correct]  <=  beta + 2 m delta alpha
+    beta   = P[B >= v],   B ~ Binomial(r, exp(epsilon) / (1 + exp(epsilon)))
+    alpha  = max over i = 1, 2, ... of P[v - i <= B < v] / i
+
+(Steinke, Nasr and Jagielski, "Privacy Auditing with One (1) Training Run", NeurIPS 2023, theorem
+5.2). The right side is the p-value of the claim that the run was that private; the largest epsilon
+that it rejects is a lower bound.
 """
 
 from collections.abc import Iterable, Mapping
@@ -30,14 +41,15 @@ import numpy.typing as npt
 
 from splitveil.common.privacy.adjusted_auc import Mask
 from splitveil.common.privacy.cross_fitting import FeatureModels
-from splitveil.common.privacy.epsilon_audit import (
-    CONFIDENCE,
-    DELTA,
-    epsilon_lower_bound,
-    p_value,
-    quick_lower_bound,
-)
-from splitveil.common.privacy.pair_aucs import Floats
+from splitveil.common.privacy.leakage import Floats
+
+CONFIDENCE = 0.95
+DELTA = 1e-5
+"""The delta at which epsilon is bounded: smaller than one over the rows of most runs. What is
+(epsilon, 0)-private is (epsilon, delta)-private, too."""
+
+_LARGEST = 40.0
+"""No number of rows excludes an epsilon beyond this."""
 
 SHARES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
 """Shares of the offered pairs on which a guess is made."""
@@ -49,6 +61,61 @@ _CHOOSING_CONFIDENCE = 0.999
 """Strict, so that a lucky choice of few guesses is not preferred to a good one of many."""
 
 _SEED_OF_HALVES, _SEED_OF_OFFERS = 0, 1
+
+
+def p_value(guesses: int, correct: int, pairs: int, epsilon: float, delta: float = DELTA) -> float:
+    """Return the largest probability of so many correct guesses on ``pairs`` under a bound.
+
+    Raises:
+        ValueError: the numbers do not fit each other.
+    """
+    if not 0 <= correct <= guesses <= pairs or not epsilon >= 0 or not 0 <= delta <= 1:
+        raise ValueError(
+            f"expected correct <= guesses <= pairs, epsilon >= 0 and delta in [0, 1], got "
+            f"{correct}, {guesses}, {pairs}, {epsilon} and {delta}"
+        )
+    # Importing it takes time that only a run that is measured should pay.
+    from scipy.stats import binom  # noqa: PLC0415
+
+    accuracy = 1 / (1 + np.exp(-epsilon))
+    by_chance = float(binom.sf(correct - 1, guesses, accuracy))
+    if not delta or not correct:
+        return min(1.0, by_chance)
+    fewer = np.arange(correct - 1, -1, -1)
+    reached = np.cumsum(binom.pmf(fewer, guesses, accuracy))
+    alpha = float((reached / np.arange(1, correct + 1)).max())
+    return min(1.0, by_chance + 2 * pairs * delta * alpha)
+
+
+def epsilon_lower_bound(
+    guesses: int,
+    correct: int,
+    pairs: int,
+    delta: float = DELTA,
+    confidence: float = CONFIDENCE,
+) -> float:
+    """Return the largest epsilon whose p-value is at most one minus the confidence, or 0."""
+    largest_p = 1 - confidence
+    if p_value(guesses, correct, pairs, 0.0, delta) > largest_p:
+        return 0.0
+    low, high = 0.0, _LARGEST
+    while high - low > 1e-4:
+        middle = (low + high) / 2
+        if p_value(guesses, correct, pairs, middle, delta) <= largest_p:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def quick_lower_bound(guesses: int, correct: int, confidence: float = CONFIDENCE) -> float:
+    """Return the bound for delta 0 in one step, to compare adversaries with each other."""
+    from scipy.stats import beta  # noqa: PLC0415
+
+    if not correct:
+        return 0.0
+    accuracy = float(beta.ppf(1 - confidence, correct, guesses - correct + 1))
+    return max(0.0, float(np.log(accuracy) - np.log1p(-accuracy)))
 
 
 class EpsilonBound(NamedTuple):
@@ -83,14 +150,6 @@ class ScoredRows(NamedTuple):
     """Cross-fitted probability of the positive class, (scored,)."""
 
 
-class _Draws(NamedTuple):
-    """What chance decides about each row."""
-
-    offer: Floats
-    """Uniform on [0, 1)."""
-    is_tested: Mask
-
-
 class _Guesses(NamedTuple):
     """An attack's scores of the offered pairs, with the answers."""
 
@@ -117,14 +176,13 @@ def observe_epsilon(
     Returns:
         None if no attack has enough offered pairs.
     """
-    offer = np.random.default_rng(_SEED_OF_OFFERS).random(models.num_rows)
-    draws = _Draws(offer, ~choosing_half(models.num_rows))
+    draws = np.random.default_rng(_SEED_OF_OFFERS).random(models.num_rows)
     explainer = _Explainer(models, attacks.values())
-    prepared = (_prepare(name, one, explainer, draws) for name, one in attacks.items())
-    choices = [_choose(one) for one in prepared if one is not None]
+    prepared = (_prepare(name, scored, explainer, draws) for name, scored in attacks.items())
+    choices = [_choose(guesses) for guesses in prepared if guesses is not None]
     if not choices:
         return None
-    best = max(choices, key=lambda one: (one.bound, one.excess))
+    best = max(choices, key=lambda choice: (choice.bound, choice.excess))
     scores, positive = best.guesses.tested
     guesses, correct = _guess(best.sign * scores, positive, best.share)
     epsilon = epsilon_lower_bound(guesses, correct, len(scores))
@@ -140,10 +198,7 @@ def choosing_half(num_rows: int) -> Mask:
 def is_offered(predictions: Floats, positive: Mask, draws: Floats) -> Mask:
     """Return which rows are offered the opposite label at even odds.
 
-    Args:
-        predictions: probability of the positive class, (rows,).
-        positive: the true labels, (rows,).
-        draws: uniform on [0, 1), independent of everything else, (rows,).
+    ``draws`` are uniform on [0, 1) and independent of everything else.
     """
     of_label = np.where(positive, predictions, 1 - predictions)
     offered: Mask = draws * of_label < np.minimum(predictions, 1 - predictions)
@@ -154,15 +209,16 @@ def _prepare(
     attack: str,
     scored: ScoredRows,
     explainer: "_Explainer",
-    draws: _Draws,
+    draws: Floats,
 ) -> _Guesses | None:
     """Return an attack's guesses of the offered pairs; None if there are too few."""
     rows, predictions = scored.rows, scored.predictions
     if len(rows) < 2 * FEWEST_PAIRS:
         return None
     rest = explainer.unexplained(scored)
-    offered = is_offered(predictions, scored.positive, draws.offer[rows])
-    halves = [offered & (draws.is_tested[rows] == side) for side in (False, True)]
+    offered = is_offered(predictions, scored.positive, draws[rows])
+    chooses = choosing_half(len(draws))[rows]
+    halves = [offered & chooses, offered & ~chooses]
     if min(int(side.sum()) for side in halves) < FEWEST_PAIRS:
         return None
     chosen, tested = ((rest[side], scored.positive[side]) for side in halves)
@@ -175,7 +231,7 @@ class _Explainer:
     def __init__(self, models: FeatureModels, attacks: Iterable[ScoredRows]) -> None:
         known: list[Floats] = []
         for scored in attacks:
-            group = next((one for one in known if _agree(one, scored)), None)
+            group = next((group for group in known if _agree(group, scored)), None)
             if group is None:
                 group = np.full(models.num_rows, np.nan)
                 known.append(group)
@@ -213,14 +269,13 @@ def _choose(guesses: _Guesses) -> _Choice:
             excess = (2 * correct - made) / made**0.5
             bound = quick_lower_bound(made, correct, _CHOOSING_CONFIDENCE)
             choices.append(_Choice(bound, excess, guesses, sign, share))
-    return max(choices, key=lambda one: (one.bound, one.excess))
+    return max(choices, key=lambda choice: (choice.bound, choice.excess))
 
 
 def _guess(scores: Floats, positive: Mask, share: float) -> tuple[int, int]:
     """Guess the highest scores to be positives and as many of the lowest to be negatives.
 
-    Returns:
-        The number of guesses, and of correct ones.
+    Returns the number of guesses, and of correct ones.
     """
     each = max(1, int(share * len(scores) / 2))
     order = np.argsort(scores, kind="stable")

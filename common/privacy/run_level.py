@@ -1,7 +1,7 @@
 """The leak of a whole run: what attacks that accumulate over its epochs recover in the end.
 
 ``accumulated_spectral`` keeps one sum per example for all classes, ``accumulated_cosine`` one for
-each target class, because it is given a reference of each class. The combining attacks fit each
+each target class, because it knows a reference of each class. The combining attacks fit each
 target class in turn against the rest, on the same hints. The attacks on the last activations belong
 to the cut layer.
 """
@@ -16,21 +16,21 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from splitveil.common.privacy.accumulation import NUM_HINTS, RunScores, combine_with_hints
-from splitveil.common.privacy.attack_quality import operating_points
-from splitveil.common.privacy.attacks import CUT, RunAttackName
-from splitveil.common.privacy.final_attacks import (
-    FINAL_ATTACKS,
-    LabelledActivations,
-    LastActivations,
-    final_scores,
+from splitveil.common.privacy.accumulation import RunScores, combine_with_hints
+from splitveil.common.privacy.adjusted_auc import OperatingPoints, operating_points
+from splitveil.common.privacy.attacks import CUT, RUN_ATTACKS, RunAttackName
+from splitveil.common.privacy.final_attacks import LastActivations, final_scores
+from splitveil.common.privacy.gathered_scores import GatheredLayer
+from splitveil.common.privacy.leakage import (
+    ClassIndices,
+    OneClass,
+    PairAucs,
+    leak_auc_interval,
+    pair_aucs,
 )
-from splitveil.common.privacy.gathered_layer import GatheredLayer
-from splitveil.common.privacy.label_classes import TWO_CLASSES, LabelClasses
-from splitveil.common.privacy.leakage import OneClass, leak_auc_interval
-from splitveil.common.privacy.pair_aucs import ClassIndices, PairAucs, pair_aucs
+from splitveil.common.privacy.observation import TWO_CLASSES, LabelClasses
 from splitveil.common.privacy.scoring import LayerScores
-from splitveil.common.privacy.tally import REMEMBERED_EPOCHS
+from splitveil.common.privacy.tally import REMEMBERED_EPOCHS, by_layer
 
 SEED = 0
 """Seed of hints and bootstrap: the same scores always give the same figures."""
@@ -39,35 +39,29 @@ UNSEEN = -1
 """Label of an example that no batch has held so far."""
 
 
-class RunLevelLeak(TypedDict):
+class RunLevelLeak(OperatingPoints):
     """One attack on one layer over a whole run."""
 
     auc: float
-    """The leak AUC; with more than two classes, of the pair told apart best."""
+    """The leak AUC; with more than two classes, of the pair that is separated best."""
     low: float
     """Lower end of its 95 % bootstrap interval; below 1/2 where the leak may be chance."""
     high: float
     examples: int
     """Number of examples that were scored and whose label the attack did not know."""
-    tpr_at_per_mille: float
-    """Share of the positives found while at most 0.1 % of the negatives are accused."""
-    tpr_at_percent: float
-    """The same for 1 %."""
-    precision_at_100: float | None
-    """Share of positives among the 100 highest scores; None for 100 examples or fewer."""
 
 
 class ClassRunLeak(TypedDict):
     """One attack on one layer over a whole run, class by class."""
 
     worst_pair: list[str]
-    """The two classes told apart best."""
+    """The two classes that are separated best."""
 
     classes: dict[str, float]
     """Leak AUC of each class against the rest."""
 
 
-class RunFigures(NamedTuple):
+class RunLeaks(NamedTuple):
     """The leak of a whole run: layer -> attack -> figures."""
 
     leak: dict[str, dict[str, RunLevelLeak]]
@@ -79,7 +73,7 @@ class RunAudit:
     """Accumulates scores over a run, and measures them. Safe to use from several threads.
 
     Keeps, per layer, at most 16 bytes per example and attack (with more than two classes, per
-    target class for attacks that are told something about each), and once per example its label;
+    target class for attacks that know something about each), and once per example its label;
     for attacks on the last activations, these as well.
     """
 
@@ -96,15 +90,10 @@ class RunAudit:
         size = num_examples if attacks else 0
         self._labels = torch.full((size,), UNSEEN, dtype=torch.int8)  # a byte each: runs are long
         self._layers: dict[str, GatheredLayer] = {}
-        self._final = tuple(attack for attack in self.attacks if attack in FINAL_ATTACKS)
+        self._final = tuple(attack for attack in self.attacks if RUN_ATTACKS[attack].is_final)
         self._last = LastActivations(num_examples)
         self._epoch: int | None = None
         self._after_epoch: dict[int, dict[str, dict[str, float]]] = {}
-
-    @property
-    def num_bytes(self) -> int:
-        of_layers = sum(layer.num_bytes for layer in self._layers.values())
-        return self._labels.nbytes + of_layers + self._last.num_bytes
 
     def add(
         self,
@@ -114,14 +103,12 @@ class RunAudit:
         layers: Mapping[str, LayerScores],
         activations: Tensor | None = None,
     ) -> None:
-        """Add the scores of one batch.
+        """Add the scores of one batch; its epoch is not before that of the previous batch.
 
         Args:
-            epoch: epoch of the batch, not before that of the previous batch.
-            positions: positions in the common order, (batch,), each at most once.
-            labels: class indices, (batch,), for the measurement alone.
-            activations: at the cut layer, (batch, ...); without them, attacks on the last
-                activations find nothing.
+            labels: class indices, only for the measurement.
+            activations: at the cut layer; without them, attacks on the last activations find
+                nothing.
         """
         if not self.attacks:
             return
@@ -131,8 +118,10 @@ class RunAudit:
                 self._epoch = epoch
             rows = positions.cpu()
             self._labels.numpy()[rows.numpy()] = labels.cpu().numpy()
-            for name, found in layers.items():
-                self._layer(name).add(epoch, rows, found)
+            for name, layer in layers.items():
+                if name not in self._layers:
+                    self._layers[name] = self._new_layer()
+                self._layers[name].add(epoch, rows, layer)
             if self._final and activations is not None:
                 self._last.add(rows, activations)
 
@@ -146,16 +135,16 @@ class RunAudit:
         with self._lock:
             return self._after_epoch.get(epoch, {})
 
-    def result(self) -> RunFigures:
+    def result(self) -> RunLeaks:
         """Measure every attack over the run so far.
 
         An attack is absent if no two classes have examples. With more than two classes, the
         interval belongs to the AUC of the worst pair.
         """
         with self._lock:
-            found = list(self._found(hinted=True))
-        figures = RunFigures({}, {})
-        for layer, attack, scores in found:
+            all_scores = list(self._scores(hinted=True))
+        figures = RunLeaks({}, {})
+        for layer, attack, scores in all_scores:
             aucs = self._aucs(scores)
             try:
                 pair = aucs.worst_pair()
@@ -167,12 +156,12 @@ class RunAudit:
                 figures.by_class.setdefault(layer, {})[attack] = self._by_class(aucs, pair)
         return figures
 
-    def scores(self, layer: str) -> dict[str, list[RunScores]]:
+    def scores(self, layer: str) -> dict[RunAttackName, list[RunScores]]:
         """Return attack -> its scores of one layer, one for all classes or one per target."""
         with self._lock:
             return {
-                str(attack): scores
-                for of_layer, attack, scores in self._found(hinted=True)
+                attack: scores
+                for of_layer, attack, scores in self._scores(hinted=True)
                 if of_layer == layer
             }
 
@@ -183,10 +172,7 @@ class RunAudit:
                 "layers": {name: layer.state_dict() for name, layer in self._layers.items()},
                 "last": self._last.state_dict(),
                 "epoch": self._epoch,
-                "after_epoch": {
-                    str(epoch): {layer: dict(found) for layer, found in layers.items()}
-                    for epoch, layers in self._after_epoch.items()
-                },
+                "after_epoch": {str(epoch): aucs for epoch, aucs in self._after_epoch.items()},
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -202,34 +188,21 @@ class RunAudit:
             self._layers = layers
             self._last.load_state_dict(state["last"])
             self._epoch = state["epoch"]
-            self._after_epoch = {
-                int(epoch): {layer: dict(found) for layer, found in measured.items()}
-                for epoch, measured in state["after_epoch"].items()
-            }
+            self._after_epoch = {int(epoch): aucs for epoch, aucs in state["after_epoch"].items()}
 
     def _new_layer(self) -> GatheredLayer:
         return GatheredLayer(self.attacks, self._num_examples, self._classes)
 
-    def _layer(self, name: str) -> GatheredLayer:
-        if name not in self._layers:
-            self._layers[name] = self._new_layer()
-        return self._layers[name]
-
     def _close_epoch(self) -> None:
         if self._epoch is None:
             return
-        self._after_epoch[self._epoch] = self._measure_sums()
+        self._after_epoch[self._epoch] = by_layer(
+            (layer, attack, worst)
+            for layer, attack, scores in self._scores(hinted=False)
+            if not math.isnan(worst := float(self._aucs(scores).worst()))
+        )
         for earlier in sorted(self._after_epoch)[:-REMEMBERED_EPOCHS]:
             del self._after_epoch[earlier]
-
-    def _measure_sums(self) -> dict[str, dict[str, float]]:
-        """Return layer -> attack -> leak AUC of the sums so far; the caller holds the lock."""
-        measured: dict[str, dict[str, float]] = {}
-        for layer, attack, scores in self._found(hinted=False):
-            worst = float(self._aucs(scores).worst())
-            if not math.isnan(worst):
-                measured.setdefault(layer, {})[attack] = worst
-        return measured
 
     def _labels_at(self, positions: npt.NDArray[np.int64]) -> ClassIndices:
         return self._labels.numpy()[positions].astype(np.int64)
@@ -237,9 +210,9 @@ class RunAudit:
     def _aucs(self, scores: Sequence[RunScores]) -> PairAucs:
         num_classes = self._classes.num_classes
         aucs = PairAucs.none(num_classes)
-        for of_class, one in zip(self._classes.of_scores(len(scores)), scores, strict=True):
-            labels = self._labels_at(one.positions)
-            aucs.put(pair_aucs(one.scores, labels, num_classes, of_class), of_class)
+        for of_class, scored in zip(self._classes.of_scores(len(scores)), scores, strict=True):
+            labels = self._labels_at(scored.positions)
+            aucs.put(pair_aucs(scored.scores, labels, num_classes, of_class), of_class)
         return aucs
 
     def _interval(self, scores: RunScores, first: int, second: int) -> RunLevelLeak:
@@ -247,15 +220,12 @@ class RunAudit:
         of_pair = (labels == first) | (labels == second)
         chosen, positive = scores.scores[of_pair], labels[of_pair] == first
         measured = leak_auc_interval(chosen, positive, np.random.default_rng(SEED))
-        points = operating_points(chosen, positive)
         return RunLevelLeak(
             auc=measured.auc,
             low=measured.low,
             high=measured.high,
             examples=int(of_pair.sum()),
-            tpr_at_per_mille=points.tpr_at_per_mille,
-            tpr_at_percent=points.tpr_at_percent,
-            precision_at_100=points.precision_at_100,
+            **operating_points(chosen, positive),
         )
 
     def _by_class(self, aucs: PairAucs, worst_pair: tuple[int, int]) -> ClassRunLeak:
@@ -266,7 +236,7 @@ class RunAudit:
             classes=dict(zip(names, leaks, strict=True)),
         )
 
-    def _found(self, *, hinted: bool) -> Iterator[tuple[str, RunAttackName, list[RunScores]]]:
+    def _scores(self, *, hinted: bool) -> Iterator[tuple[str, RunAttackName, list[RunScores]]]:
         """Yield each attack's scores of the examples whose labels it did not know.
 
         There is one score for all classes, or one for each target.
@@ -279,26 +249,27 @@ class RunAudit:
                     yield layer, attack, self._combined(attack, gathered)
         if hinted and self._final:
             positions, activations = self._last.seen()
-            known = LabelledActivations(positions, activations, self._labels_at(positions))
+            labels = self._labels_at(positions)
             for attack in self._final:
-                yield CUT, attack, final_scores(attack, known, self._classes, SEED)
+                scores = final_scores(attack, positions, activations, labels, self._classes, SEED)
+                yield CUT, attack, scores
 
     def _combined(self, attack: RunAttackName, gathered: GatheredLayer) -> list[RunScores]:
         """Fit a combining attack to each target class against the rest."""
         seen = np.flatnonzero(self._labels.numpy() != UNSEEN)
         labels = self._labels_at(seen)
-        features = gathered.features(seen)
+        features = gathered.history.features(seen)
         scores = []
         for target in self._classes.targets:
             combined = combine_with_hints(
                 features,
                 (labels == target).astype(np.int64),
-                NUM_HINTS[attack],
+                RUN_ATTACKS[attack].num_hints,
                 np.random.default_rng(SEED),
             )
             if combined is None:
                 scores.append(RunScores(np.empty(0, dtype=np.int64), np.empty(0)))
             else:
-                found, others = combined
-                scores.append(RunScores(seen[others], found[others]))
+                values, others = combined
+                scores.append(RunScores(seen[others], values[others]))
         return scores

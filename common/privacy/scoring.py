@@ -1,6 +1,6 @@
 """Runs the attacks on one batch: for each layer and attack, one score per example and target.
 
-An attack that does not need labels scores a batch once for all classes. An attack that is told
+An attack that does not need labels scores a batch once for all classes. An attack that knows
 something about the positives scores it once for each target class: ``cosine`` with a gradient of
 the class, the hint attacks with some of its rows, the class oracles with the class against the
 rest. Everything that does not depend on labels (rows in float64, their norms, their top direction)
@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from splitveil.common.privacy.accumulation import standardised
-from splitveil.common.privacy.attacks import CUT, Attack, Knowledge, SideInformation
-from splitveil.common.privacy.gradient_rows import GradientRows
+from splitveil.common.privacy.attacks import Attack, Knowledge, SideInformation
+from splitveil.common.privacy.gradient_rows import GradientRows, unit_vector
 from splitveil.common.privacy.observation import Clues, Observation
 from splitveil.common.privacy.scores import KnownClasses
 from splitveil.common.privacy.top_direction import TopDirection
 
 _NO_CLUES = Clues()
-_TOLD_NOTHING = ((),)
 
 
 class AttackScores(NamedTuple):
@@ -39,22 +38,13 @@ class LayerScores(NamedTuple):
     """The attacks' scores of one layer's gradients in one batch."""
 
     scores: Mapping[str, AttackScores]
-    top: TopDirection | None
-    """Present if a spectral score is among the scores."""
-
-    noisy_references: Sequence[Tensor | None] = ()
-    """The reference behind each target's cosines, if noise may have flipped its sign."""
-
-    clusters: TopDirection | None = None
-    """Present if ``kmeans`` is among the scores."""
+    directions: Mapping[str, Sequence[TopDirection | None]]
+    """Attack -> for each of its scores the direction behind it, if its sign says nothing: that of
+    the batch itself, or of a reference with noise."""
 
 
 class BatchScorer:
-    """Scores batches with a fixed set of attacks.
-
-    Args:
-        targets: the classes to treat as the positives.
-    """
+    """Scores batches with a fixed set of attacks; targets are the classes taken for positives."""
 
     def __init__(self, attacks: Mapping[str, Attack], targets: Sequence[int]) -> None:
         self._attacks = attacks
@@ -70,40 +60,48 @@ class BatchScorer:
     def _score_layer(
         self, gradients: GradientRows, observation: Observation, labels: Tensor, layer: str
     ) -> LayerScores:
-        clues = [observation.clues.get(target, _NO_CLUES) for target in self._targets]
-        references = [known.references.get(layer) for known in clues]
         scores: dict[str, AttackScores] = {}
         shared = Knowledge(activations=observation.activations, predictions=observation.predictions)
         for name, attack in self._attacks.items():
             knows_predictions = SideInformation.PREDICTIONS in attack.needs
-            if layer != CUT and (knows_predictions or not attack.reads_gradients):
+            if not attack.runs_at(layer) or (knows_predictions and shared.predictions is None):
                 continue
-            if attack.is_free:
-                scores[name] = AttackScores([_score(attack, gradients, shared)], _TOLD_NOTHING)
-            elif SideInformation.CLASSES in attack.needs:
-                crossed = [
-                    cross_scores(attack, gradients.gradients, labels == target)
-                    for target in self._targets
-                ]
-                scores[name] = AttackScores(crossed, [()] * len(crossed))
-            elif not knows_predictions:
-                told = [
-                    _score_told(attack, gradients, shared, known, reference)
-                    for known, reference in zip(clues, references, strict=True)
-                ]
-                scores[name] = AttackScores([one for one, _ in told], [rows for _, rows in told])
-            elif observation.predictions is not None:
-                knowing = [
-                    attack.score(gradients, shared._replace(target=target))
-                    for target in self._targets
-                ]
-                scores[name] = AttackScores(knowing, [()] * len(knowing))
-        top = gradients.top if "spectral" in self._attacks else None
-        noisy = [
-            None if observation.references_are_clean or known.reference_row is None else reference
-            for known, reference in zip(clues, references, strict=True)
-        ]
-        return LayerScores(scores, top, noisy, gradients.clusters if "kmeans" in scores else None)
+            by_target: list[tuple[Tensor | None, tuple[int, ...]]] = []
+            for target in self._targets[:1] if attack.is_free else self._targets:
+                if attack.needs_classes:
+                    by_target.append(
+                        (cross_scores(attack, gradients.gradients, labels == target), ())
+                    )
+                    continue
+                clues = observation.clues.get(target, _NO_CLUES)
+                knowledge = shared._replace(
+                    positive_gradient=clues.references.get(layer), target=target
+                )
+                by_target.append(_score_with_clues(attack, gradients, knowledge, clues))
+            scores[name] = AttackScores(*zip(*by_target, strict=True))
+        return LayerScores(scores, self._directions(scores, gradients, observation, layer))
+
+    def _directions(
+        self,
+        scores: Mapping[str, AttackScores],
+        gradients: GradientRows,
+        observation: Observation,
+        layer: str,
+    ) -> dict[str, Sequence[TopDirection | None]]:
+        directions: dict[str, Sequence[TopDirection | None]] = {}
+        if "spectral" in scores:
+            directions["spectral"] = [gradients.top]
+        if "kmeans" in scores:
+            directions["kmeans"] = [gradients.clusters]
+        if "cosine" in scores and not observation.references_are_clean:
+            cosines = zip(self._targets, scores["cosine"].by_target, strict=True)
+            directions["cosine"] = [
+                None
+                if values is None
+                else TopDirection(values, unit_vector(observation.clues[target].references[layer]))
+                for target, values in cosines
+            ]
+        return directions
 
 
 def cross_scores(attack: Attack, gradients: Tensor, positive: Tensor) -> Tensor | None:
@@ -112,10 +110,7 @@ def cross_scores(attack: Attack, gradients: Tensor, positive: Tensor) -> Tensor 
     The AUC of uninformative scores then strays further from 1/2 than the AUC of random scores, by a
     factor of the square root of 2, because chance moves both halves in the same direction.
 
-    Args:
-        attack: an attack that needs known classes, and nothing else.
-        gradients: (batch, ...).
-        positive: which examples are of the target class, (batch,) of booleans.
+    The attack needs known classes, and nothing else.
 
     Returns:
         Scores, standardised within the halves, which hold equally many examples of each class;
@@ -128,32 +123,26 @@ def cross_scores(attack: Attack, gradients: Tensor, positive: Tensor) -> Tensor 
     scores = gradients.new_empty(len(positive), dtype=torch.float64)
     for half in (number_in_class % 2 == 0, number_in_class % 2 == 1):
         classes = KnownClasses(gradients[~half & ~positive], gradients[~half & positive])
-        found = attack.score(gradients[half], Knowledge(classes=classes))
-        scores[half] = standardised(found).to(scores.device)
+        values = attack.score(gradients[half], Knowledge(classes=classes))
+        scores[half] = standardised(values).to(scores.device)
     return scores
 
 
-def _score(attack: Attack, gradients: GradientRows, knowledge: Knowledge) -> Tensor | None:
-    return attack.score(gradients, knowledge) if attack.missing(knowledge) is None else None
-
-
-def _score_told(
-    attack: Attack,
-    gradients: GradientRows,
-    shared: Knowledge,
-    clues: Clues,
-    reference: Tensor | None,
+def _score_with_clues(
+    attack: Attack, gradients: GradientRows, knowledge: Knowledge, clues: Clues
 ) -> tuple[Tensor | None, tuple[int, ...]]:
     """Return the scores for one target, and the rows that the attack knew."""
-    told = clues.hint_rows[: attack.num_hints]
-    hints = gradients.gradients[list(told)] if told else None
-    others = None
+    known = clues.hint_rows[: attack.num_hints]
+    if known:
+        knowledge = knowledge._replace(hints=gradients.gradients[list(known)])
     if SideInformation.OTHER_HINTS in attack.needs:
         others = gradients.gradients[list(clues.other_hint_rows)]
-        told = (*told, *clues.other_hint_rows)
-    knowledge = shared._replace(positive_gradient=reference, hints=hints, other_hints=others)
-    found = _score(attack, gradients, knowledge)
-    if SideInformation.POSITIVE_GRADIENT in attack.needs:
-        row = clues.reference_row
-        return (None, told) if row is None else (found, (*told, row))
-    return found, told
+        knowledge = knowledge._replace(other_hints=others)
+        known = (*known, *clues.other_hint_rows)
+    if attack.missing(knowledge) is not None:
+        return None, known
+    scores = attack.score(gradients, knowledge)
+    if SideInformation.POSITIVE_GRADIENT not in attack.needs:
+        return scores, known
+    row = clues.reference_row
+    return (None, known) if row is None else (scores, (*known, row))

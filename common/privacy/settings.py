@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from splitveil.common.privacy.attacks import ATTACKS, AttackName, SideInformation
+from splitveil.common.privacy.attacks import ATTACKS, RUN_ATTACKS, AttackName, SideInformation
 from splitveil.common.settings import Section
 
 DEFAULT_ATTACKS: tuple[AttackName, ...] = (
@@ -76,7 +76,7 @@ class CustomAttack(Section):
         return name
 
     @model_validator(mode="after")
-    def _can_be_told(self) -> Self:
+    def _needs_fit_together(self) -> Self:
         if len(set(self.needs)) < len(self.needs):
             raise ValueError("needs: each kind of side information may be named once")
         if "classes" in self.needs and len(self.needs) > 1:
@@ -152,8 +152,10 @@ class AuditSettings(Section):
 
     @property
     def needs_predictions(self) -> bool:
-        """Whether an attack has to be told the model's predictions."""
-        return not {"informed", "accumulated_informed"}.isdisjoint(self.attack_names)
+        """Whether an attack needs the model's predictions."""
+        needs = [attack.needs for name, attack in ATTACKS.items() if name in self.attacks]
+        needs += [attack.needs for name, attack in RUN_ATTACKS.items() if name in self.attacks]
+        return any(SideInformation.PREDICTIONS in kinds for kinds in needs)
 
     @property
     def batch_attack_needs(self) -> dict[str, frozenset[SideInformation]]:

@@ -34,8 +34,8 @@ FIRST_RESUMPTION_NUMBER = 3 << 61
 FIRST_AUDIT_NUMBER = 1 << 63
 """Numbers from here on belong to audits, not to batches of the run."""
 HOW_TO_RECOVER = (
-    "the answers already given are no longer known, nor what they told about the labels: restore "
-    "a copy of the file, or start over with --fresh at both parties"
+    "the answers already given are no longer known, nor what they revealed about the labels: "
+    "restore a copy of the file, or start over with --fresh at both parties"
 )
 
 _NAME = b"splitveil answers"
@@ -59,10 +59,10 @@ class ChargedAnswer(NamedTuple):
     leak_auc: float = 1.0
     """AUC that no score of all answers of the identity together passes; 1 if none is known."""
     dominating_mu: float = math.inf
-    """mu of a Gaussian mechanism that tells no less than they; infinite if none is known."""
+    """mu of a Gaussian mechanism that reveals no less than they; infinite if none is known."""
 
 
-NOTHING_TOLD = ChargedAnswer(0.0, b"", 0.0)
+NO_CHARGE = ChargedAnswer(0.0, b"", 0.0)
 NO_REPLY = bytes(_FINGERPRINT_BYTES)
 """Fingerprint of a reply that is determined by the questions alone."""
 
@@ -79,25 +79,14 @@ class Record(NamedTuple):
 
 
 class AnswerLog:
-    """The questions that were answered, in the order of their answers.
+    """The questions that were answered, in the order of their answers. Raises StorageError.
 
-    Args:
-        path: the file, which ``create`` has made; None to keep the log in this process only.
-        questions: number of parties that ask about each batch.
-        run: identifies the run, so that another run's log is not taken for this one's.
-        first_batch: the first batch that may be asked about again; earlier records are kept in the
-            file only.
-
-    Raises:
-        StorageError: the file is missing, damaged, of another version, or cannot be read.
+    Without a path the log is kept in this process only. ``run`` distinguishes its file from another
+    run's. Records of batches before the first that may be asked about again are in the file only.
     """
 
     def __init__(
-        self,
-        path: Path | None = None,
-        questions: int = 1,
-        run: bytes = b"",
-        first_batch: int = 0,
+        self, path: Path | None = None, questions: int = 1, run: bytes = b"", first_batch: int = 0
     ) -> None:
         self.questions = questions
         self._path = path
@@ -112,7 +101,6 @@ class AnswerLog:
 
     @classmethod
     def create(cls, path: Path, questions: int = 1, run: bytes = b"") -> Self:
-        """Start a log."""
         with _opened(path, os.O_CREAT | os.O_TRUNC) as descriptor:
             _write_whole(descriptor, _header(questions))
             os.fsync(descriptor)
@@ -134,25 +122,19 @@ class AnswerLog:
         return self._known.get(number)
 
     def audits(self) -> list[Record]:
-        """Return the records of audits, in no particular order."""
         return [record for number, record in self._known.items() if number >= FIRST_AUDIT_NUMBER]
 
     def num_resumptions(self) -> int:
-        """Return how often the run went back to a checkpoint."""
         return sum(FIRST_RESUMPTION_NUMBER <= number < FIRST_AUDIT_NUMBER for number in self._known)
 
     def record(
         self,
         number: int,
         fingerprints: Sequence[bytes],
-        charge: ChargedAnswer = NOTHING_TOLD,
+        charge: ChargedAnswer = NO_CHARGE,
         reply: bytes = NO_REPLY,
     ) -> None:
-        """Record that a question is about to be answered.
-
-        Raises:
-            StorageError: the record cannot be written; then the question must not be answered.
-        """
+        """Record that a question is about to be answered: it must not be after a StorageError."""
         if len(fingerprints) > self.questions:
             raise ValueError(f"expected {self.questions} questions, got {len(fingerprints)}")
         record = Record(number, tuple(fingerprints), charge, reply)
@@ -174,14 +156,7 @@ class AnswerLog:
                 os.fsync(descriptor)
 
     def since(self, count: int) -> Iterator[Record]:
-        """Yield the records that follow the first few.
-
-        Args:
-            count: number of records to skip.
-
-        Raises:
-            StorageError: the log has fewer records, or cannot be read.
-        """
+        """Yield the records that follow the first few. Raises StorageError."""
         if count > len(self):
             raise StorageError(
                 f"{self._path}: holds {len(self)} answers, and the checkpoint counts {count}: "

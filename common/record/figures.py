@@ -1,13 +1,37 @@
-"""The figures that both a run's metrics and its summary hold, and their names in the files."""
+"""The figures of a run's metrics and summary: their types, and their names in the files.
+
+Of what attacks measure beyond features, ``adjusted_leak`` and ``leak_advantage`` hold figures by
+attack, all of the cut layer; ``epsilon_lower_bound`` is a number, and
+``epsilon_lower_bound_details`` says where it comes from.
+"""
 
 import math
-from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator
 
-from splitveil.common.privacy.covers import Covers
-from splitveil.common.record.values import IF_ANY, Flat, Form, Number, as_number
+from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.record.values import (
+    IF_ANY,
+    ByAttack,
+    Count,
+    Flat,
+    Form,
+    Key,
+    Known,
+    KnownCount,
+    Maybe,
+    Number,
+    Object,
+    Table,
+    Text,
+    as_list,
+    as_number,
+    to_form,
+)
 
 
 class AttackFigure(NamedTuple):
@@ -67,9 +91,280 @@ class LedgerFigures(Form):
     epsilon: Annotated[Number, IF_ANY] = None
     """Label differential privacy of all answers together; None if some answers lack it."""
 
-    def against(self, peers: Covers) -> SpreadFigures:
+    def against(self, peers: Adversary) -> SpreadFigures:
         return self.by_peers()[peers]
 
-    def by_peers(self) -> dict[Covers, SpreadFigures]:
+    def by_peers(self) -> dict[Adversary, SpreadFigures]:
         bounds = (self.anybody, self.honest_but_curious, self.knows_class_means_only)
-        return dict(zip(Covers, bounds, strict=True))
+        return dict(zip(Adversary, bounds, strict=True))
+
+
+_DETAILS = "epsilon_lower_bound_details"
+_CLEARLY = 3.0 / 1.96
+_UNLIKELY_P = 0.05
+"""A p-value below which guesses speak against a stated epsilon, beside a figure that does."""
+_FEW_PAIRS = 1_000
+"""Pairs of labels below which an adjusted figure rests on few rows that features do not decide."""
+_CLEARLY_P = 0.001
+"""A p-value below which guesses contradict a stated epsilon. Labels that are randomised with
+epsilon, and read exactly, come as close to it as guesses can: at 0.05, one such run in twenty would
+raise an alarm that nothing is behind."""
+BEYOND_TABLES = ("adjusted_leak", "leak_advantage", _DETAILS)
+
+
+class AdjustedFigures(NamedTuple):
+    """The leak AUC of one attack among rows of which features say the same."""
+
+    value: Known
+    low: Known
+    """Lower end of its 95 % interval; below 1/2 where the leak may be chance."""
+    high: Known
+
+
+class AdvantageFigures(NamedTuple):
+    """By how much one attack over the run does better than the attacker's own features."""
+
+    value: Known
+    low: Known
+    high: Known
+    prior: Known
+    """Leak AUC of the attacker's own model, fitted to as many labels."""
+
+
+class EpsilonFigures(NamedTuple):
+    """The largest epsilon of label differential privacy that a run's attacks exclude."""
+
+    epsilon: Known
+    attack: str
+    guesses: KnownCount
+    correct: KnownCount
+    pairs: KnownCount
+    """Pairs of a true and another label among which the attack chose its guesses."""
+    confidence: Known
+    delta: Known
+    p_value: Known
+    """Of so many correct guesses by chance alone: that of epsilon 0."""
+    stated: Number = None
+    """The smallest epsilon that the ledger states at this delta; None where it states none."""
+    stated_for: Text = None
+    p_value_of_stated: Number = None
+    """Of so many correct guesses in a run that is as private as stated."""
+
+    @property
+    def passes_stated(self) -> bool:
+        """Whether the attacks exclude what the ledger states, at 99.9 % confidence."""
+        return self.p_value_of_stated is not None and self.p_value_of_stated < _CLEARLY_P
+
+
+@dataclass(frozen=True)
+class BeyondFigures(Form):
+    """What attacks reveal beyond features."""
+
+    adjusted: Annotated[Table[AdjustedFigures], Key("adjusted_leak")] = field(default_factory=dict)
+    advantage: Annotated[Table[AdvantageFigures], Key("leak_advantage")] = field(
+        default_factory=dict
+    )
+    epsilon: Annotated[Maybe[EpsilonFigures], Key(_DETAILS), IF_ANY] = None
+    """None if too few rows were offered another label; the file then has a bound of 0."""
+
+    def form(self) -> dict[str, Any]:
+        bound = 0.0 if self.epsilon is None else self.epsilon.epsilon
+        return super().form() | {"epsilon_lower_bound": bound}
+
+    def strongest(self) -> tuple[str, AdjustedFigures] | None:
+        return max(self.adjusted.items(), key=lambda item: item[1].value, default=None)
+
+
+def is_clearly_above(found: AdjustedFigures, auc: float) -> bool:
+    """Return whether a figure lies above an AUC by three standard errors.
+
+    Several attacks are compared with it, and each may be inverted: for that, an interval of two
+    standard errors is too narrow.
+    """
+    return found.value - _CLEARLY * (found.value - found.low) > auc
+
+
+def passed_bounds(
+    beyond: BeyondFigures, bounds: Mapping[Adversary, float]
+) -> Iterator[tuple[str, AdjustedFigures, Adversary]]:
+    """Yield each attack that reveals more beyond features than a bound says, with the widest peers.
+
+    None is yielded where guesses are no better than chance, and a bound that holds for anybody
+    counts as passed only where guesses are better than it permits, or there are many pairs, but not
+    where there are too few rows for guesses: see `set_aside`.
+
+    Args:
+        bounds: AUC that no score of some peers exceeds, the strongest adversary class first.
+    """
+    if _guesses_by_chance(beyond):
+        return
+    for attack, found in beyond.adjusted.items():
+        passed = [peers for peers, bound in bounds.items() if is_clearly_above(found, bound)]
+        if passed and not (passed[0] is Adversary.ANYBODY and _guesses_as_permitted(beyond)):
+            yield attack, found, passed[0]
+
+
+def set_aside(beyond: BeyondFigures, bound: float) -> dict[str, AdjustedFigures]:
+    """Return the adjusted figures that say nothing of gradients, by attack.
+
+    Where features all but give the labels of a few hundred rows, an adjusted figure shows what the
+    model of the features has not learned. The guesses of the epsilon's audit, from which the part
+    of every score that features explain was taken out, are then no better than chance, or, of fewer
+    than 1,000 pairs of labels, no better than the epsilon permits that the ledger states for
+    anybody, or there were too few pairs to guess at all; and the figure may lie above a bound that
+    is proved for anybody.
+
+    Args:
+        bound: AUC that no score of anybody exceeds; 1 or NaN where there is none.
+    """
+    if not (_guesses_by_chance(beyond) or _guesses_as_permitted(beyond)):
+        return {}
+    return {name: found for name, found in beyond.adjusted.items() if found.value > bound}
+
+
+def _guesses_by_chance(beyond: BeyondFigures) -> bool:
+    return beyond.epsilon is not None and beyond.epsilon.p_value > _CLEARLY_P
+
+
+def _guesses_as_permitted(beyond: BeyondFigures) -> bool:
+    measured = beyond.epsilon
+    if measured is None:  # the rows that features do not decide are too few for any guess
+        return True
+    if measured.p_value_of_stated is None:
+        return False
+    says_nothing_against = measured.p_value_of_stated > _UNLIKELY_P
+    return (
+        measured.pairs < _FEW_PAIRS
+        and measured.stated_for == Adversary.ANYBODY
+        and says_nothing_against
+    )
+
+
+_OF_NUMBERS = "leak_of_numbers"
+LEAK_TABLES = (
+    "leak",
+    "leak_worst_epoch",
+    "leak_run_level",
+    "leak_classes",
+    "leak_run_level_classes",
+    *BEYOND_TABLES,
+    _OF_NUMBERS,
+)
+"""Entries of a summary that hold figures by layer and attack, or by attack."""
+
+
+class BatchFigures(NamedTuple):
+    """One attack on single batches of one layer, over the run."""
+
+    q95: Number = None
+    mean: Number = None
+    last_epoch: Number = None
+    """Mean over the batches of the last epoch observed."""
+    random_q95: Number = None
+    """The 95 % quantile of random scores on the same batches."""
+
+
+class RunFigures(NamedTuple):
+    """One attack that accumulates over the run, on one layer."""
+
+    auc: Known
+    low: Number = None
+    high: Number = None
+    examples: Count = None
+    """Number of examples that were scored and whose label the attack did not know."""
+    tpr_at_per_mille: Number = None
+    """Share of the positives found while at most 0.1 % of the negatives are accused."""
+    tpr_at_percent: Number = None
+    """The same for 1 %."""
+    precision_at_100: Number = None
+    """Share of positives among the 100 highest scores."""
+
+
+@dataclass(frozen=True)
+class ClassFigures(Form):
+    """One attack on one layer class by class, on single batches or over the run."""
+
+    worst_pair: Annotated[tuple[str, ...], BeforeValidator(as_list)] = ()
+    """The two classes separated best."""
+    worst_pair_auc: Annotated[Number, IF_ANY] = None
+    """Only on single batches."""
+    worst_pair_random: Annotated[Number, IF_ANY] = None
+    """The leak AUC of random scores on the same pair; only on single batches."""
+    classes: Object[Number] = field(default_factory=dict)
+    """Class -> leak AUC against the rest."""
+    random: Annotated[Object[Number], IF_ANY] = field(default_factory=dict)
+    """The same for random scores; only on single batches."""
+
+    def worst_class(self) -> tuple[str, float] | None:
+        """Return the class separated best from the rest and its leak AUC, if any was measured."""
+        measured = [
+            (name, auc)
+            for name, auc in self.classes.items()
+            if auc is not None and not math.isnan(auc)
+        ]
+        return max(measured, key=itemgetter(1), default=None)
+
+
+class BatchCounts(NamedTuple):
+    observed: Count = None
+    skipped_one_class: Count = None
+    left_out: Count = None
+
+
+class NumberBeyond(NamedTuple):
+    """One attack on labels that are numbers beyond features: shares of what features leave."""
+
+    r2: Known
+    low: Known
+    """Lower end of its 95 % interval; 0 where it may be chance."""
+    high: Known
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the correlation behind it is above 0 by three standard errors."""
+        size = math.sqrt(self.r2)
+        return size - 3.0 / 1.96 * (size - math.sqrt(self.low)) > 0
+
+
+class NumberLeak(NamedTuple):
+    """One attack on labels that are numbers, at the cut layer: shares of their variance."""
+
+    r2: Known
+    """R2 with the labels; of an attack on single batches, its mean over them."""
+    q95: Number = None
+    last_epoch: Number = None
+    """Mean over the batches of the last epoch."""
+    random: Number = None
+    """The R2 that random scores have on average."""
+    examples: Count = None
+    """Of an attack on the whole run: the examples that were looked at."""
+    beyond: Maybe[NumberBeyond] = None
+    """What it explains beyond features; None if it was not measured."""
+
+
+@dataclass(frozen=True)
+class LeakByClass(Form):
+    batches: Annotated[ByAttack[ClassFigures], Key("leak_classes")] = field(default_factory=dict)
+    run_level: Annotated[ByAttack[ClassFigures], Key("leak_run_level_classes")] = field(
+        default_factory=dict
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeakFigures(Form):
+    """The measurements of the attacks; with more than two classes, of the pair told apart best."""
+
+    beyond: Annotated[BeyondFigures | None, Flat()] = None
+    """What the attacks reveal beyond features; None if it was not measured."""
+    batches: Annotated[ByAttack[BatchFigures], Key("leak")] = field(default_factory=dict)
+    worst_epoch: Annotated[ByAttack[Known], Key("leak_worst_epoch")] = field(default_factory=dict)
+    """Mean over the batches of the epoch in which it is largest."""
+    run_level: Annotated[ByAttack[RunFigures], Key("leak_run_level")] = field(default_factory=dict)
+    by_class: Annotated[LeakByClass | None, Flat()] = None
+    """None with two classes."""
+    counts: Annotated[BatchCounts, Key("leak_batches")] = field(default_factory=BatchCounts)
+    of_numbers: Annotated[Table[NumberLeak], Key(_OF_NUMBERS), IF_ANY] = field(default_factory=dict)
+    """Attack -> its figures, where labels are numbers; no other figure is about these."""
+
+    def form(self) -> dict[str, Any]:
+        return {_OF_NUMBERS: to_form(self.of_numbers)} if self.of_numbers else super().form()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from splitveil.common.errors import SettingsError, StorageError
-from splitveil.common.privacy.audit import BatchLeak, LeakAudit, LeakByAttack
+from splitveil.common.privacy.audit import AuditedBatch, LeakAudit, LeakByAttack
 from splitveil.common.privacy.audit_worker import Auditing, AuditWorker
 from splitveil.common.privacy.beyond_features import BeyondFeatures, Covariates
 from splitveil.common.privacy.custom_attacks import load_custom_attacks
@@ -19,14 +19,14 @@ from splitveil.common.privacy.gradient_rows import GradientRows
 from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.privacy.settings import AuditSettings
-from splitveil.common.record.beyond_figures import (
+from splitveil.common.record.figures import (
     AdjustedFigures,
     AdvantageFigures,
+    AttackFigure,
     BeyondFigures,
     EpsilonFigures,
+    LeakFigures,
 )
-from splitveil.common.record.figures import AttackFigure
-from splitveil.common.record.leak_figures import LeakFigures
 from splitveil.common.record.lines import EpochLeakLine, LeakLine
 from splitveil.common.record.metrics_log import ChartClock, MetricsLog
 from splitveil.common.record.values import from_form
@@ -47,7 +47,7 @@ class AuditedRun(NamedTuple):
     class_names: Sequence[str] = ()
     """Empty where there are two classes."""
     keeps_scores: bool = False
-    """Whether what attacks tell beyond features will be measured."""
+    """Whether what attacks reveal beyond features will be measured."""
 
 
 class LeakRecorder:
@@ -59,7 +59,7 @@ class LeakRecorder:
     Args:
         metrics: gets a ``leak`` line per batch and an ``epoch_leak`` line per epoch, once all its
             batches are measured: the mean over them, and the leak AUC of the sums so far. With
-            more than two classes, the figures are about the pair of classes told apart best.
+            more than two classes, the figures are about the pair of classes separated best.
         on_leak: called in the audit's thread with each measured batch, after its line is written.
         beside: another audit that gets the same observations, in the same thread.
     """
@@ -69,7 +69,7 @@ class LeakRecorder:
         settings: AuditSettings,
         metrics: MetricsLog,
         run: AuditedRun,
-        on_leak: Callable[[BatchLeak], None] | None = None,
+        on_leak: Callable[[AuditedBatch], None] | None = None,
         beside: Auditing | None = None,
     ) -> None:
         self._metrics = metrics
@@ -99,7 +99,7 @@ class LeakRecorder:
 
     def __exit__(self, *_: object) -> None:
         self._worker.close()
-        self._audit.end_run()
+        self._audit.run.close_epoch()
         self._write_epochs(self._ended_epoch)
 
     def submit(
@@ -148,16 +148,11 @@ class LeakRecorder:
         return {f"{name}_leak_auc": value for name, value in latest.leak[layer].items()}
 
     def summary(self, covariates: Covariates | None = None) -> LeakFigures:
-        """Return the part of the summary about the leak; call it after closing.
-
-        Args:
-            covariates: what features tell about some rows; without them, what attacks tell beyond
-                features is not measured.
-        """
+        """Return the part of the summary about the leak; call it after closing."""
         # Side by side, as a run's end waits for both.
         with ThreadPoolExecutor(1) as executor:
             measured = executor.submit(self._beyond_features, covariates)
-            run = self._audit.run_figures()
+            run = self._audit.run.result()
             beyond = measured.result()
         found: dict[str, Any] = {
             "leak": self._audit.summary(),
@@ -166,10 +161,7 @@ class LeakRecorder:
             "leak_batches": self._audit.counts()._asdict(),
         }
         if self._audit.is_multi_class:
-            found |= {
-                "leak_classes": self._audit.classes(),
-                "leak_run_level_classes": run.by_class,
-            }
+            found |= {"leak_classes": self._audit.classes(), "leak_run_level_classes": run.by_class}
         return dataclasses.replace(from_form(LeakFigures, found), beyond=beyond)
 
     def wait_until_idle(self, timeout_s: float = IDLE_S) -> bool:
@@ -196,11 +188,6 @@ class LeakRecorder:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state that ``state_dict`` returned, and drop all later measurements.
-
-        Raises:
-            SettingsError: the state belongs to attacks other than those in the settings.
-        """
         self.wait_until_idle()
         try:
             self._audit.load_state_dict(state["audit"])
@@ -219,11 +206,11 @@ class LeakRecorder:
     def _write_epochs(self, last_epoch: int) -> None:
         while self._next_epoch <= last_epoch:
             epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
-            found = (self._audit.epoch_means(epoch), self._audit.after_epoch(epoch))
+            found = (self._audit.epoch_means(epoch), self._audit.run.after_epoch(epoch))
             figures = (*attack_figures(found[0]), *attack_figures(found[1]))
             self._metrics.write(EpochLeakLine(epoch, figures))
 
-    def _note(self, measured: BatchLeak) -> None:
+    def _note(self, measured: AuditedBatch) -> None:
         try:
             self._write_epochs(measured.epoch - 1)
             figures = attack_figures(measured.leak)
@@ -238,15 +225,12 @@ class LeakRecorder:
 
 
 class AuditsTogether:
-    """Shows every observation to two audits, which audit the same steps.
+    """Shows every observation to two audits of the same steps, and returns the first one's result.
 
     Quantities that both derive from a layer's gradients, such as the direction in which they
-    stretch most, are computed once. An error in the second audit costs it the batch and is logged,
-    the first time with its trace; an error in the first one costs both the batch and is raised.
-
-    Args:
-        first: the audit whose result is returned.
-        second: the audit that only accumulates scores.
+    stretch most, are computed once. An error in the second audit, which only accumulates scores,
+    costs it the batch and is logged, the first time with its trace; an error in the first one costs
+    both the batch and is raised.
     """
 
     def __init__(self, first: Auditing, second: Auditing) -> None:
@@ -257,7 +241,7 @@ class AuditsTogether:
     def wants(self, step: int) -> bool:
         return self._first.wants(step)
 
-    def observe(self, observation: Observation) -> BatchLeak | None:
+    def observe(self, observation: Observation) -> AuditedBatch | None:
         rows = {layer: GradientRows(found) for layer, found in observation.gradients.items()}
         observation = dataclasses.replace(observation, prepared=rows)
         measured = self._first.observe(observation)

@@ -170,11 +170,7 @@ class AlarmLine(Form):
 
 @dataclass(frozen=True)
 class HistogramLine(Form):
-    """The gradients of one batch, counted by one of their figures; for the label owner only.
-
-    Raises:
-        ValueError: the number of counts in a series differs from the number of bins.
-    """
+    """The gradients of one batch, counted by one of their figures; for the label owner only."""
 
     epoch: KnownCount
     step: KnownCount
@@ -243,11 +239,7 @@ def to_fields(line: Line) -> LineFields:
 
 
 def to_json(fields: LineFields, time_s: float) -> dict[str, Any]:
-    """Return a line as a JSON object; a number that is not finite becomes null.
-
-    Args:
-        time_s: seconds since the start of the run.
-    """
+    """Return a line as a JSON object; a number that is not finite becomes null."""
     kind, epoch, step, values = fields
     head = {"time_s": round(time_s, 6), "kind": kind, "epoch": epoch, "step": step}
     finite: dict[str, Any] = finite_or_null(values)

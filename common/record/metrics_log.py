@@ -8,12 +8,22 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
-from splitveil.common.record.lines import HistogramLine, Line, LineFields, to_fields, to_json
+from rich.console import Console
+
+from splitveil.common.record.lines import (
+    AlignmentLine,
+    HistogramLine,
+    Line,
+    LineFields,
+    to_fields,
+    to_json,
+)
+from splitveil.common.record.progress import TrainingProgress
 from splitveil.common.record.run_folder import (
     OWNER_ONLY,
     finite_or_null,
@@ -21,6 +31,10 @@ from splitveil.common.record.run_folder import (
     storage_errors,
 )
 from splitveil.common.record.run_record import METRICS
+from splitveil.common.run.contract import Contract
+from splitveil.common.run.course import AlignedRows
+from splitveil.common.text.log_lines import writes_json
+from splitveil.common.text.output import printing_console
 
 _SOUGHT_BYTES = 2**16
 """Bytes at the end of a metrics file that are searched for the end of a line at a time."""
@@ -56,12 +70,7 @@ class MetricsLog:
     def __init__(
         self, folder: Path, steps_per_epoch: int = 1, on_line: Callable[[Line], None] | None = None
     ) -> None:
-        """Open both files.
-
-        Args:
-            steps_per_epoch: puts the epochs on TensorBoard's single axis; may be set later.
-            on_line: called with each line once it is written.
-        """
+        """Open both files; ``steps_per_epoch`` puts the epochs on TensorBoard's single axis."""
         self.steps_per_epoch = steps_per_epoch
         self._on_line = on_line
         self._next_chart_step = 0
@@ -81,14 +90,9 @@ class MetricsLog:
         self.close()
 
     def write(self, line: Line, *, charted: bool = True) -> None:
-        """Write one line; it is ignored after `close`.
+        """Write one line of plain numbers, or raise TypeError; it is ignored after `close`.
 
-        Args:
-            line: a line of plain numbers; tensors and arrays are refused.
-            charted: whether TensorBoard gets the numbers, too.
-
-        Raises:
-            TypeError: a value is not a plain number.
+        ``charted`` says whether TensorBoard gets the numbers, too.
         """
         fields = to_fields(line)
         if not isinstance(line, HistogramLine):
@@ -130,7 +134,6 @@ class MetricsLog:
             self._next_chart_step = state["chart_step"]
 
     def close(self) -> None:
-        """Write pending output; closing again has no effect."""
         with self._lock:
             if self._file.closed:
                 return
@@ -229,3 +232,38 @@ def _charted(numbers: Mapping[str, float]) -> Any:
     from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]  # noqa: PLC0415
 
     return Summary(value=[Summary.Value(tag=n, simple_value=x) for n, x in numbers.items()])
+
+
+class RunRecorder:
+    """Writes metrics and shows progress; a party's recorder adds what that party observes."""
+
+    def __init__(self, folder: Path, on_line: Callable[[Line], None] | None = None) -> None:
+        self.aligned_rows = 0
+        self.console: Console | None = None
+        """Where progress is shown; None for the standard error stream."""
+        self._folder = folder
+        self._resources = ExitStack()
+        self._of_run = ExitStack()
+        """Closed when the run is aligned again, and with the recorder."""
+        self._metrics = self._resources.enter_context(MetricsLog(folder, on_line=on_line))
+        self._progress: TrainingProgress | None = None
+        self._steps = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._resources.close()
+
+    def _begin_run(self, rows: AlignedRows) -> None:
+        """End what belongs to an earlier alignment, and note the new one."""
+        self._of_run.close()
+        self._of_run = self._resources.enter_context(ExitStack())
+        self.aligned_rows = len(rows)
+        self._metrics.steps_per_epoch = rows.order.steps_per_epoch
+        self._metrics.write(AlignmentLine(len(rows)))
+
+    def _show_progress(self, party: str, rows: AlignedRows, contract: Contract) -> None:
+        console = self.console or printing_console(stderr=True, plain=writes_json())
+        bar = TrainingProgress(party, rows.total_steps(contract), console=console)
+        self._progress = self._of_run.enter_context(bar)

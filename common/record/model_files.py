@@ -1,25 +1,41 @@
-"""Writes a trained model into a run's ``checkpoint`` folder, for anyone who wants to use it.
+"""The trained model in a run's ``checkpoint`` folder: written, continued, and used for predictions.
 
 checkpoint/model.safetensors     the weights
 checkpoint/encoder.json          the encoding of the features
 
+The weights depend on the encoding that was fitted to the features: a category's slot in an
+embedding, the mean that was subtracted. So whoever takes over the weights takes over vocabularies
+and scalers too; nothing is fitted again, and a category that has appeared since counts as unknown.
+
 Each file of weights says in its metadata whether true labels were learned from, or only labels that
-a defense had released.
+a defense had released, and which run it is from: its id, the number of batches that the weights
+have seen, and the digest of the contract. Both halves of a model have to agree in the latter.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from safetensors.torch import save
+from pydantic_core import from_json
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from splitveil.common.data.features import FeatureEncoder
+from splitveil.common.data.table import Table
+from splitveil.common.errors import SettingsError
 from splitveil.common.record.run_folder import (
     checkpoint_folder,
     delete,
     write_bytes_atomically,
     write_json_atomically,
 )
+from splitveil.common.run.contract import Contract, first_difference
+from splitveil.common.run.messages import ModelIdentity
+from splitveil.common.settings import validate
+from splitveil.common.text.files import check_regular, read_bytes
+from splitveil.common.text.yaml_text import RESOLVED, read_yaml_file
 
 WEIGHTS = "model.safetensors"
 REFITTED = "refitted.safetensors"
@@ -33,7 +49,6 @@ def save_model(
     encoder: FeatureEncoder | None,
     metadata: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write ``checkpoint/model.safetensors`` and ``checkpoint/encoder.json`` into a run."""
     checkpoint = checkpoint_folder(folder)
     if encoder is not None:
         write_json_atomically(checkpoint / ENCODER, encoder.state())
@@ -47,7 +62,6 @@ def save_tensors(
     tensors: Mapping[str, Tensor],
     metadata: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write named tensors as ``checkpoint/<file_name>`` into a run's folder."""
     path = checkpoint_folder(folder) / file_name
     plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     write_bytes_atomically(path, save(plain, None if metadata is None else dict(metadata)))
@@ -55,5 +69,216 @@ def save_tensors(
 
 
 def delete_saved(folder: Path, file_name: str) -> None:
-    """Delete ``checkpoint/<file_name>`` from a run's folder, if it is there."""
     delete(folder / "checkpoint" / file_name)
+
+
+SETTING = "initial_weights"
+
+TRUE_LABELS = {"learned_from": "true labels"}
+"""Metadata of weights that true labels have entered."""
+RELEASED_LABELS = {"learned_from": "released labels"}
+"""Metadata of weights that only labels released by a defense have entered."""
+
+_UNREADABLE = (
+    *(SafetensorError, ValueError, LookupError, TypeError, AttributeError),
+    *(RuntimeError, MemoryError),
+)
+"""Errors that the libraries raise for files of another kind; errors of the disk are not among them.
+"""
+_MAX_ENCODER_BYTES = 2**31
+"""Twice the size of vocabularies with a hundred million categories."""
+
+
+@dataclass(frozen=True)
+class EarlierModel:
+    """The model in the ``checkpoint`` folder of one party of an earlier run."""
+
+    folder: Path
+
+    encoder: FeatureEncoder | None
+    """None for an active party without features."""
+
+    is_label_free: bool = False
+    """Whether no true label has entered the weights, but only labels that a defense released."""
+
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """Kept with the weights."""
+
+    weights: str = WEIGHTS
+    """The name of the file of weights."""
+
+    setting: str = SETTING
+    """What names the folder, for messages."""
+
+    @classmethod
+    def open(cls, folder: Path, weights: str = WEIGHTS, setting: str = SETTING) -> "EarlierModel":
+        """Open a folder. The weights are checked now, and loaded when they are needed."""
+        path = folder / weights
+        with _reading(folder, weights, setting):
+            check_regular(path)
+            spoilt = _first_not_finite(path)
+            metadata = _metadata(path)
+            encoder = _read_encoder(folder / ENCODER)
+        if spoilt is not None:
+            raise SettingsError(f"{setting}: {path}: tensor {spoilt!r} holds NaN or infinity")
+        is_free = metadata.items() >= RELEASED_LABELS.items()
+        return cls(folder, encoder, is_free, metadata, weights, setting)
+
+    def encoder_for(self, table: Table | None, source: str) -> FeatureEncoder | None:
+        """Return the encoder of that run, after checking that the table has the same features.
+
+        Raises SettingsError or DataError.
+        """
+        if (table is None) != (self.encoder is None):
+            had, has = ("features", "none") if table is None else ("no features", "some")
+            raise SettingsError(
+                f"{self.setting}: {self.folder}: that run's party had {had}, data.features has "
+                f"{has}"
+            )
+        if table is None or self.encoder is None:
+            return None
+        self.encoder.check_same_columns(table)
+        known = {column.name for column in self.encoder.numeric}
+        known |= {column.name for column in self.encoder.categorical}
+        known |= {column.name for column in self.encoder.lists}
+        columns = (*table.numeric, *table.categorical, *table.lists)
+        new = [name for name in columns if name not in known]
+        if new:
+            raise SettingsError(
+                f"{self.setting}: {source}: the model was trained without {', '.join(new)}: leave "
+                f"the column out of data.features"
+            )
+        return self.encoder
+
+    def put_into(self, model: nn.Module) -> None:
+        path = self.folder / self.weights
+        try:
+            found = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise SettingsError(f"{self.setting}: {path}: cannot be read") from error
+        expected = model.state_dict()
+        for name in dict.fromkeys((*expected, *found)):
+            for form in (_shape, _dtype):
+                there, here = form(found.get(name)), form(expected.get(name))
+                if there != here:
+                    raise SettingsError(
+                        f"{self.setting}: {path}: tensor {name!r} is {there} there and {here} in "
+                        f"the model of these settings"
+                    )
+        model.load_state_dict(found)
+
+
+def is_label_free(folder: Path) -> bool:
+    """Return whether no true label has entered the weights in a folder, without reading them."""
+    with _reading(folder, WEIGHTS, SETTING):
+        check_regular(folder / WEIGHTS)
+        return _metadata(folder / WEIGHTS).items() >= RELEASED_LABELS.items()
+
+
+@contextmanager
+def _reading(folder: Path, weights: str, setting: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise SettingsError(
+            f"{setting}: {folder}: there is no {weights}: expected the checkpoint folder of "
+            f"this party in a run that has ended, as RUN/PARTY/checkpoint"
+        ) from error
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise SettingsError(f"{setting}: {folder}: cannot be read: {reason}") from error
+    except _UNREADABLE as error:
+        raise SettingsError(
+            f"{setting}: {folder}: cannot be read ({type(error).__name__})"
+        ) from error
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    with safe_open(path, framework="pt") as file:
+        return dict(file.metadata() or {})
+
+
+def _first_not_finite(path: Path) -> str | None:
+    """Return the name of the first tensor that is not finite; one tensor is read at a time."""
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 - it is not a mapping
+            tensor = file.get_tensor(name)
+            if tensor.dtype.itemsize == 1:
+                tensor = tensor.float()  # torch cannot check smaller types for NaN
+            if not tensor.isfinite().all():
+                return str(name)
+    return None
+
+
+def _read_encoder(path: Path) -> FeatureEncoder | None:
+    try:
+        text = read_bytes(path, _MAX_ENCODER_BYTES)
+    except FileNotFoundError:
+        return None
+    return FeatureEncoder.from_state(from_json(text))
+
+
+def _dtype(tensor: Tensor | None) -> str:
+    return "absent" if tensor is None else str(tensor.dtype).removeprefix("torch.")
+
+
+def _shape(tensor: Tensor | None) -> str:
+    if tensor is None:
+        return "absent"
+    return " x ".join(map(str, tensor.shape)) or "a single number"
+
+
+_RUN, _BATCHES, _CONTRACT = "run_id", "batch_number", "contract"
+
+
+def identity_metadata(model: ModelIdentity, contract: Contract) -> dict[str, str]:
+    return {
+        _RUN: model.run_id,
+        _BATCHES: str(model.batch_number),
+        _CONTRACT: contract.digest().hex(),
+    }
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """One party's half of a trained model, in the ``checkpoint`` folder of the run."""
+
+    identity: ModelIdentity
+    saved: EarlierModel
+
+    @classmethod
+    def open(cls, folder: Path, contract: Contract, weights: str = WEIGHTS) -> "TrainedModel":
+        """Open a party's folder of a run. The weights are loaded when they are needed."""
+        saved = EarlierModel.open(folder / "checkpoint", weights, "model")
+        path = saved.folder / weights
+        run_id, batches = saved.metadata.get(_RUN, ""), saved.metadata.get(_BATCHES, "")
+        if not run_id or not batches.isdecimal():
+            raise SettingsError(
+                f"model: {path} does not say which run it is from; train again to predict with it"
+            )
+        trained_under = saved.metadata.get(_CONTRACT, "")
+        if trained_under != contract.digest().hex():
+            raise SettingsError(
+                f"model: {path} was trained under another contract than that of these settings"
+                f"{_difference(folder, trained_under, contract)}"
+            )
+        return cls(ModelIdentity(run_id, int(batches)), saved)
+
+    @property
+    def encoder(self) -> FeatureEncoder | None:
+        return self.saved.encoder
+
+    def put_into(self, model: nn.Module) -> None:
+        self.saved.put_into(model)
+        model.eval()
+
+
+def _difference(folder: Path, trained_under: str, contract: Contract) -> str:
+    """Return the end of a sentence, which the settings in the run's folder give if they can."""
+    with suppress(SettingsError, TypeError, KeyError):
+        stored = read_yaml_file(folder / "settings.yaml", RESOLVED)["contract"]
+        trained = validate(Contract, stored, "contract")
+        if trained.digest().hex() == trained_under:
+            then = trained.canonical_json()
+            return f": {first_difference(contract, then, 'the time of training')}"
+    return ""

@@ -1,10 +1,10 @@
-"""The releases of a run on disk: sums over labels that were told, with the noise that they carry.
+"""The releases of a run on disk: noisy sums over labels.
 
 checkpoint/releases.safetensors    tensors ``<stage>.<name>``, mode 0600
 
 A release is drawn once. It is written here before anything is computed from it, so that a party
-that was killed never draws a second one: two noisy sums over the same labels would tell more than
-one. The file outlives the run, because a later run can use its releases again.
+that was killed never draws a second one: two noisy sums over the same labels would reveal
+more than one. The file outlives the run, because a later run can use its releases again.
 """
 
 from collections.abc import Mapping
@@ -24,11 +24,7 @@ Tensors = Mapping[str, Tensor]
 
 
 class ReleaseFile:
-    """The releases of one run, in the order of their stages.
-
-    Args:
-        folder: the party's folder of the run; None to keep the releases in this process only.
-    """
+    """The releases of one run, in the order of their stages; without a folder in memory only."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
@@ -36,11 +32,6 @@ class ReleaseFile:
 
     @classmethod
     def read(cls, folder: Path) -> "ReleaseFile":
-        """Return the releases that a folder holds; none if it has no such file.
-
-        Raises:
-            StorageError: the file is damaged, or cannot be read.
-        """
         found, path = cls(folder), folder / "checkpoint" / RELEASES
         try:
             content = path.read_bytes()
@@ -64,12 +55,7 @@ class ReleaseFile:
         return self._stages.get(stage)
 
     def keep(self, stage: int, release: Tensors) -> None:
-        """Write the release of a stage, once and for all.
-
-        Raises:
-            ValueError: the stage has a release already.
-            StorageError: the file cannot be written; then the release must not be used.
-        """
+        """Write a stage's release, once and for all: it must not be used after a StorageError."""
         if stage in self._stages:
             raise ValueError(f"stage {stage} has a release already")
         parts = {name: values.detach().cpu().contiguous() for name, values in release.items()}
@@ -84,6 +70,6 @@ class ReleaseFile:
 
 
 LOST = (
-    "what the run has told about the labels is no longer known, and no stage is drawn twice: "
+    "what the run has released about the labels is no longer known, and no stage is drawn twice: "
     "restore a copy of the file, or start over with --fresh at both parties"
 )

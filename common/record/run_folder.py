@@ -5,6 +5,9 @@ runs/<run name>/<party>.previous-1/     the oldest one, -2 the next, ...
 
 A party's files are derived from its labels or its features. Its folder is therefore accessible to
 its owner only (0700), and so are the files in it (0600), under any umask.
+
+A run that a budget or a gate has ended for good has a mark: without it, a supervisor that restarts
+every process that ends with an error would never stop.
 """
 
 import fcntl
@@ -37,20 +40,11 @@ _RUNS_ALREADY = (
 
 
 def open_run_folder(
-    runs_dir: Path,
-    run_name: str,
-    party: str,
-    resumes: Callable[[Path], bool] = lambda _: False,
+    runs_dir: Path, run_name: str, party: str, resumes: Callable[[Path], bool] = lambda _: False
 ) -> Path:
     """Claim the folder for one party's results, for as long as this process lives.
 
-    Args:
-        resumes: returns whether the results in a folder belong to the run that is resumed now;
-            otherwise they are moved aside.
-
-    Raises:
-        SettingsError: the run's or the party's name cannot be the name of a folder, or another
-            process uses the folder.
+    Results in it for which ``resumes`` returns false are moved aside. Raises SettingsError.
     """
     for name in (run_name, party):
         if name in {"", ".", ".."} or set(name) & {"/", "\\", "\0"}:
@@ -72,7 +66,6 @@ def open_to_append(path: Path) -> TextIO:
 
 
 def open_unbuffered_to_append(path: Path) -> FileIO:
-    """Open a file for appending bytes, for its owner only; each write goes out at once."""
     return FileIO(_appending(path), "a")
 
 
@@ -81,22 +74,14 @@ def _appending(path: Path) -> int:
 
 
 def write_bytes_atomically(path: Path, data: bytes, mode: int = OWNER_ONLY) -> None:
-    """Replace a file as a whole: afterwards it holds the old content or the new, never a part.
-
-    Args:
-        mode: its permissions, less those that the process's umask takes away.
-    """
+    """Replace a file as a whole: afterwards it holds the old content or the new, never a part."""
     with storage_errors(path, "cannot be written"), replacing_file(path, mode) as file:
         file.write(data)
 
 
 @contextmanager
 def replacing_file(path: Path, mode: int = OWNER_ONLY) -> Iterator[BinaryIO]:
-    """Open a file that takes the place of another once it is whole and on disk.
-
-    Raises:
-        OSError: it cannot be written; the old file stays.
-    """
+    """Open a file that takes the place of another once it is whole and on disk. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     # Anyone who can write to the folder could have put a link there, to a file that would change.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -122,7 +107,6 @@ def storage_errors(path: Path, problem: str) -> Iterator[None]:
 
 
 def write_text_atomically(path: Path, text: str, mode: int = OWNER_ONLY) -> None:
-    """Replace a text file as a whole, in UTF-8."""
     write_bytes_atomically(path, text.encode(), mode)
 
 
@@ -145,11 +129,7 @@ def finite_or_null(value: object) -> Any:
 
 @contextmanager
 def claimed(folder: Path, complaint: str) -> Iterator[None]:
-    """Keep other processes, and other callers in this one, from changing a folder meanwhile.
-
-    Raises:
-        SettingsError: one of them already uses the folder; ``complaint`` says what to do.
-    """
+    """Keep other processes, and other callers in this one, from changing a folder meanwhile."""
     descriptor = _claim(folder, complaint)
     try:
         yield
@@ -182,7 +162,6 @@ def _close_to_others(folder: Path) -> None:
 
 
 def move_aside(folder: Path) -> None:
-    """Rename a party's folder to the next free ``<name>.previous-N``."""
     prefix = f"{folder.name}.previous-"
     endings = (path.name.removeprefix(prefix) for path in folder.parent.glob(f"{prefix}*"))
     newest = max((int(ending) for ending in endings if ending.isdecimal()), default=0)
@@ -192,12 +171,10 @@ def move_aside(folder: Path) -> None:
 
 
 def checkpoint_folder(folder: Path) -> Path:
-    """Return the folder ``checkpoint`` of a run's folder, which is made if it does not exist."""
     return inner_folder(folder, "checkpoint")
 
 
 def inner_folder(folder: Path, name: str) -> Path:
-    """Return a folder inside a run's folder, which is made if it does not exist."""
     inner = folder / name
     with storage_errors(inner, "cannot be made"):
         inner.mkdir(exist_ok=True)
@@ -205,6 +182,34 @@ def inner_folder(folder: Path, name: str) -> Path:
 
 
 def delete(path: Path) -> None:
-    """Delete a file, if it exists."""
     with storage_errors(path, "cannot be deleted"):
         path.unlink(missing_ok=True)
+
+
+FILE = "ended.json"
+
+
+def mark_as_ended(folder: Path, why: Mapping[str, Any]) -> None:
+    write_json_atomically(folder / FILE, why)
+
+
+def end_of(folder: Path) -> Mapping[str, Any] | None:
+    """Return the content of a run's mark; None if there is none, or if it cannot be read.
+
+    A run that is resumed because its mark was lost ends again at the same batch.
+    """
+    try:
+        why = json.loads((folder / FILE).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return why if isinstance(why, dict) else None
+
+
+def has_finished(folder: Path) -> bool:
+    """Return whether a folder holds the results of a finished run, of which the state goes last."""
+    return (folder / "summary.json").exists() and not (folder / "checkpoint" / "run.state").exists()
+
+
+def clear_mark(folder: Path) -> None:
+    """Delete the mark, so that a run whose limits have changed since can be resumed."""
+    delete(folder / FILE)

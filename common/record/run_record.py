@@ -43,16 +43,10 @@ class Metrics:
 
 
 def write_summary(folder: Path, written: Summary) -> None:
-    """Write a party's summary."""
     write_json_atomically(folder / SUMMARY, written.form())
 
 
 def read_summary(folder: Path) -> Summary:
-    """Read the summary in a party's folder.
-
-    Raises:
-        SettingsError: it is missing, damaged, or of another format.
-    """
     found = find_summary(folder)
     if found is None:
         raise SettingsError(f"{folder / SUMMARY}: expected the summary of a run that has ended")
@@ -60,11 +54,6 @@ def read_summary(folder: Path) -> Summary:
 
 
 def find_summary(folder: Path) -> Summary | None:
-    """Read the summary in a party's folder; None if there is none.
-
-    Raises:
-        SettingsError: it is damaged, or of another format.
-    """
     found = _read_object(folder / SUMMARY)
     return from_form(Summary, found) if found else None
 
@@ -74,19 +63,15 @@ def has_summary(folder: Path) -> bool:
 
 
 def read_metrics(folder: Path) -> Metrics:
-    """Read the metrics in a party's folder; empty if the file does not exist.
+    """Read the metrics in a party's folder; empty if the file does not exist. Raises SettingsError.
 
     A line that is cut off, or of an unknown kind, is left out: the run may have been killed, or may
     be writing it.
-
-    Raises:
-        SettingsError: they cannot be read, or are of another format.
     """
     return Metrics(list(_timed_lines(folder / METRICS)))
 
 
 def text_of(path: Path) -> str:
-    """Return the text of a file; empty if there is none."""
     try:
         return path.read_text(encoding="utf-8") if path.is_file() else ""
     except UnicodeDecodeError as error:
@@ -97,12 +82,10 @@ def text_of(path: Path) -> str:
 
 
 def write_ledger_ahead(folder: Path, bounds: LedgerFigures) -> None:
-    """Write the bounds on all answers of a run that resumes at a point before some of them."""
     write_json_atomically(folder / LEDGER_AHEAD, bounds.form())
 
 
 def find_ledger_ahead(folder: Path) -> LedgerFigures | None:
-    """Read the bounds on all answers; None if the run never went back."""
     found = _read_object(folder / LEDGER_AHEAD)
     return from_form(LedgerFigures, found) if found else None
 

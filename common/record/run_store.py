@@ -3,28 +3,91 @@
 checkpoint/run.state             constants of the whole run: its id, nonces, common rows, secrets
 checkpoint/at-0000001234.state   everything that changes, after 1,234 batches
 checkpoint/answered.log          the answered questions and their charges (active party)
-checkpoint/releases.safetensors  what defenses with stages told about all labels (active party)
+checkpoint/releases.safetensors  what defenses with stages released about all labels (active party)
+
+A state's file is a SHA-256 digest and the output of ``torch.save``, of nested plain values and
+tensors. It is read with ``weights_only`` and not by unpickling, so a file cannot run code. Only its
+owner may access it (0600): it contains secrets.
 """
 
+import hashlib
+import io
 import logging
+import pickle
 import re
+import zipfile
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
+import torch
+
 from splitveil.common.errors import StorageError
 from splitveil.common.record.answer_log import AnswerLog
 from splitveil.common.record.release_file import RELEASES, ReleaseFile
-from splitveil.common.record.run_folder import checkpoint_folder, delete, storage_errors
-from splitveil.common.record.state_file import (
-    DIGEST_BYTES,
-    OtherVersionError,
-    UnreadableError,
-    read_state,
-    serialised,
-    write_serialised,
+from splitveil.common.record.run_folder import (
+    checkpoint_folder,
+    delete,
+    storage_errors,
+    write_bytes_atomically,
 )
 from splitveil.common.run.progress import State
+
+DIGEST_BYTES = 32
+
+_VERSION = 2
+
+
+class UnreadableError(Exception):
+    """A file does not hold a usable state; the message says why."""
+
+
+class OtherVersionError(UnreadableError):
+    """The file was written by another version of this module."""
+
+
+def serialised(state: State) -> bytes:
+    buffer = io.BytesIO()
+    torch.save({"version": _VERSION, "state": state}, buffer)
+    return buffer.getvalue()
+
+
+def write_serialised(path: Path, content: bytes) -> None:
+    write_bytes_atomically(path, hashlib.sha256(content).digest() + content, mode=0o600)
+
+
+def read_state(path: Path) -> State:
+    """Read a state. Raises FileNotFoundError or UnreadableError."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UnreadableError(f"cannot be read ({error.strerror})") from error
+    digest, content = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
+    if hashlib.sha256(content).digest() != digest:
+        raise UnreadableError("is damaged")
+    return _parsed(content)
+
+
+def _parsed(content: bytes) -> State:
+    try:
+        found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        version, state = found["version"], found["state"]
+    except (
+        pickle.UnpicklingError,
+        zipfile.BadZipFile,
+        RuntimeError,
+        LookupError,
+        TypeError,
+    ) as error:
+        raise UnreadableError("is not the state of a run") from error
+    if version != _VERSION:
+        raise OtherVersionError("was saved by another version of splitveil")
+    if not isinstance(state, dict):
+        raise UnreadableError("is not the state of a run")
+    return state
+
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +95,7 @@ RUN_STATE = "run.state"
 ANSWERED = "answered.log"
 _CHECKPOINT = re.compile(r"at-([0-9]{10})\.state")
 _LOST = (
-    "the unfinished run in this folder cannot be resumed, and no ledger holds what it has told "
+    "the unfinished run in this folder cannot be resumed, and no ledger holds what it has released "
     "about the labels so far: restore a copy of the file, or start over with --fresh at both "
     "parties"
 )
@@ -49,28 +112,16 @@ class NoStore:
     def run(self) -> State | None:
         return None
 
-    def save_run(self, state: State) -> None:
-        """Keep nothing."""
-
     def checkpoints(self) -> list[int]:
         return []
 
-    def refuse_if_answered(self) -> None:
-        """Accept: nothing is known of earlier processes."""
-
     def load(self, batch_number: int) -> State:
-        """Refuse.
-
-        Raises:
-            StorageError: always.
-        """
         raise StorageError(f"there is no state after {batch_number} batches: none is kept")
 
-    def save(self, batch_number: int, state: State) -> None:
-        """Keep nothing."""
+    def _ignore(self, *_: object) -> None:
+        pass
 
-    def save_soon(self, batch_number: int, state: State) -> None:
-        """Keep nothing."""
+    save_run = save = save_soon = refuse_if_answered = _ignore
 
     def new_answers(self) -> AnswerLog:
         return AnswerLog(questions=self._questions_per_batch)
@@ -96,12 +147,7 @@ class RunStore:
     keeps = True
 
     def __init__(
-        self,
-        folder: Path,
-        keep: int,
-        questions_per_batch: int = 1,
-        *,
-        in_background: bool = False,
+        self, folder: Path, keep: int, questions_per_batch: int = 1, *, in_background: bool = False
     ) -> None:
         self._folder = folder / "checkpoint"
         self._keep = keep
@@ -123,11 +169,7 @@ class RunStore:
         self._wait()
 
     def run(self) -> State | None:
-        """Return the constants of the whole run; None if there is no run to resume.
-
-        Raises:
-            StorageError: there is a run, and its file is damaged, or of another version.
-        """
+        """Return the constants of the whole run; None if there is no run to resume."""
         self._wait()
         path = self._folder / RUN_STATE
         try:
@@ -158,20 +200,12 @@ class RunStore:
         return [number for number, path in self._files() if self._read(path) is not None]
 
     def refuse_if_answered(self) -> None:
-        """Refuse to start over a run without any state left if it has answered something.
-
-        Raises:
-            StorageError: it has; a run that starts over would answer again.
-        """
+        """Raise StorageError if a run without any state left has answered already."""
         if AnswerLog.holds_answers(self._folder / ANSWERED):
             raise StorageError(f"{self._folder}: no checkpoint can be read: {_LOST}")
 
     def save(self, batch_number: int, state: State) -> None:
-        """Keep the state after a number of batches, and the newest few of the earlier ones.
-
-        Raises:
-            StorageError: this state, or the one before, cannot be written; earlier ones stay.
-        """
+        """Keep the state after a number of batches, and the newest few of the earlier ones."""
         self._wait()
         self._keep_only(batch_number, serialised(state))
         self._forget_old_answers()
@@ -181,9 +215,6 @@ class RunStore:
 
         The state may change afterwards. A process that is killed before it is written resumes from
         the previous state, like one that is killed earlier.
-
-        Raises:
-            StorageError: this state, or the previous one, cannot be written; earlier ones stay.
         """
         if self._writer is None:
             self.save(batch_number, state)
@@ -193,7 +224,6 @@ class RunStore:
         self._pending = self._writer.submit(self._keep_only, batch_number, content)
 
     def _keep_only(self, batch_number: int, content: bytes) -> None:
-        """Write a state, then delete all but the newest few."""
         if self._answers is not None:
             self._answers.sync()  # a log with fewer answers than a state counts is refused
         write_serialised(self._path(batch_number), content)
@@ -202,7 +232,6 @@ class RunStore:
         self._delete_halves()
 
     def _wait(self) -> None:
-        """Wait until the state given to ``save_soon`` is on disk."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -215,11 +244,6 @@ class RunStore:
             self._answers.forget_before(oldest)
 
     def load(self, batch_number: int) -> State:
-        """Return the state after a number of batches, and forget the states after it.
-
-        Raises:
-            StorageError: there is no state that can be read.
-        """
         self._wait()
         state = self._read(self._path(batch_number))
         if state is None:
@@ -230,13 +254,11 @@ class RunStore:
         return state
 
     def new_answers(self) -> AnswerLog:
-        """Start the log of answers, once the run is saved."""
         path = checkpoint_folder(self._folder.parent) / ANSWERED
         self._answers = AnswerLog.create(path, self._questions_per_batch, self._run_name())
         return self._answers
 
     def answers(self) -> AnswerLog:
-        """Return the log of the answers, given in this process or before."""
         if self._answers is None:
             first = min((number for number, _ in self._files()), default=0)
             self._answers = AnswerLog(
@@ -245,7 +267,6 @@ class RunStore:
         return self._answers
 
     def releases(self) -> ReleaseFile:
-        """Return the run's releases, made in this process or before."""
         return ReleaseFile.read(self._folder.parent)
 
     def _run_name(self) -> bytes:
@@ -255,7 +276,6 @@ class RunStore:
             return file.read(DIGEST_BYTES)
 
     def forget(self) -> None:
-        """Delete every state: there is nothing to resume."""
         self._wait()
         self._answers = None
         for path in [self._folder / RUN_STATE, *(path for _, path in self._files())]:
@@ -267,10 +287,7 @@ class RunStore:
         """Delete every state of a finished run; call it last.
 
         Once the run itself is deleted, nothing fails any more: a party that then ended with an
-        error would be started again, and would train from the beginning.
-
-        Raises:
-            StorageError: the run cannot be deleted; when it is started again, it ends at once.
+        error would be started again, and would train from the beginning. Raises StorageError.
         """
         self._wait()
         delete(self._folder / RUN_STATE)

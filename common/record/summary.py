@@ -14,9 +14,8 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator, OnErrorOmit
 
-from splitveil.common.privacy.covers import Covers
-from splitveil.common.record.figures import LedgerFigures, NumberFigures
-from splitveil.common.record.leak_figures import LEAK_TABLES, LeakFigures
+from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.record.figures import LEAK_TABLES, LeakFigures, LedgerFigures, NumberFigures
 from splitveil.common.record.transcript import TranscriptEnd
 from splitveil.common.record.values import (
     IF_ANY,
@@ -98,10 +97,10 @@ class ModelFigures(Form):
         return written
 
 
-class PeerBound(NamedTuple):
+class AdversaryBound(NamedTuple):
     """The bound on the leak of the whole run for one adversary class."""
 
-    covers: Covers
+    adversary: Adversary
     leak_auc: Number = None
     """AUC that no score of such a peer exceeds, for the most exposed example; 1 without a bound."""
     mu: Number = None
@@ -133,8 +132,8 @@ class ActiveFigures(Form):
     defense: Object[Any] = field(default_factory=dict)
     ledger: Maybe[LedgerFigures] = None
     """The bounds on what all answers revealed; None before the first answer."""
-    bounds: Annotated[tuple[OnErrorOmit[PeerBound], ...], BeforeValidator(as_list)] = ()
-    """One for each adversary class, in the order of ``Covers``; empty before the first answer."""
+    bounds: Annotated[tuple[OnErrorOmit[AdversaryBound], ...], BeforeValidator(as_list)] = ()
+    """One for each adversary class, in their order; empty before the first answer."""
     audits_answered: Annotated[Count, IF_ANY] = None
     """None if audits are not allowed and none was answered."""
     refused_messages: Object[Annotated[int, BeforeValidator(lambda n: as_count(n) or 0)]] = field(
@@ -172,12 +171,10 @@ class Summary(Form):
 
     @property
     def of_active(self) -> ActiveFigures:
-        """The active party's part, empty in another party's summary."""
         return self.active or ActiveFigures()
 
     @property
     def of_leak(self) -> LeakFigures:
-        """The part about the leak, empty if attacks were not run."""
         return self.leak or LeakFigures()
 
 

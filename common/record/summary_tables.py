@@ -6,10 +6,16 @@ from collections.abc import Callable, Mapping
 
 from rich.console import Console
 
-from splitveil.common.record.beyond_figures import BeyondFigures
-from splitveil.common.record.figures import LedgerFigures, SpreadFigures
-from splitveil.common.record.leak_figures import BatchFigures, ClassFigures, NumberLeak, RunFigures
-from splitveil.common.record.progress_pipe import progress_pipe
+from splitveil.common.record.figures import (
+    BatchFigures,
+    BeyondFigures,
+    ClassFigures,
+    LedgerFigures,
+    NumberLeak,
+    RunFigures,
+    SpreadFigures,
+)
+from splitveil.common.record.progress import progress_pipe
 from splitveil.common.record.summary import Summary, plain_figures
 from splitveil.common.record.values import ByAttack
 from splitveil.common.text.log_lines import log_fields, writes_json
@@ -32,9 +38,7 @@ def print_summary(party: str, summary: Summary, *, console: Console | None = Non
     if console is None and progress_pipe() is not None:
         return  # a launcher shows one table of all parties
     console = console or printing_console()
-    table = PlainTable(f"{party}: summary", show_header=False)
-    table.add_column("figure")
-    table.add_column("value")
+    table = PlainTable(f"{party}: summary", ("figure", "value"), lead=1, show_header=False)
     for name, value in plain_figures(summary).items():
         table.add_row(label(name), in_words(value))
     console.print(table)
@@ -61,11 +65,8 @@ def print_summary(party: str, summary: Summary, *, console: Console | None = Non
 def beyond_table(
     beyond: BeyondFigures, title: str = "Leak AUC beyond what features tell"
 ) -> PlainTable:
-    """Return the table of attacks beyond features: one row per attack."""
-    table = PlainTable(title)
-    table.add_column("attack")
-    for heading in ("adjusted", "95 % interval", "advantage", "95 % interval"):
-        table.add_column(heading, justify="right")
+    numbers = ("adjusted", "95 % interval", "advantage", "95 % interval")
+    table = PlainTable(title, ("attack",), numbers)
     for attack, found in beyond.adjusted.items():
         gain = beyond.advantage.get(attack)
         table.add_row(
@@ -79,11 +80,8 @@ def beyond_table(
 
 
 def number_table(leak: Mapping[str, NumberLeak], title: str) -> PlainTable:
-    """Return the table of attacks on labels that are numbers: one row per attack."""
-    table = PlainTable(title)
-    table.add_column("attack")
-    for heading in ("R2", "beyond features", "95 % of batches", "last epoch", "random scores"):
-        table.add_column(heading, justify="right")
+    numbers = ("R2", "beyond features", "95 % of batches", "last epoch", "random scores")
+    table = PlainTable(title, ("attack",), numbers)
     for attack, found in leak.items():
         beyond = None if found.beyond is None else found.beyond.r2
         others = (beyond, found.q95, found.last_epoch, found.random)
@@ -93,12 +91,8 @@ def number_table(leak: Mapping[str, NumberLeak], title: str) -> PlainTable:
 
 
 def leak_table(leak: ByAttack[BatchFigures], title: str = "Leak AUC") -> PlainTable:
-    """Return the table of attacks on single batches: one row per layer and attack."""
-    table = PlainTable(title, lead=2)
-    table.add_column("layer")
-    table.add_column("attack")
-    for heading in ("95 % of batches", "mean", "last epoch", "random scores"):
-        table.add_column(heading, justify="right")
+    numbers = ("95 % of batches", "mean", "last epoch", "random scores")
+    table = PlainTable(title, ("layer", "attack"), numbers)
     for layer, attacks in leak.items():
         for attack, found in attacks.items():
             table.add_row(layer, attack, *map(_auc, found))
@@ -106,10 +100,8 @@ def leak_table(leak: ByAttack[BatchFigures], title: str = "Leak AUC") -> PlainTa
 
 
 def class_table(leak: ByAttack[ClassFigures], title: str) -> PlainTable:
-    """Return the table of the classes told apart best: one row per layer and attack."""
-    table = PlainTable(title, lead=2)
-    for heading in ("layer", "attack", "pair told apart best", "class told best from the rest"):
-        table.add_column(heading)
+    names = ("layer", "attack", "pair separated best", "class separated best from the rest")
+    table = PlainTable(title, names, lead=2)
     for layer, attacks in leak.items():
         for attack, found in attacks.items():
             pair = f"{' and '.join(found.worst_pair)}: {_auc(found.worst_pair_auc)}"
@@ -125,11 +117,7 @@ def class_table(leak: ByAttack[ClassFigures], title: str) -> PlainTable:
 
 
 def ledger_table(ledger: LedgerFigures, title: str = "Leak ledger") -> PlainTable:
-    """Return the table of what all answers together may have revealed about one example."""
-    table = PlainTable(title)
-    table.add_column("over all answers")
-    for heading in ("largest", "95 % of examples", "mean"):
-        table.add_column(heading, justify="right")
+    table = PlainTable(title, ("over all answers",), ("largest", "95 % of examples", "mean"))
     rows: tuple[tuple[SpreadFigures, str, Callable[[float], str]], ...] = (
         (ledger.sum_kl, "sum_kl", at_most),
         (ledger.estimate, "leak AUC, estimated", in_short),
@@ -149,12 +137,8 @@ def _bound(auc: float) -> str:
 def run_level_table(
     leak: ByAttack[RunFigures], title: str = "Leak AUC of the whole run"
 ) -> PlainTable:
-    """Return the table of attacks that accumulate over the run: one row per layer and attack."""
-    table = PlainTable(title, lead=2)
-    for heading in ("layer", "attack"):
-        table.add_column(heading)
-    for heading in ("leak AUC", "95 % interval", "examples"):
-        table.add_column(heading, justify="right")
+    numbers = ("leak AUC", "95 % interval", "examples")
+    table = PlainTable(title, ("layer", "attack"), numbers)
     for layer, attacks in leak.items():
         for attack, found in attacks.items():
             interval = f"{_auc(found.low)} .. {_auc(found.high)}"

@@ -16,11 +16,7 @@ FORMATS = (".parquet", ".csv")
 
 
 def check_output(output: Path) -> None:
-    """Check that a table can be written to a path, before anything is asked of the other party.
-
-    Raises:
-        SettingsError: its ending names no format, or its folder is not there.
-    """
+    """Check that a table can be written to a path, before anything is asked of the other party."""
     if output.suffix.lower() not in FORMATS:
         raise SettingsError(f"--output: expected a file ending in {' or '.join(FORMATS)}")
     if not output.parent.is_dir():
@@ -28,7 +24,6 @@ def check_output(output: Path) -> None:
 
 
 def writer_of(output: Path, file: Any, schema: pa.Schema) -> Any:
-    """Return pyarrow's writer of the format that the output's ending names."""
     if output.suffix.lower() == ".csv":
         return arrow_csv.CSVWriter(file, schema)
     return parquet.ParquetWriter(file, schema)
@@ -36,7 +31,6 @@ def writer_of(output: Path, file: Any, schema: pa.Schema) -> Any:
 
 @contextmanager
 def refusing_to_write(path: Path) -> Iterator[None]:
-    """Raise a StorageError that names the path if something in the block cannot be written."""
     try:
         yield
     except (OSError, pa.ArrowException) as error:

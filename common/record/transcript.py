@@ -27,9 +27,9 @@ from blake3 import blake3
 from splitveil.common.errors import StorageError
 from splitveil.common.record.run_folder import open_unbuffered_to_append
 from splitveil.common.record.transcript_lines import (
-    Answered,
+    AnsweredRequest,
     Crossed,
-    Opening,
+    OpeningLine,
     Unreadable,
     read_lines,
 )
@@ -81,7 +81,7 @@ class Transcript:
     def __init__(self, folder: Path, party: str, defenses: Mapping[str, str] | None = None) -> None:
         self._path = folder / FILE
         self._defenses = dict(defenses or {})
-        self._waiting: deque[tuple[float, Crossing | Answered]] = deque()
+        self._waiting: deque[tuple[float, Crossing | AnsweredRequest]] = deque()
         self._queued_bytes = 0
         self._changed = threading.Condition()
         self._hurry = threading.Event()
@@ -121,7 +121,7 @@ class Transcript:
             if self._queued_bytes >= _HURRIED_BYTES:
                 self._hurry.set()
 
-    def note_answered(self, answered: Answered) -> None:
+    def note_answered(self, answered: AnsweredRequest) -> None:
         self.check()
         if not self._closed:
             with self._changed:
@@ -138,7 +138,6 @@ class Transcript:
         return TranscriptEnd(self._number, self._link)
 
     def close(self) -> None:
-        """Write pending lines; closing again has no effect. Raises StorageError."""
         if self._closed:
             return
         with self._changed:
@@ -151,7 +150,7 @@ class Transcript:
             raise self._storage_error(self._error)
         logger.info("transcript: %d entries, the last link is %s", self._number, self._link)
 
-    def _put(self, when: float, what: Crossing | Answered) -> None:
+    def _put(self, when: float, what: Crossing | AnsweredRequest) -> None:
         self._waiting.append((when, what))
         if len(self._waiting) == 1:
             self._changed.notify_all()
@@ -169,7 +168,7 @@ class Transcript:
                         self._queued_bytes -= len(what.data)
                         self._changed.notify_all()
 
-    def _gathered(self) -> list[tuple[float, Crossing | Answered]]:
+    def _gathered(self) -> list[tuple[float, Crossing | AnsweredRequest]]:
         """Wait for entries, and return all that have come; none once the transcript is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
@@ -182,8 +181,8 @@ class Transcript:
             self._waiting.clear()
         return entries
 
-    def _entry(self, what: Crossing | Answered) -> dict[str, Any]:
-        if isinstance(what, Answered):
+    def _entry(self, what: Crossing | AnsweredRequest) -> dict[str, Any]:
+        if isinstance(what, AnsweredRequest):
             return {"event": "answered"} | what.model_dump(exclude_none=True)
         return self._crossing(what)
 
@@ -256,7 +255,7 @@ def verify(path: Path) -> Verified | Broken:
         if entry.number != number - 1:
             return Broken(number, f"expected number {number - 1}, got {entry.number}")
         link = hashlib.sha256(line).hexdigest()
-        if isinstance(entry, Opening):
+        if isinstance(entry, OpeningLine):
             starts, party = starts + 1, entry.party
         elif isinstance(entry, Crossed):
             noted = (entry.direction, entry.kind, entry.epoch, entry.step, entry.digest)
@@ -264,7 +263,7 @@ def verify(path: Path) -> Verified | Broken:
     return Verified(number, starts, link, party, crossings)
 
 
-class Comparison(NamedTuple):
+class TranscriptComparison(NamedTuple):
     """The result of comparing two parties' transcripts."""
 
     agreed: int
@@ -277,8 +276,7 @@ class Comparison(NamedTuple):
     two transcripts is wrong, or the sender was killed before it could write."""
 
 
-def compare(one: Verified, other: Verified) -> Comparison:
-    """Match the messages that each party recorded as sent with those the other received."""
+def compare(one: Verified, other: Verified) -> TranscriptComparison:
     agreed = 0
     lost: Counter[str] = Counter()
     unsent: Counter[str] = Counter()
@@ -291,7 +289,7 @@ def compare(one: Verified, other: Verified) -> Comparison:
                 lost[str(rest[0])] += count - matched
             else:
                 unsent[str(rest[0])] += count - matched
-    return Comparison(agreed, +lost, +unsent)
+    return TranscriptComparison(agreed, +lost, +unsent)
 
 
 def _write_whole(file: FileIO, line: bytes) -> None:

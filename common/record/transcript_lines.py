@@ -54,7 +54,7 @@ class _Line(BaseModel):
     party: _Party | None = None
 
 
-class Opening(_Line):
+class OpeningLine(_Line):
     event: Literal["opened"]
     version: Annotated[str, Field(max_length=64)] | None = None
     """The version of splitveil that opened it."""
@@ -68,7 +68,7 @@ class Crossed(_Line):
     digest: _Digest
 
 
-class Answered(BaseModel):
+class AnsweredRequest(BaseModel):
     """A request for predictions, from another program of the active party."""
 
     model_config = ConfigDict(strict=True, frozen=True)
@@ -86,7 +86,7 @@ class Answered(BaseModel):
     part: Annotated[int, Field(ge=1, lt=2**32)] | None = None
     """Which further line about the same request this is; None for the first."""
 
-    def lines(self) -> Iterator["Answered"]:
+    def lines(self) -> Iterator["AnsweredRequest"]:
         """Yield as many entries as the ids need, so that no line is too long."""
         room, at = LINE_BYTES // 2, 0
         part: list[str] = []
@@ -100,11 +100,11 @@ class Answered(BaseModel):
             at += size
         yield self if self.ids is None else self._with(part, number)
 
-    def _with(self, ids: list[str], number: int) -> "Answered":
+    def _with(self, ids: list[str], number: int) -> "AnsweredRequest":
         return self.model_copy(update={"ids": tuple(ids), "part": number or None})
 
 
-class AnsweredLine(_Line, Answered):
+class AnsweredLine(_Line, AnsweredRequest):
     event: Literal["answered"]
 
 
@@ -118,11 +118,11 @@ def _which(value: object) -> str:
     return "answered" if value["event"] == "answered" else "opening"
 
 
-Entry = Opening | Crossed | AnsweredLine
+Entry = OpeningLine | Crossed | AnsweredLine
 
 _ENTRY: TypeAdapter[Entry] = TypeAdapter(
     Annotated[
-        Annotated[Opening, Tag("opening")]
+        Annotated[OpeningLine, Tag("opening")]
         | Annotated[Crossed, Tag("crossed")]
         | Annotated[AnsweredLine, Tag("answered")],
         Discriminator(_which),

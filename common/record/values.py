@@ -5,7 +5,7 @@ another form is read as None, or left out of the object that it stands in.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import cache
 from types import UnionType
 from typing import (
@@ -37,31 +37,26 @@ _LARGEST_COUNT = 2**63
 
 
 def as_number(value: object) -> float | None:
-    """Return a finite number, or None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if abs(value) < _LARGEST_NUMBER else None
 
 
 def as_count(value: object) -> int | None:
-    """Return a whole number that is not negative, or None."""
     if isinstance(value, bool) or not isinstance(value, int):
         return None
     return value if 0 <= value < _LARGEST_COUNT else None
 
 
 def as_text(value: object) -> str | None:
-    """Return a string, or None."""
     return value if isinstance(value, str) else None
 
 
 def as_mapping(value: object) -> Mapping[str, Any]:
-    """Return a JSON object, empty for anything else."""
     return value if isinstance(value, dict) else {}
 
 
 def as_list(value: object) -> list[Any]:
-    """Return a JSON array, empty for anything else."""
     return value if isinstance(value, list) else []
 
 
@@ -166,11 +161,7 @@ def to_form(value: object) -> Any:
 
 
 def from_form(kind: type[ValueT], document: object) -> ValueT:
-    """Return what `to_form` has written, or a decoded JSON document holds.
-
-    Raises:
-        ValueError: something essential is missing or has another form.
-    """
+    """Return what `to_form` has written, or a decoded JSON document holds. Raises ValueError."""
     found: ValueT = _adapter(kind).validate_python(document)
     return found
 
@@ -178,8 +169,7 @@ def from_form(kind: type[ValueT], document: object) -> ValueT:
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
-@dataclass(frozen=True)
-class _Entry:
+class _Entry(NamedTuple):
     """One field of a form."""
 
     name: str

@@ -5,6 +5,7 @@ that starts a new line in the log, a mark that changes the reading direction, or
 stream can encode.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 from rich.table import Table
@@ -34,9 +35,16 @@ class PlainTable:
     """A rich table of values that are shown as they are, whose first columns name its rows."""
 
     def __init__(
-        self, title: str, *, caption: str = "", lead: int = 1, show_header: bool = True
+        self,
+        title: str,
+        names: Sequence[str] = (),
+        numbers: Sequence[str] = (),
+        *,
+        caption: str = "",
+        lead: int | None = None,
+        show_header: bool = True,
     ) -> None:
-        self._lead = lead
+        self._lead = lead or len(names) or 1
         self._table = Table(
             title=cell(title),
             title_justify="left",
@@ -44,6 +52,10 @@ class PlainTable:
             caption_justify="left",
             show_header=show_header,
         )
+        for heading in names:
+            self.add_column(heading)
+        for heading in numbers:
+            self.add_column(heading, justify="right")
 
     def add_column(self, heading: str, justify: Literal["left", "right"] = "left") -> None:
         # Where there is little room, the figures beside the names are wrapped.

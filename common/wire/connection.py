@@ -1,10 +1,31 @@
-"""The connection to another party: one gRPC channel, renewed when the certificates change."""
+"""The connection to another party: its channel and streams, and repeated attempts to get an answer.
+
+The channel is renewed when the certificates change. A stream has a deadline for every answer.
+"""
+
+import logging
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import grpc
 
-from splitveil.common.errors import PeerRenewed, SplitveilError
+from splitveil.common.errors import (
+    Interrupted,
+    PeerError,
+    PeerRenewed,
+    PeerUnreachable,
+    PeerUntrusted,
+    ProtocolError,
+    SplitveilError,
+)
 from splitveil.common.party.credentials import CredentialFiles
+from splitveil.common.party.party_settings import ReconnectSettings
 from splitveil.common.run.contract import ACTIVE, Contract
+from splitveil.common.text.log_lines import log_fields
 from splitveil.common.wire.endpoint import open_channel
 from splitveil.common.wire.http_proxy import HttpProxy
 from splitveil.common.wire.noted_calls import Notes, NotingClient
@@ -12,12 +33,7 @@ from splitveil.common.wire.status import error_from
 
 
 class PeerConnection:
-    """A channel to another party, opened when it is needed.
-
-    Args:
-        contract: gives the limits of messages, and the party's identity.
-        credentials: this party's; without them the channel uses plain text, on loopback only.
-    """
+    """A channel to another party, opened when needed; without credentials in plain text."""
 
     def __init__(
         self,
@@ -93,3 +109,164 @@ class PeerConnection:
         if self._transcript is None:
             return channel
         return grpc.intercept_channel(channel, NotingClient(self._transcript, self._noted_party()))
+
+
+FAREWELL_S = 2.0  # time that the other side of a stream may take to close it as well
+Interruption = Callable[[], int | None]
+
+
+class MessageStream:
+    """One bidirectional stream, with a deadline for every answer instead of one for the stream."""
+
+    def __init__(
+        self,
+        method: Any,
+        deadline_s: float,
+        interruption: Interruption,
+        error_of: Callable[[Exception], SplitveilError],
+    ) -> None:
+        self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._call = method(iter(self._outgoing.get, None))
+        self._deadline_s = deadline_s
+        self._interruption = interruption
+        self._error_of = error_of
+        self._waiting_since: float | None = None
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, name="stream-deadline", daemon=True).start()
+
+    def send_all(self, messages: Iterable[Any]) -> None:
+        """Queue messages to be sent."""
+        for message in messages:
+            self._outgoing.put(message)
+
+    def receive(self) -> Any:
+        """Wait for one message."""
+        self._waiting_since = time.monotonic()
+        try:
+            return next(self._call)
+        except StopIteration as error:
+            raise PeerUnreachable("the peer closed the stream") from error
+        except grpc.RpcError as error:
+            raise self._error_of(error) from error
+        finally:
+            self._waiting_since = None
+
+    def finish(self) -> None:
+        """Close this side, and give the other side a moment to close its own."""
+        self._outgoing.put(None)
+        ended = threading.Event()
+        if self._call.add_callback(ended.set):
+            ended.wait(FAREWELL_S)
+        self.drop()
+
+    def drop(self) -> None:
+        """Abandon the stream; messages not yet received are lost."""
+        self._closed.set()
+        self._outgoing.put(None)
+        self._call.cancel()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(0.5):
+            since = self._waiting_since
+            if since is None:
+                continue
+            patience = 5.0 if self._interruption() is not None else self._deadline_s
+            if time.monotonic() - since > patience:
+                self._call.cancel()
+
+
+logger = logging.getLogger(__name__)
+
+MAX_DAMAGED = 3
+"""Times in a row that a question is asked again because it, or its answer, arrived damaged."""
+
+ResultT = TypeVar("ResultT")
+NoteAttempt = Callable[[PeerError | None], None]
+"""Called after each attempt to ask the peer, with its error if it failed."""
+
+
+class Retrying:
+    """Repeats a question, with growing waits in between."""
+
+    def __init__(
+        self,
+        settings: ReconnectSettings,
+        interruption: Interruption,
+        where: str,
+        renew: Callable[[], bool],
+        note: NoteAttempt = lambda _: None,
+    ) -> None:
+        self._settings = settings
+        self._interruption = interruption
+        self._where = where
+        self._renew = renew
+        self._note = note
+        self._was_answered = False
+
+    def until_answered(self, ask: Callable[[], ResultT]) -> ResultT:
+        """Ask until an answer comes, ``reconnect.max_s`` have passed, or a signal says stop.
+
+        A question that arrived damaged, or whose answer did, is asked a few more times: the same
+        bytes get the same answer.
+
+        Raises PeerUnreachable, PeerUntrusted, ProtocolError or Interrupted.
+        """
+        wait_s = self._settings.first_wait_s
+        lost_at: float | None = None
+        damaged = 0
+        while True:
+            try:
+                answer = self._noted(ask)
+            except (PeerUntrusted, ProtocolError) as error:
+                # The trusted certificates may have been replaced since the channel was made.
+                if isinstance(error, PeerUntrusted) and self._renew():
+                    continue
+                damaged += 1
+                hopeless = isinstance(error, PeerUntrusted) and not self._was_answered
+                if hopeless or damaged > MAX_DAMAGED:
+                    raise
+                logger.warning("%s; asking again", error)
+                left_s = wait_s
+            except PeerUnreachable as error:
+                if lost_at is None:
+                    lost_at = time.monotonic()
+                    logger.warning(
+                        "%s at %s; trying for up to %g s",
+                        error,
+                        self._where,
+                        self._settings.max_s,
+                        extra=log_fields(reason=type(error).__name__),
+                    )
+                left_s = self._left_s(lost_at, error)
+            else:
+                self._was_answered = True
+                return answer
+            self._renew()
+            self.sleep(min(wait_s * random.uniform(0.5, 1.0), left_s))
+            wait_s = min(2 * wait_s, self._settings.longest_wait_s)
+
+    def _noted(self, ask: Callable[[], ResultT]) -> ResultT:
+        try:
+            answer = ask()
+        except PeerError as error:
+            self._note(error)
+            raise
+        self._note(None)
+        return answer
+
+    def sleep(self, wait_s: float) -> None:
+        """Wait, in steps short enough to notice a signal, or raise Interrupted."""
+        until = time.monotonic() + wait_s
+        while (left := until - time.monotonic()) > 0:
+            signal_number = self._interruption()
+            if signal_number is not None:
+                raise Interrupted(signal_number)
+            time.sleep(min(left, 0.1))
+
+    def _left_s(self, lost_at: float, error: PeerUnreachable) -> float:
+        left_s = lost_at + self._settings.max_s - time.monotonic()
+        if left_s <= 0:
+            raise PeerUnreachable(
+                f"{self._where} has not answered for {self._settings.max_s:g} s (reconnect.max_s)"
+            ) from error
+        return left_s

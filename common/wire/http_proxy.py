@@ -86,12 +86,7 @@ def without_proxy() -> ChannelOptions:
 
 
 def named_proxy(url: str, credentials: Path | None = None) -> HttpProxy:
-    """Return the proxy that the settings name.
-
-    Args:
-        url: ``http://HOST:PORT``.
-        credentials: file with ``USER:PASSWORD``, which only its owner may read.
-    """
+    """Return the proxy that the settings name."""
     known = "" if credentials is None else _read_credentials(credentials)
     try:
         parsed = urlsplit(url)

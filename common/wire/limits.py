@@ -163,7 +163,7 @@ FIELDS: Mapping[str, Bound] = {
     "AuditRequest.run_id": _NAME,
     "AuditRequest.epoch": _EPOCH,
     "AuditRequest.attack": _NAME,
-    "AuditRequest.layer": Bound(256, "the audit desk checks the form of the name"),
+    "AuditRequest.layer": Bound(256, "the audit service checks the form of the name"),
     "AuditRequest.positions_digest": _POSITIONS,
     "AuditReply.leak_auc_percent": Bound(100, "per cent"),
     "LeaveRequest.run_id": _NAME,
@@ -212,7 +212,7 @@ EXEMPT: Mapping[str, str] = {
     "TensorFrame.dtype": "an enumeration: one of its numbers",
     "EvaluateReply.course": "an enumeration: one of its numbers",
     "EvaluateReply.split": "an enumeration: one of its numbers",
-    "AuditRequest.scores": "the message's own bound; the desk requires one per training row",
+    "AuditRequest.scores": "the message's own bound; the service requires one per training row",
     "LeaveRequest.reason": "an enumeration: one of its numbers",
     "Introduction.id_form": "a message: its own fields are bounded",
     "IdForm.length": "only compared and shown",
@@ -243,12 +243,7 @@ class Refused(bytes):
 
 
 def reader(kind: type[MessageT], most_bytes: int) -> Callable[[bytes], MessageT | Refused]:
-    """Return a parser for gRPC. It never raises, because gRPC would report the error its own way.
-
-    Args:
-        kind: the type of message.
-        most_bytes: larger messages are not even parsed.
-    """
+    """Return a parser for gRPC that never raises: gRPC would report the error its own way."""
 
     def read(data: bytes) -> MessageT | Refused:
         try:
@@ -266,11 +261,7 @@ def reader(kind: type[MessageT], most_bytes: int) -> Callable[[bytes], MessageT 
 
 
 def believed(message: MessageT | Refused) -> MessageT:
-    """Return a message that a ``reader`` has parsed.
-
-    Raises:
-        ProtocolError: the reader has refused it.
-    """
+    """Return a message that a ``reader`` has parsed. Raises ProtocolError."""
     if isinstance(message, Refused):
         raise message.kind(message.why)
     return message
@@ -279,12 +270,8 @@ def believed(message: MessageT | Refused) -> MessageT:
 def check_fields(message: Message) -> None:
     """Check every field of a message, and of the messages inside it, against its bound.
 
-    Raises:
-        TooLarge: a field exceeds its bound.
-        InvalidMessage: an enumeration has an unknown number, a field has no bound, or there are
-            fields that this version does not know. Both parties speak the same version, so a
-            message with unknown fields is of another kind, such as a tensor that parses as a
-            goodbye.
+    Raises TooLarge or InvalidMessage. Both parties speak the same version, so that a message with
+    unknown fields is of another kind, such as a tensor that parses as a goodbye.
     """
     if len(UnknownFieldSet(message)):
         raise InvalidMessage(f"{message.DESCRIPTOR.name}: has unknown fields")

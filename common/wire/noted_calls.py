@@ -16,9 +16,9 @@ from splitveil.common.errors import StorageError
 from splitveil.common.record.transcript import Crossing, Direction
 from splitveil.common.run.contract import NAME_CHARACTERS
 from splitveil.common.wire.endpoint import INFERENCE_SERVICE, SERVICE
-from splitveil.common.wire.interceptors import Handler, HandlerInterceptor
 from splitveil.common.wire.limits import PARTY_KEY
-from splitveil.common.wire.tensor_frame import Frame
+from splitveil.common.wire.status import Handler, HandlerInterceptor
+from splitveil.common.wire.tensor_codec import Frame
 
 
 class Notes(Protocol):

@@ -1,18 +1,28 @@
-"""Encodes, checks and decodes probes of the connection, and answers those of the peer.
+"""Probes of the connection: their encoding and checks, the answers, and the findings in words.
 
 The same probe gets the same reply at any time, and nothing changes by it.
 """
 
+import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 import grpc
+from cryptography import x509
 
-from splitveil.common.errors import InvalidMessage
-from splitveil.common.run.contract import ACTIVE, Contract
-from splitveil.common.run.messages import ID_CHARACTERS, IdForm
+from splitveil.common.errors import (
+    ContractMismatch,
+    DataError,
+    InvalidMessage,
+    PeerUntrusted,
+    SettingsError,
+)
+from splitveil.common.party.credentials import dns_names, printable, subject_of
+from splitveil.common.run.contract import ACTIVE, Contract, check_same_contract
+from splitveil.common.run.messages import ID_CHARACTERS, ID_MARKS, IdForm
 from splitveil.common.text.version import VERSION
 from splitveil.common.text.visible_text import visible
 from splitveil.common.wire.limits import (
@@ -53,7 +63,6 @@ def encode_introduction(own: Introduction) -> pb.Introduction:
 
 
 def decode_introduction(received: pb.Introduction) -> Introduction:
-    """Decode what the peer says about itself, or raise InvalidMessage."""
     if not received.contract:
         raise InvalidMessage("an introduction without a contract")
     if not ID_CHARACTERS.keys() >= {*received.id_form.most, *received.id_form.some}:
@@ -80,10 +89,6 @@ class ProbeResponder:
     """Answers the probes of the passive parties.
 
     It has no part in a run: it touches no session, and a probe is no sign of life.
-
-    Args:
-        id_form: how this party's ids are written, if that is known.
-        listener: told who has introduced itself; by default a line of the log says it.
     """
 
     def __init__(
@@ -106,10 +111,11 @@ class ProbeResponder:
         self, request: pb.ProbeRequest | Refused, context: grpc.ServicerContext
     ) -> pb.ProbeReply:
         """Answer one probe, with no more bytes than it carries, or raise ProtocolError."""
-        told = believed(request)
-        peer = decode_introduction(told.introduction) if told.HasField("introduction") else None
+        probe = believed(request)
+        has_peer = probe.HasField("introduction")
+        peer = decode_introduction(probe.introduction) if has_peer else None
         self.probed_at = time.monotonic()
-        reply = pb.ProbeReply(padding=told.padding)
+        reply = pb.ProbeReply(padding=probe.padding)
         if peer is not None:
             self._listener(peer, context)
             own = Introduction(ACTIVE, self._contract.canonical_json(), time.time(), self._id_form)
@@ -120,3 +126,102 @@ class ProbeResponder:
         fields = self._contract.fields_differing_from(peer.contract)
         differ = f"differ in {', '.join(fields)}" if fields else "agree"
         logger.info("probed by party %s: the contracts %s", visible(peer.party), differ)
+
+
+Check = Callable[[], str]  # returns a finding, or raises it if it would end a run
+CLOCK_TOLERANCE_S = 60.0
+"""Difference of the clocks from which a certificate may be judged wrongly at either side."""
+
+
+def certificate_in_words(pem: bytes, owner: str) -> str:
+    """Describe a peer's certificate that was verified, or raise PeerUntrusted."""
+    try:
+        found = x509.load_pem_x509_certificate(pem)
+        names = ", ".join(map(printable, dns_names(found)))
+    except ValueError as error:
+        raise PeerUntrusted("the peer's certificate cannot be read") from error
+    ends = found.not_valid_after_utc
+    left = (ends - datetime.now(UTC)).days
+    issuer = printable(found.issuer.rfc4514_string())
+    return (
+        f"certificate of {owner}: {subject_of(found)} ({names}), signed by {issuer}, valid to "
+        f"{ends:%Y-%m-%d}, {left} days left"
+    )
+
+
+def checks_of(own: Contract, form: Introduction, peer: Introduction, owner: str) -> Iterator[Check]:
+    def versions() -> str:
+        if peer.protocol_version != PROTOCOL_VERSION:
+            raise ContractMismatch(["protocol_version"])
+        theirs = visible(peer.version) or "unknown"
+        return f"versions: splitveil {VERSION} here, {theirs} at {owner}; the same protocol"
+
+    def contracts() -> str:
+        check_same_contract(own, peer.contract, owner)
+        return f"contract: {owner} holds the same"
+
+    def ids() -> str:
+        if form.id_form is None or peer.id_form is None:
+            return "ids: their form was not compared"
+        here, there = _in_words(form.id_form), _in_words(peer.id_form)
+        remedy = _remedy(form.id_form, peer.id_form)
+        if remedy:
+            raise DataError(f"ids: {here} here; {there} at {owner}: {remedy}")
+        same = here == there
+        return f"ids: {here} at both parties" if same else f"ids: {here} here; {there} at {owner}"
+
+    yield from (versions, contracts, ids)
+
+
+def _in_words(form: IdForm) -> str:
+    letters = "letters and digits" if form.has_letters else "digits"
+    kind = "hexadecimal digits" if form.hexadecimal else letters
+    marks = "".join(sorted(form.characters.intersection(ID_MARKS)))
+    found = (
+        ("capital letters", "A" in form.characters),
+        ("small letters", "a" in form.characters),
+        ("characters beyond ASCII", "~" in form.characters),
+        ("leading zeros", form.leading_zeros),
+        ("decimal points as in 7.0", form.decimal_point),
+        ("numbers shortened as in 1.2E+15", form.shortened),
+        (f"the marks {marks.strip()}", marks.strip()),
+        ("spaces", " " in marks),
+    )
+    details = ", ".join(words for words, is_so in found if is_so)
+    return f"{form.length or ''} {kind}{' with ' * bool(details)}{details}".strip()
+
+
+def _remedy(own: IdForm, peer: IdForm) -> str:
+    """Return what makes ids of two forms equal; empty if they may be so as they are."""
+    differ = (set(own.most) - peer.characters) | (set(peer.most) - own.characters)
+    marks = "".join(sorted(differ.intersection(ID_MARKS)))
+    rules = (
+        ("unicode: nfkc", "~" in differ),
+        ("fold_case: true", not differ.isdisjoint("Aa")),
+        (f"drop_characters: {json.dumps(marks.strip())}", marks.strip()),
+        ("space: remove", " " in marks),
+        ("whole_numbers: true", own.decimal_point != peer.decimal_point),
+        ("leading_zeros: drop", own.leading_zeros != peer.leading_zeros),
+    )
+    found = ", ".join(rule for rule, helps in rules if helps)
+    if (
+        own.hexadecimal != peer.hexadecimal
+        or own.shortened != peer.shortened
+        or "0" in differ
+        or (not differ.isdisjoint("Aa") and own.has_letters != peer.has_letters)
+        or (own.leading_zeros == peer.leading_zeros and 0 < own.length != peer.length > 0)
+    ):
+        return (
+            "no rule of contract.ids makes them equal; export the ids of one party again, in full "
+            "and in the form of the other's"
+        )
+    return f"contract.ids: {{{found}}} may make them equal" if found else ""
+
+
+def clock_in_words(ahead_s: float, error_s: float) -> str:
+    """Say by how many seconds the peer's clock is ahead of this machine's."""
+    side = "ahead of" if ahead_s >= 0 else "behind"
+    text = f"the other party's is {abs(ahead_s):.2f} s {side} this machine's (± {error_s:.2f} s)"
+    if abs(ahead_s) - error_s > CLOCK_TOLERANCE_S:
+        raise SettingsError(f"clock: {text}: certificates are judged by it; set it right")
+    return f"clock: {text}"

@@ -14,9 +14,9 @@ from splitveil.common.run.contract import Contract
 from splitveil.common.text.addresses import on_loopback
 from splitveil.common.wire.endpoint import channel_options
 from splitveil.common.wire.http_proxy import ChannelOptions
-from splitveil.common.wire.interceptors import ErrorInterceptor, ErrorListener
 from splitveil.common.wire.limits import CONCURRENT_RPCS, SERVER_THREADS, STREAMS_PER_CONNECTION
 from splitveil.common.wire.noted_calls import Notes, NotingServer
+from splitveil.common.wire.status import ErrorInterceptor, ErrorListener
 from splitveil.common.wire.tls import PartyInterceptor, server_credentials
 
 _MOST_CONNECTIONS = 1024
@@ -67,11 +67,6 @@ def build_server(
 
 
 def add_port(server: grpc.Server, address: str, files: CredentialFiles | None) -> None:
-    """Let a server listen, and require a certificate from every client.
-
-    Args:
-        files: this party's credentials; None for plain text, which never leaves the machine.
-    """
     try:
         if files is None:
             bound = server.add_insecure_port(on_loopback(address, "listen"))

@@ -138,7 +138,6 @@ def encode_course(batch: BatchId, course: Course) -> pb.EvaluateReply:
 
 
 def decode_course(reply: pb.EvaluateReply, asked: BatchId) -> Course:
-    """Decode the reply to a batch, or raise InvalidMessage."""
     wanted = (asked.epoch, asked.step, SPLIT_TO_WIRE[asked.split])
     if (reply.epoch, reply.step, reply.split) != wanted:
         raise InvalidMessage("the evaluation reply is for another batch")

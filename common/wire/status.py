@@ -6,7 +6,9 @@ parties differ, which both hold anyway.
 """
 
 import re
-from typing import NamedTuple
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import grpc
 
@@ -18,7 +20,6 @@ from splitveil.common.errors import (
     EndedForGood,
     Interrupted,
     InvalidMessage,
-    NothingBegun,
     NotOpen,
     OtherModel,
     OthersAwaited,
@@ -32,6 +33,7 @@ from splitveil.common.errors import (
     PeerUntrusted,
     ProtocolError,
     SplitveilError,
+    StartedOver,
     TableRefused,
     TooLarge,
 )
@@ -67,7 +69,7 @@ _SENT: dict[type[Exception], PeerStatus] = {
     ),
     Busy: PeerStatus(_AWAY, "busy: this party serves no further stream now"),
     OthersAwaited: PeerStatus(_AWAY, "others-awaited: another party is not there yet"),
-    NothingBegun: PeerStatus(
+    StartedOver: PeerStatus(
         _NOT_NOW, "nothing-begun: nothing of this run was answered; align again"
     ),
     OutOfStep: PeerStatus(
@@ -100,7 +102,7 @@ _RECEIVED: dict[str, tuple[type[SplitveilError], str]] = {
     "not-open": (PeerRestarted, "the peer was restarted, and its run has to be opened again"),
     "busy": (Busy, "the peer has as many calls as it accepts at a time"),
     "others-awaited": (OthersAwaited, "the active party waits for another passive party"),
-    "nothing-begun": (NothingBegun, "the active party has started over before the first answer"),
+    "nothing-begun": (StartedOver, "the active party has started over before the first answer"),
     "out-of-step": (ProtocolError, "the peer is at another run, epoch, step or other rows"),
     "table-refused": (
         TableRefused,
@@ -181,7 +183,6 @@ def error_from(code: grpc.StatusCode, details: str | None) -> SplitveilError:
 
 
 def _error_of_connection(code: grpc.StatusCode, details: str) -> SplitveilError:
-    """Return the meaning of a status that comes from gRPC itself."""
     if code is grpc.StatusCode.UNAVAILABLE:
         return _error_without_connection(details)
     if code in _PASSING:
@@ -207,3 +208,62 @@ def _error_without_connection(details: str) -> PeerError:
             "require TLS; its own log says more)"
         )
     return PeerUnreachable("no connection to the peer (UNAVAILABLE)")
+
+
+ErrorListener = Callable[[Exception], None]
+Handler: TypeAlias = Any
+"""A ``grpc.RpcMethodHandler``, which is a named tuple, as grpcio's stubs do not say."""
+
+
+class HandlerInterceptor(grpc.ServerInterceptor):  # type: ignore[misc, unused-ignore]
+    """Wraps the handler of every call that has one."""
+
+    def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Handler | None],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        handler = continuation(handler_call_details)
+        return None if handler is None else self.wrap(handler, handler_call_details)
+
+    @abstractmethod
+    def wrap(self, handler: Handler, details: grpc.HandlerCallDetails, /) -> Handler:
+        """Return the handler that is called in the place of another."""
+
+
+class ErrorInterceptor(HandlerInterceptor):
+    """Turns exceptions of the handlers into the statuses of ``common/wire/status.py``."""
+
+    def __init__(self, on_error: ErrorListener) -> None:
+        self._on_error = on_error
+
+    def wrap(self, handler: Handler, _details: grpc.HandlerCallDetails, /) -> Handler:
+        if handler.unary_unary is not None:
+            return handler._replace(unary_unary=self._wrap_unary(handler.unary_unary))
+        if handler.stream_stream is not None:
+            return handler._replace(stream_stream=self._wrap_stream(handler.stream_stream))
+        return handler
+
+    def _wrap_unary(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(request: Any, context: grpc.ServicerContext) -> Any:
+            try:
+                return behaviour(request, context)
+            except Exception as error:  # noqa: BLE001, RUF100 (any error becomes a status)
+                self._abort(error, context)
+
+        return wrapped
+
+    def _wrap_stream(self, behaviour: Callable[..., Iterator[Any]]) -> Callable[..., Any]:
+        def wrapped(requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+            try:
+                yield from behaviour(requests, context)
+            except Exception as error:  # noqa: BLE001, RUF100
+                if context.is_active():
+                    self._abort(error, context)
+
+        return wrapped
+
+    def _abort(self, error: Exception, context: grpc.ServicerContext) -> NoReturn:
+        self._on_error(error)
+        status = status_for(error)
+        context.abort(status.code, status.details)

@@ -4,7 +4,8 @@
 only be defended gradients: mypy refuses to encode a raw one.
 
 A tensor travels as one ``TensorFrame``, or, above ``unchunked_bytes``, as several with rising
-offsets.
+offsets. A frame is a legal protobuf message. It is put together and taken apart here rather than by
+the generated class only because that class copies the payload two more times on each side.
 """
 
 import math
@@ -14,14 +15,119 @@ from typing import Generic, TypeVar
 
 import numpy as np
 import torch
+from google.protobuf.message import DecodeError
 from torch import Tensor
 
-from splitveil.common.errors import InvalidMessage, TooLarge
+from splitveil.common.errors import InvalidMessage, ProtocolError, TooLarge
 from splitveil.common.run.contract import DTYPE_BYTES, Contract, CutDtype
 from splitveil.common.run.messages import Activation, Answer, BatchId, DefendedGradient
+from splitveil.common.wire.limits import TENSOR_HEADER_BYTES, check_fields
 from splitveil.common.wire.small_messages import SPLIT_TO_WIRE, split_from_wire
-from splitveil.common.wire.tensor_frame import Frame
 from splitveil.protos import split_learning_pb2 as pb
+
+_DATA_TAG = b"\x7a"  # field 15, wire type 2 (length-delimited)
+_VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
+
+
+class Frame:
+    """A serialised ``TensorFrame``."""
+
+    __slots__ = ("_parts", "data")
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self._parts: tuple[pb.TensorFrame, memoryview] | None = None
+
+    @classmethod
+    def of(cls, fields: pb.TensorFrame, payload: memoryview) -> "Frame":
+        start = fields.SerializeToString() + _DATA_TAG + _varint(len(payload))
+        frame = cls(b"".join((start, payload)))
+        frame._parts = fields, memoryview(frame.data)[len(start) :]
+        return frame
+
+    def parts(self) -> tuple[pb.TensorFrame, memoryview]:
+        """Return the small fields, and the payload without a copy."""
+        if self._parts is None:
+            self._parts = _split(self.data)
+        return self._parts
+
+    def place(self) -> tuple[int | None, int | None]:
+        """Return the epoch and step of which the frame says that it is, None for junk."""
+        try:
+            fields, _ = self.parts()
+        except ProtocolError:
+            return None, None
+        return fields.epoch, fields.step
+
+    def serialised(self) -> bytes:
+        """Return the bytes that cross the wire, as gRPC asks for them."""
+        return self.data
+
+
+def _split(frame: bytes) -> tuple[pb.TensorFrame, memoryview]:
+    try:
+        start, end = _find_data(frame)
+        if end == len(frame):
+            fields = pb.TensorFrame.FromString(frame[: start[0]])
+            check_fields(fields)
+            return fields, memoryview(frame)[start[1] :]
+        if len(frame) - max(end - start[1], 0) > TENSOR_HEADER_BYTES:
+            raise InvalidMessage(f"more than {TENSOR_HEADER_BYTES} bytes beside a tensor's payload")
+        fields = pb.TensorFrame.FromString(frame)
+    except (DecodeError, IndexError, ValueError) as error:
+        raise InvalidMessage("not a TensorFrame message") from error
+    check_fields(fields)
+    data = memoryview(fields.data)
+    fields.ClearField("data")
+    return fields, data
+
+
+def _find_data(frame: bytes) -> tuple[tuple[int, int], int]:
+    """Find the payload field: (offset of its tag, offset of its bytes), end of its bytes.
+
+    The search stops where the field must have begun, so it never scans a megabyte of small fields.
+    """
+    at = 0
+    while at < min(len(frame), TENSOR_HEADER_BYTES):
+        tag_at = at
+        tag, at = _read_varint(frame, at)
+        if tag == _DATA_TAG[0]:
+            length, at = _read_varint(frame, at)
+            return (tag_at, at), at + length
+        kind = tag & 7
+        if kind == _VARINT:
+            _, at = _read_varint(frame, at)
+        elif kind == _LENGTH_DELIMITED:
+            length, at = _read_varint(frame, at)
+            at += length
+        elif kind in (_FIXED32, _FIXED64):
+            at += 4 if kind == _FIXED32 else 8
+        else:
+            raise ValueError("wire type")
+    return (at, at), -1
+
+
+def _read_varint(frame: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = frame[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+        if shift > 63:
+            raise ValueError("varint")
+
+
+def _varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
+
 
 TORCH_DTYPES: dict[CutDtype, torch.dtype] = {
     "float32": torch.float32,
@@ -49,12 +155,10 @@ class TensorLimits:
 
     @property
     def row_bytes(self) -> int:
-        """Number of bytes of one row."""
         return math.prod(self.cut_shape) * DTYPE_BYTES[self.dtype]
 
     @classmethod
     def of(cls, contract: Contract) -> "TensorLimits":
-        """Take the limits from the contract."""
         return cls(
             contract.cut_shape,
             contract.cut_dtype,
@@ -65,22 +169,12 @@ class TensorLimits:
 
 
 def encode_activation(activation: Activation, limits: TensorLimits) -> Iterator[Frame]:
-    """Encode an activation as frames.
-
-    Args:
-        activation: values of shape (rows, *cut_shape), of any float dtype and on any device.
-        limits: gives the wire's dtype and the chunk size.
-    """
+    """Encode an activation, (rows, *cut_shape), of any float dtype and on any device."""
     return _encode(activation.batch, activation.values, limits)
 
 
 def encode_answer(answer: Answer, limits: TensorLimits) -> Iterator[Frame]:
-    """Encode an answer as frames.
-
-    Args:
-        answer: defended gradient of shape (rows, *cut_shape), of any float dtype and on any device.
-        limits: gives the wire's dtype and the chunk size.
-    """
+    """Encode a defended gradient, as ``encode_activation`` does."""
     return _encode(answer.batch, answer.values, limits)
 
 
@@ -110,10 +204,6 @@ class TensorAssembler(Generic[MessageT]):
 
     Regardless of what the peer sends, it holds at most one tensor of the size that the contract
     allows.
-
-    Args:
-        limits: the limits of each tensor.
-        build: makes a message from a tensor's batch and values.
     """
 
     def __init__(self, limits: TensorLimits, build: Callable[[BatchId, Tensor], MessageT]) -> None:
@@ -125,22 +215,16 @@ class TensorAssembler(Generic[MessageT]):
 
     @staticmethod
     def of_activations(limits: TensorLimits) -> "TensorAssembler[Activation]":
-        """Return an assembler for the activations that a passive party sends."""
         return TensorAssembler(limits, Activation)
 
     @staticmethod
     def of_answers(limits: TensorLimits) -> "TensorAssembler[Answer]":
-        """Return an assembler for the answers that the active party sends."""
         return TensorAssembler(limits, _received_answer)
 
     def add(self, frame: Frame) -> MessageT | None:
         """Take one frame, and return the message if this was its last frame.
 
-        Raises:
-            InvalidMessage: the frame is not a legal frame, or not the next one, or has wrong
-                values.
-            OutOfStep: the tensor does not belong to any split of the rows.
-            TooLarge: the frame announces more rows than the contract allows.
+        Raises InvalidMessage, OutOfStep or TooLarge.
         """
         fields, data = frame.parts()
         begun, self._begun = self._begun, None  # an error below drops the unfinished tensor

@@ -16,9 +16,8 @@ from splitveil.common.party.credentials import (
     printable,
 )
 from splitveil.common.run.contract import Contract
-from splitveil.common.wire.interceptors import Handler, HandlerInterceptor
 from splitveil.common.wire.limits import PARTY_KEY
-from splitveil.common.wire.status import UNTRUSTED
+from splitveil.common.wire.status import UNTRUSTED, Handler, HandlerInterceptor
 from splitveil.protos import split_learning_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -30,17 +29,12 @@ _MAX_REMEMBERED = 1000
 
 
 def channel_credentials(credentials: Credentials, pinned: bytes) -> grpc.ChannelCredentials:
-    """Return the credentials that a client shows, and the only certificate that it trusts.
-
-    Args:
-        pinned: the server's own certificate, PEM, as ``judged_certificate`` returns it.
-    """
+    """Return the credentials that a client shows, and the only certificate that it trusts."""
     _require_tls_1_3()
     return grpc.ssl_channel_credentials(pinned, credentials.private_key, credentials.certificate)
 
 
 def server_credentials(files: CredentialFiles) -> grpc.ServerCredentials:
-    """Return a server's credentials and authorities, read again for every new connection."""
     _require_tls_1_3()
     served = files.current()
 
@@ -87,7 +81,7 @@ class PartyInterceptor(HandlerInterceptor):
         names = contract.passive_parties if admitted is None else admitted
         self._kind = "any passive" if admitted is None else f"the {' or '.join(admitted)}"
         self._parties = {contract.identities[name]: name for name in names}
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self._lock = threading.Lock()
 
     def wrap(self, handler: Handler, _details: grpc.HandlerCallDetails, /) -> Handler:
@@ -105,7 +99,7 @@ class PartyInterceptor(HandlerInterceptor):
                 claimed.add(request.party)
                 message = "handshake"
             if party is None or claimed - {party}:
-                self._tell(shown, context.peer(), party, message)
+                self._log_refusal(shown, context.peer(), party, message)
                 context.abort(UNTRUSTED.code, UNTRUSTED.details)
             return behaviour(request, context)
 
@@ -117,13 +111,13 @@ class PartyInterceptor(HandlerInterceptor):
         parties = {self._parties[name] for name in names & self._parties.keys()}
         return parties.pop() if len(parties) == 1 else None
 
-    def _tell(self, shown: _Shown, peer: str, party: str | None, message: str) -> None:
+    def _log_refusal(self, shown: _Shown, peer: str, party: str | None, message: str) -> None:
         with self._lock:
-            if peer in self._told:
+            if peer in self._logged:
                 return
-            if len(self._told) >= _MAX_REMEMBERED:
-                self._told.clear()
-            self._told.add(peer)
+            if len(self._logged) >= _MAX_REMEMBERED:
+                self._logged.clear()
+            self._logged.add(peer)
         subject = b", ".join(shown.get("x509_subject", [])).decode(errors="replace")
         reason = (
             f"it does not carry the name of {self._kind} party of the contract"

@@ -128,10 +128,7 @@ def label_candidates(columns: Sequence[Column], *, with_gaps: bool = False) -> l
 
 
 def choose_id(columns: Sequence[Column], cells: Mapping[str, Any], wishes: Wishes) -> str | None:
-    """Return the column with the ids; None if the rows are numbered instead.
-
-    SettingsError if it cannot hold ids, or there are several or none.
-    """
+    """Return the column with the ids; None if the rows are numbered instead."""
     if not wishes.has_id:
         return None
     if wishes.id_column is not None:
@@ -199,11 +196,7 @@ def choose_features(
     label: Label | None,
     index_columns: Sequence[str] = (),
 ) -> Choices:
-    """Decide which of the remaining columns the model reads.
-
-    SettingsError if it is open how one is read. Cells are as written; only the label owner's are
-    compared with the labels.
-    """
+    """Decide which of the remaining columns the model reads; only the label owner's meet labels."""
     for name in (*wishes.numeric, *wishes.categorical, *wishes.exclude):
         _named(columns, name, "--numeric, --categorical and --exclude")
     is_positive = None
@@ -273,8 +266,8 @@ def _reason_to_leave_out(
         return ""
     if is_index:
         return "the index of a pandas table, which numbers its rows"
-    if is_positive is not None and _tells_label(cells[column.name], column, is_positive):
-        return "tells the label almost by itself: is it known before the label is?"
+    if is_positive is not None and _gives_label_away(cells[column.name], column, is_positive):
+        return "gives the label away almost by itself: is it known before the label is?"
     return _reason_in_its_cells(column)
 
 
@@ -296,7 +289,7 @@ def _reason_in_its_cells(column: Column) -> str:
     return "a value of its own in every row: another id" if is_code else ""
 
 
-def _tells_label(cells: Any, column: Column, is_positive: NDArray[np.bool_]) -> bool:
+def _gives_label_away(cells: Any, column: Column, is_positive: NDArray[np.bool_]) -> bool:
     """Say whether a column alone gives the label away, by its values or by its gaps."""
     text = as_text(cells)
     if text is None or column.kind in {"empty", "other"}:
@@ -323,10 +316,7 @@ def _separation(score: NDArray[np.float64], is_positive: NDArray[np.bool_]) -> f
 
 
 def _is_rarest(text: Any, label: Label) -> NDArray[np.bool_]:
-    """Return which rows are of the positive class, or of the rarest of several.
-
-    Of numbers, they are those above the median.
-    """
+    """Return which rows are of the positive or rarest class; of numbers, those above the median."""
     if label.within is not None:
         numbers = pc.cast(text, pa.float64(), safe=False).to_numpy(zero_copy_only=False)
         return np.asarray(numbers > np.median(numbers), np.bool_)

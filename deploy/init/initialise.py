@@ -28,13 +28,7 @@ from splitveil.common.text.visible_text import visible
 from splitveil.deploy.init.choices import Wishes, id_candidates, label_candidates
 from splitveil.deploy.init.columns import Column, as_text, describe
 from splitveil.deploy.init.labels import classes_of, spellings
-from splitveil.deploy.init.proposal import (
-    Proposal,
-    Terms,
-    propose,
-    texts_of,
-    write_files,
-)
+from splitveil.deploy.init.proposal import Proposal, Terms, propose, texts_of, write_files
 from splitveil.deploy.init.tables import RawTable, read_raw
 from splitveil.passive_party.settings import PassiveSettings
 
@@ -90,15 +84,7 @@ def initialise(
     force: bool = False,
     ask: Ask | None = None,
 ) -> Written:
-    """Look at a table and write the settings that fit it.
-
-    The caller is asked what the table leaves open, if that is possible.
-
-    Raises:
-        DataError: the table cannot be read.
-        SettingsError: a question is open, an answer does not fit, or a file exists.
-        StorageError: a file cannot be written.
-    """
+    """Look at a table and write the settings that fit it; ``ask`` decides what it leaves open."""
     named = (wishes.id_column, wishes.label_column, *wishes.numeric, *wishes.categorical)
     table = read_raw(path, delimiter, encoding, has_header=any(named))
     columns = [describe(*column, wishes.missing_texts) for column in table.columns.items()]
@@ -196,9 +182,6 @@ def _check_loadable(terms: Terms) -> None:
         load_party_settings(PassiveSettings, terms.folder / "passive.yaml")
 
 
-# ---- the command ----
-
-
 def perform(options: argparse.Namespace) -> int:
     written = initialise(
         options.file,
@@ -225,13 +208,16 @@ def _wishes(options: argparse.Namespace) -> Wishes:
         )
     if options.positive_label and options.label_range:
         raise SettingsError("--label-range: labels that are numbers have no --positive-label")
+    low, high = options.label_range or (0.0, 1.0)
+    if not low < high or not math.isfinite(high - low):
+        raise SettingsError("--label-range: expected two finite numbers, the lower one first")
     return Wishes(
         id_column=options.id_column,
         has_id=not options.no_id_column,
         label_column=options.label_column,
         positive_label=tuple(options.positive_label),
         leave_out_unlabelled=options.unlabelled_rows is not None,
-        label_range=_range_of(options.label_range),
+        label_range=None if options.label_range is None else (low, high),
         numeric=tuple(options.numeric),
         categorical=tuple(options.categorical),
         exclude=tuple(options.exclude),
@@ -240,15 +226,6 @@ def _wishes(options: argparse.Namespace) -> Wishes:
             duplicates=options.duplicate_ids is not None, unusable=options.unusable_ids is not None
         ),
     )
-
-
-def _range_of(given: list[float] | None) -> tuple[float, float] | None:
-    if given is None:
-        return None
-    low, high = given
-    if not low < high or not math.isfinite(high - low):
-        raise SettingsError("--label-range: expected two finite numbers, the lower one first")
-    return low, high
 
 
 def _terms(options: argparse.Namespace) -> Terms:
@@ -294,8 +271,8 @@ def _print(written: Written, role: str) -> None:
         say("times", ", ".join(column.name for column in p.choices.timestamps))
     for column in p.choices.left_out:
         say("left out", f"{column.name}: {column.why}")
-    if p.defended is not None:
-        say("defense", f"projected_labels at {p.defended.leak_auc}. {p.outlook}")
+    if p.forecast:
+        say("defense", f"projected_labels at {p.leak_auc}. {p.forecast}")
     for path in written.files:
         say("written", str(path))
     own = next(path for path in written.files if path.name != "contract.yaml")

@@ -7,7 +7,7 @@ from decimal import Decimal
 from shlex import quote
 from typing import NamedTuple
 
-from splitveil.active_party.defenses.projected.outlook import share_of_variance
+from splitveil.active_party.defenses.projected.label_utility import share_of_variance
 from splitveil.common.data.settings import MAX_CLASSES, class_key
 from splitveil.common.data.sources import suggest
 from splitveil.common.errors import SettingsError
@@ -119,10 +119,7 @@ def label_of(
     *,
     leave_out: bool = False,
 ) -> Label:
-    """Return how a column's labels are read; SettingsError if they are none.
-
-    Bounds are those that the user has chosen for labels that are numbers.
-    """
+    """Return how labels are read; ``bounds`` are the user's, for labels that are numbers."""
     read, found = Label(column.name, (), None, {}), column.in_words()
     if leave_out:
         read = read._replace(unlabelled=column.missing, gaps=column.gaps)

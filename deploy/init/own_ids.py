@@ -9,20 +9,17 @@ import pyarrow as pa
 from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.columns import NEARLY_ALL, WrittenColumn, is_unnamed_index, read_ids
 from splitveil.common.data.id_forms import SHORTENED
-from splitveil.common.data.ids import Allowed, odd_rows
+from splitveil.common.data.ids import Allowed, unusable_rows
 from splitveil.common.errors import DataError
 from splitveil.deploy.init.columns import Column
 
 
 def objections_to(cells: Any, allowed: Allowed) -> tuple[list[str], int]:
-    """Return why a run refuses ids, with the option for it, and how many rows have their own.
-
-    DataError: the column holds neither texts nor whole numbers.
-    """
+    """Return why a run refuses ids, with the option for it, and how many rows have their own."""
     raw = read_ids(WrittenColumn(cells, "ids"), may_be_floats=True)
     form = CanonicalForm()
-    odd = odd_rows(raw, form.of(raw), form)
-    unusable, repeated = len(odd.unusable), len(odd.repeated)
+    rows = unusable_rows(raw, form.of(raw), form)
+    unusable, repeated = len(rows.without_id), len(rows.repeated)
     found = []
     if unusable and not allowed.unusable:
         found.append(f"{unusable:,} rows without an id: --unusable-ids leave_out")

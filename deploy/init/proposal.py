@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -12,7 +12,7 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from splitveil.active_party.defenses.gaussian_dp import mu_of_leak_auc
-from splitveil.active_party.defenses.projected.outlook import outlook
+from splitveil.active_party.defenses.projected.label_utility import label_utility
 from splitveil.common.data.ids import Allowed
 from splitveil.common.data.label_columns import others_in_words
 from splitveil.common.data.source_settings import not_expanded
@@ -30,6 +30,7 @@ from splitveil.deploy.init.choices import (
     choose_label,
 )
 from splitveil.deploy.init.columns import Column
+from splitveil.deploy.init.labels import Label
 from splitveil.deploy.init.tables import RawTable
 
 LEAK_AUC = 0.6
@@ -52,16 +53,6 @@ class Sizes(NamedTuple):
     stages: int
 
 
-class Defended(NamedTuple):
-    """What the recommended defense leaves of the labels, said before a run."""
-
-    leak_auc: float
-    share: float
-    """Share of the training rows' worth that is left, 0 to 1."""
-    half_at_rows: int
-    """Training rows at which half of it would be left."""
-
-
 def recommended_sizes(num_rows: int) -> Sizes:
     """Return the sizes for a table whose rows are all common to both parties."""
     epochs = _at(_EPOCHS, num_rows)
@@ -74,18 +65,6 @@ def recommended_sizes(num_rows: int) -> Sizes:
     )
 
 
-def defended(num_rows: int, rarest_share: float, num_classes: int) -> Defended:
-    """Return what `projected_labels` leaves of a table's labels at the recommended bound.
-
-    The share of the rarest class is that of labels of 0 and 1 with the same variance if labels are
-    numbers (one class).
-    """
-    training = max(round(TRAIN_SHARE * num_rows), 1)
-    share = rarest_share if num_classes <= 2 else 1 / num_classes
-    found = outlook(training, share, mu_of_leak_auc(LEAK_AUC), RANK, num_classes)
-    return Defended(LEAK_AUC, found.share, found.half_at_rows)
-
-
 def _at(steps: tuple[tuple[int, int], ...], num_rows: int) -> int:
     return next(value for least, value in steps if num_rows >= least)
 
@@ -93,6 +72,18 @@ def _at(steps: tuple[tuple[int, int], ...], num_rows: int) -> int:
 def _rounded_up(number: int) -> int:
     unit = 10 ** max(math.floor(math.log10(number)) - 1, 0)
     return int(min(math.ceil(number / unit) * unit, 2**31))
+
+
+def _forecast(num_rows: int, label: Label) -> str:
+    """Say what `projected_labels` leaves of the labels at the recommended bound."""
+    training = max(round(TRAIN_SHARE * num_rows), 1)
+    # Of numbers (one class), the share is that of labels of 0 and 1 with the same variance.
+    share = label.rarest_share if label.num_classes <= 2 else 1 / label.num_classes
+    left = label_utility(training, share, mu_of_leak_auc(LEAK_AUC), RANK, label.num_classes)
+    return (
+        f"If all rows are common, the training rows keep at most {left.share:.0%} of their "
+        f"worth (half at {left.half_at_rows:,} training rows); see splitveil active plan."
+    )
 
 
 Role = Literal["active", "passive"]
@@ -127,10 +118,12 @@ class Proposal(NamedTuple):
     is_whole: bool
     choices: Choices
     sizes: Sizes
-    defended: Defended | None
+    forecast: str
+    """What the recommended defense leaves of the labels; empty without labels."""
     allowed: Allowed = Allowed()
     whole_numbers: bool = False
     """Whether ids are stored as floating-point numbers, for which the contract needs a rule."""
+    leak_auc: float = LEAK_AUC
     learning_rate: float = 0.003
     train: float = TRAIN_SHARE
     test: float = round(1 - TRAIN_SHARE, 2)
@@ -171,16 +164,6 @@ class Proposal(NamedTuple):
             found += f" ({texts}); {others_in_words(*label.others)}"
         return f"{found}.{left_out}"
 
-    @property
-    def outlook(self) -> str:
-        found = self.defended
-        if found is None:
-            return ""
-        return (
-            f"If all rows are common, the training rows keep at most {found.share:.0%} of their "
-            f"worth (half at {found.half_at_rows:,} training rows); see splitveil active plan."
-        )
-
 
 def propose(table: RawTable, columns: Sequence[Column], wishes: Wishes, terms: Terms) -> Proposal:
     """Decide about every column of a table, and about the sizes of a run."""
@@ -192,7 +175,7 @@ def propose(table: RawTable, columns: Sequence[Column], wishes: Wishes, terms: T
     choices = choices._replace(left_out=unread + choices.left_out)
     if label is None and not choices.features:
         raise SettingsError(f"{table.path}: no column is left for the model of a passive party")
-    rate, rows = None, table.num_rows
+    forecast, rows = "", table.num_rows
     if label is not None:
         if label.unlabelled:
             if id_column is None or (set(label.gaps) - {""} and not choices.features):
@@ -201,7 +184,7 @@ def propose(table: RawTable, columns: Sequence[Column], wishes: Wishes, terms: T
                     "not an empty cell"
                 )
             rows -= round(rows * label.unlabelled / columns[0].num_rows)
-        rate = defended(rows, label.rarest_share, label.num_classes)
+        forecast = _forecast(rows, label)
     return Proposal(
         party=terms.party,
         run_name=terms.run_name or _run_name(table.path),
@@ -212,7 +195,7 @@ def propose(table: RawTable, columns: Sequence[Column], wishes: Wishes, terms: T
         is_whole=table.is_whole,
         choices=choices,
         sizes=recommended_sizes(rows),
-        defended=rate,
+        forecast=forecast,
         allowed=Allowed() if id_column is None else wishes.allowed,
         whole_numbers=id_column is not None and pa.types.is_floating(table.columns[id_column].type),
     )
@@ -256,7 +239,12 @@ def _templates() -> Environment:
         autoescape=False,  # noqa: S701 (this is no HTML)
         keep_trailing_newline=True,
     )
-    found.filters |= {"flow": _flow, "scalar": _flow, "quoted": _quoted, "remark": _remark}
+    found.filters |= {
+        "flow": _flow,
+        "scalar": _flow,
+        "quoted": partial(_flow, style='"'),
+        "remark": lambda text: visible(str(text)),
+    }
     return found
 
 
@@ -287,11 +275,3 @@ def _flow(value: object, style: str | None = None) -> str:
         allow_unicode=True,
     )
     return str(text).removesuffix("\n").removesuffix("\n...")
-
-
-def _quoted(value: str) -> str:
-    return _flow(value, '"')
-
-
-def _remark(text: object) -> str:
-    return visible(str(text))

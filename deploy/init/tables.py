@@ -16,11 +16,10 @@ from splitveil.common.data.columns import (
     clean_text,
     with_points,
 )
-from splitveil.common.data.csv_file import CODECS
+from splitveil.common.data.csv_file import CODECS, NO_HEADER, delimiter_of, looks_like_data
 from splitveil.common.data.kinds import open_source, text_file, with_advice
-from splitveil.common.data.places import find_files, place_on_this_machine
 from splitveil.common.data.source_settings import CsvSource, Source, not_expanded
-from splitveil.common.data.text_form import NO_HEADER, delimiter_of, looks_like_data
+from splitveil.common.data.table_paths import find_files, local_table_path
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.settings import validate
 from splitveil.deploy.init.columns import GAPS, as_text
@@ -135,7 +134,7 @@ def _with_points(columns: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kind_of(path: Path) -> str:
-    first = Path(find_files(place_on_this_machine(path))[0].path)
+    first = Path(find_files(local_table_path(path))[0].path)
     endings = [ending.lower() for ending in first.suffixes if ending not in CODECS]
     if endings and endings[-1] in _TEXT:
         return "csv"

@@ -17,8 +17,8 @@ from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.party.endpoint import serving_status
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.party.run_status import RunStatus
-from splitveil.common.record.alignment_progress import AlignmentProgress
+from splitveil.common.party.party_status import RunStatus
+from splitveil.common.record.progress import AlignmentProgress
 from splitveil.common.record.run_folder import open_run_folder
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.sample_order import CommonOrder
@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 
 def align(parsed: argparse.Namespace) -> None:
-    """Find the common rows with the active party, and write this party's."""
     interruption = Interruption()
     interruption.install()
     settings = aligning(command_line.load_settings(PassiveSettings, parsed, "passive"))

@@ -20,7 +20,6 @@ from splitveil.passive_party.settings import PassiveSettings
 
 
 def check(parsed: argparse.Namespace) -> None:
-    """Check settings, data and model without training, and the connection if it is asked for."""
     settings = command_line.load_settings(PassiveSettings, parsed, "passive")
 
     def connection() -> str:
@@ -48,7 +47,7 @@ def check(parsed: argparse.Namespace) -> None:
         if earlier is not None:
             earlier.put_into(model)
         fits = f"the bottom model fits them{but}"
-        return f"data: {data.summary()}; {fits}; {data.report.in_words()}"
+        return f"data: {data.summary()}; {fits}; {data.table.id_report.in_words()}"
 
     def labels() -> str:
         found = evaluation_labels(settings)

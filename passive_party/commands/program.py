@@ -9,8 +9,14 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import NoReturn
 
-from splitveil.common.party.arguments import Commands, add_command, add_verbosity, party_parser
-from splitveil.common.party.ending import end_program, exit_code_of
+from splitveil.common.party.arguments import (
+    Commands,
+    add_command,
+    add_verbosity,
+    end_program,
+    exit_code_of,
+    party_parser,
+)
 from splitveil.common.party.json_output import add_json
 from splitveil.common.text.log_lines import configure_logging
 
@@ -19,25 +25,23 @@ _ACTIONS = {
     "align": f"{_OWN}.align:align",
     "run": f"{_OWN}.run:run",
     "check": f"{_OWN}.check:check",
-    "report": f"{_OWN}.report:report",
+    "report": "splitveil.passive_party.report_page:report",
     "serve": f"{_OWN}.serve:serve",
     "verify-transcript": "splitveil.common.party.command_line:verify_transcript",
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command and exit with its code."""
     end_program(run(parser().parse_args(arguments)), is_program=arguments is None)
 
 
 def parser(program: str = "passive-party") -> argparse.ArgumentParser:
-    """Return the command's parser; ``program`` is the words with which it is called."""
     return party_parser(program, _add_own_commands)
 
 
 def _add_own_commands(commands: Commands) -> None:
     _add_serve(commands)
-    purpose = "write a page that shows what left and what it tells of this party's features"
+    purpose = "write a page that shows what left and what it reveals of this party's features"
     report = commands.add_parser("report", help=purpose, description=purpose)
     report.add_argument(
         "run_dir", type=Path, help="the run's folder, runs/<run name>, or this party's folder in it"
@@ -50,8 +54,6 @@ def _add_own_commands(commands: Commands) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Do what parsed arguments say, and return the exit code."""
-
     def act() -> None:
         resolve_name("splitveil.common.party.workers:act")(
             parsed, resolve_name(_ACTIONS[parsed.command])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.errors import PeerEndedForGood, SplitveilError
-from splitveil.common.record.ended_run import mark_as_ended
+from splitveil.common.record.run_folder import mark_as_ended
 from splitveil.common.record.run_record import write_summary
 from splitveil.common.record.summary import Summary, provenance_of_process
 from splitveil.common.record.summary_tables import print_summary
@@ -27,7 +27,7 @@ def try_to_measure(
     encoder: FeatureEncoder,
     own_rows: int,
 ) -> None:
-    """Write what the trained model's activations tell of this party's features."""
+    """Write what the trained model's activations reveal of this party's features."""
     try:
         found = measure_exposure(trainer, encoder, own_rows, settings.probe_rows)
         if found is not None:
@@ -35,11 +35,10 @@ def try_to_measure(
     except SplitveilError as error:  # a full disk needs no traceback
         _logger.error("%s", error)
     except Exception:
-        _logger.exception("what the activations tell of the features could not be measured")
+        _logger.exception("what the activations reveal of the features could not be measured")
 
 
 def try_to_report(folder: Path) -> None:
-    """Write the report of a run that is over."""
     try:
         _logger.info("report written to %s", write_passive_report(folder))
     except SplitveilError as error:
@@ -55,11 +54,6 @@ def leave_results(
     transcript: Transcript | None,
     stopped: PeerEndedForGood | None,
 ) -> None:
-    """Write and print the summary of a run, and its report.
-
-    Args:
-        stopped: the active party has ended the run for good, which is raised again at the end.
-    """
     summary = replace(
         recorded,
         transcript=None if transcript is None else transcript.summary(),

@@ -12,29 +12,26 @@ from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.party.endpoint import serving_status
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData, open_earlier_model
-from splitveil.common.party.place import Place
-from splitveil.common.party.run_status import RunStatus
-from splitveil.common.party.workers import Workers, check_model, joined
+from splitveil.common.party.party_status import RunStatus
+from splitveil.common.party.workers import Rank, Workers, check_model, joined
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
-from splitveil.common.record.ended_run import end_of
-from splitveil.common.record.model_files import save_model
-from splitveil.common.record.run_folder import open_run_folder
+from splitveil.common.record.model_files import identity_metadata, save_model
+from splitveil.common.record.run_folder import end_of, open_run_folder
 from splitveil.common.record.run_store import RunStore
-from splitveil.common.record.trained_model import identity_metadata
 from splitveil.common.record.transcript import Transcript
 from splitveil.passive_party.assembly import (
-    TrainerBuilder,
+    BottomBuilder,
     build_aligner,
     build_peer,
     checked_credentials,
     evaluation_labels,
     idle_peer,
+    work_for,
 )
 from splitveil.passive_party.commands.results import leave_results, try_to_measure
 from splitveil.passive_party.recorder import PassiveRecorder
 from splitveil.passive_party.run import PassiveRun
 from splitveil.passive_party.settings import PassiveSettings
-from splitveil.passive_party.workers import work_for
 
 logger = logging.getLogger("splitveil.passive_party")
 
@@ -51,15 +48,15 @@ _ENDED = (
 def run(parsed: argparse.Namespace) -> None:
     """Train with the active party, or resume a run; a rank above 0 computes for rank 0."""
     settings = command_line.load_settings(PassiveSettings, parsed, "passive")
-    place = Place.of_environment()
-    if place.size > 1:
+    rank = Rank.of_environment()
+    if rank.size > 1:
         check_model(settings.bottom_model, "bottom_model")
-    if place.rank:
-        work_for(settings, place)
+    if rank.number:
+        work_for(settings, rank)
         return
     interruption = Interruption()
     interruption.install()
-    with joined(place, interruption) as workers:
+    with joined(rank, interruption) as workers:
         credentials = checked_credentials(settings)
         open_earlier_model(settings)
         try_custom_attacks(settings.adversary, settings.contract.cut_shape)
@@ -76,7 +73,7 @@ def _train(
     status: RunStatus,
     workers: Workers,
 ) -> None:
-    device = command_line.prepare(settings, workers.place)
+    device = command_line.prepare(settings, workers.rank)
     data = PartyData.of(settings)
     logger.info("%d rows read from %s", len(data.ids), data.table.source)
     labels = evaluation_labels(settings)
@@ -86,14 +83,14 @@ def _train(
         settings.contract.run_name,
         settings.folder_name(),
         lambda folder: command_line.takes_up(
-            settings, fresh=parsed.fresh and not workers.place.restarts, folder=folder
+            settings, fresh=parsed.fresh and not workers.rank.restarts, folder=folder
         ),
     )
     if _was_ended(settings, folder, interruption):
         return
     command_line.save_resolved(settings, folder)
     aligner = build_aligner(settings, data, folder, fresh=parsed.fresh)
-    build_trainer = TrainerBuilder(settings, data, device, workers.line)
+    build_trainer = BottomBuilder(settings, data, device, workers.line)
     with ExitStack() as resources:
         wanted = Transcript(folder, settings.party) if settings.transcript else nullcontext()
         transcript = resources.enter_context(wanted)

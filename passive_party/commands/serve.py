@@ -16,9 +16,7 @@ from splitveil.common.wire.endpoint import log_security
 from splitveil.common.wire.noted_calls import AllNotes, Notes
 from splitveil.passive_party.predict.inference_status import InferenceStatus
 from splitveil.passive_party.predict.served_model import ServedModel
-from splitveil.passive_party.predict.server import InferenceServer
-from splitveil.passive_party.predict.service import InferenceService
-from splitveil.passive_party.predict.throttle import Throttle
+from splitveil.passive_party.predict.service import InferenceServer, InferenceService, Throttle
 from splitveil.passive_party.settings import PassiveSettings
 
 logger = logging.getLogger(__name__)

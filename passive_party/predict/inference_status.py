@@ -7,8 +7,7 @@ prediction, and this party never has either.
 from collections.abc import Callable
 
 from splitveil.common.errors import Busy, OtherModel, TableRefused
-from splitveil.common.party.party_status import PartyStatus
-from splitveil.common.party.registry import ANSWER_BUCKETS_S
+from splitveil.common.party.party_status import ANSWER_BUCKETS_S, PartyStatus
 from splitveil.common.run.contract import ACTIVE, Contract
 
 STAGES = ("starting", "serving", "closing")  # the stages of the program, in order

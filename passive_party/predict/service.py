@@ -1,14 +1,15 @@
-"""The gRPC service of joint inference: translates between the wire and the model, and no more."""
+"""Joint inference over gRPC: translates between the wire and the model, and serves it."""
 
 import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import grpc
+from grpc_health.v1 import health_pb2
 
 from splitveil.common.errors import (
     Busy,
@@ -19,24 +20,71 @@ from splitveil.common.errors import (
     SplitveilError,
     TableRefused,
 )
-from splitveil.common.run.contract import Contract
+from splitveil.common.party.credentials import CredentialFiles
+from splitveil.common.run.contract import ACTIVE, Contract
+from splitveil.common.wire.endpoint import INFERENCE_SERVICE
 from splitveil.common.wire.inference_codec import (
     Described,
     check_describe,
     decode_ids,
+    decode_points,
     encode_described,
     encode_embedded,
     model_digest,
     most_ids,
 )
-from splitveil.common.wire.limits import POINT_BYTES, REFUSALS_LOGGED, believed
-from splitveil.common.wire.table_codec import decode_points
+from splitveil.common.wire.limits import (
+    HANDSHAKE_BYTES,
+    POINT_BYTES,
+    REFUSALS_LOGGED,
+    believed,
+    reader,
+)
+from splitveil.common.wire.noted_calls import Notes
+from splitveil.common.wire.server import build_server
 from splitveil.common.wire.tensor_codec import TensorLimits
 from splitveil.passive_party.predict.inference_status import InferenceStatus
-from splitveil.passive_party.predict.sealed_table import SealedTable
-from splitveil.passive_party.predict.served_model import ServedModel
-from splitveil.passive_party.predict.throttle import Throttle
+from splitveil.passive_party.predict.served_model import SealedTable, ServedModel
 from splitveil.protos import split_learning_pb2 as pb
+
+BURST_S = 1.0  # seconds of answers that may be saved up by asking nothing
+_LOOK_EVERY_S = 0.1
+
+
+class Throttle:
+    """Lets requests wait until their ids are due. Several threads may use it."""
+
+    def __init__(
+        self,
+        ids_per_s: float | None,
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._ids_per_s = ids_per_s
+        self._now = now
+        self._sleep = sleep
+        self._free_at = now() - BURST_S
+        self._lock = threading.Lock()
+
+    def most_ids(self, most: int, seconds: float) -> int:
+        """Return how many ids a request may name so that it is due within some seconds."""
+        if self._ids_per_s is None:
+            return most
+        return max(1, min(most, int(self._ids_per_s * seconds)))
+
+    def wait(self, num_ids: int, is_active: Callable[[], bool]) -> bool:
+        """Wait until so many ids are due. Returns whether somebody does."""
+        if self._ids_per_s is None:
+            return True
+        with self._lock:
+            due = max(self._free_at, self._now() - BURST_S) + num_ids / self._ids_per_s
+            self._free_at = due
+        while (left := due - self._now()) > 0:
+            if not is_active():
+                return False
+            self._sleep(min(left, _LOOK_EVERY_S))
+        return True
+
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +138,6 @@ class InferenceService:
     def embed(
         self, requests: Iterator[Any], context: grpc.ServicerContext
     ) -> Iterator[pb.EmbedReply]:
-        """Answer ids with activations, request by request."""
         with self._entered(context):
             while not self._stopping:
                 try:
@@ -218,3 +265,69 @@ class InferenceService:
         finally:
             with self._lock:
                 self._busy.discard(id(context))
+
+
+OTHER_THREADS = 8  # for single calls, and for streams that are turned away
+
+
+class InferenceServer(AbstractContextManager["InferenceServer"]):
+    """Serves a service at an address, together with the standard health service."""
+
+    def __init__(
+        self,
+        service: InferenceService,
+        contract: Contract,
+        address: str,
+        credentials: CredentialFiles | None = None,
+        notes: Notes | None = None,
+    ) -> None:
+        self._service = service
+        self._server, self._health = build_server(
+            contract,
+            INFERENCE_SERVICE,
+            address,
+            credentials,
+            service.on_error,
+            notes=notes,
+            threads=MAX_STREAMS + OTHER_THREADS,
+            admitted=(ACTIVE,),
+        )
+        handlers = method_handlers(service, contract)
+        generic = grpc.method_handlers_generic_handler(INFERENCE_SERVICE, handlers)
+        self._server.add_generic_rpc_handlers((generic,))
+        self._server.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop(0)
+
+    def stop(self, grace_s: float) -> None:
+        """Stop serving: requests under way have some seconds to be answered."""
+        self._health.set(INFERENCE_SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
+        stopped = self._server.stop(grace_s)
+        self._service.stop()
+        stopped.wait()
+
+
+def method_handlers(
+    service: InferenceService, contract: Contract
+) -> "dict[str, grpc.RpcMethodHandler[Any, Any]]":
+    def describe(request: Any, context: grpc.ServicerContext) -> pb.DescribeReply:
+        return service.describe(believed(request), context)
+
+    return {
+        "Describe": grpc.unary_unary_rpc_method_handler(
+            describe,
+            reader(pb.DescribeRequest, HANDSHAKE_BYTES),
+            pb.DescribeReply.SerializeToString,
+        ),
+        "Embed": grpc.stream_stream_rpc_method_handler(
+            service.embed,
+            reader(pb.EmbedRequest, contract.max_message_bytes),
+            pb.EmbedReply.SerializeToString,
+        ),
+        "EmbedTable": grpc.stream_stream_rpc_method_handler(
+            service.embed_table,
+            reader(pb.TableRequest, contract.max_message_bytes),
+            pb.TableReply.SerializeToString,
+        ),
+    }

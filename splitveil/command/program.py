@@ -2,6 +2,10 @@
 
 ``splitveil active run active.yaml`` is read by the module of ``active``, which sees the words from
 ``run`` on; ``splitveil`` itself has only the options that need no sub-command.
+
+A ``SplitveilError`` that a sub-command raises is printed after the program's name, and its exit
+code is the command's. A module is imported only when its sub-command is called, or for the
+completion of all; it imports torch, if at all, in ``run``, so that its help appears at once.
 """
 
 import argparse
@@ -9,24 +13,80 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
-from typing import NoReturn, Protocol, cast
+from typing import NamedTuple, NoReturn, Protocol, cast
 
-from splitveil.command.table import SUB_COMMANDS, SubCommand
 from splitveil.common.errors import SplitveilError
-from splitveil.common.party.ending import end_program
-from splitveil.common.text.shell_completion import add_completion
+from splitveil.common.party.arguments import add_completion, end_program
 from splitveil.common.text.version import add_version
 from splitveil.common.text.visible_text import visible_lines
 
 PROGRAM = "splitveil"
 
 
+class SubCommand(NamedTuple):
+    name: str
+    purpose: str
+    module: str
+
+
+SUB_COMMANDS = (
+    SubCommand(
+        "demo",
+        "run both parties of an example on this machine, and compare defenses",
+        "splitveil.deploy.demo",
+    ),
+    SubCommand(
+        "init",
+        "look at a party's table, and write commented settings that fit it",
+        "splitveil.deploy.init.command",
+    ),
+    SubCommand(
+        "active",
+        "the label owner's commands: run, check, plan, report, ...",
+        "splitveil.active_party.commands.program",
+    ),
+    SubCommand(
+        "passive",
+        "a feature owner's commands: run, check, ...",
+        "splitveil.passive_party.commands.program",
+    ),
+    SubCommand(
+        "local",
+        "run all parties of a folder as processes on this machine",
+        "splitveil.deploy.local",
+    ),
+    SubCommand(
+        "align",
+        "find the rows that all parties have, and write this party's, without training",
+        "splitveil.command.own",
+    ),
+    SubCommand("certs", "make and show certificates", "splitveil.deploy.certs"),
+    SubCommand(
+        "report",
+        "write a page that shows what a run revealed about the labels",
+        "splitveil.command.own",
+    ),
+    SubCommand(
+        "compare", "print the final figures of several runs, side by side", "splitveil.command.own"
+    ),
+    SubCommand(
+        "audit",
+        "attack gradients of any trainer, and print what they reveal about the labels",
+        "splitveil.command.own",
+    ),
+    SubCommand("schema", "print the JSON Schema of a settings file", "splitveil.command.own"),
+)
+"""In the order of the help."""
+
+
 class CommandModule(Protocol):
     """A module of ``SUB_COMMANDS``."""
 
-    def parser(self, program: str) -> argparse.ArgumentParser: ...
+    def parser(self, program: str) -> argparse.ArgumentParser:
+        """Return the arguments; ``program`` is for their help."""
 
-    def run(self, parsed: argparse.Namespace) -> int: ...
+    def run(self, parsed: argparse.Namespace) -> int:
+        """Do what the arguments say, and return the exit code."""
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -35,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _exit_code(words: Sequence[str]) -> int:
-    called = next((one for one in SUB_COMMANDS if words[:1] == [one.name]), None)
+    called = next((command for command in SUB_COMMANDS if words[:1] == [command.name]), None)
     if called is None:  # --help, --version, --print-completion, or a mistake
         _parser().parse_args(words or ["--help"])
         return 0

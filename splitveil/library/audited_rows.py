@@ -29,11 +29,7 @@ class AuditedRows(NamedTuple):
     def of(
         cls, gradients: Any, labels: Any, batches: Any, examples: Any, activations: Any
     ) -> "AuditedRows":
-        """Check the arguments of ``audit``.
-
-        Raises:
-            ValueError: shapes do not fit, or a value is not finite.
-        """
+        """Check the arguments of ``audit``; ValueError if they do not fit, or are not finite."""
         of_labels = _tensor(labels, "labels").reshape(-1)
         rows = len(of_labels)
         if not rows:
@@ -78,11 +74,7 @@ class AuditedRows(NamedTuple):
             )
 
     def covariates(self, covariates: Any, predictions: Any) -> Covariates:
-        """Return what is known of each example, from the last row about it.
-
-        Raises:
-            ValueError: shapes do not fit, or a value is not finite.
-        """
+        """Return what is known of each example, from the last row about it."""
         last = np.zeros(self.num_examples, dtype=np.int64)
         last[self.positions] = np.arange(len(self.positions))
         rows = len(self.positions)

@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 
 from splitveil.common.errors import SettingsError
-from splitveil.common.privacy.accumulation import SOURCES
-from splitveil.common.privacy.attacks import ATTACKS, CUT, Attack, SideInformation
+from splitveil.common.privacy.attacks import ATTACKS, CUT, RUN_ATTACKS, Attack, SideInformation
 from splitveil.common.privacy.audit import LeakAudit
 from splitveil.common.privacy.beyond_features import BeyondFeatures
-from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
 from splitveil.common.privacy.gradient_rows import Gradients
-from splitveil.common.privacy.label_classes import LabelClasses
 from splitveil.common.privacy.leakage import leak_auc_interval
+from splitveil.common.privacy.observation import LabelClasses
 from splitveil.common.privacy.observational_audit import EpsilonBound
 from splitveil.common.privacy.run_level import RunLevelLeak
 from splitveil.common.privacy.scoring import BatchScorer
@@ -35,14 +33,14 @@ _SEED = b"an audit of gradients from elsewhere"
 """Decides which examples the attacks know; a fixed one makes audits repeatable."""
 
 
-class BatchLeak(NamedTuple):
+class AttackOnBatches(NamedTuple):
     """One attack on single batches."""
 
     attack: str
     leak_auc: float
     """Mean over the batches."""
     low: float
-    """Lower end of its 95 % interval; not a number if it cannot be told."""
+    """Lower end of its 95 % interval; not a number if there is none."""
     high: float
     q95: float
     """95 % quantile over the batches."""
@@ -60,11 +58,11 @@ class Audit:
     """What attacks read of the labels in gradients."""
 
     rows: int
-    batches: tuple[BatchLeak, ...]
+    batches: tuple[AttackOnBatches, ...]
     run: Mapping[str, RunLevelLeak] = field(default_factory=dict)
     """Attacks over all batches together: leak AUC with its interval."""
     beyond: BeyondFeatures | None = None
-    """What attacks tell beyond covariates; None without covariates, or for too few rows."""
+    """What attacks reveal beyond covariates; None without covariates, or for too few rows."""
     skipped_one_class: int = 0
     """Batches of a single class, which have no AUC."""
 
@@ -91,7 +89,7 @@ class Audit:
 
         Args:
             of: ``batches`` for attacks on single batches, ``run`` for those over all of them,
-                ``adjusted`` for what they tell beyond the covariates.
+                ``adjusted`` for what they reveal beyond the covariates.
 
         Raises:
             ValueError: there is no such kind of frame.
@@ -143,7 +141,7 @@ def audit(
     attacks: Sequence[str] | None = None,
     custom: Mapping[str, Callable[..., Tensor]] = MappingProxyType({}),
 ) -> Audit:
-    """Attack gradients that a trainer has sent, and measure what they tell of the labels.
+    """Attack gradients that a trainer has sent, and measure what they reveal about the labels.
 
     All arrays have one entry per row, in the order in which the rows were sent; tensors, arrays and
     lists are accepted.
@@ -157,8 +155,8 @@ def audit(
             over several epochs need it. By default every row is an example of its own.
         activations: the peer's own activations, (rows, ...), for attacks that look at them.
         covariates: what the peer knows of each row besides, such as its features, (rows, values).
-            With them, leak AUCs are also measured among rows of which they tell the same, and a
-            lower bound on epsilon is found. They must not have learned the rows' labels by heart.
+            With them, leak AUCs are also measured among rows for which they say the same, and a
+            lower bound on epsilon is found. They must not have memorised the rows' labels.
         predictions: the model's predictions, (rows,) or (rows, classes), as further covariates.
         attacks: names; by default all that these arrays suffice for.
         custom: further attacks by name: functions of a batch's gradients that return one score per
@@ -172,7 +170,9 @@ def audit(
         SettingsError: there is no such attack, or it needs something that is missing.
     """
     given = AuditedRows.of(gradients, labels, batches, examples, activations)
-    classes = _classes(given.labels)
+    largest = int(given.labels.max())
+    classes = LabelClasses(tuple(map(str, range(largest + 1))) if largest > 1 else ())
+    classes.indices(given.labels)
     own = {name: Attack(partial(_scored, score)) for name, score in custom.items()}
     known = _known(given, has_examples=examples is not None)
     chosen = [*known, *own] if attacks is None else [*attacks, *own]
@@ -192,7 +192,7 @@ def audit(
             random.append(leak.random)
             for attack, auc in leak.leak[CUT].items():
                 measured.setdefault(attack, []).append(auc)
-    found.end_run()
+    found.run.close_epoch()
     needs = {str(name): one for name, one in ATTACKS.items()} | own
     only = _only(given, found, classes, needs) if len(random) == 1 else {}
     return Audit(
@@ -201,7 +201,7 @@ def audit(
             _summary(attack, aucs, random, needs[attack], only.get(attack))
             for attack, aucs in measured.items()
         ),
-        run=found.run_level().get(CUT, {}),
+        run=found.run.result().leak.get(CUT, {}),
         beyond=None
         if covariates is None and predictions is None
         else found.beyond_features(given.covariates(covariates, predictions)),
@@ -209,28 +209,13 @@ def audit(
     )
 
 
-def _classes(labels: Tensor) -> LabelClasses:
-    largest = int(labels.max())
-    names = tuple(map(str, range(largest + 1))) if largest > 1 else ()
-    classes = LabelClasses(names)
-    classes.indices(labels)
-    return classes
-
-
 def _known(given: AuditedRows, *, has_examples: bool) -> list[str]:
     missing = {SideInformation.PREDICTIONS}  # only the model's own trainer has them
     if given.activations is None:
         missing.add(SideInformation.ACTIVATIONS)
     on_batches = [str(name) for name, one in ATTACKS.items() if missing.isdisjoint(one.needs)]
-    if not has_examples:
-        return on_batches
-    over_runs = [
-        str(name)
-        for name, sources in SOURCES.items()
-        if all(source in on_batches for source in sources)
-        and (given.activations is not None or name not in FINAL_ATTACKS)
-    ]
-    return [*on_batches, *over_runs]
+    over_runs = [str(name) for name, one in RUN_ATTACKS.items() if missing.isdisjoint(one.needs)]
+    return [*on_batches, *over_runs] if has_examples else on_batches
 
 
 def _check(chosen: Sequence[str], known: set[str]) -> None:
@@ -252,7 +237,7 @@ def _summary(
     random: Sequence[float],
     table: Attack,
     only: tuple[float, float] | None,
-) -> BatchLeak:
+) -> AttackOnBatches:
     mean, count = float(np.mean(aucs)), len(aucs)
     low = high = math.nan
     if only is not None:
@@ -263,7 +248,7 @@ def _summary(
 
         reach = float(t.ppf(0.975, count - 1)) * float(np.std(aucs, ddof=1)) / count**0.5
         low, high = mean - reach, mean + reach
-    return BatchLeak(
+    return AttackOnBatches(
         attack,
         mean,
         low,
@@ -280,10 +265,9 @@ def _only(
     given: AuditedRows, found: LeakAudit, classes: LabelClasses, attacks: Mapping[str, Attack]
 ) -> dict[str, tuple[float, float]]:
     """Return the bootstrap intervals of attacks on an only batch of two classes."""
+    intervals: dict[str, tuple[float, float]] = {}
     if classes.is_multi_class:
-        return {}
-    labels = classes.indices(given.labels)
-    intervals = {}
+        return intervals
     for observation in given.observations():
         if not classes.is_mixed(classes.indices(observation.labels)):
             continue

@@ -24,7 +24,7 @@ from splitveil.active_party.defenses.noise import NoiseSource
 from splitveil.active_party.defenses.section import DefenseSection
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.settings import CustomAttack
-from splitveil.deploy.local import NamedDefense, parse_defense
+from splitveil.deploy.overrides import NamedDefense, parse_defense
 
 DefenseChoice: TypeAlias = str | Mapping[str, Any] | DefenseSection | Callable[..., Any]
 """A name (``marvell``), a name with settings (``iso:noise_ratio=2``), a mapping or a section of
@@ -93,11 +93,7 @@ def own_attack(
 
 
 def named_defense(choice: DefenseChoice) -> NamedDefense:
-    """Return a chosen defense as settings, with a title for tables.
-
-    Raises:
-        SettingsError: there is no such defense, or its settings are wrong.
-    """
+    """Return a chosen defense as settings, with a title for tables."""
     if isinstance(choice, str):
         chosen = parse_defense(choice)
         section(chosen.settings)
@@ -114,11 +110,7 @@ def named_defense(choice: DefenseChoice) -> NamedDefense:
 
 
 def section(values: Mapping[str, Any]) -> DefenseSection:
-    """Return the section that a defense's settings are.
-
-    Raises:
-        SettingsError: there is no such defense, or its settings are wrong.
-    """
+    """Return the section that a defense's settings are; SettingsError if they are wrong."""
     try:
         return _defenses.validate_python(dict(values))
     except ValidationError as error:

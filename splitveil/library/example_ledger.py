@@ -20,13 +20,17 @@ from splitveil.active_party.ledger.account_book import (
     names_of,
     open_book,
 )
-from splitveil.active_party.ledger.bounds import LeakBounds, covers, widest_covered
-from splitveil.active_party.ledger.known_bounds import auc_bound
+from splitveil.active_party.ledger.bounds import (
+    LeakBounds,
+    auc_bound,
+    holds_against,
+    strongest_adversary,
+)
+from splitveil.active_party.ledger.budget import Limit
 from splitveil.active_party.ledger.ledger import LeakLedger, logged
-from splitveil.active_party.ledger.limit import Limit
 from splitveil.common.data.canonical_form import CanonicalForm
-from splitveil.common.data.ids import canonical_ids, usable_ids
-from splitveil.common.privacy.covers import Covers
+from splitveil.common.data.ids import canonical_ids
+from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.record.model_files import save_tensors
 from splitveil.common.run.id_rules import rules_as_bytes, rules_of_bytes
 from splitveil.common.run.sample_order import Positions
@@ -41,8 +45,8 @@ class Ledger:
     """One account per example, for any trainer that answers about examples.
 
         ledger = Ledger(10_000)
-        if not ledger.would_exceed(0.01, rows, covers="anybody", leak_auc=0.65):
-            ledger.charge(0.01, rows, covers="anybody")
+        if not ledger.would_exceed(0.01, rows, adversary="anybody", leak_auc=0.65):
+            ledger.charge(0.01, rows, adversary="anybody")
         ledger.guarantee().guarantee.max   # the AUC that no score of anybody exceeds
 
     Charge an answer before it leaves, and never take a charge back.
@@ -86,7 +90,7 @@ class Ledger:
         charge: LeakCharge | float,
         rows: Rows = None,
         *,
-        covers: Covers | str | None = None,
+        adversary: Adversary | str | None = None,
         is_gaussian: bool = False,
     ) -> None:
         """Charge one answer.
@@ -95,14 +99,14 @@ class Ledger:
             charge: what it adds to each example: the symmetrised divergence between the answers of
                 the two labels, or a `LeakCharge` with noise identity and epsilon.
             rows: the examples that it is about, each once; all by default.
-            covers: the peers whom a plain divergence describes: ``anybody``, ``honest-but-curious``
-                or ``knows class means only``. Required for a number.
+            adversary: the peers whom a plain divergence describes: ``anybody``,
+                ``honest-but-curious`` or ``knows class means only``. Required for a number.
             is_gaussian: whether a plain divergence is that of a Gaussian mechanism, mu squared.
 
         Raises:
-            ValueError: a number comes without ``covers``, or a row is unknown or given twice.
+            ValueError: a number comes without ``adversary``, or a row is unknown or given twice.
         """
-        self._accounts.charge(self._positions(rows), _charge(charge, covers, is_gaussian))
+        self._accounts.charge(self._positions(rows), _charge(charge, adversary, is_gaussian))
 
     def guarantee(self, rows: Rows = None) -> LeakBounds:
         """Return the bounds on all answers so far, over some examples; all by default.
@@ -124,11 +128,11 @@ class Ledger:
         charge: LeakCharge | float,
         rows: Rows = None,
         *,
-        covers: Covers | str | None = None,
+        adversary: Adversary | str | None = None,
         is_gaussian: bool = False,
         leak_auc: float | None = None,
         sum_kl: float | None = None,
-        peers: Covers | str = Covers.ANYBODY,
+        peers: Adversary | str = Adversary.ANYBODY,
     ) -> bool:
         """Return whether an answer would take an example beyond a limit; nothing is charged.
 
@@ -137,7 +141,7 @@ class Ledger:
         Args:
             charge: the answer.
             rows: its examples.
-            covers: its peers.
+            adversary: its peers.
             is_gaussian: its mechanism.
             leak_auc: the limit as an AUC, above 0.5 and below 1; this or ``sum_kl``.
             sum_kl: the limit as a divergence, above 0.
@@ -147,18 +151,18 @@ class Ledger:
         Raises:
             ValueError: as for ``charge``, or there is not exactly one limit, or it is out of range.
         """
-        limit = _limit(leak_auc, sum_kl, Covers(peers))
+        limit = _limit(leak_auc, sum_kl, Adversary(peers))
         positions = self._positions(rows)
         if not len(positions):
             return False
-        reached = self._accounts.after(positions, logged(_charge(charge, covers, is_gaussian)))
+        reached = self._accounts.after(positions, logged(_charge(charge, adversary, is_gaussian)))
         return limit.objection(reached) is not None
 
     def frame(self, rows: Rows = None) -> Any:
         """Return the accounts, one row per example, as a data frame (else a ``pyarrow.Table``).
 
-        Its columns are ``sum_kl``, the strongest adversary class that the account ``covers``, and
-        the bound for each adversary class. ``rows`` are all examples by default.
+        Its columns are ``sum_kl``, the strongest ``adversary`` class that the account describes,
+        and the bound for each adversary class. ``rows`` are all examples by default.
         """
         positions = self._positions(rows)
         found = self._accounts.exposure(positions)
@@ -167,12 +171,12 @@ class Ledger:
             {
                 "example": int(position),
                 "sum_kl": float(sum_kl),
-                "covers": str(widest_covered(int(caveats))),
+                "adversary": str(strongest_adversary(int(caveats))),
                 **{
                     peers.column: auc_bound(float(sum_kl), known)
-                    if covers(int(caveats), peers)
+                    if holds_against(int(caveats), peers)
                     else 1.0
-                    for peers in Covers
+                    for peers in Adversary
                 },
             }
             for position, sum_kl, caveats, known in accounts
@@ -228,7 +232,7 @@ class Ledger:
                 name: auc_at_most(auc)
                 for name, auc in zip(("max", "95 %", "mean"), spread, strict=True)
             }
-            for one in Covers
+            for one in Adversary
             for spread in [bounds.against(one).leak_auc]
         ]
         title = f"Leak ledger of {len(self):,} examples: bounds on the leak AUC"
@@ -241,7 +245,7 @@ class Ledger:
         if given.dtype.kind in "UO" and len(given):
             if self._names is None:
                 raise ValueError("expected positions: this ledger knows no ids")
-            ids = usable_ids([str(one) for one in rows], "rows", self._form).ids
+            ids = canonical_ids([str(one) for one in rows], "rows", self._form)
             given = indices_of(names_of(ids), self._names)
         elif given.dtype == bool:
             if given.shape != (len(self),):
@@ -257,20 +261,20 @@ class Ledger:
 
 def _charge(
     charge: LeakCharge | float,
-    covers: Covers | str | None,
+    adversary: Adversary | str | None,
     is_gaussian: bool,  # noqa: FBT001 - handed on from keywords
 ) -> LeakCharge:
     if isinstance(charge, LeakCharge):
-        if covers is not None or is_gaussian:
-            raise ValueError("covers and is_gaussian: a LeakCharge says both itself")
+        if adversary is not None or is_gaussian:
+            raise ValueError("adversary and is_gaussian: a LeakCharge says both itself")
         return charge
-    if covers is None:
-        names = ", ".join(repr(str(one)) for one in Covers)
-        raise ValueError(f"covers: expected the peers whom the charge describes: {names}")
-    return LeakCharge(float(charge), covers=Covers(covers), is_gaussian=is_gaussian)
+    if adversary is None:
+        names = ", ".join(repr(str(one)) for one in Adversary)
+        raise ValueError(f"adversary: expected the peers whom the charge describes: {names}")
+    return LeakCharge(float(charge), adversary=Adversary(adversary), is_gaussian=is_gaussian)
 
 
-def _limit(leak_auc: float | None, sum_kl: float | None, peers: Covers) -> Limit:
+def _limit(leak_auc: float | None, sum_kl: float | None, peers: Adversary) -> Limit:
     if (leak_auc is None) == (sum_kl is None):
         raise ValueError("expected one limit: leak_auc or sum_kl")
     if leak_auc is not None:

@@ -1,16 +1,45 @@
 """Finds and loads the settings of parties for a program: examples, folders, tables in memory."""
 
 import itertools
-from collections.abc import Mapping
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple, TypeAlias
 
+from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import SettingsError
-from splitveil.deploy import local
+from splitveil.common.party.party_settings import load_party_settings
+from splitveil.common.run.contract import ACTIVE, Contract
+from splitveil.common.settings import Section
 from splitveil.deploy.demo import EXAMPLES, names_of_examples
-from splitveil.deploy.local import Overrides, party_kinds
+from splitveil.deploy.overrides import Overrides, party_kinds
 from splitveil.library import own_data
-from splitveil.simulation import PartiesSettings, read_settings
+from splitveil.passive_party.settings import PassiveSettings
+
+File: TypeAlias = Literal["active", "passive", "contract"]
+
+_SECTIONS: dict[str, type[Section]] = {
+    "active": ActiveSettings,
+    "passive": PassiveSettings,
+    "contract": Contract,
+}
+_DRAFT = "https://json-schema.org/draft/2020-12/schema"
+
+
+class PartiesSettings(NamedTuple):
+    active: ActiveSettings
+    passive: Mapping[str, PassiveSettings]
+    """By the name of each passive party in the contract."""
+
+
+class Scratch:
+    """A new folder, deleted when nothing refers to this any longer, or when Python ends."""
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="splitveil-"))
+        weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
 
 def source_of(
@@ -24,10 +53,6 @@ def source_of(
 
     Settings for tables are written into a new folder in ``folder``; ``labels`` are ``label``,
     ``key`` and ``label_range`` of ``own_data.write_settings``.
-
-    Raises:
-        SettingsError: there is no such example, or a table cannot be used.
-        ValueError: neither an example nor tables are given, or both.
     """
     if (example is None) == (active is None) or (active is None and passive is not None):
         raise ValueError("expected an example, or tables of the parties, and not both")
@@ -49,25 +74,58 @@ def source_of(
 
 
 def load(source: Path, overrides: Overrides) -> PartiesSettings:
-    """Load the settings of all parties of a folder.
+    if unknown := overrides.without_file(party_kinds(source)):
+        raise SettingsError(f"settings: {source} has no file {', '.join(unknown)}.yaml")
+    return _load(source, overrides.of)
+
+
+def read_settings(
+    folder: Path, active: Sequence[str] = (), passive: Sequence[str] = ()
+) -> PartiesSettings:
+    """Load the settings of all parties of a folder, with overrides ``name=value`` of either side.
+
+    Those of the contract begin with ``contract.`` and belong in both.
+    """
+    return _load(folder, lambda kind: active if kind == ACTIVE else passive)
+
+
+def _load(folder: Path, overrides_of: Callable[[str], Sequence[str]]) -> PartiesSettings:
+    kinds = party_kinds(folder)
+    own = load_party_settings(ActiveSettings, folder / "active.yaml", overrides_of(ACTIVE))
+    passive = [
+        load_party_settings(PassiveSettings, folder / f"{kind}.yaml", overrides_of(kind))
+        for kind in kinds[1:]
+    ]
+    return PartiesSettings(own, {settings.party: settings for settings in passive})
+
+
+def settings_schema(file: File | None = None) -> dict[str, Any]:
+    """Return the JSON Schema (draft 2020-12) of settings files.
+
+    A schema knows types, bounds and names. What depends on several settings at once is checked by
+    ``splitveil active check`` and ``splitveil passive check`` alone.
+
+    Args:
+        file: ``active``, ``passive`` or ``contract``; by default a mapping of all three.
 
     Raises:
-        SettingsError: lists every problem of a party's file and of the contract.
+        ValueError: there is no such kind of file.
     """
-    unknown = sorted(overrides.each.keys() - set(party_kinds(source)))
-    if unknown:
-        raise SettingsError(f"settings: {source} has no file {', '.join(unknown)}.yaml")
-    return read_settings(source, overrides.active, overrides.passive, overrides.each)
+    if file is None:
+        return {name: _schema(name) for name in _SECTIONS}
+    if file not in _SECTIONS:
+        raise ValueError(f"expected one of {', '.join(_SECTIONS)}, got {file!r}")
+    return _schema(file)
 
 
-def override(name: str, value: object) -> str:
-    """Return an override ``dotted.name=yaml`` of mappings, sequences, paths and scalars."""
-    return local.override(name, _plain(value))
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
+def _schema(file: str) -> dict[str, Any]:
+    schema = _SECTIONS[file].model_json_schema()
+    schema["properties"].pop("base_dir", None)  # where the file lies is not written in it
+    if "contract" in schema["properties"]:
+        contract = schema["properties"]["contract"]
+        schema["properties"]["contract"] = {
+            "description": contract.get("description", ""),
+            "anyOf": [{"type": "string"}, {"$ref": contract.get("$ref", "#/$defs/Contract")}],
+        }
+    del schema["title"]
+    return {"$schema": _DRAFT, "title": f"splitveil: {file}.yaml", **schema}

@@ -52,10 +52,6 @@ def write_settings(
 
     The arguments are those of ``simulate``; without ``passive``, there are settings of the active
     party alone.
-
-    Raises:
-        SettingsError: a table is of another kind, or lacks a column, or it is unknown which rows
-            are the same example.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     owners: dict[str, Any] = {"passive": passive}
@@ -96,11 +92,7 @@ def write_settings(
 
 
 def as_table(given: Any, name: str) -> pa.Table:
-    """Return a table of any kind as one of pyarrow; the index of a data frame becomes columns.
-
-    Raises:
-        SettingsError: it is of another kind.
-    """
+    """Return a table of any kind as one of pyarrow; the index of a data frame becomes columns."""
     try:
         if isinstance(given, Mapping):
             return pa.table({str(column): np.asarray(values) for column, values in given.items()})
@@ -125,9 +117,6 @@ def id_columns(tables: Mapping[str, pa.Table], key: str | None = None) -> dict[s
     Without a key, ids are an index that is unique in each table, and has one name or holds texts in
     all of them. Otherwise all tables must have the same row labels: different ones mean that rows
     were sorted or left out in one of them, and that row n is another example.
-
-    Raises:
-        SettingsError: a table lacks the key, or without one they differ in length or row labels.
     """
     if key is not None:
         for name, table in tables.items():
@@ -146,12 +135,9 @@ def id_columns(tables: Mapping[str, pa.Table], key: str | None = None) -> dict[s
 
 
 def check_rows_correspond(tables: Mapping[str, pa.Table]) -> None:
-    """Check that tables without ids have as many rows and the same row labels.
+    """Refuse tables without ids that differ in their number of rows or in their row labels.
 
     A table without an index has the labels 0, 1, ..., as pandas gives them.
-
-    Raises:
-        SettingsError: they do not.
     """
     first = next(iter(tables))
     for name, table in tables.items():

@@ -14,11 +14,10 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.run.contract import ACTIVE
-from splitveil.deploy.local import Overrides
+from splitveil.deploy.overrides import Overrides, override
 from splitveil.library.choices import DefenseChoice, named_defense
 from splitveil.library.frames import as_html, frame
-from splitveil.library.loading import override, source_of
-from splitveil.library.scratch import Scratch
+from splitveil.library.loading import Scratch, source_of
 
 _COLUMNS = 120
 
@@ -80,7 +79,7 @@ def plan(
         key: the column or index of ids.
         label_range: the bounds of labels that are numbers.
         defense: by default that of the settings.
-        target_leak_auc: also tell the power ratio of ``marvell`` at which the whole run stays below
+        target_leak_auc: also find the power ratio of ``marvell`` at which the whole run stays below
             this AUC.
         settings: settings of the active party and of the contract to override:
             ``{"contract.epochs": 3}``.
@@ -95,8 +94,8 @@ def plan(
     given = [override(name, value) for name, value in (settings or {}).items()]
     if defense is not None:
         given.append(override("active.defense", dict(named_defense(defense).settings)))
-    overrides = Overrides([], []).adding(*given)
-    if overrides.passive != [one for one in overrides.active if one.startswith("contract.")]:
+    overrides = Overrides(given)
+    if overrides.owners() - {ACTIVE, "contract"}:
         raise SettingsError("settings: a plan reads those of the active party and the contract")
     scratch = Scratch()  # deleted when the data have been read
     path = Path(example) if example is not None else None

@@ -13,24 +13,19 @@ import numpy as np
 from pyarrow import parquet
 
 from splitveil.active_party.predict.embed_client import EmbedClient
-from splitveil.active_party.predict.joint_model import JointModel, ModelChoice
-from splitveil.active_party.predict.predictor import Predictions, Predictor
+from splitveil.active_party.predict.predictor import JointModel, ModelChoice, Predictions, Predictor
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.canonical_form import compose
 from splitveil.common.errors import OtherModel, SettingsError
 from splitveil.common.party.command_line import torch_device
-from splitveil.common.party.party_settings import (
-    PartySettings,
-    PartySettingsT,
-    load_party_settings,
-)
+from splitveil.common.party.party_settings import PartySettingsT, load_party_settings
 from splitveil.common.party.served_rows import ServedRows
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.messages import Embedded, ModelIdentity
 from splitveil.library.frames import Row, frame
+from splitveil.library.loading import Scratch
 from splitveil.library.own_data import as_table, check_rows_correspond
-from splitveil.library.recorded_run import Run
-from splitveil.library.scratch import Scratch
+from splitveil.library.runs import Run
 from splitveil.passive_party.predict.served_model import ServedModel
 from splitveil.passive_party.settings import PassiveSettings
 
@@ -98,11 +93,11 @@ def predict(
             training.
     """
     opened = run if isinstance(run, Run) else Run(run)
-    found = _Parties(opened, passive, tables or {}, base_dir)
-    with found.predictor(model) as predictor:
+    parties = _Parties(opened, passive, tables or {}, base_dir)
+    with parties.predictor(model) as predictor:
         predictor.check_models()
-        asked = found.all_ids() if ids is None else list(map(_as_text, ids))
-        return frame(_rows(predictor, asked, found.active.data.class_names))
+        asked = parties.all_ids() if ids is None else list(map(_as_text, ids))
+        return frame(_rows(predictor, asked, parties.active.data.class_names))
 
 
 def _as_text(one: Any) -> str:
@@ -165,13 +160,9 @@ def _settings(
     """Load the settings that a party has left in its folder of a run."""
     if not (folder / "settings.yaml").is_file():
         raise SettingsError(f"{folder}: expected a party's folder of a run, with settings.yaml")
+    settings = load_party_settings(section, folder / "settings.yaml", overrides)
     runs = folder.resolve().parent.parent
-    given = [*overrides] if section is PassiveSettings else []
-    settings: PartySettings = load_party_settings(section, folder / "settings.yaml", given)
-    changed = settings.model_copy(update={"base_dir": base_dir, "runs_dir": runs})
-    if not isinstance(changed, section):
-        raise TypeError(f"expected {section.__name__}")
-    return changed
+    return settings.model_copy(update={"base_dir": base_dir, "runs_dir": runs})
 
 
 def _folders(
@@ -192,8 +183,8 @@ def _folders(
 def _rows(predictor: Predictor, ids: Sequence[str], classes: Sequence[str]) -> Iterator[Row]:
     for start in range(0, len(ids), MAX_IDS):
         some = ids[start : start + MAX_IDS]
-        found: Predictions = predictor.predict(some)
-        for one, is_found, values in zip(some, found.found, found.probabilities, strict=True):
+        answer: Predictions = predictor.predict(some)
+        for one, is_found, values in zip(some, answer.found, answer.probabilities, strict=True):
             row: dict[str, object] = {"id": one, "found": bool(is_found)}
             names = [f"probability_{name}" for name in classes] or ["probability"]
             known = np.atleast_1d(values).tolist() if is_found else [None] * len(names)

@@ -1,30 +1,260 @@
-"""Several runs side by side: every defense with every seed of a simulation."""
+"""Runs as their folders describe them, finished or still running: one, or several side by side."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args, overload
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias, get_args, overload
 
-from splitveil.active_party.report import write_comparison
-from splitveil.common.privacy.covers import Covers
+from splitveil.active_party.report import write_comparison, write_report
+from splitveil.active_party.report.run_files import RunFiles, read_run
+from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.record.figures import LedgerFigures
+from splitveil.common.record.lines import (
+    EpochLeakLine,
+    EvaluationLine,
+    LeakLine,
+    LedgerLine,
+    TrainingLine,
+)
+from splitveil.common.record.summary import Summary
 from splitveil.library.example_ledger import Ledger
 from splitveil.library.frames import Row, as_html, frame
-from splitveil.library.recorded_run import Kind, Run
 
-KindOfSeveral: TypeAlias = Literal["runs", "defenses"] | Kind
-_MEASURED = ("test_auc", "strongest_leak_auc", *(peers.column for peers in Covers))
+Kind: TypeAlias = Literal["epochs", "attacks", "steps", "batches"]
+KindOfRuns: TypeAlias = Literal["runs", "defenses"] | Kind
+_MEASURED = ("test_auc", "strongest_leak_auc", *(peers.column for peers in Adversary))
 
 
-class PlannedRun(NamedTuple):
-    defense: str
-    """The title of the defense."""
-    seed: int
+class Run:
+    """A run in its folder: figures, bounds, ledger and report.
+
+    Figures are read anew whenever they are asked for, so that a run can be watched while it trains.
+
+    Args:
+        path: the run's folder ``runs/<run name>``, or the active party's folder in it.
+        owner: kept as long as the run, such as what deletes a temporary folder.
+        base_dir: the folder to which the paths of the settings are relative, if it is known.
+
+    Raises:
+        SettingsError: there are no metrics of an active party in it.
+    """
+
+    def __init__(
+        self, path: str | Path, *, owner: object = None, base_dir: Path | None = None
+    ) -> None:
+        self.path = read_run(Path(path)).folder
+        self.base_dir = Path() if base_dir is None else base_dir
+        self._owner = owner
+
+    @property
+    def name(self) -> str:
+        """The run's name, from the contract."""
+        return self._files().name
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the active party has written its summary."""
+        return self._files().active.has_ended
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The active party's settings with every default, the contract among them."""
+        return MappingProxyType(dict(self._files().active.settings))
+
+    @property
+    def defense(self) -> str:
+        chosen = self.settings.get("defense")
+        return str(chosen.get("name")) if isinstance(chosen, dict) else "unknown"
+
+    @property
+    def summary(self) -> Mapping[str, Any]:
+        """The active party's summary as in ``summary.json``; empty until the run has ended."""
+        active = self._files().active
+        return MappingProxyType(active.summary.form() if active.has_ended else {})
+
+    @property
+    def summaries(self) -> Mapping[str, Summary]:
+        """The summaries of all parties that have ended, by their names."""
+        ended = (party for party in self._files().parties if party.has_ended)
+        return {party.name: party.summary for party in ended}
+
+    @property
+    def test_auc(self) -> float | None:
+        """The test AUC after the last epoch that was evaluated; None before the first."""
+        evaluated = self._files().active.metrics.of(EvaluationLine)
+        return next((line.auc for line in reversed(evaluated) if line.split == "test"), None)
+
+    @property
+    def strongest_leak_auc(self) -> float | None:
+        """The largest leak AUC that an attack measured: over the run, or the mean of batches."""
+        figures = (row["leak_auc"] for row in self._attacks())
+        return max((one for one in figures if isinstance(one, float)), default=None)
+
+    @property
+    def bounds(self) -> Mapping[str, float]:
+        """Peers -> the AUC that no score of theirs exceeds, for the most exposed label.
+
+        1 means that there is no bound. Empty before the first epoch is over.
+        """
+        found = self._ledger_figures()
+        if found is None:
+            return {}
+        spreads = found.by_peers()
+        return {str(p): 1.0 if (most := spreads[p].max) is None else most for p in Adversary}
+
+    @property
+    def ledger(self) -> Ledger:
+        """The ledger that the run has left, by example.
+
+        Raises:
+            SettingsError: there is none, because the run has not ended.
+        """
+        return Ledger.load(self.path / "active" / "checkpoint")
+
+    def frame(self, of: Kind = "epochs") -> Any:
+        """Return the run's figures as a data frame (a ``pyarrow.Table`` without pandas).
+
+        Args:
+            of: what a row is about. ``epochs``: evaluations, losses and bounds. ``attacks``: each
+                attack at each layer, over the run. ``steps``: each training step. ``batches``: each
+                attack on each audited batch.
+
+        Raises:
+            ValueError: there is no such kind of frame.
+        """
+        return frame(self.rows(of))
+
+    def rows(self, of: Kind = "epochs") -> list[Row]:
+        """Return the rows of a frame as mappings, column -> value; errors as for ``frame``."""
+        match of:
+            case "epochs":
+                return self._epochs()
+            case "attacks":
+                return self._attacks()
+            case "steps":
+                return [asdict(line) for line in self._files().active.metrics.of(TrainingLine)]
+            case "batches":
+                return self._batches()
+        raise ValueError(f"expected one of {', '.join(get_args(Kind))}, got {of!r}")
+
+    def report(self, output: str | Path | None = None) -> Path:
+        """Write the report, one HTML page without further files, and return its path.
+
+        By default it is ``active/report.html`` in the run's folder.
+
+        Raises:
+            StorageError: the file cannot be written.
+        """
+        return write_report(self.path, None if output is None else Path(output))
+
+    def overview(self) -> Row:
+        """Return the run in one row: defense, quality, leak and bounds."""
+        bounds = self.bounds
+        return {
+            "run": self.name,
+            "defense": self.defense,
+            "test_auc": self.test_auc,
+            "strongest_leak_auc": self.strongest_leak_auc,
+            **{peers.column: bounds.get(str(peers)) for peers in Adversary},
+        }
+
+    def __repr__(self) -> str:
+        state = "ended" if self.has_ended else "running or stopped"
+        return f"Run({str(self.path)!r}, {state})"
+
+    def _repr_html_(self) -> str:
+        note = "" if self.has_ended else "This run has no summary: it is running, or was stopped."
+        return as_html(self.name, [self.overview()], note)
+
+    def _files(self) -> RunFiles:
+        return read_run(self.path)
+
+    def _ledger_figures(self) -> LedgerFigures | None:
+        active = self._files().active
+        if active.has_ended:
+            return active.summary.of_active.ledger
+        lines = active.metrics.of(LedgerLine)
+        return lines[-1].bounds if lines else None
+
+    def _epochs(self) -> list[Row]:
+        metrics = self._files().active.metrics
+        by_epoch: dict[int, dict[str, object]] = {}
+        for line in metrics.of(EvaluationLine):
+            row = by_epoch.setdefault(line.epoch, {"epoch": line.epoch})
+            row["train_loss"] = line.train_loss
+            row |= {f"{line.split}_loss": line.loss, f"{line.split}_auc": line.auc}
+            if line.class_aucs:
+                row[f"{line.split}_accuracy"] = line.accuracy
+        for ledger in metrics.of(LedgerLine):
+            row = by_epoch.setdefault(ledger.epoch, {"epoch": ledger.epoch})
+            row["sum_kl"] = ledger.bounds.sum_kl.max
+            row |= {p.column: one.max for p, one in ledger.bounds.by_peers().items()}
+        for leak in metrics.of(EpochLeakLine):
+            row = by_epoch.setdefault(leak.epoch, {"epoch": leak.epoch})
+            row |= {f"{one.layer}/{one.attack}": one.leak_auc for one in leak.figures}
+        return [by_epoch[epoch] for epoch in sorted(by_epoch)]
+
+    def _attacks(self) -> list[Row]:
+        rows: list[Row] = []
+        for party in self._files().parties:
+            leak = party.summary.of_leak
+            for layer, batches in leak.batches.items():
+                rows += [
+                    {
+                        "party": party.name,
+                        "layer": layer,
+                        "attack": attack,
+                        "over": "batches",
+                        "leak_auc": measured.mean,
+                        "q95": measured.q95,
+                        "random_q95": measured.random_q95,
+                    }
+                    for attack, measured in batches.items()
+                ]
+            for layer, whole in leak.run_level.items():
+                rows += [
+                    {
+                        "party": party.name,
+                        "layer": layer,
+                        "attack": attack,
+                        "over": "run",
+                        "leak_auc": measured.auc,
+                        "low": measured.low,
+                        "high": measured.high,
+                        "examples": measured.examples,
+                    }
+                    for attack, measured in whole.items()
+                ]
+        return rows
+
+    def _batches(self) -> list[Row]:
+        return [
+            {
+                "party": party.name,
+                "epoch": line.epoch,
+                "step": line.step,
+                "layer": one.layer,
+                "attack": one.attack,
+                "leak_auc": one.leak_auc,
+                "random": line.random,
+            }
+            for party in self._files().parties
+            for line in party.metrics.of(LeakLine)
+            for one in line.figures
+        ]
 
 
 class Runs(Sequence[Run]):
-    """The runs of a simulation, in the order in which they ran."""
+    """The runs of a simulation, in the order in which they ran.
 
-    def __init__(self, runs: Mapping[PlannedRun, Run], folder: Path) -> None:
+    Args:
+        runs: by the title of the defense and the seed.
+        folder: of all runs.
+    """
+
+    def __init__(self, runs: Mapping[tuple[str, int], Run], folder: Path) -> None:
         self.folder = folder
         self._runs = dict(runs)
 
@@ -42,18 +272,18 @@ class Runs(Sequence[Run]):
         """Return the runs with a defense, given by its title, or a seed, or both."""
         return [
             run
-            for planned, run in self._runs.items()
-            if defense in {None, planned.defense} and seed in {None, planned.seed}
+            for (title, its_seed), run in self._runs.items()
+            if defense in {None, title} and seed in {None, its_seed}
         ]
 
     @property
     def defenses(self) -> list[str]:
         """The titles of the defenses."""
-        return list(dict.fromkeys(planned.defense for planned in self._runs))
+        return list(dict.fromkeys(defense for defense, _ in self._runs))
 
     @property
     def seeds(self) -> list[int]:
-        return list(dict.fromkeys(planned.seed for planned in self._runs))
+        return list(dict.fromkeys(seed for _, seed in self._runs))
 
     @property
     def summary(self) -> Mapping[str, Mapping[str, Any]]:
@@ -66,7 +296,7 @@ class Runs(Sequence[Run]):
         return {
             defense: {
                 str(peers): max(run.bounds.get(str(peers), 1.0) for run in self.of(defense))
-                for peers in Covers
+                for peers in Adversary
             }
             for defense in self.defenses
         }
@@ -82,7 +312,7 @@ class Runs(Sequence[Run]):
             raise ValueError(f"expected one run, got {len(self)}: choose one, as in runs[0].ledger")
         return self[0].ledger
 
-    def frame(self, of: KindOfSeveral = "runs") -> Any:
+    def frame(self, of: KindOfRuns = "runs") -> Any:
         """Return the figures of all runs as one data frame, with columns ``defense`` and ``seed``.
 
         Args:
@@ -94,24 +324,19 @@ class Runs(Sequence[Run]):
         """
         return frame(self.rows(of))
 
-    def rows(self, of: KindOfSeveral = "runs") -> list[Row]:
+    def rows(self, of: KindOfRuns = "runs") -> list[Row]:
         """Return the rows of a frame as mappings, column -> value; errors as for ``frame``."""
         if of == "defenses":
             return list(self._of_defenses())
-        if of == "runs":
-            # The title says more than the name that a run's own overview has.
-            return [
-                {**self._head(planned), **run.overview(), "defense": planned.defense}
-                for planned, run in self._runs.items()
-            ]
-        if of not in get_args(Kind):
-            expected = ("runs", "defenses", *get_args(Kind))
+        if of not in (expected := ("runs", "defenses", *get_args(Kind))):
             raise ValueError(f"expected one of {', '.join(expected)}, got {of!r}")
-        return [
-            {**self._head(planned), **row}
-            for planned, run in self._runs.items()
-            for row in run.rows(of)
-        ]
+        rows: list[Row] = []
+        for (defense, seed), run in self._runs.items():
+            head = {"defense": defense, "seed": seed}
+            own = [run.overview()] if of == "runs" else run.rows(of)
+            # The title says more than the name that a run's own overview has.
+            rows += [{**head, **row, **head} for row in own]
+        return rows
 
     def report(self, output: str | Path | None = None) -> Path:
         """Write the report of the only run, or a comparison of several, and return its path.
@@ -133,10 +358,6 @@ class Runs(Sequence[Run]):
     def _repr_html_(self) -> str:
         rows = self.rows("defenses")
         return as_html(f"{len(self)} runs", rows, "Means over seeds; sd is a standard deviation.")
-
-    @staticmethod
-    def _head(planned: PlannedRun) -> dict[str, object]:
-        return {"defense": planned.defense, "seed": planned.seed}
 
     def _of_defenses(self) -> Iterator[Row]:
         for defense in self.defenses:

@@ -15,7 +15,7 @@ from splitveil.common.party import command_line
 from splitveil.common.privacy.attacks import ATTACKS, SideInformation
 from splitveil.common.record.run_folder import claimed, move_aside
 from splitveil.common.run.contract import ACTIVE
-from splitveil.deploy.local import NamedDefense, Overrides
+from splitveil.deploy.overrides import NamedDefense, Overrides, override
 from splitveil.library.choices import (
     AttackChoice,
     DefenseChoice,
@@ -23,11 +23,9 @@ from splitveil.library.choices import (
     named_defense,
     section,
 )
-from splitveil.library.loading import load, override, source_of
-from splitveil.library.recorded_run import Run
-from splitveil.library.runs import PlannedRun, Runs
-from splitveil.library.scratch import Scratch
-from splitveil.simulation.recorded import run_recorded
+from splitveil.library.loading import Scratch, load, source_of
+from splitveil.library.recorded import run_recorded
+from splitveil.library.runs import Run, Runs
 
 NONCES_APART = 1_000_000
 """Difference between the nonce seeds of two parties: larger than any number of seeds."""
@@ -115,9 +113,8 @@ def simulate(
     done = {}
     for seed in numbers:
         for one in chosen:
-            planned = PlannedRun(one.title, seed)
             run_folder = _run(source, base, one, seed, folder, is_only=len(chosen) == 1)
-            done[planned] = Run(run_folder, owner=scratch, base_dir=source)
+            done[one.title, seed] = Run(run_folder, owner=scratch, base_dir=source)
     return Runs(done, folder)
 
 
@@ -125,8 +122,7 @@ def _base(
     source: Path, settings: Mapping[str, Any], attacks: Sequence[AttackChoice] | None
 ) -> Overrides:
     """Return the overrides that all runs share."""
-    own = [override(name, value) for name, value in settings.items()]
-    base = Overrides([], []).adding(*own)
+    base = Overrides(override(name, value) for name, value in settings.items())
     parties = load(source, base)
     chosen = None if attacks is None else [attack_settings(one) for one in attacks]
     if parties.active.leak_monitor is not None or chosen:

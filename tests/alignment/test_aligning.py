@@ -23,7 +23,7 @@ from splitveil.common.run.sample_order import CommonOrder
 from splitveil.passive_party.aligning import AlignmentObserver, AlignmentRun
 from splitveil.passive_party.opening import Aligner, Participant
 from splitveil.protos.split_learning_pb2 import AlignFrame
-from splitveil.simulation import InProcessPeer
+from tests.support.simulation import InProcessPeer
 from tests.support.waiting import HANGS_AFTER_S, wait_until
 
 SEEDS = itertools.count(1)

@@ -137,7 +137,7 @@ def test_points_leave_in_shuffled_order() -> None:
     ids = names(range(40))
     session = greeted(ids)
     sent = split(b"".join(points_of(session)), 32)
-    in_file_order = split(ENGINE._library.mask(digests(ids), session._secrets.scalar), 32)
+    in_file_order = split(ENGINE._library.mask(digests(ids), session._scalar), 32)
     assert sorted(sent) == sorted(in_file_order)
     assert sent != in_file_order
 
@@ -181,7 +181,7 @@ def test_what_is_sent_is_neither_the_id_nor_its_unmasked_point() -> None:
         (["ab", "cd", "ab"], "1 duplicate ids: data rows 3 (as 1)"),
         (["3.4E+15", "ab", "3.4E+15"], "1 duplicate ids, some shortened by a spreadsheet"),
         (["ab", "", "cd", " \t"], "2 missing or empty ids: data rows 2, 4"),
-        (["ab", None], "1 missing or empty ids: data rows 2"),
+        (["ab", ""], "1 missing or empty ids: data rows 2"),
         (["ab", "ab "], "data rows 2 (as 1, differs in white space)"),
         (["Zo\u00eb", "Zoe\u0308"], "data rows 2 (as 1, differs in Unicode form)"),
         (["Zo\u00eb", "Zoe\u0308 "], "differs in white space and Unicode form"),
@@ -193,9 +193,7 @@ def test_what_is_sent_is_neither_the_id_nor_its_unmasked_point() -> None:
         ([], "there are no ids"),
     ],
 )
-def test_unusable_ids_are_named_by_row_and_never_by_text(
-    raw: list[str | None], message: str
-) -> None:
+def test_unusable_ids_are_named_by_row_and_never_by_text(raw: list[str], message: str) -> None:
     with pytest.raises(DataError) as caught:
         canonical_ids(raw, "rows.csv, column k")
     assert message in str(caught.value)

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitveil.common.alignment import AlignChannel, Alignment, QueueChannel, align, channel_pair
-from splitveil.common.data.ids import Allowed, canonical_ids, usable_ids
+from splitveil.common.data.canonical_form import CanonicalForm
+from splitveil.common.data.ids import Allowed, canonical_ids
 from splitveil.common.errors import (
     AlignmentError,
     DataError,
@@ -34,6 +35,7 @@ from tests.support.aligned import (
     peer_hello,
     points,
     points_frame,
+    usable_ids,
 )
 from tests.support.runs import write_example
 
@@ -57,13 +59,12 @@ def test_ids_that_are_all_equal_are_an_error_or_a_single_id() -> None:
     raw = ["the same"] * 1000
     with pytest.raises(DataError, match="999 duplicate ids"):
         canonical_ids(raw, "here")
-    first = usable_ids(raw, "here", allowed=Allowed(duplicates=True))
+    first = usable_ids(raw, CanonicalForm(), Allowed(duplicates=True))
     assert first.ids == ["the same"]
     assert first.report.left_out == 999
     outcomes = align_both((first.ids, ["another", *first.ids]))
     assert [len(outcome.alignment.rows) for outcome in outcomes] == [1, 1]
-    assert first.kept is not None
-    assert first.kept[outcomes[0].alignment.rows].tolist() == [0]
+    assert first.rows == outcomes[0].alignment.rows.tolist() == [0]
 
 
 def test_sets_without_a_common_id_are_an_error_on_both_sides_that_counts_none() -> None:

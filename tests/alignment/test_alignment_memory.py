@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from splitveil.common.alignment import Alignment, ExchangeFiles, KeptExchanges, align, channel_pair
+from splitveil.common.alignment import Alignment, ExchangeStore, ExchangeStores, align, channel_pair
 from splitveil.common.alignment import partitions as partitions_module
-from splitveil.common.alignment.common_tags import Workspace
+from splitveil.common.alignment.common_tags import common_rows
 from splitveil.common.alignment.ecdh import EcdhEngine
 from splitveil.common.alignment.partitions import Records, UnevenError, partitions
 from splitveil.common.alignment.tag_lists import SecretOrder, TagList
@@ -62,7 +62,7 @@ class Fast:
 
 class Party(NamedTuple):
     ids: list[str]
-    files: ExchangeFiles
+    files: ExchangeStore
 
 
 def aligned(parties: tuple[Party, Party], min_aligned: int = 1) -> tuple[Outcome, Outcome]:
@@ -72,7 +72,7 @@ def aligned(parties: tuple[Party, Party], min_aligned: int = 1) -> tuple[Outcome
     def work(index: int) -> Alignment:
         own = parties[index]
         return align(
-            engine, own.ids, ends[index], nonce=NONCES[index], run_id="run", files=own.files
+            engine, own.ids, ends[index], nonce=NONCES[index], run_id="run", store=own.files
         )
 
     with ThreadPoolExecutor(2) as executor:
@@ -89,7 +89,7 @@ def parties(
     ids: tuple[list[str], list[str]] = (OWN, PEER),
 ) -> tuple[Party, Party]:
     first, second = (
-        Party(own, KeptExchanges(folder / name / "run", limit).of("peer"))
+        Party(own, ExchangeStores(folder / name / "run", limit).of("peer"))
         for own, limit, name in zip(ids, limits, ("active", "passive"), strict=True)
     )
     return first, second
@@ -185,10 +185,10 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("small_chunks")
 def test_tags_that_begin_alike_are_refused_and_the_files_removed(tmp_path: Path) -> None:
     """A peer could otherwise make one part as large as it likes."""
-    num_ids, files = 1000, ExchangeFiles(tmp_path / "kept", SMALL)
+    num_ids, files = 1000, ExchangeStore(tmp_path / "kept", SMALL)
     engine = EcdhEngine(min_aligned=1, max_set_size=10_000, group=Fast())
     exchange = engine.start(names(range(num_ids)), nonce=NONCES[0], run_id="run")
-    exchange.keep_in(files)
+    exchange.store_in(files)
     exchange.receive(pb.AlignFrame(hello=peer_hello(16)))
     list(exchange.own_frames())
     given = points(16)
@@ -210,7 +210,7 @@ def test_the_tags_that_follow_one_are_read_when_they_are_sent(tmp_path: Path) ->
     num_peer = 640
     engine = EcdhEngine(min_aligned=1, max_set_size=10_000, group=Fast())
     exchange = engine.start(["one"], nonce=NONCES[0], run_id="run")
-    exchange.keep_in(ExchangeFiles(tmp_path / "kept", SMALL))
+    exchange.store_in(ExchangeStore(tmp_path / "kept", SMALL))
     exchange.receive(pb.AlignFrame(hello=peer_hello(num_peer)))
     list(exchange.own_frames())
     given = points(num_peer)
@@ -252,8 +252,8 @@ def test_common_rows_found_by_parts_are_those_found_at_once(tmp_path: Path, seed
     own, peer = draw.sample(tags, 4000), draw.sample(tags, 3000)
     lists = TagList(b"".join(own)), TagList(b"".join(peer))
     order = SecretOrder(len(own), bytes([seed]) * 32)
-    whole = Workspace().common_rows(*lists, order)
-    by_parts = Workspace(ExchangeFiles(tmp_path, SMALL)).common_rows(*lists, order)
+    whole = common_rows(*lists, order)
+    by_parts = common_rows(*lists, order, ExchangeStore(tmp_path, SMALL))
     rows = order.rows(0, len(own)).tolist()
     expected = sorted({*own} & {*peer})
     place = dict(zip(own, rows, strict=True))
@@ -271,7 +271,7 @@ def test_a_tag_that_is_twice_is_refused_in_any_part(tmp_path: Path) -> None:
     for own, peer in ((once, twice), (twice, once)):
         order = SecretOrder(len(own), bytes(32))
         with pytest.raises(InvalidMessage, match="same tag"):
-            Workspace(ExchangeFiles(tmp_path, SMALL)).common_rows(own, peer, order)
+            common_rows(own, peer, order, ExchangeStore(tmp_path, SMALL))
     assert not files_in(tmp_path)
 
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from splitveil.common.alignment.common_tags import common_tags
 from splitveil.common.alignment.ecdh import EcdhEngine
 from splitveil.common.data.canonical_form import CanonicalForm
-from splitveil.common.data.ids import Allowed, OwnIds, usable_ids
+from splitveil.common.data.ids import Allowed
 from splitveil.common.errors import AlignmentError, DataError, InvalidMessage
 from splitveil.common.run.id_rules import TextId
-from tests.support.aligned import ENGINE, align_both, engine
+from tests.support.aligned import ENGINE, align_both, engine, usable_ids
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
@@ -47,10 +47,6 @@ def first_rows(people: Sequence[int]) -> dict[int, int]:
     return {person: row for row, person in reversed(list(enumerate(people)))}
 
 
-def file_rows(own: OwnIds, rows: Sequence[int]) -> list[int]:
-    return list(rows) if own.kept is None else [int(own.kept[row]) for row in rows]
-
-
 TABLES = st.lists(st.integers(0, 40), min_size=1, max_size=40)
 
 
@@ -69,7 +65,7 @@ def test_any_two_tables_align_as_the_sets_of_their_people(
     draw: random.Random,
 ) -> None:
     own, peer = (
-        usable_ids([written(person, draw, form) for person in table], "t", form, Allowed(True))
+        usable_ids([written(person, draw, form) for person in table], form, Allowed(True))
         for table in tables
     )
     outcomes = align_both((own.ids, peer.ids), (engines[workers], ENGINE))
@@ -79,7 +75,7 @@ def test_any_two_tables_align_as_the_sets_of_their_people(
         return
     orders = []
     for table, ids, outcome in zip(tables, (own, peer), outcomes, strict=True):
-        rows = file_rows(ids, outcome.alignment.rows.tolist())
+        rows = [ids.rows[row] for row in outcome.alignment.rows.tolist()]
         firsts = first_rows(table)
         assert sorted(rows) == sorted(firsts[person] for person in common)
         orders.append([table[row] for row in rows])
@@ -94,11 +90,11 @@ def test_a_person_who_is_twice_in_a_table_is_refused_unless_the_first_row_is_cho
     raw = [written(person, draw, form) for person in people]
     if len(set(people)) < len(people):
         with pytest.raises(DataError, match=r"duplicate ids|equal to another id"):
-            usable_ids(raw, "t", form)
+            usable_ids(raw, form)
     else:
-        assert usable_ids(raw, "t", form).kept is None
-    found = usable_ids(raw, "t", form, Allowed(duplicates=True))
-    assert file_rows(found, range(len(found.ids))) == sorted(first_rows(people).values())
+        assert usable_ids(raw, form).rows == list(range(len(raw)))
+    found = usable_ids(raw, form, Allowed(duplicates=True))
+    assert found.rows == sorted(first_rows(people).values())
 
 
 def tags_of(numbers: Sequence[int]) -> bytes:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from splitveil.common.alignment import ExchangeFiles
+from splitveil.common.alignment import ExchangeStore
 from splitveil.common.alignment.ecdh import EcdhExchange
-from splitveil.common.alignment.kept import KeptName
+from splitveil.common.alignment.store import StoredName
 from splitveil.common.errors import InvalidMessage, OutOfStep, PeerUnreachable
 from splitveil.protos import split_learning_pb2 as pb
 from tests.support.aligned import (
@@ -148,7 +148,7 @@ def test_files_that_a_crash_left_in_part_are_used_as_far_as_they_are_whole(
     draw = random.Random(seed)
     pair = Pair(tmp_path)
     pair.attempt(breaks_at=(draw.randrange(2, 30), None))
-    names_of_files: list[KeptName] = ["own.points", "peer.points", "peer.tags", "own.tags"]
+    names_of_files: list[StoredName] = ["own.points", "peer.points", "peer.tags", "own.tags"]
     path = pair.files[draw.randrange(2)]._folder / draw.choice(names_of_files)
     if path.exists():
         path.write_bytes(path.read_bytes()[: draw.randrange(path.stat().st_size + 1)])
@@ -187,14 +187,14 @@ class Victim:
     """An exchange that a test drives as the peer, and resumes."""
 
     def __init__(self, folder: Path) -> None:
-        self.files = ExchangeFiles(folder / "kept")
+        self.files = ExchangeStore(folder / "kept")
         self.peer_points = points(40)
         self.exchange = self.start()
 
     def start(self, resume: pb.AlignResume | None = None) -> EcdhExchange:
         """Start anew, and say hello as the peer."""
         exchange = ENGINE.start(OWN, nonce=b"a" * 32, run_id="run")
-        exchange.keep_in(self.files)
+        exchange.store_in(self.files)
         self.held = exchange.hello().hello.resume
         hello = peer_hello(40)
         if resume is not None:
@@ -259,7 +259,7 @@ def test_a_peer_that_claims_what_it_cannot_have_is_refused_and_the_exchange_forg
 def test_a_peer_cannot_announce_another_size_when_it_resumes(tmp_path: Path) -> None:
     victim = Victim(tmp_path)
     exchange = ENGINE.start(OWN, nonce=b"a" * 32, run_id="run")
-    exchange.keep_in(victim.files)
+    exchange.store_in(victim.files)
     hello = peer_hello(41)
     hello.resume.CopyFrom(victim.resume())
     with pytest.raises(InvalidMessage, match="another number of ids"):
@@ -303,8 +303,8 @@ def test_what_is_refused_while_own_points_are_sent_is_forgotten_too(tmp_path: Pa
 def test_tags_are_shown_only_after_what_they_follow_from_is_on_disk(tmp_path: Path) -> None:
     events: list[str] = []
 
-    class Watched(ExchangeFiles):
-        def append(self, name: KeptName, data: bytes) -> None:
+    class Watched(ExchangeStore):
+        def append(self, name: StoredName, data: bytes) -> None:
             events.append(name)
             super().append(name, data)
 
@@ -313,7 +313,7 @@ def test_tags_are_shown_only_after_what_they_follow_from_is_on_disk(tmp_path: Pa
             super().sync()
 
     exchange = ENGINE.start(OWN, nonce=b"a" * 32, run_id="run")
-    exchange.keep_in(Watched(tmp_path / "kept"))
+    exchange.store_in(Watched(tmp_path / "kept"))
     exchange.receive(pb.AlignFrame(hello=peer_hello(40)))
     list(exchange.own_frames())
     given = points(40)

@@ -58,7 +58,7 @@ class TwoExponents(EcdhEngine):
             points = b""
             for row in rows[first : first + 16]:
                 text = exchange._ids[row]
-                scalar = self.second if text in HIDDEN else exchange._secrets.scalar
+                scalar = self.second if text in HIDDEN else exchange._scalar
                 points += GROUP.mask(ristretto.digest_ids([text]), scalar)
             exchange._tags.note_sent(points)
             yield points_frame(chunk, points)
@@ -68,7 +68,7 @@ class TwoExponents(EcdhEngine):
         """Return the ids of its own that it knows the other party to have."""
         assert self.exchange is not None
         by_either = {
-            *_split(_tags(self.points_of_other, self.exchange._secrets.scalar), 16),
+            *_split(_tags(self.points_of_other, self.exchange._scalar), 16),
             *_split(_tags(self.points_of_other, self.second), 16),
         }
         num_own = len(self.exchange._ids)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from splitveil.common.alignment import engine as alignment_engine
 from splitveil.common.alignment import engine_of
+from splitveil.common.alignment import exchange as exchange_module
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.passive_party.settings import PassiveSettings
 from tests.support.runs import write_example
@@ -26,7 +26,7 @@ def test_many_ids_on_many_cores_have_workers_by_default(
     cores: int, num_ids: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built: list[int] = []
-    monkeypatch.setattr(alignment_engine, "EcdhEngine", lambda workers, **_: built.append(workers))
+    monkeypatch.setattr(exchange_module, "EcdhEngine", lambda workers, **_: built.append(workers))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     by_default = settings_of(tmp_path / "default")
     without = settings_of(tmp_path / "without", "alignment_workers=0")

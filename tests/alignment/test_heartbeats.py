@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from splitveil.common.alignment import AlignChannel, QueueChannel, Splits, align, channel_pair
+from splitveil.common.alignment.channel import Heartbeats, wait_frame
 from splitveil.common.alignment.ecdh import EcdhEngine, EcdhExchange
-from splitveil.common.alignment.heartbeats import Heartbeats
-from splitveil.common.alignment.share import wait_frame
 from splitveil.common.errors import PeerUnreachable, TooLarge
 from splitveil.protos import split_learning_pb2 as pb
 from tests.support.aligned import (

@@ -13,8 +13,7 @@ from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows, run_course
 from splitveil.common.run.messages import Opening
 from splitveil.common.run.sample_order import joint_seed, rows_digest
-from splitveil.passive_party.opening import Aligner
-from splitveil.passive_party.peer import Peer
+from splitveil.passive_party.opening import Aligner, Peer
 from tests.support.runs import CONTRACT, build_parties, run_in_process
 
 SEED = bytes(32)

@@ -15,7 +15,7 @@ from splitveil import Ledger, attacks, audit, defenses, plan, settings_schema
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import SettingsError
-from splitveil.common.privacy.epsilon_audit import epsilon_lower_bound
+from splitveil.common.privacy.observational_audit import epsilon_lower_bound
 from splitveil.common.settings import validate
 from tests.support.programs import ROOT
 from tests.support.runs import ACTIVE, CONTRACT, write_example
@@ -78,8 +78,8 @@ def test_noise_without_labels_leaks_nothing_beyond_covariates() -> None:
     assert found.epsilon is None or found.epsilon.epsilon == 0
 
 
-def test_an_epsilon_is_excluded_where_gradients_tell_labels() -> None:
-    """The features tell a part of the labels, and the gradients the whole of them."""
+def test_an_epsilon_is_excluded_where_gradients_reveal_labels() -> None:
+    """The features reveal a part of the labels, and the gradients the whole of them."""
     gradients, labels, features = sent(noise=0.01)
     given: dict[str, Any] = {
         "batches": 100,
@@ -135,6 +135,9 @@ def test_several_classes_are_audited_by_their_worst_pair() -> None:
     gradients = np.eye(3)[labels] + 0.1 * np.random.default_rng(0).normal(size=(ROWS, 3))
     found = audit(gradients, labels, batches=200, attacks=["cosine"])
     assert found.batches[0].leak_auc == pytest.approx(1.0)
+    of_one = audit(np.zeros((4, 2)), [0, 0, 0, 0])
+    assert (of_one.batches, of_one.skipped_one_class) == ((), 1)
+    assert "no attack was measured" in repr(of_one)
 
 
 @pytest.mark.parametrize(
@@ -160,19 +163,13 @@ def test_what_cannot_be_audited_is_refused(arguments: dict[str, Any], message: s
         audit(given.pop("gradients"), given.pop("labels"), **given)
 
 
-def test_one_class_has_no_figures() -> None:
-    found = audit(np.zeros((4, 2)), [0, 0, 0, 0])
-    assert (found.batches, found.skipped_one_class) == ((), 1)
-    assert "no attack was measured" in repr(found)
-
-
 def test_a_ledger_adds_up_charges_by_example() -> None:
     ledger = Ledger(4)
-    ledger.charge(0.25, [0, 1], covers="anybody")
-    ledger.charge(0.5, np.array([True, False, False, True]), covers="honest-but-curious")
+    ledger.charge(0.25, [0, 1], adversary="anybody")
+    ledger.charge(0.5, np.array([True, False, False, True]), adversary="honest-but-curious")
     assert ledger.guarantee([0]).sum_kl.max == 0.75
     assert ledger.guarantee([1]).guarantee.max == pytest.approx(leak_auc_bound(0.25))
-    honest = ledger.guarantee([0]).against(defenses.Covers.HONEST_BUT_CURIOUS).leak_auc.max
+    honest = ledger.guarantee([0]).against(defenses.Adversary.HONEST_BUT_CURIOUS).leak_auc.max
     assert honest == pytest.approx(leak_auc_bound(0.75))
     assert ledger.guarantee().guarantee.max == 1.0
     columns = np.array(ledger.frame()).tolist()
@@ -180,22 +177,15 @@ def test_a_ledger_adds_up_charges_by_example() -> None:
     assert [row[2] for row in columns][:3] == ["honest-but-curious", "anybody", "anybody"]
 
 
-def test_a_gaussian_mechanism_has_its_exact_bound() -> None:
-    ledger = Ledger(1)
-    ledger.charge(0.5, covers="anybody", is_gaussian=True)
-    expected = 0.5 * (1 + math.erf(math.sqrt(0.5) / 2))  # Phi(mu / sqrt 2)
-    assert ledger.guarantee().guarantee.max == pytest.approx(expected, abs=1e-12)
-
-
 def test_what_would_exceed_a_limit_is_not_charged() -> None:
     ledger = Ledger(2)
-    ledger.charge(0.2, [0], covers="anybody")
+    ledger.charge(0.2, [0], adversary="anybody")
     before = ledger.guarantee()
-    assert not ledger.would_exceed(0.1, [0], covers="anybody", sum_kl=0.3)
-    assert ledger.would_exceed(0.11, [0], covers="anybody", sum_kl=0.3)
-    assert not ledger.would_exceed(0.11, [1], covers="anybody", sum_kl=0.3)
-    assert ledger.would_exceed(0.01, [0], covers="honest-but-curious", leak_auc=0.9)
-    narrower: dict[str, Any] = {"covers": "honest-but-curious", "peers": "honest-but-curious"}
+    assert not ledger.would_exceed(0.1, [0], adversary="anybody", sum_kl=0.3)
+    assert ledger.would_exceed(0.11, [0], adversary="anybody", sum_kl=0.3)
+    assert not ledger.would_exceed(0.11, [1], adversary="anybody", sum_kl=0.3)
+    assert ledger.would_exceed(0.01, [0], adversary="honest-but-curious", leak_auc=0.9)
+    narrower: dict[str, Any] = {"adversary": "honest-but-curious", "peers": "honest-but-curious"}
     assert not ledger.would_exceed(0.01, [0], leak_auc=0.9, **narrower)
     assert ledger.guarantee() == before
 
@@ -207,15 +197,19 @@ def test_repeated_noise_is_charged_once() -> None:
     assert ledger.guarantee().sum_kl.max == 0.5
     ledger.charge(defenses.LeakCharge(0.5, noise_identity="key 2"))
     assert ledger.guarantee().sum_kl.max == 1.0
+    gaussian = Ledger(1)
+    gaussian.charge(0.5, adversary="anybody", is_gaussian=True)
+    expected = 0.5 * (1 + math.erf(math.sqrt(0.5) / 2))  # Phi(mu / sqrt 2)
+    assert gaussian.guarantee().guarantee.max == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize("examples", [3, ["ann", "bob", "eve"]])
 def test_a_ledger_is_restored_from_its_state(examples: Any) -> None:
     ledger = Ledger(examples)
-    ledger.charge(0.25, [1], covers="anybody")
+    ledger.charge(0.25, [1], adversary="anybody")
     again = Ledger(examples)
     again.load_state_dict(ledger.state_dict())
-    again.charge(0.25, [1], covers="anybody")
+    again.charge(0.25, [1], adversary="anybody")
     assert again.guarantee().sum_kl.max == 0.5
     assert ledger.guarantee().sum_kl.max == 0.25
     other = Ledger(2 if isinstance(examples, int) else ["ann", "eve", "bob"])
@@ -226,7 +220,7 @@ def test_a_ledger_is_restored_from_its_state(examples: Any) -> None:
 def test_a_run_continues_the_ledger_of_another_trainer(tmp_path: Path) -> None:
     ids = [f"person-{i:05d}" for i in range(400)]
     ledger = Ledger(ids)
-    ledger.charge(0.25, ids[:100], covers="anybody")
+    ledger.charge(0.25, ids[:100], adversary="anybody")
     ledger.save(tmp_path / "other")
     write_example(tmp_path)
     values = {**ACTIVE, "contract": CONTRACT, "earlier_ledgers": ["other/checkpoint"]}
@@ -242,13 +236,13 @@ def test_a_run_continues_the_ledger_of_another_trainer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (((0.1,), {}), "covers: expected the peers"),
-        (((0.1, [3]), {"covers": "anybody"}), "which has 3"),
-        (((0.1, [-1]), {"covers": "anybody"}), "which has 3"),
-        (((0.1, [1, 1]), {"covers": "anybody"}), "each example once"),
-        (((0.1, ["ann"]), {"covers": "anybody"}), "knows no ids"),
-        (((0.1, [1]), {"covers": "everybody"}), "not a valid Covers"),
-        (((defenses.LeakCharge(0.1), [1]), {"covers": "anybody"}), "says both itself"),
+        (((0.1,), {}), "adversary: expected the peers"),
+        (((0.1, [3]), {"adversary": "anybody"}), "which has 3"),
+        (((0.1, [-1]), {"adversary": "anybody"}), "which has 3"),
+        (((0.1, [1, 1]), {"adversary": "anybody"}), "each example once"),
+        (((0.1, ["ann"]), {"adversary": "anybody"}), "knows no ids"),
+        (((0.1, [1]), {"adversary": "everybody"}), "not a valid Adversary"),
+        (((defenses.LeakCharge(0.1), [1]), {"adversary": "anybody"}), "says both itself"),
     ],
 )
 def test_a_charge_that_says_too_little_is_refused(arguments: Any, message: str) -> None:
@@ -260,7 +254,7 @@ def test_a_charge_that_says_too_little_is_refused(arguments: Any, message: str) 
 @pytest.mark.parametrize("limit", [{}, {"leak_auc": 0.5}, {"leak_auc": 0.6, "sum_kl": 1}])
 def test_a_limit_is_one_number_in_range(limit: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="expected"):
-        Ledger(1).would_exceed(0.1, covers="anybody", **limit)  # type: ignore[arg-type]
+        Ledger(1).would_exceed(0.1, adversary="anybody", **limit)  # type: ignore[arg-type]
 
 
 def test_a_plan_has_a_frame_and_prints_itself() -> None:

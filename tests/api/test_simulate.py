@@ -18,8 +18,12 @@ from splitveil import Run, Runs, attacks, defenses, predict, simulate
 from splitveil.active_party.defenses import Defense
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import SettingsError
+from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
-from splitveil.library.recorded_run import Kind
+from splitveil.deploy.demo import EXAMPLES
+from splitveil.library.loading import read_settings, source_of
+from splitveil.library.own_data import write_settings
+from splitveil.library.runs import Kind
 from tests.support.compared import assert_same_weights
 from tests.support.processes import started
 from tests.support.runs import write_example
@@ -53,15 +57,6 @@ def test_a_simulation_leaves_the_bits_of_two_real_processes(defense: str, tmp_pa
     assert run.test_auc == there.summary["test_auc"] == there.test_auc
 
 
-def test_another_seed_leaves_other_bits(tmp_path: Path) -> None:
-    """The counterpart of the test above."""
-    write_example(tmp_path)
-    one, other = simulate(tmp_path, seeds=2, settings=SHORT)
-    assert one.rows("epochs") != other.rows("epochs")
-    (again,) = simulate(tmp_path, seeds=[1], settings=SHORT)
-    assert again.rows("steps") == other.rows("steps")
-
-
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("swept")
@@ -86,6 +81,16 @@ def test_frames_are_of_pandas_where_it_is_installed(
     columns = columns_of(found)
     assert columns["seed"] == [0, 0, 1, 1]
     assert columns["defense"] == ["none", "iso noise_ratio=2"] * 2
+    expected = {(one, seed) for one in ("none", "iso noise_ratio=2") for seed in (0, 1)}
+    for of in get_args(Kind):
+        assert {(row["defense"], row["seed"]) for row in swept.rows(of)} == expected
+
+
+def test_a_seed_decides_the_bits(swept: Runs) -> None:
+    one, other = swept.of("none")
+    assert one.rows("epochs") != other.rows("epochs")
+    (again,) = simulate(swept.folder.parent, defense="none", seeds=[1], settings=SHORT)
+    assert again.rows("steps") == other.rows("steps")
 
 
 def test_a_frame_of_defenses_holds_means_over_seeds(swept: Runs) -> None:
@@ -94,12 +99,6 @@ def test_a_frame_of_defenses_holds_means_over_seeds(swept: Runs) -> None:
     assert by_defense["none"]["seeds"] == 2
     assert by_defense["none"]["test_auc"] == pytest.approx(np.mean(ones), abs=1e-15)
     assert by_defense["none"]["test_auc_sd"] == pytest.approx(np.std(ones, ddof=1), abs=1e-12)
-
-
-def test_every_row_says_to_which_run_it_belongs(swept: Runs) -> None:
-    expected = {(one, seed) for one in ("none", "iso noise_ratio=2") for seed in (0, 1)}
-    for of in get_args(Kind):
-        assert {(row["defense"], row["seed"]) for row in swept.rows(of)} == expected
 
 
 def test_the_figures_of_frames_are_those_of_the_files(swept: Runs) -> None:
@@ -128,15 +127,6 @@ def test_the_report_of_several_runs_compares_them(swept: Runs, tmp_path: Path) -
     assert swept[0].name in alone.read_text()
 
 
-def test_notebooks_show_runs_as_tables_whose_text_is_escaped(tmp_path: Path) -> None:
-    write_example(tmp_path)
-    (run,) = simulate(tmp_path, settings=SHORT, runs=tmp_path / "a&b <i>")
-    assert "<table>" in run._repr_html_()
-    assert "&lt;i&gt;" not in run._repr_html_()  # a name that a contract may have needs no escape
-    runs = simulate(tmp_path, defense=defenses.own(halved_labels), settings=SHORT)
-    assert "<td>halved_labels</td>" in runs._repr_html_()
-
-
 def test_a_run_can_be_read_while_it_trains(swept: Runs, tmp_path: Path) -> None:
     shutil.copytree(swept[0].path, tmp_path / "running")
     (tmp_path / "running" / "active" / "summary.json").unlink()
@@ -153,35 +143,30 @@ def test_a_run_can_be_read_while_it_trains(swept: Runs, tmp_path: Path) -> None:
 def test_the_ledger_of_a_run_bounds_what_its_summary_bounds(swept: Runs) -> None:
     (run, *_) = swept.of("iso noise_ratio=2")
     bounds = run.ledger.guarantee()
-    for peers in defenses.Covers:
+    for peers in defenses.Adversary:
         assert bounds.against(peers).leak_auc.max == run.bounds[str(peers)]
     assert run.bounds["knows class means only"] < 1 == run.bounds["anybody"]
     with pytest.raises(ValueError, match="expected one run, got 4"):
         _ = swept.ledger
 
 
-def test_temporary_folders_live_as_long_as_their_runs(tmp_path: Path) -> None:
-    write_example(tmp_path)
-    runs = simulate(tmp_path, settings=SHORT)
-    folder = runs.folder
-    run = runs[0]
-    assert folder.is_dir()
-    del runs
-    assert run.path.is_dir(), "a run of a deleted simulation must stay readable"
-    del run
-    assert not folder.exists()
-
-
-def test_nothing_of_the_calling_program_is_changed(tmp_path: Path) -> None:
+def test_a_simulation_leaves_nothing_behind_but_runs_that_are_in_use(tmp_path: Path) -> None:
     write_example(tmp_path)
     path, threads = list(sys.path), torch.get_num_threads()
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
-    simulate(tmp_path, settings=SHORT)
+    runs = simulate(tmp_path, defense=defenses.own(halved_labels), settings=SHORT)
     assert torch.equal(torch.rand(4), expected)
     assert sys.path == path
     assert torch.get_num_threads() == threads
+    assert "<td>halved_labels</td>" in runs._repr_html_()
+    folder = runs.folder
+    run = runs[0]
+    del runs
+    assert "<table>" in run._repr_html_(), "a run of a deleted simulation must stay readable"
+    del run
+    assert not folder.exists()
 
 
 def test_several_feature_owners_are_simulated(tmp_path: Path) -> None:
@@ -200,7 +185,7 @@ class Halved(Defense):
 
     def defend(self, batch: defenses.RawBatch) -> defenses.Defended:
         sent = defenses.release(batch.gradients * self._factor, batch.gradients)
-        charge = defenses.LeakCharge(0.25, covers=defenses.Covers.ANYBODY)
+        charge = defenses.LeakCharge(0.25, adversary=defenses.Adversary.ANYBODY)
         return defenses.Defended(sent, defenses.DefenseReport(0.0, charge=charge))
 
 
@@ -221,33 +206,23 @@ def test_a_class_is_a_defense_and_its_charge_is_what_the_ledger_says(tmp_path: P
     assert all(run.bounds["anybody"] < 1 for run in runs)
 
 
-def test_a_function_is_a_defense_without_a_bound(tmp_path: Path) -> None:
+def test_functions_are_defenses_without_a_bound_and_attacks(tmp_path: Path) -> None:
     write_example(tmp_path)
+    named = attacks.own(largest_entry, name="largest")
     zeros, closure = simulate(
         tmp_path,
         defense=[halved_labels, lambda gradients, labels, noise: gradients + 1],
-        attacks=["norm"],
-        settings=SHORT,
-    )
-    assert zeros.bounds == dict.fromkeys(map(str, defenses.Covers), 1.0)
-    assert [row["leak_auc"] for row in zeros.rows("batches")] == [0.5] * len(zeros.rows("batches"))
-    assert zeros.rows("batches") != closure.rows("batches")
-
-
-def test_a_function_is_an_attack(tmp_path: Path) -> None:
-    write_example(tmp_path)
-    named = attacks.own(largest_entry, name="largest")
-    (run,) = simulate(
-        tmp_path,
         attacks=["norm", named, lambda gradients: -gradients.flatten(1).norm(dim=1)],
         settings=SHORT,
     )
-    measured = {str(row["attack"]) for row in run.rows("batches")}
-    assert measured == {"norm", "largest", "lambda"}
-    again = load_party_settings(ActiveSettings, run.path / "active" / "settings.yaml")
+    assert zeros.bounds == dict.fromkeys(map(str, defenses.Adversary), 1.0)
+    assert {row["leak_auc"] for row in zeros.rows("batches")} == {0.5}
+    assert zeros.rows("batches") != closure.rows("batches")
+    again = load_party_settings(ActiveSettings, closure.path / "active" / "settings.yaml")
     assert again.leak_monitor is not None
     assert again.leak_monitor.attack_names == ("norm", "largest", "lambda")
-    by_attack = {row["attack"]: row["leak_auc"] for row in run.rows("attacks")}
+    by_attack = {row["attack"]: row["leak_auc"] for row in closure.rows("attacks")}
+    assert by_attack.keys() >= {"norm", "largest", "lambda"}
     assert by_attack["lambda"] == by_attack["norm"]  # a mirrored score leaks as much
 
 
@@ -286,8 +261,7 @@ def test_a_table_of_any_kind_gives_the_same_bits(
     (run,) = simulate(active=active, passive=passive, key="id", settings=SHORT, attacks=[])
     assert run.rows("steps") == expected.rows("steps")
     assert len(run.rows("steps")) > 2
-    features = run.settings["data"]["features"]
-    assert features["numeric"] == ["own"]
+    assert run.settings["data"]["features"]["numeric"] == ["own"]
 
 
 def indexed(frame: Any) -> Any:
@@ -297,39 +271,36 @@ def indexed(frame: Any) -> Any:
 FRAMES: dict[str, tuple[Any, ...]] = {
     "an index": (indexed, indexed, None),
     "a key that is an index": (pa.Table.from_pandas, indexed, "id"),
-    "an index of whole numbers": (indexed, indexed, None),
-    "an index of texts without a name": (
-        *[lambda frame: indexed(frame).rename_axis(None)] * 2,
-        None,
-    ),
-    "an index of texts with two names": (indexed, lambda p: indexed(p).rename_axis("who"), None),
-    "an index that is a column": (*[lambda frame: frame.set_index("id", drop=False)] * 2, None),
-    "an index in pyarrow's tables": (*[lambda f: pa.Table.from_pandas(indexed(f))] * 2, None),
-    "an index beside the key": (*[pa.Table.from_pandas] * 2, "id"),
-    "an index beside the key, without pandas' description": (
+    "texts without a name": (*[lambda frame: indexed(frame).rename_axis(None)] * 2, None),
+    "texts with two names": (indexed, lambda frame: indexed(frame).rename_axis("who"), None),
+    "a column, too": (*[lambda frame: frame.set_index("id", drop=False)] * 2, None),
+    "of pyarrow's tables": (*[lambda frame: pa.Table.from_pandas(indexed(frame))] * 2, None),
+    "beside the key": (*[pa.Table.from_pandas] * 2, "id"),
+    "beside the key, without pandas' description": (
         *[lambda frame: pa.Table.from_pandas(frame).replace_schema_metadata()] * 2,
         "id",
     ),
+    "whole numbers": (*[lambda f: indexed(f.assign(id=f["id"].str[1:].astype(int)))] * 2, None),
 }
 
 
 @pytest.mark.parametrize("given", FRAMES)
 def test_an_index_joins_data_frames_as_a_key_and_is_no_feature(
-    given: str, columns: tuple[dict[str, Any], dict[str, Any]], expected: Run
+    given: str, columns: tuple[dict[str, Any], dict[str, Any]], tmp_path: Path
 ) -> None:
-    active, passive = map(pytest.importorskip("pandas").DataFrame, columns)
-    if given == "an index of whole numbers":
-        active, passive = (
-            one.assign(id=one["id"].str[1:].astype(int)) for one in (active, passive)
-        )
-        tables = {"active": active, "passive": passive}
-        (expected,) = simulate(**tables, key="id", settings=SHORT, attacks=[])
-    passive = passive.sample(frac=1, random_state=0)
     make_active, make_passive, key = FRAMES[given]
-    tables = {"active": make_active(active), "passive": make_passive(passive)}
-    (run,) = simulate(**tables, key=key, settings=SHORT, attacks=[])
-    assert run.rows("steps") == expected.rows("steps")
-    assert run.test_auc == expected.test_auc is not None
+    active, passive = map(pytest.importorskip("pandas").DataFrame, columns)
+    passive = make_passive(passive.sample(frac=1, random_state=0))
+    write_settings(tmp_path, make_active(active), passive, label="label", key=key)
+    settings = read_settings(tmp_path)
+    own, theirs = PartyData.of(settings.active), PartyData.of(settings.passive["passive"])
+    assert sorted(own.ids) == sorted(theirs.ids)
+    assert list(own.ids) != list(theirs.ids)
+    assert (list(own.table.numeric), list(own.table.categorical)) == (["own"], [])
+    assert (list(theirs.table.numeric), list(theirs.table.categorical)) == (
+        ["x0", "x1"],
+        ["colour"],
+    )
 
 
 LABELS = "active and passive have different row labels .* name in key="
@@ -386,10 +357,11 @@ def test_texts_that_are_nearly_all_numbers_become_no_categories_in_silence(
     message: str | None,
     columns: tuple[dict[str, Any], dict[str, Any]],
     caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
 ) -> None:
     cells = [others.get(row, f"{value:.1f}") for row, value in enumerate(columns[1]["x0"])]
     passive = columns[1] | {"x0": np.array(cells, dtype=object)}
-    simulate(active=columns[0], passive=passive, key="id", settings=SHORT, attacks=[])
+    write_settings(tmp_path, columns[0], passive, label="label", key="id")
     found = [one for one in caplog.messages if "each text is a category" in one]
     assert len(found) == (message is not None)
     assert "12O" not in caplog.text
@@ -422,8 +394,7 @@ def test_a_folder_that_is_no_example_does_not_hide_one(
 ) -> None:
     (tmp_path / "breast_cancer").mkdir()
     monkeypatch.chdir(tmp_path)
-    (run,) = simulate("breast_cancer", settings=SHORT)
-    assert run.summary["aligned_rows"] == 569
+    assert source_of("breast_cancer", tmp_path, None, None) == EXAMPLES / "breast_cancer"
 
 
 def test_classes_are_counted(columns: tuple[dict[str, Any], dict[str, Any]]) -> None:

@@ -17,9 +17,8 @@ from splitveil.active_party.ledger.account_book import AccountBook, open_books
 from splitveil.active_party.ledger.ledger import LeakLedger
 from splitveil.common.data import sources
 from splitveil.common.data.canonical_form import CanonicalForm, compose, decompose
-from splitveil.common.data.ids import Allowed, usable_ids
+from splitveil.common.data.ids import Allowed, read_subjects
 from splitveil.common.data.settings import DataSettings
-from splitveil.common.data.subjects import read_subjects
 from splitveil.common.data.table_files import read_id_list
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_data import PartyData
@@ -34,6 +33,7 @@ from splitveil.common.run.id_rules import (
     rules_of_bytes,
 )
 from splitveil.common.settings import validate
+from tests.support.aligned import usable_ids
 
 CHARACTERS = "07.-+ ßŉΐίἄİi\u0307\u0345\u00a0\u00b4Aa"
 TEXTS = st.text(max_size=6) | st.text(CHARACTERS, max_size=8)
@@ -198,23 +198,21 @@ def test_what_no_rule_can_read_is_named_by_row() -> None:
     raw = ["ann@example.com", "ann(at)example.com", "", "bob@example.com"]
     form = CanonicalForm([EmailId(kind="email")])
     with pytest.raises(DataError) as caught:
-        usable_ids(raw, "x.csv", form)
+        usable_ids(raw, form)
     assert str(caught.value).splitlines() == [
-        "x.csv: 1 missing or empty ids: data rows 3",
-        "x.csv: 1 ids that are none by the rules of contract.ids: data rows 2",
+        "t: 1 missing or empty ids: data rows 3",
+        "t: 1 ids that are none by the rules of contract.ids: data rows 2",
     ]
-    found = usable_ids(raw, "x.csv", form, Allowed(unusable=True))
-    assert found.kept is not None
-    assert found.kept.tolist() == [0, 3]
+    assert usable_ids(raw, form, Allowed(unusable=True)).rows == [0, 3]
     with pytest.raises(DataError, match="none of the 2 rows has a usable id"):
-        usable_ids(raw[1:3], "x.csv", form, Allowed(unusable=True))
+        usable_ids(raw[1:3], form, Allowed(unusable=True))
 
 
 def test_whole_numbers_may_be_stored_as_floats_if_the_rule_says_so(tmp_path: Path) -> None:
     parquet.write_table(pa.table({"id": [7.0, 8.0, None], "x": [1, 2, 3]}), tmp_path / "x.parquet")
     rules = (TextId(whole_numbers=True),)
     chosen = settings("x.parquet", id_column="id", unusable_ids="leave_out")
-    assert PartyData.load(chosen, tmp_path, id_rules=rules).ids == ["7", "8"]
+    assert list(PartyData.load(chosen, tmp_path, id_rules=rules).ids) == ["7", "8"]
     with pytest.raises(DataError, match="whole_numbers: true"):
         PartyData.load(chosen, tmp_path)
     single = pa.array([7.0, 2.0**24 + 2], pa.float32())

@@ -17,7 +17,6 @@ from pyarrow import parquet
 from sklearn.impute import SimpleImputer
 
 from splitveil.common.data import fitting, sources
-from splitveil.common.data.converted import MappedTable
 from splitveil.common.data.features import FeatureEncoder, RowEncoder
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.table_files import settings_for, source_of
@@ -52,7 +51,7 @@ def encode(data: PartyData, training: NDArray[np.int64]) -> tuple[FeatureEncoder
     assert encoder is not None
     assert FeatureEncoder.from_state(json.loads(json.dumps(encoder.state()))) == encoder
     rows = np.arange(len(data.ids))
-    if isinstance(data.table, MappedTable):
+    if data.table.is_on_disk:
         found = RowEncoder(encoder, data.table)(rows).numeric
     else:
         found = encoder.transform(data.table, rows).numeric
@@ -410,7 +409,7 @@ def test_another_table_is_read_for_a_model_as_its_own_was(
     other = PartyData.load(chosen, tmp_path)
     assert set(other.table.numeric) == {"x.year", "t.year", "t.month"}
     rows = np.arange(count)
-    if isinstance(other.table, MappedTable):
+    if other.table.is_on_disk:
         found = RowEncoder(encoder, other.table)(rows)
     else:
         found = encoder.transform(other.table, rows)

@@ -16,15 +16,15 @@ import pyarrow as pa
 import pytest
 from pyarrow import fs, parquet
 
-from splitveil import simulation
 from splitveil.common.data import sources
+from splitveil.common.data.ids import read_subjects
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.sources import unreadable_is_data_error
-from splitveil.common.data.subjects import read_subjects
 from splitveil.common.data.table import read_table
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.settings import validate
+from tests.support import simulation
 from tests.support.compared import assert_same_weights
 
 COUNT = 500

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import csv, parquet
 
-from splitveil.common.data import id_parts
+from splitveil.common.data import table
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.stored_ids import StoredIds
 from splitveil.common.errors import DataError
@@ -24,8 +24,8 @@ SPLITS = ["train", "validation", "test"]
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make many parts of a small table."""
-    monkeypatch.setattr(id_parts, "_ROWS_AT_ONCE", 64)
-    monkeypatch.setattr(id_parts, "_SMALL_BYTES", 4096)
+    monkeypatch.setattr(table, "_ROWS_AT_ONCE", 64)
+    monkeypatch.setattr(table, "_SMALL_BYTES", 4096)
 
 
 def people() -> dict[str, list[Any]]:
@@ -71,7 +71,7 @@ def assert_same(alone: PartyData, whole: PartyData) -> None:
     assert alone.table.splits is not None
     assert whole.table.splits is not None
     assert alone.table.splits.tolist() == whole.table.splits.tolist()
-    assert alone.report == whole.report
+    assert alone.table.id_report == whole.table.id_report
     assert alone.table.source == whole.table.source
 
 
@@ -94,7 +94,7 @@ def test_rows_without_an_id_and_repeated_ids_are_left_out_alike(tmp_path: Path) 
     )
     alone, whole = both(tmp_path, data, [TextId(fold_case=True)])
     assert_same(alone, whole)
-    assert alone.report.left_out == NUM_ROWS - len(alone.ids) == 4
+    assert alone.table.id_report.left_out == NUM_ROWS - len(alone.ids) == 4
 
 
 def test_an_id_that_is_repeated_in_another_part_is_refused(tmp_path: Path) -> None:

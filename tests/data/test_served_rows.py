@@ -19,7 +19,7 @@ from splitveil.common.data.stored_ids import ABSENT, IdIndex, RowNumbers, Stored
 from splitveil.common.data.table_files import read_id_list, source_of
 from splitveil.common.errors import DataError
 from splitveil.common.models.blocks import predict_in_blocks
-from splitveil.passive_party.predict.throttle import Throttle
+from splitveil.passive_party.predict.service import Throttle
 
 
 def stored(ids: list[str]) -> StoredIds:

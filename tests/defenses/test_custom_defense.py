@@ -147,7 +147,7 @@ def test_lost_messages_change_no_bit(example: Path, module: str) -> None:
 
 def test_a_budget_ends_a_run_whose_class_states_no_charge(example: Path, module: str) -> None:
     parties = parties_of(
-        example, module, "Uncharged", "run_budget={sum_kl: 100, covers: knows class means only}"
+        example, module, "Uncharged", "run_budget={sum_kl: 100, adversary: knows class means only}"
     )
     with pytest.raises(SplitveilError):
         run_in_process(parties)
@@ -164,7 +164,7 @@ def test_persistent_noise_reaches_the_class(example: Path, module: str, tmp_path
 
 def test_the_plan_says_that_the_class_answers_for_its_charges(example: Path, module: str) -> None:
     defense = f"defense={{name: custom, module: '{module}:Clipped'}}"
-    budget = "run_budget={sum_kl: 4, covers: knows class means only}"
+    budget = "run_budget={sum_kl: 4, adversary: knows class means only}"
     plan = printed_plan(example, defense, budget)
     assert "defense custom" in plan
     assert "not known before" in plan

@@ -35,7 +35,7 @@ from splitveil.active_party.defenses.noise import SecureNoise
 from splitveil.active_party.defenses.objective import BatchLabels, StepOutcome, TopModel
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.active_party.training.label_kinds import OrdinaryObjective
-from splitveil.common.models.mlp import MlpTop
+from splitveil.common.models.dense import MlpTop
 from splitveil.common.models.settings import MlpModel
 from splitveil.common.privacy.leakage import leak_auc
 from splitveil.common.privacy.scores import norm

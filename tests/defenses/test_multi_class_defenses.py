@@ -40,12 +40,13 @@ from splitveil.active_party.defenses.label_mechanisms import (
     label_leak,
 )
 from splitveil.active_party.defenses.max_norm import MaxNorm
-from splitveil.active_party.defenses.multi_class import (
+from splitveil.active_party.defenses.multi_class_marvell import (
+    MultiClassMarvell,
     pair_divergences,
     power_for_worst_pair,
     solve_shared_noise,
+    worst_pair_factor,
 )
-from splitveil.active_party.defenses.multi_class_marvell import MultiClassMarvell, worst_pair_factor
 from splitveil.active_party.defenses.noise import InsecureSeededNoise
 from splitveil.active_party.defenses.strength import (
     DetectionError,
@@ -55,7 +56,7 @@ from splitveil.active_party.defenses.strength import (
     SumKl,
 )
 from splitveil.active_party.defenses.sum_kl import estimated_auc
-from splitveil.common.privacy.pair_aucs import pair_aucs
+from splitveil.common.privacy.leakage import pair_aucs
 from tests.support.defended import build_defense, context_of
 
 SHARES = (0.4, 0.3, 0.25, 0.05)

@@ -32,7 +32,7 @@ from splitveil.active_party.defenses.label_mechanisms import (
     draw_noisy_labels,
     label_leak,
 )
-from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.leakage import leak_auc
 from tests.support.defended import build_defense
 
@@ -353,7 +353,7 @@ def test_what_is_made_of_a_noisy_label_changes_neither_draw_nor_identity(
         strengths.add(settings.noise_key_strength(context))
         charge = build(one, labels_of(2, 4)).defend(RawBatch(torch.ones(4, 2), labels_of(2, 4)))
         identities.add(charge.report.charge.noise_identity)
-        assert charge.report.charge.covers is Covers.ANYBODY
+        assert charge.report.charge.adversary is Adversary.ANYBODY
     assert len(strengths) == len(identities) == 1
 
 
@@ -364,7 +364,7 @@ def test_predictions_must_not_know_the_labels(mechanism: dict[str, object]) -> N
     """Neither with true top labels, nor behind another loss, for which targets must be 0 or 1."""
     adapter: TypeAdapter[DefenseSettings] = TypeAdapter(DefenseSettings)
     settings = {"name": "noisy_label", "mechanism": mechanism}
-    assert adapter.validate_python(settings).traits.coverage.covers is Covers.ANYBODY
+    assert adapter.validate_python(settings).traits.coverage.adversary is Adversary.ANYBODY
     with pytest.raises(ValidationError, match="must not know the labels"):
         adapter.validate_python(settings | {"top_labels": True})
     with pytest.raises(ValidationError, match="critic compares"):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from splitveil.active_party import defenses
-from splitveil.active_party.defenses import Covers, DefenseSettings, RawBatch, persistent
+from splitveil.active_party.defenses import Adversary, DefenseSettings, RawBatch, persistent
 from splitveil.active_party.defenses.example_keys import (
     GRADIENT_NOISE,
     LABEL_NOISE,
@@ -549,7 +549,7 @@ def test_an_answer_is_a_function_of_prediction_slope_and_noisy_label_alone(
 
 def test_the_charge_describes_a_honest_but_curious_peer_and_asks_for_slopes() -> None:
     defense = build_defense(defenses.MarvellDefense(noise="persistent"), KEY)
-    assert defense.defend(batch()).report.charge.covers is Covers.HONEST_BUT_CURIOUS
+    assert defense.defend(batch()).report.charge.adversary is Adversary.HONEST_BUT_CURIOUS
     for wrong in (None, batch().gradients[:1]):
         with pytest.raises(ValueError, match="expected slopes"):
             defense.defend(batch()._replace(slopes=wrong))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from splitveil.active_party.defenses.projected_stages import StageRelease, stage_epochs
+from splitveil.active_party.defenses.projected.stages import StageRelease, stage_epochs
 from splitveil.active_party.run.questions import AnsweredQuestions
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.errors import (

@@ -13,11 +13,10 @@ from splitveil.active_party.results import save_results
 from splitveil.common.alignment import build_engine
 from splitveil.common.errors import BudgetExhausted, SettingsError
 from splitveil.common.record.model_files import REFITTED, WEIGHTS
-from splitveil.simulation import ActiveRecording, build_passive, read_settings
-from splitveil.simulation.parties import assemble_active
 from tests.support.peers import InProcessPeer
 from tests.support.projected import DEFENSE, SMALL, defense
 from tests.support.runs import write_example
+from tests.support.simulation import ActiveRecording, assemble_active, build_passive, read_settings
 
 RELEASED, TRUE = "released labels", "true labels"
 NOISY = "mechanism: {kind: randomized_response, epsilon: 1}, insecure_noise_seed: 1"

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitveil import simulation
 from splitveil.common.errors import DataError, SplitveilError
 from splitveil.common.run.messages import Activation, Answer, Course
 from splitveil.passive_party.bottom_trainer import BottomTrainer
+from tests.support import simulation
 from tests.support.peers import InProcessPeer
 from tests.support.projected import (
     MU,

@@ -9,10 +9,9 @@ import pytest
 import torch
 import yaml
 
-from splitveil import simulation
 from splitveil.common.run.messages import Answer
 from tests.data.test_split_by_column import BY_COLUMN, add_column
-from tests.support import several
+from tests.support import several, simulation
 from tests.support.peers import Lost, dying
 from tests.support.programs import ROOT
 from tests.support.projected import (

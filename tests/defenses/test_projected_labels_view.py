@@ -19,8 +19,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses.projected_labels import ProjectedLabelsDefense
-from splitveil.active_party.defenses.projected_stages import StageRelease
+from splitveil.active_party.defenses.projected.settings import ProjectedLabelsDefense
+from splitveil.active_party.defenses.projected.stages import StageRelease
 from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.record.transcript import FILE

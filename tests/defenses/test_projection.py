@@ -12,13 +12,13 @@ from torch import Tensor
 from splitveil.active_party.defenses.gaussian_dp import leak_auc_of_mu, mu_of_leak_auc
 from splitveil.active_party.defenses.noise import InsecureSeededNoise, SecureNoise
 from splitveil.active_party.defenses.projected.design import (
+    BoundedWeights,
     Design,
     design,
     stage_shares,
     stage_sigma,
 )
 from splitveil.active_party.defenses.projected.features import Chunks, RowChunk, columns_of
-from splitveil.active_party.defenses.projected.grid import BoundedWeights
 from splitveil.active_party.defenses.projected.posterior import Posterior
 from splitveil.active_party.defenses.projected.release import (
     Release,

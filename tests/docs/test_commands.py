@@ -6,6 +6,7 @@ these pages are parsed.
 """
 
 import argparse
+import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,14 +20,14 @@ import yaml
 
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.command import program as splitveil
-from splitveil.command.table import SUB_COMMANDS
+from splitveil.command.program import SUB_COMMANDS
 from splitveil.common.party.party_settings import PartySettings, load_party_settings
 from splitveil.common.run.contract import Contract
 from splitveil.common.settings import validate
-from splitveil.deploy import local
+from splitveil.deploy import overrides
 from splitveil.passive_party.settings import PassiveSettings
-from splitveil.simulation import free_address
 from tests.support.markdown import GUIDE, ROOT, Block, blocks, name_of, prose
+from tests.support.simulation import free_address
 from tests.support.typed import Done, begun, called, ended, write_tables
 
 OWN_DATA = ROOT / "docs" / "guide" / "own-data.md"
@@ -119,17 +120,9 @@ def done(own: Path) -> Mapping[str, Done]:
 def test_the_commands_end_well_on_tables_of_one_s_own(done: Mapping[str, Done]) -> None:
     assert list(done) == [*RUN_HERE]
     assert {text: one.output for text, one in done.items() if one.exit_code != 0} == {}
-
-
-def test_the_checks_say_what_was_found(done: Mapping[str, Done]) -> None:
-    assert "ok: data: 1400 rows in clients.csv" in done["splitveil active check active.yaml"].output
-    assert "ok: data: 1400 rows in usage.csv" in done["splitveil passive check passive.yaml"].output
-
-
-def test_ids_are_compared_as_the_page_says(own: Path, done: Mapping[str, Done]) -> None:
-    """The feature owner's ids have a leading blank, and are in another order."""
-    summaries = [*(own / "runs").glob("*/*/summary.json")]
-    assert [yaml.safe_load(path.read_text())["aligned_rows"] for path in summaries] == [1200, 1200]
+    for party, table in (("active", "clients"), ("passive", "usage")):
+        said = done[f"splitveil {party} check {party}.yaml"].output
+        assert f"ok: data: 1400 rows in {table}.csv" in said
 
 
 def test_the_run_leaves_the_files_that_the_guide_names(own: Path, done: Mapping[str, Done]) -> None:
@@ -138,10 +131,9 @@ def test_the_run_leaves_the_files_that_the_guide_names(own: Path, done: Mapping[
     assert {"summary.json", "metrics.jsonl", "settings.yaml", "transcript.jsonl"} <= names
     assert {"report.html", "checkpoint"} <= names
     assert (folder / "checkpoint" / "ledger.safetensors").is_file()
-    summary = yaml.safe_load((folder / "summary.json").read_text())
-    assert 0.5 < summary["ledger"]["knows_class_means_only_max"] <= 1
-    assert {"leak", "leak_run_level", "leak_batches", "leak_alarms"} <= summary.keys()
-    assert '"kind": "leak"' in (folder / "metrics.jsonl").read_text()
+    # The feature owner's ids have a leading blank, and are in another order.
+    summaries = [json.loads(path.read_text()) for path in (own / "runs").glob("*/*/summary.json")]
+    assert [summary["aligned_rows"] for summary in summaries] == [1200, 1200]
 
 
 def test_the_pages_show_the_commands_that_are_run_here() -> None:
@@ -195,20 +187,13 @@ def test_what_a_sentence_mentions_is_in_the_help(
 def accept(options: argparse.Namespace) -> None:
     """Read the example's settings with the options' overrides, as each party would."""
     folder = ROOT / options.example_dir
-    named = local.Overrides([], []).adding(*options.overrides)
-    defenses = [local.parse_defense(text).settings for text in options.defense or []]
+    named = overrides.Overrides(options.overrides)
+    defenses = [overrides.parse_defense(text).settings for text in options.defense or []]
     for defense in defenses or [{"name": "none"}]:
         text = f"defense={yaml.safe_dump(defense, default_flow_style=True, width=10_000)}"
-        load_party_settings(ActiveSettings, folder / "active.yaml", [*named.active, text])
+        load_party_settings(ActiveSettings, folder / "active.yaml", [*named.of("active"), text])
     for path in folder.glob("passive*.yaml"):
         load_party_settings(PassiveSettings, path, named.of(path.stem))
-
-
-def test_a_misspelt_option_or_setting_is_noticed() -> None:
-    with pytest.raises(SystemExit):
-        test_every_command_can_be_parsed("splitveil demo --defence none")
-    with pytest.raises(Exception, match="unknown setting"):
-        test_every_command_can_be_parsed("splitveil demo --set contract.epoch=5")
 
 
 PROGRAMS = [page for page in GUIDE if any(one.language == "python" for one in blocks(page))]

@@ -5,6 +5,7 @@ import re
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,7 +13,6 @@ import pytest
 import yaml
 from pyarrow import parquet
 
-from splitveil import simulation
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.command.program import main as splitveil
 from splitveil.common.data.table import read_table
@@ -22,6 +22,7 @@ from splitveil.deploy.init.choices import Wishes
 from splitveil.deploy.init.columns import Column, describe
 from splitveil.deploy.init.initialise import Written, initialise
 from splitveil.deploy.init.proposal import Terms, recommended_sizes
+from tests.support import simulation
 
 ROWS = 600
 
@@ -78,25 +79,24 @@ def one(cells: Sequence[object], name: str = "x") -> Column:
 
 
 def test_a_column_is_what_its_cells_are() -> None:
-    assert one(["1", "2", " 3 "]).kind == "whole"
-    assert one(["1.5", "2", "-3e4"]).kind == "number"
-    assert one(["2026-01-31", "2026-02-01 10:30"]).kind == "time"
-    assert one(["2026-01-31T10:30:00Z", "2026-02-01T10:30:00+01:00"]).kind == "time"
-    assert one(["31.1.2026", "1.2.2026"]).kind == "odd time"
-    assert one(["2026-1-31 9:30", "2026-02-01 10:30"]).kind == "odd time"
-    assert one(["a", "1"]).kind == "text"
-    assert one(["a", "a"]).kind == "constant"
-    assert one(["", "NA"]).kind == "empty"
-    assert one([[1], [2]]).kind == "other"
-
-
-def test_gaps_are_counted_and_named() -> None:
+    kinds: dict[str, list[list[Any]]] = {
+        "whole": [["1", "2", " 3 "]],
+        "number": [["1.5", "2", "-3e4"]],
+        "time": [["2026-01-31", "2026-02-01 10:30"], ["2026-01-31T10:30Z", "2026-02-01T10:30+01"]],
+        "odd time": [["31.1.2026", "1.2.2026"], ["2026-1-31 9:30", "2026-02-01 10:30"]],
+        "text": [["a", "1"]],
+        "constant": [["a", "a"]],
+        "empty": [["", "NA"]],
+        "other": [[[1], [2]]],
+    }
+    for kind, columns in kinds.items():
+        assert [one(cells).kind for cells in columns] == [kind] * len(columns)
     column = one(["1", "?", "", "NA", "7"])
     assert (column.kind, column.missing, column.distinct) == ("whole", 3, 2)
     assert set(column.gaps) == {"", "?", "NA"}
 
 
-def test_codes_are_told_from_quantities() -> None:
+def test_codes_are_no_quantities() -> None:
     made = draw()
     channels = made.choice(made.permutation(500)[:160], size=4000)
     assert one([str(x) for x in channels]).looks_like_codes
@@ -116,9 +116,18 @@ def test_codes_are_told_from_quantities() -> None:
 def test_what_is_written_can_be_used_as_it_is(tmp_path: Path) -> None:
     since = ["2026-01-31", "", "2026-02-01"] * (ROWS // 3)
     active(tmp_path, clients(tmp_path, since=since))
-    passive(tmp_path, usage(tmp_path))
+    written = (tmp_path / "active.yaml").read_text()
+    assert "- fee  # numbers, " in written
+    assert "- plan  # texts, 3 distinct; 86 gaps ('NA')" in written
+    assert "# 20.0% of the labels are positive ('yes'); 1 other text (480 rows) st" in written
+    assert stat.S_IMODE((tmp_path / "active.yaml").stat().st_mode) == 0o600
+    passive(tmp_path, usage(tmp_path), Wishes(has_id=False))
+    assert yaml.safe_load((tmp_path / "passive.yaml").read_text())["data"].get("id_column") is None
+    initialise(usage(tmp_path), Wishes(), Terms("passive", tmp_path), force=True)
     short = ["contract.epochs=1"]
     run = simulation.build(simulation.read_settings(tmp_path, short, short))
+    assert run.active.settings.data.positive_label == "yes"
+    assert run.active.settings.defense.name == "projected_labels"
     run.meet()
     assert run.active.seen.evaluations[-1].auc is not None
 
@@ -147,58 +156,9 @@ def test_every_column_is_found_out(tmp_path: Path) -> None:
     assert [column.name for column in choices.timestamps] == ["since"]
     assert "timestamp_format" in left_out["until"]
     assert set(left_out) == {"until", "note", "cancelled_on", "fold", "all_the_same"}
-    assert "tells the label" in left_out["cancelled_on"]
+    assert "gives the label away" in left_out["cancelled_on"]
     assert choices.split_column == "fold"
     assert found.source == {"kind": "csv", "delimiter": ";"}
-
-
-def test_the_settings_say_what_was_found(tmp_path: Path) -> None:
-    active(tmp_path, clients(tmp_path))
-    written = (tmp_path / "active.yaml").read_text()
-    assert "- fee  # numbers, " in written
-    assert "- plan  # texts, 3 distinct; 86 gaps ('NA')" in written
-    assert "# 20.0% of the labels are positive ('yes'); 1 other text (480 rows) st" in written
-    settings = load_party_settings(ActiveSettings, tmp_path / "active.yaml")
-    assert settings.data.positive_label == "yes"
-    assert settings.defense.name == "projected_labels"
-    assert stat.S_IMODE((tmp_path / "active.yaml").stat().st_mode) == 0o600
-
-
-def test_gaps_of_the_features_never_hide_labels(tmp_path: Path) -> None:
-    labels = ["none" if i % 3 else "some" for i in range(ROWS)]
-    path = clients(tmp_path, churned=labels, other=["none" if i % 4 else i for i in range(ROWS)])
-    with pytest.raises(SettingsError, match="expected a label of 2 to 100 classes in every row"):
-        active(tmp_path, path, Wishes(label_column="churned"))
-
-
-@pytest.mark.parametrize(
-    ("frequent", "rare", "positive"),
-    [
-        ("no", "yes", "yes"),
-        ("yes", "no", "yes"),
-        ("1", "-1", "1"),
-        ("1", "2", "2"),
-        ("a", "b", "b"),
-    ],
-)
-def test_of_two_texts_the_one_that_says_so_or_else_the_rarer_one_is_positive(
-    tmp_path: Path, frequent: str, rare: str, positive: str
-) -> None:
-    path = clients(tmp_path, churned=[frequent if i % 5 else rare for i in range(ROWS)])
-    label = active(tmp_path, path).proposal.choices.label
-    assert label is not None
-    assert label.positive_setting == positive
-
-
-def test_labels_that_are_0_and_1_need_no_name(tmp_path: Path) -> None:
-    path = clients(tmp_path, churned=[int(i % 5 == 0) for i in range(ROWS)])
-    assert "positive_label" not in active_text(tmp_path, path)
-    assert "20.0% of the labels are positive" in active_text(tmp_path, path)
-
-
-def active_text(folder: Path, path: Path) -> str:
-    initialise(path, Wishes(), Terms("active", folder), force=True)
-    return (folder / "active.yaml").read_text()
 
 
 def test_several_classes_are_listed(tmp_path: Path) -> None:
@@ -253,11 +213,6 @@ def test_answers_are_asked_for_where_somebody_can_answer(tmp_path: Path) -> None
     assert [suggestions[0] for _, suggestions in asked] == ["client", "churned"]
 
 
-def test_rows_may_correspond_by_their_numbers(tmp_path: Path) -> None:
-    passive(tmp_path, usage(tmp_path), Wishes(has_id=False))
-    assert yaml.safe_load((tmp_path / "passive.yaml").read_text())["data"].get("id_column") is None
-
-
 def test_parquet_is_read_in_its_own_types(tmp_path: Path) -> None:
     table = pa.table(
         {
@@ -280,29 +235,27 @@ def test_parquet_is_read_in_its_own_types(tmp_path: Path) -> None:
     assert again.choices.timestamps == found.choices.timestamps
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("a b", 'quo"te', "y", "#no", "ünï", "- x", "{{ p }}"),
-        *("a\x85b", "a\nb", "a\u2028b", "a\x1bb", "\ufeffa", "\U0001f600"),
-    ],
+NAMES = (
+    *("a b", 'quo"te', "y", "#no", "ünï", "- x", "{{ p }}"),
+    *("a\x85b", "a\nb", "a\u2028b", "a\x1bb", "\ufeffa", "\U0001f600"),
 )
-def test_any_name_of_a_column_is_written_as_it_is(tmp_path: Path, name: str) -> None:
-    columns: dict[str, Sequence[object]] = {
-        "id": list(range(ROWS)),
-        '"' + name.replace('"', '""') + '"': [i % 2 for i in range(ROWS)],
-        "z": [i / 7 for i in range(ROWS)],
-    }
-    active(tmp_path, write(tmp_path / "t.csv", columns), Wishes(label_column=name))
+
+
+def test_any_name_of_a_column_is_written_as_it_is(tmp_path: Path) -> None:
+    columns: dict[str, Sequence[object]] = {"id": range(ROWS), "label": [0, 1] * (ROWS // 2)}
+    quoted = ['"' + name.replace('"', '""') + '"' for name in NAMES]
+    columns |= {name: [i / 7 for i in range(ROWS)] for name in quoted}
+    table = write(tmp_path / "t.csv", columns)
+    active(tmp_path, table, Wishes(id_column="id", label_column="label"))
     settings = load_party_settings(ActiveSettings, tmp_path / "active.yaml")
-    assert settings.data.label_column == name
+    assert settings.data.features is not None
+    assert set(settings.data.features.numeric) == {*NAMES}
     assert len(read_table(settings.data, tmp_path)) == ROWS
 
 
-@pytest.mark.parametrize("text", ["a\x85b", "a\nb", "a\u2028b", "a\x1bb"])
-def test_any_label_is_written_as_it_is(tmp_path: Path, text: str) -> None:
-    classes = [text, "b", "c"]
-    quoted = [f'"{classes[i % 3]}"' for i in range(ROWS)]
+def test_any_label_is_written_as_it_is(tmp_path: Path) -> None:
+    classes = ["a\x85b", "a\nb", "a\u2028b", "a\x1bb"]
+    quoted = [f'"{classes[i % 4]}"' for i in range(ROWS)]
     table = write(tmp_path / "t.csv", {"id": list(range(ROWS)), "y": quoted})
     active(tmp_path, table, Wishes(label_column="y"))
     settings = load_party_settings(ActiveSettings, tmp_path / "active.yaml")
@@ -344,7 +297,7 @@ def test_sizes_grow_with_the_table() -> None:
     ("text", "message"),
     [("", "the file is empty"), ("a,a\n1,2\n", "a name of its own"), ("a,b\n", "no rows")],
 )
-def test_a_file_without_a_table_is_said(tmp_path: Path, text: str, message: str) -> None:
+def test_a_file_without_a_table_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "t.csv").write_text(text)
     with pytest.raises(DataError, match=message):
         passive(tmp_path, tmp_path / "t.csv")
@@ -376,10 +329,10 @@ def test_the_outcome_is_there_for_programs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command("passive", usage(tmp_path), "--folder", tmp_path, "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["numeric"] == ["calls"]
-    assert told["columns"]["calls"]["missing"] == 55
-    assert told["files"] == [str(tmp_path / "passive.yaml")]
+    document = json.loads(capsys.readouterr().out)
+    assert document["numeric"] == ["calls"]
+    assert document["columns"]["calls"]["missing"] == 55
+    assert document["files"] == [str(tmp_path / "passive.yaml")]
 
 
 @pytest.mark.parametrize(

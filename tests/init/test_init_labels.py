@@ -49,6 +49,8 @@ READ: dict[str, tuple[list[str], Sequence[str], dict[str, float], str]] = {
     "si": (mixed("si", "no"), (), {"si": 1, "no": 0}, "('si')"),
     "true": (mixed("true", "false"), (), {"true": 1, "false": 0}, "('true')"),
     "rarer": (mixed("left", "right"), (), {"left": 0, "right": 1}, "guess: the rarer"),
+    "one and two": (mixed("1", "2"), (), {"1": 0, "2": 1}, "guess: the rarer"),
+    "a rare no": (mixed("yes", "no"), (), {"yes": 1, "no": 0}, "81.7% of the labels are positive"),
     "white space": (mixed("no", "yes", " yes"), (), {"no": 0, "yes": 1, " yes": 1}, "('yes'); 1"),
     "others": (mixed("no", "yes", "maybe"), YES, {"no": 0, "yes": 1, "maybe": 0},
                "WARNING: 2 other texts"),
@@ -96,7 +98,8 @@ def assert_read(
         assert len(rows) == len(labels) if found.kept is None else found.kept.tolist() == rows
         again = settings.model_copy(update={"data": data})
         assert list(read_own_ids(again).data.ids) == list(found.ids)
-        assert found.report.unlabelled == found.report.left_out == len(labels) - len(rows)
+        report = found.table.id_report
+        assert report.unlabelled == report.left_out == len(labels) - len(rows)
         assert len(ServedRows.load(again, found.fit(np.arange(9)))) == len(labels)
 
 
@@ -163,4 +166,6 @@ def test_a_row_without_a_label_repeats_no_id(tmp_path: Path) -> None:
         for read in (PartyData.load, read_ids_alone):
             found = read(chosen, tmp_path, None, AS_WRITTEN)
             assert list(found.ids) == ["a", "b"]
-            assert found.report.in_words().endswith("3 of 5 rows left out: 3 without a label")
+            assert found.table.id_report.in_words().endswith(
+                "3 of 5 rows left out: 3 without a label"
+            )

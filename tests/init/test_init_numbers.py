@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 import yaml
 
-from splitveil import simulation
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.command.program import main as splitveil
 from splitveil.common.data.label_range import LabelRange
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_settings import load_party_settings
@@ -18,15 +16,10 @@ from splitveil.deploy.init.choices import Wishes
 from splitveil.deploy.init.initialise import Written, initialise
 from splitveil.deploy.init.labels import Within
 from splitveil.deploy.init.proposal import Terms
+from tests.init.test_init import command, write
+from tests.support import simulation
 
 ROWS = 500
-
-
-def write(path: Path, **columns: Sequence[object]) -> Path:
-    lines = [",".join(columns)]
-    lines += [",".join(map(str, row)) for row in zip(*columns.values(), strict=True)]
-    path.write_text("\n".join(lines) + "\n")
-    return path
 
 
 def houses(
@@ -37,15 +30,14 @@ def houses(
     rooms, age = made.integers(1, 8, ROWS), made.random(ROWS) * 90
     price = (700 + 320 * rooms - 4.5 * age + 60 * made.standard_normal(ROWS)) * scale + shift
     ids = [f"h{number:04d}" for number in made.permutation(ROWS)]
-    write(folder / "houses.csv", id=ids, age=[f"{one:.1f}" for one in age])
-    return write(
-        folder / "prices.csv",
-        id=ids,
-        price=[repr(float(one)) for one in price],
-        rooms=rooms.tolist(),
-        garden=["yn"[number % 2] for number in range(ROWS)],
-        **others,
-    )
+    write(folder / "houses.csv", {"id": ids, "age": [f"{one:.1f}" for one in age]})
+    columns: dict[str, Sequence[object]] = {
+        "id": ids,
+        "price": [repr(float(one)) for one in price],
+        "rooms": rooms.tolist(),
+        "garden": ["yn"[number % 2] for number in range(ROWS)],
+    }
+    return write(folder / "prices.csv", columns | others)
 
 
 def active(folder: Path, path: Path, **wishes: object) -> Written:
@@ -112,11 +104,6 @@ def test_no_more_than_the_order_of_the_largest_label_is_proposed(
     assert settings.data.label_range == LabelRange(low=low, high=high, outside="clipped")
 
 
-def test_chosen_bounds_that_do_not_hold_all_labels_clip_the_others(tmp_path: Path) -> None:
-    found = bounds(active(tmp_path, houses(tmp_path), label_range=(0.0, 2_000.0)))
-    assert (found.outside, found.holds_all) == ("clipped", False)
-
-
 def test_few_numbers_are_classes_unless_bounds_are_given(tmp_path: Path) -> None:
     path = houses(tmp_path, stars=[number % 5 for number in range(ROWS)])
     as_classes = active(tmp_path, path, label_column="stars").proposal.choices.label
@@ -124,8 +111,13 @@ def test_few_numbers_are_classes_unless_bounds_are_given(tmp_path: Path) -> None
     assert (as_classes.within, as_classes.classes) == (None, 5)
     as_number = active(tmp_path, path, label_column="stars", label_range=(0.0, 4.0))
     assert bounds(as_number).outside == "refused"
+    clipped = bounds(active(tmp_path, path, label_column="stars", label_range=(0.0, 3.0)))
+    assert (clipped.outside, clipped.holds_all) == ("clipped", False)
     with pytest.raises(SettingsError, match="expected a number in every row of column 'garden'"):
         active(tmp_path, path, label_column="garden", label_range=(0.0, 4.0))
+    path = houses(tmp_path, cost=["" if one % 9 == 0 else one / 7 for one in range(ROWS)])
+    with pytest.raises(SettingsError, match="in every row, or a number"):
+        active(tmp_path, path, label_column="cost")
 
 
 def test_a_column_of_numbers_is_the_label_if_it_is_named_like_one(tmp_path: Path) -> None:
@@ -135,40 +127,19 @@ def test_a_column_of_numbers_is_the_label_if_it_is_named_like_one(tmp_path: Path
     assert found.proposal.choices.label.column == "target"
 
 
-def test_columns_that_follow_the_number_are_left_out(tmp_path: Path) -> None:
-    path = houses(tmp_path)
-    lines = path.read_text().splitlines()
-    prices = [float(line.split(",")[1]) for line in lines[1:]]
-    in_euros = [f"{one * 1.08:.3f}" for one in prices]
-    found = active(tmp_path, houses(tmp_path, in_euros=in_euros))
-    left_out = {column.name: column.why for column in found.proposal.choices.left_out}
-    assert "tells the label" in left_out["in_euros"]
-    assert "rooms" not in left_out
-
-
-def test_a_label_with_gaps_is_refused(tmp_path: Path) -> None:
-    path = houses(tmp_path, cost=["" if one % 9 == 0 else one / 7 for one in range(ROWS)])
-    with pytest.raises(SettingsError, match="in every row, or a number"):
-        active(tmp_path, path, label_column="cost")
-
-
-# ---- the command ----
-
-
-def command(*words: object) -> int | str | None:
-    with pytest.raises(SystemExit) as end:
-        splitveil(["init", *map(str, words)])
-    return end.value.code
-
-
-def test_bounds_are_an_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = houses(tmp_path)
+def test_columns_that_follow_the_number_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = houses(tmp_path).read_text().splitlines()[1:]
+    in_euros = [f"{float(line.split(',')[1]) * 1.08:.3f}" for line in lines]
+    path = houses(tmp_path, in_euros=in_euros)
     of_label = ("--label-column", "price", "--label-range", 0, 9000)
     assert command("active", path, "--folder", tmp_path, *of_label, "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["label_range"] == [0, 9000]
-    assert told["num_classes"] is None
-    assert told["rarest_share"] is None
+    document = json.loads(capsys.readouterr().out)
+    assert "gives the label away" in document["left_out"]["in_euros"]
+    assert "rooms" not in document["left_out"]
+    assert document["label_range"] == [0, 9000]
+    assert document["num_classes"] is document["rarest_share"] is None
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import load_file
 
 from splitveil.active_party.ledger.account_book import AccountBook
-from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.adversary import Adversary
 from tests.support.plans import printed_plan
 from tests.support.processes import Pair, started
 from tests.support.runs import write_example
 
 BUDGET = (
     "defense={name: marvell, strength: {power_ratio: 16}, insecure_noise_seed: 7}",
-    "run_budget={leak_auc: 0.7, covers: knows class means only}",
+    "run_budget={leak_auc: 0.7, adversary: knows class means only}",
 )
 EPOCHS = "contract.epochs=10"
 
@@ -77,9 +77,9 @@ def test_checkpoint_summary_and_ledger_are_left(
     charged = torch.nonzero(stored["settled"]).reshape(-1).numpy()
     assert 0 < len(charged) < 360
     assert ledger.bounds(charged).sum_kl.max == summary["ledger"]["sum_kl_max"]
-    for written, peers in zip(summary["bounds"], Covers, strict=True):
+    for written, peers in zip(summary["bounds"], Adversary, strict=True):
         bound = ledger.bounds(np.arange(360)).against(peers)
-        assert written == {"covers": peers, "leak_auc": bound.leak_auc.max, "mu": bound.mu}
+        assert written == {"adversary": peers, "leak_auc": bound.leak_auc.max, "mu": bound.mu}
 
 
 def test_the_next_run_has_no_budget_left_where_this_one_ended(

@@ -15,10 +15,10 @@ import pytest
 from numpy.typing import NDArray
 from pyarrow import csv, parquet
 
-from splitveil.simulation import free_address
 from tests.support.certificates import make, use
 from tests.support.processes import Party, started
 from tests.support.runs import write_example
+from tests.support.simulation import free_address
 from tests.support.waiting import wait_until
 from tests.support.watched import asked
 

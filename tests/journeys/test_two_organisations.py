@@ -14,9 +14,9 @@ from typing import NamedTuple
 import pytest
 import yaml
 
-from splitveil.simulation import free_address
 from tests.support.markdown import blocks
 from tests.support.programs import ROOT
+from tests.support.simulation import free_address
 from tests.support.typed import Done, begun, called, ended, write_tables
 
 PAGE = ROOT / "docs" / "guide" / "two-organisations.md"

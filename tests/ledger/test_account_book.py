@@ -13,7 +13,7 @@ from splitveil.active_party.defenses.strength import PowerRatio
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.active_party.ledger.account_book import AccountBook, persons_of
 from splitveil.active_party.ledger.ledger import LeakLedger
-from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.leakage import leak_auc
 from tests.support.defended import build_defense
 
@@ -170,11 +170,11 @@ def test_who_adds_up_six_runs_passes_what_one_ledger_guarantees_and_not_the_book
             alone.charge(batch.numpy(), report.charge)
         book = book.closed(ids, ledger)
     everybody = np.arange(len(ids))
-    one_run = alone.bounds(everybody).against(Covers.CLASS_MEANS).leak_auc.max
+    one_run = alone.bounds(everybody).against(Adversary.CLASS_MEANS).leak_auc.max
     all_runs = book.ledger.bounds(everybody)
     measured = leak_auc(score, labels)
     assert measured > one_run + 0.06
-    together = all_runs.against(Covers.CLASS_MEANS).leak_auc.max
+    together = all_runs.against(Adversary.CLASS_MEANS).leak_auc.max
     assert measured < together
     assert measured == pytest.approx(all_runs.estimate.max, abs=0.06)
     assert all_runs.sum_kl.max == pytest.approx(6 * alone.bounds(everybody).sum_kl.max, rel=0.01)

@@ -105,7 +105,8 @@ def test_a_budget_counts_earlier_runs_and_one_that_is_used_up_answers_nothing(
     example: Path,
 ) -> None:
     enough, used_up = (
-        f"run_budget={{sum_kl: {limit}, covers: knows class means only}}" for limit in (0.2, 0.13)
+        f"run_budget={{sum_kl: {limit}, adversary: knows class means only}}"
+        for limit in (0.2, 0.13)
     )
     run(example, MARVELL, enough)
     parties = parties_with(example, MARVELL, enough, AFTER_FIRST)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from splitveil.active_party.defenses.exact_auc import gaussian_auc
-from splitveil.active_party.ledger.released_targets import TARGETS, read_targets
+from splitveil.active_party.ledger.stored_labels import TARGETS, read_targets
 from splitveil.active_party.results import save_results
 from splitveil.active_party.trainer_builder import TrainerBuilder
-from splitveil.common.data.subjects import numbered, read_subjects
+from splitveil.common.data.ids import numbered_subjects, read_subjects
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy.leakage import auc
@@ -75,7 +75,7 @@ def test_only_new_rows_are_charged_and_known_rows_keep_their_targets(example: Pa
     assert torch.equal(targets[training][is_known], expected[is_known])
 
     # Known rows have what the first run told of them, mu^2 = 1, and new ones what this run told.
-    accounts = later.session.lifecycle.answering.budget.accounts.told
+    accounts = later.session.lifecycle.answering.budget.accounts.total
     charged = np.array([accounts.bounds(np.array([at])).sum_kl.max for at in training.tolist()])
     np.testing.assert_allclose(charged, 1.0, rtol=1e-12)
     assert later.active.earlier is not None
@@ -171,7 +171,7 @@ def add_subjects(folder: Path, rows_per_person: int) -> None:
 
 
 def subjects_of(parties: Parties, folder: Path) -> torch.Tensor:
-    subjects = numbered(read_subjects(parties.active_settings.data, folder, "person"))
+    subjects = numbered_subjects(read_subjects(parties.active_settings.data, folder, "person"))
     rows = parties.session.lifecycle.answering.rows
     return torch.from_numpy(subjects[rows.file_rows[rows.splits["train"]]])
 
@@ -230,7 +230,7 @@ def test_a_row_without_a_person_has_one_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "active.csv").write_text("\n".join(lines) + "\n")
     settings = build(tmp_path, "data.features.numeric=own1").active_settings
     subjects = read_subjects(settings.data, tmp_path, "person")
-    first, second, third, fourth = numbered(subjects).tolist()
+    first, second, third, fourth = numbered_subjects(subjects).tolist()
     assert first == third
     assert len({first, second, fourth}) == 3
 

@@ -16,7 +16,7 @@ from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
 from splitveil.active_party.defenses import (
-    Covers,
+    Adversary,
     DefenseContext,
     IsoDefense,
     LeakCharge,
@@ -46,10 +46,9 @@ from splitveil.active_party.defenses.label_mechanisms import (
 )
 from splitveil.active_party.defenses.sum_kl import estimated_auc, leak_auc_bound
 from splitveil.active_party.ledger.account_book import AccountBook
-from splitveil.active_party.ledger.bounds import LeakBounds
-from splitveil.active_party.ledger.known_bounds import NOTHING, OF_ANY_KIND, known_of
+from splitveil.active_party.ledger.bounds import NOTHING, OF_ANY_KIND, LeakBounds, known_of
+from splitveil.active_party.ledger.budget import Limit
 from splitveil.active_party.ledger.ledger import LeakLedger, logged
-from splitveil.active_party.ledger.limit import Limit
 
 Numbers = npt.NDArray[np.float64]
 ROWS = 200_000
@@ -191,7 +190,7 @@ def test_no_composition_of_responses_and_gaussian_noise_passes_the_bound(
         charge_of(RESPONSE.model_copy(update={"epsilon": epsilon}), f"draw {number}")
         for number, epsilon in enumerate(epsilons)
     ]
-    fresh = LeakCharge(mu**2, covers=Covers.ANYBODY, is_gaussian=True)
+    fresh = LeakCharge(mu**2, adversary=Adversary.ANYBODY, is_gaussian=True)
     bounds, exact = bounds_after(*draws, fresh), best_auc_of(epsilons, mu)
     assert exact <= bounds.guarantee.max + 1e-12
     # Far apart only where little is hidden at all.
@@ -201,7 +200,7 @@ def test_no_composition_of_responses_and_gaussian_noise_passes_the_bound(
     else:
         assert exact > guarantee_after(draws[-1]) + 1e-6
     assert bounds.guarantee.max <= leak_auc_bound(bounds.sum_kl.max)
-    assert bounds.against(Covers.ANYBODY).mu is None
+    assert bounds.against(Adversary.ANYBODY).mu is None
 
 
 def curve(mu: float, alpha: Numbers) -> Numbers:
@@ -260,7 +259,7 @@ def test_a_mechanism_that_dominates_tells_no_less(mechanism: LabelMechanism) -> 
     assert charge.dominating_mu**2 > charge.sum_kl
     assert gaussian_auc(charge.dominating_mu) > label_leak(mechanism).leak_auc
     assert charge.dominating_mu <= gaussian_of_epsilon(1.0) * (1 + 1e-12)
-    fresh = LeakCharge(0.5, covers=Covers.ANYBODY, is_gaussian=True)
+    fresh = LeakCharge(0.5, adversary=Adversary.ANYBODY, is_gaussian=True)
     found = guarantee_after(charge, fresh, fresh)
     assert found == pytest.approx(gaussian_auc(math.sqrt(1 + charge.dominating_mu**2)))
 
@@ -268,11 +267,11 @@ def test_a_mechanism_that_dominates_tells_no_less(mechanism: LabelMechanism) -> 
 def test_a_draw_that_comes_back_is_no_second_one_and_any_other_is() -> None:
     once, other = charge_of(RESPONSE), charge_of(RESPONSE, "another draw")
     exact = pytest.approx(auc_of_epsilon(1.0), rel=1e-12)
-    assert guarantee_after(once, once, LeakCharge(0.0, covers=Covers.ANYBODY)) == exact
+    assert guarantee_after(once, once, LeakCharge(0.0, adversary=Adversary.ANYBODY)) == exact
     both = guarantee_after(once, other)
     assert both == pytest.approx(min(auc_of_epsilon(2.0), estimated_auc(2 * MU_SQUARED_OF_1)))
     assert guarantee_after(once, other, once) > both  # by then nobody knows that it came back
-    unknown = LeakCharge(0.01, covers=Covers.ANYBODY)
+    unknown = LeakCharge(0.01, adversary=Adversary.ANYBODY)
     together = guarantee_after(once, unknown)
     assert together == leak_auc_bound(once.sum_kl + 0.01)
 
@@ -356,7 +355,9 @@ def test_a_budget_that_one_draw_uses_up_allows_no_second_one() -> None:
     assert limit.objection(ledger.after(at, logged(charge_of(chosen)))) is None
     again = ledger.after(at, logged(charge_of(chosen, "another key")))
     assert "would take an example to sum_kl" in (limit.objection(again) or "")
-    mixed = ledger.after(at, logged(LeakCharge(0.01, covers=Covers.ANYBODY, is_gaussian=True)))
+    mixed = ledger.after(
+        at, logged(LeakCharge(0.01, adversary=Adversary.ANYBODY, is_gaussian=True))
+    )
     assert limit.objection(mixed) is not None
     roomy = Limit.of_leak_auc(0.66)  # Phi of mu^2 together is .646, where the divergence gives .69
     assert roomy.objection(mixed) is None
@@ -365,14 +366,14 @@ def test_a_budget_that_one_draw_uses_up_allows_no_second_one() -> None:
 def test_what_cannot_be_an_auc_or_an_epsilon_counts_as_unknown() -> None:
     for leak_auc, epsilon in ((math.nan, math.nan), (0.4, -1.0), (1.5, None)):
         charge = LeakCharge(
-            0.3, "key", epsilon, Covers.ANYBODY, leak_auc=leak_auc, dominating_mu=epsilon
+            0.3, "key", epsilon, Adversary.ANYBODY, leak_auc=leak_auc, dominating_mu=epsilon
         )
         assert (charge.leak_auc, charge.epsilon, charge.dominating_mu) == (None, None, None)
         assert guarantee_after(charge) == leak_auc_bound(0.3)
     assert known_of(math.inf, 1.0, 0.6).tolist() == OF_ANY_KIND.tolist()
     assert known_of(0.0, math.inf).tolist() == NOTHING.tolist()
     assert known_of(0.3, math.inf, mu=math.sqrt(0.3)).tolist() == [1.0, math.inf, 0.0]
-    assert guarantee_after(LeakCharge(math.inf, "key", 1.0, Covers.ANYBODY, leak_auc=0.6)) == 1
+    assert guarantee_after(LeakCharge(math.inf, "key", 1.0, Adversary.ANYBODY, leak_auc=0.6)) == 1
 
 
 def test_a_top_model_that_knows_the_labels_leaves_the_figure_of_the_draw_and_no_epsilon() -> None:

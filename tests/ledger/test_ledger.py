@@ -17,10 +17,10 @@ from splitveil.active_party.defenses import LeakCharge
 from splitveil.active_party.defenses.sum_kl import estimated_auc, leak_auc_bound
 from splitveil.active_party.ledger.bounds import LeakBounds, PeerBound, Spread
 from splitveil.active_party.ledger.ledger import LeakLedger, logged
-from splitveil.active_party.monitor.leak_alarm import MIN_BATCHES, LeakAlarm
+from splitveil.active_party.monitor.leak_guards import MIN_BATCHES, LeakAlarm
 from splitveil.active_party.monitor.stated import ledger_figures
-from splitveil.common.privacy.audit import BatchLeak
-from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.audit import AuditedBatch
 from splitveil.common.privacy.leakage import auc, leak_auc
 from splitveil.common.run.sample_order import Positions
 
@@ -89,7 +89,7 @@ def holds(simulation: Simulation) -> bool:
 
 
 def of_class_means(bounds: LeakBounds) -> Spread:
-    return bounds.against(Covers.CLASS_MEANS).leak_auc
+    return bounds.against(Adversary.CLASS_MEANS).leak_auc
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -134,9 +134,11 @@ def test_fresh_charges_add_up_and_of_repeated_noise_the_largest_counts() -> None
 def test_an_answer_that_tells_nobody_anything_changes_no_account() -> None:
     """As a gradient that was computed from releases, which were charged when they were told."""
     ledger = LeakLedger(6)
-    ledger.charge(np.array([0, 2, 4]), LeakCharge(0.25, covers=Covers.ANYBODY, is_gaussian=True))
+    ledger.charge(
+        np.array([0, 2, 4]), LeakCharge(0.25, adversary=Adversary.ANYBODY, is_gaussian=True)
+    )
     before = save(ledger.state_dict())
-    nothing = LeakCharge(0.0, covers=Covers.ANYBODY, is_gaussian=True)
+    nothing = LeakCharge(0.0, adversary=Adversary.ANYBODY, is_gaussian=True)
     ledger.charge(np.arange(6), nothing)
     assert save(ledger.state_dict()) == before
     ledger.charge(np.arange(6), LeakCharge(0.0))  # this one holds for few peers
@@ -145,8 +147,8 @@ def test_an_answer_that_tells_nobody_anything_changes_no_account() -> None:
 
 def test_charges_of_the_kinds_that_are_known_are_entered_like_the_first() -> None:
     """Whether a charge changes what is known is asked of each account."""
-    gaussian = LeakCharge(0.25, covers=Covers.ANYBODY, is_gaussian=True)
-    other = LeakCharge(0.25, covers=Covers.ANYBODY)
+    gaussian = LeakCharge(0.25, adversary=Adversary.ANYBODY, is_gaussian=True)
+    other = LeakCharge(0.25, adversary=Adversary.ANYBODY)
     ledger = LeakLedger(4)
     for positions, charge in (([0, 1], gaussian), ([1, 2], other), ([0, 1, 2, 3], gaussian)):
         ledger.charge(np.array(positions), charge)
@@ -265,7 +267,7 @@ def alarms_for(true_auc: float, charge: float, positives: int, batches: int, see
         scores = torch.from_numpy(generator.normal(size=len(labels)))
         random = torch.from_numpy(generator.normal(size=len(labels)))
         leak = {"cut": {"norm": leak_auc(scores + shift * labels, labels)}}
-        alarm.note_leak(BatchLeak(0, step, leak, leak_auc(random, labels)))
+        alarm.note_leak(AuditedBatch(0, step, leak, leak_auc(random, labels)))
     return len(alarm.judge(0))
 
 
@@ -286,7 +288,7 @@ def test_short_epochs_are_judged_together_and_by_their_own_charges() -> None:
     for epoch in range(4):
         alarm.note_charge(epoch, 0.01 if epoch < 3 else math.inf)
         for step in range(MIN_BATCHES // 3 + 1):
-            alarm.note_leak(BatchLeak(epoch, step, {"cut": {"norm": 0.9 + step / 1000}}, 0.5))
+            alarm.note_leak(AuditedBatch(epoch, step, {"cut": {"norm": 0.9 + step / 1000}}, 0.5))
         alarm.note_charge(epoch + 1, math.inf if epoch == 3 else 0.01)
         found = alarm.judge(epoch)
         assert [(one.attack, one.layer) for one in found] == ([("norm", "cut")] * (epoch == 2))

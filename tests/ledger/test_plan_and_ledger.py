@@ -12,7 +12,7 @@ from statistics import NormalDist
 
 import pytest
 
-from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.adversary import Adversary
 from tests.support.plans import printed_plan
 from tests.support.runs import build_parties, run_in_process, write_example
 from tests.support.several_classes import write_classes
@@ -88,7 +88,7 @@ def charged(folder: Path, overrides: Sequence[str]) -> tuple[float, float]:
     parties = build_parties(folder, overrides, contract)
     run_in_process(parties)
     bounds = parties.session.leak_bounds()
-    return bounds.sum_kl.max, bounds.against(Covers.CLASS_MEANS).leak_auc.max
+    return bounds.sum_kl.max, bounds.against(Adversary.CLASS_MEANS).leak_auc.max
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_an_estimate_says_that_a_run_may_be_charged_more_and_one_is(two: Path) -
 def test_a_budget_is_promised_to_suffice_only_where_charges_are_known(
     two: Path, defense: str, budget: float, said: str
 ) -> None:
-    limit = f"run_budget={{sum_kl: {budget}, covers: knows class means only}}"
+    limit = f"run_budget={{sum_kl: {budget}, adversary: knows class means only}}"
     overrides = [*BY_HEART, f"defense={{{defense}}}", limit]
     assert said in printed_plan(two, *overrides).replace("epochs fit\n", "epochs fit (\n")
 

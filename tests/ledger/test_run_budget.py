@@ -30,7 +30,7 @@ from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.errors import BudgetExhausted, Interrupted, PeerLeft, SettingsError
 from splitveil.common.party.party_settings import load_party_settings
-from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.record.run_record import write_summary
 from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.run.course import Batch
@@ -101,12 +101,12 @@ def test_without_a_defense_the_ledger_promises_nothing(example: Path) -> None:
 
 
 def budget_of_class_means(limit: str) -> str:
-    return f"run_budget={{{limit}, covers: knows class means only}}"
+    return f"run_budget={{{limit}, adversary: knows class means only}}"
 
 
 def bound(bounds: LeakBounds) -> float:
     """Return the bound for those peers, of the most exposed example."""
-    return bounds.against(Covers.CLASS_MEANS).leak_auc.max
+    return bounds.against(Adversary.CLASS_MEANS).leak_auc.max
 
 
 @pytest.mark.parametrize("limit", ["leak_auc: 0.7", f"sum_kl: {sum_kl_for_leak_auc(0.7)}"])
@@ -318,7 +318,7 @@ def test_the_plan_says_when_everything_fits(example: Path) -> None:
     assert "none is set" in printed_plan(example, MARVELL)
     persistent = "defense={name: marvell, noise: persistent, strength: {power_ratio: 16}}"
     for budget, outcome in ((0.7, "all 500 epochs fit"), (0.6, "the run ends in epoch 1 ")):
-        limit = f"run_budget={{leak_auc: {budget}, covers: honest-but-curious}}"
+        limit = f"run_budget={{leak_auc: {budget}, adversary: honest-but-curious}}"
         assert outcome in printed_plan(example, persistent, limit, "contract.epochs=500")
 
 
@@ -369,14 +369,14 @@ def test_the_epoch_of_the_end_is_the_one_after_the_last_that_fits() -> None:
     [
         ([MARVELL, "run_budget={leak_auc: 0.7}"], "marvell has no bound for anybody, only for"),
         (
-            [MARVELL, "run_budget={leak_auc: 0.7, covers: honest-but-curious}"],
+            [MARVELL, "run_budget={leak_auc: 0.7, adversary: honest-but-curious}"],
             "marvell has no bound for an honest-but-curious peer.* energy of single rows",
         ),
         (["defense={name: iso}", "run_budget={sum_kl: 1}"], "iso has no bound for anybody"),
         (["defense={name: max_norm}", "run_budget={sum_kl: 1}"], "max_norm has no bound"),
         (
             ["defense={name: marvell, noise: persistent}", "run_budget={leak_auc: 0.8}"],
-            "Expected covers: honest-but-curious in run_budget, or a defense with a bound for any",
+            "Expected adversary: honest-but-curious in run_budget, or a defense with a bound",
         ),
         (
             ["defense={name: noisy_label, top_labels: true}", "run_budget={leak_auc: 0.8}"],
@@ -390,7 +390,10 @@ def test_the_epoch_of_the_end_is_the_one_after_the_last_that_fits() -> None:
             ["defense={name: noisy_label}", "run_budget={leak_auc: 0.8}", "early_stopping={}"],
             "early_stopping leaves no bound for anybody",
         ),
-        ([MARVELL, "run_budget={leak_auc: 0.8, covers: everybody}"], r"covers: Input should be"),
+        (
+            [MARVELL, "run_budget={leak_auc: 0.8, adversary: everybody}"],
+            r"adversary: Input should be",
+        ),
     ],
 )
 def test_a_budget_for_peers_whom_no_charge_describes_is_refused_before_the_run(
@@ -404,7 +407,7 @@ def test_a_gate_that_only_warns_leaves_the_bound_for_anybody(example: Path) -> N
     harmless = "leak_gate={action: warn}"
     overrides = ["defense={name: noisy_label}", "run_budget={leak_auc: 0.8}", harmless]
     settings = load_party_settings(ActiveSettings, example / "active.yaml", overrides)
-    assert allowance_of(settings, AccountBook.empty()).peers is Covers.ANYBODY
+    assert allowance_of(settings, AccountBook.empty()).peers is Adversary.ANYBODY
     said = bounds_in_words(settings)
     assert said == "bounds: the ledger can state some for anybody."
 
@@ -427,9 +430,9 @@ def test_gaussian_noisy_labels_have_their_exact_figure_for_anybody(
     # A limit just above the exact figure: that for any distributions would not fit into it.
     limit = f"run_budget={{leak_auc: {auc + 1e-6}}}"
     parties = parties_with(example, f"defense={{name: noisy_label, {noise}}}", limit)
-    for bound, covers in zip(summary_of(parties, tmp_path)["bounds"], Covers, strict=True):
+    for bound, adversary in zip(summary_of(parties, tmp_path)["bounds"], Adversary, strict=True):
         assert bound == {
-            "covers": covers,
+            "adversary": adversary,
             "leak_auc": pytest.approx(auc, rel=1e-12),
             "mu": pytest.approx(1 / ratio, rel=1e-12),
         }
@@ -457,14 +460,18 @@ def test_noisy_labels_that_are_drawn_once_have_the_exact_figure_of_their_draw(
     fits, limit = noisy_labels(kind, 0.6), "run_budget={leak_auc: 0.6}"
     parties = parties_with(example, fits, limit, LONGER)
     written = summary_of(parties, tmp_path)
-    for bound, covers in zip(written["bounds"], Covers, strict=True):
-        assert bound == {"covers": covers, "leak_auc": pytest.approx(0.6, abs=1e-9), "mu": None}
+    for bound, adversary in zip(written["bounds"], Adversary, strict=True):
+        assert bound == {
+            "adversary": adversary,
+            "leak_auc": pytest.approx(0.6, abs=1e-9),
+            "mu": None,
+        }
     bounds = parties.session.leak_bounds()
     assert bounds.guarantee.mean == bounds.guarantee.max >= bounds.estimate.max
     assert leak_auc_bound(bounds.sum_kl.max) > 0.65
     plan = printed_plan(example, fits, limit, LONGER)
     assert "a leak AUC of at most 0.600: all 5 epochs fit" in plan
-    assert plan.count(" 0.600 ") >= 2 * len(Covers)  # of one answer, and of the whole run
+    assert plan.count(" 0.600 ") >= 2 * len(Adversary)  # of one answer, and of the whole run
 
 
 @pytest.mark.parametrize("kind", DRAWN_ONCE)
@@ -483,7 +490,7 @@ def test_a_summary_has_all_columns_and_1_where_there_is_no_bound(
     example: Path, tmp_path: Path
 ) -> None:
     bounds = summary_of(parties_with(example, MARVELL), tmp_path)["bounds"]
-    assert [one["covers"] for one in bounds] == list(Covers)
+    assert [one["adversary"] for one in bounds] == list(Adversary)
     assert [one["leak_auc"] for one in bounds[:2]] == [1.0, 1.0]
     assert 0.5 < bounds[2]["leak_auc"] < 0.7
     assert [one["mu"] for one in bounds] == [None, None, None]

@@ -14,9 +14,9 @@ from splitveil.active_party import workers as active_workers
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.models.speed import Autocast, speed_up
 from splitveil.common.run.messages import Answer
-from splitveil.passive_party import workers as passive_workers
-from splitveil.simulation.in_process import InProcessPeer
+from splitveil.passive_party import assembly as passive_assembly
 from tests.support.runs import build_parties, run_in_process, write_example
+from tests.support.simulation import InProcessPeer
 
 NEEDS_COMPILER = pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="there is no C++ compiler"
@@ -101,7 +101,7 @@ def test_a_machine_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch
 def test_several_processes_are_refused(autocast: Autocast, compiled: bool) -> None:
     settings: Any = SimpleNamespace(autocast=autocast, compile=compiled)
     nothing: Any = None
-    for spread in (active_workers.spread, passive_workers.spread):
+    for spread in (active_workers.spread, passive_assembly.spread):
         with pytest.raises(SettingsError, match="not where several processes"):
             spread(settings, nn.Linear(2, 2), nothing, nothing)
 

@@ -18,7 +18,7 @@ from splitveil.active_party.defenses.marvell import MarvellDefense
 from splitveil.common.data.features import Features, FeatureShapes
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.conv import ConvTop
-from splitveil.common.models.mlp import MlpBottom
+from splitveil.common.models.dense import MlpBottom
 from splitveil.common.models.settings import ConvModel, MlpModel
 from splitveil.common.models.spread_model import (
     RowForm,
@@ -28,7 +28,7 @@ from splitveil.common.models.spread_model import (
 )
 from splitveil.common.models.worker import Replica, Worker
 from splitveil.common.models.worker_line import Order, Pending, WorkerLine
-from splitveil.passive_party.stashed_weights import keeping_weights
+from splitveil.passive_party.bottom_trainer import stashing_weights
 
 CPU = torch.device("cpu")
 OWN = FeatureShapes(3, (5, 4))
@@ -169,7 +169,7 @@ def test_a_gradient_may_come_when_newer_batches_have_been_learned_from() -> None
     def trained(model: nn.Module, compute: Any) -> list[Tensor]:
         optimizer, waiting = SGD(model.parameters(), lr=0.1), []
         for batch in batches:
-            with keeping_weights(model):
+            with stashing_weights(model):
                 waiting.append(compute(batch))
             if len(waiting) == 2:
                 optimizer.zero_grad()
@@ -179,7 +179,7 @@ def test_a_gradient_may_come_when_newer_batches_have_been_learned_from() -> None
 
     def replica() -> Replica:
         model = bottom(seed=2)
-        return Replica(model, RowForm(None, OWN), CPU, (), 2, partial(keeping_weights, model))
+        return Replica(model, RowForm(None, OWN), CPU, (), 2, partial(stashing_weights, model))
 
     model, alone = bottom(seed=1), bottom(seed=1)
     batches = [own_features(10) for _ in range(4)]

@@ -15,9 +15,12 @@ from torch import Tensor, nn
 from splitveil.common.data.features import Features
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.settings import AdamOptimizer, OptimizerSettings, SgdOptimizer
-from splitveil.passive_party.bottom_trainer import BottomTrainer, TrainingPass
-from splitveil.passive_party.layer_taps import LayerTap
-from splitveil.passive_party.stashed_weights import keeping_weights
+from splitveil.passive_party.bottom_trainer import (
+    BottomTrainer,
+    LayerTap,
+    TrainingPass,
+    stashing_weights,
+)
 
 ROWS, COLUMNS, STEPS, SIZE = 96, 6, 12, 8
 
@@ -44,7 +47,7 @@ class Dense(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Weights that are kept in a list besides, and a table with sparse gradients."""
+    """Weights that are in a list besides, and a table with sparse gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +120,7 @@ def trained(
     for step in range(STEPS + depth - 1):
         if step < STEPS:
             rows = trainer.rows(batch_of(step))
-            sent.append(trainer.forward(rows, keeps_weights=depth > 1).clone())
+            sent.append(trainer.forward(rows, stashes_weights=depth > 1).clone())
         if step >= depth - 1:
             done = step - depth + 1
             trainer.backward(answer_to(sent[done], done))
@@ -182,7 +185,7 @@ def test_a_buffer_that_the_next_pass_changes_is_the_one_of_its_own_pass() -> Non
     weights, _ = trained(Scaled, settings, 2)
     model, optimizer, schedule = started(Scaled, settings)
     features = data()
-    kept: list[tuple[Tensor, Tensor, Tensor]] = []  # rows, scale, activation
+    passes: list[tuple[Tensor, Tensor, Tensor]] = []  # rows, scale, activation
     for step in range(STEPS + 1):
         if step < STEPS:
             assert features.numeric is not None
@@ -190,9 +193,9 @@ def test_a_buffer_that_the_next_pass_changes_is_the_one_of_its_own_pass() -> Non
             scale = 1.1**step * torch.ones(4)
             with torch.no_grad():
                 assert isinstance(model, Scaled)
-                kept.append((rows, scale, model.first(rows) * scale))
+                passes.append((rows, scale, model.first(rows) * scale))
         if step:
-            of_rows, of_scale, activation = kept[step - 1]
+            of_rows, of_scale, activation = passes[step - 1]
             gradient = answer_to(activation, step - 1) * of_scale
             assert isinstance(model, Scaled)
             model.first.weight.grad, model.first.bias.grad = gradient.T @ of_rows, gradient.sum(0)
@@ -200,16 +203,6 @@ def test_a_buffer_that_the_next_pass_changes_is_the_one_of_its_own_pass() -> Non
             schedule.step()
     expected = model.state_dict()["first.weight"]
     assert torch.allclose(weights["first.weight"], expected, rtol=1e-4, atol=1e-6)
-
-
-def test_without_copies_autograd_refuses_the_second_backward_pass() -> None:
-    """What the copies are for: without them, this test's model could not be trained ahead."""
-    model, optimizer, _ = started(Dense, SgdOptimizer(kind="sgd", learning_rate=0.1))
-    one, other = (model(data().rows(torch.from_numpy(batch_of(step)))) for step in range(2))
-    torch.autograd.backward(one.sum())
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.backward(other.sum())
 
 
 def test_a_model_that_changes_what_its_backward_pass_needs_is_refused_as_without_copies() -> None:
@@ -227,7 +220,7 @@ def test_a_model_that_changes_what_its_backward_pass_needs_is_refused_as_without
     model, values = Careless(), torch.randn(3, COLUMNS)
     with pytest.raises(RuntimeError, match="inplace"):
         torch.autograd.backward(model(values).sum())
-    with keeping_weights(model):
+    with stashing_weights(model):
         activation = model(values)
     with pytest.raises(RuntimeError, match=r"in place .* of shape \(3, 4\)"):
         torch.autograd.backward(activation.sum())
@@ -243,9 +236,9 @@ def test_large_tables_and_the_first_layer_are_not_copied(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Tensor, "clone", noting)
     model = nn.Sequential(nn.Embedding(1000, 8), nn.Flatten(), nn.Linear(16, 6), nn.Linear(6, 4))
-    with keeping_weights(model):
+    with stashing_weights(model):
         model(torch.zeros(2, 2, dtype=torch.int64))
-    with keeping_weights(model[2:]):
+    with stashing_weights(model[2:]):
         model[2:](torch.zeros(2, 16))
     assert sorted(map(sorted, copied)) == [[4, 6], [4, 6], [6, 16]]
 
@@ -261,7 +254,9 @@ def test_a_tap_gets_the_gradient_of_each_batch_in_turn() -> None:
         training=TrainingPass(model, {"last": LayerTap(model.layers[-1]).take}),
         device=torch.device("cpu"),
     )
-    sent = [trainer.forward(trainer.rows(batch_of(step)), keeps_weights=True) for step in range(3)]
+    sent = [
+        trainer.forward(trainer.rows(batch_of(step)), stashes_weights=True) for step in range(3)
+    ]
     for step, activation in enumerate(sent):
         gradient = answer_to(activation, step)
         assert torch.equal(trainer.backward(gradient)["last"], gradient)

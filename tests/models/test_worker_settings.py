@@ -14,8 +14,15 @@ from splitveil.common.models.settings import MlpModel
 from splitveil.common.party.command_line import prepare, torch_device
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_settings import load_party_settings
-from splitveil.common.party.place import ONLY, Place
-from splitveil.common.party.workers import ALONE, act, check_model, check_same_model, joined
+from splitveil.common.party.workers import (
+    ONE_PROCESS,
+    ONLY,
+    Rank,
+    act,
+    check_model,
+    check_same_model,
+    joined,
+)
 from tests.support.runs import ACTIVE, write_example
 
 TORCHRUN = {
@@ -29,19 +36,19 @@ TORCHRUN = {
 
 
 def test_torchrun_says_which_process_this_is() -> None:
-    assert Place.of_environment(TORCHRUN) == Place(5, 8, 1, 4, 2)
-    assert Place.of_environment({}) == ONLY
+    assert Rank.of_environment(TORCHRUN) == Rank(5, 8, 1, 4, 2)
+    assert Rank.of_environment({}) == ONLY
 
 
 @pytest.mark.parametrize("missing", ["RANK", "MASTER_ADDR"])
 def test_a_variable_of_another_program_makes_no_group(missing: str) -> None:
     variables = {name: text for name, text in TORCHRUN.items() if name != missing}
-    assert Place.of_environment(variables) == ONLY
+    assert Rank.of_environment(variables) == ONLY
 
 
 def test_a_rank_that_is_no_number_is_refused() -> None:
     with pytest.raises(SettingsError, match="WORLD_SIZE: expected a whole number"):
-        Place.of_environment(TORCHRUN | {"WORLD_SIZE": "two"})
+        Rank.of_environment(TORCHRUN | {"WORLD_SIZE": "two"})
 
 
 def test_only_run_computes_in_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +93,7 @@ def test_processes_share_the_cores_of_their_machine(tmp_path: Path) -> None:
     settings = load_party_settings(ActiveSettings, tmp_path / "active.yaml", ["torch_threads=null"])
     before = torch.get_num_threads()
     try:
-        prepare(settings, Place(1, 4096, 1, 4096))
+        prepare(settings, Rank(1, 4096, 1, 4096))
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
@@ -106,7 +113,7 @@ def test_each_process_takes_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_single_process_waits_for_nobody() -> None:
     with joined(ONLY, Interruption()) as workers:
-        assert workers == ALONE
+        assert workers == ONE_PROCESS
 
 
 def test_before_a_signal_stops_a_run_the_workers_are_asked() -> None:

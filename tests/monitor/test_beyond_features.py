@@ -4,6 +4,7 @@ import copy
 import json
 import logging
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,15 @@ from splitveil.active_party.monitor.stated import hold_against, log_beyond, stat
 from splitveil.active_party.report import write_report
 from splitveil.active_party.report.run_files import read_run
 from splitveil.active_party.report.verdict import judge
-from splitveil.common.privacy.covers import Covers
-from splitveil.common.record.beyond_figures import (
+from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.record.figures import (
     AdjustedFigures,
     AdvantageFigures,
     BeyondFigures,
     EpsilonFigures,
+    LeakFigures,
     set_aside,
 )
-from splitveil.common.record.leak_figures import LeakFigures
 from splitveil.common.record.run_record import METRICS, read_summary, write_summary
 from splitveil.common.record.summary import Summary
 from splitveil.common.record.summary_tables import print_summary
@@ -136,7 +137,7 @@ class Overstated(Defense):
         pass
 
     def defend(self, batch):
-        report = DefenseReport(0.0, charge=LeakCharge(0.1, "bare", 0.1, Covers.ANYBODY))
+        report = DefenseReport(0.0, charge=LeakCharge(0.1, "bare", 0.1, Adversary.ANYBODY))
         return Defended(release(batch.gradients, batch.gradients), report)
 '''
 
@@ -147,7 +148,7 @@ def test_a_run_whose_attacks_pass_its_statements_says_so_everywhere(
     """In its log, in the verdict and in the report, which lead with it."""
     module = write_own_defenses(tmp_path, "defense_that_overstates")
     source = tmp_path / f"{module}.py"
-    imported = "from splitveil.active_party.defenses.interface import Covers\n"
+    imported = "from splitveil.active_party.defenses.interface import Adversary\n"
     source.write_text(source.read_text() + imported + OVERSTATED)
     monkeypatch.syspath_prepend(tmp_path)
     write_example(tmp_path, rows=ROWS)
@@ -164,7 +165,7 @@ def test_a_run_whose_attacks_pass_its_statements_says_so_everywhere(
     (tmp_path / "active" / "settings.yaml").write_text("{}")
     verdict = judge(read_run(tmp_path), [], [])
     assert verdict.level == "recovered"
-    assert "excludes every epsilon below" in verdict.reasons[0]
+    assert "excludes every epsilon below" in verdict.doubts[0]
     assert "among examples of which features tell the same" in verdict.headline
     assert "excludes every epsilon below" in write_report(tmp_path).read_text(encoding="utf-8")
 
@@ -211,7 +212,7 @@ class _Forgetful:
 
 def bounds(leak_auc: float, mu: float | None = None, epsilon: float | None = None) -> LeakBounds:
     spread = Spread(leak_auc, leak_auc, leak_auc)
-    of_peers = tuple(PeerBound(spread, mu) for _ in Covers)
+    of_peers = tuple(PeerBound(spread, mu) for _ in Adversary)
     return LeakBounds(Spread(1, 1, 1), spread, of_peers, epsilon)
 
 
@@ -228,7 +229,7 @@ def test_a_gaussian_mechanism_states_its_epsilon_at_the_delta_of_the_audit() -> 
     found = stated_epsilon(bounds(0.76, mu=1.0), 1e-5)
     assert found is not None
     assert found.epsilon == pytest.approx(4.377, abs=2e-3)
-    assert found.peers is Covers.ANYBODY
+    assert found.peers is Adversary.ANYBODY
     smaller = stated_epsilon(bounds(0.76, mu=1.0, epsilon=2.0), 1e-5)
     assert smaller is not None
     assert smaller.epsilon == 2.0
@@ -286,14 +287,14 @@ def test_a_figure_above_a_proved_bound_is_set_aside_where_guesses_are_chance(
 @pytest.mark.parametrize(
     ("p_value", "pairs", "peers", "passed"),
     [
-        (0.01, 500, Covers.ANYBODY, True),
-        (0.2, 500, Covers.ANYBODY, False),
-        (0.2, 1000, Covers.ANYBODY, True),
-        (0.2, 500, Covers.HONEST_BUT_CURIOUS, True),
+        (0.01, 500, Adversary.ANYBODY, True),
+        (0.2, 500, Adversary.ANYBODY, False),
+        (0.2, 1000, Adversary.ANYBODY, True),
+        (0.2, 500, Adversary.HONEST_BUT_CURIOUS, True),
     ],
 )
 def test_of_few_pairs_a_bound_for_anybody_is_passed_only_if_guesses_are_better_than_it_permits(
-    p_value: float, pairs: int, peers: Covers, *, passed: bool, caplog: pytest.LogCaptureFixture
+    p_value: float, pairs: int, peers: Adversary, *, passed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Guesses of 569 patients were better than chance, and an adjusted figure was .87 at .60."""
     measured = MEASURED._replace(stated=2.0, stated_for=str(peers), pairs=pairs)
@@ -333,8 +334,8 @@ def page_of(folder: Path, beyond: BeyondFigures) -> tuple[str, str]:
     (active / METRICS).write_text("")
     (active / "settings.yaml").write_text("{}")
     verdict = judge(read_run(folder), [], [])
-    words = " ".join([verdict.level, verdict.headline, *verdict.reasons])
-    return words, write_report(folder).read_text(encoding="utf-8")
+    page = write_report(folder).read_text(encoding="utf-8")
+    return f"{verdict.level} {verdict.headline} {unescape(page)}", page
 
 
 def test_the_verdict_leads_with_what_features_do_not_tell(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from splitveil.active_party.monitor.leak_alarm import MIN_BATCHES, AlarmBell
+from splitveil.active_party.monitor.leak_guards import MIN_BATCHES, AlarmRecorder
 from splitveil.active_party.monitor.recorder import ActiveRecorder
-from splitveil.common.privacy.audit import BatchLeak
+from splitveil.common.privacy.audit import AuditedBatch
 from splitveil.common.privacy.settings import DEFAULT_ATTACKS
 from splitveil.common.record.metrics_log import MetricsLog
 from tests.support.runs import build_parties, run_in_process, write_example
@@ -53,12 +53,12 @@ def test_the_alarm_names_the_attack_to_which_fresh_marvell_falls(
     assert "residual_energy at cut measures a leak AUC of" in caplog.text
 
 
-def measured(epoch: int, step: int, *attacks: str) -> BatchLeak:
+def measured(epoch: int, step: int, *attacks: str) -> AuditedBatch:
     """Return a batch in which attacks tell the classes apart."""
-    return BatchLeak(epoch, step, {"cut": dict.fromkeys(attacks, 0.9 + step % 2 / 100)}, 0.5)
+    return AuditedBatch(epoch, step, {"cut": dict.fromkeys(attacks, 0.9 + step % 2 / 100)}, 0.5)
 
 
-def ring(bell: AlarmBell, epochs: Iterable[int], *attacks: str) -> None:
+def ring(bell: AlarmRecorder, epochs: Iterable[int], *attacks: str) -> None:
     """Have a bell judge epochs in which attacks pass the bound."""
     for epoch in epochs:
         bell.note_charge(epoch, 0.01)
@@ -71,10 +71,10 @@ def test_an_alarm_is_said_once_and_again_for_another_attack_and_recorded_each_ep
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with MetricsLog(tmp_path) as metrics:
-        bell = AlarmBell(metrics, ())
+        bell = AlarmRecorder(metrics, ())
         ring(bell, range(3), "norm")
         assert caplog.text.count("LEAK ALARM") == caplog.text.count("norm at cut") == 1
-        resumed = AlarmBell(metrics, ())
+        resumed = AlarmRecorder(metrics, ())
         resumed.load_state_dict(json.loads(json.dumps(bell.state_dict())))
         ring(resumed, range(3, 5), "norm")
         assert caplog.text.count("LEAK ALARM") == 1

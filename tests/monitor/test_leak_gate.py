@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from splitveil.active_party.monitor.leak_alarm import MIN_BATCHES, LeakAlarm
-from splitveil.active_party.monitor.leak_gate import LeakGate
+from splitveil.active_party.monitor.leak_guards import MIN_BATCHES, LeakAlarm, LeakGate
 from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings, LeakGateSettings
 from splitveil.common.errors import LeakGateClosed, PeerLeft, SettingsError
 from splitveil.common.party.party_settings import load_party_settings
-from splitveil.common.privacy.audit import BatchLeak
+from splitveil.common.privacy.audit import AuditedBatch
 from splitveil.common.record.lines import GateLine
 from splitveil.common.record.run_record import read_metrics
 from splitveil.common.record.summary import GateFigures, Summary
@@ -45,8 +44,8 @@ class UnhurriedPeer(InProcessPeer):
         return super().receive_gradient()
 
 
-def leak(step: int, value: float, attack: str = "norm", random: float = 0.55) -> BatchLeak:
-    return BatchLeak(0, step, {"cut": {attack: value, "spectral": 0.5}}, random)
+def leak(step: int, value: float, attack: str = "norm", random: float = 0.55) -> AuditedBatch:
+    return AuditedBatch(0, step, {"cut": {attack: value, "spectral": 0.5}}, random)
 
 
 def gate(**settings: Any) -> LeakGate:

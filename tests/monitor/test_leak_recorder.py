@@ -14,12 +14,12 @@ from torch import Tensor
 from splitveil.common.errors import SettingsError, StorageError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy import gradient_rows
-from splitveil.common.privacy.audit import BatchLeak
+from splitveil.common.privacy.audit import AuditedBatch
 from splitveil.common.privacy.audit_worker import CpuBudget
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.privacy.settings import DEFAULT_ATTACKS, AuditSettings
 from splitveil.common.privacy.top_direction import TopDirection, top_direction_of_rows
-from splitveil.common.record.leak_figures import LeakFigures
+from splitveil.common.record.figures import LeakFigures
 from splitveil.common.record.leak_recorder import AuditedRun, LeakRecorder
 from splitveil.common.record.lines import LeakLine, Line
 from splitveil.common.record.metrics_log import MetricsLog
@@ -343,7 +343,7 @@ class FailingAudit:
     def wants(self, step: int) -> bool:
         return True
 
-    def observe(self, observation: Observation) -> BatchLeak | None:
+    def observe(self, observation: Observation) -> AuditedBatch | None:
         raise ValueError("no such batch")
 
     def leave_out(self) -> None:

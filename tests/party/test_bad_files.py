@@ -221,10 +221,7 @@ BAD_TABLES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "a name of 200,000 characters": ("csv", long_name),
     "NULs": ("csv", lambda p: p.write_bytes(bytes(100_000))),
     "NULs for Parquet": ("parquet", lambda p: p.write_bytes(bytes(100_000))),
-    "a footer of 8 MiB": (
-        "parquet",
-        lambda p: p.write_bytes(b"PAR1\xff\xff\x7fPAR1"),
-    ),
+    "a footer of 8 MiB": ("parquet", lambda p: p.write_bytes(b"PAR1\xff\xff\x7fPAR1")),
 }
 
 

@@ -8,7 +8,7 @@ import pytest
 from splitveil.active_party.report import page
 from splitveil.common.errors import PeerLeft, PeerUnreachable, SettingsError, StorageError
 from splitveil.common.models.settings import MlpModel
-from splitveil.common.party.ending import exit_code_of
+from splitveil.common.party.arguments import exit_code_of
 from splitveil.common.settings import apply_overrides, validate
 from splitveil.passive_party.settings import PassiveSettings
 

@@ -5,7 +5,7 @@ import pytest
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import SettingsError
 from splitveil.common.settings import closest_setting, validate
-from splitveil.deploy.local_results import refuse_unknown_settings
+from splitveil.deploy.overrides import refuse_unknown_settings
 
 
 @pytest.mark.parametrize(

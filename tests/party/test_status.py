@@ -32,16 +32,16 @@ from splitveil.common.party.endpoint import (
     serving_status,
 )
 from splitveil.common.party.party_settings import load_party_settings
-from splitveil.common.party.run_status import STAGES, RunStatus
+from splitveil.common.party.party_status import STAGES, RunStatus
 from splitveil.common.record.transcript import Crossing
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import Batch
 from splitveil.common.run.phases import Phase
+from splitveil.passive_party.recorder import noting_attempts
 from splitveil.passive_party.settings import PassiveSettings
-from splitveil.passive_party.watched_calls import WatchedCalls
-from splitveil.simulation import free_address
 from tests.support.numbers import write_numbers
 from tests.support.runs import in_background, write_example
+from tests.support.simulation import free_address
 from tests.support.waiting import HANGS_AFTER_S, wait_until
 from tests.support.watched import (
     Watched,
@@ -56,7 +56,7 @@ from tests.support.watched import (
 CONTRACT = Contract(run_name="small", cut_shape=(4,), batch_size=8, epochs=3)
 WITH_LIMITS = (
     "defense={name: marvell, strength: {power_ratio: 4}, insecure_noise_seed: 3}",
-    "run_budget={sum_kl: 1000, covers: knows class means only}",
+    "run_budget={sum_kl: 1000, adversary: knows class means only}",
     "leak_gate={max_leak_auc: 0.99, action: warn}",
 )
 
@@ -129,12 +129,12 @@ def test_the_label_owner_sees_leak_and_ledger(watched: Watched) -> None:
     bound = value_of(
         watched.active,
         "splitveil_ledger_leak_auc_bound",
-        covers="knows class means only",
+        adversary="knows class means only",
         statistic="max",
     )
     assert 0.5 < bound < 1
     for_anybody = value_of(
-        watched.active, "splitveil_ledger_leak_auc_bound", covers="anybody", statistic="max"
+        watched.active, "splitveil_ledger_leak_auc_bound", adversary="anybody", statistic="max"
     )
     assert for_anybody == 1
     spent = value_of(watched.active, "splitveil_ledger_sum_kl", statistic="max")
@@ -384,18 +384,18 @@ def test_only_a_run_that_resumes_is_left_in_training(
 
 
 def test_a_peer_that_is_lost_and_comes_back_is_counted_once(status: RunStatus) -> None:
-    calls = WatchedCalls(status)
+    note = noting_attempts(status)
     connected = {"name": "splitveil_peer_connected", "peer": "active"}
     assert value_of(status, **connected) == 0
     status.name_run("0123456789abcdef")
-    calls.answered()
+    note(None)
     assert value_of(status, **connected) == 1
     assert status.readiness.ready
     for _ in range(3):
-        calls.unanswered(PeerUnreachable("gone"))
+        note(PeerUnreachable("gone"))
     assert value_of(status, **connected) == 0
     assert status.readiness == (False, "the active party does not answer")
-    calls.answered()
+    note(None)
     assert value_of(status, "splitveil_connection_losses_total", peer="active") == 1
     assert value_of(status, "splitveil_reconnects_total", peer="active") == 1
     assert value_of(status, "splitveil_failed_calls_total", reason="PeerUnreachable") == 3
@@ -405,7 +405,7 @@ def test_a_peer_that_is_lost_and_comes_back_is_counted_once(status: RunStatus) -
 def test_refusals_are_told_by_reason_and_a_peer_that_was_never_there_is_not_lost(
     status: RunStatus,
 ) -> None:
-    WatchedCalls(status).unanswered(PeerUnreachable("not yet"))
+    noting_attempts(status)(PeerUnreachable("not yet"))
     assert value_of(status, "splitveil_connection_losses_total", peer="active") == 0
     status.note_refused(InvalidMessage("a"))
     status.note_refused(InvalidMessage("b"))

@@ -20,9 +20,7 @@ from splitveil.common.wire.endpoint import INFERENCE_SERVICE, method_path
 from splitveil.common.wire.inference_codec import encode_describe, encode_ids, model_digest
 from splitveil.passive_party.predict import service as service_module
 from splitveil.passive_party.predict.served_model import ServedModel
-from splitveil.passive_party.predict.server import InferenceServer
-from splitveil.passive_party.predict.service import InferenceService
-from splitveil.passive_party.predict.throttle import Throttle
+from splitveil.passive_party.predict.service import InferenceServer, InferenceService, Throttle
 from splitveil.protos import split_learning_pb2 as pb
 from tests.support.joint import IN_TIME_S, Trained, free_port, serving, train, write_wide_deep
 from tests.support.runs import CPU

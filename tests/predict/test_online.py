@@ -11,14 +11,20 @@ from typing import Any
 import pytest
 
 from splitveil.active_party.http.api import request_of
-from splitveil.active_party.http.errors import NotAdmitted, RequestError, TooFast
-from splitveil.active_party.http.programs import MIN_TOKEN_CHARACTERS, RateLimit, Tokens
+from splitveil.active_party.http.programs import (
+    MIN_TOKEN_CHARACTERS,
+    NotAdmitted,
+    RateLimit,
+    RequestError,
+    Tokens,
+    TooFast,
+)
 from splitveil.active_party.http.server import LOG_LINES, HttpServer, SparseLog
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.record.transcript import Transcript, Verified, verify
-from splitveil.common.record.transcript_lines import LINE_BYTES, Answered
+from splitveil.common.record.transcript_lines import LINE_BYTES, AnsweredRequest
 from tests.support.joint import free_port
 from tests.support.runs import write_example
 from tests.support.waiting import HANGS_AFTER_S, wait_until
@@ -116,7 +122,9 @@ def test_an_unusable_file_of_tokens_is_refused_and_never_quoted(
 
 def test_many_long_ids_are_recorded_in_lines_that_can_be_read_again(tmp_path: Path) -> None:
     ids = tuple(f"{number:05d}" + 500 * '"' for number in range(300))
-    answered = Answered(program="one", num_ids=300, found=7, status=200, milliseconds=1.5, ids=ids)
+    answered = AnsweredRequest(
+        program="one", num_ids=300, found=7, status=200, milliseconds=1.5, ids=ids
+    )
     with Transcript(tmp_path, "active") as transcript:
         transcript.note_answered(answered)
         transcript.note_answered(answered.model_copy(update={"ids": None}))

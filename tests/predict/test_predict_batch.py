@@ -11,9 +11,13 @@ import pytest
 from numpy.typing import NDArray
 from pyarrow import parquet
 
-from splitveil.active_party.predict import parts as parts_module
-from splitveil.active_party.predict.batch import BatchPrediction, check_lengths
-from splitveil.active_party.predict.parts import Parts, Plan
+from splitveil.active_party.predict import batch
+from splitveil.active_party.predict.batch import (
+    BatchPrediction,
+    Parts,
+    PredictionPlan,
+    check_lengths,
+)
 from splitveil.active_party.predict.predictor import Predictor
 from splitveil.common.errors import (
     DataError,
@@ -43,7 +47,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts_module, "PART_ROWS", PART)
+    monkeypatch.setattr(batch, "PART_ROWS", PART)
     monkeypatch.setattr(Predictor, "max_ids", property(lambda _: REQUEST))
 
 
@@ -51,7 +55,7 @@ IDS = [f"row-{number:04d}" for number in range(480)] + ["nobody"] * 5
 
 
 def opened(output: Path, *, model: str = "one", ids: Sequence[str] = IDS) -> Parts:
-    return Parts(output, Plan(model, "", ()), ids)
+    return Parts(output, PredictionPlan(model, "", ()), ids)
 
 
 def predict(
@@ -303,7 +307,7 @@ def test_nothing_is_asked_for_a_prediction_that_is_finished_but_for_its_output(
 
 
 def test_several_classes_have_a_column_each(tmp_path: Path) -> None:
-    three = Plan("one", "", ("bus", "van", "car"))
+    three = PredictionPlan("one", "", ("bus", "van", "car"))
     parts = Parts(tmp_path / "all.csv", three, ["b", "a"])
     values = np.array([[0.25, 0.25, 0.5], [np.nan] * 3], np.float32)
     parts.write(parts.missing[0], values, np.array([True, False]))

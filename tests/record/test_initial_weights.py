@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.record.initial_weights import EarlierModel
-from splitveil.common.record.model_files import save_model
+from splitveil.common.record.model_files import EarlierModel, save_model
 from splitveil.common.settings import validate
 from tests.support.runs import Parties, build_parties, run_in_process, write_example
 

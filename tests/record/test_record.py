@@ -9,18 +9,24 @@ from typing import Any, get_args
 import pytest
 
 from splitveil.common.errors import SettingsError
-from splitveil.common.privacy.covers import Covers
-from splitveil.common.record import leak_figures, lines
-from splitveil.common.record.beyond_figures import (
+from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.record import lines
+from splitveil.common.record.figures import (
     AdjustedFigures,
     AdvantageFigures,
-    BeyondFigures,
-    EpsilonFigures,
-)
-from splitveil.common.record.figures import (
     AttackFigure,
+    BatchCounts,
+    BatchFigures,
+    BeyondFigures,
+    ClassFigures,
+    EpsilonFigures,
+    LeakByClass,
+    LeakFigures,
     LedgerFigures,
+    NumberBeyond,
     NumberFigures,
+    NumberLeak,
+    RunFigures,
     SpreadFigures,
 )
 from splitveil.common.record.lines import HistogramLine
@@ -36,11 +42,11 @@ from splitveil.common.record.run_record import (
 )
 from splitveil.common.record.summary import (
     ActiveFigures,
+    AdversaryBound,
     AuditedFigures,
     EarlierAnswers,
     GateFigures,
     ModelFigures,
-    PeerBound,
     RunCounts,
     Summary,
 )
@@ -137,13 +143,7 @@ LINES: Mapping[str, tuple[lines.Line, dict[str, Any]]] = {
     ),
     "evaluation by class": (
         lines.EvaluationLine(1, "test", 0.5, 0.75, 0.125, 0.25, 0.875, {"van": 0.75, "a/b": None}),
-        {
-            "kind": "test",
-            **EVALUATED,
-            "accuracy": 0.875,
-            "auc/van": 0.75,
-            "auc/a/b": None,
-        },
+        {"kind": "test", **EVALUATED, "accuracy": 0.875, "auc/van": 0.75, "auc/a/b": None},
     ),
     "evaluation of numbers": (
         lines.EvaluationLine(
@@ -216,15 +216,11 @@ def test_a_line_has_its_form_in_the_file_and_is_read_back(tmp_path: Path, name: 
     assert found == (0.123457, line)
 
 
-CLASSES = leak_figures.ClassFigures(("van", "bus"), 0.75, 0.5, {"van": 0.75}, {"van": 0.5})
-LEAK = leak_figures.LeakFigures(
-    batches={"cut": {"norm": leak_figures.BatchFigures(0.75, 0.625, 0.5625, 0.5)}},
+CLASSES = ClassFigures(("van", "bus"), 0.75, 0.5, {"van": 0.75}, {"van": 0.5})
+LEAK = LeakFigures(
+    batches={"cut": {"norm": BatchFigures(0.75, 0.625, 0.5625, 0.5)}},
     worst_epoch={"cut": {"norm": 0.6875}},
-    run_level={
-        "cut": {
-            "accumulated_cosine": leak_figures.RunFigures(0.75, 0.625, 0.875, 569, 0.25, 0.5, None)
-        }
-    },
+    run_level={"cut": {"accumulated_cosine": RunFigures(0.75, 0.625, 0.875, 569, 0.25, 0.5, None)}},
     beyond=BeyondFigures(
         {"norm": AdjustedFigures(0.625, 0.5, 0.75)},
         {"accumulated_cosine": AdvantageFigures(0.125, 0.0, 0.25, 0.625)},
@@ -235,7 +231,7 @@ LEAK = leak_figures.LeakFigures(
             p_value_of_stated=0.25,
         ),
     ),
-    counts=leak_figures.BatchCounts(42, 1, 2),
+    counts=BatchCounts(42, 1, 2),
 )
 LEAK_FORM = {
     "adjusted_leak": {"norm": {"value": 0.625, "low": 0.5, "high": 0.75}},
@@ -276,12 +272,7 @@ LEAK_FORM = {
     "leak_batches": {"observed": 42, "skipped_one_class": 1, "left_out": 2},
 }
 COUNTS = {"aligned_rows": 569, "epochs": 2, "steps": 30, "steps_per_s": 12.5}
-MODEL = {
-    "test_auc": 0.75,
-    "test_loss": 0.5,
-    "test_calibration_error": 0.125,
-    "train_loss": 0.25,
-}
+MODEL = {"test_auc": 0.75, "test_loss": 0.5, "test_calibration_error": 0.125, "train_loss": 0.25}
 DEFENSE = {"name": "marvell", "noise": "fresh"}
 LEDGER_FORM = LINES["ledger"][1] | {}
 for name in ("kind", "epoch", "step"):
@@ -297,9 +288,9 @@ SUMMARIES: Mapping[str, tuple[Summary, dict[str, Any]]] = {
                 defense=DEFENSE,
                 ledger=BOUNDS,
                 bounds=(
-                    PeerBound(Covers.ANYBODY, 1.0, None),
-                    PeerBound(Covers.HONEST_BUT_CURIOUS, 0.8125, None),
-                    PeerBound(Covers.CLASS_MEANS, 0.75, 0.5),
+                    AdversaryBound(Adversary.ANYBODY, 1.0, None),
+                    AdversaryBound(Adversary.HONEST_BUT_CURIOUS, 0.8125, None),
+                    AdversaryBound(Adversary.CLASS_MEANS, 0.75, 0.5),
                 ),
                 audits_answered=3,
                 refused_messages={"too-large": 1},
@@ -316,9 +307,9 @@ SUMMARIES: Mapping[str, tuple[Summary, dict[str, Any]]] = {
             "defense": DEFENSE,
             "ledger": LEDGER_FORM,
             "bounds": [
-                {"covers": "anybody", "leak_auc": 1.0, "mu": None},
-                {"covers": "honest-but-curious", "leak_auc": 0.8125, "mu": None},
-                {"covers": "knows class means only", "leak_auc": 0.75, "mu": 0.5},
+                {"adversary": "anybody", "leak_auc": 1.0, "mu": None},
+                {"adversary": "honest-but-curious", "leak_auc": 0.8125, "mu": None},
+                {"adversary": "knows class means only", "leak_auc": 0.75, "mu": 0.5},
             ],
             "audits_answered": 3,
             "refused_messages": {"too-large": 1},
@@ -353,14 +344,10 @@ SUMMARIES: Mapping[str, tuple[Summary, dict[str, Any]]] = {
             active=ActiveFigures(
                 model=ModelFigures(0.75, 0.5, 0.125, 0.25, 0.875, {"van": 0.75}), defense=DEFENSE
             ),
-            leak=leak_figures.LeakFigures(
-                by_class=leak_figures.LeakByClass(
+            leak=LeakFigures(
+                by_class=LeakByClass(
                     {"cut": {"norm": CLASSES}},
-                    {
-                        "cut": {
-                            "norm": leak_figures.ClassFigures(("van", "bus"), classes={"van": 0.75})
-                        }
-                    },
+                    {"cut": {"norm": ClassFigures(("van", "bus"), classes={"van": 0.75})}},
                 )
             ),
         ),
@@ -399,12 +386,7 @@ SUMMARIES: Mapping[str, tuple[Summary, dict[str, Any]]] = {
             audited=AuditedFigures({"cut": {"norm": 0.75}}, 4),
             leak=LEAK,
         ),
-        {
-            **COUNTS,
-            "audit": {"cut": {"norm": 0.75}},
-            "audit_left_out_batches": 4,
-            **LEAK_FORM,
-        },
+        {**COUNTS, "audit": {"cut": {"norm": 0.75}}, "audit_left_out_batches": 4, **LEAK_FORM},
     ),
 }
 
@@ -481,23 +463,23 @@ def test_a_damaged_summary_is_refused_in_words(tmp_path: Path) -> None:
 
 
 def test_what_attacks_explain_of_numbers_beyond_features_is_read_as_it_was_written() -> None:
-    beyond = leak_figures.NumberBeyond(0.25, 0.0, 0.5)
-    leak = leak_figures.LeakFigures(
+    beyond = NumberBeyond(0.25, 0.0, 0.5)
+    leak = LeakFigures(
         of_numbers={
-            "informed": leak_figures.NumberLeak(0.75, 0.875, 0.5, 0.125, None, beyond),
-            "top_direction": leak_figures.NumberLeak(0.5),
+            "informed": NumberLeak(0.75, 0.875, 0.5, 0.125, None, beyond),
+            "top_direction": NumberLeak(0.5),
         }
     )
     (written,) = leak.form().values()
     assert written["informed"]["beyond"] == {"r2": 0.25, "low": 0.0, "high": 0.5}
     assert written["top_direction"]["beyond"] is None
-    assert from_form(leak_figures.LeakFigures, {"leak_of_numbers": written}) == leak
+    assert from_form(LeakFigures, {"leak_of_numbers": written}) == leak
     del written["informed"]["beyond"]["low"]  # of a file that somebody has changed
-    found = from_form(leak_figures.LeakFigures, {"leak_of_numbers": written})
+    found = from_form(LeakFigures, {"leak_of_numbers": written})
     assert found.of_numbers["informed"].beyond is None
 
 
 @pytest.mark.parametrize(("low", "is_clear"), [(0.04, True), (0.01, False), (0.0, False)])
 def test_an_r2_is_clear_above_three_standard_errors(low: float, is_clear: bool) -> None:
     """A correlation of .4 whose interval begins at .2, .1 or 0 is 3.9, 2.6 or 2 errors above 0."""
-    assert leak_figures.NumberBeyond(0.16, low, 0.5).is_clear is is_clear
+    assert NumberBeyond(0.16, low, 0.5).is_clear is is_clear

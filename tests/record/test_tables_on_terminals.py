@@ -9,8 +9,13 @@ import pytest
 from rich.console import Console, RenderableType
 
 from splitveil.common.privacy.attacks import ATTACKS
-from splitveil.common.record.figures import LedgerFigures, SpreadFigures
-from splitveil.common.record.leak_figures import BatchFigures, LeakFigures, RunFigures
+from splitveil.common.record.figures import (
+    BatchFigures,
+    LeakFigures,
+    LedgerFigures,
+    RunFigures,
+    SpreadFigures,
+)
 from splitveil.common.record.summary import ActiveFigures, ModelFigures, RunCounts, Summary
 from splitveil.common.record.summary_tables import leak_table, print_summary, run_level_table
 from splitveil.common.text.visible_text import PlainTable

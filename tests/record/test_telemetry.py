@@ -24,6 +24,7 @@ from splitveil.common.errors import SettingsError, StorageError
 from splitveil.common.record.lines import AlignmentLine, EvaluationLine, HistogramLine, TrainingLine
 from splitveil.common.record.metrics_log import MetricsLog
 from splitveil.common.record.model_files import save_tensors
+from splitveil.common.record.progress import TrainingProgress
 from splitveil.common.record.run_folder import (
     open_run_folder,
     write_bytes_atomically,
@@ -31,7 +32,6 @@ from splitveil.common.record.run_folder import (
     write_text_atomically,
 )
 from splitveil.common.record.summary_tables import print_summary
-from splitveil.common.record.training_progress import TrainingProgress
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.text.log_lines import configure_logging
 from tests.support.records import summary_of

@@ -13,9 +13,9 @@ from splitveil.active_party.commands.program import main as active_main
 from splitveil.common.record.transcript import (
     FILE,
     Broken,
-    Comparison,
     Crossing,
     Transcript,
+    TranscriptComparison,
     TranscriptEnd,
     Verified,
     compare,
@@ -150,7 +150,7 @@ def test_a_message_that_only_one_party_knows_of_shows(tmp_path: Path) -> None:
         other.note(Crossing("received", "Train reply", b"gradient", 0, 0))
         other.note(Crossing("received", "Train reply", b"never sent", 0, 2))
     compared = compare(verified(tmp_path / "one" / FILE), verified(tmp_path / "other" / FILE))
-    assert compared == Comparison(1, {"Train reply": 1}, {"Train reply": 1})
+    assert compared == TranscriptComparison(1, {"Train reply": 1}, {"Train reply": 1})
 
 
 def test_the_command_checks_one_transcript_or_two(

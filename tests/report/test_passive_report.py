@@ -20,12 +20,12 @@ from splitveil.common.data.features import (
     Vocabulary,
 )
 from splitveil.common.errors import SettingsError
+from splitveil.common.party.report_parts import Volume, read_traffic
 from splitveil.common.privacy.leakage import auc
 from splitveil.common.record.figures import AttackFigure
 from splitveil.common.record.lines import AlignmentLine, AuditLine, EpochLeakLine, LeakLine
 from splitveil.common.record.run_record import write_summary
 from splitveil.common.record.summary import AuditedFigures, RunCounts, Summary
-from splitveil.common.record.traffic import Volume, read_traffic
 from splitveil.common.record.transcript import Crossing, Transcript
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from splitveil.passive_party.commands.program import main

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, get_args
@@ -13,23 +14,37 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import yaml
+from markupsafe import escape
 from sklearn.metrics import roc_auc_score
 
 from splitveil.active_party.commands.program import main
 from splitveil.active_party.defenses.sum_kl import estimated_auc
-from splitveil.active_party.report import read_run, try_to_report, write_comparison, write_report
+from splitveil.active_party.report import (
+    read_run,
+    report_page,
+    try_to_report,
+    write_comparison,
+    write_report,
+)
 from splitveil.active_party.report.bounds import coverage_of
 from splitveil.active_party.report.distributions import auc_of_counts, random_q95
 from splitveil.active_party.report.figures import finding_of, windows
 from splitveil.active_party.report.run_files import leak_series
 from splitveil.active_party.report.verdict import is_oracle, judge, needs_of, run_levels
 from splitveil.common.errors import SettingsError
-from splitveil.common.party.rendering import breakable
+from splitveil.common.party.report_parts import breakable
+from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import BatchAttackName, RunAttackName
-from splitveil.common.privacy.covers import Covers
-from splitveil.common.record.beyond_figures import AdjustedFigures, AdvantageFigures, BeyondFigures
-from splitveil.common.record.figures import AttackFigure, LedgerFigures, SpreadFigures
-from splitveil.common.record.leak_figures import LeakFigures, RunFigures
+from splitveil.common.record.figures import (
+    AdjustedFigures,
+    AdvantageFigures,
+    AttackFigure,
+    BeyondFigures,
+    LeakFigures,
+    LedgerFigures,
+    RunFigures,
+    SpreadFigures,
+)
 from splitveil.common.record.lines import (
     AlarmLine,
     AuditLine,
@@ -82,7 +97,7 @@ def write_party(
     """
     folder.mkdir(parents=True)
     values = {"defense": {"name": "marvell", "noise": "fresh"}} | dict(settings or {})
-    covers = coverage_of(values["defense"]).covers
+    adversary = coverage_of(values["defense"]).adversary
     rng = np.random.default_rng(1)
     lines: list[Line] = []
     for epoch in range(EPOCHS):
@@ -96,7 +111,8 @@ def write_party(
             lines.append(LeakLine(epoch, step, figures, 0.57 + noise))
         if bound is not None:
             anybody, honest, class_means = (
-                SpreadFigures(*[bound if covers.includes(peers) else 1.0] * 3) for peers in Covers
+                SpreadFigures(*[bound if adversary.includes(peers) else 1.0] * 3)
+                for peers in Adversary
             )
             bounds = LedgerFigures(
                 SpreadFigures(*[0.1 * (epoch + 1)] * 3),
@@ -140,10 +156,14 @@ def of_run(**attacks: RunFigures) -> Summary:
 
 
 def verdict_of(run_dir: Path) -> tuple[str, str, str]:
+    """Return the level of a run, the page's reasons for it, and what the page says is not known."""
     run = read_run(run_dir)
     verdict = judge(run, [finding_of(one) for one in leak_series(run)], run_levels(run))
-    words = " ".join([verdict.headline, *verdict.reasons])
-    return verdict.level, words, " ".join(verdict.not_measured)
+    page = report_page(run)
+    section = page[page.index(f'<p class="headline">{escape(verdict.headline)}') :]
+    text = re.sub("<[^>]*>", "", section[: section.index("<dl")])
+    words, _, left = " ".join(unescape(text).split()).partition(" Not measured ")
+    return verdict.level, words, left
 
 
 class Tags(HTMLParser):
@@ -231,7 +251,7 @@ def test_a_bound_that_does_not_hold_for_every_peer_says_for_whom(
     tmp_path: Path, defense: Mapping[str, Any], said: str
 ) -> None:
     level, words, _ = verdict_of(write_run(tmp_path, settings={"defense": defense}))
-    peers = coverage_of(defense).covers.in_words
+    peers = coverage_of(defense).adversary.in_words
     assert level == "unbounded"
     assert f"the ledger has a bound of 0.700 for {peers}, and none for others." in words
     assert "and no guarantee" in words

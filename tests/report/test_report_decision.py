@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from splitveil.active_party.commands.program import main
 from splitveil.active_party.defenses.gaussian_dp import mu_of_leak_auc
-from splitveil.active_party.defenses.projected.outlook import outlook
+from splitveil.active_party.defenses.projected.label_utility import label_utility
 from splitveil.active_party.report import read_run, write_comparison, write_report
 from splitveil.active_party.report.decision import Decision, decide
 from splitveil.active_party.report.figures import finding_of
@@ -21,9 +21,14 @@ from splitveil.active_party.report.run_files import leak_series
 from splitveil.active_party.report.verdict import run_levels
 from splitveil.active_party.training.evaluation import read_predictions
 from splitveil.common.errors import SettingsError
-from splitveil.common.record.beyond_figures import AdjustedFigures, BeyondFigures, EpsilonFigures
-from splitveil.common.record.figures import LedgerFigures, SpreadFigures
-from splitveil.common.record.leak_figures import LeakFigures
+from splitveil.common.record.figures import (
+    AdjustedFigures,
+    BeyondFigures,
+    EpsilonFigures,
+    LeakFigures,
+    LedgerFigures,
+    SpreadFigures,
+)
 from splitveil.common.record.lines import AlignmentLine, LeakLine, LedgerLine
 from splitveil.common.record.run_record import write_summary
 from splitveil.common.record.summary import (
@@ -160,7 +165,7 @@ def test_the_next_step_is_a_setting_with_the_price_of_plan(tmp_path: Path) -> No
     assert yaml.safe_load(step.setting) == {
         "defense": {"name": "projected_labels", "strength": {"leak_auc": 0.65}}
     }
-    worth = outlook(8_000, 0.2, mu_of_leak_auc(0.65), 96)
+    worth = label_utility(8_000, 0.2, mu_of_leak_auc(0.65), 96)
     assert f"8,000 training rows teach at most what {worth.rows:,.0f} rows" in step.price
     assert "has a test AUC of 0.7" in step.price
     prices = {price.leak_auc: price for price in decision.prices}

@@ -14,7 +14,7 @@ from splitveil.active_party.run.questions import AnsweredQuestions
 from splitveil.common.errors import OtherAnswer, OutOfStep, StorageError
 from splitveil.common.record.answer_log import (
     FIRST_AUDIT_NUMBER,
-    NOTHING_TOLD,
+    NO_CHARGE,
     AnswerLog,
     ChargedAnswer,
 )
@@ -48,7 +48,7 @@ def test_it_outlives_its_process_and_half_a_record(tmp_path: Path) -> None:
             file.write(torn)
         again = AnswerLog(path)
         assert len(again) == 3
-        assert [record.charge for record in again.since(0)] == [FRESH, REPEATED, NOTHING_TOLD]
+        assert [record.charge for record in again.since(0)] == [FRESH, REPEATED, NO_CHARGE]
         assert again.at(5) is None
     again.record(2, [b"i" * 16], FRESH)
     found = AnswerLog(path)

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from splitveil.active_party.defenses import noisy_label
-from splitveil.active_party.defenses.projected_stages import StageRelease
+from splitveil.active_party.defenses.projected.stages import StageRelease
 from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.trainer_builder import TrainerBuilder

@@ -42,7 +42,7 @@ from splitveil.common.run.messages import (
 )
 from splitveil.common.run.sample_order import positions_digest
 from splitveil.common.wire.limits import ALIGN_FRAME_BYTES, check_fields
-from splitveil.passive_party.assembly import TrainerBuilder as BottomBuilder
+from splitveil.passive_party.assembly import BottomBuilder
 from tests.support.compared import assert_same_weights
 from tests.support.defended import build_defense
 from tests.support.peers import DiesAt, Lost

@@ -1,17 +1,17 @@
-"""The public package `splitveil.simulation`: a user's run of both parties in one process."""
+"""Both parties of a run in one process."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
-from splitveil import simulation
 from splitveil.common.errors import AlignmentError, SettingsError
-from splitveil.passive_party.peer import Peer
-from splitveil.simulation import PartiesSettings, Simulation
+from splitveil.passive_party.opening import Peer
+from tests.support import simulation
 from tests.support.compared import assert_same_weights
 from tests.support.peers import Lost, dying
 from tests.support.several import NAMES, write_several
+from tests.support.simulation import PartiesSettings, Simulation
 
 EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
 MARVELL = "defense={name: marvell, insecure_noise_seed: 7}"

@@ -19,7 +19,7 @@ from splitveil.active_party.report.bounds import bounds_of
 from splitveil.active_party.report.run_files import read_run
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.common.errors import BudgetExhausted, OtherAnswer, PeerLeft, ProtocolError
-from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.record.model_files import save_tensors
 from splitveil.common.run.messages import LeaveReason, Offer
 from tests.support.peers import InProcessPeer, Lost, dying
@@ -117,7 +117,7 @@ def test_the_next_run_begins_with_what_was_answered_and_its_budget_counts_it(
 ) -> None:
     """Each run goes back and leaves after an epoch of 1/16: two of them are in .13, a third not."""
     budget, earlier = (
-        "run_budget={sum_kl: 0.13, covers: knows class means only}",
+        "run_budget={sum_kl: 0.13, adversary: knows class means only}",
         "earlier_ledgers=[]",
     )
     for number in range(2):
@@ -259,7 +259,7 @@ def test_a_budget_that_was_lowered_holds_against_what_was_answered_before(
     """Two epochs were answered about, and each of them alone would fit."""
     answered(example, tmp_path, MARVELL, messages=12)
     again = parties_in(
-        example, tmp_path, MARVELL, "run_budget={sum_kl: 0.1, covers: knows class means only}"
+        example, tmp_path, MARVELL, "run_budget={sum_kl: 0.1, adversary: knows class means only}"
     )
     assert again.session.reopen()
     for state in states(tmp_path)[1:]:
@@ -306,6 +306,6 @@ def test_log_summary_and_report_say_what_was_answered_and_not_where_the_run_went
         leave(parties.session)
     assert "the ledger keeps the later answers" in caplog.text
     assert recorder.summary({}).of_active.ledger == ledger_figures(bounds)
-    found = {peers: bounds.against(peers).leak_auc.max for peers in Covers}
+    found = {peers: bounds.against(peers).leak_auc.max for peers in Adversary}
     assert bounds_of(read_run(folder)) == found
-    assert found[Covers.CLASS_MEANS] < found[Covers.ANYBODY] == 1
+    assert found[Adversary.CLASS_MEANS] < found[Adversary.ANYBODY] == 1

@@ -3,9 +3,12 @@
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 from splitveil.common.alignment import AlignChannel, Alignment, AlignmentEngine, align, channel_pair
 from splitveil.common.alignment.ecdh import CHUNK_IDS, EcdhEngine, EcdhExchange
+from splitveil.common.data.canonical_form import CanonicalForm
+from splitveil.common.data.ids import Allowed, IdReader, IdReport
 from splitveil.common.errors import SplitveilError
 from splitveil.protos import split_learning_pb2 as pb
 from tests.support.waiting import HANGS_AFTER_S
@@ -15,6 +18,24 @@ LONG_S = HANGS_AFTER_S
 """A deadline that no test comes to: an error that came at once does not say ``silent``."""
 
 NUM_TWO_CHUNKS = CHUNK_IDS + 100
+
+
+class OwnIds(NamedTuple):
+    ids: list[str]
+    rows: list[int]
+    report: IdReport
+
+
+def usable_ids(
+    raw: Sequence[str],
+    form: CanonicalForm,
+    allowed: Allowed = Allowed(),  # noqa: B008
+) -> OwnIds:
+    reader = IdReader(form, "t", allowed)
+    reader.add(raw)
+    found = reader.finish()
+    rows = list(range(len(raw))) if found.kept is None else found.kept.tolist()
+    return OwnIds([found.ids[row] for row in rows], rows, found.report)
 
 
 def engine(min_aligned: int = 1, max_set_size: int = 10_000, workers: int = 0) -> EcdhEngine:

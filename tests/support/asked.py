@@ -13,9 +13,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from splitveil.active_party.http.desk import AnswerDesk
-from splitveil.active_party.http.online_status import OnlineStatus
-from splitveil.active_party.http.opening import Doors, impatient, open_desk, open_doors, serving
+from splitveil.active_party.commands.serve import (
+    Access,
+    access_of,
+    impatient,
+    open_service,
+    serving,
+)
+from splitveil.active_party.http.service import AnswerService
+from splitveil.active_party.http.status import OnlineStatus
 from splitveil.active_party.predict.predictor import open_predictor
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.wire.noted_calls import AllNotes
@@ -48,9 +54,9 @@ class Program:
     """Another program of the active party."""
 
     http: int
-    desk: AnswerDesk
+    service: AnswerService
     status: OnlineStatus
-    doors: Doors
+    access: Access
     tls: ssl.SSLContext | None = None
     headers: Mapping[str, str] | None = None
 
@@ -116,10 +122,10 @@ def answering(
         predictor = resources.enter_context(
             open_predictor(impatient(settings), CPU, None, table, notes)
         )
-        desk = open_desk(settings, predictor, resources, status, transcript)
-        doors = open_doors(settings)
-        server = resources.enter_context(serving(settings, desk, doors))
-        yield Program(server.port, desk, status, doors)
+        service = open_service(settings, predictor, resources, status, transcript)
+        access = access_of(settings)
+        server = resources.enter_context(serving(settings, service, access))
+        yield Program(server.port, service, status, access)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ bits (`tests/wire/test_service.py`). The audits run inline, so that they never l
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,10 +19,16 @@ from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
-from splitveil.common.privacy.accumulation import NUM_HINTS, combine_with_hints
-from splitveil.common.privacy.attacks import ATTACKS, AttackName, BatchAttackName, RunAttackName
+from splitveil.common.privacy.accumulation import combine_with_hints
+from splitveil.common.privacy.attacks import (
+    ATTACKS,
+    RUN_ATTACKS,
+    AttackName,
+    BatchAttackName,
+    RunAttackName,
+)
 from splitveil.common.privacy.audit import AttackSummary, LeakAudit, LeakByAttack
-from splitveil.common.privacy.completion import (
+from splitveil.common.privacy.final_attacks import (
     complete_model,
     one_against_rest,
     pick_labelled,
@@ -41,7 +47,6 @@ from tests.support.runs import (
 )
 
 BATCH_ATTACKS: tuple[BatchAttackName, ...] = tuple(ATTACKS)
-RUN_ATTACKS: tuple[RunAttackName, ...] = get_args(RunAttackName)
 TELL_SLOPES = "leak_monitor={attacks: [informed]}"
 """Override with which the active party's results hold the slopes of its predictions."""
 
@@ -103,12 +108,12 @@ def attacked_run(
         example, [*active, *told], passive, active_seen=sender, passive_seen=red_team
     )
     run_in_process(parties)
-    red_team.audit.end_run()
+    red_team.audit.run.close_epoch()
     return AttackedRun(
         [e.auc for e in sender.evaluations if e.split == "test"],
         red_team.audit.summary(),
         red_team.audit.worst_epochs(),
-        red_team.audit.run_level(),
+        red_team.audit.run.result().leak,
         _features_alone(parties),
         red_team.random,
         sender.answer_bounds,
@@ -147,8 +152,11 @@ def _features_alone(parties: Parties) -> dict[RunAttackName, float]:
     assert known is not None
     features, labels = known.double().numpy(), top.labels_of(rows.splits["train"]).long().numpy()
     found: dict[RunAttackName, float] = {}
-    for attack, num_hints in NUM_HINTS.items():
+    for attack, over_run in RUN_ATTACKS.items():
+        if not over_run.combines:
+            continue
         # The generator of the run-level audit: the same examples are the hints.
+        num_hints = over_run.num_hints
         combined = combine_with_hints(features, labels, num_hints, np.random.default_rng(0))
         if combined is not None:
             scores, others = combined

@@ -7,8 +7,8 @@ from pathlib import Path
 from splitveil.common.alignment import (
     AlignChannel,
     Alignment,
-    ExchangeFiles,
-    KeptExchanges,
+    ExchangeStore,
+    ExchangeStores,
     TriedIds,
     align,
     channel_pair,
@@ -75,7 +75,7 @@ class Pair:
     def __init__(self, folder: Path, ids: tuple[list[str], list[str]] = (OWN, PEER)) -> None:
         self.ids = ids
         self.groups = Counting(), Counting()
-        self.kept = [KeptExchanges(folder / name) for name in ("active", "passive")]
+        self.kept = [ExchangeStores(folder / name) for name in ("active", "passive")]
         self.files = [kept.of("peer") for kept in self.kept]
         self.limits: list[int | None] = [None, None]
         self.tried = [TriedIds(200) for _ in ids]
@@ -106,7 +106,7 @@ class Pair:
                 nonce=bytes([index, self.attempts]) * 16,
                 run_id=run_id,
                 counting=partial(self.tried[index].counted, "peer"),
-                files=ExchangeFiles(self.files[index]._folder, self.limits[index]),
+                store=ExchangeStore(self.files[index]._folder, self.limits[index]),
             )
 
         with ThreadPoolExecutor(2) as executor:

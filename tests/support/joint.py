@@ -16,9 +16,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from splitveil import simulation
-from splitveil.active_party.predict.joint_model import ModelChoice
-from splitveil.active_party.predict.predictor import Predictor, open_predictor
+from splitveil.active_party.predict.predictor import ModelChoice, Predictor, open_predictor
 from splitveil.active_party.results import save_alone, save_results
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import Evaluation, Evaluator
@@ -27,8 +25,7 @@ from splitveil.common.alignment import build_engine
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import PartySettingsT, load_party_settings
-from splitveil.common.record.model_files import save_model
-from splitveil.common.record.trained_model import identity_metadata
+from splitveil.common.record.model_files import identity_metadata, save_model
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.course import Batch
@@ -36,20 +33,20 @@ from splitveil.common.wire.noted_calls import AllNotes
 from splitveil.deploy.authority import PartyFolder, make_certificates
 from splitveil.passive_party.predict.inference_status import InferenceStatus
 from splitveil.passive_party.predict.served_model import ServedModel
-from splitveil.passive_party.predict.server import InferenceServer
-from splitveil.passive_party.predict.service import InferenceService
-from splitveil.passive_party.predict.throttle import Throttle
+from splitveil.passive_party.predict.service import InferenceServer, InferenceService, Throttle
 from splitveil.passive_party.settings import PassiveSettings
-from splitveil.simulation import (
+from tests.support import simulation
+from tests.support.runs import ACTIVE as ACTIVE_VALUES
+from tests.support.runs import CONTRACT, CPU, PASSIVE
+from tests.support.simulation import (
     ActiveParty,
     PassiveParty,
     PassiveRecording,
     Simulation,
+    assemble_active,
+    assemble_passive,
     free_address,
 )
-from splitveil.simulation.parties import assemble_active, assemble_passive
-from tests.support.runs import ACTIVE as ACTIVE_VALUES
-from tests.support.runs import CONTRACT, CPU, PASSIVE
 
 IN_TIME_S = 300.0
 

@@ -28,11 +28,10 @@ from torch import Tensor
 
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.data.features import Features
-from splitveil.common.privacy.attacks import informed, residual_energy
-from splitveil.common.privacy.covers import Covers
-from splitveil.common.privacy.informed import KnownPredictions
+from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.informed import KnownPredictions, informed
 from splitveil.common.privacy.leakage import auc
-from splitveil.common.privacy.residual_energy import rare_cluster_up
+from splitveil.common.privacy.residual_energy import rare_cluster_up, residual_energy
 from splitveil.common.privacy.scores import norm, spectral
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.run.sample_order import Positions
@@ -144,8 +143,8 @@ class ChosenTrainer(BottomTrainer):
         self._gathered = [*self._gathered[-1:], (features, torch.from_numpy(positions.copy()))]
         return features
 
-    def forward(self, features: Features, *, keeps_weights: bool = False) -> Tensor:
-        return self._chosen(features, super().forward(features, keeps_weights=keeps_weights))
+    def forward(self, features: Features, *, stashes_weights: bool = False) -> Tensor:
+        return self._chosen(features, super().forward(features, stashes_weights=stashes_weights))
 
     def embed(self, features: Features) -> Tensor:
         return self._chosen(features, super().embed(features))
@@ -258,7 +257,7 @@ class Attacked(NamedTuple):
     bound: float
     """The ledger's for the whole run, of the example with the largest account and for the peers
     whom the charges describe."""
-    covers: Covers
+    adversary: Adversary
     """The strongest adversary class for whom there is that bound."""
     standard_error: float
     """Of the AUC of scores that have nothing to do with the labels, over all training rows."""
@@ -357,11 +356,11 @@ class _Reader(PassiveRecording):
         of_class = positives * (len(labels) - positives)
         found = {name: self._broken(name, trained, labels) for name in get_args(ReadingName)}
         bounds = parties.session.leak_bounds()
-        bound = bounds.against(Covers.CLASS_MEANS).leak_auc.max
+        bound = bounds.against(Adversary.CLASS_MEANS).leak_auc.max
         return Attacked(
             found,
             bound,
-            next(p for p in Covers if bounds.against(p).leak_auc.max == bound),
+            next(p for p in Adversary if bounds.against(p).leak_auc.max == bound),
             math.sqrt((len(labels) + 1) / (12 * of_class)),
         )
 

@@ -16,8 +16,8 @@ from splitveil.common.run.contract import Contract
 from splitveil.common.run.messages import Activation
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import method_path
-from splitveil.common.wire.interceptors import ErrorInterceptor
 from splitveil.common.wire.limits import PARTY_KEY, SMALL_BYTES, Refused, reader
+from splitveil.common.wire.status import ErrorInterceptor
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
 from tests.support.runs import Parties

@@ -7,7 +7,7 @@ from splitveil.common.alignment import AlignmentEngine
 from splitveil.common.errors import Interrupted
 from splitveil.common.run.messages import Activation, Answer, Course, LeaveReason
 from splitveil.passive_party.grpc_peer import GrpcPeer
-from splitveil.simulation import InProcessPeer
+from tests.support.simulation import InProcessPeer
 
 __all__ = ["AtSteps", "DiesAt", "FaultyPeer", "InProcessPeer", "Lost", "StopsAtFirstStep", "dying"]
 

@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
-from splitveil.simulation import free_address
 from tests.support.deployed import Deployed
 from tests.support.forked import Forked
+from tests.support.simulation import free_address
 from tests.support.waiting import HANGS_AFTER_S
 
 AT_ONCE = 4

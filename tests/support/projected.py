@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses.projected_stages import ProjectedLabels, StageRelease
+from splitveil.active_party.defenses.projected.stages import ProjectedLabels, StageRelease
 from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.training.evaluation import Evaluation
@@ -123,7 +123,7 @@ def outcome(parties: Parties) -> Outcome:
         tensors,
         parties.active.evaluations[-2:],
         session.leak_bounds(),
-        session.lifecycle.answering.budget.told_on_course(),
+        session.lifecycle.answering.budget.bounds_on_course(),
     )
 
 

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from safetensors.torch import load_file, save
 
-from splitveil.simulation import free_address
 from tests.support import certificates
 from tests.support.processes import Pair, Party, PartyName
 from tests.support.runs import write_example
+from tests.support.simulation import free_address
 
 
 class Settings(NamedTuple):

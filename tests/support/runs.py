@@ -11,15 +11,15 @@ import torch
 import yaml
 from torch import Tensor
 
-from splitveil import simulation
 from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.alignment import AlignmentEngine
-from splitveil.passive_party.peer import Peer
+from splitveil.passive_party.opening import Peer
 from splitveil.passive_party.run import PassiveRun
 from splitveil.passive_party.settings import PassiveSettings
-from splitveil.simulation import (
+from tests.support import simulation
+from tests.support.simulation import (
     ActiveParty,
     ActiveRecording,
     InProcessPeer,

@@ -9,13 +9,14 @@ import numpy as np
 import yaml
 from torch import Tensor
 
-from splitveil import simulation
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.alignment import AlignmentEngine
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.passive_party.settings import PassiveSettings
-from splitveil.simulation import (
+from tests.support import simulation
+from tests.support.runs import ACTIVE, CONTRACT, PASSIVE, PassiveRecording
+from tests.support.simulation import (
     ActiveParty,
     ActiveRecording,
     InProcessPeer,
@@ -23,7 +24,6 @@ from splitveil.simulation import (
     Simulation,
     build_active,
 )
-from tests.support.runs import ACTIVE, CONTRACT, PASSIVE, PassiveRecording
 from tests.support.waiting import HANGS_AFTER_S
 
 NAMES = ("ash", "birch", "cedar")

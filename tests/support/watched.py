@@ -14,24 +14,21 @@ from splitveil.active_party.assembly import build_session
 from splitveil.active_party.grpc_server.server import start_server
 from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.active_party.monitor.active_status import ActiveStatus
-from splitveil.active_party.monitor.active_status import StatusObserver as ActiveObserver
 from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.active_party.trainer_builder import TrainerBuilder as TopBuilder
 from splitveil.common.alignment import build_engine
 from splitveil.common.party.command_line import draw_nonce
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.party.party_status import PartyStatus
-from splitveil.common.party.run_status import RunStatus
+from splitveil.common.party.party_status import PartyStatus, RunStatus
 from splitveil.common.record.summary import Summary
 from splitveil.common.wire.connection import PeerConnection
-from splitveil.passive_party.assembly import TrainerBuilder as BottomBuilder
+from splitveil.passive_party.assembly import BottomBuilder
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.opening import Aligner, Participant
-from splitveil.passive_party.recorder import PassiveRecorder
+from splitveil.passive_party.recorder import PassiveRecorder, noting_attempts
 from splitveil.passive_party.run import PassiveRun
-from splitveil.passive_party.watched_calls import WatchedCalls
-from splitveil.simulation import free_address, read_settings
 from tests.support.runs import CPU
+from tests.support.simulation import free_address, read_settings
 
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 """Name and labels -> value."""
@@ -67,7 +64,7 @@ def watched_run(folder: Path, into: Path, *active: str) -> Watched:
         labels = PartyData.load(adversary.labels, folder)
     address = free_address()
     with ExitStack() as stack:
-        recorder = ActiveRecorder(settings.active, into / "active", statuses[0].note_line)
+        recorder = ActiveRecorder(settings.active, into / "active", statuses[0])
         recorder = stack.enter_context(recorder)
         labelled = PartyData.load(settings.active.data, folder, contract.split)
         top = TopBuilder(settings.active, labelled, CPU, statuses[0].phases)
@@ -75,7 +72,7 @@ def watched_run(folder: Path, into: Path, *active: str) -> Watched:
             settings.active,
             labelled,
             top,
-            ActiveObserver(recorder, statuses[0]),
+            recorder,
             partial(draw_nonce, settings.active),
         )
         engine = build_engine(contract.alignment)
@@ -93,8 +90,8 @@ def watched_run(folder: Path, into: Path, *active: str) -> Watched:
             phases=statuses[1].phases,
         )
         connection = PeerConnection(address, contract, transcript=statuses[1])
-        watch = WatchedCalls(statuses[1])
-        peer = GrpcPeer(connection, passive_settings.reconnect, watch=watch)
+        note = noting_attempts(statuses[1])
+        peer = GrpcPeer(connection, passive_settings.reconnect, note=note)
         run.run(stack.enter_context(peer))
     return Watched(*statuses, attacker.summary())
 

@@ -23,9 +23,9 @@ from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.record.transcript import Broken, compare, verify
 from splitveil.common.run.sample_order import CommonOrder
 from splitveil.passive_party.settings import PassiveSettings
-from splitveil.simulation import free_address
 from tests.support.processes import Pair, Party
 from tests.support.runs import write_example
+from tests.support.simulation import free_address
 from tests.system.test_written_differently import write_parties
 
 Row = dict[str, Any]

@@ -3,11 +3,11 @@
 from contextlib import ExitStack
 from pathlib import Path
 
-from splitveil.common.alignment import KeptExchanges
+from splitveil.common.alignment import ExchangeStores
 from splitveil.common.wire.limits import CHUNK_IDS, POINT_BYTES
-from splitveil.simulation import free_address
 from tests.support.processes import Party, PartyName
 from tests.support.runs import write_example
+from tests.support.simulation import free_address
 from tests.support.waiting import wait_until
 from tests.system.test_align_command import rows_of
 
@@ -73,7 +73,7 @@ def test_parties_that_are_killed_resume_the_exchange_and_find_exactly_the_common
 
 
 def test_starting_over_forgets_what_was_kept(tmp_path: Path) -> None:
-    kept = KeptExchanges(tmp_path / "active")
+    kept = ExchangeStores(tmp_path / "active")
     (tmp_path / ".active.exchanges" / "passive").mkdir(parents=True)
     (tmp_path / ".active.exchanges" / "passive" / "state").write_text("{}")
     kept.discard()

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import pytest
 
-from splitveil.simulation import free_address
 from tests.support.processes import Pair, Party, PartyName, alone, side_by_side, started
 from tests.support.runs import write_example
+from tests.support.simulation import free_address
 
 ENDLESS = "contract.epochs=100000"
 

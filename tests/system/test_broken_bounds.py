@@ -22,7 +22,7 @@ import yaml
 
 from splitveil.active_party.defenses import RawBatch
 from splitveil.active_party.training import top_trainer
-from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.adversary import Adversary
 from tests.support.attacked_run import deal_labels
 from tests.support.malicious import Attacked, PeerName, ReadingName, attack
 from tests.support.runs import write_example
@@ -165,7 +165,7 @@ def test_a_bound_holds_against_everything_that_is_read(
     found = outcome(example, tmp_path, peer, defense)
     assert found.beyond(found.bound) == {}
     assert found.bound < 0.9  # a bound that excludes nothing would hold, too
-    assert (found.covers is Covers.ANYBODY) is (defense in FOR_ANYBODY)
+    assert (found.adversary is Adversary.ANYBODY) is (defense in FOR_ANYBODY)
 
 
 @pytest.mark.parametrize("defense", ["marvell, ratio 4", "marvell, ratio 1024"])
@@ -255,7 +255,7 @@ def adult(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 def hold_at_the_strength(found: Attacked) -> None:
     assert found.beyond(0.6) == {}
     assert found.bound == pytest.approx(0.6, abs=1e-9)
-    assert found.covers is Covers.ANYBODY
+    assert found.adversary is Adversary.ANYBODY
 
 
 @pytest.mark.parametrize("peer", EVERYBODY)

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import yaml
 
-from splitveil.active_party.http.errors import Unusable
 from splitveil.active_party.http.own_features import GivenFeatures
-from splitveil.active_party.predict.joint_model import JointModel
+from splitveil.active_party.http.programs import Unusable
+from splitveil.active_party.predict.predictor import JointModel
 from tests.support.asked import Program, asked
 from tests.support.joint import Trained, predicting, train, write_wide_deep
 from tests.support.runs import CPU
@@ -176,7 +176,7 @@ class Unread(dict[str, object]):
 def test_rows_of_columns_that_the_model_does_not_have_are_refused_unread(program: Program) -> None:
     rows = [Unread({f"{row} {column}": 1 for column in range(20)}) for row in range(20)]
     with pytest.raises(Unusable, match="alone"):
-        program.desk.given.of_rows(rows, len(rows))
+        program.service.given.of_rows(rows, len(rows))
 
 
 def test_unknown_categories_of_requests_are_logged_at_each_doubling(

@@ -20,12 +20,18 @@ from pydantic import TypeAdapter
 from rich.console import Console
 
 from splitveil.common.errors import SettingsError
-from splitveil.common.record.figures import LedgerFigures, SpreadFigures
-from splitveil.common.record.leak_figures import BatchFigures, LeakFigures, RunFigures
+from splitveil.common.record.figures import (
+    BatchFigures,
+    LeakFigures,
+    LedgerFigures,
+    RunFigures,
+    SpreadFigures,
+)
 from splitveil.common.record.summary import ActiveFigures, ModelFigures, RunCounts, Summary
 from splitveil.common.run.contract import Name
 from splitveil.deploy.comparison import RunResults, comparison_table
-from splitveil.deploy.local import Overrides, held_port, parse_defense
+from splitveil.deploy.local import held_port
+from splitveil.deploy.overrides import Overrides, parse_defense
 from tests.support.programs import run_program
 from tests.support.runs import write_example
 from tests.system.conftest import SAME_SPLIT, LocalRun, run_locally
@@ -33,7 +39,7 @@ from tests.system.conftest import SAME_SPLIT, LocalRun, run_locally
 PYTHON = (sys.executable, "-m")
 BUDGET = (
     "active.defense.name=marvell",
-    "active.run_budget={sum_kl: 0.01, covers: knows class means only}",
+    "active.run_budget={sum_kl: 0.01, adversary: knows class means only}",
 )
 ATTACKS = {"norm", "cosine", "spectral", "residual_energy"}
 FIGURES = {"q95", "mean", "last_epoch", "random_q95"}
@@ -244,10 +250,10 @@ def test_a_run_s_name_is_as_long_as_a_contract_allows_and_differs_where_settings
 
 def test_overrides_reach_the_party_they_name_and_the_contract_both() -> None:
     with pytest.raises(SettingsError, match=r"expected active\.NAME=VALUE"):
-        Overrides([], []).adding("epochs=2")
-    routed = Overrides([], []).adding("active.device=cpu", "passive.party=p", "contract.epochs=2")
-    assert routed.active == ["device=cpu", "contract.epochs=2"]
-    assert routed.passive == ["party=p", "contract.epochs=2"]
+        Overrides(["epochs=2"])
+    routed = Overrides(["active.device=cpu", "passive.party=p", "contract.epochs=2"])
+    assert routed.of("active") == ["device=cpu", "contract.epochs=2"]
+    assert routed.of("passive") == ["party=p", "contract.epochs=2"]
 
 
 def test_the_table_has_a_dash_for_what_was_not_measured_and_rounds_bounds_up() -> None:

@@ -7,10 +7,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from splitveil.deploy.authority import PartyFolder
-from splitveil.simulation import free_address
 from tests.support.certificates import make, use
 from tests.support.processes import Pair, Party, PartyName, side_by_side, started
 from tests.support.runs import write_example
+from tests.support.simulation import free_address
 from tests.system.conftest import run_locally
 
 

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 
 from splitveil.active_party.predict.embed_client import EmbedClient
-from splitveil.active_party.predict.joint_model import JointModel
-from splitveil.active_party.predict.predictor import open_predictor
+from splitveil.active_party.predict.predictor import JointModel, open_predictor
 from splitveil.active_party.training.predictions import probabilities_of
 from splitveil.common.errors import (
     ContractMismatch,
@@ -35,9 +34,7 @@ from splitveil.common.record.transcript import Transcript, Verified, compare, ve
 from splitveil.common.run.messages import ModelIdentity
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.passive_party.predict.served_model import ServedModel
-from splitveil.passive_party.predict.server import InferenceServer
-from splitveil.passive_party.predict.service import InferenceService
-from splitveil.passive_party.predict.throttle import Throttle
+from splitveil.passive_party.predict.service import InferenceServer, InferenceService, Throttle
 from tests.support.joint import (
     IN_TIME_S,
     Trained,

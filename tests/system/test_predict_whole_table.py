@@ -12,7 +12,7 @@ from splitveil.active_party.predict.table_client import TableClient
 from splitveil.common.alignment import ristretto
 from splitveil.common.errors import InvalidMessage, ProtocolError, TableRefused
 from splitveil.common.run.contract import Contract
-from splitveil.common.wire.table_codec import (
+from splitveil.common.wire.inference_codec import (
     Secret,
     decode_points,
     decode_rows,

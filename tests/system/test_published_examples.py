@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from splitveil.simulation import free_address
 from tests.support.programs import run_program
+from tests.support.simulation import free_address
 from tests.system.conftest import SAME_SPLIT, run_locally
 
 pytestmark = pytest.mark.skipif(

@@ -17,7 +17,7 @@ from tests.support.runs import write_example
 
 
 def budget_of(leak_auc: float) -> str:
-    return f"run_budget={{leak_auc: {leak_auc}, covers: knows class means only}}"
+    return f"run_budget={{leak_auc: {leak_auc}, adversary: knows class means only}}"
 
 
 BUDGET = (
@@ -42,7 +42,7 @@ RELEASED = Settings(
 def bound(folder: Path) -> float:
     """Return the bound for anybody that a run's summary states."""
     found = json.loads((folder / "summary.json").read_text())["bounds"]
-    return float(next(one["leak_auc"] for one in found if one["covers"] == "anybody"))
+    return float(next(one["leak_auc"] for one in found if one["adversary"] == "anybody"))
 
 
 def of_releases(number: int) -> float:

@@ -11,14 +11,13 @@ import termios
 
 import pytest
 
-from splitveil.common.record.progress_pipe import VARIABLE, progress_pipe
-from splitveil.common.record.training_progress import TrainingProgress
+from splitveil.common.record.progress import VARIABLE, TrainingProgress, progress_pipe
 
 CONTROL = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\]8;[^\x1b]*\x1b\\)")
 
 LEADER = """
 import logging, sys, time
-from splitveil.common.record.training_progress import TrainingProgress
+from splitveil.common.record.progress import TrainingProgress
 from splitveil.common.text.log_lines import configure_logging
 configure_logging("active")
 log = logging.getLogger("splitveil.x")
@@ -32,7 +31,7 @@ log.warning("this is the end \\x1b[2J")
 """
 OTHER = """
 import sys
-from splitveil.common.record.training_progress import TrainingProgress
+from splitveil.common.record.progress import TrainingProgress
 with TrainingProgress("passive", 5) as bar:
     bar.advance(5, secret_of_the_other=1.0)
 print("a plain line")

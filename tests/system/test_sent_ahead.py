@@ -14,8 +14,12 @@ from splitveil.common.run.course import Batch, run_course
 from splitveil.common.run.messages import Activation, Answer, LeaveReason
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import method_path
-from splitveil.common.wire.tensor_codec import TensorAssembler, TensorLimits, encode_activation
-from splitveil.common.wire.tensor_frame import Frame
+from splitveil.common.wire.tensor_codec import (
+    Frame,
+    TensorAssembler,
+    TensorLimits,
+    encode_activation,
+)
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
 from tests.support.peers import Lost

@@ -394,8 +394,8 @@ def test_a_lost_passive_party_is_noticed_without_a_request(small: Trained) -> No
     with ExitStack() as resources:
         with joint.serving(small.passive("passive"), port):
             program = resources.enter_context(answering(small, ports={"passive": port}))
-            assert program.desk.trouble is None
-        wait_until(lambda: program.desk.trouble is not None)
+            assert program.service.trouble is None
+        wait_until(lambda: program.service.trouble is not None)
 
 
 def test_a_party_with_another_model_is_named_and_never_asked(
@@ -587,8 +587,8 @@ def test_an_authority_that_is_withdrawn_lets_nobody_in_any_more(
             assert lets_in(first, opened.session)
             assert not lets_in(second)
             trusted.write_bytes(others.authority.read_bytes())
-            assert program.doors.tls is not None
-            program.doors.tls.refresh()
+            assert program.access.tls is not None
+            program.access.tls.refresh()
             wait_until(lambda: not is_answered(opened))
             assert not lets_in(first)
             assert not lets_in(first, opened.session)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from splitveil.active_party.predict.parts import Plan
+from splitveil.active_party.predict.batch import PredictionPlan
 from tests.support import joint
 from tests.support.asked import answering, asked
 from tests.support.joint import Trained, free_port, predicting, train
@@ -91,5 +91,5 @@ def test_predictions_of_two_passive_parties_are_those_of_the_evaluation(tmp_path
 
 
 def test_the_output_has_a_column_of_values() -> None:
-    schema = Plan("model", "", (), (LOW, HIGH)).schema()
+    schema = PredictionPlan("model", "", (), (LOW, HIGH)).schema()
     assert schema.names == ["id", "value", "found"]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from splitveil.active_party.http.online_status import OnlineStatus
+from splitveil.active_party.http.status import OnlineStatus
 from splitveil.active_party.predict.predictor import open_predictor
 from splitveil.common.errors import TableRefused
 from splitveil.common.party.endpoint import StatusEndpoint

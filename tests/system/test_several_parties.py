@@ -7,9 +7,9 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from splitveil.simulation import free_address
 from tests.support.processes import Party
 from tests.support.several import NAMES, write_several
+from tests.support.simulation import free_address
 
 OVERRIDES = ("contract.epochs=12", "contract.checkpoints.every_steps=3")
 
@@ -77,7 +77,7 @@ def test_a_budget_ends_the_run_of_all_parties_for_good(tmp_path: Path) -> None:
     patience = "reconnect={max_s: 30, first_wait_s: 0.1, longest_wait_s: 0.5}"
     budget = (
         "defense={name: marvell, strength: {power_ratio: 16}}",
-        "run_budget={leak_auc: 0.7, covers: knows class means only}",
+        "run_budget={leak_auc: 0.7, adversary: knows class means only}",
     )
     with all_parties(tmp_path, patience, active=budget) as processes:
         for code in (5, 0):

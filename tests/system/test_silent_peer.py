@@ -34,16 +34,16 @@ def test_a_line_that_goes_dead_costs_503_or_the_fallback_and_no_restart(
         answering(small, *own, ports={"passive": line.port}) as program,
         ThreadPoolExecutor(8) as pool,
     ):
-        wait_until(lambda: program.desk.trouble is None)
+        wait_until(lambda: program.service.trouble is None)
         assert program.ask(ids).body["model"] == 3 * ["joint"]
         for _ in range(2):  # the second time over connections that the first one has left
             line.silence()
             first = list(pool.map(lambda _: program.ask(ids), range(8)))
             # Some time after, requests are not even tried.
-            wait_until(lambda: program.desk.trouble is not None)
+            wait_until(lambda: program.service.trouble is not None)
             later = program.ask(ids)
             line.resume()
-            wait_until(lambda: program.desk.trouble is None)
+            wait_until(lambda: program.service.trouble is None)
             back = program.ask(ids)
             for told in (*first, later):
                 assert told.status == (200 if fallback else 503)

@@ -19,7 +19,7 @@ from torch import Tensor
 from splitveil.active_party.defenses.interface import release
 from splitveil.common.run.messages import Activation, Answer, BatchId
 from splitveil.common.wire.tensor_codec import TensorLimits, encode_activation, encode_answer
-from splitveil.common.wire.tensor_frame import Frame
+from splitveil.common.wire.tensor_codec import Frame
 
 
 def send(batch: BatchId, raw: Tensor, limits: TensorLimits) -> Iterator[Frame]:

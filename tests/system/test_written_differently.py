@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from splitveil.simulation import free_address
 from tests.support.processes import Party, started
+from tests.support.simulation import free_address
 
 PEOPLE = [(f"Näme{number % 97}", f"{1000 + number}") for number in range(400)]
 OPTIMIZER = {"kind": "adam", "learning_rate": 0.01}

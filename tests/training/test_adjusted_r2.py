@@ -9,7 +9,7 @@ from splitveil.active_party.defenses.interface import DefenseReport, release
 from splitveil.active_party.monitor.row_covariates import MAX_GAP, NumberRowCovariates
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.privacy.accumulation import RunScores
-from splitveil.common.privacy.adjusted_r2 import (
+from splitveil.common.privacy.number_attacks import (
     MIN_ROWS,
     NumberCovariates,
     adjusted_r2,

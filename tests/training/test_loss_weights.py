@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from splitveil import simulation
 from splitveil.active_party.defenses.objective import BatchLabels, TopModel
 from splitveil.active_party.training.label_kinds import OrdinaryObjective
 from splitveil.active_party.training.predictions import (
@@ -26,10 +25,10 @@ from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy.leakage import auc
 from splitveil.common.settings import validate
-from splitveil.simulation import Simulation
-from splitveil.simulation.recordings import ActiveRecording
+from tests.support import simulation
 from tests.support.compared import assert_same_weights
 from tests.support.runs import write_example
+from tests.support.simulation import ActiveRecording, Simulation
 
 PROJECTED = "defense={name: projected_labels, stages: 2, rank: 8, insecure_noise_seed: 7}"
 WEIGHTED = "data.weight_column=weight"

@@ -18,9 +18,9 @@ from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.table import Table, read_table
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.settings import validate
-from splitveil.simulation import read_settings
 from tests.support.numbers import HIGH, LOW, number_tables, write_numbers
 from tests.support.runs import build_parties, run_in_process
+from tests.support.simulation import read_settings
 
 RANGE = {"low": 0, "high": 100}
 SEEDED = ["insecure_nonce_seed=1"]
@@ -258,7 +258,7 @@ def test_several_feature_owners_and_the_bound_for_anybody(tmp_path: Path) -> Non
     _, summary = simulated(
         tmp_path, 500, parties=2, defense=defense, settings={"contract.epochs": 3}
     )
-    bounds = {one["covers"]: one["leak_auc"] for one in summary["bounds"]}
+    bounds = {one["adversary"]: one["leak_auc"] for one in summary["bounds"]}
     assert bounds["anybody"] == pytest.approx(0.7, abs=1e-6)
     assert summary["test_rmse_refit"] < summary["test_constant_rmse"]
 

@@ -263,7 +263,7 @@ def test_a_budget_ends_a_run_by_the_charges_of_the_worst_pair(example: Path) -> 
     overrides = ["contract.epochs=5", "contract.split={kind: hash, train: 0.8, test: 0.2}"]
     parties = build_parties(
         example,
-        [marvell, "run_budget={sum_kl: 0.5, covers: knows class means only}", *overrides],
+        [marvell, "run_budget={sum_kl: 0.5, adversary: knows class means only}", *overrides],
         overrides,
     )
     with pytest.raises(BudgetExhausted, match="run_budget"):

@@ -13,10 +13,9 @@ from cryptography import x509
 from splitveil.common.errors import PeerError, PeerUnreachable, PeerUntrusted, SettingsError
 from splitveil.common.party.credentials import dns_names
 from splitveil.common.run.contract import Contract
-from splitveil.common.wire import http_proxy, server_certificate
-from splitveil.common.wire.endpoint import open_channel
+from splitveil.common.wire import endpoint, http_proxy
+from splitveil.common.wire.endpoint import LOOK_TIMEOUT_S, judged_certificate, open_channel
 from splitveil.common.wire.http_proxy import HttpProxy
-from splitveil.common.wire.server_certificate import LOOK_TIMEOUT_S, judged_certificate
 from splitveil.deploy.authority import PartyFolder
 from tests.support.certificates import NAMES, add_unusual, certs, files, make
 from tests.support.runs import build_parties, in_background, write_example
@@ -104,7 +103,7 @@ def test_a_peer_that_never_finishes_a_message_is_left_in_time(
     authority = PartyFolder(trusted / "passive").authority.read_bytes()
     # A handshake record of 16,384 bytes, with the beginning of a message that is longer still.
     connection: Any = Dripping(bytes.fromhex("16 0303 4000 02 ffffff"))
-    monkeypatch.setattr(server_certificate, "time", connection)
+    monkeypatch.setattr(endpoint, "time", connection)
     with pytest.raises(PeerUnreachable, match="it does not answer in time"):
         judged_certificate(connection, authority, NAMES["active"])
     assert connection.received <= LOOK_TIMEOUT_S

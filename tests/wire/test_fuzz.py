@@ -24,8 +24,7 @@ from splitveil.common.errors import (
 from splitveil.common.party.party_settings import ReconnectSettings
 from splitveil.common.run.messages import Activation, AuditQuestion, Course, LeaveReason, Offer
 from splitveil.common.wire.connection import PeerConnection
-from splitveil.common.wire.tensor_codec import TensorAssembler, TensorLimits
-from splitveil.common.wire.tensor_frame import Frame
+from splitveil.common.wire.tensor_codec import Frame, TensorAssembler, TensorLimits
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
 from tests.support.mutations import (

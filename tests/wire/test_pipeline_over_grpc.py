@@ -4,14 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from splitveil import simulation
 from splitveil.active_party.grpc_server.server import start_server
 from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.common.run.messages import Answer
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.run.test_pipeline import pipelined
-from tests.support import certificates
+from tests.support import certificates, simulation
 from tests.support.compared import assert_same_weights
 from tests.support.runs import Parties, build_parties, run_in_process, serving
 from tests.support.several import build_several, write_several

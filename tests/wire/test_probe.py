@@ -39,8 +39,7 @@ from splitveil.common.wire import probes
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.http_proxy import HttpProxy
 from splitveil.common.wire.limits import PROBE_BYTES, PROBE_PADDING_BYTES
-from splitveil.common.wire.probe_findings import checks_of, clock_in_words
-from splitveil.common.wire.probes import Introduction, ProbeResponder
+from splitveil.common.wire.probes import Introduction, ProbeResponder, checks_of, clock_in_words
 from splitveil.passive_party import probing
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.probing import connection_checks

@@ -24,9 +24,8 @@ from splitveil.common.errors import (
 )
 from splitveil.common.party.party_settings import ReconnectSettings
 from splitveil.common.run.messages import Activation, Answer, LeaveReason, Offer, Opening
-from splitveil.common.wire.connection import PeerConnection
+from splitveil.common.wire.connection import PeerConnection, Retrying
 from splitveil.common.wire.endpoint import SERVICE, channel_options, method_path
-from splitveil.common.wire.retrying import Retrying
 from splitveil.common.wire.tensor_codec import TensorLimits, encode_activation
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
@@ -147,10 +146,7 @@ def test_a_peer_that_takes_messages_and_never_answers_is_given_up(example: Path,
         stuck.wait(HANGS_AFTER_S)
 
     parties.session.exchange = never_answer  # type: ignore[method-assign, assignment]
-    with (
-        serving(parties, port),
-        peer_of(parties, port, kind=ImpatientFromTheFirstStep) as peer,
-    ):
+    with serving(parties, port), peer_of(parties, port, kind=ImpatientFromTheFirstStep) as peer:
         with pytest.raises(PeerUnreachable, match=r"has not answered for 1 s"):
             parties.run.run(peer)
         stuck.set()

@@ -7,8 +7,12 @@ from hypothesis import strategies as st
 
 from splitveil.common.errors import InvalidMessage, ProtocolError, TooLarge
 from splitveil.common.run.messages import Activation, BatchId
-from splitveil.common.wire.tensor_codec import TensorAssembler, TensorLimits, encode_activation
-from splitveil.common.wire.tensor_frame import Frame
+from splitveil.common.wire.tensor_codec import (
+    Frame,
+    TensorAssembler,
+    TensorLimits,
+    encode_activation,
+)
 from splitveil.protos import split_learning_pb2 as pb
 
 HEADER = BatchId("run", 2, 7, "train", b"digest-of-rows--")

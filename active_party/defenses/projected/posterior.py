@@ -27,8 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses.projected.design import Design, ReleasedStages
-from splitveil.active_party.defenses.projected.grid import BLOCK_ROWS
+from splitveil.active_party.defenses.projected.design import BLOCK_ROWS, Design, ReleasedStages
 from splitveil.active_party.defenses.projected.release import Release
 
 _MOST_DOUBLINGS = 8

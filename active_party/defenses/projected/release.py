@@ -6,7 +6,7 @@ Labels y are 0 and 1, one-hot, or numbers within 0 and 1: shares of a range, on 
 (`on_label_grid`). The sums are linear in y, so that any two values of one label move them by |A_i|
 at most, as 0 and 1 do, and one bound covers them all.
 
-A^T y is exact (see `grid`). The sum with the noise is rounded to a grid of about sigma/16, which
+A^T y is exact (see `design`). The sum with the noise is rounded to a grid of about sigma/16, which
 changes its variance by 1/3000. This is post-processing of the Gaussian mechanism, and it is what
 makes the claim hold for floating point (Mironov, CCS 2012, shows how low bits betray sums that were
 not rounded). The argument: couple the computed z with a true normal number. Both come from the same
@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 
 from splitveil.active_party.defenses.noise import NoiseSource
-from splitveil.active_party.defenses.projected.design import Design
-from splitveil.active_party.defenses.projected.grid import BLOCK_ROWS
+from splitveil.active_party.defenses.projected.design import BLOCK_ROWS, Design
 
 
 class Release(NamedTuple):

@@ -1,0 +1,230 @@
+"""What the active party says about its online predictions: how many, how fast, by which model.
+
+Every request is recorded in the metrics and in the transcript. No record has a prediction, and only
+the transcript may name ids, if the settings say so.
+Everything is a count of requests, ids, questions or seconds. No figure depends on what was
+predicted: with all labels of the training swapped, the metrics are the same.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+
+from splitveil.active_party.http.programs import RequestError
+from splitveil.common.party.party_status import (
+    ANSWER_BUCKETS_S,
+    SIZE_BUCKETS,
+    PartyStatus,
+    ServingState,
+)
+from splitveil.common.record.transcript import Transcript
+from splitveil.common.record.transcript_lines import AnsweredRequest
+from splitveil.common.run.contract import ACTIVE, Contract
+
+STAGES = ("starting", "serving", "closing")
+
+_OUTCOMES = {
+    200: "answered",
+    401: "not_admitted",
+    404: "not_found",
+    413: "too_large",
+    415: "unusable",
+    422: "unusable",
+    429: "rate_limited",
+    503: "unavailable",
+    500: "fault",
+}
+FALLBACK = "fallback"
+"""The outcome of a request that was answered without the joint model."""
+
+
+class IdOutcome(Enum):
+    JOINT = "joint"
+    FALLBACK = "fallback"
+    """The model of the active party's own features has answered."""
+    UNKNOWN = "unknown"
+    """There is no prediction, because a party has no row of it."""
+    NOT_ALLOWED = "not_allowed"
+    RATE_LIMITED = "rate_limited"
+    """Its program asks for too many."""
+    UNAVAILABLE = "unavailable"
+    """A passive party is away or late, and there is no other model."""
+
+
+class OnlineStatus(PartyStatus):
+    """The state of ``splitveil active serve``, for its operators."""
+
+    def __init__(self, contract: Contract) -> None:
+        super().__init__(ACTIVE, contract, STAGES)
+        for name in contract.passive_parties:
+            self.peers.expect(name)
+        self._trouble_of: Callable[[], str | None] = lambda: "starting"
+        self._has_fallback = False
+        self._add_request_metrics()
+        self._add_question_metrics()
+
+    def _add_request_metrics(self) -> None:
+        counter = self.metrics.counter
+        self._requests = counter("predict_requests", "Requests of programs.", ["outcome"])
+        self._seconds = self.metrics.histogram(
+            "predict_seconds",
+            "Seconds from the reading of a request to its answer or refusal.",
+            ANSWER_BUCKETS_S,
+        )
+        # From 0 on: an increase from nothing to 1 is none to Prometheus.
+        for outcome in (*_OUTCOMES.values(), FALLBACK):
+            self._requests.labels(outcome)
+        self._ids = counter("predict_ids", "Ids in these requests.", ["outcome"])
+        for one in IdOutcome:
+            self._ids.labels(one.value)
+
+    def _add_question_metrics(self) -> None:
+        gauge = self.metrics.gauge
+        self._question_ids = self.metrics.histogram(
+            "question_ids", "Ids in one question to the passive parties.", SIZE_BUCKETS
+        )
+        self._question_requests = self.metrics.histogram(
+            "question_requests", "Requests that one question answers.", SIZE_BUCKETS
+        )
+        self._timeouts = self.metrics.counter(
+            "predict_timeouts", "Requests without an answer within serving.timeout_s."
+        )
+        self._waiting = gauge("predict_waiting", "Requests that wait to be asked.")
+        models = gauge("answering", "1 for the model that answers requests now.", ["model"])
+        for model in ("joint", FALLBACK, "none"):
+            models.labels(model).set_function(partial(self._is_answering, model))
+
+    # ---- health ----
+
+    def follow(
+        self, trouble_of: Callable[[], str | None], waiting_of: Callable[[], int], *, fallback: bool
+    ) -> None:
+        """Ask for the state whenever somebody wants to know it."""
+        self._trouble_of = trouble_of
+        self._waiting.set_function(waiting_of)
+        self._has_fallback = fallback
+        self.enter_stage("serving")
+
+    def close(self) -> None:
+        self.follow(lambda: "stopping", lambda: 0, fallback=False)
+        self.enter_stage("closing")
+
+    @property
+    def answering(self) -> str:
+        """The model that answers requests now: joint, fallback or none."""
+        if self._trouble_of() is None:
+            return "joint"
+        return FALLBACK if self._has_fallback else "none"
+
+    def _is_answering(self, model: str) -> bool:
+        return self.answering == model
+
+    @property
+    def readiness(self) -> ServingState:
+        """Whether the joint model answers."""
+        trouble = self._trouble_of()
+        if trouble is None:
+            return ServingState(ready=True, reason="the joint model answers")
+        return ServingState(ready=False, reason=trouble)
+
+    def facts(self) -> dict[str, str]:
+        """Return what the endpoint tells beside health and readiness."""
+        return super().facts() | {"answering": self.answering}
+
+    # ---- requests ----
+
+    def note_request(self, status: int, seconds: float, *, used_fallback: bool = False) -> None:
+        outcome = FALLBACK if used_fallback else _OUTCOMES.get(status, "fault")
+        self._requests.labels(outcome).inc()
+        self._seconds.observe(seconds)
+
+    def note_ids(self, numbers: Mapping[IdOutcome, int]) -> None:
+        """Count the ids of a request by what has become of them."""
+        for outcome, number in numbers.items():
+            self._ids.labels(outcome.value).inc(number)
+
+    def note_question(self, num_requests: int, num_ids: int) -> None:
+        self._question_requests.observe(num_requests)
+        self._question_ids.observe(num_ids)
+
+    def note_timeout(self) -> None:
+        """Count a request that was not answered in time."""
+        self._timeouts.inc()
+
+
+@dataclass
+class Call:
+    program: str
+    ids: Sequence[str] = ()
+    found: int = 0
+    status: int = 200
+    used_fallback: bool = False
+    """Whether the joint model was not asked, or has not answered."""
+    timed_out: bool = False
+    """Whether there was no answer within ``serving.timeout_s``."""
+    began: float = field(default_factory=time.monotonic)
+    outcomes: Counter[IdOutcome] = field(default_factory=Counter)
+
+
+class CallLog:
+    """Records requests. Several threads may use it."""
+
+    def __init__(
+        self,
+        status: OnlineStatus,
+        transcript: Transcript | None = None,
+        *,
+        records_ids: bool = False,
+    ) -> None:
+        self.answered: Counter[int] = Counter()
+        """Number of requests by status."""
+        self._status = status
+        self._transcript = transcript
+        self._records_ids = records_ids
+
+    @contextmanager
+    def noted(self, program: str) -> Iterator[Call]:
+        """Record a request once it is answered or refused, whatever its outcome."""
+        call = Call(program)
+        try:
+            yield call
+        except RequestError as error:
+            call.status = error.status
+            raise
+        except BaseException:
+            call.status = 500
+            raise
+        finally:
+            self._record(call, time.monotonic() - call.began)
+
+    @contextmanager
+    def turning_away(self) -> Iterator[None]:
+        """Only count a request that is refused within the block, so that nobody fills the disk."""
+        try:
+            yield
+        except RequestError as error:
+            self.answered[error.status] += 1
+            self._status.note_request(error.status, 0.0)
+            raise
+
+    def _record(self, call: Call, seconds: float) -> None:
+        self.answered[call.status] += 1
+        self._status.note_request(call.status, seconds, used_fallback=call.used_fallback)
+        self._status.note_ids(call.outcomes)
+        if call.timed_out:
+            self._status.note_timeout()
+        if self._transcript is not None:
+            self._transcript.note_answered(
+                AnsweredRequest(
+                    program=call.program,
+                    num_ids=len(call.ids),
+                    found=call.found,
+                    status=call.status,
+                    milliseconds=round(1000 * seconds, 3),
+                    ids=tuple(call.ids) if self._records_ids else None,
+                )
+            )

@@ -1,0 +1,196 @@
+"""Labels and targets that a later run uses again, by example.
+
+**Targets** that a run's releases led to (`TARGETS`). A target is computed from releases alone. A
+later run that trains on it again, instead of summing the label once more, reveals nothing new about
+that label. An example is recognised by its id; whether its label has changed since must not matter,
+because the choice of rows would then reveal that.
+
+**Labels** for which a noise key has drawn noise: an example keeps the one that it had first. Noise
+of a key belongs to an example. Two runs with the same noise on two labels of an example would
+reveal their difference exactly. So a later run with the same key trains on the label that was used
+first, whatever the label is now: it repeats what the first run released about the example and
+nothing else. New noise for a changed label would reveal that it has changed, which no charge
+covers; and so would a refusal, or leaving out the row.
+
+The labels lie beside the key, which undoes its noise: whoever may not read the one may not read
+the other. Examples are named by digests under the derived key, so that each strength and each
+meaning of the labels has labels of its own.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, load_file, save
+from torch import Tensor
+
+from splitveil.active_party.defenses.example_keys import NoiseKey, used_labels_file
+from splitveil.active_party.ledger.account_book import (
+    Names,
+    check_id_rules,
+    id_rules_as_tensor,
+    id_rules_of,
+    indices_of,
+    names_of,
+)
+from splitveil.common.errors import SettingsError, StorageError
+from splitveil.common.record.run_folder import write_bytes_atomically
+from splitveil.common.run.sample_order import keyed_digests
+from splitveil.common.text.files import check_regular, only_one_process
+
+TARGETS = "targets.safetensors"
+"""File in the active party's ``checkpoint`` folder, mode 0600."""
+SETTING = "defense.earlier"
+
+_logger = logging.getLogger(__name__)
+
+
+class ReleasedTargets(NamedTuple):
+    """Targets together with the names of their examples."""
+
+    names: Names
+    """Each name once."""
+
+    targets: Tensor
+    """(examples,) or (examples, classes) float32, in the order of the names."""
+
+    id_rules: bytes = b""
+    """``rules_as_bytes`` of the rules by which the ids were brought into canonical form."""
+
+    bounds: tuple[float, float] | None = None
+    """Of labels that are numbers: targets are shares of this range. None for classes."""
+
+    def state_dict(self) -> Mapping[str, Tensor]:
+        """Return the tensors that ``read_targets`` reads."""
+        named = {"examples": torch.from_numpy(self.names), "targets": self.targets}
+        if self.bounds is not None:
+            named["bounds"] = torch.tensor(self.bounds, dtype=torch.float64)
+        return named | id_rules_as_tensor(self.id_rules)
+
+    def of(self, ids: Iterable[str]) -> Tensor:
+        """Return the targets of some canonical ids, NaN for those that have none."""
+        at = torch.from_numpy(indices_of(names_of(ids), self.names))
+        targets = self.targets[at.clamp_min(0)].clone()
+        targets[at < 0] = torch.nan
+        return targets
+
+
+def targets_by_id(
+    ids: Iterable[str],
+    targets: Tensor,
+    id_rules: bytes = b"",
+    bounds: tuple[float, float] | None = None,
+) -> ReleasedTargets:
+    """Return the targets of these canonical ids with the names of their examples."""
+    return ReleasedTargets(names_of(ids), targets.detach().cpu().float(), id_rules, bounds)
+
+
+def read_targets(
+    folders: Sequence[Path],
+    num_classes: int,
+    id_rules: bytes = b"",
+    bounds: tuple[float, float] | None = None,
+) -> ReleasedTargets | None:
+    """Read the targets of earlier runs from their ``checkpoint`` folders; None without any.
+
+    The later folder counts for an example of several. Raises SettingsError if a folder has no such
+    file, it cannot be read, or it is of other classes, rules for ids, or bounds of numbers.
+    """
+    runs = [_read_targets(folder / TARGETS, num_classes, bounds) for folder in folders]
+    for folder, run in zip(folders, runs, strict=True):
+        check_id_rules(run.id_rules, id_rules, f"{SETTING}: {folder}")
+    if not runs:
+        return None
+    together = runs[-1]
+    for earlier in reversed(runs[:-1]):
+        others = np.flatnonzero(indices_of(earlier.names, together.names) < 0)
+        together = ReleasedTargets(
+            np.concatenate([together.names, earlier.names[others]]),
+            torch.cat([together.targets, earlier.targets[torch.from_numpy(others)]]),
+            id_rules,
+            bounds,
+        )
+    return together
+
+
+def _read_targets(
+    path: Path, num_classes: int, bounds: tuple[float, float] | None
+) -> ReleasedTargets:
+    try:
+        check_regular(path)
+        tensors = load_file(path)
+    except FileNotFoundError as error:
+        raise SettingsError(
+            f"{SETTING}: {path.parent}: there is no {TARGETS}: expected the active party's "
+            f"checkpoint folder of a run with projected_labels that has ended"
+        ) from error
+    except (OSError, SafetensorError) as error:
+        raise SettingsError(f"{SETTING}: {path}: cannot be read") from error
+    names, targets = tensors.get("examples"), tensors.get("targets")
+    shape = () if num_classes <= 2 else (num_classes,)
+    of_run = tensors.get("bounds")
+    if (
+        names is None
+        or targets is None
+        or names.dtype != torch.uint8
+        or names.ndim != 2
+        or targets.shape != (len(names), *shape)
+        or not bool(torch.isfinite(targets).all())
+        or (None if of_run is None else tuple(of_run.tolist())) != bounds
+    ):
+        what = f"{num_classes} classes" if bounds is None else "numbers within these bounds"
+        raise SettingsError(f"{SETTING}: {path}: does not hold targets of {what}")
+    try:
+        id_rules = id_rules_of(tensors)
+    except ValueError as error:
+        raise SettingsError(f"{SETTING}: {path}: {error}") from error
+    return ReleasedTargets(names.numpy(), targets.float(), id_rules, bounds)
+
+
+def labels_first_used(path: Path, key: NoiseKey, ids: Sequence[str], labels: Tensor) -> Tensor:
+    """Return the label with which each example was first used; those of new ones are now written.
+
+    The path is that of the noise key, and ``key`` is derived from it. The labels, (ids,) float32,
+    are the present ones of the training rows. Raises SettingsError if the file of labels cannot be
+    read, and StorageError if it cannot be written.
+    """
+    digests = keyed_digests(ids, key, b"first used label")
+    names = np.frombuffer(digests, dtype=np.uint8).reshape(len(ids), -1)
+    file = used_labels_file(path)
+    try:
+        with only_one_process(path):
+            known, used = _read_labels(file)
+            is_new = indices_of(names, known) < 0
+            if not is_new.all():
+                _logger.info(
+                    "noise key: %d of %d training rows were used with it before, and are "
+                    "trained on the labels that they had then",
+                    int((~is_new).sum()),
+                    len(ids),
+                )
+            if is_new.any():
+                known = np.concatenate([known, names[is_new]])
+                used = torch.cat([used, labels[torch.from_numpy(is_new)]])
+                parts = {"examples": torch.from_numpy(known), "labels": used}
+                write_bytes_atomically(file, save(parts))
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be used: {error.strerror}") from error
+    return used[torch.from_numpy(indices_of(names, known))]
+
+
+def _read_labels(file: Path) -> tuple[Names, Tensor]:
+    """Return names and labels, none of an empty file."""
+    content = file.read_bytes()
+    try:
+        parts = load(content) if content else {}
+    except SafetensorError as error:
+        raise SettingsError(
+            f"{file}: cannot be read: restore it, or name another noise_key_path; what a new key "
+            f"draws is charged on top"
+        ) from error
+    names = parts.get("examples", torch.empty(0, 16, dtype=torch.uint8)).numpy()
+    return names, parts.get("labels", torch.empty(0))

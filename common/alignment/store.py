@@ -1,0 +1,259 @@
+"""Stores an unfinished exchange of ids in files, to resume it after a fault on the line or a crash.
+
+    state            the scalar, the secret of the shuffled order, and what the exchange is of
+    own.points       points of this party that were sent, 32 bytes each
+    peer.points      points of the peer that were received and multiplied
+    peer.tags        their tags, which this party has computed, 16 bytes each
+    peer.commitment  the peer's commitment to the tags of this party's ids, once it has arrived
+    own.tags         tags of this party's ids, as the peer has shown them
+    order, parts     with a memory limit: the shuffled order, and tags sorted into parts
+
+Who reads the scalar can test any id against the points, so the files lie in a folder of their own
+(mode 0700, files 0600) beside the run's results, one for each peer, and are deleted as soon as both
+parties have the outcome: a party knows that from the next message of the other one, because the
+last message of the exchange itself may be lost. No tag is shown before everything that it follows
+from is on disk: a machine that loses its power in between would otherwise answer other points with
+the same scalar.
+"""
+
+import hashlib
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from pydantic import ConfigDict, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
+
+from splitveil.common.alignment.partitions import private, storing
+from splitveil.common.alignment.tag_lists import TagList
+from splitveil.common.errors import AlignmentError, ProtocolError, StorageError
+from splitveil.common.record.run_folder import write_bytes_atomically
+from splitveil.common.wire.limits import POINT_BYTES, TAG_BYTES
+
+logger = logging.getLogger(__name__)
+
+StoredName = Literal["own.points", "peer.points", "peer.tags", "peer.commitment", "own.tags"]
+
+ScratchName = Literal["order", "parts"]
+"""Files of an exchange with a memory limit, which are written again if it is resumed."""
+
+_STATE = "state"
+_IDS_DOMAIN = b"splitveil alignment ids 2\x00"
+_DIGEST_BYTES = hashlib.sha256().digest_size
+_READ_BYTES = 1 << 20
+# Bytes of one element of each file.
+_LENGTHS: dict[StoredName, int] = {
+    "own.points": POINT_BYTES,
+    "peer.points": POINT_BYTES,
+    "peer.tags": TAG_BYTES,
+    "peer.commitment": _DIGEST_BYTES,
+    "own.tags": TAG_BYTES,
+}
+
+
+class ExchangeState(NamedTuple):
+    """What identifies an exchange, and its secrets."""
+
+    exchange: bytes  # the number that both parties give it, 32 bytes
+    scalar: bytes
+    shuffle_seed: bytes
+    ids_digest: bytes  # of this party's ids: with others, the exchange cannot be resumed
+    own_size: NonNegativeInt  # number of this party's ids
+    peer_size: NonNegativeInt
+    chunk_ids: PositiveInt
+
+
+_STATE_FORM = TypeAdapter(
+    ExchangeState, config=ConfigDict(ser_json_bytes="hex", val_json_bytes="hex", strict=True)
+)
+
+
+class ResumePoint(NamedTuple):
+    """Where an exchange broke off."""
+
+    state: ExchangeState
+    own_points: int  # number of points in the file
+    peer_points: int
+    peer_tags: TagList
+    own_tags: TagList
+    peer_commitment: bytes  # empty if it had not arrived
+
+
+class ExchangeStore:
+    """The files of one unfinished exchange, or of none.
+
+    Args:
+        memory_limit_bytes: memory for the exchange, which sorts its tags in parts then.
+    """
+
+    def __init__(self, folder: Path, memory_limit_bytes: int | None = None) -> None:
+        self._folder = folder
+        self.memory_limit_bytes = memory_limit_bytes
+
+    def load(
+        self, ids_digest: bytes, chunk_ids: int, part_of: Callable[[int], int]
+    ) -> ResumePoint | None:
+        """Return where the stored exchange broke off; None if these ids can resume none.
+
+        What a killed process has written in part is left out.
+        """
+        state = self._state()
+        if state is None or (state.ids_digest, state.chunk_ids) != (ids_digest, chunk_ids):
+            return None
+        own, peer = state.own_size, state.peer_size
+        sent = self._whole(["own.points"], own, chunk_ids)
+        answered = self._whole(["peer.points", "peer.tags"], peer, chunk_ids)
+        shown = self._whole(["own.tags"], own, part_of(own))
+        commitment = self._read("peer.commitment")
+        if len(commitment) != _DIGEST_BYTES:
+            # Tags are shown after the commitments.
+            commitment, shown = bytearray(), 0
+        cuts: dict[StoredName, int] = {
+            "own.points": sent,
+            "peer.points": answered,
+            "peer.tags": answered,
+            "own.tags": shown,
+            "peer.commitment": int(bool(commitment)),
+        }
+        for name, count in cuts.items():
+            self.cut(name, count)
+        return ResumePoint(
+            state,
+            sent,
+            answered,
+            TagList(file=self.path("peer.tags"), count=answered),
+            TagList(file=self.path("own.tags"), count=shown),
+            bytes(commitment),
+        )
+
+    def begin(self, state: ExchangeState) -> None:
+        """Store a new exchange, and nothing of an earlier one, or raise StorageError."""
+        self.discard()
+        with storing(self._folder):
+            self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._folder.mkdir(mode=0o700)
+        write_bytes_atomically(self._folder / _STATE, _STATE_FORM.dump_json(state), 0o600)
+
+    def path(self, name: StoredName | ScratchName) -> Path:
+        return self._folder / name
+
+    def points_digest(self, name: StoredName, count: int) -> "hashlib._Hash":
+        """Return the SHA-256 over the first ``count`` points of a file, or raise StorageError."""
+        path, digest, left = self.path(name), hashlib.sha256(), count * POINT_BYTES
+        if not left:
+            return digest  # there may be no file yet
+        with storing(path), path.open("rb") as file:
+            while left:
+                data = file.read(min(left, _READ_BYTES))
+                if not data:
+                    raise StorageError(f"{path}: is damaged")
+                digest.update(data)
+                left -= len(data)
+        return digest
+
+    def append(self, name: StoredName, data: bytes) -> None:
+        """Append to one of the files, before anything that follows from it is sent."""
+        path = self._folder / name
+        with storing(path), _opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as descriptor:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+
+    def cut(self, name: StoredName, count: int) -> None:
+        path = self._folder / name
+        if path.exists():
+            with storing(path), _opened(path, os.O_WRONLY) as descriptor:
+                os.ftruncate(descriptor, min(count * _LENGTHS[name], os.fstat(descriptor).st_size))
+
+    def sync(self) -> None:
+        for path in (*(self._folder / name for name in _LENGTHS), self._folder):
+            if path.exists():
+                with storing(path), _opened(path, os.O_RDONLY) as descriptor:
+                    os.fsync(descriptor)
+
+    def discard(self) -> None:
+        """Delete the files, the secrets first; what cannot be deleted is reported."""
+        try:
+            (self._folder / _STATE).unlink(missing_ok=True)
+            if self._folder.exists():
+                shutil.rmtree(self._folder)
+        except OSError as error:
+            logger.warning("%s: cannot be deleted: %s", self._folder, error.strerror)
+
+    def _state(self) -> ExchangeState | None:
+        path = self._folder / _STATE
+        try:
+            with storing(path):
+                return _STATE_FORM.validate_json(path.read_bytes()) if path.exists() else None
+        except ValidationError:
+            logger.warning("%s: is damaged; the ids are exchanged anew", path)
+            return None
+
+    def _read(self, name: StoredName) -> bytearray:
+        path = self._folder / name
+        with storing(path):
+            return bytearray(path.read_bytes()) if path.exists() else bytearray()
+
+    def _whole(self, names: Iterable[StoredName], size: int, step: int) -> int:
+        """Return how many of ``size`` elements each file has, in whole steps or all of them."""
+        paths = {name: self._folder / name for name in names}
+        with storing(self._folder):
+            counts = [
+                path.stat().st_size // _LENGTHS[name] if path.exists() else 0
+                for name, path in paths.items()
+            ]
+        count = min(*counts, size)
+        return count if count == size else count - count % step
+
+
+class ExchangeStores:
+    """The unfinished exchanges of one party with all of its peers.
+
+    Args:
+        folder: the party's folder of the run; the exchanges lie beside it, because starting
+            over moves it aside.
+    """
+
+    def __init__(self, folder: Path, memory_limit_bytes: int | None = None) -> None:
+        self._memory_limit_bytes = memory_limit_bytes
+        self._folder = folder.with_name(f".{folder.name}.exchanges")
+
+    def of(self, peer: str) -> ExchangeStore:
+        return ExchangeStore(self._folder / peer, self._memory_limit_bytes)
+
+    def discard(self) -> None:
+        if self._folder.exists():
+            for folder in self._folder.iterdir():
+                ExchangeStore(folder).discard()
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def digest_of_ids(ids: Iterable[str]) -> bytes:
+    """Return a digest of ids in their order, 32 bytes, to recognise them."""
+    digest = hashlib.sha256(_IDS_DOMAIN)
+    for own in ids:
+        text = own.encode("utf-8", "surrogatepass")
+        digest.update(len(text).to_bytes(4, "big") + text)
+    return digest.digest()
+
+
+@contextmanager
+def forgetting(forget: Callable[[], None]) -> Iterator[None]:
+    """Forget what is stored if what the peer sent is refused: it would be refused again."""
+    try:
+        yield
+    except (AlignmentError, ProtocolError):
+        forget()
+        raise
+
+
+@contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    descriptor = private(str(path), flags)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,192 @@
+"""What the reports of both parties share: templates, traffic by the transcript, circumstances."""
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from splitveil.common.errors import SettingsError
+from splitveil.common.record.lines import AlignmentLine, EvaluationLine, TrainingLine
+from splitveil.common.record.run_record import Metrics
+from splitveil.common.record.summary import Summary
+from splitveil.common.record.transcript import FILE, Direction
+from splitveil.common.text.wording import bytes_in_words, seconds_in_words
+
+
+def render(package: str, template: str, **values: object) -> str:
+    """Return a page as HTML. Raises jinja2.UndefinedError."""
+    environment = Environment(
+        loader=ChoiceLoader([PackageLoader(package), PackageLoader(__package__)]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["breakable"] = breakable
+    return environment.get_template(template).render(values)
+
+
+def breakable(text: object) -> Markup:
+    """Return text, escaped, in which a line may end after each underscore and each dot in a word.
+
+    Names of attacks and settings have no other place for it, and are wider than a column.
+    """
+    parts = re.split(r"(_|(?<=[a-z])\.(?=[a-z]))", str(text))
+    return Markup("").join(
+        escape(part) + Markup("<wbr>") if part in {"_", "."} else escape(part) for part in parts
+    )
+
+
+_DIRECTIONS: tuple[Direction, ...] = ("sent", "received")
+
+
+class Volume(NamedTuple):
+    messages: int = 0
+    size_bytes: int = 0
+
+    def __add__(self, other: object) -> "Volume":
+        if not isinstance(other, Volume):
+            return NotImplemented
+        return Volume(self.messages + other.messages, self.size_bytes + other.size_bytes)
+
+
+class Traffic(NamedTuple):
+    """What crossed the wire between a party and its peers, over all starts of a run."""
+
+    first: str  # time of the first line, UTC, ISO 8601
+    last: str
+    volumes: Mapping[tuple[str | None, Direction, str], Volume]
+    """(Passive party at the other end, None if there is only one; direction; kind of message)."""
+
+    @property
+    def sent(self) -> Volume:
+        return self._total("sent")
+
+    @property
+    def received(self) -> Volume:
+        return self._total("received")
+
+    def _total(self, direction: Direction) -> Volume:
+        found = (volume for (_, way, _), volume in self.volumes.items() if way == direction)
+        return sum(found, Volume())
+
+
+def read_traffic(folder: Path) -> Traffic | None:
+    """Count the messages in the transcript of a party's folder; None if there is none.
+
+    A line that is cut off or of another form is left out: the run may still be writing it.
+    """
+    path = folder / FILE
+    if not path.is_file():
+        return None
+    counts: dict[tuple[str | None, Direction, str], list[int]] = defaultdict(lambda: [0, 0])
+    times: list[str] = []
+    try:
+        with path.open("rb") as file:
+            for raw in file:
+                _count(raw, counts, times)
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot be read: {error.strerror}") from error
+    if not times:
+        return None
+    volumes = {key: Volume(messages, size) for key, (messages, size) in counts.items()}
+    return Traffic(times[0], times[-1], volumes)
+
+
+def _count(
+    raw: bytes, counts: dict[tuple[str | None, Direction, str], list[int]], times: list[str]
+) -> None:
+    try:
+        line = json.loads(raw)
+    except (ValueError, RecursionError):
+        return
+    if not isinstance(line, dict) or not isinstance(line.get("time"), str):
+        return
+    # Only the first time and the newest are needed.
+    times[1:] = [line["time"]]
+    kind, size, party = line.get("kind"), line.get("bytes"), line.get("party")
+    for direction in _DIRECTIONS:
+        if line.get("direction") == direction and isinstance(kind, str) and isinstance(size, int):
+            key = (party if isinstance(party, str) else None, direction, kind)
+            counts[key][0] += 1
+            counts[key][1] += size
+
+
+class TrafficRow(NamedTuple):
+    """The messages of one kind, between a party and one other."""
+
+    party: str
+    kind: str
+    direction: str
+    messages: str
+    size: str
+
+
+def circumstances(
+    summary: Summary, metrics: Metrics, traffic: Traffic | None
+) -> Iterator[tuple[str, str]]:
+    """Yield when, where, with what and for how long a run was made, and the bytes each way."""
+    found = summary.provenance
+    if traffic is not None:
+        yield "started", _time_in_words(traffic.first)
+    if found is not None:
+        yield "ended", _time_in_words(found.ended)
+    yield "splitveil", summary.version or "not recorded"
+    if found is not None:
+        yield "Python, PyTorch", f"{found.python}, {found.torch}"
+        yield "system", found.system
+        yield "host", found.host or "not shown (report.show_host)"
+    yield from phases(metrics)
+    if traffic is None:
+        yield "bytes", "not recorded: there is no transcript"
+        return
+    for label, total in (("sent", traffic.sent), ("received", traffic.received)):
+        yield label, f"{bytes_in_words(total.size_bytes)} in {total.messages:,} messages"
+
+
+def traffic_rows(traffic: Traffic | None, only_peer: str) -> list[TrafficRow]:
+    """Return one row per peer, kind of message and direction, the largest first."""
+    if traffic is None:
+        return []
+    largest_first = sorted(traffic.volumes.items(), key=lambda item: -item[1].size_bytes)
+    return [
+        TrafficRow(
+            party or only_peer,
+            kind,
+            direction,
+            f"{volume.messages:,}",
+            bytes_in_words(volume.size_bytes),
+        )
+        for (party, direction, kind), volume in largest_first
+    ]
+
+
+def phases(metrics: Metrics) -> Iterator[tuple[str, str]]:
+    """Yield the seconds of each phase, without the time in which the party was not running."""
+    aligned: float | None = None
+    trained = ended = 0.0
+    for time_s, line in metrics.timed:
+        if time_s is None:
+            continue
+        ended = max(ended, time_s)
+        if isinstance(line, AlignmentLine) and aligned is None:
+            aligned = time_s
+        if isinstance(line, TrainingLine | EvaluationLine):
+            trained = max(trained, time_s)
+    if aligned is None:
+        return
+    yield "waiting for the peer, and alignment", seconds_in_words(aligned)
+    if trained >= aligned:
+        yield "training and evaluation", seconds_in_words(trained - aligned)
+        yield "measurements afterwards", seconds_in_words(ended - trained)
+
+
+def _time_in_words(text: str) -> str:
+    day, _, rest = text.partition("T")
+    return f"{day} {rest[:8]} UTC"

@@ -1,0 +1,266 @@
+"""Shows the progress of an alignment or a training: a bar on a terminal, log lines elsewhere.
+
+A launcher on this machine can show one bar for all parties: the number of a pipe to it
+stands in the environment.
+"""
+
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Self
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.progress_bar import ProgressBar
+from rich.text import Text
+
+from splitveil.common.text.log_lines import log_fields, writes_json
+from splitveil.common.text.output import printing_console
+from splitveil.common.text.wording import in_short, label
+
+VARIABLE = "SPLITVEIL_PROGRESS_FD"
+"""Number of the descriptor to which lines are written."""
+
+_EVERY_S = 0.1
+
+
+class ProgressPipe:
+    """Writes one JSON object in a line, at most ten times in a second."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._written_at = 0.0
+
+    def write(
+        self,
+        party: str,
+        done: int,
+        total: int,
+        numbers: Mapping[str, float | None],
+        *,
+        is_last: bool = False,
+    ) -> None:
+        """Write the count of steps, and numbers such as ``loss``, the most important one first."""
+        now = time.monotonic()
+        if now - self._written_at < _EVERY_S and not is_last:
+            return
+        self._written_at = now
+        shown = {name: number for name, number in numbers.items() if number is not None}
+        line = {"party": party, "done": done, "total": total, "numbers": shown}
+        with suppress(OSError):  # the launcher is gone: the run goes on without a bar
+            os.write(self._descriptor, json.dumps(line).encode() + b"\n")
+
+
+def progress_pipe() -> ProgressPipe | None:
+    number = os.environ.get(VARIABLE, "")
+    return ProgressPipe(int(number)) if number.isascii() and number.isdigit() else None
+
+
+_logger = logging.getLogger(__name__)
+
+_LEAST_BAR, _LONGEST_BAR = 10, 40  # characters
+
+
+class TrainingProgress:
+    """Shows the progress of a training: a bar on a terminal, occasional log lines elsewhere."""
+
+    def __init__(
+        self,
+        party: str,
+        total_steps: int,
+        *,
+        console: Console | None = None,
+        log_every_s: float = 10.0,
+    ) -> None:
+        self.steps_done = 0
+        self._steps_before = 0
+        self._total_steps = total_steps
+        self._console = console or printing_console(stderr=True)
+        self._has_bar = self._console.is_terminal  # asked at every step, and looks it up anew
+        self._log_every_s = log_every_s
+        self._logged = time.monotonic()
+        self._end: float | None = None
+        self._first_step: float | None = None
+        self._party = party
+        self._pipe = progress_pipe()
+        self._numbers: Mapping[str, float | None] = {}
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            _BarColumn(self._console),
+            _FiguresColumn(self._console),
+            console=self._console,
+            refresh_per_second=4,
+            disable=not self._has_bar,
+        )
+        self._task = self._bar.add_task(party, total=total_steps, numbers=())
+
+    def __enter__(self) -> Self:
+        self._logged = time.monotonic()
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end = time.monotonic()
+        self._bar.stop()
+        self._write_to_pipe(is_last=True)
+        if not self._has_bar:
+            self._log({})
+
+    @property
+    def steps_per_s(self) -> float:
+        """Steps per second after the first one, to now or to the end of the ``with`` block.
+
+        The first step is left out: it waits for the peer to get ready.
+        """
+        steps = self.steps_done - self._steps_before
+        if self._first_step is None or steps < 2:
+            return 0.0
+        end = time.monotonic() if self._end is None else self._end
+        return (steps - 1) / max(end - self._first_step, 1e-9)
+
+    def resume_at(self, steps: int) -> None:
+        """Resume at a step; the speed is measured from here."""
+        self.steps_done = self._steps_before = steps
+        self._first_step = None
+        if self._has_bar:
+            self._bar.update(self._task, completed=steps)
+
+    def advance(self, steps: int = 1, /, **numbers: float | None) -> None:
+        """Count finished steps and show numbers such as ``loss``; None is not shown.
+
+        If a terminal is too narrow for all numbers, the last ones are left out first.
+        """
+        self.steps_done += steps
+        now = time.monotonic()
+        if self._first_step is None:
+            self._first_step = now
+        self._numbers = numbers
+        self._write_to_pipe(is_last=False)
+        if self._has_bar:
+            self._bar.update(self._task, advance=steps, numbers=_each_in_words(numbers))
+        elif self._pipe is None and now - self._logged >= self._log_every_s:
+            self._logged = now
+            self._log(numbers)
+
+    def _log(self, numbers: Mapping[str, float | None]) -> None:
+        _logger.info(
+            "step %d/%d, %.1f steps/s%s",
+            self.steps_done,
+            self._total_steps,
+            self.steps_per_s,
+            "".join(f", {number}" for number in _each_in_words(numbers)),
+            extra=log_fields(
+                steps_done=self.steps_done,
+                steps=self._total_steps,
+                steps_per_s=round(self.steps_per_s, 3),
+                **numbers,
+            ),
+        )
+
+    def _write_to_pipe(self, *, is_last: bool) -> None:
+        if self._pipe is not None:
+            done, total = self.steps_done, self._total_steps
+            self._pipe.write(self._party, done, total, self._numbers, is_last=is_last)
+
+
+class _BarColumn(ProgressColumn):
+    """The bar: it takes the width that the figures leave, which is at least its own minimum."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        super().__init__()
+
+    def render(self, task: Task) -> ProgressBar:
+        figures = _figures_that_fit(task, self._console.width)
+        left = self._console.width - len(task.description) - len(figures) - 2
+        width = max(_LEAST_BAR, min(_LONGEST_BAR, left))
+        return ProgressBar(task.total, task.completed, width, pulse=not task.started)
+
+
+class _FiguresColumn(ProgressColumn):
+    """As many figures as the line has room for, the most important ones first."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        super().__init__()
+
+    def render(self, task: Task) -> Text:
+        return Text(_figures_that_fit(task, self._console.width), no_wrap=True)
+
+
+def _figures_that_fit(task: Task, width: int) -> str:
+    room = width - len(task.description) - _LEAST_BAR - 2  # a space on either side of the bar
+    shown = f"{task.completed:.0f}/{task.total:.0f}"
+    for figure in _figures(task):
+        if len(shown) + len(", ") + len(figure) > room:
+            break
+        shown += f", {figure}"
+    return shown
+
+
+def _figures(task: Task) -> list[str]:
+    """Return the figures after the count of steps; the last ones are left out first."""
+    numbers: list[str] = [*task.fields["numbers"]]
+    speed = task.finished_speed or task.speed
+    return [
+        f"{TimeRemainingColumn().render(task).plain} left",
+        *numbers[:1],
+        *([] if speed is None else [f"{speed:.1f} steps/s"]),
+        *numbers[1:],
+    ]
+
+
+def _each_in_words(numbers: Mapping[str, float | None]) -> list[str]:
+    shown = {name: number for name, number in numbers.items() if number is not None}
+    return [f"{label(name)} {in_short(n)}" for name, n in shown.items()]
+
+
+class AlignmentProgress:
+    """A bar with rate and time left on a terminal, occasional log lines elsewhere."""
+
+    def __init__(
+        self, party: str, *, console: Console | None = None, log_every_s: float = 10.0
+    ) -> None:
+        self._console = console or printing_console(stderr=True, plain=writes_json())
+        self._log_every_s = log_every_s
+        self._logged = time.monotonic()
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task(f"{party}: aligning", total=None, visible=False, rate="")
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def note(self, done_ids: int, total_ids: int) -> None:
+        if self._console.is_terminal:
+            speed = self._bar.tasks[0].speed
+            rate = "" if speed is None else f"{speed:,.0f} ids/s"
+            self._bar.update(
+                self._task, completed=done_ids, total=total_ids, rate=rate, visible=True
+            )
+        elif time.monotonic() - self._logged >= self._log_every_s:
+            self._logged = time.monotonic()
+            fields = log_fields(ids_done=done_ids, ids=total_ids)
+            _logger.info("aligned %d of %d ids", done_ids, total_ids, extra=fields)

@@ -1,0 +1,221 @@
+"""The sub-commands of ``splitveil`` that work on files: align, report, compare, audit, schema.
+
+``align`` and ``report`` do the same as in ``splitveil active`` and ``splitveil passive``.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from splitveil.active_party.commands.program import REPORT_PURPOSE, add_report_arguments
+from splitveil.common.errors import DataError, SettingsError
+from splitveil.common.party.arguments import ALIGN_PURPOSE, add_align_arguments, add_command
+from splitveil.common.party.json_output import add_json, print_json
+from splitveil.common.text.upper_bounds import at_least
+from splitveil.common.text.visible_text import PlainTable
+
+if TYPE_CHECKING:
+    from splitveil.library.auditing import Audit
+
+NEEDED = ("gradients", "labels")
+OPTIONAL = ("batches", "examples", "activations", "covariates", "predictions")
+
+
+def parser(program: str) -> argparse.ArgumentParser:
+    """Return the parser of the sub-command that is the last word of ``program``."""
+    made = argparse.ArgumentParser(prog=program)
+    _PARSERS[program.rsplit(maxsplit=1)[-1]](made)
+    return made
+
+
+def run(parsed: argparse.Namespace) -> int:
+    exit_code: int = parsed.action(parsed)
+    return exit_code
+
+
+def _add_align(align: argparse.ArgumentParser) -> None:
+    purpose = f"{ALIGN_PURPOSE[0].upper()}{ALIGN_PURPOSE[1:]}"
+    align.description = f"{purpose}. Every party runs it at once."
+    parties = align.add_subparsers(dest="party", required=True, metavar="PARTY")
+    add_align_arguments(add_command(parties, "active", "the label owner's part: it is called"))
+    add_align_arguments(add_command(parties, "passive", "a feature owner's part: it calls"))
+    align.set_defaults(command="align", action=_run_of_party)
+
+
+def _add_report(report: argparse.ArgumentParser) -> None:
+    report.description = REPORT_PURPOSE
+    add_report_arguments(report)
+    report.set_defaults(command="report", party="active", action=_run_of_party)
+
+
+def _run_of_party(parsed: argparse.Namespace) -> int:
+    run_party = resolve_name(f"splitveil.{parsed.party}_party.commands.program:run")
+    exit_code: int = run_party(parsed)
+    return exit_code
+
+
+def _add_compare(compare: argparse.ArgumentParser) -> None:
+    compare.description = "Print the final figures of several runs, side by side."
+    compare.add_argument(
+        "runs", type=Path, nargs="+", metavar="RUN_DIR", help="a run's folder, runs/<run name>"
+    )
+    compare.add_argument(
+        "--output", type=Path, metavar="FILE", help="also write a page with their charts"
+    )
+    add_json(compare)
+    compare.set_defaults(action=_compare)
+
+
+def _compare(parsed: argparse.Namespace) -> int:
+    if len({folder.resolve() for folder in parsed.runs}) < len(parsed.runs):
+        raise SettingsError("expected each run once")
+    written: Path | None = None
+    if parsed.output is not None:
+        write_comparison = resolve_name("splitveil.active_party.report:write_comparison")
+        written = write_comparison(parsed.runs, parsed.output)
+    if parsed.json:
+        runs = list(map(resolve_name("splitveil.library.runs:Run"), parsed.runs))
+        print_json(
+            {
+                "runs": [{**run.overview(), "summary": dict(run.summary)} for run in runs],
+                "report": None if written is None else str(written),
+            }
+        )
+        return 0
+    titles = [folder.resolve().name for folder in parsed.runs]
+    if len(set(titles)) < len(titles):
+        titles = list(map(str, parsed.runs))
+    comparison: Any = resolve_name("splitveil.deploy.comparison")
+    results = [comparison.read_results(folder) for folder in parsed.runs]
+    table = comparison.comparison_table("comparison", dict(zip(titles, results, strict=True)))
+    Console().print(table)
+    return 0
+
+
+def _add_audit(audit: argparse.ArgumentParser) -> None:
+    audit.description = (
+        "Attack gradients of any trainer, and print what they reveal about the labels."
+    )
+    audit.epilog = (
+        f"FILE is an npz archive with arrays {' and '.join(NEEDED)} and perhaps "
+        f"{', '.join(OPTIONAL)}, one entry per row."
+    )
+    audit.add_argument("file", type=Path, metavar="FILE", help="an npz archive")
+    audit.add_argument(
+        "--batch-size",
+        type=int,
+        metavar="ROWS",
+        help="rows per batch, for a file without batches (default: one batch)",
+    )
+    audit.add_argument(
+        "--attacks", nargs="+", metavar="ATTACK", help="default: all that the arrays suffice for"
+    )
+    add_json(audit)
+    audit.set_defaults(action=_audit)
+
+
+def _audit(parsed: argparse.Namespace) -> int:
+    arrays = _arrays(parsed.file)
+    if parsed.batch_size is not None:
+        if "batches" in arrays:
+            raise DataError(f"{parsed.file}: has batches: leave --batch-size out")
+        arrays["batches"] = parsed.batch_size
+    audit = resolve_name("splitveil.library.auditing:audit")
+    try:
+        result: Audit = audit(**arrays, attacks=parsed.attacks)
+    except ValueError as error:
+        raise DataError(f"{parsed.file}: {error}") from error
+    if parsed.json:
+        print_json(result.to_json())
+    else:
+        _print_audit(result)
+    return 0
+
+
+def _arrays(path: Path) -> dict[str, Any]:
+    source = resolve_name("splitveil.common.data.npz_file:NpzFile")(path)
+    names = set(source.array_names())
+    missing = [name for name in NEEDED if name not in names]
+    if missing:
+        raise DataError(f"{path}: expected an array {' and one '.join(missing)}")
+    return {name: source.read_array(name) for name in (*NEEDED, *OPTIONAL) if name in names}
+
+
+def _print_audit(audit: "Audit") -> None:
+    console = Console(file=sys.stdout, highlight=False)
+    batches = PlainTable("single batches: mean leak AUC")
+    batches.add_column("attack")
+    for heading in ("leak AUC", "95 % interval", "random", "batches"):
+        batches.add_column(heading, justify="right")
+    batches.add_column("needs to know")
+    for one in audit.batches:
+        interval = _interval(one.low, one.high)
+        figures = (f"{one.leak_auc:.3f}", interval, f"{one.random:.3f}", str(one.batches))
+        batches.add_row(one.attack, *figures, one.needs)
+    console.print(batches)
+    if audit.run:
+        of_run = {name: (one["auc"], one["low"], one["high"]) for name, one in audit.run.items()}
+        console.print(_intervals("all batches together", of_run))
+    if audit.beyond is not None:
+        adjusted = {
+            name: (one.value, one.low, one.high) for name, one in audit.beyond.adjusted.items()
+        }
+        console.print(_intervals("among rows whose covariates say the same", adjusted))
+    if audit.epsilon is not None:
+        epsilon = audit.epsilon
+        console.print(
+            f"epsilon of label differential privacy is at least {at_least(epsilon.epsilon)} "
+            f"(confidence {epsilon.confidence:g}, delta {epsilon.delta:g}): {epsilon.attack} "
+            f"guessed {epsilon.correct} of {epsilon.guesses} labels right",
+            markup=False,
+            soft_wrap=True,
+        )
+    if audit.skipped_one_class:
+        console.print(
+            f"{audit.skipped_one_class} batches of a single class were left out", markup=False
+        )
+
+
+def _intervals(title: str, figures: Mapping[str, tuple[float, float, float]]) -> PlainTable:
+    table = PlainTable(title)
+    table.add_column("attack")
+    for heading in ("leak AUC", "95 % interval"):
+        table.add_column(heading, justify="right")
+    for attack, (auc, low, high) in figures.items():
+        table.add_row(attack, f"{auc:.3f}", _interval(low, high))
+    return table
+
+
+def _interval(low: float, high: float) -> str:
+    return "-" if math.isnan(low) else f"{low:.3f} .. {min(high, 1.0):.3f}"
+
+
+def _add_schema(schema: argparse.ArgumentParser) -> None:
+    schema.description = "Print the JSON Schema of a settings file."
+    schema.add_argument(
+        "file",
+        nargs="?",
+        choices=("active", "passive", "contract"),
+        help="the kind of file (default: all three, by their names)",
+    )
+    schema.set_defaults(action=_schema)
+
+
+def _schema(parsed: argparse.Namespace) -> int:
+    print_json(resolve_name("splitveil.library.loading:settings_schema")(parsed.file))
+    return 0
+
+
+_PARSERS: Mapping[str, Callable[[argparse.ArgumentParser], None]] = {
+    "align": _add_align,
+    "report": _add_report,
+    "compare": _add_compare,
+    "audit": _add_audit,
+    "schema": _add_schema,
+}

@@ -1,0 +1,206 @@
+"""Runs all parties of a run in this process, and leaves the files that their own processes leave.
+
+    runs/<run name>/<party>/settings.yaml, metrics.jsonl, summary.json, checkpoint/
+
+What processes do beyond that are certificates, gRPC, checkpoints on the way, transcripts and
+private set intersection. None of it changes a bit of what is learned, except for models with
+dropout, whose draws come from one generator here.
+"""
+
+import io
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from rich.console import Console
+
+from splitveil.active_party.assembly import allowance_of, build_session
+from splitveil.active_party.monitor.recorder import ActiveRecorder
+from splitveil.active_party.results import save_alone, save_results
+from splitveil.active_party.run.observer import SessionObserver
+from splitveil.active_party.run.session import ActiveSession
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.trainer_builder import TrainerBuilder as TopBuilder
+from splitveil.common.alignment import AlignmentEngine
+from splitveil.common.alignment.ecdh import EcdhEngine
+from splitveil.common.alignment.ristretto import DIGEST_BYTES, POINT_BYTES
+from splitveil.common.errors import EndedForGood
+from splitveil.common.party import command_line
+from splitveil.common.party.command_line import draw_nonce, torch_device
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.record.model_files import identity_metadata, save_model
+from splitveil.common.record.run_record import write_summary
+from splitveil.common.record.run_store import RunStore
+from splitveil.common.run.contract import ACTIVE, AlignmentSettings
+from splitveil.common.run.course import AlignedRows
+from splitveil.common.text.version import VERSION
+from splitveil.library.in_process import InProcessPeer, meet
+from splitveil.library.loading import PartiesSettings
+from splitveil.passive_party.assembly import BottomBuilder
+from splitveil.passive_party.opening import Aligner, Participant
+from splitveil.passive_party.recorder import PassiveRecorder
+from splitveil.passive_party.run import PassiveRun
+from splitveil.passive_party.settings import PassiveSettings
+from splitveil.passive_party.training import RunObserver
+
+ResultT = TypeVar("ResultT")
+
+_seeding = threading.Lock()
+"""Held while weights are drawn: torch has one generator for all parties of this process."""
+
+
+def run_recorded(settings: PartiesSettings, run_folder: Path) -> None:
+    """Run all parties; leaves their settings, metrics, summaries and models.
+
+    ``run_folder`` is the one that ``runs_dir`` and the contract's ``run_name`` name, where the
+    active party keeps its noise key. EndedForGood after a budget or a gate: the figures are there.
+    """
+    folder = _folder_with_settings(settings.active, run_folder / ACTIVE)
+    stopped: EndedForGood | None = None
+    with ExitStack() as resources:
+        recorder = resources.enter_context(ActiveRecorder(settings.active, folder))
+        session, top = assemble_active(settings.active, recorder)
+        passive = {
+            name: _Passive(one, run_folder, resources) for name, one in settings.passive.items()
+        }
+        engine = clear_engine(settings.active.contract.alignment)
+        try:
+            meet(
+                session,
+                {name: party.run for name, party in passive.items()},
+                partial(InProcessPeer, session, engine),
+            )
+        except EndedForGood as error:
+            stopped = error  # as configured: it ends with a summary, like any other run
+        finally:
+            recorder.note_refit(save_results(settings.active, folder, session, top))
+            recorder.note_alone(save_alone(settings.active, folder, session, top))
+            for party in passive.values():
+                party.save_model()
+    stopped = stopped or recorder.objection()
+    write_summary(folder, replace(recorder.summary({}), version=VERSION))
+    for party in passive.values():
+        party.write_summary()
+    if stopped is not None:
+        raise stopped
+
+
+class _Passive:
+    """A passive party with its recorder and its files."""
+
+    def __init__(self, settings: PassiveSettings, run_folder: Path, resources: ExitStack) -> None:
+        self._settings = settings
+        self._folder = _folder_with_settings(settings, run_folder / settings.folder_name())
+        data = PartyData.of(settings)
+        observer = PassiveRecorder(settings, self._folder, data.ids, _evaluation_labels(settings))
+        observer.console = Console(file=io.StringIO())  # the active party's bar shows every step
+        self._recorder = resources.enter_context(observer)
+        engine = clear_engine(settings.contract.alignment)
+        self.run: PassiveRun
+        self._builder: BottomBuilder
+        self.run, self._builder = assemble_passive(settings, data, self._recorder, engine)
+        if settings.audits:
+            self.run.auditor = self._recorder
+
+    def save_model(self) -> None:
+        if self.run.trainer is not None:
+            identity = identity_metadata(self.run.model_identity, self._settings.contract)
+            save_model(self._folder, self.run.trainer.model, self._builder.encoder, identity)
+
+    def write_summary(self) -> None:
+        """Write the summary, after the recorder has been closed."""
+        write_summary(self._folder, replace(self._recorder.summary(), version=VERSION))
+
+
+def _folder_with_settings(settings: ActiveSettings | PassiveSettings, folder: Path) -> Path:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    command_line.save_resolved(settings, folder)
+    return folder
+
+
+def _evaluation_labels(settings: PassiveSettings) -> PartyData | None:
+    if settings.adversary is None or settings.adversary.labels is None:
+        return None
+    return PartyData.load(
+        settings.adversary.labels, settings.base_dir, id_rules=settings.contract.ids
+    )
+
+
+def assemble_active(
+    settings: ActiveSettings,
+    observer: SessionObserver,
+    *,
+    store: RunStore | None = None,
+    device: torch.device | None = None,
+) -> tuple[ActiveSession, TopBuilder]:
+    """Build the active party's session with any observer, and what builds its trainer."""
+    data = PartyData.of(settings)
+    builder = TopBuilder(settings, data, device or torch_device(settings.device))
+    session = build_session(
+        settings,
+        data,
+        _one_at_a_time(builder),
+        observer,
+        partial(draw_nonce, settings),
+        store,
+        allowance_of(settings, settings.earlier_answers()),
+    )
+    return session, builder
+
+
+def assemble_passive(
+    settings: PassiveSettings,
+    data: PartyData,
+    observer: RunObserver,
+    engine: AlignmentEngine,
+    *,
+    store: RunStore | None = None,
+    device: torch.device | None = None,
+) -> tuple[PassiveRun, BottomBuilder]:
+    """Build a passive party's run with any observer, and what builds its trainer."""
+    builder = BottomBuilder(settings, data, device or torch_device(settings.device))
+    me = Participant(settings.contract, settings.party, data.ids, data.table.splits)
+    aligner = Aligner(me, engine, partial(draw_nonce, settings))
+    return PassiveRun(aligner, _one_at_a_time(builder), observer, store), builder
+
+
+def _one_at_a_time(build: Callable[[AlignedRows], ResultT]) -> Callable[[AlignedRows], ResultT]:
+    def locked(rows: AlignedRows) -> ResultT:
+        with _seeding:
+            return build(rows)
+
+    return locked
+
+
+class _ClearGroup:
+    """Leaves digests of ids as they are: whoever sees them can look up any id."""
+
+    def mask(self, digests: bytes, scalar: bytes) -> bytes:  # noqa: ARG002
+        """Return the first bytes of each digest in the place of a point."""
+        starts = range(0, len(digests), DIGEST_BYTES)
+        return b"".join(digests[start : start + POINT_BYTES] for start in starts)
+
+    def multiply(self, points: bytes, scalar: bytes) -> bytes:  # noqa: ARG002
+        return points
+
+    def close(self) -> None:
+        """There are no resources."""
+
+
+def clear_engine(settings: AlignmentSettings) -> AlignmentEngine:
+    """Build an engine that compares ids in the clear. Never use it between two processes.
+
+    Multiplying every id by two secret scalars takes longer than training on a small table. What
+    comes out, the set of common ids, does not depend on it, and neither does their order, which
+    follows from the joint seed.
+    """
+    return EcdhEngine(
+        min_aligned=settings.min_aligned,
+        max_set_size=settings.max_set_size,
+        group=_ClearGroup(),
+    )

@@ -1,0 +1,342 @@
+"""All parties of a run in this process, built one by one and observed, for tests and benchmarks.
+
+    settings = read_settings(Path("deploy/examples/breast_cancer"))
+    run = build(settings)
+    run.meet()
+    print(run.active.seen.evaluations[-1].auc, run.active.session.leak_bounds())
+
+``meet`` needs no network; ``meet_over_grpc`` sends every message through gRPC on loopback. With a
+folder for checkpoints, a run can be resumed by building it again.
+"""
+
+import secrets
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from splitveil.active_party.grpc_server.server import start_server
+from splitveil.active_party.grpc_server.service import ActiveService
+from splitveil.active_party.ledger.bounds import LeakBounds
+from splitveil.active_party.run.session import ActiveSession
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.training.evaluation import Evaluation
+from splitveil.active_party.training.top_trainer import StepResult
+from splitveil.common.alignment import AlignmentEngine, build_engine
+from splitveil.common.errors import SplitveilError
+from splitveil.common.party.credentials import credential_files
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.party.party_settings import PartySettings
+from splitveil.common.record.run_store import RunStore
+from splitveil.common.run.contract import ACTIVE
+from splitveil.common.run.course import AlignedRows, Batch
+from splitveil.common.run.messages import AuditQuestion
+from splitveil.common.wire.connection import PeerConnection
+from splitveil.library.in_process import InProcessPeer, meet, start
+from splitveil.library.loading import PartiesSettings, read_settings
+from splitveil.library.recorded import assemble_active, assemble_passive
+from splitveil.passive_party.grpc_peer import GrpcPeer
+from splitveil.passive_party.opening import Peer
+from splitveil.passive_party.run import PassiveRun
+from splitveil.passive_party.settings import PassiveSettings
+
+__all__ = [
+    "ActiveParty",
+    "ActiveRecording",
+    "InProcessPeer",
+    "PartiesSettings",
+    "PassiveParty",
+    "PassiveRecording",
+    "Simulation",
+    "assemble_active",
+    "assemble_passive",
+    "build",
+    "build_active",
+    "build_passive",
+    "free_address",
+    "meet_over_grpc",
+    "read_settings",
+    "serving",
+]
+
+
+@dataclass
+class Recording:
+    """The events that the observers of both parties keep.
+
+    The state that goes into a checkpoint is the length of every list. Restoring it shortens the
+    lists to what they held then, so that a resumed run leaves one recording without repeats.
+    """
+
+    rows: AlignedRows | None = None
+    epochs: list[int] = field(default_factory=list)
+    resumed: list[int | None] = field(default_factory=list)
+    """The epoch in which each resumption continued; None at the end of the run. Never shortened."""
+
+    def on_aligned(self, rows: AlignedRows, seed: bytes) -> None:
+        self.rows = rows
+
+    def on_resumed(self, epoch: int | None) -> None:
+        self.resumed.append(epoch)
+
+    def on_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def state_dict(self) -> dict[str, int]:
+        return {name: len(seen) for name, seen in vars(self).items() if isinstance(seen, list)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Forget events after the state; earlier events of another process are unknown here."""
+        for name, count in state.items():
+            if name != "resumed":
+                del getattr(self, name)[count:]
+
+
+@dataclass
+class ActiveRecording(Recording):
+    losses: list[float] = field(default_factory=list)
+    sent: list[Tensor] = field(default_factory=list)
+    """The defended gradient of every training batch, (batch, *cut_shape)."""
+
+    evaluations: list[Evaluation] = field(default_factory=list)
+    ledger: list[tuple[int, LeakBounds]] = field(default_factory=list)
+    """The epoch, and the bounds on all answers up to its end."""
+
+    audits: list[tuple[AuditQuestion, float]] = field(default_factory=list)
+    """Scores that a passive party had measured, and the leak AUC that it was told."""
+
+    audits_answered: int = 0
+    """The number of audits that were answered; never reduced."""
+
+    earlier: tuple[int, LeakBounds] | None = None
+    """The number of examples about which earlier runs answered, and the bounds on these answers."""
+
+    ahead: tuple[LeakBounds, ...] = ()
+    """The bounds on all answers, at each resumption before some of them; never shortened."""
+
+    def on_step(self, batch: Batch, result: StepResult) -> None:
+        self.losses.append(float(result.loss.detach()))
+        self.sent.append(result.defended.clone())
+
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        self.evaluations.append(evaluation)
+
+    def on_earlier_answers(self, examples: int, bounds: LeakBounds) -> None:
+        self.earlier = (examples, bounds)
+
+    def on_ledger(self, epoch: int, bounds: LeakBounds) -> None:
+        self.ledger.append((epoch, bounds))
+
+    def on_answers_ahead(self, bounds: LeakBounds) -> None:
+        self.ahead += (bounds,)
+
+    def on_audit(self, question: AuditQuestion, leak_auc: float, party: str) -> None:
+        self.audits.append((question, leak_auc))
+
+    def on_audits_answered(self, count: int) -> None:
+        self.audits_answered = count
+
+    def objection(self) -> SplitveilError | None:
+        return None
+
+
+@dataclass
+class PassiveRecording(Recording):
+    received: list[Tensor] = field(default_factory=list)
+    """The gradient that came back for every training batch, (batch, *cut_shape)."""
+
+    layers: list[dict[str, Tensor]] = field(default_factory=list)
+    """The gradients at the layers before the cut that are tapped, by name."""
+
+    def on_opened(self, run_id: str) -> None: ...
+
+    def on_alignment_progress(self, done_ids: int, total_ids: int) -> None: ...
+
+    def on_step(
+        self, batch: Batch, sent: Tensor, received: Tensor, layers: dict[str, Tensor]
+    ) -> None:
+        self.received.append(received.clone())
+        self.layers.append({name: gradient.clone() for name, gradient in layers.items()})
+
+
+@dataclass
+class ActiveParty:
+    settings: ActiveSettings
+    session: ActiveSession
+    engine: AlignmentEngine
+    seen: ActiveRecording
+
+
+@dataclass
+class PassiveParty:
+    settings: PassiveSettings
+    run: PassiveRun
+    seen: PassiveRecording
+
+
+@dataclass
+class Simulation:
+    """All parties of a run, ready to meet."""
+
+    active: ActiveParty
+    passive: dict[str, PassiveParty]
+
+    def meet(self, connect: "Connect | None" = None) -> None:
+        """Let all parties meet; a run with checkpoints is resumed."""
+        runs = {name: party.run for name, party in self.passive.items()}
+        meet(self.active.session, runs, partial(connect or connect_in_process, self))
+
+    def start(
+        self, name: str, connect: "Connect", on_error: Callable[[BaseException], None]
+    ) -> threading.Thread:
+        """Let one passive party run in a thread of its own."""
+        return start(name, self.passive[name].run, partial(connect, self), on_error)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the weights of all models, ``top.<parameter>`` and ``<party>.<parameter>``."""
+        trainers = {name: party.run.trainer for name, party in self.passive.items()}
+        found: dict[str, Tensor] = {}
+        top = self.active.session.lifecycle.phase.trainer
+        for party, trainer in {"top": top, **trainers}.items():
+            if trainer is None:
+                raise RuntimeError("no weights before the alignment")
+            weights = trainer.model.state_dict()
+            found |= {f"{party}.{name}": value for name, value in weights.items()}
+        return found
+
+
+Connect = Callable[[Simulation, str], Peer]
+"""Connects a passive party of a simulation, given by its name, to the active party."""
+
+
+def connect_in_process(simulation: Simulation, name: str) -> Peer:
+    active = simulation.active
+    return InProcessPeer(active.session, active.engine, name)
+
+
+def build(
+    settings: PartiesSettings,
+    *,
+    runs: Path | None = None,
+    device: torch.device | None = None,
+    active_seen: ActiveRecording | None = None,
+    passive_seen: Mapping[str, PassiveRecording] | None = None,
+) -> Simulation:
+    """Build all parties of a run.
+
+    Args:
+        settings: settings of all parties.
+        runs: folder in which each party keeps its checkpoints, in a subfolder of its name; by
+            default checkpoints are not kept.
+        device: device of all models; by default the device in each party's settings.
+        active_seen: the active party's observer; a new recording by default.
+        passive_seen: observers of passive parties, by name; new recordings by default.
+
+    Raises:
+        SplitveilError: settings or data cannot be used.
+    """
+    observers = passive_seen or {}
+    active = build_active(settings.active, runs=runs, device=device, seen=active_seen)
+    passive = {
+        name: build_passive(each, runs=runs, device=device, seen=observers.get(name))
+        for name, each in settings.passive.items()
+    }
+    return Simulation(active, passive)
+
+
+def build_active(
+    settings: ActiveSettings,
+    *,
+    runs: Path | None = None,
+    device: torch.device | None = None,
+    seen: ActiveRecording | None = None,
+) -> ActiveParty:
+    """Build the active party, with the arguments and errors of ``build``."""
+    observer = ActiveRecording() if seen is None else seen
+    engine = build_engine(settings.contract.alignment)
+    num_parties = len(settings.contract.passive_parties)
+    store = _store(settings, ACTIVE, runs, num_parties)
+    session, _ = assemble_active(settings, observer, store=store, device=device)
+    return ActiveParty(settings, session, engine, observer)
+
+
+def build_passive(
+    settings: PassiveSettings,
+    *,
+    runs: Path | None = None,
+    device: torch.device | None = None,
+    seen: PassiveRecording | None = None,
+) -> PassiveParty:
+    """Build a passive party, with the arguments and errors of ``build``."""
+    observer = PassiveRecording() if seen is None else seen
+    data = PartyData.of(settings)
+    store = _store(settings, settings.folder_name(), runs)
+    engine = build_engine(settings.contract.alignment)
+    run, _ = assemble_passive(settings, data, observer, engine, store=store, device=device)
+    return PassiveParty(settings, run, observer)
+
+
+def _store(
+    settings: PartySettings, name: str, runs: Path | None, num_parties: int = 1
+) -> RunStore | None:
+    if runs is None:
+        return None
+    folder = runs / name
+    folder.mkdir(parents=True, exist_ok=True)
+    return RunStore(folder, settings.contract.checkpoints.keep, num_parties)
+
+
+_PORTS = range(20_000, 30_000)
+"""Below those that systems give to outgoing connections, one of which could take a free port before
+its server does."""
+
+_given: deque[int] = deque(maxlen=1000)
+
+
+def free_address() -> str:
+    """Return an address of loopback at which nobody listens, and which was not returned yet."""
+    for _ in range(100):
+        port = _PORTS[secrets.randbelow(len(_PORTS))]
+        if port in _given:  # whoever asked for it may not listen yet
+            continue
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            _given.append(port)
+            return f"127.0.0.1:{port}"
+    raise OSError("found no free port on loopback")
+
+
+@contextmanager
+def serving(active: ActiveParty, address: str) -> Iterator[ActiveService]:
+    """Serve an active party at an address, with the protection that its settings ask for."""
+    settings = active.settings
+    service = ActiveService(active.session, active.engine, settings.reconnect.deadline_s)
+    credentials = credential_files(settings, ACTIVE)
+    server = start_server(service, settings.contract, address, credentials)
+    try:
+        yield service
+    finally:
+        server.stop(0).wait()
+
+
+def meet_over_grpc(simulation: Simulation, address: str | None = None) -> None:
+    """Let all parties meet over gRPC, by default at a free port; raises what ended the run."""
+    address = address or free_address()
+    with ExitStack() as resources:
+        resources.enter_context(serving(simulation.active, address))
+
+        def connect(simulation: Simulation, name: str) -> GrpcPeer:
+            settings = simulation.passive[name].settings
+            connection = PeerConnection(
+                address, settings.contract, credential_files(settings, name)
+            )
+            peer = GrpcPeer(connection, settings.reconnect, party=name)
+            return resources.enter_context(peer)
+
+        simulation.meet(connect)

@@ -352,7 +352,7 @@ def test_a_run_whose_charges_cannot_be_known_is_named_and_never_left_out(
 def test_the_plan_says_what_was_told_before(example: Path) -> None:
     """Two answers of each example, whose charges depend on the gradients in their later digits."""
     said = re.search(
-        r"What earlier runs have told comes on top, sum_kl (\S+) at most, a leak AUC of \S+, "
+        r"What earlier runs have revealed comes on top, sum_kl (\S+) at most, a leak AUC of \S+, "
         r"bounded for a peer that knows class means only; what this run adds is not known before",
         printed_plan(example, MARVELL, AFTER_FIRST),
     )

@@ -207,7 +207,7 @@ class LabelFreeFacts:
                 yield self._chunk(rows)
 
     def logits(self) -> Iterator[Tensor]:
-        """Yield the model's logits alone, (rows,) or (rows, classes)."""
+        """Yield the model's logits only, (rows,) or (rows, classes)."""
         with self._evaluating():
             for rows in torch.split(self._training, CHUNK_ROWS):
                 with torch.no_grad():
@@ -264,7 +264,7 @@ def _numbers_of_categories(features: Features | None) -> list[int]:
 
 
 def _steepest(logits: Tensor) -> Tensor:
-    """Return one number per row whose slope says where the activation matters most."""
+    """Return one number per row whose slope shows where the activation matters most."""
     if logits.ndim == 1:
         return logits
     return logits.max(dim=1).values - logits.mean(dim=1)

@@ -81,8 +81,8 @@ class Limit:
         narrow = narrowest(*map(strongest_adversary, np.unique(reached.caveats).tolist()))
         if not narrow.includes(self.peers):
             return (
-                f"would leave an example without a bound for {self.peers.in_words}: what was told "
-                f"about it is bounded for {narrow.in_words}"
+                f"would leave an example without a bound for {self.peers.in_words}: what was "
+                f"revealed about it is bounded for {narrow.in_words}"
             )
         excess = reached.sum_kl / self.of(reached.known)
         worst = int(excess.argmax())

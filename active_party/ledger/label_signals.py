@@ -42,7 +42,7 @@ def label_signals(uses: LabelUses) -> tuple[LabelSignal, ...]:
     signals = {
         LabelSignal(
             "allow_audits",
-            "With allow_audits the peer is told how well scores of its choice agree with the "
+            "With allow_audits the peer learns how well scores of its choice agree with the "
             "training labels, which no charge counts.",
         ): uses.allows_audits,
         LabelSignal(

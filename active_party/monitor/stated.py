@@ -85,8 +85,8 @@ def log_beyond(beyond: BeyondFigures, bounds: LeakBounds | None) -> None:
     if strongest is not None:
         attack, found = strongest
         logger.info(
-            "beyond what features tell: %s reaches a leak AUC of %.3f (95 %% interval %.3f to "
-            "%.3f) among rows of which features tell the same",
+            "beyond the features: %s reaches a leak AUC of %.3f (95 %% interval %.3f to "
+            "%.3f) among rows that features predict alike",
             attack,
             *found,
         )
@@ -111,7 +111,7 @@ def log_beyond(beyond: BeyondFigures, bounds: LeakBounds | None) -> None:
         by_peers = {peers: bounds.against(peers).leak_auc.max for peers in Adversary}
         for attack, found, peers in passed_bounds(beyond, by_peers):
             logger.error(
-                "LEAK ALARM: %s reaches a leak AUC of %.3f beyond what features tell, above the "
+                "LEAK ALARM: %s reaches a leak AUC of %.3f beyond the features, above the "
                 "%s that the ledger states for %s",
                 attack,
                 found.value,

@@ -101,8 +101,8 @@ def why_not_anybody(run: RunFiles, peers: Adversary) -> str:
     if adversary is peers or not adversary.includes(peers):
         return why
     return (
-        f"The charges of the defense describe {adversary.in_words}. What earlier runs told of "
-        "these rows does not, or something besides the answers tells of labels, such as "
+        f"The charges of the defense describe {adversary.in_words}. What earlier runs revealed of "
+        "these rows does not, or something besides the answers depends on labels, such as "
         "allow_audits, a leak gate that stops the run, or initial weights."
     )
 
@@ -169,7 +169,7 @@ def contradictions(run: RunFiles, bounds: Mapping[Adversary, float]) -> Iterator
         )
     for attack, found, peers in passed_bounds(beyond, bounds):
         yield (
-            f"{attack} measured {found.value:.3f} beyond what features tell, more than the "
+            f"{attack} measured {found.value:.3f} beyond the features, more than the "
             f"{auc_at_most(bounds[peers])} that the ledger states for {peers.in_words}: that bound "
             "does not describe this attack on these gradients."
         )

@@ -61,7 +61,7 @@ def _needs(kinds: frozenset[SideInformation], labels: str | None = None) -> froz
     return frozenset(known if labels is None else {*known, _Need(labels)})
 
 
-_OF_UNKNOWN = frozenset({_Need("what that attack is told")})
+_OF_UNKNOWN = frozenset({_Need("what that attack is given")})
 """The needs of a user-defined attack: it cannot be assumed to work without labels."""
 
 _NEEDS: Mapping[str, frozenset[_Need]] = {
@@ -165,16 +165,16 @@ def _headline_beyond(figures: BeyondFigures, strongest_attack: str) -> str:
     if recovering:
         return (
             f"Anyone who keeps the gradients of this run{_and_knows(easiest)} recovers the labels: "
-            f"AUC {found.value:.3f} among examples of which features tell the same"
+            f"AUC {found.value:.3f} among examples that features predict alike"
         )
     if is_clearly_above(found, 0.5):
         return (
-            f"Beyond what features tell, gradients reveal something about the labels: {easiest} "
-            f"reaches AUC {found.value:.3f} among examples of which features tell the same"
+            f"Beyond the features, gradients reveal something about the labels: {easiest} "
+            f"reaches AUC {found.value:.3f} among examples that features predict alike"
         )
     return (
         "No attack that was run tells more of the labels than features do: the strongest reaches "
-        f"AUC {found.value:.3f} among examples of which features tell the same, where chance gives "
+        f"AUC {found.value:.3f} among examples that features predict alike, where chance gives "
         "about 0.5"
     )
 

@@ -1,7 +1,7 @@
 """The calls of the protocol, as the active party answers them; gRPC and tests use the same object.
 
 A call takes the lock, waits for those of the other parties where it has to, and leaves every
-consequence to ``lifecycle``. The other rooms return or raise: ``opening`` judges handshakes,
+consequence to ``lifecycle``. The other modules return or raise: ``handshake`` judges handshakes,
 ``parties`` knows each passive party, and ``answering`` turns questions into answers.
 
 With several passive parties every step needs all of them: a question waits until each party has

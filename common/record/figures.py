@@ -350,7 +350,7 @@ class LeakByClass(Form):
 
 @dataclass(frozen=True, kw_only=True)
 class LeakFigures(Form):
-    """The measurements of the attacks; with more than two classes, of the pair told apart best."""
+    """The measurements of the attacks; with more than two classes, of the pair separated best."""
 
     beyond: Annotated[BeyondFigures | None, Flat()] = None
     """What the attacks reveal beyond features; None if it was not measured."""

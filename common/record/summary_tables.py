@@ -43,7 +43,7 @@ def print_summary(party: str, summary: Summary, *, console: Console | None = Non
         console.print(ledger_table(summary.of_active.ledger, f"{party}: leak ledger"))
     leak = summary.of_leak
     if leak.beyond is not None and leak.beyond.adjusted:
-        title = f"{party}: leak AUC beyond what features tell"
+        title = f"{party}: feature-adjusted leak AUC"
         console.print(beyond_table(leak.beyond, title))
     pair = "" if leak.by_class is None else ", worst pair of classes"
     if leak.of_numbers:
@@ -59,9 +59,7 @@ def print_summary(party: str, summary: Summary, *, console: Console | None = Non
         console.print(run_level_table(leak.run_level, title))
 
 
-def beyond_table(
-    beyond: BeyondFigures, title: str = "Leak AUC beyond what features tell"
-) -> PlainTable:
+def beyond_table(beyond: BeyondFigures, title: str = "Feature-adjusted leak AUC") -> PlainTable:
     numbers = ("adjusted", "95 % interval", "advantage", "95 % interval")
     table = PlainTable(title, ("attack",), numbers)
     for attack, found in beyond.adjusted.items():

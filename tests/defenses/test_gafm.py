@@ -64,7 +64,7 @@ class Case:
 
     def __init__(self, batch: int = 12, cut_dim: int = 3) -> None:
         self.labels = (torch.arange(batch) % 3 == 0).double()
-        # What features tell of the label is in the activation.
+        # What features say of the label is in the activation.
         self.activation = seeded(batch, cut_dim) + 0.5 * self.labels[:, None]
         self.generator = generator_of(cut_dim).double()
         self.critic = losses.build_critic(5, 0.5, ENTROPY).double()
@@ -253,7 +253,7 @@ def test_a_peer_who_knows_its_activations_reads_what_norms_and_means_do_not_show
     by_means = leak_auc(mixed.raw[:, 0] * torch.sign(apart), labels)
     assert leak_auc(norm(mixed.raw), labels) < 0.8
     assert by_means < 0.9
-    assert leak_auc(activation[:, 0], labels) < 0.75  # what the features tell anyway
+    assert leak_auc(activation[:, 0], labels) < 0.75  # what features say anyway
     assert leak_auc(read_labels(mixed.raw, activation), labels) > 0.98
 
 

@@ -1,4 +1,4 @@
-"""What a run records of its attacks beyond what features tell, and holds against its ledger."""
+"""What a run records of its attacks beyond the features, and holds against its ledger."""
 
 import copy
 import json
@@ -166,7 +166,7 @@ def test_a_run_whose_attacks_pass_its_statements_says_so_everywhere(
     verdict = judge(read_run(tmp_path), [], [])
     assert verdict.level == "recovered"
     assert "excludes every epsilon below" in verdict.doubts[0]
-    assert "among examples of which features tell the same" in verdict.headline
+    assert "among examples that features predict alike" in verdict.headline
     assert "excludes every epsilon below" in write_report(tmp_path).read_text(encoding="utf-8")
 
 
@@ -286,7 +286,7 @@ def test_an_adjusted_figure_above_a_bound_raises_an_alarm_or_is_set_aside(
 ) -> None:
     held = replace(BEYOND, epsilon=epsilon)
     log_beyond(held, bounds(bound))
-    assert ("norm reaches a leak AUC of 0.700 beyond what features tell" in caplog.text) is passed
+    assert ("norm reaches a leak AUC of 0.700 beyond the features" in caplog.text) is passed
     assert "cosine reaches" not in caplog.text
     assert list(set_aside(held, bound)) == aside
 
@@ -316,7 +316,7 @@ def page_of(folder: Path, beyond: BeyondFigures) -> tuple[str, str]:
 
 def test_the_verdict_leads_with_what_features_do_not_tell(tmp_path: Path) -> None:
     words, page = page_of(tmp_path, BEYOND)
-    assert words.startswith("leaking Beyond what features tell, gradients reveal something")
+    assert words.startswith("leaking Beyond the features, gradients reveal something")
     assert "norm, with an adjusted leak AUC of 0.700 (95 % interval 0.680 to 0.720)" in words
     assert "an epsilon below 1.500 is excluded (delta 1e-05, 95% confidence)" in words
     assert "gains 0.100 of AUC (0.050 to 0.150) over the 0.600" in words
@@ -364,5 +364,5 @@ def test_figures_of_another_form_are_left_out(tmp_path: Path, summary: dict[str,
 def test_the_end_of_a_run_prints_the_adjusted_figures(capsys: pytest.CaptureFixture[str]) -> None:
     print_summary("active party", Summary(leak=LeakFigures(beyond=BEYOND)))
     printed = capsys.readouterr().out
-    assert "leak AUC beyond what features tell" in printed
+    assert "feature-adjusted leak AUC" in printed
     assert "0.680 .. 0.720" in printed

@@ -307,7 +307,7 @@ def test_a_bound_that_is_narrower_than_the_defense_s_says_what_may_have_narrowed
     settings |= NOISY_LABELS
     (run_dir / "active" / "settings.yaml").write_text(yaml.safe_dump(settings))
     words = verdict_of(run_dir)[1]
-    assert "The charges of the defense describe anybody. What earlier runs told" in words
+    assert "The charges of the defense describe anybody. What earlier runs revealed" in words
 
 
 def test_a_ledger_that_an_attack_disproves_bounds_nothing(tmp_path: Path) -> None:

@@ -290,7 +290,7 @@ def test_the_claim_would_be_found_false_of_another_defense(run: Runs, name: str)
     "name", ["marvell leak_auc", "marvell persistent", "iso persistent", "noisy_label gaussian"]
 )
 def test_the_claim_holds_at_the_cut_with_true_labels(run: Runs, name: str) -> None:
-    """Against attacks on directions: those see little of what features tell, and lengths do."""
+    """Against attacks on directions: those see little of what features say, and lengths do."""
     claim = CLAIMS[name]
     found = run(claim.defense, dealt=False)
     assert beyond(claim, found, only(leaks(found, ["cut"]), READ_DIRECTIONS)) == {}

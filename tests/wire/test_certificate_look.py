@@ -60,11 +60,7 @@ def answering(folder: Path, party: str) -> Iterator[int]:
 
 
 class Dripping:
-    """A connection on which a byte comes every second, of a record that has more of them.
-
-    Args:
-        data: what comes; without more to come, its last byte comes again.
-    """
+    """A connection on which a byte comes every second; the last byte of the data comes for ever."""
 
     def __init__(self, data: bytes) -> None:
         self.now = 0.0
@@ -74,8 +70,7 @@ class Dripping:
     def __enter__(self) -> "Dripping":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        pass
+    def __exit__(self, *_: object) -> None: ...
 
     def monotonic(self) -> float:
         return self.now
@@ -83,11 +78,9 @@ class Dripping:
     def settimeout(self, value: float) -> None:
         assert value > 0
 
-    def sendall(self, data: bytes) -> None:
-        pass
+    def sendall(self, data: bytes) -> None: ...
 
-    def close(self) -> None:
-        pass
+    def close(self) -> None: ...
 
     def recv(self, most: int) -> bytes:
         assert most > 0
@@ -207,12 +200,8 @@ def test_an_identity_need_not_be_the_name_of_a_host(tmp_path: Path, identity: st
         socket.create_connection(("127.0.0.1", port), timeout=60) as connection,
     ):
         pinned = judged_certificate(connection, authority, identity)
-    assert (
-        pinned
-        == ssl.DER_cert_to_PEM_cert(
-            ssl.PEM_cert_to_DER_cert(PartyFolder(folder / "active-too").certificate.read_text())
-        ).encode()
-    )
+    expected = PartyFolder(folder / "active-too").certificate.read_text()
+    assert ssl.PEM_cert_to_DER_cert(pinned.decode()) == ssl.PEM_cert_to_DER_cert(expected)
 
 
 def numbers(monkeypatch: pytest.MonkeyPatch, *ports: int) -> None:

@@ -3,14 +3,12 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import grpc
 import pytest
 from cryptography import x509
 
 from splitveil.active_party.run.stages import Stage
 from splitveil.common.errors import PeerError, PeerUntrusted
 from splitveil.common.party.credentials import in_lower_case
-from splitveil.deploy.authority import renew_certificate
 from tests.support.between import Relay
 from tests.support.certificates import (
     CLIENT,
@@ -23,8 +21,7 @@ from tests.support.certificates import (
     spoil_signature,
 )
 from tests.support.lines import free_port, peer_of, serving
-from tests.support.peers import AtSteps
-from tests.support.runs import Parties, build_parties, run_in_process, write_example
+from tests.support.runs import Parties, build_parties, write_example
 
 WRONG_NAME = "does not carry the called party's name"
 
@@ -182,46 +179,3 @@ def test_whoever_passes_the_look_on_and_then_answers_by_itself_is_spoken_to_by_n
         with pytest.raises(PeerUntrusted, match=WRONG_NAME):
             peer.is_ready()
         assert switch.connections >= 3
-
-
-def test_a_renewed_certificate_of_the_active_party_is_looked_at_when_it_is_met(
-    tmp_path: Path,
-) -> None:
-    write_example(tmp_path)
-    parties, undisturbed = build_parties(tmp_path), build_parties(tmp_path)
-    folder = make(tmp_path / "certificates")
-    port = free_port()
-    with (
-        serving(parties, port, files(folder, "active")),
-        Relay(port, port) as switch,
-        peer_of(parties, switch.port, files(folder, "passive"), kind=AtSteps) as peer,
-    ):
-        peer.actions = {2: lambda: renew_certificate(folder, "active"), 5: switch.cut}
-        parties.run.run(peer)
-    run_in_process(undisturbed)
-    assert parties.session.stage is Stage.FINISHED
-    assert parties.active.losses == undisturbed.active.losses
-    assert switch.connections >= 4  # a look and a channel, before and after
-
-
-def test_a_pinned_certificate_is_all_that_grpc_believes(parties: Parties, tmp_path: Path) -> None:
-    """The look rests on this: an end certificate can be gRPC's only anchor."""
-    folder = make(tmp_path / "certificates", other=NAMES["active"])
-    own = Unchecked(folder, "passive").current()
-    options = [("grpc.ssl_target_name_override", NAMES["active"])]
-    answered, genuine, other = {}, free_port(), free_port()
-    with (
-        serving(parties, genuine, files(folder, "active")),
-        serving(parties, other, Unchecked(folder, "other")),
-    ):
-        for name, port in (("genuine", genuine), ("other", other)):
-            pinned = grpc.ssl_channel_credentials(
-                (folder / "active" / "certificate.pem").read_bytes(),
-                own.private_key,
-                own.certificate,
-            )
-            with grpc.secure_channel(f"127.0.0.1:{port}", pinned, options) as channel:
-                with pytest.raises(grpc.RpcError) as caught:
-                    channel.unary_unary("/", bytes, bytes)(b"", timeout=60)
-                answered[name] = caught.value.code() is not grpc.StatusCode.UNAVAILABLE
-    assert answered == {"genuine": True, "other": False}

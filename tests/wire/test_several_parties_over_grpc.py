@@ -37,6 +37,7 @@ from splitveil.protos import split_learning_pb2 as pb
 from tests.support.certificates import files
 from tests.support.compared import assert_same_weights
 from tests.support.mutations import Mutator, Tape, WireSender, send_mutants
+from tests.support.peers import Lost
 from tests.support.several import (
     NAMES,
     Several,
@@ -90,10 +91,6 @@ def serving(
         server.stop(0).wait()
 
 
-class Lost(BaseException):
-    """Stands for kill -9: nothing of ours catches it."""
-
-
 class Peer(GrpcPeer):
     """Does something before one of its questions."""
 
@@ -143,21 +140,6 @@ def start(
     thread = threading.Thread(target=run, daemon=True, name=name)
     thread.start()
     return thread
-
-
-def start_all(several: Several, address: str) -> Sequence[threading.Thread]:
-    return [start(several, name, address) for name in several.passive]
-
-
-def test_the_wire_changes_nothing(three: Path, undisturbed: Several, address: str) -> None:
-    several = build_several(three, EVERY_2, MARVELL)
-    with serving(several, address) as service:
-        finish(start_all(several, address))
-        assert several.session.wait_for_farewell(HANGS_AFTER_S)
-    assert several.errors == {}
-    assert several.session.stage is Stage.FINISHED
-    assert_same_weights(several.weights(), undisturbed.weights())
-    assert not service.refused
 
 
 def test_parties_whose_deadlines_pass_while_they_wait_ask_again(
@@ -220,11 +202,10 @@ def test_a_handshake_for_another_party_than_the_call_s_is_refused(
 ) -> None:
     several = build_several(three)
     ash = several.passive["ash"]
+    connection = PeerConnection(address, ash.run.contract)
     with (
         serving(several, address),
-        GrpcPeer(
-            PeerConnection(address, ash.run.contract), ash.settings.reconnect, party="birch"
-        ) as peer,
+        GrpcPeer(connection, ash.settings.reconnect, party="birch") as peer,
         pytest.raises(ProtocolError),
     ):
         ash.run.run(peer)
@@ -236,15 +217,12 @@ def test_a_call_has_to_name_one_party_of_the_contract(
     three: Path, address: str, named: Sequence[str]
 ) -> None:
     several = build_several(three)
+    request = pb.LeaveRequest(run_id=several.session.run_id, reason=pb.LEAVE_REASON_FAILED)
+    metadata = [(PARTY_KEY, name) for name in named]
     with serving(several, address), grpc.insecure_channel(address) as channel:
         leave: Any = channel.unary_unary(method_path("Leave"))
-        request = pb.LeaveRequest(run_id=several.session.run_id, reason=pb.LEAVE_REASON_FAILED)
         with pytest.raises(grpc.RpcError) as caught:
-            leave(
-                request.SerializeToString(),
-                metadata=tuple((PARTY_KEY, name) for name in named),
-                timeout=60,
-            )
+            leave(request.SerializeToString(), metadata=metadata, timeout=60)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert several.session.lifecycle.error is None
 
@@ -255,25 +233,16 @@ def test_a_certificate_lets_its_own_party_in_and_no_other(
     make_certificates(tmp_path, {name: f"{name}.splitveil" for name in ("active", *NAMES)})
     several = build_several(three)
     ash = several.passive["ash"]
+    connection = PeerConnection(address, ash.run.contract, files(tmp_path, "ash"))
     with serving(several, address, files(tmp_path, "active")):
-        own = files(tmp_path, "ash")
-        for claimed in ("birch", "cedar"):
-            with (
-                GrpcPeer(
-                    PeerConnection(address, ash.run.contract, credentials=own),
-                    ash.settings.reconnect,
-                    party=claimed,
-                ) as peer,
-                pytest.raises(PeerUntrusted, match="does not accept"),
-            ):
-                peer.leave(several.session.run_id, LeaveReason.FAILED)
+        with (
+            GrpcPeer(connection, ash.settings.reconnect, party="birch") as peer,
+            pytest.raises(PeerUntrusted, match="does not accept"),
+        ):
+            peer.leave(several.session.run_id, LeaveReason.FAILED)
         assert several.session.lifecycle.error is None
-        finish(
-            [
-                start(several, name, address, credentials=files(tmp_path, name))
-                for name in several.passive
-            ]
-        )
+        for_all = {name: files(tmp_path, name) for name in several.passive}
+        finish([start(several, name, address, credentials=own) for name, own in for_all.items()])
     assert several.errors == {}
     assert several.session.stage is Stage.FINISHED
 
@@ -282,7 +251,7 @@ def test_a_certificate_lets_its_own_party_in_and_no_other(
 
 
 class Tapes:
-    """The messages that each passive party has sent and received."""
+    """The messages of each passive party."""
 
     def __init__(self) -> None:
         self.of = {name: Tape() for name in NAMES}

@@ -25,7 +25,6 @@ from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import method_path, open_channel
 from splitveil.deploy.authority import PartyFolder, keep_certificates
 from splitveil.passive_party.grpc_peer import GrpcPeer
-from splitveil.protos import split_learning_pb2 as pb
 from tests.support.between import Relay
 from tests.support.certificates import NAMES, Unchecked, add_expired, files, make
 from tests.support.lines import peer_of, serving
@@ -334,8 +333,3 @@ def test_replaced_certificates_are_taken_up_without_a_restart_and_cut_no_connect
     assert parties.session.stage is Stage.FINISHED
     assert parties.active.losses == undisturbed.active.losses
     assert sum("new certificate in use" in r.getMessage() for r in caplog.records) == 2
-
-
-def test_the_handshake_s_name_of_the_party_is_checked_where_it_is_known() -> None:
-    """The interceptor reads this field: were it renamed, it would check nothing."""
-    assert "party" in pb.HandshakeRequest.DESCRIPTOR.fields_by_name

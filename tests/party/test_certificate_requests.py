@@ -69,13 +69,6 @@ def test_a_certificate_comes_back_for_the_key_that_stayed(
     assert read_out(capsys.readouterr().out, "SHA-256") == read_out(shown, "authority")
 
 
-def test_a_second_request_is_for_the_same_key(theirs: Path) -> None:
-    before = PartyFolder(theirs / "passive").private_key.read_bytes()
-    _, is_new_key = make_request(theirs, "passive", "passive.splitveil")
-    assert not is_new_key
-    assert PartyFolder(theirs / "passive").private_key.read_bytes() == before
-
-
 def test_another_key_than_the_one_read_out_is_not_signed(
     ours: Path, theirs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -153,15 +146,6 @@ def test_a_wrong_file_is_called_what_it_is(
     assert "private key" in capsys.readouterr().err
 
 
-def test_a_key_that_is_kept_elsewhere_cannot_be_renewed_here(
-    ours: Path, theirs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert sign(ours, theirs / "passive" / REQUEST) == 0
-    assert certs(["renew", str(ours), "--party", "passive"]) == 2
-    assert "have it send a request" in capsys.readouterr().err
-    assert sign(ours, theirs / "passive" / REQUEST, "--days", "9") == 0
-
-
 def test_another_party_s_folder_is_left_alone(
     ours: Path, theirs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -170,3 +154,17 @@ def test_another_party_s_folder_is_left_alone(
     assert "belongs to another key than the request" in capsys.readouterr().err
     assert sign(ours, theirs / "passive" / REQUEST, "--output", str(ours / "sent")) == 0
     assert certs(["authority", str(ours)]) == 2
+
+
+def test_a_key_that_stays_elsewhere_cannot_be_renewed_here(
+    ours: Path, theirs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = PartyFolder(theirs / "passive").private_key
+    before = key.read_bytes()
+    _, is_new_key = make_request(theirs, "passive", "passive.splitveil")
+    assert not is_new_key
+    assert key.read_bytes() == before
+    assert sign(ours, theirs / "passive" / REQUEST) == 0
+    assert certs(["renew", str(ours), "--party", "passive"]) == 2
+    assert "have it send a request" in capsys.readouterr().err
+    assert sign(ours, theirs / "passive" / REQUEST, "--days", "9") == 0

@@ -5,7 +5,7 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -32,15 +32,6 @@ from tests.support.runs import write_example
 
 Lines = Callable[[], list[dict[str, Any]]]
 logger = logging.getLogger("splitveil.active_party.run")
-
-
-@pytest.fixture(autouse=True)
-def _logging_as_before() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
 
 
 @pytest.fixture
@@ -76,16 +67,12 @@ def test_no_message_passes_for_another_line(capsys: pytest.CaptureFixture[str], 
     assert json.loads(text)["message"] == evil
 
 
-def test_a_field_replaces_none_that_every_line_has(lines: Lines) -> None:
+def test_a_field_replaces_none_that_every_line_has_and_is_plain_json(lines: Lines) -> None:
     logger.warning("a", extra=log_fields(message="b", level="DEBUG", party="passive"))
-    (line,) = lines()
-    assert (line["message"], line["level"], line["party"]) == ("a", "WARNING", "active")
-
-
-def test_a_number_that_json_does_not_know_is_a_word(lines: Lines) -> None:
     logger.warning("a", extra=log_fields(sum_kl=math.inf, loss=math.nan, path=Path("x")))
-    (line,) = lines()
-    assert (line["sum_kl"], line["loss"], line["path"]) == ("inf", "nan", "x")
+    line, other = lines()
+    assert (line["message"], line["level"], line["party"]) == ("a", "WARNING", "active")
+    assert (other["sum_kl"], other["loss"], other["path"]) == ("inf", "nan", "x")
 
 
 def test_a_traceback_is_a_field(lines: Lines) -> None:
@@ -143,18 +130,12 @@ def test_the_flag_is_stronger_than_the_setting(
         assert capsys.readouterr().err.lstrip().startswith("{") is is_json
 
 
-class Terminal(io.StringIO):
-    """Says that it is a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_no_progress_bar_is_drawn_between_objects(
     form: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    screen = Terminal()
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("TERM", "xterm")
     configure_logging("active", form=form)

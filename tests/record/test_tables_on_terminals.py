@@ -18,7 +18,6 @@ from splitveil.common.record.figures import (
 )
 from splitveil.common.record.summary import ActiveFigures, ModelFigures, RunCounts, Summary
 from splitveil.common.record.summary_tables import leak_table, print_summary, run_level_table
-from splitveil.common.text.visible_text import PlainTable
 from splitveil.deploy.comparison import RunResults, comparison_table
 
 WIDTH = 80
@@ -86,13 +85,3 @@ def test_a_party_beside_its_name_in_the_launcher_has_narrower_tables_with_whole_
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= 70
     assert LONGEST in text
-
-
-def test_what_a_file_says_neither_breaks_nor_styles_a_table() -> None:
-    table = PlainTable("a [red]title")
-    table.add_column("name\nof it")
-    table.add_row("[bold]\x1b[2J")
-    text = printed(table)
-    assert "a [red]title" in text
-    assert "[bold]\\x1b[2J" in text
-    assert "name\\nof it" in text

@@ -220,8 +220,7 @@ BAD_TABLES: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 
 @pytest.mark.parametrize(
-    ("what", "cache"),
-    [*((what, "") for what in BAD_TABLES), ("NULs", ", cache_dir: cache")],
+    ("what", "cache"), [*((what, "") for what in BAD_TABLES), ("NULs", ", cache_dir: cache")]
 )
 def test_a_table_that_claims_too_much_is_refused_in_one_line(
     folder: Path, command: Command, what: str, cache: str

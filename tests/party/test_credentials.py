@@ -70,9 +70,7 @@ def test_a_key_that_others_may_read_is_refused_with_the_command_that_helps(
 
 def with_key(key: ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey) -> Spoil:
     pem = key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     return lambda own: own.private_key.write_bytes(pem)
 

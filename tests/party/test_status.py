@@ -117,10 +117,7 @@ def test_both_parties_name_the_run_and_count_the_same_bytes(watched: Watched) ->
         assert re.fullmatch("[0-9a-f]{16}", labels["run_id"])
     assert watched.active.run_id == watched.passive.run_id
     for call in ("Handshake", "Align", "Train", "Evaluate"):
-        for one, other in (
-            (watched.passive, watched.active),
-            (watched.active, watched.passive),
-        ):
+        for one, other in ((watched.passive, watched.active), (watched.active, watched.passive)):
             name = "splitveil_message_bytes_total"
             sent = value_of(one, name, direction="sent", call=call)
             assert sent == value_of(other, name, direction="received", call=call) > 0
@@ -301,10 +298,7 @@ def test_nobody_is_waited_for_who_looks_once_and_nobody_after_a_signal(
     ],
 )
 def test_only_a_run_that_resumes_is_left_in_training_and_not_shown_to_the_end(
-    status: RunStatus,
-    monkeypatch: pytest.MonkeyPatch,
-    error: SplitveilError | None,
-    stage: str,
+    status: RunStatus, monkeypatch: pytest.MonkeyPatch, error: SplitveilError | None, stage: str
 ) -> None:
     """So that the alert about a party that is gone does not fire for a run that is over."""
     waits: list[object] = []

@@ -84,10 +84,7 @@ COUNTED = {"edges": [-1.0, 0.0, 1.0], "counts": {"before/positive": [3, 4]}}
 
 LINES: Mapping[str, tuple[lines.Line, dict[str, Any]]] = {
     "alignment": (lines.AlignmentLine(569), form("alignment", None, None, aligned_rows=569)),
-    "training": (
-        lines.TrainingLine(1, 2, 0.5, 0.25),
-        form("train", 2, loss=0.5, noise_power=0.25),
-    ),
+    "training": (lines.TrainingLine(1, 2, 0.5, 0.25), form("train", 2, loss=0.5, noise_power=0.25)),
     "leak": (
         lines.LeakLine(1, 2, (NORM, ELSEWHERE), 0.5),
         form("leak", 2)

@@ -16,12 +16,7 @@ from splitveil.active_party.run.preparation import OwnRows, OwnRules
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.common.errors import (
-    AuditRefused,
-    OutOfStep,
-    SettingsError,
-    TooLarge,
-)
+from splitveil.common.errors import AuditRefused, OutOfStep, SettingsError, TooLarge
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.privacy.attacks import LABEL_FREE
 from splitveil.common.privacy.leakage import leak_auc

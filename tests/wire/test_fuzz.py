@@ -14,12 +14,7 @@ import torch
 from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.active_party.run.stages import Stage
 from splitveil.common.alignment import align, build_engine
-from splitveil.common.errors import (
-    AlignmentError,
-    ContractMismatch,
-    InvalidMessage,
-    PeerError,
-)
+from splitveil.common.errors import AlignmentError, ContractMismatch, InvalidMessage, PeerError
 from splitveil.common.party.party_settings import ReconnectSettings
 from splitveil.common.run.messages import Activation, AuditQuestion, Course, LeaveReason, Offer
 from splitveil.common.wire.connection import PeerConnection

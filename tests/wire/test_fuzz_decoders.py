@@ -92,13 +92,11 @@ def test_numbers_and_nesting_beyond_measure_are_another_contract(text: str) -> N
 
 
 def test_equal_values_in_another_form_are_another_contract() -> None:
-    text = OWN.canonical_json()
-    assert OWN.fields_differing_from(text) == []
-    assert OWN.fields_differing_from(text + " ") == ["(other fields)"]
     one = Contract.model_validate({**CONTRACT, "epochs": 1})
-    assert one.fields_differing_from(
-        one.canonical_json().replace('"epochs":1', '"epochs":true')
-    ) == ["(other fields)"]
+    text = one.canonical_json()
+    assert one.fields_differing_from(text) == []
+    for other in (text + " ", text.replace('"epochs":1', '"epochs":true')):
+        assert one.fields_differing_from(other) == ["(other fields)"]
 
 
 @settings(max_examples=166, deadline=None)
@@ -142,16 +140,6 @@ def _inverse_root(square: int) -> tuple[bool, int]:
     return False, 0
 
 
-LIKELY = st.integers(0, 2**255 - 1).map(lambda n: (2 * n % P & ~1).to_bytes(32, "little"))
-POINTS = st.binary(min_size=32, max_size=32) | LIKELY
-
-
-@settings(max_examples=200, deadline=None)
-@given(POINTS)
-def test_a_point_is_taken_exactly_where_the_rfc_decodes_it(data: bytes) -> None:
-    assert is_taken(data) is is_encoding(data)
-
-
 def is_taken(data: bytes) -> bool:
     try:
         product = ristretto.load().multiply(data, (5).to_bytes(32, "little"))
@@ -160,19 +148,16 @@ def is_taken(data: bytes) -> bool:
     return product != bytes(32)
 
 
-def test_a_set_highest_bit_makes_no_second_encoding() -> None:
-    """Some releases of libsodium overlook it."""
-    generator = bytes.fromhex("e2f2ae0a6abc4e71a884a961c500515f58e30b6aa582dd8db6a65945e08d2d76")
-    assert is_taken(generator)
-    assert not is_taken(generator[:-1] + bytes([generator[-1] | 0x80]))
-
-
-def test_the_slow_check_and_the_library_see_both_kinds() -> None:
+def test_a_point_is_taken_exactly_where_the_rfc_decodes_it() -> None:
     """About one in four even numbers below p is an encoding; the identity is none."""
     taken = [is_taken((2 * n).to_bytes(32, "little")) for n in range(400)]
     assert taken == [is_encoding((2 * n).to_bytes(32, "little")) for n in range(400)]
     assert 60 < sum(taken) < 140
     assert not is_taken(bytes(32))
+    # Some releases of libsodium overlook the highest bit.
+    generator = bytes.fromhex("e2f2ae0a6abc4e71a884a961c500515f58e30b6aa582dd8db6a65945e08d2d76")
+    assert is_taken(generator)
+    assert not is_taken(generator[:-1] + bytes([generator[-1] | 0x80]))
 
 
 # ---- the alignment as a whole ----
@@ -192,14 +177,11 @@ def frames_of(engine: EcdhEngine) -> tuple[EcdhExchange, list[bytes]]:
     """Let two parties meet; return one with nothing received, and what the other sends to it."""
     one, other = session(engine, 1), session(engine, 4)
     sent = [other.hello()]
-    one_hello = one.hello()
-    other.receive(one_hello)
+    other.receive(one.hello())
     sent += list(other.own_frames())
-    fresh = one
     for frame in sent:
-        for reply in fresh.receive(frame):
-            sent_back = other.receive(reply)
-            assert all(back.WhichOneof("body") for back in sent_back)
+        for reply in one.receive(frame):
+            other.receive(reply)
     return session(engine, 1), [frame.SerializeToString() for frame in sent]
 
 
@@ -295,10 +277,11 @@ def test_any_status_is_an_error_whose_words_are_this_party_s(
     assert len(str(error)) < 2200
 
 
-def test_escape_sequences_in_a_status_reach_no_terminal() -> None:
-    error = error_from(grpc.StatusCode.FAILED_PRECONDITION, "contract-mismatch: \x1b[2Jepochs, x")
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [("\x1b[2Jepochs, x", ("x",)), ("\x1b]0;own\x07", ("(other fields)",))],
+)
+def test_escape_sequences_in_a_status_reach_no_terminal(fields: str, shown: tuple[str]) -> None:
+    error = error_from(grpc.StatusCode.FAILED_PRECONDITION, f"contract-mismatch: {fields}")
     assert isinstance(error, ContractMismatch)
-    assert error.fields == ("x",)
-    nothing = error_from(grpc.StatusCode.FAILED_PRECONDITION, "contract-mismatch: \x1b]0;own\x07")
-    assert isinstance(nothing, ContractMismatch)
-    assert nothing.fields == ("(other fields)",)
+    assert error.fields == shown

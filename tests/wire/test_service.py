@@ -1,16 +1,14 @@
-"""The real wire over localhost: the same results as without it, and the replies to a bad peer."""
+"""The real wire over localhost: the same results as without it, and how a run ends."""
 
 import threading
-from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.active_party.run.stages import Stage
 from splitveil.common.errors import (
     ContractMismatch,
@@ -21,22 +19,13 @@ from splitveil.common.errors import (
     SettingsError,
 )
 from splitveil.common.party.party_settings import ReconnectSettings
-from splitveil.common.run.messages import Activation, LeaveReason, Offer, Opening
+from splitveil.common.run.messages import Activation
 from splitveil.common.wire.connection import PeerConnection, Retrying
-from splitveil.common.wire.endpoint import SERVICE, method_path
-from splitveil.common.wire.tensor_codec import TensorLimits, encode_activation
+from splitveil.common.wire.endpoint import SERVICE
 from splitveil.passive_party.grpc_peer import GrpcPeer
-from splitveil.protos import split_learning_pb2 as pb
 from tests.support.compared import assert_same_weights
 from tests.support.lines import peer_of
-from tests.support.runs import (
-    Parties,
-    build_parties,
-    in_background,
-    run_in_process,
-    run_over_grpc,
-    serving,
-)
+from tests.support.runs import build_parties, in_background, run_in_process, run_over_grpc, serving
 from tests.support.waiting import HANGS_AFTER_S
 
 
@@ -47,32 +36,20 @@ def test_a_run_over_grpc_is_bit_equal_to_one_in_process(example: Path, port: int
     assert_same_weights(there.weights(), here.weights())
     assert there.active.evaluations == here.active.evaluations
     assert there.active.losses == here.active.losses
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(there.passive.received, here.passive.received, strict=True)
-    )
+    pairs = zip(there.passive.received, here.passive.received, strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
 
 
 def test_the_passive_party_waits_for_an_active_one_that_comes_later(
     example: Path, port: int
 ) -> None:
     parties = build_parties(example)
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            with peer_of(parties, port) as peer:
-                parties.run.run(peer)
-        except BaseException as error:
-            errors.append(error)
-
-    thread = in_background(run)
-    thread.join(1.0)
-    assert thread.is_alive()
-    with serving(parties, port):
-        thread.join(HANGS_AFTER_S)
-        assert not thread.is_alive()
-    assert not errors
+    with ThreadPoolExecutor(1) as executor, peer_of(parties, port) as peer:
+        run = executor.submit(parties.run.run, peer)
+        with pytest.raises(TimeoutError):
+            run.result(1)
+        with serving(parties, port):
+            run.result(HANGS_AFTER_S)
     assert parties.session.stage is Stage.FINISHED
 
 
@@ -111,9 +88,9 @@ def test_a_peer_that_takes_messages_and_never_answers_is_given_up(example: Path,
 
 def test_waiting_can_be_interrupted(example: Path, port: int) -> None:
     parties = build_parties(example)
-    contract, reconnect = parties.run.contract, parties.passive_settings.reconnect
+    connection = PeerConnection(f"127.0.0.1:{port}", parties.run.contract)
     with (
-        GrpcPeer(PeerConnection(f"127.0.0.1:{port}", contract), reconnect, lambda: 15) as peer,
+        GrpcPeer(connection, parties.passive_settings.reconnect, lambda: 15) as peer,
         pytest.raises(Interrupted) as caught,
     ):
         parties.run.run(peer)
@@ -157,87 +134,6 @@ def test_the_standard_health_service_answers(example: Path, port: int) -> None:
             request = health_pb2.HealthCheckRequest(service=name)
             reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=60)
             assert reply.status == health_pb2.HealthCheckResponse.SERVING
-
-
-# ---- a peer that breaks the rules, over the real wire ----
-
-
-class AtFirstStep(GrpcPeer):
-    """Stops at the first training step and keeps its message."""
-
-    held_back: Activation
-
-    def handshake(
-        self, party: str, contract_json: str, commitment: bytes, offer: Offer | None = None
-    ) -> Opening:
-        self.opening = super().handshake(party, contract_json, commitment, offer)
-        return self.opening
-
-    def send_activation(self, activation: Activation) -> None:
-        self.held_back = activation
-        raise KeyboardInterrupt
-
-    def leave(self, run_id: str, reason: LeaveReason) -> None:
-        """Leave without a word, so that the session stays open."""
-
-
-@pytest.fixture
-def at_first_step(
-    example: Path, port: int
-) -> Iterator[tuple[Parties, ActiveService, Activation, grpc.Channel]]:
-    parties = build_parties(example)
-    with (
-        serving(parties, port) as service,
-        peer_of(parties, port, kind=AtFirstStep) as peer,
-        grpc.insecure_channel(f"127.0.0.1:{port}") as channel,
-    ):
-        with pytest.raises(KeyboardInterrupt):
-            parties.run.run(peer)
-        yield parties, service, peer.held_back, channel
-
-
-def call(channel: grpc.Channel, method: str, frames: list[bytes]) -> list[bytes]:
-    stub: Any = channel.stream_stream(method_path(method))
-    return list(stub(iter(frames), timeout=60))
-
-
-def changed(frame: bytes, **changes: object) -> bytes:
-    fields = pb.TensorFrame.FromString(frame)
-    for name, value in changes.items():
-        setattr(fields, name, value)
-    return fields.SerializeToString()
-
-
-# One or two for each status: test_tensor_codec.py has all that a frame can be.
-BAD_FRAMES: list[tuple[Callable[[bytes], bytes], grpc.StatusCode]] = [
-    (lambda frame: b"\xff" * 40, grpc.StatusCode.INVALID_ARGUMENT),
-    (lambda frame: changed(frame, data=b"\0\0\xc0\x7f" * 256), grpc.StatusCode.INVALID_ARGUMENT),
-    (lambda frame: changed(frame, rows=10**6), grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (lambda frame: b"\0" * (2 * 1024 * 1024), grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (lambda frame: changed(frame, step=5), grpc.StatusCode.FAILED_PRECONDITION),
-    (lambda frame: changed(frame, epoch=1), grpc.StatusCode.FAILED_PRECONDITION),
-    (lambda frame: changed(frame, run_id="x"), grpc.StatusCode.FAILED_PRECONDITION),
-    (lambda frame: changed(frame, rows_digest=b"0" * 16), grpc.StatusCode.FAILED_PRECONDITION),
-]
-
-
-@pytest.mark.parametrize(("spoil", "code"), BAD_FRAMES)
-def test_a_bad_message_gets_its_status_and_leaves_the_session_unharmed(
-    at_first_step: tuple[Parties, ActiveService, Activation, grpc.Channel],
-    spoil: Callable[[bytes], bytes],
-    code: grpc.StatusCode,
-) -> None:
-    parties, service, message, channel = at_first_step
-    (encoded,) = encode_activation(message, TensorLimits.of(parties.run.contract))
-    frame = encoded.data
-    with pytest.raises(grpc.RpcError) as caught:
-        call(channel, "Train", [spoil(frame)])
-    assert caught.value.code() is code
-    # What is larger than any message is refused by gRPC, before it is a message.
-    assert sum(service.refused.values()) == (len(spoil(frame)) < 1_200_000)
-    assert parties.session.lifecycle.error is None
-    (answer,) = call(channel, "Train", [frame])
-    assert pb.TensorFrame.FromString(answer).rows == 64
 
 
 def test_a_fault_of_this_party_is_not_described_to_the_peer(example: Path, port: int) -> None:

@@ -37,9 +37,6 @@ def folder(tmp_path: Path) -> Path:
     return make(tmp_path / "certificates", stranger="stranger.example")
 
 
-# ---- what cannot be used ----
-
-
 def test_good_files_are_read_and_described(folder: Path) -> None:
     credentials = files(folder, "passive").current()
     assert credentials.identities == ("passive.splitveil",)
@@ -105,24 +102,18 @@ def test_a_file_that_cannot_be_used_is_named_with_its_setting(
     assert "secret" not in found
 
 
-def test_a_certificate_with_another_name_is_refused(folder: Path) -> None:
+def test_a_certificate_with_another_name_or_outside_its_time_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert (
         "expected 'passive.bank' (contract.identities) among the DNS names of its subject "
         "alternative name, got passive.splitveil"
     ) in problem(folder, identity="passive.bank")
-
-
-def test_a_certificate_outside_its_time_is_refused(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     add_expired(folder, "late", "late.splitveil")
     assert "late/certificate.pem: expired on " in problem(folder, "late")
     monkeypatch.setattr(issuing, "CLOCK_SKEW", timedelta(days=-5))
     keep_certificates(folder, {"early": "early.splitveil"})
     assert "early/certificate.pem: valid only from " in problem(folder, "early")
-
-
-# ---- time and change ----
 
 
 @pytest.mark.parametrize(("days", "lines"), [(29, 1), (32, 0)])
@@ -157,9 +148,6 @@ def test_half_a_rotation_leaves_the_old_pair_in_use(
     assert caplog.messages == [
         "new certificate in use: CN=passive.splitveil (passive.splitveil), 89 days left"
     ]
-
-
-# ---- settings and contract ----
 
 
 @pytest.mark.parametrize(
@@ -205,9 +193,6 @@ def test_identities_that_distinguish_no_party_are_refused(
     with pytest.raises(SettingsError) as caught:
         validate(Contract, CONTRACT | values, "contract")
     assert text in str(caught.value)
-
-
-# ---- splitveil certs ----
 
 
 def certificate_of(folder: Path, party: str) -> x509.Certificate:

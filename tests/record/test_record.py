@@ -11,25 +11,8 @@ import pytest
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.record import lines
-from splitveil.common.record.figures import (
-    AdjustedFigures,
-    AdvantageFigures,
-    AttackFigure,
-    BatchCounts,
-    BatchFigures,
-    BeyondFigures,
-    ClassFigures,
-    EpsilonFigures,
-    LeakByClass,
-    LeakFigures,
-    LedgerFigures,
-    NumberBeyond,
-    NumberFigures,
-    NumberLeak,
-    RunFigures,
-    SpreadFigures,
-)
+from splitveil.common.record import figures, lines
+from splitveil.common.record import summary as summaries
 from splitveil.common.record.lines import HistogramLine
 from splitveil.common.record.run_record import (
     METRICS,
@@ -40,16 +23,6 @@ from splitveil.common.record.run_record import (
     read_summary,
     write_ledger_ahead,
     write_summary,
-)
-from splitveil.common.record.summary import (
-    ActiveFigures,
-    AdversaryBound,
-    AuditedFigures,
-    EarlierAnswers,
-    GateFigures,
-    ModelFigures,
-    RunCounts,
-    Summary,
 )
 from splitveil.common.record.transcript import TranscriptEnd
 from splitveil.common.record.values import from_form
@@ -62,15 +35,15 @@ SPREADS = {
     "honest_but_curious": (0.8125, 0.75, 0.71875),
     "knows_class_means_only": (0.75, 0.6875, 0.65625),
 }
-_spreads: Any = [SpreadFigures(*spread) for spread in SPREADS.values()]
-BOUNDS: LedgerFigures = partial(LedgerFigures, epsilon=1.5)(*_spreads)
+_spreads: Any = [figures.SpreadFigures(*spread) for spread in SPREADS.values()]
+BOUNDS: figures.LedgerFigures = partial(figures.LedgerFigures, epsilon=1.5)(*_spreads)
 LEDGER_FORM = {
     f"{name}_{part}": value
     for name, spread in SPREADS.items()
     for part, value in zip(("max", "q95", "mean"), spread, strict=True)
 } | {"epsilon": 1.5}
-NORM = AttackFigure("cut", "norm", 0.75)
-ELSEWHERE = AttackFigure("ads/bank: first", "spectral", None)
+NORM = figures.AttackFigure("cut", "norm", 0.75)
+ELSEWHERE = figures.AttackFigure("ads/bank: first", "spectral", None)
 
 
 def form(
@@ -110,7 +83,7 @@ LINES: Mapping[str, tuple[lines.Line, dict[str, Any]]] = {
     ),
     "evaluation of numbers": (
         lines.EvaluationLine(
-            1, "test", 0.5, None, None, 0.25, number=NumberFigures(2.0, 1.5, 0.75, 4.0, 3.0)
+            1, "test", 0.5, None, None, 0.25, number=figures.NumberFigures(2.0, 1.5, 0.75, 4.0, 3.0)
         ),
         form("test", loss=0.5, train_loss=0.25, rmse=2.0, mae=1.5, r2=0.75)
         | {"constant_rmse": 4.0, "constant_mae": 3.0},
@@ -145,22 +118,24 @@ def test_a_line_has_its_form_in_the_file_and_is_read_back(tmp_path: Path, name: 
     assert found == (0.123457, line)
 
 
-CLASSES = ClassFigures(("van", "bus"), 0.75, 0.5, {"van": 0.75}, {"van": 0.5})
-LEAK = LeakFigures(
-    batches={"cut": {"norm": BatchFigures(0.75, 0.625, 0.5625, 0.5)}},
+CLASSES = figures.ClassFigures(("van", "bus"), 0.75, 0.5, {"van": 0.75}, {"van": 0.5})
+LEAK = figures.LeakFigures(
+    batches={"cut": {"norm": figures.BatchFigures(0.75, 0.625, 0.5625, 0.5)}},
     worst_epoch={"cut": {"norm": 0.6875}},
-    run_level={"cut": {"accumulated_cosine": RunFigures(0.75, 0.625, 0.875, 569, 0.25, 0.5, None)}},
-    beyond=BeyondFigures(
-        {"norm": AdjustedFigures(0.625, 0.5, 0.75)},
-        {"accumulated_cosine": AdvantageFigures(0.125, 0.0, 0.25, 0.625)},
-        EpsilonFigures(
+    run_level={
+        "cut": {"accumulated_cosine": figures.RunFigures(0.75, 0.625, 0.875, 569, 0.25, 0.5, None)}
+    },
+    beyond=figures.BeyondFigures(
+        {"norm": figures.AdjustedFigures(0.625, 0.5, 0.75)},
+        {"accumulated_cosine": figures.AdvantageFigures(0.125, 0.0, 0.25, 0.625)},
+        figures.EpsilonFigures(
             *(1.5, "norm", 40, 38, 100, 0.95, 1e-05, 0.125),
             stated=1.0,
             stated_for="anybody",
             p_value_of_stated=0.25,
         ),
     ),
-    counts=BatchCounts(42, 1, 2),
+    counts=figures.BatchCounts(42, 1, 2),
 )
 LEAK_FORM: dict[str, Any] = json.loads(
     """
@@ -197,24 +172,24 @@ MODEL = {"test_auc": 0.75, "test_loss": 0.5, "test_calibration_error": 0.125, "t
 DEFENSE = {"name": "marvell", "noise": "fresh"}
 WITHOUT_STEPS = {"defense": DEFENSE, "ledger": None, "bounds": [], "refused_messages": {}}
 
-SUMMARIES: Mapping[str, tuple[Summary, dict[str, Any]]] = {
+SUMMARIES: Mapping[str, tuple[summaries.Summary, dict[str, Any]]] = {
     "active": (
-        Summary(
-            counts=RunCounts(569, 2, 30, 12.5),
-            active=ActiveFigures(
-                model=ModelFigures(0.75, 0.5, 0.125, 0.25),
+        summaries.Summary(
+            counts=summaries.RunCounts(569, 2, 30, 12.5),
+            active=summaries.ActiveFigures(
+                model=summaries.ModelFigures(0.75, 0.5, 0.125, 0.25),
                 defense=DEFENSE,
                 ledger=BOUNDS,
                 bounds=(
-                    AdversaryBound(Adversary.ANYBODY, 1.0, None),
-                    AdversaryBound(Adversary.HONEST_BUT_CURIOUS, 0.8125, None),
-                    AdversaryBound(Adversary.CLASS_MEANS, 0.75, 0.5),
+                    summaries.AdversaryBound(Adversary.ANYBODY, 1.0, None),
+                    summaries.AdversaryBound(Adversary.HONEST_BUT_CURIOUS, 0.8125, None),
+                    summaries.AdversaryBound(Adversary.CLASS_MEANS, 0.75, 0.5),
                 ),
                 audits_answered=3,
                 refused_messages={"too-large": 1},
-                earlier_answers=EarlierAnswers(9, BOUNDS),
+                earlier_answers=summaries.EarlierAnswers(9, BOUNDS),
                 leak_alarms=1,
-                gate=GateFigures(2, closed=True),
+                gate=summaries.GateFigures(2, closed=True),
             ),
             leak=LEAK,
             transcript=TranscriptEnd(7, "ab"),
@@ -236,24 +211,25 @@ SUMMARIES: Mapping[str, tuple[Summary, dict[str, Any]]] = {
         | {"transcript": {"entries": 7, "last_link": "ab"}},
     ),
     "active without a step": (
-        Summary(
-            counts=RunCounts(569, 0, 0, None),
-            active=ActiveFigures(model=ModelFigures(), defense=DEFENSE),
+        summaries.Summary(
+            counts=summaries.RunCounts(569, 0, 0, None),
+            active=summaries.ActiveFigures(model=summaries.ModelFigures(), defense=DEFENSE),
         ),
         {"aligned_rows": 569, "epochs": 0, "steps": 0, "steps_per_s": None}
         | dict.fromkeys(MODEL)
         | WITHOUT_STEPS,
     ),
     "active with several classes": (
-        Summary(
-            counts=RunCounts(569, 2, 30, 12.5),
-            active=ActiveFigures(
-                model=ModelFigures(0.75, 0.5, 0.125, 0.25, 0.875, {"van": 0.75}), defense=DEFENSE
+        summaries.Summary(
+            counts=summaries.RunCounts(569, 2, 30, 12.5),
+            active=summaries.ActiveFigures(
+                model=summaries.ModelFigures(0.75, 0.5, 0.125, 0.25, 0.875, {"van": 0.75}),
+                defense=DEFENSE,
             ),
-            leak=LeakFigures(
-                by_class=LeakByClass(
+            leak=figures.LeakFigures(
+                by_class=figures.LeakByClass(
                     {"cut": {"norm": CLASSES}},
-                    {"cut": {"norm": ClassFigures(("van", "bus"), classes={"van": 0.75})}},
+                    {"cut": {"norm": figures.ClassFigures(("van", "bus"), classes={"van": 0.75})}},
                 )
             ),
         ),
@@ -264,9 +240,9 @@ SUMMARIES: Mapping[str, tuple[Summary, dict[str, Any]]] = {
         | CLASSES_FORM,
     ),
     "passive": (
-        Summary(
-            counts=RunCounts(569, 2, 30, 12.5),
-            audited=AuditedFigures({"cut": {"norm": 0.75}}, 4),
+        summaries.Summary(
+            counts=summaries.RunCounts(569, 2, 30, 12.5),
+            audited=summaries.AuditedFigures({"cut": {"norm": 0.75}}, 4),
             leak=LEAK,
         ),
         COUNTS | {"audit": {"cut": {"norm": 0.75}}, "audit_left_out_batches": 4} | LEAK_FORM,
@@ -283,10 +259,10 @@ def test_a_summary_has_its_form_in_the_file_and_is_read_back(tmp_path: Path, nam
 
 
 def test_figures_that_are_not_finite_become_null_and_are_read_as_absent(tmp_path: Path) -> None:
-    model = ModelFigures(test_auc=math.nan, train_loss=math.inf)
-    write_summary(tmp_path, Summary(active=ActiveFigures(model=model)))
+    model = summaries.ModelFigures(test_auc=math.nan, train_loss=math.inf)
+    write_summary(tmp_path, summaries.Summary(active=summaries.ActiveFigures(model=model)))
     append_lines(tmp_path, lines.TrainingLine(0, 0, loss=math.nan, noise_power=-math.inf))
-    assert read_summary(tmp_path).of_active.model == ModelFigures()
+    assert read_summary(tmp_path).of_active.model == summaries.ModelFigures()
     assert read_metrics(tmp_path).of(lines.TrainingLine) == [lines.TrainingLine(0, 0, None, None)]
 
 
@@ -299,26 +275,26 @@ def test_lines_that_are_cut_off_or_unknown_are_left_out(tmp_path: Path) -> None:
 
 
 def test_what_attacks_explain_of_numbers_beyond_features_is_read_as_it_was_written() -> None:
-    beyond = NumberBeyond(0.25, 0.0, 0.5)
-    leak = LeakFigures(
+    beyond = figures.NumberBeyond(0.25, 0.0, 0.5)
+    leak = figures.LeakFigures(
         of_numbers={
-            "informed": NumberLeak(0.75, 0.875, 0.5, 0.125, None, beyond),
-            "top_direction": NumberLeak(0.5),
+            "informed": figures.NumberLeak(0.75, 0.875, 0.5, 0.125, None, beyond),
+            "top_direction": figures.NumberLeak(0.5),
         }
     )
     (written,) = leak.form().values()
     assert written["informed"]["beyond"] == {"r2": 0.25, "low": 0.0, "high": 0.5}
     assert written["top_direction"]["beyond"] is None
-    assert from_form(LeakFigures, {"leak_of_numbers": written}) == leak
+    assert from_form(figures.LeakFigures, {"leak_of_numbers": written}) == leak
     del written["informed"]["beyond"]["low"]  # of a file that somebody has changed
-    found = from_form(LeakFigures, {"leak_of_numbers": written})
+    found = from_form(figures.LeakFigures, {"leak_of_numbers": written})
     assert found.of_numbers["informed"].beyond is None
 
 
 @pytest.mark.parametrize(("low", "is_clear"), [(0.04, True), (0.01, False), (0.0, False)])
 def test_an_r2_is_clear_above_three_standard_errors(low: float, is_clear: bool) -> None:
     """A correlation of .4 whose interval begins at .2, .1 or 0 is 3.9, 2.6 or 2 errors above 0."""
-    assert NumberBeyond(0.16, low, 0.5).is_clear is is_clear
+    assert figures.NumberBeyond(0.16, low, 0.5).is_clear is is_clear
 
 
 def test_a_folder_without_a_record_is_empty_and_its_ledger_can_be_written_ahead(

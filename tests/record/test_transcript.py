@@ -163,8 +163,6 @@ def test_the_command_checks_one_transcript_or_two(
     assert "line 5: the link does not match the previous line" in capsys.readouterr().err
 
 
-# ---- a file that somebody else has written ----
-
 Line = dict[str, object]
 
 

@@ -17,8 +17,9 @@ from splitveil.common.wire.endpoint import LOOK_TIMEOUT_S, judged_certificate, o
 from splitveil.common.wire.http_proxy import HttpProxy
 from splitveil.deploy.authority import PartyFolder
 from tests.support.certificates import NAMES, add_unusual, certs, files, make
-from tests.support.runs import build_parties, in_background, write_example
+from tests.support.runs import CONTRACT, in_background
 
+OWN = Contract.model_validate(CONTRACT)
 SUBJECT_ALTERNATIVE_NAME = x509.ObjectIdentifier("2.5.29.17")
 UNKNOWN, UNKNOWN_TOO = (x509.ObjectIdentifier(f"1.3.6.1.4.1.99999.{last}") for last in (1, 2))
 UNKNOWN_DER, UNKNOWN_TOO_DER = (bytes.fromhex(f"2b06010401868d1f0{last}") for last in (1, 2))
@@ -27,13 +28,6 @@ UNKNOWN_DER, UNKNOWN_TOO_DER = (bytes.fromhex(f"2b06010401868d1f0{last}") for la
 @pytest.fixture(scope="module")
 def trusted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(tmp_path_factory.mktemp("trusted"))
-
-
-@pytest.fixture(scope="module")
-def contract(tmp_path_factory: pytest.TempPathFactory) -> Contract:
-    folder = tmp_path_factory.mktemp("example")
-    write_example(folder)
-    return build_parties(folder).run.contract
 
 
 @contextmanager
@@ -54,9 +48,6 @@ def answering(folder: Path, party: str) -> Iterator[int]:
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         in_background(accept)
         yield int(listener.getsockname()[1])
-
-
-# ---- time ----
 
 
 class Dripping:
@@ -112,9 +103,6 @@ def test_a_proxy_that_never_finishes_its_reply_is_left_in_time(
     assert connection.received <= LOOK_TIMEOUT_S
 
 
-# ---- what cannot be read ----
-
-
 def dns(name: str) -> bytes:
     return b"\x82" + bytes([len(name)]) + name.encode()
 
@@ -123,51 +111,34 @@ def sequence(content: bytes) -> bytes:
     return b"\x30" + bytes([len(content)]) + content
 
 
-def strange_names(folder: Path) -> None:
-    """Make a certificate with its own name, and one of an unsupported kind (ediPartyName)."""
-    party_name = b"\xa5\x05\xa1\x03\x0c\x01x"
-    value = sequence(dns(NAMES["active"]) + party_name)
-    extension = x509.UnrecognizedExtension(SUBJECT_ALTERNATIVE_NAME, value)
-    add_unusual(folder, "strange", [], extensions=[extension])
+# Its own name and one of an unsupported kind (ediPartyName), or one extension two times.
+OTHER_KIND = x509.UnrecognizedExtension(
+    SUBJECT_ALTERNATIVE_NAME, sequence(dns(NAMES["active"]) + b"\xa5\x05\xa1\x03\x0c\x01x")
+)
+TWO = [x509.UnrecognizedExtension(kind, b"\x05\x00") for kind in (UNKNOWN, UNKNOWN_TOO)]
+TWICE = {"extensions": TWO, "replaced": (UNKNOWN_TOO_DER, UNKNOWN_DER)}
 
 
-def twice(folder: Path) -> None:
-    """Make a certificate that has one extension two times."""
-    add_unusual(
-        folder,
-        "strange",
-        [x509.DNSName(NAMES["active"])],
-        extensions=[
-            x509.UnrecognizedExtension(kind, b"\x05\x00") for kind in (UNKNOWN, UNKNOWN_TOO)
-        ],
-        replaced=(UNKNOWN_TOO_DER, UNKNOWN_DER),
-    )
-
-
-STRANGE = pytest.mark.parametrize("build", [strange_names, twice])
-
-
-@STRANGE
+@pytest.mark.parametrize(
+    ("names", "strange"),
+    [([], {"extensions": [OTHER_KIND]}), ([x509.DNSName(NAMES["active"])], TWICE)],
+)
 def test_a_certificate_that_cannot_be_read_is_refused_and_no_fault(
-    tmp_path: Path, contract: Contract, build: Any
+    tmp_path: Path,
+    names: list[x509.GeneralName],
+    strange: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = make(tmp_path / "certificates")
-    build(folder)
+    add_unusual(folder, "strange", names, **strange)
     credentials = files(folder, "passive").current()
     with (
         answering(folder, "strange") as port,
         # OpenSSL itself may refuse it, with words of its own.
         pytest.raises(PeerUntrusted, match=r"cannot be (read|believed)"),
     ):
-        open_channel(f"127.0.0.1:{port}", contract, credentials)
-
-
-@STRANGE
-def test_an_own_certificate_that_cannot_be_read_is_a_bad_setting(
-    tmp_path: Path, build: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = make(tmp_path / "certificates")
-    build(folder)
+        open_channel(f"127.0.0.1:{port}", OWN, credentials)
+    # As a party's own, it is a bad setting.
     with pytest.raises(SettingsError, match=r"security\.certificate: .*cannot be read"):
         files(folder, "strange", NAMES["active"]).current()
     capsys.readouterr()
@@ -185,9 +156,6 @@ def test_an_own_key_of_an_unknown_kind_is_a_bad_setting(tmp_path: Path) -> None:
     own.private_key.write_text(pem)
     with pytest.raises(SettingsError, match=r"security\.private_key: .* expected a private key"):
         files(folder, "passive").current()
-
-
-# ---- names and numbers ----
 
 
 @pytest.mark.parametrize("identity", ["a" * 64, "active..splitveil"])
@@ -217,7 +185,7 @@ def numbers(monkeypatch: pytest.MonkeyPatch, *ports: int) -> None:
 
 
 def test_every_number_of_a_name_is_looked_at_until_one_is_the_active_party_s(
-    monkeypatch: pytest.MonkeyPatch, trusted: Path, contract: Contract, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, trusted: Path, tmp_path: Path
 ) -> None:
     credentials = files(trusted, "passive").current()
     foreign = make(tmp_path / "foreign")
@@ -229,13 +197,13 @@ def test_every_number_of_a_name_is_looked_at_until_one_is_the_active_party_s(
         deaf.bind(("127.0.0.1", 0))  # held, so that nobody else listens there
         port = int(deaf.getsockname()[1])
         numbers(monkeypatch, port, other, genuine)  # nobody, somebody else, and the right one
-        open_channel("active.example:1", contract, credentials).close()
+        open_channel("active.example:1", OWN, credentials).close()
         numbers(monkeypatch, other, port)
         with pytest.raises(PeerUntrusted, match="not signed by any authority"):
-            open_channel("active.example:1", contract, credentials)
+            open_channel("active.example:1", OWN, credentials)
         numbers(monkeypatch, port, port)
         with pytest.raises(PeerUnreachable, match="no connection to the peer"):
-            open_channel("active.example:1", contract, credentials)
+            open_channel("active.example:1", OWN, credentials)
 
 
 @pytest.mark.parametrize(

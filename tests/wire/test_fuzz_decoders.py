@@ -32,23 +32,11 @@ from tests.support.mutations import Mutator
 from tests.support.runs import CONTRACT
 
 OWN = Contract.model_validate(CONTRACT)
-
-# ---- handshake ----
-
 NAMES = st.sampled_from(sorted(CONTRACT)) | st.text(max_size=8)
 JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=20)
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=20))
     | st.integers(10**300, 10**301),
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.dictionaries(
-            st.sampled_from(sorted(CONTRACT)) | st.text(max_size=8), inner, max_size=4
-        )
-    ),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(NAMES, inner, max_size=4),
     max_leaves=20,
 )
 
@@ -111,8 +99,7 @@ def test_random_bytes_are_a_bounded_message_or_refused(name: str, data: bytes) -
         check_fields(message)
 
 
-# ---- points of ristretto255: RFC 9496, section 4.3.1, with Python's integers ----
-
+# Points of ristretto255: RFC 9496, section 4.3.1, with Python's integers.
 P = 2**255 - 19
 D = -121665 * pow(121666, -1, P) % P
 ROOT_OF_MINUS_1 = pow(2, (P - 1) // 4, P)
@@ -160,9 +147,6 @@ def test_a_point_is_taken_exactly_where_the_rfc_decodes_it() -> None:
     assert not is_taken(generator[:-1] + bytes([generator[-1] | 0x80]))
 
 
-# ---- the alignment as a whole ----
-
-
 @pytest.fixture(scope="module")
 def engine() -> EcdhEngine:
     return EcdhEngine(min_aligned=1, max_set_size=1000, workers=0)
@@ -203,9 +187,6 @@ def test_a_mutated_exchange_of_ids_ends_in_an_error_of_the_rules_or_in_a_result(
     assert not fresh.is_complete
 
 
-# ---- audits ----
-
-
 @settings(max_examples=100, deadline=None)
 @given(st.binary(min_size=4000, max_size=4000))
 def test_any_scores_are_measured_or_refused(scores: bytes) -> None:
@@ -223,9 +204,6 @@ def test_any_scores_are_measured_or_refused(scores: bytes) -> None:
         assert not np.isfinite(np.frombuffer(scores, "<f4")).all()
     else:
         assert 0.5 <= answer <= 1
-
-
-# ---- tensors and statuses ----
 
 
 @settings(max_examples=133, deadline=None)
@@ -278,8 +256,7 @@ def test_any_status_is_an_error_whose_words_are_this_party_s(
 
 
 @pytest.mark.parametrize(
-    ("fields", "shown"),
-    [("\x1b[2Jepochs, x", ("x",)), ("\x1b]0;own\x07", ("(other fields)",))],
+    ("fields", "shown"), [("\x1b[2Jepochs, x", ("x",)), ("\x1b]0;own\x07", ("(other fields)",))]
 )
 def test_escape_sequences_in_a_status_reach_no_terminal(fields: str, shown: tuple[str]) -> None:
     error = error_from(grpc.StatusCode.FAILED_PRECONDITION, f"contract-mismatch: {fields}")

@@ -158,9 +158,6 @@ def test_only_ascii_letters_have_another_case() -> None:
     assert in_lower_case("active.ban\N{KELVIN SIGN}") != "active.bank"
 
 
-# ---- what is looked at, and who is then spoken to ----
-
-
 def test_whoever_passes_the_look_on_and_then_answers_by_itself_is_spoken_to_by_nobody(
     parties: Parties, tmp_path: Path
 ) -> None:

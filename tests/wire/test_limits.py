@@ -56,13 +56,10 @@ def test_what_a_bound_allows_comes_through_and_one_more_does_not(name: str) -> N
         check_fields(filled(name, FIELDS[name].most + 1))
 
 
-def test_a_field_inside_a_frame_is_looked_at_too() -> None:
-    frame = pb.AlignFrame(points=pb.MaskedPoints(points=bytes(limits.CHUNK_IDS * 32 + 1)))
+def test_a_field_inside_a_frame_and_a_number_without_a_name_are_looked_at_too() -> None:
+    points = pb.MaskedPoints(points=bytes(limits.CHUNK_IDS * 32 + 1))
     with pytest.raises(TooLarge):
-        check_fields(frame)
-
-
-def test_a_number_without_a_name_is_refused() -> None:
+        check_fields(pb.AlignFrame(points=points))
     with pytest.raises(InvalidMessage):
         check_fields(pb.LeaveRequest.FromString(b"\x10\x63"))
 
@@ -85,9 +82,6 @@ def test_what_cannot_be_read_is_kept_as_bytes_and_never_believed(
     assert message == data
     with pytest.raises(error):
         believed(message)
-
-
-# ---- streams ----
 
 
 class Call:
@@ -131,9 +125,6 @@ def test_streams_that_ended_are_forgotten() -> None:
         places.answered(ended)
     places.clear()
     assert ended.active
-
-
-# ---- enumerations ----
 
 
 def test_every_value_of_an_enumeration_travels_both_ways() -> None:

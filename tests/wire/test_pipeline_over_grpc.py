@@ -7,36 +7,14 @@ import pytest
 from splitveil.common.run.messages import Answer
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.run.test_pipeline import pipelined
-from tests.support import certificates, simulation
+from tests.support import simulation
 from tests.support.compared import assert_same_weights
 from tests.support.lines import peer_of, serving
-from tests.support.runs import Parties, build_parties, run_in_process
+from tests.support.runs import build_parties, run_in_process
 from tests.support.several import build_several, write_several
 from tests.support.several import run_in_process as run_several
 
 MARVELL = "defense={name: marvell, insecure_noise_seed: 7}"
-CHUNKED = "contract.wire={unchunked_bytes: 100, chunk_bytes: 524288}"
-
-
-def pair(example: Path, depth: int) -> tuple[Parties, Parties]:
-    """Return parties that meet over a wire, and others whose bits theirs must have."""
-    both = pipelined(depth, CHUNKED)
-    there, here = (build_parties(example, [*both, MARVELL], both) for _ in range(2))
-    run_in_process(here)
-    return there, here
-
-
-def test_over_tls_the_bits_are_those_of_one_process(
-    example: Path, tmp_path: Path, port: int
-) -> None:
-    there, here = pair(example, 4)
-    folder = certificates.make(tmp_path)
-    with (
-        serving(there, port, certificates.files(folder, "active")),
-        peer_of(there, port, certificates.files(folder, "passive")) as peer,
-    ):
-        there.run.run(peer)
-    assert_same_weights(there.weights(), here.weights())
 
 
 class Breaking(GrpcPeer):
@@ -56,7 +34,9 @@ class Breaking(GrpcPeer):
 
 @pytest.mark.parametrize("depth", [1, 4])
 def test_broken_streams_change_no_bit(example: Path, port: int, depth: int) -> None:
-    there, here = pair(example, depth)
+    both = pipelined(depth, "contract.wire={unchunked_bytes: 100, chunk_bytes: 524288}")
+    there, here = (build_parties(example, [*both, MARVELL], both) for _ in range(2))
+    run_in_process(here)
     with serving(there, port), peer_of(there, port, kind=Breaking) as peer:
         there.run.run(peer)
     assert peer.count > 20

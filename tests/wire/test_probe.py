@@ -233,9 +233,6 @@ def test_an_active_party_that_comes_late_is_waited_for(example: Path, port: int)
             assert "contract: the active party holds the same" in findings.result()
 
 
-# ---- the active party's own check ----
-
-
 def test_both_parties_learn_of_each_other(protected: Path, trusted: Path, port: int) -> None:
     settings = of_passive(protected, port)
     server = ProbeServer(settings.contract, f"127.0.0.1:{port}", files(trusted, "active"), TEXTS)
@@ -284,9 +281,6 @@ def test_a_party_that_does_not_come_is_named(example: Path, port: int) -> None:
     server = ProbeServer(contract, f"127.0.0.1:{port}", None, None)
     with pytest.raises(PeerUnreachable, match="no probe came from passive within 0 s"):
         server.wait(0, Interruption())
-
-
-# ---- what a peer may send ----
 
 
 def answer(port: int, data: bytes) -> bytes | grpc.StatusCode:

@@ -159,9 +159,6 @@ def test_an_empty_variable_names_no_proxy_and_hides_the_next(
     assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
 
 
-# ---- a proxy that the settings name ----
-
-
 def named(folder: Path, *overrides: str) -> PassiveSettings:
     return load_party_settings(PassiveSettings, folder / "passive.yaml", overrides)
 

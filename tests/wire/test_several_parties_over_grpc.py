@@ -37,11 +37,10 @@ from splitveil.protos import split_learning_pb2 as pb
 from tests.support.certificates import files
 from tests.support.compared import assert_same_weights
 from tests.support.mutations import Mutator, Tape, WireSender, send_mutants
-from tests.support.peers import Lost
+from tests.support.runs import in_background
 from tests.support.several import (
     NAMES,
     Several,
-    build_passive,
     build_several,
     finish,
     run_in_process,
@@ -92,28 +91,16 @@ def serving(
 
 
 class Peer(GrpcPeer):
-    """Does something before one of its questions."""
+    """Does something before its third question."""
 
-    def __init__(self, *settings: object, third: Callable[[], None], **others: object) -> None:
-        super().__init__(*settings, **others)  # type: ignore[arg-type]
-        self._third = third
-        self._calls = 0
-        self._is_lost = False
+    third: Callable[[], None]
+    calls = 0
 
     def receive_gradient(self) -> Answer:
-        self._calls += 1
-        if self._calls == 3:
-            try:
-                self._third()
-            except Lost:
-                self._is_lost = True
-                raise
+        self.calls += 1
+        if self.calls == 3:
+            self.third()
         return super().receive_gradient()
-
-    def leave(self, run_id: str, reason: LeaveReason) -> None:
-        """Say goodbye, unless it was killed."""
-        if not self._is_lost:
-            super().leave(run_id, reason)
 
 
 def start(
@@ -125,21 +112,18 @@ def start(
     credentials: CredentialFiles | None = None,
 ) -> threading.Thread:
     """Let one passive party run beside the test."""
-    several.errors.pop(name, None)
     party = several.passive[name]
 
     def run() -> None:
         try:
             connection = PeerConnection(address, party.run.contract, credentials)
-            reconnect = party.settings.reconnect
-            with Peer(connection, reconnect, third=third, party=name) as peer:
+            with Peer(connection, party.settings.reconnect, party=name) as peer:
+                peer.third = third
                 party.run.run(peer)
         except BaseException as error:
             several.errors[name] = error
 
-    thread = threading.Thread(target=run, daemon=True, name=name)
-    thread.start()
-    return thread
+    return in_background(run)
 
 
 def test_parties_whose_deadlines_pass_while_they_wait_ask_again(
@@ -175,26 +159,6 @@ def test_parties_whose_deadlines_pass_while_they_wait_ask_again(
 
 def _wait(event: threading.Event) -> None:
     assert event.wait(HANGS_AFTER_S)
-
-
-def test_a_killed_party_comes_back_over_the_wire(
-    three: Path, undisturbed: Several, address: str, tmp_path: Path
-) -> None:
-    def die() -> None:
-        raise Lost
-
-    several = build_several(three, EVERY_2, MARVELL, runs=tmp_path)
-    with serving(several, address):
-        threads = [start(several, name, address) for name in ("ash", "cedar")]
-        finish([start(several, "birch", address, die)])
-        assert isinstance(several.errors["birch"], Lost)
-        several.passive["birch"] = build_passive(three, "birch", EVERY_2, runs=tmp_path)
-        finish([start(several, "birch", address), *threads])
-    assert several.errors == {}
-    assert_same_weights(several.weights(), undisturbed.weights())
-
-
-# ---- who is calling ----
 
 
 def test_a_handshake_for_another_party_than_the_call_s_is_refused(
@@ -245,9 +209,6 @@ def test_a_certificate_lets_its_own_party_in_and_no_other(
         finish([start(several, name, address, credentials=own) for name, own in for_all.items()])
     assert several.errors == {}
     assert several.session.stage is Stage.FINISHED
-
-
-# ---- under attack ----
 
 
 class Tapes:
@@ -310,18 +271,15 @@ def test_mutants_under_any_party_s_name_change_no_bit_of_the_run(
     assert several.seen.losses == undisturbed.seen.losses
 
 
-# ---- the last frames of an alignment ----
-
-
 COMMITTED = [bytes([number]) * 32 for number in range(3)]
 
 
-def received(*frames: pb.AlignFrame, num_ids: int = 20) -> Share:
+def received(*frames: pb.AlignFrame) -> Share:
     there, back = channel_pair(deadline_s=60)
     for frame in frames:
         there.send(frame)
     commitments = [hashlib.sha256(nonce).digest() for nonce in COMMITTED]
-    return receive_share(back, num_ids, commitments, lambda: None)
+    return receive_share(back, 20, commitments, lambda: None)
 
 
 def share_frame(**changes: object) -> pb.AlignFrame:

@@ -53,9 +53,6 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [message for message in messages if "nonce" not in message]
 
 
-# ---- peers that are not believed: which certificates are, test_identities.py knows ----
-
-
 def test_a_server_without_tls_is_refused_at_once_and_with_the_reason(
     parties: Parties, trusted: Path, port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -197,9 +194,6 @@ def test_the_identities_of_the_contract_decide_and_not_the_default_ones(
             assert peer.is_ready()
 
 
-# ---- TLS 1.3, and plain text ----
-
-
 def python_context(trusted: Path, purpose: int, party: str) -> ssl.SSLContext:
     own = PartyFolder(trusted / party)
     context = ssl.SSLContext(purpose)
@@ -288,9 +282,6 @@ def test_plain_text_stays_on_loopback(parties: Parties) -> None:
     for address in ("10.0.0.1:1", "192.168.1.1:1", "[fd00::1]:1", "8.8.8.8:1"):
         with pytest.raises(SettingsError, match="is not on loopback"):
             GrpcPeer(PeerConnection(address, contract), reconnect)
-
-
-# ---- rotation ----
 
 
 def test_replaced_certificates_are_taken_up_without_a_restart_and_cut_no_connection(

@@ -13,7 +13,6 @@ import sys
 import tracemalloc
 import zipfile
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -169,12 +168,6 @@ def npy_of(text: bytes) -> bytes:
     return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
 
 
-def npz(path: Path, **arrays: bytes) -> None:
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, data in arrays.items():
-            archive.writestr(f"{name}.npy", data)
-
-
 def npy(array: object) -> bytes:
     data = io.BytesIO()
     np.save(data, np.asarray(array))
@@ -184,8 +177,15 @@ def npy(array: object) -> bytes:
 IDS = npy([f"person-{row}" for row in range(50)])
 
 
-def made_npz(**arrays: bytes) -> Callable[[Path], object]:
-    return partial(npz, **{"id": IDS} | arrays)
+def npz(**arrays: bytes) -> Callable[[Path], None]:
+    """Return what writes an archive of 50 ids and these arrays."""
+
+    def write(path: Path) -> None:
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, data in ({"id": IDS} | arrays).items():
+                archive.writestr(f"{name}.npy", data)
+
+    return write
 
 
 def npy_header(shape: tuple[int, ...], descr: str = "<f8") -> bytes:
@@ -194,17 +194,17 @@ def npy_header(shape: tuple[int, ...], descr: str = "<f8") -> bytes:
 
 BEYOND_UNICODE = npy_header((50,), "<U1") + 50 * b"\xff\xff\xff\x7f"
 BAD_TABLES: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "an array of 7 TiB": ("npz", made_npz(x=npy_header((2**40,)))),
-    "10^18 rows of nothing": ("npz", made_npz(x=npy_header((10**18,), "|V0"))),
-    "10^18 rows of no text": ("npz", made_npz(x=npy_header((10**18,), "<U0"))),
-    "a negative shape": ("npz", made_npz(x=npy_header((-50,)))),
-    "a header that is no Python": ("npz", made_npz(x=npy_of(b"{" * 9000))),
-    "a header of signs": ("npz", made_npz(x=npy_of(b"-" * 9000 + b"1"))),
-    "a header with a name": ("npz", made_npz(x=npy_of(b"exit()"))),
-    "a header that is too long": ("npz", made_npz(x=npy_of(b" " * 60_000))),
+    "an array of 7 TiB": ("npz", npz(x=npy_header((2**40,)))),
+    "10^18 rows of nothing": ("npz", npz(x=npy_header((10**18,), "|V0"))),
+    "10^18 rows of no text": ("npz", npz(x=npy_header((10**18,), "<U0"))),
+    "a negative shape": ("npz", npz(x=npy_header((-50,)))),
+    "a header that is no Python": ("npz", npz(x=npy_of(b"{" * 9000))),
+    "a header of signs": ("npz", npz(x=npy_of(b"-" * 9000 + b"1"))),
+    "a header with a name": ("npz", npz(x=npy_of(b"exit()"))),
+    "a header that is too long": ("npz", npz(x=npy_of(b" " * 60_000))),
     "an archive without arrays": ("npz", lambda p: zipfile.ZipFile(p, "w").writestr("x", "y")),
-    "letters beyond Unicode": ("npz", made_npz(id=BEYOND_UNICODE, x=npy([1.0] * 50))),
-    "structures": ("npz", made_npz(x=npy(np.zeros(50, "f8,f8")))),
+    "letters beyond Unicode": ("npz", npz(id=BEYOND_UNICODE, x=npy([1.0] * 50))),
+    "structures": ("npz", npz(x=npy(np.zeros(50, "f8,f8")))),
     "a header of 10 MB": ("csv", lambda p: p.write_text(5_000_000 * "a,")),
     "a name of 200,000 characters": ("csv", lambda p: p.write_text("a" * 200_000 + "\n1\n")),
     "NULs": ("csv", lambda p: p.write_bytes(bytes(100_000))),

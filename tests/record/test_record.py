@@ -170,7 +170,12 @@ CLASSES_FORM: dict[str, Any] = json.loads(
 COUNTS = {"aligned_rows": 569, "epochs": 2, "steps": 30, "steps_per_s": 12.5}
 MODEL = {"test_auc": 0.75, "test_loss": 0.5, "test_calibration_error": 0.125, "train_loss": 0.25}
 DEFENSE = {"name": "marvell", "noise": "fresh"}
-WITHOUT_STEPS = {"defense": DEFENSE, "ledger": None, "bounds": [], "refused_messages": {}}
+WITHOUT_STEPS: dict[str, Any] = {
+    "defense": DEFENSE,
+    "ledger": None,
+    "bounds": [],
+    "refused_messages": {},
+}
 
 SUMMARIES: Mapping[str, tuple[summaries.Summary, dict[str, Any]]] = {
     "active": (

@@ -60,8 +60,9 @@ def test_metrics_and_histograms_reach_tensorboard_on_one_axis(tmp_path: Path) ->
     }
     assert points == {"train/loss": [(23, 0.5)], "test/auc": [(29, 0.75)]}
     assert set(events.Tags()["histograms"]) == {"cosine/before/positive", "cosine/after/positive"}
-    ((_, step, shown),) = events.Histograms("cosine/before/positive")
-    assert (step, shown.min, shown.num) == (23, -1.0, 4)
+    (event,) = events.Histograms("cosine/before/positive")
+    shown = event.histogram_value
+    assert (event.step, shown.min, shown.num) == (23, -1.0, 4)
     assert (list(shown.bucket), list(shown.bucket_limit)) == ([1, 0, 3], [-0.5, 0.0, 0.5])
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography import x509
@@ -26,39 +27,36 @@ from tests.support.runs import Parties, build_parties, write_example
 WRONG_NAME = "does not carry the called party's name"
 
 
-def dns(*names: str) -> list[x509.GeneralName]:
-    return [x509.DNSName(name) for name in names]
-
-
 Make = Callable[[Path, str], None]
 """Makes the certificate ``unusual`` in a folder, for one who wants to pass for the identity."""
 
 
-def named(*patterns: str) -> Make:
+def named(*patterns: str, **others: Any) -> Make:
     """Make one with some DNS names, in which {} is the identity."""
-    return lambda folder, name: add_unusual(
-        folder, "unusual", dns(*(pattern.format(name) for pattern in patterns))
-    )
+
+    def add(folder: Path, name: str) -> None:
+        names = [x509.DNSName(pattern.format(name)) for pattern in patterns]
+        add_unusual(folder, "unusual", names, **others)
+
+    return add
 
 
 ACCEPTED: dict[str, Make] = {
     "exact": named("{}"),
     "upper case": lambda folder, name: named(name.upper())(folder, name),
     "one of several": named("other.example", "*.example", "{}"),
-    "no extended key usage": lambda folder, name: add_unusual(
-        folder, "unusual", dns(name), purposes=()
-    ),
+    "no extended key usage": named("{}", purposes=()),
 }
 
 
 def wrong_end(folder: Path, name: str) -> None:
     only = CLIENT if name == NAMES["active"] else SERVER
-    add_unusual(folder, "unusual", dns(name), purposes=[only])
+    named(name, purposes=[only])(folder, name)
 
 
 def other_authority(folder: Path, name: str) -> None:
     foreign = make(folder / "foreign")
-    add_unusual(foreign, "unusual", dns(name))
+    named(name)(foreign, name)
     (foreign / "unusual").rename(folder / "unusual")
     (folder / "unusual" / "authority.pem").write_bytes(
         (folder / "active" / "authority.pem").read_bytes()
@@ -66,7 +64,7 @@ def other_authority(folder: Path, name: str) -> None:
 
 
 def bad_signature(folder: Path, name: str) -> None:
-    add_unusual(folder, "unusual", dns(name))
+    named(name)(folder, name)
     spoil_signature(folder, "unusual")
 
 
@@ -87,10 +85,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
         ),
         WRONG_NAME,
     ),
-    "expired": (
-        lambda folder, name: add_unusual(folder, "unusual", dns(name), days=-1),
-        "has expired",
-    ),
+    "expired": (named("{}", days=-1), "has expired"),
     "for the other end only": (wrong_end, "is not for servers"),
     "other authority of the same name": (other_authority, "a signature in the peer's chain"),
     "bad signature": (bad_signature, "a signature in the peer's chain"),
@@ -163,7 +158,7 @@ def test_whoever_passes_the_look_on_and_then_answers_by_itself_is_spoken_to_by_n
 ) -> None:
     """Somebody on the way, with a wildcard certificate of the same authority."""
     folder = make(tmp_path / "certificates")
-    add_unusual(folder, "between", dns("*.splitveil"))
+    add_unusual(folder, "between", [x509.DNSName("*.splitveil")])
     genuine, between = free_port(), free_port()
     with (
         serving(parties, genuine, files(folder, "active")),

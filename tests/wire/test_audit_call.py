@@ -134,15 +134,11 @@ def test_attacks_that_fail_end_no_run(
     assert "no attack today" in caplog.text
 
 
-def finished(example: Path, *active: str) -> Parties:
-    parties = build_parties(example, [ALLOWED, LARGE, *active], [ALLOWED, LARGE])
-    run_in_process(parties)
-    return parties
-
-
 @pytest.fixture
 def open_session(example: Path) -> Parties:
-    return finished(example, "allow_audits=true")
+    parties = build_parties(example, [ALLOWED, LARGE, "allow_audits=true"], [ALLOWED, LARGE])
+    run_in_process(parties)
+    return parties
 
 
 def question(parties: Parties, **changes: Any) -> AuditQuestion:
@@ -186,6 +182,22 @@ def test_made_up_layers_give_no_further_questions(open_session: Parties) -> None
         open_session.session.audit(question(open_session, layer="one-more"))
 
 
+@pytest.mark.parametrize(
+    ("settings", "overrides"),
+    [
+        (ActiveSettings, ["allow_audits=true"]),
+        (PassiveSettings, ["adversary.audit=true"]),
+        (PassiveSettings, [ALLOWED, "adversary={audit: true, attacks: [cosine]}"]),
+    ],
+)
+def test_audits_that_cannot_be_meant_are_refused(
+    example: Path, settings: Any, overrides: list[str]
+) -> None:
+    file = example / ("active.yaml" if settings is ActiveSettings else "passive.yaml")
+    with pytest.raises(SettingsError, match=r"audits_allowed|expected at least one of"):
+        load_party_settings(settings, file, overrides)
+
+
 @pytest.mark.parametrize("allowed", [[], [ALLOWED]])
 def test_both_the_contract_and_the_label_owner_must_allow_audits(
     example: Path, allowed: list[str]
@@ -213,15 +225,6 @@ def test_the_service_looks_at_the_contract_itself(example: Path) -> None:
         session.audit(question(parties))
 
 
-def test_fewer_training_rows_of_a_class_are_not_measured(tmp_path: Path) -> None:
-    write_example(tmp_path, rows=450)
-    parties = finished(tmp_path, "allow_audits=true")
-    assert FEWEST / 2 < true_labels(parties).sum() < FEWEST < (1 - true_labels(parties)).sum()
-    with pytest.raises(AuditRefused, match=f"{FEWEST} of each of two classes"):
-        parties.session.audit(question(parties))
-    assert parties.session.lifecycle.phase.audits_answered == 0
-
-
 def test_before_an_epoch_is_over_there_is_nothing_to_audit(example: Path) -> None:
     parties = build_parties(example, [ALLOWED, LARGE, "allow_audits=true"], [ALLOWED, LARGE])
     outcomes: list[str] = []
@@ -242,21 +245,6 @@ def test_before_an_epoch_is_over_there_is_nothing_to_audit(example: Path) -> Non
         "after 1: 0 refused",
         "after 1: 1 answered",
     ]
-
-
-@pytest.mark.parametrize(
-    ("settings", "file", "overrides"),
-    [
-        (ActiveSettings, "active.yaml", ["allow_audits=true"]),
-        (PassiveSettings, "passive.yaml", ["adversary.audit=true"]),
-        (PassiveSettings, "passive.yaml", [ALLOWED, "adversary={audit: true, attacks: [cosine]}"]),
-    ],
-)
-def test_audits_that_cannot_be_meant_are_refused(
-    example: Path, settings: Any, file: str, overrides: list[str]
-) -> None:
-    with pytest.raises(SettingsError, match=r"audits_allowed|expected at least one of"):
-        load_party_settings(settings, example / file, overrides)
 
 
 def asked(port: int, request: pb.AuditRequest) -> pb.AuditReply | StatusCode:

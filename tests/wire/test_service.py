@@ -10,14 +10,7 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from splitveil.active_party.run.stages import Stage
-from splitveil.common.errors import (
-    ContractMismatch,
-    Interrupted,
-    PeerError,
-    PeerLeft,
-    PeerUnreachable,
-    SettingsError,
-)
+from splitveil.common.errors import Interrupted, PeerError, PeerUnreachable
 from splitveil.common.party.party_settings import ReconnectSettings
 from splitveil.common.run.messages import Activation
 from splitveil.common.wire.connection import PeerConnection, Retrying
@@ -25,7 +18,7 @@ from splitveil.common.wire.endpoint import SERVICE
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.support.compared import assert_same_weights
 from tests.support.lines import peer_of
-from tests.support.runs import build_parties, in_background, run_in_process, run_over_grpc, serving
+from tests.support.runs import build_parties, run_in_process, run_over_grpc, serving
 from tests.support.waiting import HANGS_AFTER_S
 
 
@@ -51,12 +44,6 @@ def test_the_passive_party_waits_for_an_active_one_that_comes_later(
         with serving(parties, port):
             run.result(HANGS_AFTER_S)
     assert parties.session.stage is Stage.FINISHED
-
-
-def test_a_peer_that_never_comes_is_given_up_after_max_s(example: Path, port: int) -> None:
-    parties = build_parties(example, [], ["reconnect={max_s: 1, first_wait_s: 0.1}"])
-    with peer_of(parties, port) as peer, pytest.raises(PeerUnreachable, match="1 s"):
-        parties.run.run(peer)
 
 
 class ImpatientFromTheFirstStep(GrpcPeer):
@@ -95,36 +82,6 @@ def test_waiting_can_be_interrupted(example: Path, port: int) -> None:
     ):
         parties.run.run(peer)
     assert caught.value.exit_code == 143
-
-
-def test_different_contracts_are_named_on_both_sides(example: Path, port: int) -> None:
-    parties = build_parties(example, ["contract.epochs=3", "contract.cut_shape=[5]"])
-    with pytest.raises(ContractMismatch) as caught:
-        run_over_grpc(parties, port)
-    assert caught.value.fields == ("cut_shape", "epochs")
-    assert str(caught.value).startswith("contract.cut_shape: ")
-    assert caught.value.exit_code == 2
-    assert parties.session.lifecycle.error is None
-
-
-def test_an_interrupted_active_party_says_so(example: Path, port: int) -> None:
-    parties = build_parties(example, ["contract.epochs=1000"], ["contract.epochs=1000"])
-    steps = threading.Event()
-    parties.passive.on_epoch = lambda epoch: steps.set()  # type: ignore[method-assign]
-
-    def interrupt() -> None:
-        steps.wait(HANGS_AFTER_S)
-        parties.session.end(Interrupted())
-
-    in_background(interrupt)
-    with pytest.raises(PeerLeft, match="stopped by a person"):
-        run_over_grpc(parties, port)
-
-
-def test_a_port_that_is_taken_is_a_settings_error(example: Path, port: int) -> None:
-    parties = build_parties(example)
-    with serving(parties, port), pytest.raises(SettingsError, match="cannot serve"):
-        serving(parties, port).__enter__()
 
 
 def test_the_standard_health_service_answers(example: Path, port: int) -> None:

@@ -187,20 +187,14 @@ BEYOND = BeyondFigures(
 
 def test_a_gaussian_mechanism_states_its_epsilon_at_the_delta_of_the_audit() -> None:
     """Of mu 1: 4.38 at delta 1e-5, by the inverse of Balle and Wang's formula."""
-    found = stated_epsilon(bounds(0.76, mu=1.0), 1e-5)
-    assert found is not None
-    assert found.epsilon == pytest.approx(4.377, abs=2e-3)
-    assert found.peers is Adversary.ANYBODY
-    smaller = stated_epsilon(bounds(0.76, mu=1.0, epsilon=2.0), 1e-5)
-    assert smaller is not None
-    assert smaller.epsilon == 2.0
-
-
-def test_bounds_without_an_epsilon_state_none() -> None:
-    assert stated_epsilon(bounds(0.76), 1e-5) is None
-    assert stated_epsilon(bounds(1.0, mu=float("inf")), 1e-5) is None
-    assert hold_against(BEYOND, bounds(0.76)) == BEYOND
-    assert hold_against(BEYOND, None) == BEYOND
+    for epsilon, expected in ((None, 4.377), (2.0, 2.0)):
+        found = stated_epsilon(bounds(0.76, mu=1.0, epsilon=epsilon), 1e-5)
+        assert found is not None
+        assert found.epsilon == pytest.approx(expected, abs=2e-3)
+        assert found.peers is Adversary.ANYBODY
+    for without in (bounds(0.76), bounds(1.0, mu=float("inf"))):
+        assert stated_epsilon(without, 1e-5) is None
+        assert hold_against(BEYOND, without) == hold_against(BEYOND, None) == BEYOND
 
 
 @pytest.mark.parametrize(("epsilon", "passed"), [(1.4, True), (1.47, False), (1.6, False)])

@@ -48,6 +48,8 @@ def test_norms_are_counted_as_numpy_counts_them() -> None:
         for name, label in (("negative", 0), ("positive", 1)):
             expected, _ = np.histogram(values[labels.numpy() == label], norms.edges)
             assert norms.counts[f"{side}/{name}"] == tuple(expected)
+    of_images = distributions(raw.reshape(200, 2, 2, 2), defended, labels)
+    assert of_images[0] == norms
 
 
 def test_bins_are_at_the_same_places_in_every_batch() -> None:
@@ -102,11 +104,6 @@ def test_gradients_of_zero_are_counted_and_make_no_endless_axis() -> None:
     assert cosines.counts["after/positive"][20] == 10  # neither like nor unlike
     nothing = torch.zeros_like(raw)
     assert gradient_distributions(nothing, nothing, labels) is None
-
-
-def test_gradients_of_images_are_taken_whole() -> None:
-    raw, labels = batch_of()
-    assert distributions(raw.reshape(200, 2, 2, 2), raw, labels) == distributions(raw, raw, labels)
 
 
 @pytest.mark.parametrize(

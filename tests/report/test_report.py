@@ -102,17 +102,9 @@ def write_party(
             )
             lines.append(LeakLine(epoch, step, figures, 0.57 + noise))
         if bound is not None:
-            anybody, honest, class_means = (
-                SpreadFigures(*[bound if adversary.includes(peers) else 1.0] * 3)
-                for peers in Adversary
-            )
-            bounds = LedgerFigures(
-                SpreadFigures(*[0.1 * (epoch + 1)] * 3),
-                SpreadFigures(*[estimated_auc(0.1)] * 3),
-                anybody,
-                honest,
-                class_means,
-            )
+            held = (bound if adversary.includes(peers) else 1.0 for peers in Adversary)
+            figures_of_ledger = (0.1 * (epoch + 1), estimated_auc(0.1), *held)
+            bounds = LedgerFigures(*(SpreadFigures(one, one, one) for one in figures_of_ledger))
             lines.append(LedgerLine(epoch, bounds))
             lines.append(EvaluationLine(epoch, "test", 0.5 / (epoch + 1), 0.8, None, 0.4))
     append_lines(folder, *lines)

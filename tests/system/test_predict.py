@@ -114,18 +114,14 @@ def test_an_id_that_a_party_lacks_is_not_found_and_disturbs_no_other(small: Trai
     assert not nobody.found.any()
 
 
-def rows_of(small: Trained, party: str) -> dict[str, dict[str, str]]:
-    with (small.settings.active.base_dir / f"{party}.csv").open(newline="") as file:
-        return {row["id"]: row for row in csv.DictReader(file)}
-
-
 def test_new_rows_are_predicted_like_old_rows_with_the_same_values(
     small: Trained, tmp_path: Path
 ) -> None:
     """Without labels, with columns in another order, and others that the model never saw."""
     old, tables = small.test_ids[:40], {}
     for party in ("active", "passive"):
-        rows = rows_of(small, party)
+        with (small.settings.active.base_dir / f"{party}.csv").open(newline="") as file:
+            rows = {row["id"]: row for row in csv.DictReader(file)}
         tables[party] = tmp_path / f"{party}.csv"
         with tables[party].open("w", newline="") as file:
             writer = csv.writer(file)
@@ -141,20 +137,6 @@ def test_new_rows_are_predicted_like_old_rows_with_the_same_values(
     np.testing.assert_array_equal(as_new.probabilities, as_trained.probabilities)
     assert as_new.found.all()
     assert not forgotten.found.any()
-
-
-def test_a_category_that_training_never_saw_counts_as_unknown(
-    small: Trained, tmp_path: Path
-) -> None:
-    one = small.test_ids[0]
-    row, found = rows_of(small, "passive")[one], []
-    for word in ("unheard of", "neither heard of"):
-        table = tmp_path / f"{word}.csv"
-        table.write_text(f"id,n1,n2,word\n{one},{row['n1']},{row['n2']},{word}\n")
-        with predicting(small, tables={"passive": table}) as predictor:
-            found.append(predictor.predict([one]).probabilities)
-    np.testing.assert_array_equal(found[0], found[1])
-    assert np.isfinite(found[0]).all()
 
 
 def test_only_allowed_ids_are_answered(small: Trained, tmp_path: Path) -> None:

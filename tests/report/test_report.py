@@ -102,10 +102,15 @@ def write_party(
             )
             lines.append(LeakLine(epoch, step, figures, 0.57 + noise))
         if bound is not None:
-            held = (bound if adversary.includes(peers) else 1.0 for peers in Adversary)
-            figures_of_ledger = (0.1 * (epoch + 1), estimated_auc(0.1), *held)
-            bounds = LedgerFigures(*(SpreadFigures(one, one, one) for one in figures_of_ledger))
-            lines.append(LedgerLine(epoch, bounds))
+            sums, estimate, anybody, honest, means = (
+                SpreadFigures(one, one, one)
+                for one in (
+                    *(0.1 * (epoch + 1), estimated_auc(0.1)),
+                    *(bound if adversary.includes(peers) else 1.0 for peers in Adversary),
+                )
+            )
+            figures_of_ledger = LedgerFigures(sums, estimate, anybody, honest, means)
+            lines.append(LedgerLine(epoch, figures_of_ledger))
             lines.append(EvaluationLine(epoch, "test", 0.5 / (epoch + 1), 0.8, None, 0.4))
     append_lines(folder, *lines)
     counts = RunCounts(aligned_rows=1000, epochs=EPOCHS, steps=EPOCHS * STEPS)

@@ -19,6 +19,7 @@ import torch
 
 import splitveil.common  # noqa: F401 (before any test imports gRPC)
 from splitveil.common.alignment import ecdh
+from tests.support.joint import Trained, train, write_wide_deep
 from tests.support.runs import write_example
 
 for _name in (*("grpc_proxy", "https_proxy", "http_proxy"), "no_grpc_proxy", "no_proxy"):
@@ -44,6 +45,14 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("example")
     write_example(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Return a small trained run whose parties can serve, with a fallback."""
+    folder = tmp_path_factory.mktemp("small")
+    write_wide_deep(folder)
+    return train(folder, folder / "runs", active=("serving.fallback=true",))
 
 
 @pytest.fixture

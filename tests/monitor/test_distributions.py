@@ -1,4 +1,7 @@
-"""Histograms of a batch's gradients by class: what is counted, and what is not."""
+"""Histograms of a batch's gradients by class: what is counted, and of which batches of a run."""
+
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +14,11 @@ from splitveil.active_party.monitor.distributions import (
     gradient_distributions,
     spread_epochs,
 )
+from splitveil.active_party.monitor.recorder import ActiveRecorder
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.errors import SettingsError
+from splitveil.common.party.party_settings import load_party_settings
+from tests.support.runs import build_parties, run_in_process
 
 
 def batch_of(
@@ -40,6 +48,8 @@ def test_norms_are_counted_as_numpy_counts_them() -> None:
         for name, label in (("negative", 0), ("positive", 1)):
             expected, _ = np.histogram(values[labels.numpy() == label], norms.edges)
             assert norms.counts[f"{side}/{name}"] == tuple(expected)
+    of_images = distributions(raw.reshape(200, 2, 2, 2), defended, labels)
+    assert of_images[0] == norms
 
 
 def test_bins_are_at_the_same_places_in_every_batch() -> None:
@@ -96,14 +106,42 @@ def test_gradients_of_zero_are_counted_and_make_no_endless_axis() -> None:
     assert gradient_distributions(nothing, nothing, labels) is None
 
 
-def test_gradients_of_images_are_taken_whole() -> None:
-    raw, labels = batch_of()
-    assert distributions(raw.reshape(200, 2, 2, 2), raw, labels) == distributions(raw, raw, labels)
-
-
 @pytest.mark.parametrize(
     ("num_epochs", "chosen"),
     [(1, {0}), (2, {0, 1}), (3, {0, 1, 2}), (15, {0, 1, 2, 4, 8, 14}), (17, {0, 1, 2, 4, 8, 16})],
 )
 def test_epochs_are_spread_over_the_run(num_epochs: int, chosen: set[int]) -> None:
     assert spread_epochs(num_epochs) == chosen
+
+
+@pytest.mark.parametrize(
+    ("chosen", "epochs"),
+    [
+        ("distributions.epochs=null", [0, 1, 2, 4, 5]),
+        ("distributions={epochs: [3, 99]}", [3]),
+        ("distributions=null", []),
+    ],
+)
+def test_the_first_batch_of_the_chosen_epochs_is_counted(
+    example: Path, tmp_path: Path, chosen: str, epochs: list[int]
+) -> None:
+    short, marvell = "contract.epochs=6", "defense={name: marvell, strength: {power_ratio: 4}}"
+    parties = build_parties(example, [short, marvell, chosen], [short])
+    with ActiveRecorder(parties.active_settings, tmp_path) as recorder:
+        parties.session.lifecycle.observer = recorder
+        run_in_process(parties)
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    found = [line for line in lines if line["kind"] == "histogram"]
+    places = [(line["epoch"], line["step"], line["figure"]) for line in found]
+    assert places == [(epoch, 0, figure) for epoch in epochs for figure in ("log10_norm", "cosine")]
+    for line in found:
+        counts = line["counts"]
+        assert len(counts) == 4
+        assert sum(counts["before/negative"]) + sum(counts["before/positive"]) == 64
+        assert sum(counts["after/positive"]) == sum(counts["before/positive"])
+        assert counts["before/positive"] != counts["after/positive"]
+
+
+def test_an_epoch_before_the_first_is_refused(example: Path) -> None:
+    with pytest.raises(SettingsError, match=r"distributions\.epochs\.0"):
+        load_party_settings(ActiveSettings, example / "active.yaml", ["distributions.epochs=[-1]"])

@@ -2,9 +2,10 @@
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,64 +22,15 @@ from splitveil.common.privacy.settings import DEFAULT_ATTACKS, AuditSettings
 from splitveil.common.privacy.top_direction import TopDirection, top_direction_of_rows
 from splitveil.common.record.figures import LeakFigures
 from splitveil.common.record.leak_recorder import AuditedRun, LeakRecorder
-from splitveil.common.record.lines import LeakLine, Line
+from splitveil.common.record.lines import LeakLine
 from splitveil.common.record.metrics_log import MetricsLog
 from splitveil.common.record.summary import Summary
 from splitveil.common.run.course import Batch
 from splitveil.passive_party.recorder import PassiveRecorder
-from tests.support.recorded import recorders
-from tests.support.runs import build_parties, run_in_process, write_example
+from tests.support.recorded import record
+from tests.support.runs import build_parties, run_in_process
 from tests.support.stored import same, stored
 from tests.support.waiting import wait_until
-
-
-class Recorded(NamedTuple):
-    """The files that one party left behind."""
-
-    lines: list[dict[str, Any]]
-    summary: dict[str, Any]
-
-    def of_kind(self, kind: str) -> list[dict[str, Any]]:
-        return [line for line in self.lines if line["kind"] == kind]
-
-
-def record(
-    folder: Path, active: Sequence[str] = (), passive: Sequence[str] = ()
-) -> tuple[Recorded, Recorded]:
-    """Run both parties with their recorders."""
-    write_example(folder)
-    parties = build_parties(folder, active, passive)
-    with recorders(parties, folder) as both:
-        run_in_process(parties)
-    active_lines, passive_lines = both.lines()
-    return (
-        Recorded(active_lines, both.active.summary({}).form()),
-        Recorded(passive_lines, both.passive.summary().form()),
-    )
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recorded, Recorded]:
-    return record(tmp_path_factory.mktemp("recorded"))
-
-
-def test_each_epoch_s_leak_is_written_once_whatever_is_evaluated(
-    recorded: tuple[Recorded, Recorded],
-) -> None:
-    active, _ = recorded
-    assert active.of_kind("validation")
-    for party in recorded:
-        assert [line["epoch"] for line in party.of_kind("epoch_leak")] == [0, 1]
-
-
-@pytest.mark.parametrize("attack", ["hint_inner_product_1", "lda"])
-def test_settings_can_name_other_attacks(tmp_path: Path, attack: str) -> None:
-    chosen = f"attacks=[{attack}, accumulated_spectral]"
-    parties = record(tmp_path, [f"leak_monitor.{chosen}"], [f"adversary.{chosen}"])
-    for party in parties:
-        assert set(party.summary["leak"]["cut"]) == {attack}
-        assert party.summary["leak"]["cut"][attack]["mean"] > 0.9
-        assert set(party.summary["leak_run_level"]["cut"]) == {"accumulated_spectral"}
 
 
 class FullDisk:
@@ -88,29 +40,23 @@ class FullDisk:
         raise StorageError("metrics.jsonl: cannot be written: No space left on device")
 
 
+LABELS = torch.tensor([0.0, 1.0, 0.0, 1.0])
+GRADIENTS = {"cut": torch.randn(4, 2, generator=torch.Generator().manual_seed(1))}
+
+
+def small_batch(step: int) -> Batch:
+    return Batch(0, "train", step, np.arange(4), b"", closes_split=False, closes_epoch=False)
+
+
 def test_a_full_disk_ends_the_run_at_the_next_batch_though_another_thread_met_it() -> None:
     metrics = cast("MetricsLog", FullDisk())
     recorder = LeakRecorder(AuditSettings(attacks=("norm",)), metrics, AuditedRun(b"seed", 4))
-    batch = Batch(0, "train", 0, np.arange(4), b"", closes_split=False, closes_epoch=False)
-    gradients = {"cut": torch.randn(4, 2, generator=torch.Generator().manual_seed(1))}
-    labels = torch.tensor([0.0, 1.0, 0.0, 1.0])
-    recorder.submit(batch, gradients, labels)
+    recorder.submit(small_batch(0), GRADIENTS, LABELS)
     wait_until(lambda: recorder._unwritten is not None)
     with pytest.raises(StorageError, match="No space"):
-        recorder.submit(batch, gradients, labels)
+        recorder.submit(small_batch(0), GRADIENTS, LABELS)
     with pytest.raises(StorageError, match="No space"):
         recorder.__exit__(None, None, None)
-
-
-class Listening:
-    """Metrics that keep which lines go into charts."""
-
-    def __init__(self) -> None:
-        self.charted: list[bool] = []
-
-    def write(self, line: Line, *, charted: bool = True) -> None:
-        if isinstance(line, LeakLine):
-            self.charted.append(charted)
 
 
 @pytest.mark.parametrize("every_s", [0.0, 1e9])
@@ -118,16 +64,12 @@ def test_every_batch_has_a_line_and_charts_have_a_batch_now_and_then(
     monkeypatch: pytest.MonkeyPatch, every_s: float
 ) -> None:
     monkeypatch.setattr("splitveil.common.record.metrics_log.CHARTED_EVERY_S", every_s)
-    metrics = Listening()
-    labels = torch.tensor([0.0, 1.0, 0.0, 1.0])
-    gradients = {"cut": torch.randn(4, 2, generator=torch.Generator().manual_seed(1))}
-    settings = AuditSettings(attacks=("norm",))
-    with LeakRecorder(settings, cast("MetricsLog", metrics), AuditedRun(b"seed", 4)) as recorder:
+    metrics, settings = Mock(MetricsLog), AuditSettings(attacks=("norm",))
+    with LeakRecorder(settings, metrics, AuditedRun(b"seed", 4)) as recorder:
         for step in range(5):
-            places = np.arange(4)
-            batch = Batch(0, "train", step, places, b"", closes_split=False, closes_epoch=False)
-            recorder.submit(batch, gradients, labels)
-    assert metrics.charted == [True, *[every_s == 0] * 4]
+            recorder.submit(small_batch(step), GRADIENTS, LABELS)
+    written = [call for call in metrics.write.call_args_list if isinstance(call.args[0], LeakLine)]
+    assert [call.kwargs["charted"] for call in written] == [True, *[every_s == 0] * 4]
 
 
 EPOCHS, STEPS = 3, 4
@@ -143,8 +85,8 @@ def epochs_of_batches() -> Iterator[Batch]:
 
 def record_batches(folder: Path, cut: int | None) -> tuple[list[dict[str, Any]], LeakFigures]:
     """Record a run with every attack, by a recorder that is new from batch ``cut`` on."""
-    settings = AuditSettings(attacks=("norm", "cosine", "lda", "hint_combiner_50"))
-    settings = settings.model_copy(update={"attacks": (*settings.attacks, *DEFAULT_ATTACKS[3:])})
+    attacks = ("norm", "cosine", "lda", "hint_combiner_50", *DEFAULT_ATTACKS[3:])
+    settings = AuditSettings(attacks=attacks)
     with MetricsLog(folder) as metrics:
         recorder = LeakRecorder(settings, metrics, AuditedRun(b"seed", 32))
         for number, batch in enumerate(epochs_of_batches()):
@@ -181,7 +123,9 @@ def test_a_recorder_cut_at_any_batch_writes_each_line_once_and_the_same(tmp_path
         assert figures == summary, cut
 
 
-def test_a_checkpoint_holds_all_batches_handed_over_before_it(tmp_path: Path) -> None:
+def test_a_checkpoint_holds_all_batches_handed_over_before_it_and_is_for_these_attacks_alone(
+    tmp_path: Path,
+) -> None:
     settings = AuditSettings(attacks=("norm", "spectral"), queue_batches=64)
     with (
         MetricsLog(tmp_path) as metrics,
@@ -190,17 +134,10 @@ def test_a_checkpoint_holds_all_batches_handed_over_before_it(tmp_path: Path) ->
         for batch in epochs_of_batches():
             recorder.submit(batch, {"cut": torch.randn(8, 3)}, torch.arange(8) % 2)
         state = recorder.state_dict()
+        other = LeakRecorder(AuditSettings(attacks=("norm",)), metrics, AuditedRun(b"seed", 4))
+        with other, pytest.raises(SettingsError, match="cannot change within a run"):
+            other.load_state_dict(state)
     assert state["audit"]["observed"] == EPOCHS * STEPS
-
-
-def test_a_state_of_other_attacks_says_what_may_not_change(tmp_path: Path) -> None:
-    with MetricsLog(tmp_path) as metrics:
-        first, second = (
-            LeakRecorder(AuditSettings(attacks=attacks), metrics, AuditedRun(b"seed", 4))
-            for attacks in (("norm",), ("spectral",))
-        )
-        with first, second, pytest.raises(SettingsError, match="cannot change within a run"):
-            second.load_state_dict(first.state_dict())
 
 
 def test_the_adversary_uses_the_activations_that_it_sent(tmp_path: Path) -> None:
@@ -217,16 +154,13 @@ def test_the_adversary_uses_the_activations_that_it_sent(tmp_path: Path) -> None
     assert summary["cut"]["activation_spectral"]["mean"] < 0.9
 
 
-@pytest.mark.parametrize("attack", ["regress_out", "activation_spectral"])
-def test_an_attack_is_refused_where_there_are_no_activations_for_it(
-    tmp_path: Path, attack: str
-) -> None:
-    write_example(tmp_path)
-    with pytest.raises(SettingsError, match=f"{attack}: the leak monitor looks at gradients alone"):
-        build_parties(tmp_path, [f"leak_monitor={{attacks: [norm, {attack}]}}"])
+def test_an_attack_is_refused_where_there_are_no_activations_for_it(example: Path) -> None:
+    for attack in ("regress_out", "activation_spectral"):
+        with pytest.raises(SettingsError, match=f"{attack}: the leak monitor looks at gradients"):
+            build_parties(example, [f"leak_monitor={{attacks: [norm, {attack}]}}"])
     chosen = "adversary={attacks: [activation_spectral], layers: [first]}"
     with pytest.raises(SettingsError, match="activation_spectral: measured at the cut"):
-        build_parties(tmp_path, (), [chosen])
+        build_parties(example, (), [chosen])
 
 
 class Attacked(NamedTuple):
@@ -248,8 +182,6 @@ def attacked(
     mine = [allowed, f"adversary.audit={json.dumps(audit)}"]
     parties = build_parties(example, [allowed, "leak_monitor=null"], mine)
     settings = parties.passive_settings
-    assert settings.adversary is not None
-    assert settings.adversary.labels is not None
     budgets: list[CpuBudget] = []
     directions: list[Tensor] = []
 
@@ -265,7 +197,7 @@ def attacked(
     monkeypatch.setattr("splitveil.common.privacy.audit_worker.CpuBudget", CountedBudget)
     monkeypatch.setattr(gradient_rows, "top_direction_of_rows", counted_direction)
     folder.mkdir()
-    known = PartyData.load(settings.adversary.labels, example) if labels else None
+    known = PartyData.load(parties.active_settings.data, example) if labels else None
     ids = PartyData.load(settings.data, example).ids
     with PassiveRecorder(settings, folder, ids, known) as adversary:
         parties.run.observer = adversary
@@ -275,18 +207,12 @@ def attacked(
 
 
 def test_a_party_with_labels_and_audits_has_one_budget_and_computes_no_score_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And finds, bit for bit, what either of the two audits finds alone."""
-    example = tmp_path / "example"
-    write_example(example)
     of_labels, of_audit, of_both = (
         attacked(example, tmp_path / name, monkeypatch, labels=labels, audit=audit)
-        for name, labels, audit in (
-            ("labels", True, False),
-            ("audit", False, True),
-            ("both", True, True),
-        )
+        for name, labels, audit in (("a", True, False), ("b", False, True), ("c", True, True))
     )
     assert of_labels.budgets == of_audit.budgets == of_both.budgets == 1
     assert of_labels.top_directions == of_audit.top_directions == of_both.top_directions > 0

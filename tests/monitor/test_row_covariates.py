@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from splitveil.active_party.defenses.interface import DefenseReport, release
@@ -26,22 +27,16 @@ ROWS = 200
 LABELS = torch.arange(ROWS) % 2
 
 
-def batch_of(positions: np.ndarray[tuple[int, ...], np.dtype[np.int64]], epoch: int = 0) -> Batch:
+def batch_of(positions: NDArray[np.int64], epoch: int = 0) -> Batch:
     return Batch(epoch, "train", 0, positions, b"", closes_split=False, closes_epoch=False)
 
 
-def step(
-    rows: np.ndarray[tuple[int, ...], np.dtype[np.int64]],
-    activation: Tensor,
-    probabilities: Tensor,
-    labels: Tensor = LABELS,
-) -> StepResult:
-    defended = release(activation, activation)
+def step(rows: NDArray[np.int64], activation: Tensor, probabilities: Tensor) -> StepResult:
     return StepResult(
         activation,
-        defended,
+        release(activation, activation),
         DefenseReport(0.0),
-        labels[torch.from_numpy(rows)].float(),
+        LABELS[torch.from_numpy(rows % ROWS)].float(),
         probabilities,
         torch.tensor(0.5),
         activation,
@@ -81,25 +76,20 @@ def test_the_last_visit_of_each_row_is_kept_with_the_mean_of_its_predictions() -
     assert result.predictions == pytest.approx(np.tile([logit, logit / 2], (ROWS, 1)), abs=1e-3)
 
 
-def test_visits_of_a_model_that_knows_labels_by_heart_do_not_count() -> None:
+def test_visits_of_a_model_that_has_memorised_labels_do_not_count_after_two_epochs() -> None:
     """It knows a tenth of them, which makes its AUC .05 larger than that of held-out rows."""
     kept = RowCovariates(np.arange(ROWS), ROWS, 2)
-    kept.note_held_out(0.5)
-    for epoch in (0, 1, 2):
-        visit(kept, epoch, torch.full((ROWS,), 0.5), value=float(epoch))
-    visit(kept, 3, knowing(0.1), value=3.0)
-    assert (found(kept).activations == 2.0).all()
-    kept.note_held_out(0.5 + 0.1 - MAX_GAP)  # held-out rows are told as well: that is no memory
-    visit(kept, 4, knowing(0.1), value=4.0)
-    assert (found(kept).activations == 4.0).all()
-
-
-def test_the_first_two_epochs_count_whatever_held_out_rows_say() -> None:
-    """In the first one, no row that is predicted was seen; in the second one, each once."""
-    kept = RowCovariates(np.arange(ROWS), ROWS, 2)
+    # In the first epoch no row that is predicted was seen, in the second one each once: whatever
+    # held-out rows say, both count.
     for epoch in range(3):
         visit(kept, epoch, knowing(1.0), value=float(epoch))
     assert (found(kept).activations == 1.0).all()
+    kept.note_held_out(0.5 + 0.1 - MAX_GAP)  # held-out rows are known as well: that is no memory
+    visit(kept, 3, knowing(0.1), value=3.0)
+    assert (found(kept).activations == 3.0).all()
+    kept.note_held_out(0.5)
+    visit(kept, 4, knowing(0.1), value=4.0)
+    assert (found(kept).activations == 3.0).all()
 
 
 def test_before_the_end_of_the_first_epoch_the_rows_visited_are_known() -> None:
@@ -121,13 +111,11 @@ def test_what_is_kept_is_finite_whatever_a_peer_sends() -> None:
 
 
 def test_memory_is_bounded() -> None:
-    kept = RowCovariates(np.arange(3 * MAX_ROWS), 3 * MAX_ROWS, 2)
     rows = np.arange(3 * MAX_ROWS)
-    ones = torch.ones(len(rows), dtype=torch.int64)
-    seen = step(rows, torch.ones(len(rows), 4, 20), torch.full((len(rows),), 0.5), ones)
+    kept = RowCovariates(rows, len(rows), 2)
+    seen = step(rows, torch.ones(len(rows), 4, 20), torch.full((len(rows),), 0.5))
     kept.note_step(batch_of(rows), seen)
-    result = found(kept)
-    assert result.activations.shape == (MAX_ROWS, MAX_VALUES)
+    assert found(kept).activations.shape == (MAX_ROWS, MAX_VALUES)
     assert len(RowCovariates(rows, len(rows), 10)._positions) == MAX_ROWS // 5
 
 
@@ -182,37 +170,30 @@ def test_looking_within_an_epoch_changes_nothing() -> None:
     assert same(kept.state_dict(), watched.state_dict())
 
 
-def scores_of(*values: list[float] | None, told: tuple[int, ...] = ()) -> AttackScores:
+def scores_of(*values: list[float] | None, known: tuple[int, ...] = ()) -> AttackScores:
     by_target = [None if one is None else torch.tensor(one).double() for one in values]
-    return AttackScores(by_target, [told] * len(values))
+    return AttackScores(by_target, [known] * len(values))
 
 
 def test_a_later_score_replaces_an_earlier_one_and_known_rows_have_none() -> None:
     kept = LatestScores(["norm", "cosine"], num_examples=9)
     kept.add(torch.tensor([1, 3, 5]), {"norm": scores_of([0.0, 1.0, 2.0])})
-    kept.add(torch.tensor([5, 7]), {"norm": scores_of([0.0, 4.0], told=(1,))})
+    kept.add(torch.tensor([5, 7]), {"norm": scores_of([0.0, 4.0], known=(1,))})
     (result,) = kept.result()["norm"]
     assert result.positions.tolist() == [1, 3, 5]
     assert result.scores == pytest.approx([-np.sqrt(1.5), 0.0, -1.0], abs=1e-3)
     assert "cosine" not in kept.result()
+    again = LatestScores(["norm"], num_examples=9)
+    again.load_state_dict(stored(kept.state_dict()))
+    assert same(again.state_dict(), kept.state_dict())
+    for other in (LatestScores(["cosine"], 9), LatestScores(["norm"], 5)):
+        with pytest.raises(ValueError, match="expected scores of"):
+            other.load_state_dict(kept.state_dict())
 
 
 def test_a_target_without_scores_keeps_what_it_had() -> None:
     kept = LatestScores(["cosine"], num_examples=4)
     kept.add(torch.tensor([0, 1]), {"cosine": scores_of([0.0, 1.0], [1.0, 0.0])})
     kept.add(torch.tensor([1, 0]), {"cosine": scores_of([0.0, 1.0], None)})
-    first, second = kept.result()["cosine"]
-    assert first.scores.tolist() == [1.0, -1.0]
-    assert second.scores.tolist() == [1.0, -1.0]
+    assert [one.scores.tolist() for one in kept.result()["cosine"]] == [[1.0, -1.0], [1.0, -1.0]]
     assert sum(scores.nbytes for scores in kept._scores.values()) == 2 * 4 * 2
-
-
-def test_latest_scores_of_another_run_are_refused() -> None:
-    kept = LatestScores(["norm"], num_examples=4)
-    kept.add(torch.tensor([0, 1]), {"norm": scores_of([0.0, 1.0])})
-    again = LatestScores(["norm"], num_examples=4)
-    again.load_state_dict(stored(kept.state_dict()))
-    assert same(again.state_dict(), kept.state_dict())
-    for other in (LatestScores(["cosine"], 4), LatestScores(["norm"], 5)):
-        with pytest.raises(ValueError, match="expected scores of"):
-            other.load_state_dict(kept.state_dict())

@@ -1,6 +1,5 @@
 """The passive party's server for predictions: damaged and too many calls, silence, its end."""
 
-import random
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -22,49 +21,26 @@ from splitveil.passive_party.predict import service as service_module
 from splitveil.passive_party.predict.served_model import ServedModel
 from splitveil.passive_party.predict.service import InferenceServer, InferenceService, Throttle
 from splitveil.protos import split_learning_pb2 as pb
-from tests.support.joint import IN_TIME_S, Trained, free_port, serving, train, write_wide_deep
+from tests.support.joint import IN_TIME_S, Trained, free_port, serving
+from tests.support.mutations import Mutator
 from tests.support.runs import CPU
 from tests.support.waiting import wait_until
 
 MUTANTS = 400
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    folder = tmp_path_factory.mktemp("small")
-    write_wide_deep(folder)
-    return train(folder, folder / "runs")
-
-
-def identity(trained: Trained) -> ModelIdentity:
-    return ServedModel.load(trained.passive("passive"), CPU).identity
+def identity(small: Trained) -> ModelIdentity:
+    return ServedModel.load(small.passive("passive"), CPU).identity
 
 
 @contextmanager
-def calling(trained: Trained, port: int, deadline_s: float = IN_TIME_S) -> Iterator[EmbedClient]:
-    settings = trained.active()
+def calling(small: Trained, port: int, deadline_s: float = IN_TIME_S) -> Iterator[EmbedClient]:
+    settings = small.active()
     shown = credential_files(settings, "active")
     where = f"127.0.0.1:{port}"
     connection = PeerConnection(where, settings.contract, shown, party="passive")
-    with EmbedClient(connection, identity(trained), deadline_s) as client:
+    with EmbedClient(connection, identity(small), deadline_s) as client:
         yield client
-
-
-def mutants(whole: bytes, generator: random.Random) -> Iterator[bytes]:
-    for _ in range(MUTANTS):
-        changed = bytearray(whole)
-        for _ in range(generator.randint(1, 4)):
-            match generator.randrange(4):
-                case 0 if changed:
-                    changed[generator.randrange(len(changed))] = generator.randrange(256)
-                case 1 if changed:
-                    del changed[generator.randrange(len(changed)) :]
-                case 2:
-                    at = generator.randint(0, len(changed))
-                    changed[at:at] = generator.randbytes(generator.randint(1, 20))
-                case _:
-                    changed += changed[: generator.randint(0, 50)]
-        yield bytes(changed)
 
 
 def code_of(
@@ -84,49 +60,47 @@ def code_of(
     return None
 
 
-def test_damaged_messages_are_refused_and_the_next_client_is_answered(trained: Trained) -> None:
-    port, generator = free_port(), random.Random(5)
-    contract, model = trained.active().contract, identity(trained)
-    ids = trained.test_ids[:3]
+def test_damaged_messages_are_refused_and_the_next_client_is_answered(small: Trained) -> None:
+    port, contract, ids = free_port(), small.active().contract, small.test_ids[:3]
+    model = model_digest(identity(small))
     whole = {
         "Describe": encode_describe("passive", contract),
-        "Embed": encode_ids(0, ids, model_digest(model)),
-        "EmbedTable": pb.TableRequest(
-            model_digest=model_digest(model), points=bytes(32), last=True
-        ),
+        "Embed": encode_ids(0, ids, model),
+        "EmbedTable": pb.TableRequest(model_digest=model, points=bytes(32), last=True),
     }
+    mutator = Mutator({name: [sent.SerializeToString()] for name, sent in whole.items()}, seed=5)
     allowed = {
         grpc.StatusCode.INVALID_ARGUMENT,
         grpc.StatusCode.FAILED_PRECONDITION,
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         grpc.StatusCode.PERMISSION_DENIED,
     }
-    own = trained.passive("passive", "answers.whole_table=true")
-    with serving(own, port) as service, calling(trained, port) as client:
+    own = small.passive("passive", "answers.whole_table=true")
+    with serving(own, port) as service, calling(small, port) as client:
         client.check_model()
         channel = client.connection.channel()
         refused = 0
-        for method, message in whole.items():
-            path = method_path(method, INFERENCE_SERVICE)
-            for mutant in mutants(message.SerializeToString(), generator):
-                code = code_of(channel, path, mutant, is_stream=method != "Describe")
-                assert code in {None, *allowed}, (method, mutant)
-                refused += code is not None
+        for _ in range(3 * MUTANTS):
+            mutant = mutator.draw()
+            path = method_path(mutant.method, INFERENCE_SERVICE)
+            code = code_of(channel, path, mutant.data, is_stream=mutant.method != "Describe")
+            assert code in {None, *allowed}, mutant
+            refused += code is not None
         assert refused > MUTANTS
         assert sum(service.refused.values()) == refused
         assert client.embed(ids).known.all()
 
 
 def test_one_call_too_many_is_turned_away_and_others_go_on(
-    trained: Trained, monkeypatch: pytest.MonkeyPatch
+    small: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service_module, "MAX_STREAMS", 2)
-    port, ids = free_port(), trained.test_ids[:2]
+    port, ids = free_port(), small.test_ids[:2]
     with (
-        serving(trained.passive("passive"), port),
-        calling(trained, port) as first,
-        calling(trained, port) as second,
-        calling(trained, port) as third,
+        serving(small.passive("passive"), port),
+        calling(small, port) as first,
+        calling(small, port) as second,
+        calling(small, port) as third,
     ):
         assert first.embed(ids).known.all()
         assert second.embed(ids).known.all()
@@ -145,7 +119,7 @@ def test_one_call_too_many_is_turned_away_and_others_go_on(
 
 
 def test_a_silent_server_is_given_up_after_the_deadline(
-    trained: Trained, monkeypatch: pytest.MonkeyPatch
+    small: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     released = threading.Event()
     embed = ServedModel.embed
@@ -154,27 +128,26 @@ def test_a_silent_server_is_given_up_after_the_deadline(
         released.wait(IN_TIME_S)
         return embed(self, ids)
 
-    port, ids = free_port(), trained.test_ids[:2]
-    with serving(trained.passive("passive"), port), calling(trained, port, 0.2) as client:
+    port, ids = free_port(), small.test_ids[:2]
+    with serving(small.passive("passive"), port), calling(small, port, 0.2) as client:
         client.check_model()
-        with monkeypatch.context() as patch:
-            patch.setattr(ServedModel, "embed", stuck)
-            with pytest.raises(PeerUnreachable, match=r"not answered within 0\.2 s"):
-                client.embed(ids)
-            released.set()
+        monkeypatch.setattr(ServedModel, "embed", stuck)
+        with pytest.raises(PeerUnreachable, match=r"not answered within 0\.2 s"):
+            client.embed(ids)
+        released.set()
 
 
-def test_all_questions_under_way_fail_at_once_when_the_server_is_gone(trained: Trained) -> None:
-    port, ids = free_port(), trained.test_ids[:2]
+def test_all_questions_under_way_fail_at_once_when_the_server_is_gone(small: Trained) -> None:
+    port, ids = free_port(), small.test_ids[:2]
     slow = Throttle(0.001)
-    with calling(trained, port) as client:
-        with serving(trained.passive("passive"), port, throttle=slow):
+    with calling(small, port) as client:
+        with serving(small.passive("passive"), port, throttle=slow):
             waiting: list[Future[Embedded]] = [client.submit(ids) for _ in range(5)]
             assert not any(answer.done() for answer in waiting)
         for answer in waiting:  # the server may have the time to say that it leaves, or not
             assert isinstance(answer.exception(IN_TIME_S), PeerUnreachable | PeerLeft)
         assert isinstance(client.submit(ids).exception(IN_TIME_S), PeerUnreachable)
-        with serving(trained.passive("passive"), port):  # back, and used without a new client
+        with serving(small.passive("passive"), port):  # back, and used without a new client
 
             def is_back() -> bool:
                 return client.submit(ids).exception(IN_TIME_S) is None
@@ -183,7 +156,7 @@ def test_all_questions_under_way_fail_at_once_when_the_server_is_gone(trained: T
 
 
 def test_a_server_that_stops_answers_what_it_has_begun(
-    trained: Trained, monkeypatch: pytest.MonkeyPatch
+    small: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, released = threading.Event(), threading.Event()
     embed = ServedModel.embed
@@ -193,12 +166,12 @@ def test_a_server_that_stops_answers_what_it_has_begun(
         released.wait(IN_TIME_S)
         return embed(self, ids)
 
-    port, ids = free_port(), trained.test_ids[:2]
-    own = trained.passive("passive")
+    port, ids = free_port(), small.test_ids[:2]
+    own = small.passive("passive")
     service = InferenceService(ServedModel.load(own, CPU), "passive", own.contract, Throttle(None))
     credentials = credential_files(own, "passive")
     server = InferenceServer(service, own.contract, f"127.0.0.1:{port}", credentials)
-    with calling(trained, port) as busy, calling(trained, port) as idle:
+    with calling(small, port) as busy, calling(small, port) as idle:
         assert idle.embed(ids).known.all()
         monkeypatch.setattr(ServedModel, "embed", held)
         answer = busy.submit(ids)
@@ -212,9 +185,9 @@ def test_a_server_that_stops_answers_what_it_has_begun(
         assert not stopping.is_alive()
 
 
-def test_health_is_served_beside_it(trained: Trained) -> None:
+def test_health_is_served_beside_it(small: Trained) -> None:
     port = free_port()
-    with serving(trained.passive("passive"), port), calling(trained, port) as client:
+    with serving(small.passive("passive"), port), calling(small, port) as client:
         client.check_model()
         stub = health_pb2_grpc.HealthStub(client.connection.channel())
         request = health_pb2.HealthCheckRequest(service=INFERENCE_SERVICE)
@@ -222,11 +195,7 @@ def test_health_is_served_beside_it(trained: Trained) -> None:
     assert reply.status == health_pb2.HealthCheckResponse.SERVING
 
 
-def test_a_taken_address_is_a_settings_error(trained: Trained) -> None:
-    port = free_port()
-    with (
-        serving(trained.passive("passive"), port),
-        pytest.raises(SettingsError, match="cannot serve at"),
-        serving(trained.passive("passive"), port),
-    ):
-        raise AssertionError
+def test_a_taken_address_is_a_settings_error(small: Trained) -> None:
+    port, own = free_port(), small.passive("passive")
+    with serving(own, port), pytest.raises(SettingsError, match="cannot serve at"):
+        serving(own, port).__enter__()

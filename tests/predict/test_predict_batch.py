@@ -1,5 +1,6 @@
 """Predictions of many ids in parts: what is kept, what is done again, and what is refused."""
 
+import itertools
 import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +22,6 @@ from splitveil.active_party.predict.batch import (
 from splitveil.active_party.predict.predictor import Predictor
 from splitveil.common.errors import (
     DataError,
-    Interrupted,
     PeerUnreachable,
     SettingsError,
     StorageError,
@@ -30,19 +30,12 @@ from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_settings import ReconnectSettings
 from splitveil.common.record.table_output import check_output
 from splitveil.passive_party.predict.service import InferenceService
-from tests.support.joint import Trained, predicting, train, write_wide_deep
+from tests.support.joint import Trained, predicting
 
 IMPATIENT = ReconnectSettings(max_s=0.3, first_wait_s=0.05)
 PATIENT = ReconnectSettings(max_s=300, first_wait_s=0.01, longest_wait_s=0.01)
 REQUEST = 20
 PART = 100
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    folder = tmp_path_factory.mktemp("small")
-    write_wide_deep(folder)
-    return train(folder, folder / "runs")
 
 
 @pytest.fixture(autouse=True)
@@ -61,16 +54,15 @@ def opened(output: Path, *, model: str = "one", ids: Sequence[str] = IDS) -> Par
 def predict(
     predictor: Predictor,
     output: Path,
-    *,
     reconnect: ReconnectSettings = IMPATIENT,
-    interruption: Interruption | None = None,
     ids: Sequence[str] = IDS,
+    most_parts: int | None = None,
 ) -> list[int]:
-    """Predict some ids, and return the reported progress."""
-    contract = predictor.clients[0].connection.contract
-    batch = BatchPrediction(predictor, contract, reconnect, interruption or Interruption())
+    """Predict some ids, perhaps the first parts alone, and return the reported progress."""
+    parts, contract = opened(output, ids=ids), predictor.clients[0].connection.contract
+    del parts.missing[len(parts.missing) if most_parts is None else most_parts :]
     reported: list[int] = []
-    batch.run(opened(output, ids=ids), reported.append)
+    BatchPrediction(predictor, contract, reconnect, Interruption()).run(parts, reported.append)
     return reported
 
 
@@ -79,9 +71,9 @@ def column(path: Path) -> NDArray[Any]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> NDArray[Any]:
+def undisturbed(small: Trained, tmp_path_factory: pytest.TempPathFactory) -> NDArray[Any]:
     output = tmp_path_factory.mktemp("undisturbed") / "all.parquet"
-    with predicting(trained) as predictor:
+    with predicting(small) as predictor:
         predict(predictor, output)
     found = column(output)
     assert np.isnan(found).sum() == 5
@@ -91,12 +83,10 @@ def undisturbed(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> N
 def failing_after(requests: int, monkeypatch: pytest.MonkeyPatch, *, times: int = 10**6) -> None:
     """Let the passive party lose its connections after a number of requests, a number of times."""
     reply: Callable[..., Any] = InferenceService._reply
-    seen, failed = [0], [0]
+    seen = itertools.count(1)
 
     def failing(self: InferenceService, request: Any, context: Any) -> Any:
-        seen[0] += 1
-        if seen[0] > requests and failed[0] < times:
-            failed[0] += 1
+        if requests < next(seen) <= requests + times:
             context.cancel()
             return None
         return reply(self, request, context)
@@ -105,28 +95,28 @@ def failing_after(requests: int, monkeypatch: pytest.MonkeyPatch, *, times: int 
 
 
 def test_a_lost_connection_is_opened_again_and_changes_no_bit(
-    trained: Trained, undisturbed: NDArray[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Trained, undisturbed: NDArray[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing_after(7, monkeypatch, times=3)
     output = tmp_path / "all.parquet"
-    with predicting(trained) as predictor:
+    with predicting(small) as predictor:
         reported = predict(predictor, output, reconnect=PATIENT)
     np.testing.assert_array_equal(column(output), undisturbed)
     assert sum(reported) == len(IDS)
 
 
 def test_a_prediction_that_broke_off_goes_on_with_its_finished_parts(
-    trained: Trained, undisturbed: NDArray[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Trained, undisturbed: NDArray[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "all.parquet"
     with monkeypatch.context() as patch:
         failing_after(2 * PART // REQUEST + 3, patch)
-        with predicting(trained) as predictor, pytest.raises(PeerUnreachable, match="max_s"):
+        with predicting(small) as predictor, pytest.raises(PeerUnreachable, match="max_s"):
             predict(predictor, output)
     kept = sorted(path.name for path in (tmp_path / "all.parquet.parts").iterdir())
     assert kept == ["00000000.splitveil-part", "00000001.splitveil-part"]
     assert not output.exists()
-    with predicting(trained) as predictor:
+    with predicting(small) as predictor:
         reported = predict(predictor, output)
     assert reported[0] == 2 * PART
     np.testing.assert_array_equal(column(output), undisturbed)
@@ -195,15 +185,14 @@ def test_a_folder_of_the_user_s_or_a_link_to_one_is_refused_and_stays(
 ) -> None:
     folder, elsewhere = tmp_path / "all.parquet.parts", tmp_path / "elsewhere"
     elsewhere.mkdir()
+    (elsewhere / "plan.json").write_text("{}")
     if is_link:
         folder.symlink_to(elsewhere)
     else:
-        folder.mkdir()
-        (folder / "plan.json").write_text("{}")
-    before = list(folder.iterdir())
+        elsewhere.rename(folder)
     with pytest.raises(StorageError, match="give --output another name"):
         opened(tmp_path / "all.parquet")
-    assert list(folder.iterdir()) == before
+    assert [path.name for path in folder.iterdir()] == ["plan.json"]
 
 
 def test_files_that_come_into_the_folder_meanwhile_are_not_deleted(tmp_path: Path) -> None:
@@ -219,7 +208,7 @@ def test_files_that_come_into_the_folder_meanwhile_are_not_deleted(tmp_path: Pat
 
 @pytest.mark.parametrize("breaks_off", [False, True])
 def test_a_passive_party_sees_the_same_messages_whatever_the_order_of_the_list(
-    trained: Trained,
+    small: Trained,
     undisturbed: NDArray[Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -240,15 +229,10 @@ def test_a_passive_party_sees_the_same_messages_whatever_the_order_of_the_list(
         seen.append([])
         output, ids = tmp_path / "all.parquet", [IDS[row] for row in order]
         if breaks_off:
-            with monkeypatch.context() as patch, predicting(trained) as predictor:
+            with monkeypatch.context() as patch, predicting(small) as predictor:
                 patch.setattr(Parts, "join", Parts.num_found)
-                parts = opened(output, ids=ids)
-                del parts.missing[2:]
-                contract = predictor.clients[0].connection.contract
-                BatchPrediction(predictor, contract, IMPATIENT, Interruption()).run(
-                    parts, lambda _: None
-                )
-        with predicting(trained) as predictor:
+                predict(predictor, output, ids=ids, most_parts=2)
+        with predicting(small) as predictor:
             reported = predict(predictor, output, ids=ids)
         assert reported[0] == (2 * PART if breaks_off else 0)
         np.testing.assert_array_equal(column(output), undisturbed[order])
@@ -256,28 +240,8 @@ def test_a_passive_party_sees_the_same_messages_whatever_the_order_of_the_list(
     assert len(seen[0]) > len(IDS) / REQUEST
 
 
-def test_a_signal_stops_between_two_questions(trained: Trained, tmp_path: Path) -> None:
-    interruption = Interruption()
-    output = tmp_path / "all.parquet"
-    with predicting(trained) as predictor:
-        contract = predictor.clients[0].connection.contract
-        batch = BatchPrediction(predictor, contract, IMPATIENT, interruption)
-        done = 0
-
-        def advance(rows: int) -> None:
-            nonlocal done
-            done += rows
-            if done >= PART:
-                interruption.signal_number = 15
-
-        with pytest.raises(Interrupted):
-            batch.run(opened(output), advance)
-    assert not output.exists()
-    assert done < 2 * PART
-
-
 def test_nothing_is_asked_for_a_prediction_that_is_finished_but_for_its_output(
-    trained: Trained, undisturbed: NDArray[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Trained, undisturbed: NDArray[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a full disk: all parts are there."""
     output = tmp_path / "all.parquet"
@@ -285,7 +249,7 @@ def test_nothing_is_asked_for_a_prediction_that_is_finished_but_for_its_output(
     def full(_: Parts) -> None:
         raise StorageError("full")
 
-    with predicting(trained) as predictor:
+    with predicting(small) as predictor:
         with monkeypatch.context() as patch:
             patch.setattr(Parts, "join", full)
             with pytest.raises(StorageError):

@@ -23,7 +23,7 @@ from splitveil.common.privacy.settings import BUILT_IN_NAMES, AuditSettings
 from splitveil.common.record.run_folder import write_json_atomically
 from splitveil.common.settings import validate
 from splitveil.passive_party.settings import AdversarySettings
-from tests.monitor.test_leak_recorder import record
+from tests.support.recorded import record
 from tests.support.runs import build_parties, write_example
 
 SEED = bytes(32)

@@ -9,7 +9,8 @@ from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -18,52 +19,52 @@ from markupsafe import escape
 from sklearn.metrics import roc_auc_score
 
 from splitveil.active_party.defenses.sum_kl import estimated_auc
-from splitveil.active_party.report import (
-    read_run,
-    report_page,
-    try_to_report,
-    write_comparison,
-    write_report,
-)
+from splitveil.active_party.report import read_run
+from splitveil.active_party.report import report_page
+from splitveil.active_party.report import try_to_report
+from splitveil.active_party.report import write_comparison
+from splitveil.active_party.report import write_report
 from splitveil.active_party.report.bounds import coverage_of
-from splitveil.active_party.report.distributions import auc_of_counts, random_q95
-from splitveil.active_party.report.figures import finding_of, windows
+from splitveil.active_party.report.distributions import auc_of_counts
+from splitveil.active_party.report.distributions import random_q95
+from splitveil.active_party.report.figures import finding_of
+from splitveil.active_party.report.figures import windows
 from splitveil.active_party.report.run_files import leak_series
-from splitveil.active_party.report.verdict import is_oracle, judge, needs_of, run_levels
+from splitveil.active_party.report.verdict import is_oracle
+from splitveil.active_party.report.verdict import judge
+from splitveil.active_party.report.verdict import needs_of
+from splitveil.active_party.report.verdict import run_levels
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.report_parts import breakable
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.attacks import BatchAttackName, RunAttackName
-from splitveil.common.record.figures import (
-    AdjustedFigures,
-    AdvantageFigures,
-    AttackFigure,
-    BeyondFigures,
-    LeakFigures,
-    LedgerFigures,
-    RunFigures,
-    SpreadFigures,
-)
-from splitveil.common.record.lines import (
-    AlarmLine,
-    AuditLine,
-    EpochLeakLine,
-    EvaluationLine,
-    GateLine,
-    HistogramLine,
-    LeakLine,
-    LedgerLine,
-    Line,
-)
-from splitveil.common.record.run_record import METRICS, SUMMARY, write_summary
-from splitveil.common.record.summary import (
-    ActiveFigures,
-    EarlierAnswers,
-    GateFigures,
-    ModelFigures,
-    RunCounts,
-    Summary,
-)
+from splitveil.common.privacy.attacks import BatchAttackName
+from splitveil.common.privacy.attacks import RunAttackName
+from splitveil.common.record.figures import AdjustedFigures
+from splitveil.common.record.figures import AdvantageFigures
+from splitveil.common.record.figures import AttackFigure
+from splitveil.common.record.figures import BeyondFigures
+from splitveil.common.record.figures import LeakFigures
+from splitveil.common.record.figures import LedgerFigures
+from splitveil.common.record.figures import RunFigures
+from splitveil.common.record.figures import SpreadFigures
+from splitveil.common.record.lines import AlarmLine
+from splitveil.common.record.lines import AuditLine
+from splitveil.common.record.lines import EpochLeakLine
+from splitveil.common.record.lines import EvaluationLine
+from splitveil.common.record.lines import GateLine
+from splitveil.common.record.lines import HistogramLine
+from splitveil.common.record.lines import LeakLine
+from splitveil.common.record.lines import LedgerLine
+from splitveil.common.record.lines import Line
+from splitveil.common.record.run_record import METRICS
+from splitveil.common.record.run_record import SUMMARY
+from splitveil.common.record.run_record import write_summary
+from splitveil.common.record.summary import ActiveFigures
+from splitveil.common.record.summary import EarlierAnswers
+from splitveil.common.record.summary import GateFigures
+from splitveil.common.record.summary import ModelFigures
+from splitveil.common.record.summary import RunCounts
+from splitveil.common.record.summary import Summary
 from tests.support.records import append_lines
 
 EPOCHS, STEPS = 3, 30
@@ -83,15 +84,9 @@ def write_party(
     settings: Mapping[str, Any] | None = None,
     summary: Summary | None = None,
 ) -> None:
-    """Write one party's files: constant leak AUCs with a little noise, as a run writes them.
+    """Write one party's files, with leak AUCs (layer -> attack -> mean) that vary a little.
 
-    Args:
-        folder: the party's.
-        leak: layer -> attack -> mean leak AUC.
-        bound: the ledger's for the peers whom the defense's charges describe, if this is the active
-            party.
-        settings: besides the run's name.
-        summary: its counts are those of the lines.
+    Those of the active party have a bound, for the peers whom the defense's charges describe.
     """
     folder.mkdir(parents=True)
     values = {"defense": {"name": "marvell", "noise": "fresh"}} | dict(settings or {})
@@ -108,18 +103,15 @@ def write_party(
             )
             lines.append(LeakLine(epoch, step, figures, 0.57 + noise))
         if bound is not None:
-            anybody, honest, class_means = (
-                SpreadFigures(*[bound if adversary.includes(peers) else 1.0] * 3)
-                for peers in Adversary
+            sums, estimate, anybody, honest, means = (
+                SpreadFigures(one, one, one)
+                for one in (
+                    *(0.1 * (epoch + 1), estimated_auc(0.1)),
+                    *(bound if adversary.includes(peers) else 1.0 for peers in Adversary),
+                )
             )
-            bounds = LedgerFigures(
-                SpreadFigures(*[0.1 * (epoch + 1)] * 3),
-                SpreadFigures(*[estimated_auc(0.1)] * 3),
-                anybody,
-                honest,
-                class_means,
-            )
-            lines.append(LedgerLine(epoch, bounds))
+            figures_of_ledger = LedgerFigures(sums, estimate, anybody, honest, means)
+            lines.append(LedgerLine(epoch, figures_of_ledger))
             lines.append(EvaluationLine(epoch, "test", 0.5 / (epoch + 1), 0.8, None, 0.4))
     append_lines(folder, *lines)
     counts = RunCounts(aligned_rows=1000, epochs=EPOCHS, steps=EPOCHS * STEPS)
@@ -144,13 +136,16 @@ def write_run(
 
 
 def of_active(**figures: Any) -> Summary:
-    """Return a summary of the active party with some figures."""
     return Summary(active=ActiveFigures(**figures))
 
 
 def of_run(**attacks: RunFigures) -> Summary:
-    """Return a summary with figures of attacks on the cut layer that gather over the run."""
+    """Return a summary with attacks on the cut layer that gather over the run."""
     return Summary(leak=LeakFigures(run_level={"cut": attacks}))
+
+
+def page_of(run_dir: Path) -> str:
+    return write_report(run_dir).read_text(encoding="utf-8")
 
 
 def verdict_of(run_dir: Path) -> tuple[str, str, str]:
@@ -187,6 +182,13 @@ def test_windows_are_quantiles_of_consecutive_batches() -> None:
     assert (found.low[0], found.high[0]) == tuple(np.quantile(first, (0.1, 0.9)))
 
 
+SUMS = RunFigures(0.93, 0.91, 0.95)
+SMALL_SUMS = {
+    "accumulated_spectral": RunFigures(0.61, 0.58, 0.64),
+    "hint_combiner_50": RunFigures(0.92, 0.9, 0.94),
+}
+
+
 @pytest.mark.parametrize(
     ("leak", "whole_run", "level", "said"),
     [
@@ -194,38 +196,22 @@ def test_windows_are_quantiles_of_consecutive_batches() -> None:
             {"cosine": 0.99, "spectral": 0.97},
             {},
             "recovered",
-            [r"^Anyone who keeps these gradients recovers the labels with AUC 0\.9[67]\d"],
+            r"^Anyone who keeps these gradients recovers the labels with AUC 0\.9[67]\d",
         ),
-        (
-            {"cosine": 0.96},
-            {},
-            "recovered",
-            ["keeps these gradients and knows one clean gradient of a positive"],
-        ),
+        ({"cosine": 0.96}, {}, "recovered", "and knows one clean gradient of a positive"),
         (
             {"norm": 0.65},
             {},
             "leaking",
-            [
-                r"AUC 0\.6[45]\d, where chance gives 0\.5[67]\d",
-                r"chance \(by 4 standard errors\): cosine at cut and spectral at cut",
-            ],
+            r"AUC 0\.6[45]\d, where chance gives 0\.5[67]\d.* errors\): cosine at cut and spectral",
         ),
         (
             {},
-            {"accumulated_spectral": RunFigures(0.93, 0.91, 0.95)},
+            {"accumulated_spectral": SUMS},
             "recovered",
-            ["^Anyone who keeps the gradients of this run recovers", "interval 0.910 to 0.950"],
+            "^Anyone who keeps the gradients of this run recovers.*interval 0.910 to 0.950",
         ),
-        (
-            {},
-            {
-                "accumulated_spectral": RunFigures(0.61, 0.58, 0.64),
-                "hint_combiner_50": RunFigures(0.92, 0.9, 0.94),
-            },
-            "recovered",
-            ["^Anyone who .* this run and knows 50 labels of the run recovers .* AUC 0.920"],
-        ),
+        ({}, SMALL_SUMS, "recovered", "^Anyone .* knows 50 labels of the run .* AUC 0.920"),
     ],
 )
 def test_a_verdict_begins_with_the_strongest_attack_and_what_it_needs(
@@ -233,12 +219,12 @@ def test_a_verdict_begins_with_the_strongest_attack_and_what_it_needs(
     leak: dict[str, float],
     whole_run: dict[str, RunFigures],
     level: str,
-    said: list[str],
+    said: str,
 ) -> None:
     run_dir = write_run(tmp_path, CHANCE | leak, bound=1.0, summary=of_run(**whole_run))
     found, words, left = verdict_of(run_dir)
     assert found == level
-    assert all(re.search(text, words) for text in said), words
+    assert re.search(said, words), words
     assert ("only the ledger covers the whole run" in left) is not bool(whole_run)
     assert "The ledger excludes nothing" in words
 
@@ -249,7 +235,7 @@ def test_a_verdict_counts_no_attack_that_reads_no_gradient(tmp_path: Path) -> No
     assert level == "bounded"
     assert "activation_spectral" not in words
     assert "forward activations" not in left
-    assert "baseline, without gradients" in write_report(tmp_path).read_text(encoding="utf-8")
+    assert "baseline, without gradients" in page_of(tmp_path)
     level, words, _ = verdict_of(write_run(tmp_path / "unmonitored", leak={}))
     assert level == "unknown"
     assert words.startswith("No attack was run")
@@ -299,6 +285,7 @@ def test_a_bound_that_does_not_hold_for_every_peer_says_for_whom(
     assert said in words
 
 
+<<<<<<< /tmp/tmpuy7sm1ad/o
 def test_a_bound_that_is_narrower_than_the_defense_s_says_what_may_have_narrowed_it(
     tmp_path: Path,
 ) -> None:
@@ -310,6 +297,20 @@ def test_a_bound_that_is_narrower_than_the_defense_s_says_what_may_have_narrowed
     assert "The charges of the defense describe anybody. What earlier runs revealed" in words
 
 
+||||||| /tmp/tmpuy7sm1ad/b
+def test_a_bound_that_is_narrower_than_the_defense_s_says_what_may_have_narrowed_it(
+    tmp_path: Path,
+) -> None:
+    run_dir = write_run(tmp_path, settings={"defense": {"name": "marvell", "noise": "persistent"}})
+    settings = yaml.safe_load((run_dir / "active" / "settings.yaml").read_text())
+    settings |= NOISY_LABELS
+    (run_dir / "active" / "settings.yaml").write_text(yaml.safe_dump(settings))
+    words = verdict_of(run_dir)[1]
+    assert "The charges of the defense describe anybody. What earlier runs told" in words
+
+
+=======
+>>>>>>> /tmp/tmpuy7sm1ad/t
 def test_a_ledger_that_an_attack_disproves_bounds_nothing(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path, summary=of_active(leak_alarms=2), settings=NOISY_LABELS)
     level, words, _ = verdict_of(run_dir)
@@ -327,30 +328,30 @@ def test_a_run_level_leak_surely_above_a_bound_is_pointed_out(
     assert (said in verdict_of(run_dir)[1]) == disproved
 
 
+@pytest.mark.parametrize("is_adjusted", [False, True])
 def test_a_raw_figure_contradicts_no_bound_where_the_adjusted_one_is_set_aside(
-    tmp_path: Path,
+    tmp_path: Path, *, is_adjusted: bool
 ) -> None:
     """Too few rows were left for guesses, so that nothing is known of either figure."""
-    whole_run = of_run(accumulated_spectral=RunFigures(0.93, 0.91, 0.95))
     few = BeyondFigures({"accumulated_spectral": AdjustedFigures(0.99, 0.96, 1.0)})
-    levels = {"cut": {"accumulated_spectral": RunFigures(0.93, 0.91, 0.95)}}
-    known = Summary(leak=LeakFigures(run_level=levels, beyond=few))
-    for name, summary in (("raw alone", whole_run), ("adjusted", known)):
-        run_dir = write_run(tmp_path / name, bound=0.6, summary=summary, settings=NOISY_LABELS)
-        level, words, _ = verdict_of(run_dir)
-        disproved = name == "raw alone"
-        assert ("more than the 0.600 that the ledger states for anybody" in words) == disproved
-        assert level == ("recovered" if disproved else "bounded")
-        assert words.startswith("The rows are too few to say what attacks tell") != disproved
+    levels = {"cut": {"accumulated_spectral": SUMS}}
+    beyond = few if is_adjusted else BeyondFigures()
+    summary = Summary(leak=LeakFigures(run_level=levels, beyond=beyond))
+    run_dir = write_run(tmp_path, bound=0.6, summary=summary, settings=NOISY_LABELS)
+    level, words, _ = verdict_of(run_dir)
+    disproved = "more than the 0.600 that the ledger states for anybody" in words
+    assert disproved is not is_adjusted
+    assert level == ("bounded" if is_adjusted else "recovered")
+    assert words.startswith("The rows are too few to say what attacks tell") is is_adjusted
 
 
 def test_accumulated_leak_stands_beside_the_ledger_epoch_by_epoch(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path)
-    before = write_report(run_dir).read_text(encoding="utf-8")
+    before = page_of(run_dir)
     for epoch, leak in enumerate((0.6, 0.7, 0.8123)):
         gathered = AttackFigure("cut", "accumulated_spectral", leak)
         append_lines(run_dir / "active", EpochLeakLine(epoch, (gathered,)))
-    after = write_report(run_dir).read_text(encoding="utf-8")
+    after = page_of(run_dir)
     assert "accumulated_spectral (0.812)" not in before
     assert "accumulated_spectral (0.812)" in after
     assert "<title>3: 0.8123</title>" in after
@@ -384,22 +385,20 @@ def test_each_of_several_passive_parties_has_layers_of_its_own(tmp_path: Path) -
     }
     assert math.isclose(found["bank", "bank: cut"], 0.95, abs_tol=0.02)
     assert "bank: cut" in verdict_of(tmp_path)[1]
-    page = write_report(tmp_path).read_text(encoding="utf-8")
+    page = page_of(tmp_path)
     assert all(f">{layer}<" in page for layer in ("ads: cut", "ads: first", "bank: cut"))
 
 
 def test_the_same_files_give_the_same_page_from_either_folder(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    path = write_report(tmp_path)
-    assert path == tmp_path / "active" / "report.html"
+    path = write_report(write_run(tmp_path))
     first = path.read_bytes()
-    assert write_report(tmp_path / "active").read_bytes() == first
-    assert (tmp_path / "active" / "report.html").read_bytes() == first
+    assert path == write_report(tmp_path / "active") == tmp_path / "active" / "report.html"
+    assert path.read_bytes() == first
 
 
 def test_the_page_holds_every_chart_and_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
     write_run(tmp_path, settings={"run_budget": {"sum_kl": 2.0}})
-    page = write_report(tmp_path).read_text(encoding="utf-8")
+    page = page_of(tmp_path)
     charts = page.count('role="img"')
     assert charts == len(ATTACKS) + 2 + 2  # leak, ledger and divergence, loss and test AUC
     assert page.startswith("<!DOCTYPE html>")
@@ -436,15 +435,14 @@ def test_what_settings_and_metrics_say_never_becomes_markup(tmp_path: Path, page
 
 
 def test_names_can_end_a_line_after_underscores_and_dots_and_never_become_markup() -> None:
-    assert breakable("defense.noise_ratio") == "defense.<wbr>noise_<wbr>ratio"
     assert breakable("0.5 of <b>a_b") == "0.5 of &lt;b&gt;a_<wbr>b"
-    assert breakable(None) == "None"
+    assert breakable("defense.name") == "defense.<wbr>name"
 
 
 def test_seeds_that_would_give_the_noise_away_are_not_shown(tmp_path: Path) -> None:
     defense = {"name": "marvell", "noise": "fresh", "insecure_noise_seed": 90210}
     settings = {"defense": defense, "insecure_nonce_seed": 80309}
-    page = write_report(write_run(tmp_path, settings=settings)).read_text(encoding="utf-8")
+    page = page_of(write_run(tmp_path, settings=settings))
     assert "90210" not in page
     assert "80309" not in page
     assert page.count("set (not shown)") == 2
@@ -453,53 +451,26 @@ def test_seeds_that_would_give_the_noise_away_are_not_shown(tmp_path: Path) -> N
 def test_settings_are_written_without_python_s_notation(tmp_path: Path) -> None:
     settings = {
         "optimizer": {"weight_decay": 0.00001, "betas": [0.9, 0.999], "nesterov": False},
-        "data": {"missing_texts": ["", "NA"], "columns": [{"name": "x", "unit": None}], "none": {}},
+        "data": {"missing_texts": ["", "NA"], "columns": [{"name": "x", "unit": None}]},
     }
-    page = write_report(write_run(tmp_path, settings=settings)).read_text(encoding="utf-8")
+    page = page_of(write_run(tmp_path, settings=settings))
     cells = re.findall(r"<t[dh][^>]*>([^<]*)</t[dh]>", page)
-    for setting, shown in (
-        ("weight_decay", "1e-5"),
-        ("betas", "0.9, 0.999"),
-        ("nesterov", "no"),
-        ("missing_texts", "(empty), NA"),
-        ("columns", "name x, unit none"),
-        ("none", "none"),
-    ):
-        assert cells[cells.index(setting) + 1] == shown
+    shown = {name: cells[cells.index(name) + 1] for values in settings.values() for name in values}
+    assert list(shown.values()) == ["1e-5", "0.9, 0.999", "no", "(empty), NA", "name x, unit none"]
 
 
-def test_a_run_that_was_killed_still_has_a_report(tmp_path: Path) -> None:
+def test_a_run_that_was_killed_or_had_no_step_yet_still_has_a_report(tmp_path: Path) -> None:
     write_run(tmp_path)
     (tmp_path / "active" / SUMMARY).unlink()
     metrics = tmp_path / "active" / METRICS
     metrics.write_text(metrics.read_text()[:-20])
-    page = write_report(tmp_path).read_text(encoding="utf-8")
+    page = page_of(tmp_path)
     assert "no summary" in page
     assert page.count('role="img"') == len(ATTACKS) + 2 + 2
-
-
-def test_a_run_that_had_no_step_yet_still_has_a_report(tmp_path: Path) -> None:
-    (tmp_path / "active").mkdir()
-    (tmp_path / "active" / METRICS).write_text("")
-    page = write_report(tmp_path).read_text(encoding="utf-8")
+    metrics.write_text("")
+    page = page_of(tmp_path)
     assert "No attack was run" in page
     assert 'role="img"' not in page
-
-
-def test_a_comparison_shows_each_run_and_the_settings_that_differ(tmp_path: Path) -> None:
-    for name, power in (("weak", 1.0), ("strong", 9.0)):
-        settings = {
-            "contract": {"run_name": name, "epochs": 3},
-            "defense": {"name": "marvell", "noise": "fresh", "strength": {"power_ratio": power}},
-        }
-        write_run(tmp_path / name, {"norm": 0.6 + 0.1 / power}, settings=settings)
-    output = write_comparison([tmp_path / "weak", tmp_path / "strong"], tmp_path / "c.html")
-    page = output.read_text(encoding="utf-8")
-    assert page.count('role="img"') == 1 + 1 + 1 + 2  # trade-off, norm, ledgers, training
-    differing = page[page.index("Settings that differ") :]
-    assert "defense.<wbr>strength.<wbr>power_<wbr>ratio" in differing  # where a line may end
-    assert "contract.<wbr>epochs" not in differing
-    assert "contract.run_name" not in differing
 
 
 def test_a_report_that_fails_is_logged_and_loses_nothing(
@@ -532,18 +503,15 @@ def counted(epoch: int) -> list[Line]:
 
 def test_gradients_by_class_are_shown_step_by_step_before_and_after(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path)
-    without = write_report(run_dir).read_text(encoding="utf-8")
+    without = page_of(run_dir)
     assert "Gradients by class" not in without
-    append_lines(
-        run_dir / "active", *counted(0), *counted(2), *counted(2)
-    )  # the last batch counted twice
-    page = write_report(run_dir).read_text(encoding="utf-8")
+    append_lines(run_dir / "active", *counted(0), *counted(2), *counted(2))  # the last one twice
+    page = page_of(run_dir)
     assert page.count('role="img"') == without.count('role="img"') + 2 * 4
     assert "Step 1 (epoch 1): 10 positives, 30 negatives; 95 % of random scores below" in page
     assert "Step 61 (epoch 3)" in page
     for title, leak in (("Norm, before", "1.000"), ("Direction, after", "0.500")):
-        caption = f'{title}<span class="note">leak AUC {leak}'
-        assert page.count(caption) == 2
+        assert page.count(f'{title}<span class="note">leak AUC {leak}') == 2
     drawn = Tags(page[page.index('id="classes"') :]).attributes
     for style in ("negative", "positive"):
         assert drawn.count(("class", f"area {style}")) == 2 * 4 + 1  # and in the legend
@@ -579,7 +547,7 @@ def test_every_layer_of_the_passive_party_has_its_line_in_each_attack_s_chart(
 ) -> None:
     run_dir = write_run(tmp_path, CHANCE)
     write_party(run_dir / "passive", {"cut": CHANCE, "first": CHANCE | {"spectral": 0.95}})
-    page = write_report(run_dir).read_text(encoding="utf-8")
+    page = page_of(run_dir)
     layered = page[page.index("Layer by layer") : page.index("<h3>Figures")]
     assert layered.count('role="img"') == len(ATTACKS)
     assert layered.count(">first</text>") == layered.count(">cut</text>") == len(ATTACKS)
@@ -596,7 +564,7 @@ def test_each_leak_chart_shows_the_random_floor_and_what_the_attacker_s_features
     """The attacker's own features, and not the joint model, whose AUC no attacker reaches."""
     beyond = BeyondFigures(advantage={"accumulated_hint_40": AdvantageFigures(0.1, 0.0, 0.2, 0.71)})
     summary = replace(of_active(), leak=LeakFigures(beyond=beyond))
-    page = write_report(write_run(tmp_path / "a", test_auc=0.8768, summary=summary)).read_text()
+    page = page_of(write_run(tmp_path / "a", test_auc=0.8768, summary=summary))
     for style in ("floor", "baseline"):
         drawn = Tags(page).attributes.count(("class", f"line {style}"))
         # And in the legend; the ledger's chart has the attacker's features, too.
@@ -604,7 +572,7 @@ def test_each_leak_chart_shows_the_random_floor_and_what_the_attacker_s_features
     assert "own features reach 0.710 without any gradient" in page
     leak_section = page[page.index('id="leak"') : page.index('id="watch"')]
     assert "0.877" not in leak_section
-    without = write_report(write_run(tmp_path / "b", test_auc=0.8768)).read_text("utf-8")
+    without = page_of(write_run(tmp_path / "b", test_auc=0.8768))
     assert 'class="line baseline"' not in without
 
 
@@ -631,7 +599,7 @@ def test_what_was_noticed_and_told_stands_in_tables(tmp_path: Path) -> None:
         AlarmLine(2, AttackFigure("cut", "cosine", 0.9123), margin=0.0123, bound=0.6123),
         *(AuditLine(e, AttackFigure("cut", "norm", 0.6 + e / 10)) for e in range(3)),
     )
-    page = write_report(run_dir).read_text(encoding="utf-8")
+    page = page_of(run_dir)
     watched = page[page.index('id="watch"') : page.index('id="training"')]
     for text in (
         *("went off 1 time.", "1 finding, and ended the run", "Audit calls answered: 3."),
@@ -645,7 +613,7 @@ def test_what_was_noticed_and_told_stands_in_tables(tmp_path: Path) -> None:
     assert "The peer was told 3 leak AUCs" in words
     assert "they answered about 1,234 of the training rows, at most AUC 0.618" in words
     assert '<td class="number">0.720 to 0.780</td><td class="number">12,345</td>' in page
-    without = write_report(write_run(tmp_path / "without")).read_text(encoding="utf-8")
+    without = page_of(write_run(tmp_path / "without"))
     assert "Leak gate: not set" in without
     assert "Audit calls: not allowed" in without
     assert "Earlier runs" not in without
@@ -658,11 +626,21 @@ def test_what_an_attack_needs_is_known_of_each(attack: str) -> None:
     assert is_oracle(attack) is (attack in ORACLES)
 
 
-def test_a_comparison_shows_what_each_run_sent_by_class(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        append_lines(write_run(tmp_path / name) / "active", *counted(0), *counted(2))
-    output = write_comparison([tmp_path / "a", tmp_path / "b"], tmp_path / "c.html")
+def test_a_comparison_shows_each_run_and_the_settings_that_differ(tmp_path: Path) -> None:
+    for name, power in (("weak", 1.0), ("strong", 9.0)):
+        settings = {
+            "contract": {"run_name": name, "epochs": 3},
+            "defense": {"name": "marvell", "noise": "fresh", "strength": {"power_ratio": power}},
+        }
+        run_dir = write_run(tmp_path / name, {"norm": 0.6 + 0.1 / power}, settings=settings)
+        append_lines(run_dir / "active", *counted(0), *counted(2))
+    output = write_comparison([tmp_path / "weak", tmp_path / "strong"], tmp_path / "c.html")
     page = output.read_text(encoding="utf-8")
+    assert page.count('role="img"') == 1 + 1 + 2 * 2 + 1 + 2  # trade-off, norm, sent, ledgers, ...
+    differing = page[page.index("Settings that differ") :]
+    assert "defense.<wbr>strength.<wbr>power_<wbr>ratio" in differing  # where a line may end
+    assert "contract.<wbr>epochs" not in differing
+    assert "contract.run_name" not in differing
     sent = page[page.index('id="sent"') : page.index('id="ledger"')]
     assert sent.count('role="img"') == 2 * 2
     assert "direction, leak AUC 0.500" in sent
@@ -674,17 +652,13 @@ HUGE = 10**400
 HOSTILE_SUMMARIES: list[dict[str, Any]] = [
     {"leak_run_level": {"cut": {"norm": {"auc": 0.9, "low": "x", "high": [], "examples": {}}}}},
     {"leak_run_level": {"cut": {"norm": {"auc": HUGE}}}},
-    {"leak_run_level": {"cut": {"norm": HUGE}}},
     {"leak_run_level": {"cut": [1]}},
     {"leak_classes": {"cut": {"norm": {"classes": [1], "worst_pair": "x"}}}},
     {"leak_classes": {"cut": {"norm": {"classes": {"a": HUGE}}}}},
     {"leak_classes": 3},
 ]
-
-
 HOSTILE_LINES: list[dict[str, Any]] = [
     {"kind": "leak", "epoch": HUGE, "step": "x"},
-    {"kind": "leak", "epoch": 0, "first/norm_leak_auc": HUGE},
     {"kind": "leak", "epoch": 0, "step": 0, "first/norm_leak_auc": HUGE},
     {"kind": ["leak"]},
 ]
@@ -702,7 +676,7 @@ def test_a_passive_party_s_figures_of_another_form_are_left_out(tmp_path: Path) 
         metrics.write(f"{DEEP}\n")
     for summary in HOSTILE_SUMMARIES:
         (passive / SUMMARY).write_text(json.dumps(written | summary))
-        assert "</html>" in write_report(tmp_path).read_text(encoding="utf-8")
+        assert "</html>" in page_of(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ TEST_ROWS = 2_000
 
 
 def bounded(auc: float) -> LedgerFigures:
-    """Return a ledger whose bound for anybody, and so for all, is an AUC."""
+    """Return a ledger whose bounds for all peers are an AUC."""
     spread = SpreadFigures(auc, auc, auc)
     return LedgerFigures(SpreadFigures(0.1, 0.1, 0.1), spread, spread, spread, spread)
 
@@ -93,6 +93,7 @@ def write_run(
 
 
 def _write_predictions(active: Path, first_id: int, noise_seed: int) -> float:
+    """Write what the model predicts of the test rows, and return its AUC, which is about .76."""
     generator = torch.Generator().manual_seed(noise_seed)
     labels = (torch.arange(TEST_ROWS) % 5 == 0).float()
     logits = labels + torch.randn(TEST_ROWS, generator=generator)
@@ -104,8 +105,7 @@ def _write_predictions(active: Path, first_id: int, noise_seed: int) -> float:
         "training_rows": torch.zeros(16, dtype=torch.uint8),
     }
     save_file(tensors, active / "checkpoint" / "test_predictions.safetensors")
-    wins = logits[labels == 1][:, None] > logits[labels == 0]
-    return float(wins.double().mean())
+    return float((logits[labels == 1][:, None] > logits[labels == 0]).double().mean())
 
 
 def decision_of(folder: Path, target: float | None = None) -> Decision:
@@ -119,52 +119,43 @@ def outcomes(decision: Decision) -> dict[str, str]:
     return {check.name: check.outcome for check in decision.checks}
 
 
-def test_a_bound_at_the_target_passes_and_one_above_it_fails(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", bound=0.6)
-    assert decision_of(run, 0.6).outcome == "pass"
-    assert decision_of(run, 0.61).outcome == "pass"
-    missed = decision_of(run, 0.599)
-    assert missed.outcome == "fail"
-    assert outcomes(missed)["bound for anybody"] == "fail"
-
-
-def test_a_run_without_a_bound_fails_however_little_was_measured(tmp_path: Path) -> None:
-    low = {"norm": AdjustedFigures(0.51, 0.49, 0.53)}
-    decision = decision_of(write_run(tmp_path / "run", bound=1.0, leak=low), 0.6)
-    assert outcomes(decision) == {
-        "bound for anybody": "fail",
-        "measured attacks": "pass",
-        "attacks below the stated bounds": "pass",
-    }
-    assert decision.outcome == "fail"
-
-
 @pytest.mark.parametrize(
-    ("found", "expected"),
+    ("bound", "interval", "target", "check", "expected"),
     [
-        (AdjustedFigures(0.7, 0.68, 0.72), "fail"),
-        (AdjustedFigures(0.61, 0.57, 0.65), "open"),
-        (AdjustedFigures(0.59, 0.57, 0.61), "open"),
-        (AdjustedFigures(0.55, 0.53, 0.57), "pass"),
+        (0.6, None, 0.6, "bound for anybody", "pass"),
+        (0.6, None, 0.61, "bound for anybody", "pass"),
+        (0.6, None, 0.599, "bound for anybody", "fail"),
+        (1.0, (0.51, 0.49, 0.53), 0.6, "bound for anybody", "fail"),  # however little was measured
+        (0.6, (0.7, 0.68, 0.72), 0.6, "measured attacks", "fail"),
+        # A bound speaks for an attack whose interval is too wide; it cannot for one that passes it.
+        (0.6, (0.61, 0.57, 0.65), 0.6, "measured attacks", "open"),
+        (0.6, (0.59, 0.57, 0.61), 0.6, "measured attacks", "open"),
+        (0.6, (0.55, 0.53, 0.57), 0.6, "measured attacks", "pass"),
+        (0.6, (0.9, 0.88, 0.92), 0.95, "attacks below the stated bounds", "fail"),
     ],
 )
-def test_a_measured_attack_is_held_against_the_target_with_its_interval(
-    tmp_path: Path, found: AdjustedFigures, expected: str
+def test_bounds_and_measured_attacks_are_held_against_the_target(
+    tmp_path: Path,
+    bound: float,
+    interval: tuple[float, float, float] | None,
+    target: float,
+    check: str,
+    expected: str,
 ) -> None:
-    run = write_run(tmp_path / "run", bound=0.6, leak={"norm": found})
-    decision = decision_of(run, 0.6)
-    assert outcomes(decision)["measured attacks"] == expected
-    # A bound speaks for an attack whose interval is too wide; it cannot for one that passes it.
+    leak = None if interval is None else {"norm": AdjustedFigures(*interval)}
+    decision = decision_of(write_run(tmp_path / "run", bound=bound, leak=leak), target)
+    assert outcomes(decision)[check] == expected
     assert decision.outcome == ("fail" if expected == "fail" else "pass")
+    is_bound_disproved = interval is not None and interval[1] > bound
+    assert ("use no bound of this run" in str(decision.steps)) is is_bound_disproved
 
 
 def test_the_next_step_is_a_setting_with_the_price_of_plan(tmp_path: Path) -> None:
     marvell = {"defense": {"name": "marvell"}}
     decision = decision_of(write_run(tmp_path / "run", bound=1.0, settings=marvell), 0.65)
     (step,) = decision.steps
-    assert yaml.safe_load(step.setting) == {
-        "defense": {"name": "projected_labels", "strength": {"leak_auc": 0.65}}
-    }
+    projected = {"name": "projected_labels", "strength": {"leak_auc": 0.65}}
+    assert yaml.safe_load(step.setting) == {"defense": projected}
     worth = label_utility(8_000, 0.2, mu_of_leak_auc(0.65), 96)
     assert f"8,000 training rows teach at most what {worth.rows:,.0f} rows" in step.price
     assert "has a test AUC of 0.7" in step.price
@@ -172,17 +163,9 @@ def test_the_next_step_is_a_setting_with_the_price_of_plan(tmp_path: Path) -> No
     assert prices[0.65].is_target
     assert prices[0.65].rows == pytest.approx(worth.rows)
     assert [price.share for price in decision.prices] == sorted(p.share for p in decision.prices)
-
-
-def test_a_weaker_strength_of_the_same_defense_keeps_its_other_settings(tmp_path: Path) -> None:
-    own = {"defense": {"name": "projected_labels", "strength": {"leak_auc": 0.7}, "rank": 32}}
-    decision = decision_of(write_run(tmp_path / "run", bound=0.7, settings=own), 0.6)
-    (step,) = decision.steps
-    assert yaml.safe_load(step.setting)["defense"] == {
-        "name": "projected_labels",
-        "strength": {"leak_auc": 0.6},
-        "rank": 32,
-    }
+    weaker = {"defense": {**projected, "strength": {"leak_auc": 0.7}, "rank": 32}}
+    (step,) = decision_of(write_run(tmp_path / "b", bound=0.7, settings=weaker), 0.65).steps
+    assert yaml.safe_load(step.setting) == {"defense": {**projected, "rank": 32}}
 
 
 def test_what_leaves_no_bound_has_to_go_first(tmp_path: Path) -> None:
@@ -192,42 +175,40 @@ def test_what_leaves_no_bound_has_to_go_first(tmp_path: Path) -> None:
     assert settings[:2] == ["allow_audits: false", "leak_gate: {action: warn}"]
 
 
-def test_without_a_target_no_run_passes_and_a_budget_is_a_target(tmp_path: Path) -> None:
+BUDGET = {"run_budget": {"leak_auc": 0.62}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "model", "expected"),
+    [
+        (BUDGET, None, "pass"),
+        (BUDGET | {"report": {"target_leak_auc": 0.55}}, None, "fail"),
+        # The test AUC is .76 with a standard error of .013.
+        ({"report": {"target_leak_auc": 0.6, "min_test_auc": 0.7}}, None, "pass"),
+        ({"report": {"target_leak_auc": 0.6, "min_test_auc": 0.76}}, None, "open"),
+        ({"report": {"target_leak_auc": 0.6, "min_test_auc": 0.85}}, None, "fail"),
+        # The joint model has to be better than that of the active party alone.
+        (BUDGET, ModelFigures(test_auc=0.75, test_auc_alone=0.7), "pass"),
+        (BUDGET, ModelFigures(test_auc=0.75, test_auc_alone=0.8), "fail"),
+    ],
+)
+def test_settings_say_what_a_run_has_to_reach(
+    tmp_path: Path, settings: dict[str, Any], model: ModelFigures | None, expected: str
+) -> None:
+    run = write_run(tmp_path / "run", settings=settings, model=model)
+    decision = decision_of(run)
+    assert decision.outcome == expected
+    if "min_test_auc" in str(settings):
+        assert outcomes(decision)["test AUC"] == expected
+    if model is not None:
+        page = write_report(run).read_text(encoding="utf-8")
+        assert f"the active party alone: {model.test_auc_alone:.3f}" in page
+
+
+def test_without_a_target_no_run_passes(tmp_path: Path) -> None:
     decision = decision_of(write_run(tmp_path / "a"))
     assert (decision.word, decision.has_target) == ("no target", False)
     assert "report.target_leak_auc" in decision.headline
-    budget = {"run_budget": {"leak_auc": 0.62}}
-    assert decision_of(write_run(tmp_path / "b", settings=budget)).outcome == "pass"
-    own = budget | {"report": {"target_leak_auc": 0.55}}
-    assert decision_of(write_run(tmp_path / "c", settings=own)).outcome == "fail"
-
-
-@pytest.mark.parametrize(("least", "expected"), [(0.7, "pass"), (0.76, "open"), (0.85, "fail")])
-def test_a_smallest_test_auc_is_held_against_its_interval(
-    tmp_path: Path, least: float, expected: str
-) -> None:
-    """The AUC is .76 with a standard error of .013."""
-    settings = {"report": {"target_leak_auc": 0.6, "min_test_auc": least}}
-    decision = decision_of(write_run(tmp_path / "run", settings=settings))
-    assert outcomes(decision)["test AUC"] == expected
-    assert decision.outcome == expected
-
-
-def test_a_joint_model_no_better_than_the_active_party_alone_fails(tmp_path: Path) -> None:
-    for number, (alone, expected) in enumerate([(0.7, "pass"), (0.8, "fail")]):
-        model = ModelFigures(test_auc=0.75, test_auc_alone=alone)
-        run = write_run(tmp_path / f"run-{number}", model=model)
-        assert decision_of(run, 0.6).outcome == expected
-        page = write_report(run).read_text(encoding="utf-8")
-        assert f"the active party alone: {alone:.3f}" in page
-
-
-def test_an_attack_above_a_bound_for_anybody_fails_the_run(tmp_path: Path) -> None:
-    high = {"norm": AdjustedFigures(0.9, 0.88, 0.92)}
-    decision = decision_of(write_run(tmp_path / "run", bound=0.6, leak=high), 0.95)
-    assert outcomes(decision)["attacks below the stated bounds"] == "fail"
-    assert decision.outcome == "fail"
-    assert "use no bound of this run" in decision.steps[0].why
 
 
 def test_the_command_takes_a_target_and_several_runs(

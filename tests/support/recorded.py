@@ -1,7 +1,7 @@
 """Runs that both parties' recorders observe, as they do in a process of their own."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.common.party.party_data import PartyData
 from splitveil.passive_party.recorder import PassiveRecorder
-from tests.support.runs import Parties
+from tests.support.runs import Parties, build_parties, run_in_process, write_example
 
 
 class Recorders(NamedTuple):
@@ -45,3 +45,28 @@ def recorders(parties: Parties, runs: Path) -> Iterator[Recorders]:
         parties.session.lifecycle.observer = monitor
         parties.run.observer = adversary
         yield Recorders(monitor, adversary, folders)
+
+
+class Recorded(NamedTuple):
+    """The files that one party left behind."""
+
+    lines: list[dict[str, Any]]
+    summary: dict[str, Any]
+
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        return [line for line in self.lines if line["kind"] == kind]
+
+
+def record(
+    folder: Path, active: Sequence[str] = (), passive: Sequence[str] = (), rows: int = 400
+) -> tuple[Recorded, Recorded]:
+    """Run both parties with their recorders, on the small example."""
+    write_example(folder, rows)
+    parties = build_parties(folder, active, passive)
+    with recorders(parties, folder) as both:
+        run_in_process(parties)
+    active_lines, passive_lines = both.lines()
+    return (
+        Recorded(active_lines, both.active.summary({}).form()),
+        Recorded(passive_lines, both.passive.summary().form()),
+    )

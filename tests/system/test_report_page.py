@@ -3,9 +3,7 @@
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from PIL import Image
@@ -47,14 +45,6 @@ addEventListener("message", one => document.body.setAttribute("data-widths", one
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="there is no chromium on this machine")
 
 
-class Opened(NamedTuple):
-    """The result of opening a page in a browser."""
-
-    dom: str
-    console: list[str]
-    """What it had to complain about."""
-
-
 def browse(page: Path, profile: Path, *options: str) -> subprocess.CompletedProcess[str]:
     assert BROWSER is not None
     return subprocess.run(
@@ -72,20 +62,19 @@ def browse(page: Path, profile: Path, *options: str) -> subprocess.CompletedProc
     )
 
 
-def open_page(page: Path, profile: Path) -> Opened:
+def open_page(page: Path, profile: Path) -> tuple[str, list[str]]:
+    """Return what a browser makes of a page, and what it has to complain about."""
     done = browse(page, profile, "--dump-dom")
-    return Opened(done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line])
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 
-def colours(page: Path, profile: Path) -> Mapping[tuple[int, ...], int]:
-    """Count the pixels of each colour in a picture of the page."""
-    picture = profile.with_suffix(".png")
-    browse(page, profile, f"--screenshot={picture}")
-    with Image.open(picture) as image:
-        assert image.size == (WIDTH, HEIGHT)
-        found = image.convert("RGB").getcolors(WIDTH * HEIGHT)
-    assert found is not None
-    return {colour: count for count, colour in found if isinstance(colour, tuple)}
+def with_script(page: Path, more: str, changed: Path) -> Path:
+    """Write a copy of a page without its policy, and with more at its end."""
+    text = page.read_text(encoding="utf-8")
+    policy = re.search(r'<meta http-equiv="Content-Security-Policy"[^>]*>', text)
+    assert policy is not None
+    changed.write_text(text.replace(policy[0], "").replace("</body>", more + "</body>"))
+    return changed
 
 
 @pytest.fixture(scope="module")
@@ -120,20 +109,20 @@ def test_verdicts_of_real_runs_tell_a_defense_from_none(compared: LocalRun) -> N
 def test_the_report_opens_with_all_its_charts_and_no_complaint(
     report: Path, tmp_path: Path
 ) -> None:
-    opened = open_page(report, tmp_path / "profile")
-    assert opened.console == []
+    dom, complaints = open_page(report, tmp_path / "profile")
+    assert complaints == []
     expected = CUT_CHARTS + LAYER_CHARTS + CLASS_CHARTS + 2 + 2  # ledger, training
-    assert opened.dom.count('role="img"') == expected
-    assert opened.dom.count('class="line measured"') == CUT_CHARTS + 2  # legend, ledger's chart
+    assert dom.count('role="img"') == expected
+    assert dom.count('class="line measured"') == CUT_CHARTS + 2  # legend, ledger's chart
     for layer in ("s0", "s1"):
-        assert opened.dom.count(f'class="line {layer}"') == LAYER_CHARTS + 1
+        assert dom.count(f'class="line {layer}"') == LAYER_CHARTS + 1
     for style in ("negative", "positive"):
-        assert opened.dom.count(f'class="area {style}"') == CLASS_CHARTS + 1
-    assert opened.dom.count('class="line floor"') >= CUT_CHARTS + LAYER_CHARTS + 1
+        assert dom.count(f'class="area {style}"') == CLASS_CHARTS + 1
+    assert dom.count('class="line floor"') >= CUT_CHARTS + LAYER_CHARTS + 1
     broken = tmp_path / "broken.html"  # which asks for something from elsewhere
     text = report.read_text(encoding="utf-8")
     broken.write_text(text.replace("</main>", '<img src="file:///missing.png"></main>'))
-    assert open_page(broken, tmp_path / "other").console
+    assert open_page(broken, tmp_path / "other")[1]
 
 
 @needs_browser
@@ -147,28 +136,27 @@ def test_the_report_opens_with_all_its_charts_and_no_complaint(
 def test_the_other_pages_of_the_launcher_open_with_no_complaint(
     compared: LocalRun, tmp_path: Path, page: str, drawn: str, number: int
 ) -> None:
-    opened = open_page(compared.runs_dir / page, tmp_path / "profile")
-    assert opened.console == []
-    assert opened.dom.count(drawn) == number
+    dom, complaints = open_page(compared.runs_dir / page, tmp_path / "profile")
+    assert complaints == []
+    assert dom.count(drawn) == number
 
 
 @needs_browser
 def test_no_text_of_a_chart_lies_over_another(report: Path, tmp_path: Path) -> None:
     """Measured by the browser itself, chart by chart; it does notice a chart where two do."""
-    page = report.read_text(encoding="utf-8")
-    policy = re.search(r'<meta http-equiv="Content-Security-Policy"[^>]*>', page)
-    assert policy is not None
-    measuring = tmp_path / "measuring.html"
     control = '<svg role="img"><text x="9" y="20">one</text><text x="9" y="22">two</text></svg>'
-    page = page.replace(policy[0], "").replace("</body>", control + OVERLAPS + "</body>")
-    measuring.write_text(page)
-    opened = open_page(measuring, tmp_path / "profile")
-    assert re.findall(r'data-overlap="([^"]*)"', opened.dom) == ["one | two"]
+    page = with_script(report, control + OVERLAPS, tmp_path / "measuring.html")
+    dom, _ = open_page(page, tmp_path / "profile")
+    assert re.findall(r'data-overlap="([^"]*)"', dom) == ["one | two"]
 
 
 @needs_browser
 def test_a_picture_of_the_report_shows_its_curves(report: Path, tmp_path: Path) -> None:
-    found = colours(report, tmp_path / "profile")
+    picture = tmp_path / "picture.png"
+    browse(report, tmp_path / "profile", f"--screenshot={picture}")
+    with Image.open(picture) as image:
+        colours = image.convert("RGB").getcolors(WIDTH * HEIGHT)
+    found = {colour: count for count, colour in colours or ()}
     measured, guarantee = (0xC2, 0x37, 0x1E), (0x1F, 0x5F, 0xB4)
     assert found.get(measured, 0) > 800
     assert found.get(guarantee, 0) > 500
@@ -176,19 +164,15 @@ def test_a_picture_of_the_report_shows_its_curves(report: Path, tmp_path: Path) 
 
 
 @needs_browser
-def test_a_phone_shows_both_reports_without_scrolling_sideways(
-    report: Path, compared: LocalRun, tmp_path: Path
+@pytest.mark.parametrize("party", ["active", "passive"])
+def test_a_phone_shows_a_report_without_scrolling_sideways(
+    report: Path, compared: LocalRun, tmp_path: Path, party: str
 ) -> None:
     """At 390 px the page is no wider than the screen; only tables scroll, each in its own box."""
     left = compared.runs_dir / DEFENDED / "passive" / "report.html"  # the run wrote it
-    for number, page in enumerate((report, left)):
-        text = page.read_text(encoding="utf-8")
-        policy = re.search(r'<meta http-equiv="Content-Security-Policy"[^>]*>', text)
-        assert policy is not None
-        measured = tmp_path / f"page-{number}.html"
-        measured.write_text(text.replace(policy[0], "").replace("</body>", WIDTHS + "</body>"))
-        # A headless window is at least 500 px wide, a frame is not.
-        frame = tmp_path / f"frame-{number}.html"
-        frame.write_text(f'<iframe src="{measured.name}" width="390" height="900"></iframe>{HEARD}')
-        opened = open_page(frame, tmp_path / f"profile-{number}")
-        assert re.findall(r'data-widths="([^"]*)"', opened.dom) == ["390 390"]
+    page = with_script(report if party == "active" else left, WIDTHS, tmp_path / "page.html")
+    # A headless window is at least 500 px wide, a frame is not.
+    frame = tmp_path / "frame.html"
+    frame.write_text(f'<iframe src="{page.name}" width="390" height="900"></iframe>{HEARD}')
+    dom, _ = open_page(frame, tmp_path / "profile")
+    assert re.findall(r'data-widths="([^"]*)"', dom) == ["390 390"]

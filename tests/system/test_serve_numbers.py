@@ -18,7 +18,6 @@ from tests.support.numbers import HIGH, LOW, number_tables, write_numbers
 from tests.support.waiting import wait_until
 
 FALLBACK = "serving.fallback=true"
-FIELDS = {"values", "found", "model", "run_id", "why_fallback"}
 
 
 @pytest.fixture(scope="module")
@@ -39,27 +38,22 @@ def test_answers_have_the_bits_of_predict_and_of_the_evaluation(trained: Trained
     with predicting(trained) as predictor:
         predicted = predictor.predict(ids).probabilities
     with asked(trained) as program:
-        answer = program.ask([*ids, "nobody"])
+        answer, nobody = program.ask([*ids, "nobody"]), program.ask(["nobody"])
+        page = program.get("/openapi.json").body
     *known, unknown = answer.body["values"]
     np.testing.assert_array_equal(np.array(known, np.float32), evaluated(trained)[:50])
     np.testing.assert_array_equal(np.array(known, np.float32), predicted)
     assert unknown is None
-    assert set(answer.body) == FIELDS
-
-
-def test_the_page_of_the_api_describes_values(trained: Trained) -> None:
-    with asked(trained) as program:
-        page = program.get("/openapi.json").body
-        nobody = program.ask(["nobody"])
+    assert nobody.status == 404
     described = page["components"]["schemas"]
-    assert set(described["NumberReply"]["properties"]) == FIELDS
+    fields = {"values", "found", "model", "run_id", "why_fallback"}
+    assert fields == set(answer.body) == set(nobody.body)
+    assert fields == set(described["NumberReply"]["properties"])
     assert "PredictReply" not in described
     answers = page["paths"]["/predict"]["post"]["responses"]
     for status in ("200", "404"):
         schema = answers[status]["content"]["application/json"]["schema"]
         assert schema["$ref"].endswith("/NumberReply")
-    assert nobody.status == 404
-    assert set(nobody.body) == FIELDS
 
 
 def test_the_fallback_answers_in_the_label_s_unit(trained: Trained) -> None:

@@ -2,13 +2,13 @@
 
 import json
 import re
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from splitveil.active_party.http.status import OnlineStatus
 from splitveil.active_party.predict.predictor import open_predictor
@@ -25,29 +25,23 @@ from tests.support.waiting import wait_until
 from tests.support.watched import asked as asked_at
 from tests.support.watched import names_in, series_of, value_of, without_time
 
+FALLBACK = "serving.fallback=true"
 CONTRACT = Contract(run_name="small", cut_shape=(4,), batch_size=8, epochs=3)
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    folder = tmp_path_factory.mktemp("small")
-    write_wide_deep(folder)
-    return train(folder, folder / "runs", active=("serving.fallback=true",))
-
-
 class Seen(NamedTuple):
-    """What operators of both parties see after some requests, and what a program was seen."""
+    """What operators of both parties see after some requests, and what programs were answered."""
 
     active: OnlineStatus
     passive: InferenceStatus
-    probabilities: object
+    probabilities: NDArray[np.float32]
 
 
 def seen_after_requests(trained: Trained) -> Seen:
     port, ids = free_port(), trained.test_ids[:20]
     with (
         joint.serving(trained.passive("passive"), port) as service,
-        answering(trained, "serving.fallback=true", ports={"passive": port}) as program,
+        answering(trained, FALLBACK, ports={"passive": port}) as program,
     ):
         probabilities = program.ask([*ids, "nobody"]).probabilities
         program.ask(ids[:3])
@@ -94,20 +88,26 @@ def test_requests_are_counted_by_outcome_and_ids_by_what_became_of_them(
     assert value_of(program.status, "splitveil_predict_waiting") == 0
 
 
-def test_programs_that_are_refused_are_counted(small: Trained, tmp_path: Path) -> None:
-    tokens = tmp_path / "tokens"
+def test_requests_that_are_refused_or_that_nobody_can_answer_are_counted(
+    small: Trained, tmp_path: Path
+) -> None:
+    tokens, ids = tmp_path / "tokens", small.test_ids
     tokens.write_text(f"scoring {40 * 's'}\n")
     tokens.chmod(0o600)
     limits = (f"serving.token_file={tokens}", "serving.ids_per_second=0.001")
     with asked(small, *limits) as program:
-        program.ask(small.test_ids[:1])
+        program.ask(ids[:1])
         program.headers = {"Authorization": f"Bearer {40 * 's'}"}
-        program.ask(small.test_ids[:1])
-        refused = program.ask(small.test_ids[:5])
-        found, ids = outcomes(program), outcomes(program, "ids")
-    assert found == {"answered": 1, "not_admitted": 1, "rate_limited": 1}
-    assert ids == {"joint": 1, "rate_limited": 5}
+        program.ask(ids[:1])
+        refused = program.ask(ids[:5])
+    assert outcomes(program) == {"answered": 1, "not_admitted": 1, "rate_limited": 1}
+    assert outcomes(program, "ids") == {"joint": 1, "rate_limited": 5}
     assert int(refused.headers["retry-after"]) > 900
+    with answering(small, ports={"passive": free_port()}) as program:
+        program.ask(ids[:3])
+    assert outcomes(program) == {"unavailable": 1}
+    assert outcomes(program, "ids") == {"unavailable": 3}
+    assert value_of(program.status, "splitveil_answering", model="none") == 1
 
 
 def test_what_the_feature_owner_counts_is_what_was_asked(seen: Seen) -> None:
@@ -146,7 +146,7 @@ def seen_of_swapped(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     cells = [line.split(",") for line in lines]
     swapped = [",".join([own, str(1 - int(label)), *rest]) for own, label, *rest in cells]
     (folder / "active.csv").write_text("\n".join([header, *swapped]) + "\n")
-    return seen_after_requests(train(folder, folder / "runs", active=("serving.fallback=true",)))
+    return seen_after_requests(train(folder, folder / "runs", active=(FALLBACK,)))
 
 
 @pytest.mark.parametrize("party", ["active", "passive"])
@@ -155,7 +155,7 @@ def test_metrics_are_the_same_if_all_labels_are_swapped(
 ) -> None:
     """At the label owner, too: its metrics count predictions and never show one."""
     here, there = getattr(seen, party), getattr(seen_of_swapped, party)
-    assert not np.array_equal(seen.probabilities, seen_of_swapped.probabilities, equal_nan=True)  # type: ignore[arg-type]
+    assert not np.array_equal(seen.probabilities, seen_of_swapped.probabilities, equal_nan=True)
     assert without_time(series_of(here)) == without_time(series_of(there))
     assert len(without_time(series_of(here))) > 20
 
@@ -185,45 +185,35 @@ def test_no_metric_is_about_one_example(seen: Seen, small: Trained) -> None:
 # ---- readiness ----
 
 
-@pytest.fixture
-def status() -> Iterator[tuple[OnlineStatus, str]]:
-    status = OnlineStatus(CONTRACT)
-    with StatusEndpoint(status, "127.0.0.1:0") as endpoint:
-        yield status, endpoint.address
+def test_the_label_owner_is_ready_while_the_joint_model_answers() -> None:
+    own = OnlineStatus(CONTRACT)
+    with StatusEndpoint(own, "127.0.0.1:0") as endpoint:
 
+        def state() -> tuple[int, str, str]:
+            code, text = asked_at(endpoint.address, "/readyz")
+            seen = json.loads(text)
+            return code, seen["reason"], seen["answering"]
 
-def state_at(address: str) -> tuple[int, str, str]:
-    code, text = asked_at(address, "/readyz")
-    seen = json.loads(text)
-    return code, seen["reason"], seen["answering"]
-
-
-def test_the_label_owner_is_ready_while_the_joint_model_answers(
-    status: tuple[OnlineStatus, str],
-) -> None:
-    own, address = status
-    trouble: str | None = "passive party 'passive' is away"
-    assert state_at(address) == (503, "starting", "none")
-    own.follow(lambda: trouble, lambda: 0, fallback=True)
-    assert state_at(address) == (503, trouble, "fallback")
-    assert value_of(own, "splitveil_answering", model="fallback") == 1
-    assert value_of(own, "splitveil_ready") == 0
-    trouble = None
-    assert state_at(address) == (200, "the joint model answers", "joint")
-    assert value_of(own, "splitveil_ready") == 1
-    assert value_of(own, "splitveil_stage", stage="serving") == 1
-    own.close()
-    assert state_at(address) == (503, "stopping", "none")
-    assert json.loads(asked_at(address, "/healthz")[1])["stage"] == "closing"
+        trouble: str | None = "passive party 'passive' is away"
+        assert state() == (503, "starting", "none")
+        own.follow(lambda: trouble, lambda: 0, fallback=True)
+        assert state() == (503, trouble, "fallback")
+        assert value_of(own, "splitveil_answering", model="fallback") == 1
+        assert value_of(own, "splitveil_ready") == 0
+        trouble = None
+        assert state() == (200, "the joint model answers", "joint")
+        assert value_of(own, "splitveil_ready") == 1
+        assert value_of(own, "splitveil_stage", stage="serving") == 1
+        own.close()
+        assert state() == (503, "stopping", "none")
+        assert json.loads(asked_at(endpoint.address, "/healthz")[1])["stage"] == "closing"
 
 
 def test_the_state_of_a_passive_party_and_of_the_fallback_is_seen(small: Trained) -> None:
     port, ids = free_port(), small.test_ids[:3]
     with ExitStack() as resources:
         with joint.serving(small.passive("passive"), port) as service:
-            program = resources.enter_context(
-                answering(small, "serving.fallback=true", ports={"passive": port})
-            )
+            program = resources.enter_context(answering(small, FALLBACK, ports={"passive": port}))
             own = program.status
             program.ask(ids)
             assert value_of(own, "splitveil_peer_connected", peer="passive") == 1
@@ -241,14 +231,6 @@ def test_the_state_of_a_passive_party_and_of_the_fallback_is_seen(small: Trained
     assert outcomes(program, "ids") == {"joint": 6, "fallback": 3}
     assert service.status.stage == "closing"
     assert value_of(own, "splitveil_failed_calls_total", reason="PeerUnreachable") >= 1
-
-
-def test_requests_that_nobody_can_answer_are_counted(small: Trained) -> None:
-    with answering(small, ports={"passive": free_port()}) as program:
-        program.ask(small.test_ids[:3])
-    assert outcomes(program) == {"unavailable": 1}
-    assert outcomes(program, "ids") == {"unavailable": 3}
-    assert value_of(program.status, "splitveil_answering", model="none") == 1
 
 
 def test_a_peer_that_has_nothing_to_ask_is_not_lost() -> None:

@@ -9,8 +9,7 @@ from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -19,52 +18,52 @@ from markupsafe import escape
 from sklearn.metrics import roc_auc_score
 
 from splitveil.active_party.defenses.sum_kl import estimated_auc
-from splitveil.active_party.report import read_run
-from splitveil.active_party.report import report_page
-from splitveil.active_party.report import try_to_report
-from splitveil.active_party.report import write_comparison
-from splitveil.active_party.report import write_report
+from splitveil.active_party.report import (
+    read_run,
+    report_page,
+    try_to_report,
+    write_comparison,
+    write_report,
+)
 from splitveil.active_party.report.bounds import coverage_of
-from splitveil.active_party.report.distributions import auc_of_counts
-from splitveil.active_party.report.distributions import random_q95
-from splitveil.active_party.report.figures import finding_of
-from splitveil.active_party.report.figures import windows
+from splitveil.active_party.report.distributions import auc_of_counts, random_q95
+from splitveil.active_party.report.figures import finding_of, windows
 from splitveil.active_party.report.run_files import leak_series
-from splitveil.active_party.report.verdict import is_oracle
-from splitveil.active_party.report.verdict import judge
-from splitveil.active_party.report.verdict import needs_of
-from splitveil.active_party.report.verdict import run_levels
+from splitveil.active_party.report.verdict import is_oracle, judge, needs_of, run_levels
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.report_parts import breakable
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.attacks import BatchAttackName
-from splitveil.common.privacy.attacks import RunAttackName
-from splitveil.common.record.figures import AdjustedFigures
-from splitveil.common.record.figures import AdvantageFigures
-from splitveil.common.record.figures import AttackFigure
-from splitveil.common.record.figures import BeyondFigures
-from splitveil.common.record.figures import LeakFigures
-from splitveil.common.record.figures import LedgerFigures
-from splitveil.common.record.figures import RunFigures
-from splitveil.common.record.figures import SpreadFigures
-from splitveil.common.record.lines import AlarmLine
-from splitveil.common.record.lines import AuditLine
-from splitveil.common.record.lines import EpochLeakLine
-from splitveil.common.record.lines import EvaluationLine
-from splitveil.common.record.lines import GateLine
-from splitveil.common.record.lines import HistogramLine
-from splitveil.common.record.lines import LeakLine
-from splitveil.common.record.lines import LedgerLine
-from splitveil.common.record.lines import Line
-from splitveil.common.record.run_record import METRICS
-from splitveil.common.record.run_record import SUMMARY
-from splitveil.common.record.run_record import write_summary
-from splitveil.common.record.summary import ActiveFigures
-from splitveil.common.record.summary import EarlierAnswers
-from splitveil.common.record.summary import GateFigures
-from splitveil.common.record.summary import ModelFigures
-from splitveil.common.record.summary import RunCounts
-from splitveil.common.record.summary import Summary
+from splitveil.common.privacy.attacks import BatchAttackName, RunAttackName
+from splitveil.common.record.figures import (
+    AdjustedFigures,
+    AdvantageFigures,
+    AttackFigure,
+    BeyondFigures,
+    LeakFigures,
+    LedgerFigures,
+    RunFigures,
+    SpreadFigures,
+)
+from splitveil.common.record.lines import (
+    AlarmLine,
+    AuditLine,
+    EpochLeakLine,
+    EvaluationLine,
+    GateLine,
+    HistogramLine,
+    LeakLine,
+    LedgerLine,
+    Line,
+)
+from splitveil.common.record.run_record import METRICS, SUMMARY, write_summary
+from splitveil.common.record.summary import (
+    ActiveFigures,
+    EarlierAnswers,
+    GateFigures,
+    ModelFigures,
+    RunCounts,
+    Summary,
+)
 from tests.support.records import append_lines
 
 EPOCHS, STEPS = 3, 30
@@ -285,7 +284,6 @@ def test_a_bound_that_does_not_hold_for_every_peer_says_for_whom(
     assert said in words
 
 
-<<<<<<< /tmp/tmpuy7sm1ad/o
 def test_a_bound_that_is_narrower_than_the_defense_s_says_what_may_have_narrowed_it(
     tmp_path: Path,
 ) -> None:
@@ -297,20 +295,6 @@ def test_a_bound_that_is_narrower_than_the_defense_s_says_what_may_have_narrowed
     assert "The charges of the defense describe anybody. What earlier runs revealed" in words
 
 
-||||||| /tmp/tmpuy7sm1ad/b
-def test_a_bound_that_is_narrower_than_the_defense_s_says_what_may_have_narrowed_it(
-    tmp_path: Path,
-) -> None:
-    run_dir = write_run(tmp_path, settings={"defense": {"name": "marvell", "noise": "persistent"}})
-    settings = yaml.safe_load((run_dir / "active" / "settings.yaml").read_text())
-    settings |= NOISY_LABELS
-    (run_dir / "active" / "settings.yaml").write_text(yaml.safe_dump(settings))
-    words = verdict_of(run_dir)[1]
-    assert "The charges of the defense describe anybody. What earlier runs told" in words
-
-
-=======
->>>>>>> /tmp/tmpuy7sm1ad/t
 def test_a_ledger_that_an_attack_disproves_bounds_nothing(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path, summary=of_active(leak_alarms=2), settings=NOISY_LABELS)
     level, words, _ = verdict_of(run_dir)

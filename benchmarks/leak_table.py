@@ -37,12 +37,7 @@ from splitveil.active_party.monitor.stated import ledger_figures
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import ATTACKS, CUT, FINAL_ATTACKS, RUN_ATTACKS, RunAttackName
 from splitveil.common.privacy.run_level import RunLevelLeak
-from tests.support.attacked_run import (
-    BATCH_ATTACKS,
-    AttackedRun,
-    attacked_run,
-    deal_labels,
-)
+from tests.support.attacked_run import BATCH_ATTACKS, AttackedRun, attacked_run, deal_labels
 
 EXAMPLES = Path(__file__).parent.parent / "deploy" / "examples"
 EPOCHS = {"breast_cancer": 15, "default_credit": 10}

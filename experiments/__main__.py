@@ -22,12 +22,7 @@ from splitveil.experiments.collection import circumstances_of, collect, read_row
 from splitveil.experiments.execution import Ending, Resources, is_finished, run_cells
 from splitveil.experiments.plots import PlottingUnavailable, draw
 from splitveil.experiments.preparation import prepare
-from splitveil.experiments.settings import (
-    Experiment,
-    experiment_names,
-    load_experiment,
-    rows_of,
-)
+from splitveil.experiments.settings import Experiment, experiment_names, load_experiment, rows_of
 from splitveil.experiments.table import markdown, put_into
 
 DEFAULT_OUTPUT = Path(__file__).parent / "results"

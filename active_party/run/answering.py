@@ -18,23 +18,14 @@ from splitveil.active_party.run.parties import OpenQuestion, PassivePeer, Passiv
 from splitveil.active_party.run.questions import AnsweredQuestions
 from splitveil.active_party.run.releases import Releases
 from splitveil.active_party.training.aggregation import aggregate, parts_of
-from splitveil.active_party.training.evaluation import (
-    Evaluation,
-    Evaluator,
-    HeldOutPredictions,
-)
+from splitveil.active_party.training.evaluation import Evaluation, Evaluator, HeldOutPredictions
 from splitveil.active_party.training.top_trainer import StepResult, TopTrainer
 from splitveil.common.errors import OutOfStep
 from splitveil.common.record.answer_log import FIRST_RELEASE_NUMBER, ChargedAnswer
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows, Batch, batch_in_words, run_course
 from splitveil.common.run.host_copies import to_host
-from splitveil.common.run.messages import (
-    Activation,
-    Answer,
-    AuditQuestion,
-    Course,
-)
+from splitveil.common.run.messages import Activation, Answer, AuditQuestion, Course
 from splitveil.common.run.phases import Phase
 from splitveil.common.run.progress import Progress, State
 from splitveil.common.run.sample_order import Positions

@@ -23,10 +23,7 @@ from splitveil.active_party.defenses.objective import BatchLabels, Objective, St
 from splitveil.active_party.defenses.projected.features import CutMemory, LabelFreeFacts
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
 from splitveil.active_party.training.own_models import Fitting, KnownRows, refit_top
-from splitveil.active_party.training.predictions import (
-    LossWeights,
-    PredictionFigures,
-)
+from splitveil.active_party.training.predictions import LossWeights, PredictionFigures
 from splitveil.common.data.features import Features
 from splitveil.common.errors import SplitveilError
 from splitveil.common.models.blocks import predict_in_blocks

@@ -34,13 +34,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from splitveil.common.data.columns import CategoricalColumn
-from splitveil.common.data.conversion import (
-    KEPT_ROWS,
-    MANIFEST,
-    Progress,
-    categories_path,
-    convert,
-)
+from splitveil.common.data.conversion import KEPT_ROWS, MANIFEST, Progress, categories_path, convert
 from splitveil.common.data.ids import IdReport
 from splitveil.common.data.kinds import open_table_source
 from splitveil.common.data.settings import DataSettings

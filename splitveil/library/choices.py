@@ -14,12 +14,7 @@ from typing import Any, TypeAlias
 from pydantic import TypeAdapter, ValidationError
 
 from splitveil.active_party.defenses import CustomDefense, Defense, DefenseSettings
-from splitveil.active_party.defenses.interface import (
-    Defended,
-    DefenseReport,
-    RawBatch,
-    release,
-)
+from splitveil.active_party.defenses.interface import Defended, DefenseReport, RawBatch, release
 from splitveil.active_party.defenses.noise import NoiseSource
 from splitveil.active_party.defenses.section import DefenseSection
 from splitveil.common.errors import SettingsError

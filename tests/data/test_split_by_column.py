@@ -14,13 +14,7 @@ from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.settings import validate
 from splitveil.deploy.local import held_port
-from tests.support.runs import (
-    CONTRACT,
-    build_parties,
-    run_in_process,
-    run_over_grpc,
-    write_example,
-)
+from tests.support.runs import CONTRACT, build_parties, run_in_process, run_over_grpc, write_example
 from tests.support.several import build_several, finish, start, write_several
 
 BY_COLUMN = "contract.split={kind: column, column: fold}"

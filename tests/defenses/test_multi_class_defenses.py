@@ -23,9 +23,7 @@ from splitveil.active_party.defenses import (
     RawBatch,
 )
 from splitveil.active_party.defenses.class_statistics import measure_class_means, squared_distances
-from splitveil.active_party.defenses.example_keys import (
-    key_from_insecure_seed,
-)
+from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
 from splitveil.active_party.defenses.iso import Isotropic
 from splitveil.active_party.defenses.label_mechanisms import (
     GaussianLabels,

@@ -21,11 +21,7 @@ from splitveil.active_party.defenses.example_keys import (
     scalars,
 )
 from splitveil.active_party.defenses.persistent import moves_of, noisy_rows
-from splitveil.active_party.defenses.strength import (
-    PowerRatio,
-    Strength,
-    SumKl,
-)
+from splitveil.active_party.defenses.strength import PowerRatio, Strength, SumKl
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.common.privacy.leakage import leak_auc
 from tests.support.defended import build_defense, context_of

@@ -20,12 +20,7 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.models.conv import ConvTop
 from splitveil.common.models.dense import MlpBottom
 from splitveil.common.models.settings import ConvModel, MlpModel
-from splitveil.common.models.spread_model import (
-    RowForm,
-    SpreadModel,
-    check_spreadable,
-    shares_of,
-)
+from splitveil.common.models.spread_model import RowForm, SpreadModel, check_spreadable, shares_of
 from splitveil.common.models.worker import Replica, Worker
 from splitveil.common.models.worker_line import Order, Pending, WorkerLine
 from splitveil.passive_party.bottom_trainer import stashing_weights

@@ -20,12 +20,7 @@ from splitveil.active_party.predict.batch import (
     check_lengths,
 )
 from splitveil.active_party.predict.predictor import Predictor
-from splitveil.common.errors import (
-    DataError,
-    PeerUnreachable,
-    SettingsError,
-    StorageError,
-)
+from splitveil.common.errors import DataError, PeerUnreachable, SettingsError, StorageError
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_settings import ReconnectSettings
 from splitveil.common.record.table_output import check_output

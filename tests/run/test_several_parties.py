@@ -34,12 +34,7 @@ from splitveil.common.privacy.leakage import leak_auc
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import Batch
-from splitveil.common.run.messages import (
-    Answer,
-    AuditQuestion,
-    LeaveReason,
-    Opening,
-)
+from splitveil.common.run.messages import Answer, AuditQuestion, LeaveReason, Opening
 from splitveil.common.run.sample_order import positions_digest
 from splitveil.common.wire.limits import ALIGN_FRAME_BYTES, check_fields
 from splitveil.passive_party.assembly import BottomBuilder

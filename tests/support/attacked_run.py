@@ -28,11 +28,7 @@ from splitveil.common.privacy.attacks import (
     RunAttackName,
 )
 from splitveil.common.privacy.audit import AttackSummary, LeakAudit, LeakByAttack
-from splitveil.common.privacy.final_attacks import (
-    complete_model,
-    one_against_rest,
-    pick_labelled,
-)
+from splitveil.common.privacy.final_attacks import complete_model, one_against_rest, pick_labelled
 from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.privacy.leakage import auc
 from splitveil.common.privacy.observation import Observation

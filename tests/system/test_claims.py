@@ -25,12 +25,7 @@ from scipy.stats import norm as normal
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import ATTACKS, FINAL_ATTACKS, RUN_ATTACKS, AttackName
 from splitveil.common.privacy.run_level import RunLevelLeak
-from tests.support.attacked_run import (
-    BATCH_ATTACKS,
-    AttackedRun,
-    attacked_run,
-    deal_labels,
-)
+from tests.support.attacked_run import BATCH_ATTACKS, AttackedRun, attacked_run, deal_labels
 
 EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
 EXAMPLE = EXAMPLES / "breast_cancer"

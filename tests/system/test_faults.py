@@ -20,13 +20,7 @@ import pytest
 
 from tests.support import certificates
 from tests.support.processes import Pair, Party, side_by_side
-from tests.support.proxy import (
-    ByteHarm,
-    Direction,
-    Fault,
-    Plan,
-    TcpProxy,
-)
+from tests.support.proxy import ByteHarm, Direction, Fault, Plan, TcpProxy
 from tests.support.restarted import Outcome, Settings, assert_same, kept_up, outcome, run_once
 from tests.support.runs import write_example
 

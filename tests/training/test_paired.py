@@ -6,11 +6,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
 
-from splitveil.active_party.report.paired import (
-    auc_estimate,
-    auc_terms,
-    compare,
-)
+from splitveil.active_party.report.paired import auc_estimate, auc_terms, compare
 from splitveil.active_party.training.evaluation import StoredPredictions
 
 ROWS = 400

@@ -1,9 +1,8 @@
 """Parties that are killed, stopped, and restarted with the same command, and their results."""
 
 import json
-import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -138,26 +137,3 @@ def wait_for_line(both: Pair, line: int) -> None:
     """Wait until the active party has noted so much, and see to it that the run is not over."""
     both.wait_until(lambda: both.active.lines >= line)
     assert [party.exit_code for party in both] == [None, None], both.outputs
-
-
-def killed_and_resumed(
-    folder: Path, settings: Settings, whole: Outcome, struck: Sequence[Sequence[str]]
-) -> None:
-    """Kill parties of a run one after the other at random steps; compare it with the whole one."""
-    generator, lines = random.Random(len(whole.metrics["active"])), len(whole.metrics["active"])
-    share = 0.8 / len(struck)
-    with kept_up(folder, settings) as both:
-        both.start()
-        for part, names in enumerate(struck):
-            at = 0.1 + share * part + 0.7 * share * generator.random()
-            wait_for_line(both, int(lines * at))
-            victims = [party for party in both if party.party in names]
-            for party in victims:
-                party.kill()
-            for party in victims:
-                party.start()
-        assert both.wait() == (0, 0), both.outputs
-        for party in both:
-            assert ("resuming in epoch" in party.output) == (party.starts > 1), both.outputs
-        assert_same(outcome(folder / "runs"), whole, both.outputs)
-    assert not list((folder / "runs" / "small").glob("*.previous-*"))

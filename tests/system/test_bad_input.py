@@ -329,39 +329,14 @@ def wait_until_quiet(party: Party) -> None:
 
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     """With a peer that is frozen: after one signal, a party gives it some seconds to answer."""
-
-    def interrupt_twice(party: PartyName) -> tuple[Party, int]:
-        with started(example(tmp_path / party), ENDLESS) as pair:
-            pair.wait_until_training()
-            stopped, frozen = pair if party == "active" else (pair.passive, pair.active)
-            frozen.signal(signal.SIGSTOP)
-            wait_until_quiet(stopped)  # an answer that is under way would let it go on and end
-            stopped.signal(signal.SIGINT)
-            stopped.wait_until_says("send the signal again to stop at once")
-            stopped.signal(signal.SIGINT)
-            return stopped, stopped.wait()
-
-    for party, exit_code in side_by_side(
-        lambda: interrupt_twice("active"), lambda: interrupt_twice("passive")
-    ):
-        assert exit_code == 130, party.output
-        assert "stopped at once; nothing more is saved\n" in party.output, party.output
-        assert not party.has_checkpoint
-
-
-# ---- a whole run ----
-
-
-def test_no_id_and_no_number_of_one_example_is_written_anywhere(tmp_path: Path) -> None:
-    with started(example(tmp_path)) as pair:
-        assert pair.wait() == (0, 0), pair.outputs
-    values: set[bytes] = set()
-    for name in ("active.csv", "passive.csv"):
-        for line in (tmp_path / name).read_text().splitlines()[1:]:
-            values |= {cell[:12].encode() for cell in line.split(",") if len(cell) > 1}
-    assert b"person-00100" in values
-    files = [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]
-    assert len(files) >= 2 * 6
-    for text in [path.read_bytes() for path in files] + [pair.outputs.encode()]:
-        assert b"person-" not in text
-        assert not [value for value in values if value in text]
+    with started(example(tmp_path), ENDLESS) as (frozen, stopped):
+        for party in (frozen, stopped):
+            party.wait_until_training()
+        frozen.signal(signal.SIGSTOP)
+        wait_until_quiet(stopped)  # an answer that is under way would let it go on and end
+        stopped.signal(signal.SIGINT)
+        stopped.wait_until_says("send the signal again to stop at once")
+        stopped.signal(signal.SIGINT)
+        assert stopped.wait() == 130, stopped.output
+        assert "stopped at once; nothing more is saved\n" in stopped.output, stopped.output
+        assert not stopped.has_checkpoint

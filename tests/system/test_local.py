@@ -109,14 +109,6 @@ def test_the_passive_party_s_files_say_nothing_of_the_other_s_loss(compared: Loc
     assert "histogram" in (folder.parent / "active" / "metrics.jsonl").read_text()
 
 
-def test_contracts_that_differ_end_both_with_exit_code_2(tmp_path: Path) -> None:
-    run = run_locally(tmp_path, "breast_cancer", "--set", "passive.contract.batch_size=64")
-    assert run.exit_code == 2, run.output
-    for party in ("active", "passive"):
-        lines = [line for line in run.output.splitlines() if line.startswith(party)]
-        assert any("batch_size" in line for line in lines), run.output
-
-
 OWN_BOTTOM = """
 from torch import nn
 
@@ -130,38 +122,45 @@ class Bottom(nn.Module):
 """
 
 
-def test_folders_of_the_user_with_our_names_are_left_alone(tmp_path: Path) -> None:
-    """The user's own model is still found: it lies beside the settings."""
-    write_example(tmp_path / "settings")
-    (tmp_path / "settings" / "my_models.py").write_text(OWN_BOTTOM)
+@pytest.fixture(scope="module")
+def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """Return what two rehearsals with a user's own model, beside folders with our names, said."""
+    folder = tmp_path_factory.mktemp("rehearsed")
+    write_example(folder / "settings")
+    (folder / "settings" / "my_models.py").write_text(OWN_BOTTOM)
     for name in ("common", "protos", "deploy", "active_party", "passive_party", "splitveil"):
-        (tmp_path / "here" / name).mkdir(parents=True)
+        (folder / "here" / name).mkdir(parents=True)
         for module in ("__init__.py", "__main__.py", "local.py"):
-            (tmp_path / "here" / name / module).write_text(f"raise SystemExit('wrong {name}')")
-    done = run_program(
-        # As the command itself is started: without the working directory on the module path.
-        *(sys.executable, "-P", "-m", "splitveil", "local", str(tmp_path / "settings")),
-        *("--runs", str(tmp_path / "runs"), "--set", "contract.epochs=1"),
-        "passive.bottom_model={kind: custom, module: my_models:Bottom}",
-        cwd=tmp_path / "here",
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stdout
-    assert "wrong" not in done.stdout
-    assert (tmp_path / "runs" / "small" / "active" / "report.html").is_file()
+            (folder / "here" / name / module).write_text(f"raise SystemExit('wrong {name}')")
+    outputs = []
+    for _ in range(2):
+        done = run_program(
+            # As the command itself is started: without the working directory on the module path.
+            *(sys.executable, "-P", "-m", "splitveil", "local", str(folder / "settings")),
+            *("--runs", str(folder / "runs"), "--set", "contract.epochs=1"),
+            "passive.bottom_model={kind: custom, module: my_models:Bottom}",
+            cwd=folder / "here",
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == 0, done.stdout
+        outputs.append(done.stdout)
+    return folder / "runs" / "small", outputs
+
+
+def test_folders_of_the_user_with_our_names_are_left_alone(
+    rehearsed: tuple[Path, list[str]],
+) -> None:
+    """The user's own model is still found: it lies beside the settings."""
+    assert "wrong" not in rehearsed[1][0]
+    assert (rehearsed[0] / "active" / "report.html").is_file()
 
 
 def test_a_finished_rehearsal_runs_again_and_none_counts_as_an_earlier_release(
-    tmp_path: Path,
+    rehearsed: tuple[Path, list[str]],
 ) -> None:
-    write_example(tmp_path / "settings")
-    words = ("splitveil", "local", str(tmp_path / "settings"), "--runs", str(tmp_path / "runs"))
-    for _ in range(2):
-        done = run_program(*PYTHON, *words, "--set", "contract.epochs=1")
-        assert done.returncode == 0, done.stdout
     for party in ("active", "passive"):
-        assert (tmp_path / "runs" / "small" / f"{party}.previous-1" / "summary.json").is_file()
-    summary = json.loads((tmp_path / "runs" / "small" / "active" / "summary.json").read_text())
+        assert (rehearsed[0] / f"{party}.previous-1" / "summary.json").is_file()
+    summary = json.loads((rehearsed[0] / "active" / "summary.json").read_text())
     assert "earlier_answers" not in summary
 
 

@@ -11,7 +11,7 @@ from tests.support.certificates import make, use
 from tests.support.processes import Pair, Party, PartyName, side_by_side, started
 from tests.support.runs import write_example
 from tests.support.simulation import free_address
-from tests.system.conftest import run_locally
+from tests.system.conftest import LocalRun
 
 
 def protected_example(folder: Path) -> Path:
@@ -125,8 +125,10 @@ def test_check_shows_each_party_s_own_certificate(tmp_path: Path) -> None:
     assert "security: mtls as CN=passive.splitveil (passive.splitveil), 89 days" in passive
 
 
-def test_the_local_launcher_makes_certificates_where_an_example_has_none(tmp_path: Path) -> None:
-    run = run_locally(tmp_path, "breast_cancer", "--set", "contract.epochs=1")
-    assert run.exit_code == 0, run.output
-    assert run.output.count("INFO security: mtls as CN=") == 2
-    assert PartyFolder(tmp_path / ".trial-certificates" / "active").certificate.is_file()
+def test_the_local_launcher_makes_certificates_where_an_example_has_none(
+    compared: LocalRun,
+) -> None:
+    assert compared.exit_code == 0, compared.output
+    assert compared.output.count("security: mtls as CN=") == 2 * 2
+    authority = compared.runs_dir / ".trial-certificates"
+    assert PartyFolder(authority / "active").certificate.is_file()

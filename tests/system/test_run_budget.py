@@ -74,13 +74,6 @@ def finished_and_run_again(both: Pair) -> None:
     both.start(options=["--fresh"])
 
 
-def under_another_name(both: Pair) -> None:
-    both.start()
-    assert both.wait() == (0, 0), both.outputs
-    both.active.folder.parent.rename(both.active.folder.parent.with_name("other"))
-    both.start()
-
-
 def test_whatever_leads_to_a_second_release_its_ledger_states_what_both_tell_together(
     tmp_path: Path,
 ) -> None:
@@ -101,7 +94,7 @@ def test_whatever_leads_to_a_second_release_its_ledger_states_what_both_tell_tog
             both.active.start(*third)
             assert both.wait() == (5, 5), both.outputs
 
-    ways = (killed_and_changed, finished_and_run_again, under_another_name)
+    ways = (killed_and_changed, finished_and_run_again)
     side_by_side(*(partial(second, way) for way in ways))
 
 

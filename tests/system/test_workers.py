@@ -135,30 +135,6 @@ def test_two_processes_each_follow_the_course_of_one_each(tmp_path: Path) -> Non
     assert leaks
 
 
-def test_the_comparison_would_notice_another_course(tmp_path: Path) -> None:
-    runs = []
-    for seed in (0, 1):
-        run_once(tmp_path / str(seed), Settings(SHORT, passive=(f"model_seed={seed}",)))
-        runs.append(course_of(tmp_path / str(seed) / "runs"))
-    with pytest.raises(AssertionError):
-        assert_close(*runs)
-
-
-def test_a_signal_to_all_processes_stops_the_run_with_a_goodbye(tmp_path: Path) -> None:
-    """As torchrun sends it when a person stops it: the workers live, so nobody has to restart."""
-    write_example(tmp_path)
-    with ranks(tmp_path, Settings(("contract.epochs=400",)), active=1, passive=2) as both:
-        active, passive = both
-        metrics = tmp_path / "runs/small/active/metrics.jsonl"
-        wait_until(lambda: metrics.is_file() and metrics.read_bytes().count(b"\n") > 30)
-        for process in passive.processes:
-            process.send_signal(signal.SIGTERM)
-        codes = passive.wait(), active.wait()
-    assert codes == ([128 + signal.SIGTERM, 0], [4]), f"{passive.output}\n{active.output}"
-    assert "ending at once" not in passive.output
-    assert (tmp_path / "runs/small/passive/checkpoint/model.safetensors").exists()
-
-
 def listening(number: int) -> list[str]:
     """Return the addresses at which a process can be reached over TCP, in hexadecimal."""
     links = Path(f"/proc/{number}/fd")
@@ -172,14 +148,24 @@ def listening(number: int) -> list[str]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks sockets up in /proc")
-def test_no_other_machine_can_reach_the_processes_of_one(tmp_path: Path) -> None:
+def test_no_other_machine_reaches_the_processes_and_a_signal_to_all_is_a_goodbye(
+    tmp_path: Path,
+) -> None:
+    """As torchrun sends it when a person stops it: the workers live, so nobody has to restart."""
     write_example(tmp_path)
     with ranks(tmp_path, Settings(("contract.epochs=400",)), active=1, passive=2) as both:
-        metrics = tmp_path / "runs/small/passive/metrics.jsonl"
-        wait_until(lambda: metrics.is_file() and metrics.read_bytes().count(b"\n") > 3)
-        found = [listening(process.pid) for process in both[1].processes]
-    assert found[0]
-    assert all(address.startswith("0100007F:") for each in found for address in each), found
+        active, passive = both
+        metrics = tmp_path / "runs/small/active/metrics.jsonl"
+        wait_until(lambda: metrics.is_file() and metrics.read_bytes().count(b"\n") > 30)
+        addresses = [listening(process.pid) for process in passive.processes]
+        for process in passive.processes:
+            process.send_signal(signal.SIGTERM)
+        codes = passive.wait(), active.wait()
+    assert addresses[0]
+    assert all(each.startswith("0100007F:") for own in addresses for each in own), addresses
+    assert codes == ([128 + signal.SIGTERM, 0], [4]), f"{passive.output}\n{active.output}"
+    assert "ending at once" not in passive.output
+    assert (tmp_path / "runs/small/passive/checkpoint/model.safetensors").exists()
 
 
 class Supervised:

@@ -20,12 +20,12 @@ import pytest
 
 from tests.support import certificates
 from tests.support.processes import Pair, Party, side_by_side
-from tests.support.proxy import (
+from tests.support.proxies import (
     ByteHarm,
     Direction,
     Fault,
+    FaultyLine,
     Plan,
-    TcpProxy,
 )
 from tests.support.restarted import Outcome, Settings, assert_same, kept_up, outcome, run_once
 from tests.support.runs import write_example
@@ -94,7 +94,7 @@ class Harmed(NamedTuple):
         assert sum(struck.values()) >= 2 * len(drawn)
 
     def _run(self, name: str, plan: Plan) -> Outcome:
-        between = partial(TcpProxy, plan=plan)
+        between = partial(FaultyLine, plan=plan)
         return run_once(self.folder / name, SETTINGS, between, self.trusted)
 
 

@@ -8,7 +8,7 @@ import pytest
 from tests.support import joint
 from tests.support.asked import answering
 from tests.support.joint import Trained, free_port, train, write_wide_deep
-from tests.support.silent_line import SilentLine
+from tests.support.proxies import SilentLine
 from tests.support.waiting import wait_until
 from tests.support.watched import value_of
 from tests.system.test_predict import expected

@@ -11,7 +11,6 @@ from splitveil.active_party.run.stages import Stage
 from splitveil.common.errors import PeerError, PeerUntrusted
 from splitveil.common.party.credentials import in_lower_case
 from splitveil.deploy.authority import renew_certificate
-from tests.support.between import Relay
 from tests.support.certificates import (
     CLIENT,
     NAMES,
@@ -24,6 +23,7 @@ from tests.support.certificates import (
 )
 from tests.support.lines import free_port, peer_of, serving
 from tests.support.peers import AtSteps
+from tests.support.proxies import Relay
 from tests.support.runs import Parties, build_parties, run_in_process, write_example
 
 WRONG_NAME = "does not carry the called party's name"

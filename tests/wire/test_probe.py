@@ -45,10 +45,10 @@ from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.probing import connection_checks
 from splitveil.passive_party.settings import PassiveSettings
 from splitveil.protos import split_learning_pb2 as pb
-from tests.support.between import ConnectProxy
 from tests.support.certificates import add_expired, files, make, use
 from tests.support.lines import peer_of
 from tests.support.lines import serving as served
+from tests.support.proxies import ConnectProxy
 from tests.support.runs import CONTRACT, Parties, build_parties, in_background, write_example
 
 TEXTS = IdForm("-0a", length=11)

@@ -26,11 +26,11 @@ from splitveil.common.wire.endpoint import method_path, open_channel
 from splitveil.deploy.authority import PartyFolder, keep_certificates, renew_certificate
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
-from tests.support.between import Relay
 from tests.support.certificates import NAMES, Unchecked, add_expired, files, make
 from tests.support.lines import peer_of, serving
 from tests.support.peers import AtSteps
 from tests.support.programs import run_program
+from tests.support.proxies import Relay
 from tests.support.runs import build_parties, in_background, run_in_process
 
 HASTY = ["reconnect={max_s: 1, first_wait_s: 0.3, longest_wait_s: 0.3}"]

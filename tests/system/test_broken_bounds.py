@@ -82,12 +82,12 @@ HOLD: dict[str, tuple[PeerName, ...]] = {
     "marvell persistent, ratio 1024": EVERYBODY,
     "iso persistent, ratio 32": ("groups",),
     "iso, ratio 16": ("groups",),
-    "gaussian labels, ratio 4": EVERYBODY,
+    "gaussian labels, ratio 4": ("honest", "groups", "one_hot"),
     "randomized response, 0.5": ("groups", "one_hot"),
     "projected labels, .6": ("groups", "one_hot"),
 }
-"""Defense -> peers none of whose readings passes its bound: all of them for one
-defense of each kind, and below for projected labels, on real tables."""
+"""Defense -> peers none of whose readings passes its bound: all of them for one defense,
+and below for projected labels, on real tables."""
 FOR_ANYBODY = {"gaussian labels, ratio 4", "randomized response, 0.5", "projected labels, .6"}
 HOLDING = [(defense, peer) for defense, peers in HOLD.items() for peer in peers]
 
@@ -126,14 +126,22 @@ def outcome(example: Path, folder: Path, peer: PeerName, defense: str) -> Attack
     return attack(peer, example, active, [*both, "bottom_model.hidden=[64]"])
 
 
+def check_fall(example: Path, folder: Path, fall: Fall) -> Attacked:
+    found = outcome(example, folder, fall.peer, fall.defense)
+    passing = found.beyond(found.bound)
+    assert fall.readings <= set(passing)
+    assert max(passing.values()) > fall.reached
+    return found
+
+
 @pytest.mark.parametrize("fall", FALL, ids=lambda fall: f"{fall.defense}: {fall.peer}")
 def test_a_bound_falls_to_a_peer_whom_it_is_not_for(
     example: Path, tmp_path: Path, fall: Fall
 ) -> None:
-    found = outcome(example, tmp_path, fall.peer, fall.defense)
-    passing = found.beyond(found.bound)
-    assert fall.readings <= set(passing)
-    assert max(passing.values()) > fall.reached
+    found = check_fall(example, tmp_path, fall)
+    assert found.bound < 0.9
+    if fall.peer == "honest":  # it needs one batch
+        assert found.readings["residual_energy"].last_batch > 0.99
 
 
 def with_slopes_of_raw_gradients(*fields: Any) -> RawBatch:
@@ -152,10 +160,7 @@ def test_moves_that_know_the_label_tell_it(
     example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fall: Fall
 ) -> None:
     monkeypatch.setattr(top_trainer, "RawBatch", with_slopes_of_raw_gradients)
-    found = outcome(example, tmp_path, fall.peer, fall.defense)
-    passing = found.beyond(found.bound)
-    assert fall.readings <= set(passing)
-    assert max(passing.values()) > fall.reached
+    check_fall(example, tmp_path, fall)
 
 
 @pytest.mark.parametrize(("defense", "peer"), HOLDING)
@@ -166,15 +171,6 @@ def test_a_bound_holds_against_everything_that_is_read(
     assert found.beyond(found.bound) == {}
     assert found.bound < 0.9  # a bound that excludes nothing would hold, too
     assert (found.adversary is Adversary.ANYBODY) is (defense in FOR_ANYBODY)
-
-
-@pytest.mark.parametrize("defense", ["marvell, ratio 4", "marvell, ratio 1024"])
-def test_one_batch_of_fresh_marvell_tells_an_honest_peer_every_label(
-    example: Path, tmp_path: Path, defense: str
-) -> None:
-    found = outcome(example, tmp_path, "honest", defense)
-    assert found.readings["residual_energy"].last_batch > 0.99
-    assert found.bound < 0.9
 
 
 @pytest.mark.parametrize("peer", EVERYBODY)

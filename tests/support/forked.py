@@ -13,13 +13,14 @@ import resource
 import signal
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 
-from tests.support import fast_clock, unit_sandbox
+from tests.support import unit_sandbox
 from tests.support.programs import ROOT
 
 _server = multiprocessing.get_context("forkserver")
@@ -115,7 +116,25 @@ def _become(
     program = import_module(f"{module}.__main__")
     sys.argv = [str(program.__file__), *words]
     if has_fast_clock:
-        fast_clock.listen()
+        _let_clock_hurry()
     if unit is not None:
         unit_sandbox.enter(unit)
     program.main()
+
+
+def _let_clock_hurry() -> None:
+    """Let this process's clock advance a minute per second after SIGUSR1.
+
+    So a test can give a party as much patience as the slowest machine needs to come to an event,
+    and then let the patience run out in seconds. Only Python's monotonic clock is fast, by which
+    the parties measure silence; gRPC has a clock of its own.
+    """
+    real = time.monotonic
+    turned_at: list[float] = []
+
+    def monotonic() -> float:
+        now = real()
+        return now + 59 * (now - turned_at[0]) if turned_at else now
+
+    signal.signal(signal.SIGUSR1, lambda _number, _frame: turned_at.append(real()))
+    time.monotonic = monotonic

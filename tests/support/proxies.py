@@ -1,4 +1,4 @@
-"""Programs between two parties: they pass bytes on, damage them, fall silent, or are HTTP proxies."""
+"""Programs between two parties: they pass bytes on, damage them, or fall silent; HTTP proxies."""
 
 import itertools
 import socket

@@ -1,10 +1,8 @@
 """Bad input of each kind: exit codes and messages of both parties' real processes."""
 
-import csv
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -17,15 +15,12 @@ from tests.support.simulation import free_address
 
 ENDLESS = "contract.epochs=100000"
 
-Rows = list[list[str]]
-
 
 class Ended(NamedTuple):
-    """The end of one process: exit code and output."""
+    """The end of one process."""
 
     exit_code: int
     output: str
-    folder: Path
 
 
 def example(folder: Path, rows: int = 400) -> Path:
@@ -33,116 +28,65 @@ def example(folder: Path, rows: int = 400) -> Path:
     return folder
 
 
-def rewrite(path: Path, change: Callable[[Rows], None]) -> None:
-    """Change the data rows of a CSV file."""
-    with path.open(newline="") as file:
-        header, *rows = csv.reader(file)
-    change(rows)
-    with path.open("w", newline="") as file:
-        csv.writer(file).writerows([header, *rows])
-
-
 # ---- a party's own data ----
 
-
-class Refusal(NamedTuple):
-    """A spoilt file, and what its owner reads of it."""
-
-    party: PartyName
-    spoil: Callable[[Path], None]
-    reads: Sequence[str]
-    never_reads: Sequence[str] = ("person-",)
-
-
-def spoil_ids(folder: Path) -> None:
-    def change(rows: Rows) -> None:
-        rows[2][0] = rows[0][0]
-        rows[3][0] = "  "
-        rows[5][0] = f" {rows[4][0]}\t"
-        rows[6][0], rows[7][0] = "Zo\u00eb", "Zoe\u0308"
-
-    rewrite(folder / "passive.csv", change)
-
-
-def spoil_labels(folder: Path) -> None:
-    def change(rows: Rows) -> None:
-        rows[1][1], rows[8][1] = "41.25", "41.25"
-
-    rewrite(folder / "active.csv", change)
-
-
-def spoil_features(folder: Path) -> None:
-    def change(rows: Rows) -> None:
-        rows[2][2], rows[3][2], rows[4][3], rows[5][4] = "NaN", "", "a lot", "-inf"
-
-    rewrite(folder / "passive.csv", change)
-
-
-REFUSALS = {
-    "ids that are no ids": Refusal(
+REFUSED: dict[str, tuple[PartyName, dict[tuple[int, int], str], list[str], list[str]]] = {
+    "ids that are no ids": (
         "passive",
-        spoil_ids,
+        {(2, 0): "{0}", (3, 0): "  ", (5, 0): " {4}\t", (6, 0): "Zo\u00eb", (7, 0): "Zoe\u0308"},
         [
             "passive.csv: column 'id': 1 missing or empty ids: data rows 4\n",
             "passive.csv: column 'id': 1 duplicate ids: data rows 3 (as 1)\n",
             "passive.csv: column 'id': 2 ids equal to another id once normalised: data rows",
             " 6 (as 5, differs in white space), 8 (as 7, differs in Unicode form)\n",
         ],
-        ["person-", "Zo"],
+        ["Zo"],
     ),
-    "labels that are no labels": Refusal(
+    "labels that are no labels": (
         "active",
-        spoil_labels,
+        {(1, 1): "41.25", (8, 1): "41.25"},
         ["active.csv: column 'label': expected 0 or 1", "in rows 2, 9 (2 in all)"],
-        ["person-", "41.25"],
+        ["41.25"],
     ),
-    "features that are no numbers": Refusal(
+    "features that are no numbers": (
         "passive",
-        spoil_features,
+        {(2, 2): "NaN", (3, 2): "", (4, 3): "a lot", (5, 4): "-inf"},
         [
             "passive.csv: column 'x2': no number (empty or NaN) in rows 3, 4 (2 in all)",
             "passive.csv: column 'x3': expected numbers, found text in row 5\n",
             "passive.csv: column 'x4': infinite or too large for float32 in row 6; ",
         ],
-        ["person-", "a lot"],
+        ["a lot"],
     ),
 }
+"""Whose table it is, its spoilt cells by row and column (``{0}`` is the first row's id), what the
+owner reads, and what nobody reads."""
 
 
-@pytest.fixture(scope="module")
-def refused(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Ended]:
-    """Let every spoilt file be read by its owner, each in a process of its own."""
-
-    def run(refusal: Refusal) -> Ended:
-        folder = example(tmp_path_factory.mktemp("refused"))
-        refusal.spoil(folder)
-        with socket.create_server(("127.0.0.1", 0)) as peer:
-            peer.setblocking(False)
-            address = f"127.0.0.1:{peer.getsockname()[1]}"
-            overrides = [f"connect={address}"] if refusal.party == "passive" else []
-            with alone(refusal.party, folder, *overrides) as party:
-                ended = Ended(party.wait(), party.output, folder)
-            with pytest.raises(BlockingIOError):
-                peer.accept()  # nobody has tried to connect
-        return ended
-
-    found = side_by_side(*(lambda refusal=refusal: run(refusal) for refusal in REFUSALS.values()))
-    return dict(zip(REFUSALS, found, strict=True))
-
-
-@pytest.mark.parametrize("what", REFUSALS)
+@pytest.mark.parametrize("what", REFUSED)
 def test_data_that_cannot_be_used_are_refused_before_anything_is_sent(
-    refused: Mapping[str, Ended], what: str
+    tmp_path: Path, what: str
 ) -> None:
     """With file, column, row numbers and count, and without any value of the file."""
-    ended = refused[what]
-    assert ended.exit_code == 3, ended.output
-    for text in REFUSALS[what].reads:
-        assert text in ended.output, ended.output
-    for text in REFUSALS[what].never_reads:
-        assert text not in ended.output, ended.output
-    assert "waiting for" not in ended.output
-    assert not (ended.folder / "runs").exists()
+    name, spoilt, reads, never_reads = REFUSED[what]
+    table = example(tmp_path) / f"{name}.csv"
+    header, *rows = (line.split(",") for line in table.read_text().splitlines())
+    ids = [row[0] for row in rows]
+    for (row, column), cell in spoilt.items():
+        rows[row][column] = cell.format(*ids)
+    table.write_text("\n".join(",".join(row) for row in [header, *rows]))
+    with socket.create_server(("127.0.0.1", 0)) as peer:
+        peer.setblocking(False)
+        address = f"127.0.0.1:{peer.getsockname()[1]}"
+        overrides = [f"connect={address}"] if name == "passive" else []
+        with alone(name, tmp_path, *overrides) as party:
+            assert party.wait() == 3, party.output
+        with pytest.raises(BlockingIOError):
+            peer.accept()  # nobody has tried to connect
+    assert [text for text in reads if text not in party.output] == [], party.output
+    for text in ("person-", "waiting for", *never_reads):
+        assert text not in party.output, party.output
+    assert not (tmp_path / "runs").exists()
 
 
 def test_evaluation_labels_that_lack_ids_end_both(tmp_path: Path) -> None:
@@ -178,7 +122,7 @@ def test_settings_that_cannot_be_used_are_named_all_at_once(tmp_path: Path) -> N
 def test_check_prints_the_resolved_settings_and_every_problem(tmp_path: Path) -> None:
     def check(party: PartyName, *overrides: str) -> Ended:
         process = Party(party, example(tmp_path / party), *overrides, command="check")
-        return Ended(process.wait(), process.output, tmp_path)
+        return Ended(process.wait(), process.output)
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -255,7 +199,7 @@ def test_an_intersection_that_is_too_small_ends_both_with_the_counts(tmp_path: P
 def test_a_party_that_stays_alone_gives_up(tmp_path: Path) -> None:
     def wait_alone(party: PartyName, override: str) -> Ended:
         with alone(party, example(tmp_path / party), override) as process:
-            return Ended(process.wait(), process.output, tmp_path)
+            return Ended(process.wait(), process.output)
 
     active, passive = side_by_side(
         lambda: wait_alone("active", "first_contact_s=1"),

@@ -114,7 +114,7 @@ def test_a_row_of_gaps_alone_is_answered(trained: Trained, program: Program) -> 
     assert told.body["probabilities"] == empty.body["probabilities"]
 
 
-WRONG = [
+WRONG: list[tuple[Row, str, str]] = [
     ({"n1": "much"}, "n1", "numbers"),
     ({"n1": True}, "n1", "number"),
     ({"n1": {"more": 1}}, "n1", "number"),

@@ -5,10 +5,10 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, Self, TypeVar
 
 from tests.support.deployed import Deployed
 from tests.support.forked import Forked
@@ -23,7 +23,10 @@ ResultT = TypeVar("ResultT")
 
 
 class Party:
-    """A party as a supervisor keeps it: a process that can be started again, and its results."""
+    """A party as a supervisor keeps it: a process that can be started again, and its results.
+
+    A ``with`` statement kills it in the end.
+    """
 
     def __init__(
         self,
@@ -65,6 +68,13 @@ class Party:
         self._process: Forked
         if begin:
             self.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.starts:
+            self.kill()
 
     def start(self, *overrides: str, options: Sequence[str] = (), fast_clock: bool = False) -> None:
         """Start it, or start it again once its process before has ended."""
@@ -223,27 +233,12 @@ def started(
     """
     address = free_address()
     start = partial(Party, options=options, fast_clock=fast_clock, as_unit=as_unit)
-    with ExitStack() as stack:
-        where = f"listen={address}"
-        active_party = start("active", folder, where, *both, *active)
-        stack.callback(active_party.kill)
+    with start("active", folder, f"listen={address}", *both, *active) as active_party:
         if in_turn:
             active_party.wait_until_says("waiting for the passive party")
-        where = f"connect={address}"
-        passive_party = start("passive", folder, where, *both, *passive)
-        stack.callback(passive_party.kill)
-        yield Pair(active_party, passive_party)
-
-
-@contextmanager
-def alone(party: PartyName, folder: Path, *overrides: str) -> Iterator[Party]:
-    """Start one party at a free port; kill it in the end."""
-    setting = "listen" if party == "active" else "connect"
-    process = Party(party, folder, f"{setting}={free_address()}", *overrides)
-    try:
-        yield process
-    finally:
-        process.kill()
+        own = f"connect={address}", *both, *passive
+        with start("passive", folder, *own) as passive_party:
+            yield Pair(active_party, passive_party)
 
 
 def side_by_side(*actions: Callable[[], ResultT]) -> list[ResultT]:

@@ -96,16 +96,10 @@ def kept_up(
             there = stack.enter_context(between(address)).address
         where = f"listen={address}", f"connect={there}"
         own = settings.of("active"), settings.of("passive")
-        both = Pair(
-            Party("active", folder, where[0], *own[0], log=log, begin=False),
-            Party("passive", folder, where[1], *own[1], log=log, begin=False),
-        )
-        try:
-            yield both
-        finally:
-            for party in both:
-                if party.starts:
-                    party.kill()
+        active = Party("active", folder, where[0], *own[0], log=log, begin=False)
+        passive = Party("passive", folder, where[1], *own[1], log=log, begin=False)
+        with active, passive:
+            yield Pair(active, passive)
 
 
 def run_once(

@@ -3,7 +3,7 @@
 import csv
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from splitveil.common.record.transcript import Broken, compare, verify
 from splitveil.common.run.sample_order import CommonOrder
 from splitveil.common.wire.limits import CHUNK_IDS, POINT_BYTES
 from splitveil.passive_party.settings import PassiveSettings
-from tests.support.processes import Pair, Party, PartyName
+from tests.support.processes import Pair, Party
 from tests.support.runs import write_example
 from tests.support.simulation import free_address
 from tests.support.waiting import wait_until
@@ -42,17 +42,14 @@ def aligning_both(
 ) -> Iterator[Pair]:
     """Start ``align`` at both parties; one that still runs in the end is killed."""
     address = free_address()
-    sides: list[tuple[PartyName, Sequence[str]]] = [
-        ("active", (f"listen={address}", *both)),
-        ("passive", (f"connect={address}", *both, *passive)),
-    ]
-    parties = []
-    with ExitStack() as stack:
-        for (name, overrides), output in zip(sides, outputs, strict=True):
-            options = ("--json", "--output", str(folder / output))
-            parties.append(Party(name, folder, *overrides, command="align", options=options))
-            stack.callback(parties[-1].kill)
-        yield Pair(*parties)
+    options = [("--json", "--output", str(folder / output)) for output in outputs]
+    own = f"connect={address}", *both, *passive
+    where = f"listen={address}"
+    with (
+        Party("active", folder, where, *both, command="align", options=options[0]) as active_party,
+        Party("passive", folder, *own, command="align", options=options[1]) as passive_party,
+    ):
+        yield Pair(active_party, passive_party)
 
 
 def rows_of(path: Path) -> list[Row]:

@@ -3,13 +3,12 @@
 import signal
 import socket
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from tests.support.processes import Pair, Party, PartyName, alone, side_by_side, started
+from tests.support.processes import Pair, Party, PartyName, side_by_side, started
 from tests.support.runs import write_example
 from tests.support.simulation import free_address
 
@@ -78,8 +77,8 @@ def test_data_that_cannot_be_used_are_refused_before_anything_is_sent(
     with socket.create_server(("127.0.0.1", 0)) as peer:
         peer.setblocking(False)
         address = f"127.0.0.1:{peer.getsockname()[1]}"
-        overrides = [f"connect={address}"] if name == "passive" else []
-        with alone(name, tmp_path, *overrides) as party:
+        where = f"connect={address}" if name == "passive" else f"listen={free_address()}"
+        with Party(name, tmp_path, where) as party:
             assert party.wait() == 3, party.output
         with pytest.raises(BlockingIOError):
             peer.accept()  # nobody has tried to connect
@@ -107,7 +106,7 @@ def test_evaluation_labels_that_lack_ids_end_both(tmp_path: Path) -> None:
 
 def test_settings_that_cannot_be_used_are_named_all_at_once(tmp_path: Path) -> None:
     typos = ("optimizer.learning_rat=1", "contract.batch_sise=9", "contract.epochs=0")
-    with alone("active", example(tmp_path), *typos) as party:
+    with Party("active", example(tmp_path), f"listen={free_address()}", *typos) as party:
         assert party.wait() == 2, party.output
     for text in (
         "active.yaml: optimizer.adam.learning_rat: unknown setting",
@@ -155,7 +154,7 @@ def test_a_second_start_on_a_taken_port_leaves_the_first_run_s_results_alone(
     (results / "metrics.jsonl").write_text("{}\n")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with alone("active", folder, f"listen={address}") as party:
+        with Party("active", folder, f"listen={address}") as party:
             assert party.wait() == 2, party.output
     assert f"listen: cannot serve at {address}: " in party.output
     assert [path.name for path in results.parent.iterdir()] == ["active"]
@@ -168,19 +167,16 @@ def test_a_second_start_on_a_taken_port_leaves_the_first_run_s_results_alone(
 def test_contracts_that_differ_are_named_field_by_field_on_both_sides(tmp_path: Path) -> None:
     differing = ["contract.batch_size=32", "contract.split={train: 0.7, test: 0.3}"]
     folder, address = example(tmp_path), free_address()
-    with ExitStack() as stack:
-        active = Party("active", folder, f"listen={address}", *differing)
-        stack.callback(active.kill)
-        passive = Party("passive", folder, f"connect={address}")
-        stack.callback(passive.kill)
-        assert passive.wait() == 2, passive.output
+    with Party("active", folder, f"listen={address}", *differing) as active:
+        with Party("passive", folder, f"connect={address}") as passive:
+            assert passive.wait() == 2, passive.output
         others = "; also different: split.train, split.validation, split.test\n"
         assert f"contract.batch_size: 64 here, 32 at the active party{others}" in passive.output
         active.wait_until_says(f"contract.batch_size: 32 here, 64 at party passive{others}")
-        corrected = Party("passive", folder, f"connect={address}", *differing, log="corrected")
-        stack.callback(corrected.kill)
-        pair = Pair(active, corrected)
-        assert pair.wait() == (0, 0), pair.outputs
+        address = f"connect={address}"
+        with Party("passive", folder, address, *differing, log="corrected") as corrected:
+            pair = Pair(active, corrected)
+            assert pair.wait() == (0, 0), pair.outputs
 
 
 def test_an_intersection_that_is_too_small_ends_both_with_the_counts(tmp_path: Path) -> None:
@@ -198,7 +194,8 @@ def test_an_intersection_that_is_too_small_ends_both_with_the_counts(tmp_path: P
 
 def test_a_party_that_stays_alone_gives_up(tmp_path: Path) -> None:
     def wait_alone(party: PartyName, override: str) -> Ended:
-        with alone(party, example(tmp_path / party), override) as process:
+        where = f"{'listen' if party == 'active' else 'connect'}={free_address()}"
+        with Party(party, example(tmp_path / party), where, override) as process:
             return Ended(process.wait(), process.output)
 
     active, passive = side_by_side(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from splitveil.deploy.authority import PartyFolder
 from tests.support.certificates import make, use
-from tests.support.processes import Pair, Party, PartyName, side_by_side, started
+from tests.support.processes import Pair, Party, side_by_side, started
 from tests.support.runs import write_example
 from tests.support.simulation import free_address
 from tests.system.conftest import LocalRun
@@ -29,15 +29,11 @@ def test_silent_strangers_take_no_descriptor_that_a_run_needs(tmp_path: Path) ->
             for _ in range(limit + 200):
                 stack.enter_context(socket.create_connection((host, int(port))))
 
-        def start(party: PartyName, where: str, descriptors: int | None = None) -> Party:
-            process = Party(party, folder, where, "contract.epochs=40", descriptors=descriptors)
-            stack.callback(process.kill)
-            return process
-
-        active = start("active", f"listen={address}", limit)
-        active.wait_until_says("waiting for the passive party")
+        epochs = "contract.epochs=40"
+        active = Party("active", folder, f"listen={address}", epochs, descriptors=limit)
+        stack.enter_context(active).wait_until_says("waiting for the passive party")
         connect_strangers()
-        passive = start("passive", f"connect={address}")
+        passive = stack.enter_context(Party("passive", folder, f"connect={address}", epochs))
         pair = Pair(active, passive)
         pair.wait_until_training()
         connect_strangers()

@@ -22,8 +22,7 @@ def all_parties(
         for name in ("active", *NAMES):
             where = own.get(name, (f"connect={address}",))
             party = Party(name, folder, *where, *overrides, fast_clock=True)
-            stack.callback(party.kill)
-            processes[name] = party
+            processes[name] = stack.enter_context(party)
         yield processes
 
 

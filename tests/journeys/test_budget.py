@@ -100,7 +100,7 @@ def test_the_peer_learns_that_the_run_has_ended_and_nothing_else(
     stopped: tuple[Path, Pair, tuple[int, int]],
 ) -> None:
     _, pair, _ = stopped
-    told = "the active party has ended this run for good; its own log says why"
-    assert told in pair.passive.output
+    message = "the active party has ended this run for good; its own log says why"
+    assert message in pair.passive.output
     for word in ("budget", "ledger", "sum_kl"):
         assert word not in pair.passive.output

@@ -6,8 +6,8 @@ from pathlib import Path
 from tests.support.restarted import (
     Settings,
     assert_same,
-    kept_up,
     outcome,
+    restartable,
     run_once,
     wait_for_line,
 )
@@ -29,7 +29,7 @@ def test_killed_parties_resume_and_the_run_ends_as_if_nothing_had_happened(tmp_p
     folder, lines = tmp_path / "killed", len(whole.metrics["active"])
     write_example(folder)
     generator = random.Random(lines)
-    with kept_up(folder, SETTINGS) as both:
+    with restartable(folder, SETTINGS) as both:
         both.start()
         for part, victims in enumerate((both, (both.active,), (both.passive,))):
             wait_for_line(both, int(lines * (0.1 + 0.27 * part + 0.18 * generator.random())))

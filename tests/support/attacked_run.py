@@ -47,7 +47,7 @@ from tests.support.runs import (
 )
 
 BATCH_ATTACKS: tuple[BatchAttackName, ...] = tuple(ATTACKS)
-TELL_SLOPES = "leak_monitor={attacks: [informed]}"
+STORE_SLOPES = "leak_monitor={attacks: [informed]}"
 """Override with which the active party's results hold the slopes of its predictions."""
 
 
@@ -103,9 +103,9 @@ def attacked_run(
     sender = _Sender()
     red_team = _RedTeam(sender, attacks, on_step)
     # The monitor of a run in process is not observed; asking it makes results hold slopes.
-    told = [TELL_SLOPES] if {"informed", "accumulated_informed"} & set(attacks) else []
+    slopes = [STORE_SLOPES] if {"informed", "accumulated_informed"} & set(attacks) else []
     parties = build_parties(
-        example, [*active, *told], passive, active_seen=sender, passive_seen=red_team
+        example, [*active, *slopes], passive, active_seen=sender, passive_seen=red_team
     )
     run_in_process(parties)
     red_team.audit.run.close_epoch()

@@ -5,7 +5,7 @@ it may compute from each answer; `attack` sends the ones, computes all of the ot
 holds them against the ledger's bound. A test of another defense needs one call.
 
 The readings know no label: their sign follows from the positives being the smaller class, or from
-the predictions. Two of them, `informed` and `targets`, are told the model's predictions and their
+the predictions. Two of them, `informed` and `targets`, are given the model's predictions and their
 slopes, which the bound for every peer grants to it.
 
 Why chosen activations break noise along a line: four long random vectors make the top model certain
@@ -37,7 +37,7 @@ from splitveil.common.privacy.scores import norm, spectral
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.run.sample_order import Positions
 from splitveil.passive_party.bottom_trainer import BottomTrainer
-from tests.support.attacked_run import TELL_SLOPES
+from tests.support.attacked_run import STORE_SLOPES
 from tests.support.runs import (
     ActiveRecording,
     Parties,
@@ -291,7 +291,7 @@ def attack(
     reader = _Reader(owner)
     parties = build_parties(
         example,
-        [*active, TELL_SLOPES],
+        [*active, STORE_SLOPES],
         [*passive, "adversary=null"],
         active_seen=owner,
         passive_seen=reader,
@@ -372,10 +372,10 @@ class _Reader(PassiveRecording):
         epochs = np.repeat(self._epochs, [len(batch) for batch in scores])
         last = torch.from_numpy(epochs == epochs[-1])
 
-        def measured(kept: Tensor) -> float:
+        def measured(chosen: Tensor) -> float:
             sums = torch.zeros(len(trained), dtype=torch.float64)
-            sums.index_add_(0, numbers[kept], every[kept])
-            seen = torch.unique(numbers[kept])
+            sums.index_add_(0, numbers[chosen], every[chosen])
+            seen = torch.unique(numbers[chosen])
             return auc(sums[seen], labels[seen])
 
         of_first, of_last = torch.arange(len(scores[0])), len(every) - len(scores[-1])

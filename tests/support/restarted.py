@@ -62,13 +62,13 @@ def metrics_of(folder: Path) -> list[str]:
     return sorted(json.dumps(line, sort_keys=True) for line in plain)
 
 
-def assert_same(found: Outcome, expected: Outcome, told: str = "") -> None:
+def assert_same(found: Outcome, expected: Outcome, context: str = "") -> None:
     """Compare two runs bit for bit."""
     for party in ("active", "passive"):
         one, other = Counter(found.metrics[party]), Counter(expected.metrics[party])
-        assert one == other, f"{told}\n{party}: {one - other} instead of {other - one}"
-        assert found.weights[party] == expected.weights[party], f"{told}\n{party}'s weights"
-    assert found.summary == expected.summary, told
+        assert one == other, f"{context}\n{party}: {one - other} instead of {other - one}"
+        assert found.weights[party] == expected.weights[party], f"{context}\n{party}'s weights"
+    assert found.summary == expected.summary, context
 
 
 # ---- processes ----
@@ -79,7 +79,7 @@ Between = Callable[[str], AbstractContextManager[Any]]
 
 
 @contextmanager
-def kept_up(
+def restartable(
     folder: Path, settings: Settings, log: str = "run", between: Between | None = None
 ) -> Iterator[Pair]:
     """Yield both parties at a free port, not started; one that still runs in the end is killed.
@@ -119,7 +119,7 @@ def run_once(
     write_example(folder)
     if trusted is not None:
         certificates.use(trusted, folder)
-    with kept_up(folder, settings, between=between) as both:
+    with restartable(folder, settings, between=between) as both:
         both.active.start()
         both.wait_until(lambda: "waiting for the passive party" in both.active.said)
         both.passive.start()

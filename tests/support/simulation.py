@@ -110,7 +110,7 @@ class ActiveRecording(Recording):
     """The epoch, and the bounds on all answers up to its end."""
 
     audits: list[tuple[AuditQuestion, float]] = field(default_factory=list)
-    """Scores that a passive party had measured, and the leak AUC that it was told."""
+    """Scores that a passive party had measured, and the leak AUC that it received."""
 
     audits_answered: int = 0
     """The number of audits that were answered; never reduced."""

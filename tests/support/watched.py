@@ -97,7 +97,7 @@ def watched_run(folder: Path, into: Path, *active: str) -> Watched:
 
 
 def series_of(status: PartyStatus) -> Series:
-    """Return everything that an endpoint would tell."""
+    """Return everything that an endpoint shows."""
     families = text_string_to_metric_families(generate_latest(status.metrics.registry).decode())
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value

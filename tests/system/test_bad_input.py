@@ -89,7 +89,7 @@ def test_data_that_cannot_be_used_are_refused_before_anything_is_sent(
 
 
 def test_evaluation_labels_that_lack_ids_end_both(tmp_path: Path) -> None:
-    """The active party cannot know the passive party's file: it is told, and does not wait."""
+    """The active party cannot know the passive party's file: it hears of it, and does not wait."""
     folder = example(tmp_path)
     rows = (folder / "active.csv").read_text().splitlines()
     (folder / "labels.csv").write_text("\n".join(rows[:200]))
@@ -224,13 +224,15 @@ def test_a_signal_in_training_saves_both_models_and_the_peer_is_told(tmp_path: P
 
     found = side_by_side(*(lambda case=case: interrupt(*case) for case in cases))
     for (party, number), (exit_codes, pair) in zip(cases, found, strict=True):
-        stopped, told = pair if party == "active" else (pair.passive, pair.active)
+        stopped, left_behind = pair if party == "active" else (pair.passive, pair.active)
         expected = (128 + number, 4) if party == "active" else (4, 128 + number)
         assert exit_codes == expected, pair.outputs
         assert f"stopped by {number.name}\n" in stopped.output, pair.outputs
-        assert "the peer was stopped by a person or a supervisor\n" in told.output, pair.outputs
+        assert "the peer was stopped by a person or a supervisor\n" in left_behind.output, (
+            pair.outputs
+        )
         assert stopped.has_checkpoint
-        assert told.has_checkpoint
+        assert left_behind.has_checkpoint
 
 
 def test_a_signal_while_aligning_does_not_wait_for_the_last_id(tmp_path: Path) -> None:
@@ -245,14 +247,14 @@ def test_a_signal_while_aligning_does_not_wait_for_the_last_id(tmp_path: Path) -
             getattr(pair, party).signal(number)
             return pair.wait(), pair
 
-    (by_active, told), (by_passive, left) = side_by_side(
+    (by_active, left_behind), (by_passive, left) = side_by_side(
         lambda: interrupt("active", signal.SIGTERM), lambda: interrupt("passive", signal.SIGINT)
     )
-    assert by_active == (143, 4), told.outputs
-    assert "the peer was stopped by a person or a supervisor\n" in told.passive.output
+    assert by_active == (143, 4), left_behind.outputs
+    assert "the peer was stopped by a person or a supervisor\n" in left_behind.passive.output
     assert by_passive == (4, 130), left.outputs
     assert "the other party closed the exchange of ids" in left.active.output
-    assert not any(party.has_checkpoint for pair in (told, left) for party in pair)
+    assert not any(party.has_checkpoint for pair in (left_behind, left) for party in pair)
 
 
 def wait_until_quiet(party: Party) -> None:

@@ -1,6 +1,6 @@
 """Which bounds hold against which peer: every defense against peers that choose their activations.
 
-Labels are dealt out at random, so that features tell nothing, and readings know no label. A defense
+Labels are dealt out at random: features reveal nothing, and readings know no label. A defense
 that holds against a peer stands beside one that does not, so that a reading that found the labels
 elsewhere would show. A new defense is one line of `HOLD` or `FALL`.
 
@@ -156,7 +156,7 @@ def with_slopes_of_raw_gradients(*fields: Any) -> RawBatch:
 
 
 @pytest.mark.parametrize("fall", WITHOUT_SLOPES, ids=lambda fall: f"{fall.defense}: {fall.peer}")
-def test_moves_that_know_the_label_tell_it(
+def test_moves_that_know_the_label_reveal_it(
     example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fall: Fall
 ) -> None:
     monkeypatch.setattr(top_trainer, "RawBatch", with_slopes_of_raw_gradients)
@@ -174,13 +174,13 @@ def test_a_bound_holds_against_everything_that_is_read(
 
 
 @pytest.mark.parametrize("peer", EVERYBODY)
-def test_without_a_defense_predictions_and_slopes_tell_every_label(
+def test_without_a_defense_predictions_and_slopes_reveal_every_label(
     example: Path, tmp_path: Path, peer: PeerName
 ) -> None:
     both = ["contract.epochs=1", "contract.cut_shape=[32]", "contract.drop_last=true"]
     found = attack(peer, example, [*both, "defense={name: none}"], both)
     for reading in ("informed", "targets"):
-        # A row whose label moves nothing, because no hidden unit is active, tells nothing either.
+        # A row whose label moves nothing, because no hidden unit is active, reveals nothing either.
         assert found.readings[reading].whole_run > 0.9
 
 

@@ -2,8 +2,8 @@
 
 Whole runs on `breast_cancer`, most of them with the labels permuted at random: then features
 reveal nothing about a label, every attack works without a defense, and its figure under a defense
-is only the gradients' leak. With the true labels, attacks that are told some examples' labels find
-in gradients what the party's features tell as well; one test shows how much that is.
+is only the gradients' leak. With the true labels, attacks that know some examples' labels find
+in gradients what the party's features reveal as well; one test shows how much that is.
 
 A claim about single answers is held against the mean leak AUC over the batches of a run, one about
 the run against its leak AUC less three standard errors. Every claim comes with a defense of which
@@ -246,7 +246,7 @@ def only(measured: Mapping[str, float], attacks: Collection[str]) -> dict[str, f
 
 @pytest.mark.parametrize("attack", [*ON_GRADIENTS, *GATHERED])
 def test_the_attack_reads_the_labels_where_nothing_is_defended(run: Runs, attack: str) -> None:
-    """The norm tells less: more than a third are positive, and both classes' residuals are long.
+    """The norm reveals less: more than a third are positive, and both classes' residuals are long.
 
     Energy across the gap needs noise across the gap, which fresh marvell adds.
     """
@@ -290,7 +290,7 @@ def test_the_claim_would_be_found_false_of_another_defense(run: Runs, name: str)
     "name", ["marvell leak_auc", "marvell persistent", "iso persistent", "noisy_label gaussian"]
 )
 def test_the_claim_holds_at_the_cut_with_true_labels(run: Runs, name: str) -> None:
-    """Against attacks on directions: those see little of what features tell, and lengths do."""
+    """Against attacks on directions: those see little of what features reveal, and lengths do."""
     claim = CLAIMS[name]
     found = run(claim.defense, dealt=False)
     assert beyond(claim, found, only(leaks(found, ["cut"]), READ_DIRECTIONS)) == {}
@@ -330,7 +330,9 @@ def test_the_ledger_s_bound_holds_for_what_gathers_over_fresh_answers(run: Runs)
     assert beyond(claim, weaker, leaks(weaker)) != {}
 
 
-def test_what_combines_hints_with_gradients_finds_what_the_features_tell_anyway(run: Runs) -> None:
+def test_what_combines_hints_with_gradients_finds_what_the_features_reveal_anyway(
+    run: Runs,
+) -> None:
     """Above the bound with true labels, and not without what the features know of them."""
     attack, bound = "hint_combiner_200", of_one_number(2)
     true = run(GAUSSIAN_LABELS, dealt=False)

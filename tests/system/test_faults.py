@@ -27,7 +27,7 @@ from tests.support.proxies import (
     FaultyLine,
     Plan,
 )
-from tests.support.restarted import Outcome, Settings, assert_same, kept_up, outcome, run_once
+from tests.support.restarted import Outcome, Settings, assert_same, outcome, restartable, run_once
 from tests.support.runs import write_example
 
 ALL = os.environ.get("SPLITVEIL_FAULTS") == "all"
@@ -83,12 +83,12 @@ class Harmed(NamedTuple):
         for seed in drawn:
             generator = random.Random(seed)
             plan = Plan([_draw(harms, generator, none.passed) for _ in range(4)])
-            told = f"FAULT_SEED={seed}: {plan.waiting}"
+            context = f"FAULT_SEED={seed}: {plan.waiting}"
             try:
                 found = self._run(str(seed), plan)
             except BaseException as error:
-                raise AssertionError(told) from error
-            assert_same(found, self.faultless, told)
+                raise AssertionError(context) from error
+            assert_same(found, self.faultless, context)
             struck.update(fault.harm for fault in plan.struck)
         print(f"\n{len(drawn)} runs, faults: {dict(sorted(struck.items()))}")
         assert sum(struck.values()) >= 2 * len(drawn)
@@ -203,8 +203,8 @@ def test_processes_that_are_killed_or_stopped_change_no_bit(
         blows = [draw_blow(generator) for _ in range(4)]
         folder = tmp_path / str(seed)
         write_example(folder)
-        with kept_up(folder, SETTINGS) as both:
-            told = f"FAULT_SEED={seed}: {blows}"
+        with restartable(folder, SETTINGS) as both:
+            context = f"FAULT_SEED={seed}: {blows}"
             both.start()
             for blow in blows:
                 lines = len(faultless.metrics["active" if blow.party == "both" else blow.party])
@@ -213,9 +213,9 @@ def test_processes_that_are_killed_or_stopped_change_no_bit(
                         struck[f"{'kill' if blow.kills else 'stop'} {blow.party}"] += 1
             codes = both.wait()
             assert codes == (0, 0) or all(party.is_done for party in both), (
-                f"{told}\n{codes}\n{both.outputs}"
+                f"{context}\n{codes}\n{both.outputs}"
             )
-            assert_same(outcome(folder / "runs"), faultless, f"{told}\n{both.outputs}")
+            assert_same(outcome(folder / "runs"), faultless, f"{context}\n{both.outputs}")
 
     drawn = seeds(3, 20)
     side_by_side(*(partial(run, seed) for seed in drawn))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.restarted import Outcome, Settings, assert_same, kept_up, outcome, run_once
+from tests.support.restarted import Outcome, Settings, assert_same, outcome, restartable, run_once
 from tests.support.runs import write_example
 
 SETTINGS = Settings(
@@ -21,7 +21,7 @@ SETTINGS = Settings(
     passive=("adversary.every_steps=1000",),
 )
 
-ROOM = 55_000
+LARGEST_FILE = 55_000
 """Largest file: the first to be larger is the transcript, in the first epoch. The exchange of ids
 has filled half of it before."""
 
@@ -35,9 +35,9 @@ def test_a_transcript_that_does_not_fit_ends_both_and_they_resume_bit_for_bit(
     tmp_path: Path, whole: Outcome
 ) -> None:
     write_example(tmp_path)
-    with kept_up(tmp_path, SETTINGS) as both:
+    with restartable(tmp_path, SETTINGS) as both:
         both.start()
-        both.active.limit_files(ROOM)
+        both.active.limit_files(LARGEST_FILE)
         assert both.wait() == (1, 4), both.outputs
         assert not any("Traceback" in party.said for party in both)
         (line,) = [line for line in both.active.said.splitlines() if " ERROR " in line]
@@ -54,7 +54,7 @@ def test_a_run_whose_output_goes_to_a_full_disk_ends_well(tmp_path: Path, whole:
     write_example(tmp_path)
     for party in ("active", "passive"):
         (tmp_path / f"{party}.lost.log").symlink_to("/dev/full")
-    with kept_up(tmp_path, SETTINGS, log="lost") as both:
+    with restartable(tmp_path, SETTINGS, log="lost") as both:
         both.start()
         assert both.wait() == (0, 0)
     assert_same(outcome(tmp_path / "runs"), whole)
@@ -67,7 +67,7 @@ def test_a_summary_that_cannot_be_written_is_all_that_is_left_to_do(
     tmp_path: Path, whole: Outcome
 ) -> None:
     write_example(tmp_path)
-    with kept_up(tmp_path, SETTINGS) as both:
+    with restartable(tmp_path, SETTINGS) as both:
         both.start()
         both.wait_until(lambda: all(party.lines > 0 for party in both))
         in_the_way = [party.folder / "summary.json" for party in both]

@@ -89,7 +89,7 @@ def test_marvell_takes_away_what_the_oracle_reads_without_it(compared: LocalRun)
 
 
 def test_results_lie_in_each_party_s_folder_and_are_their_owner_s_alone(compared: LocalRun) -> None:
-    """Weights, histograms by class and digests of ids tell other users of labels and members."""
+    """Weights, histograms by class and digests of ids inform other users of labels and members."""
     pages = [*compared.runs_dir.glob("*.html")]
     folders = [compared.runs_dir / run / party for run in RUNS for party in ("active", "passive")]
     written = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
@@ -238,7 +238,7 @@ def test_a_run_s_name_is_as_long_as_a_contract_allows_and_differs_where_settings
     names = [parse_defense(LONG.format(auc=auc)).run_name("default_credit") for auc in (0.6, 0.55)]
     assert names[0].startswith("default_credit-projected_labels-leak_auc-0.6-stages-10-")
     assert len(set(names)) == 2
-    long = "e" * 60  # a name of its own that leaves no room
+    long = "e" * 60  # a name so long that no space is left
     names += [parse_defense(text).run_name(long) for text in ("none", "iso", "iso:noise_ratio=2")]
     assert len(set(names)) == 5
     name_of = TypeAdapter[str](Name)

@@ -80,9 +80,9 @@ def test_each_refusal_is_at_once_and_one_line(tmp_path: Path) -> None:
     )
     (line,) = problems(name.passive)
     assert line.endswith("ERROR the peer does not accept this party's certificate")
-    told = [text for text in problems(name.active) if "refused" in text]
-    assert len(told) == 1
-    assert "with certificate CN=passive.splitveil: it does not carry the name of any" in told[0]
+    refusals = [text for text in problems(name.active) if "refused" in text]
+    assert len(refusals) == 1
+    assert "with certificate CN=passive.splitveil: it does not carry the name of any" in refusals[0]
     (line,) = problems(key.active)
     assert "private_key.pem has mode 0644, so that others may read it: chmod 600 " in line
     (line,) = problems(key.passive)

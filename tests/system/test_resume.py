@@ -15,8 +15,8 @@ from tests.support.restarted import (
     Outcome,
     Settings,
     assert_same,
-    kept_up,
     outcome,
+    restartable,
     run_once,
     wait_for_line,
 )
@@ -56,7 +56,7 @@ def interrupted_refused_and_finished(both: Pair, whole: Outcome) -> None:
     wait_for_line(both, lines_of(whole) // 3)
     for party in both:
         party.signal(signal.SIGSTOP)  # so that it is there for as long as the others need
-    with kept_up(both.active.folder.parents[2], SETTINGS, log="second") as others:
+    with restartable(both.active.folder.parents[2], SETTINGS, log="second") as others:
         others.start()
         assert others.wait() == (2, 2), others.outputs
         assert all("another process" in other.said for other in others)
@@ -126,7 +126,7 @@ def test_a_run_that_was_ended_early_can_be_resumed_or_started_over(tmp_path: Pat
     def check(story: Callable[[Pair, Outcome], None]) -> None:
         folder = tmp_path / story.__name__
         write_example(folder)
-        with kept_up(folder, SETTINGS) as both:
+        with restartable(folder, SETTINGS) as both:
             story(both, whole)
             assert_same(outcome(folder / "runs"), whole, both.outputs)
 

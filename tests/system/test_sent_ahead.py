@@ -82,7 +82,7 @@ def answers_in(frames: Iterator[bytes], limits: TensorLimits) -> Iterator[Answer
 def test_what_is_sent_beyond_the_depth_waits_on_the_line_and_is_answered_in_its_turn(
     tmp_path: Path,
 ) -> None:
-    """Whoever ignores the depth has an order of answers that it could have had; no more is kept."""
+    """Whoever ignores the depth has an order of answers it could have had; no more is stored."""
     write_example(tmp_path)
     both = [*OVERRIDES, "contract.pipeline_depth=4"]
     parties = build_parties(tmp_path, both, both)

@@ -33,8 +33,8 @@ def test_a_party_that_stays_away_ends_the_run_by_name(tmp_path: Path) -> None:
         processes["active"].hurry()
         codes = {name: processes[name].wait() for name in ("active", "ash", "cedar")}
         assert set(codes.values()) == {4}, codes
-        told = "nothing came from passive party 'birch' for 300 s"
-        assert told in " ".join(processes["active"].output.split())
+        message = "nothing came from passive party 'birch' for 300 s"
+        assert message in " ".join(processes["active"].output.split())
 
 
 def test_a_budget_ends_the_run_of_all_parties_for_good(tmp_path: Path) -> None:

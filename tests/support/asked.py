@@ -101,15 +101,7 @@ def answering(
     transcript: Transcript | None = None,
     table: Path | None = None,
 ) -> Iterator[Program]:
-    """Answer programs at the active party; passive parties serve at these ports, or do not.
-
-    Args:
-        trained: the run.
-        overrides: of the active party's settings.
-        ports: of passive parties.
-        transcript: the active party's.
-        table: with its own features.
-    """
+    """Answer programs at the active party; passive parties serve at these ports, or do not."""
     settings = trained.active(
         *("serving.timeout_s=30", "serving.fallback=false"),
         f"serving.http='127.0.0.1:{free_port()}'",

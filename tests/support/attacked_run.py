@@ -92,13 +92,6 @@ def attacked_run(
 
     At the cut layer the oracle's positive is a clean gradient. The first layer does not have clean
     gradients; there it follows from the received gradient.
-
-    Args:
-        example: folder of the settings.
-        active: overrides of the active party's settings.
-        passive: overrides of the passive party's settings.
-        attacks: the attacks to run.
-        on_step: also called with every batch.
     """
     sender = _Sender()
     red_team = _RedTeam(sender, attacks, on_step)

@@ -35,14 +35,8 @@ _lock = threading.Lock()
 class Forked:
     """One process of a party.
 
-    Args:
-        module: whose ``main`` it runs, as in ``python -m <module>``.
-        words: of the command line.
-        log: gets what it prints, after what stands there.
-        has_fast_clock: whether SIGUSR1 lets its clock go a minute a second.
-        descriptors: files and connections that it may have open; None for as many as this process.
-        variables: further variables of its environment.
-        unit: directives of the systemd unit under whose filters it runs.
+    With a fast clock, SIGUSR1 lets its clock go a minute a second. With the directives of a systemd
+    unit, it runs under its filters.
     """
 
     def __init__(

@@ -98,11 +98,7 @@ def _changed(settings: PartySettingsT, overrides: Sequence[str]) -> PartySetting
 def train(folder: Path, runs: Path, *overrides: str, active: Sequence[str] = ()) -> Trained:
     """Train the parties of a folder in this process, and save their halves of the model.
 
-    Args:
-        folder: with the settings of all parties; those of security are replaced.
-        runs: folder of the results.
-        overrides: for all parties.
-        active: for the active party alone.
+    Settings of security are replaced.
     """
     certificates = runs / "certificates"
     both = [*overrides, f"runs_dir={runs}", "device=cpu", "torch_threads=1"]
@@ -236,14 +232,7 @@ def predicting(
 ) -> Iterator[Predictor]:
     """Serve every passive party, and open a predictor that has checked them.
 
-    Args:
-        trained: the run.
-        passive: overrides for every passive party.
-        active: overrides for the active party.
-        choice: which top model predicts.
-        tables: other tables than those of the training, by party.
-        transcript: the active party's.
-        whole_table: take the passive parties' whole tables.
+    ``tables`` are other ones than those of the training, by party.
     """
     other = tables or {}
     with ExitStack() as resources:

@@ -126,12 +126,7 @@ def _mixed(positions: Tensor) -> Tensor:
 
 
 class ChosenTrainer(BottomTrainer):
-    """A bottom model that learns nothing, and whose activations a peer chooses.
-
-    Args:
-        honest: the trainer whose place it takes.
-        choose: the peer's activations.
-    """
+    """A bottom model that learns nothing, and whose activations a peer chooses."""
 
     def __init__(self, honest: BottomTrainer, choose: Callable[[Choice], Tensor]) -> None:
         self.__dict__.update(honest.__dict__)
@@ -279,14 +274,7 @@ class Attacked(NamedTuple):
 def attack(
     peer: PeerName, example: Path, active: Sequence[str], passive: Sequence[str] = ()
 ) -> Attacked:
-    """Let a peer go through a run, in this process.
-
-    Args:
-        peer: the activations that it sends.
-        example: folder of the settings.
-        active: overrides of the active party's settings.
-        passive: overrides of the passive party's settings.
-    """
+    """Let a peer go through a run, in this process."""
     owner = _Owner()
     reader = _Reader(owner)
     parties = build_parties(

@@ -43,17 +43,10 @@ class Party:
     ) -> None:
         """Start it.
 
-        Args:
-            party: which settings file of the folder; every one but ``active`` is a passive party's.
-            folder: as ``write_example`` leaves it; results go to its subfolder ``runs``.
-            overrides: of settings, as after ``--set``.
-            command: what the program is to do.
-            options: further words of the command line.
-            log: names the file of its output; by default the command does.
-            fast_clock: let ``hurry`` be there.
-            descriptors: files and connections that it may have open.
-            as_unit: run it under the filters of its systemd unit.
-            begin: whether to start it now.
+        ``party`` names its settings file in the folder; every one but ``active`` is a passive
+        party. Results go to the subfolder ``runs``, output to ``<party>.<log>.log``. With
+        ``fast_clock`` there is ``hurry``; ``as_unit`` puts it under the filters of its systemd
+        unit.
         """
         self.party = party
         self.runs = folder / "runs"
@@ -221,15 +214,7 @@ def started(
 ) -> Iterator[Pair]:
     """Start both parties on a free port; a party that still runs in the end is killed.
 
-    Args:
-        folder: as ``write_example`` leaves it.
-        both: overrides for both parties.
-        active: further overrides for the active party.
-        passive: further overrides for the passive party.
-        options: further words of both command lines.
-        in_turn: start the passive party when the active party waits for it.
-        fast_clock: let both have ``hurry``.
-        as_unit: run each under the filters of its systemd unit.
+    With ``in_turn``, the passive party starts once the active one waits for it.
     """
     address = free_address()
     start = partial(Party, options=options, fast_clock=fast_clock, as_unit=as_unit)

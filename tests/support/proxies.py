@@ -67,12 +67,7 @@ class Between:
 
 
 class Relay(Between):
-    """Passes connections on to ports of localhost: the first to one, all later ones to another.
-
-    Args:
-        first: the first connection's port.
-        then: the port of all others, by default the same.
-    """
+    """Passes connections on to ports of localhost: the first to one, all later ones to another."""
 
     def __init__(self, first: int, then: int | None = None) -> None:
         self.connections = 0
@@ -89,11 +84,7 @@ class Relay(Between):
 
 
 class ConnectProxy(Between):
-    """Makes connections for ``CONNECT`` requests, and records their senders.
-
-    Args:
-        reply: what it says instead of making the connection, where that is given.
-    """
+    """Connects for ``CONNECT`` requests, or says ``reply`` instead; records their heads."""
 
     def __init__(self, reply: bytes | None = None) -> None:
         self.heads: list[bytes] = []

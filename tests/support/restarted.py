@@ -84,11 +84,7 @@ def restartable(
 ) -> Iterator[Pair]:
     """Yield both parties at a free port, not started; one that still runs in the end is killed.
 
-    Args:
-        folder: as ``write_example`` leaves it.
-        settings: overrides.
-        log: what names the files of their output.
-        between: what stands between the two.
+    ``between`` gives what stands between the two.
     """
     there = address = free_address()
     with ExitStack() as stack:
@@ -108,14 +104,7 @@ def run_once(
     between: Between | None = None,
     trusted: Path | None = None,
 ) -> Outcome:
-    """Write an example, let both parties run to their end, and return what they leave.
-
-    Args:
-        folder: gets the example, and the results in ``runs``.
-        settings: overrides.
-        between: what stands between the two.
-        trusted: certificates of both; None for plain text.
-    """
+    """Write an example, let both parties run to their end, and return what they leave."""
     write_example(folder)
     if trusted is not None:
         certificates.use(trusted, folder)

@@ -168,14 +168,7 @@ def build_parties(
 ) -> Parties:
     """Build both parties with overrides of their settings; ``contract.`` ones may differ, too.
 
-    Args:
-        folder: folder of the settings.
-        active: overrides of the active party's settings.
-        passive: overrides of the passive party's settings.
-        runs: folder in which both keep checkpoints, one folder each; by default they do not.
-        device: device of both models.
-        active_seen: the active party's observer.
-        passive_seen: the passive party's.
+    With ``runs``, each keeps checkpoints in a folder there.
     """
     # Persistent noise keeps its key with the run: tests in other folders have other labels.
     own = [f"runs_dir={folder / 'runs'}", *active]

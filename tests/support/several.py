@@ -95,11 +95,7 @@ def build_several(
 ) -> Several:
     """Build all parties with overrides.
 
-    Args:
-        folder: the folder that ``write_several`` has filled.
-        both: overrides for all parties.
-        active: overrides for the active party.
-        runs: folder in which all keep checkpoints; by default they do not.
+    With ``runs``, each keeps checkpoints in a folder there.
     """
     settings = load_party_settings(ActiveSettings, folder / "active.yaml", [*both, *active])
     one = build_active(settings, runs=runs)

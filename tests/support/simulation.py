@@ -231,13 +231,8 @@ def build(
 ) -> Simulation:
     """Build all parties of a run.
 
-    Args:
-        settings: settings of all parties.
-        runs: folder in which each party keeps its checkpoints, in a subfolder of its name; by
-            default checkpoints are not kept.
-        device: device of all models; by default the device in each party's settings.
-        active_seen: the active party's observer; a new recording by default.
-        passive_seen: observers of passive parties, by name; new recordings by default.
+    With ``runs``, each keeps checkpoints in a folder there. Without a device, that of its settings
+    is used.
 
     Raises:
         SplitveilError: settings or data cannot be used.

@@ -45,10 +45,7 @@ class Watched(NamedTuple):
 def watched_run(folder: Path, into: Path, *active: str) -> Watched:
     """Let both parties meet over localhost, with the recorders that the programs have.
 
-    Args:
-        folder: as ``write_example`` leaves it.
-        into: gets a folder for each party's records.
-        active: overrides of the active party's settings.
+    ``into`` gets a folder for each party's records.
     """
     both = [text for text in active if text.startswith("contract.")]
     settings = read_settings(folder, active, both)

@@ -116,14 +116,6 @@ def test_plan_is_a_command_that_trains_nothing(tmp_path: Path) -> None:
     assert "--target-leak-auc" in refused.stderr
 
 
-def test_a_budget_without_a_defense_is_refused_before_anything_is_read(tmp_path: Path) -> None:
-    write_example(tmp_path)
-    (tmp_path / "active.csv").unlink()
-    done = command(tmp_path, "--set", budget_of(0.7))
-    assert done.returncode == 2
-    assert "run_budget" in done.stderr
-
-
 def supervised(both: Pair) -> None:
     """Start whatever ends with an error again, as a supervisor does."""
 

@@ -26,6 +26,7 @@ from splitveil.common.privacy.adversary import Adversary
 from tests.support.attacked_run import deal_labels
 from tests.support.malicious import Attacked, PeerName, ReadingName, attack
 from tests.support.runs import write_example
+from tests.system.conftest import needs_data
 
 ROWS = 3000
 POSITIVES = 0.2
@@ -193,9 +194,6 @@ PEERS_OF_LARGE_TABLES = [
     for peer in EVERYBODY
 ]
 PROJECTED = "defense={name: projected_labels, strength: {leak_auc: %s}, stages: %d}"
-needs_data = pytest.mark.skipif(
-    "SPLITVEIL_DATA" not in os.environ, reason="SPLITVEIL_DATA names no folder with data sets"
-)
 
 
 def of_projected(

@@ -12,7 +12,6 @@ nothing. Rows, weights and noise are seeded.
 """
 
 import math
-import os
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +30,7 @@ from tests.support.attacked_run import (
     attacked_run,
     deal_labels,
 )
+from tests.system.conftest import needs_data
 
 EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
 EXAMPLE = EXAMPLES / "breast_cancer"
@@ -60,10 +60,6 @@ WEAK_MARVELL = "name: marvell, strength: {power_ratio: 0.25}"
 FRESH_MARVELL = "name: marvell, strength: {power_ratio: 4}"
 PERSISTENT_MARVELL = "name: marvell, noise: persistent, strength: {power_ratio: 4}"
 GAUSSIAN_LABELS = "name: noisy_label, mechanism: {kind: gaussian, noise_ratio: 2}"
-
-needs_data = pytest.mark.skipif(
-    "SPLITVEIL_DATA" not in os.environ, reason="SPLITVEIL_DATA names no folder with data sets"
-)
 
 
 def of_detection_error(error: float) -> float:

@@ -68,37 +68,9 @@ def faultless(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 # ---- the connection ----
 
 
-class Harmed(NamedTuple):
-    """Runs with faults between the parties."""
-
-    folder: Path
-    faultless: Outcome
-    trusted: Path | None
-
-    def check(self, harms: Sequence[str], drawn: Sequence[int]) -> None:
-        """Compare runs, each with four faults, with the one that has none."""
-        none = Plan([])
-        assert_same(self._run("none", none), self.faultless, "through a proxy that harms nothing")
-        struck: Counter[str] = Counter()
-        for seed in drawn:
-            generator = random.Random(seed)
-            plan = Plan([_draw(harms, generator, none.passed) for _ in range(4)])
-            context = f"FAULT_SEED={seed}: {plan.waiting}"
-            try:
-                found = self._run(str(seed), plan)
-            except BaseException as error:
-                raise AssertionError(context) from error
-            assert_same(found, self.faultless, context)
-            struck.update(fault.harm for fault in plan.struck)
-        print(f"\n{len(drawn)} runs, faults: {dict(sorted(struck.items()))}")
-        assert sum(struck.values()) >= 2 * len(drawn)
-
-    def _run(self, name: str, plan: Plan) -> Outcome:
-        between = partial(FaultyLine, plan=plan)
-        return run_once(self.folder / name, SETTINGS, between, self.trusted)
-
-
-def _draw(harms: Sequence[str], generator: random.Random, passed: dict[Direction, int]) -> Fault:
+def draw_fault(
+    harms: Sequence[str], generator: random.Random, passed: dict[Direction, int]
+) -> Fault:
     direction = generator.choice(get_args(Direction))
     harm, at = generator.choice(harms), generator.randrange(passed[direction])
     is_pause = harm in {"swallow", "delay"}
@@ -110,8 +82,26 @@ def _draw(harms: Sequence[str], generator: random.Random, passed: dict[Direction
 def test_faults_of_the_connection_change_no_bit(
     tmp_path: Path, faultless: Outcome, trusted: Path, harms: tuple[ByteHarm, ...]
 ) -> None:
-    harmed = Harmed(tmp_path, faultless, None if harms is UNPROTECTED else trusted)
-    harmed.check(harms, seeds(2, 20))
+    """Runs with four faults each are those without one."""
+
+    def check(name: str, plan: Plan) -> None:
+        own = None if harms is UNPROTECTED else trusted
+        try:
+            found = run_once(tmp_path / name, SETTINGS, partial(FaultyLine, plan=plan), own)
+        except BaseException as error:
+            raise AssertionError(f"FAULT_SEED={name}: {plan.struck}") from error
+        assert_same(found, faultless, f"FAULT_SEED={name}: {plan.struck}")
+
+    none, drawn = Plan([]), seeds(2, 20)
+    check("none", none)
+    struck: Counter[str] = Counter()
+    for seed in drawn:
+        generator = random.Random(seed)
+        plan = Plan([draw_fault(harms, generator, none.passed) for _ in range(4)])
+        check(str(seed), plan)
+        struck.update(fault.harm for fault in plan.struck)
+    print(f"\n{len(drawn)} runs, faults: {dict(sorted(struck.items()))}")
+    assert sum(struck.values()) >= 2 * len(drawn)
 
 
 # ---- the processes ----

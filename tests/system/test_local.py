@@ -34,7 +34,7 @@ from splitveil.deploy.local import held_port
 from splitveil.deploy.overrides import Overrides, parse_defense
 from tests.support.programs import run_program
 from tests.support.runs import write_example
-from tests.system.conftest import SAME_SPLIT, LocalRun, run_locally
+from tests.system.conftest import SAME_SPLIT, LocalRun, needs_data, run_locally
 
 PYTHON = (sys.executable, "-m")
 BUDGET = (
@@ -45,10 +45,6 @@ ATTACKS = {"norm", "cosine", "spectral", "residual_energy"}
 FIGURES = {"q95", "mean", "last_epoch", "random_q95"}
 UNDEFENDED = "active.defense={name: none}"
 RUNS = ("breast_cancer-none", "breast_cancer-marvell-power_ratio-4")
-
-needs_data = pytest.mark.skipif(
-    "SPLITVEIL_DATA" not in os.environ, reason="SPLITVEIL_DATA names no folder with data sets"
-)
 
 
 def test_two_defenses_are_run_and_set_side_by_side(compared: LocalRun) -> None:

@@ -1,6 +1,5 @@
 """Examples of the published models, on real rows: checked, and run by two processes."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -8,11 +7,9 @@ import pytest
 from tests.support.programs import ROOT
 from tests.support.simulation import free_address
 from tests.support.typed import called
-from tests.system.conftest import SAME_SPLIT, run_locally
+from tests.system.conftest import SAME_SPLIT, needs_data, run_locally
 
-pytestmark = pytest.mark.skipif(
-    "SPLITVEIL_DATA" not in os.environ, reason="SPLITVEIL_DATA names no folder with data sets"
-)
+pytestmark = needs_data
 
 
 @pytest.mark.parametrize("party", ["active", "passive"])

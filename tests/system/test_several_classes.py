@@ -5,19 +5,14 @@ set with room around what was measured with these seeds.
 """
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
-from tests.system.conftest import SAME_SPLIT, LocalRun, run_locally
+from tests.system.conftest import SAME_SPLIT, LocalRun, needs_data, run_locally
 
 MARVELL = "{name: marvell, strength: {power_ratio: 16}, insecure_noise_seed: 7}"
 SIXTEEN = "vehicle-marvell-power_ratio-16-insecure_noise_seed-7"
-
-needs_data = pytest.mark.skipif(
-    "SPLITVEIL_DATA" not in os.environ, reason="SPLITVEIL_DATA names no folder with data sets"
-)
 
 
 @pytest.fixture(scope="module")

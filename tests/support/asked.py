@@ -34,8 +34,6 @@ ASKING_TAKES_S = 60.0
 
 
 class Told(NamedTuple):
-    """An HTTP answer."""
-
     status: int
     body: dict[str, Any]
     headers: Mapping[str, str]
@@ -51,8 +49,6 @@ class Told(NamedTuple):
 
 @dataclass
 class Program:
-    """Another program of the active party."""
-
     http: int
     service: AnswerService
     status: OnlineStatus

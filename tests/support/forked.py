@@ -61,7 +61,6 @@ class Forked:
 
     @property
     def pid(self) -> int:
-        """The number of the process."""
         found = self._process.pid
         assert found is not None
         return found
@@ -72,7 +71,6 @@ class Forked:
             return self._process.exitcode
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Wait for its end and return its exit code."""
         multiprocessing.connection.wait([self._process.sentinel], timeout_s)
         exit_code = self.poll()
         assert exit_code is not None, f"hangs: process {self.pid}"

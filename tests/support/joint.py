@@ -75,11 +75,9 @@ class Trained:
     run_id: str
 
     def active(self, *overrides: str) -> ActiveSettings:
-        """Return the active party's settings with changes."""
         return _changed(self.settings.active, overrides)
 
     def passive(self, name: str, *overrides: str) -> PassiveSettings:
-        """Return a passive party's settings with changes."""
         return _changed(self.settings.passive[name], overrides)
 
 
@@ -192,7 +190,6 @@ def _record(evaluated: Evaluated, patch: pytest.MonkeyPatch) -> None:
 
 
 def free_port() -> int:
-    """Return a free port on loopback."""
     return int(free_address().rpartition(":")[2])
 
 

@@ -247,8 +247,6 @@ class Broken(NamedTuple):
 
 
 class Attacked(NamedTuple):
-    """What a peer read in a run."""
-
     readings: dict[ReadingName, Broken]
     bound: float
     """The ledger's for the whole run, of the example with the largest account and for the peers

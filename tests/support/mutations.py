@@ -303,7 +303,6 @@ class WireSender:
         )
 
     def send(self, method: str, messages: Sequence[bytes]) -> grpc.StatusCode:
-        """Make one call with these messages and return its status."""
         try:
             if method in UNARY:
                 unary: Any = self._channel.unary_unary(method_path(method))

@@ -96,7 +96,6 @@ class Party:
         return "\n-- started again\n".join([*self._outputs, self.said])
 
     def results(self, run_name: str = "small") -> Path:
-        """Return the folder of its results."""
         return self.runs / run_name / self.party
 
     @property
@@ -119,7 +118,6 @@ class Party:
 
     @property
     def lines(self) -> int:
-        """The number of lines in its metrics."""
         try:
             return (self.folder / "metrics.jsonl").read_bytes().count(b"\n")
         except FileNotFoundError:
@@ -138,7 +136,6 @@ class Party:
         self._process.send_signal(number)
 
     def hurry(self) -> None:
-        """Let its clock go a minute a second from now on."""
         self.signal(signal.SIGUSR1)
 
     def limit_files(self, max_bytes: int) -> None:
@@ -150,7 +147,6 @@ class Party:
         self._process.kill()
 
     def wait_until_says(self, text: str) -> None:
-        """Wait for a text in its output."""
         self.wait_until(lambda: text in self.said, f"{text!r} in its output")
 
     def wait_until_training(self) -> None:

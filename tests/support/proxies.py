@@ -31,7 +31,6 @@ class Between:
         self.cut()
 
     def cut(self) -> None:
-        """Break every connection."""
         for end in self._open:
             with suppress(OSError):  # closed by the other end already
                 end.shutdown(socket.SHUT_RDWR)
@@ -125,7 +124,6 @@ class SilentLine(Relay):
         super().__exit__()
 
     def silence(self) -> None:
-        """Let nothing pass from now on."""
         self._passes.clear()
 
     def resume(self) -> None:

@@ -39,7 +39,6 @@ class Outcome(NamedTuple):
 
 
 def outcome(runs: Path) -> Outcome:
-    """Read what both parties have written."""
     folders = {party: runs / "small" / party for party in ("active", "passive")}
     summary = json.loads((folders["active"] / "summary.json").read_text())
     return Outcome(

@@ -146,13 +146,11 @@ class Parties:
     engine: AlignmentEngine
 
     def simulation(self) -> Simulation:
-        """Return the two parties in their present state as a simulation."""
         active = ActiveParty(self.active_settings, self.session, self.engine, self.active)
         passive = PassiveParty(self.passive_settings, self.run, self.passive)
         return Simulation(active, {self.passive_settings.party: passive})
 
     def weights(self) -> dict[str, Tensor]:
-        """Return both models' weights by name."""
         return self.simulation().weights()
 
 
@@ -186,22 +184,18 @@ def run_in_process(
     parties: Parties,
     connect: Callable[[ActiveSession, AlignmentEngine], Peer] = InProcessPeer,
 ) -> None:
-    """Let the parties meet in this process."""
     parties.run.run(connect(parties.session, parties.engine))
 
 
 def serving(parties: Parties, port: int) -> AbstractContextManager[ActiveService]:
-    """Serve the active party at a port of localhost."""
     return simulation.serving(parties.simulation().active, f"127.0.0.1:{port}")
 
 
 def run_over_grpc(parties: Parties, port: int) -> None:
-    """Let the parties meet over localhost."""
     simulation.meet_over_grpc(parties.simulation(), f"127.0.0.1:{port}")
 
 
 def in_background(action: Callable[[], None]) -> threading.Thread:
-    """Run a function in a thread beside the test."""
     thread = threading.Thread(target=action, daemon=True)
     thread.start()
     return thread

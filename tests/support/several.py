@@ -77,12 +77,10 @@ class Several:
     errors: dict[str, BaseException] = field(default_factory=dict)
 
     def simulation(self) -> Simulation:
-        """Return all parties in their present state as a simulation."""
         active = ActiveParty(self.settings, self.session, self.engine, self.seen)
         return Simulation(active, self.passive)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return all models' weights by name."""
         return self.simulation().weights()
 
 
@@ -109,7 +107,6 @@ def build_several(
 def build_passive(
     folder: Path, name: str, overrides: Sequence[str] = (), *, runs: Path | None = None
 ) -> PassiveParty:
-    """Build one passive party."""
     settings = load_party_settings(PassiveSettings, folder / f"{name}.yaml", overrides)
     return simulation.build_passive(settings, runs=runs, seen=PassiveRecording())
 
@@ -150,7 +147,6 @@ def finish(threads: Sequence[threading.Thread]) -> None:
 
 
 def run_in_process(several: Several, **connect: Connect) -> None:
-    """Let all parties meet in this process."""
     finish([start(several, name, connect.get(name, PartyPeer)) for name in several.passive])
     for error in several.errors.values():
         raise error

@@ -196,7 +196,6 @@ class Simulation:
     def start(
         self, name: str, connect: "Connect", on_error: Callable[[BaseException], None]
     ) -> threading.Thread:
-        """Let one passive party run in a thread of its own."""
         return start(name, self.passive[name].run, partial(connect, self), on_error)
 
     def weights(self) -> dict[str, Tensor]:

@@ -113,12 +113,10 @@ def without_time(series: Series) -> Series:
 
 
 def names_in(series: Series) -> set[str]:
-    """Return the names of the series."""
     return {name for name, _ in series}
 
 
 def value_of(status: PartyStatus, name: str, **labels: str) -> float:
-    """Return one value."""
     return series_of(status)[name, tuple(sorted(labels.items()))]
 
 

@@ -25,8 +25,9 @@ class Between:
 
     def __exit__(self, *_: object) -> None:
         """Take no more connections, and break those that there are."""
-        # A thread that accepts would keep a socket that is only closed.
-        self._listener.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):  # closed
+            # A thread that accepts would keep a socket that is only closed.
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self.cut()
 

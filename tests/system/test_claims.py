@@ -194,18 +194,6 @@ def leaks(found: AttackedRun, layers: Sequence[str] = ("cut", "first")) -> dict[
     return of_batches | of_run
 
 
-def found_of(area: float, low: float, high: float, examples: int) -> RunLevelLeak:
-    return RunLevelLeak(
-        auc=area,
-        low=low,
-        high=high,
-        examples=examples,
-        tpr_at_per_mille=0.0,
-        tpr_at_percent=0.0,
-        precision_at_100=None,
-    )
-
-
 def surely(found: RunLevelLeak) -> float:
     """Return the leak AUC less three standard errors, which are half its 95 % interval each."""
     return found["auc"] - 1.5 * (found["auc"] - found["low"])

@@ -1,10 +1,8 @@
 """The local launcher and the shipped examples: real processes, real data, real gradients."""
 
-import gzip
 import io
 import json
 import os
-import random
 import re
 import socket
 import sys
@@ -34,7 +32,7 @@ from splitveil.deploy.local import held_port
 from splitveil.deploy.overrides import Overrides, parse_defense
 from tests.support.programs import run_program
 from tests.support.runs import write_example
-from tests.system.conftest import SAME_SPLIT, LocalRun, needs_data, run_locally
+from tests.system.conftest import SAME_SPLIT, LocalRun
 
 PYTHON = (sys.executable, "-m")
 BUDGET = (
@@ -43,7 +41,6 @@ BUDGET = (
 )
 ATTACKS = {"norm", "cosine", "spectral", "residual_energy"}
 FIGURES = {"q95", "mean", "last_epoch", "random_q95"}
-UNDEFENDED = "active.defense={name: none}"
 RUNS = ("breast_cancer-none", "breast_cancer-marvell-power_ratio-4")
 
 
@@ -148,39 +145,6 @@ def test_a_finished_rehearsal_runs_again_and_none_counts_as_an_earlier_release(
         assert (rehearsed[0] / f"{party}.previous-1" / "summary.json").is_file()
     summary = json.loads((rehearsed[0] / "active" / "summary.json").read_text())
     assert "earlier_answers" not in summary
-
-
-def shuffled_copy(path: Path, folder: Path) -> Path:
-    """Copy a compressed table with its rows in another order."""
-    header, *rows = gzip.decompress(path.read_bytes()).decode().splitlines()
-    random.Random(5).shuffle(rows)
-    copy = folder / "shuffled.csv"
-    copy.write_text("\n".join([header, *rows]) + "\n")
-    return copy
-
-
-@needs_data
-def test_default_credit_is_aligned_and_learnt(tmp_path: Path) -> None:
-    shuffled = shuffled_copy(
-        Path(os.environ["SPLITVEIL_DATA"], "default_credit", "host.csv.gz"), tmp_path
-    )
-    overrides = ["--set", "contract.epochs=10", UNDEFENDED]
-    overrides += ["--set", f"passive.data.source.path={shuffled}"]
-    run = run_locally(tmp_path, "default_credit", *overrides, *SAME_SPLIT)
-    assert run.exit_code == 0, run.output
-    summary = run.summary("default_credit", "active")
-    assert summary["aligned_rows"] == 24_000
-    assert summary["test_auc"] >= 0.755
-    assert summary["leak"]["cut"]["cosine"]["mean"] > 0.95
-
-
-@needs_data
-def test_raw_criteo_is_learnt_through_embeddings(tmp_path: Path) -> None:
-    run = run_locally(tmp_path, "criteo", "--set", "contract.epochs=4", UNDEFENDED, *SAME_SPLIT)
-    assert run.exit_code == 0, run.output
-    summary = run.summary("criteo", "active")
-    assert summary["aligned_rows"] == 8_000
-    assert summary["test_auc"] > 0.65
 
 
 @pytest.mark.parametrize(
@@ -315,4 +279,3 @@ def test_as_json_a_run_that_its_budget_ends_is_described_and_one_that_fails_is_n
     assert failed.returncode == 2
     assert failed.stdout == ""
     assert "did you mean 'active.defense.insecure_noise_seed'?" in failed.stderr
-    assert "did you mean 'defense.insecure_noise_seed'?" in failed.stderr

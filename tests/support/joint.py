@@ -37,7 +37,7 @@ from splitveil.passive_party.predict.service import InferenceServer, InferenceSe
 from splitveil.passive_party.settings import PassiveSettings
 from tests.support import simulation
 from tests.support.runs import ACTIVE as ACTIVE_VALUES
-from tests.support.runs import CONTRACT, CPU, PASSIVE
+from tests.support.runs import CONTRACT, CPU, PASSIVE, write_settings, write_table
 from tests.support.simulation import (
     ActiveParty,
     PassiveParty,
@@ -261,23 +261,12 @@ def write_wide_deep(folder: Path, rows: int = 500, seed: int = 5) -> None:
     words = generator.integers(0, 12, size=(rows, 2))
     score = x[:, 0] + x[:, 2] + (words[:, 0] % 3) - (words[:, 1] % 2)
     labels = (score + generator.normal(scale=0.5, size=rows) > 0.5).astype(int)
-    for name, columns, word, own_labels in (
-        (ACTIVE, x[:, :2], words[:, 0], labels),
-        ("passive", x[:, 2:], words[:, 1], None),
-    ):
-        head = "id,label,n1,n2,word" if own_labels is not None else "id,n1,n2,word"
-        lines = [
-            ",".join(
-                [
-                    f"row-{i:04d}",
-                    *([] if own_labels is None else [str(own_labels[i])]),
-                    *(repr(float(value)) for value in columns[i]),
-                    f"w{word[i]}",
-                ]
-            )
-            for i in generator.permutation(rows)
-        ]
-        (folder / f"{name}.csv").write_text("\n".join([head, *lines]) + "\n")
+    ids, texts = [f"row-{i:04d}" for i in range(rows)], np.char.add("w", words.astype(str)).T
+    order = generator.permutation(rows)
+    own = labels, *x.T[:2], texts[0]
+    write_table(folder / "active.csv", "id,label,n1,n2,word", order, ids, *own)
+    order = generator.permutation(rows)
+    write_table(folder / "passive.csv", "id,n1,n2,word", order, ids, *x.T[2:], texts[1])
     model = {"kind": "wide_deep", "hidden": [16, 8], "embedding_dim": 3}
     features = {"numeric": "n*", "categorical": "word", "signed_log1p": True}
     contract = {**CONTRACT, "cut_shape": [8]}
@@ -285,5 +274,4 @@ def write_wide_deep(folder: Path, rows: int = 500, seed: int = 5) -> None:
     active["data"] = {**ACTIVE_VALUES["data"], "features": features}  # type: ignore[dict-item]
     passive = {**PASSIVE, "bottom_model": model, "adversary": None}
     passive["data"] = {**PASSIVE["data"], "features": features}  # type: ignore[dict-item]
-    for name, values in (("contract", contract), (ACTIVE, active), ("passive", passive)):
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
+    write_settings(folder, contract=contract, active=active, passive=passive)

@@ -1,10 +1,11 @@
 """Small whole runs for tests: files, settings, and both parties in one process or over a wire."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,6 +43,8 @@ __all__ = [
     "run_over_grpc",
     "serving",
     "write_example",
+    "write_settings",
+    "write_table",
 ]
 
 CPU = torch.device("cpu")
@@ -113,16 +116,19 @@ def write_example(folder: Path, rows: int = 400, seed: int = 3) -> None:
     ids = [f"person-{number:05d}" for number in range(rows)]
     cut = rows // 20
     active, passive = generator.permutation(rows - cut), cut + generator.permutation(rows - cut)
-    (folder / "active.csv").write_text(
-        "id,label,own1,own2\n"
-        + "".join(f"{ids[i]},{labels[i]},{own[i, 0]},{own[i, 1]}\n" for i in active)
-    )
-    (folder / "passive.csv").write_text(
-        "id,x1,x2,x3,x4,x5\n"
-        + "".join(f"{ids[i]},{','.join(str(v) for v in x[i])}\n" for i in passive)
-    )
-    for name, values in (("contract", CONTRACT), ("active", ACTIVE), ("passive", PASSIVE)):
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
+    write_table(folder / "active.csv", "id,label,own1,own2", active, ids, labels, *own.T)
+    write_table(folder / "passive.csv", "id,x1,x2,x3,x4,x5", passive, ids, *x.T)
+    write_settings(folder, contract=CONTRACT, active=ACTIVE, passive=PASSIVE)
+
+
+def write_table(path: Path, head: str, order: Iterable[int], *columns: Any) -> None:
+    rows = (",".join(str(column[row]) for column in columns) for row in order)
+    path.write_text("\n".join([head, *rows, ""]))
+
+
+def write_settings(folder: Path, **files: Mapping[str, object]) -> None:
+    for name, values in files.items():
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(dict(values)))
 
 
 @dataclass

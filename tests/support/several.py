@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import yaml
 from torch import Tensor
 
 from splitveil.active_party.run.session import ActiveSession
@@ -15,7 +14,14 @@ from splitveil.common.alignment import AlignmentEngine
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.passive_party.settings import PassiveSettings
 from tests.support import simulation
-from tests.support.runs import ACTIVE, CONTRACT, PASSIVE, PassiveRecording
+from tests.support.runs import (
+    ACTIVE,
+    CONTRACT,
+    PASSIVE,
+    PassiveRecording,
+    write_settings,
+    write_table,
+)
 from tests.support.simulation import (
     ActiveParty,
     ActiveRecording,
@@ -40,19 +46,12 @@ def write_several(folder: Path, parties: int = 3, rows: int = 400, seed: int = 3
     names, cut = NAMES[:parties], rows // 20
     contract = {**CONTRACT, "passive_parties": list(names)}
     settings: dict[str, dict[str, object]] = {"contract": contract, "active": {**ACTIVE}}
-    (folder / "active.csv").write_text(
-        "id,label,own1,own2\n"
-        + "".join(
-            f"{ids[i]},{labels[i]},{own[i, 0]},{own[i, 1]}\n"
-            for i in generator.permutation(rows - cut)
-        )
-    )
+    order = generator.permutation(rows - cut)
+    write_table(folder / "active.csv", "id,label,own1,own2", order, ids, labels, *own.T)
     for place, name in enumerate(names):
-        columns = x[:, 2 * place : 2 * place + 2]
+        columns = x.T[2 * place : 2 * place + 2]
         present = [i for i in generator.permutation(rows) if (i + place * cut) % rows >= cut]
-        (folder / f"{name}.csv").write_text(
-            "id,x1,x2\n" + "".join(f"{ids[i]},{columns[i, 0]},{columns[i, 1]}\n" for i in present)
-        )
+        write_table(folder / f"{name}.csv", "id,x1,x2", present, ids, *columns)
         data = {"source": {"kind": "csv", "path": f"{name}.csv"}, "id_column": "id"}
         settings[name] = {
             **PASSIVE,
@@ -61,8 +60,7 @@ def write_several(folder: Path, parties: int = 3, rows: int = 400, seed: int = 3
             "insecure_nonce_seed": 10 + place,
             "model_seed": 20 + place,
         }
-    for name, values in settings.items():
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
+    write_settings(folder, **settings)
 
 
 @dataclass

@@ -93,7 +93,7 @@ def attacked_run(
     At the cut layer the oracle's positive is a clean gradient. The first layer does not have clean
     gradients; there it follows from the received gradient.
     """
-    sender = _Sender()
+    sender = Sender()
     red_team = _RedTeam(sender, attacks, on_step)
     # The monitor of a run in process is not observed; asking it makes results hold slopes.
     slopes = [STORE_SLOPES] if {"informed", "accumulated_informed"} & set(attacks) else []
@@ -162,7 +162,7 @@ def _features_alone(parties: Parties) -> dict[RunAttackName, float]:
     return found
 
 
-class _Sender(ActiveRecording):
+class Sender(ActiveRecording):
     """Remembers the last step, of which the red team is about to see the defended gradient."""
 
     def __init__(self) -> None:
@@ -179,7 +179,7 @@ class _RedTeam(PassiveRecording):
     """Attacks the received gradients; labels and clean gradients come from the other party."""
 
     def __init__(
-        self, sender: _Sender, attacks: Sequence[AttackName], on_step: StepListener | None
+        self, sender: Sender, attacks: Sequence[AttackName], on_step: StepListener | None
     ) -> None:
         super().__init__()
         self.audit = LeakAudit(attacks)

@@ -26,7 +26,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.data.features import Features
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import informed, residual_energy
@@ -37,9 +36,8 @@ from splitveil.common.privacy.scores import norm, spectral
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.run.sample_order import Positions
 from splitveil.passive_party.bottom_trainer import BottomTrainer
-from tests.support.attacked_run import STORE_SLOPES
+from tests.support.attacked_run import STORE_SLOPES, Sender
 from tests.support.runs import (
-    ActiveRecording,
     Parties,
     PassiveRecording,
     build_parties,
@@ -273,7 +271,7 @@ def attack(
     peer: PeerName, example: Path, active: Sequence[str], passive: Sequence[str] = ()
 ) -> Attacked:
     """Let a peer go through a run, in this process."""
-    owner = _Owner()
+    owner = Sender()
     reader = _Reader(owner)
     parties = build_parties(
         example,
@@ -298,21 +296,10 @@ def _replace_trainer(parties: Parties, choose: Callable[[Choice], Tensor]) -> No
     parties.run._build_trainer = chosen
 
 
-class _Owner(ActiveRecording):
-    """Remembers the last step, whose answer the reader is about to see."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.latest: StepResult | None = None
-
-    def on_step(self, batch: Batch, result: StepResult) -> None:
-        self.latest = result
-
-
 class _Reader(PassiveRecording):
     """Scores every received gradient."""
 
-    def __init__(self, owner: _Owner) -> None:
+    def __init__(self, owner: Sender) -> None:
         super().__init__()
         self._owner = owner
         self._epochs: list[int] = []

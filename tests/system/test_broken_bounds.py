@@ -187,7 +187,7 @@ def test_without_a_defense_predictions_and_slopes_reveal_every_label(
 
 # ---- projected labels, on real tables ----
 
-QUICK = {"honest", "groups", "one_hot"}
+QUICK = {"groups"}
 PEERS_OF_LARGE_TABLES = [
     # The smaller table has them all in every run of the tests.
     pytest.param(peer, marks=() if peer in QUICK else pytest.mark.slow)

@@ -37,7 +37,7 @@ from splitveil.passive_party.predict.service import InferenceServer, InferenceSe
 from splitveil.passive_party.settings import PassiveSettings
 from tests.support import simulation
 from tests.support.runs import ACTIVE as ACTIVE_VALUES
-from tests.support.runs import CONTRACT, CPU, PASSIVE, write_settings, write_table
+from tests.support.runs import CONTRACT, CPU, PASSIVE, write_table, write_yaml
 from tests.support.simulation import (
     ActiveParty,
     PassiveParty,
@@ -274,4 +274,4 @@ def write_wide_deep(folder: Path, rows: int = 500, seed: int = 5) -> None:
     active["data"] = {**ACTIVE_VALUES["data"], "features": features}  # type: ignore[dict-item]
     passive = {**PASSIVE, "bottom_model": model, "adversary": None}
     passive["data"] = {**PASSIVE["data"], "features": features}  # type: ignore[dict-item]
-    write_settings(folder, contract=contract, active=active, passive=passive)
+    write_yaml(folder, contract=contract, active=active, passive=passive)

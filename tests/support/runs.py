@@ -43,8 +43,8 @@ __all__ = [
     "run_over_grpc",
     "serving",
     "write_example",
-    "write_settings",
     "write_table",
+    "write_yaml",
 ]
 
 CPU = torch.device("cpu")
@@ -118,7 +118,7 @@ def write_example(folder: Path, rows: int = 400, seed: int = 3) -> None:
     active, passive = generator.permutation(rows - cut), cut + generator.permutation(rows - cut)
     write_table(folder / "active.csv", "id,label,own1,own2", active, ids, labels, *own.T)
     write_table(folder / "passive.csv", "id,x1,x2,x3,x4,x5", passive, ids, *x.T)
-    write_settings(folder, contract=CONTRACT, active=ACTIVE, passive=PASSIVE)
+    write_yaml(folder, contract=CONTRACT, active=ACTIVE, passive=PASSIVE)
 
 
 def write_table(path: Path, head: str, order: Iterable[int], *columns: Any) -> None:
@@ -126,7 +126,7 @@ def write_table(path: Path, head: str, order: Iterable[int], *columns: Any) -> N
     path.write_text("\n".join([head, *rows, ""]))
 
 
-def write_settings(folder: Path, **files: Mapping[str, object]) -> None:
+def write_yaml(folder: Path, **files: Mapping[str, object]) -> None:
     for name, values in files.items():
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(dict(values)))
 

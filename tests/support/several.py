@@ -19,8 +19,8 @@ from tests.support.runs import (
     CONTRACT,
     PASSIVE,
     PassiveRecording,
-    write_settings,
     write_table,
+    write_yaml,
 )
 from tests.support.simulation import (
     ActiveParty,
@@ -60,7 +60,7 @@ def write_several(folder: Path, parties: int = 3, rows: int = 400, seed: int = 3
             "insecure_nonce_seed": 10 + place,
             "model_seed": 20 + place,
         }
-    write_settings(folder, **settings)
+    write_yaml(folder, **settings)
 
 
 @dataclass

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.support.runs import ACTIVE, CONTRACT, PASSIVE, write_settings, write_table
+from tests.support.runs import ACTIVE, CONTRACT, PASSIVE, write_table, write_yaml
 
 CLASSES = ("bus", "opel", "saab", "van")
 ATTACKS = ("norm", "cosine", "spectral", "accumulated_spectral", "accumulated_cosine")
@@ -27,7 +27,7 @@ def write_classes(folder: Path, rows: int = 600, seed: int = 3) -> None:
     labels = {**source, "label_column": "label", "classes": list(CLASSES)}
     monitor = {"attacks": list(ATTACKS), "queue_batches": 1024, "max_cpu_share": None}
     data = {**labels, "features": {"numeric": "own*"}}
-    write_settings(
+    write_yaml(
         folder,
         contract=CONTRACT,
         active={**ACTIVE, "data": data, "leak_monitor": monitor},

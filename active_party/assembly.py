@@ -58,7 +58,7 @@ def allowance_of(settings: ActiveSettings, earlier: AccountBook | None = None) -
 
 
 def bounds_in_words(settings: ActiveSettings) -> str:
-    """Describe for whom a run can have bounds, and what else tells the peer about labels."""
+    """Describe for whom a run can have bounds, and what else the peer learns of labels."""
     peers = allowance_of(settings).peers
     covered = narrowest(peers, settings.defense.traits.coverage.adversary)
     reasons = (signal.why for signal in signals_of(settings))
@@ -116,7 +116,7 @@ def open_label_owners_model(settings: ActiveSettings) -> EarlierModel | None:
     if earlier is not None and defense.traits.is_staged and not earlier.is_label_free:
         raise SettingsError(
             f"initial_weights: {earlier.folder}: this model has learned from true labels, which "
-            f"its predictions would tell: the bound of {defense.name} would not hold; expected a "
+            f"its predictions would reveal: the bound of {defense.name} would not hold; expected a "
             f"model that a run with {defense.name}, or with noisy_label and top_labels: noisy, "
             f"has left"
         )

@@ -54,7 +54,7 @@ class PlannedRows(NamedTuple):
 
 
 class PlannedAnswers(NamedTuple):
-    """What some answers about one example tell its reader."""
+    """What some answers about one example reveal."""
 
     noise: str
     """``fresh`` or ``persistent``."""
@@ -124,7 +124,7 @@ class Plan(NamedTuple):
     """Sentences about the reliability of the figures, other signals and the budget."""
     target: Target | None = None
     earlier: str = ""
-    """What earlier runs have told, alone and together with this run; empty if they told nothing."""
+    """What earlier runs have revealed, by themselves and with this run; empty if nothing."""
 
     def to_json(self) -> dict[str, Any]:
         target = self.target
@@ -222,7 +222,7 @@ def _narrowed(forecast: Forecast, peers: Adversary) -> Forecast:
 
 
 def _with_earlier(book: AccountBook, charge: ChargeForecast) -> str:
-    """Say what earlier runs have told, and what they tell together with a whole run."""
+    """Say what earlier runs have revealed, and what they reveal with a whole run."""
     if not book.most():
         return ""
     before, peers = book.known(), narrowest(book.adversary(), charge.adversary)
@@ -233,8 +233,8 @@ def _with_earlier(book: AccountBook, charge: ChargeForecast) -> str:
         else "what this run adds is not known before"
     )
     return (
-        f"What earlier runs have told comes on top, sum_kl {at_most(book.most())} at most, a leak "
-        f"AUC of {auc_at_most(auc_bound(book.most(), before))}, bounded for "
+        f"What earlier runs have revealed comes on top, sum_kl {at_most(book.most())} at most, a "
+        f"leak AUC of {auc_at_most(auc_bound(book.most(), before))}, bounded for "
         f"{book.adversary().in_words}; {together}."
     )
 
@@ -245,8 +245,8 @@ def _remarks(
     remarks = [forecast.honesty]
     if settings.data.label_range is not None:
         remarks.append(
-            "Labels are numbers: every leak AUC is that of telling the two ends of their range "
-            "apart. Values closer to each other are told apart less well."
+            "Labels are numbers: every leak AUC is that of distinguishing the two ends of their "
+            "range. Values closer to each other are distinguished less well."
         )
     if settings.data.num_classes > 2:
         remarks.append("All figures are of the pair of classes left furthest apart.")
@@ -294,12 +294,12 @@ def _end_in_words(first: int | None, last: int | None, epochs: int, charge: Char
 
 
 def _target(leak_auc: float, epochs: int, context: DefenseContext) -> Target:
-    of_several = context.num_classes > 2
+    is_multi_class = context.num_classes > 2
     allowed = (sum_kl_for_estimated_auc(leak_auc), sum_kl_for_leak_auc(leak_auc))
     ratios = [PlannedRatio("fresh", epochs, *(_fresh_ratio(x, epochs, context) for x in allowed))]
-    if not of_several:
+    if not is_multi_class:
         ratios.append(PlannedRatio("persistent", epochs, *(1 / sum_kl for sum_kl in allowed)))
-    return Target(leak_auc, tuple(ratios), of_several)
+    return Target(leak_auc, tuple(ratios), is_multi_class)
 
 
 def _fresh_ratio(sum_kl: float, epochs: int, context: DefenseContext) -> float:

@@ -3,7 +3,7 @@
 checkpoint/model.safetensors      the top model as it was trained
 checkpoint/refitted.safetensors   the same, fitted to the true labels afterwards; only for this
                                   party's own predictions, never for another run
-checkpoint/alone.safetensors      a model of this party's own features alone, for predictions
+checkpoint/alone.safetensors      a model of this party's own features only, for predictions
                                   while a passive party is away
 checkpoint/ledger.safetensors     the account book
 checkpoint/targets.safetensors    targets by example, if the defense releases any
@@ -152,7 +152,7 @@ def save_results(
 def save_alone(
     settings: ActiveSettings, folder: Path, session: ActiveSession, builder: TrainerBuilder
 ) -> PredictionFigures | None:
-    """Train and save a model of this party's own features alone, if the settings ask for one.
+    """Train and save a model of this party's own features only, if the settings ask for one.
 
     It learns from true labels: the run is over, and nothing of this model is ever sent.
     """
@@ -175,7 +175,7 @@ def save_alone(
         return None
     test = torch.from_numpy(splits["test"].copy())
     figures = rows.kind.measure(rows.logits(model, test), rows.labels[test])
-    logger.info("this party's own features alone: test %s", figures.in_short)
+    logger.info("this party's own features only: test %s", figures.in_short)
     return figures
 
 
@@ -216,7 +216,7 @@ def _refit(
     if figures is not None:
         logger.info(
             "the top model was fitted to the true labels: test %s; this copy is for this party's "
-            "own predictions alone",
+            "own predictions only",
             figures.in_short,
         )
     return figures

@@ -76,7 +76,7 @@ class ServingSettings(Section):
     """Whether the transcript names the ids of each request; without it, it has their number."""
 
     fallback: bool = False
-    """Whether to train a model of this party's own features alone at the end of a run, and to
+    """Whether to train a model of this party's own features only at the end of a run, and to
     answer with it, marked as such, while a passive party is away or where it has no row of an id.
     """
 
@@ -308,10 +308,10 @@ class ActiveSettings(PartySettings):
     """
 
     allow_audits: bool = False
-    """Whether to tell the peer the leak AUC of scores that it sends, if the contract's
+    """Whether the peer learns the leak AUC of scores that it sends, if the contract's
     ``audits_allowed`` is set as well.
 
-    The peer is told a figure at most once per attack, layer and epoch, for at least 1,000 training
+    The peer learns a figure at most once per attack, layer and epoch, for at least 1,000 training
     rows of each class, with two digits. The peer chooses the scores, and the ledger does not count
     these answers: a run that allows them has no bound for anybody. Allow them only to a peer that
     audits the run together with you.
@@ -326,7 +326,7 @@ class ActiveSettings(PartySettings):
     early_stopping: EarlyStopping | None = None
     """Rule for stopping before the contract's last epoch; ``null`` for none. The peer then learns
     when the run ends, which depends on the validation labels: the bounds are about training labels
-    alone. With ``projected_labels`` only released targets decide, see ``early_stopping``."""
+    only. With ``projected_labels`` only released targets decide, see ``early_stopping``."""
 
     @property
     def stops_by_validation(self) -> bool:
@@ -399,11 +399,11 @@ class ActiveSettings(PartySettings):
         )
         if not all(map(self.counts_run_in, targets)):
             raise ValueError(
-                "defense.earlier: needs earlier_ledgers: what earlier targets tell of labels is in "
-                "the ledgers of the runs that released them"
+                "defense.earlier: needs earlier_ledgers: what earlier targets reveal of labels is "
+                "in the ledgers of the runs that released them"
             )
         if self.serving.fallback and self.data.features is None:
-            raise ValueError("serving.fallback: needs data.features: it predicts from them alone")
+            raise ValueError("serving.fallback: needs data.features: it predicts from them only")
         if self.allow_audits and not self.contract.audits_allowed:
             raise ValueError("allow_audits needs contract.audits_allowed")
         self._check_leak_gate()
@@ -448,7 +448,7 @@ class ActiveSettings(PartySettings):
         # By their value: settings that were written out in full name the default ones.
         if monitor is not None and monitor.attacks != DEFAULT_ATTACKS:
             raise ValueError(
-                "leak_monitor.attacks: they tell classes apart; with data.label_range the leak "
+                "leak_monitor.attacks: they distinguish classes; with data.label_range the leak "
                 "monitor always runs those on numbers: leave the list out, or set leak_monitor to "
                 "null for none"
             )
@@ -477,8 +477,8 @@ class ActiveSettings(PartySettings):
         if self.leak_gate.action == "stop" and self.defense.traits.is_staged:
             raise ValueError(
                 f"leak_gate: it measures with the true labels, and the moment at which it ends the "
-                f"run would tell of them what the bound of {self.defense.name} does not cover: set "
-                f"leak_gate.action to warn, or leak_gate to null"
+                f"run would reveal of them what the bound of {self.defense.name} does not cover: "
+                f"set leak_gate.action to warn, or leak_gate to null"
             )
         if self.leak_monitor is None:
             raise ValueError("leak_gate needs leak_monitor, whose figures it judges")

@@ -23,7 +23,7 @@ _ROLE = "top_model"
 
 
 def check_settings(settings: ActiveSettings) -> None:
-    """Check that several processes can compute the top model, as far as the settings tell."""
+    """Check that several processes can compute the top model, as far as the settings say."""
     check_model(settings.top_model, _ROLE)
     if settings.defense.traits.has_own_objective:
         raise SettingsError(

@@ -7,7 +7,7 @@ protocol and one that sends one long vector for each group of rows (`tests/suppo
 and prints Markdown: the AUC of each reading on the first batch, the last and over the whole run,
 beside the ledger's bound for the run and whom it is for. Bold is what passes it by more than chance
 does, which is .05 here. The reading ``informed`` is given predictions and slopes.
-``--deal-labels`` deals the labels out at random, so that features tell nothing of them.
+``--deal-labels`` deals the labels out at random, so that features reveal nothing of them.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What do GAFM's gradients tell, over the whole course, and a peer who knows its activations?
+"""What do GAFM's gradients reveal, over the whole course, and a peer who knows its activations?
 
     SPLITVEIL_DATA=... OMP_NUM_THREADS=1 python -m benchmarks.gafm [--seeds 2] [--epochs 300]
 

@@ -14,7 +14,7 @@ papers have it, the last epoch and the worst one.
 gradients, and neither is the part of `hint_combiner` and `completion` that the party's features
 give to whoever knows as many labels (last line).
 ``--deal-labels`` takes that away: each run deals the labels out anew at random among the examples,
-so that features tell nothing of them, and all that an attack finds is the gradients' leak.
+so that features reveal nothing of them, and all that an attack finds is the gradients' leak.
 """
 
 import argparse
@@ -162,9 +162,9 @@ def run_table(runs: Mapping[str, Sequence[AttackedRun]]) -> list[str]:
         estimate = average(found, lambda r: r.bounds.estimate.max)
         bound = average(found, lambda r: r.bounds.against(Adversary.CLASS_MEANS).leak_auc.max)
         lines.append(row([defense, *leaks, estimate, bound]))
-    told = every[0].features_alone.keys()
+    measured = every[0].features_alone.keys()
     alone = [
-        average(every, partial(features_alone, attack=name)) if name in told else ""
+        average(every, partial(features_alone, attack=name)) if name in measured else ""
         for _, name in columns
     ]
     return [*lines, row(["own features and the hints, no gradient", *alone, "", ""])]

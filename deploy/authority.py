@@ -4,6 +4,7 @@
 """
 
 import logging
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -109,7 +110,7 @@ def _issue(authority: Authority, own: PartyFolder, name: str, days: int) -> None
 
 def new_authority() -> Authority:
     key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "splitveil trial authority")])
+    name = common_name("splitveil trial authority")
     key_id = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
     certificate = (
         _builder(key.public_key(), name, name, AUTHORITY_DAYS)
@@ -134,7 +135,7 @@ def make_authority(folder: Path) -> Authority:
 def party_certificate(
     authority: Authority, key: PublicKey, name: str, days: int
 ) -> x509.Certificate:
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
+    subject = common_name(name)
     issuer = authority.certificate.subject
     issuer_key = x509.AuthorityKeyIdentifier.from_issuer_public_key(
         authority.private_key.public_key()
@@ -150,6 +151,10 @@ def party_certificate(
         .add_extension(issuer_key, critical=False)
         .sign(authority.private_key, hashes.SHA256())
     )
+
+
+def common_name(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
 
 
 def _builder(
@@ -204,18 +209,21 @@ def read_certificate(path: Path) -> x509.Certificate:
 def read_authority(folder: Path) -> Authority:
     own = authority_folder(folder)
     certificate = read_certificate(own.certificate)
-    try:
-        key_pem = read_bytes(own.private_key, MAX_FILE_BYTES)
-        key = serialization.load_pem_private_key(key_pem, password=None)
-    except OSError as error:
-        raise SettingsError(
-            f"{own.private_key}: {error.strerror}: no certificate can be signed"
-        ) from error
-    except (ValueError, TypeError, UnsupportedAlgorithm):
-        key = None
+    key = read_private_key(own.private_key, ": no certificate can be signed")
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise SettingsError(f"{own.private_key}: expected the authority's key in PEM form")
     return Authority(certificate, key)
+
+
+def read_private_key(path: Path, consequence: str = "") -> object:
+    """Return the private key in a file, of any kind; None if there is none that can be read."""
+    try:
+        data = read_bytes(path, MAX_FILE_BYTES)
+    except OSError as error:
+        raise SettingsError(f"{path}: {error.strerror}{consequence}") from error
+    with suppress(ValueError, TypeError, UnsupportedAlgorithm):
+        return serialization.load_pem_private_key(data, password=None)
+    return None
 
 
 def _suffices(certificate: x509.Certificate, name: str) -> bool:

@@ -12,7 +12,6 @@ from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
-from cryptography.x509.oid import NameOID
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.credentials import MAX_FILE_BYTES, dns_names, in_lower_case
@@ -20,11 +19,13 @@ from splitveil.common.text.files import read_bytes
 from splitveil.deploy.authority import (
     PartyFolder,
     PublicKey,
+    common_name,
     party_certificate,
     pem_of,
     pem_of_key,
     read_authority,
     read_certificate,
+    read_private_key,
     write_private,
     write_public,
 )
@@ -47,10 +48,9 @@ def make_request(folder: Path, party: str, name: str) -> tuple[str, bool]:
     if is_new:
         write_private(own.private_key, pem_of_key(ec.generate_private_key(ec.SECP256R1())))
     key = _read_private_key(own.private_key)
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
     request = (
         x509.CertificateSigningRequestBuilder()
-        .subject_name(subject)
+        .subject_name(common_name(name))
         .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
         .sign(key, hashes.SHA256())
     )
@@ -182,12 +182,7 @@ def _refuse_another_key(own: PartyFolder, key: PublicKey) -> None:
 
 
 def _read_private_key(path: Path) -> ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey:
-    try:
-        found = serialization.load_pem_private_key(read_bytes(path, MAX_FILE_BYTES), password=None)
-    except OSError as error:
-        raise SettingsError(f"{path}: {error.strerror}") from error
-    except (ValueError, TypeError, UnsupportedAlgorithm):
-        found = None
+    found = read_private_key(path)
     if not isinstance(found, ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey):
         raise SettingsError(f"{path}: expected an EC or RSA private key in PEM form, no password")
     return found

@@ -63,7 +63,7 @@ def _table(title: str, results: Mapping[str, RunResults]) -> PlainTable:
     )
     runs = list(results.values())
     if any(run.active.of_leak.by_class for run in runs):
-        caption += "; of the pair of classes told apart best"
+        caption += "; of the pair of classes separated best"
     table = PlainTable(title, caption=caption)
     table.add_column("")
     for name in results:

@@ -9,7 +9,6 @@ import argparse
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
-from functools import cache, partial
 from pathlib import Path
 
 from rich.console import Console
@@ -23,7 +22,12 @@ from splitveil.experiments.collection import circumstances_of, collect, read_row
 from splitveil.experiments.execution import Ending, Resources, is_finished, run_cells
 from splitveil.experiments.plots import PlottingUnavailable, draw
 from splitveil.experiments.preparation import prepare
-from splitveil.experiments.settings import Experiment, experiment_names, load_experiment
+from splitveil.experiments.settings import (
+    Experiment,
+    experiment_names,
+    load_experiment,
+    rows_of,
+)
 from splitveil.experiments.table import markdown, put_into
 
 DEFAULT_OUTPUT = Path(__file__).parent / "results"
@@ -41,10 +45,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _list(_options: argparse.Namespace) -> int:
     for name in experiment_names():
-        _, experiment, base_dir = load_experiment(name)
+        _, experiment, _ = load_experiment(name)
+        rows = sum(len(rows_of(*variant)) for variant in experiment.variants.items())
         _say(f"{name}: {experiment.title}")
-        cells = plan(experiment, base_dir, Choice(seeds=1))
-        _say(f"    {len(cells)} cells per seed, {experiment.seeds} seeds by default")
+        _say(
+            f"    {len(experiment.datasets) * rows} cells per seed, {experiment.seeds} seeds by "
+            "default"
+        )
     return 0
 
 
@@ -55,7 +62,11 @@ def _run(options: argparse.Namespace) -> int:
     cells = plan(experiment, base_dir, choice)
     results = _results(options, name)
     prepared = (options.output / "prepared").resolve()
-    runnable, refused = _sorted_out(cells, prepared, makes_tables=not options.dry_run)
+    judged = [
+        (cell, _why_refused(cell, prepared, makes_tables=not options.dry_run)) for cell in cells
+    ]
+    runnable = [cell for cell, why in judged if not why]
+    refused = [(cell, why) for cell, why in judged if why]
     waiting = [cell for cell in runnable if not is_finished(cell, results)]
     if options.finished:
         runnable, waiting = [cell for cell in runnable if cell not in waiting], []
@@ -109,29 +120,14 @@ def _put_into(page: Path, name: str, experiment: Experiment, results: Path, *, p
     _say(f"{page}")
 
 
-def _sorted_out(
-    cells: Iterable[Cell], prepared: Path, *, makes_tables: bool
-) -> tuple[list[Cell], list[tuple[Cell, list[str]]]]:
-    runnable: list[Cell] = []
-    refused: list[tuple[Cell, list[str]]] = []
-    why_unprepared = cache(partial(_why_unprepared, prepared))
-    for cell in cells:
-        why = problems(cell, prepared)
-        if not why and cell.prepare is not None and makes_tables:
-            why = why_unprepared(cell.prepare)
-        if why:
-            refused.append((cell, why))
-        else:
-            runnable.append(cell)
-    return runnable, refused
-
-
-def _why_unprepared(prepared: Path, name: str) -> list[str]:
-    try:
-        prepare(name, prepared)
-    except SplitveilError as error:
-        return [str(error)]
-    return []
+def _why_refused(cell: Cell, prepared: Path, *, makes_tables: bool) -> list[str]:
+    why = problems(cell, prepared)
+    if not why and cell.prepare is not None and makes_tables:
+        try:
+            prepare(cell.prepare, prepared)
+        except SplitveilError as error:
+            why = [str(error)]
+    return why
 
 
 def _collect(name: str, size: str, cells: Sequence[Cell], results: Path, command: str) -> None:

@@ -31,7 +31,7 @@ STRETCHES = 200
 _BOUNDS_OF_EPOCHS = ("anybody_max", "honest_but_curious_max", "knows_class_means_only_max")
 
 
-class Row(NamedTuple):
+class FigureRow(NamedTuple):
     experiment: str
     size: str
     dataset: str
@@ -51,7 +51,7 @@ class Row(NamedTuple):
 _TYPES = {"setting": pa.float64(), "value": pa.float64()} | dict.fromkeys(
     ("seed", "epoch", "step"), pa.int64()
 )
-SCHEMA = pa.schema([(name, _TYPES.get(name, pa.string())) for name in Row._fields])
+SCHEMA = pa.schema([(name, _TYPES.get(name, pa.string())) for name in FigureRow._fields])
 
 
 class _Found(NamedTuple):
@@ -64,19 +64,19 @@ class _Found(NamedTuple):
     step: int | None = None
 
 
-def collect(experiment: str, size: str, cell: Cell, results: Path) -> list[Row]:
+def collect(experiment: str, size: str, cell: Cell, results: Path) -> list[FigureRow]:
     folder = results / cell.folder
     swept = cell.variant.removeprefix(cell.series).split()
     setting = _number(swept[0]) if len(swept) == 1 else None
     whose = (experiment, size, cell.dataset, cell.variant, cell.series, setting, cell.seed)
     return [
-        Row(*whose, f.party, f.layer, f.attack, f.statistic, f.epoch, f.step, float(f.value))
+        FigureRow(*whose, f.party, f.layer, f.attack, f.statistic, f.epoch, f.step, float(f.value))
         for f in _found(folder, ("active", *passive_parties(cell.settings)))
         if f.value is not None
     ]
 
 
-def write_rows(path: Path, rows: Sequence[Row], circumstances: Mapping[str, str]) -> None:
+def write_rows(path: Path, rows: Sequence[FigureRow], circumstances: Mapping[str, str]) -> None:
     """Write the table; ``circumstances`` become the file's metadata."""
     schema = SCHEMA.with_metadata(dict(circumstances))
     table = pa.Table.from_pylist([row._asdict() for row in rows], schema=schema)
@@ -89,7 +89,7 @@ def write_rows(path: Path, rows: Sequence[Row], circumstances: Mapping[str, str]
         raise StorageError(f"{path}: cannot be written: {error}") from error
 
 
-def read_rows(path: Path) -> tuple[list[Row], dict[str, str]]:
+def read_rows(path: Path) -> tuple[list[FigureRow], dict[str, str]]:
     """Read the table and its circumstances."""
     try:
         table = parquet.read_table(path)
@@ -97,7 +97,7 @@ def read_rows(path: Path) -> tuple[list[Row], dict[str, str]]:
         raise StorageError(f"{path}: cannot be read: {error}") from error
     columns = [table.column(name).to_pylist() for name in SCHEMA.names]
     metadata = {k.decode(): v.decode() for k, v in (table.schema.metadata or {}).items()}
-    return [Row(*values) for values in zip(*columns, strict=True)], metadata
+    return [FigureRow(*values) for values in zip(*columns, strict=True)], metadata
 
 
 def circumstances_of(cell: Cell, results: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from splitveil.common.errors import SettingsError
 from splitveil.experiments.cells import folder_name
-from splitveil.experiments.collection import Row
+from splitveil.experiments.collection import FigureRow
 from splitveil.experiments.settings import CoursePlot, EpochPlot, Plot, SweepPlot, TradeOffPlot
 from splitveil.experiments.table import differences
 
@@ -40,7 +40,7 @@ class Point(NamedTuple):
     """The value of the swept setting."""
 
 
-def draw(plots: Iterable[Plot], rows: Sequence[Row], folder: Path) -> list[Path]:
+def draw(plots: Iterable[Plot], rows: Sequence[FigureRow], folder: Path) -> list[Path]:
     """Draw every plot for every data set as SVG, and return the paths."""
     drawn = []
     for number, plot in enumerate(plots, start=1):
@@ -53,38 +53,30 @@ def draw(plots: Iterable[Plot], rows: Sequence[Row], folder: Path) -> list[Path]
     return drawn
 
 
-def trade_off(plot: TradeOffPlot, rows: Sequence[Row]) -> dict[Panel, dict[str, list[Point]]]:
+def trade_off(plot: TradeOffPlot, rows: Sequence[FigureRow]) -> dict[Panel, dict[str, list[Point]]]:
     """Return panel -> series -> points, in the order of the sweeps in the experiment's file."""
     utility = _utility(plot, rows)
-    leak: dict[Panel, dict[str, dict[str, dict[int, float]]]] = {}
+    leak: dict[Panel, dict[tuple[str, str], dict[int, float]]] = {}
     for panel, row in _of_the_best_witness(rows, plot.leak, plot.attacks):
-        if row.variant != plot.floor:
-            series = leak.setdefault(panel, {}).setdefault(row.series, {})
-            series.setdefault(row.variant, {})[row.seed] = row.value
-    return {
-        panel: {
-            series: [
-                Point(
-                    *_mean_and_sd(utility[variant].values()),
-                    *_mean_and_sd(values.values()),
-                    variant.removeprefix(series).strip(),
-                )
-                for variant, values in variants.items()
-                if utility.get(variant)
-            ]
-            for series, variants in by_series.items()
-        }
-        for panel, by_series in leak.items()
-    }
+        if row.variant != plot.floor and utility.get(row.variant):
+            variants = leak.setdefault(panel, {})
+            variants.setdefault((row.series, row.variant), {})[row.seed] = row.value
+    curves: dict[Panel, dict[str, list[Point]]] = {}
+    for panel, by_variant in leak.items():
+        for (series, variant), values in by_variant.items():
+            at = (*_mean_and_sd(utility[variant].values()), *_mean_and_sd(values.values()))
+            point = Point(*at, variant.removeprefix(series).strip())
+            curves.setdefault(panel, {}).setdefault(series, []).append(point)
+    return curves
 
 
-def floor(plot: TradeOffPlot, rows: Sequence[Row]) -> float | None:
+def floor(plot: TradeOffPlot, rows: Sequence[FigureRow]) -> float | None:
     """Return the utility that is reached without any gradient; None if it was not measured."""
     found = _utility(plot, rows).get(plot.floor or "")
     return statistics.mean(found.values()) if found else None
 
 
-def _utility(plot: TradeOffPlot, rows: Sequence[Row]) -> dict[str, dict[int, float]]:
+def _utility(plot: TradeOffPlot, rows: Sequence[FigureRow]) -> dict[str, dict[int, float]]:
     found = _by_seed(row for row in rows if row.statistic == plot.utility and row.attack is None)
     if plot.less is None:
         return found
@@ -92,7 +84,7 @@ def _utility(plot: TradeOffPlot, rows: Sequence[Row]) -> dict[str, dict[int, flo
     return {variant: differences(values, subtracted) for variant, values in found.items()}
 
 
-def course(plot: CoursePlot, rows: Sequence[Row]) -> dict[Panel, dict[str, list[Point]]]:
+def course(plot: CoursePlot, rows: Sequence[FigureRow]) -> dict[Panel, dict[str, list[Point]]]:
     """Return panel -> variant -> points over steps, from 0, or epochs, from 1."""
     found: dict[Panel, dict[str, dict[int, list[float]]]] = {}
     over_steps = plot.over == "steps"
@@ -107,7 +99,7 @@ def course(plot: CoursePlot, rows: Sequence[Row]) -> dict[Panel, dict[str, list[
     }
 
 
-def epochs(plot: EpochPlot, rows: Sequence[Row]) -> dict[str, list[Point]]:
+def epochs(plot: EpochPlot, rows: Sequence[FigureRow]) -> dict[str, list[Point]]:
     """Return variant -> points over epochs, from 1."""
     found: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
@@ -116,7 +108,7 @@ def epochs(plot: EpochPlot, rows: Sequence[Row]) -> dict[str, list[Point]]:
     return {variant: _line(values) for variant, values in found.items()}
 
 
-def sweep(plot: SweepPlot, rows: Sequence[Row]) -> dict[str, list[Point]]:
+def sweep(plot: SweepPlot, rows: Sequence[FigureRow]) -> dict[str, list[Point]]:
     """Return series -> points with standard errors over the swept value, infinity without one."""
     by_statistic = {
         statistic: _by_seed(row for row in rows if row.statistic == statistic)
@@ -144,7 +136,7 @@ class _Panel(NamedTuple):
     draw: Callable[["Axes"], None]
 
 
-def _panels(plot: Plot, dataset: str, rows: Sequence[Row]) -> Iterator[_Panel]:
+def _panels(plot: Plot, dataset: str, rows: Sequence[FigureRow]) -> Iterator[_Panel]:
     match plot:
         case TradeOffPlot():
             names = (_utility_words(plot.utility, plot.less), f"leak AUC, {_words(plot.leak)}")
@@ -167,8 +159,8 @@ def _panels(plot: Plot, dataset: str, rows: Sequence[Row]) -> Iterator[_Panel]:
 
 
 def _of_the_best_witness(
-    rows: Sequence[Row], statistic: str, attacks: Sequence[str]
-) -> Iterator[tuple[Panel, Row]]:
+    rows: Sequence[FigureRow], statistic: str, attacks: Sequence[str]
+) -> Iterator[tuple[Panel, FigureRow]]:
     """Yield one party's figures for each attack: the active party's, whose oracles know more.
 
     At layers below the cut only the passive party sees the gradients; if there is more than one
@@ -184,7 +176,7 @@ def _of_the_best_witness(
             yield (f"{row.layer}, {row.party}" if is_named else row.layer, row.attack), row
 
 
-def _by_seed(rows: Iterable[Row]) -> dict[str, dict[int, float]]:
+def _by_seed(rows: Iterable[FigureRow]) -> dict[str, dict[int, float]]:
     found: dict[str, dict[int, float]] = defaultdict(dict)
     for row in rows:
         found[row.variant][row.seed] = row.value
@@ -250,8 +242,7 @@ def _utility_words(statistic: str, less: str | None) -> str:
 def _draw_points(
     curves: dict[str, list[Point]], utility: float | None, floor_name: str, axes: "Axes"
 ) -> None:
-    drawn = {series: points for series, points in curves.items() if points}
-    for (series, points), marker in zip(drawn.items(), cycle(_MARKERS), strict=False):
+    for (series, points), marker in zip(curves.items(), cycle(_MARKERS), strict=False):
         x, x_sd, y, y_sd, names = zip(*points, strict=True)
         axes.errorbar(
             x, y, xerr=x_sd, yerr=y_sd, marker=marker, markersize=4, elinewidth=0.6, label=series

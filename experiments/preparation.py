@@ -24,18 +24,15 @@ def prepare(name: str, folder: Path) -> None:
     done = folder / f".{name}.done"
     if done.exists():
         return
-    if name in _GENERATED:
-        folder.mkdir(parents=True, exist_ok=True)
-        _GENERATED[name](folder)
-        done.touch()
-        return
     source, make = _PREPARATIONS[name]
-    root = os.environ.get("SPLITVEIL_DATA")
-    if root is None:
-        raise SettingsError(f"{name}: SPLITVEIL_DATA is not set to a folder with data sets")
-    path = Path(root, source)
-    if not path.is_file():
-        raise DataError(f"needs the file {path}")
+    path = Path()
+    if source is not None:
+        root = os.environ.get("SPLITVEIL_DATA")
+        if root is None:
+            raise SettingsError(f"{name}: SPLITVEIL_DATA is not set to a folder with data sets")
+        path = Path(root, source)
+        if not path.is_file():
+            raise DataError(f"needs the file {path}")
     folder.mkdir(parents=True, exist_ok=True)
     make(path, folder)
     done.touch()
@@ -85,7 +82,7 @@ def _talkingdata_days(path: Path, folder: Path) -> None:
                     writer.writerow(row | {"hour": time.partition(":")[0], "split": split[day]})
 
 
-def _synthetic(folder: Path) -> None:
+def _synthetic(_path: Path, folder: Path) -> None:
     """Draw rows whose label depends on both parties' columns, with products among them."""
     generator = np.random.default_rng(0)
     passive = generator.standard_normal((SYNTHETIC_ROWS, 12), dtype=np.float32)
@@ -97,10 +94,8 @@ def _synthetic(folder: Path) -> None:
     np.savez(folder / "synthetic.npz", passive=passive, active=active, y=y.astype(np.uint8))
 
 
-_GENERATED: Mapping[str, Callable[[Path], None]] = {"synthetic": _synthetic}
-"""Tables that are drawn, and not made from a file."""
-
-_PREPARATIONS: Mapping[str, tuple[str, Callable[[Path, Path], None]]] = {
+_PREPARATIONS: Mapping[str, tuple[str | None, Callable[[Path, Path], None]]] = {
+    "synthetic": (None, _synthetic),  # drawn, and not made from a file
     "imdb": ("imdb/imdb_top500.npz", _imdb),
     "melanoma": ("melanoma/melanoma84_jpeg.npz", _melanoma),
     "melanoma_grey64": ("melanoma/melanoma84_jpeg.npz", _melanoma_grey64),

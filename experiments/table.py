@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
 
 from splitveil.common.errors import SettingsError
-from splitveil.experiments.collection import Row
+from splitveil.experiments.collection import FigureRow
 from splitveil.experiments.settings import Experiment, Figure, Spread
 
 Values = Mapping[tuple[str, str], Sequence[float]]
@@ -15,7 +15,7 @@ Values = Mapping[tuple[str, str], Sequence[float]]
 
 
 def markdown(
-    name: str, experiment: Experiment, rows: Sequence[Row], circumstances: Mapping[str, str]
+    name: str, experiment: Experiment, rows: Sequence[FigureRow], circumstances: Mapping[str, str]
 ) -> str:
     """Return the page: the question, one table per data set, and the circumstances of the runs.
 
@@ -33,7 +33,7 @@ def put_into(
     page: str,
     name: str,
     experiment: Experiment,
-    rows: Sequence[Row],
+    rows: Sequence[FigureRow],
     circumstances: Mapping[str, str],
     plots: Sequence[str] = (),
 ) -> str:
@@ -52,25 +52,20 @@ def put_into(
     return before + begin + "\n" + "\n".join(lines) + "\n\n" + end + after
 
 
-def values_of(rows: Iterable[Row], figure: Figure) -> Values:
+def values_of(rows: Iterable[FigureRow], figure: Figure) -> Values:
     """Collect a figure's values, one per seed, for every data set and variant."""
-    found: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
-    subtracted: dict[str, dict[int, float]] = defaultdict(dict)
-    less_statistic = figure.less_statistic or figure.statistic
+    whose = (figure.party, figure.layer, figure.attack)
+    measured: dict[tuple[str, str, str], dict[int, float]] = defaultdict(dict)
     for row in rows:
-        if (row.party, row.layer, row.attack) == (figure.party, figure.layer, figure.attack):
-            if row.statistic == figure.statistic:
-                found[row.dataset, row.variant][row.seed] = row.value
-            if (row.variant, row.statistic) == (figure.less, less_statistic):
-                subtracted[row.dataset][row.seed] = row.value
-    return {
-        (dataset, variant): list(
-            by_seed.values()
-            if figure.less is None
-            else differences(by_seed, subtracted[dataset]).values()
-        )
-        for (dataset, variant), by_seed in found.items()
-    }
+        if (row.party, row.layer, row.attack) == whose:
+            measured[row.dataset, row.variant, row.statistic][row.seed] = row.value
+    values: dict[tuple[str, str], Sequence[float]] = {}
+    for (dataset, variant, statistic), by_seed in list(measured.items()):
+        if statistic == figure.statistic:
+            other = (dataset, figure.less or "", figure.less_statistic or statistic)
+            left = by_seed if figure.less is None else differences(by_seed, measured[other])
+            values[dataset, variant] = list(left.values())
+    return values
 
 
 def differences(values: Mapping[int, float], subtracted: Mapping[int, float]) -> dict[int, float]:
@@ -89,7 +84,7 @@ def spread(values: Sequence[float], kind: Spread = "deviation") -> str:
     return f"{mean} ± {_figure(statistics.stdev(values) / divisor)}"
 
 
-def _tables(experiment: Experiment, rows: Sequence[Row], heading: str) -> list[str]:
+def _tables(experiment: Experiment, rows: Sequence[FigureRow], heading: str) -> list[str]:
     found = {title: values_of(rows, figure) for title, figure in experiment.figures.items()}
     lines = []
     for dataset in experiment.datasets:
@@ -135,7 +130,7 @@ def _table(
     return lines
 
 
-def _spread_note(rows: Sequence[Row], kind: Spread) -> str:
+def _spread_note(rows: Sequence[FigureRow], kind: Spread) -> str:
     by_row: dict[tuple[str, str], set[int]] = defaultdict(set)
     for row in rows:
         by_row[row.dataset, row.variant].add(row.seed)
@@ -147,7 +142,7 @@ def _spread_note(rows: Sequence[Row], kind: Spread) -> str:
 
 
 def _circumstances(
-    name: str, rows: Sequence[Row], circumstances: Mapping[str, str]
+    name: str, rows: Sequence[FigureRow], circumstances: Mapping[str, str]
 ) -> Iterable[str]:
     if left_out := sum(row.value for row in rows if row.statistic == "left_out_batches"):
         yield f"The audits left {left_out:.0f} batches out.\n"

@@ -26,10 +26,6 @@ _AWAY_FROM_ZERO = 1e-7
 
 
 def amplify_steps(optimizer: Optimizer) -> None:
-    """Have an optimizer amplify every gradient from its second step on.
-
-    What it remembers from step to step is part of the optimizer's state, in checkpoints, too.
-    """
     for part in optimizer.parts if isinstance(optimizer, JoinedOptimizer) else [optimizer]:
         part.register_step_pre_hook(_amplify)
         part.register_step_post_hook(_remember)

@@ -26,10 +26,8 @@ from splitveil.common.data.sources import suggest
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.conv import ConvBottom, ConvTop
-from splitveil.common.models.learning import in_training_mode
-from splitveil.common.models.mlp import MlpBottom, MlpTop
-from splitveil.common.models.random_state import random_state, set_random_state
-from splitveil.common.models.wide_deep import WideDeepBottom, WideDeepTop
+from splitveil.common.models.dense import MlpBottom, MlpTop, WideDeepBottom, WideDeepTop
+from splitveil.common.models.training_state import in_training_mode, random_state, set_random_state
 from splitveil.common.run.host_copies import to_device
 from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions
@@ -145,8 +143,6 @@ Take = Callable[[], Tensor | None]  # returns the latest gradient at a layer's o
 
 
 class TrainingPass(NamedTuple):
-    """How training batches are computed."""
-
     compute: BottomModel
     taps: Mapping[str, Take] = MappingProxyType({})
     """For each layer whose gradients the adversary wants to see, by name."""

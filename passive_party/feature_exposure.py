@@ -39,8 +39,6 @@ Kind = Literal["numeric", "categorical"]
 
 @dataclass(frozen=True)
 class ColumnExposure:
-    """How well one column is reconstructed from activations."""
-
     name: str
     kind: Kind
     figure: float  # R^2, or accuracy; of rows that the map has not seen
@@ -55,8 +53,6 @@ class ColumnExposure:
 
 @dataclass(frozen=True)
 class FeatureExposure:
-    """What activations reveal of the features of some rows."""
-
     rows: NonNegativeInt
     dimensions: NonNegativeInt  # values per activation
     columns: tuple[ColumnExposure, ...]
@@ -67,10 +63,7 @@ class FeatureExposure:
 def measure_exposure(
     trainer: BottomTrainer, encoder: FeatureEncoder, own_rows: int, most_rows: int
 ) -> FeatureExposure | None:
-    """Reconstruct the features of some aligned rows from the activations of the trained model.
-
-    Returns None if there are too few rows.
-    """
+    """Reconstruct the features of some aligned rows from activations; None if they are too few."""
     aligned_rows = trainer.num_rows
     count = min(aligned_rows, most_rows)
     if count < LEAST_ROWS:
@@ -95,7 +88,6 @@ def exposure_to_json(exposure: FeatureExposure) -> Any:
 
 
 def exposure_from_json(document: object) -> FeatureExposure | None:
-    """Return the figures that a decoded JSON document holds; None if it is of another form."""
     try:
         return _EXPOSURE.validate_python(document)
     except ValidationError:

@@ -64,8 +64,6 @@ ReplyT = TypeVar("ReplyT")
 
 
 class ActivationStream(Generic[ReplyT]):
-    """Sends activations, and receives their replies in the same order."""
-
     def __init__(
         self,
         open_stream: Callable[[], MessageStream],
@@ -133,8 +131,6 @@ MessageT = TypeVar("MessageT", bound=Message)
 
 
 class GrpcPeer:
-    """Calls the active party, and reconnects when the connection was lost."""
-
     def __init__(
         self,
         connection: PeerConnection,
@@ -241,17 +237,12 @@ class GrpcPeer:
         self._train.send(activation)
 
     def receive_gradient(self) -> messages.Answer:
-        """Wait for the gradient of the oldest activation without one.
-
-        If the stream broke off, every activation without a gradient is sent again, in order.
-        """
         return self._receive(self._train)
 
     def send_held_out(self, activation: messages.Activation) -> None:
         self._evaluate.send(activation)
 
     def receive_course(self) -> messages.Course:
-        """Wait for the reply to the oldest held-out rows without one, as for gradients."""
         return self._receive(self._evaluate)
 
     def _receive(self, stream: ActivationStream[ReplyT]) -> ReplyT:
@@ -304,7 +295,6 @@ class GrpcPeer:
         self._align = None
 
     def _connected(self) -> grpc.Channel:
-        """Return the channel, and drop the streams of a channel that was replaced."""
         if self.connection.is_outdated:
             self._train.drop()
             self._evaluate.drop()

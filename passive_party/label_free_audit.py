@@ -22,8 +22,6 @@ from splitveil.common.run.sample_order import Positions
 
 
 class GatheredScores(NamedTuple):
-    """The scores of one attack on one layer for some examples."""
-
     attack: AttackName
     layer: str
     scores: Tensor
@@ -50,7 +48,6 @@ class LabelFreeAudit:
             self.left_out += 1
 
     def observe(self, observation: Observation) -> None:
-        """Attack one batch; its labels are not read."""
         if observation.positions is None or not self.wants(observation.step):
             return
         knowledge = Knowledge(activations=observation.activations)
@@ -84,7 +81,6 @@ class LabelFreeAudit:
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state that ``state_dict`` returned, or raise ValueError."""
         if list(state["attacks"]) != list(self._attacks):
             raise ValueError(
                 f"expected scores of {', '.join(self._attacks)}; "

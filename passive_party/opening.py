@@ -150,7 +150,6 @@ class Aligner:
         return alignment if has_companions else alignment._replace(nonces=(nonce,))
 
     def forget(self) -> None:
-        """Forget the exchanges of a run that has finished."""
         if self.kept is not None:
             self.kept.discard()
         self.tried.forget()
@@ -180,7 +179,6 @@ class Aligner:
 
 
 def check_nonce(nonce: bytes) -> None:
-    """Check the length of the active party's share of the joint seed, or raise InvalidMessage."""
     if len(nonce) != NONCE_BYTES:
         raise InvalidMessage(f"nonce: expected {NONCE_BYTES} bytes, got {len(nonce)}")
 

@@ -45,15 +45,11 @@ _ACTIVE = "the active party"
 
 
 class Speed(NamedTuple):
-    """How fast messages cross."""
-
     round_trip_s: float  # median of the round trips
     bytes_per_s: float  # bytes in each direction, both at once, as in training
 
 
 class Probing:
-    """Probes one connection."""
-
     def __init__(
         self, settings: PassiveSettings, connection: PeerConnection, own: Introduction
     ) -> None:
@@ -62,10 +58,7 @@ class Probing:
         self._own = own
 
     def introduce(self, wait_s: float) -> tuple[Introduction, float, float]:
-        """Exchange introductions, and return the peer's, its clock's lead and the error of that.
-
-        Raises PeerError: it does not answer in time, or is not trusted.
-        """
+        """Return the peer's introduction, its clock's lead and its error, or raise PeerError."""
         deadline = time.monotonic() + wait_s
         while True:
             try:
@@ -88,7 +81,6 @@ class Probing:
         return peer, peer.clock_s - (sent + half), half + 0.001  # it tells whole milliseconds
 
     def speed(self) -> Speed:
-        """Measure round trips, and how many bytes cross in a second, or raise PeerError."""
         trips = []
         for _ in range(ROUND_TRIPS):
             begin = time.perf_counter()

@@ -30,7 +30,6 @@ OPEN = "the run is open with the active party"
 
 
 def noting_attempts(status: RunStatus) -> NoteAttempt:
-    """Return what notes in a status whether the active party answers."""
     status.peers.expect(ACTIVE)
 
     def note(error: PeerError | None) -> None:
@@ -141,7 +140,6 @@ class PassiveRecorder(RunRecorder):
         logger.warning("epoch %d: no audit: %s", epoch + 1, error)
 
     def summary(self) -> Summary:
-        """Return the run's summary; call it after the recorder has been closed."""
         speed = self._progress.steps_per_s if self._progress else None
         audited = None
         if self._label_free is not None:
@@ -153,10 +151,7 @@ class PassiveRecorder(RunRecorder):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the recorded state, once the attacks on all batches so far are done.
-
-        Call it between steps, after `on_aligned`.
-        """
+        """Return a copy of the state between steps, once the attacks on all batches are done."""
         if not self._wait_until_idle(IDLE_S):
             logger.warning("the audit is behind: a checkpoint is written without the last batches")
         leaks = None if self._leaks is None else self._leaks.state_dict()
@@ -172,10 +167,7 @@ class PassiveRecorder(RunRecorder):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state that ``state_dict`` returned; call it after `on_aligned`.
-
-        Measuring may be switched on and off within a run, but its attacks may not change.
-        """
+        """Resume from a state; measuring may be switched on and off, but attacks may not change."""
         self._wait_until_idle(IDLE_S)
         self._steps, self._epochs = state["steps"], state["epochs"]
         if self._progress is not None:
@@ -220,7 +212,6 @@ class PassiveRecorder(RunRecorder):
             self._of_run.callback(self._end_audits, self._worker)
 
     def _wait_until_idle(self, timeout_s: float) -> bool:
-        """Wait for the attacks on all batches so far, and return whether they are done."""
         if self._leaks is not None:
             return self._leaks.wait_until_idle(timeout_s)
         return self._worker is None or self._worker.wait_until_idle(timeout_s)

@@ -20,6 +20,7 @@ from splitveil.common.party.report_parts import (
 from splitveil.common.record.run_folder import write_json_atomically, write_text_atomically
 from splitveil.common.record.run_record import METRICS, find_summary, read_metrics, text_of
 from splitveil.common.record.summary import Summary
+from splitveil.common.record.values import as_mapping
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.text.wording import bytes_in_words
 from splitveil.common.text.yaml_text import RESOLVED, load_yaml
@@ -51,16 +52,12 @@ _CONTENT: Mapping[str, str] = {
 
 
 class Left(NamedTuple):
-    """One kind of content that left."""
-
     content: str
     messages: str
     size: str
 
 
 class ColumnRow(NamedTuple):
-    """One column, and how well activations reveal it."""
-
     name: str
     measure: str
     figure: str
@@ -69,8 +66,6 @@ class ColumnRow(NamedTuple):
 
 
 class PassiveFiles(NamedTuple):
-    """The files of a passive party's folder that the report reads."""
-
     folder: Path
     settings: Mapping[str, Any]
     summary: Summary
@@ -90,10 +85,6 @@ def write_exposure(folder: Path, exposure: FeatureExposure) -> None:
 
 
 def write_passive_report(folder: Path, output: Path | None = None) -> Path:
-    """Write the report of a passive party.
-
-    Returns the file written.
-    """
     own = folder / "passive" if (folder / "passive" / METRICS).is_file() else folder
     files = read_files(own)
     path = output or own / "report.html"
@@ -102,7 +93,9 @@ def write_passive_report(folder: Path, output: Path | None = None) -> Path:
 
 
 def read_files(folder: Path) -> PassiveFiles:
-    settings = _mapping(load_yaml(text_of(folder / "settings.yaml") or "{}", str(folder), RESOLVED))
+    settings = as_mapping(
+        load_yaml(text_of(folder / "settings.yaml") or "{}", str(folder), RESOLVED)
+    )
     if not (folder / METRICS).is_file() or "bottom_model" not in settings:
         raise SettingsError(f"{folder}: expected a passive party's folder of a run")
     try:
@@ -116,8 +109,7 @@ def read_files(folder: Path) -> PassiveFiles:
 
 
 def passive_page(files: PassiveFiles) -> str:
-    """Return the report as HTML; the same files give the same bytes."""
-    contract = _mapping(files.settings.get("contract"))
+    contract = as_mapping(files.settings.get("contract"))
     peer = _peer(files.settings, contract)
     exposure = files.exposure
     columns = () if exposure is None else exposure.columns
@@ -139,9 +131,9 @@ def passive_page(files: PassiveFiles) -> str:
 
 
 def _peer(settings: Mapping[str, Any], contract: Mapping[str, Any]) -> str:
-    if _mapping(settings.get("security")).get("mode") != "mtls":
+    if as_mapping(settings.get("security")).get("mode") != "mtls":
         return "a process on this machine, in plain text (nobody was authenticated)"
-    identity = _mapping(contract.get("identities")).get(ACTIVE, f"{ACTIVE}.splitveil")
+    identity = as_mapping(contract.get("identities")).get(ACTIVE, f"{ACTIVE}.splitveil")
     return f"{identity} (the name in the certificate that the peer showed, TLS 1.3)"
 
 
@@ -200,7 +192,7 @@ def _row(one: ColumnExposure) -> ColumnRow:
 
 
 def _agreed(settings: Mapping[str, Any], contract: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    alignment = _mapping(contract.get("alignment"))
+    alignment = as_mapping(contract.get("alignment"))
     for name, label in (
         ("min_aligned", "fewest common ids (min_aligned)"),
         ("max_set_size", "most ids per exchange (max_set_size)"),
@@ -209,7 +201,7 @@ def _agreed(settings: Mapping[str, Any], contract: Mapping[str, Any]) -> Iterato
             yield label, f"{alignment[name]:,}"
     if isinstance(settings.get("alignment_attempts"), int):
         yield "ids that the peer may try (alignment_attempts)", f"{settings['alignment_attempts']}"
-    adversary = _mapping(settings.get("adversary"))
+    adversary = as_mapping(settings.get("adversary"))
     yield "audits allowed by the contract", _yes_no(value=contract.get("audits_allowed"))
     yield "this party asks for audits", _yes_no(value=adversary.get("audit"))
     labels = "yes (figures of them are not on this page)" if adversary.get("labels") else "no"
@@ -220,7 +212,3 @@ def _agreed(settings: Mapping[str, Any], contract: Mapping[str, Any]) -> Iterato
 
 def _yes_no(*, value: object) -> str:
     return "yes" if value is True else "no"
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}

@@ -51,8 +51,6 @@ ResultT = TypeVar("ResultT")
 
 
 class PassiveRun:
-    """One run with the active party; without a store it cannot be resumed."""
-
     def __init__(
         self,
         aligner: Aligner,
@@ -197,7 +195,6 @@ class PassiveRun:
     # ---- resuming ----
 
     def reopen(self) -> Training | None:
-        """Reopen the stored run; return None if there is none."""
         stored = self._store.run()
         checkpoints = [] if stored is None else self._store.checkpoints()
         if stored is None or not checkpoints:
@@ -213,7 +210,6 @@ class PassiveRun:
         return training
 
     def _resume(self, peer: Peer, training: Training) -> Training:
-        """Agree with the other parties on a checkpoint, and go back to it."""
         if training.progress.is_over and not self._me.has_companions:
             return training  # the peer completes the rest without this party
         if not self._store.keeps:
@@ -244,10 +240,7 @@ class PassiveRun:
             raise Interrupted(signal_number)
 
     def _part_from_others(self, peer: Peer) -> None:
-        """Leave, then wait for the other parties: one of them may still need to resume.
-
-        It resumes from an earlier checkpoint, and all parties have to go back with it.
-        """
+        """Leave, then wait for the other parties: all go back with one that has to resume."""
         if not self._me.has_companions:
             return
         try:

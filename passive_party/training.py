@@ -26,8 +26,6 @@ from splitveil.passive_party.opening import Peer
 
 
 class RunObserver(Protocol):
-    """Receives the events of a run."""
-
     def on_opened(self, run_id: str) -> None:
         """The active party has opened the run of this id, or resumes it."""
 
@@ -74,8 +72,6 @@ class _Sent(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A training step of which the observer has not been told yet."""
-
     batch: Batch
     sent: Tensor
     received: Tensor
@@ -110,7 +106,6 @@ class Training:
     # ---- checkpoints ----
 
     def save(self, *, soon: bool = False) -> None:
-        """Save a checkpoint, if the store keeps any, or raise StorageError."""
         with self._phases(Phase.CHECKPOINT):
             self.progress.save(self._state, soon=soon)
 
@@ -120,7 +115,6 @@ class Training:
             self.save()
 
     def restore(self, batch_number: int) -> None:
-        """Go back to the checkpoint after a number of batches, or raise StorageError."""
         self._unanswered.clear()
         self._held_out_sent = 0
         state = self.progress.store.load(batch_number)
@@ -186,7 +180,6 @@ class Training:
         peer.send_activation(Activation(batch.identity(self._run_id), to_host(activation)))
 
     def _evaluate(self, peer: Peer, batch: Batch) -> None:
-        """Send the held-out rows that are due, and receive the reply to the oldest of them."""
         self._report_step()
         while (ahead := self.progress.to_evaluate(self._held_out_sent)) is not None:
             self._send_held_out(peer, ahead)
@@ -208,7 +201,6 @@ class Training:
         self._held_out_sent += 1
 
     def _features_of(self, batch: Batch) -> Features:
-        """Return the features of a batch, which have been gathered if it was expected."""
         gathered, self._gathered = self._gathered, None
         if gathered is not None and gathered[0] is batch:
             return gathered[1]

@@ -33,9 +33,7 @@ class ClassMoments(NamedTuple):
 class BatchClasses(NamedTuple):
     """The negatives and the positives of one batch."""
 
-    moments: tuple[ClassMoments | None, ClassMoments | None]
-    """None for a class without examples."""
-
+    moments: tuple[ClassMoments | None, ClassMoments | None]  # None for one without examples
     rows: tuple[int, int]
 
     @classmethod
@@ -189,17 +187,10 @@ def _blend(old: ClassMoments | None, new: ClassMoments | None) -> ClassMoments |
 class ClassMeans(NamedTuple):
     """The classes of a batch, or the best available estimate of them."""
 
-    means: Tensor
-    """(classes, cut_dim) float64; zeros for a class without examples."""
-
-    counts: Tensor
-    """Examples of each class, (classes,) float64, on the CPU."""
-
-    deviation: float
-    """Root-mean-square distance of an example to its class's mean, per coordinate."""
-
-    norms: Tensor
-    """Norms of the batch's rows, (batch,) float64."""
+    means: Tensor  # (classes, cut_dim) float64; zeros for a class without examples
+    counts: Tensor  # examples of each class, (classes,) float64, on the CPU
+    deviation: float  # root-mean-square distance of an example to its class's mean, per coordinate
+    norms: Tensor  # of the batch's rows, (batch,) float64
 
 
 def squared_distances(points: Tensor) -> Tensor:

@@ -38,12 +38,10 @@ class ChargeForecast(NamedTuple):
 
     @property
     def high(self) -> float:
-        """The highest divergence."""
         return self.highest.sum_kl
 
     @property
     def adversary(self) -> Adversary:
-        """The peers whom the charge describes."""
         return self.highest.adversary
 
     @property

@@ -242,7 +242,7 @@ class MixedGradientDefense(RememberingDefense):
 
 
 class Adversarial:
-    """The top model learns to make predictions that a critic cannot tell from labels.
+    """The top model learns to make predictions that a critic cannot separate from labels.
 
     The critic learns first, then the top model, and only then is the gradient computed, as in the
     paper: the peer waits for both. A term that is not sent (``terms``) still takes part in how the

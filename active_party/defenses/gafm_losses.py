@@ -2,7 +2,7 @@
 
 Han and Guan, "GAN-based vertical federated learning for label protection in binary classification"
 (arXiv 2302.02245). The top model G, with a sigmoid behind its logit, maps the activation f to a
-prediction Y^; a critic D on single numbers tells labels Y from predictions.
+prediction Y^; a critic D on single numbers separates labels Y from predictions.
 
     L_GAN = E[D(Y + e)] - E[D(Y^)], e ~ N(0, s^2)       D maximises it, G and f minimise it
     L_CE  = cross entropy between sigmoid(sum of f over the cut) and the softened label Y~
@@ -50,20 +50,14 @@ class MixedTerms(NamedTuple):
     """The terms that are mixed."""
 
     sent: Literal["both", "gan_only", "ce_only"] = "both"
-
-    gan_weight: float = 1.0
-    """Weight of the adversarial term (w)."""
-
-    response_width: float = 0.05
-    """Largest distance of a softened label from 1/2 (D_max)."""
+    gan_weight: float = 1.0  # of the adversarial term (w)
+    response_width: float = 0.05  # largest distance of a softened label from 1/2 (D_max)
 
 
 class MixedGradient(NamedTuple):
     """The gradient that GAFM would send, and the share of an example's own label in it."""
 
-    raw: Tensor
-    """Like the activation."""
-
+    raw: Tensor  # like the activation
     label_move: float
     """The most by which one example's label moves its own row, all else equal; infinite if it is
     unknown how labels enter."""

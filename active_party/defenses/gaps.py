@@ -38,8 +38,6 @@ class RowNoise(NamedTuple):
 
 
 class _TwoClassGap(NamedTuple):
-    """The gap between the two classes of a batch."""
-
     norms: Tensor  # of the batch's rows, (batch,) float64
     largest: float  # of the norms
     positive: Tensor  # (batch,) bool
@@ -87,8 +85,6 @@ class _TwoClassGap(NamedTuple):
 
 
 class _MultiClassGaps(NamedTuple):
-    """The gaps between all pairs of several classes of a batch."""
-
     norms: Tensor
     largest: float
     classes: Tensor  # (batch,) int64, class indices
@@ -156,10 +152,7 @@ def _stand_in_variance(mean: Tensor, direction: Tensor) -> float:
 
 
 def _worst_pair(coordinates: Tensor, moments: Tensor) -> float:
-    """Return the largest divergence of a pair of classes.
-
-    Of their means along the axes, (classes, axes), and their mean noise covariances there.
-    """
+    """Return the largest divergence of a pair, given means and noise covariances along the axes."""
     gaps = coordinates[:, None] - coordinates[None]
     squares = gaps.square().sum(dim=2)
     pairs = ~torch.eye(len(coordinates), dtype=torch.bool, device=coordinates.device)

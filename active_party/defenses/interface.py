@@ -14,7 +14,6 @@ from torch import Tensor
 
 from splitveil.active_party.defenses.example_keys import NoiseKey
 from splitveil.active_party.defenses.noise import DrawKeys, NoiseSource, isotropic_noise
-from splitveil.active_party.defenses.projected.features import RowChunk
 from splitveil.active_party.defenses.rows import all_finite
 from splitveil.active_party.defenses.sum_kl import NoiseSolution
 from splitveil.common.data.label_range import ONE_NUMBER
@@ -55,7 +54,7 @@ class LeakCharge:
     else. From ``epsilon`` it follows without being stated."""
 
     dominating_mu: float | None = None
-    """mu of a Gaussian mechanism that tells no less than all answers of this identity together,
+    """mu of a Gaussian mechanism that reveals no less than all answers of this identity together,
     where one is known: with it the charge adds up to other charges. It follows from ``is_gaussian``
     and from ``epsilon`` without being stated."""
 
@@ -169,12 +168,14 @@ class Examples(NamedTuple):
 
 
 class BuildInputs(NamedTuple):
-    """Everything from which a defense is built, beside its settings."""
+    """Everything from which a defense is built, beside its settings.
+
+    A defense that replaces labels needs the examples for ``Defense.targets``.
+    """
 
     context: DefenseContext
     secrets: NoiseSecrets = NO_SECRETS
     examples: Examples | None = None
-    """A defense that replaces their labels needs them for ``Defense.targets``."""
 
 
 class RawBatch(NamedTuple):
@@ -239,10 +240,28 @@ class LabelMove(NamedTuple):
     """The most by which the label moves the row, as a norm; infinite if it is unknown."""
 
     cut_dim: int
-    """Number of values per row."""
 
     report: DefenseReport
-    """The report of the defense on the same batch."""
+    """Of the same batch."""
+
+
+class RowChunk(NamedTuple):
+    """Facts about consecutive training rows that do not depend on any label."""
+
+    activations: Tensor
+    """(rows, cut_dim) float32."""
+
+    own: Tensor | None
+    """Dense own features of the active party, (rows, features)."""
+
+    hidden: Tensor | None
+    """Hidden units of the top model, (rows, units)."""
+
+    logits: Tensor
+    """(rows,), or (rows, classes)."""
+
+    slopes: Tensor
+    """d logit / d activation, (rows, cut_dim), or (rows, classes, cut_dim)."""
 
 
 class RowFacts(Protocol):
@@ -253,7 +272,7 @@ class RowFacts(Protocol):
         ...
 
     def logits(self) -> Iterator[Tensor]:
-        """Yield the model's logits alone, which take a fraction of the time."""
+        """Yield only the model's logits, which takes a fraction of the time."""
         ...
 
 
@@ -264,14 +283,9 @@ class PendingRelease(ABC):
     is computed from releases, so that nothing else is charged.
     """
 
-    stage: int
-    """Number of the stage that begins with it, from 0."""
-
-    design: bytes
-    """Digest of everything, except labels and noise, on which the release depends."""
-
-    charge: LeakCharge
-    """The charge of each training row."""
+    stage: int  # that begins with it, from 0
+    design: bytes  # digest of everything, except labels and noise, on which the release depends
+    charge: LeakCharge  # of each training row
 
     @abstractmethod
     def draw(self, key: bytes) -> Mapping[str, Tensor]:

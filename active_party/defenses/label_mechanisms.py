@@ -23,19 +23,19 @@ which differ between y = 0 and y = 1, reveal nothing. Laplace noise ends at 44 t
 anything beyond has probability 2^-63.
 
 The best AUC of any score, and the Gaussian mechanism that reveals no less, are those of
-`exact_auc`. What is drawn once costs the same whatever the number of epochs.
+`dp_bounds`. What is drawn once costs the same whatever the number of epochs.
 """
 
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from splitveil.active_party.defenses.exact_auc import (
+from splitveil.active_party.defenses.dp_bounds import (
     gaussian_auc,
     gaussian_of_laplace,
     gaussian_of_response,
@@ -49,6 +49,7 @@ from splitveil.active_party.defenses.example_keys import (
     example_keys,
     scalars,
 )
+from splitveil.active_party.defenses.interface import LeakCharge
 from splitveil.active_party.defenses.noise import open_uniform
 from splitveil.common.settings import Section
 
@@ -122,32 +123,24 @@ LabelMechanism = Annotated[
 """The way in which a noisy label is made from a label."""
 
 
-class LabelLeak(NamedTuple):
-    """What one draw of a mechanism reveals between two classes."""
-
-    sum_kl: float
-    epsilon: float | None
-    """Label differential privacy; None if it has none."""
-    leak_auc: float
-    """The best AUC of any score."""
-    mu: float
-    """Of a Gaussian mechanism that reveals no less."""
-
-
-def label_leak(mechanism: LabelMechanism, num_classes: int = 2) -> LabelLeak:
-    """Return what one draw reveals."""
+def label_leak(mechanism: LabelMechanism, num_classes: int = 2) -> LeakCharge:
+    """Return what one draw reveals between two classes, with the best AUC of any score."""
     if isinstance(mechanism, GaussianLabels):
         mu = 1 / mechanism.noise_ratio
-        return LabelLeak(mechanism.noise_ratio**-2, None, gaussian_auc(mu), mu)
+        return LeakCharge(
+            mechanism.noise_ratio**-2,
+            is_gaussian=True,
+            leak_auc=gaussian_auc(mu),
+            dominating_mu=mu,
+        )
     epsilon = mechanism.epsilon
     match mechanism:
         case LaplaceLabels():
             sum_kl = 2 * (epsilon + math.expm1(-epsilon))
-            return LabelLeak(sum_kl, epsilon, laplace_auc(epsilon), gaussian_of_laplace(epsilon))
+            auc, mu = laplace_auc(epsilon), gaussian_of_laplace(epsilon)
         case AlibiLabels():
             sum_kl = 4 * (epsilon / 2 + math.expm1(-epsilon / 2))
-            mu = gaussian_of_laplace(epsilon, 2)
-            return LabelLeak(sum_kl, epsilon, laplace_auc(epsilon, 2), mu)
+            auc, mu = laplace_auc(epsilon, 2), gaussian_of_laplace(epsilon, 2)
         case RandomizedResponse():
             if num_classes == 2:
                 sum_kl = 2 * epsilon * math.tanh(epsilon / 2)
@@ -155,7 +148,7 @@ def label_leak(mechanism: LabelMechanism, num_classes: int = 2) -> LabelLeak:
                 odds = num_classes - 1 + math.exp(epsilon)
                 sum_kl = 2 * epsilon * math.expm1(epsilon) / odds
             auc, mu = response_auc(epsilon, num_classes), gaussian_of_response(epsilon, num_classes)
-            return LabelLeak(sum_kl, epsilon, auc, mu)
+    return LeakCharge(sum_kl, epsilon=epsilon, leak_auc=auc, dominating_mu=mu)
 
 
 def at_leak_auc(mechanism: LabelMechanism, leak_auc: float, num_classes: int = 2) -> LabelMechanism:

@@ -193,7 +193,7 @@ class Marvell(RememberingDefense):
     A batch of one class uses the other class's statistics of earlier batches. If there are none
     yet, or if the solution would leave the labels bare (without a gap as the unit of power, and
     with one of the spreads at zero), the answer is noise of the batch's largest norm without any
-    signal: a missing answer, or zeros, would tell the peer what the batch contained. Only a batch
+    signal: a missing answer, or zeros, would show the peer what the batch contained. Only a batch
     of zeros does not have a scale: with both classes, or before any statistics, the answer to it is
     zeros.
 

@@ -1,4 +1,4 @@
-"""Noise along each gradient that brings it, on average, to a norm that does not tell its label.
+"""Noise along each gradient that brings it, on average, to a norm that does not reveal its label.
 
 ``max_norm`` takes the largest norm of the batch. Row g becomes g (1 + s n) with n ~ N(0, 1) and
 s^2 = |g_max|^2/|g|^2 - 1, one scalar per row, so that E|row|^2 = |g_max|^2 for every row (Li et
@@ -131,7 +131,6 @@ class MaxNorm(RememberingDefense):
         return Defended(release(defended, batch.gradients), report)
 
     def _noise_norms(self, _batch: RawBatch, _rows: Tensor, norms: Tensor) -> Tensor:
-        """Return the root-mean-square noise norm of each row, (batch,) float64."""
         return _missing_norms(norms)
 
 

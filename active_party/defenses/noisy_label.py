@@ -22,6 +22,7 @@ nothing bounds what it learns, and there is no label-DP. Targets that depend on 
 refused with it: they would pass on the label itself.
 """
 
+from dataclasses import replace
 from typing import Annotated, Literal, Self
 
 import torch
@@ -76,7 +77,7 @@ class NoisyLabelDefense(SeededDefense):
 
     ``noisy``: only the noisy labels influence what is sent, and their guarantee is exact.
     ``true``: the model predicts better, and its knowledge of the labels shows in later gradients:
-    the bound is for an honest-but-curious peer, and about what predictions do not tell. Refused
+    the bound is for an honest-but-curious peer, and about what predictions do not say. Refused
     where targets depend on predictions.
     """
 
@@ -129,17 +130,14 @@ class NoisyLabelDefense(SeededDefense):
         The noise identity names the draw of the noisy labels.
         """
         leak = label_leak(self.mechanism, num_classes)
-        is_gaussian = isinstance(self.mechanism, GaussianLabels)
-        return LeakCharge(
-            leak.sum_kl,
+        if leak.is_gaussian:  # then both follow from the divergence
+            leak = replace(leak, leak_auc=None, dominating_mu=None)
+        return replace(
+            leak,
             noise_identity=noise_identity,
             # A top model that knows the labels leaves no bound on the odds.
             epsilon=leak.epsilon if self.top_labels == "noisy" else None,
             adversary=self.traits.coverage.adversary,
-            is_gaussian=is_gaussian,
-            # Those of a Gaussian mechanism follow from its divergence.
-            leak_auc=None if is_gaussian else leak.leak_auc,
-            dominating_mu=None if is_gaussian else leak.mu,
         )
 
     def forecast(self, context: DefenseContext) -> Forecast:

@@ -30,7 +30,7 @@ class NoDefense(DefenseSection):
         return Undefended(given.context.num_classes)
 
     def forecast(self, _context: DefenseContext) -> Forecast:
-        said = "Raw gradients tell the label outright."
+        said = "Raw gradients reveal the label outright."
         return Forecast({"fresh": exactly(math.inf)}, "fresh", said)
 
     def budget_refusal(self, _context: DefenseContext, /) -> str | None:

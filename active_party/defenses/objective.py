@@ -29,42 +29,28 @@ Schedule = Callable[[int], float]
 class TopModel(NamedTuple):
     """A top model and the means of its optimisation."""
 
-    model: nn.Module
-    """Maps (activation, own features or None) to logits."""
-
+    model: nn.Module  # maps (activation, own features or None) to logits
     optimizer: Optimizer
-    """Over the model's parameters."""
-
     schedule: Schedule
 
 
 class BatchLabels(NamedTuple):
     """The active party's knowledge about a batch's labels."""
 
-    rows: Tensor
-    """Indices in the common order, (batch,)."""
-
-    true: Tensor
-    """(batch,), 0 or 1, or the class index."""
-
+    rows: Tensor  # indices in the common order, (batch,)
+    true: Tensor  # (batch,), 0 or 1, or the class index
     targets: Tensor
     """The labels from which the gradient that leaves is computed: the true ones, or the targets
     with which a defense replaces them, (batch,)."""
-
-    weights: Tensor | None = None
-    """What each row counts in the loss, (batch,); None if all count 1."""
+    weights: Tensor | None = None  # of each row in the loss, (batch,); None if all count 1
 
 
 @dataclass(frozen=True)
 class StepOutcome:
     """The outcome of one training step, before the top model has learned from all of it."""
 
-    raw: Tensor
-    """Gradient at the cut layer, before any defense, (batch, *cut_shape)."""
-
-    probabilities: Tensor
-    """The model's predictions, (batch,) for label 1, or (batch, classes)."""
-
+    raw: Tensor  # gradient at the cut layer, before any defense, (batch, *cut_shape)
+    probabilities: Tensor  # the model's predictions, (batch,) for label 1, or (batch, classes)
     loss: Tensor
     """Cross entropy of the prediction, mean over the batch; with its graph if the model is still to
     learn from it."""

@@ -31,8 +31,8 @@ k x is rounded to a multiple of 2^-20 like y itself, and an answer is (p + (k x 
 float64 and rounded once: a function of p, J and k x - y alone.
 
 Two things are not covered. The model itself learns from the labels, so p may reveal as much about y
-as a model trained on all labels does, and a peer that chooses its activations can have it learn one
-label by heart (``noisy_label`` avoids this). And unbiasedness holds over the key, not over steps:
+as a model trained on all labels does, and a peer that chooses its activations can have it memorise
+one label (``noisy_label`` avoids this). And unbiasedness holds over the key, not over steps:
 an example's error does not average out.
 """
 

@@ -57,13 +57,10 @@ SEE = "docs/defenses.md, section 'Which bounds do not hold'"
 
 
 class Coverage(NamedTuple):
-    """The peers whom all charges of a defense describe, and the reason."""
+    """The strongest adversary class that every charge describes, and a sentence about it."""
 
     adversary: Adversary
-    """The strongest adversary class that every charge describes."""
-
     why: str
-    """A sentence about who is described, and who is not."""
 
 
 AGAINST_CLASS_MEANS = Coverage(
@@ -147,9 +144,8 @@ class DefenseSection(Section):
     ) -> Defense:
         """Build the defense.
 
-        Raises:
-            ValueError: the defense is refused, or lacks a noise key that it needs.
-            SettingsError: a class written by the user cannot be loaded or built.
+        Raises ValueError if it is refused or lacks a noise key that it needs, and SettingsError if
+        a class written by the user cannot be loaded or built.
         """
         objection = self.objection(context)
         if objection is not None:
@@ -208,10 +204,7 @@ class DefenseSection(Section):
         return None
 
     def bounds_label_move(self, _cut_dim: int, *, is_known: bool) -> bool:  # noqa: ARG002
-        """Whether `Defense.charge_covering` is finite on a cut of this many values per row.
-
-        ``is_known`` says whether a bound on the label's move is known.
-        """
+        """Whether `Defense.charge_covering` is finite, where a bound on the move may be known."""
         return False
 
     def objective(
@@ -221,22 +214,14 @@ class DefenseSection(Section):
         return None
 
     def require_usable(self, _context: DefenseContext, /) -> None:
-        """Try out everything that could otherwise fail only during the run.
-
-        Raises:
-            SettingsError: the defense would fail.
-        """
+        """Raise SettingsError for everything that could otherwise fail only during the run."""
 
     def open_noise_key(self, context: DefenseContext, path: Path) -> NoiseKey | None:
         """Return the key from which the defense draws its noise; None if it needs none.
 
         The file at ``path``, created if it does not exist, yields a key of its own for each
         strength, see ``noise_key_strength``, and for each meaning of the labels: the same noise on
-        two labels would reveal their difference.
-
-        Raises:
-            SettingsError: the file is not a key, or others may know it.
-            StorageError: the file does not exist and cannot be written.
+        two labels would reveal their difference. Raises what ``load_or_create_key`` does.
         """
         strength = self.noise_key_strength(context)
         if strength is None:
@@ -293,10 +278,6 @@ class NoisyDefense(SeededDefense):
         return AGAINST_CLASS_MEANS
 
     def forecast(self, context: DefenseContext) -> Forecast:
-        """Forecast the charge of one answer, for either kind of noise.
-
-        With several classes, only the configured kind of noise is considered.
-        """
         charges: dict[NoiseKind, ChargeForecast] = {
             "fresh": self._fresh_charge(context),
             "persistent": self._repeated_charge(context),
@@ -378,12 +359,11 @@ def warn_about_seed() -> None:
 
 
 class WeightUses(NamedTuple):
-    """The weights that a run's loss has."""
+    """The weights that a run's loss has, and whether those of rows were chosen without labels."""
 
     of_classes: bool = False
     of_rows: bool = False
     are_label_free: bool = False
-    """Whether the rows' weights were chosen without a look at labels."""
 
 
 def refusal_of_weights(defense: DefenseSection, uses: WeightUses) -> str | None:

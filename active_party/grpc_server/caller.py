@@ -91,7 +91,7 @@ class Caller:
 
     @property
     def has_open_stream(self) -> bool:
-        """Whether a stream of this party is open, so that it can be told something."""
+        """Whether a stream of this party is open, on which it can hear something."""
         return self._open_streams > 0 or self.exchange_of_ids is not None
 
     def hear(self) -> None:

@@ -32,7 +32,7 @@ QUIET_S = 3.0
 """Seconds without a probe after which the other party has measured enough."""
 _POLL_S = 0.1
 _ONE_WAY_S = 1.0
-"""What a message may take; one that only travels one way cannot tell."""
+"""What a message may take; one that only travels one way cannot show."""
 
 
 class Introduced(NamedTuple):
@@ -56,10 +56,10 @@ class ProbeServer:
         self._contract = contract
         self._own = Introduction(ACTIVE, contract.canonical_json(), time.time(), id_form)
         self._introduced: dict[str, Introduced] = {}
-        self._desk = ProbeResponder(contract, id_form, self._note)
+        self._responder = ProbeResponder(contract, id_form, self._note)
         self._server, health = build_server(contract, SERVICE, address, credentials, _log_refusal)
         health.set(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
-        self._desk.add_to(self._server)
+        self._responder.add_to(self._server)
 
     def wait(self, wait_s: float, interruption: Interruption) -> None:
         """Serve until all passive parties have introduced themselves and fallen silent."""
@@ -75,7 +75,7 @@ class ProbeServer:
                         f"--connect sends it, over there"
                     )
                 time.sleep(_POLL_S)
-            while time.monotonic() - self._desk.probed_at < QUIET_S:
+            while time.monotonic() - self._responder.probed_at < QUIET_S:
                 interruption.check()
                 time.sleep(_POLL_S)
         finally:
@@ -93,8 +93,8 @@ class ProbeServer:
         if peer.party not in self._contract.passive_parties:
             return  # without TLS anybody on this machine may call
         # grpcio's stubs declare bytes where lists of bytes arrive.
-        told = cast("Mapping[str, Sequence[bytes]]", context.auth_context())
-        certificate = b"".join(told.get("x509_pem_cert", [])[:1])
+        shown = cast("Mapping[str, Sequence[bytes]]", context.auth_context())
+        certificate = b"".join(shown.get("x509_pem_cert", [])[:1])
         ahead_s = peer.clock_s - time.time()
         self._introduced[peer.party] = Introduced(peer, ahead_s, certificate)
 

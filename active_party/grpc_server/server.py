@@ -53,7 +53,7 @@ def start_server(
     address: str,
     credentials: CredentialFiles | None = None,
     transcript: Notes | None = None,
-    desk: ProbeResponder | None = None,
+    responder: ProbeResponder | None = None,
 ) -> grpc.Server:
     """Serve at an address, together with the standard health service."""
     parties = len(contract.passive_parties)
@@ -69,7 +69,7 @@ def start_server(
     )
     handlers = method_handlers(service, contract)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-    (desk or ProbeResponder(contract)).add_to(server)
+    (responder or ProbeResponder(contract)).add_to(server)
     server.start()
     return server
 
@@ -127,11 +127,13 @@ def serve_until_end(
     Returns the service, and the limit that has ended the run for good, if one has.
     """
     contract, engine = settings.contract, engine_of(settings, len(data.ids))
-    kept, tried = records_of(settings, folder)
-    service = ActiveService(session, engine, settings.reconnect.deadline_s, tried, status, kept)
+    exchanges, tried = records_of(settings, folder)
+    service = ActiveService(
+        session, engine, settings.reconnect.deadline_s, tried, status, exchanges
+    )
     notes = status if transcript is None else AllNotes(transcript, status)
-    desk = ProbeResponder(contract, form_of(data.ids))
-    server = start_server(service, contract, settings.listen, credentials, notes, desk)
+    responder = ProbeResponder(contract, form_of(data.ids))
+    server = start_server(service, contract, settings.listen, credentials, notes, responder)
     names = contract.passive_parties
     who = f"parties {', '.join(names)}" if len(names) > 1 else "party"
     logger.info("waiting for the passive %s at %s", who, settings.listen)
@@ -181,7 +183,7 @@ def wait_for_end(
 def _silent_party(
     session: ActiveSession, service: ActiveService, settings: ActiveSettings
 ) -> tuple[str, float] | None:
-    """Return the party that has kept the run waiting for too long, in words, and its patience."""
+    """Return the party that the run has waited for for too long, in words, and its patience."""
     for party, waited_s in session.lifecycle.stages.awaited().items():
         met = (
             session.stage is Stage.FINISHED
@@ -189,6 +191,6 @@ def _silent_party(
         )
         patience_s = settings.reconnect.max_s if met else settings.first_contact_s
         if min(service.silent_s(party), waited_s) > patience_s:
-            alone = len(settings.contract.passive_parties) == 1
-            return "the passive party" if alone else f"passive party {party!r}", patience_s
+            is_only = len(settings.contract.passive_parties) == 1
+            return "the passive party" if is_only else f"passive party {party!r}", patience_s
     return None

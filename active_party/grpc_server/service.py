@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 GOODBYE_WAIT_S = 5.0
 INTERRUPTED_WORDS_S = 3.0
-"""Time for which a party that was told to stop waits until its peers have heard of it."""
+"""Time for which a party that was asked to stop waits until its peers have heard of it."""
 _POLL_S = 0.2
 
 
@@ -72,7 +72,7 @@ class ActiveService:
         deadline_s: float,
         tried: TriedIds | None = None,
         status: RunStatus | None = None,
-        kept: ExchangeStores | None = None,
+        exchanges: ExchangeStores | None = None,
     ) -> None:
         self.refused: Counter[str] = Counter()
         """Number of refused messages by kind of error."""
@@ -83,9 +83,11 @@ class ActiveService:
         self._status = status or RunStatus(ACTIVE, session.contract)
         self._deadline_s = deadline_s
         self._limits = TensorLimits.of(session.contract)
-        self._told_of_end = threading.Semaphore(0)
+        self._heard_of_end = threading.Semaphore(0)
         self._callers = {
-            name: Caller(name, self._status.peers, None if kept is None else kept.of(name))
+            name: Caller(
+                name, self._status.peers, None if exchanges is None else exchanges.of(name)
+            )
             for name in session.contract.passive_parties
         }
 
@@ -105,9 +107,9 @@ class ActiveService:
         """
         begun = time.monotonic()
         until = begun + timeout_s
-        untold = len(self._callers) if self._session.lifecycle.has_unsent_notice else 0
-        while untold and time.monotonic() < until:
-            untold -= self._told_of_end.acquire(timeout=_POLL_S)
+        unheard = len(self._callers) if self._session.lifecycle.has_unsent_notice else 0
+        while unheard and time.monotonic() < until:
+            unheard -= self._heard_of_end.acquire(timeout=_POLL_S)
             if interruption() is not None and not (
                 time.monotonic() < begun + INTERRUPTED_WORDS_S
                 and any(caller.has_open_stream for caller in self._callers.values())
@@ -268,7 +270,7 @@ class ActiveService:
             logger.info("%s", error)
             return
         if self._session.lifecycle.error is not None:
-            self._told_of_end.release()
+            self._heard_of_end.release()
         if isinstance(error, (ProtocolError, ContractMismatch)):
             kind = type(error).__name__
             self.refused[kind] += 1
@@ -324,7 +326,7 @@ class ActiveService:
 
 
 def agreeing(session: ActiveSession, party: str) -> Agree:
-    """Return a function that tells a passive party which ids all parties have, once aligned."""
+    """Return a function that says to a passive party which ids all parties have, once aligned."""
 
     def agree(alignment: Alignment, channel: AlignChannel) -> Alignment:
         session.aligned(alignment.rows, alignment.peer_nonce, party)

@@ -272,19 +272,19 @@ async def _settled(pending: PendingReply, timeout_s: float) -> None:
 def _reply(
     answer: ServedPredictions, classes: list[str] | None, run_id: str, *, numbers: bool
 ) -> PredictReply | NumberReply:
-    found = answer.is_found
+    found = [model is not None for model in answer.models]
     # float32 to double and back is exact, so that the text holds every bit.
     given = answer.predicted.astype(np.float64).tolist()
     predicted = [one if known else None for one, known in zip(given, found, strict=True)]
-    told: dict[str, Any] = {
-        "found": found.tolist(),
-        "model": [by.value for by in answer.answered_by],
+    common: dict[str, Any] = {
+        "found": found,
+        "model": answer.models,
         "run_id": run_id,
         "why_fallback": answer.why_fallback,
     }
     if numbers:
-        return NumberReply.model_construct(values=predicted, **told)
-    return PredictReply.model_construct(probabilities=predicted, classes=classes, **told)
+        return NumberReply.model_construct(values=predicted, **common)
+    return PredictReply.model_construct(probabilities=predicted, classes=classes, **common)
 
 
 async def _refused(_request: Request, error: Exception) -> JSONResponse:

@@ -110,7 +110,7 @@ _SETTING = "serving.token_file"
 
 
 class Tokens:
-    """The tokens of a file, of which only digests are kept."""
+    """The tokens of a file, of which only digests are stored."""
 
     def __init__(self, tokens: dict[str, str]) -> None:
         self._digests = {name: _digest(token) for name, token in tokens.items()}
@@ -145,7 +145,7 @@ class Tokens:
         kind, _, token = (authorization or "").partition(" ")
         if kind.lower() == "bearer":
             digest = _digest(token.strip())
-            # All are compared, so that the time tells nothing.
+            # All are compared, so that the time reveals nothing.
             found = [n for n, own in self._digests.items() if hmac.compare_digest(own, digest)]
             if found:
                 return found[0]

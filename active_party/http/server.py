@@ -37,7 +37,7 @@ is there and the answer is taken."""
 class Connection(H11Protocol):
     """A client's connection, which does not last if nothing comes of it.
 
-    It tells the application the common name of the certificate that the client has shown.
+    It gives the application the common name of the certificate that the client has shown.
     """
 
     opening: "asyncio.Task[None]"
@@ -243,7 +243,7 @@ class HttpServer:
 
 
 class _AcceptingServer(uvicorn.Server):
-    """Accepts as many connections as there is room for, with the certificates of the moment."""
+    """Accepts as many connections as fit, with the certificates of the moment."""
 
     def __init__(
         self, config: uvicorn.Config, listener: socket.socket, tls: ServerTls | None
@@ -287,7 +287,7 @@ class _AcceptingServer(uvicorn.Server):
                     client.close()
                     continue
                 unused.cut()
-            # asyncio does this for sockets of its own alone. Without it, an answer's body waits for
+            # asyncio does this only for sockets of its own. Without it, an answer's body waits for
             # the client to acknowledge its head, which takes 40 ms.
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection = Connection(self.config, self.server_state, self.open)

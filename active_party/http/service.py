@@ -3,12 +3,10 @@
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from enum import Enum
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -121,7 +119,7 @@ class Rules(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class PendingReply:
     question: IdQuestion
-    """With the ids that may be asked for alone."""
+    """With those ids only that may be asked for."""
     num_ids: int
     is_allowed: NDArray[np.bool_]
     answer: "Future[Predictions] | None"
@@ -130,13 +128,8 @@ class PendingReply:
     """Why it is not asked."""
 
 
-class AnsweredBy(Enum):
-    NONE = None
-    """No model: the id is not known."""
-    JOINT = "joint"
-    """Both halves of the trained model."""
-    FALLBACK = "fallback"
-    """The model of the active party's own features alone."""
+Model = Literal["joint", "fallback"]
+"""Both halves of the trained model, or the model of only the active party's own features."""
 
 
 class ServedPredictions(NamedTuple):
@@ -144,15 +137,11 @@ class ServedPredictions(NamedTuple):
     """Probabilities of label 1, (ids,), or of each class, (ids, classes), or numbers in the label's
     unit, (ids,); NaN for an id that is not known."""
 
-    answered_by: tuple[AnsweredBy, ...]
+    models: list[Model | None]
+    """By which model each id is answered; None for one that is not known."""
 
     why_fallback: str | None = None
     """Why the joint model was not asked at all; None if it was."""
-
-    @property
-    def is_found(self) -> NDArray[np.bool_]:
-        """Whether there is a prediction, (ids,)."""
-        return np.array([by is not AnsweredBy.NONE for by in self.answered_by], np.bool_)
 
 
 class AnswerService:
@@ -204,9 +193,9 @@ class AnswerService:
         allowed = self.rules.allowed_ids
         is_allowed = np.array([allowed is None or text in allowed for text in ids], np.bool_)
         if not is_allowed.all():
-            kept = np.flatnonzero(is_allowed)
-            ids = [ids[index] for index in kept]
-            own = None if own is None else own.rows(torch.from_numpy(kept))
+            at = np.flatnonzero(is_allowed)
+            ids = [ids[index] for index in at]
+            own = None if own is None else own.rows(torch.from_numpy(at))
         question = IdQuestion(ids, own)
         trouble = self.trouble if ids else None
         answer = self._batcher.submit(question) if ids and trouble is None else None
@@ -222,10 +211,9 @@ class AnswerService:
             call.outcomes[IdOutcome.UNAVAILABLE] = num_allowed
             raise NotAvailable(why)
         answer = self._answer(pending, predictions, why)
-        call.found = int(answer.is_found.sum())
-        by = Counter(answer.answered_by)
-        call.outcomes[IdOutcome.JOINT] = by[AnsweredBy.JOINT]
-        call.outcomes[IdOutcome.FALLBACK] = by[AnsweredBy.FALLBACK]
+        call.outcomes[IdOutcome.JOINT] = answer.models.count("joint")
+        call.outcomes[IdOutcome.FALLBACK] = answer.models.count("fallback")
+        call.found = len(answer.models) - answer.models.count(None)
         call.outcomes[IdOutcome.UNKNOWN] = num_allowed - call.found
         if not call.found and why is None:
             call.status = 404
@@ -266,17 +254,17 @@ class AnswerService:
     ) -> ServedPredictions:
         shape = self._predictor.model.shape_of_row
         predicted = np.full((pending.num_ids, *shape), np.nan, np.float32)
-        answered_by = np.full(pending.num_ids, AnsweredBy.NONE, object)
+        models = np.full(pending.num_ids, None, object)
         asked = np.flatnonzero(pending.is_allowed)
         left = np.arange(len(asked))
         if predictions is not None:
             found = np.flatnonzero(predictions.found)
             predicted[asked[found]] = predictions.probabilities[found]
-            answered_by[asked[found]] = AnsweredBy.JOINT
+            models[asked[found]] = "joint"
             left = np.flatnonzero(~predictions.found)
         if self._fallback is not None and len(left):
-            alone = self._fallback.predict(pending.question, left)
-            found = np.flatnonzero(alone.found)
-            predicted[asked[left[found]]] = alone.probabilities[found]
-            answered_by[asked[left[found]]] = AnsweredBy.FALLBACK
-        return ServedPredictions(predicted, tuple(answered_by), why)
+            own = self._fallback.predict(pending.question, left)
+            found = np.flatnonzero(own.found)
+            predicted[asked[left[found]]] = own.probabilities[found]
+            models[asked[left[found]]] = "fallback"
+        return ServedPredictions(predicted, models.tolist(), why)

@@ -8,7 +8,7 @@ predicted: with all labels of the training swapped, the metrics are the same.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -132,28 +132,24 @@ class OnlineStatus(PartyStatus):
         return ServingState(ready=False, reason=trouble)
 
     def facts(self) -> dict[str, str]:
-        """Return what the endpoint tells beside health and readiness."""
+        """Return what the endpoint says beside health and readiness."""
         return super().facts() | {"answering": self.answering}
 
     # ---- requests ----
 
-    def note_request(self, status: int, seconds: float, *, used_fallback: bool = False) -> None:
-        outcome = FALLBACK if used_fallback else _OUTCOMES.get(status, "fault")
+    def note_call(self, call: "Call", seconds: float) -> None:
+        """Count a request that is answered or refused, and its ids by what has become of them."""
+        outcome = FALLBACK if call.used_fallback else _OUTCOMES.get(call.status, "fault")
         self._requests.labels(outcome).inc()
         self._seconds.observe(seconds)
-
-    def note_ids(self, numbers: Mapping[IdOutcome, int]) -> None:
-        """Count the ids of a request by what has become of them."""
-        for outcome, number in numbers.items():
-            self._ids.labels(outcome.value).inc(number)
+        for of_ids, number in call.outcomes.items():
+            self._ids.labels(of_ids.value).inc(number)
+        if call.timed_out:
+            self._timeouts.inc()
 
     def note_question(self, num_requests: int, num_ids: int) -> None:
         self._question_requests.observe(num_requests)
         self._question_ids.observe(num_ids)
-
-    def note_timeout(self) -> None:
-        """Count a request that was not answered in time."""
-        self._timeouts.inc()
 
 
 @dataclass
@@ -208,15 +204,12 @@ class CallLog:
             yield
         except RequestError as error:
             self.answered[error.status] += 1
-            self._status.note_request(error.status, 0.0)
+            self._status.note_call(Call("", status=error.status), 0.0)
             raise
 
     def _record(self, call: Call, seconds: float) -> None:
         self.answered[call.status] += 1
-        self._status.note_request(call.status, seconds, used_fallback=call.used_fallback)
-        self._status.note_ids(call.outcomes)
-        if call.timed_out:
-            self._status.note_timeout()
+        self._status.note_call(call, seconds)
         if self._transcript is not None:
             self._transcript.note_answered(
                 AnsweredRequest(

@@ -1,1 +1,1 @@
-"""The leak ledger: how much the answers of a run may have told about each label."""
+"""The leak ledger: how much the answers of a run may have revealed about each label."""

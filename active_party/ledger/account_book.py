@@ -52,15 +52,9 @@ _RULES_BYTES = 64 * 1024
 class AccountBook:
     """Accounts together with the names of their examples."""
 
-    names: Names
-    """Each name once."""
-
-    ledger: LeakLedger
-    """The accounts, in the order of the names."""
-
-    id_rules: bytes = b""
-    """``rules_as_bytes`` of the rules by which the ids were brought into canonical form."""
-
+    names: Names  # each once
+    ledger: LeakLedger  # the accounts, in the order of the names
+    id_rules: bytes = b""  # `rules_as_bytes` of the ids' canonical form
     runs: frozenset[bytes] = frozenset()
     """Digests of the runs whose charges it has: of the run that left it, and those before."""
 
@@ -128,10 +122,10 @@ class AccountBook:
 
     def of_run(self, run_id: str) -> "AccountBook":
         """Return the book as that of a run; if the run charges more later, as that of another."""
-        found = hashlib.blake2b(run_id.encode(), digest_size=_DIGEST_BYTES, person=b"leak account")
+        hashed = hashlib.blake2b(run_id.encode(), digest_size=_DIGEST_BYTES, person=b"leak account")
         for _, part in sorted(self.state_dict().items()):
-            found.update(part.numpy().data)
-        return replace(self, runs=self.runs | {found.digest()})
+            hashed.update(part.numpy().data)
+        return replace(self, runs=self.runs | {hashed.digest()})
 
     def with_all_of(self, other: "AccountBook") -> "AccountBook":
         """Return a book of the examples of both; accounts of the same example are added up."""
@@ -144,7 +138,7 @@ class AccountBook:
         names, runs = np.concatenate([self.names, other.names[new]]), self.runs | other.runs
         return AccountBook(names, ledger, self.id_rules, runs)
 
-    def begun(
+    def opening_ledger(
         self, ids: Iterable[str], num_examples: int, persons: Names | None = None
     ) -> LeakLedger:
         """Return the ledger with which a run on these canonical ids begins.
@@ -161,13 +155,13 @@ class AccountBook:
             ledger.add(known, self.ledger, of[known])
         return ledger
 
-    def closed(
+    def closing_book(
         self, ids: Iterable[str], ledger: LeakLedger, persons: Names | None = None
     ) -> "AccountBook":
         """Return the book that a run leaves if it began with this one.
 
-        The ledger is that of ``begun`` with all charges since. A person's account is that of its
-        most exposed row.
+        The ledger is that of ``opening_ledger`` with all charges since. A person's account is that
+        of its most exposed row.
         """
         names = names_of(ids)
         of = np.arange(len(names))
@@ -189,11 +183,8 @@ class AccountBook:
 def open_books(folders: Sequence[Path], id_rules: bytes = b"") -> AccountBook:
     """Read the books of earlier runs, from their ``checkpoint`` folders, and return them as one.
 
-    What a chain of runs charged counts once.
-
-    Raises:
-        SettingsError: a folder has no book, or the book cannot be read, or its ids were compared by
-            other rules.
+    What a chain of runs charged counts once. Raises SettingsError as ``open_book``, and if a book's
+    ids were compared by other rules.
     """
     books = [open_book(folder) for folder in folders]
     for folder, book in zip(folders, books, strict=True):
@@ -204,8 +195,7 @@ def open_books(folders: Sequence[Path], id_rules: bytes = b"") -> AccountBook:
 def open_book(folder: Path) -> AccountBook:
     """Read the book of one run, whatever its rules for ids, from its ``checkpoint`` folder.
 
-    Raises:
-        SettingsError: the folder has no book, or the book cannot be read.
+    Raises SettingsError if there is none, or it cannot be read.
     """
     path = folder / LEDGER
     try:
@@ -229,22 +219,19 @@ def id_rules_as_tensor(id_rules: bytes) -> dict[str, Tensor]:
 
 
 def id_rules_of(state: Mapping[str, Tensor]) -> bytes:
-    """Return the rules by which the ids of a file were brought into canonical form, as bytes.
-
-    Raises ValueError if it holds something else.
-    """
-    found = state.get(_ID_RULES)
-    if found is None:
+    """Return a file's rules for ids, as bytes; raises ValueError if it holds something else."""
+    stored = state.get(_ID_RULES)
+    if stored is None:
         return b""
-    if found.dtype != torch.uint8 or found.ndim != 1 or len(found) > _RULES_BYTES:
+    if stored.dtype != torch.uint8 or stored.ndim != 1 or len(stored) > _RULES_BYTES:
         raise ValueError("does not say by which rules its ids were compared")
-    rules_of_bytes(rules := bytes(found.tolist()))
+    rules_of_bytes(rules := bytes(stored.tolist()))
     return rules
 
 
-def check_id_rules(found: bytes, expected: bytes, where: str) -> None:
+def check_id_rules(id_rules: bytes, expected: bytes, where: str) -> None:
     """Check that a file names examples as this run does: under other names none would be found."""
-    if found != expected:
+    if id_rules != expected:
         raise SettingsError(
             f"{where}: its run compared ids by other rules than this contract's ids, so that no "
             f"example of it would be recognised: expected the same rules"
@@ -269,8 +256,8 @@ def names_of(ids: Iterable[str], purpose: bytes = b"leak account") -> Names:
 
 def indices_of(of: Names, among: Names) -> Positions:
     """Return the index of each name among others, -1 for a name that is not among them."""
-    found = pc.index_in(_column(of), value_set=_column(among))
-    indices: Positions = pc.fill_null(found, -1).to_numpy().astype(np.int64)
+    at = pc.index_in(_column(of), value_set=_column(among))
+    indices: Positions = pc.fill_null(at, -1).to_numpy().astype(np.int64)
     return indices
 
 

@@ -21,11 +21,11 @@ may consist of releases whose odds are bounded. Each of these bounds on the AUC 
 where it is finite, and so does the smallest of them:
 
     a                      all charges are one release, and no score of it passes a
-    1/2 + tanh(e/2)/2      all charges are label-DP, e in total (`exact_auc.auc_of_epsilon`)
+    1/2 + tanh(e/2)/2      all charges are label-DP, e in total (`dp_bounds.auc_of_epsilon`)
     Phi(mu / sqrt 2)       no charge reveals more than some Gaussian mechanism; mu^2 adds up
 
 The last one holds for mixtures. A label of each mechanism reveals no more than some Gaussian
-mechanism (`exact_auc`), and neither does any e-label-DP release (`exact_auc.gaussian_of_epsilon`).
+mechanism (`dp_bounds`), and neither does any e-label-DP release (`dp_bounds.gaussian_of_epsilon`).
 Releases that follow each other, however the later ones depend on the earlier ones, reveal no more
 than the Gaussian mechanisms in their places (Dong, Roth and Su 2022, "Gaussian differential
 privacy", theorem 3.2). For a Gaussian mechanism mu^2 is the divergence itself, so an account
@@ -41,7 +41,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from splitveil.active_party.defenses.exact_auc import auc_of_epsilon, gaussian_of_epsilon
+from splitveil.active_party.defenses.dp_bounds import auc_of_epsilon, gaussian_of_epsilon
 from splitveil.active_party.defenses.interface import LeakCharge
 from splitveil.active_party.defenses.sum_kl import estimated_auc, leak_auc_bound
 from splitveil.common.privacy.adversary import Adversary
@@ -126,8 +126,7 @@ class Spread(NamedTuple):
     """One figure over the training examples."""
 
     max: float
-    q95: float
-    """Figure that 95 % of the examples do not exceed."""
+    q95: float  # that 95 % of the examples do not exceed
     mean: float
 
 
@@ -245,10 +244,8 @@ class _Group(NamedTuple):
 
     caveats: int
     known: KnownBounds
-    most: float
-    """The largest divergence."""
-    by_root: npt.NDArray[np.int64]
-    """Number of examples in each cell of the square root of their divergence."""
+    most: float  # the largest divergence
+    by_root: npt.NDArray[np.int64]  # number of examples in each cell of the divergence's root
 
     def cells(self) -> Iterator[tuple[float, int]]:
         """Yield an upper bound on the divergence in each cell, and the number of examples."""

@@ -49,10 +49,8 @@ ROUNDING = 1e-6
 class Limit:
     """What no account may exceed, and the peers whom all charges have to describe."""
 
-    max_sum_kl: float
-    """Divergence allowed to accounts of any distributions."""
-    max_gaussian_sum_kl: float
-    """Divergence allowed to accounts of Gaussian mechanisms."""
+    max_sum_kl: float  # for accounts of any distributions
+    max_gaussian_sum_kl: float  # for accounts of Gaussian mechanisms
     peers: Adversary = Adversary.ANYBODY
     max_leak_auc: float | None = None
     """AUC up to which accounts may have any divergence; None for a limit to the divergence."""
@@ -73,7 +71,7 @@ class Limit:
         leak_auc, epsilon, excess = known
         if self.max_leak_auc is None:
             return np.full(leak_auc.shape, self.max_sum_kl)
-        bound = np.minimum(leak_auc, 0.5 + np.tanh(epsilon / 2) / 2)  # `exact_auc.auc_of_epsilon`
+        bound = np.minimum(leak_auc, 0.5 + np.tanh(epsilon / 2) / 2)  # `dp_bounds.auc_of_epsilon`
         is_within = bound - 0.5 <= (self.max_leak_auc - 0.5) * (1 + ROUNDING)
         allowed = np.maximum(self.max_sum_kl, self.max_gaussian_sum_kl - excess)
         return np.where(is_within, math.inf, allowed)
@@ -83,8 +81,8 @@ class Limit:
         narrow = narrowest(*map(strongest_adversary, np.unique(reached.caveats).tolist()))
         if not narrow.includes(self.peers):
             return (
-                f"would leave an example without a bound for {self.peers.in_words}: what was told "
-                f"about it is bounded for {narrow.in_words}"
+                f"would leave an example without a bound for {self.peers.in_words}: what was "
+                f"revealed about it is bounded for {narrow.in_words}"
             )
         excess = reached.sum_kl / self.of(reached.known)
         worst = int(excess.argmax())
@@ -212,7 +210,7 @@ class LeakBudget:
         self._ids = ids
         self._rows = rows
         self._persons = persons
-        begun = allowance.earlier.begun(self._ids_in_order(), len(rows), persons)
+        begun = allowance.earlier.opening_ledger(self._ids_in_order(), len(rows), persons)
         if allowance.reveals_validation:
             revealed = LeakCharge(0.0, adversary=allowance.peers, is_gaussian=True)
             begun.enter(rows.splits["validation"], logged(revealed))
@@ -258,7 +256,7 @@ class LeakBudget:
     def account_book(self) -> AccountBook:
         """Return the accounts of this run and the runs before it, by example."""
         total, persons = self.accounts.total, self._persons
-        return self._allowance.earlier.closed(self._ids_in_order(), total, persons)
+        return self._allowance.earlier.closing_book(self._ids_in_order(), total, persons)
 
     def sharing_accounts(self, positions: Positions) -> Positions:
         """Return the positions of all rows of the persons whom some rows are about, ascending."""

@@ -1,8 +1,9 @@
 """What a peer may learn about labels besides the answers, and for whom bounds hold in spite of it.
 
 The charges of a defense are about its answers. Other settings let true labels reach the peer on
-another way: they decide when a run ends, or what a peer is told on request, or with which weights
-the top model begins. No charge describes that, so that no bound for anybody may stand beside it.
+another way: they decide when a run ends, or what a peer gets to know on request, or with which
+weights the top model begins. No charge describes that, so that no bound for anybody may stand
+beside it.
 
 A bound for weaker adversary classes stays: these peers look at answers alone, and their bound is
 about a label beyond what the model predicts of it.
@@ -17,7 +18,7 @@ class LabelUses(NamedTuple):
     """The ways on which labels reach the peer besides the answers."""
 
     allows_audits: bool = False
-    """Whether the peer is told the leak AUC of scores that it sends."""
+    """Whether the peer gets to know the leak AUC of scores that it sends."""
     has_stopping_gate: bool = False
     """Whether attacks on the training labels decide when the run ends."""
     has_early_stopping: bool = False
@@ -30,11 +31,10 @@ class LabelUses(NamedTuple):
 
 
 class LabelSignal(NamedTuple):
-    """One way on which labels reach the peer besides the answers."""
+    """One way on which labels reach the peer besides the answers, and a sentence about it."""
 
     setting: str
     why: str
-    """A sentence about it."""
 
 
 def label_signals(uses: LabelUses) -> tuple[LabelSignal, ...]:
@@ -42,7 +42,7 @@ def label_signals(uses: LabelUses) -> tuple[LabelSignal, ...]:
     signals = {
         LabelSignal(
             "allow_audits",
-            "With allow_audits the peer is told how well scores of its choice agree with the "
+            "With allow_audits the peer learns how well scores of its choice agree with the "
             "training labels, which no charge counts.",
         ): uses.allows_audits,
         LabelSignal(

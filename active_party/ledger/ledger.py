@@ -62,18 +62,14 @@ class LeakLedger:
     """
 
     def __init__(self, num_examples: int) -> None:
+        # Settled: charges of fresh noise, and of earlier noise identities. Current: the largest
+        # under the current identity, of which the digest is kept; empty before the first one.
         self._settled: Divergences = np.zeros(num_examples)
-        """Charges of fresh noise, and of earlier noise identities."""
         self._current: Divergences = np.zeros(num_examples)
-        """Largest charge under the current noise identity."""
         self._caveats: Caveats = np.zeros(num_examples, dtype=np.uint8)
-        """What does not hold of some charge."""
         self._known: KnownBounds = np.repeat(NOTHING[:, None], num_examples, axis=1)
-        """What is known of the settled charges."""
         self._current_known = NOTHING
-        """What is known of the charges under the current noise identity, (3,)."""
         self._identity = b""
-        """Digest of the current noise identity; empty before the first one."""
         self._settled_epsilon = 0.0
         self._current_epsilon = 0.0
 
@@ -188,11 +184,7 @@ class LeakLedger:
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take up a copy of the accounts that ``state_dict`` returned.
-
-        Raises:
-            ValueError: the state has another number of examples, or does not come from a ledger.
-        """
+        """Take up a copy of such accounts; raises ValueError for those of other examples."""
         own = self.state_dict()
         if state.keys() != own.keys():
             raise ValueError(f"expected the state of a ledger, got {sorted(state)}")
@@ -231,8 +223,8 @@ def logged(charge: LeakCharge) -> ChargedAnswer:
     """Return a charge in the form of the log of answers, with a digest instead of the identity."""
     caveats, identity = caveats_of(charge), charge.noise_identity
     if identity is None:
-        # Fresh noise is Gaussian: the odds of a single answer have no bound, unless it tells
-        # nobody anything.
+        # Fresh noise is Gaussian: the odds of a single answer have no bound, unless it reveals
+        # nothing to anybody.
         reveals_nothing = charge.sum_kl == 0 and not caveats
         epsilon, digest = 0.0 if reveals_nothing else math.inf, b""
     else:

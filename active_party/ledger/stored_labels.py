@@ -52,15 +52,9 @@ _logger = logging.getLogger(__name__)
 class ReleasedTargets(NamedTuple):
     """Targets together with the names of their examples."""
 
-    names: Names
-    """Each name once."""
-
-    targets: Tensor
-    """(examples,) or (examples, classes) float32, in the order of the names."""
-
-    id_rules: bytes = b""
-    """``rules_as_bytes`` of the rules by which the ids were brought into canonical form."""
-
+    names: Names  # each once
+    targets: Tensor  # (examples,) or (examples, classes) float32, in the order of the names
+    id_rules: bytes = b""  # `rules_as_bytes` of the ids' canonical form
     bounds: tuple[float, float] | None = None
     """Of labels that are numbers: targets are shares of this range. None for classes."""
 

@@ -34,7 +34,7 @@ from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.active_party.settings import LeakGateSettings
 from splitveil.common.errors import LeakGateClosed
 from splitveil.common.privacy.attacks import ATTACKS
-from splitveil.common.privacy.audit import BatchLeak
+from splitveil.common.privacy.audit import AuditedBatch
 from splitveil.common.record.figures import AttackFigure
 from splitveil.common.record.lines import AlarmLine, GateLine
 from splitveil.common.record.metrics_log import MetricsLog
@@ -76,31 +76,22 @@ class LeakAlarm:
     def note_charge(self, epoch: int, sum_kl: float) -> None:
         self._largest[epoch] = max(self._largest.get(epoch, 0.0), sum_kl)
 
-    def note_leak(self, measured: BatchLeak) -> None:
+    def note_leak(self, measured: AuditedBatch) -> None:
         for layer, attacks in measured.leak.items():
             for attack, value in attacks.items():
                 if attack not in self._class_oracles:
                     self._gains.setdefault((attack, layer), []).append(value - measured.random)
 
     def state_dict(self) -> dict[str, Any]:
-        gains: dict[str, dict[str, list[float]]] = {}
-        for (attack, layer), values in self._gains.items():
-            gains.setdefault(attack, {})[layer] = list(values)
-        return {
-            "largest": {str(epoch): charge for epoch, charge in self._largest.items()},
-            "gains": gains,
-        }
+        gains = [[*key, list(values)] for key, values in self._gains.items()]
+        return {"largest": list(map(list, self._largest.items())), "gains": gains}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._largest = {int(epoch): charge for epoch, charge in state["largest"].items()}
-        self._gains = {
-            (attack, layer): list(values)
-            for attack, layers in state["gains"].items()
-            for layer, values in layers.items()
-        }
+        self._largest = dict(state["largest"])
+        self._gains = {(attack, layer): list(values) for attack, layer, values in state["gains"]}
 
     def judge(self, last_epoch: int) -> list[Alarm]:
-        """Judge the epochs up to the last that were not judged; few batches wait for more."""
+        """Judge the epochs not judged before, up to the last; few batches wait for more."""
         if max(map(len, self._gains.values()), default=0) < MIN_BATCHES:
             return []
         charges = [
@@ -136,7 +127,7 @@ class AlarmRecorder:
     def note_charge(self, epoch: int, sum_kl: float) -> None:
         self._alarm.note_charge(epoch, sum_kl)
 
-    def note_leak(self, measured: BatchLeak) -> None:
+    def note_leak(self, measured: AuditedBatch) -> None:
         """Note a measured batch, and judge the epochs before it."""
         if measured.epoch > self._measured_epoch:  # the monitor may lag behind the training
             self.judge_measured()
@@ -207,7 +198,7 @@ class LeakGate:
         """(layer, attack) -> the leak AUC of its last batches, each with that of random scores."""
         self._until_next = 0
 
-    def note(self, measured: BatchLeak) -> GateFinding | None:
+    def note(self, measured: AuditedBatch) -> GateFinding | None:
         """Return the attack furthest above the limit, if any, at most once per window."""
         settings = self._settings
         for layer, attacks in measured.leak.items():
@@ -279,7 +270,7 @@ class GateActions:
         self._gate = None if settings is None else LeakGate(settings)
         self._findings = 0
 
-    def note_leak(self, measured: BatchLeak) -> None:
+    def note_leak(self, measured: AuditedBatch) -> None:
         if self._gate is None or self._settings is None:
             return
         found = self._gate.note(measured)

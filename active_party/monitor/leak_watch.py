@@ -1,11 +1,11 @@
 """Watches the leak of a run: attacks the gradients that are sent, and acts on the measurements.
 
 Where labels are numbers, the figures are the share of them that the sent gradients explain, those
-of `splitveil.common.privacy.number_attacks`. They contain what features tell: a gradient of targets
-follows the model's predictions, and those explain labels without any leak. At the end of the run
-the same attacks are measured beyond features, by `splitveil.common.privacy.number_attacks`: those
-whose scores mean the same in every batch, which a direction that is found anew in each batch, with
-a sign of its own, does not.
+of `splitveil.common.privacy.number_attacks`. They contain what features reveal: a gradient of
+targets follows the model's predictions, and those explain labels without any leak. At the end of
+the run the same attacks are measured beyond features, by `splitveil.common.privacy.number_attacks`:
+those whose scores mean the same in every batch, which a direction that is found anew in each batch,
+with a sign of its own, does not.
 """
 
 import copy
@@ -26,7 +26,7 @@ from splitveil.common.errors import LeakGateClosed
 from splitveil.common.privacy.accumulation import RunScores
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import FINAL_ATTACKS, SideInformation
-from splitveil.common.privacy.audit import BatchLeak
+from splitveil.common.privacy.audit import AuditedBatch
 from splitveil.common.privacy.audit_worker import CpuBudget
 from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.privacy.number_attacks import (
@@ -97,8 +97,8 @@ class LeakWatch:
     def note_step(self, batch: Batch, result: StepResult) -> None:
         """Note the charge of an answer, and hand its gradients to the monitor."""
         charge = result.report.charge
-        # A bound for everybody is about a label beyond what features tell, and the scores of a
-        # batch also tell what features do: only figures adjusted for that are held against it.
+        # A bound for anybody is conditional on the features, and the scores of a batch also
+        # reveal what features do: only figures adjusted for that are held against it.
         is_for_all = charge.adversary is Adversary.ANYBODY
         self._alarm.note_charge(batch.epoch, math.inf if is_for_all else charge.sum_kl)
         if self._numbers is not None:
@@ -181,7 +181,7 @@ class LeakWatch:
         self._alarm.load_state_dict(state)
         self._gate.load_state_dict(state)
 
-    def _on_leak(self, measured: BatchLeak) -> None:
+    def _on_leak(self, measured: AuditedBatch) -> None:
         self._alarm.note_leak(measured)
         self._gate.note_leak(measured)
 

@@ -16,7 +16,7 @@ the second, once.
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -46,16 +46,6 @@ MAX_GAP = 0.02
 _TRUSTED_EPOCHS = 2
 _LARGEST_LOGIT = 30.0
 _LARGEST_HALF = 6e4
-
-
-class _Visited(NamedTuple):
-    """What is known about the rows that were visited."""
-
-    positions: npt.NDArray[np.int64]
-    activations: npt.NDArray[np.float32]
-    logits: npt.NDArray[np.float32]
-    own: npt.NDArray[np.float32]
-    labels: npt.NDArray[Any]
 
 
 @dataclass
@@ -157,11 +147,9 @@ class RowCovariates:
     def result(self) -> Covariates | None:
         """Return what is known about the rows that were visited; None before the first one."""
         known = self._visited()
-        if known is None:
-            return None
-        return Covariates(*known[:-1], known.labels.astype(np.int64))
+        return None if known is None else known._replace(labels=known.labels.astype(np.int64))
 
-    def _visited(self) -> _Visited | None:
+    def _visited(self) -> Covariates | None:
         self._sum_up()
         known = self._latest if self._trusted is None else self._trusted
         visited = self._visits.numpy() > 0
@@ -172,7 +160,7 @@ class RowCovariates:
             _finite(part.float()).numpy()[visited]
             for part in (known.activations, known.logits, self._own)
         )
-        return _Visited(self._positions[visited], activations, logits, own, labels)
+        return Covariates(self._positions[visited], activations, logits, own, labels)
 
     def state_dict(self) -> State:
         self._sum_up()
@@ -255,8 +243,8 @@ class NumberRowCovariates(RowCovariates):
         known = self._visited()
         if known is None:
             return None
-        features = np.column_stack([known.activations, known.logits, known.own])
-        return NumberCovariates(known.positions, features, known.labels.astype(np.float64))
+        positions, *features, labels = known
+        return NumberCovariates(positions, np.column_stack(features), labels.astype(np.float64))
 
     def _logits_of(self, probabilities: Tensor) -> Tensor:
         return probabilities

@@ -1,11 +1,11 @@
-"""What the ledger states, as a record holds it, and held against what attacks tell."""
+"""What the ledger states, as a record holds it, and held against what attacks reveal."""
 
 import logging
 import math
 from dataclasses import replace
 from typing import NamedTuple
 
-from splitveil.active_party.defenses.gaussian_dp import epsilon_of
+from splitveil.active_party.defenses.dp_bounds import epsilon_of
 from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.observational_audit import p_value
@@ -80,13 +80,13 @@ def hold_against(beyond: BeyondFigures, bounds: LeakBounds | None) -> BeyondFigu
 
 
 def log_beyond(beyond: BeyondFigures, bounds: LeakBounds | None) -> None:
-    """Log what attacks tell beyond features, and an alarm for every statement that they pass."""
+    """Log what attacks reveal beyond features, and an alarm for every statement that they pass."""
     strongest, epsilon = beyond.strongest(), beyond.epsilon
     if strongest is not None:
         attack, found = strongest
         logger.info(
-            "beyond what features tell: %s reaches a leak AUC of %.3f (95 %% interval %.3f to "
-            "%.3f) among rows of which features tell the same",
+            "beyond the features: %s reaches a leak AUC of %.3f (95 %% interval %.3f to "
+            "%.3f) among rows that features predict alike",
             attack,
             *found,
         )
@@ -111,7 +111,7 @@ def log_beyond(beyond: BeyondFigures, bounds: LeakBounds | None) -> None:
         by_peers = {peers: bounds.against(peers).leak_auc.max for peers in Adversary}
         for attack, found, peers in passed_bounds(beyond, by_peers):
             logger.error(
-                "LEAK ALARM: %s reaches a leak AUC of %.3f beyond what features tell, above the "
+                "LEAK ALARM: %s reaches a leak AUC of %.3f beyond the features, above the "
                 "%s that the ledger states for %s",
                 attack,
                 found.value,

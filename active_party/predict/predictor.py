@@ -138,7 +138,7 @@ class Asked(NamedTuple):
 def asking_order(ids: Sequence[str]) -> NDArray[np.int64]:
     """Return the order in which passive parties are asked for ids, as indices.
 
-    It follows from the ids alone, because their order in a list may follow labels.
+    It follows only from the ids, because their order in a list may follow labels.
     """
     return np.array(sorted(range(len(ids)), key=ids.__getitem__), np.int64)
 

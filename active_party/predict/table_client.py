@@ -82,7 +82,7 @@ class TableClient:
         return answer
 
     def _unmasked(self, stream: MessageStream, ids: Sequence[str]) -> Iterator[bytes]:
-        """Yield the points k H(id) of all ids, in parts; the passive party sees r H(id) alone."""
+        """Yield the points k H(id) of all ids, in parts; the passive party sees only r H(id)."""
         group = ristretto.load()
         scalar = group.random_scalar()
         undoing = group.invert(scalar)

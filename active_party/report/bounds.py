@@ -1,8 +1,8 @@
 """What a run's ledger bounds and what attacks reach beyond features, in words.
 
 Figures beyond features lead the verdict wherever a run has them: a leak AUC of all examples
-together contains what features tell, which no defense of gradients can hide. All of them are of the
-cut layer.
+together contains what features reveal, which no defense of gradients can hide. All of them are of
+the cut layer.
 """
 
 import math
@@ -81,12 +81,18 @@ def widest_bounded(bounds: Mapping[Adversary, float]) -> Adversary | None:
     return next((p for p in Adversary if bounds.get(p, math.inf) < NO_BOUND), None)
 
 
-def coverage_of(defense: Mapping[str, Any]) -> Coverage:
-    """Return the peers whom the charges of a defense describe."""
+def defense_of(settings: Mapping[str, Any]) -> DefenseSettings | None:
+    """Return a defense from its settings as plain values; None for those of another version."""
     try:
-        return _SETTINGS.validate_python(defense).traits.coverage
+        return _SETTINGS.validate_python(settings)
     except ValidationError:
-        return AGAINST_CLASS_MEANS
+        return None
+
+
+def coverage_of(defense: Mapping[str, Any]) -> Coverage:
+    """Return the peers whom the charges of a defense describe, by its settings as plain values."""
+    found = defense_of(defense)
+    return AGAINST_CLASS_MEANS if found is None else found.traits.coverage
 
 
 def why_not_anybody(run: RunFiles, peers: Adversary) -> str:
@@ -95,8 +101,8 @@ def why_not_anybody(run: RunFiles, peers: Adversary) -> str:
     if adversary is peers or not adversary.includes(peers):
         return why
     return (
-        f"The charges of the defense describe {adversary.in_words}. What earlier runs told of "
-        "these rows does not, or something besides the answers tells of labels, such as "
+        f"The charges of the defense describe {adversary.in_words}. What earlier runs revealed of "
+        "these rows does not, or something besides the answers depends on labels, such as "
         "allow_audits, a leak gate that stops the run, or initial weights."
     )
 
@@ -107,14 +113,14 @@ def measured_of(run: RunFiles) -> BeyondFigures:
 
 
 def beyond_of(run: RunFiles) -> BeyondFigures:
-    """Return what a run's attacks tell beyond features; empty figures if it was not measured.
+    """Return what a run's attacks reveal beyond features; empty figures if it was not measured.
 
     Figures that say nothing of gradients are left out; ``in_words`` names them.
     """
     found = measured_of(run)
     aside = set_aside(found, guarantee_of(run))
-    kept = {name: one for name, one in found.adjusted.items() if name not in aside}
-    return replace(found, adjusted=kept)
+    adjusted = {name: one for name, one in found.adjusted.items() if name not in aside}
+    return replace(found, adjusted=adjusted)
 
 
 def reveals_something(beyond: BeyondFigures) -> bool:
@@ -131,7 +137,7 @@ def raw_figures(run: RunFiles) -> dict[str, float]:
 
 
 class Prior(NamedTuple):
-    """What the attacker's own features tell of the labels, without any gradient."""
+    """What the attacker's own features reveal of the labels, without any gradient."""
 
     leak_auc: float
     attack: str
@@ -141,8 +147,8 @@ class Prior(NamedTuple):
 def prior_of(run: RunFiles) -> Prior | None:
     """Return the strongest of the attacker's own models; None if none knows anything.
 
-    Each is a model of the passive party's activations, fitted to as many labels as an attack is
-    told: the joint model's AUC would say what both parties' features tell together, which no
+    Each is a model of the passive party's activations, fitted to as many labels as an attack
+    knows: the joint model's AUC would say what both parties' features reveal together, which no
     attacker has.
     """
     advantage = beyond_of(run).advantage
@@ -163,7 +169,7 @@ def contradictions(run: RunFiles, bounds: Mapping[Adversary, float]) -> Iterator
         )
     for attack, found, peers in passed_bounds(beyond, bounds):
         yield (
-            f"{attack} measured {found.value:.3f} beyond what features tell, more than the "
+            f"{attack} measured {found.value:.3f} beyond the features, more than the "
             f"{auc_at_most(bounds[peers])} that the ledger states for {peers.in_words}: that bound "
             "does not describe this attack on these gradients."
         )

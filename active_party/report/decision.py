@@ -166,7 +166,7 @@ def _raw_check(
     if value <= target:
         return Check(_MEASURED, "pass", f"{value:.3f}", accepted, f"The strongest is {by}.")
     why = (
-        f"The strongest is {by}. The figure contains what features tell, which was not measured "
+        f"The strongest is {by}. The figure contains what features say, which was not measured "
         "apart."
     )
     return Check(_MEASURED, "open", f"{value:.3f}", accepted, why)

@@ -1,6 +1,6 @@
 """The parts of a report about labels that are numbers: figures, attacks, and the verdict on them.
 
-The attacks on classes do not apply: an AUC asks how well positives and negatives are told apart. A
+The attacks on classes do not apply: an AUC asks how well positives and negatives are separated. A
 leak AUC on this page is only ever the ledger's: that of telling the two ends of the range apart.
 """
 
@@ -81,8 +81,8 @@ def judge_numbers(run: RunFiles) -> Verdict:
     verdict = Verdict(
         _level(measured, found), f"{said}; {in_short(bounds)}.", with_features=with_features
     )
-    if guarantee_of(run) <= WEAK_GUARANTEE:  # the rest of what the figures contain, features tell
-        badge = "Bounded beyond what features tell"
+    if guarantee_of(run) <= WEAK_GUARANTEE:  # features reveal the rest
+        badge = "Bounded beyond the features"
         return replace(verdict, level="bounded", in_few_words=badge)
     return verdict
 

@@ -11,84 +11,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from splitveil.active_party.report.bounds import (
-    beyond_of,
-    beyond_rows,
-    bounds_of,
-    guarantee_of,
-    ledger_of,
-    measured_of,
-    prior_of,
-    raw_figures,
-    why_not_anybody,
-    widest_bounded,
+from splitveil.active_party.report import (
+    bounds,
+    decision,
+    distributions,
+    figures,
+    numbers,
+    paired,
+    panels,
+    run_files,
+    svg,
+    tables,
+    verdict,
 )
-from splitveil.active_party.report.decision import decide
-from splitveil.active_party.report.distributions import sent_panels, step_rows
-from splitveil.active_party.report.figures import (
-    STANDARD_ERRORS,
-    WITHOUT_GRADIENTS,
-    Finding,
-    count,
-    figure,
-    finding_of,
-    strongest,
-)
-from splitveil.active_party.report.numbers import (
-    interval,
-    is_of_numbers,
-    judge_numbers,
-    number_panels,
-    number_rows,
-    strongest_attack,
-    strongest_beyond,
-)
-from splitveil.active_party.report.paired import compare_tests
-from splitveil.active_party.report.panels import (
-    NUM_STYLES,
-    Coloured,
-    layer_panels,
-    leak_panel,
-    ledger_panels,
-    shared_leak_panel,
-    shared_ledger_panel,
-    shared_training_panels,
-    trade_off,
-    training_panels,
-)
-from splitveil.active_party.report.run_files import (
-    LeakSeries,
-    RunFiles,
-    adversary_series,
-    class_histograms,
-    leak_series,
-    num_classes,
-    read_run,
-    test_lines,
-)
-from splitveil.active_party.report.svg import Dot
-from splitveil.active_party.report.tables import (
-    alarm_rows,
-    audit_rows,
-    bound_cells,
-    class_rows,
-    flattened,
-    gate_rows,
-    leak_rows,
-    pair_rows,
-    run_level_rows,
-    settings_tables,
-)
-from splitveil.active_party.report.verdict import (
-    BITS_PER_AUDIT,
-    RunLevel,
-    Verdict,
-    highest,
-    judge,
-    listed,
-    needs_of,
-    run_levels,
-)
+from splitveil.active_party.report.figures import Finding
+from splitveil.active_party.report.run_files import RunFiles, read_run
+from splitveil.active_party.report.verdict import RunLevel, Verdict
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party.report_parts import circumstances, read_traffic, render, traffic_rows
 from splitveil.common.privacy.adversary import Adversary
@@ -110,7 +48,7 @@ class _Compared(NamedTuple):
     title: str
     style: str
     run: RunFiles
-    series: list[LeakSeries]
+    series: list[run_files.LeakSeries]
     findings: dict[tuple[str, str], Finding]
     """(layer, attack) -> its figures on single batches."""
     whole_run: dict[tuple[str, str], float]
@@ -152,15 +90,15 @@ def try_to_report(run_dir: Path) -> None:
 
 def report_page(run: RunFiles) -> str:
     """Return the report of one run as HTML; the same files give the same bytes."""
-    series = leak_series(run)
-    findings = [finding_of(one) for one in series]
-    adversary = adversary_series(run)
+    series = run_files.leak_series(run)
+    findings = [figures.finding_of(one) for one in series]
+    adversary = run_files.adversary_series(run)
     of_active = [found for found in findings if found.party == "active"]
-    measured = [*of_active, *(finding_of(one) for one in adversary)]
-    accumulated = run_levels(run)
-    of_gradients = [found for found in findings if found.attack not in WITHOUT_GRADIENTS]
-    limits = bounds_of(run)
-    widest = widest_bounded(limits)
+    measured = [*of_active, *(figures.finding_of(one) for one in adversary)]
+    accumulated = verdict.run_levels(run)
+    of_gradients = [found for found in findings if found.attack not in figures.WITHOUT_GRADIENTS]
+    limits = bounds.bounds_of(run)
+    widest = bounds.widest_bounded(limits)
     traffic, of_leak = read_traffic(run.active.folder), run.active.summary.of_leak
     return render(
         _PACKAGE,
@@ -172,28 +110,30 @@ def report_page(run: RunFiles) -> str:
         of_active=run.active.summary.of_active,
         batches=of_leak.counts,
         verdict=_judge(run, findings, accumulated),
-        decision=decide(run, findings, accumulated),
-        beyond=beyond_of(run),
-        number_beyond=strongest_beyond(of_leak.of_numbers),
-        number_strongest=strongest_attack(of_leak.of_numbers),
-        best=strongest(findings),
+        decision=decision.decide(run, findings, accumulated),
+        beyond=bounds.beyond_of(run),
+        number_beyond=numbers.strongest_beyond(of_leak.of_numbers),
+        number_strongest=numbers.strongest_attack(of_leak.of_numbers),
+        best=figures.strongest(findings),
         limits=limits,
         widest=widest,
-        why_not_anybody="" if widest is None else why_not_anybody(run, widest),
-        raw=raw_figures(run),
-        aside=set_aside(measured_of(run), guarantee_of(run)),
+        why_not_anybody="" if widest is None else bounds.why_not_anybody(run, widest),
+        raw=bounds.raw_figures(run),
+        aside=set_aside(bounds.measured_of(run), bounds.guarantee_of(run)),
         of_gradients=of_gradients,
         silent=[f"{one.attack} at {one.layer}" for one in of_gradients if not one.beats_chance],
-        whole_run=highest([one for one in accumulated if one.attack not in WITHOUT_GRADIENTS]),
+        whole_run=verdict.highest(
+            [one for one in accumulated if one.attack not in figures.WITHOUT_GRADIENTS]
+        ),
         not_run=sorted(set(map(str, ATTACKS)) - {found.attack for found in findings}),
         looks_at_activations=len(of_gradients) < len(findings),
         has_passives=bool(run.passives),
-        standard_errors=STANDARD_ERRORS,
-        bits_per_audit=BITS_PER_AUDIT,
-        top=highest(accumulated),
-        ledger=ledger_of(run),
-        bounds=bound_cells(run),
-        last_test=test_lines(run)[-1:],
+        standard_errors=figures.STANDARD_ERRORS,
+        bits_per_audit=verdict.BITS_PER_AUDIT,
+        top=verdict.highest(accumulated),
+        ledger=bounds.ledger_of(run),
+        bounds=tables.bound_cells(run),
+        last_test=run_files.test_lines(run)[-1:],
         gate=run.active.setting("leak_gate"),
         allows_audits=run.active.setting("allow_audits"),
         # The summary also counts audits after the checkpoint resumed from, whose lines are gone.
@@ -201,75 +141,81 @@ def report_page(run: RunFiles) -> str:
             len(run.active.metrics.of(AuditLine)),
             run.active.summary.of_active.audits_answered or 0,
         ),
-        training=[*training_panels(run), *number_panels(run)],
-        number_rows=list(number_rows(run)),
-        of_numbers=is_of_numbers(run),
-        cut_panels=[leak_panel(run, one) for one in series if one.party == "active"],
-        layer_panels=layer_panels(run, adversary),
+        training=[*panels.training_panels(run), *numbers.number_panels(run)],
+        number_rows=list(numbers.number_rows(run)),
+        of_numbers=numbers.is_of_numbers(run),
+        cut_panels=[panels.leak_panel(run, one) for one in series if one.party == "active"],
+        layer_panels=panels.layer_panels(run, adversary),
         layers=list(dict.fromkeys(one.layer for one in adversary)),
-        step_rows=step_rows(class_histograms(run)),
-        num_classes=num_classes(run),
-        class_rows=list(class_rows(run)),
-        pair_rows=list(pair_rows(run)),
-        beyond_rows=list(beyond_rows(run, needs_of)),
-        leak_rows=list(leak_rows(measured)),
-        alarm_rows=list(alarm_rows(run)),
-        gate_rows=list(gate_rows(run)),
-        audit_rows=list(audit_rows(run)),
-        run_level_rows=list(run_level_rows(run, accumulated)),
-        prior=prior_of(run),
-        ledger_panels=ledger_panels(run, series, accumulated),
+        step_rows=distributions.step_rows(run_files.class_histograms(run)),
+        num_classes=run_files.num_classes(run),
+        class_rows=list(tables.class_rows(run)),
+        pair_rows=list(tables.pair_rows(run)),
+        beyond_rows=list(bounds.beyond_rows(run, verdict.needs_of)),
+        leak_rows=list(tables.leak_rows(measured)),
+        alarm_rows=list(tables.alarm_rows(run)),
+        gate_rows=list(tables.gate_rows(run)),
+        audit_rows=list(tables.audit_rows(run)),
+        run_level_rows=list(tables.run_level_rows(run, accumulated)),
+        prior=bounds.prior_of(run),
+        ledger_panels=panels.ledger_panels(run, series, accumulated),
         circumstances=list(circumstances(run.active.summary, run.active.metrics, traffic)),
         traffic_rows=traffic_rows(traffic, _only_peer(run)),
-        settings=settings_tables(run.active.settings),
-        figure=figure,
-        count=count,
+        settings=tables.settings_tables(run.active.settings),
+        figure=figures.figure,
+        count=figures.count,
         at_least=at_least,
         at_most=at_most,
         auc_at_most=auc_at_most,
         nan=math.nan,
-        needs_of=needs_of,
-        listed=listed,
-        interval=interval,
+        needs_of=verdict.needs_of,
+        listed=verdict.listed,
+        interval=numbers.interval,
     )
 
 
 def comparison_page(runs: Sequence[RunFiles]) -> str:
     """Return several runs side by side as HTML."""
-    tests = compare_tests(runs)
+    tests = paired.compare_tests(runs)
     compared = [
-        _compared(title, f"s{index % NUM_STYLES}", run)
+        _compared(title, f"s{index % panels.NUM_STYLES}", run)
         for index, (title, run) in enumerate(zip(_titles(runs), runs, strict=True))
     ]
-    coloured = [Coloured(one.style, one.run, one.series) for one in compared]
+    coloured = [panels.Coloured(one.style, one.run, one.series) for one in compared]
     keys = list(dict.fromkeys((s.layer, s.attack) for one in compared for s in one.series))
     return render(
         _PACKAGE,
         "comparison.html.jinja",
         title=", ".join(one.title for one in compared),
         runs=[(one, _defense(one.run)) for one in compared],
-        multi_class=any(num_classes(run) > 2 for run in runs),
-        trade_off=trade_off(*_dots(compared)),
+        multi_class=any(run_files.num_classes(run) > 2 for run in runs),
+        trade_off=panels.trade_off(*_dots(compared)),
         models=[run.active.summary.of_active.model for run in runs],
         tests=tests,
         keys=keys,
         whole_run_keys=list(dict.fromkeys(key for one in compared for key in one.whole_run)),
         peers_of_bounds=list(Adversary),
-        figure=figure,
-        count=count,
-        training=shared_training_panels(coloured),
+        figure=figures.figure,
+        count=figures.count,
+        training=panels.shared_training_panels(coloured),
         leak_panels={
-            layer: [shared_leak_panel(coloured, *key) for key in keys if key[0] == layer]
+            layer: [panels.shared_leak_panel(coloured, *key) for key in keys if key[0] == layer]
             for layer in dict.fromkeys(layer for layer, _ in keys)
         },
-        sent=sent_panels([(_short(one.title), class_histograms(one.run)) for one in compared]),
-        ledger=shared_ledger_panel(coloured),
+        sent=distributions.sent_panels(
+            [(_short(one.title), run_files.class_histograms(one.run)) for one in compared]
+        ),
+        ledger=panels.shared_ledger_panel(coloured),
         differences=_differences(compared),
     )
 
 
 def _judge(run: RunFiles, findings: Sequence[Finding], accumulated: Sequence[RunLevel]) -> Verdict:
-    return judge_numbers(run) if is_of_numbers(run) else judge(run, findings, accumulated)
+    return (
+        numbers.judge_numbers(run)
+        if numbers.is_of_numbers(run)
+        else verdict.judge(run, findings, accumulated)
+    )
 
 
 def _only_peer(run: RunFiles) -> str:
@@ -282,9 +228,9 @@ def _defense(run: RunFiles) -> str:
 
 
 def _compared(title: str, style: str, run: RunFiles) -> _Compared:
-    series, accumulated = leak_series(run), run_levels(run)
-    findings = [finding_of(one) for one in series]
-    verdict = _judge(run, findings, accumulated)
+    series, accumulated = run_files.leak_series(run), verdict.run_levels(run)
+    findings = [figures.finding_of(one) for one in series]
+    judged = _judge(run, findings, accumulated)
     return _Compared(
         title,
         style,
@@ -292,9 +238,9 @@ def _compared(title: str, style: str, run: RunFiles) -> _Compared:
         series,
         {(one.layer, one.attack): one for one in findings},
         {(one.layer, one.attack): one.leak_auc for one in accumulated},
-        verdict,
-        ledger_of(run),
-        bound_cells(run),
+        judged,
+        bounds.ledger_of(run),
+        tables.bound_cells(run),
     )
 
 
@@ -311,23 +257,26 @@ def _titles(runs: Sequence[RunFiles]) -> list[str]:
     ]
 
 
-def _dots(compared: Sequence[_Compared]) -> tuple[list[Dot], str]:
+def _dots(compared: Sequence[_Compared]) -> tuple[list[svg.Dot], str]:
     """Return a point per run: test AUC and leak AUC, of the whole run if all runs measured it."""
     of_run = all(one.whole_run for one in compared)
     dots = []
     for one in compared:
-        model, best = one.run.active.summary.of_active.model, strongest(list(one.findings.values()))
+        model, best = (
+            one.run.active.summary.of_active.model,
+            figures.strongest(list(one.findings.values())),
+        )
         leaks = list(one.whole_run.values()) if of_run else []
         leaks += [best.mean] if best is not None and not of_run else []
         if model.test_auc is not None and leaks:
-            dots.append(Dot(max(leaks), model.test_auc, one.style, _short(one.title)))
+            dots.append(svg.Dot(max(leaks), model.test_auc, one.style, _short(one.title)))
     kind = "whole run" if of_run else "mean over single batches"
     return dots, f"strongest attack, {kind}"
 
 
 def _differences(compared: Sequence[_Compared]) -> list[tuple[str, list[str]]]:
     """Return the settings in which the runs differ, apart from their names and addresses."""
-    flat = [dict(flattened(one.run.active.settings)) for one in compared]
+    flat = [dict(tables.flattened(one.run.active.settings)) for one in compared]
     names = dict.fromkeys(name for settings in flat for name in settings)
     rows = [(name, [settings.get(name, "–") for settings in flat]) for name in names]
     return [row for row in rows if len(set(row[1])) > 1 and row[0] not in _EXPECTED_TO_DIFFER]

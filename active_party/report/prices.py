@@ -9,18 +9,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
 
 from splitveil.active_party.defenses import DefenseContext, DefenseSettings
-from splitveil.active_party.defenses.gaussian_dp import mu_of_leak_auc
+from splitveil.active_party.defenses.dp_bounds import mu_of_leak_auc
 from splitveil.active_party.defenses.projected.label_utility import label_utility
 from splitveil.active_party.ledger.label_signals import LabelUses, label_signals
+from splitveil.active_party.report.bounds import defense_of
 from splitveil.active_party.report.run_files import RunFiles, num_classes
 from splitveil.common.privacy.adversary import Adversary
 
 TYPICAL_BOUNDS = (0.55, 0.6, 0.65, 0.7, 0.8)
 
-_SETTINGS: TypeAdapter[DefenseSettings] = TypeAdapter(DefenseSettings)
 _RANK = 96
 """Default number of sums of ``projected_labels``."""
 
@@ -76,17 +75,12 @@ def steps_to_a_bound(run: RunFiles, target: float, size: TableSize | None) -> It
 def defense_at(run: RunFiles, target: float) -> DefenseSettings | None:
     """Return a defense with that bound: the run's own, if one of its strengths has it."""
     context = _context(run, None)
-    own = _defense_of(run)
+    own = defense_of(run.active.setting("defense") or {})
     found = None if own is None else own.at_leak_auc(target, context)
     if found is not None and found.traits.coverage.adversary.includes(Adversary.ANYBODY):
         return found
-    try:
-        other = _SETTINGS.validate_python(
-            {"name": "projected_labels", "strength": {"leak_auc": target}}
-        )
-    except ValidationError:
-        return None
-    return other if other.objection(context) is None else None
+    other = defense_of({"name": "projected_labels", "strength": {"leak_auc": target}})
+    return None if other is None or other.objection(context) is not None else other
 
 
 def price_list(run: RunFiles, target: float | None, size: TableSize | None) -> list[Price]:
@@ -105,13 +99,6 @@ def price_list(run: RunFiles, target: float | None, size: TableSize | None) -> l
     return found
 
 
-def _defense_of(run: RunFiles) -> DefenseSettings | None:
-    try:
-        return _SETTINGS.validate_python(run.active.setting("defense") or {})
-    except ValidationError:  # settings of another version
-        return None
-
-
 def _context(run: RunFiles, size: TableSize | None) -> DefenseContext:
     shape = tuple(run.active.setting("contract", "cut_shape") or (1,))
     epochs = run.active.setting("contract", "epochs")
@@ -124,17 +111,12 @@ def _context(run: RunFiles, size: TableSize | None) -> DefenseContext:
 
 
 def _without(setting: str, why: str) -> tuple[str, str, str]:
-    written, price = {
-        "allow_audits": ("allow_audits: false", "The passive party learns no leak AUC."),
-        "leak_gate": ("leak_gate: {action: warn}", "A finding is logged and does not end the run."),
-    }.get(
-        setting,
-        (
-            f"{setting}: null",
-            "The run starts from fresh weights, and learns again what the earlier one knew.",
-        ),
-    )
-    return written, why, price
+    if setting == "allow_audits":
+        return "allow_audits: false", why, "The passive party learns no leak AUC."
+    if setting == "leak_gate":
+        return "leak_gate: {action: warn}", why, "A finding is logged and does not end the run."
+    price = "The run starts from fresh weights, and learns again what the earlier one knew."
+    return f"{setting}: null", why, price
 
 
 def _beside(run: RunFiles) -> str:

@@ -219,16 +219,16 @@ def _series_of(party: PartyFiles, steps_per_epoch: int) -> Iterator[LeakSeries]:
     epochs, random = column(line.epoch for line in lines), column(line.random for line in lines)
     steps = epochs * steps_per_epoch + column(line.step for line in lines)
     for (layer, attack), leak in _by_attack(lines).items():
-        kept = ~np.isnan(leak)
-        if kept.any():
+        measured = ~np.isnan(leak)
+        if measured.any():
             yield LeakSeries(
                 party.name,
                 party.layer(layer),
                 attack,
-                epochs[kept],
-                steps[kept],
-                leak[kept],
-                random[kept],
+                epochs[measured],
+                steps[measured],
+                leak[measured],
+                random[measured],
             )
 
 

@@ -176,8 +176,8 @@ class Chart:
         path = "".join(self._path(piece) for piece in pieces)
         if path:
             SubElement(self._root, "path", {"class": f"line {line.style}", "d": path})
-        alone = [piece[0] for piece in pieces if len(piece) == 1]
-        for x, y in (point for piece in pieces for point in piece) if line.markers else alone:
+        isolated = [piece[0] for piece in pieces if len(piece) == 1]
+        for x, y in (point for piece in pieces for point in piece) if line.markers else isolated:
             self._circle(f"dot {line.style}", x, y, 2.6, line.written)
         if pieces and line.label:
             x, y = pieces[-1][-1]

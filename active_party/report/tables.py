@@ -27,7 +27,7 @@ def leak_rows(findings: Sequence[Finding]) -> Iterator[TableRow]:
 
 
 def run_level_rows(run: RunFiles, accumulated: Sequence[RunLevel]) -> Iterator[TableRow]:
-    """Yield the table of attacks on the whole run; with several classes, with the pair told best.
+    """Yield the table of attacks on the whole run; with more than two classes, with the worst pair.
 
     The last three figures are the true positive rates at false positive rates of 0.1 % and 1 %, and
     the precision at 100.
@@ -46,7 +46,7 @@ def run_level_rows(run: RunFiles, accumulated: Sequence[RunLevel]) -> Iterator[T
 
 
 def pair_rows(run: RunFiles) -> Iterator[TableRow]:
-    """Yield the pair that each attack on single batches tells apart best on average."""
+    """Yield the worst pair of each attack on single batches, on average."""
     for party in run.parties:
         for layer, attack, found in _of_batches(party):
             name, leak = found.worst_class() or ("", None)
@@ -102,9 +102,9 @@ def audit_rows(run: RunFiles) -> Iterator[TableRow]:
     for line in run.active.metrics.of(AuditLine):
         if line.figure.leak_auc is not None:
             replies.setdefault(_named(line.figure), []).append(line.figure.leak_auc)
-    for attack, told in replies.items():
-        figures = (figure(value, 2) for value in (told[0], max(told), told[-1]))
-        yield TableRow((attack, count(len(told)), *figures))
+    for attack, answers in replies.items():
+        figures = (figure(value, 2) for value in (answers[0], max(answers), answers[-1]))
+        yield TableRow((attack, count(len(answers)), *figures))
 
 
 def settings_tables(settings: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:

@@ -61,7 +61,7 @@ def _needs(kinds: frozenset[SideInformation], labels: str | None = None) -> froz
     return frozenset(known if labels is None else {*known, _Need(labels)})
 
 
-_OF_UNKNOWN = frozenset({_Need("what that attack is told")})
+_OF_UNKNOWN = frozenset({_Need("what that attack is given")})
 """The needs of a user-defined attack: it cannot be assumed to work without labels."""
 
 _NEEDS: Mapping[str, frozenset[_Need]] = {
@@ -130,7 +130,7 @@ def run_levels(run: RunFiles) -> list[RunLevel]:
 
 def judge(run: RunFiles, findings: Sequence[Finding], accumulated: Sequence[RunLevel]) -> Verdict:
     """Judge a run by the success of its attacks and by the bounds of its ledger."""
-    guarantee, bounds = guarantee_of(run), bounds_of(run)
+    bounds = bounds_of(run)
     findings = [found for found in findings if found.attack not in WITHOUT_GRADIENTS]
     accumulated = [one for one in accumulated if one.attack not in WITHOUT_GRADIENTS]
     figures, adjusted = beyond_of(run), measured_of(run).adjusted
@@ -139,8 +139,11 @@ def judge(run: RunFiles, findings: Sequence[Finding], accumulated: Sequence[RunL
     unadjusted = [one for one in accumulated if one.attack not in adjusted]
     doubts = list(_doubts(run.active.summary.of_active.leak_alarms, unadjusted, bounds))
     doubts += contradictions(run, bounds)
+    bounded = guarantee_of(run) <= WEAK_GUARANTEE and not doubts
     if not adjusted:
-        level = _level(findings, accumulated, guarantee, trusted=not doubts)
+        raw = [found.mean for found in findings] + [one.leak_auc for one in accumulated]
+        leaks = any(one.beats_chance for one in findings) or any(map(_above_chance, accumulated))
+        level = _level(raw, leaks=leaks, bounded=bounded) if raw else "unknown"
         return Verdict(level, _headline(findings, accumulated, bounds), doubts)
     strongest_beyond = figures.strongest()
     said = (
@@ -148,16 +151,9 @@ def judge(run: RunFiles, findings: Sequence[Finding], accumulated: Sequence[RunL
         if strongest_beyond is None
         else _headline_beyond(figures, strongest_beyond[0])
     )
-    level = _level_beyond(figures, guarantee, trusted=not doubts)
+    values = [found.value for found in figures.adjusted.values()]
+    level = _level(values, leaks=reveals_something(figures), bounded=bounded)
     return Verdict(level, f"{said}; {in_short(bounds)}.", doubts)
-
-
-def _level_beyond(figures: BeyondFigures, guarantee: float, *, trusted: bool) -> Level:
-    if any(found.value >= RECOVERED for found in figures.adjusted.values()):
-        return "recovered"
-    if reveals_something(figures):
-        return "leaking"
-    return "bounded" if guarantee <= WEAK_GUARANTEE and trusted else "unbounded"
 
 
 def _headline_beyond(figures: BeyondFigures, strongest_attack: str) -> str:
@@ -169,16 +165,16 @@ def _headline_beyond(figures: BeyondFigures, strongest_attack: str) -> str:
     if recovering:
         return (
             f"Anyone who keeps the gradients of this run{_and_knows(easiest)} recovers the labels: "
-            f"AUC {found.value:.3f} among examples of which features tell the same"
+            f"AUC {found.value:.3f} among examples that features predict alike"
         )
     if is_clearly_above(found, 0.5):
         return (
-            f"Beyond what features tell, gradients reveal something about the labels: {easiest} "
-            f"reaches AUC {found.value:.3f} among examples of which features tell the same"
+            f"Beyond the features, gradients reveal something about the labels: {easiest} "
+            f"reaches AUC {found.value:.3f} among examples that features predict alike"
         )
     return (
         "No attack that was run tells more of the labels than features do: the strongest reaches "
-        f"AUC {found.value:.3f} among examples of which features tell the same, where chance gives "
+        f"AUC {found.value:.3f} among examples that features predict alike, where chance gives "
         "about 0.5"
     )
 
@@ -187,21 +183,12 @@ def _ease(attack: str, found: AdjustedFigures) -> tuple[bool, float]:
     return not _more_than_free(attack), found.value
 
 
-def _level(
-    findings: Sequence[Finding],
-    accumulated: Sequence[RunLevel],
-    guarantee: float,
-    *,
-    trusted: bool,
-) -> Level:
-    figures = [found.mean for found in findings] + [one.leak_auc for one in accumulated]
-    if not figures:
-        return "unknown"
-    if max(figures) >= RECOVERED:
+def _level(figures: Sequence[float], *, leaks: bool, bounded: bool) -> Level:
+    if max(figures, default=0.0) >= RECOVERED:
         return "recovered"
-    if any(found.beats_chance for found in findings) or any(map(_above_chance, accumulated)):
+    if leaks:
         return "leaking"
-    return "bounded" if guarantee <= WEAK_GUARANTEE and trusted else "unbounded"
+    return "bounded" if bounded else "unbounded"
 
 
 def _headline(
@@ -231,15 +218,15 @@ def _headline(
             f"AUC {best.mean:.3f}."
         )
     if best.beats_chance or any(found.beats_chance for found in findings):
-        tell = (
+        said = (
             f"Single batches reveal something about the labels (AUC {best.mean:.3f}, where "
             f"chance gives {best.random_mean:.3f})"
         )
     else:
-        tell = "No attack that was run did better than chance on single batches"
+        said = "No attack that was run did better than chance on single batches"
     if whole_run is not None:
-        tell += f", and all epochs together reach AUC {whole_run.leak_auc:.3f}"
-    return f"{tell}; {in_short(bounds)}."
+        said += f", and all epochs together reach AUC {whole_run.leak_auc:.3f}"
+    return f"{said}; {in_short(bounds)}."
 
 
 def _doubts(

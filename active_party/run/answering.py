@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch import Tensor
-
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.budget import LeakBudget
 from splitveil.active_party.run.parties import OpenQuestion, PassivePeer, PassivePeers, Reply
@@ -56,11 +54,7 @@ class TrainingSetup(NamedTuple):
     rows: AlignedRows
 
     progress: Progress
-    """The run's progress through its course."""
-
     trainer: TopTrainer
-    """The top model with its labels and its defense."""
-
     budget: LeakBudget
     """Decides whether an answer may leave."""
 
@@ -186,12 +180,14 @@ class Answering:
         cut = aggregate(aggregation, [question.activation.values for question in asked])
         fingerprints = [question.fingerprint for question in asked]
         self.questions.of_batch(self.batch_number, fingerprints).record()
-        if batch.split == "survey":
-            return None, self._survey(batch, cut)
+        evaluation, stops = None, False
         with self.changing():
-            predicted = self.trainer.predict(batch.positions, cut)
-            evaluation = self._evaluator.add(batch, *predicted)
-            stops = self._evaluator.ends_training(batch, self.trainer.score_on_targets)
+            if batch.split == "survey":
+                self.trainer.survey(batch.positions, cut)
+            else:
+                predicted = self.trainer.predict(batch.positions, cut)
+                evaluation = self._evaluator.add(batch, *predicted)
+                stops = self._evaluator.ends_training(batch, self.trainer.score_on_targets)
             replies = [Course.STOP if stops else Course.CONTINUE] * len(asked)
             self._reply(replies)
             if stops:
@@ -200,13 +196,6 @@ class Answering:
             for party in self._parties:
                 party.audits.open_epoch(batch.epoch)
         return evaluation, replies
-
-    def _survey(self, batch: Batch, cut: Tensor) -> Sequence[Reply]:
-        replies = [Course.CONTINUE] * len(self._parties)
-        with self.changing():
-            self.trainer.survey(batch.positions, cut)
-            self._reply(replies)
-        return replies
 
     def _reply(self, replies: Sequence[Reply]) -> None:
         self._parties.answer(replies)

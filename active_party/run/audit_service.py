@@ -26,8 +26,7 @@ from torch import Tensor
 from splitveil.active_party.run.questions import QuestionNumber
 from splitveil.common.errors import AuditRefused, InvalidMessage, OutOfStep, TooLarge
 from splitveil.common.privacy.attacks import LABEL_FREE
-from splitveil.common.privacy.leakage import leak_auc
-from splitveil.common.privacy.pair_aucs import worst_pair_leak_auc
+from splitveil.common.privacy.leakage import leak_auc, worst_pair_leak_auc
 from splitveil.common.run.messages import AuditQuestion
 from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions, positions_digest

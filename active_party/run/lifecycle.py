@@ -188,7 +188,10 @@ class Lifecycle:
 
     def _prepare(self, file_rows: Positions, seed: bytes, *, has_survey: bool) -> TrainingSetup:
         setup = self._preparation.prepare(file_rows, seed, self._store, has_survey=has_survey)
-        return _reported(self.observer, setup, seed)
+        self.observer.on_aligned(setup.rows, seed)
+        if len(setup.budget.earlier):
+            self.observer.on_earlier_answers(setup.budget.num_charged(), setup.budget.bounds())
+        return setup
 
     def _answer_with(self, setup: TrainingSetup, questions: AnsweredQuestions) -> Answering:
         releases = self._store.releases()
@@ -314,10 +317,3 @@ class Lifecycle:
                 self.error = unsaved
         finally:
             self.stages.move_to(Stage.ENDED)
-
-
-def _reported(observer: SessionObserver, setup: TrainingSetup, seed: bytes) -> TrainingSetup:
-    observer.on_aligned(setup.rows, seed)
-    if len(setup.budget.earlier):
-        observer.on_earlier_answers(setup.budget.num_charged(), setup.budget.bounds())
-    return setup

@@ -29,8 +29,7 @@ class SessionObserver(Protocol):
     def on_ledger(self, epoch: int, bounds: LeakBounds) -> None:
         """The training rows of an epoch have been handled, or the run ends within the epoch.
 
-        The bounds are those of the answers up to this point, even if more was answered before the
-        run resumed from an earlier checkpoint.
+        Answers from before the run resumed, to questions still to come, are not in these bounds.
         """
 
     def on_answers_ahead(self, bounds: LeakBounds) -> None:

@@ -84,36 +84,21 @@ class JointRows(NamedTuple):
 class PassivePeer:
     name: str
     index: int
-
     audits: AuditService
-
     stage: PartyStage = PartyStage.UNKNOWN
-
     commitment: bytes = b""
-
     handshakes: int = 0
     """Number of handshakes that it began; only the newest one waits for the other parties."""
-
     offer: frozenset[int] = frozenset()
     """Numbers of the batches at whose checkpoints it can resume."""
-
-    pair: Pair | None = None
-    """Present once it is aligned with the active party."""
-
+    pair: Pair | None = None  # present once it is aligned with the active party
     share: Share | None = None
     """Mask of the pair's rows that all parties have; present once every party is aligned."""
-
-    question: OpenQuestion | None = None
-    """Its question about the current batch, if it has asked."""
-
+    question: OpenQuestion | None = None  # about the current batch, if it has asked
     answered: deque[tuple[Activation, Reply]] = field(default_factory=deque)
     """Its last questions with their answers, as many as may be on their way to it at once."""
-
-    pipeline_depth: int = 1
-    """The most gradients that may be on their way to it at once."""
-
-    evaluations_ahead: int = 1
-    """The most replies to held-out rows that may be on their way to it at once."""
+    pipeline_depth: int = 1  # the most gradients that may be on their way to it at once
+    evaluations_ahead: int = 1  # the same of replies to held-out rows
 
     @property
     def has_opened(self) -> bool:

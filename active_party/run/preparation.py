@@ -46,7 +46,7 @@ class OwnRules:
     """Decides after each epoch whether training continues; None never stops early."""
 
     allowance: Allowance = field(default_factory=Allowance)
-    """The limit to what the run may tell, and the accounts of earlier runs."""
+    """The limit to what the run may reveal, and the accounts of earlier runs."""
 
     allow_audits: bool = False
     """Whether scores of the passive parties are measured, if the contract allows it as well."""
@@ -58,16 +58,14 @@ class OwnRules:
     """Whether the defense needs the activations of all training rows before the first epoch."""
 
 
+@dataclass
 class Preparation:
     """Builds everything that depends on the common rows."""
 
-    def __init__(
-        self, contract: Contract, own: OwnRows, rules: OwnRules, build_trainer: TrainerFactory
-    ) -> None:
-        self.contract = contract
-        self.own = own
-        self.rules = rules
-        self.build_trainer = build_trainer
+    contract: Contract
+    own: OwnRows
+    rules: OwnRules
+    build_trainer: TrainerFactory
 
     def prepare(
         self, file_rows: Positions, seed: bytes, store: CheckpointStore, *, has_survey: bool
@@ -139,11 +137,5 @@ def identity_in(state: State) -> RunIdentity:
     """Return the identity of a stored run."""
     joined = state["peer_nonce"]
     nonces = (joined[i : i + NONCE_BYTES] for i in range(0, len(joined), NONCE_BYTES))
-    return RunIdentity(
-        state["run_id"],
-        state["nonce"],
-        tuple(nonces),
-        state["file_rows"].numpy(),
-        state["data"],
-        state["survey"],
-    )
+    rows, data, has_survey = state["file_rows"].numpy(), state["data"], state["survey"]
+    return RunIdentity(state["run_id"], state["nonce"], tuple(nonces), rows, data, has_survey)

@@ -34,14 +34,9 @@ party takes for the same work could average over more of them."""
 class QuestionNumber(NamedTuple):
     """Identifies one question of a run, whether about training rows, held-out rows or an audit."""
 
-    record: int
-    """Number of its record in the log of answers, which is about one batch or one audit."""
-
-    asker: int
-    """Index of its fingerprint in the record."""
-
-    key: int
-    """Number from which the key of its fingerprint is derived; no other question has it."""
+    record: int  # number of its record in the log of answers, about one batch or one audit
+    asker: int  # index of its fingerprint in the record
+    key: int  # number from which the key of its fingerprint is derived; no other question has it
 
     @classmethod
     def of_batch(cls, batch_number: int, asker: int, num_askers: int) -> Self:

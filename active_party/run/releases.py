@@ -1,6 +1,6 @@
 """The releases of a run: each is drawn once, written to disk, charged, and only then used.
 
-A defense with stages tells sums over the labels of all training rows, with noise, and computes
+A defense with stages reveals sums over the labels of all training rows, with noise, and computes
 everything else that it sends from them. A stage begins before the first answer of its epoch. Its
 release is a function of the run's secret and of what is summed; a party that was killed takes the
 release that is on disk, and never draws another one.
@@ -57,7 +57,7 @@ class Releases:
             _check_design(found, pending)
         if known is not None and known.charge != self._budget.entry_of(pending.charge):
             raise _other_arithmetic(stage)
-        # A run that has caught up with everything told has this charge on its course as well: its
+        # A run that has caught up with every answer has this charge on its course as well: its
         # process was killed before the answer that follows the release.
         if known is None or self._budget.accounts.is_behind:
             self._budget.admit(
@@ -65,7 +65,7 @@ class Releases:
                 self._budget.entry_of(pending.charge),
                 f"stage {stage + 1}",
                 is_repeated=known is not None,
-                log=lambda: self._tell(pending),
+                log=lambda: self._draw(pending),
             )
         release = self._file.at(stage)
         if release is None:
@@ -86,7 +86,7 @@ class Releases:
             )
         return release
 
-    def _tell(self, pending: PendingRelease) -> None:
+    def _draw(self, pending: PendingRelease) -> None:
         """Draw a release unless it was drawn before, and log it unless it was used before."""
         stage = pending.stage
         release = self._file.at(stage)

@@ -1,12 +1,12 @@
 """The calls of the protocol, as the active party answers them; gRPC and tests use the same object.
 
 A call takes the lock, waits for those of the other parties where it has to, and leaves every
-consequence to ``lifecycle``. The other rooms return or raise: ``opening`` judges handshakes,
+consequence to ``lifecycle``. The other modules return or raise: ``handshake`` judges handshakes,
 ``parties`` knows each passive party, and ``answering`` turns questions into answers.
 
 With several passive parties every step needs all of them: a question waits until each party has
 asked its own, and then one gradient is computed, defended and charged for all. When a party opens
-the run again, the others are told to open it again as well, and all resume from the same
+the run again, the others are asked to open it again as well, and all resume from the same
 checkpoint.
 
 A run that has answered something never starts over. It resumes from a checkpoint that all parties
@@ -79,8 +79,9 @@ class ActiveSession:
         self.contract = contract
         self.ids, self.file_splits = own
         self.preparation = Preparation(contract, own, rules or OwnRules(), build_trainer)
-        kept, run = store or NoStore(len(contract.passive_parties)), OpenRun.new(draw_nonce())
-        self.lifecycle = self.lifecycle_type(self.preparation, observer, kept, run)
+        store = store or NoStore(len(contract.passive_parties))
+        run = OpenRun.new(draw_nonce())
+        self.lifecycle = self.lifecycle_type(self.preparation, observer, store, run)
         self.parties = self.lifecycle.parties
         self._stages = self.lifecycle.stages
         self._handshakes = Handshakes(contract, self.lifecycle, draw_nonce)

@@ -44,10 +44,8 @@ class Evaluation(PredictionFigures):
 class HeldOutPredictions(NamedTuple):
     """The model on the test rows, in the order of their positions."""
 
-    logits: Tensor
-    """(test rows,) or (test rows, classes)."""
-    labels: Tensor
-    """(test rows,), float: 0 or 1, class indices, or shares of the range."""
+    logits: Tensor  # (test rows,) or (test rows, classes)
+    labels: Tensor  # (test rows,), float: 0 or 1, class indices, or shares of the range
 
 
 class EarlyStop:

@@ -34,7 +34,7 @@ from splitveil.active_party.training.predictions import (
 from splitveil.common.data.features import Features
 from splitveil.common.data.label_range import LabelRange
 from splitveil.common.data.settings import DataSettings
-from splitveil.common.models.learning import trained_of
+from splitveil.common.models.training_state import trained_of
 from splitveil.common.record.figures import NumberFigures
 from splitveil.common.run.progress import State
 

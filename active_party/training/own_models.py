@@ -4,7 +4,7 @@ Nothing of them is ever sent, and no answer comes after them, so they cost no pr
 model stays as the released labels made it, and only this party's own predictions gain.
 
 - The refitted top model is a copy that was fitted at the activations of each row's last visit.
-- The model of this party's own features alone says what it can predict without any other party, and
+- The model of this party's own features says what it can predict without any other party, and
   answers for it while a passive party is away.
 
 Rows and classes count in their loss what they count in the joint model's. A tenth of the training
@@ -39,11 +39,9 @@ _PREDICTED_AT_ONCE = 16_384
 class KnownRows(NamedTuple):
     """This party's data about all aligned rows, on one device."""
 
-    labels: Tensor
-    """True labels, (aligned,) float32."""
+    labels: Tensor  # true labels, (aligned,) float32
     features: Features | None
-    memory: CutMemory | None = None
-    """Their last activations; None for a model of own features alone."""
+    memory: CutMemory | None = None  # their last activations; None for a model of own features
     weights: LossWeights = LossWeights()
     kind: LabelKind = CLASS_LABELS
 
@@ -79,7 +77,7 @@ def refit_top(model: nn.Module, known: KnownRows, training: Tensor, fitting: Fit
 def train_alone(
     model: nn.Module, known: KnownRows, training: Tensor, fitting: Fitting
 ) -> nn.Module:
-    """Return a trained copy of a model of own features alone."""
+    """Return a trained copy of a model of own features."""
     return _fitted(model, known, training, fitting, 50, 5, may_stay=False)
 
 
@@ -137,7 +135,7 @@ class LogitsAlone(nn.Module):
 
 
 def build_alone(encoder: FeatureEncoder, num_classes: int, seed: int) -> nn.Module:
-    """Return the untrained model of own features alone, on the CPU."""
+    """Return the untrained model of own features, on the CPU."""
     width = 1 if num_classes <= 2 else num_classes
     settings = MlpModel(kind="mlp", hidden=HIDDEN_ALONE)
     return LogitsAlone(build_bottom_model(settings, encoder, (width,), seed=seed))

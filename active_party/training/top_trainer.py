@@ -30,8 +30,7 @@ from splitveil.active_party.training.predictions import (
 from splitveil.common.data.features import Features
 from splitveil.common.errors import SplitveilError
 from splitveil.common.models.blocks import predict_in_blocks
-from splitveil.common.models.learning import in_training_mode
-from splitveil.common.models.random_state import random_state, set_random_state
+from splitveil.common.models.training_state import in_training_mode, random_state, set_random_state
 from splitveil.common.run.host_copies import to_device
 from splitveil.common.run.phases import Phase, Phases
 from splitveil.common.run.progress import State
@@ -44,31 +43,18 @@ class TrainingRows(NamedTuple):
 
     labels: Tensor
     """0 or 1, class indices, or shares of the range if labels are numbers, (aligned,)."""
-
     features: Features | None = None
-
     num_classes: int = 2
-
     example_keys: Tensor | None = None
-    """Secret bits of each id, (aligned, 2) int64 on the CPU; None if the defense does not need
-    them."""
-
-    digest: str = ""
-    """Distinguishes these data from other data when the run is resumed later."""
-
-    noise_key: str = ""
-    """Names the key of the noise that belongs to examples; empty if there is none."""
-
+    """Secret bits of each id, (aligned, 2) int64 on the CPU, if the defense needs them."""
+    digest: str = ""  # distinguishes these data from other data when the run is resumed later
+    noise_key: str = ""  # names the key of the noise that belongs to examples, if there is one
     persons: NDArray[np.uint8] | None = None
     """Name of the person whom each row is about, (aligned, 16); None if every row has its own."""
-
     weights: LossWeights = LossWeights()
-    """What the aligned rows and the classes count in the loss."""
-
     training: Tensor | None = None
     """Positions of the training rows, (training rows,) int64, ascending, if the activations of all
     rows are to be remembered; None if the defense does not need them."""
-
     kind: LabelKind = CLASS_LABELS
 
 
@@ -76,29 +62,18 @@ class TrainingRows(NamedTuple):
 class StepResult:
     """The result of one training step, before the top model has learned from it."""
 
-    raw: Tensor
-    """Gradient at the cut layer, (batch, *cut_shape). Never leaves this party."""
-
-    defended: DefendedGradient
-    """The gradient that is sent in its place, same shape."""
-
+    raw: Tensor  # gradient at the cut layer, (batch, *cut_shape); never leaves this party
+    defended: DefendedGradient  # the gradient that is sent in its place, same shape
     report: DefenseReport
-    labels: Tensor
-    """(batch,), float."""
-
+    labels: Tensor  # (batch,), float
     probabilities: Tensor
     """The model's predictions, (batch,) for label 1 or of a number, or (batch, classes)."""
-
-    loss: Tensor
-    """Cross entropy or squared error of the prediction, mean over the batch."""
-
-    activation: Tensor
-    """The aggregated activation, (batch, *cut_shape), without a graph."""
+    loss: Tensor  # cross entropy or squared error of the prediction, mean over the batch
+    activation: Tensor  # the aggregated activation, (batch, *cut_shape), without a graph
     slopes: Tensor | None = None
     """The gradient at the cut layer for each unit of a logit's residual p - y, which holds no
     label: (batch, *cut_shape), or (batch, classes, *cut_shape). None if nobody asked, or if the
     gradient is not that of a cross entropy."""
-
     own: Features | None = None
 
 

@@ -42,22 +42,18 @@ _OWN_BYTES, _PEER_BYTES = 112, 80
 _SORTING_SHARE = 4
 
 
-class CommonTags(NamedTuple):
-    """The tags that both parties have, sorted by their bytes."""
+def common_tags(own: Tags, of_peer: Tags) -> tuple[Tags, Positions]:
+    """Return the tags that are in both, sorted by their bytes, and their positions in ``own``.
 
-    tags: Tags  # (common,)
-    positions: Positions  # of each of them among this party's tags, (common,)
-
-
-def common_tags(own: Tags, of_peer: Tags) -> CommonTags:
-    """Return the tags that are in both, which are in any order, or raise InvalidMessage."""
+    InvalidMessage: a tag is there twice.
+    """
     if any(len(np.unique(tags)) < len(tags) for tags in (own, of_peer)):
         raise InvalidMessage("two ids have the same tag")
     tags, positions, _ = np.intersect1d(own, of_peer, assume_unique=True, return_indices=True)
-    return CommonTags(tags, positions)
+    return tags, positions
 
 
-class CommonRows(NamedTuple):
+class Intersection(NamedTuple):
     """This party's rows of the ids that both parties have."""
 
     rows: Rows  # in the order of their tags, (common,)
@@ -81,15 +77,8 @@ def secret_order(size: int, seed: bytes, store: ExchangeStore | None) -> SecretO
 
 def common_rows(
     own: TagList, of_peer: TagList, order: SecretOrder, store: ExchangeStore | None = None
-) -> CommonRows:
-    """Return the rows of the common ids.
-
-    Args:
-        own: the tags of this party's ids, in their secret order.
-        of_peer: the tags of the peer's ids, in any order.
-
-    Raises InvalidMessage: they are not the tags of distinct ids.
-    """
+) -> Intersection:
+    """Return the rows of the common ids; InvalidMessage if the tags are not of distinct ids."""
     if store is None or store.memory_limit_bytes is None:
         parts = _parts_in_memory(own, of_peer, order)
     else:
@@ -97,10 +86,10 @@ def common_rows(
         parts = _parts_in_file(own, of_peer, order, store.path("parts"), most_bytes)
     digest, rows = hashlib.sha256(), [np.empty(0, np.int64)]
     for own_tags, own_rows, peer_tags in parts:
-        common = common_tags(own_tags, peer_tags)
-        digest.update(common.tags.tobytes())
-        rows.append(own_rows[common.positions].astype(np.int64, copy=False))
-    return CommonRows(np.concatenate(rows), digest)
+        tags, positions = common_tags(own_tags, peer_tags)
+        digest.update(tags.tobytes())
+        rows.append(own_rows[positions].astype(np.int64, copy=False))
+    return Intersection(np.concatenate(rows), digest)
 
 
 def _parts_in_memory(own: TagList, of_peer: TagList, order: SecretOrder) -> Iterator[_Part]:

@@ -81,11 +81,9 @@ class EcdhEngine:
         workers: int = 0,
         group: GroupOperations | None = None,
     ) -> None:
-        """Load libsodium and start the workers. Call it before opening the first gRPC channel.
+        """Load libsodium and start worker processes, before the first gRPC channel is opened.
 
-        Args:
-            workers: number of processes for the group operations; with 0 they run in the
-                threads that send and receive, at most two at a time.
+        Without workers, the group operations run in the threads that send and receive.
         """
         self._min_aligned = min_aligned
         self._max_set_size = max_set_size
@@ -100,14 +98,7 @@ class EcdhEngine:
     def start(
         self, ids: Sequence[str], *, nonce: bytes, run_id: str, splits: Splits | None = None
     ) -> "EcdhExchange":
-        """Start one alignment with a fresh scalar.
-
-        Args:
-            ids: from ``canonical_ids``.
-            splits: the split that this party's column gives each id, if there is such a column.
-
-        Raises AlignmentError: the set is empty or larger than the contract allows.
-        """
+        """Start one alignment; AlignmentError if there are no ids, or more than allowed."""
         if not 0 < len(ids) <= self._max_set_size:
             raise AlignmentError(f"expected 1 to {self._max_set_size} own ids, got {len(ids)}")
         return EcdhExchange(

@@ -45,10 +45,8 @@ def align(
     """Find the ids that both parties have. Always closes the channel, also after an error.
 
     Args:
-        ids: from ``canonical_ids``.
-        channel: to the other party, which calls ``align`` on its end.
-        progress: called with the number of ids of both parties that have been processed and the
-            total number.
+        ids: canonical and distinct.
+        progress: called with the numbers of ids of both parties that are done and in all.
         splits: the split that this party's column gives each id, if the contract splits by a
             column: the peer's column must give the same split for every common id.
         store: holds the exchange, so that another call with the same ids continues it, until it

@@ -41,13 +41,9 @@ class Records(NamedTuple):
 def partitions(
     kinds: Sequence[Records], scratch: Path, most_bytes: int
 ) -> Iterator[tuple[Block, ...]]:
-    """Yield all records in the order of their ranges, those of several ranges at a time.
+    """Yield the records of each kind, part by part, in the order in which they were read.
 
-    Args:
-        scratch: path of a file, which is replaced, mode 0600, and deleted in the end.
-
-    Yields:
-        The records of each kind in the next part, in the order in which they were read.
+    The parts are in the order of their ranges. The file ``scratch`` is deleted in the end.
     """
     counts = [_count(kind) for kind in kinds]
     weights = [count * kind.bytes_each for count, kind in zip(counts, kinds, strict=True)]

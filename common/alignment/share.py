@@ -43,12 +43,7 @@ def share_frames(share: Share) -> Iterator[AlignFrame]:
 def receive_share(
     channel: AlignChannel, num_ids: int, commitments: Sequence[bytes], on_wait: Callable[[], None]
 ) -> Share:
-    """Wait for this party's share.
-
-    Args:
-        num_ids: number of ids that the pair has in common, at least one.
-        on_wait: called for every wait frame.
-    """
+    """Wait for this party's share of the ids that the pair has in common, at least one."""
     mask, nonces, chunk = bytearray(), tuple[bytes, ...](), 0
     num_bytes = -(-num_ids // 8)
     while len(mask) < num_bytes:

@@ -83,11 +83,7 @@ class ResumePoint(NamedTuple):
 
 
 class ExchangeStore:
-    """The files of one unfinished exchange, or of none.
-
-    Args:
-        memory_limit_bytes: memory for the exchange, which sorts its tags in parts then.
-    """
+    """The files of one unfinished exchange, or of none; with a limit, tags are sorted in parts."""
 
     def __init__(self, folder: Path, memory_limit_bytes: int | None = None) -> None:
         self._folder = folder
@@ -212,9 +208,7 @@ class ExchangeStore:
 class ExchangeStores:
     """The unfinished exchanges of one party with all of its peers.
 
-    Args:
-        folder: the party's folder of the run; the exchanges lie beside it, because starting
-            over moves it aside.
+    They lie beside the party's folder of the run, because starting over moves it aside.
     """
 
     def __init__(self, folder: Path, memory_limit_bytes: int | None = None) -> None:

@@ -30,13 +30,9 @@ _SORTED_BYTES = 64
 
 
 class TagList:
-    """Tags one after another, in the order in which they were added, in memory or in a file.
+    """Tags in the order in which they were added, in memory or in a file.
 
-    Args:
-        tags: those that are there already, in memory.
-        file: to which the exchange's store appends tags before they are added here; it need not
-            exist while there are none.
-        count: number of tags in the file.
+    The exchange's store appends tags to the file before they are added here.
     """
 
     def __init__(self, tags: bytes = b"", file: Path | None = None, count: int = 0) -> None:
@@ -87,10 +83,7 @@ def pieces(tags: TagList) -> Iterator[bytes]:
 class SecretOrder:
     """The secret order in which a party sends its ids: a ``secret_permutation``.
 
-    Args:
-        seed: 32 bytes from the operating system.
-        file: where the order is held, mode 0600; by default in memory.
-        most_bytes: memory for sorting the file.
+    It is in memory or in a file, which is sorted within ``most_bytes``.
     """
 
     def __init__(

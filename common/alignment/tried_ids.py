@@ -59,11 +59,9 @@ _COUNTS = TypeAdapter(dict[str, _Count], config=ConfigDict(strict=True))
 
 
 class TriedIds:
-    """The counts of every peer. Thread-safe.
+    """The counts of every peer, in a file or in this process. Thread-safe.
 
-    Args:
-        attempts: a peer may try this many times ``max_set_size`` ids in all.
-        path: the file with the counts; with None, the counts end with the process.
+    A peer may try ``attempts`` times ``max_set_size`` ids in all.
     """
 
     def __init__(
@@ -79,11 +77,7 @@ class TriedIds:
 
     @contextmanager
     def counted(self, peer: str, exchange: CountedExchange) -> Iterator[None]:
-        """Charge an exchange, and refund the unanswered ids when it is over.
-
-        Args:
-            exchange: an exchange that has received the peer's hello.
-        """
+        """Charge an exchange after the peer's hello, and refund unanswered ids when it is over."""
         announced, number = exchange.peer_set_size, exchange.number
         self._charge(peer, announced, number)
         try:

@@ -41,8 +41,7 @@ class Frames:
 class TagTurns:
     """The tags of one exchange. The threads that send and receive may use it at the same time.
 
-    Args:
-        finish: makes the frame that follows the last tags, once all have been received and shown.
+    ``finish`` makes the frame that follows the last tags.
     """
 
     def __init__(self, num_own: int, chunk_ids: int, finish: Callable[[], pb.AlignFrame]) -> None:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.sources import TableSource
-from splitveil.common.data.stored_ids import ID_ENDS, IDS, GrowingArrays
+from splitveil.common.data.stored_ids import ID_ENDS, IDS, GrowingArrays, StoredIds
 from splitveil.common.data.table import Table, TableReader
 from splitveil.common.run.id_rules import AS_WRITTEN, IdRule
 from splitveil.common.text.files import sync
@@ -189,23 +189,11 @@ def keep_rows(folder: Path, num_rows: int, kept: NDArray[np.int64]) -> None:
             size = path.stat().st_size // num_rows
             rows = np.memmap(path, np.uint8, "r", shape=(num_rows, size))
             _replace(path, (rows[kept[at : at + _AT_ONCE]] for at in _starts(kept)))
-    _keep_ids(folder, num_rows, kept)
+    ids = StoredIds.open(folder, num_rows)
+    ends = np.cumsum(np.diff(ids.ends, prepend=0)[kept])
+    _replace(folder / IDS, (ids.take(kept[at : at + _AT_ONCE]).text for at in _starts(kept)))
+    ends.tofile(folder / ID_ENDS)
     kept.astype(np.int64).tofile(folder / KEPT_ROWS)
-
-
-def _keep_ids(folder: Path, num_rows: int, kept: NDArray[np.int64]) -> None:
-    ends = np.fromfile(folder / ID_ENDS, np.int64, num_rows)
-    starts = np.concatenate([[0], ends[:-1]])
-    text = np.memmap(folder / IDS, np.uint8, "r")
-
-    def texts() -> Iterator[NDArray[np.uint8]]:
-        for at in _starts(kept):
-            rows = kept[at : at + _AT_ONCE]
-            spans = zip(starts[rows].tolist(), ends[rows].tolist(), strict=True)
-            yield np.concatenate([text[start:end] for start, end in spans])
-
-    _replace(folder / IDS, texts())
-    np.cumsum((ends - starts)[kept]).astype(np.int64).tofile(folder / ID_ENDS)
 
 
 def _starts(kept: NDArray[np.int64]) -> range:

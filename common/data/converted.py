@@ -52,7 +52,7 @@ from splitveil.common.data.source_settings import (
     SqlSource,
 )
 from splitveil.common.data.sql_snapshot import snapshot_of
-from splitveil.common.data.stored_ids import ID_ENDS, IDS, RowNumbers, StoredIds
+from splitveil.common.data.stored_ids import RowNumbers, StoredIds
 from splitveil.common.data.table import Table
 from splitveil.common.data.table_paths import FoundFile, find_files, table_path_of
 from splitveil.common.errors import DataError, StorageError
@@ -76,12 +76,7 @@ def open_converted(
     split_column: str | None = None,
     id_rules: Sequence[IdRule] = AS_WRITTEN,
 ) -> Table:
-    """Open the converted columns that the settings name; convert the file first if necessary.
-
-    Raises:
-        DataError: the file cannot be used, or changes during the conversion.
-        StorageError: the cache cannot be written or read.
-    """
+    """Open the converted columns that the settings name; convert the file first if necessary."""
     if not isinstance(settings.source, CacheableSource):
         raise TypeError("only files can be converted")
     cache_dir = settings.source.resolve_cache(base_dir)
@@ -213,7 +208,7 @@ def _open(folder: Path) -> Table:
     image = found["image"]
     return Table(
         source=found["source"],
-        ids=_open_ids(folder, num_rows) if found["ids"] else RowNumbers(num_rows),
+        ids=StoredIds.open(folder, num_rows) if found["ids"] else RowNumbers(num_rows),
         labels=mapped("labels.bin", "float32") if found["labels"] else None,
         weights=mapped("weights.bin", "float64") if found["weights"] else None,
         splits=mapped("splits.bin", "int8") if found["splits"] else None,
@@ -229,12 +224,6 @@ def _open(folder: Path) -> Table:
         id_report=IdReport(**found["id_report"]),
         kept=mapped(KEPT_ROWS, "int64") if found["kept"] else None,
     )
-
-
-def _open_ids(folder: Path, num_rows: int) -> StoredIds:
-    """Return the ids; ValueError if the files are shorter than when they were written."""
-    ends = np.memmap(folder / ID_ENDS, np.int64, "r", shape=(num_rows,))
-    return StoredIds(np.memmap(folder / IDS, np.uint8, "r", shape=(int(ends[-1]),)), ends)
 
 
 def _categories(folder: Path, j: int) -> Any:

@@ -187,10 +187,6 @@ class IdReader:
 
     DataError gives the count and the first data rows (from 1) of each kind of unusable ids, and
     never an id.
-
-    Args:
-        columns: the names of the columns that make up the id.
-        arrays: hold the ids; by default in memory.
     """
 
     def __init__(

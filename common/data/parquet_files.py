@@ -4,10 +4,10 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.dataset as ds
 from pyarrow import parquet
 
@@ -16,25 +16,18 @@ from splitveil.common.data.sources import ArrowColumn, Part, unreadable_is_data_
 from splitveil.common.data.table_paths import FoundFile, TablePath, find_files
 from splitveil.common.errors import DataError
 
-_FOOTERS_AT_ONCE = 16
-"""Files whose description is read at the same time, for stores that answer slowly."""
+_FILES_AT_ONCE = 16
+"""Files that are read at the same time, for stores that answer slowly."""
 _NAMED = 3
 """Number of files that a message names."""
 
 
-_FORMAT = ds.ParquetFileFormat()
-
-
 class _OneFile(NamedTuple):
     found: FoundFile
-    fragment: Any
+    schema: Any
     metadata: Any
     from_folders: Mapping[str, str | None]
     """The columns that the names of the folders make; None is their word for no value."""
-
-    @property
-    def schema(self) -> Any:
-        return self.fragment.physical_schema
 
 
 class ParquetFiles:
@@ -60,10 +53,9 @@ class ParquetFiles:
 
     def read(self, names: Sequence[str]) -> Mapping[str, ArrowColumn]:
         schema = self._common_schema(names)
-        fragments = [file.fragment for file in self._files]
-        with unreadable_is_data_error(self._where):
-            dataset = ds.FileSystemDataset(fragments, schema, _FORMAT, self._table_path.filesystem)
-            table = dataset.to_table(columns=list(names))
+        with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
+            batches = pool.map(lambda file: [*self._batches(file, schema)], self._files)
+            table = pa.concat_tables([schema.empty_table(), *chain.from_iterable(batches)])
         return {name: table.column(name) for name in names}
 
     def parts(self, names: Sequence[str]) -> Iterator[Part]:
@@ -80,25 +72,21 @@ class ParquetFiles:
         if len(held):
             yield _part(held, 1.0)
 
-    @property
-    def _where(self) -> Any:
-        return self._files[0].found.location if len(self._files) == 1 else self.name
-
     @cached_property
     def _files(self) -> list[_OneFile]:
         found = find_files(self._table_path)
-        with ThreadPoolExecutor(min(_FOOTERS_AT_ONCE, len(found))) as pool:
+        with ThreadPoolExecutor(min(_FILES_AT_ONCE, len(found))) as pool:
             files = list(pool.map(self._open, found))
         self._check_folders(files)
         return files
 
     def _open(self, found: FoundFile) -> _OneFile:
         from_folders = _columns_of(found.folders)
-        with unreadable_is_data_error(found.location):
-            fragment = _FORMAT.make_fragment(
-                found.path, self._table_path.filesystem, _as_condition(from_folders)
-            )
-            return _OneFile(found, fragment, fragment.metadata, from_folders)
+        with (
+            unreadable_is_data_error(found.location),
+            parquet.ParquetFile(found.path, filesystem=self._table_path.filesystem) as file,
+        ):
+            return _OneFile(found, file.schema_arrow, file.metadata, from_folders)
 
     def _check_folders(self, files: Sequence[_OneFile]) -> None:
         first = files[0]
@@ -173,14 +161,6 @@ def _columns_of(folders: Sequence[str]) -> dict[str, str | None]:
     hive = ds.partitioning(schema, flavor="hive")
     found = ds.get_partition_keys(hive.parse("/".join([*folders, ""])))
     return {name: found.get(name) for name in names}
-
-
-def _as_condition(columns: Mapping[str, str | None]) -> Any:
-    condition = pc.scalar(True)
-    for name, value in columns.items():
-        field = pc.field(name)
-        condition &= field.is_null() if value is None else field == value
-    return condition
 
 
 def _listed(names: Mapping[str, object]) -> str:

@@ -1,6 +1,7 @@
 """Ids that are known to be canonical and distinct, and an index of hashes that finds their rows."""
 
 import io
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, overload
@@ -47,40 +48,7 @@ class GrowingArrays:
                 parts.close()
 
 
-class RowNumbers(Sequence[str]):
-    """The row numbers, from 1, as ids."""
-
-    def __init__(self, num_rows: int) -> None:
-        self._numbers = range(1, num_rows + 1)
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        if isinstance(index, slice):
-            return [str(number) for number in self._numbers[index]]
-        return str(self._numbers[int(index)])
-
-    def __iter__(self) -> Iterator[str]:
-        return map(str, self._numbers)
-
-
-class StoredIds(Sequence[str]):
-    """Ids as one text, UTF-8, in a mapped file or in memory, with the end of each, (rows,)."""
-
-    def __init__(self, text: NDArray[np.uint8], ends: NDArray[np.int64]) -> None:
-        self._text = text
-        self.ends = ends
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
+class _Ids(Sequence[str]):
     @overload
     def __getitem__(self, index: int) -> str: ...
 
@@ -89,15 +57,59 @@ class StoredIds(Sequence[str]):
 
     def __getitem__(self, index: int | slice) -> str | list[str]:
         rows = range(len(self))[index]
-        if isinstance(rows, int):
-            return self._text[self._start(rows) : int(self.ends[rows])].tobytes().decode()
-        if rows.step == 1:
-            return list(map(bytes.decode, self._between(rows.start, rows.stop)))
-        return [self[row] for row in rows]
+        return self._text_of(rows) if isinstance(rows, int) else self._texts(rows)
+
+    @abstractmethod
+    def _text_of(self, row: int) -> str: ...
+
+    def _texts(self, rows: range) -> list[str]:
+        return list(map(self._text_of, rows))
+
+
+class RowNumbers(_Ids):
+    """The row numbers, from 1, as ids."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def __iter__(self) -> Iterator[str]:
+        return map(str, range(1, self._num_rows + 1))
+
+    def _text_of(self, row: int) -> str:
+        return str(row + 1)
+
+
+class StoredIds(_Ids):
+    """Ids as one text, UTF-8, in a mapped file or in memory, with the end of each, (rows,)."""
+
+    def __init__(self, text: NDArray[np.uint8], ends: NDArray[np.int64]) -> None:
+        self.text, self.ends = text, ends
+        # Faster for single ids than the arrays.
+        self._text_view, self._ends_view = memoryview(text.data), memoryview(ends.data)
+
+    @classmethod
+    def open(cls, folder: Path, num_rows: int) -> "StoredIds":
+        """Map the ids of a folder; ValueError if its files are shorter than when written."""
+        ends = np.memmap(folder / ID_ENDS, np.int64, "r", shape=(num_rows,))
+        return cls(np.memmap(folder / IDS, np.uint8, "r", shape=(int(ends[-1]),)), ends)
+
+    def __len__(self) -> int:
+        return len(self.ends)
 
     def __iter__(self) -> Iterator[str]:
         for first in range(0, len(self), _CHUNK):
             yield from map(bytes.decode, self._between(first, min(first + _CHUNK, len(self))))
+
+    def _texts(self, rows: range) -> list[str]:
+        if rows.step == 1:
+            return list(map(bytes.decode, self._between(rows.start, rows.stop)))
+        return super()._texts(rows)
+
+    def _text_of(self, row: int) -> str:
+        return str(self._text_view[self._start(row) : self._ends_view[row]], "utf-8")
 
     def take(self, rows: NDArray[np.int64]) -> "StoredIds":
         """Return the ids of some rows, ascending, in memory."""
@@ -120,17 +132,17 @@ class StoredIds(Sequence[str]):
             return False
         # Position of each character of all texts together, counted from the start of its own.
         within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        found = self._text[np.repeat(starts, lengths) + within]
+        found = self.text[np.repeat(starts, lengths) + within]
         return bool(found.tobytes() == wanted.encode())
 
     def _start(self, row: int) -> int:
-        return int(self.ends[row - 1]) if row else 0
+        return self._ends_view[row - 1] if row else 0
 
     def _between(self, first: int, last: int) -> Iterator[bytes]:
         """Yield the ids of consecutive rows, reading their text in one go."""
         origin = start = self._start(first)
         ends = self.ends[first:last].tolist()
-        text = self._text[origin : ends[-1] if ends else origin].tobytes()
+        text = self.text[origin : ends[-1] if ends else origin].tobytes()
         for end in ends:
             yield text[start - origin : end - origin]
             start = end

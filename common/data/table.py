@@ -210,11 +210,7 @@ def table_of_ids(
 
 
 class TableReader:
-    """Reads the columns that the settings name part by part; DataError as ``read_table``.
-
-    Args:
-        arrays: hold the ids; by default in memory.
-    """
+    """Reads the columns that the settings name part by part; DataError as ``read_table``."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Computes predictions in blocks of a fixed number of rows, so that they do not depend on company.
+"""Computes predictions in blocks of a fixed number of rows, whatever rows are beside them.
 
 The bits of a matrix product depend on how many rows it has: libraries choose another order of
 summation for other sizes. Those of a sigmoid depend on whether a value is at the end of an odd
@@ -34,7 +34,7 @@ _SMALLER_BLOCKS = (32, 8, 1)
 """Tried where less than an eighth of the places can be used."""
 _LEAST_SHARE = 1 / 8
 _TRIED_VALUES = 64
-"""Outputs that a place must have in common with the first one; about half of them tell."""
+"""Outputs that a place must have in common with the first one; about half of them differ."""
 _LEAST_TRIALS = 4
 
 
@@ -63,32 +63,32 @@ def predict_in_blocks(
 ) -> Tensor:
     """Return the output of a model in evaluation mode for some rows, without a graph.
 
-    Args:
-        model: its output for a row depends on this row alone; left in evaluation mode.
-        inputs: as the model takes them, all for the same rows, at least one; None is passed on.
-        link: computes of the model's output what is returned, within the blocks.
+    The model's output for a row depends only on this row. ``link`` computes of it what is returned,
+    within the blocks. An input of None is passed on.
     """
     model.eval()
     given = [part for part in inputs if part is not None]
     num_rows = len(given[0])
     with torch.no_grad():
-        if _device_of(given[0]).type != "cpu" or not num_rows:
+        if _tensors(given[0])[0].device.type != "cpu" or not num_rows:
             return link(model(*inputs))
         layout = _layout_of(model, inputs, link)
         at_once = len(layout.places)
         parts = []
         for start in range(0, num_rows, at_once):
             block = [_block(part, start, num_rows, layout) for part in inputs]
-            found = link(model(*block))
+            outputs = link(model(*block))
             if at_once < layout.size:
-                found = found[layout.places]
-            parts.append(found[: num_rows - start])
+                outputs = outputs[layout.places]
+            parts.append(outputs[: num_rows - start])
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _layout_of(model: nn.Module, inputs: _Inputs, link: Callable[[Tensor], Tensor]) -> _Layout:
-    """Return how rows lie in a block; it depends on the model and the form of a row alone."""
-    values = sum(_values_per_row(part) for part in inputs if part is not None)
+    """Return how rows lie in a block; it depends on the model and the form of a row."""
+    values = sum(
+        values[:1].numel() for part in inputs if part is not None for values in _tensors(part)
+    )
     key = values, getattr(link, "__qualname__", type(link).__qualname__)
     known = _layouts.setdefault(model, {})
     if key not in known:
@@ -112,9 +112,9 @@ def _equal_places(
     while trials < _LEAST_TRIALS or values < _TRIED_VALUES:
         row = [_drawn(part, generator) for part in inputs]
         output = model(*(_block(part, 0, 1, every_place) for part in row))
-        for found in (output, link(output)):
+        for values_of in (output, link(output)):
             # A model that answers with NaN does so in every place.
-            same = (found == found[:1]) | found.isnan()
+            same = (values_of == values_of[:1]) | values_of.isnan()
             equal &= same.flatten(1).all(1) if same.dim() > 1 else same
         values += output[0].numel()
         trials += 1
@@ -139,14 +139,9 @@ def _drawn_tensor(values: Tensor, generator: torch.Generator) -> Tensor:
     return torch.randn(values.shape, generator=generator).to(values.dtype)
 
 
-def _values_per_row(rows: Tensor | Features) -> int:
+def _tensors(rows: Tensor | Features) -> list[Tensor]:
     parts = [rows] if isinstance(rows, Tensor) else rows.parts()
-    return sum(part[:1].numel() for part in parts if part is not None)
-
-
-def _device_of(rows: Tensor | Features) -> torch.device:
-    parts = [rows] if isinstance(rows, Tensor) else rows.parts()
-    return next(part.device for part in parts if part is not None)
+    return [part for part in parts if part is not None]
 
 
 def _block(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from splitveil.common.data.features import Features, FeatureShapes, image_as_float
 from splitveil.common.errors import SettingsError
-from splitveil.common.models.mlp import FeatureInput, dense_relu, joined, without_single
+from splitveil.common.models.dense import FeatureInput, dense_relu, joined, without_single
 from splitveil.common.models.settings import ConvModel
 
 
@@ -44,7 +44,6 @@ class ConvBottom(nn.Module):
         self._is_flat = bool(settings.hidden)
 
     def forward(self, features: Features) -> Tensor:
-        """Return the activation, (rows, *cut shape)."""
         if features.image is None:
             raise SettingsError("bottom_model: conv needs images")
         image = image_as_float(features.image)
@@ -84,7 +83,6 @@ class ConvTop(nn.Module):
         self.output = nn.Linear(last_dim, num_logits)
 
     def forward(self, activation: Tensor, features: Features | None) -> Tensor:
-        """Return the logits: (rows,) if there is one per row, otherwise (rows, logits)."""
         parts = [self.blocks(activation).flatten(1)]
         if self.input is not None and features is not None:
             parts.append(self.input(features))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from splitveil.common.data.features import FeatureEncoder, FeatureShapes
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.models.conv import ConvBottom, ConvTop
-from splitveil.common.models.mlp import MlpBottom, MlpTop
+from splitveil.common.models.dense import MlpBottom, MlpTop, WideDeepBottom, WideDeepTop
 from splitveil.common.models.settings import (
     ConvModel,
     CustomModel,
@@ -20,7 +20,6 @@ from splitveil.common.models.settings import (
     ModelSettings,
     WideDeepModel,
 )
-from splitveil.common.models.wide_deep import WideDeepBottom, WideDeepTop
 from splitveil.common.text.imports import fault_in_words, first_line, import_named, may_pass
 
 PROBE_ROWS = 2
@@ -46,12 +45,7 @@ def build_bottom_model(
 ) -> nn.Module:
     """Return a model that maps features to the activation, on the CPU, in training mode.
 
-    Args:
-        settings: the party's ``bottom_model``.
-        encoder: the encoder of the party's features, or their shapes.
-        cut_shape: shape of one row's activation.
-        seed: seed of the initial weights.
-        trial: of a user-defined class; by default it is not tried in training.
+    A user-defined class is tried in training if there is a ``trial``.
 
     Raises:
         SettingsError: there are no features, or the model does not take these features, or its last
@@ -92,17 +86,8 @@ def build_top_model(
 ) -> nn.Module:
     """Return a model that maps the activation (and own features) to logits, on the CPU.
 
-    It is in training mode. For two classes, and for labels that are numbers, it returns one output
-    per row, for more classes one logit per row and class.
-
-    Args:
-        settings: the active party's ``top_model``.
-        cut_shape: shape of one row's activation.
-        encoder: the encoder of the active party's own features, or their shapes; None if it has no
-            features.
-        seed: seed of the initial weights.
-        num_classes: number of classes; ``ONE_NUMBER`` for labels that are numbers.
-        trial: as for ``build_bottom_model``.
+    It is in training mode. For two classes, and for labels that are numbers (``ONE_NUMBER``), it
+    returns one output per row, for more classes one logit per row and class.
 
     Raises:
         SettingsError: an output activation is set, or the model does not take these features or
@@ -154,11 +139,11 @@ def load_class(name: str) -> type[Any]:
     Raises:
         SettingsError: it cannot be imported, or is not a class.
     """
-    found = import_named(name, "class")
-    if not isinstance(found, type):
+    cls = import_named(name, "class")
+    if not isinstance(cls, type):
         module_name, _, class_name = name.partition(":")
         raise SettingsError(f"{name}: {module_name} has no class {class_name}")
-    return found
+    return cls
 
 
 def _shapes(encoder: FeatureEncoder | FeatureShapes) -> FeatureShapes:

@@ -23,11 +23,8 @@ Autocast = Literal["bfloat16"] | None
 def speed_up(model: nn.Module, autocast: Autocast, *, compiled: bool = False) -> None:
     """Let a model compute its training batches faster, in place; its weights keep their names.
 
-    Args:
-        model: on the device on which it is trained; called with tensors or features.
-        autocast: the dtype of matrix products and convolutions while it is in training mode; None
-            for that of the weights.
-        compiled: whether torch compiles it, at its first batch.
+    Autocast sets the dtype of matrix products and convolutions in training mode; None is that of
+    the weights. A compiled model is compiled at its first batch.
 
     Raises:
         SettingsError: there is no compiler.
@@ -82,7 +79,6 @@ class _Casting:
         return _Casting()
 
     def enter(self, model: nn.Module, _given: Any) -> None:
-        """Begin, if this is a pass of training."""
         if model.training:
             parameter = next(model.parameters(), None)
             kind = "cpu" if parameter is None else parameter.device.type

@@ -21,7 +21,7 @@ from torch.autograd.function import Function
 
 from splitveil.common.data.features import Features, FeatureShapes
 from splitveil.common.errors import SettingsError
-from splitveil.common.models.learning import in_training_mode, trained_of
+from splitveil.common.models.training_state import in_training_mode, trained_of
 from splitveil.common.models.worker_line import Order, Pending, WorkerLine, wait_for
 
 Inputs: TypeAlias = Sequence[Tensor | Features | None]
@@ -105,7 +105,7 @@ def weights_of(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *(one for one in model.buffers() if one.is_floating_point())]
 
 
-class Share(NamedTuple):
+class RowShare(NamedTuple):
     """The rows of a batch that one process computes, with their graph."""
 
     inputs: Inputs
@@ -117,7 +117,7 @@ class Share(NamedTuple):
         model: nn.Module,
         inputs: Inputs,
         keeping: AbstractContextManager[None] | None = None,
-    ) -> "Share":
+    ) -> "RowShare":
         """Compute the output of some rows in training mode."""
         given = [
             part.detach().requires_grad_() if isinstance(part, Tensor) else part for part in inputs
@@ -208,7 +208,7 @@ class _Batch:
         self._sizes = shares_of(len(tensors[0]), self._line.size)
         with self._line.lock:
             pending = self._send_out(tensors)
-            self._own = Share.compute(spread.model, _first_rows(inputs, self._sizes[0]))
+            self._own = RowShare.compute(spread.model, _first_rows(inputs, self._sizes[0]))
             own = self._own.output.detach()
             self.output = torch.cat([own, *self._gathered(own)])
             wait_for(pending)

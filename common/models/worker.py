@@ -12,7 +12,7 @@ from splitveil.common.data.features import Features
 from splitveil.common.models.spread_model import (
     Inputs,
     RowForm,
-    Share,
+    RowShare,
     in_one,
     tensors_of,
     weights_of,
@@ -53,7 +53,7 @@ class Worker:
         self._build = build
         self._replica: Replica
         self._weights: Tensor
-        self._shares: deque[tuple[int, Share]]
+        self._shares: deque[tuple[int, RowShare]]
 
     def work(self) -> None:
         """Work until rank 0 lets this process end.
@@ -92,7 +92,7 @@ class Worker:
         given = self._replica.form.zeros(order.rows)
         for tensor in tensors_of(given):
             self._line.receive(tensor)
-        share = Share.compute(
+        share = RowShare.compute(
             self._replica.model, _on(given, self._replica.device), self._replica.keeping()
         )
         self._shares.append((order.number, share))
@@ -106,11 +106,11 @@ class Worker:
             if seen is not None:
                 self._reply(seen)
 
-    def _share(self, order: Order) -> Share:
+    def _share(self, order: Order) -> RowShare:
         (found,) = (share for number, share in self._shares if number == order.number)
         return found
 
-    def _gradient(self, share: Share) -> Tensor:
+    def _gradient(self, share: RowShare) -> Tensor:
         into = torch.empty(share.output.shape, dtype=share.output.dtype)
         return self._line.receive(into).to(self._replica.device)
 

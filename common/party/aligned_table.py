@@ -39,8 +39,6 @@ def check_outputs(settings: PartySettings, output: Path) -> None:
 
 
 class StampedIds(NamedTuple):
-    """A party's ids, and the state of its files from which they were read."""
-
     data: PartyData
     stamps: tuple[tuple[int, int], ...]
 
@@ -81,27 +79,10 @@ class AlignedTable(NamedTuple):
     num_ids: int  # this party's usable ids
     output: Path
 
-    def in_words(self) -> str:
-        return (
-            f"{len(self.order.file_rows):,} of {self.num_ids:,} ids are common to all parties; "
-            f"their rows are in {self.output}, in the order with fingerprint "
-            f"{self.order.fingerprint}"
-        )
-
-    def to_json(self) -> dict[str, object]:
-        return {
-            "run_id": self.order.run_id,
-            "ids": self.num_ids,
-            "aligned": len(self.order.file_rows),
-            "fingerprint": self.order.fingerprint,
-            "output": str(self.output),
-        }
-
 
 def write_aligned(
     settings: PartySettings, own: StampedIds, order: CommonOrder, output: Path
 ) -> AlignedTable:
-    """Write the common rows of a party's table, with all of its columns, in the common order."""
     data = own.data
     rows = order.file_rows if data.kept is None else data.kept[order.file_rows]
     source, ordered = open_table_source(settings.data, settings.base_dir), np.sort(rows)
@@ -116,9 +97,15 @@ def write_aligned(
 
 
 def print_aligned(found: AlignedTable, *, as_json: bool) -> None:
+    order, num_common = found.order, len(found.order.file_rows)
     if as_json:
-        print_json(found.to_json())
-    _logger.info("%s", found.in_words())
+        counts = {"run_id": order.run_id, "ids": found.num_ids, "aligned": num_common}
+        print_json(counts | {"fingerprint": order.fingerprint, "output": str(found.output)})
+    _logger.info(
+        "%s of %s ids are common to all parties; their rows are in %s, in the order with "
+        "fingerprint %s",
+        *(f"{num_common:,}", f"{found.num_ids:,}", found.output, order.fingerprint),
+    )
 
 
 def _rows_of(source: TableSource, rows: NDArray[np.int64]) -> Any:

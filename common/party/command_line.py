@@ -64,10 +64,6 @@ _SETTINGS = "settings.yaml"
 
 
 def verify_transcript(parsed: argparse.Namespace) -> None:
-    """Check one transcript, or two against each other, and print the result.
-
-    Raises SplitveilError: a chain is broken, or one party received what the other did not send.
-    """
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True, quiet=parsed.json)
     verified: list[Verified] = []
     files = [path for path in (parsed.transcript, parsed.against) if path is not None]
@@ -172,10 +168,7 @@ def resolved_yaml(settings: PartySettings) -> str:
 
 
 def takes_up(settings: PartySettings, *, fresh: bool, folder: Path) -> bool:
-    """Return whether a folder's run is taken up, and does not make room for a new one.
-
-    For a run that was ended for good, only the party itself knows whether it resumes.
-    """
+    """Return whether a folder's run is taken up, and does not make room for a new one."""
     if fresh:
         return False
     finished = has_finished(folder)
@@ -209,7 +202,6 @@ def is_finished(folder: Path) -> bool:
 
 
 def stored_settings(folder: Path) -> dict[str, Any]:
-    """Return the settings with which the run in a folder was started, as plain values."""
     path = folder / _SETTINGS
     found = read_yaml_file(path, RESOLVED)
     if not isinstance(found, dict) or not isinstance(found.get("data"), dict):
@@ -246,7 +238,6 @@ def report_check(
     *,
     as_json: bool = False,
 ) -> None:
-    """Print the resolved settings and the outcome of every successful check."""
     _find_own_modules(settings)
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True, quiet=as_json)
     console.print(resolved_yaml(settings), markup=False)

@@ -46,8 +46,6 @@ class Credentials:
 
 
 class CredentialFiles:
-    """The three files of a party's credentials, which may be replaced while it runs."""
-
     def __init__(
         self, certificate: Path, private_key: Path, authority: Path, identity: str
     ) -> None:
@@ -98,7 +96,6 @@ class CredentialFiles:
 
 
 def credential_files(settings: PartySettings, party: str) -> CredentialFiles | None:
-    """Return the files that a party's settings name; None for an insecure connection."""
     match settings.security:
         case MutualTls() as tls:
             return CredentialFiles(

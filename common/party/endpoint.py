@@ -125,8 +125,6 @@ class StatusEndpoint:
 
 
 class _Looks:
-    """Counts the requests for metrics, and the time between the last two."""
-
     def __init__(self) -> None:
         self.count = 0
         self.every_s: float | None = None
@@ -141,8 +139,6 @@ class _Looks:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers one request, without a line in the log."""
-
     timeout = PATIENCE_S
 
     def __init__(self, status: PartyStatus, looks: _Looks, *connection: Any) -> None:
@@ -201,7 +197,6 @@ class _StatusServer(ThreadingTCPServer):
         self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
-        """Ignore a client that hangs up."""
         logger.debug("status: a request failed", exc_info=True)
 
 

@@ -41,7 +41,6 @@ class Interruption:
         self.signal_number: int | None = None
 
     def install(self) -> None:
-        """Handle the two signals; only in the main thread."""
         for number in _STOP_SIGNALS:
             signal.signal(number, self._remember)
 

@@ -5,21 +5,17 @@ command fails before it has found anything, the standard output stream is empty.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping
 
-from splitveil.common.record.run_folder import finite_or_null
+from splitveil.common.record.run_folder import json_text
 
 
 def add_json(command: argparse.ArgumentParser) -> None:
-    """Add the option to a command."""
     command.add_argument(
         "--json", action="store_true", help="print one JSON document instead of text"
     )
 
 
 def print_json(value: Mapping[str, object]) -> None:
-    """Print a JSON document; numbers that are not finite become null."""
-    text = json.dumps(finite_or_null(value), indent=2, ensure_ascii=False, allow_nan=False)
-    sys.stdout.write(text + "\n")
+    sys.stdout.write(json_text(value))

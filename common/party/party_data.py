@@ -47,10 +47,7 @@ _ROWS_AT_ONCE = 2**12
 
 @dataclass(frozen=True)
 class PartyData:
-    """A table and its canonical ids, row by row as in the file.
-
-    Rows that the settings leave out because of their ids or labels are not among them.
-    """
+    """A table and its canonical ids, row by row, without the rows that the settings leave out."""
 
     settings: DataSettings
     table: Table
@@ -66,7 +63,6 @@ class PartyData:
 
     @classmethod
     def of(cls, settings: PartySettings) -> "PartyData":
-        """Read a party's own file, or open its converted copy; see ``load``."""
         contract = settings.contract
         return cls.load(settings.data, settings.base_dir, contract.split, contract.ids)
 
@@ -78,35 +74,23 @@ class PartyData:
         split: SplitSettings | None = None,
         id_rules: Sequence[IdRule] = AS_WRITTEN,
     ) -> "PartyData":
-        """Read a party's file, or open its converted copy in the cache."""
         with with_advice(settings.source, base_dir):
-            return cls._load(settings, base_dir, split, id_rules)
-
-    @classmethod
-    def _load(
-        cls,
-        settings: DataSettings,
-        base_dir: Path,
-        split: SplitSettings | None,
-        id_rules: Sequence[IdRule],
-    ) -> "PartyData":
-        split_column = split.column if isinstance(split, ColumnSplit) else None
-        source = settings.source
-        if isinstance(source, CacheableSource) and source.cache_dir is not None:
-            with _conversion_bar(_name_of(source)) as progress:
-                table = open_converted(settings, base_dir, progress, split_column, id_rules)
-        else:
-            if isinstance(source, CacheableSource):
-                _suggest_a_cache(source, base_dir)
-            table = read_table(settings, base_dir, split_column, id_rules)
-        _say_almost_numbers(table)
-        _say(table, settings)
-        return cls(settings, table)
+            split_column = split.column if isinstance(split, ColumnSplit) else None
+            source = settings.source
+            if isinstance(source, CacheableSource) and source.cache_dir is not None:
+                with _conversion_bar(source) as progress:
+                    table = open_converted(settings, base_dir, progress, split_column, id_rules)
+            else:
+                if isinstance(source, CacheableSource):
+                    _suggest_a_cache(source, base_dir)
+                table = read_table(settings, base_dir, split_column, id_rules)
+            _say_almost_numbers(table)
+            _say(table, settings)
+            return cls(settings, table)
 
     def fit(
         self, training_rows: Positions, earlier: EarlierModel | None = None
     ) -> FeatureEncoder | None:
-        """Fit scalers and vocabularies on some rows of the file; None without features."""
         if earlier is not None:
             table = None if self.settings.features is None else self.table
             return earlier.encoder_for(table, self.table.source)
@@ -117,10 +101,7 @@ class PartyData:
     def encode(
         self, rows: AlignedRows, earlier: EarlierModel | None = None
     ) -> tuple[FeatureEncoder | None, Features | None]:
-        """Fit on the training rows and return the features of all rows in the common order.
-
-        With an earlier model nothing is fitted; the features are encoded as they were for it.
-        """
+        """Fit on the training rows, unless there is an earlier model, and encode all rows."""
         encoder = self.fit(rows.file_rows[rows.splits["train"]], earlier)
         if encoder is None:
             return None, None
@@ -169,10 +150,7 @@ class PartyData:
         return torch.from_numpy(self.table.labels[file_rows])
 
     def weights_at(self, rows: AlignedRows) -> Tensor | None:
-        """Return what the aligned rows count in the loss, (aligned,) float32; None for all alike.
-
-        The mean over the training rows is 1.
-        """
+        """Return weights, (aligned,) float32, of mean 1 in training; None where all count alike."""
         if self.table.weights is None:
             return None
         weights = self.table.weights[rows.file_rows]
@@ -195,10 +173,7 @@ class PartyData:
 def read_ids_alone(
     settings: DataSettings, base_dir: Path, split: SplitSettings | None, id_rules: Sequence[IdRule]
 ) -> PartyData:
-    """Read the ids of a table, and the column by which the contract splits rows.
-
-    The settings name no other columns but that of labels if rows without one are left out.
-    """
+    """Read only the ids of a table, and the column by which the contract splits rows."""
     is_converted = getattr(settings.source, "cache_dir", None) is not None
     if not settings.id_columns or is_converted:
         return PartyData.load(settings, base_dir, split, id_rules)
@@ -259,14 +234,9 @@ def _say_almost_numbers(table: Table) -> None:
         )
 
 
-def _name_of(source: CacheableSource) -> str:
-    return source.path if isinstance(source, FileSource) else "the query's result"
-
-
 def _suggest_a_cache(source: CacheableSource, base_dir: Path) -> None:
-    if not isinstance(source, FileSource):
-        return
-    if isinstance(source, ParquetSource) and source.scheme is not None:
+    is_remote = isinstance(source, ParquetSource) and source.scheme is not None
+    if is_remote or not isinstance(source, FileSource):
         return
     path = source.resolve(base_dir)
     if path.is_file() and path.stat().st_size > LARGE_FILE_BYTES:
@@ -278,7 +248,7 @@ def _suggest_a_cache(source: CacheableSource, base_dir: Path) -> None:
 
 
 @contextmanager
-def _conversion_bar(path: str) -> Iterator[Callable[[float], None]]:
+def _conversion_bar(source: CacheableSource) -> Iterator[Callable[[float], None]]:
     """Show the progress of a conversion; show nothing if the file has been converted before."""
     console = printing_console(stderr=True)
     bar = Progress(
@@ -290,18 +260,19 @@ def _conversion_bar(path: str) -> Iterator[Callable[[float], None]]:
         disable=not console.is_terminal,
     )
     task = bar.add_task("converting", total=1.0)
-    begun = False
+    name = source.path if isinstance(source, FileSource) else "the query's result"
+    has_started = False
 
     def show(done_fraction: float) -> None:
-        nonlocal begun
-        if not begun:
-            begun = True
-            _logger.info("converting %s to columns on disk, which later runs will reuse", path)
+        nonlocal has_started
+        if not has_started:
+            has_started = True
+            _logger.info("converting %s to columns on disk, which later runs will reuse", name)
             bar.start()
         bar.update(task, completed=done_fraction)
 
     try:
         yield show
     finally:
-        if begun:
+        if has_started:
             bar.stop()

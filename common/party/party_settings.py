@@ -165,7 +165,6 @@ class PartySettings(Section):
     """Folder of the settings file, to which relative paths in ``data`` refer."""
 
     def run_folder(self, party: str) -> Path:
-        """Return the folder of a party's results of the run, by the folder's name."""
         return self.runs_dir / self.contract.run_name / party
 
 

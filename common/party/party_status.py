@@ -75,8 +75,6 @@ class PartyMetrics:
 
 
 class PhaseCollector(Collector):
-    """Reads the seconds of each phase when metrics are asked for."""
-
     def __init__(self, phases: Phases) -> None:
         self._phases = phases
 
@@ -92,8 +90,6 @@ class PhaseCollector(Collector):
 
 
 class Presence:
-    """What one party sees of the peers to which it talks."""
-
     def __init__(self, metrics: PartyMetrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = metrics
         self._clock = clock
@@ -298,10 +294,7 @@ STAGES = ("starting", "waiting", "aligning", "training", "stopping", "finished",
 
 
 class RunStatus(PartyStatus):
-    """The state of one party's run, for its operators.
-
-    Its methods take microseconds and never raise; any thread may call them.
-    """
+    """The state of one party's run, for its operators."""
 
     def __init__(
         self, party: str, contract: Contract, clock: Callable[[], float] = time.monotonic

@@ -19,7 +19,6 @@ from splitveil.common.text.wording import bytes_in_words, seconds_in_words
 
 
 def render(package: str, template: str, **values: object) -> str:
-    """Return a page as HTML. Raises jinja2.UndefinedError."""
     environment = Environment(
         loader=ChoiceLoader([PackageLoader(package), PackageLoader(__package__)]),
         autoescape=True,
@@ -78,10 +77,7 @@ class Traffic(NamedTuple):
 
 
 def read_traffic(folder: Path) -> Traffic | None:
-    """Count the messages in the transcript of a party's folder; None if there is none.
-
-    A line that is cut off or of another form is left out: the run may still be writing it.
-    """
+    """Count the messages in a party's transcript; None if there is none."""
     path = folder / FILE
     if not path.is_file():
         return None
@@ -119,8 +115,6 @@ def _count(
 
 
 class TrafficRow(NamedTuple):
-    """The messages of one kind, between a party and one other."""
-
     party: str
     kind: str
     direction: str
@@ -151,7 +145,6 @@ def circumstances(
 
 
 def traffic_rows(traffic: Traffic | None, only_peer: str) -> list[TrafficRow]:
-    """Return one row per peer, kind of message and direction, the largest first."""
     if traffic is None:
         return []
     largest_first = sorted(traffic.volumes.items(), key=lambda item: -item[1].size_bytes)

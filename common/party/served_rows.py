@@ -26,8 +26,6 @@ _logger = logging.getLogger(__name__)
 
 
 class ServedRows:
-    """Rows of a table, found by their ids."""
-
     def __init__(self, data: PartyData, encoder: FeatureEncoder, form: CanonicalForm) -> None:
         self._form = form
         self.source = data.table.source  # the table, for messages
@@ -46,7 +44,6 @@ class ServedRows:
     def load(
         cls, settings: PartySettings, encoder: FeatureEncoder | None, table: Path | None = None
     ) -> "ServedRows":
-        """Load a party's table, or open its memory-mapped columns."""
         if encoder is None:
             raise SettingsError("data.features: the model was trained without features here")
         own = settings.data.source
@@ -74,7 +71,6 @@ class ServedRows:
         self._is_served[rows[rows != ABSENT]] = True
 
     def served(self) -> NDArray[np.int64]:
-        """Return the rows that are served, ascending."""
         return np.flatnonzero(self._is_served)
 
     def ids_at(self, rows: NDArray[np.int64]) -> list[str]:

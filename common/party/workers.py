@@ -24,8 +24,6 @@ from splitveil.common.party.interruption import Interruption
 
 
 class Rank(NamedTuple):
-    """Which of a party's processes this one is."""
-
     number: int = 0
     size: int = 1  # number of processes, on all machines
     local_rank: int = 0
@@ -71,7 +69,6 @@ ONE_PROCESS = Workers()
 
 
 def act(parsed: argparse.Namespace, action: Callable[[argparse.Namespace], None]) -> None:
-    """Do what a command says, unless it was started several times and computes in one process."""
     size = Rank.of_environment().size
     if size > 1 and parsed.command != "run":
         raise SettingsError(
@@ -131,10 +128,7 @@ def check_same_model(given: dict[str, Any], settings: ModelSettings, role: str) 
 
 
 def _private_file(rank: Rank) -> Path | None:
-    """Return the file by which processes on one machine find each other; None on several.
-
-    By itself torch lets them meet at a port, where whoever comes first is taken for a worker.
-    """
+    """Return the file by which processes on one machine meet, instead of at an open port."""
     if rank.local_size < rank.size:
         return None
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")

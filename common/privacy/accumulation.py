@@ -103,17 +103,8 @@ class AccumulatedScores:
         self._sums = torch.zeros(num_examples, dtype=torch.float64)
         self._counts = torch.zeros(num_examples, dtype=torch.int32)
 
-    @property
-    def num_bytes(self) -> int:
-        return self._sums.nbytes + self._counts.nbytes
-
     def add(self, positions: Tensor, scores: Tensor) -> None:
-        """Add one batch.
-
-        Args:
-            positions: positions of the examples in the common order, (batch,), each once.
-            scores: standardised scores, (batch,).
-        """
+        """Add a batch's standardised scores at the examples' positions in the common order."""
         rows = positions.numpy()
         # The same memory, at a fraction of the cost of torch's indexing.
         self._sums.numpy()[rows] += scores.cpu().numpy()
@@ -151,17 +142,8 @@ class ScoreHistory:
         self._sums = torch.zeros(num_examples, 2, _STRETCHES, dtype=torch.float16)
         self._epochs_per_stretch = 1
 
-    @property
-    def num_bytes(self) -> int:
-        return self._sums.nbytes
-
     def add(self, epoch: int, positions: Tensor, scores: tuple[Tensor, Tensor]) -> None:
-        """Add one batch.
-
-        Args:
-            positions: positions of the examples in the common order, (batch,), each once.
-            scores: two standardised scores, (batch,) each.
-        """
+        """Add two standardised scores for each of a batch's examples."""
         while epoch // self._epochs_per_stretch >= _STRETCHES:
             self._halve()
         stretch = epoch // self._epochs_per_stretch
@@ -196,9 +178,7 @@ def combine_with_hints(
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]] | None:
     """Fit a logistic regression to some examples with known labels, and score the others with it.
 
-    Args:
-        features: (examples, features).
-        labels: 0 or 1, (examples,); only the labels of the hints are read.
+    Only the labels of the hints are read.
 
     Returns:
         The scores, and a mask of the examples that are not hints; None if the hints are all of one

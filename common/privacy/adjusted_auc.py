@@ -1,4 +1,4 @@
-"""The covariate-adjusted leak AUC: how well a score tells labels that features do not tell.
+"""The covariate-adjusted leak AUC: how well a score reveals labels that features do not reveal.
 
     strata                       rows with nearly the same prediction q of a model that has not seen
                                  their labels
@@ -8,10 +8,10 @@
 
 That is the area under the covariate-adjusted ROC curve (Janes and Pepe, "Adjusting for covariate
 effects on classification accuracy using the covariate-adjusted ROC curve", Biometrika 96, 2009,
-sections 2 and 4). A score that only repeats what features tell has an adjusted AUC of 1/2, however
-well it tells the labels of all rows together; one that knows the labels has 1. The weights give the
-negatives of a stratum the positives' distribution of q: without them, the rest of its width counts
-as a leak, up to .01 for 100 strata and .06 for 20.
+sections 2 and 4). A score that only repeats what features reveal has an adjusted AUC of 1/2,
+however well it reveals the labels of all rows together; one that knows the labels has 1. The
+weights give the negatives of a stratum the positives' distribution of q: without them, the rest of
+its width counts as a leak, up to .01 for 100 strata and .06 for 20.
 
 The interval takes the variance of the placements within and between strata (DeLong, DeLong and
 Clarke-Pearson, Biometrics 44, 1988), on the logit scale, where an area close to 1 keeps its
@@ -26,13 +26,12 @@ What an attack is worth to whoever runs it:
     precision        share of positives among the rows with the highest scores
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
-from splitveil.common.privacy.leakage import OneClass
-from splitveil.common.privacy.pair_aucs import Floats
+from splitveil.common.privacy.leakage import Floats, OneClass
 
 MAX_STRATA = 100
 MIN_PER_STRATUM = 10
@@ -68,7 +67,7 @@ class Advantage(NamedTuple):
     """Leak AUC of the attacker's own model."""
 
 
-class OperatingPoints(NamedTuple):
+class OperatingPoints(TypedDict):
     """How many labels an attack finds where it is most certain."""
 
     tpr_at_per_mille: float
@@ -102,12 +101,7 @@ class Placements(NamedTuple):
 
 
 def placements(scores: Floats, positive: Mask, weights: Floats | None = None) -> Placements:
-    """Return the placements of all rows.
-
-    Args:
-        scores: (rows,); infinities are allowed.
-        positive: (rows,), some true and some false.
-        weights: positive numbers, (rows,), of which those of the negatives count; equal by default.
+    """Return the placements of all rows; the weights of the negatives count, equal by default.
 
     Raises:
         OneClass: there is no positive, or no negative.
@@ -136,17 +130,13 @@ def strata_of(predictions: Floats, positive: Mask, max_strata: int = MAX_STRATA)
     There are at most ``max_strata``, and one for every ``MIN_PER_STRATUM`` rows of the rarer class;
     neighbours are merged until each has two rows of both classes.
 
-    Args:
-        predictions: of the positive class, (rows,).
-        positive: (rows,).
-
     Returns:
         The number of each row's stratum from 0, ascending with the predictions, (rows,).
     """
     rarer = min(int(positive.sum()), int((~positive).sum()))
     number = max(1, min(max_strata, rarer // MIN_PER_STRATUM))
     inner = np.arange(1, number // 2 + 1) / (number // 2 + 1)
-    # Not the labels' own quantiles: a limit that lies at a positive tells labels by itself.
+    # Not the labels' own quantiles: a limit that lies at a positive reveals labels by itself.
     limits = [_quantiles(predictions, weights, inner) for weights in (predictions, 1 - predictions)]
     edges = np.unique(np.concatenate(limits))
     strata = np.searchsorted(edges, predictions, side="right")
@@ -162,8 +152,6 @@ def adjusted_leak_auc(
     """Return the leak AUC among rows with nearly the same prediction, with its 95 % interval.
 
     Args:
-        scores: (rows,); infinities are allowed.
-        positive: (rows,).
         predictions: of the positive class, by a model that has not seen the row's label, (rows,),
             above 0 and below 1.
 
@@ -189,12 +177,7 @@ def adjusted_leak_auc(
 
 
 def advantage_over(prior: Floats, scores: Floats, positive: Mask) -> Advantage:
-    """Compare an attack with what the attacker knew before.
-
-    Args:
-        prior: the scores of the attacker's own model, (rows,); any constant if it has none.
-        scores: the attack's, (rows,).
-        positive: (rows,).
+    """Compare an attack with ``prior``, the scores of the attacker's own model, or a constant.
 
     Raises:
         OneClass: there is no positive, or no negative.
@@ -216,10 +199,6 @@ def operating_points(scores: Floats, positive: Mask) -> OperatingPoints:
     A tie with the first negative too many counts as not found. Ties at the end of the highest
     scores count with their share of positives.
 
-    Args:
-        scores: (rows,).
-        positive: (rows,).
-
     Raises:
         OneClass: there is no positive, or no negative.
     """
@@ -230,11 +209,15 @@ def operating_points(scores: Floats, positive: Mask) -> OperatingPoints:
         float((scores[positive] > negatives[int(rate * len(negatives))]).mean())
         for rate in (0.001, 0.01)
     )
-    return OperatingPoints(per_mille, percent, _precision(scores, positive))
+    return OperatingPoints(
+        tpr_at_per_mille=per_mille,
+        tpr_at_percent=percent,
+        precision_at_100=_precision(scores, positive),
+    )
 
 
 def _interval(auc: float, variance: float, rarer: int) -> tuple[float, float]:
-    # Half a pair of the rarer class told wrong: at an area of 1 the variance found is 0.
+    # Half a pair of the rarer class in the wrong order: at an area of 1 the variance found is 0.
     inside = min(max(auc, 0.5 / rarer), 1 - 0.5 / rarer)
     variance = max(variance, inside * (1 - inside) / (3 * rarer))
     centre = np.log(inside / (1 - inside))
@@ -260,11 +243,7 @@ def _share_below(values: Floats, others: Floats, weights: Floats) -> Floats:
 
 
 def _merged(counts: npt.NDArray[np.int64]) -> Strata:
-    """Return the new number of each stratum, so that each has enough rows of both classes.
-
-    Args:
-        counts: rows of each class and stratum, (2, strata).
-    """
+    """Return the new number of each stratum, so that each has enough rows of both classes."""
     numbers = np.zeros(counts.shape[1], dtype=np.int64)
     held, number = np.zeros(2, dtype=np.int64), 0
     for index, of_both in enumerate(counts.T):

@@ -11,7 +11,7 @@ class Adversary(StrEnum):
 
     HONEST_BUT_CURIOUS = "honest-but-curious"
     """A peer that sends its model's activations, whatever it knows of features and predictions. The
-    bound is about the label beyond what the predictions themselves tell of it."""
+    bound is about the label beyond what the predictions themselves reveal of it."""
 
     CLASS_MEANS = "knows class means only"
     """A peer that follows the protocol and compares gradients with the class means of a batch."""

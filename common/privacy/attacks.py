@@ -45,26 +45,7 @@ from torch import Tensor
 from splitveil.common.privacy import scores
 from splitveil.common.privacy.gradient_rows import Gradients
 from splitveil.common.privacy.informed import KnownPredictions, informed
-from splitveil.common.privacy.optimal import optimal
 from splitveil.common.privacy.residual_energy import residual_energy
-
-__all__ = [
-    "ATTACKS",
-    "CUT",
-    "FINAL_ATTACKS",
-    "LABEL_FREE",
-    "RUN_ATTACKS",
-    "Attack",
-    "AttackName",
-    "BatchAttackName",
-    "Knowledge",
-    "RunAttack",
-    "RunAttackName",
-    "SideInformation",
-    "informed",
-    "optimal",
-    "residual_energy",
-]
 
 BatchAttackName: TypeAlias = Literal[
     "norm",
@@ -131,11 +112,7 @@ class SideInformation(StrEnum):
     @property
     def is_oracle(self) -> bool:
         """Whether only an evaluation has it, and a passive party does not."""
-        return self in (
-            SideInformation.POSITIVE_GRADIENT,
-            SideInformation.CLASSES,
-            SideInformation.PREDICTIONS,
-        )
+        return self.value.endswith(_EVALUATION_ONLY)
 
     @property
     def is_free(self) -> bool:
@@ -160,17 +137,6 @@ class Knowledge(NamedTuple):
 
     other_hints: Tensor | None = None
     """Gradient of one example of each other class, (classes, ...)."""
-
-
-_FIELDS = {
-    SideInformation.POSITIVE_GRADIENT: "positive_gradient",
-    SideInformation.HINTS: "hints",
-    SideInformation.CLASSES: "classes",
-    SideInformation.ACTIVATIONS: "activations",
-    SideInformation.PREDICTIONS: "predictions",
-    SideInformation.OTHER_HINTS: "other_hints",
-}
-"""Side information -> field of `Knowledge`, in the order of a function's arguments."""
 
 
 class Attack(NamedTuple):
@@ -200,8 +166,9 @@ class Attack(NamedTuple):
 
     @property
     def arguments(self) -> dict[SideInformation, str]:
-        """Side information that is handed over -> field of `Knowledge`."""
-        return {need: name for need, name in _FIELDS.items() if need in self.needs}
+        """Side information that is handed over -> field of `Knowledge`, in order."""
+        handed_over = self.needs - {SideInformation.POSITIVES_ARE_FEWER}
+        return {need: need.name.lower() for need in SideInformation if need in handed_over}
 
     def runs_at(self, layer: str) -> bool:
         """Return whether it has scores of its own at a layer."""
@@ -254,7 +221,7 @@ class RunAttack(NamedTuple):
 
     @property
     def is_final(self) -> bool:
-        """Whether it looks at the last activations alone, and at no gradient."""
+        """Whether it looks only at the last activations, and at no gradient."""
         return not self.sources
 
     @property
@@ -331,7 +298,7 @@ LABEL_FREE: tuple[AttackName, ...] = (
     *(
         name
         for name, attack in ATTACKS.items()
-        if attack.is_free and attack.reads_gradients  # the others tell what features tell
+        if attack.is_free and attack.reads_gradients  # the others show what features reveal
     ),
     "accumulated_spectral",
     "accumulated_residual_energy",

@@ -4,7 +4,7 @@ Both parties use them: the passive party on the gradients that it received, the 
 gradients that it sent.
 
 With more than two classes, an attack is represented by the leak AUC of its worst pair: the two
-classes that it tells apart best. It is never below the leak AUC of the worst class against the
+classes that it separates best. It is never below the leak AUC of the worst class against the
 rest, and it is the figure that the ledger bounds. The largest of several figures is raised by
 chance, the more so the fewer examples a class has in a batch; random scores are measured in the
 same way for comparison.
@@ -26,6 +26,7 @@ from splitveil.common.privacy.beyond_features import (
     measure_beyond_features,
 )
 from splitveil.common.privacy.gathered_scores import LatestScores
+from splitveil.common.privacy.leakage import Score, batch_aucs
 from splitveil.common.privacy.observation import (
     Clues,
     LabelClasses,
@@ -33,16 +34,15 @@ from splitveil.common.privacy.observation import (
     pick_clues,
     random_scores,
 )
-from splitveil.common.privacy.pair_aucs import Score, batch_aucs
 from splitveil.common.privacy.run_level import RunAudit
 from splitveil.common.privacy.scoring import AttackScores, BatchScorer, LayerScores
-from splitveil.common.privacy.tally import AttackTally, ClassLeak, MultiClassTally
+from splitveil.common.privacy.tally import AttackTally, ClassLeak, MultiClassTally, by_layer
 
 LeakByAttack = dict[str, dict[str, float]]
 """Layer name -> attack name -> leak AUC."""
 
 
-class BatchLeak(NamedTuple):
+class AuditedBatch(NamedTuple):
     """The leak AUCs of one batch."""
 
     epoch: int
@@ -101,7 +101,7 @@ class LeakAudit:
         self._tallies: dict[tuple[str, str], AttackTally] = {}
         self._skipped_one_class = 0
         self._left_out = 0
-        self._latest: BatchLeak | None = None
+        self._latest: AuditedBatch | None = None
         self._classes = LabelClasses(tuple(class_names))
         self._scorer = BatchScorer(self._scored, self._classes.targets)
         self.run = RunAudit(run_attacks, num_examples, self._classes)
@@ -118,39 +118,31 @@ class LeakAudit:
 
     def summary(self) -> dict[str, dict[str, AttackSummary]]:
         """Summarise the run so far; an attack that was never measured is absent."""
-        result: dict[str, dict[str, AttackSummary]] = {}
         with self._lock:
-            for layer, attack, tally in self._measured():
-                result.setdefault(layer, {})[attack] = AttackSummary(
-                    q95=tally.quantile(0.95),
-                    mean=tally.mean,
-                    last_epoch=tally.epoch_mean(tally.last_epoch) or tally.mean,
-                    random_q95=tally.random_quantile(0.95),
-                )
-        return result
+            return by_layer(
+                (layer, attack, _summary(tally)) for layer, attack, tally in self._measured()
+            )
 
     def epoch_means(self, epoch: int) -> LeakByAttack:
         """Return the mean leak AUCs over the batches of one epoch; an attack may be absent.
 
-        They are kept for the last 64 epochs in which an attack was measured.
+        They are stored for the last 64 epochs in which an attack was measured.
         """
-        result: LeakByAttack = {}
         with self._lock:
-            for (layer, attack), tally in self._tallies.items():
-                mean = tally.epoch_mean(epoch)
-                if mean is not None:
-                    result.setdefault(layer, {})[attack] = mean
-        return result
+            return by_layer(
+                (layer, attack, mean)
+                for layer, attack, tally in self._measured()
+                if (mean := tally.epoch_mean(epoch)) is not None
+            )
 
     def worst_epochs(self) -> LeakByAttack:
         """Return each attack's mean leak AUC in its worst epoch; absent if never measured."""
-        worst: LeakByAttack = {}
         with self._lock:
-            for layer, attack, tally in self._measured():
-                worst.setdefault(layer, {})[attack] = tally.worst_epoch
-        return worst
+            return by_layer(
+                (layer, attack, tally.worst_epoch) for layer, attack, tally in self._measured()
+            )
 
-    def latest(self) -> BatchLeak | None:
+    def latest(self) -> AuditedBatch | None:
         return self._latest
 
     def counts(self) -> AuditCounts:
@@ -171,16 +163,15 @@ class LeakAudit:
     ) -> dict[int, Clues]:
         """Pick the attacks' clues about each target class, the same on both sides of the wire.
 
-        Args:
-            observation: the batch; clues that it already holds are not read.
-            sources: layer -> gradients from which references are taken, (batch, ...).
+        References are taken from ``sources``, layer -> gradients; clues in the observation are not
+        read.
         """
         return {
             target: pick_clues(observation, sources, seed, self.num_hints, target)
             for target in self._classes.targets
         }
 
-    def observe(self, observation: Observation) -> BatchLeak | None:
+    def observe(self, observation: Observation) -> AuditedBatch | None:
         """Attack one batch and remember the leak AUCs.
 
         Returns:
@@ -215,15 +206,16 @@ class LeakAudit:
 
     def classes(self) -> dict[str, dict[str, ClassLeak]]:
         """Return layer -> attack -> its figures class by class; empty for two classes."""
-        result: dict[str, dict[str, ClassLeak]] = {}
+        if not self.is_multi_class:
+            return {}
         with self._lock:
-            for layer, attack, _ in self._measured() if self.is_multi_class else ():
-                figures = self._by_class[layer, attack].result(self._classes.names)
-                result.setdefault(layer, {})[attack] = figures
-        return result
+            return by_layer(
+                (layer, attack, self._by_class[layer, attack].result(self._classes.names))
+                for layer, attack, _ in self._measured()
+            )
 
     def beyond_features(self, covariates: Covariates) -> BeyondFeatures | None:
-        """Measure the attacks on the cut layer against what features tell.
+        """Measure the attacks on the cut layer against what features reveal.
 
         Returns:
             None if too few rows of a class are known.
@@ -273,7 +265,7 @@ class LeakAudit:
             self._skipped_one_class = state["skipped_one_class"]
             self._left_out = state["left_out"]
             latest = state["latest"]
-            self._latest = None if latest is None else BatchLeak(**latest)
+            self._latest = None if latest is None else AuditedBatch(**latest)
             self._tallies, self._by_class = {}, {}
             for layer, attack, of_attack in _stored(state["tallies"]):
                 self._tallies[layer, attack] = AttackTally()
@@ -290,7 +282,7 @@ class LeakAudit:
 
     def _measure(
         self, observation: Observation, layers: Mapping[str, LayerScores], labels: Tensor
-    ) -> BatchLeak:
+    ) -> AuditedBatch:
         """Measure random scores and all attacks on all layers together."""
         places = [
             (layer, name)
@@ -317,7 +309,7 @@ class LeakAudit:
                 leak[layer][attack] = value
                 if by_class is not None:
                     self._by_class[layer, attack].add(by_class.of(number), by_class.of(0))
-        return BatchLeak(observation.epoch, observation.step, leak, of_random)
+        return AuditedBatch(observation.epoch, observation.step, leak, of_random)
 
     def _scores_of(self, attack: AttackScores) -> list[Score]:
         by_target, left_out = attack
@@ -329,13 +321,19 @@ class LeakAudit:
         ]
 
 
+def _summary(tally: AttackTally) -> AttackSummary:
+    return AttackSummary(
+        q95=tally.quantile(0.95),
+        mean=tally.mean,
+        last_epoch=tally.epoch_mean(tally.last_epoch) or tally.mean,
+        random_q95=tally.random_quantile(0.95),
+    )
+
+
 def _states(
-    tallies: Mapping[tuple[str, str], AttackTally] | Mapping[tuple[str, str], MultiClassTally],
+    tallies: Mapping[tuple[str, str], AttackTally | MultiClassTally],
 ) -> dict[str, dict[str, Any]]:
-    states: dict[str, dict[str, Any]] = {}
-    for (layer, attack), tally in tallies.items():
-        states.setdefault(layer, {})[attack] = tally.state_dict()
-    return states
+    return by_layer((*place, tally.state_dict()) for place, tally in tallies.items())
 
 
 def _stored(states: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, Any]]:

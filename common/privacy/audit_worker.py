@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, Self
 import torch
 from torch import Tensor
 
-from splitveil.common.privacy.audit import BatchLeak
+from splitveil.common.privacy.audit import AuditedBatch
 from splitveil.common.privacy.observation import Observation
 
 _NICENESS = 10
@@ -25,14 +25,9 @@ _BURST_S = 1.0
 class Auditing(Protocol):
     """An audit that an `AuditWorker` can run."""
 
-    def wants(self, step: int) -> bool:
-        """Return whether a step of an epoch is to be audited at all."""
-
-    def observe(self, observation: Observation) -> BatchLeak | None:
-        """Attack one batch."""
-
-    def leave_out(self) -> None:
-        """Count a batch that should have been audited and was not."""
+    def wants(self, step: int) -> bool: ...
+    def observe(self, observation: Observation) -> AuditedBatch | None: ...
+    def leave_out(self) -> None: ...
 
 
 class CpuBudget:
@@ -55,7 +50,6 @@ class CpuBudget:
         self._lock = threading.Lock()
 
     def allows(self, now_s: float) -> bool:
-        """Return whether another batch may be audited now."""
         if self._max_share is None:
             return True
         with self._lock:
@@ -65,7 +59,6 @@ class CpuBudget:
             return self._left_s > 0
 
     def pay(self, cpu_s: float) -> None:
-        """Note the CPU time that a batch took."""
         with self._lock:
             self._left_s -= cpu_s
 
@@ -84,15 +77,12 @@ class AuditWorker:
         self,
         audit: Auditing,
         queue_batches: int = 8,
-        on_result: Callable[[BatchLeak], None] | None = None,
+        on_result: Callable[[AuditedBatch], None] | None = None,
         max_cpu_share: float | None = None,
     ) -> None:
-        """Start the thread.
+        """Start the thread, which calls ``on_result`` with each measured batch.
 
-        Args:
-            audit: receives the batches; counts, summary and latest values are read from it.
-            on_result: called in the worker's thread with each measured batch.
-            max_cpu_share: largest share of the process's CPU time; None for no limit.
+        ``max_cpu_share`` is the largest share of the process's CPU time; None for no limit.
         """
         self.audit = audit
         self._on_result = on_result
@@ -115,11 +105,10 @@ class AuditWorker:
         self.close()
 
     def submit(self, observation: Observation) -> bool:
-        """Submit one batch without waiting.
+        """Submit one batch without waiting; return whether it was taken.
 
-        Returns:
-            Whether it was taken; False if its step is not to be audited, the queue is full, or the
-            thread's share of the CPU time is used up.
+        It is not if its step is not to be audited, the queue is full, or the thread's share of the
+        CPU time is used up.
         """
         return self.submit_later(observation.step, observation.gradients, lambda: observation)
 
@@ -129,11 +118,7 @@ class AuditWorker:
         gradients: Mapping[str, Tensor],
         observation: Callable[[], Observation],
     ) -> bool:
-        """Submit one batch as `submit` does, and let the thread build the observation.
-
-        Args:
-            observation: builds the observation, in the worker's thread, if the batch is taken.
-        """
+        """Submit one batch as `submit` does, and let the worker's thread build the observation."""
         if not self.audit.wants(step):
             return False
         if not self._closed and self._budget.allows(time.process_time()):

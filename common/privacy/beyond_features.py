@@ -1,7 +1,7 @@
-"""What the attacks of a run tell of the labels beyond what the features tell.
+"""What the attacks of a run reveal of the labels beyond what the features reveal.
 
-The figures of a run's audit say how well a score tells labels. Part of that is not the gradients'
-doing: features tell labels, too, and a model that learns makes its gradients repeat it. Here the
+The figures of a run's audit say how well a score reveals labels. Part of that is not the gradients'
+doing: features reveal labels, too, and a model that learns makes its gradients repeat it. Here the
 same scores are measured against predictions of models that have not seen a row's label.
 
     adjusted     `splitveil.common.privacy.adjusted_auc`: the leak AUC among rows of one prediction
@@ -9,7 +9,7 @@ same scores are measured against predictions of models that have not seen a row'
     epsilon      `splitveil.common.privacy.observational_audit`: no run with a smaller epsilon would
                  have let the attacks guess so many labels
 
-With more than two classes they are about the pair of classes that an attack tells apart best on
+With more than two classes they are about the pair of classes that an attack separates best on
 the half of the rows that chooses attacks; the other half tests them.
 """
 
@@ -28,7 +28,7 @@ from splitveil.common.privacy.adjusted_auc import (
 )
 from splitveil.common.privacy.attacks import ATTACKS, RUN_ATTACKS, RunAttackName
 from splitveil.common.privacy.cross_fitting import FeatureModels, TooFewRows
-from splitveil.common.privacy.leakage import OneClass
+from splitveil.common.privacy.leakage import ClassIndices, Floats, OneClass, PairAucs, pair_aucs
 from splitveil.common.privacy.observation import TWO_CLASSES, LabelClasses
 from splitveil.common.privacy.observational_audit import (
     EpsilonBound,
@@ -36,7 +36,6 @@ from splitveil.common.privacy.observational_audit import (
     choosing_half,
     observe_epsilon,
 )
-from splitveil.common.privacy.pair_aucs import ClassIndices, Floats, PairAucs, pair_aucs
 from splitveil.common.privacy.run_level import SEED
 
 
@@ -47,16 +46,16 @@ class Covariates(NamedTuple):
     """Positions of the rows in the common order, ascending, (rows,)."""
     activations: npt.NDArray[np.float32]
     """What the passive parties know about them, (rows, values), finite."""
-    outlooks: npt.NDArray[np.float32]
+    predictions: npt.NDArray[np.float32]
     """What the whole model predicts of them, in any form, (rows, values), finite."""
     own: npt.NDArray[np.float32]
     """What the active party knows about them, (rows, values), finite; perhaps no value."""
     labels: ClassIndices
-    """Class indices, (rows,), for the measurement alone."""
+    """Class indices, (rows,), only for the measurement."""
 
 
 class BeyondFeatures(NamedTuple):
-    """What attacks tell beyond features: attack -> figures."""
+    """What attacks reveal beyond features: attack -> figures."""
 
     adjusted: dict[str, AdjustedLeak]
     advantage: dict[str, Advantage]
@@ -92,7 +91,7 @@ def measure_beyond_features(
     Returns:
         None if the rows hold too few of a class to predict labels.
     """
-    features = np.column_stack([covariates.activations, covariates.outlooks, covariates.own])
+    features = np.column_stack([covariates.activations, covariates.predictions, covariates.own])
     models = FeatureModels.of(features, covariates.labels)
     try:
         predictions = models.predictions(covariates.labels, classes.num_classes)
@@ -119,7 +118,7 @@ def _pairs(
     predictions: Floats,
     classes: LabelClasses,
 ) -> Iterator[_PairScores]:
-    """Yield each attack's scores of the two classes that it tells apart best."""
+    """Yield each attack's scores of the two classes that it separates best."""
     chooses = choosing_half(len(covariates.positions))
     for attack, by_target in attacks:
         known = [_on(covariates.positions, scores) for scores in by_target]

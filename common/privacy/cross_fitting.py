@@ -1,4 +1,4 @@
-"""Predictions of labels and scores by models that have not seen them: what features tell.
+"""Predictions of labels and scores by models that have not seen them: what features reveal.
 
     labels    logistic regression on functions of the features that follow any shape, fitted to all
               folds but one and asked about that one; a last logistic regression calibrates it
@@ -10,7 +10,7 @@ shares.
 
 The functions of a feature are a line, the normal quantile of its rank, bends of that, and for a
 feature with few values whether it has a certain one. More functions are the positive parts of
-random combinations of two or three ranks: what features tell only together (Rahimi and Recht,
+random combinations of two or three ranks: what features reveal only together (Rahimi and Recht,
 "Weighted sums of random kitchen sinks", 2008). They do not depend on labels, so that the same ones
 serve every fold and every score.
 """
@@ -21,7 +21,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from splitveil.common.privacy.pair_aucs import ClassIndices, Floats
+from splitveil.common.privacy.leakage import ClassIndices, Floats
 
 FOLDS = 5
 WIDTH = 256
@@ -34,8 +34,8 @@ _RIDGE = (1.0, 30.0, 100.0)
 """Penalties of log-odds' squared weights: of lines, of other functions of one feature, of several.
 """
 _RIDGES_OF_SCORES = ((1.0, 10.0, 1e5), (1.0, 30.0, 100.0), (1.0, 1e3, 1e4))
-"""Of scores with variance 1: those that leave least are taken, because features may tell everything
-of a score, or nothing."""
+"""Of scores with variance 1: those that leave least are taken, because features may reveal
+everything of a score, or nothing."""
 _SHARE_OF_SINGLE = 0.75
 _MOST_BENDS = 7
 _MOST_VALUES = 24
@@ -57,13 +57,7 @@ class TooFewRows(ValueError):
 
 
 class FeatureModels:
-    """Models of some rows' features, each asked about the rows that it has not seen.
-
-    Args:
-        functions: (rows, functions).
-        kinds: of the functions, (functions,).
-        folds: of the rows, (rows,).
-    """
+    """Models of some rows' features, each asked about the rows that it has not seen."""
 
     def __init__(
         self, functions: _Values, kinds: npt.NDArray[np.int64], folds: npt.NDArray[np.int64]
@@ -74,21 +68,15 @@ class FeatureModels:
 
     @classmethod
     def of(cls, features: npt.NDArray[Any], strata: ClassIndices | None = None) -> Self:
-        """Return the models of features.
+        """Return the models of finite features, (rows, features).
 
-        Args:
-            features: (rows, features), finite.
-            strata: classes of which every fold gets its share, (rows,); by default, one.
+        ``strata`` are classes of which every fold gets its share, (rows,).
         """
         folds = _dealt_by_class(np.zeros(len(features)) if strata is None else strata)
         return cls(*_functions_of(features), folds)
 
     def with_features(self, features: npt.NDArray[Any]) -> "FeatureModels":
-        """Return models that know more, in the same folds.
-
-        Args:
-            features: further ones, (rows, features), finite.
-        """
+        """Return models that know further features, (rows, features), in the same folds."""
         functions, kinds = _functions_of(features, together=False)
         return FeatureModels(
             np.column_stack([self._functions, functions]),
@@ -103,12 +91,8 @@ class FeatureModels:
     def predictions(self, labels: ClassIndices, num_classes: int = 2) -> Floats:
         """Predict each row's class by models that have not seen its label.
 
-        Args:
-            labels: class indices, (rows,). A class without any row gets probability 0 everywhere.
-            num_classes: number of classes.
-
         Returns:
-            Probabilities, (rows, classes), each row's sum 1.
+            Probabilities, (rows, classes), each row's sum 1; 0 for a class without any row.
 
         Raises:
             TooFewRows: there are not two classes with at least two rows each, or one has one row.
@@ -136,14 +120,9 @@ class FeatureModels:
         return predictions
 
     def explained(self, scores: Floats, scored: npt.NDArray[np.int64] | None = None) -> Floats:
-        """Predict a score by regressions that have not seen the row's score.
+        """Predict a score, (scored,), by regressions that have not seen the row's score.
 
-        Args:
-            scores: (scored,), finite.
-            scored: indices of the rows that have a score, ascending, (scored,); all by default.
-
-        Returns:
-            (scored,).
+        ``scored`` are the indices of the rows that have a score, ascending; all by default.
         """
         from scipy.linalg import solve  # noqa: PLC0415
 
@@ -157,14 +136,14 @@ class FeatureModels:
         centre, spread = float(scores.mean()), float(scores.std()) or 1.0
         targets = ((scores - centre) / spread).astype(np.float32)
         moments = np.stack([values[part].T @ targets[part] for part in parts])
-        found = np.empty((len(_RIDGES_OF_SCORES), len(targets)))
+        predicted = np.empty((len(_RIDGES_OF_SCORES), len(targets)))
         for fold, part in enumerate(parts):
             gram, moment = grams.sum(axis=0) - grams[fold], moments.sum(axis=0) - moments[fold]
             for number, ridge in enumerate(_RIDGES_OF_SCORES):
                 penalty = np.diag(np.append(np.float32(1e-3), self._penalties(ridge)))
                 weights = solve(gram + penalty, moment, assume_a="pos", check_finite=False)
-                found[number, part] = values[part] @ weights
-        best = found[np.square(targets - found).sum(axis=1).argmin()]
+                predicted[number, part] = values[part] @ weights
+        best = predicted[np.square(targets - predicted).sum(axis=1).argmin()]
         explained: Floats = centre + spread * best
         return explained
 
@@ -188,9 +167,7 @@ def _functions_of(
 ) -> tuple[_Values, npt.NDArray[np.int64]]:
     """Return functions of the features with mean 0 and variance 1, (rows, functions), and kinds.
 
-    Args:
-        features: (rows, features), finite.
-        together: whether to add functions of several features, so that there are ``WIDTH``.
+    Functions of several features ``together`` are added until there are ``WIDTH``.
     """
     from sklearn.preprocessing import OneHotEncoder, QuantileTransformer  # noqa: PLC0415
 
@@ -209,8 +186,8 @@ def _functions_of(
         random_state=_SEED,
     ).fit_transform(features)
     single, inputs = [ranks], [ranks]
-    room = int(_SHARE_OF_SINGLE * WIDTH) - 2 * num_features
-    bends = min(_MOST_BENDS, room // num_features)
+    num_left = int(_SHARE_OF_SINGLE * WIDTH) - 2 * num_features
+    bends = min(_MOST_BENDS, num_left // num_features)
     if bends > 0 and not few.all():
         shares = np.arange(1, bends + 1) / (bends + 1)
         bent_at = np.quantile(ranks[looked_at][:, ~few], shares, axis=0)
@@ -257,6 +234,6 @@ def _calibrated(log_odds: Floats, indices: ClassIndices) -> Floats:
     bent = [np.maximum(log_odds - at, 0) for at in np.quantile(log_odds, shares, axis=0)]
     values = np.column_stack([log_odds, *bent])
     model = LogisticRegression(max_iter=200).fit(values, indices)
-    found = model.predict_proba(values).clip(_SMALLEST, 1 - _SMALLEST)
-    predictions: Floats = found / found.sum(axis=1, keepdims=True)
+    clipped = model.predict_proba(values).clip(_SMALLEST, 1 - _SMALLEST)
+    predictions: Floats = clipped / clipped.sum(axis=1, keepdims=True)
     return predictions

@@ -24,10 +24,6 @@ def load_custom_attacks(settings: AuditSettings) -> dict[str, Attack]:
 def try_custom_attacks(settings: AuditSettings | None, row_shape: Sequence[int]) -> list[str]:
     """Load each user-defined attack, and have it score random gradients.
 
-    Args:
-        settings: settings of the audit; None for no audit.
-        row_shape: shape of one example's gradient at the cut layer.
-
     Raises:
         SettingsError: a function cannot be imported, fails, does not return one finite number per
             row, changes its arguments or draws from torch's global generator.
@@ -59,15 +55,15 @@ class _Scorer:
     """Of its keyword arguments."""
     is_trial: bool
 
-    def __call__(self, gradients: Gradients, *told: object) -> Tensor:
+    def __call__(self, gradients: Gradients, *known: object) -> Tensor:
         rows = gradients.gradients if isinstance(gradients, GradientRows) else gradients
         try:
             with torch.no_grad():
-                scores = self.function(rows, **dict(zip(self.names, told, strict=True)))
+                scores = self.function(rows, **dict(zip(self.names, known, strict=True)))
         except Exception as error:  # the user's function may raise anything
             if may_pass(error):
                 raise
-            # What a run tells it follows from labels, and so may the text of its errors.
+            # What it learns in a run follows from labels, and so may the text of its errors.
             words = fault_in_words(error, shows_text=self.is_trial)
             raise self._refusal(f"fails on {len(rows)} rows: {words}") from error
         if not isinstance(scores, Tensor):
@@ -87,8 +83,15 @@ class _Scorer:
 
 def _probe(attack: Attack, chosen: CustomAttack, row_shape: Sequence[int]) -> None:
     with torch.random.fork_rng(devices=()):
-        gradients, knowledge = _random_batch(attack, row_shape)
-        before = _copies(gradients, knowledge)
+        generator = torch.Generator().manual_seed(0)
+        drawn = [
+            torch.randn(number, *row_shape, generator=generator)
+            for number in (*[PROBE_ROWS // 2] * 2, 1, max(attack.num_hints, 1), *[PROBE_ROWS] * 2)
+        ]
+        negatives, positives, reference, hints, activations, gradients = drawn
+        classes = KnownClasses(negatives, positives)
+        knowledge = Knowledge(reference[0], hints, classes, activations)
+        before = [values.clone() for values in drawn]
         state = torch.get_rng_state()
         attack.score(gradients, knowledge)
         what = f"attack {chosen.name} ({chosen.module})"
@@ -97,25 +100,5 @@ def _probe(attack: Attack, chosen: CustomAttack, row_shape: Sequence[int]) -> No
                 f"{what}: draws from torch's global generator, which training uses; "
                 "use a generator of its own"
             )
-        if not all(map(torch.equal, before, _tensors(gradients, knowledge))):
+        if not all(map(torch.equal, before, drawn)):
             raise SettingsError(f"{what}: changes its arguments, which training uses")
-
-
-def _random_batch(attack: Attack, row_shape: Sequence[int]) -> tuple[Tensor, Knowledge]:
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(num_rows: int) -> Tensor:
-        return torch.randn(num_rows, *row_shape, generator=generator)
-
-    classes = KnownClasses(draw(PROBE_ROWS // 2), draw(PROBE_ROWS // 2))
-    known = Knowledge(draw(1)[0], draw(max(attack.num_hints, 1)), classes, draw(PROBE_ROWS))
-    return draw(PROBE_ROWS), known
-
-
-def _tensors(gradients: Tensor, known: Knowledge) -> list[Tensor]:
-    told = [known.positive_gradient, known.hints, *(known.classes or ()), known.activations]
-    return [gradients, *(one for one in told if one is not None)]
-
-
-def _copies(gradients: Tensor, known: Knowledge) -> list[Tensor]:
-    return [one.clone() for one in _tensors(gradients, known)]

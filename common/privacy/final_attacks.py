@@ -6,8 +6,8 @@
     completion_40          a head on the activations, trained with 40 known labels
 
 A bottom model that has learned from gradients separates the classes better than the features alone
-do. What these attacks find is therefore partly what features tell: compare it with the same attack
-on features, for which `complete_model` serves as well.
+do. What these attacks find is therefore partly what features reveal: compare it with the same
+attack on features, for which `complete_model` serves as well.
 
 Each example counts with the activation of its last visit. Of a long run, evenly spaced examples
 are kept, so that all of them take 64 MiB at most.
@@ -66,10 +66,6 @@ class LastActivations:
         self._num_examples = num_examples
         self._rows: Tensor | None = None
 
-    @property
-    def num_bytes(self) -> int:
-        return 0 if self._rows is None else self._rows.nbytes
-
     def add(self, positions: Tensor, activations: Tensor) -> None:
         """Add one batch: positions in the common order, (batch,), and activations, (batch, ...)."""
         rows = activations.detach().flatten(start_dim=1).cpu()
@@ -82,7 +78,7 @@ class LastActivations:
         self._rows[positions[chosen] // every] = values
 
     def seen(self) -> tuple[npt.NDArray[np.int64], Tensor]:
-        """Return the positions of the examples that were kept, ascending, and their activations."""
+        """Return the positions of the stored examples, ascending, and their activations."""
         if self._rows is None:
             return np.empty(0, dtype=np.int64), torch.empty(0, 0)
         seen = torch.nonzero(~self._rows[:, 0].isnan())[:, 0]
@@ -107,11 +103,6 @@ def final_scores(
     seed: int,
 ) -> list[RunScores]:
     """Run one attack on the last activations.
-
-    Args:
-        positions: positions of the examples in the common order, (examples,).
-        activations: (examples, row_dim).
-        labels: class indices, (examples,); the attack learns some of them.
 
     Returns:
         The scores of the examples whose labels the attack did not know: one score for all classes,
@@ -152,12 +143,7 @@ def pick_labelled(
 ) -> Hints | None:
     """Draw examples with known labels, equally many of each class as far as there are as many.
 
-    Args:
-        labels: class indices, (examples,).
-        num_hints: number of examples; what does not divide evenly goes to the first classes.
-
-    Returns:
-        None if there is only one class, or no example would be left to score.
+    Returns None if there is only one class, or no example would be left to score.
     """
     classes = np.unique(labels)
     if len(classes) < 2 or num_hints >= len(labels):
@@ -173,11 +159,6 @@ def pick_labelled(
 
 def complete_model(activations: Tensor, hints: Hints, num_classes: int, seed: int) -> Tensor:
     """Train a head on activations with some known labels, and classify all examples with it.
-
-    Args:
-        activations: of the examples, (examples, ...), finite, of any floating dtype.
-        hints: at least one example.
-        seed: of batches and mixing; the same seed gives the same result.
 
     Returns:
         The head's logits, (examples, classes), float64.

@@ -43,11 +43,6 @@ class GatheredLayer:
             for source, number in num_signs.items()
         }
 
-    @property
-    def num_bytes(self) -> int:
-        of_sums = sum(sums.num_bytes for by_target in self.sums.values() for sums in by_target)
-        return of_sums + self.history.num_bytes
-
     def add(self, epoch: int, positions: Tensor, layer: LayerScores) -> None:
         """Add the scores of one batch."""
         signed = dict(layer.scores) | {

@@ -14,11 +14,7 @@ from splitveil.common.privacy.top_direction import TopDirection, top_direction_o
 
 
 class GradientRows:
-    """The gradients of one batch, with quantities that several attacks need.
-
-    Args:
-        gradients: (batch, ...).
-    """
+    """The gradients of one batch, (batch, ...), with quantities that several attacks need."""
 
     def __init__(self, gradients: Tensor) -> None:
         self.gradients = gradients.detach()
@@ -36,8 +32,8 @@ class GradientRows:
     @cached_property
     def top(self) -> TopDirection:
         """The direction in which the gradients stretch most."""
-        found = top_direction_of_rows(self.rows)
-        return found._replace(projections=in_unit(found.projections, self.unit))
+        top = top_direction_of_rows(self.rows)
+        return top._replace(projections=in_unit(top.projections, self.unit))
 
     @cached_property
     def clusters(self) -> TopDirection:

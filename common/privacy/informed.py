@@ -7,7 +7,7 @@ With a cross entropy, the gradient of example i at the cut layer is
 over the one logit of two classes or the logits of several. An attacker that knows p and J knows
 what each label would lead to, and compares that with the answer: the score is the log-likelihood
 ratio, for noise N(0, S). A peer cannot measure p and J, but it may come to know them well: from a
-model of its own, or by choosing its activations. They are told to the attack by the label owner, so
+model of its own, or by choosing its activations. The label owner gives them to the attack, so
 that the bound against every peer is put to the test.
 
 The noise is estimated from the batch without labels. S is that of the mixture of the labels' normal
@@ -41,7 +41,7 @@ _OWN_SHARES = (0.0, 0.1, 0.5, 0.9, 1.0)
 """The values of w that are tried."""
 
 _SMALLEST_VARIANCE = 1e-6
-"""Of t: below it, an answer tells its label anyway."""
+"""Of t: below it, an answer reveals its label anyway."""
 
 _ALL_ALONG = 1e-6
 """Share of the noise across the rows' own slopes below which all of it counts as along these."""
@@ -68,14 +68,10 @@ class KnownPredictions(NamedTuple):
 def informed(gradients: Gradients, known: KnownPredictions, target: int = 1) -> Tensor:
     """Score each example by the log-likelihood ratio of one class against the others.
 
-    Args:
-        gradients: (batch, ...), as sent.
-        known: predictions and slopes of the same rows.
-        target: the class; with two classes, a score for 1 is minus that for 0.
+    With two classes, a score for 1 is minus that for 0.
 
     Returns:
-        Finite float64 scores on the gradients' device, (batch,); 0 for a row that its label does
-        not move.
+        Finite scores, (batch,); 0 for a row that its label does not move.
 
     Raises:
         ValueError: predictions or slopes are of another shape than the gradients.
@@ -125,22 +121,22 @@ def _problem(gradients: Gradients, known: KnownPredictions) -> _Problem:
     return _Problem(rest, (-moves).unbind(1), shares)
 
 
-class _Noise(NamedTuple):
+class _FittedNoise(NamedTuple):
     """The noise of a batch: a matrix that makes it white, and the classes' shares."""
 
     whitening: Tensor
     shares: Tensor
 
 
-def _fit(problem: _Problem) -> _Noise:
+def _fit(problem: _Problem) -> _FittedNoise:
     """Fit the noise's covariance and the classes' shares to a batch."""
     num_classes = len(problem.moves)
     row_dim = problem.rest.shape[1]
     distances = [torch.linalg.vector_norm(problem.rest - move, dim=1) for move in problem.moves]
     believed = one_hot(torch.stack(distances, 1).argmin(dim=1), num_classes).double()
-    noise = _Noise(torch.eye(row_dim).to(problem.rest), believed.mean(dim=0))
+    noise = _FittedNoise(torch.eye(row_dim).to(problem.rest), believed.mean(dim=0))
     for _ in range(_ROUNDS):
-        noise = _Noise(_whitening(problem, believed), believed.mean(dim=0))
+        noise = _FittedNoise(_whitening(problem, believed), believed.mean(dim=0))
         odds = _log_likelihoods(problem, noise) + noise.shares.clamp(min=1e-3).log()
         believed = torch.softmax(odds, dim=1)
     return noise
@@ -163,14 +159,14 @@ def _whitening(problem: _Problem, believed: Tensor) -> Tensor:
     return whitening
 
 
-def _log_likelihoods(problem: _Problem, noise: _Noise) -> Tensor:
+def _log_likelihoods(problem: _Problem, noise: _FittedNoise) -> Tensor:
     """Return each class's log-likelihood, (batch, classes), up to an amount of the row."""
     rest = problem.rest @ noise.whitening.T
-    found = []
+    likelihoods = []
     for move in problem.moves:
         white = move @ noise.whitening.T
-        found.append((white * (rest - white / 2)).sum(dim=1))
-    return torch.stack(found, dim=1)
+        likelihoods.append((white * (rest - white / 2)).sum(dim=1))
+    return torch.stack(likelihoods, dim=1)
 
 
 def _against_the_others(problem: _Problem, target: int) -> Tensor:
@@ -193,43 +189,47 @@ def _ratios_of_two(problem: _Problem) -> Tensor:
     if not bool(moved.any()):
         return torch.zeros_like(power)
     rest = problem.rest @ noise.whitening.T
-    found = (rest * white).sum(dim=1)[moved] / power[moved]
+    targets = (rest * white).sum(dim=1)[moved] / power[moved]
     spread = 1.0 / power[moved]
-    along = torch.minimum(found.square(), (found - 1).square()) @ move[moved].square().sum(dim=1)
-    across = (problem.rest[moved] - found[:, None] * move[moved]).square().sum()
+    along = torch.minimum(targets.square(), (targets - 1).square()) @ move[moved].square().sum(
+        dim=1
+    )
+    across = (problem.rest[moved] - targets[:, None] * move[moved]).square().sum()
     own_shares = (1.0,) if across <= _ALL_ALONG * along else _OWN_SHARES
     ratios = torch.zeros_like(power)
-    variances = _variances(found, spread / spread.mean(), noise.shares[1], own_shares)
-    ratios[moved] = (found - 0.5) / variances
+    variances = _variances(targets, spread / spread.mean(), noise.shares[1], own_shares)
+    ratios[moved] = (targets - 0.5) / variances
     return ratios
 
 
-def _variances(found: Tensor, spread: Tensor, share: Tensor, own_shares: Sequence[float]) -> Tensor:
+def _variances(
+    targets: Tensor, spread: Tensor, share: Tensor, own_shares: Sequence[float]
+) -> Tensor:
     """Return the variances v_i that explain best the numbers t_i = y_i + noise, (rows,)."""
-    best, chosen = -math.inf, torch.ones_like(found)
+    best, chosen = -math.inf, torch.ones_like(targets)
     for own in own_shares:
         shape = own + (1 - own) * spread
-        variance, likelihood = _scale(found, shape.clamp(min=1e-12), share)
+        variance, likelihood = _scale(targets, shape.clamp(min=1e-12), share)
         if likelihood > best:
             best, chosen = likelihood, variance
     return chosen
 
 
-def _scale(found: Tensor, shape: Tensor, share: Tensor) -> tuple[Tensor, float]:
+def _scale(targets: Tensor, shape: Tensor, share: Tensor) -> tuple[Tensor, float]:
     """Fit the factor s^2 of the variances; return these and the log-likelihood."""
     share = share.clamp(1e-3, 1 - 1e-3)
-    nearest = torch.minimum(found.square(), (found - 1).square())
+    nearest = torch.minimum(targets.square(), (targets - 1).square())
     variance = ((nearest / shape).mean() * shape).clamp(min=_SMALLEST_VARIANCE)
     for _ in range(_ROUNDS):
-        odds = (found - 0.5) / variance + share.log() - (1 - share).log()
+        odds = (targets - 0.5) / variance + share.log() - (1 - share).log()
         positive = torch.sigmoid(odds)
-        errors = (1 - positive) * found.square() + positive * (found - 1).square()
+        errors = (1 - positive) * targets.square() + positive * (targets - 1).square()
         variance = ((errors / shape).mean() * shape).clamp(min=_SMALLEST_VARIANCE)
         share = positive.mean().clamp(1e-3, 1 - 1e-3)
     both = torch.stack(
         [
-            (1 - share).log() - found.square() / (2 * variance),
-            share.log() - (found - 1).square() / (2 * variance),
+            (1 - share).log() - targets.square() / (2 * variance),
+            share.log() - (targets - 1).square() / (2 * variance),
         ]
     )
     likelihood = torch.logsumexp(both, dim=0) - variance.log() / 2

@@ -2,8 +2,19 @@
 
 The AUC is the probability that a random positive scores above a random negative, where a tie counts
 one half. An attacker may invert a score, so its leak is ``max(auc, 1 - auc)``.
+
+With more than two classes, a score has an AUC for each pair, and for each class against the rest:
+
+    pair (i, j)     probability that a random example of class i scores above one of class j
+    one vs rest     probability that one of class i scores above one of any other class
+
+The second is the mean of the first over the other classes, weighted by their numbers of examples:
+the worst pair always leaks at least as much as the worst class. All of them come from one sort of
+the scores. Two classes have one pair, (1, 0).
 """
 
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -13,6 +24,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 Values: TypeAlias = Tensor | npt.NDArray[Any]
+Floats = npt.NDArray[np.float64]
+ClassIndices = npt.NDArray[np.int64]
 
 _LARGEST_KEY = 2**63 - 1
 
@@ -34,83 +47,48 @@ def auc(scores: Values, labels: Values) -> float:
         OneClass: there is no positive, or no negative.
         ValueError: the shapes differ, a score is NaN, or a label is neither 0 nor 1.
     """
-    values = _one_per_example(scores, "scores")
-    classes = _one_per_example(labels, "labels")
-    return float(auc_many(values[None], classes)[0])
+    values = _one_per_example(scores, "scores").double()
+    classes = _one_per_example(labels, "labels").to(values.device)
+    if len(values) != len(classes):
+        raise ValueError(f"expected one label per score, got {len(classes)} for {len(values)}")
+    _refuse_nan(values)
+    positive = classes == 1
+    num_positives = _count(positive)
+    if num_positives + _count(classes == 0) != len(classes):
+        raise ValueError("expected labels in {0, 1}")
+    if num_positives in (0, len(classes)):
+        raise OneClass(f"{len(classes)} labels of one class have no AUC")
+    return float(areas(values[None], positive)[0])
 
 
-def auc_many(scores: Tensor, labels: Tensor, kept: Tensor | None = None) -> Tensor:
+def areas(scores: Tensor, positive: Tensor, chosen: Tensor | None = None) -> Tensor:
     """Return the AUC of several scores of the same examples at once, on the scores' device.
 
-    Args:
-        scores: (scores, batch); infinities are allowed.
-        labels: 0 or 1 per example in any dtype, (batch,) or (batch, 1).
-        kept: which examples count for which score, (scores, batch) of booleans; all by default.
-
-    Returns:
-        (scores,) in float64; NaN where the kept examples are all of one class.
-
-    Raises:
-        OneClass: the labels hold no positive, or no negative.
-        ValueError: the shapes differ, a score is NaN, or a label is neither 0 nor 1.
-    """
-    values = scores.detach().double()
-    classes = _one_per_example(labels, "labels").to(values.device)
-    if values.shape[1] != len(classes):
-        raise ValueError(f"expected one label per score, got {len(classes)} for {values.shape[1]}")
-    if not _has_both_classes(classes):
-        _refuse_nan(values)
-        raise OneClass(f"{len(classes)} labels of one class have no AUC")
-    return areas(values, classes == 1, kept)
-
-
-def areas(scores: Tensor, positive: Tensor, kept: Tensor | None = None) -> Tensor:
-    """Return the AUC of several scores as `auc_many` does, of labels that are known to be valid.
+    Which operations are done depends only on the scores.
 
     Args:
-        scores: (scores, batch), float64.
-        positive: booleans, (batch,), on the scores' device.
-        kept: which examples count for which score, (scores, batch); all by default.
+        scores: (scores, batch), float64; infinities are allowed.
+        chosen: which examples count for which score, (scores, batch); all by default.
 
     Returns:
-        (scores,) in float64; NaN where the kept examples are all of one class. Which operations are
-        done depends on the scores alone.
+        (scores,) in float64; NaN where the chosen examples are all of one class.
 
     Raises:
         ValueError: a score is NaN.
     """
     _refuse_nan(scores)
-    counted = None if kept is None else kept.to(scores.device)
+    counted = None if chosen is None else chosen.to(scores.device)
     if scores.device.type != "cpu":
         return _by_average_ranks(scores, positive, counted)
-    found, tied = map(torch.from_numpy, _by_sorted_keys(scores, positive, counted))
+    aucs, tied = map(torch.from_numpy, _by_sorted_keys(scores, positive, counted))
     if bool(tied.any()):
         of_tied = None if counted is None else counted[tied]
-        found[tied] = _by_average_ranks(scores[tied], positive, of_tied)
-    return found
-
-
-def _has_both_classes(labels: Tensor) -> bool:
-    """Return whether there are positives and negatives."""
-    num_positives, num_negatives = _count(labels == 1), _count(labels == 0)
-    if num_positives + num_negatives != len(labels):
-        raise ValueError("expected labels in {0, 1}")
-    return num_positives > 0 and num_negatives > 0
-
-
-def leak_auc_many(scores: Tensor, labels: Tensor, kept: Tensor | None = None) -> Tensor:
-    """Return ``max(auc, 1 - auc)`` for each row of scores."""
-    areas = auc_many(scores, labels, kept)
-    return torch.maximum(areas, 1.0 - areas)
+        aucs[tied] = _by_average_ranks(scores[tied], positive, of_tied)
+    return aucs
 
 
 def leak_auc(scores: Values, labels: Values) -> float:
-    """Return ``max(auc, 1 - auc)``: an inverted score is a leak too.
-
-    Raises:
-        OneClass: there is no positive, or no negative.
-        ValueError: as for `auc`.
-    """
+    """Return ``max(auc, 1 - auc)``, and raise as `auc` does: an inverted score is a leak too."""
     area = auc(scores, labels)
     return max(area, 1.0 - area)
 
@@ -156,41 +134,185 @@ def leak_auc_interval(
     return LeakInterval(float(area), float(low), float(high))
 
 
+class PairAucs(NamedTuple):
+    """The AUCs of one score, or of one score per class; NaN where a class has no examples.
+
+    Leading dimensions, if there are any, stand for attacks.
+    """
+
+    pairs: Floats
+    """Row i, column j: the AUC of class i's score, class i against class j,
+    (..., classes, classes)."""
+
+    one_vs_rest: Floats
+    """The AUC of class i's score, class i against all others, (..., classes)."""
+
+    def leak(self) -> "PairAucs":
+        """Return ``max(auc, 1 - auc)``: an inverted score is a leak, too."""
+        return PairAucs(_folded(self.pairs), _folded(self.one_vs_rest))
+
+    def worst_pair(self) -> tuple[int, int]:
+        """Return the two classes that are separated best: that of the score, and the other one.
+
+        Raises:
+            OneClass: there is no pair with examples.
+        """
+        if np.isnan(self.pairs).all():
+            raise OneClass("no pair of classes has examples")
+        first, second = np.unravel_index(int(np.nanargmax(_folded(self.pairs))), self.pairs.shape)
+        return int(first), int(second)
+
+    def worst(self) -> Floats:
+        """Return the leak AUC of the pair that is separated best, (...); NaN without any pair."""
+        folded = _folded(self.pairs)
+        worst: Floats = np.fmax.reduce(folded, axis=(-2, -1))
+        return worst
+
+    def of(self, number: int) -> "PairAucs":
+        """Return the AUCs of one attack, by its index in the leading dimension."""
+        return PairAucs(self.pairs[number], self.one_vs_rest[number])
+
+    def put(self, aucs: "PairAucs", of_class: int | None) -> None:
+        """Copy the AUCs of one class's score, or of a score for all classes, into this table."""
+        rows = slice(None) if of_class is None else of_class
+        self.pairs[rows] = aucs.pairs[rows]
+        self.one_vs_rest[rows] = aucs.one_vs_rest[rows]
+
+    @classmethod
+    def none(cls, num_classes: int, *leading: int) -> "PairAucs":
+        """Return a table in which every AUC is missing."""
+        pairs = np.full((*leading, num_classes, num_classes), np.nan)
+        return cls(pairs, np.full((*leading, num_classes), np.nan))
+
+
+class Score(NamedTuple):
+    """One score of a batch's examples."""
+
+    values: Tensor
+    """(batch,)."""
+
+    left_out: tuple[int, ...] = ()
+    """Rows whose class the attack knew."""
+
+    of_class: int | None = None
+    """Index of the class to which the score belongs; None for a score for more than two classes."""
+
+
+class BatchAucs(NamedTuple):
+    """The AUCs that several attacks reached on one batch."""
+
+    worst: list[float]
+    """The leak AUC of each attack's worst pair; NaN for an attack without one."""
+
+    leak: PairAucs | None
+    """All leak AUCs, with a leading dimension, (attacks,); None for two classes, which have one
+    pair."""
+
+
+def batch_aucs(attacks: Sequence[Sequence[Score]], labels: Tensor, num_classes: int) -> BatchAucs:
+    """Measure several attacks on one batch together.
+
+    Each has one score, or one per class; with two classes at most one.
+
+    Raises:
+        ValueError: a score is NaN, or the shapes differ.
+    """
+    if num_classes == 2:
+        aucs = iter(_leak_aucs_of_one_pair([one for scores in attacks for one in scores], labels))
+        return BatchAucs([next(aucs) if scores else math.nan for scores in attacks], None)
+    indices = labels.cpu().numpy()
+    table = PairAucs.none(num_classes, len(attacks))
+    for number, scores in enumerate(attacks):
+        for values, left_out, of_class in scores:
+            chosen = np.ones(len(indices), dtype=np.bool_)
+            chosen[list(left_out)] = False
+            of_chosen = values.double().cpu().numpy()[chosen]
+            of_class_or_all = pair_aucs(of_chosen, indices[chosen], num_classes, of_class)
+            table.of(number).put(of_class_or_all, of_class)
+    leak = table.leak()
+    return BatchAucs(leak.worst().tolist(), leak)
+
+
+def pair_aucs(
+    scores: Floats, labels: ClassIndices, num_classes: int, of_class: int | None = None
+) -> PairAucs:
+    """Return the AUCs of one score, of all classes or of one; other classes then have no AUC."""
+    if scores.shape != labels.shape or scores.ndim != 1:
+        raise ValueError(f"expected one class per score, got {labels.shape} for {scores.shape}")
+    if np.isnan(scores).any():
+        raise ValueError("expected scores without NaN")
+    if num_classes == 2 and of_class == 1:
+        return _of_one_pair(scores, labels)
+    order = np.argsort(scores)
+    ranked, members = scores[order], np.eye(num_classes)[labels[order]]
+    up_to_here = np.concatenate([np.zeros((1, num_classes)), members.cumsum(axis=0)])
+    first, last = (np.searchsorted(ranked, ranked, side) for side in ("left", "right"))
+    # Lower examples of each class count twice, ties once: integers, so nothing is rounded.
+    twice_below = up_to_here[first] + up_to_here[last]
+    if of_class is None:
+        wins = members.T @ twice_below
+    else:
+        wins = np.full((num_classes, num_classes), np.nan)
+        wins[of_class] = members[:, of_class] @ twice_below
+    sizes = up_to_here[-1]
+    np.fill_diagonal(wins, 0.0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        pairs = wins / (2 * np.outer(sizes, sizes))
+        one_vs_rest = wins.sum(axis=1) / (2 * sizes * (len(scores) - sizes))
+    np.fill_diagonal(pairs, np.nan)
+    return PairAucs(pairs, one_vs_rest)
+
+
+def worst_pair_leak_auc(
+    scores: Floats, labels: ClassIndices, num_classes: int, min_examples: int = 1
+) -> float:
+    """Return the leak AUC of the pair of classes, of enough examples each, that is separated best.
+
+    Raises:
+        OneClass: no pair of classes has that many examples.
+    """
+    aucs = pair_aucs(scores, labels, num_classes)
+    sizes = np.bincount(labels, minlength=num_classes)
+    enough = np.minimum.outer(sizes, sizes) >= min_examples
+    counted = PairAucs(np.where(enough, aucs.pairs, np.nan), aucs.one_vs_rest)
+    return float(counted.leak().pairs[counted.worst_pair()])
+
+
 def _by_sorted_keys(
-    values: Tensor, positives: Tensor, kept: Tensor | None
+    values: Tensor, positives: Tensor, chosen: Tensor | None
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
     """Return the AUCs by one plain sort of 64-bit keys, and which rows have ties.
 
     A float64's bits, read as an integer, are in the order of the numbers, apart from the sign. The
     lowest bit makes room for the label, so that nothing has to be looked up in the order found: a
-    third of the time. Scores that differ in that bit alone count as tied.
+    third of the time. Scores that differ only in that bit count as tied.
     """
     positive = positives.numpy()
     keys = (values.numpy() + 0.0).view(np.int64)  # turns -0.0 into 0.0
     keys = keys ^ ((keys >> 63) & _LARGEST_KEY)
     keys = (keys & ~1) | positive
     num_positives: Any = np.count_nonzero(positive)
-    num_kept: Any = len(positive)
-    if kept is not None:
-        uses = kept.numpy()
+    num_chosen: Any = len(positive)
+    if chosen is not None:
+        uses = chosen.numpy()
         keys[~uses] = _LARGEST_KEY - 1  # above every score, where it changes no rank
         num_positives = np.count_nonzero(uses & positive, axis=1)
-        num_kept = np.count_nonzero(uses, axis=1)
+        num_chosen = np.count_nonzero(uses, axis=1)
     keys.sort(axis=1)
     tied = ((keys[:, 1:] ^ keys[:, :-1]) <= 1).any(axis=1)
     ranks = (keys & 1) @ np.arange(len(positive))
     below = ranks - num_positives * (num_positives - 1) // 2
-    pairs = num_positives * (num_kept - num_positives)
+    pairs = num_positives * (num_chosen - num_positives)
     return np.divide(below, pairs, out=np.full(len(keys), np.nan), where=pairs > 0), tied
 
 
-def _by_average_ranks(values: Tensor, positive: Tensor, kept: Tensor | None) -> Tensor:
+def _by_average_ranks(values: Tensor, positive: Tensor, chosen: Tensor | None) -> Tensor:
     """Return the AUCs for scores with any ties."""
     order = _ascending(values)
     ranked = values.gather(1, order)
     positive, negative = positive[order], ~positive[order]
-    if kept is not None:
-        counts = kept.gather(1, order)
+    if chosen is not None:
+        counts = chosen.gather(1, order)
         positive, negative = positive & counts, negative & counts
     up_to_here = negative.cumsum(dim=1)
     first, last = _ends_of_ties(ranked)
@@ -238,3 +360,30 @@ def _one_per_example(values: Values, name: str) -> Tensor:
             f"expected {name} of shape (batch,) or (batch, 1), got {tuple(tensor.shape)}"
         )
     return tensor.reshape(-1)
+
+
+def _of_one_pair(scores: Floats, labels: ClassIndices) -> PairAucs:
+    """Return the AUC of the positives against the negatives, by a faster sort."""
+    aucs = PairAucs.none(2)
+    area = areas(torch.from_numpy(scores)[None], torch.from_numpy(labels == 1))
+    aucs.pairs[1, 0] = aucs.one_vs_rest[1] = float(area[0])
+    return aucs
+
+
+def _leak_aucs_of_one_pair(scores: Sequence[Score], labels: Tensor) -> list[float]:
+    """Return the leak AUCs of two classes by one sort of all scores, on the scores' device."""
+    device = scores[-1].values.device
+    chosen = np.ones((len(scores), len(labels)), dtype=np.bool_)
+    for row, score in enumerate(scores):
+        chosen[row, list(score.left_out)] = False
+    values = torch.stack([score.values.to(device) for score in scores])
+    if values.shape != chosen.shape:
+        raise ValueError(f"expected one label per score, got {len(labels)} for {values.shape[1]}")
+    aucs = areas(values.double(), labels.to(device) == 1, torch.from_numpy(chosen))
+    leak_aucs: list[float] = torch.maximum(aucs, 1.0 - aucs).tolist()
+    return leak_aucs
+
+
+def _folded(aucs: Floats) -> Floats:
+    folded: Floats = np.maximum(aucs, 1 - aucs)
+    return folded

@@ -16,9 +16,9 @@ variance that the attack explains, where 1 reads every label.
 A model that predicts well sends little but what it could not predict, so that attacks which know
 nothing see less and less of the labels while ``informed`` sees them all.
 
-An AUC asks how well positives and negatives are told apart, and says nothing of numbers.
+An AUC asks how well positives and negatives are separated, and says nothing of numbers.
 
-What a score tells beyond what features tell is a partial R2:
+What a score reveals beyond what features reveal is a partial R2:
 
     y'    label less its prediction from features
     s'    score less its prediction from features
@@ -28,8 +28,8 @@ What a score tells beyond what features tell is a partial R2:
 
 Every prediction comes from a regression that has not seen the row (`FeatureModels`). A score that
 repeats what these regressions know of the features has 0, however high its raw R2; one that is the
-label has 1. A score that knows better than the regressions how features tell labels has more than 0
-without any leak.
+label has 1. A score that knows better than the regressions how features reveal labels has more than
+0 without any leak.
 """
 
 from collections.abc import Mapping
@@ -64,12 +64,7 @@ _Floats = npt.NDArray[np.float64]
 
 
 def top_direction_r2(gradients: Tensor, labels: Tensor) -> float:
-    """Return the squared correlation of labels and projections; NaN if one of them is constant.
-
-    Args:
-        gradients: (rows, ...), finite.
-        labels: (rows,).
-    """
+    """Return the squared correlation of labels and projections; NaN if one of them is constant."""
     scores = prepared(gradients.cpu()).top.projections.numpy()
     return _squared_correlation(scores, labels.detach().double().cpu().numpy())
 
@@ -83,10 +78,7 @@ def informed_r2(gradients: Tensor, labels: Tensor, predictions: Tensor, slopes: 
 def informed_scores(gradients: Tensor, predictions: Tensor, slopes: Tensor) -> Tensor:
     """Return prediction less solved residual, (rows,) float64 on the CPU.
 
-    Args:
-        gradients: (rows, ...), finite.
-        predictions: of the model, (rows,).
-        slopes: the gradient of each row for a residual of 1, like ``gradients``.
+    ``slopes`` holds the gradient of each row for a residual of 1.
     """
     rows, units = (values.detach().flatten(1).cpu().double() for values in (gradients, slopes))
     powers = units.square().sum(dim=1)
@@ -94,45 +86,28 @@ def informed_scores(gradients: Tensor, predictions: Tensor, slopes: Tensor) -> T
     return predictions.detach().cpu().double() - residuals
 
 
-class RidgeScores(NamedTuple):
-    """What a ridge regression from a few known labels says about all other rows."""
-
-    others: npt.NDArray[np.int64]
-    """The rows whose labels it does not know."""
-    scores: _Floats
-    """Its estimates of their labels, (others,)."""
-
-
-def ridge_scores(
-    gradients: Tensor, labels: Tensor, seed: int, num_hints: int = NUM_HINTS
-) -> RidgeScores:
-    """Estimate labels by a ridge regression from a few known ones.
+def ridge_scores(gradients: Tensor, labels: Tensor, seed: int) -> RunScores:
+    """Estimate labels by a ridge regression from a few known ones, and score the others, unsorted.
 
     The penalty is the one with the smallest leave-one-out error on the known rows.
-
-    Args:
-        gradients: (rows, ...), finite.
-        labels: (rows,), of which those of the known rows are read.
     """
     rows = prepared(gradients.cpu()).rows.numpy()
     known = labels.detach().double().cpu().numpy()
     order = np.random.default_rng(seed).permutation(len(rows))
-    hints, others = order[:num_hints], order[num_hints:]
+    hints, others = order[:NUM_HINTS], order[NUM_HINTS:]
     centre, mean = rows[hints].mean(axis=0), known[hints].mean()
     weights = _ridge(rows[hints] - centre, known[hints] - mean)
-    return RidgeScores(others, mean + (rows[others] - centre) @ weights)
+    return RunScores(others, mean + (rows[others] - centre) @ weights)
 
 
-def ridge_r2(gradients: Tensor, labels: Tensor, seed: int, num_hints: int = NUM_HINTS) -> float:
-    """Return the R2 of `ridge_scores`.
+def ridge_r2(gradients: Tensor, labels: Tensor, seed: int) -> float:
+    """Return the R2 of `ridge_scores`, at least 0: that of the mean of the known labels.
 
-    Returns:
-        At least 0, which is the mean of the known labels; NaN if fewer than two other rows are
-        left, or their labels are all the same.
+    NaN if fewer than two other rows are left, or their labels are all the same.
     """
-    if len(labels) < num_hints + 2:
+    if len(labels) < NUM_HINTS + 2:
         return float("nan")
-    others, scores = ridge_scores(gradients, labels, seed, num_hints)
+    others, scores = ridge_scores(gradients, labels, seed)
     known = labels.detach().double().cpu().numpy()[others]
     if np.ptp(known) == 0:
         return float("nan")
@@ -147,10 +122,10 @@ def _ridge(rows: _Floats, labels: _Floats) -> _Floats:
     along = left.T @ labels
 
     def error(penalty: float) -> float:
-        kept = np.square(sizes) / (np.square(sizes) + penalty * unit)
+        shrunk = np.square(sizes) / (np.square(sizes) + penalty * unit)
         # The centring took one more degree of freedom from every row.
-        leverages = np.square(left) @ kept + 1 / len(rows)
-        missed = (labels - left @ (kept * along)) / np.maximum(1 - leverages, 1e-9)
+        leverages = np.square(left) @ shrunk + 1 / len(rows)
+        missed = (labels - left @ (shrunk * along)) / np.maximum(1 - leverages, 1e-9)
         return float(np.square(missed).mean())
 
     penalty = min(_PENALTIES, key=error)
@@ -266,7 +241,7 @@ class NumberCovariates(NamedTuple):
     features: npt.NDArray[np.float32]
     """Activations, predictions and the active party's own features, (rows, values), finite."""
     labels: _Floats
-    """Shares of the range, (rows,), for the measurement alone."""
+    """Shares of the range, (rows,), only for the measurement."""
 
 
 class AdjustedR2(NamedTuple):
@@ -282,11 +257,6 @@ def adjusted_r2(features: npt.NDArray[np.float32], labels: _Floats, scores: _Flo
     """Return the share of the variance which features leave of labels that a score explains.
 
     The interval is that of a correlation by its influence function, which asks for no distribution.
-
-    Args:
-        features: (rows, values), finite.
-        labels: (rows,), finite.
-        scores: (rows,), finite.
 
     Returns:
         NaN where features leave nothing of the labels; 0 where they leave nothing of the scores.
@@ -316,13 +286,9 @@ def adjusted_r2(features: npt.NDArray[np.float32], labels: _Floats, scores: _Flo
 def measure_numbers_beyond_features(
     covariates: NumberCovariates, attacks: Mapping[str, RunScores]
 ) -> dict[str, AdjustedR2]:
-    """Measure attacks on some of a run's rows.
+    """Measure attacks, whose scores lack the rows that they know, on some of a run's rows.
 
-    Args:
-        attacks: attack -> its scores, without the rows whose labels it knows.
-
-    Returns:
-        attack -> figure, without attacks that scored too few of the rows.
+    Attacks that scored too few of the rows are left out.
     """
     figures = {}
     for attack, seen in attacks.items():

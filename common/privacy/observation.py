@@ -122,8 +122,8 @@ class Observation:
 
     def rows(self, layer: str) -> GradientRows:
         """Return the gradients of a layer, prepared for attacks."""
-        found = self.prepared.get(layer)
-        return GradientRows(self.gradients[layer]) if found is None else found
+        rows = self.prepared.get(layer)
+        return GradientRows(self.gradients[layer]) if rows is None else rows
 
 
 def pick_clues(
@@ -178,7 +178,7 @@ def pick_hint_rows(
 
 
 def random_scores(observation: Observation) -> Tensor:
-    """Draw random scores from epoch and step alone, so that audits are repeatable."""
+    """Draw random scores only from epoch and step, so that audits are repeatable."""
     seed = _draw(b"random scores", b"", observation.epoch, observation.step)
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(observation.labels.numel(), generator=generator, dtype=torch.float64)

@@ -7,7 +7,7 @@
     bound           the largest epsilon that the correct guesses exclude
 
 (Kalemaj, Melis, Boucher, Mironov and Mahloujifar, "Observational Auditing of Label Privacy", arXiv
-2511.14084.) A pair of equal labels would tell nothing, so rows are offered the opposite label, a
+2511.14084.) A pair of equal labels would reveal nothing, so rows are offered the opposite label, a
 positive with probability min(q, 1 - q) / q and a negative with min(q, 1 - q) / (1 - q). If q is the
 conditional probability, an offered row's label is a fair coin given its features.
 
@@ -41,7 +41,7 @@ import numpy.typing as npt
 
 from splitveil.common.privacy.adjusted_auc import Mask
 from splitveil.common.privacy.cross_fitting import FeatureModels
-from splitveil.common.privacy.pair_aucs import Floats
+from splitveil.common.privacy.leakage import Floats
 
 CONFIDENCE = 0.95
 DELTA = 1e-5
@@ -64,14 +64,7 @@ _SEED_OF_HALVES, _SEED_OF_OFFERS = 0, 1
 
 
 def p_value(guesses: int, correct: int, pairs: int, epsilon: float, delta: float = DELTA) -> float:
-    """Return the largest probability of so many correct guesses under a bound.
-
-    Args:
-        guesses: pairs on which the adversary did not abstain.
-        correct: its correct guesses.
-        pairs: all pairs, of which it chose the guesses.
-        epsilon: the bound, at least 0; infinity bounds nothing.
-        delta: its delta.
+    """Return the largest probability of so many correct guesses on ``pairs`` under a bound.
 
     Raises:
         ValueError: the numbers do not fit each other.
@@ -101,11 +94,7 @@ def epsilon_lower_bound(
     delta: float = DELTA,
     confidence: float = CONFIDENCE,
 ) -> float:
-    """Return the largest epsilon that so many correct guesses exclude; 0 if they exclude none.
-
-    Args:
-        confidence: an epsilon is excluded if its p-value is at most one minus this.
-    """
+    """Return the largest epsilon whose p-value is at most one minus the confidence, or 0."""
     largest_p = 1 - confidence
     if p_value(guesses, correct, pairs, 0.0, delta) > largest_p:
         return 0.0
@@ -161,14 +150,6 @@ class ScoredRows(NamedTuple):
     """Cross-fitted probability of the positive class, (scored,)."""
 
 
-class _Draws(NamedTuple):
-    """What chance decides about each row."""
-
-    offer: Floats
-    """Uniform on [0, 1)."""
-    is_tested: Mask
-
-
 class _Guesses(NamedTuple):
     """An attack's scores of the offered pairs, with the answers."""
 
@@ -195,14 +176,13 @@ def observe_epsilon(
     Returns:
         None if no attack has enough offered pairs.
     """
-    offer = np.random.default_rng(_SEED_OF_OFFERS).random(models.num_rows)
-    draws = _Draws(offer, ~choosing_half(models.num_rows))
+    draws = np.random.default_rng(_SEED_OF_OFFERS).random(models.num_rows)
     explainer = _Explainer(models, attacks.values())
-    prepared = (_prepare(name, one, explainer, draws) for name, one in attacks.items())
-    choices = [_choose(one) for one in prepared if one is not None]
+    prepared = (_prepare(name, scored, explainer, draws) for name, scored in attacks.items())
+    choices = [_choose(guesses) for guesses in prepared if guesses is not None]
     if not choices:
         return None
-    best = max(choices, key=lambda one: (one.bound, one.excess))
+    best = max(choices, key=lambda choice: (choice.bound, choice.excess))
     scores, positive = best.guesses.tested
     guesses, correct = _guess(best.sign * scores, positive, best.share)
     epsilon = epsilon_lower_bound(guesses, correct, len(scores))
@@ -218,10 +198,7 @@ def choosing_half(num_rows: int) -> Mask:
 def is_offered(predictions: Floats, positive: Mask, draws: Floats) -> Mask:
     """Return which rows are offered the opposite label at even odds.
 
-    Args:
-        predictions: probability of the positive class, (rows,).
-        positive: the true labels, (rows,).
-        draws: uniform on [0, 1), independent of everything else, (rows,).
+    ``draws`` are uniform on [0, 1) and independent of everything else.
     """
     of_label = np.where(positive, predictions, 1 - predictions)
     offered: Mask = draws * of_label < np.minimum(predictions, 1 - predictions)
@@ -232,15 +209,16 @@ def _prepare(
     attack: str,
     scored: ScoredRows,
     explainer: "_Explainer",
-    draws: _Draws,
+    draws: Floats,
 ) -> _Guesses | None:
     """Return an attack's guesses of the offered pairs; None if there are too few."""
     rows, predictions = scored.rows, scored.predictions
     if len(rows) < 2 * FEWEST_PAIRS:
         return None
     rest = explainer.unexplained(scored)
-    offered = is_offered(predictions, scored.positive, draws.offer[rows])
-    halves = [offered & (draws.is_tested[rows] == side) for side in (False, True)]
+    offered = is_offered(predictions, scored.positive, draws[rows])
+    chooses = choosing_half(len(draws))[rows]
+    halves = [offered & chooses, offered & ~chooses]
     if min(int(side.sum()) for side in halves) < FEWEST_PAIRS:
         return None
     chosen, tested = ((rest[side], scored.positive[side]) for side in halves)
@@ -253,7 +231,7 @@ class _Explainer:
     def __init__(self, models: FeatureModels, attacks: Iterable[ScoredRows]) -> None:
         known: list[Floats] = []
         for scored in attacks:
-            group = next((one for one in known if _agree(one, scored)), None)
+            group = next((group for group in known if _agree(group, scored)), None)
             if group is None:
                 group = np.full(models.num_rows, np.nan)
                 known.append(group)
@@ -291,14 +269,13 @@ def _choose(guesses: _Guesses) -> _Choice:
             excess = (2 * correct - made) / made**0.5
             bound = quick_lower_bound(made, correct, _CHOOSING_CONFIDENCE)
             choices.append(_Choice(bound, excess, guesses, sign, share))
-    return max(choices, key=lambda one: (one.bound, one.excess))
+    return max(choices, key=lambda choice: (choice.bound, choice.excess))
 
 
 def _guess(scores: Floats, positive: Mask, share: float) -> tuple[int, int]:
     """Guess the highest scores to be positives and as many of the lowest to be negatives.
 
-    Returns:
-        The number of guesses, and of correct ones.
+    Returns the number of guesses, and of correct ones.
     """
     each = max(1, int(share * len(scores) / 2))
     order = np.argsort(scores, kind="stable")

@@ -1,9 +1,9 @@
 """The strongest attack on projected labels: the exact likelihood ratio of one label.
 
-A release tells noisy sums t = A'y + s z of all labels y, with a design A (examples, rank) that the
-peer knows, z standard normal. A peer that knows every label but y_i subtracts what the others
+A release reveals noisy sums t = A'y + s z of all labels y, with a design A (examples, rank) that
+the peer knows, z standard normal. A peer that knows every label but y_i subtracts what the others
 contribute, r_i = t - A'y_-i, and is left with r_i = y_i A_i + s z. By the lemma of Neyman and
-Pearson, no score of r_i tells y_i = 1 from y_i = 0 better than
+Pearson, no score of r_i separates y_i = 1 from y_i = 0 better than
 
     log p(t | y_i = 1) - log p(t | y_i = 0) = (<r_i, A_i> - |A_i|^2 / 2) / s^2,
 
@@ -12,7 +12,7 @@ m^2 = sum |A_i|^2 / s^2, so that its AUC is Phi(m / sqrt 2): the bound of mu-Gau
 privacy with mu = m (Dong, Roth and Su, "Gaussian Differential Privacy", JRSS-B 2022, section 2.2).
 
 With several classes, y_i is one-hot and t has a column for each class. The log-likelihood of class
-c is <r_i,c , A_i> / s^2 up to an amount that is the same for all classes; telling one class from
+c is <r_i,c , A_i> / s^2 up to an amount that is the same for all classes; separating one class from
 another has m^2 = 2 sum |A_i|^2 / s^2, because two columns move.
 """
 

@@ -1,8 +1,8 @@
 """Scores rows by their energy outside the directions in which the batch stretches most.
 
 Gradients of a network hardly vary outside a few strong directions. Noise that only one class gets,
-or that each class gets in another amount, stands almost alone in the rest, so that the energy of a
-row there tells its class, however strong the noise is. Fresh ``marvell`` is such a defense: its
+or that each class gets in another amount, is almost alone in the rest, so that the energy of a
+row there reveals its class, however strong the noise is. Fresh ``marvell`` is such a defense: its
 noise across the gap of the class means goes into one class (Li et al., "Label Leakage and
 Protection in Two-Party Split Learning", ICLR 2022, theorem 1). Nothing but the batch is needed.
 
@@ -31,7 +31,7 @@ STRONGEST = 0.25
 
 _MAX_DIRECTIONS = 64
 """A batch with more rows and more columns than this is folded to this number of columns first: more
-directions would cost several times as much, and tell little more."""
+directions would cost several times as much, and reveal little more."""
 
 _NEGLIGIBLE = 1e-12
 """A direction with less than this fraction of the strongest one's energy is rounding error."""
@@ -47,12 +47,9 @@ def residual_energy(gradients: Gradients) -> Tensor:
 
     The scores have the sign that puts their smaller cluster above 0: positives are the minority.
 
-    Args:
-        gradients: (batch, ...).
-
     Returns:
-        Finite float64 scores on the gradients' device, (batch,); zeros if no example differs from
-        the others outside the strong directions.
+        Finite scores, (batch,); zeros if no example differs from the others outside the strong
+        directions.
     """
     rows = _folded(prepared(gradients).rows)
     if not rows.numel():
@@ -68,9 +65,6 @@ def rare_cluster_up(scores: Tensor) -> Tensor:
     """Turn and shift scores so that the smaller of their two clusters lies above 0.
 
     The clusters are those of 2-means, begun at the two extremes.
-
-    Args:
-        scores: (batch,), finite.
     """
     values = np.sort(scores.cpu().numpy())
     if not len(values) or values[0] == values[-1]:
@@ -99,8 +93,8 @@ def _weak_energies(rows: Tensor) -> Tensor:
     else:
         energies = vectors[:, :num_weak].square() * weak
     ridge = weak.mean() * (row_dim / num_rows) + _NEGLIGIBLE * powers[-1].clamp(min=0.0)
-    found: Tensor = energies @ torch.where(weak + ridge > 0, 1.0 / (weak + ridge), 0.0)
-    return found
+    weighted: Tensor = energies @ torch.where(weak + ridge > 0, 1.0 / (weak + ridge), 0.0)
+    return weighted
 
 
 def _folded(rows: Tensor) -> Tensor:

@@ -17,15 +17,20 @@ import torch
 from torch import Tensor
 
 from splitveil.common.privacy.accumulation import RunScores, combine_with_hints
-from splitveil.common.privacy.adjusted_auc import operating_points
+from splitveil.common.privacy.adjusted_auc import OperatingPoints, operating_points
 from splitveil.common.privacy.attacks import CUT, RUN_ATTACKS, RunAttackName
 from splitveil.common.privacy.final_attacks import LastActivations, final_scores
 from splitveil.common.privacy.gathered_scores import GatheredLayer
-from splitveil.common.privacy.leakage import OneClass, leak_auc_interval
+from splitveil.common.privacy.leakage import (
+    ClassIndices,
+    OneClass,
+    PairAucs,
+    leak_auc_interval,
+    pair_aucs,
+)
 from splitveil.common.privacy.observation import TWO_CLASSES, LabelClasses
-from splitveil.common.privacy.pair_aucs import ClassIndices, PairAucs, pair_aucs
 from splitveil.common.privacy.scoring import LayerScores
-from splitveil.common.privacy.tally import REMEMBERED_EPOCHS
+from splitveil.common.privacy.tally import REMEMBERED_EPOCHS, by_layer
 
 SEED = 0
 """Seed of hints and bootstrap: the same scores always give the same figures."""
@@ -34,35 +39,29 @@ UNSEEN = -1
 """Label of an example that no batch has held so far."""
 
 
-class RunLevelLeak(TypedDict):
+class RunLevelLeak(OperatingPoints):
     """One attack on one layer over a whole run."""
 
     auc: float
-    """The leak AUC; with more than two classes, of the pair told apart best."""
+    """The leak AUC; with more than two classes, of the pair that is separated best."""
     low: float
     """Lower end of its 95 % bootstrap interval; below 1/2 where the leak may be chance."""
     high: float
     examples: int
     """Number of examples that were scored and whose label the attack did not know."""
-    tpr_at_per_mille: float
-    """Share of the positives found while at most 0.1 % of the negatives are accused."""
-    tpr_at_percent: float
-    """The same for 1 %."""
-    precision_at_100: float | None
-    """Share of positives among the 100 highest scores; None for 100 examples or fewer."""
 
 
 class ClassRunLeak(TypedDict):
     """One attack on one layer over a whole run, class by class."""
 
     worst_pair: list[str]
-    """The two classes told apart best."""
+    """The two classes that are separated best."""
 
     classes: dict[str, float]
     """Leak AUC of each class against the rest."""
 
 
-class RunFigures(NamedTuple):
+class RunLeaks(NamedTuple):
     """The leak of a whole run: layer -> attack -> figures."""
 
     leak: dict[str, dict[str, RunLevelLeak]]
@@ -96,11 +95,6 @@ class RunAudit:
         self._epoch: int | None = None
         self._after_epoch: dict[int, dict[str, dict[str, float]]] = {}
 
-    @property
-    def num_bytes(self) -> int:
-        of_layers = sum(layer.num_bytes for layer in self._layers.values())
-        return self._labels.nbytes + of_layers + self._last.num_bytes
-
     def add(
         self,
         epoch: int,
@@ -109,14 +103,12 @@ class RunAudit:
         layers: Mapping[str, LayerScores],
         activations: Tensor | None = None,
     ) -> None:
-        """Add the scores of one batch.
+        """Add the scores of one batch; its epoch is not before that of the previous batch.
 
         Args:
-            epoch: epoch of the batch, not before that of the previous batch.
-            positions: positions in the common order, (batch,), each at most once.
-            labels: class indices, (batch,), for the measurement alone.
-            activations: at the cut layer, (batch, ...); without them, attacks on the last
-                activations find nothing.
+            labels: class indices, only for the measurement.
+            activations: at the cut layer; without them, attacks on the last activations find
+                nothing.
         """
         if not self.attacks:
             return
@@ -143,7 +135,7 @@ class RunAudit:
         with self._lock:
             return self._after_epoch.get(epoch, {})
 
-    def result(self) -> RunFigures:
+    def result(self) -> RunLeaks:
         """Measure every attack over the run so far.
 
         An attack is absent if no two classes have examples. With more than two classes, the
@@ -151,7 +143,7 @@ class RunAudit:
         """
         with self._lock:
             all_scores = list(self._scores(hinted=True))
-        figures = RunFigures({}, {})
+        figures = RunLeaks({}, {})
         for layer, attack, scores in all_scores:
             aucs = self._aucs(scores)
             try:
@@ -180,10 +172,7 @@ class RunAudit:
                 "layers": {name: layer.state_dict() for name, layer in self._layers.items()},
                 "last": self._last.state_dict(),
                 "epoch": self._epoch,
-                "after_epoch": {
-                    str(epoch): {layer: dict(aucs) for layer, aucs in layers.items()}
-                    for epoch, layers in self._after_epoch.items()
-                },
+                "after_epoch": {str(epoch): aucs for epoch, aucs in self._after_epoch.items()},
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -199,10 +188,7 @@ class RunAudit:
             self._layers = layers
             self._last.load_state_dict(state["last"])
             self._epoch = state["epoch"]
-            self._after_epoch = {
-                int(epoch): {layer: dict(aucs) for layer, aucs in measured.items()}
-                for epoch, measured in state["after_epoch"].items()
-            }
+            self._after_epoch = {int(epoch): aucs for epoch, aucs in state["after_epoch"].items()}
 
     def _new_layer(self) -> GatheredLayer:
         return GatheredLayer(self.attacks, self._num_examples, self._classes)
@@ -210,12 +196,11 @@ class RunAudit:
     def _close_epoch(self) -> None:
         if self._epoch is None:
             return
-        measured: dict[str, dict[str, float]] = {}
-        for layer, attack, scores in self._scores(hinted=False):
-            worst = float(self._aucs(scores).worst())
-            if not math.isnan(worst):
-                measured.setdefault(layer, {})[attack] = worst
-        self._after_epoch[self._epoch] = measured
+        self._after_epoch[self._epoch] = by_layer(
+            (layer, attack, worst)
+            for layer, attack, scores in self._scores(hinted=False)
+            if not math.isnan(worst := float(self._aucs(scores).worst()))
+        )
         for earlier in sorted(self._after_epoch)[:-REMEMBERED_EPOCHS]:
             del self._after_epoch[earlier]
 
@@ -225,9 +210,9 @@ class RunAudit:
     def _aucs(self, scores: Sequence[RunScores]) -> PairAucs:
         num_classes = self._classes.num_classes
         aucs = PairAucs.none(num_classes)
-        for of_class, one in zip(self._classes.of_scores(len(scores)), scores, strict=True):
-            labels = self._labels_at(one.positions)
-            aucs.put(pair_aucs(one.scores, labels, num_classes, of_class), of_class)
+        for of_class, scored in zip(self._classes.of_scores(len(scores)), scores, strict=True):
+            labels = self._labels_at(scored.positions)
+            aucs.put(pair_aucs(scored.scores, labels, num_classes, of_class), of_class)
         return aucs
 
     def _interval(self, scores: RunScores, first: int, second: int) -> RunLevelLeak:
@@ -235,15 +220,12 @@ class RunAudit:
         of_pair = (labels == first) | (labels == second)
         chosen, positive = scores.scores[of_pair], labels[of_pair] == first
         measured = leak_auc_interval(chosen, positive, np.random.default_rng(SEED))
-        points = operating_points(chosen, positive)
         return RunLevelLeak(
             auc=measured.auc,
             low=measured.low,
             high=measured.high,
             examples=int(of_pair.sum()),
-            tpr_at_per_mille=points.tpr_at_per_mille,
-            tpr_at_percent=points.tpr_at_percent,
-            precision_at_100=points.precision_at_100,
+            **operating_points(chosen, positive),
         )
 
     def _by_class(self, aucs: PairAucs, worst_pair: tuple[int, int]) -> ClassRunLeak:

@@ -1,7 +1,8 @@
 """Scores of one batch: functions of gradients and side information that score each example.
 
-Scores are float64 on the gradients' device, finite for finite gradients, and higher for examples
-that look more like positives. `splitveil.common.privacy.attacks` lists them.
+Scores are float64 on the gradients' device, (batch,), finite for finite gradients, and higher for
+examples that look more like positives. Gradients and activations are (batch, ...), hints
+(hints, ...), at least one. `splitveil.common.privacy.attacks` lists the functions.
 
 ``spectral`` does not centre the batch. With a logistic loss g = (p - y) w, centring removes the
 part of w that the mean carries, which costs most where the classes are unbalanced and noise
@@ -15,6 +16,7 @@ The attacks that cluster compare gradients by their directions and activations b
 TIFS 2024).
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -30,7 +32,6 @@ from splitveil.common.privacy.gradient_rows import (
     unit_rows,
 )
 from splitveil.common.privacy.top_direction import (
-    TopDirection,
     nearness,
     settled_centres,
     top_direction_of_rows,
@@ -56,21 +57,13 @@ class KnownClasses(NamedTuple):
 
 
 def norm(gradients: Gradients) -> Tensor:
-    """Score each example by the Euclidean norm of its gradient.
-
-    Args:
-        gradients: (batch, ...).
-    """
+    """Score each example by the Euclidean norm of its gradient."""
     known = prepared(gradients)
     return in_unit(known.lengths, known.unit)
 
 
 def cosine(gradients: Gradients, reference: Tensor) -> Tensor:
     """Score each example by the cosine between its gradient and a positive's.
-
-    Args:
-        gradients: (batch, ...).
-        reference: one gradient of the same shape as a row of ``gradients``.
 
     Returns:
         Values in [-1, 1]; 0 where either gradient is zero.
@@ -89,9 +82,6 @@ def cosine_majority(gradients: Gradients) -> Tensor:
 
     All examples of a batch of up to 2,048 vote; in a larger batch, evenly spaced ones do.
 
-    Args:
-        gradients: (batch, ...).
-
     Returns:
         Values in [-1, 0]; -1/2 where the gradient is zero.
     """
@@ -103,49 +93,25 @@ def cosine_majority(gradients: Gradients) -> Tensor:
 
 
 def hint_inner_product(gradients: Gradients, hints: Tensor) -> Tensor:
-    """Score each example by its largest inner product with a known positive's gradient.
-
-    Args:
-        gradients: (batch, ...).
-        hints: (hints, ...), at least one.
-    """
+    """Score each example by its largest inner product with a known positive's gradient."""
     (rows, known), unit = rows_together(gradients, hints)
     return in_unit(in_unit((rows @ known.T).amax(dim=1), unit), unit)
 
 
 def hint_distance(gradients: Gradients, hints: Tensor) -> Tensor:
-    """Score each example by minus its smallest distance to a known positive's gradient.
-
-    Args:
-        gradients: (batch, ...).
-        hints: (hints, ...), at least one.
-    """
+    """Score each example by minus its smallest distance to a known positive's gradient."""
     (rows, known), unit = rows_together(gradients, hints)
-    return in_unit(-torch.stack([_distances(rows, hint) for hint in known]).amin(dim=0), unit)
+    return in_unit(-_nearest(rows, known), unit)
 
 
 def mean(gradients: Gradients, classes: KnownClasses) -> Tensor:
-    """Score each example by how much nearer it is to the positives' mean than the negatives'.
-
-    Args:
-        gradients: (batch, ...).
-        classes: other gradients of the batch.
-    """
-    (rows, negatives, positives), unit = rows_together(gradients, *classes)
-    nearer = _distances(rows, negatives.mean(dim=0)) - _distances(rows, positives.mean(dim=0))
-    return in_unit(nearer, unit)
+    """Score each example by how much nearer it is to the positives' mean than the negatives'."""
+    return _nearer_to_positives(gradients, classes, lambda rows: rows.mean(dim=0))
 
 
 def median(gradients: Gradients, classes: KnownClasses) -> Tensor:
-    """Score as `mean` does, with the classes' coordinate-wise medians.
-
-    Args:
-        gradients: (batch, ...).
-        classes: other gradients of the batch.
-    """
-    (rows, negatives, positives), unit = rows_together(gradients, *classes)
-    nearer = _distances(rows, _medians(negatives)) - _distances(rows, _medians(positives))
-    return in_unit(nearer, unit)
+    """Score as `mean` does, with the classes' coordinate-wise medians."""
+    return _nearer_to_positives(gradients, classes, _medians)
 
 
 def lda(gradients: Gradients, classes: KnownClasses) -> Tensor:
@@ -154,10 +120,6 @@ def lda(gradients: Gradients, classes: KnownClasses) -> Tensor:
     The pooled covariance S is shrunk towards its mean variance, by d / (n + d) for n gradients of
     dimension d, so that a discriminant exists for few gradients, and for gradients that all share
     one direction.
-
-    Args:
-        gradients: (batch, ...).
-        classes: other gradients of the batch.
 
     Returns:
         Scores in a unit of their own.
@@ -174,22 +136,15 @@ def spectral(gradients: Gradients) -> Tensor:
     """Score each example by its projection on the batch's top right-singular vector.
 
     The sign is chosen by skewness: the long tail is the minority, assumed to be the positives.
-
-    Args:
-        gradients: (batch, ...).
     """
-    return turned_by_skewness(top_direction(gradients).projections)
+    return turned_by_skewness(prepared(gradients).top.projections)
 
 
 def regress_out(gradients: Gradients, activations: Tensor) -> Tensor:
     """Score each example by `spectral`, on the residual of its gradient given its activation.
 
-    The prediction of a model of the activations alone does not depend on the example's label; the
+    The prediction of a model of the activations does not depend on the example's label; the
     residual does.
-
-    Args:
-        gradients: (batch, ...).
-        activations: the party's own, (batch, ...).
 
     Returns:
         Zeros if the activations, with a constant, explain everything.
@@ -210,19 +165,12 @@ def kmeans(gradients: Gradients) -> Tensor:
 
     k-means groups the gradients' directions, beginning on both sides of their mean along the
     batch's top right-singular vector.
-
-    Args:
-        gradients: (batch, ...).
     """
     return prepared(gradients).clusters.projections
 
 
 def activation_kmeans(activations: Gradients) -> Tensor:
-    """Score each example by how much nearer it is to the smaller of two clusters of activations.
-
-    Args:
-        activations: (batch, ...).
-    """
+    """Score each example by how much nearer it is to the smaller of two clusters of activations."""
     rows, _ = scaled(prepared(activations).rows)
     centred = rows - rows.mean(dim=0)
     return two_clusters(centred, top_direction_of_rows(centred).projections).projections
@@ -234,10 +182,7 @@ def kmeans_hint(gradients: Gradients, hints: Tensor, other_hints: Tensor) -> Ten
     k-means begins at one hint of each class, which names the clusters (Basu, Banerjee and Mooney,
     "Semi-supervised Clustering by Seeding", ICML 2002).
 
-    Args:
-        gradients: (batch, ...).
-        hints: gradients of known positives, (hints, ...), of which the first is used.
-        other_hints: one gradient of each other class, (classes, ...), at least one.
+    The first hint is used, and one gradient of each other class.
     """
     (rows, known, others), _ = rows_together(gradients, hints[:1], other_hints)
     directions = unit_rows(rows)
@@ -247,11 +192,6 @@ def kmeans_hint(gradients: Gradients, hints: Tensor, other_hints: Tensor) -> Ten
 
 def nearest_hint(gradients: Gradients, hints: Tensor, other_hints: Tensor) -> Tensor:
     """Score each example by its largest cosine with a known positive less that with another class.
-
-    Args:
-        gradients: (batch, ...).
-        hints: gradients of known positives, (hints, ...), at least one.
-        other_hints: gradients of the other classes, (classes, ...), at least one.
 
     Returns:
         Values in [-2, 2].
@@ -263,26 +203,9 @@ def nearest_hint(gradients: Gradients, hints: Tensor, other_hints: Tensor) -> Te
 
 
 def activation_nearest_hint(activations: Gradients, hints: Tensor, other_hints: Tensor) -> Tensor:
-    """Score each example by how much nearer its activation is to a known positive's than others'.
-
-    Args:
-        activations: (batch, ...).
-        hints: activations of known positives, (hints, ...), at least one.
-        other_hints: activations of the other classes, (classes, ...), at least one.
-    """
+    """Score each example by how much nearer its activation is to a known positive's."""
     (rows, known, others), unit = rows_together(activations, hints, other_hints)
-    to_positives = torch.stack([_distances(rows, one) for one in known]).amin(dim=0)
-    to_others = torch.stack([_distances(rows, one) for one in others]).amin(dim=0)
-    return in_unit(to_others - to_positives, unit)
-
-
-def top_direction(gradients: Gradients) -> TopDirection:
-    """Return the batch's top right-singular vector, and the gradients' projections on it.
-
-    Args:
-        gradients: (batch, ...).
-    """
-    return prepared(gradients).top
+    return in_unit(_nearest(rows, others) - _nearest(rows, known), unit)
 
 
 def _discriminant(within: Tensor, between: Tensor) -> Tensor:
@@ -300,6 +223,19 @@ def _discriminant(within: Tensor, between: Tensor) -> Tensor:
     gram.diagonal().add_(ridge)
     weights: Tensor = torch.linalg.solve(gram, within @ between)
     return (between - within.T @ weights) / ridge
+
+
+def _nearer_to_positives(
+    gradients: Gradients, classes: KnownClasses, centre: Callable[[Tensor], Tensor]
+) -> Tensor:
+    (rows, negatives, positives), unit = rows_together(gradients, *classes)
+    nearer = _distances(rows, centre(negatives)) - _distances(rows, centre(positives))
+    return in_unit(nearer, unit)
+
+
+def _nearest(rows: Tensor, hints: Tensor) -> Tensor:
+    """Return each row's smallest distance to a hint."""
+    return torch.stack([_distances(rows, hint) for hint in hints]).amin(dim=0)
 
 
 def _distances(rows: Tensor, centre: Tensor) -> Tensor:

@@ -44,11 +44,7 @@ class LayerScores(NamedTuple):
 
 
 class BatchScorer:
-    """Scores batches with a fixed set of attacks.
-
-    Args:
-        targets: the classes to treat as the positives.
-    """
+    """Scores batches with a fixed set of attacks; targets are the classes taken for positives."""
 
     def __init__(self, attacks: Mapping[str, Attack], targets: Sequence[int]) -> None:
         self._attacks = attacks
@@ -114,10 +110,7 @@ def cross_scores(attack: Attack, gradients: Tensor, positive: Tensor) -> Tensor 
     The AUC of uninformative scores then strays further from 1/2 than the AUC of random scores, by a
     factor of the square root of 2, because chance moves both halves in the same direction.
 
-    Args:
-        attack: an attack that needs known classes, and nothing else.
-        gradients: (batch, ...).
-        positive: which examples are of the target class, (batch,) of booleans.
+    The attack needs known classes, and nothing else.
 
     Returns:
         Scores, standardised within the halves, which hold equally many examples of each class;

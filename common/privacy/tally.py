@@ -5,49 +5,29 @@ at most half a cell, 0.000025.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypedDict, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
-from splitveil.common.privacy.pair_aucs import Floats, PairAucs
+from splitveil.common.privacy.leakage import PairAucs
+
+T = TypeVar("T")
 
 REMEMBERED_EPOCHS = 64
-"""Number of epochs whose figures are kept: they are written as soon as an epoch is over."""
+"""Number of epochs whose figures are stored: they are written as soon as an epoch is over."""
 
 _CELLS = 10_000
 
 
-class AucCounts:
-    """Counts AUCs between 0.5 and 1: 40 KiB."""
-
-    def __init__(self) -> None:
-        self._counts: npt.NDArray[np.int32] = np.zeros(_CELLS, dtype=np.int32)
-
-    def add(self, auc: float) -> None:
-        self._counts[min(int((auc - 0.5) * 2 * _CELLS), _CELLS - 1)] += 1
-
-    def quantile(self, share: float) -> float:
-        """Return the quantile of the cells' midpoints, interpolated as numpy does by default."""
-        cumulated = np.cumsum(self._counts)
-        total = int(cumulated[-1])
-        if not total:
-            raise ValueError("no quantile of nothing")
-        place = share * (total - 1)
-        below, above = (
-            (int(np.searchsorted(cumulated, rank, side="right")) + 0.5) / (2 * _CELLS) + 0.5
-            for rank in (math.floor(place), math.ceil(place))
-        )
-        return below + (above - below) * (place - math.floor(place))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"counts": torch.from_numpy(self._counts.copy())}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._counts = state["counts"].numpy().copy()
+def by_layer(figures: Iterable[tuple[str, str, T]]) -> dict[str, dict[str, T]]:
+    """Return layer -> attack -> figure."""
+    nested: dict[str, dict[str, T]] = {}
+    for layer, attack, figure in figures:
+        nested.setdefault(layer, {})[attack] = figure
+    return nested
 
 
 class AttackTally:
@@ -57,25 +37,21 @@ class AttackTally:
         self.batches = 0
         self.last_epoch = -1
         self._sum = 0.0
-        self._measured = AucCounts()
-        self._random = AucCounts()
+        self._measured, self._random = (np.zeros(_CELLS, dtype=np.int32) for _ in range(2))
+        """Numbers of AUCs in each cell between 0.5 and 1: 40 KiB each."""
         self._epochs: dict[int, tuple[float, int]] = {}
         self._worst_before = 0.5
 
     def add(self, epoch: int, auc: float, random: float) -> None:
-        """Take one batch.
-
-        Args:
-            epoch: epoch of the batch, not before that of the previous batch.
-        """
+        """Add one batch; its epoch is not before that of the previous batch."""
         if epoch != self.last_epoch:
             self._begin(epoch)
         total, count = self._epochs[epoch]
         self._epochs[epoch] = (total + auc, count + 1)
         self.batches += 1
         self._sum += auc
-        self._measured.add(auc)
-        self._random.add(random)
+        for counts, value in ((self._measured, auc), (self._random, random)):
+            counts[min(int((value - 0.5) * 2 * _CELLS), _CELLS - 1)] += 1
 
     @property
     def mean(self) -> float:
@@ -94,30 +70,31 @@ class AttackTally:
         return total / count
 
     def quantile(self, share: float) -> float:
-        return self._measured.quantile(share)
+        return _quantile(self._measured, share)
 
     def random_quantile(self, share: float) -> float:
         """Return the same quantile of random scores on the same batches."""
-        return self._random.quantile(share)
+        return _quantile(self._random, share)
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "batches": self.batches,
             "last_epoch": self.last_epoch,
             "sum": self._sum,
-            "measured": self._measured.state_dict(),
-            "random": self._random.state_dict(),
-            "epochs": {str(epoch): [*found] for epoch, found in self._epochs.items()},
+            "measured": torch.from_numpy(self._measured.copy()),
+            "random": torch.from_numpy(self._random.copy()),
+            "epochs": {str(epoch): [*total] for epoch, total in self._epochs.items()},
             "worst_before": self._worst_before,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.batches, self.last_epoch = state["batches"], state["last_epoch"]
         self._sum, self._worst_before = state["sum"], state["worst_before"]
-        self._measured.load_state_dict(state["measured"])
-        self._random.load_state_dict(state["random"])
+        self._measured, self._random = (
+            state[name].numpy().copy() for name in ("measured", "random")
+        )
         # Sorted, because the state may come back in a different order.
-        epochs = sorted((int(epoch), *found) for epoch, found in state["epochs"].items())
+        epochs = sorted((int(epoch), *total) for epoch, total in state["epochs"].items())
         self._epochs = {epoch: (total, count) for epoch, total, count in epochs}
 
     def _begin(self, epoch: int) -> None:
@@ -129,11 +106,22 @@ class AttackTally:
         self.last_epoch = epoch
 
 
+def _quantile(counts: npt.NDArray[np.int32], share: float) -> float:
+    """Return the quantile of the cells' midpoints, interpolated as numpy does by default."""
+    cumulated = np.cumsum(counts)
+    place = share * (int(cumulated[-1]) - 1)
+    below, above = (
+        (int(np.searchsorted(cumulated, rank, side="right")) + 0.5) / (2 * _CELLS) + 0.5
+        for rank in (math.floor(place), math.ceil(place))
+    )
+    return below + (above - below) * (place - math.floor(place))
+
+
 class ClassLeak(TypedDict):
     """One attack on one layer, class by class: means over the batches of a run."""
 
     worst_pair: list[str]
-    """The two classes told apart best on average."""
+    """The two classes that are separated best on average."""
 
     worst_pair_auc: float
     """Their leak AUC. At most the mean of the batches' worst pairs, which differ."""
@@ -151,19 +139,18 @@ class MultiClassTally:
     """Means over the batches of one attack's leak AUCs on one layer, for each class and pair."""
 
     def __init__(self, num_classes: int) -> None:
-        pairs, classes = (num_classes, num_classes), (num_classes,)
-        self._means = {
-            "pairs": _Means(*pairs),
-            "classes": _Means(*classes),
-            "random_pairs": _Means(*pairs),
-            "random_classes": _Means(*classes),
-        }
+        shapes = [(num_classes, num_classes), (num_classes,)] * 2
+        self._sums = [np.zeros(shape) for shape in shapes]
+        """Of pairs and classes, of the attack and of random scores."""
+        self._counts = [np.zeros(shape) for shape in shapes]
+        """Some batches lack examples of a class."""
 
     def add(self, leak: PairAucs, random: PairAucs) -> None:
         """Add one batch."""
-        values = (leak.pairs, leak.one_vs_rest, random.pairs, random.one_vs_rest)
-        for means, value in zip(self._means.values(), values, strict=True):
-            means.add(value)
+        for sums, counts, values in zip(self._sums, self._counts, (*leak, *random), strict=True):
+            present = ~np.isnan(values)
+            sums[present] += values[present]
+            counts[present] += 1
 
     def result(self, names: Sequence[str]) -> ClassLeak:
         """Return the means under the names of the classes.
@@ -171,7 +158,8 @@ class MultiClassTally:
         Raises:
             OneClass: nothing was added.
         """
-        pairs, classes, random_pairs, random = (one.means() for one in self._means.values())
+        with np.errstate(invalid="ignore"):
+            pairs, classes, random_pairs, random = map(np.divide, self._sums, self._counts)
         worst = PairAucs(pairs, classes).worst_pair()
         return ClassLeak(
             worst_pair=[names[class_index] for class_index in worst],
@@ -182,34 +170,11 @@ class MultiClassTally:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: one.state_dict() for name, one in self._means.items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name, one in self._means.items():
-            one.load_state_dict(state[name])
-
-
-class _Means:
-    """Sums of figures that some batches lack."""
-
-    def __init__(self, *shape: int) -> None:
-        self._sums, self._counts = np.zeros(shape), np.zeros(shape)
-
-    def add(self, values: Floats) -> None:
-        present = ~np.isnan(values)
-        self._sums[present] += values[present]
-        self._counts[present] += 1
-
-    def means(self) -> Floats:
-        with np.errstate(invalid="ignore"):
-            means: Floats = self._sums / self._counts
-        return means
-
-    def state_dict(self) -> dict[str, Tensor]:
         return {
-            "sums": torch.from_numpy(self._sums.copy()),
-            "counts": torch.from_numpy(self._counts.copy()),
+            "sums": [torch.from_numpy(sums.copy()) for sums in self._sums],
+            "counts": [torch.from_numpy(counts.copy()) for counts in self._counts],
         }
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self._sums, self._counts = state["sums"].numpy().copy(), state["counts"].numpy().copy()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._sums = [sums.numpy().copy() for sums in state["sums"]]
+        self._counts = [counts.numpy().copy() for counts in state["counts"]]

@@ -50,15 +50,11 @@ class TopDirection(NamedTuple):
 
 
 def top_direction_of_rows(rows: Tensor) -> TopDirection:
-    """Return the top direction of some rows, by Lanczos' method if it stands out enough.
-
-    Args:
-        rows: (batch, row_dim), float64.
-    """
+    """Return the top direction of float64 rows, by Lanczos' method if it stands out enough."""
     if rows.device.type == "cpu" and min(rows.shape) >= _LARGE:
-        found = _by_lanczos(rows.numpy())
-        if found is not None:
-            projections, direction = map(torch.from_numpy, found)
+        leading = _by_lanczos(rows.numpy())
+        if leading is not None:
+            projections, direction = map(torch.from_numpy, leading)
             return TopDirection(projections, direction)
     num_rows, row_dim = rows.shape
     if num_rows >= row_dim:
@@ -86,12 +82,7 @@ def skewness(scores: Tensor) -> float:
 
 
 def settled_centres(rows: Tensor, centres: Tensor) -> Tensor:
-    """Return the centres after Lloyd's algorithm; one that loses all its rows stays where it is.
-
-    Args:
-        rows: (rows, row_dim).
-        centres: where to begin, (clusters, row_dim).
-    """
+    """Return the centres after Lloyd's algorithm; one that loses all its rows stays where it is."""
     before: Tensor | None = None
     for _ in range(_MAX_ROUNDS):
         nearest = nearness(rows, centres).argmax(dim=1)
@@ -116,9 +107,7 @@ def nearness(rows: Tensor, centres: Tensor) -> Tensor:
 def two_clusters(rows: Tensor, along: Tensor) -> TopDirection:
     """Group rows into two clusters, and score them by how much nearer they are to the smaller one.
 
-    Args:
-        rows: (rows, row_dim), float64.
-        along: numbers that say where to begin: rows above their mean against the others, (rows,).
+    k-means begins with the rows above the mean of ``along`` against the others.
 
     Returns:
         The differences of the squared distances to both centres, and the unit vector from the

@@ -68,8 +68,6 @@ NO_REPLY = bytes(_FINGERPRINT_BYTES)
 
 
 class Record(NamedTuple):
-    """One entry of the log."""
-
     number: int
     fingerprints: tuple[bytes, ...]
     """Fingerprint of each passive party's question, 16 bytes each."""
@@ -156,7 +154,6 @@ class AnswerLog:
                 os.fsync(descriptor)
 
     def since(self, count: int) -> Iterator[Record]:
-        """Yield the records that follow the first few. Raises StorageError."""
         if count > len(self):
             raise StorageError(
                 f"{self._path}: holds {len(self)} answers, and the checkpoint counts {count}: "

@@ -158,8 +158,6 @@ class EpsilonFigures(NamedTuple):
 
 @dataclass(frozen=True)
 class BeyondFigures(Form):
-    """What attacks reveal beyond features."""
-
     adjusted: Annotated[Table[AdjustedFigures], Key("adjusted_leak")] = field(default_factory=dict)
     advantage: Annotated[Table[AdvantageFigures], Key("leak_advantage")] = field(
         default_factory=dict
@@ -352,7 +350,7 @@ class LeakByClass(Form):
 
 @dataclass(frozen=True, kw_only=True)
 class LeakFigures(Form):
-    """The measurements of the attacks; with more than two classes, of the pair told apart best."""
+    """The measurements of the attacks; with more than two classes, of the pair separated best."""
 
     beyond: Annotated[BeyondFigures | None, Flat()] = None
     """What the attacks reveal beyond features; None if it was not measured."""

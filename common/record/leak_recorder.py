@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from splitveil.common.errors import SettingsError, StorageError
-from splitveil.common.privacy.audit import BatchLeak, LeakAudit, LeakByAttack
+from splitveil.common.privacy.audit import AuditedBatch, LeakAudit, LeakByAttack
 from splitveil.common.privacy.audit_worker import Auditing, AuditWorker
 from splitveil.common.privacy.beyond_features import BeyondFeatures, Covariates
 from splitveil.common.privacy.custom_attacks import load_custom_attacks
@@ -69,7 +69,7 @@ class LeakRecorder:
         settings: AuditSettings,
         metrics: MetricsLog,
         run: AuditedRun,
-        on_leak: Callable[[BatchLeak], None] | None = None,
+        on_leak: Callable[[AuditedBatch], None] | None = None,
         beside: Auditing | None = None,
     ) -> None:
         self._metrics = metrics
@@ -210,7 +210,7 @@ class LeakRecorder:
             figures = (*attack_figures(found[0]), *attack_figures(found[1]))
             self._metrics.write(EpochLeakLine(epoch, figures))
 
-    def _note(self, measured: BatchLeak) -> None:
+    def _note(self, measured: AuditedBatch) -> None:
         try:
             self._write_epochs(measured.epoch - 1)
             figures = attack_figures(measured.leak)
@@ -241,7 +241,7 @@ class AuditsTogether:
     def wants(self, step: int) -> bool:
         return self._first.wants(step)
 
-    def observe(self, observation: Observation) -> BatchLeak | None:
+    def observe(self, observation: Observation) -> AuditedBatch | None:
         rows = {layer: GradientRows(found) for layer, found in observation.gradients.items()}
         observation = dataclasses.replace(observation, prepared=rows)
         measured = self._first.observe(observation)

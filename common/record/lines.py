@@ -113,8 +113,6 @@ class LedgerLine(Form):
 
 @dataclass(frozen=True)
 class EvaluationLine(Form):
-    """The model on a held-out split after an epoch."""
-
     epoch: KnownCount
     split: Annotated[SplitName, Key("kind")]
     loss: Number = None

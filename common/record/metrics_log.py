@@ -61,11 +61,7 @@ class ChartClock:
 
 
 class MetricsLog:
-    """Writes ``metrics.jsonl``, one object per line, and the same numbers for TensorBoard.
-
-    The form of each line is that of `splitveil.common.record.lines`; a number that is not finite is
-    null. Any thread may write.
-    """
+    """Writes ``metrics.jsonl`` and the same numbers for TensorBoard; any thread may write."""
 
     def __init__(
         self, folder: Path, steps_per_epoch: int = 1, on_line: Callable[[Line], None] | None = None
@@ -90,10 +86,7 @@ class MetricsLog:
         self.close()
 
     def write(self, line: Line, *, charted: bool = True) -> None:
-        """Write one line of plain numbers, or raise TypeError; it is ignored after `close`.
-
-        ``charted`` says whether TensorBoard gets the numbers, too.
-        """
+        """Write one line of plain numbers, to TensorBoard too if charted. Raises TypeError."""
         fields = to_fields(line)
         if not isinstance(line, HistogramLine):
             _check_numbers(fields.values)
@@ -193,10 +186,7 @@ def _check_numbers(values: Mapping[str, object]) -> None:
 
 
 def _cut_to_whole_lines(path: Path, most_bytes: int | None = None) -> None:
-    """Truncate a file after the last line that ends within its first bytes.
-
-    A crash or a full disk leaves half a line, to which the next line would be appended.
-    """
+    """Truncate a file after the last whole line within its first bytes: a crash may cut a line."""
     if not path.exists():
         return
     with path.open("r+b") as file:

@@ -91,8 +91,6 @@ _MAX_ENCODER_BYTES = 2**31
 
 @dataclass(frozen=True)
 class EarlierModel:
-    """The model in the ``checkpoint`` folder of one party of an earlier run."""
-
     folder: Path
 
     encoder: FeatureEncoder | None
@@ -125,10 +123,7 @@ class EarlierModel:
         return cls(folder, encoder, is_free, metadata, weights, setting)
 
     def encoder_for(self, table: Table | None, source: str) -> FeatureEncoder | None:
-        """Return the encoder of that run, after checking that the table has the same features.
-
-        Raises SettingsError or DataError.
-        """
+        """Return that run's encoder if the table fits it, or raise SettingsError or DataError."""
         if (table is None) != (self.encoder is None):
             had, has = ("features", "none") if table is None else ("no features", "some")
             raise SettingsError(
@@ -169,7 +164,6 @@ class EarlierModel:
 
 
 def is_label_free(folder: Path) -> bool:
-    """Return whether no true label has entered the weights in a folder, without reading them."""
     with _reading(folder, WEIGHTS, SETTING):
         check_regular(folder / WEIGHTS)
         return _metadata(folder / WEIGHTS).items() >= RELEASED_LABELS.items()

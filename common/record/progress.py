@@ -73,8 +73,6 @@ _LEAST_BAR, _LONGEST_BAR = 10, 40  # characters
 
 
 class TrainingProgress:
-    """Shows the progress of a training: a bar on a terminal, occasional log lines elsewhere."""
-
     def __init__(
         self,
         party: str,
@@ -119,10 +117,7 @@ class TrainingProgress:
 
     @property
     def steps_per_s(self) -> float:
-        """Steps per second after the first one, to now or to the end of the ``with`` block.
-
-        The first step is left out: it waits for the peer to get ready.
-        """
+        """Steps per second after the first one, which waits for the peer, to now or the end."""
         steps = self.steps_done - self._steps_before
         if self._first_step is None or steps < 2:
             return 0.0
@@ -137,10 +132,7 @@ class TrainingProgress:
             self._bar.update(self._task, completed=steps)
 
     def advance(self, steps: int = 1, /, **numbers: float | None) -> None:
-        """Count finished steps and show numbers such as ``loss``; None is not shown.
-
-        If a terminal is too narrow for all numbers, the last ones are left out first.
-        """
+        """Count steps and show numbers such as ``loss``; a narrow terminal gets the first ones."""
         self.steps_done += steps
         now = time.monotonic()
         if self._first_step is None:
@@ -189,8 +181,6 @@ class _BarColumn(ProgressColumn):
 
 
 class _FiguresColumn(ProgressColumn):
-    """As many figures as the line has room for, the most important ones first."""
-
     def __init__(self, console: Console) -> None:
         self._console = console
         super().__init__()

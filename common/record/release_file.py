@@ -51,7 +51,6 @@ class ReleaseFile:
         return len(self._stages)
 
     def at(self, stage: int) -> Tensors | None:
-        """Return the parts of a stage's release; None if it was not written."""
         return self._stages.get(stage)
 
     def keep(self, stage: int, release: Tensors) -> None:

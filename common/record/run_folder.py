@@ -99,7 +99,6 @@ def replacing_file(path: Path, mode: int = OWNER_ONLY) -> Iterator[BinaryIO]:
 
 @contextmanager
 def storage_errors(path: Path, problem: str) -> Iterator[None]:
-    """Turn errors of the disk into a StorageError that names the path and the problem."""
     try:
         yield
     except OSError as error:
@@ -111,9 +110,13 @@ def write_text_atomically(path: Path, text: str, mode: int = OWNER_ONLY) -> None
 
 
 def write_json_atomically(path: Path, value: object) -> None:
-    """Replace a JSON file as a whole; numbers that are not finite become null."""
+    write_text_atomically(path, json_text(value))
+
+
+def json_text(value: object) -> str:
+    """Return a JSON document with a line break at its end; NaN and infinities become null."""
     text = json.dumps(finite_or_null(value), indent=2, ensure_ascii=False, allow_nan=False)
-    write_text_atomically(path, text + "\n")
+    return text + "\n"
 
 
 def finite_or_null(value: object) -> Any:
@@ -194,10 +197,7 @@ def mark_as_ended(folder: Path, why: Mapping[str, Any]) -> None:
 
 
 def end_of(folder: Path) -> Mapping[str, Any] | None:
-    """Return the content of a run's mark; None if there is none, or if it cannot be read.
-
-    A run that is resumed because its mark was lost ends again at the same batch.
-    """
+    """Return the content of a run's mark; None if there is none, or if it cannot be read."""
     try:
         why = json.loads((folder / FILE).read_bytes())
     except (OSError, ValueError, RecursionError):

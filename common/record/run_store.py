@@ -57,7 +57,6 @@ def write_serialised(path: Path, content: bytes) -> None:
 
 
 def read_state(path: Path) -> State:
-    """Read a state. Raises FileNotFoundError or UnreadableError."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -169,7 +168,6 @@ class RunStore:
         self._wait()
 
     def run(self) -> State | None:
-        """Return the constants of the whole run; None if there is no run to resume."""
         self._wait()
         path = self._folder / RUN_STATE
         try:
@@ -192,10 +190,7 @@ class RunStore:
         write_serialised(self._folder / RUN_STATE, serialised(state))
 
     def checkpoints(self) -> list[int]:
-        """Return the batch numbers for which a state can be loaded, ascending.
-
-        A damaged file is logged and left out.
-        """
+        """Return the batch numbers of states that can be loaded, ascending; log damaged files."""
         self._wait()
         return [number for number, path in self._files() if self._read(path) is not None]
 
@@ -270,7 +265,6 @@ class RunStore:
         return ReleaseFile.read(self._folder.parent)
 
     def _run_name(self) -> bytes:
-        """Return the bytes that distinguish this run's log of answers from others."""
         path = self._folder / RUN_STATE
         with storage_errors(path, "cannot be read"), path.open("rb") as file:
             return file.read(DIGEST_BYTES)

@@ -58,8 +58,6 @@ def provenance_of_process(*, shows_host: bool) -> Provenance:
 
 
 class RunCounts(NamedTuple):
-    """The size of the run: rows, epochs, steps and speed."""
-
     aligned_rows: Count = None
     epochs: Count = None
     steps: Count = None
@@ -117,8 +115,6 @@ class EarlierAnswers(Form):
 
 
 class GateFigures(NamedTuple):
-    """The actions of the leak gate."""
-
     findings: Count = None
     closed: Annotated[bool, BeforeValidator(lambda value: value is True)] = False
     """Whether it ended the run."""
@@ -149,8 +145,6 @@ class ActiveFigures(Form):
 
 @dataclass(frozen=True)
 class AuditedFigures(Form):
-    """The replies to a passive party about scores of its own."""
-
     leak_aucs: Annotated[ByAttack[Known], Key("audit")] = field(default_factory=dict)
     left_out_batches: Annotated[Count, Key("audit_left_out_batches")] = None
 

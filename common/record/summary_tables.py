@@ -28,10 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def print_summary(party: str, summary: Summary, *, console: Console | None = None) -> None:
-    """Print a run's summary to the standard output stream: its numbers, then its leak tables.
-
-    With a log of JSON objects the numbers go there instead: a supervisor merges both streams.
-    """
+    """Print a run's summary to standard output, or its numbers to a log of JSON objects."""
     if console is None and writes_json():
         logger.info("summary", extra=log_fields(**plain_figures(summary)))
         return
@@ -46,7 +43,7 @@ def print_summary(party: str, summary: Summary, *, console: Console | None = Non
         console.print(ledger_table(summary.of_active.ledger, f"{party}: leak ledger"))
     leak = summary.of_leak
     if leak.beyond is not None and leak.beyond.adjusted:
-        title = f"{party}: leak AUC beyond what features tell"
+        title = f"{party}: feature-adjusted leak AUC"
         console.print(beyond_table(leak.beyond, title))
     pair = "" if leak.by_class is None else ", worst pair of classes"
     if leak.of_numbers:
@@ -62,9 +59,7 @@ def print_summary(party: str, summary: Summary, *, console: Console | None = Non
         console.print(run_level_table(leak.run_level, title))
 
 
-def beyond_table(
-    beyond: BeyondFigures, title: str = "Leak AUC beyond what features tell"
-) -> PlainTable:
+def beyond_table(beyond: BeyondFigures, title: str = "Feature-adjusted leak AUC") -> PlainTable:
     numbers = ("adjusted", "95 % interval", "advantage", "95 % interval")
     table = PlainTable(title, ("attack",), numbers)
     for attack, found in beyond.adjusted.items():

@@ -40,6 +40,5 @@ def refusing_to_write(path: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Any]:
-    """Open a file that takes the place of another once it is whole and on disk."""
     with refusing_to_write(path), replacing_file(path) as file:
         yield file

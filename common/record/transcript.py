@@ -226,8 +226,6 @@ Noted = tuple[Direction, str, int | None, int | None, str]
 
 
 class Verified(NamedTuple):
-    """The content of a transcript whose chain is intact."""
-
     entries: int
     starts: int
     last_link: str
@@ -243,7 +241,6 @@ class Verified(NamedTuple):
 
 
 def verify(path: Path) -> Verified | Broken:
-    """Check every link of a transcript, or raise OSError."""
     link, starts, number = _FIRST_LINK, 0, 0
     party: str | None = None
     crossings: dict[str | None, Counter[Noted]] = {}
@@ -264,8 +261,6 @@ def verify(path: Path) -> Verified | Broken:
 
 
 class TranscriptComparison(NamedTuple):
-    """The result of comparing two parties' transcripts."""
-
     agreed: int
     """Number of messages that one party sent and the other received, with the same bytes."""
     lost: Mapping[str, int]
@@ -293,10 +288,7 @@ def compare(one: Verified, other: Verified) -> TranscriptComparison:
 
 
 def _write_whole(file: FileIO, line: bytes) -> None:
-    """Append a line to a file, or leave the file as it was.
-
-    The file is unbuffered: a buffer would keep bytes that a full disk refuses and fail on close.
-    """
+    """Append a line to an unbuffered file, or leave the file as it was."""
     begin, written = file.seek(0, SEEK_END), 0
     try:
         while written < len(line):

@@ -69,8 +69,6 @@ class Crossed(_Line):
 
 
 class AnsweredRequest(BaseModel):
-    """A request for predictions, from another program of the active party."""
-
     model_config = ConfigDict(strict=True, frozen=True)
 
     program: Annotated[str, Field(max_length=NAME_CHARACTERS)]

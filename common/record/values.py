@@ -170,8 +170,6 @@ _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
 class _Entry(NamedTuple):
-    """One field of a form."""
-
     name: str
     key: str
     is_left_out: bool

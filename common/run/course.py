@@ -65,7 +65,7 @@ class AlignedRows:
         file_rows, digests = in_common_order(ids, file_rows, joint_seed)
         match contract.split:
             case HashSplit() as shares:
-                splits = _by_digest(shares, digests)
+                splits = split_rows(digests, shares.train, shares.validation, shares.test)
                 wanted = {name for name in splits if getattr(shares, name)}
             case ColumnSplit() as split:
                 splits = _by_column(split, file_rows, file_splits)
@@ -93,11 +93,6 @@ class AlignedRows:
 
     def __len__(self) -> int:
         return len(self.file_rows)
-
-
-def _by_digest(shares: HashSplit, digests: NDArray[np.uint8]) -> dict[SplitName, Positions]:
-    parts = split_rows(digests, shares.train, shares.validation, shares.test)
-    return {"train": parts["train"], "validation": parts["validation"], "test": parts["test"]}
 
 
 def _by_column(
@@ -164,7 +159,7 @@ def needs_all_gradients(contract: Contract, rows: AlignedRows, batch: Batch) -> 
     """Return whether no activation may be computed before a training batch's gradient is there.
 
     So it is with ``pipeline_depth`` 1 after every batch, otherwise before an evaluation and before
-    a checkpoint. It follows from the contract alone, and so does the course of the weights.
+    a checkpoint. It follows from the contract only, and so does the course of the weights.
     """
     is_last = batch.closes_split or is_checkpoint(contract, rows, batch)
     return contract.pipeline_depth == 1 or is_last
@@ -174,7 +169,7 @@ def evaluations_ahead(contract: Contract) -> int:
     """Return how many activations of held-out rows may wait for replies at once, at least 2.
 
     Their weights do not change in between, so this changes no bit. It follows from the contract
-    alone, because the active party keeps as many replies as may be lost with a connection.
+    only, because the active party keeps as many replies as may be lost with a connection.
     """
     row_bytes = contract.cut_dim * DTYPE_BYTES[contract.cut_dtype]
     batches = EVALUATION_BYTES_AHEAD // (contract.evaluation_batch_size * row_bytes)

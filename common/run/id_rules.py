@@ -125,9 +125,9 @@ def rules_as_bytes(rules: Sequence[IdRule]) -> bytes:
     return json.dumps(plain, sort_keys=True).encode()
 
 
-def rules_of_bytes(kept: bytes) -> Sequence[IdRule]:
+def rules_of_bytes(written: bytes) -> Sequence[IdRule]:
     """Return the rules that ``rules_as_bytes`` has written; ValueError for anything else."""
-    if not kept:
+    if not written:
         return AS_WRITTEN
-    rules: tuple[IdRule, ...] = TypeAdapter(IdRules).validate_json(kept)
+    rules: tuple[IdRule, ...] = TypeAdapter(IdRules).validate_json(written)
     return rules

@@ -148,4 +148,4 @@ class Embedded(NamedTuple):
 
     known: NDArray[np.bool_]  # whether it answers for an id, (ids,)
     values: Tensor
-    """The activations of the known ids alone, in their order, (known ids, *cut_shape)."""
+    """The activations of the known ids only, in their order, (known ids, *cut_shape)."""

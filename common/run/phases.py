@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class Phase(StrEnum):
-    """What a party is doing; its seconds are told apart by these words."""
+    """What a party is doing; its seconds are counted by these words."""
 
     ALIGNMENT = "alignment"
     """Finding the common ids, including the waits for the other party within it."""

@@ -1,7 +1,7 @@
 """The progress of one party through a run, and the state that must survive its process. No disk.
 
 ``Progress`` knows which batch is due and when a checkpoint is due; ``RunIdentity`` holds the
-constants of the whole run. Both are kept by a ``CheckpointStore``: ``RunStore`` keeps them on disk,
+constants of the whole run. Both are stored by a ``CheckpointStore``: ``RunStore`` has them on disk,
 ``NoStore`` forgets them (``common/record/run_store.py``).
 """
 

@@ -156,16 +156,16 @@ class CommonOrder(NamedTuple):
 
 def split_rows(
     digests: npt.NDArray[np.uint8], train: float, validation: float, test: float
-) -> dict[str, Positions]:
+) -> dict[SplitName, Positions]:
     """Assign each row to a split by the digest of its id; the positions, ascending."""
-    fractions = {"train": train, "validation": validation, "test": test}
-    if min(fractions.values()) < 0 or not math.isclose(sum(fractions.values()), 1.0):
+    fractions = (train, validation, test)
+    if min(fractions) < 0 or not math.isclose(sum(fractions), 1.0):
         raise ValueError(f"expected fractions that add up to 1, got {fractions}")
     leading = np.ascontiguousarray(digests[:, :8]).view(">u8")[:, 0]
     uniform = (leading >> np.uint64(11)) * 2.0**-53  # in [0, 1), without rounding
     # The bound is counted from the end, so that test = 0 leaves no test rows.
     chosen = np.searchsorted([train, max(train, 1.0 - test)], uniform, side="right")
-    return {name: np.flatnonzero(chosen == number) for number, name in enumerate(fractions)}
+    return {name: np.flatnonzero(chosen == number) for number, name in enumerate(SPLITS)}
 
 
 def _permutation(seed: bytes, epoch: int, length: int) -> Positions:

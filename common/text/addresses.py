@@ -33,10 +33,7 @@ def may_hold_secret(text: str) -> bool:
 
 
 def split_address(address: str, *, least_port: int = 1) -> HostAndPort:
-    """Split ``HOST:PORT``; ValueError if it is no address that another party could connect to.
-
-    A port of 0 may be chosen by the system.
-    """
+    """Split ``HOST:PORT``, or raise ValueError; a port of 0 may be chosen by the system."""
     host, _, port = address.rpartition(":")
     if not re.fullmatch(r"[0-9]{1,5}", port, re.ASCII) or not least_port <= int(port) <= 65535:
         raise ValueError("expected HOST:PORT with a port from 1 to 65535")

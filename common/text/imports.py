@@ -15,10 +15,7 @@ _SHORT_OF_MEMORY = re.compile(r"CUDA|\bCU[A-Z]+_|\bcu[A-Z]|out of memory|allocat
 
 
 def import_named(name: str, kind: str) -> object:
-    """Return what a module of the user's own defines as ``package.module:name``.
-
-    SettingsError if it does not. Messages call it a ``kind``, such as ``class``.
-    """
+    """Return what the user's own ``package.module:name`` is, a ``kind``, or raise SettingsError."""
     module_name, separator, own_name = name.partition(":")
     if not (separator and module_name and own_name):
         raise SettingsError(f"{name}: expected package.module:{kind.capitalize()}")

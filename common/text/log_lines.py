@@ -19,10 +19,7 @@ _OWN_PACKAGE = "splitveil"
 
 
 def configure_logging(party: str, verbosity: int = 0, form: LogFormat = "text") -> None:
-    """Log short lines with the party's name, or JSON objects, to the standard error stream.
-
-    A verbosity below 0 is for warnings only, 0 for the progress of the run, above 0 for everything.
-    """
+    """Log warnings only (verbosity below 0), the run's progress (0) or everything (above 0)."""
     handler = _StderrHandler(party, form)
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     threading.excepthook = partial(_on_failed_thread, threading.excepthook)

@@ -38,9 +38,6 @@ class Printed:
 
 
 def printing_console(*, stderr: bool = False, plain: bool = False) -> Console:
-    """Return a console on a standard stream that ignores failures of the stream.
-
-    A plain one is no terminal.
-    """
+    """Return a console that ignores failures of its standard stream; a plain one is no terminal."""
     printed: Any = Printed(sys.stderr if stderr else sys.stdout)
     return Console(file=printed, force_terminal=False if plain else None)

@@ -15,8 +15,6 @@ from splitveil.common.text.files import read_bytes
 
 
 class Extent(NamedTuple):
-    """Limits on a text."""
-
     max_bytes: int
     max_nodes: int
     """Number of values, lists and mappings."""

@@ -63,10 +63,7 @@ class PeerConnection:
         return self._is_outdated and self._channel is not None
 
     def channel(self) -> grpc.Channel:
-        """Return the channel, replaced if it was opened with certificates no longer in use.
-
-        Raises PeerError: no server answers, or one that this party does not trust.
-        """
+        """Return the channel, replaced if its certificates are out of use. Raises PeerError."""
         if self.is_outdated:
             self.close()
         self._is_outdated = False
@@ -75,10 +72,7 @@ class PeerConnection:
         return self._channel
 
     def renew(self) -> bool:
-        """Use the certificates as they are now, and return whether they have changed.
-
-        An open channel keeps the certificates with which it was opened.
-        """
+        """Use the certificates as they are now, and return whether they have changed."""
         now = None if self._files is None else self._files.current()
         if now is self._shown:
             return False
@@ -135,12 +129,10 @@ class MessageStream:
         threading.Thread(target=self._watch, name="stream-deadline", daemon=True).start()
 
     def send_all(self, messages: Iterable[Any]) -> None:
-        """Queue messages to be sent."""
         for message in messages:
             self._outgoing.put(message)
 
     def receive(self) -> Any:
-        """Wait for one message."""
         self._waiting_since = time.monotonic()
         try:
             return next(self._call)
@@ -186,8 +178,6 @@ NoteAttempt = Callable[[PeerError | None], None]
 
 
 class Retrying:
-    """Repeats a question, with growing waits in between."""
-
     def __init__(
         self,
         settings: ReconnectSettings,

@@ -57,10 +57,7 @@ _MEANINGS = {
 
 
 def judged_certificate(connection: socket.socket, authority: bytes, identity: str) -> bytes:
-    """Return the certificate of the server that answers, in PEM, once it has been verified.
-
-    Raises PeerUntrusted or PeerUnreachable.
-    """
+    """Return the server's certificate, PEM, once it has been verified, or raise PeerError."""
     shown = _shown_certificate(connection, _context(authority), identity)
     names = _dns_names(shown)
     if identity not in names:
@@ -85,10 +82,7 @@ def _context(authority: bytes) -> ssl.SSLContext:
 
 
 def _shown_certificate(connection: socket.socket, context: ssl.SSLContext, identity: str) -> bytes:
-    """Run a handshake until the peer's certificate is verified, and its key is proved to be held.
-
-    This party's last flight is not sent, so the peer learns nothing about this party.
-    """
+    """Run a handshake until certificate and key are proved, without this party's last flight."""
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     # As bytes: text would have to be a valid host name, while an identity is never looked up.
     tls = context.wrap_bio(incoming, outgoing, server_hostname=identity.encode())
@@ -113,7 +107,6 @@ def _shown_certificate(connection: socket.socket, context: ssl.SSLContext, ident
 
 
 def _exchange(connection: socket.socket, data: bytes, deadline: float) -> bytes:
-    """Send the given bytes, and return the next bytes received."""
     left_s = deadline - time.monotonic()
     if left_s <= 0:  # bytes kept coming, but never enough
         raise PeerUnreachable("no connection to the peer (it does not answer in time)")
@@ -192,10 +185,7 @@ def open_channel(
 def shown_certificate(
     address: str, contract: Contract, credentials: Credentials, proxy: HttpProxy | None = None
 ) -> bytes:
-    """Return the certificate that the active party shows now, PEM, once it has been verified.
-
-    Raises PeerUntrusted or PeerUnreachable.
-    """
+    """Return the active party's certificate, PEM, once it has been verified, or raise PeerError."""
     return _pinned(address, proxy, credentials.authority, contract.identities[ACTIVE])
 
 
@@ -213,7 +203,6 @@ def _pinned(address: str, proxy: HttpProxy | None, authority: bytes, identity: s
 
 
 def _resolved(address: str) -> list[str]:
-    """Resolve the name in an address, and return its IP addresses with the port, each once."""
     host, port = split_address(address)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -246,7 +235,6 @@ def check_security(files: CredentialFiles | None, address: str, setting: str) ->
 
 
 def log_security(files: CredentialFiles | None, address: str, setting: str) -> None:
-    """Log the protection of the connection, or raise SettingsError; see ``check_security``."""
     level = logging.WARNING if files is None else logging.INFO
     logger.log(level, "security: %s", check_security(files, address, setting))
 

@@ -38,8 +38,6 @@ _NO_ADDRESSES: ChannelOptions = [("grpc.address_http_proxy_enabled_addresses", "
 
 @dataclass(frozen=True)
 class HttpProxy:
-    """A proxy that opens a connection on a ``CONNECT`` request."""
-
     host: str
     port: int
 
@@ -86,7 +84,6 @@ def without_proxy() -> ChannelOptions:
 
 
 def named_proxy(url: str, credentials: Path | None = None) -> HttpProxy:
-    """Return the proxy that the settings name."""
     known = "" if credentials is None else _read_credentials(credentials)
     try:
         parsed = urlsplit(url)
@@ -96,7 +93,6 @@ def named_proxy(url: str, credentials: Path | None = None) -> HttpProxy:
 
 
 def _read_credentials(path: Path) -> str:
-    """Return user and password, percent-encoded as in a URL."""
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
         text = read_bytes(path, _CREDENTIALS_BYTES).decode().strip()

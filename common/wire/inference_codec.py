@@ -45,35 +45,30 @@ HEADER_BYTES = 65_536
 
 
 class Described(NamedTuple):
-    """What a passive party says of the model that it serves."""
-
     model: ModelIdentity
     max_ids: int  # the most ids that it takes at a time
 
 
 def most_ids(contract: Contract) -> int:
     """Return the most ids of a request: their activations fit into one message. Raises TooLarge."""
-    room = contract.max_message_bytes - HEADER_BYTES
+    space = contract.max_message_bytes - HEADER_BYTES
     row_bytes = contract.cut_dim * DTYPE_BYTES[contract.cut_dtype]
-    if row_bytes > room:
+    if row_bytes > space:
         raise TooLarge(
             f"one activation has {row_bytes:,} bytes, and joint inference sends no activation in "
             f"parts: contract.wire.unchunked_bytes has to be as large"
         )
-    return min(MAX_IDS, contract.max_rows, room // row_bytes)
+    return min(MAX_IDS, contract.max_rows, space // row_bytes)
 
 
 def portions(ids: Sequence[str], most: int, contract: Contract) -> Iterator[slice]:
-    """Divide ids into requests: not too many each, and their texts fit into one message.
-
-    No id may be longer than ``ID_BYTES``.
-    """
-    room = contract.max_message_bytes - HEADER_BYTES
+    """Divide ids, none longer than ``ID_BYTES``, into requests that fit into one message each."""
+    space = contract.max_message_bytes - HEADER_BYTES
     # A character takes at most four bytes, and the frame around a text at most three.
     ends = np.cumsum(np.fromiter(map(len, ids), np.int64, len(ids)) * 4 + 3)
     start, taken = 0, 0
     while start < len(ids):
-        by_size = int(np.searchsorted(ends, taken + room, side="right"))
+        by_size = int(np.searchsorted(ends, taken + space, side="right"))
         end = min(start + most, max(by_size, start + 1))
         yield slice(start, end)
         start, taken = end, int(ends[end - 1])
@@ -173,14 +168,16 @@ def _decode_known(packed: bytes, num_ids: int) -> NDArray[np.bool_]:
     return bits[:num_ids]
 
 
-def _decode_values(data: bytes, shape: tuple[int, ...], limits: TensorLimits) -> Tensor:
+def _decode_values(
+    data: bytes, shape: tuple[int, ...], limits: TensorLimits, name: str = "values"
+) -> Tensor:
     if not data:
         return torch.zeros(shape, dtype=TORCH_DTYPES[limits.dtype])
     # The copy makes the tensor writable and independent of the message's memory.
     flat = torch.from_numpy(np.frombuffer(data, np.uint8).copy()).view(TORCH_DTYPES[limits.dtype])
     values = flat.view(shape)
     if not bool(torch.isfinite(values).all()):
-        raise InvalidMessage("values: expected finite numbers, got NaN or infinity")
+        raise InvalidMessage(f"{name}: expected finite numbers, got NaN or infinity")
     return values
 
 
@@ -191,8 +188,6 @@ _SEAL_BYTES = 16
 
 
 class Secret(NamedTuple):
-    """What seals one row."""
-
     tag: bytes
     key: bytes
 
@@ -205,11 +200,11 @@ def secrets_of(points: bytes) -> Iterator[Secret]:
 
 
 def rows_of_a_reply(contract: Contract) -> int:
-    room = contract.max_message_bytes - HEADER_BYTES
+    space = contract.max_message_bytes - HEADER_BYTES
     row_bytes = contract.cut_dim * DTYPE_BYTES[contract.cut_dtype] + _SEAL_BYTES + TAG_BYTES
-    if row_bytes > room:
-        raise TooLarge(f"one activation has {row_bytes:,} bytes, and a message {room:,}")
-    return min(CHUNK_IDS, room // row_bytes)
+    if row_bytes > space:
+        raise TooLarge(f"one activation has {row_bytes:,} bytes, and a message {space:,}")
+    return min(CHUNK_IDS, space // row_bytes)
 
 
 def seal(secrets: Sequence[Secret], values: Tensor, limits: TensorLimits) -> pb.TableReply:
@@ -233,7 +228,6 @@ def decode_points(points: bytes, expected: int | None = None) -> bytes:
 
 
 def sealed_rows(reply: pb.TableReply, limits: TensorLimits) -> Iterator[tuple[bytes, bytes]]:
-    """Yield the tag and the sealed bytes of each row of a reply, or raise InvalidMessage."""
     size = limits.row_bytes + _SEAL_BYTES
     tags, sealed = reply.tags, reply.sealed  # each access copies
     num_rows, rest = divmod(len(tags), TAG_BYTES)
@@ -245,7 +239,6 @@ def sealed_rows(reply: pb.TableReply, limits: TensorLimits) -> Iterator[tuple[by
 
 
 def open_row(sealed: bytes, key: bytes) -> bytes:
-    """Return the bytes of a row's activation, or raise InvalidMessage."""
     try:
         return ChaCha20Poly1305(key).decrypt(_NONCE, sealed, None)
     except InvalidTag:
@@ -253,12 +246,4 @@ def open_row(sealed: bytes, key: bytes) -> bytes:
 
 
 def decode_rows(rows: Sequence[bytes], limits: TensorLimits) -> Tensor:
-    """Return the activations of opened rows, (rows, *cut_shape), or raise InvalidMessage."""
-    shape, dtype = (len(rows), *limits.cut_shape), TORCH_DTYPES[limits.dtype]
-    if not rows:
-        return torch.zeros(shape, dtype=dtype)
-    flat = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8)
-    values = flat.view(dtype).view(shape)
-    if not bool(torch.isfinite(values).all()):
-        raise InvalidMessage("rows: expected finite numbers, got NaN or infinity")
-    return values
+    return _decode_values(b"".join(rows), (len(rows), *limits.cut_shape), limits, "rows")

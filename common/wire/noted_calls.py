@@ -29,8 +29,6 @@ class Notes(Protocol):
 
 
 class AllNotes:
-    """Takes note of each message in several places."""
-
     def __init__(self, *places: Notes) -> None:
         self._places = places
 

@@ -41,8 +41,6 @@ SERVICE = "splitveil.v1.Diagnosis"
 
 
 class Introduction(NamedTuple):
-    """What a party says about itself."""
-
     party: str
     contract: str  # its canonical contract
     clock_s: float  # its clock, in seconds since 1970

@@ -66,8 +66,6 @@ def _from_wire(to_wire: dict[OursT, TheirsT], received: TheirsT, refusal: Protoc
 
 
 class Greeting(NamedTuple):
-    """A passive party's request for a handshake."""
-
     party: str  # its name, as the contract lists it
     contract: str  # its canonical contract
     commitment: bytes  # SHA-256 of its nonce

@@ -41,8 +41,6 @@ from splitveil.common.wire.limits import DETAILS_CHARACTERS
 
 
 class PeerStatus(NamedTuple):
-    """A status as it is sent."""
-
     code: grpc.StatusCode
     details: str
 
@@ -156,7 +154,6 @@ _PASSING = frozenset(
 
 
 def status_for(error: BaseException) -> PeerStatus:
-    """Return the status that tells the peer about an error."""
     if isinstance(error, ContractMismatch):
         return PeerStatus(_NOT_NOW, f"{_MISMATCH}: {', '.join(error.fields)}")
     for kind, status in _SENT.items():
@@ -216,8 +213,6 @@ Handler: TypeAlias = Any
 
 
 class HandlerInterceptor(grpc.ServerInterceptor):  # type: ignore[misc, unused-ignore]
-    """Wraps the handler of every call that has one."""
-
     def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Handler | None],

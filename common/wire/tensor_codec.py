@@ -30,8 +30,6 @@ _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
 
 
 class Frame:
-    """A serialised ``TensorFrame``."""
-
     __slots__ = ("_parts", "data")
 
     def __init__(self, data: bytes) -> None:
@@ -83,10 +81,7 @@ def _split(frame: bytes) -> tuple[pb.TensorFrame, memoryview]:
 
 
 def _find_data(frame: bytes) -> tuple[tuple[int, int], int]:
-    """Find the payload field: (offset of its tag, offset of its bytes), end of its bytes.
-
-    The search stops where the field must have begun, so it never scans a megabyte of small fields.
-    """
+    """Find the payload, (offset of its tag, of its bytes) and end, without a scan of all bytes."""
     at = 0
     while at < min(len(frame), TENSOR_HEADER_BYTES):
         tag_at = at
@@ -145,8 +140,6 @@ MessageT = TypeVar("MessageT")
 
 @dataclass(frozen=True)
 class TensorLimits:
-    """The limits that every tensor from the peer is checked against."""
-
     cut_shape: tuple[int, ...]
     dtype: CutDtype
     max_rows: int
@@ -222,10 +215,7 @@ class TensorAssembler(Generic[MessageT]):
         return TensorAssembler(limits, _received_answer)
 
     def add(self, frame: Frame) -> MessageT | None:
-        """Take one frame, and return the message if this was its last frame.
-
-        Raises InvalidMessage, OutOfStep or TooLarge.
-        """
+        """Take a frame; return the message if it is complete, or raise ProtocolError."""
         fields, data = frame.parts()
         begun, self._begun = self._begun, None  # an error below drops the unfinished tensor
         if begun is None:

@@ -275,7 +275,7 @@ def _reason_in_its_cells(column: Column) -> str:
     """Return why no model can use a column's cells, or an empty text."""
     if column.kind in {"empty", "constant", "other"}:
         return column.in_words()
-    if column.kind == "odd time":
+    if column.kind == "other time":
         return f"{column.in_words()}: see timestamps and timestamp_format in docs/settings.md"
     if column.kind == "text" and set(column.values) <= set(SPLITS):
         return _SPLIT
@@ -290,7 +290,7 @@ def _reason_in_its_cells(column: Column) -> str:
 
 
 def _gives_label_away(cells: Any, column: Column, is_positive: NDArray[np.bool_]) -> bool:
-    """Say whether a column alone gives the label away, by its values or by its gaps."""
+    """Say whether a single column gives the label away, by its values or by its gaps."""
     text = as_text(cells)
     if text is None or column.kind in {"empty", "other"}:
         return False

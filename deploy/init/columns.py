@@ -88,7 +88,7 @@ def matches(texts: Any, pattern: str) -> NDArray[np.bool_]:
     return np.asarray(found.to_numpy(zero_copy_only=False), np.bool_)
 
 
-Kind = Literal["empty", "constant", "whole", "number", "time", "odd time", "text", "other"]
+Kind = Literal["empty", "constant", "whole", "number", "time", "other time", "text", "other"]
 """What the cells of a column hold: nothing; one value; whole numbers; numbers; dates or times (of
 ISO 8601, or in another form); texts; or something that is none of these, such as a list."""
 
@@ -130,7 +130,7 @@ class Column(NamedTuple):
     """Number of distinct values, without gaps."""
 
     values: tuple[str, ...]
-    """The distinct values, the most frequent first; at most ``KEPT_VALUES`` of them."""
+    """The distinct values, the most frequent first; at most ``MOST_VALUES`` of them."""
 
     counts: tuple[int, ...]
     skewness: float
@@ -168,7 +168,7 @@ class Column(NamedTuple):
             "whole": f"whole numbers, {self.distinct:,} distinct",
             "number": f"numbers, {self.distinct:,} distinct",
             "time": "dates or times",
-            "odd time": "dates or times, but not as ISO 8601 writes them",
+            "other time": "dates or times, but not as ISO 8601 writes them",
             "text": f"texts, {self.distinct:,} distinct",
             "other": "neither texts nor numbers",
         }[self.kind]
@@ -179,8 +179,8 @@ class Column(NamedTuple):
         return f"{what}; {self.missing:,} gaps{f' ({shown})' if shown else ''}"
 
 
-KEPT_VALUES = 200
-"""Values of a column that are kept: more than any label has classes."""
+MOST_VALUES = 200
+"""Values of a column that are listed: more than any label has classes."""
 
 
 def describe(name: str, cells: Any, missing_texts: Sequence[str] = ()) -> Column:
@@ -197,7 +197,7 @@ def describe(name: str, cells: Any, missing_texts: Sequence[str] = ()) -> Column
         is_value = ~np.isnan(numbers)
         values, numbers = values.filter(pa.array(is_value)), numbers[is_value]
         counts = counts[is_value]
-    order = np.argsort(-counts, kind="stable")[:KEPT_VALUES]
+    order = np.argsort(-counts, kind="stable")[:MOST_VALUES]
     reason = _reason_for_codes(name, kind, numbers, counts)
     return Column(
         name=name,
@@ -261,7 +261,7 @@ def _kind_of_texts(
     if column.is_nearly_all(is_time):
         return "text", almost(column, "dates or times", is_time)
     if matches(texts, _TIME).all():
-        return "odd time", None
+        return "other time", None
     return "text", None if _is_code_word(name) else almost_numbers(column, is_number)
 
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from splitveil.active_party.defenses.gaussian_dp import mu_of_leak_auc
+from splitveil.active_party.defenses.dp_bounds import mu_of_leak_auc
 from splitveil.active_party.defenses.projected.label_utility import label_utility
 from splitveil.common.data.ids import Allowed
 from splitveil.common.data.label_columns import others_in_words

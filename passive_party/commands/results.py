@@ -27,7 +27,6 @@ def try_to_measure(
     encoder: FeatureEncoder,
     own_rows: int,
 ) -> None:
-    """Write what the trained model's activations reveal of this party's features."""
     try:
         found = measure_exposure(trainer, encoder, own_rows, settings.probe_rows)
         if found is not None:

@@ -15,8 +15,6 @@ CALLS = ("Describe", "Embed", "EmbedTable")
 
 
 class InferenceStatus(PartyStatus):
-    """The state of ``splitveil passive serve``, for its operators."""
-
     def __init__(self, party: str, contract: Contract) -> None:
         super().__init__(party, contract, STAGES)
         self.peers.expect(ACTIVE)

@@ -63,10 +63,7 @@ class ServedModel:
         return cls(trained.identity, model, rows, contract.cut_shape, device)
 
     def embed(self, ids: Sequence[str]) -> Embedded:
-        """Return the activations of the ids that have a row.
-
-        A row's activation is the same bits whatever is asked for beside it.
-        """
+        """Return the activations of known ids, the same bits whatever is asked for beside them."""
         rows = self.rows.rows_of(ids)
         known = rows != ABSENT
         return Embedded(known, self.activations(rows[known]))
@@ -80,10 +77,7 @@ class ServedModel:
 
 
 class SealedTable:
-    """Seals rows under a scalar that lives as long as this process.
-
-    The secrets of rows are computed once, which takes some 60 microseconds each.
-    """
+    """Seals rows under a scalar that lives as long as this process; computes each secret once."""
 
     def __init__(self, model: ServedModel, contract: Contract) -> None:
         self._model = model

@@ -96,8 +96,6 @@ WAIT_S = 5.0
 
 
 class InferenceService:
-    """Answers the active party's questions about rows."""
-
     def __init__(
         self,
         model: ServedModel,
@@ -271,8 +269,6 @@ OTHER_THREADS = 8  # for single calls, and for streams that are turned away
 
 
 class InferenceServer(AbstractContextManager["InferenceServer"]):
-    """Serves a service at an address, together with the standard health service."""
-
     def __init__(
         self,
         service: InferenceService,

@@ -1,7 +1,7 @@
 """Defenses and attacks as a program chooses them: by name, as settings, or as code of one's own.
 
-Settings name such code as ``package.module:name``. What a notebook or a closure defines has no such
-name, so it gets one here, which only this process knows.
+Settings name such code as ``package.module:name``. What a notebook or a closure defines has none,
+so it gets one here, which only this process knows.
 """
 
 import itertools
@@ -140,7 +140,7 @@ def _class_around(function: Callable[..., Any]) -> type[Defense]:
 
     FunctionDefense.__name__ = getattr(function, "__name__", "function").strip("<>")
     FunctionDefense.__qualname__ = FunctionDefense.__name__
-    FunctionDefense.__module__ = "__main__"  # so that it is found by what was handed over alone
+    FunctionDefense.__module__ = "__main__"  # so that it is found only by what was handed over
     return FunctionDefense
 
 

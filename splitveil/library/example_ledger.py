@@ -1,4 +1,4 @@
-"""The leak ledger for other trainers: what all answers about each example may have told.
+"""The leak ledger for other trainers: what all answers about each example may have revealed.
 
 It is the ledger of a run (`splitveil.active_party.ledger`), which adds up charges example by
 example and knows for which peers a charge holds, behind an interface that needs no run.

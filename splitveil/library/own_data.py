@@ -50,12 +50,12 @@ def write_settings(
 ) -> None:
     """Write the parties' tables and settings files for them into a folder for its owner alone.
 
-    The arguments are those of ``simulate``; without ``passive``, there are settings of the active
-    party alone.
+    The arguments are those of ``simulate``; without ``passive``, only the active party
+    has settings.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     owners: dict[str, Any] = {"passive": passive}
-    if passive is None or _is_several(passive):
+    if passive is None or _is_by_party(passive):
         owners = dict(passive or {})
     contract = dict(CONTRACT)
     if owners and list(owners) != ["passive"]:
@@ -85,7 +85,7 @@ def write_settings(
             **({} if ids["active"] is None else {"id_column": ids["active"]}),
             **({"classes": classes} if classes > 2 else {}),
         }
-        if label_range is None:  # the adversary's attacks tell classes apart
+        if label_range is None:  # the adversary's attacks compare classes
             settings["adversary"] = {"layers": ["cut"], "labels": labels}
         file = "passive.yaml" if len(owners) == 1 else f"passive_{name}.yaml"
         _write(folder / file, settings)
@@ -180,7 +180,7 @@ def _row_labels(table: pa.Table) -> list[list[Any]]:
     return [column.to_pylist() for column in index] or [list(range(len(table)))]
 
 
-def _is_several(passive: Any) -> bool:
+def _is_by_party(passive: Any) -> bool:
     return isinstance(passive, Mapping) and all(
         np.ndim(table) == 2 or isinstance(table, Mapping | pa.Table) for table in passive.values()
     )

@@ -140,7 +140,7 @@ def assert_agreed(meeting: Meeting) -> None:
     assert len(meeting.fingerprints()) == 1
 
 
-@pytest.mark.parametrize("parties", range(1, 9))
+@pytest.mark.parametrize("parties", [1, 2, 8])
 def test_one_to_eight_parties_get_exactly_the_ids_of_all_in_one_order(parties: int) -> None:
     meeting = some_ids(parties)
     meeting.meet()
@@ -149,16 +149,6 @@ def test_one_to_eight_parties_get_exactly_the_ids_of_all_in_one_order(parties: i
     assert len(meeting.orders()["active"]) == len(common_to(meeting))
     assert meeting.session.stage is Stage.FINISHED
     assert meeting.session.wait_for_farewell(0)
-
-
-def test_an_order_is_new_in_every_alignment() -> None:
-    orders = []
-    for _ in range(2):
-        meeting = some_ids(1)
-        meeting.meet()
-        orders.append(meeting.orders()["active"])
-    assert sorted(orders[0]) == sorted(orders[1])
-    assert orders[0] != orders[1]
 
 
 class Together:

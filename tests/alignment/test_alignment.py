@@ -1,19 +1,16 @@
 """Alignment: both parties find exactly the common ids, in one order, and refuse what is wrong."""
 
 import random
-import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from queue import SimpleQueue
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from splitveil.common.alignment import Splits, align, channel_pair, ecdh
-from splitveil.common.alignment.ecdh import CHUNK_IDS, EcdhEngine, EcdhExchange
+from splitveil.common.alignment import align, channel_pair, ecdh
+from splitveil.common.alignment.ecdh import CHUNK_IDS
 from splitveil.common.alignment.exchange import _send_all
 from splitveil.common.alignment.tag_lists import secret_permutation
 from splitveil.common.data.ids import canonical_ids
@@ -43,35 +40,6 @@ pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
 # ---- what it promises ----
-
-
-def test_both_find_exactly_the_common_ids_in_one_order() -> None:
-    own, peer = names(range(100)), names(range(60, 190))
-    random.Random(1).shuffle(peer)
-    first, second = align_both((own, peer))
-    assert first.alignment.rows.dtype == np.int64
-    assert set(common_ids(own, first)) == set(own) & set(peer)
-    assert len(first.alignment.rows) == 40
-    assert common_ids(own, first) == common_ids(peer, second)
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    st.sets(st.integers(0, 60), min_size=1, max_size=40),
-    st.sets(st.integers(0, 60), min_size=1, max_size=40),
-    st.randoms(use_true_random=False),
-)
-def test_any_two_sets_align(own: set[int], peer: set[int], order: random.Random) -> None:
-    sets = names(sorted(own)), names(sorted(peer))
-    for ids in sets:
-        order.shuffle(ids)
-    outcomes = align_both(sets)
-    if own & peer:
-        orders = [common_ids(ids, outcome) for ids, outcome in zip(sets, outcomes, strict=True)]
-        assert orders[0] == orders[1]
-        assert sorted(orders[0]) == sorted(set(sets[0]) & set(sets[1]))
-    else:
-        assert [type(outcome.error) for outcome in outcomes] == [AlignmentError] * 2
 
 
 def test_the_common_order_is_new_in_every_run_and_not_the_order_of_a_file() -> None:
@@ -201,23 +169,6 @@ def test_unusable_ids_are_named_by_row_and_never_by_text(raw: list[str], message
     assert not any(text.strip() in str(caught.value) for text in raw if text and text.strip())
 
 
-def test_every_kind_of_problem_is_reported_at_once() -> None:
-    with pytest.raises(DataError) as caught:
-        canonical_ids(["x1", "", "x1", " x1"], "rows.csv")
-    assert len(str(caught.value).splitlines()) == 3
-
-
-@given(st.lists(st.text(st.characters(exclude_categories=["Cs"])), min_size=1, max_size=8))
-def test_ids_come_out_in_canonical_form_or_not_at_all(raw: list[str]) -> None:
-    expected = [unicodedata.normalize("NFC", text).strip() for text in raw]
-    if len(set(expected)) == len(expected) and all(expected):
-        assert canonical_ids(raw, "rows.csv") == expected
-        assert canonical_ids(expected, "rows.csv") == expected
-    else:
-        with pytest.raises(DataError):
-            canonical_ids(raw, "rows.csv")
-
-
 @pytest.mark.parametrize("size", [0, 11])
 def test_an_empty_or_too_large_own_set_is_refused_before_anything_is_sent(size: int) -> None:
     here, there = channel_pair(deadline_s=0.05)
@@ -279,20 +230,6 @@ def test_a_peer_with_other_rules_is_named_and_refused(field: str, value: str | i
     setattr(hello, field, value)
     with pytest.raises(AlignmentError, match=f"differently: {field}"):
         started(names(range(3))).receive(pb.AlignFrame(hello=hello))
-
-
-def test_parties_with_different_versions_both_see_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    class OtherEngine(EcdhEngine):
-        def start(
-            self, ids: Sequence[str], *, nonce: bytes, run_id: str, splits: Splits | None = None
-        ) -> EcdhExchange:
-            session = super().start(ids, nonce=nonce, run_id=run_id, splits=splits)
-            session._hello.version = 7
-            return session
-
-    other = OtherEngine(min_aligned=1, max_set_size=100, workers=0)
-    outcomes = align_both((names(range(3)), names(range(3))), (ENGINE, other))
-    assert [type(outcome.error) for outcome in outcomes] == [AlignmentError] * 2
 
 
 class _Noting:

@@ -128,7 +128,7 @@ def test_the_result_is_the_same_with_a_limit_at_either_party(
 
 @pytest.mark.parametrize(
     ("own", "peer"),
-    [([7], [7]), ([7], range(3000)), (range(3000), [7]), (range(3000), range(3000))],
+    [([7], [7]), ([7], range(3000)), (range(3000), [7])],
 )
 def test_sets_of_any_size_align_within_a_limit(
     tmp_path: Path, own: list[int], peer: list[int]
@@ -245,7 +245,7 @@ def test_the_secret_order_is_the_same_in_a_file_and_in_memory(tmp_path: Path) ->
     assert [path.name for path in tmp_path.iterdir()] == ["order"]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_common_rows_found_by_parts_are_those_found_at_once(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
     tags = [draw.randbytes(16) for _ in range(6000)]

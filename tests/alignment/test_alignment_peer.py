@@ -1,15 +1,15 @@
 """Alignment with a peer that breaks the rules, falls silent or goes away."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
 import pytest
 
-from splitveil.common.alignment import QueueChannel, Splits, StreamChannel, align, channel_pair
-from splitveil.common.alignment.ecdh import EcdhEngine, EcdhExchange
+from splitveil.common.alignment import QueueChannel, StreamChannel, align, channel_pair
+from splitveil.common.alignment.ecdh import EcdhExchange
 from splitveil.common.alignment.workers import WorkerPool
 from splitveil.common.errors import (
     AlignmentError,
@@ -132,12 +132,6 @@ def test_tags_are_shown_in_turns_so_that_nobody_is_ahead_by_more_than_a_part(
             session.receive(tags_frame(number, bytes(16 * min(part, own - first))))
 
 
-def test_tags_other_than_those_committed_to_are_rejected() -> None:
-    session = committed(1, bytes(16), points(1))
-    with pytest.raises(InvalidMessage, match="committed to"):
-        session.receive(tags_frame(0, b"1" * 16))
-
-
 def test_points_beyond_the_announced_set_are_rejected() -> None:
     session = greeted(names(range(16)), peer_set_size=18)
     session.receive(points_frame(0, points(16)))
@@ -194,13 +188,6 @@ def complete(own: list[str], peer: list[str]) -> tuple[EcdhExchange, pb.AlignFra
             else:
                 under_way.append((1 - receiver, reply))
     return sessions[0], done[0]
-
-
-def test_the_honest_done_is_accepted() -> None:
-    session, done = complete(names(range(20)), names(range(10, 30)))
-    session.receive(done)
-    assert session.is_complete
-    assert {f"customer {row}" for row in session.result()} == set(names(range(10, 20)))
 
 
 @pytest.mark.parametrize("field", ["count", "digest"])
@@ -276,25 +263,6 @@ def test_no_peer_makes_500_ids_common_where_none_are(kind: str) -> None:
         with pytest.raises(InvalidMessage, match=r"committed to|own points back"):
             align(ENGINE, ids, here, nonce=NONCES[0], run_id="run")
         liar.result(LONG_S)
-
-
-def test_a_rule_broken_in_mid_stream_ends_both_parties_at_once() -> None:
-    class Repeating(EcdhEngine):
-        def start(
-            self, ids: Sequence[str], *, nonce: bytes, run_id: str, splits: Splits | None = None
-        ) -> EcdhExchange:
-            session = super().start(ids, nonce=nonce, run_id=run_id, splits=splits)
-            own = session.own_frames
-            session.own_frames = lambda: (  # type: ignore[method-assign]
-                points_frame(0, frame.points.points) for frame in own()
-            )
-            return session
-
-    liar = Repeating(min_aligned=1, max_set_size=100, workers=0)
-    outcomes = align_both((names(range(50)), names(range(50))), (ENGINE, liar))
-    assert type(outcomes[0].error) is OutOfStep
-    assert type(outcomes[1].error) is PeerUnreachable
-    assert "silent" not in str(outcomes[1].error)
 
 
 def test_a_failure_of_the_sending_side_is_raised_at_once_and_as_it_is() -> None:
@@ -392,9 +360,9 @@ def test_an_error_of_the_stream_can_be_translated() -> None:
     channel = StreamChannel(
         lambda _outgoing: refused(),
         deadline_s=LONG_S,
-        translate=lambda _: AlignmentError("told so"),
+        translate=lambda _: AlignmentError("refused"),
     )
-    with pytest.raises(AlignmentError, match="told so"):
+    with pytest.raises(AlignmentError, match="refused"):
         channel.receive()
 
 

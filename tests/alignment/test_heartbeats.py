@@ -34,45 +34,12 @@ def ends() -> Iterator[tuple[QueueChannel, QueueChannel]]:
         end.close()
 
 
-def test_a_party_that_is_at_work_says_so_without_being_asked(
-    ends: tuple[QueueChannel, QueueChannel],
-) -> None:
-    with Heartbeats(ends[0], OFTEN_S):
-        assert [ends[1].receive() for _ in range(5)] == 5 * [wait_frame()]
-
-
 def test_signs_of_life_end_before_what_follows_the_exchange(
     ends: tuple[QueueChannel, QueueChannel],
 ) -> None:
     with Heartbeats(ends[0], OFTEN_S) as line:
         ends[1].receive()
     assert not line._thread.is_alive()
-
-
-def test_signs_of_life_are_passed_over(ends: tuple[QueueChannel, QueueChannel]) -> None:
-    line = Heartbeats(ends[0])
-    for frame in (wait_frame(), wait_frame(), done_frame(1), wait_frame(), done_frame(2)):
-        ends[1].send(frame)
-        if frame.WhichOneof("body") == "done":
-            assert line.receive() == frame
-
-
-def test_signs_of_life_do_not_hold_a_party_for_ever(
-    ends: tuple[QueueChannel, QueueChannel],
-) -> None:
-    def live() -> None:
-        try:
-            while True:
-                ends[1].send(wait_frame())
-        except PeerUnreachable:
-            return
-
-    thread = threading.Thread(target=live)
-    thread.start()
-    with pytest.raises(TooLarge, match="at most 20 signs of life"):
-        Heartbeats(ends[0], most=20).receive()
-    ends[0].close()
-    thread.join()
 
 
 def test_an_error_ends_them_also_if_the_peer_takes_nothing() -> None:

@@ -130,8 +130,8 @@ def test_an_active_party_that_breaks_off_and_comes_again_learns_three_sets_and_n
         parties.run.aligner.participant.ids
     )
     assert peer.learned == expected
-    told = [r.getMessage() for r in caplog.records if "broke off" in r.getMessage()]
-    assert told == [
+    logged = [r.getMessage() for r in caplog.records if "broke off" in r.getMessage()]
+    assert logged == [
         f"the exchange of ids with active broke off; it has now tried {tried} ids in {n} "
         "exchanges, of at most 1,800 in 30"
         for n, tried in ((1, "600"), (2, "1,200"), (3, "1,800"))

@@ -268,8 +268,7 @@ def test_arrays_that_cannot_be_audited_are_refused(
     assert message in done.err
 
 
-@pytest.mark.parametrize("kind", ["active", "passive", "contract"])
-def test_a_schema_is_printed(kind: str, call: Call) -> None:
-    found = call("schema", kind).json()
-    assert found["title"] == f"splitveil: {kind}.yaml"
-    assert call("schema").json()[kind] == found
+def test_a_schema_is_printed(call: Call) -> None:
+    for kind, schema in call("schema").json().items():
+        assert schema["title"] == f"splitveil: {kind}.yaml"
+        assert call("schema", kind).json() == schema

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from collections.abc import Sequence
 from contextlib import nullcontext
 from logging import WARNING
 from pathlib import Path
@@ -53,33 +54,39 @@ def test_predictions_are_those_of_parties_that_serve_over_a_network(trained: Tra
     assert len(here["id"]) > 40
 
 
-def test_they_are_as_good_as_the_evaluation_says(tmp_path: Path) -> None:
-    write_example(tmp_path)
-    (run,) = simulate(tmp_path, settings={"contract.epochs": 2}, threads=1, runs=tmp_path / "runs")
-    rows = [line.split(",") for line in (tmp_path / "active.csv").read_text().splitlines()[1:]]
+@pytest.fixture(scope="module")
+def seeds(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Run]:
+    """Return two runs of an example."""
+    folder = tmp_path_factory.mktemp("seeds")
+    write_example(folder)
+    two = {"contract.epochs": 2}
+    return simulate(folder, seeds=2, settings=two, threads=1, runs=folder / "runs")
+
+
+def test_they_are_as_good_as_the_evaluation_says(seeds: Sequence[Run]) -> None:
+    run = seeds[0]
+    rows = [line.split(",") for line in (run.base_dir / "active.csv").read_text().splitlines()[1:]]
     labels = {row[0]: int(row[1]) for row in rows}
-    found = columns_of(predict(run))
+    answer = columns_of(predict(run))
     known = [
         (p, labels[one])
-        for one, p in zip(found["id"], found["probability"], strict=True)
+        for one, p in zip(answer["id"], answer["probability"], strict=True)
         if p is not None and not np.isnan(p)
     ]
-    assert len(known) == run.summary["aligned_rows"] < len(found["id"])
+    assert len(known) == run.summary["aligned_rows"] < len(answer["id"])
     scores, truth = map(np.array, zip(*known, strict=True))
     assert run.test_auc is not None
     assert abs(float(auc(scores, truth)) - run.test_auc) < 0.1
 
 
-def test_ids_and_rows_may_be_new(tmp_path: Path) -> None:
-    write_example(tmp_path)
-    (run,) = simulate(tmp_path, settings=SHORT, threads=1)
+def test_ids_and_rows_may_be_new(seeds: Sequence[Run]) -> None:
     new = {
         "active": {"id": ["new", "other"], "own1": [0.1, 0.2], "own2": [0.0, 0.3]},
         "passive": {"id": ["new"], **{f"x{i}": [0.5] for i in range(1, 6)}},
     }
-    found = columns_of(predict(run, [" new ", "other", "nobody"], tables=new))
-    assert found["found"] == [True, False, False]
-    assert 0 < found["probability"][0] < 1
+    answer = columns_of(predict(seeds[0], [" new ", "other", "nobody"], tables=new))
+    assert answer["found"] == [True, False, False]
+    assert 0 < answer["probability"][0] < 1
 
 
 def test_several_classes_have_a_column_each() -> None:
@@ -90,9 +97,10 @@ def test_several_classes_have_a_column_each() -> None:
     assert sums == pytest.approx([1.0, 1.0], abs=1e-5)
 
 
-def test_halves_of_different_trainings_are_not_combined(tmp_path: Path) -> None:
-    write_example(tmp_path)
-    one, other = simulate(tmp_path, seeds=2, settings=SHORT, threads=1, runs=tmp_path / "runs")
+def test_halves_of_different_trainings_are_not_combined(
+    seeds: Sequence[Run], tmp_path: Path
+) -> None:
+    one, other = seeds
     with pytest.raises(OtherModel, match="expected the model of run"):
         predict(one, passive=other.path / "passive")
     moved = tmp_path / "elsewhere" / one.name / "passive"
@@ -111,13 +119,11 @@ def test_halves_of_different_trainings_are_not_combined(tmp_path: Path) -> None:
         ({"model": "refitted"}, "refitted"),
     ],
 )
-def test_what_cannot_be_predicted_is_said(
-    arguments: dict[str, Any], message: str, tmp_path: Path
+def test_what_cannot_be_predicted_is_refused(
+    arguments: dict[str, Any], message: str, with_plans: Run
 ) -> None:
-    write_example(tmp_path)
-    (run,) = simulate(tmp_path, settings=SHORT, threads=1)
     with pytest.raises(SettingsError, match=message):
-        predict(run, **arguments)
+        predict(with_plans, **arguments)
 
 
 IDS = [f"person-{row}" for row in range(200)]

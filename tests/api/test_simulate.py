@@ -27,7 +27,6 @@ from splitveil.library.runs import Kind
 from tests.support.compared import assert_same_weights
 from tests.support.processes import started
 from tests.support.runs import write_example
-from tests.support.several import NAMES, write_several
 
 ONE_CORE = {"active.torch_threads": 1, "passive.torch_threads": 1}
 SHORT = {**ONE_CORE, "contract.epochs": 1}
@@ -167,14 +166,6 @@ def test_a_simulation_leaves_nothing_behind_but_runs_that_are_in_use(tmp_path: P
     assert "<table>" in run._repr_html_(), "a run of a deleted simulation must stay readable"
     del run
     assert not folder.exists()
-
-
-def test_several_feature_owners_are_simulated(tmp_path: Path) -> None:
-    write_several(tmp_path)
-    for name in NAMES:
-        (tmp_path / f"{name}.yaml").rename(tmp_path / f"passive_{name}.yaml")
-    (run,) = simulate(tmp_path, settings={"contract.epochs": 1})
-    assert sorted(run.summaries) == ["active", *NAMES]
 
 
 class Halved(Defense):
@@ -369,12 +360,16 @@ def test_texts_that_are_nearly_all_numbers_become_no_categories_in_silence(
         assert re.search(message, found[0])
 
 
-def test_arrays_correspond_row_by_row(columns: tuple[dict[str, Any], dict[str, Any]]) -> None:
+def test_arrays_of_several_feature_owners_correspond_row_by_row(
+    columns: tuple[dict[str, Any], dict[str, Any]],
+) -> None:
     features = np.column_stack([columns[1]["x0"], columns[1]["x1"]])
     two = {"a": features, "b": np.column_stack([columns[0]["own"]])}
-    (run,) = simulate(active={"label": columns[0]["label"]}, passive=two, settings=SHORT)
+    (run,) = simulate(active={"y": np.arange(300) % 3}, passive=two, label="y", settings=SHORT)
     assert sorted(run.summaries) == ["a", "active", "b"]
     assert run.summary["aligned_rows"] == 300
+    assert run.settings["data"]["classes"] == 3
+    assert run.summary["test_accuracy"] is not None
 
 
 def test_tables_of_earlier_runs_stay_beside_them(
@@ -395,14 +390,6 @@ def test_a_folder_that_is_no_example_does_not_hide_one(
     (tmp_path / "breast_cancer").mkdir()
     monkeypatch.chdir(tmp_path)
     assert source_of("breast_cancer", tmp_path, None, None) == EXAMPLES / "breast_cancer"
-
-
-def test_classes_are_counted(columns: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    labels = np.arange(300) % 3
-    (run,) = simulate(active={"y": labels}, passive=columns[1]["x0"][:, None], label="y",
-                      settings=SHORT)  # fmt: skip
-    assert run.settings["data"]["classes"] == 3
-    assert run.summary["test_accuracy"] is not None
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

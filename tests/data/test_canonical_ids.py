@@ -252,7 +252,7 @@ def test_lists_of_ids_undergo_the_same_rules(tmp_path: Path) -> None:
         read_id_list(tmp_path / "ids.txt", chosen, rules)
 
 
-def test_persons_are_told_apart_by_the_rules_of_their_column(tmp_path: Path) -> None:
+def test_persons_are_distinguished_by_the_rules_of_their_column(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("person,day,x\nAnn,1,1\nANN,2,2\nbob,1,3\n")
     chosen = settings("x.csv", id_column=["person", "day"])
     first, second, third = read_subjects(
@@ -310,7 +310,7 @@ def test_an_account_book_is_refused_under_other_rules(tmp_path: Path) -> None:
     for name, under in (("plain", b""), ("folded", rules)):
         ledger = LeakLedger(1)
         ledger.charge(np.arange(1), LeakCharge(0.5))
-        book = AccountBook.empty(under).closed(["ann"], ledger)
+        book = AccountBook.empty(under).closing_book(["ann"], ledger)
         from safetensors.torch import save_file
 
         (tmp_path / name).mkdir()

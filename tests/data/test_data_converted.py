@@ -3,10 +3,9 @@
 import csv
 import gzip
 import io
-import multiprocessing
 import os
-import signal
-import time
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,7 @@ from splitveil.common.data.stored_ids import repeated_rows
 from splitveil.common.data.table import Table, read_table
 from splitveil.common.errors import DataError, SettingsError, StorageError
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.run.contract import Contract
-from splitveil.common.run.course import AlignedRows
 from splitveil.common.settings import validate
-from tests.support.runs import CONTRACT
 from tests.support.waiting import HANGS_AFTER_S
 
 FEATURES = {"numeric": "n*", "categorical": "c*", "missing_numeric": "zero", "signed_log1p": True}
@@ -104,8 +100,10 @@ def convert(found: DataSettings, folder: Path) -> Table:
     return open_converted(found, folder, lambda _: None)
 
 
-@pytest.mark.parametrize("kind", ["csv", "csv.gz", "parquet", "npz"])
-@pytest.mark.parametrize("scaling", ["standard", "min_max", "none"])
+@pytest.mark.parametrize(
+    ("kind", "scaling"),
+    [("csv", "standard"), ("csv.gz", "min_max"), ("parquet", "none"), ("npz", "standard")],
+)
 def test_features_are_those_of_the_table_in_memory_bit_for_bit(
     tmp_path: Path, kind: str, scaling: str
 ) -> None:
@@ -172,21 +170,6 @@ def test_without_an_id_column_the_rows_numbers_are_the_ids(tmp_path: Path) -> No
     assert mapped.digest(None) == plain.digest(None)
 
 
-def test_party_data_encode_rows_as_they_are_asked_for(tmp_path: Path) -> None:
-    source = source_of("csv", tmp_path)
-    contract = validate(Contract, CONTRACT, "contract")
-    features = []
-    for values in (source, {**source, "cache_dir": "cache"}):
-        data = PartyData.load(settings(values), tmp_path)
-        aligned = AlignedRows.derive(contract, b"seed", data.ids, np.arange(len(data.ids)))
-        _, found = data.encode(aligned)
-        assert found is not None
-        features.append(found)
-    index = torch.tensor([5, 3, 600])
-    assert same(features[0].rows(index), features[1].rows(index))
-    assert isinstance(features[1], MappedFeatures)
-
-
 # ---- the cache ----
 
 
@@ -224,36 +207,28 @@ def test_a_file_is_converted_once_and_again_when_what_is_read_changes(
     assert len(entries(tmp_path / "cache")) == 6
 
 
-def test_a_killed_conversion_leaves_nothing_that_looks_whole(tmp_path: Path) -> None:
-    write_csv(tmp_path / "rows.csv", rows(20_000))
-    source = {"kind": "csv", "path": "rows.csv", "cache_dir": "cache"}
-    context = multiprocessing.get_context("spawn")
-    reached = context.Event()
-    process = context.Process(target=convert_and_stop, args=(source, tmp_path, reached))
-    process.start()
-    assert reached.wait(HANGS_AFTER_S)
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    cache = tmp_path / "cache"
-    assert entries(cache) == []
-    (left,) = cache.glob(".*.tmp")
-    assert any(left.iterdir())
-    found = settings({"kind": "csv", "path": "rows.csv"})
-    mapped = convert(settings(source), tmp_path)
+def test_what_a_killed_conversion_left_is_deleted_by_the_next_one(tmp_path: Path) -> None:
+    source = {**source_of("csv", tmp_path), "cache_dir": "cache"}
+    convert(settings(source), tmp_path)
+    (folder,) = (tmp_path / "cache").glob("rows*")
+    left = folder.rename(folder.with_name(f".{folder.name}.1234.tmp"))
+    assert len(convert(settings(source), tmp_path)) == 700
     assert not left.exists()
-    assert len(entries(cache)) == 1
-    assert len(mapped) == len(read_table(found, tmp_path)) == 20_000
+    assert entries(tmp_path / "cache") == [folder.name]
 
 
-def convert_and_stop(source: dict[str, Any], folder: Path, reached: Any) -> None:
-    def progress(done_fraction: float) -> None:
-        if done_fraction > 0.3:
-            reached.set()
-            time.sleep(2 * HANGS_AFTER_S)
+def test_two_parties_convert_a_file_once(tmp_path: Path) -> None:
+    source = {**source_of("csv", tmp_path), "cache_dir": "cache"}
+    begun: list[int] = []
+    both_wait = threading.Barrier(2, timeout=HANGS_AFTER_S)
 
-    sources.PART_BYTES = 4096
-    open_converted(settings(source), folder, progress)
+    def work(party: int) -> int:
+        both_wait.wait()
+        return len(open_converted(settings(source), tmp_path, lambda _: begun.append(party)))
+
+    with ThreadPoolExecutor(2) as executor:
+        assert list(executor.map(work, (0, 1))) == [700, 700]
+    assert len(set(begun)) == 1
 
 
 def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
@@ -276,33 +251,6 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None
     with pytest.raises(DataError, match="changed during its conversion"):
         open_converted(settings(source), tmp_path, touch)
     assert entries(tmp_path / "cache") == []
-
-
-def test_two_processes_convert_once(tmp_path: Path) -> None:
-    source = {**source_of("csv", tmp_path), "cache_dir": "cache"}
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    started = [
-        context.Process(target=convert_and_count, args=(source, tmp_path, queue)) for _ in range(2)
-    ]
-    for process in started:
-        process.start()
-    converted_rows = [queue.get(timeout=HANGS_AFTER_S) for _ in started]
-    for process in started:
-        process.join()
-    assert sorted(calls > 0 for calls, _ in converted_rows) == [False, True]
-    assert {length for _, length in converted_rows} == {700}
-
-
-def convert_and_count(source: dict[str, Any], folder: Path, queue: Any) -> None:
-    calls: list[float] = []
-
-    def slowly(done_fraction: float) -> None:
-        calls.append(done_fraction)
-        time.sleep(0.2)
-
-    length = len(open_converted(settings(source), folder, slowly))
-    queue.put((len(calls), length))
 
 
 def test_progress_rises_to_one(tmp_path: Path) -> None:
@@ -360,17 +308,6 @@ def test_a_bad_cell_is_named_with_its_row_in_the_file(
         convert(settings({"kind": "csv", "path": "rows.csv", "cache_dir": "cache"}), tmp_path)
     for part in ["rows.csv", *parts]:
         assert part in str(raised.value)
-
-
-def test_one_class_only_and_no_rows_are_errors_in_a_cache_too(tmp_path: Path) -> None:
-    columns = rows()
-    source = {"kind": "csv", "path": "rows.csv", "cache_dir": "cache"}
-    write_csv(tmp_path / "rows.csv", {**columns, "label": ["0"] * 700})
-    with pytest.raises(DataError, match="all 700 labels are 0"):
-        convert(settings(source), tmp_path)
-    write_csv(tmp_path / "rows.csv", {name: [] for name in columns})
-    with pytest.raises(DataError, match="no rows"):
-        convert(settings(source), tmp_path)
 
 
 def test_different_ids_with_one_hash_are_no_duplicates() -> None:

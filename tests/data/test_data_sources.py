@@ -24,8 +24,6 @@ from splitveil.common.data.table import read_table
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.settings import validate
-from tests.support import simulation
-from tests.support.compared import assert_same_weights
 
 COUNT = 500
 FEATURES = {"numeric": "n*", "categorical": "c*"}
@@ -230,24 +228,6 @@ def test_a_column_that_is_not_used_may_differ(tmp_path: Path) -> None:
     assert len(PartyData.load(settings({"kind": "parquet", "path": "parts"}), tmp_path).ids) == 500
 
 
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ({"path": "ftp://host/x"}, "not ftp://"),
-        ({"path": "s3://key:word-3391@bucket/x"}, "an address holds no credentials"),
-        ({"path": "s3://key:word/3391@bucket/x"}, "an address holds no credentials"),
-        ({"path": "rows.parquet", "store": {"region": "x"}}, "store is for addresses"),
-        ({"path": "abfs://container/x"}, "store.account"),
-        ({"path": "s3://b/x", "store": {"endpoint": "https://a:word-3391@host"}}, "store.endpoint"),
-        ({"path": "s3://b/x", "store": {"secret_key": "x"}}, "unknown setting"),
-    ],
-)
-def test_addresses_and_their_store_have_to_fit(source: dict[str, Any], expected: str) -> None:
-    with pytest.raises(SettingsError, match=expected) as refused:
-        settings({"kind": "parquet", **source})
-    assert "3391" not in str(refused.value)
-
-
 # ---- an object store ----
 
 
@@ -405,36 +385,6 @@ def test_a_bad_query_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     database.close()
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "ATTACH 'new.db' AS x",
-        "-- select\n; ATTACH 'new.db' AS x",
-        "/* select */ vacuum into 'new.db'",
-        "/* one */ attach 'new.db' as x /* two */ select",
-        "pragma journal_mode = wal",
-        "selection",
-    ],
-)
-def test_a_statement_that_may_write_another_file_is_refused(text: str) -> None:
-    """A database that is open for reading alone takes it."""
-    with pytest.raises(SettingsError, match="begins with SELECT or WITH"):
-        settings(query(query=text))
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "-- a note; with an end\n select * from people",
-        "/* from\n us */(SELECT * FROM people)",
-        "With p as (select * from people) select * from p",
-        "VALUES (1)",
-    ],
-)
-def test_a_query_may_be_written_in_several_ways(text: str) -> None:
-    settings(query(query=text))
-
-
 def test_a_database_that_is_not_there_is_refused_and_not_made(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="the database cannot be read"):
         PartyData.load(settings(query()), tmp_path)
@@ -476,35 +426,60 @@ def test_an_address_that_cannot_be_read_is_not_repeated(tmp_path: Path, address:
     assert "3391" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "uri",
-    [
-        "postgresql://me:word-3391@host/people",
-        "postgresql://me:word/3391@host/people",
-        "postgresql://host/people?password=word-3391",
-        "postgresql://host/people?pass%77ord=word-3391",
-        "host=host dbname=people password=word-3391",
-        "host=host password = 'word-3391'",
-        "postgresql://host/people?sslcert=x&sslpassword=word-3391",
-        "postgresql://host/people?oauth_client_secret=word-3391",
-    ],
-)
-def test_a_password_in_the_settings_is_refused_and_not_repeated(uri: str) -> None:
-    with pytest.raises(SettingsError, match="uri_file") as refused:
-        settings(query(driver="postgresql", uri=uri))
+NO_SELECT = "begins with SELECT or WITH"
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"path": "ftp://host/x"}, "not ftp://"),
+    ({"path": "s3://key:word-3391@bucket/x"}, "an address holds no credentials"),
+    ({"path": "s3://key:word/3391@bucket/x"}, "an address holds no credentials"),
+    ({"path": "rows.parquet", "store": {"region": "x"}}, "store is for addresses"),
+    ({"path": "abfs://container/x"}, "store.account"),
+    ({"path": "s3://b/x", "store": {"endpoint": "https://a:word-3391@host"}}, "store.endpoint"),
+    ({"path": "s3://b/x", "store": {"secret_key": "x"}}, "unknown setting"),
+    # A database that is open for reading takes statements that write another file.
+    ({"query": "ATTACH 'new.db' AS x"}, NO_SELECT),
+    ({"query": "-- select\n; ATTACH 'new.db' AS x"}, NO_SELECT),
+    ({"query": "/* select */ vacuum into 'new.db'"}, NO_SELECT),
+    ({"query": "/* one */ attach 'new.db' as x /* two */ select"}, NO_SELECT),
+    ({"query": "pragma journal_mode = wal"}, NO_SELECT),
+    ({"query": "selection"}, NO_SELECT),
+    ({"uri": "postgresql://me:word-3391@host/people"}, "uri_file"),
+    ({"uri": "postgresql://me:word/3391@host/people"}, "uri_file"),
+    ({"uri": "postgresql://host/people?password=word-3391"}, "uri_file"),
+    ({"uri": "postgresql://host/people?pass%77ord=word-3391"}, "uri_file"),
+    ({"uri": "host=host dbname=people password=word-3391"}, "uri_file"),
+    ({"uri": "host=host password = 'word-3391'"}, "uri_file"),
+    ({"uri": "postgresql://host/people?sslcert=x&sslpassword=word-3391"}, "uri_file"),
+    ({"uri": "postgresql://host/people?oauth_client_secret=word-3391"}, "uri_file"),
+]
+ACCEPTED = [
+    {"query": "-- a note; with an end\n select * from people"},
+    {"query": "/* from\n us */(SELECT * FROM people)"},
+    {"query": "With p as (select * from people) select * from p"},
+    {"query": "VALUES (1)"},
+    {"uri": "postgresql://me@host:5432/people"},
+    {"uri": "postgresql://me%40company@host:5432/people?sslmode=verify-full&passfile=pass"},
+    {"uri": "host=host user=me sslkey=me.key"},
+]
+
+
+def source_with(values: dict[str, Any]) -> dict[str, Any]:
+    if "path" in values:
+        return {"kind": "parquet", **values}
+    return query(driver="postgresql" if "uri" in values else "sqlite", **values)
+
+
+@pytest.mark.parametrize(("values", "expected"), REFUSED)
+def test_an_address_or_query_that_may_not_be_is_refused_and_no_password_repeated(
+    values: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(SettingsError, match=expected) as refused:
+        settings(source_with(values))
     assert "3391" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "uri",
-    [
-        "postgresql://me@host:5432/people",
-        "postgresql://me%40company@host:5432/people?sslmode=verify-full&passfile=pass",
-        "host=host user=me sslkey=me.key",
-    ],
-)
-def test_an_address_without_a_password_may_stand_in_the_settings(uri: str) -> None:
-    settings(query(driver="postgresql", uri=uri))
+@pytest.mark.parametrize("values", ACCEPTED)
+def test_queries_and_addresses_may_be_written_in_several_ways(values: dict[str, Any]) -> None:
+    settings(source_with(values))
 
 
 POSTGRESQL = os.environ.get("SPLITVEIL_POSTGRESQL", "")
@@ -543,38 +518,6 @@ def test_postgresql_gives_the_same_bits_as_a_file(tmp_path: Path, one_file: str)
 
 
 # ---- both parties ----
-
-
-def test_a_run_from_a_store_and_a_database_is_one_from_files(
-    example: Path, tmp_path: Path, bucket: Bucket
-) -> None:
-    """The label owner's table in SQLite, the feature owner's on S3, in parts."""
-    from pyarrow import csv
-
-    active = csv.read_csv(example / "active.csv")
-    with sqlite3.connect(tmp_path / "people.sqlite") as database:
-        database.execute("create table people (id text, label int, own1 real, own2 real)")
-        insert = "insert into people values (?, ?, ?, ?)"
-        database.executemany(insert, [tuple(row.values()) for row in active.to_pylist()])
-    database.close()
-    write_parts(tmp_path / "parts", csv.read_csv(example / "passive.csv"))
-    bucket.upload(tmp_path / "parts", "run/parts")
-    store = f"{{endpoint: '{bucket.endpoint}'}}"
-    elsewhere = simulation.read_settings(
-        example,
-        [
-            "data.source={kind: sql, driver: sqlite, query: select * from people, uri: -}",
-            f"data.source.uri={tmp_path}/people.sqlite",
-            f"data.source.snapshot_dir={tmp_path}/kept",
-        ],
-        [f"data.source={{kind: parquet, path: 's3://bucket/run/parts', store: {store}}}"],
-    )
-    weights = []
-    for chosen in (simulation.read_settings(example), elsewhere):
-        run = simulation.build(chosen)
-        run.meet()
-        weights.append(run.weights())
-    assert_same_weights(*weights)
 
 
 def test_the_refusal_of_a_store_shows_no_address() -> None:

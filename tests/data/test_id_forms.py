@@ -3,14 +3,11 @@
 import logging
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
-from pyarrow import parquet
 
 from splitveil.common.data import id_forms, sources
 from splitveil.common.data.id_forms import IdForms, form_of
 from splitveil.common.data.settings import DataSettings
-from splitveil.common.errors import DataError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.run.messages import IdForm
 from splitveil.common.settings import validate
@@ -63,17 +60,6 @@ def test_they_are_said_whenever_a_table_is_read(
         (said,) = caplog.messages
         assert "x.csv: column 'id': 50 ids are whole numbers written with a decimal point" in said
         assert "700" not in said
-
-
-def test_a_column_of_floating_point_numbers_is_refused_with_the_reason(tmp_path: Path) -> None:
-    parquet.write_table(pa.table({"id": [7.0, 8.0], "x": [1, 2]}), tmp_path / "x.parquet")
-    values = {
-        "source": {"kind": "parquet", "path": "x.parquet"},
-        "id_column": "id",
-        "features": {"numeric": "x"},
-    }
-    with pytest.raises(DataError, match=r"not double: as texts, 7\.0 and 7 differ"):
-        PartyData.load(validate(DataSettings, values, "data"), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,9 @@ import pyarrow as pa
 import pytest
 from pyarrow import csv, parquet
 
-from splitveil.common.data import table
+from splitveil.common.data import kinds, table
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.stored_ids import StoredIds
-from splitveil.common.errors import DataError
 from splitveil.common.party.party_data import PartyData, read_ids_alone
 from splitveil.common.run.contract import ColumnSplit
 from splitveil.common.run.id_rules import AS_WRITTEN, IdRule, TextId
@@ -25,7 +24,7 @@ SPLITS = ["train", "validation", "test"]
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make many parts of a small table."""
     monkeypatch.setattr(table, "_ROWS_AT_ONCE", 64)
-    monkeypatch.setattr(table, "_SMALL_BYTES", 4096)
+    monkeypatch.setattr(kinds, "_SMALL_BYTES", 4096)
 
 
 def people() -> dict[str, list[Any]]:
@@ -75,14 +74,6 @@ def assert_same(alone: PartyData, whole: PartyData) -> None:
     assert alone.table.source == whole.table.source
 
 
-@pytest.mark.parametrize("name", ["people.csv", "people.parquet"])
-def test_ids_alone_are_those_of_a_run(tmp_path: Path, name: str) -> None:
-    alone, whole = both(tmp_path, settings(tmp_path / name, people()))
-    assert_same(alone, whole)
-    assert len(alone.ids) == NUM_ROWS
-    assert alone.kept is None
-
-
 def test_rows_without_an_id_and_repeated_ids_are_left_out_alike(tmp_path: Path) -> None:
     """Some repeat an id of an earlier part, in other words or in the same."""
     columns = people()
@@ -95,13 +86,6 @@ def test_rows_without_an_id_and_repeated_ids_are_left_out_alike(tmp_path: Path) 
     alone, whole = both(tmp_path, data, [TextId(fold_case=True)])
     assert_same(alone, whole)
     assert alone.table.id_report.left_out == NUM_ROWS - len(alone.ids) == 4
-
-
-def test_an_id_that_is_repeated_in_another_part_is_refused(tmp_path: Path) -> None:
-    columns = people()
-    columns["id"][600] = columns["id"][2]
-    with pytest.raises(DataError, match=r"1 duplicate ids: data rows 601 \(as 3\)"):
-        both(tmp_path, settings(tmp_path / "people.csv", columns))
 
 
 def test_a_row_that_is_longer_than_a_part_is_read(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def test_requests_are_small_enough_for_the_rate() -> None:
 
 
 @pytest.mark.parametrize("width", [3, 37, 5000])
-def test_a_row_has_the_same_bits_in_any_company(width: int) -> None:
+def test_a_row_has_the_same_bits_whatever_the_other_rows(width: int) -> None:
     generator = torch.Generator().manual_seed(0)
     model = nn.Sequential(nn.Linear(width, 33), nn.ReLU(), nn.Linear(33, 3))
     rows = torch.randn(600, width, generator=generator)

@@ -16,7 +16,6 @@ from splitveil.common.settings import validate
 from splitveil.deploy.local import held_port
 from tests.support.runs import (
     CONTRACT,
-    Parties,
     build_parties,
     run_in_process,
     run_over_grpc,
@@ -71,26 +70,19 @@ def test_both_parties_train_and_test_on_the_rows_that_the_column_says(tmp_path: 
     assert evaluated == [(0, "validation"), (0, "test"), (1, "validation"), (1, "test")]
 
 
-def meeting(parties: Parties, meet_over: str) -> None:
-    if meet_over == "process":
-        run_in_process(parties)
-    else:
-        with held_port() as port:
-            run_over_grpc(parties, port)
-
-
-@pytest.mark.parametrize("meet_over", ["process", "grpc"])
-def test_one_word_that_differs_ends_the_run_on_both_sides(tmp_path: Path, meet_over: str) -> None:
+def test_one_word_that_differs_ends_the_run_on_both_sides(tmp_path: Path) -> None:
     write_both(tmp_path, differing)
     parties = build_parties(tmp_path, [BY_COLUMN], [BY_COLUMN])
-    with pytest.raises(AlignmentError, match="the parties disagree on the split") as caught:
-        meeting(parties, meet_over)
+    with (
+        held_port() as port,
+        pytest.raises(AlignmentError, match="the parties disagree on the split") as caught,
+    ):
+        run_over_grpc(parties, port)
     assert "person" not in str(caught.value)
     assert parties.run.trainer is None
     assert parties.session.lifecycle.phase.trainer is None
-    if meet_over == "grpc":
-        assert isinstance(parties.session.lifecycle.error, AlignmentError)
-        assert "the parties disagree on the split" in str(parties.session.lifecycle.error)
+    assert isinstance(parties.session.lifecycle.error, AlignmentError)
+    assert "the parties disagree on the split" in str(parties.session.lifecycle.error)
 
 
 def test_words_of_rows_that_only_one_party_has_do_not_matter(tmp_path: Path) -> None:
@@ -213,11 +205,6 @@ def test_a_word_that_is_none_is_counted_and_not_repeated(tmp_path: Path, cached:
     message = "column 'fold': expected train, validation or test in rows 2, 4 (2 in all)"
     assert message in str(caught.value)
     assert "holdout" not in str(caught.value)
-
-
-def test_a_column_that_is_not_there_is_named_with_the_nearest_one(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="there is no column 'Folds'; did you mean 'fold'"):
-        read(tmp_path, TABLE, "Folds")
 
 
 def test_id_label_and_features_are_no_split(tmp_path: Path) -> None:

@@ -9,10 +9,9 @@ import torch
 from splitveil.active_party.defenses import CustomDefense, Defended, NoiseSecrets, RawBatch
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
 from splitveil.active_party.defenses.interface import LabelledRows
-from splitveil.common.errors import BudgetExhausted, SettingsError, SplitveilError
+from splitveil.common.errors import SettingsError
 from tests.support.defended import context_of
 from tests.support.own_defenses import write_own_defenses
-from tests.support.peers import FaultyPeer
 from tests.support.plans import printed_plan
 from tests.support.runs import Parties, build_parties, run_in_process
 
@@ -134,32 +133,6 @@ def test_a_run_trains_with_it_and_the_ledger_adds_its_charges_up(
     uncharged = parties_of(example, module, "Uncharged")
     run_in_process(uncharged)
     assert uncharged.session.leak_bounds().sum_kl.max == math.inf
-
-
-def test_lost_messages_change_no_bit(example: Path, module: str) -> None:
-    seeded = ", insecure_noise_seed: 3"
-    quiet, faulty = (parties_of(example, module, "Counting", settings=seeded) for _ in range(2))
-    run_in_process(quiet)
-    run_in_process(faulty, lambda s, e: FaultyPeer(s, e, loses=lambda count: count % 2 == 0))
-    weights = quiet.weights()
-    assert all(torch.equal(weights[name], value) for name, value in faulty.weights().items())
-
-
-def test_a_budget_ends_a_run_whose_class_states_no_charge(example: Path, module: str) -> None:
-    parties = parties_of(
-        example, module, "Uncharged", "run_budget={sum_kl: 100, adversary: knows class means only}"
-    )
-    with pytest.raises(SplitveilError):
-        run_in_process(parties)
-    assert isinstance(parties.session.lifecycle.error, BudgetExhausted)
-
-
-def test_persistent_noise_reaches_the_class(example: Path, module: str, tmp_path: Path) -> None:
-    persistent = ", noise: persistent"
-    run = f"runs_dir={tmp_path}"
-    parties = parties_of(example, module, "Keyed", run, settings=persistent)
-    run_in_process(parties)
-    assert (tmp_path / "small" / "active" / "checkpoint" / "noise.key").is_file()
 
 
 def test_the_plan_says_that_the_class_answers_for_its_charges(example: Path, module: str) -> None:

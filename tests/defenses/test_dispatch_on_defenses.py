@@ -1,4 +1,4 @@
-"""A defense is one room: no other module asks which defense it is."""
+"""Only the modules of a defense ask which defense it is."""
 
 import re
 from pathlib import Path
@@ -26,7 +26,7 @@ def test_only_the_defense_itself_asks_which_defense_it_is() -> None:
         f"{path.relative_to(ROOT)}: {asked[0]}"
         for folder in FOLDERS
         for path in sorted((ROOT / folder).rglob("*.py"))
-        if path.parent.name != "defenses"
+        if "defenses" not in path.parts
         for asked in ASKS.finditer(path.read_text())
     ]
     assert len(found) <= 1, found  # own defenses of programs have a title of their own

@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 from sklearn.metrics import roc_auc_score
 
-from splitveil.active_party.defenses.exact_auc import (
+from splitveil.active_party.defenses.dp_bounds import (
     auc_of_epsilon,
     gaussian_auc,
     laplace_auc,

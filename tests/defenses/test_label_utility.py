@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from splitveil.active_party.defenses.gaussian_dp import mu_of_leak_auc
+from splitveil.active_party.defenses.dp_bounds import mu_of_leak_auc
 from splitveil.active_party.defenses.projected.design import Design
 from splitveil.active_party.defenses.projected.label_utility import label_utility
 from tests.defenses.test_projection import design_of, rows_of

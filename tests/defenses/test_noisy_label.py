@@ -20,7 +20,7 @@ from splitveil.active_party.defenses import (
     NoisyLabelDefense,
     RawBatch,
 )
-from splitveil.active_party.defenses.exact_auc import laplace_auc
+from splitveil.active_party.defenses.dp_bounds import laplace_auc
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
 from splitveil.active_party.defenses.interface import LabelledRows
 from splitveil.active_party.defenses.label_mechanisms import (
@@ -83,22 +83,8 @@ def test_noise_has_the_stated_distribution(
         assert stats.kstest(1.05 * part, distribution.cdf).pvalue < 0.001
 
 
-def test_randomized_response_flips_each_label_with_its_probability() -> None:
-    """Within 5 standard errors; rejects the probability of an epsilon 10 % larger."""
-    flipped = noise_of(MECHANISMS[2]) != 0
-    for label in (0, 1):
-        part = flipped[LABELS.numpy() == label]
-        error = 0.5 / len(part) ** 0.5
-        assert abs(part.mean() - 1 / (1 + math.exp(0.7))) < 5 * error
-        assert abs(part.mean() - 1 / (1 + math.exp(0.77))) > 5 * error
-    drawn = draw_noisy_labels(MECHANISMS[2], LABELS, KEY, IDS)
-    assert set(drawn.tolist()) == {0.0, 1.0}
-
-
 @pytest.mark.parametrize("epsilon", [0.1, 1.0, 3.0])
 def test_the_divergences_are_those_of_the_distributions(epsilon: float) -> None:
-    """Against numerical integration, and a sum over both answers."""
-
     def log_ratio(x: float) -> float:
         return epsilon * (abs(x) - abs(x - 1))
 
@@ -109,13 +95,13 @@ def test_the_divergences_are_those_of_the_distributions(epsilon: float) -> None:
     parts = ((-60 / epsilon, 0), (0, 1), (1, 60 / epsilon))
     expected = sum(integrate.quad(integrand, *part)[0] for part in parts)
     laplace = label_leak(LaplaceLabels(kind="laplace", epsilon=epsilon))
-    assert laplace[0] == pytest.approx(expected, rel=1e-6)
+    assert laplace.sum_kl == pytest.approx(expected, rel=1e-6)
     flip = 1 / (1 + math.exp(epsilon))
     response = label_leak(RandomizedResponse(kind="randomized_response", epsilon=epsilon))
-    assert response[0] == pytest.approx(2 * (1 - 2 * flip) * math.log((1 - flip) / flip))
+    assert response.sum_kl == pytest.approx(2 * (1 - 2 * flip) * math.log((1 - flip) / flip))
     gaussian = label_leak(GaussianLabels(kind="gaussian", noise_ratio=epsilon))
-    assert gaussian[0] == pytest.approx(1 / epsilon**2)
-    assert (laplace[1], response[1], gaussian[1]) == (epsilon, epsilon, None)
+    assert gaussian.sum_kl == pytest.approx(1 / epsilon**2)
+    assert (laplace.epsilon, response.epsilon, gaussian.epsilon) == (epsilon, epsilon, None)
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS, ids=kind_of)
@@ -153,7 +139,6 @@ def test_low_bits_tell_nothing(mechanism: LabelMechanism) -> None:
 
 @pytest.mark.parametrize("mechanism", MECHANISMS, ids=kind_of)
 def test_a_noisy_label_belongs_to_its_example(mechanism: LabelMechanism) -> None:
-    """Equal in any order and company; other keys and ids draw others."""
     part, labels = IDS[:5000], LABELS[:5000]
     whole = draw_noisy_labels(mechanism, labels, KEY, part)
     order = torch.randperm(5000, generator=torch.Generator().manual_seed(1))
@@ -173,12 +158,12 @@ def test_a_charge_repeats_and_names_strength_and_key(mechanism: LabelMechanism) 
     def charged(settings: NoisyLabelDefense, seed: int = 1) -> tuple[str | None, float | None]:
         defense = build_defense(settings, key_from_insecure_seed(seed))
         charge = defense.defend(RawBatch(torch.ones(4, 2), LABELS[:4]))[1].charge
-        assert charge.sum_kl == pytest.approx(label_leak(mechanism)[0])
+        assert charge.sum_kl == pytest.approx(label_leak(mechanism).sum_kl)
         return charge.noise_identity, charge.epsilon
 
     noisy = NoisyLabelDefense(mechanism=mechanism)
     identity, epsilon = charged(noisy)
-    assert epsilon == label_leak(mechanism)[1]
+    assert epsilon == label_leak(mechanism).epsilon
     assert charged(noisy) == (identity, epsilon)
     assert charged(noisy, seed=2)[0] != identity
     assert key_from_insecure_seed(1).hex()[:8] not in str(identity)
@@ -239,8 +224,8 @@ def test_every_entry_of_a_one_hot_label_gets_noise_of_its_own(
     assert noisy.shape == (len(SOME), num_classes)
     one_hot = torch.nn.functional.one_hot(labels.long(), num_classes)
     noise = (noisy - one_hot).double().numpy()
-    for true, told in itertools.product(range(num_classes), repeat=2):
-        part = noise[labels.numpy() == true, told]
+    for true, entry in itertools.product(range(num_classes), repeat=2):
+        part = noise[labels.numpy() == true, entry]
         assert stats.kstest(part, distribution.cdf).pvalue > 0.0005
         assert stats.kstest(1.1 * part, distribution.cdf).pvalue < 0.0005
     shared = np.corrcoef(noise.T) - np.eye(num_classes)
@@ -258,9 +243,9 @@ def test_alibi_is_charged_the_divergence_of_both_entries_that_a_label_moves() ->
     parts = ((-40 / size, 0), (0, 1), (1, 40 / size))
     one_entry = sum(integrate.quad(integrand, *part)[0] for part in parts)
     for num_classes in (2, 7):
-        sum_kl, epsilon, _, _ = label_leak(ALIBI, num_classes)
-        assert sum_kl == pytest.approx(2 * one_entry)
-        assert epsilon == EPSILON
+        leak = label_leak(ALIBI, num_classes)
+        assert leak.sum_kl == pytest.approx(2 * one_entry)
+        assert leak.epsilon == EPSILON
     # The largest odds: both entries as far on the label's side as on the other.
     odds = stats.laplace.logpdf([5 - 1, -5], scale=1 / size).sum()
     odds -= stats.laplace.logpdf([5, -5 - 1], scale=1 / size).sum()
@@ -288,7 +273,6 @@ def log_likelihood(mechanism: LabelMechanism, noisy: npt.NDArray[np.float64], la
     + [(one, 3) for one in POSTERIORS if not isinstance(one, LaplaceLabels)],
 )
 def test_targets_are_the_posterior_of_bayes(mechanism: LabelMechanism, num_classes: int) -> None:
-    """By likelihood times prior, from the densities."""
     labels = labels_of(num_classes, 60)
     defense = build(mechanism, labels, num_classes)
     shape = (60,) if num_classes == 2 else (60, num_classes)
@@ -314,7 +298,6 @@ def build(mechanism: LabelMechanism, labels: Tensor, num_classes: int = 2) -> De
 
 @pytest.mark.parametrize("mechanism", POSTERIORS, ids=kind_of)
 def test_targets_follow_from_noisy_label_and_prediction_alone(mechanism: LabelMechanism) -> None:
-    """Whatever labels and activations a batch says it has."""
     defense = build(mechanism, labels_of(2, 100))
     rows = torch.tensor([5, 99, 0, 44])
     logits = torch.tensor([0.3, -2.0, 5.0, 0.0])
@@ -369,11 +352,3 @@ def test_predictions_must_not_know_the_labels(mechanism: dict[str, object]) -> N
         adapter.validate_python(settings | {"top_labels": True})
     with pytest.raises(ValidationError, match="critic compares"):
         adapter.validate_python({"name": "gafm", "composed_with": settings})
-
-
-def test_the_response_behind_a_critic_is_not_softened() -> None:
-    response = {"kind": "randomized_response", "epsilon": 1, "posterior": "model"}
-    adapter: TypeAdapter[DefenseSettings] = TypeAdapter(DefenseSettings)
-    behind = {"name": "noisy_label", "mechanism": response}
-    with pytest.raises(ValidationError, match="posterior none"):
-        adapter.validate_python({"name": "gafm", "composed_with": behind})

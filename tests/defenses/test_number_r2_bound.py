@@ -24,7 +24,6 @@ DISTRIBUTIONS: dict[str, tuple[Sequence[float], Sequence[float]]] = {
 
 
 def best_r2(values: Sequence[float], shares: Sequence[float], mu: float) -> float:
-    """Return the share of the labels' variance that the posterior mean of a sent value explains."""
     labels, weights = np.array(values), np.array(shares)
     noise_std = 1 / mu
     sent = np.linspace(-9 * noise_std, 1 + 9 * noise_std, 40_001)

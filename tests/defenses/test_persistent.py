@@ -1,7 +1,6 @@
 """Noise that belongs to an example: what an adversary who remembers makes of it, and of others."""
 
 import math
-import multiprocessing
 from pathlib import Path
 from statistics import NormalDist
 from typing import NamedTuple
@@ -23,8 +22,6 @@ from splitveil.active_party.defenses.example_keys import (
 )
 from splitveil.active_party.defenses.persistent import moves_of, noisy_rows
 from splitveil.active_party.defenses.strength import (
-    DetectionError,
-    LeakAuc,
     PowerRatio,
     Strength,
     SumKl,
@@ -110,7 +107,6 @@ def epochs_of_a_run(num_epochs: int, *, linear_head: bool = True) -> list[Epoch]
 
 
 def defended(settings: DefenseSettings, epochs: list[Epoch]) -> list[Answer]:
-    """Let a defense answer every epoch."""
     defense = build_defense(settings, KEY)
     return [epoch.sends(defense.defend(epoch.asks()).gradient) for epoch in epochs]
 
@@ -328,14 +324,7 @@ def _target(settings: DefenseSettings, epoch: Epoch) -> float:
 # ---- the numbers themselves
 
 
-def _scalars_elsewhere(ids: list[str]) -> list[float]:
-    torch.set_num_threads(1)
-    numbers: list[float] = scalars(keys_of(ids)).tolist()
-    return numbers
-
-
 def test_numbers_are_the_same_in_every_process_batch_and_order() -> None:
-    """A restart is a new process; a second worker has other ids beside each other."""
     whole = scalars(keys_of(IDS))
     for worker in range(3):
         part = IDS[worker::3]
@@ -344,9 +333,8 @@ def test_numbers_are_the_same_in_every_process_batch_and_order() -> None:
     for start in range(0, len(IDS), 97):
         rows = shuffled[start : start + 97]
         assert torch.equal(scalars(keys_of(IDS)[rows]), whole[rows])
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        elsewhere = pool.apply(_scalars_elsewhere, (IDS[:500],))
-    assert elsewhere == whole[:500].tolist()
+    bits = keys_of(IDS[:1]).tolist()  # in every process: nothing is salted
+    assert bits == [[-5166831539622736016, -4373157964275117855]]
 
 
 def test_numbers_differ_across_ids_keys_and_purposes() -> None:
@@ -361,17 +349,6 @@ def test_numbers_differ_across_ids_keys_and_purposes() -> None:
         assert abs(float(torch.corrcoef(torch.stack((whole, other)))[0, 1])) < 5 / len(IDS) ** 0.5
 
 
-def test_numbers_are_standard_normal() -> None:
-    """Moments within 5 standard errors; a standard deviation 10 % off is rejected."""
-    numbers = scalars(keys_of([f"{number}" for number in range(100_000)]))
-    error = len(numbers) ** -0.5
-    assert abs(float(numbers.mean())) < 5 * error
-    assert abs(float(numbers.square().mean()) - 1) < 5 * error * math.sqrt(2)
-    assert abs(float((1.1 * numbers).square().mean()) - 1) > 5 * error * math.sqrt(2)
-    assert float((numbers.abs() < 1).double().mean()) == pytest.approx(0.6827, abs=0.008)
-    assert float((numbers > 3).double().mean()) == pytest.approx(0.00135, abs=0.0006)
-
-
 def test_the_name_of_a_key_tells_keys_apart_and_does_not_hold_it() -> None:
     names = {key_name(key_from_insecure_seed(seed)) for seed in range(100)}
     assert len(names) == 100
@@ -382,7 +359,6 @@ def test_the_name_of_a_key_tells_keys_apart_and_does_not_hold_it() -> None:
 
 
 def batch(rows: slice | Tensor = slice(0, 512), factor: float = 1.0) -> RawBatch:
-    """Return rows whose J differ."""
     epoch = epochs_of_a_run(3, linear_head=False)[2]
     raw, slopes = (factor * part.float()[rows] for part in (epoch.raw, epoch.moves))
     probabilities = epoch.probabilities.float()[rows]
@@ -391,7 +367,6 @@ def batch(rows: slice | Tensor = slice(0, 512), factor: float = 1.0) -> RawBatch
 
 
 def test_marvell_repeats_itself_whatever_the_batch_and_the_worker() -> None:
-    """Same model, same example: the same answer, from another object, in another batch, alone."""
     settings = defenses.MarvellDefense(noise="persistent")
     whole = build_defense(settings, KEY).defend(batch()).gradient
     for rows in (slice(0, 1), slice(100, 300), slice(1, 512, 7)):
@@ -446,27 +421,6 @@ def test_iso_spends_its_power_evenly_over_all_directions() -> None:
     assert float(torch.stack(total).mean()) == pytest.approx(4, rel=0.03)
 
 
-@pytest.mark.parametrize(
-    ("strength", "sum_kl"),
-    [
-        (PowerRatio(power_ratio=4), 0.25),
-        (SumKl(sum_kl=0.16), 0.16),
-        (DetectionError(detection_error=0.4), 0.16),
-        (LeakAuc(leak_auc=0.7), None),
-    ],
-)
-def test_every_strength_is_met_by_all_answers_together(
-    strength: Strength, sum_kl: float | None
-) -> None:
-    defense = build_defense(defenses.MarvellDefense(noise="persistent", strength=strength), KEY)
-    report = defense.defend(batch()).report
-    if sum_kl is None:
-        assert report.leak_auc_bound == pytest.approx(0.7)
-    else:
-        assert report.charge.sum_kl == pytest.approx(sum_kl)
-    assert report.charge.sum_kl == report.sum_kl_after
-
-
 def test_an_identity_names_defense_strength_and_key_and_nothing_else_changes_it() -> None:
     def identity(settings: DefenseSettings, key: NoiseKey = KEY) -> str | None:
         return build_defense(settings, key).defend(batch()).report.charge.noise_identity
@@ -492,15 +446,6 @@ def test_rows_that_the_model_is_sure_of_are_not_sent_bare() -> None:
     defense = build_defense(defenses.MarvellDefense(noise="persistent"), KEY)
     sent = defense.defend(epoch.asks()._replace(gradients=raw, probabilities=probabilities))[0]
     assert float(sent[:10].norm(dim=1).min()) > 0
-
-
-@pytest.mark.parametrize("label", [0.0, 1.0])
-def test_a_batch_of_one_class_is_answered_with_the_same_ratio(label: float) -> None:
-    """It needs no statistics: the very rows get the very answer that they get in a mixed batch."""
-    settings = defenses.MarvellDefense(noise="persistent")
-    whole = build_defense(settings, KEY).defend(batch()).gradient
-    one = (batch().labels == label).nonzero().squeeze(1)
-    assert torch.equal(build_defense(settings, KEY).defend(batch(one)).gradient, whole[one])
 
 
 @pytest.mark.parametrize("settings", BOUNDED, ids=named)

@@ -280,7 +280,7 @@ def test_lost_messages_change_no_bit(
 
 
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("at", [1, 3, 4, 5, 7, 12, 13, 17, 20])
+@pytest.mark.parametrize("at", [1, 4, 5, 12, 13, 20])
 def test_with_both_parties_killed_at_a_message_the_run_ends_as_if_nothing_had_happened(
     example: Path,
     tmp_path: Path,
@@ -300,7 +300,7 @@ def test_with_both_parties_killed_at_a_message_the_run_ends_as_if_nothing_had_ha
     assert_as_if_nothing_had_happened(second, tmp_path, whole)
 
 
-@pytest.mark.parametrize("at", [2, 5, 7, 13, 16, 20])
+@pytest.mark.parametrize("at", [2, 5, 13, 20])
 def test_with_the_passive_party_killed_the_active_one_goes_back_with_it(
     example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Whole, at: int
 ) -> None:
@@ -349,22 +349,17 @@ BLOWS: list[Callable[[], Strike]] = [
     lambda: Strike(StageRelease, "draw", 1),
     lambda: Strike(StageRelease, "draw", 2, after=True),
     lambda: Strike(ReleaseFile, "keep", 1),
-    lambda: Strike(ReleaseFile, "keep", 1, after=True),
     lambda: Strike(ReleaseFile, "keep", 2),
     lambda: Strike(ReleaseFile, "keep", 2, after=True),
     lambda: Strike(AnsweredQuestions, "record_release", 1, after=True),
     lambda: Strike(AnsweredQuestions, "record_release", 2, after=True),
     lambda: Strike(StageRelease, "use", 1, after=True),
-    lambda: Strike(StageRelease, "use", 2),
     lambda: Strike(StageRelease, "use", 2, after=True),
-    lambda: Strike(AnswerLog, "record", 2),
     lambda: Strike(AnswerLog, "record", 5),
     lambda: Strike(AnswerLog, "record", 5, after=True),
-    lambda: Strike(AnswerLog, "record", 14, after=True),
     lambda: Strike(TopTrainer, "survey", 3),
     lambda: Strike(RunStore, "save", 3),
     lambda: Strike(RunStore, "save", 4, after=True),
-    lambda: Strike(RunStore, "save", 9, after=True),
 ]
 
 

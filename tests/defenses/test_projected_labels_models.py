@@ -1,6 +1,5 @@
 """Which models a run with projected labels may begin with, and which it leaves."""
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -64,22 +63,6 @@ def starting_from(checkpoint: Path) -> str:
     return f"initial_weights={checkpoint}"
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("none", TRUE),
-        ("marvell", TRUE),
-        ("noisy, true top", TRUE),
-        ("noisy", RELEASED),
-        ("projected", RELEASED),
-    ],
-)
-def test_a_model_says_whether_true_labels_have_entered_it(
-    folder: Path, name: str, expected: str
-) -> None:
-    assert learned_from(left_by(folder, "first", DEFENSES[name]) / WEIGHTS) == expected
-
-
 def test_the_refitted_model_is_another_one_and_says_so(folder: Path) -> None:
     checkpoint = left_by(folder, "first", DEFENSE)
     assert learned_from(checkpoint / REFITTED) == TRUE
@@ -115,13 +98,6 @@ def test_a_model_that_has_learned_from_released_labels_is_accepted(folder: Path,
     first = left_by(folder, "first", DEFENSES[name])
     second = left_by(folder, "second", DEFENSE, starting_from(first))
     assert learned_from(second / WEIGHTS) == RELEASED
-
-
-def test_a_refitted_model_under_the_other_name_is_refused(folder: Path) -> None:
-    checkpoint = left_by(folder, "first", DEFENSE)
-    shutil.copy(checkpoint / REFITTED, checkpoint / WEIGHTS)
-    with pytest.raises(SettingsError, match="has learned from true labels"):
-        left_by(folder, "second", DEFENSE, starting_from(checkpoint))
 
 
 def test_a_model_that_says_nothing_of_itself_is_refused(folder: Path) -> None:

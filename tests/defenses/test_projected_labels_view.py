@@ -37,7 +37,6 @@ from tests.support.several_classes import CLASSES, write_classes
 
 
 def with_other_labels(folder: Path, classes: Sequence[str] = ("0", "1")) -> None:
-    """Give the same people labels that have nothing to do with their features."""
     lines = (folder / "active.csv").read_text().splitlines()
     generator = np.random.default_rng(5)
     changed = []
@@ -47,18 +46,17 @@ def with_other_labels(folder: Path, classes: Sequence[str] = ("0", "1")) -> None
     (folder / "active.csv").write_text("\n".join([lines[0], *changed]) + "\n")
 
 
-Told = dict[int, tuple[bytes, Mapping[str, Tensor]]]
+Released = dict[int, tuple[bytes, Mapping[str, Tensor]]]
 """Design and release of each stage."""
 
 
 @contextmanager
-def noting(told: Told) -> Iterator[None]:
-    """Keep what every stage tells."""
+def noting(released: Released) -> Iterator[None]:
     draw = StageRelease.draw
 
     def note(self: StageRelease, key: bytes) -> Mapping[str, Tensor]:
         release: Mapping[str, Tensor] = draw(self, key)
-        told[self.stage] = (self.design, release)
+        released[self.stage] = (self.design, release)
         return release
 
     with pytest.MonkeyPatch.context() as patched:
@@ -67,23 +65,22 @@ def noting(told: Told) -> Iterator[None]:
 
 
 @contextmanager
-def telling(told: Told, *, checks: bool = True) -> Iterator[None]:
+def repeating(released: Released, *, checks: bool = True) -> Iterator[None]:
     """Let the noise be what makes each stage tell the same again, of other labels."""
 
-    def tell(self: StageRelease, _key: bytes) -> Mapping[str, Tensor]:
-        design, release = told[self.stage]
+    def repeat(self: StageRelease, _key: bytes) -> Mapping[str, Tensor]:
+        design, release = released[self.stage]
         same = self.design == design
         assert same or not checks, f"stage {self.stage}: the design depends on labels"
         return release
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(StageRelease, "draw", tell)
+        patched.setattr(StageRelease, "draw", repeat)
         yield
 
 
 @pytest.fixture(autouse=True)
 def same_run_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let runs that begin alike have one name."""
     monkeypatch.setattr(secrets, "token_hex", lambda count: "ab" * count)
 
 
@@ -91,7 +88,7 @@ def same_run_ids(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Seeing(InProcessPeer):
-    """Keeps everything that the passive party is told, and in which order."""
+    """Keeps everything that the passive party receives, and in which order."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -161,7 +158,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 
 def with_categories(folder: Path) -> None:
-    """Add a column of categories to both tables; settings leave it out where it is not wanted."""
     for party, generator in (
         ("active", np.random.default_rng(8)),
         ("passive", np.random.default_rng(9)),
@@ -173,7 +169,6 @@ def with_categories(folder: Path) -> None:
 
 
 def with_weights(folder: Path) -> None:
-    """Add a column of weights to the label owner's table, drawn without a look at the labels."""
     generator = np.random.default_rng(10)
     lines = (folder / "active.csv").read_text().splitlines()
     more = [f"{line},{generator.uniform(0.2, 3.0):.3f}" for line in lines[1:]]
@@ -221,17 +216,25 @@ RUNS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
 }
 
 
+def seen_in_both(
+    folders: Folders, *active: str, both: Sequence[str] = (), peer: type[Seeing] = Seeing
+) -> tuple[list[bytes], list[bytes]]:
+    """Return what the peer saw of either labels, with the same sums released."""
+    released: Released = {}
+    with noting(released):
+        one = seen_in(folders.one, *active, both=both, peer=peer)
+    with repeating(released):
+        other = seen_in(folders.other, *active, both=both, peer=peer)
+    assert released
+    return one, other
+
+
 @pytest.mark.parametrize("run", RUNS)
 def test_with_the_same_sums_of_other_labels_the_peer_receives_the_same_bytes(
     folders: Folders, run: str
 ) -> None:
     active, both = RUNS[run]
-    told: Told = {}
-    with noting(told):
-        one = seen_in(folders.one, *active, both=both)
-    with telling(told):
-        other = seen_in(folders.other, *active, both=both)
-    assert told
+    one, other = seen_in_both(folders, *active, both=both)
     assert len(one) > 10
     assert one == other
 
@@ -252,18 +255,14 @@ class Chooses(Seeing):
 
 
 def test_so_does_a_peer_that_chooses_what_it_sends(folders: Folders) -> None:
-    told: Told = {}
-    with noting(told):
-        one = seen_in(folders.one, peer=Chooses)
-    with telling(told):
-        other = seen_in(folders.other, peer=Chooses)
+    one, other = seen_in_both(folders, peer=Chooses)
     assert one == other
 
 
 def test_so_does_one_that_is_killed_and_comes_again(folders: Folders, tmp_path: Path) -> None:
-    told: Told = {}
+    released: Released = {}
     runs = []
-    for folder, around in ((folders.one, noting), (folders.other, telling)):
+    for folder, around in ((folders.one, noting), (folders.other, repeating)):
         seen: list[bytes] = []
 
         class Killed(Seeing):
@@ -287,7 +286,7 @@ def test_so_does_one_that_is_killed_and_comes_again(folders: Folders, tmp_path: 
                 if reason == LeaveReason.FINISHED:
                     super().leave(run_id, reason)
 
-        with around(told):
+        with around(released):
             runs_folder = tmp_path / folder.name
             with pytest.raises(Lost):
                 run_in_process(build(folder, runs=runs_folder), Killed)
@@ -297,37 +296,37 @@ def test_so_does_one_that_is_killed_and_comes_again(folders: Folders, tmp_path: 
         assert again.active.resumed == [1]
         runs.append(seen)
     assert runs[0] == runs[1]
-    assert len(told) == 2
+    assert len(released) == 2
 
 
 def test_with_several_classes_as_well(tmp_path: Path) -> None:
-    told: Told = {}
+    released: Released = {}
     seen = []
-    for name, around in (("one", noting), ("other", telling)):
+    for name, around in (("one", noting), ("other", repeating)):
         folder = tmp_path / name
         write_classes(folder)
         if name == "other":
             with_other_labels(folder, CLASSES)
-        with around(told):
+        with around(released):
             seen.append(seen_in(folder, "early_stopping={patience_epochs: 1}"))
     assert seen[0] == seen[1]
-    assert told[0][1]["sums"].shape == (8, len(CLASSES))
+    assert released[0][1]["sums"].shape == (8, len(CLASSES))
 
 
 @pytest.mark.parametrize("aggregation", ["mean", "concat"])
 def test_with_several_passive_parties_each_of_them_receives_the_same_bytes(
     tmp_path: Path, aggregation: str
 ) -> None:
-    told: Told = {}
+    released: Released = {}
     runs = []
-    for name, around in (("one", noting), ("other", telling)):
+    for name, around in (("one", noting), ("other", repeating)):
         folder = tmp_path / name
         write_several(folder, 2, rows=200)
         if name == "other":
             with_other_labels(folder)
-        with around(told):
+        with around(released):
             runs.append(seen_by_several(folder, f"contract.aggregation={aggregation}"))
-    assert len(told) == 2
+    assert len(released) == 2
     assert runs[0].keys() == {"ash", "birch"}
     assert runs[0] == runs[1]
 
@@ -351,11 +350,11 @@ def test_over_the_wire_every_message_after_the_alignment_has_the_same_bytes(
     folders: Folders, tmp_path: Path
 ) -> None:
     """The alignment draws random numbers of its own, before any label is used."""
-    told: Told = {}
+    released: Released = {}
     sent = []
-    for folder, around in ((folders.one, noting), (folders.other, telling)):
+    for folder, around in ((folders.one, noting), (folders.other, repeating)):
         into = tmp_path / folder.name
-        with around(told):
+        with around(released):
             run_noted(folder, into, DEFENSE)
         lines = (into / "active" / FILE).read_text().splitlines()
         entries = [json.loads(line) for line in lines]
@@ -383,12 +382,12 @@ def test_a_top_model_that_learned_from_the_true_labels_would_show(
     found = vars(ProjectedLabelsDefense)["traits"].fget
     learns_labels = property(lambda settings: found(settings)._replace(top_learns_targets=False))
     monkeypatch.setattr(ProjectedLabelsDefense, "traits", learns_labels)
-    told: Told = {}
-    with noting(told):
+    released: Released = {}
+    with noting(released):
         one = seen_in(folders.one)
-    with telling(told), pytest.raises(AssertionError, match="stage 1: the design depends"):
+    with repeating(released), pytest.raises(AssertionError, match="stage 1: the design depends"):
         seen_in(folders.other)
-    with telling(told, checks=False):
+    with repeating(released, checks=False):
         other = seen_in(folders.other)
     differ = [number for number, (a, b) in enumerate(zip(one, other, strict=True)) if a != b]
     first_answer = 1 + SURVEY_BATCHES  # after the handshake's reply; it needs no step of the top
@@ -400,11 +399,7 @@ def test_a_run_that_stops_early_by_its_validation_labels_would_show(
 ) -> None:
     monkeypatch.setattr(TopTrainer, "score_on_targets", lambda _: None)
     active, both = RUNS["early stopping"]
-    told: Told = {}
-    with noting(told):
-        one = seen_in(folders.one, *active, both=both)
-    with telling(told):
-        other = seen_in(folders.other, *active, both=both)
+    one, other = seen_in_both(folders, *active, both=both)
     assert len(one) != len(other)
 
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import kubernetes_validate
 import pytest
@@ -52,24 +51,17 @@ trained = pytest.mark.parametrize("found", TRAINING, ids=named)
 served = pytest.mark.parametrize("found", SERVING, ids=named)
 
 
-class Words(NamedTuple):
-    """A command line as a file names it."""
-
-    program: str
-    words: Sequence[str]
-
-
-def commands(found: Deployed) -> Iterator[Words]:
-    """Yield the command line in each of a party's files."""
+def commands(found: Deployed) -> Iterator[tuple[str, Sequence[str]]]:
+    """Yield the program and the words of the command line in each of a party's files."""
     program = f"{found.party}-party"
-    yield Words(program, [filled(word, found.env_example) for word in found.compose["command"]])
+    yield (program, [filled(word, found.env_example) for word in found.compose["command"]])
     (start,) = found.unit["ExecStart"]
     path, *words = filled(start, found.unit_environment).split()
-    yield Words(Path(path).name, words)
+    yield Path(path).name, words
     (container,) = found.pod["containers"]
     environment = {one["name"]: one.get("value", "") for one in container.get("env", ())}
     args = [re.sub(r"\$\((\w+)\)", lambda m: environment[m[1]], one) for one in container["args"]]
-    yield Words(program, args)
+    yield program, args
 
 
 # ---- what all of them agree on ----
@@ -91,14 +83,11 @@ def test_every_command_line_is_one_that_the_program_takes(found: Deployed) -> No
             assert not is_beyond or (serving.tls is not None and serving.token_file is not None)
 
 
-def test_exit_codes_that_may_pass_are_not_final() -> None:
+@deployed
+def test_no_supervisor_restarts_for_ever_what_will_not_change(found: Deployed) -> None:
     assert {SettingsError.exit_code, DataError.exit_code} == FINAL["-serve"]
     assert {EndedForGood.exit_code, PeerEndedForGood.exit_code} <= FINAL[""]
     assert not {SplitveilError.exit_code, PeerUnreachable.exit_code} & FINAL[""]
-
-
-@deployed
-def test_no_supervisor_restarts_for_ever_what_will_not_change(found: Deployed) -> None:
     prevented = " ".join(found.unit["RestartPreventExitStatus"]).split()
     assert {int(code) for code in prevented} == FINAL[found.ending]
     assert found.unit["Restart"] == ["on-failure"]
@@ -119,14 +108,28 @@ def test_no_supervisor_restarts_for_ever_what_will_not_change(found: Deployed) -
 
 
 @deployed
-def test_nobody_is_root_and_nothing_but_the_results_can_be_written(found: Deployed) -> None:
+def test_nobody_is_root_memory_is_limited_and_only_the_results_can_be_written(
+    found: Deployed,
+) -> None:
     (writable,) = [one for one in found.compose["volumes"] if not one.endswith(":ro")]
     assert writable.endswith(":/runs")
     found.check_nobody_is_root()
+    (container,) = found.pod["containers"]
+    limits = (
+        found.compose["mem_limit"],
+        *found.unit["MemoryMax"],
+        container["resources"]["limits"]["memory"],
+    )
+    assert {limit.removesuffix("i").upper() for limit in limits} == {"8G"}
 
 
 @deployed
 def test_health_is_asked_at_the_status_port_which_stays_on_loopback(found: Deployed) -> None:
+    (start,) = found.unit["ExecStart"]
+    name = f"{named(found)}".upper().replace("-", "_") + "_STATUS"
+    assert f"--set status=${{{name}}}" in start
+    assert found.unit_environment[name] == found.env_example[name]
+    assert found.unit["EnvironmentFile"] == [f"-/etc/splitveil/%i/{named(found)}.env"]
     check = " ".join(found.compose["healthcheck"]["test"])
     assert f"127.0.0.1:{STATUS_PORT}/healthz" in check
     (status,) = [port for port in found.compose["ports"] if port.endswith(f":{STATUS_PORT}")]
@@ -140,17 +143,6 @@ def test_health_is_asked_at_the_status_port_which_stays_on_loopback(found: Deplo
     if found.ending:
         assert {*ports.values()} == {PORTS[found.party], STATUS_PORT}
         assert {port.rpartition(":")[2] for port in found.compose["ports"]} == {*ports.values()}
-
-
-@deployed
-def test_a_party_s_memory_is_limited_alike_by_every_supervisor(found: Deployed) -> None:
-    (container,) = found.pod["containers"]
-    limits = (
-        found.compose["mem_limit"],
-        *found.unit["MemoryMax"],
-        container["resources"]["limits"]["memory"],
-    )
-    assert {limit.removesuffix("i").upper() for limit in limits} == {"8G"}
 
 
 # ---- compose ----
@@ -220,15 +212,6 @@ def test_a_party_runs_without_the_packages_that_its_image_lacks(party: str) -> N
 
 
 # ---- systemd ----
-
-
-@deployed
-def test_an_instance_can_have_a_status_port_of_its_own(found: Deployed) -> None:
-    (start,) = found.unit["ExecStart"]
-    name = f"{named(found)}".upper().replace("-", "_") + "_STATUS"
-    assert f"--set status=${{{name}}}" in start
-    assert found.unit_environment[name] == found.env_example[name]
-    assert found.unit["EnvironmentFile"] == [f"-/etc/splitveil/%i/{named(found)}.env"]
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")

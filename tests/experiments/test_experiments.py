@@ -39,7 +39,7 @@ from splitveil.experiments.cells import (
     problems,
     with_folders,
 )
-from splitveil.experiments.collection import Row, collect, read_rows, write_rows
+from splitveil.experiments.collection import FigureRow, collect, read_rows, write_rows
 from splitveil.experiments.execution import Ending, Resources, is_finished, run_cells
 from splitveil.experiments.models import GreyImageBottom, SummedTop
 from splitveil.experiments.plots import Point, course, epochs, floor, sweep, trade_off
@@ -113,15 +113,6 @@ def test_whatever_cannot_run_says_what_it_needs(
         assert [problem for problem in found if not problem.startswith("needs the file ")] == []
 
 
-def test_a_sweep_of_two_settings_makes_every_combination() -> None:
-    ratio, batch = "active.defense.noise_ratio", "contract.batch_size"
-    defended = {"active": {"defense": {"name": "iso"}}, "sweep": {ratio: [1, 4], batch: [16, 32]}}
-    cells = cells_of(tiny(variants={"iso": defended}, published=None), Choice(seeds=1))
-    assert [cell.variant for cell in cells] == ["iso 1 16", "iso 1 32", "iso 4 16", "iso 4 32"]
-    assert cells[2].settings["active"]["defense"] == {"name": "iso", "noise_ratio": 4}
-    assert cells[2].settings["contract"]["batch_size"] == 16
-
-
 def test_a_sweep_of_guarantees_sets_the_strength_that_each_needs() -> None:
     def found(defense: dict[str, Any], **contract: int) -> list[tuple[str, dict[str, Any]]]:
         variant = {
@@ -176,10 +167,12 @@ def test_only_chooses_rows_variants_and_data_sets() -> None:
 
 
 def test_a_size_changes_settings_and_seeds_below_the_variants() -> None:
-    still = {"contract": {"epochs": 1}}
-    cells = cells_of(tiny(variants={"none": {}, "still": still}, published=None), Choice("quick"))
-    found = [(cell.seed, cell.settings["contract"]["epochs"]) for cell in cells]
-    assert found == [(0, 2), (0, 1)]
+    swept = {"sweep": {"contract.epochs": [1, 4], "contract.batch_size": [16, 32]}}
+    cells = cells_of(tiny(variants={"none": {}, "x": swept}, published=None), Choice("quick"))
+    sizes = [(c.variant, c.seed, c.settings["contract"]["epochs"]) for c in cells]
+    expected = [("x 1 16", 0, 1), ("x 1 32", 0, 1), ("x 4 16", 0, 4), ("x 4 32", 0, 4)]
+    assert sizes == [("none", 0, 2), *expected]
+    assert cells[2].settings["contract"]["batch_size"] == 32
     with pytest.raises(SettingsError, match="--size slow"):
         cells_of(tiny(), Choice("slow"))
 
@@ -323,21 +316,12 @@ def test_a_day_begins_with_the_weights_of_the_day_before_of_its_variant_and_seed
     assert monday.after is None
     assert "earlier_ledgers" not in monday.settings["active"]
     assert "initial_weights" not in monday.settings["active"]
+    changed = chain(monday=TINY["datasets"]["cancer"] | {"contract": {"epochs": 9}})
+    assert tuesday.digest not in {cell.digest for cell in cells_of(changed)}
+    # A cell without one before it is what it was: results made before stay good.
+    assert monday.digest in {cell.digest for cell in cells_of(tiny(published=None))}
     chosen = cells_of(chain(), Choice(seeds=1, only=("tuesday/none",)))
     assert [cell.name for cell in chosen] == ["monday, none, seed 0", "tuesday, none, seed 0"]
-
-
-def test_a_day_is_another_when_the_day_before_is() -> None:
-    def digests(experiment: Experiment) -> dict[str, str]:
-        return {cell.dataset: cell.digest for cell in cells_of(experiment, Choice(seeds=1))}
-
-    example = TINY["datasets"]["cancer"]
-    changed = chain(monday=example | {"contract": {"epochs": 9}})
-    assert digests(chain())["tuesday"] != digests(changed)["tuesday"]
-    # And a cell without one before it is what it was: results made before stay good.
-    alone, among = tiny(published=None), chain()
-    (one,) = {cell.digest for cell in cells_of(alone, Choice(only=("none",), seeds=1))}
-    assert one in {cell.digest for cell in cells_of(among, Choice(seeds=1))}
 
 
 def test_days_wait_for_the_day_before_and_find_its_weights(
@@ -550,10 +534,10 @@ def test_a_long_course_is_averaged_over_stretches(tmp_path: Path) -> None:
     assert found == pytest.approx(values.reshape(200, 5).mean(axis=1))
 
 
-def row(variant: str, seed: int, statistic: str, value: float, **where: Any) -> Row:
+def row(variant: str, seed: int, statistic: str, value: float, **where: Any) -> FigureRow:
     series = variant.split(maxsplit=1)[0]
     whose = ("t", "full", "cancer", variant, series, None, seed, "active")
-    base = Row(*whose, None, None, "", None, None, 0.0)
+    base = FigureRow(*whose, None, None, "", None, None, 0.0)
     return base._replace(statistic=statistic, value=value, **where)
 
 
@@ -596,6 +580,11 @@ def test_a_trade_off_has_one_point_per_variant_with_both_spreads() -> None:
     assert cut[1] == Point(0.7, 0.0, 0.9, 0.0, "1")
     assert panels["first", "norm"] == {"marvell": [Point(0.7, 0.0, 0.4, 0.0, "1")]}
     assert trade_off(TradeOffPlot(kind="trade_off", attacks=("cosine",)), rows) == {}
+    # A row that sends nothing worth learning is a line and no point.
+    plot = TradeOffPlot(kind="trade_off", less="marvell 4", floor="marvell 1")
+    assert [point.name for point in trade_off(plot, rows)["cut", "norm"]["marvell"]] == ["4"]
+    assert floor(plot, rows) == pytest.approx(-0.1)
+    assert floor(TradeOffPlot(kind="trade_off"), rows) is None
 
 
 def test_a_figure_may_be_compared_with_another_variant_s_of_the_same_seed() -> None:
@@ -618,7 +607,7 @@ def test_a_figure_may_be_compared_with_another_variant_s_of_the_same_seed() -> N
     assert point[:2] == pytest.approx((-0.02, 0.02 / math.sqrt(2)))
 
 
-def bounded_rows() -> list[Row]:
+def bounded_rows() -> list[FigureRow]:
     """Two seeds of a model without defense, of one that is fitted again, and of noisy labels."""
     rows = [row("none", seed, "test_auc", auc) for seed, auc in enumerate((0.80, 0.90))]
     refits = {0.6: (0.79, 0.87), 0.55: (0.70, 0.80)}
@@ -645,15 +634,6 @@ def test_a_sweep_has_a_curve_per_variant_and_standard_errors() -> None:
     assert values_of(bounded_rows(), figure)["cancer", "projected 0.6"] == pytest.approx(
         [-0.01, -0.03]
     )
-
-
-def test_a_row_that_sends_nothing_worth_learning_is_a_line_and_no_point() -> None:
-    rows = [row(v, 0, "best_test_auc", auc) for v, auc in (("none", 0.8), ("untrained", 0.7))]
-    rows += [row(v, 0, "q95", 1.0, **NORM) for v in ("none", "untrained")]
-    plot = TradeOffPlot(kind="trade_off", less="none", floor="untrained")
-    assert list(trade_off(plot, rows)["cut", "norm"]) == ["none"]
-    assert floor(plot, rows) == pytest.approx(-0.1)
-    assert floor(TradeOffPlot(kind="trade_off"), rows) is None
 
 
 def test_the_course_of_a_leak_is_the_mean_over_seeds_at_each_step() -> None:

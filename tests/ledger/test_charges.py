@@ -32,7 +32,6 @@ def settings_of(name: str) -> DefenseSettings:
 
 
 def binary_batch(rows: int = 400, seed: int = 5) -> tuple[Tensor, Tensor, Tensor]:
-    """Make gradients (p - y) w, labels and the probabilities p."""
     generator = torch.Generator().manual_seed(seed)
     labels = (torch.rand(rows, generator=generator) < 0.3).long()
     labels[:2] = torch.tensor([0, 1])
@@ -42,7 +41,6 @@ def binary_batch(rows: int = 400, seed: int = 5) -> tuple[Tensor, Tensor, Tensor
 
 
 def charge(settings: DefenseSettings, *batches: tuple[Tensor, Tensor, Tensor]) -> float:
-    """Return the charge of the last batch."""
     defense = build_defense(settings)
     for gradients, labels, predicted in batches:
         _, report = defense.defend(RawBatch(gradients, labels, probabilities=predicted))

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from splitveil.active_party.assembly import build_session
-from splitveil.active_party.defenses.exact_auc import (
+from splitveil.active_party.defenses.dp_bounds import (
     auc_of_epsilon,
     gaussian_auc,
     gaussian_of_epsilon,
@@ -44,7 +44,6 @@ AFTER_FIRST = "earlier_ledgers=[first/active/checkpoint]"
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with data and with the ledger of a first run."""
     folder = tmp_path_factory.mktemp("example")
     write_example(folder)
     leave(run(folder, MARVELL), folder / "first")
@@ -70,7 +69,6 @@ def leave(parties: Parties, folder: Path) -> None:
 
 
 def divergences(parties: Parties) -> dict[str, float]:
-    """Return the divergence charged for each example's label, by id."""
     rows, session = parties.active.rows, parties.session
     assert rows is not None
     return {
@@ -138,18 +136,6 @@ def test_two_earlier_ledgers_add_up_and_what_a_chain_charged_counts_once(
     assert most(beside, first) == pytest.approx(6 / 16, rel=0.02)
 
 
-def test_noise_that_is_kept_over_runs_tells_no_more_the_secondtime(
-    example: Path, tmp_path: Path
-) -> None:
-    """The same key and strength repeat the answers of the first run; another strength adds."""
-    kept = "defense={name: marvell, noise: persistent, insecure_noise_seed: 1}"
-    leave(run(example, kept), tmp_path / "kept")
-    after = f"earlier_ledgers=[{tmp_path / 'kept/active/checkpoint'}]"
-    assert max(divergences(run(example, kept, after)).values()) == 0.25
-    other = kept[:-1] + ", strength: {power_ratio: 16}}"
-    assert max(divergences(run(example, other, after)).values()) == 0.25 + 1 / 16
-
-
 def test_a_validation_label_that_could_end_a_run_has_no_bound_in_the_next_one(
     example: Path,
 ) -> None:
@@ -160,7 +146,7 @@ def test_a_validation_label_that_could_end_a_run_has_no_bound_in_the_next_one(
         rows, ids = ended.active.rows, ended.session.ids
         assert rows is not None
         names = [ids[row] for row in rows.file_rows]
-        begun = ended.session.lifecycle.phase.account_book().begun(names, len(names))
+        begun = ended.session.lifecycle.phase.account_book().opening_ledger(names, len(names))
         assert begun.bounds(rows.splits["validation"]).guarantee.max == bound
         assert begun.bounds(rows.splits["test"]).guarantee.max == 0.5
         assert begun.bounds(rows.splits["train"]).guarantee.max > 0.5
@@ -247,7 +233,6 @@ def test_a_run_does_not_begin_with_its_own_ledger(example: Path) -> None:
 
 
 def left(runs: Path, name: str, parties: Parties, *, book: bool = True) -> Path:
-    """Leave settings and perhaps the book of a run as its process does; returns the folder."""
     folder = runs / name
     (folder / "checkpoint").mkdir(parents=True, exist_ok=True)
     save_resolved(parties.active_settings, folder)
@@ -367,7 +352,7 @@ def test_a_run_whose_charges_cannot_be_known_is_named_and_never_left_out(
 def test_the_plan_says_what_was_told_before(example: Path) -> None:
     """Two answers of each example, whose charges depend on the gradients in their later digits."""
     said = re.search(
-        r"What earlier runs have told comes on top, sum_kl (\S+) at most, a leak AUC of \S+, "
+        r"What earlier runs have revealed comes on top, sum_kl (\S+) at most, a leak AUC of \S+, "
         r"bounded for a peer that knows class means only; what this run adds is not known before",
         printed_plan(example, MARVELL, AFTER_FIRST),
     )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from splitveil.active_party.defenses.exact_auc import gaussian_auc
+from splitveil.active_party.defenses.dp_bounds import gaussian_auc
 from splitveil.active_party.ledger.stored_labels import TARGETS, read_targets
 from splitveil.active_party.results import save_results
 from splitveil.active_party.trainer_builder import TrainerBuilder
@@ -24,13 +24,12 @@ LATER = (
     "defense={name: projected_labels, stages: 2, rank: 8, strength: {mu: 1}, "
     "earlier: [first/active/checkpoint]}"
 )
-TOLD = "earlier_ledgers=[first/active/checkpoint]"
+LEDGERS = "earlier_ledgers=[first/active/checkpoint]"
 NEW_ROWS = 150
 
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with data, and with what a run on the first rows has left."""
     folder = tmp_path_factory.mktemp("example")
     write_example(folder)
     every = (folder / "active.csv").read_text()
@@ -64,7 +63,7 @@ def training_ids(parties: Parties) -> list[str]:
 def test_only_new_rows_are_charged_and_known_rows_keep_their_targets(example: Path) -> None:
     known = read_targets([example / "first" / "active" / "checkpoint"], 2)
     assert known is not None
-    later = run(example, LATER, TOLD)
+    later = run(example, LATER, LEDGERS)
     ids = training_ids(later)
     targets = projected(later).released_targets
     assert targets is not None
@@ -84,23 +83,22 @@ def test_only_new_rows_are_charged_and_known_rows_keep_their_targets(example: Pa
 
 
 def test_labels_of_known_rows_are_not_read_again(example: Path) -> None:
-    """Turning the label of every known row changes no target, weight or gradient."""
     seeded = LATER.replace("stages", "insecure_noise_seed: 3, stages")
-    honest = run(example, seeded, TOLD)
+    honest = run(example, seeded, LEDGERS)
     known = read_targets([example / "first" / "active" / "checkpoint"], 2)
     assert known is not None
     text = (example / "active.csv").read_text()
     ids, header = training_ids(honest), text.splitlines()[0]
-    told = {name for name, value in zip(ids, known.of(ids), strict=True) if not value.isnan()}
+    turned_ids = {name for name, value in zip(ids, known.of(ids), strict=True) if not value.isnan()}
     rows = list(csv.DictReader(text.splitlines()))
     for row in rows:
-        if row["id"] in told:
+        if row["id"] in turned_ids:
             row["label"] = str(1 - int(row["label"]))
     (example / "active.csv").write_text(
         "\n".join([header, *(",".join(row.values()) for row in rows)]) + "\n"
     )
     try:
-        turned = run(example, seeded, TOLD)
+        turned = run(example, seeded, LEDGERS)
     finally:
         (example / "active.csv").write_text(text)
     for name, value in honest.weights().items():
@@ -108,8 +106,8 @@ def test_labels_of_known_rows_are_not_read_again(example: Path) -> None:
 
 
 def test_a_run_without_new_rows_tells_nothing(example: Path) -> None:
-    leave(run(example, LATER, TOLD), example / "second")
-    second = [setting.replace("first/", "second/") for setting in (LATER, TOLD)]
+    leave(run(example, LATER, LEDGERS), example / "second")
+    second = [setting.replace("first/", "second/") for setting in (LATER, LEDGERS)]
     again = run(example, *second)
     assert again.active.earlier is not None
     assert again.session.leak_bounds() == again.active.earlier[1]
@@ -117,23 +115,15 @@ def test_a_run_without_new_rows_tells_nothing(example: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("nowhere", f"there is no {TARGETS}"),
-        ("first/active", f"there is no {TARGETS}"),
-    ],
+    ("folder", "message"), [("nowhere", f"there is no {TARGETS}"), ("damaged", "cannot be read")]
 )
-def test_a_folder_without_targets_is_refused(example: Path, setting: str, message: str) -> None:
+def test_a_folder_without_whole_targets_is_refused(
+    example: Path, folder: str, message: str
+) -> None:
+    (example / "damaged").mkdir(exist_ok=True)
+    (example / "damaged" / TARGETS).write_bytes(b"no tensors")
     with pytest.raises(SettingsError, match=message):
-        build(example, LATER.replace("first/active/checkpoint", setting), TOLD)
-
-
-def test_a_damaged_file_of_targets_is_refused(example: Path) -> None:
-    folder = example / "damaged"
-    folder.mkdir()
-    (folder / TARGETS).write_bytes(b"no tensors")
-    with pytest.raises(SettingsError, match="cannot be read"):
-        build(example, LATER.replace("first/active/checkpoint", "damaged"), TOLD)
+        build(example, LATER.replace("first/active/checkpoint", folder), LEDGERS)
 
 
 def test_targets_of_other_classes_are_refused(example: Path) -> None:
@@ -189,7 +179,7 @@ def test_a_person_with_a_new_row_in_each_of_four_runs_has_one_account_over_all_o
     header, *lines = table.read_text().splitlines()
     trained = training_ids(run(tmp_path, FIRST))[:120]
     place = {name: divmod(at, 4) for at, name in enumerate(trained)}  # person, and run from 0
-    told, accounts, earlier = torch.zeros(30, dtype=torch.float64), [], ""
+    mu_squared, accounts, earlier = torch.zeros(30, dtype=torch.float64), [], ""
     for number in range(4):
         with_person = [(line, place.get(line.partition(",")[0])) for line in lines]
         kept = [(line, at) for line, at in with_person if at is None or at[1] <= number]
@@ -208,12 +198,14 @@ def test_a_person_with_a_new_row_in_each_of_four_runs_has_one_account_over_all_o
         for stage in range(2):
             unit = float(state[f"posterior.numbers.{stage}"][0])
             weights = state[f"posterior.steps.{stage}"][new].double() * unit
-            told += (weights.norm(dim=1) / projected(parties).sigma_of(stage)).square()
+            mu_squared += (weights.norm(dim=1) / projected(parties).sigma_of(stage)).square()
     expected = [gaussian_auc(MU * math.sqrt(number)) for number in (1, 2, 3, 4)]
     assert accounts == pytest.approx(expected, abs=1e-4)
     labels = torch.arange(40_000) % 2
     noise = torch.randn(40_000, generator=torch.Generator().manual_seed(1))
-    found = auc(labels * float(told.max().sqrt()) + noise, labels)  # the ratio's only direction
+    found = auc(
+        labels * float(mu_squared.max().sqrt()) + noise, labels
+    )  # the ratio's only direction
     assert found == pytest.approx(accounts[-1], abs=0.009)
     assert found > accounts[0] + 0.05
 

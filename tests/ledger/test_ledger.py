@@ -20,7 +20,7 @@ from splitveil.active_party.ledger.ledger import LeakLedger, logged
 from splitveil.active_party.monitor.leak_guards import MIN_BATCHES, LeakAlarm
 from splitveil.active_party.monitor.stated import ledger_figures
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.audit import BatchLeak
+from splitveil.common.privacy.audit import AuditedBatch
 from splitveil.common.privacy.leakage import auc, leak_auc
 from splitveil.common.run.sample_order import Positions
 
@@ -146,7 +146,6 @@ def test_an_answer_that_tells_nobody_anything_changes_no_account() -> None:
 
 
 def test_charges_of_the_kinds_that_are_known_are_entered_like_the_first() -> None:
-    """Whether a charge changes what is known is asked of each account."""
     gaussian = LeakCharge(0.25, adversary=Adversary.ANYBODY, is_gaussian=True)
     other = LeakCharge(0.25, adversary=Adversary.ANYBODY)
     ledger = LeakLedger(4)
@@ -165,17 +164,6 @@ def test_charges_of_the_kinds_that_are_known_are_entered_like_the_first() -> Non
             alone.charge(np.array([0]), charge)
         assert alone.bounds(np.array([0])).guarantee.max == expected
     assert bounds[3] < bounds[0] < bounds[1]
-
-
-def test_what_an_answer_would_reach_is_known_before_and_charges_nothing() -> None:
-    ledger = LeakLedger(4)
-    ledger.charge(np.array([0, 1]), LeakCharge(0.5))
-    ledger.charge(np.array([1, 2]), LeakCharge(0.25, "a"))
-    batch = np.array([0, 1, 2, 3])
-    assert ledger.after(batch, logged(LeakCharge(1.0))).most == 1.75
-    assert ledger.after(batch, logged(LeakCharge(0.5, "a"))).most == 1.0
-    assert ledger.after(batch, logged(LeakCharge(0.5, "b"))).most == 1.25
-    assert ledger.bounds(batch).sum_kl.max == 0.75
 
 
 def test_bounds_are_those_of_the_accounts_one_by_one() -> None:
@@ -267,7 +255,7 @@ def alarms_for(true_auc: float, charge: float, positives: int, batches: int, see
         scores = torch.from_numpy(generator.normal(size=len(labels)))
         random = torch.from_numpy(generator.normal(size=len(labels)))
         leak = {"cut": {"norm": leak_auc(scores + shift * labels, labels)}}
-        alarm.note_leak(BatchLeak(0, step, leak, leak_auc(random, labels)))
+        alarm.note_leak(AuditedBatch(0, step, leak, leak_auc(random, labels)))
     return len(alarm.judge(0))
 
 
@@ -275,9 +263,9 @@ def test_the_alarm_is_silent_at_the_bound_however_small_the_batches_and_loud_abo
     charge = 0.0625
     bound = leak_auc_bound(charge)
     for positives in (2, 6, 50):
-        silent = (alarms_for(bound, charge, positives, 40, seed) for seed in range(60))
+        silent = (alarms_for(bound, charge, positives, 40, seed) for seed in range(20))
         assert sum(silent) == 0
-    assert all(alarms_for(bound + 0.15, charge, 50, 40, seed) for seed in range(20))
+    assert all(alarms_for(bound + 0.15, charge, 50, 40, seed) for seed in range(8))
     assert alarms_for(0.99, charge, 50, MIN_BATCHES - 1, seed=1) == 0
     assert alarms_for(0.99, charge, 50, MIN_BATCHES, seed=1) == 1
     assert alarms_for(0.99, math.inf, 50, 40, seed=1) == 0
@@ -288,7 +276,7 @@ def test_short_epochs_are_judged_together_and_by_their_own_charges() -> None:
     for epoch in range(4):
         alarm.note_charge(epoch, 0.01 if epoch < 3 else math.inf)
         for step in range(MIN_BATCHES // 3 + 1):
-            alarm.note_leak(BatchLeak(epoch, step, {"cut": {"norm": 0.9 + step / 1000}}, 0.5))
+            alarm.note_leak(AuditedBatch(epoch, step, {"cut": {"norm": 0.9 + step / 1000}}, 0.5))
         alarm.note_charge(epoch + 1, math.inf if epoch == 3 else 0.01)
         found = alarm.judge(epoch)
         assert [(one.attack, one.layer) for one in found] == ([("norm", "cut")] * (epoch == 2))

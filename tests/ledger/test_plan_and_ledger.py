@@ -18,7 +18,7 @@ from tests.support.runs import build_parties, run_in_process, write_example
 from tests.support.several_classes import write_classes
 
 SEED = "insecure_noise_seed: 1"
-BY_HEART = [
+MEMORISED = [
     "contract.epochs=4",
     "contract.batch_size=8",
     "optimizer.learning_rate=0.05",
@@ -100,7 +100,7 @@ def test_no_run_is_charged_more_than_the_plan_promises(
     request: pytest.FixtureRequest, classes: str, defense: str
 ) -> None:
     folder: Path = request.getfixturevalue(classes)
-    overrides = [*BY_HEART, f"defense={{{defense}, {SEED}}}"]
+    overrides = [*MEMORISED, f"defense={{{defense}, {SEED}}}"]
     promised, found = promises(printed_plan(folder, *overrides)), charged(folder, overrides)
     assert found[0] <= promised[0] * (1 + 1e-9) < math.inf
     assert found[1] <= promised[1] * (1 + 1e-9)
@@ -109,7 +109,7 @@ def test_no_run_is_charged_more_than_the_plan_promises(
 def test_what_is_exact_or_a_bound_is_promised_and_nothing_else(two: Path, four: Path) -> None:
     for folder, defenses in ((two, TWO), (four, FOUR)):
         for defense in defenses:
-            plan = printed_plan(folder, *[*BY_HEART, f"defense={{{defense}, {SEED}}}"])
+            plan = printed_plan(folder, *[*MEMORISED, f"defense={{{defense}, {SEED}}}"])
             assert (promises(plan)[0] < math.inf) == (defense in PROMISED), plan
 
 
@@ -142,7 +142,7 @@ def test_a_budget_is_promised_to_suffice_only_where_charges_are_known(
     two: Path, defense: str, budget: float, said: str
 ) -> None:
     limit = f"run_budget={{sum_kl: {budget}, adversary: knows class means only}}"
-    overrides = [*BY_HEART, f"defense={{{defense}}}", limit]
+    overrides = [*MEMORISED, f"defense={{{defense}}}", limit]
     assert said in printed_plan(two, *overrides).replace("epochs fit\n", "epochs fit (\n")
 
 

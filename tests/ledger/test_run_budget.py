@@ -71,26 +71,6 @@ def test_replays_are_charged_nothing(example: Path) -> None:
     assert faulty.session.leak_bounds() == quiet.session.leak_bounds()
 
 
-def test_a_repeated_step_is_not_charged_again(example: Path) -> None:
-    parties = parties_with(example, MARVELL)
-    peer = StopsAtFirstStep(parties.session, parties.engine)
-    with pytest.raises(Interrupted):
-        parties.run.run(peer)
-    assert parties.session.leak_bounds().sum_kl.max == 0
-    parties.session.exchange(peer.kept)
-    once = parties.session.leak_bounds()
-    parties.session.exchange(peer.kept)
-    assert parties.session.leak_bounds() == once
-    assert once.sum_kl.max > 0
-
-
-def test_repeated_noise_costs_a_run_no_more_than_an_epoch(example: Path) -> None:
-    persistent = "defense={name: marvell, noise: persistent, insecure_noise_seed: 1}"
-    parties = parties_with(example, persistent, LONGER)
-    run_in_process(parties)
-    assert {bounds.sum_kl.max for _, bounds in parties.active.ledger} == {0.25}
-
-
 def test_without_a_defense_the_ledger_promises_nothing(example: Path) -> None:
     parties = parties_with(example)
     run_in_process(parties)
@@ -105,7 +85,6 @@ def budget_of_class_means(limit: str) -> str:
 
 
 def bound(bounds: LeakBounds) -> float:
-    """Return the bound for those peers, of the most exposed example."""
     return bounds.against(Adversary.CLASS_MEANS).leak_auc.max
 
 
@@ -312,16 +291,6 @@ def test_the_plan_names_the_epoch_in_which_the_run_then_stops(
     assert expected in printed_plan(example, *overrides)
 
 
-def test_the_plan_says_when_everything_fits(example: Path) -> None:
-    fits = printed_plan(example, MARVELL, budget_of_class_means("leak_auc: 0.7"))
-    assert "all 2 epochs fit, if charges are as estimated" in fits
-    assert "none is set" in printed_plan(example, MARVELL)
-    persistent = "defense={name: marvell, noise: persistent, strength: {power_ratio: 16}}"
-    for budget, outcome in ((0.7, "all 500 epochs fit"), (0.6, "the run ends in epoch 1 ")):
-        limit = f"run_budget={{leak_auc: {budget}, adversary: honest-but-curious}}"
-        assert outcome in printed_plan(example, persistent, limit, "contract.epochs=500")
-
-
 def test_the_plan_admits_what_it_cannot_know(example: Path) -> None:
     unknown = printed_plan(
         example, "defense={name: max_norm}", budget_of_class_means("leak_auc: 0.7")
@@ -442,7 +411,6 @@ DRAWN_ONCE = ["randomized_response", "laplace", "alibi"]
 
 
 def noisy_labels(kind: str, leak_auc: float) -> str:
-    """Return the setting of noisy labels whose leak AUC over the run is the given one."""
     settings = NoisyLabelDefense.model_validate({"mechanism": {"kind": kind, "epsilon": 1}})
     chosen = at_leak_auc(settings.mechanism, leak_auc)
     mechanism = f"{{kind: {kind}, epsilon: {chosen.model_dump()['epsilon']!r}}}"

@@ -1,6 +1,5 @@
 """Models are built from settings alone, and the gradients at their layers can be watched."""
 
-import io
 from typing import Any, NamedTuple
 
 import pytest
@@ -116,19 +115,6 @@ def test_every_kind_of_feature_reaches_the_output(part: str) -> None:
     assert not torch.equal(bottom(batch()), bottom(changed))
 
 
-def test_embedding_of_a_column_is_its_own() -> None:
-    """The same slot in two columns must not mean the same vector."""
-    shapes = FeatureShapes(vocabulary_sizes=(3, 3))
-    bottom = build_bottom_model(model(hidden=[], embedding_dim=2), shapes, (1,), seed=0)
-    vectors = bottom.get_parameter("input.embedding.weight")
-    assert vectors.shape == (6, 2)
-    layer = bottom.get_parameter("layers.output.weight")
-    bias = bottom.get_parameter("layers.output.bias")
-    output = bottom(Features(categorical=torch.tensor([[1, 2]])))
-    by_hand = torch.cat([vectors[1], vectors[3 + 2]]) @ layer[0] + bias[0]
-    torch.testing.assert_close(output[0, 0], by_hand)
-
-
 def wide_deep(**values: Any) -> ModelSettings:
     return model(kind="wide_deep", **values)
 
@@ -183,13 +169,6 @@ def test_wide_deep_adds_the_logits_of_its_two_parts() -> None:
             torch.testing.assert_close(activation, hidden)
     by_hand = hidden @ top.get_parameter("deep.weight")[0] + top.get_parameter("deep.bias")
     torch.testing.assert_close(deep, by_hand)
-
-
-def test_wide_deep_takes_categories_without_numbers() -> None:
-    bottom = build_bottom_model(wide_deep(hidden=[16]), AVAZU, (16,), seed=0)
-    top = build_top_model(wide_deep(hidden=[8, 8]), (16,), AVAZU, seed=0)
-    features = batch(6, AVAZU)
-    assert top(bottom(features), features).shape == (6,)
 
 
 def test_conv_has_the_published_layers() -> None:
@@ -271,30 +250,6 @@ def test_no_row_of_a_batch_has_an_influence_on_another(halves: Halves) -> None:
     assert not torch.allclose(together[1][4], gradient_and_activation(others)[1][4])
     for whole, one in zip(together, alone, strict=True):
         torch.testing.assert_close(whole[4], one[0])
-
-
-def test_halves_learn_together(halves: Halves) -> None:
-    """Every parameter of both halves gets a gradient, and the loss falls."""
-    bottom, top, shapes = halves
-    features = batch(16, shapes)
-    labels = torch.arange(16) % 2.0
-    if features.image is not None:  # brighter for the positives: noise alone takes long to learn
-        brighter = features.image // 2 + 120 * labels.to(torch.uint8)[:, None, None, None]
-        features = Features(features.numeric, features.categorical, brighter)
-    rule = optimizer(kind="adam", learning_rate=0.01, sparse_from_rows=1)
-    optimizers = [build_optimizer(rule, half) for half in (bottom, top)]
-    losses = []
-    for _ in range(60):
-        for half in optimizers:
-            half.zero_grad()
-        logits = top(bottom(features), halves.own(features))
-        loss = nn.functional.binary_cross_entropy_with_logits(logits, labels)
-        torch.autograd.backward(loss)
-        losses.append(float(loss.detach()))
-        assert all(p.grad is not None for half in (bottom, top) for p in half.parameters())
-        for half in optimizers:
-            half.step()
-    assert losses[-1] < 0.7 * losses[0]
 
 
 @pytest.mark.parametrize(
@@ -483,13 +438,11 @@ def test_tap_shows_each_step_its_own_gradient_and_changes_none() -> None:
     plain, _ = trained(tapped=False)
     watched, seen = trained(tapped=True)
     assert torch.equal(plain, watched)
-    zero, one, two = seen
-    assert zero is not None
-    assert one is not None
-    assert two is not None
-    assert not zero.any()
-    assert one.any()
-    assert not torch.equal(two, one)
+    assert [float(gradient.abs().max()) > 0 for gradient in seen if gradient is not None] == [
+        False,
+        True,
+        True,
+    ]
 
 
 def optimizer(**values: Any) -> OptimizerSettings:
@@ -593,42 +546,6 @@ def test_a_schedule_changes_the_rate_of_dense_and_sparse_parameters_alike() -> N
     changed = [(p.detach() != 0).any() for p in built.parameters()]
     assert all(changed)
     assert not torch.equal(nn.utils.parameters_to_vector(built.parameters()), before)
-
-
-@pytest.mark.parametrize("values", [{}, {"sparse_from_rows": 1}, {"sparse_from_rows": None}])
-def test_training_resumes_from_a_saved_state_bit_for_bit(values: dict[str, Any]) -> None:
-    """State and schedule go through a file that holds tensors and plain values only."""
-    rule_settings = optimizer(kind="adam", learning_rate=0.1, **values)
-
-    def begin() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
-        built = table_and_layer()
-        rule = build_optimizer(rule_settings, built)
-        return built, rule, torch.optim.lr_scheduler.LambdaLR(rule, lambda step: 0.9**step)
-
-    def go(parts: Any, batches: list[list[int]]) -> None:
-        for rows in batches:
-            train(parts[0], parts[1], [rows])
-            parts[2].step()
-
-    whole = begin()
-    go(whole, [[1, 2], [2, 3], [4, 1], [2, 2]])
-    first = begin()
-    go(first, [[1, 2], [2, 3]])
-    file = io.BytesIO()
-    torch.save([part.state_dict() for part in first], file)
-    file.seek(0)
-    second = begin()
-    weights, averages, place = torch.load(file, weights_only=True)
-    second[0].load_state_dict(weights)
-    second[1].load_state_dict(averages)
-    second[2].load_state_dict(place)
-    go(second, [[4, 1], [2, 2]])
-    for one, other in zip(whole[0].parameters(), second[0].parameters(), strict=True):
-        assert torch.equal(one, other)
-    lost = begin()
-    lost[0].load_state_dict(first[0].state_dict())  # the weights without the optimizer's averages
-    go(lost, [[4, 1], [2, 2]])
-    assert not torch.equal(lost[0].get_parameter("0.weight"), whole[0].get_parameter("0.weight"))
 
 
 @pytest.mark.parametrize(

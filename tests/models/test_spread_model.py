@@ -18,7 +18,7 @@ from splitveil.active_party.defenses.marvell import MarvellDefense
 from splitveil.common.data.features import Features, FeatureShapes
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.conv import ConvTop
-from splitveil.common.models.mlp import MlpBottom
+from splitveil.common.models.dense import MlpBottom
 from splitveil.common.models.settings import ConvModel, MlpModel
 from splitveil.common.models.spread_model import (
     RowForm,

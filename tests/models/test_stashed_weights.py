@@ -47,7 +47,7 @@ class Dense(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Weights that are kept in a list besides, and a table with sparse gradients."""
+    """Weights that are in a list besides, and a table with sparse gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ def test_a_buffer_that_the_next_pass_changes_is_the_one_of_its_own_pass() -> Non
     weights, _ = trained(Scaled, settings, 2)
     model, optimizer, schedule = started(Scaled, settings)
     features = data()
-    kept: list[tuple[Tensor, Tensor, Tensor]] = []  # rows, scale, activation
+    passes: list[tuple[Tensor, Tensor, Tensor]] = []  # rows, scale, activation
     for step in range(STEPS + 1):
         if step < STEPS:
             assert features.numeric is not None
@@ -193,9 +193,9 @@ def test_a_buffer_that_the_next_pass_changes_is_the_one_of_its_own_pass() -> Non
             scale = 1.1**step * torch.ones(4)
             with torch.no_grad():
                 assert isinstance(model, Scaled)
-                kept.append((rows, scale, model.first(rows) * scale))
+                passes.append((rows, scale, model.first(rows) * scale))
         if step:
-            of_rows, of_scale, activation = kept[step - 1]
+            of_rows, of_scale, activation = passes[step - 1]
             gradient = answer_to(activation, step - 1) * of_scale
             assert isinstance(model, Scaled)
             model.first.weight.grad, model.first.bias.grad = gradient.T @ of_rows, gradient.sum(0)
@@ -203,16 +203,6 @@ def test_a_buffer_that_the_next_pass_changes_is_the_one_of_its_own_pass() -> Non
             schedule.step()
     expected = model.state_dict()["first.weight"]
     assert torch.allclose(weights["first.weight"], expected, rtol=1e-4, atol=1e-6)
-
-
-def test_without_copies_autograd_refuses_the_second_backward_pass() -> None:
-    """What the copies are for: without them, this test's model could not be trained ahead."""
-    model, optimizer, _ = started(Dense, SgdOptimizer(kind="sgd", learning_rate=0.1))
-    one, other = (model(data().rows(torch.from_numpy(batch_of(step)))) for step in range(2))
-    torch.autograd.backward(one.sum())
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.backward(other.sum())
 
 
 def test_a_model_that_changes_what_its_backward_pass_needs_is_refused_as_without_copies() -> None:

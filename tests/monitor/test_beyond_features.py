@@ -1,4 +1,4 @@
-"""What a run records of its attacks beyond what features tell, and holds against its ledger."""
+"""What a run records of its attacks beyond the features, and holds against its ledger."""
 
 import copy
 import json
@@ -166,7 +166,7 @@ def test_a_run_whose_attacks_pass_its_statements_says_so_everywhere(
     verdict = judge(read_run(tmp_path), [], [])
     assert verdict.level == "recovered"
     assert "excludes every epsilon below" in verdict.doubts[0]
-    assert "among examples of which features tell the same" in verdict.headline
+    assert "among examples that features predict alike" in verdict.headline
     assert "excludes every epsilon below" in write_report(tmp_path).read_text(encoding="utf-8")
 
 
@@ -201,7 +201,7 @@ class _Forgetful:
             state = copy.deepcopy(self._recorder.state_dict())
             covariates = self._recorder._watch._covariates
             latest = covariates._latest
-            noted = covariates._labels, covariates._visits, latest.activations, latest.outlooks
+            noted = covariates._labels, covariates._visits, latest.activations, latest.logits
             for tensor in noted:
                 tensor.zero_()
             self._recorder.load_state_dict(state)
@@ -253,74 +253,50 @@ def test_an_alarm_needs_an_epsilon_that_is_clearly_excluded(
     assert ("LEAK ALARM" in caplog.text) is passed
 
 
-@pytest.mark.parametrize(("bound", "passed"), [(0.66, True), (0.69, False)])
-def test_an_alarm_needs_three_standard_errors(
-    bound: float, *, passed: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The lower end of the interval, two standard errors below, is .68."""
-    log_beyond(BEYOND, bounds(bound))
-    assert ("norm reaches a leak AUC of 0.700" in caplog.text) is passed
-    assert "cosine" not in caplog.text
-
-
-@pytest.mark.parametrize(("p_value", "passed"), [(1e-4, True), (0.2, False)])
-def test_an_alarm_needs_guesses_that_are_better_than_chance(
-    p_value: float, *, passed: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Of few rows, adjusted figures show what the model of the features has not learned."""
-    held = replace(BEYOND, epsilon=MEASURED._replace(p_value=p_value))
-    log_beyond(held, bounds(0.6))
-    assert ("norm reaches a leak AUC of 0.700" in caplog.text) is passed
+UNSURE = MEASURED._replace(p_value=0.2)
+FEW = MEASURED._replace(stated=2.0, stated_for="anybody", pairs=500, p_value_of_stated=0.2)
 
 
 @pytest.mark.parametrize(
-    ("p_value", "bound", "aside"),
-    [(0.2, 0.6, ["norm"]), (0.2, 0.75, []), (1e-4, 0.6, []), (0.2, float("nan"), [])],
-)
-def test_a_figure_above_a_proved_bound_is_set_aside_where_guesses_are_chance(
-    p_value: float, bound: float, aside: list[str]
-) -> None:
-    measured = replace(BEYOND, epsilon=MEASURED._replace(p_value=p_value))
-    assert list(set_aside(measured, bound)) == aside
-
-
-@pytest.mark.parametrize(
-    ("p_value", "pairs", "peers", "passed"),
+    ("epsilon", "bound", "passed", "aside"),
     [
-        (0.01, 500, Adversary.ANYBODY, True),
-        (0.2, 500, Adversary.ANYBODY, False),
-        (0.2, 1000, Adversary.ANYBODY, True),
-        (0.2, 500, Adversary.HONEST_BUT_CURIOUS, True),
+        (MEASURED, 0.66, True, []),
+        # The lower end of the interval, two standard errors below, is .68: three are needed.
+        (MEASURED, 0.69, False, []),
+        # Of few rows, adjusted figures show what the model of the features has not learned.
+        (UNSURE, 0.6, False, ["norm"]),
+        (UNSURE, 0.75, False, []),
+        (UNSURE, float("nan"), False, []),
+        # Guesses of 569 patients were better than chance, and an adjusted figure was .87 at .60.
+        (FEW, 0.6, False, ["norm"]),
+        (FEW._replace(p_value_of_stated=0.01), 0.6, True, []),
+        (FEW._replace(pairs=1000), 0.6, True, []),
+        (FEW._replace(stated_for="honest-but-curious"), 0.6, True, []),
+        # Features decide all but a few dozen of 300 digits, and the figure was .99 at .60.
+        (None, 0.6, False, ["norm"]),
     ],
 )
-def test_of_few_pairs_a_bound_for_anybody_is_passed_only_if_guesses_are_better_than_it_permits(
-    p_value: float, pairs: int, peers: Adversary, *, passed: bool, caplog: pytest.LogCaptureFixture
+def test_an_adjusted_figure_above_a_bound_raises_an_alarm_or_is_set_aside(
+    epsilon: EpsilonFigures | None,
+    bound: float,
+    aside: list[str],
+    *,
+    passed: bool,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Guesses of 569 patients were better than chance, and an adjusted figure was .87 at .60."""
-    measured = MEASURED._replace(stated=2.0, stated_for=str(peers), pairs=pairs)
-    stated = measured._replace(p_value_of_stated=p_value)
-    held = replace(BEYOND, epsilon=stated)
-    log_beyond(held, bounds(0.6))
-    assert ("norm reaches a leak AUC of 0.700 beyond what features tell, above" in caplog.text) is (
-        passed
-    )
-    assert list(set_aside(held, 0.6)) == ([] if passed else ["norm"])
+    held = replace(BEYOND, epsilon=epsilon)
+    log_beyond(held, bounds(bound))
+    assert ("norm reaches a leak AUC of 0.700 beyond the features" in caplog.text) is passed
+    assert "cosine reaches" not in caplog.text
+    assert list(set_aside(held, bound)) == aside
 
 
-@pytest.mark.parametrize("for_anybody", [True, False])
-def test_without_rows_to_guess_only_bounds_that_are_not_for_anybody_are_passed(
-    *, for_anybody: bool, caplog: pytest.LogCaptureFixture
+def test_without_rows_to_guess_a_bound_that_is_not_for_anybody_is_passed(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Features decide all but a few dozen of 300 digits, and an adjusted figure was .99 at .60."""
-    without = replace(BEYOND, epsilon=None)
-    known = bounds(0.6)
-    nobody = bounds(1.0).by_peers[0]
-    by_peers = (known.by_peers[0] if for_anybody else nobody, *known.by_peers[1:])
-    log_beyond(without, known._replace(by_peers=by_peers))
-    assert ("norm reaches a leak AUC of 0.700" in caplog.text) is not for_anybody
-    assert list(set_aside(without, 0.6 if for_anybody else 1.0)) == (
-        ["norm"] if for_anybody else []
-    )
+    by_peers = (bounds(1.0).by_peers[0], *bounds(0.6).by_peers[1:])
+    log_beyond(replace(BEYOND, epsilon=None), bounds(0.6)._replace(by_peers=by_peers))
+    assert "norm reaches a leak AUC of 0.700" in caplog.text
 
 
 # ---- verdict and report ----
@@ -340,7 +316,7 @@ def page_of(folder: Path, beyond: BeyondFigures) -> tuple[str, str]:
 
 def test_the_verdict_leads_with_what_features_do_not_tell(tmp_path: Path) -> None:
     words, page = page_of(tmp_path, BEYOND)
-    assert words.startswith("leaking Beyond what features tell, gradients reveal something")
+    assert words.startswith("leaking Beyond the features, gradients reveal something")
     assert "norm, with an adjusted leak AUC of 0.700 (95 % interval 0.680 to 0.720)" in words
     assert "an epsilon below 1.500 is excluded (delta 1e-05, 95% confidence)" in words
     assert "gains 0.100 of AUC (0.050 to 0.150) over the 0.600" in words
@@ -388,5 +364,5 @@ def test_figures_of_another_form_are_left_out(tmp_path: Path, summary: dict[str,
 def test_the_end_of_a_run_prints_the_adjusted_figures(capsys: pytest.CaptureFixture[str]) -> None:
     print_summary("active party", Summary(leak=LeakFigures(beyond=BEYOND)))
     printed = capsys.readouterr().out
-    assert "leak AUC beyond what features tell" in printed
+    assert "feature-adjusted leak AUC" in printed
     assert "0.680 .. 0.720" in printed

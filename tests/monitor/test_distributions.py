@@ -79,6 +79,8 @@ def test_a_class_of_few_examples_is_not_counted(fewer: str) -> None:
         for found in distributions(raw, raw, labels):
             total = sum(sum(series) for series in found.counts.values())
             assert total == (2 * len(labels) if counted else 0)
+    few = torch.zeros(2 * MIN_PER_CLASS - 1, 8)
+    assert gradient_distributions(few + 1, few + 1, few[:, 0]) is None
 
 
 def test_gradients_of_zero_are_counted_and_make_no_endless_axis() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from splitveil.active_party.monitor.leak_guards import MIN_BATCHES, AlarmRecorder
 from splitveil.active_party.monitor.recorder import ActiveRecorder
-from splitveil.common.privacy.audit import BatchLeak
+from splitveil.common.privacy.audit import AuditedBatch
 from splitveil.common.privacy.settings import DEFAULT_ATTACKS
 from splitveil.common.record.metrics_log import MetricsLog
 from tests.support.runs import build_parties, run_in_process, write_example
@@ -53,9 +53,9 @@ def test_the_alarm_names_the_attack_to_which_fresh_marvell_falls(
     assert "residual_energy at cut measures a leak AUC of" in caplog.text
 
 
-def measured(epoch: int, step: int, *attacks: str) -> BatchLeak:
+def measured(epoch: int, step: int, *attacks: str) -> AuditedBatch:
     """Return a batch in which attacks tell the classes apart."""
-    return BatchLeak(epoch, step, {"cut": dict.fromkeys(attacks, 0.9 + step % 2 / 100)}, 0.5)
+    return AuditedBatch(epoch, step, {"cut": dict.fromkeys(attacks, 0.9 + step % 2 / 100)}, 0.5)
 
 
 def ring(bell: AlarmRecorder, epochs: Iterable[int], *attacks: str) -> None:

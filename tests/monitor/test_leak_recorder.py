@@ -14,7 +14,7 @@ from torch import Tensor
 from splitveil.common.errors import SettingsError, StorageError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy import gradient_rows
-from splitveil.common.privacy.audit import BatchLeak
+from splitveil.common.privacy.audit import AuditedBatch
 from splitveil.common.privacy.audit_worker import CpuBudget
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.privacy.settings import DEFAULT_ATTACKS, AuditSettings
@@ -71,46 +71,7 @@ def test_each_epoch_s_leak_is_written_once_whatever_is_evaluated(
         assert [line["epoch"] for line in party.of_kind("epoch_leak")] == [0, 1]
 
 
-def test_both_parties_measure_the_same_on_the_same_gradients(
-    recorded: tuple[Recorded, Recorded],
-) -> None:
-    """Without a defense even the oracle's clean gradient is one that both sides know."""
-    active, passive = recorded
-    assert active.of_kind("leak")
-    for sent, received in zip(active.of_kind("leak"), passive.of_kind("leak"), strict=True):
-        for name in ("epoch", "step", "random_leak_auc"):
-            assert sent[name] == received[name]
-        for attack in ("norm", "cosine", "spectral"):
-            name = f"cut/{attack}_leak_auc"
-            assert sent.get(name) == pytest.approx(received.get(name), abs=1e-12)
-    for attack, figures in active.summary["leak"]["cut"].items():
-        assert figures == pytest.approx(passive.summary["leak"]["cut"][attack], abs=1e-12)
-    assert set(passive.summary["leak"]) == {"cut", "first"}
-    assert active.summary["leak_batches"] == passive.summary["leak_batches"]
-
-
-def test_gathered_leaks_stand_in_the_epochs_and_in_the_summary(
-    recorded: tuple[Recorded, Recorded],
-) -> None:
-    """By layer and attack, the same on both sides; the last epoch's figure is the run's."""
-    active, passive = recorded
-    for attack in ("accumulated_spectral", "accumulated_cosine"):
-        sent = active.summary["leak_run_level"]["cut"][attack]
-        received = passive.summary["leak_run_level"]["cut"][attack]
-        assert sent == pytest.approx(received, abs=1e-12)
-        assert sent["low"] <= sent["auc"] <= sent["high"]
-        assert 0.5 < sent["auc"] <= 1
-        for party in recorded:
-            last = party.of_kind("epoch_leak")[-1]
-            assert last[f"cut/{attack}"] == party.summary["leak_run_level"]["cut"][attack]["auc"]
-    assert set(passive.summary["leak_run_level"]) == {"cut", "first"}
-    for party in recorded:
-        for layer, worst in party.summary["leak_worst_epoch"].items():
-            lines = party.of_kind("epoch_leak")
-            assert worst["norm"] == max(line[f"{layer}/norm"] for line in lines)
-
-
-@pytest.mark.parametrize("attack", ["cosine_majority", "mean", "hint_inner_product_1", "lda"])
+@pytest.mark.parametrize("attack", ["hint_inner_product_1", "lda"])
 def test_settings_can_name_other_attacks(tmp_path: Path, attack: str) -> None:
     chosen = f"attacks=[{attack}, accumulated_spectral]"
     parties = record(tmp_path, [f"leak_monitor.{chosen}"], [f"adversary.{chosen}"])
@@ -343,7 +304,7 @@ class FailingAudit:
     def wants(self, step: int) -> bool:
         return True
 
-    def observe(self, observation: Observation) -> BatchLeak | None:
+    def observe(self, observation: Observation) -> AuditedBatch | None:
         raise ValueError("no such batch")
 
     def leave_out(self) -> None:

@@ -67,12 +67,6 @@ def test_of_a_batch_with_too_few_of_a_class_nothing_is_counted(
     assert all(few == 0 or few >= MIN_PER_CLASS for few in fewest)
 
 
-def test_batches_too_small_for_a_distribution_are_never_counted(
-    example: Path, tmp_path: Path
-) -> None:
-    assert histograms(example, tmp_path / "run", "contract.batch_size=8") == []
-
-
 @pytest.mark.parametrize(
     ("chosen", "epochs"), [("{epochs: [3]}", {3}), ("{epochs: [0, 99]}", {0}), ("null", set())]
 )

@@ -78,7 +78,7 @@ def test_the_last_visit_of_each_row_is_kept_with_the_mean_of_its_predictions() -
     assert (result.labels == LABELS.numpy()).all()
     assert (result.activations == 2.0).all()
     logit = np.log(3)
-    assert result.outlooks == pytest.approx(np.tile([logit, logit / 2], (ROWS, 1)), abs=1e-3)
+    assert result.predictions == pytest.approx(np.tile([logit, logit / 2], (ROWS, 1)), abs=1e-3)
 
 
 def test_visits_of_a_model_that_knows_labels_by_heart_do_not_count() -> None:
@@ -117,7 +117,7 @@ def test_what_is_kept_is_finite_whatever_a_peer_sends() -> None:
     kept.note_step(batch_of(rows), step(rows, huge, torch.tensor([0.0, 1.0, torch.nan, 1e-30])))
     result = found(kept)
     assert np.isfinite(result.activations).all()
-    assert np.isfinite(result.outlooks).all()
+    assert np.isfinite(result.predictions).all()
 
 
 def test_memory_is_bounded() -> None:
@@ -135,7 +135,7 @@ def test_several_classes_have_a_prediction_each() -> None:
     kept = RowCovariates(np.arange(ROWS), ROWS, 3)
     shares = torch.tensor([0.5, 0.3, 0.2]).expand(ROWS, 3)
     visit(kept, 0, shares, value=1.0)
-    assert found(kept).outlooks == pytest.approx(np.log([[0.5, 0.3, 0.2] * 2] * ROWS), abs=1e-3)
+    assert found(kept).predictions == pytest.approx(np.log([[0.5, 0.3, 0.2] * 2] * ROWS), abs=1e-3)
 
 
 def test_own_features_are_kept_as_numbers_and_slots() -> None:

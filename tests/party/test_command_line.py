@@ -30,7 +30,7 @@ def lose_the_peer_and_fill_the_disk() -> None:
             raise StorageError("the model cannot be written") from error
 
 
-def test_the_exit_code_is_the_error_s_and_its_cause_is_not_told_twice(
+def test_the_exit_code_is_the_error_s_and_its_cause_is_not_repeated(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert exit_code_of(lose_the_peer) == 4
@@ -88,6 +88,6 @@ def test_a_report_that_finds_no_room_is_one_line_and_ends_nothing(
     monkeypatch.setattr(page, "write_report", full)
     page.try_to_report(tmp_path)
     (record,) = caplog.records
-    told = "No space left on device; once the cause is gone: splitveil active report"
-    assert told in record.message
+    expected = "No space left on device; once the cause is gone: splitveil active report"
+    assert expected in record.message
     assert record.exc_info is None

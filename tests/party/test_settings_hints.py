@@ -26,9 +26,11 @@ def test_the_closest_setting_is_found_in_any_section(where: list[str], meant: st
 def test_the_message_has_a_dotted_name_only_for_another_section() -> None:
     with pytest.raises(SettingsError) as refused:
         validate(ActiveSettings, {"insecure_noise_seed": 1, "insecure_nonce_sed": 1}, "a.yaml")
-    told = str(refused.value)
-    assert "insecure_noise_seed: unknown setting; did you mean 'defense.insecure_noise_se" in told
-    assert "insecure_nonce_sed: unknown setting; did you mean 'insecure_nonce_seed'?" in told
+    message = str(refused.value)
+    assert (
+        "insecure_noise_seed: unknown setting; did you mean 'defense.insecure_noise_se" in message
+    )
+    assert "insecure_nonce_sed: unknown setting; did you mean 'insecure_nonce_seed'?" in message
 
 
 def test_the_launcher_names_the_party_too() -> None:

@@ -1,4 +1,4 @@
-"""What a party tells its operators: complete, free of labels, and without any hold on the run."""
+"""What a party shows its operators: complete, free of labels, and without any hold on the run."""
 
 import json
 import math
@@ -84,7 +84,7 @@ def served(status: RunStatus) -> Iterator[str]:
         yield endpoint.address
 
 
-# ---- what is told ----
+# ---- what is shown ----
 
 
 @pytest.mark.parametrize("party", ["active", "passive"])
@@ -174,9 +174,9 @@ def test_the_feature_owner_s_metrics_are_the_same_if_all_labels_are_swapped(
     folder = with_swapped_labels(example, tmp_path / "example")
     swapped = watched_run(folder, tmp_path / "runs", *WITH_LIMITS)
     assert watched.passive_summary.leak is not None
-    told = without_time(series_of(watched.passive))
-    assert told == without_time(series_of(swapped.passive))
-    assert len(told) > 20
+    shown = without_time(series_of(watched.passive))
+    assert shown == without_time(series_of(swapped.passive))
+    assert len(shown) > 20
     # The comparison would notice: at the label owner, the same swap moves figures.
     assert without_time(series_of(watched.active)) != without_time(series_of(swapped.active))
 
@@ -341,7 +341,7 @@ def test_the_last_look_ends_the_wait(status: RunStatus) -> None:
             asked(endpoint.address, "/metrics")
         waits = in_background(lambda: endpoint.wait_for_last_look(never, HANGS_AFTER_S))
         asked(endpoint.address, "/healthz")
-        assert waits.is_alive()  # health is not what tells Prometheus the stage
+        assert waits.is_alive()  # health is not what says to Prometheus the stage
         asked(endpoint.address, "/metrics")
         waits.join(HANGS_AFTER_S)
         assert not waits.is_alive()
@@ -402,7 +402,7 @@ def test_a_peer_that_is_lost_and_comes_back_is_counted_once(status: RunStatus) -
     assert status.readiness.ready
 
 
-def test_refusals_are_told_by_reason_and_a_peer_that_was_never_there_is_not_lost(
+def test_refusals_are_counted_by_reason_and_a_peer_that_was_never_there_is_not_lost(
     status: RunStatus,
 ) -> None:
     noting_attempts(status)(PeerUnreachable("not yet"))

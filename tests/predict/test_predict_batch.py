@@ -189,17 +189,6 @@ def test_a_part_that_is_not_as_it_was_written_is_computed_again(
     assert opened(output).missing[0].start == 0
 
 
-def test_parts_that_are_damaged_or_of_another_prediction_change_no_bit(
-    trained: Trained, undisturbed: NDArray[Any], tmp_path: Path
-) -> None:
-    output = tmp_path / "all.parquet"
-    first, _ = write_two_parts(output, model="another model")
-    first.write_bytes(first.read_bytes()[:100])
-    with predicting(trained) as predictor:
-        assert predict(predictor, output)[0] == 0
-    np.testing.assert_array_equal(column(output), undisturbed)
-
-
 @pytest.mark.parametrize("is_link", [False, True])
 def test_a_folder_of_the_user_s_or_a_link_to_one_is_refused_and_stays(
     tmp_path: Path, *, is_link: bool

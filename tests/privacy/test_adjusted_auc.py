@@ -1,4 +1,4 @@
-"""The leak among rows of which features tell the same, and what an attack is worth besides."""
+"""The leak among rows of which features reveal the same, and what an attack is worth besides."""
 
 import math
 
@@ -15,8 +15,7 @@ from splitveil.common.privacy.adjusted_auc import (
     placements,
     strata_of,
 )
-from splitveil.common.privacy.leakage import OneClass, leak_auc
-from splitveil.common.privacy.pair_aucs import Floats
+from splitveil.common.privacy.leakage import Floats, OneClass, leak_auc
 
 
 def rows(
@@ -33,7 +32,7 @@ def noise(count: int, seed: int) -> Floats:
     return np.random.default_rng(seed + 1000).normal(size=count)
 
 
-def test_a_score_that_repeats_features_tells_nothing_beyond_them() -> None:
+def test_a_score_that_repeats_features_reveals_nothing_beyond_them() -> None:
     """The raw leak AUC is .82, and one of its own stratum of 20 rows per limit is still .54."""
     feature, positive, predictions = rows(20_000, seed=1)
     assert leak_auc(feature, positive) > 0.8
@@ -44,7 +43,7 @@ def test_a_score_that_repeats_features_tells_nothing_beyond_them() -> None:
     assert coarse.low > 0.5
 
 
-def test_a_score_that_knows_labels_tells_all_of_them() -> None:
+def test_a_score_that_knows_labels_reveals_all_of_them() -> None:
     _, positive, predictions = rows(2_000, seed=2)
     found = adjusted_leak_auc(predictions - positive, positive, predictions)
     assert (found.value, found.high) == (1.0, 1.0)
@@ -181,13 +180,13 @@ def test_the_rates_are_those_of_the_roc_curve() -> None:
     scores = feature + positive
     accused, found_rates, _ = roc_curve(positive, scores, drop_intermediate=False)
     found = operating_points(scores, positive)
-    assert found.tpr_at_per_mille == pytest.approx(found_rates[accused <= 0.001].max())
-    assert found.tpr_at_percent == pytest.approx(found_rates[accused <= 0.01].max())
-    assert found.precision_at_100 == positive[np.argsort(scores)[-100:]].mean()
+    assert found["tpr_at_per_mille"] == pytest.approx(found_rates[accused <= 0.001].max())
+    assert found["tpr_at_percent"] == pytest.approx(found_rates[accused <= 0.01].max())
+    assert found["precision_at_100"] == positive[np.argsort(scores)[-100:]].mean()
     assert operating_points(-scores, positive) == found
 
 
 def test_ties_are_not_counted_as_found() -> None:
     scores, positive = np.repeat([0.0, 1.0], 500), np.tile([True, False], 500)
-    assert operating_points(scores, positive) == (0.0, 0.0, 0.5)
-    assert operating_points(scores[:100], positive[:100]).precision_at_100 is None
+    assert [*operating_points(scores, positive).values()] == [0.0, 0.0, 0.5]
+    assert operating_points(scores[:100], positive[:100])["precision_at_100"] is None

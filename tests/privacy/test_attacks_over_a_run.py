@@ -1,7 +1,7 @@
 """Attacks that gather over a run: what epochs add under fresh noise, and not under persistent."""
 
 import itertools
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from splitveil.common.privacy.accumulation import (
 )
 from splitveil.common.privacy.attacks import AttackName
 from splitveil.common.privacy.audit import LeakAudit
+from splitveil.common.privacy.gradient_rows import prepared
 from splitveil.common.privacy.leakage import auc, leak_auc, leak_auc_interval
 from splitveil.common.privacy.observation import (
     Clues,
@@ -24,8 +25,7 @@ from splitveil.common.privacy.observation import (
     pick_hint_rows,
     pick_reference_row,
 )
-from splitveil.common.privacy.run_level import RunLevelLeak
-from splitveil.common.privacy.scores import spectral, top_direction
+from splitveil.common.privacy.scores import spectral
 
 _SEED = bytes(32)
 _EXAMPLES, _BATCH = 2000, 250
@@ -38,7 +38,7 @@ _GATHERING: tuple[AttackName, ...] = (
 )
 
 
-Reference = Literal["sent", "sent, its sign not kept", "clean"]
+Reference = Literal["sent", "sent, its sign as it comes", "clean"]
 
 
 class Noisy(NamedTuple):
@@ -52,8 +52,6 @@ def _run_audit(
     noise: Noisy,
     num_epochs: int,
     attacks: tuple[AttackName, ...] = _GATHERING,
-    scale: float = 1.0,
-    label_shape: tuple[int, ...] = (-1,),
     reference: Reference = "clean",
 ) -> LeakAudit:
     """Audit logistic gradients (p - y) w whose direction w turns slowly, in a fresh order."""
@@ -72,16 +70,15 @@ def _run_audit(
             along = noise.deviation * (kept_noise[rows] if noise.persistent else fresh_noise)
             clean = (predictions - labels)[rows, None] * direction
             row = pick_reference_row(labels[rows], _SEED, epoch, step)
-            gradients = scale * (clean + along[:, None] * direction)
-            truth = labels[rows].reshape(label_shape)
-            source = scale * clean if reference == "clean" else gradients
+            gradients = clean + along[:, None] * direction
+            source = clean if reference == "clean" else gradients
             references = {} if row is None else {"cut": source[row]}
             audit.observe(
                 Observation(
                     epoch,
                     step,
                     {"cut": gradients},
-                    truth,
+                    labels[rows],
                     {1: Clues(references, row)},
                     rows,
                     references_are_clean=reference != "sent",
@@ -96,7 +93,7 @@ def fresh() -> LeakAudit:
     return _run_audit(Noisy(3.0), 16)
 
 
-def test_without_a_defense_one_epoch_tells_every_attack_every_label() -> None:
+def test_without_a_defense_one_epoch_reveals_every_label_to_every_attack() -> None:
     found = _run_audit(Noisy(0.0), 1).run.result().leak["cut"]
     assert set(found) == set(_GATHERING)
     for attack, figures in found.items():
@@ -105,7 +102,7 @@ def test_without_a_defense_one_epoch_tells_every_attack_every_label() -> None:
 
 
 def test_under_fresh_noise_the_leak_grows_with_the_epochs(fresh: LeakAudit) -> None:
-    """The sum of e independent scores tells as much as one with noise smaller by root e.
+    """The sum of e independent scores is worth as much as one with noise smaller by root e.
 
     Of gradients all along one line, cosines and directions keep the sign alone, which is worth 2/pi
     as many.
@@ -136,33 +133,26 @@ def test_a_noisy_reference_is_turned_so_that_the_sums_do_not_cancel() -> None:
     assert abs(turned["auc"] - clean["auc"]) < 0.03
 
 
-def test_under_persistent_noise_more_epochs_tell_next_to_nothing_more() -> None:
+def test_under_persistent_noise_more_epochs_add_next_to_nothing() -> None:
     persistent = _run_audit(Noisy(3.0, persistent=True), 16)
     for attack in ("accumulated_cosine", "accumulated_spectral"):
         series = [persistent.run.after_epoch(epoch)["cut"][attack] for epoch in (0, 15)]
         assert series[1] < series[0] + 0.1, attack
 
 
-def test_the_sums_know_more_than_any_batch(fresh: LeakAudit) -> None:
-    per_batch = _run_audit(Noisy(3.0), 16, ("spectral", "cosine")).summary()["cut"]
-    for attack in ("spectral", "cosine"):
-        gathered = fresh.run.result().leak["cut"][f"accumulated_{attack}"]
-        assert gathered["low"] > per_batch[attack]["mean"] + 0.05
-
-
-def test_a_kept_sign_does_not_cancel_what_a_sign_per_batch_does() -> None:
+def test_a_continuous_sign_does_not_cancel_what_a_sign_per_batch_does() -> None:
     """With balanced classes the skewness is noise, and turns every second batch around."""
     generator = torch.Generator().manual_seed(22)
     labels = (torch.arange(400) % 2).double()
     weight = torch.randn(8, generator=generator).double()
-    sums = {"kept": torch.zeros(400).double(), "per batch": torch.zeros(400).double()}
+    sums = {"continuous": torch.zeros(400).double(), "per batch": torch.zeros(400).double()}
     sign = ContinuousSign()
     for _ in range(30):
         noise = torch.randn(400, generator=generator).double()
         gradients = (0.5 - labels + 2 * noise)[:, None] * weight
-        sums["kept"] += sign.turn(top_direction(gradients))
+        sums["continuous"] += sign.turn(prepared(gradients).top)
         sums["per batch"] += spectral(gradients)
-    assert leak_auc(sums["kept"], labels) > 0.95  # Phi(sqrt(30) / 2 / sqrt 2) = 0.974
+    assert leak_auc(sums["continuous"], labels) > 0.95  # Phi(sqrt(30) / 2 / sqrt 2) = 0.974
     assert leak_auc(sums["per batch"], labels) < 0.8
 
 
@@ -212,38 +202,17 @@ def test_a_history_folds_its_stretches_and_loses_no_score() -> None:
     assert features.tolist() == [[6, 22, 8, 0, -6, -22, -8, 0], [0] * 8]
 
 
+def num_bytes(state: Any) -> int:
+    if isinstance(state, dict | list):
+        return sum(map(num_bytes, state.values() if isinstance(state, dict) else state))
+    return state.nbytes if isinstance(state, torch.Tensor) else 0
+
+
 def test_nothing_keeps_more_than_sixteen_bytes_per_example() -> None:
-    assert AccumulatedScores(1000).num_bytes <= 16 * 1000
-    assert ScoreHistory(1000).num_bytes <= 16 * 1000
-    audit = _run_audit(Noisy(3.0), 2)
-    attacks = len(_GATHERING)
-    assert audit.run.num_bytes <= (16 * attacks + 1) * _EXAMPLES
-
-
-def test_the_label_shape_changes_nothing() -> None:
-    expected = _run_audit(Noisy(3.0), 2)
-    columns = _run_audit(Noisy(3.0), 2, label_shape=(-1, 1))
-    assert columns.run.result().leak == expected.run.result().leak
-    assert columns.run.after_epoch(0) == expected.run.after_epoch(0)
-
-
-@pytest.mark.parametrize("scale", [1e-30, 1e30])
-def test_the_gradients_scale_changes_no_gathered_leak(scale: float) -> None:
-    expected = _run_audit(Noisy(3.0), 2).run.result().leak["cut"]
-    scaled = _run_audit(Noisy(3.0), 2, scale=scale).run.result().leak["cut"]
-    for attack, figures in expected.items():
-        assert scaled[attack]["auc"] == pytest.approx(figures["auc"], abs=0.005), attack
-
-
-def test_an_example_that_was_the_reference_gets_no_score_from_it() -> None:
-    """Its cosine is 1 because its label is known."""
-    gradients = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.1, 1.0]])
-    labels = torch.tensor([1, 1, 0, 0])
-    audit = LeakAudit(["accumulated_cosine"], num_examples=9)
-    rows = torch.tensor([7, 5, 3, 1])
-    clues = {1: Clues({"cut": gradients[0]}, 0)}
-    audit.observe(Observation(0, 0, {"cut": gradients}, labels, clues, rows))
-    assert audit.run.result().leak["cut"]["accumulated_cosine"]["examples"] == 3
+    for sums in (AccumulatedScores(1000), ScoreHistory(1000)):
+        assert num_bytes(sums.state_dict()) <= 16 * 1000
+    state = _run_audit(Noisy(3.0), 2).run.state_dict()
+    assert num_bytes(state) <= (16 * len(_GATHERING) + 2) * _EXAMPLES
 
 
 def test_a_batch_of_one_class_is_gathered_all_the_same() -> None:
@@ -260,7 +229,7 @@ def test_any_finite_gradients_give_finite_sums() -> None:
     shapes = ((1, 1), (1, 4), (4, 1), (3, 5))
     for (num_rows, row_dim), scale in itertools.product(shapes, (0.0, 1e-30, 1.0, 1e30, 1e300)):
         gradients = torch.linspace(-1, 1, num_rows * row_dim).double().reshape(num_rows, row_dim)
-        scores = standardised(ContinuousSign().turn(top_direction(scale * gradients)))
+        scores = standardised(ContinuousSign().turn(prepared(scale * gradients).top))
         assert scores.shape == (num_rows,)
         assert bool(scores.isfinite().all())
     assert bool((standardised(torch.full((5,), 7.0)) == 0).all())
@@ -273,19 +242,19 @@ def test_standardised_scores_have_mean_zero_and_variance_one() -> None:
 
 
 def test_the_interval_covers_the_true_auc_nineteen_times_in_twenty() -> None:
-    """Binomial bounds of 200 intervals; an AUC three deviations off is not covered."""
+    """Binomial bounds of 100 intervals; an AUC three deviations off is not covered."""
     generator = np.random.default_rng(27)
     labels = np.repeat([0, 1], [240, 60])
     true = normal.cdf(1 / np.sqrt(2))
     covered = missed = 0
-    for _ in range(200):
+    for _ in range(100):
         scores = generator.normal(size=300) + labels
         area, low, high = leak_auc_interval(scores, labels, generator)
         assert low < area < high
         covered += low <= true <= high
         missed += not low <= true - 0.11 <= high
-    assert 180 <= covered <= 199
-    assert missed > 150
+    assert 88 <= covered <= 99
+    assert missed > 75
 
 
 def test_the_interval_of_an_inverted_or_tied_score_is_that_of_the_leak() -> None:
@@ -297,11 +266,6 @@ def test_the_interval_of_an_inverted_or_tied_score_is_that_of_the_leak() -> None
     assert inverted.auc == pytest.approx(plain.auc, abs=1e-12)
     assert inverted == pytest.approx(plain, abs=0.03)
     assert leak_auc_interval(np.zeros(200), labels, generator) == (0.5, 0.5, 0.5)
-
-
-def test_figures_are_repeatable(fresh: LeakAudit) -> None:
-    first: dict[str, RunLevelLeak] = fresh.run.result().leak["cut"]
-    assert fresh.run.result().leak["cut"] == first
 
 
 def test_hints_are_positives_the_same_for_both_parties_and_nested() -> None:

@@ -22,17 +22,15 @@ from splitveil.common.privacy.attacks import (
     BatchAttackName,
     RunAttackName,
 )
-from splitveil.common.privacy.audit import BatchLeak, LeakAudit
+from splitveil.common.privacy.audit import AuditedBatch, LeakAudit
 from splitveil.common.privacy.audit_worker import AuditWorker, CpuBudget
 from splitveil.common.privacy.informed import KnownPredictions
-from splitveil.common.privacy.leakage import leak_auc
 from splitveil.common.privacy.observation import (
     Clues,
     Observation,
     pick_hint_rows,
     pick_reference_row,
 )
-from splitveil.common.privacy.scores import cosine
 from splitveil.common.privacy.settings import AuditSettings
 from splitveil.common.settings import validate
 from splitveil.passive_party.label_free_audit import LabelFreeAudit
@@ -72,7 +70,7 @@ class _GatedAudit(LeakAudit):
         super().__init__()
         self.gate, self.entered = threading.Event(), threading.Event()
 
-    def observe(self, observation: Observation) -> BatchLeak | None:
+    def observe(self, observation: Observation) -> AuditedBatch | None:
         self.entered.set()
         assert self.gate.wait(HANGS_AFTER_S)
         return super().observe(observation)
@@ -83,29 +81,18 @@ def test_a_batch_gets_scikit_learns_leak_aucs() -> None:
     measured = LeakAudit().observe(observation)
     assert measured is not None
     labels = observation.labels.numpy()
-    kept = np.arange(64) != observation.clues[1].reference_row
+    chosen = np.arange(64) != observation.clues[1].reference_row
     for layer, gradients in observation.gradients.items():
         rows = gradients.double().numpy()
         lengths = np.sqrt((rows**2).sum(axis=1))
         cosines = rows @ rows[observation.clues[1].reference_row] / lengths
         scores = {"norm": lengths, "spectral": rows @ np.linalg.svd(rows)[2][0]}
         expected = {name: roc_auc_score(labels, values) for name, values in scores.items()}
-        expected["cosine"] = roc_auc_score(labels[kept], cosines[kept])
+        expected["cosine"] = roc_auc_score(labels[chosen], cosines[chosen])
         assert measured.leak[layer].keys() == expected.keys()
         for name, value in expected.items():
             leak = max(value, 1 - value)
             assert measured.leak[layer][name] == pytest.approx(leak, abs=1e-12), name
-
-
-def test_the_reference_itself_is_left_out_of_the_cosines_auc() -> None:
-    """Three rows: the reference scores 1, the other positive below the negative."""
-    gradients = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
-    labels = torch.tensor([1, 1, 0])
-    clues = {1: Clues({"cut": gradients[0]}, 0)}
-    found = LeakAudit(["cosine"]).observe(Observation(0, 0, {"cut": gradients}, labels, clues))
-    assert found is not None
-    assert found.leak["cut"]["cosine"] == 1.0
-    assert leak_auc(cosine(gradients, gradients[0]), labels) == 0.5
 
 
 def test_cosine_is_measured_only_where_there_is_a_reference_and_another_positive() -> None:
@@ -211,7 +198,7 @@ def _everything(observation: Observation) -> Observation:
 
 def test_every_attack_can_be_audited_at_every_layer() -> None:
     audit = LeakAudit(get_args(AttackName), num_examples=5 * 64)
-    measured = [audit.observe(_everything(observation)) for observation in _run(num_epochs=5)]
+    measured = [audit.observe(_everything(observation)) for observation in _run(num_epochs=2)]
     assert all(leak is not None for leak in measured)
     audit.run.close_epoch()
     for layer in ("cut", "first"):
@@ -223,10 +210,10 @@ def test_every_attack_can_be_audited_at_every_layer() -> None:
         assert set(audit.summary()[layer]) == of_batches
         assert set(audit.run.result().leak[layer]) == of_run
         added_up = {name for name in of_run if name.startswith("accumulated_")}
-        assert set(audit.run.after_epoch(4)[layer]) == added_up
+        assert set(audit.run.after_epoch(1)[layer]) == added_up
     for layer, attacks in audit.worst_epochs().items():
         for attack, worst in attacks.items():
-            means = [audit.epoch_means(epoch)[layer][attack] for epoch in range(5)]
+            means = [audit.epoch_means(epoch)[layer][attack] for epoch in range(2)]
             assert worst == max(means)
 
 
@@ -234,10 +221,10 @@ def test_hints_are_left_out_of_their_own_attack_s_auc_alone() -> None:
     observation = _everything(_observation(0, 0))
     measured = LeakAudit(["hint_distance_3", "norm"]).observe(observation)
     assert measured is not None
-    labels, told = observation.labels.numpy(), list(observation.clues[1].hint_rows[:3])
+    labels, known = observation.labels.numpy(), list(observation.clues[1].hint_rows[:3])
     rows = observation.gradients["cut"].double().numpy()
-    scores = -np.linalg.norm(rows[:, None] - rows[told][None], axis=2).min(axis=1)
-    others = np.delete(np.arange(64), told)
+    scores = -np.linalg.norm(rows[:, None] - rows[known][None], axis=2).min(axis=1)
+    others = np.delete(np.arange(64), known)
     expected = roc_auc_score(labels[others], scores[others])
     assert measured.leak["cut"]["hint_distance_3"] == pytest.approx(
         max(expected, 1 - expected), abs=1e-12
@@ -251,8 +238,8 @@ def test_an_attack_without_what_it_needs_is_not_measured() -> None:
     bare = Observation(0, 0, _observation(0, 0).gradients, labels)
     measured = LeakAudit(get_args(AttackName), num_examples=64).observe(bare)
     assert measured is not None
-    told_nothing = {"norm", "cosine_majority", "spectral", "residual_energy", "kmeans"}
-    assert set(measured.leak["cut"]) == told_nothing
+    need_nothing = {"norm", "cosine_majority", "spectral", "residual_energy", "kmeans"}
+    assert set(measured.leak["cut"]) == need_nothing
 
 
 def test_class_oracles_find_nothing_in_noise_with_few_examples() -> None:
@@ -284,7 +271,7 @@ def test_only_every_nth_step_is_audited() -> None:
 def test_a_worker_that_keeps_up_equals_the_inline_audit() -> None:
     inline, audit = LeakAudit(), LeakAudit()
     expected = [inline.observe(observation) for observation in _run()]
-    results: list[BatchLeak] = []
+    results: list[AuditedBatch] = []
     with AuditWorker(audit, queue_batches=10, on_result=results.append) as worker:
         assert all(worker.submit(observation) for observation in _run())
     assert results == expected
@@ -334,7 +321,7 @@ def test_a_budget_without_a_limit_allows_everything_and_none_saves_more_than_a_s
 class _SlowAudit(LeakAudit):
     """Computes for a tenth of a second per batch."""
 
-    def observe(self, observation: Observation) -> BatchLeak | None:
+    def observe(self, observation: Observation) -> AuditedBatch | None:
         computed_until = time.thread_time() + 0.1
         while time.thread_time() < computed_until:
             pass
@@ -418,7 +405,7 @@ def test_the_worker_gives_way_and_leaves_the_other_threads_alone() -> None:
     counts: dict[str, int] = {}
     niceness: list[int] = []
 
-    def note(_: BatchLeak) -> None:
+    def note(_: AuditedBatch) -> None:
         torch.ones(1_000_000).sin()  # torch would set the thread up here at the latest
         counts["worker"] = torch.get_num_threads()
         niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
@@ -461,9 +448,9 @@ def test_settings_have_the_documented_defaults_and_bounds() -> None:
 
 
 def _whole_run(cut: int | None) -> tuple[LeakAudit, list[object]]:
-    """Audit five epochs with every attack, in objects that are new from batch ``cut`` on."""
+    """Audit three epochs with every attack, in objects that are new from batch ``cut`` on."""
     audit = LeakAudit(get_args(AttackName), num_examples=5 * 64)
-    for number, observation in enumerate(_run(num_epochs=5)):
+    for number, observation in enumerate(_run(num_epochs=3, num_steps=4)):
         if number == cut:
             state = audit.state_dict()
             copy = stored(state)
@@ -478,26 +465,16 @@ def _whole_run(cut: int | None) -> tuple[LeakAudit, list[object]]:
         audit.observe(dataclasses.replace(_everything(observation), labels=labels))
     audit.run.close_epoch()
     figures = [audit.summary(), audit.run.result().leak, audit.worst_epochs(), audit.counts()]
-    figures += [audit.latest(), *map(audit.run.after_epoch, range(5))]
+    figures += [audit.latest(), *map(audit.run.after_epoch, range(3))]
     return audit, figures
 
 
 def test_a_run_cut_at_any_batch_resumes_bit_for_bit() -> None:
     uninterrupted, expected = _whole_run(None)
-    for cut in (0, 4, 5, 13, 24):  # around the end of an epoch, in its middle, and at both ends
+    for cut in (0, 4, 10):  # at the start, at the end of an epoch, and in its middle
         audit, figures = _whole_run(cut)
         assert figures == expected, cut
         assert same(audit.state_dict(), uninterrupted.state_dict()), cut
-
-
-def test_a_state_of_other_attacks_or_examples_is_refused() -> None:
-    state = LeakAudit(["accumulated_spectral"], num_examples=9).state_dict()
-    for other in (
-        LeakAudit(["accumulated_spectral", "norm"], num_examples=9),
-        LeakAudit(["accumulated_spectral"], num_examples=8),
-    ):
-        with pytest.raises(ValueError, match="expected"):
-            other.load_state_dict(state)
 
 
 def test_label_free_scores_of_a_run_cut_at_any_batch_resume_bit_for_bit() -> None:
@@ -513,7 +490,7 @@ def test_label_free_scores_of_a_run_cut_at_any_batch_resume_bit_for_bit() -> Non
         return audit
 
     expected = gathered(None)
-    for cut in (0, 4, 5, 14):
+    for cut in (0, 5, 13):
         audit = gathered(cut)
         assert audit.left_out == 1
         state = audit.state_dict() | {"left_out": 0}

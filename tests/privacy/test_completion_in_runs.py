@@ -38,16 +38,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Parties, list[dict[st
     return recorded(tmp_path_factory.mktemp("passive"))
 
 
-def test_both_parties_find_the_same_on_the_activations_that_crossed(
-    run: tuple[Parties, list[dict[str, Any]]],
-) -> None:
-    _, (active, passive) = run
-    assert set(active) == set(FINAL_ATTACKS)
-    for name, figures in active.items():
-        assert figures == pytest.approx(passive[name], abs=1e-12), name
-
-
-def test_forty_labels_and_the_trained_half_tell_the_others(
+def test_forty_labels_and_the_trained_half_reveal_the_others(
     run: tuple[Parties, list[dict[str, Any]]],
 ) -> None:
     """Nearly as much as this party's features can: the other one's are as large a part."""
@@ -69,18 +60,3 @@ def test_the_malicious_optimizer_trains_another_bottom_model(
     assert not torch.allclose(weights[0], weights[1])
     assert active["completion_40"]["low"] > 0.8
     assert active.keys() == passive.keys()
-
-
-def test_what_the_malicious_optimizer_remembers_is_in_the_checkpoint(tmp_path: Path) -> None:
-    """So that a resumed run continues bit for bit, as `test_amplified_steps.py` shows."""
-    write_example(tmp_path)
-    chosen = ["adversary={attacks: [norm], amplify: true}"]
-    parties = build_parties(tmp_path, (), chosen)
-    run_in_process(parties)
-    trainer = parties.run.trainer
-    assert trainer is not None
-    state = trainer.state_dict()
-    remembered = [
-        name for of_parameter in state["optimizer"]["state"].values() for name in of_parameter
-    ]
-    assert remembered.count("amplified_gradient") == len(list(trainer.model.parameters()))

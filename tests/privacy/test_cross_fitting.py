@@ -8,8 +8,8 @@ from sklearn.metrics import log_loss, roc_auc_score
 from splitveil.common.privacy.cross_fitting import FeatureModels, TooFewRows
 
 
-def test_a_row_does_not_tell_its_own_label() -> None:
-    """With more features than a class has rows, a model that sees the labels tells them all."""
+def test_a_row_does_not_reveal_its_own_label() -> None:
+    """With more features than a class has rows, a model that sees the labels knows them all."""
     generator = np.random.default_rng(1)
     features, labels = generator.normal(size=(300, 200)), np.arange(300) % 2
     found = FeatureModels.of(features, labels).predictions(labels)[:, 1]
@@ -18,7 +18,7 @@ def test_a_row_does_not_tell_its_own_label() -> None:
     assert roc_auc_score(labels, seen.predict_proba(features)[:, 1]) > 0.95
 
 
-def test_what_features_tell_is_told_whatever_its_form() -> None:
+def test_what_features_reveal_is_predicted_whatever_its_form() -> None:
     """A product of two features escapes a linear model: its predictions are those of the shares."""
     generator = np.random.default_rng(2)
     features = generator.normal(size=(6_000, 4))
@@ -40,7 +40,7 @@ def test_an_absent_class_is_never_predicted() -> None:
     assert (found.argmax(axis=1) == labels).mean() > 0.9
 
 
-def test_constant_features_tell_the_shares() -> None:
+def test_constant_features_reveal_the_shares() -> None:
     labels = (np.arange(500) % 5 == 0).astype(np.int64)
     found = FeatureModels.of(np.ones((500, 3)), labels).predictions(labels)[:, 1]
     assert found == pytest.approx(0.2, abs=0.02)

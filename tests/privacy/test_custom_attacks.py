@@ -1,7 +1,6 @@
 """User-defined attacks: their side information, their figures, and refusals."""
 
 import dataclasses
-import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +25,6 @@ from splitveil.common.settings import validate
 from splitveil.passive_party.settings import AdversarySettings
 from tests.monitor.test_leak_recorder import record
 from tests.support.runs import build_parties, write_example
-from tests.support.stored import same, stored
 
 SEED = bytes(32)
 
@@ -126,7 +124,7 @@ def own(function: str, **more: Any) -> dict[str, Any]:
 
 
 def observation(audit: LeakAudit, epoch: int, step: int, num_classes: int = 2) -> Observation:
-    """One batch of noisy gradients of two layers, with all that attacks may be told."""
+    """One batch of noisy gradients of two layers, with all that attacks may know."""
     generator = torch.Generator().manual_seed(100 * epoch + step)
     labels = torch.randint(num_classes, (48,), generator=generator)
     weights = torch.randn(num_classes, 6, generator=torch.Generator().manual_seed(1))
@@ -144,7 +142,7 @@ def new_audit(settings: AuditSettings, class_names: tuple[str, ...] = ()) -> Lea
 
 
 @pytest.mark.parametrize("class_names", [(), ("a", "b", "c")])
-def test_attacks_of_ones_own_are_told_what_they_declare(class_names: tuple[str, ...]) -> None:
+def test_attacks_of_ones_own_get_what_they_declare(class_names: tuple[str, ...]) -> None:
     """Rewritten in the user's module, attacks of ours find the same, for every class."""
     audit = new_audit(settings_of(*OWN, *BUILT_IN.values()), class_names)
     for step in range(2):
@@ -172,23 +170,6 @@ def test_activations_are_handed_over() -> None:
     expected = leak_auc(seen.activations.double().norm(dim=1), seen.labels)
     assert with_them.leak["cut"]["mine"] == pytest.approx(expected, abs=1e-12)
     assert "mine" not in without.leak["cut"]
-
-
-def test_a_stored_audit_resumes_with_them_to_the_same_figures() -> None:
-    chosen = settings_of(*OWN, "accumulated_cosine")
-    whole, first = new_audit(chosen), new_audit(chosen)
-    places = list(itertools.product(range(2), range(2)))
-    for place in places:
-        whole.observe(observation(whole, *place))
-    for place in places[:3]:
-        first.observe(observation(first, *place))
-    second = new_audit(chosen)
-    second.load_state_dict(stored(first.state_dict()))
-    second.observe(observation(second, *places[3]))
-    assert same(second.state_dict(), whole.state_dict())
-    assert second.summary() == whole.summary()
-    with pytest.raises(ValueError, match="energy"):
-        new_audit(settings_of("norm")).load_state_dict(whole.state_dict())
 
 
 def test_their_figures_stand_in_metrics_summary_and_report_under_their_name(
@@ -267,9 +248,7 @@ def test_one_that_fails_later_says_so_at_the_end(tmp_path: Path) -> None:
         ([own("energy", name="norm")], "attacks.0.custom.name: this name is taken"),
         ([own("energy", name="random")], "this name is taken"),
         ([own("energy", name="two words")], "attacks.0.custom.name: String should match"),
-        ([own("energy", name="tab\t")], "String should match"),
         ([own("energy", name="line\n")], "String should match"),
-        ([own("energy", name="a/b")], "String should match"),
         ([own("energy", name="")], "String should match"),
         ([own("energy", name="a" * 65)], "String should match"),
         ([own("energy"), own("mean")], "each attack may be named once"),
@@ -314,11 +293,11 @@ def test_an_adversary_s_own_attack_alone_cannot_be_audited_by_the_peer() -> None
         validate(AdversarySettings, {"attacks": [own("energy")], "audit": True}, "adversary")
 
 
-def test_the_alarm_passes_over_those_that_are_told_classes(tmp_path: Path) -> None:
+def test_the_alarm_passes_over_those_that_know_classes(tmp_path: Path) -> None:
     write_example(tmp_path)
-    told = "{kind: custom, module: 'own_attacks:mean', name: own_mean, needs: [classes]}"
+    knows = "{kind: custom, module: 'own_attacks:mean', name: own_mean, needs: [classes]}"
     plain = "{kind: custom, module: 'own_attacks:energy', name: energy}"
-    parties = build_parties(tmp_path, [f"leak_monitor={{attacks: [{told}, {plain}, lda]}}"])
+    parties = build_parties(tmp_path, [f"leak_monitor={{attacks: [{knows}, {plain}, lda]}}"])
     with ActiveRecorder(parties.active_settings, tmp_path) as recorder:
         audit = new_audit(parties.active_settings.leak_monitor or AuditSettings())
         measured = audit.observe(observation(audit, 0, 0))
@@ -327,7 +306,7 @@ def test_the_alarm_passes_over_those_that_are_told_classes(tmp_path: Path) -> No
         alarm = recorder._watch._alarm._alarm
         assert isinstance(alarm, LeakAlarm)
         alarm.note_leak(measured)
-        assert set(alarm.state_dict()["gains"]) == {"energy"}
+        assert {attack for attack, *_ in alarm.state_dict()["gains"]} == {"energy"}
 
 
 def test_check_names_them(tmp_path: Path, port: int, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from splitveil.common.privacy.adjusted_auc import Mask
 from splitveil.common.privacy.cross_fitting import FeatureModels
+from splitveil.common.privacy.leakage import Floats
 from splitveil.common.privacy.observational_audit import (
     EpsilonBound,
     ScoredRows,
@@ -18,7 +18,6 @@ from splitveil.common.privacy.observational_audit import (
     p_value,
     quick_lower_bound,
 )
-from splitveil.common.privacy.pair_aucs import Floats
 
 SEEDS = 20
 TOLERATED = 3
@@ -26,7 +25,7 @@ TOLERATED = 3
 
 
 class Table:
-    """Rows whose feature tells their labels with known probabilities."""
+    """Rows whose feature predicts their labels with known probabilities."""
 
     def __init__(self, count: int, seed: int) -> None:
         self.generator = np.random.default_rng(seed)
@@ -70,34 +69,13 @@ def test_many_rows_leave_little_between_the_bound_and_the_truth() -> None:
 
 
 def test_trying_many_attacks_makes_no_bound() -> None:
-    """Thirty scores of noise: the best of them is tested on rows that did not choose it."""
+    """Ten scores of noise: the best of them is tested on rows that did not choose it."""
     failures = 0
     for seed in range(SEEDS):
         table = Table(500, seed)
-        tried = {f"noise{number}": table.generator.normal(size=500) for number in range(30)}
+        tried = {f"noise{number}": table.generator.normal(size=500) for number in range(10)}
         failures += table.audit(**tried).epsilon > 0
     assert failures <= TOLERATED
-
-
-def test_choosing_an_attack_on_the_rows_that_test_it_would_make_one() -> None:
-    """The same noise, its best attack chosen and tested on all offered rows together."""
-    failures = 0
-    for seed in range(SEEDS):
-        table = Table(1_000, seed)
-        offered = is_offered(table.predictions, table.labels, table.generator.random(1_000))
-        right = [
-            most_right(table.generator.normal(size=offered.sum()), table.labels[offered])
-            for _ in range(30)
-        ]
-        guesses = 2 * (int(offered.sum()) // 2)
-        failures += epsilon_lower_bound(guesses, max(right), int(offered.sum())) > 0
-    assert failures > TOLERATED
-
-
-def most_right(scores: Floats, positive: Mask) -> int:
-    order, half = np.argsort(scores), len(scores) // 2
-    right = int(positive[order[-half:]].sum() + (~positive[order[:half]]).sum())
-    return max(right, 2 * half - right)
 
 
 def test_features_alone_make_no_bound() -> None:
@@ -119,7 +97,7 @@ def test_features_alone_make_no_bound() -> None:
 
 
 def test_predictions_that_are_fitted_make_little_of_one() -> None:
-    """Nearly: a score may know better how features tell labels than 4,000 rows can teach anybody.
+    """Nearly: a score may know better how features predict labels than 4,000 rows teach anybody.
 
     The bound from it stays below .2, where rows that are offered without predictions make it .8.
     """

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.errors import SettingsError
-from splitveil.common.privacy.attacks import ATTACKS, Knowledge, informed
+from splitveil.common.privacy.attacks import ATTACKS, Knowledge
 from splitveil.common.privacy.audit import LeakAudit
-from splitveil.common.privacy.informed import KnownPredictions
+from splitveil.common.privacy.informed import KnownPredictions, informed
 from splitveil.common.privacy.leakage import auc
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.run.course import Batch
@@ -24,7 +24,7 @@ ROWS, DIMENSIONS = 6000, 12
 
 
 class Answers:
-    """Gradients (p - y) J of labels that predictions tell nothing about, and of known slopes."""
+    """Gradients (p - y) J of labels that predictions say nothing about, and of known slopes."""
 
     def __init__(self, seed: int = 1, num_rows: int = ROWS, positives: float = 0.2) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -43,57 +43,57 @@ class Answers:
 
 def test_noise_on_each_label_leaves_what_its_ratio_says() -> None:
     """y + k x has AUC Phi(1 / (k sqrt 2)), and no score of it a larger one: five errors of .008."""
-    one = Answers()
+    data = Answers()
     for ratio in (0.5, 2.0):
-        noisy = one.answered(one.labels + ratio * one.normal(ROWS))
+        noisy = data.answered(data.labels + ratio * data.normal(ROWS))
         expected = normal.cdf(1 / (ratio * math.sqrt(2)))
-        assert auc(informed(noisy, one.known), one.labels) == pytest.approx(expected, abs=0.04)
+        assert auc(informed(noisy, data.known), data.labels) == pytest.approx(expected, abs=0.04)
 
 
 def test_noise_of_one_size_leaves_what_each_row_s_slope_says() -> None:
     """The ratio of row i is normal with variance m^2 and means +-m^2/2, m its length over s."""
-    one = Answers()
+    data = Answers()
     noise = 4.0
-    found = informed(one.answered(one.labels) + noise * one.normal(ROWS, DIMENSIONS), one.known)
-    power = one.known.slopes.square().sum(dim=1).numpy() / noise**2
+    found = informed(data.answered(data.labels) + noise * data.normal(ROWS, DIMENSIONS), data.known)
+    power = data.known.slopes.square().sum(dim=1).numpy() / noise**2
     draws = np.random.default_rng(0).normal(size=(2, ROWS))
     best = np.concatenate([draws[0] * power**0.5 - power / 2, draws[1] * power**0.5 + power / 2])
     expected = auc(best, np.repeat([0, 1], ROWS))
-    assert auc(found, one.labels) == pytest.approx(expected, abs=0.04)
-    along = (one.known.slopes * found.new_ones(DIMENSIONS)).sum(dim=1)  # knows a direction alone
-    assert auc(found, one.labels) > auc(-along, one.labels) + 0.1
+    assert auc(found, data.labels) == pytest.approx(expected, abs=0.04)
+    along = (data.known.slopes * found.new_ones(DIMENSIONS)).sum(dim=1)  # knows a direction alone
+    assert auc(found, data.labels) > auc(-along, data.labels) + 0.1
 
 
 def test_directions_that_noise_leaves_bare_are_found_among_strong_noise() -> None:
     """Noise along one line at any strength: fresh marvell, to a peer that looks across the gap."""
-    one = Answers(num_rows=500)
+    data = Answers(num_rows=500)
     line = torch.zeros(DIMENSIONS).double()
     line[0] = 1.0
-    noise = 1e4 * one.normal(500)[:, None] * line
-    assert auc(informed(one.answered(one.labels) + noise, one.known), one.labels) > 0.999
+    noise = 1e4 * data.normal(500)[:, None] * line
+    assert auc(informed(data.answered(data.labels) + noise, data.known), data.labels) > 0.999
 
 
 def test_targets_in_place_of_labels_are_read_exactly() -> None:
-    one = Answers(num_rows=400)
-    targets = torch.rand(400, generator=one.generator).double()
-    found = informed(one.answered(targets).float(), one.known)
+    data = Answers(num_rows=400)
+    targets = torch.rand(400, generator=data.generator).double()
+    found = informed(data.answered(targets).float(), data.known)
     assert torch.equal(found.argsort(), targets.argsort())
 
 
 @pytest.mark.parametrize("scale", [1e-300, 1e-30, 1.0, 1e30])
 def test_the_unit_does_not_matter(scale: float) -> None:
-    one = Answers(num_rows=300)
-    noisy = one.answered(one.labels + one.normal(300))
-    known = one.known._replace(slopes=scale * one.known.slopes)
-    assert torch.allclose(informed(scale * noisy, known), informed(noisy, one.known), atol=1e-6)
+    data = Answers(num_rows=300)
+    noisy = data.answered(data.labels + data.normal(300))
+    known = data.known._replace(slopes=scale * data.known.slopes)
+    assert torch.allclose(informed(scale * noisy, known), informed(noisy, data.known), atol=1e-6)
 
 
 def test_a_row_that_its_label_does_not_move_scores_nothing() -> None:
-    one = Answers(num_rows=64)
-    slopes = one.known.slopes.clone()
+    data = Answers(num_rows=64)
+    slopes = data.known.slopes.clone()
     slopes[:32] = 0
-    known = one.known._replace(slopes=slopes)
-    noisy = (known.probabilities - one.labels)[:, None] * slopes + one.normal(64, DIMENSIONS)
+    known = data.known._replace(slopes=slopes)
+    noisy = (known.probabilities - data.labels)[:, None] * slopes + data.normal(64, DIMENSIONS)
     scores = informed(noisy, known)
     assert bool((scores[:32] == 0).all())
     assert bool((scores[32:] != 0).all())
@@ -104,18 +104,18 @@ def test_a_row_that_its_label_does_not_move_scores_nothing() -> None:
 
 @pytest.mark.parametrize("scale", [0.0, 1e-300, 1e-30, 1e30, 1e300])
 def test_any_finite_values_give_finite_scores(scale: float) -> None:
-    one = Answers(num_rows=20)
-    rows = scale * one.answered(one.labels + one.normal(20))
+    data = Answers(num_rows=20)
+    rows = scale * data.answered(data.labels + data.normal(20))
     constant = torch.ones(20, DIMENSIONS).double()
-    for probabilities in (torch.zeros(20), torch.ones(20), one.labels):
-        for slopes in (scale * one.known.slopes, 0 * constant, scale * constant, constant):
+    for probabilities in (torch.zeros(20), torch.ones(20), data.labels):
+        for slopes in (scale * data.known.slopes, 0 * constant, scale * constant, constant):
             for gradients in (rows, 0 * rows, scale * constant):
                 scores = informed(gradients, KnownPredictions(probabilities, slopes))
                 assert scores.shape == (20,)
                 assert bool(scores.isfinite().all())
 
 
-def several(noise: float, num_rows: int = 3000) -> tuple[Tensor, KnownPredictions, Tensor]:
+def multi_class(noise: float, num_rows: int = 3000) -> tuple[Tensor, KnownPredictions, Tensor]:
     generator = torch.Generator().manual_seed(5)
     probabilities = torch.softmax(torch.randn(num_rows, 3, generator=generator).double(), dim=1)
     labels = torch.randint(3, (num_rows,), generator=generator)
@@ -129,7 +129,7 @@ def several(noise: float, num_rows: int = 3000) -> tuple[Tensor, KnownPrediction
     )
 
 
-def best_of_several(
+def best_of_multi_class(
     gradients: Tensor, known: KnownPredictions, target: int, noise: float
 ) -> np.ndarray:
     shares, slopes = known.probabilities.numpy(), known.slopes.numpy()
@@ -141,25 +141,25 @@ def best_of_several(
     return np.asarray(likelihoods[:, target] - of_others)
 
 
-def test_of_several_classes_each_is_scored_against_the_others() -> None:
+def test_of_more_classes_each_is_scored_against_the_others() -> None:
     """The oracle knows the noise, which the attack has to estimate."""
-    bare, known, labels = several(noise=0.01)
-    noisy, _, _ = several(noise=5.0)
+    bare, known, labels = multi_class(noise=0.01)
+    noisy, _, _ = multi_class(noise=5.0)
     for target in range(3):
         assert auc(informed(bare, known, target), (labels == target).double()) > 0.999
         found = auc(informed(noisy, known, target), (labels == target).double())
-        best = auc(best_of_several(noisy, known, target, 5.0), (labels == target).double())
+        best = auc(best_of_multi_class(noisy, known, target, 5.0), (labels == target).double())
         assert best > 0.65
         assert found == pytest.approx(best, abs=0.01)
 
 
 def test_other_shapes_are_refused() -> None:
-    one = Answers(num_rows=8)
-    rows = one.answered(one.labels)
+    data = Answers(num_rows=8)
+    rows = data.answered(data.labels)
     for known in (
-        KnownPredictions(one.known.probabilities[:7], one.known.slopes),
-        KnownPredictions(one.known.probabilities, one.known.slopes[:, :3]),
-        KnownPredictions(one.known.probabilities[:, None].repeat(1, 3), one.known.slopes),
+        KnownPredictions(data.known.probabilities[:7], data.known.slopes),
+        KnownPredictions(data.known.probabilities, data.known.slopes[:, :3]),
+        KnownPredictions(data.known.probabilities[:, None].repeat(1, 3), data.known.slopes),
     ):
         with pytest.raises(ValueError, match="expected predictions and slopes of 8 rows"):
             informed(rows, known)
@@ -172,23 +172,23 @@ def test_other_shapes_are_refused() -> None:
 
 def test_over_a_run_the_ratios_of_fresh_noise_add_up() -> None:
     """E epochs of noise k are worth one of noise k / sqrt E; a repeated answer adds nothing."""
-    one = Answers(num_rows=2000)
-    kept = one.normal(2000)
+    data = Answers(num_rows=2000)
+    persistent_noise = data.normal(2000)
     for persistent in (False, True):
         audit = LeakAudit(["informed", "accumulated_informed"], num_examples=2000)
         for epoch in range(8):
-            noise = kept if persistent else one.normal(2000)
-            answers = one.answered(one.labels + 4 * noise)
+            noise = persistent_noise if persistent else data.normal(2000)
+            sent = data.answered(data.labels + 4 * noise)
             for step, rows in enumerate(
-                torch.split(torch.randperm(2000, generator=one.generator), 250)
+                torch.split(torch.randperm(2000, generator=data.generator), 250)
             ):
-                known = KnownPredictions(*(part[rows] for part in one.known))
+                known = KnownPredictions(*(part[rows] for part in data.known))
                 audit.observe(
                     Observation(
                         epoch,
                         step,
-                        {"cut": answers[rows], "first": answers[rows]},
-                        one.labels[rows],
+                        {"cut": sent[rows], "first": sent[rows]},
+                        data.labels[rows],
                         positions=rows,
                         predictions=known,
                     )
@@ -243,9 +243,7 @@ def test_slopes_that_nobody_asked_for_are_not_computed_and_change_no_bit(tmp_pat
 
 
 @pytest.mark.parametrize("attack", ["informed", "accumulated_informed"])
-def test_a_party_that_does_not_know_the_predictions_is_told_who_does(
-    tmp_path: Path, attack: str
-) -> None:
+def test_a_party_without_the_predictions_reads_who_has_them(tmp_path: Path, attack: str) -> None:
     write_example(tmp_path)
     with pytest.raises(SettingsError, match="the active party's leak monitor measures them"):
         build_parties(tmp_path, passive=[f"adversary.attacks=[{attack}]"])

@@ -4,10 +4,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from scipy.stats import norm as normal
 from sklearn.metrics import roc_auc_score
 
-from splitveil.common.privacy.leakage import OneClass, auc, auc_many, leak_auc, leak_auc_many
+from splitveil.common.privacy.leakage import OneClass, areas, auc, leak_auc
 
 
 def _scores_and_labels(
@@ -40,18 +39,19 @@ def test_many_aucs_at_once_equal_scikit_learns(num_examples: int) -> None:
     infinite = np.where(drawn[0][0] > 0.3, np.inf, drawn[0][0])
     constant = np.zeros(num_examples)
     scores = np.stack([*(values for values, _ in drawn), infinite, constant])
-    kept = np.random.default_rng(1).random(scores.shape) < 0.7
-    kept[:, :2] = True
+    chosen = np.random.default_rng(1).random(scores.shape) < 0.7
+    chosen[:, :2] = True
     finite = np.nan_to_num(scores, posinf=1e9)
     expected = [roc_auc_score(labels, row) for row in finite]
-    of_kept = [roc_auc_score(labels[use], row[use]) for row, use in zip(finite, kept, strict=True)]
-    tensors = torch.from_numpy(scores), torch.from_numpy(labels)
-    assert auc_many(*tensors).numpy() == pytest.approx(expected, abs=1e-12)
-    assert auc_many(*tensors, torch.from_numpy(kept)).numpy() == pytest.approx(of_kept, abs=1e-12)
-    leaks = [max(value, 1 - value) for value in of_kept]
-    assert leak_auc_many(*tensors, torch.from_numpy(kept)).numpy() == pytest.approx(
-        leaks, abs=1e-12
-    )
+    of_chosen = [
+        roc_auc_score(labels[use], row[use]) for row, use in zip(finite, chosen, strict=True)
+    ]
+    tensors = torch.from_numpy(scores), torch.from_numpy(labels == 1)
+    assert areas(*tensors).numpy() == pytest.approx(expected, abs=1e-12)
+    found = areas(*tensors, torch.from_numpy(chosen))
+    assert found.numpy() == pytest.approx(of_chosen, abs=1e-12)
+    of_one_class = torch.from_numpy(np.broadcast_to(labels == 1, scores.shape).copy())
+    assert bool(areas(*tensors, of_one_class).isnan().all())
 
 
 def test_neighbouring_numbers_and_both_zeros_keep_their_order() -> None:
@@ -65,22 +65,12 @@ def test_neighbouring_numbers_and_both_zeros_keep_their_order() -> None:
     assert auc(scores, labels) != auc(scores.astype(np.float32), labels)
 
 
-def test_a_score_whose_kept_examples_are_of_one_class_has_no_auc() -> None:
-    scores = torch.arange(8.0).reshape(2, 4)
-    kept = torch.tensor([[True, True, True, True], [True, False, True, False]])
-    found = auc_many(scores, torch.tensor([0, 1, 0, 1]), kept)
-    assert found[0] == 0.75
-    assert bool(found[1].isnan())
-    with pytest.raises(OneClass):
-        auc_many(scores, torch.ones(4))
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 def test_aucs_on_a_gpu_are_those_on_the_cpu() -> None:
     scores, labels = map(torch.from_numpy, _scores_and_labels(9, 5000, 0.2, 1))
-    on_gpu = auc_many(scores[None].cuda(), labels.cuda())
+    on_gpu = areas(scores[None].cuda(), labels.cuda() == 1)
     assert on_gpu.device.type == "cuda"
-    assert torch.equal(on_gpu.cpu(), auc_many(scores[None], labels))
+    assert torch.equal(on_gpu.cpu(), areas(scores[None], labels == 1))
 
 
 def test_auc_of_half_precision_scores_counts_their_ties() -> None:
@@ -89,26 +79,6 @@ def test_auc_of_half_precision_scores_counts_their_ties() -> None:
     expected = roc_auc_score(labels, half.double().numpy())
     assert auc(half, torch.from_numpy(labels)) == pytest.approx(expected, abs=1e-12)
     assert expected != roc_auc_score(labels, scores)
-
-
-@pytest.mark.parametrize("shift", [0.0, 0.5, 2.0])
-def test_auc_of_shifted_normals_is_the_formulas(shift: float) -> None:
-    """AUC = Phi(shift / sqrt 2), to five standard errors; a shift 0.25 away is told apart."""
-    generator = np.random.default_rng(11)
-    labels = np.repeat([0, 1], 40_000)
-    scores = generator.normal(size=80_000) + shift * labels
-    tolerance = 5 * 0.5 / np.sqrt(40_000)
-    measured = auc(scores, labels)
-    assert abs(measured - normal.cdf(shift / np.sqrt(2))) < tolerance
-    assert abs(measured - normal.cdf((shift + 0.25) / np.sqrt(2))) > tolerance
-
-
-def test_constant_scores_tell_nothing() -> None:
-    assert auc(np.zeros(10), np.arange(10) % 2) == 0.5
-
-
-def test_infinite_scores_have_a_rank() -> None:
-    assert auc(np.array([-np.inf, 0.0, np.inf]), np.array([0, 0, 1])) == 1.0
 
 
 def test_an_inverted_score_is_a_leak() -> None:

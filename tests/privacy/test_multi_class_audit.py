@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import permutations
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -15,9 +15,7 @@ import torch
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
-from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.active_party.report import write_comparison, write_report
-from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.accumulation import standardised
 from splitveil.common.privacy.attacks import (
     ATTACKS,
@@ -30,8 +28,6 @@ from splitveil.common.privacy.audit import LeakAudit
 from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.record.run_record import write_summary
-from splitveil.common.record.run_store import RunStore
-from splitveil.common.run.messages import Answer
 from tests.support.peers import InProcessPeer
 from tests.support.recorded import recorders
 from tests.support.runs import build_parties
@@ -83,8 +79,8 @@ def new_audit(attacks: Sequence[AttackName] = ALL) -> LeakAudit:
 
 def leak(labels: np.ndarray, scores: np.ndarray, one: int, other: int | None) -> float:
     """scikit-learn's leak AUC of one class against another one, or against the rest."""
-    kept = np.ones(len(labels), bool) if other is None else np.isin(labels, (one, other))
-    area = roc_auc_score(labels[kept] == one, scores[kept])
+    chosen = np.ones(len(labels), bool) if other is None else np.isin(labels, (one, other))
+    area = roc_auc_score(labels[chosen] == one, scores[chosen])
     return float(max(area, 1 - area))
 
 
@@ -112,11 +108,11 @@ def test_a_batch_gets_scikit_learn_s_worst_pairs_and_classes() -> None:
             row = seen.clues[place].reference_row
             assert row is not None
             assert labels[row] == place
-            kept = np.arange(len(labels)) != row
-            cosines = (rows @ rows[row] / lengths / lengths[row])[kept]
+            chosen = np.arange(len(labels)) != row
+            cosines = (rows @ rows[row] / lengths / lengths[row])[chosen]
             for other in set(range(3)) - {place}:
-                by_pair[place, other] = leak(labels[kept], cosines, place, other)
-            expected = leak(labels[kept], cosines, place, None)
+                by_pair[place, other] = leak(labels[chosen], cosines, place, other)
+            expected = leak(labels[chosen], cosines, place, None)
             assert found["cosine"]["classes"][of_class] == pytest.approx(expected, abs=1e-9)
         worst = max(by_pair, key=lambda pair: by_pair[pair])
         assert measured.leak[layer]["cosine"] == pytest.approx(by_pair[worst], abs=1e-9)
@@ -192,9 +188,9 @@ def test_sums_over_the_run_are_those_of_each_class() -> None:
                 centred = cosines - cosines.mean()
                 sign = -1.0 if float((centred**3).sum()) < 0 else 1.0
             directions[c] = 0.9 * directions.get(c, torch.zeros(8)) + sign * direction
-            kept = np.arange(60) != row
-            sums[c, places.numpy()[kept]] += standardised(sign * cosines[kept]).numpy()
-            counts[c, places.numpy()[kept]] += 1
+            chosen = np.arange(60) != row
+            sums[c, places.numpy()[chosen]] += standardised(sign * cosines[chosen]).numpy()
+            counts[c, places.numpy()[chosen]] += 1
     labels = (np.arange(NUM_EXAMPLES) % 7).clip(max=3) - 1
     labels = labels.clip(min=0)
     pairs = {
@@ -233,11 +229,11 @@ def test_random_scores_are_measured_in_the_same_way() -> None:
 def test_a_batch_without_a_class_is_measured_for_the_others() -> None:
     audit = new_audit(("norm", "cosine", "lda", "accumulated_cosine"))
     seen = observation(audit, 0, 0)
-    kept = seen.labels != 1
+    chosen = seen.labels != 1
     assert seen.positions is not None
-    rows_kept = {layer: rows[kept] for layer, rows in seen.gradients.items()}
-    seen = Observation(0, 0, rows_kept, seen.labels[kept], positions=seen.positions[kept])
-    seen = dataclasses.replace(seen, clues=audit.clues(seen, SEED, rows_kept))
+    chosen_rows = {layer: rows[chosen] for layer, rows in seen.gradients.items()}
+    seen = Observation(0, 0, chosen_rows, seen.labels[chosen], positions=seen.positions[chosen])
+    seen = dataclasses.replace(seen, clues=audit.clues(seen, SEED, chosen_rows))
     measured = audit.observe(seen)
     assert measured is not None
     classes = audit.classes()["cut"]["cosine"]["classes"]
@@ -293,38 +289,13 @@ class Recorded(NamedTuple):
     summary: dict[str, Any]
 
 
-class Lost(BaseException):
-    """Stands for kill -9."""
-
-
-class DiesAt(InProcessPeer):
-    """Ends the passive process when it has its fifth training gradient."""
-
-    _calls = 0
-
-    def receive_gradient(self) -> Answer:
-        self._calls += 1
-        reply = super().receive_gradient()
-        if self._calls == 5:
-            raise Lost
-        return reply
-
-    def leave(self, *_: object) -> None:
-        """A killed process says nothing."""
-
-
-def record(
-    folder: Path,
-    runs: Path,
-    *active: str,
-    connect: Callable[..., InProcessPeer] = InProcessPeer,
-) -> tuple[Recorded, Recorded]:
+def record(folder: Path, runs: Path, *active: str) -> tuple[Recorded, Recorded]:
     """Run both parties with their recorders and checkpoints, and summarise."""
     overrides = ["contract.epochs=3", "contract.checkpoints.every_steps=2"]
     parties = build_parties(folder, [*overrides, *active], overrides, runs=runs)
     with recorders(parties, runs) as both:
         parties.session.reopen()
-        parties.run.run(connect(parties.session, parties.engine))
+        parties.run.run(InProcessPeer(parties.session, parties.engine))
     (runs / "active" / "settings.yaml").write_text(
         json.dumps(parties.active_settings.model_dump(mode="json"))
     )
@@ -351,15 +322,6 @@ def recorded(
 ) -> tuple[Path, tuple[Recorded, Recorded]]:
     runs = tmp_path_factory.mktemp("runs")
     return runs, record(example, runs, "leak_monitor.reference=sent")
-
-
-def place(line: Mapping[str, Any]) -> tuple[str, int, int]:
-    """Say what a line is about; the audit's thread writes its own among the others."""
-    return line["kind"], line["epoch"] or 0, line["step"] or 0
-
-
-def without(summary: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return {name: value for name, value in summary.items() if name not in names}
 
 
 def test_figures_are_by_name_and_of_the_worst_pair(
@@ -401,39 +363,6 @@ def test_nothing_of_the_peer_s_files_is_of_loss_or_accuracy(
         (runs / "passive" / name).read_text() for name in ("metrics.jsonl", "summary.json")
     )
     assert not any(word in text for word in ("loss", "accuracy", "test_auc"))
-
-
-@pytest.mark.parametrize("defense", ["{name: none}", "{name: marvell, insecure_noise_seed: 3}"])
-def test_after_a_loss_of_both_parties_their_files_are_the_same(
-    example: Path, tmp_path: Path, defense: str
-) -> None:
-    whole = record(example, tmp_path / "whole", f"defense={defense}")
-    broken = tmp_path / "broken"
-    with pytest.raises(Lost):
-        record(example, broken, f"defense={defense}", connect=DiesAt)
-    assert RunStore(broken / "active", 3).checkpoints() == [0, 2, 4]
-    again = record(example, broken, f"defense={defense}")
-    for found, expected in zip(again, whole, strict=True):
-        assert without(found.summary, "steps_per_s") == without(expected.summary, "steps_per_s")
-        numbers, of_whole = (
-            sorted((without(line, "time_s") for line in one.lines), key=place)
-            for one in (found, expected)
-        )
-        assert numbers == of_whole
-
-
-def test_attacks_of_another_number_of_classes_end_a_run_that_resumes(
-    example: Path, tmp_path: Path
-) -> None:
-    audit = new_audit()
-    state = {"audit": audit.state_dict(), "next_epoch": 0, "ended_epoch": -1}
-    parties = build_parties(example)
-    with ActiveRecorder(parties.active_settings, tmp_path) as monitor:
-        parties.session.lifecycle.observer = monitor
-        parties.run.run(InProcessPeer(parties.session, parties.engine))
-        assert monitor._watch.monitor is not None
-        with pytest.raises(SettingsError, match="cannot change within a run"):
-            monitor._watch.monitor.load_state_dict(state)
 
 
 def test_the_report_says_what_its_figures_are_of(

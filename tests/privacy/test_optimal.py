@@ -1,4 +1,4 @@
-"""The exact likelihood ratio of one projected label: right, and as strong as the bound."""
+"""The exact likelihood ratio of one projected label equals that of the densities."""
 
 from collections.abc import Sequence
 
@@ -6,76 +6,20 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import multivariate_normal
-from scipy.stats import norm as normal
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from splitveil.common.privacy.leakage import auc
 from splitveil.common.privacy.optimal import ReleasedSums, optimal
 
-STAGES, RANK, ROWS = 20, 24, 20_000
-TOLERANCE = 0.012
-"""Three standard errors of an AUC of 8,000 against 12,000 independent scores; the seeds are fixed,
-and noise that is a fifth too low moves the AUC by .024 and more."""
 
-
-def designs(num_stages: int, num_rows: int, rank: int, seed: int = 3) -> list[Tensor]:
-    """Draw designs of which every row has length 1, so that every row is charged the same."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randn(num_stages, num_rows, rank, generator=generator, dtype=torch.float64)
-    return list(drawn / drawn.norm(dim=2, keepdim=True))
-
-
-def release(
-    design: Sequence[Tensor],
-    truth: Tensor,
-    noise_std: float,
-    *,
-    lowered: float = 1.0,
-    seed: int = 4,
-) -> list[ReleasedSums]:
-    """Release sums with the stated noise times ``lowered``."""
-    generator = torch.Generator().manual_seed(seed)
-    found = []
-    for one in design:
-        clean = one.T @ truth
+def release(designs: Sequence[Tensor], truth: Tensor, noise_std: float) -> list[ReleasedSums]:
+    generator = torch.Generator().manual_seed(4)
+    releases = []
+    for design in designs:
+        clean = design.T @ truth
         noise = torch.randn(clean.shape, generator=generator, dtype=torch.float64)
-        found.append(ReleasedSums(one, clean + lowered * noise_std * noise, noise_std))
-    return found
-
-
-def dealt(num_rows: int, seed: int = 5) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.rand(num_rows, generator=generator) < 0.4).long()
-
-
-def measured(bound: float, *, lowered: float = 1.0, shrink: Tensor | None = None) -> float:
-    """Return the AUC of the attack on labels that were dealt out, at a noise for a bound."""
-    mu = 2**0.5 * normal.ppf(bound)
-    labels = dealt(ROWS)
-    design = designs(STAGES, ROWS, RANK)
-    if shrink is not None:
-        design = [one * shrink[:, None] for one in design]
-    found = release(design, labels.double(), STAGES**0.5 / mu, lowered=lowered)
-    return auc(optimal(found, labels), labels)
-
-
-@pytest.mark.parametrize("bound", [0.55, 0.6, 0.8])
-def test_it_meets_the_bound_and_does_not_pass_it(bound: float) -> None:
-    assert abs(measured(bound) - bound) < TOLERANCE
-
-
-@pytest.mark.parametrize("bound", [0.6, 0.8])
-def test_noise_a_fifth_too_low_is_noticed(bound: float) -> None:
-    expected = normal.cdf(normal.ppf(bound) / 0.8)
-    found = measured(bound, lowered=0.8)
-    assert found > bound + TOLERANCE
-    assert abs(found - expected) < TOLERANCE
-
-
-def test_rows_that_are_charged_less_bring_it_below_the_bound() -> None:
-    shrink = torch.linspace(0.2, 1, ROWS, dtype=torch.float64)
-    assert measured(0.8, shrink=shrink) < 0.8 - TOLERANCE
+        releases.append(ReleasedSums(design, clean + noise_std * noise, noise_std))
+    return releases
 
 
 def log_density(one: ReleasedSums, labels: Tensor) -> float:
@@ -117,27 +61,12 @@ def test_its_columns_differ_by_the_ratios_of_the_classes() -> None:
             assert float(scores[row, label] - scores[row, 0]) == pytest.approx(expected, rel=1e-9)
 
 
-def test_with_several_classes_it_meets_the_bound_of_two_columns() -> None:
-    """One change of class moves two columns: the sensitivity is the root of 2."""
-    bound, num_classes = 0.7, 4
-    mu = 2**0.5 * normal.ppf(bound)
-    labels = torch.randint(num_classes, (ROWS,), generator=torch.Generator().manual_seed(8))
-    truth = one_hot(labels, num_classes).double()
-    found = release(designs(STAGES, ROWS, RANK), truth, (2 * STAGES) ** 0.5 / mu)
-    lower = release(designs(STAGES, ROWS, RANK), truth, (2 * STAGES) ** 0.5 / mu, lowered=0.8)
-    scores, of_lower = optimal(found, labels), optimal(lower, labels)
-    for first, second in ((0, 1), (2, 3), (3, 0)):
-        pair = (labels == first) | (labels == second)
-        ratio = (scores[:, first] - scores[:, second])[pair]
-        assert abs(auc(ratio, labels[pair] == first) - bound) < 2 * TOLERANCE
-        ratio = (of_lower[:, first] - of_lower[:, second])[pair]
-        assert auc(ratio, labels[pair] == first) > bound + 2 * TOLERANCE
-
-
 def test_an_example_s_own_label_does_not_help() -> None:
     """Of the same sums, the score is the same whichever label the example is said to have."""
-    labels = dealt(50)
-    found = release(designs(2, 50, 4), labels.double(), 1.5)
+    generator = torch.Generator().manual_seed(5)
+    labels = (torch.rand(50, generator=generator) < 0.4).long()
+    designs = torch.randn(2, 50, 4, generator=generator).double()
+    found = release(list(designs), labels.double(), 1.5)
     scores = optimal(found, labels)
     for row in (0, 7, 31):
         flipped = labels.clone()

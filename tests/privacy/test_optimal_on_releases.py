@@ -1,7 +1,7 @@
 """The exact likelihood ratio on releases as projected labels draw them, whatever the peer sends.
 
 Designs, noise and rounding are the defense's own. Labels are dealt out at random, so that features
-tell nothing of them and all that the attack finds comes from the released sums.
+reveal nothing of them and all that the attack finds comes from the released sums.
 """
 
 import math
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from splitveil.active_party.defenses.gaussian_dp import leak_auc_of_mu, mu_of_leak_auc
-from splitveil.active_party.defenses.interface import BuildInputs, DefenseContext
+from splitveil.active_party.defenses.dp_bounds import leak_auc_of_mu, mu_of_leak_auc
+from splitveil.active_party.defenses.interface import BuildInputs, DefenseContext, RowChunk
 from splitveil.active_party.defenses.noise import InsecureSeededNoise
 from splitveil.active_party.defenses.projected.design import (
     Design,
@@ -23,7 +23,7 @@ from splitveil.active_party.defenses.projected.design import (
     stage_shares,
     stage_sigma,
 )
-from splitveil.active_party.defenses.projected.features import Chunks, RowChunk
+from splitveil.active_party.defenses.projected.features import Chunks
 from splitveil.active_party.defenses.projected.release import draw_release
 from splitveil.active_party.defenses.projected.stages import ProjectedLabels, StagePlan
 from splitveil.active_party.ledger.ledger import LeakLedger
@@ -111,8 +111,8 @@ def test_who_leaves_with_strong_evidence_has_more_than_its_stages_and_not_than_t
     So the ledger states from the first stage on what holds of all runs together, long and short.
     """
     labels, mu = dealt(), mu_of_leak_auc(BOUND)
-    told = released(labels, CHOSEN["honest"])
-    first, whole = optimal(told[:1], labels), optimal(told, labels)
+    releases = released(labels, CHOSEN["honest"])
+    first, whole = optimal(releases[:1], labels), optimal(releases, labels)
     evidence = (first - first.median()).abs()
     leaves = evidence >= evidence.quantile(0.9)
     of_one_stage = leak_auc_of_mu(mu * math.sqrt(stage_shares(STAGES)[0]))
@@ -135,8 +135,8 @@ def test_with_three_classes_the_pairs_meet_the_bound() -> None:
     labels = dealt(3)
     found = []
     for lowered in (1.0, 0.8):
-        told = released(one_hot(labels, 3), CHOSEN["honest"], lowered, num_classes=3)
-        scores = optimal(told, labels)
+        releases = released(one_hot(labels, 3), CHOSEN["honest"], lowered, num_classes=3)
+        scores = optimal(releases, labels)
         of_pairs = []
         for first, second in ((0, 1), (0, 2), (1, 2)):
             pair = (labels == first) | (labels == second)

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
 
-from splitveil.common.privacy.leakage import OneClass, auc
-from splitveil.common.privacy.pair_aucs import pair_aucs, worst_pair_leak_auc
+from splitveil.common.privacy.leakage import OneClass, auc, pair_aucs, worst_pair_leak_auc
 
 
 def problem(seed: int, *, ties: bool) -> tuple[np.ndarray, np.ndarray]:

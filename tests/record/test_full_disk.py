@@ -76,8 +76,9 @@ def whole(example: Path, tmp_path_factory: pytest.TempPathFactory) -> Noted:
     return noted
 
 
-@pytest.mark.parametrize("share", [0.1, 0.4, 0.6, 0.8])
-@pytest.mark.parametrize("full", ["active", "passive"])
+@pytest.mark.parametrize(
+    ("full", "share"), [("active", 0.1), ("active", 0.6), ("passive", 0.4), ("passive", 0.8)]
+)
 def test_a_message_that_cannot_be_noted_ends_both_parties(
     example: Path,
     whole: Noted,
@@ -91,12 +92,12 @@ def test_a_message_that_cannot_be_noted_ends_both_parties(
     with pytest.raises(SplitveilError) as caught:
         noted.run(full, int(share * whole.size(full)))
     session = noted.parties.session
-    ended, told = (session.lifecycle.error, caught.value)
+    ended, others = (session.lifecycle.error, caught.value)
     if full == "passive":
-        ended, told = told, ended
+        ended, others = others, ended
     assert isinstance(ended, StorageError)
     assert str(ended) == f"{tmp_path / full / FILE}: cannot be written: {FULL}"
-    assert isinstance(told, PeerLeft)
+    assert isinstance(others, PeerLeft)
     assert not [record for record in caplog.records if record.exc_info]  # of gRPC's own threads
     assert not isinstance(verify(tmp_path / full / FILE), Broken)
 

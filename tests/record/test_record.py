@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -54,150 +55,81 @@ from splitveil.common.record.transcript import TranscriptEnd
 from splitveil.common.record.values import from_form
 from tests.support.records import append_lines
 
-BOUNDS = LedgerFigures(
-    SpreadFigures(0.25, 0.125, 0.0625),
-    SpreadFigures(0.625, 0.5625, 0.53125),
-    SpreadFigures(1.0, 1.0, 0.9375),
-    SpreadFigures(0.8125, 0.75, 0.71875),
-    SpreadFigures(0.75, 0.6875, 0.65625),
-    epsilon=1.5,
-)
+SPREADS = {
+    "sum_kl": (0.25, 0.125, 0.0625),
+    "estimate": (0.625, 0.5625, 0.53125),
+    "anybody": (1.0, 1.0, 0.9375),
+    "honest_but_curious": (0.8125, 0.75, 0.71875),
+    "knows_class_means_only": (0.75, 0.6875, 0.65625),
+}
+_spreads: Any = [SpreadFigures(*spread) for spread in SPREADS.values()]
+BOUNDS: LedgerFigures = partial(LedgerFigures, epsilon=1.5)(*_spreads)
+LEDGER_FORM = {
+    f"{name}_{part}": value
+    for name, spread in SPREADS.items()
+    for part, value in zip(("max", "q95", "mean"), spread, strict=True)
+} | {"epsilon": 1.5}
 NORM = AttackFigure("cut", "norm", 0.75)
 ELSEWHERE = AttackFigure("ads/bank: first", "spectral", None)
-EVALUATED = {
-    "epoch": 1,
-    "step": None,
-    "loss": 0.5,
-    "auc": 0.75,
-    "calibration_error": 0.125,
-    "train_loss": 0.25,
-}
+
+
+def form(
+    kind: str, step: int | None = None, epoch: int | None = 1, /, **more: Any
+) -> dict[str, Any]:
+    return {"kind": kind, "epoch": epoch, "step": step, **more}
+
+
+EVALUATED = {"loss": 0.5, "auc": 0.75, "calibration_error": 0.125, "train_loss": 0.25}
+COUNTED = {"edges": [-1.0, 0.0, 1.0], "counts": {"before/positive": [3, 4]}}
 
 LINES: Mapping[str, tuple[lines.Line, dict[str, Any]]] = {
-    "alignment": (
-        lines.AlignmentLine(569),
-        {"kind": "alignment", "epoch": None, "step": None, "aligned_rows": 569},
-    ),
+    "alignment": (lines.AlignmentLine(569), form("alignment", None, None, aligned_rows=569)),
     "training": (
         lines.TrainingLine(1, 2, 0.5, 0.25),
-        {"kind": "train", "epoch": 1, "step": 2, "loss": 0.5, "noise_power": 0.25},
+        form("train", 2, loss=0.5, noise_power=0.25),
     ),
     "leak": (
         lines.LeakLine(1, 2, (NORM, ELSEWHERE), 0.5),
-        {
-            "kind": "leak",
-            "epoch": 1,
-            "step": 2,
-            "cut/norm_leak_auc": 0.75,
-            "ads/bank: first/spectral_leak_auc": None,
-            "random_leak_auc": 0.5,
-        },
+        form("leak", 2)
+        | {"cut/norm_leak_auc": 0.75, "ads/bank: first/spectral_leak_auc": None}
+        | {"random_leak_auc": 0.5},
     ),
     "epoch leak": (
         lines.EpochLeakLine(1, (NORM, ELSEWHERE)),
-        {
-            "kind": "epoch_leak",
-            "epoch": 1,
-            "step": None,
-            "cut/norm": 0.75,
-            "ads/bank: first/spectral": None,
-        },
+        form("epoch_leak") | {"cut/norm": 0.75, "ads/bank: first/spectral": None},
     ),
     "leak of numbers": (
         lines.NumberLeakLine(1, {"informed": 0.75, "top_direction": None}),
-        {
-            "kind": "epoch_leak_of_numbers",
-            "epoch": 1,
-            "step": None,
-            "informed_r2": 0.75,
-            "top_direction_r2": None,
-        },
+        form("epoch_leak_of_numbers", informed_r2=0.75, top_direction_r2=None),
     ),
-    "ledger": (
-        lines.LedgerLine(1, BOUNDS),
-        {
-            "kind": "ledger",
-            "epoch": 1,
-            "step": None,
-            "sum_kl_max": 0.25,
-            "sum_kl_q95": 0.125,
-            "sum_kl_mean": 0.0625,
-            "estimate_max": 0.625,
-            "estimate_q95": 0.5625,
-            "estimate_mean": 0.53125,
-            "anybody_max": 1.0,
-            "anybody_q95": 1.0,
-            "anybody_mean": 0.9375,
-            "honest_but_curious_max": 0.8125,
-            "honest_but_curious_q95": 0.75,
-            "honest_but_curious_mean": 0.71875,
-            "knows_class_means_only_max": 0.75,
-            "knows_class_means_only_q95": 0.6875,
-            "knows_class_means_only_mean": 0.65625,
-            "epsilon": 1.5,
-        },
-    ),
+    "ledger": (lines.LedgerLine(1, BOUNDS), form("ledger", **LEDGER_FORM)),
     "evaluation": (
         lines.EvaluationLine(1, "validation", 0.5, 0.75, 0.125, 0.25),
-        {"kind": "validation", **EVALUATED},
+        form("validation", **EVALUATED),
     ),
     "evaluation by class": (
         lines.EvaluationLine(1, "test", 0.5, 0.75, 0.125, 0.25, 0.875, {"van": 0.75, "a/b": None}),
-        {"kind": "test", **EVALUATED, "accuracy": 0.875, "auc/van": 0.75, "auc/a/b": None},
+        form("test", **EVALUATED, accuracy=0.875) | {"auc/van": 0.75, "auc/a/b": None},
     ),
     "evaluation of numbers": (
         lines.EvaluationLine(
             1, "test", 0.5, None, None, 0.25, number=NumberFigures(2.0, 1.5, 0.75, 4.0, 3.0)
         ),
-        {
-            "kind": "test",
-            "epoch": 1,
-            "step": None,
-            "loss": 0.5,
-            "train_loss": 0.25,
-            "rmse": 2.0,
-            "mae": 1.5,
-            "r2": 0.75,
-            "constant_rmse": 4.0,
-            "constant_mae": 3.0,
-        },
+        form("test", loss=0.5, train_loss=0.25, rmse=2.0, mae=1.5, r2=0.75)
+        | {"constant_rmse": 4.0, "constant_mae": 3.0},
     ),
-    "audit": (
-        lines.AuditLine(1, NORM),
-        {"kind": "audit", "epoch": 1, "step": None, "cut/norm": 0.75},
-    ),
+    "audit": (lines.AuditLine(1, NORM), form("audit") | {"cut/norm": 0.75}),
     "gate": (
         lines.GateLine(1, 2, NORM, 0.5, 0.625),
-        {
-            "kind": "leak_gate",
-            "epoch": 1,
-            "step": 2,
-            "cut/norm": 0.75,
-            "random": 0.5,
-            "limit": 0.625,
-        },
+        form("leak_gate", 2) | {"cut/norm": 0.75, "random": 0.5, "limit": 0.625},
     ),
     "alarm": (
         lines.AlarmLine(1, NORM, 0.125, 0.625),
-        {
-            "kind": "leak_alarm",
-            "epoch": 1,
-            "step": None,
-            "cut/norm": 0.75,
-            "margin": 0.125,
-            "bound": 0.625,
-        },
+        form("leak_alarm") | {"cut/norm": 0.75, "margin": 0.125, "bound": 0.625},
     ),
     "histogram": (
         HistogramLine(1, 2, "cosine", (-1.0, 0.0, 1.0), {"before/positive": (3, 4)}),
-        {
-            "kind": "histogram",
-            "epoch": 1,
-            "step": 2,
-            "figure": "cosine",
-            "edges": [-1.0, 0.0, 1.0],
-            "counts": {"before/positive": [3, 4]},
-        },
+        form("histogram", 2, figure="cosine", **COUNTED),
     ),
 }
 
@@ -208,10 +140,10 @@ def test_every_type_of_line_has_its_form_below() -> None:
 
 @pytest.mark.parametrize("name", LINES)
 def test_a_line_has_its_form_in_the_file_and_is_read_back(tmp_path: Path, name: str) -> None:
-    line, form = LINES[name]
+    line, written_form = LINES[name]
     append_lines(tmp_path, line, time_s=0.12345678)
     written = (tmp_path / METRICS).read_text()
-    assert written == json.dumps({"time_s": 0.123457} | form) + "\n"
+    assert written == json.dumps({"time_s": 0.123457} | written_form) + "\n"
     (found,) = read_metrics(tmp_path).timed
     assert found == (0.123457, line)
 
@@ -274,9 +206,6 @@ LEAK_FORM = {
 COUNTS = {"aligned_rows": 569, "epochs": 2, "steps": 30, "steps_per_s": 12.5}
 MODEL = {"test_auc": 0.75, "test_loss": 0.5, "test_calibration_error": 0.125, "train_loss": 0.25}
 DEFENSE = {"name": "marvell", "noise": "fresh"}
-LEDGER_FORM = LINES["ledger"][1] | {}
-for name in ("kind", "epoch", "step"):
-    del LEDGER_FORM[name]
 ENDS = {"transcript": {"entries": 7, "last_link": "ab"}}
 
 SUMMARIES: Mapping[str, tuple[Summary, dict[str, Any]]] = {
@@ -393,9 +322,9 @@ SUMMARIES: Mapping[str, tuple[Summary, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", SUMMARIES)
 def test_a_summary_has_its_form_in_the_file_and_is_read_back(tmp_path: Path, name: str) -> None:
-    summary, form = SUMMARIES[name]
+    summary, written_form = SUMMARIES[name]
     write_summary(tmp_path, summary)
-    assert (tmp_path / SUMMARY).read_text() == json.dumps(form, indent=2) + "\n"
+    assert (tmp_path / SUMMARY).read_text() == json.dumps(written_form, indent=2) + "\n"
     assert read_summary(tmp_path) == summary
 
 

@@ -17,7 +17,6 @@ import yaml
 from markupsafe import escape
 from sklearn.metrics import roc_auc_score
 
-from splitveil.active_party.commands.program import main
 from splitveil.active_party.defenses.sum_kl import estimated_auc
 from splitveil.active_party.report import (
     read_run,
@@ -65,7 +64,6 @@ from splitveil.common.record.summary import (
     RunCounts,
     Summary,
 )
-from splitveil.common.text.upper_bounds import auc_at_most
 from tests.support.records import append_lines
 
 EPOCHS, STEPS = 3, 30
@@ -189,30 +187,72 @@ def test_windows_are_quantiles_of_consecutive_batches() -> None:
     assert (found.low[0], found.high[0]) == tuple(np.quantile(first, (0.1, 0.9)))
 
 
-def test_labels_that_anyone_recovers_are_said_to_be_recovered(tmp_path: Path) -> None:
-    leak = {"norm": 0.6, "cosine": 0.99, "spectral": 0.97}
-    level, words, _ = verdict_of(write_run(tmp_path, leak, bound=1.0))
-    assert level == "recovered"
-    assert re.search(
-        r"Anyone who keeps these gradients recovers the labels with AUC 0\.9[67]\d", words
-    )
+@pytest.mark.parametrize(
+    ("leak", "whole_run", "level", "said"),
+    [
+        (
+            {"cosine": 0.99, "spectral": 0.97},
+            {},
+            "recovered",
+            [r"^Anyone who keeps these gradients recovers the labels with AUC 0\.9[67]\d"],
+        ),
+        (
+            {"cosine": 0.96},
+            {},
+            "recovered",
+            ["keeps these gradients and knows one clean gradient of a positive"],
+        ),
+        (
+            {"norm": 0.65},
+            {},
+            "leaking",
+            [
+                r"AUC 0\.6[45]\d, where chance gives 0\.5[67]\d",
+                r"chance \(by 4 standard errors\): cosine at cut and spectral at cut",
+            ],
+        ),
+        (
+            {},
+            {"accumulated_spectral": RunFigures(0.93, 0.91, 0.95)},
+            "recovered",
+            ["^Anyone who keeps the gradients of this run recovers", "interval 0.910 to 0.950"],
+        ),
+        (
+            {},
+            {
+                "accumulated_spectral": RunFigures(0.61, 0.58, 0.64),
+                "hint_combiner_50": RunFigures(0.92, 0.9, 0.94),
+            },
+            "recovered",
+            ["^Anyone who .* this run and knows 50 labels of the run recovers .* AUC 0.920"],
+        ),
+    ],
+)
+def test_a_verdict_begins_with_the_strongest_attack_and_what_it_needs(
+    tmp_path: Path,
+    leak: dict[str, float],
+    whole_run: dict[str, RunFigures],
+    level: str,
+    said: list[str],
+) -> None:
+    run_dir = write_run(tmp_path, CHANCE | leak, bound=1.0, summary=of_run(**whole_run))
+    found, words, left = verdict_of(run_dir)
+    assert found == level
+    assert all(re.search(text, words) for text in said), words
+    assert ("only the ledger covers the whole run" in left) is not bool(whole_run)
     assert "The ledger excludes nothing" in words
 
 
-def test_an_oracle_s_success_names_what_it_knows(tmp_path: Path) -> None:
-    leak = {"norm": 0.57, "cosine": 0.96, "spectral": 0.57}
-    level, words, _ = verdict_of(write_run(tmp_path, leak))
-    assert level == "recovered"
-    assert "keeps these gradients and knows one clean gradient of a positive" in words
-
-
-def test_a_leak_above_chance_is_told_with_both_figures(tmp_path: Path) -> None:
-    level, words, _ = verdict_of(write_run(tmp_path, CHANCE | {"norm": 0.65}))
-    assert level == "leaking"
-    assert re.search(r"AUC 0\.6[45]\d, where chance gives 0\.5[67]\d", words)
-    assert (
-        "No better than chance (by 4 standard errors): cosine at cut and spectral at cut" in words
-    )
+def test_a_verdict_counts_no_attack_that_reads_no_gradient(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, CHANCE | {"activation_spectral": 0.95}, settings=NOISY_LABELS)
+    level, words, left = verdict_of(run_dir)
+    assert level == "bounded"
+    assert "activation_spectral" not in words
+    assert "forward activations" not in left
+    assert "baseline, without gradients" in write_report(tmp_path).read_text(encoding="utf-8")
+    level, words, _ = verdict_of(write_run(tmp_path / "unmonitored", leak={}))
+    assert level == "unknown"
+    assert words.startswith("No attack was run")
 
 
 @pytest.mark.parametrize(
@@ -229,6 +269,7 @@ def test_no_leak_found_is_not_yet_protection(
     run_dir = write_run(tmp_path, bound=bound, settings=NOISY_LABELS)
     found, words, left = verdict_of(run_dir)
     assert found == level
+    assert "no guarantee" not in words
     assert "No attack that was run did better than chance on single batches" in words
     assert said in words
     assert "only the ledger covers the whole run" in left
@@ -258,15 +299,6 @@ def test_a_bound_that_does_not_hold_for_every_peer_says_for_whom(
     assert said in words
 
 
-def test_a_guarantee_that_holds_for_every_peer_has_no_exception(tmp_path: Path) -> None:
-    responses = {"kind": "randomized_response", "epsilon": 1.0}
-    behind = {"name": "gafm", "composed_with": {"name": "noisy_label", "mechanism": responses}}
-    for name, settings in (("alone", NOISY_LABELS), ("behind", {"defense": behind})):
-        words = verdict_of(write_run(tmp_path / name, settings=settings))[1]
-        assert "the ledger guarantees at most 0.700 for the whole run." in words
-        assert "no guarantee" not in words
-
-
 def test_a_bound_that_is_narrower_than_the_defense_s_says_what_may_have_narrowed_it(
     tmp_path: Path,
 ) -> None:
@@ -275,7 +307,7 @@ def test_a_bound_that_is_narrower_than_the_defense_s_says_what_may_have_narrowed
     settings |= NOISY_LABELS
     (run_dir / "active" / "settings.yaml").write_text(yaml.safe_dump(settings))
     words = verdict_of(run_dir)[1]
-    assert "The charges of the defense describe anybody. What earlier runs told" in words
+    assert "The charges of the defense describe anybody. What earlier runs revealed" in words
 
 
 def test_a_ledger_that_an_attack_disproves_bounds_nothing(tmp_path: Path) -> None:
@@ -312,29 +344,6 @@ def test_a_raw_figure_contradicts_no_bound_where_the_adjusted_one_is_set_aside(
         assert words.startswith("The rows are too few to say what attacks tell") != disproved
 
 
-def test_the_whole_run_s_leak_is_the_headline(tmp_path: Path) -> None:
-    whole_run = of_run(accumulated_spectral=RunFigures(0.93, 0.91, 0.95))
-    level, words, left = verdict_of(write_run(tmp_path, summary=whole_run))
-    assert level == "recovered"
-    assert words.startswith(
-        "Anyone who keeps the gradients of this run recovers the labels with AUC 0.930."
-    )
-    assert "95 % interval 0.910 to 0.950" in words
-    assert "only the ledger covers" not in left
-
-
-def test_a_leak_of_the_whole_run_that_takes_known_labels_says_so(tmp_path: Path) -> None:
-    whole_run = of_run(
-        accumulated_spectral=RunFigures(0.61, 0.58, 0.64),
-        hint_combiner_50=RunFigures(0.92, 0.9, 0.94),
-    )
-    _, words, _ = verdict_of(write_run(tmp_path, summary=whole_run))
-    assert words.startswith(
-        "Anyone who keeps the gradients of this run and knows 50 labels of the run recovers the "
-        "labels with AUC 0.920."
-    )
-
-
 def test_accumulated_leak_stands_beside_the_ledger_epoch_by_epoch(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path)
     before = write_report(run_dir).read_text(encoding="utf-8")
@@ -345,50 +354,6 @@ def test_accumulated_leak_stands_beside_the_ledger_epoch_by_epoch(tmp_path: Path
     assert "accumulated_spectral (0.812)" not in before
     assert "accumulated_spectral (0.812)" in after
     assert "<title>3: 0.8123</title>" in after
-
-
-def test_what_a_party_s_own_activations_tell_is_no_leak_of_the_gradients(tmp_path: Path) -> None:
-    leak = CHANCE | {"activation_spectral": 0.95}
-    run_dir = write_run(tmp_path, leak, settings=NOISY_LABELS)
-    level, words, left = verdict_of(run_dir)
-    assert level == "bounded"
-    assert "activation_spectral" not in words
-    assert "forward activations" not in left
-    assert "baseline, without gradients" in write_report(tmp_path).read_text(encoding="utf-8")
-
-
-def test_without_a_leak_monitor_nothing_is_claimed(tmp_path: Path) -> None:
-    level, words, _ = verdict_of(write_run(tmp_path, leak={}))
-    assert level == "unknown"
-    assert words.startswith("No attack was run")
-
-
-def test_an_upper_bound_is_never_rounded_down() -> None:
-    assert auc_at_most(0.99561) == "0.996"
-    assert auc_at_most(0.9951) == "0.996"
-    assert auc_at_most(0.75) == "0.750"
-    assert auc_at_most(1.0) == "1.000"
-
-
-def test_a_guarantee_has_the_same_digits_everywhere_on_a_page(tmp_path: Path) -> None:
-    runs = [write_run(tmp_path / n, bound=g) for n, g in (("a", 0.99212), ("b", 0.99249))]
-    compared = write_comparison(runs, tmp_path / "comparison.html")
-    for page in (*map(write_report, runs), compared):
-        text = page.read_text(encoding="utf-8")
-        assert "0.993" in text
-        assert "0.992" not in text
-
-
-def test_earlier_layers_come_from_the_passive_party_and_the_cut_layer_does_not(
-    tmp_path: Path,
-) -> None:
-    write_run(tmp_path, {"norm": 0.6})
-    write_party(tmp_path / "passive", {"cut": {"norm": 0.9}, "first": {"norm": 0.8}})
-    found = {(f.layer, f.attack): f.mean for f in map(finding_of, leak_series(read_run(tmp_path)))}
-    assert set(found) == {("cut", "norm"), ("first", "norm")}
-    assert math.isclose(found["cut", "norm"], 0.6, abs_tol=0.02)
-    assert math.isclose(found["first", "norm"], 0.8, abs_tol=0.02)
-    assert "Layers before the cut" not in verdict_of(tmp_path)[2]
 
 
 def test_a_passive_party_of_another_run_is_left_out(tmp_path: Path) -> None:
@@ -537,29 +502,6 @@ def test_a_comparison_shows_each_run_and_the_settings_that_differ(tmp_path: Path
     assert "contract.run_name" not in differing
 
 
-def run_command(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(["report", *arguments])
-    return int(str(ended.value.code))
-
-
-def test_the_command_writes_where_it_is_told(tmp_path: Path) -> None:
-    first, second = (str(write_run(tmp_path / name)) for name in ("a", "b"))
-    assert run_command(first) == 0
-    assert (tmp_path / "a" / "active" / "report.html").is_file()
-    assert run_command(first, "--output", str(tmp_path / "one.html")) == 0
-    assert run_command("--compare", first, second, "--output", str(tmp_path / "two.html")) == 0
-    assert "2 runs side by side" in (tmp_path / "two.html").read_text(encoding="utf-8")
-
-
-def test_a_command_that_names_no_run_ends_with_exit_code_2(tmp_path: Path) -> None:
-    run_dir = str(write_run(tmp_path / "a"))
-    assert run_command() == 2
-    assert run_command(str(tmp_path)) == 2
-    assert run_command("--compare", run_dir) == 2
-    assert run_command(run_dir, "--compare", run_dir, run_dir) == 2
-
-
 def test_a_report_that_fails_is_logged_and_loses_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -680,7 +622,9 @@ def test_what_was_noticed_and_told_stands_in_tables(tmp_path: Path) -> None:
         audits_answered=3,
         earlier_answers=EarlierAnswers(1234, earlier),
     )
-    run_dir = write_run(tmp_path, settings=settings, summary=summary, bound=0.7)
+    levels = {"cut": {"accumulated_spectral": RunFigures(0.75, 0.72, 0.78, 12345)}}
+    summary = replace(summary, leak=LeakFigures(run_level=levels))
+    run_dir = write_run(tmp_path / "noticed", settings=settings, summary=summary, bound=0.7)
     append_lines(
         run_dir / "active",
         GateLine(1, 7, AttackFigure("cut", "norm", 0.7654), random=0.5712, limit=0.65),
@@ -700,20 +644,12 @@ def test_what_was_noticed_and_told_stands_in_tables(tmp_path: Path) -> None:
     assert "The leak gate ended the run" in words
     assert "The peer was told 3 leak AUCs" in words
     assert "they answered about 1,234 of the training rows, at most AUC 0.618" in words
-
-
-def test_a_run_without_gate_and_audits_says_so(tmp_path: Path) -> None:
-    page = write_report(write_run(tmp_path)).read_text(encoding="utf-8")
-    assert "Leak gate: not set" in page
-    assert "Earlier runs" not in page
-    assert "Audit calls: not allowed" in page
-    assert "Findings of the leak gate" not in page
-
-
-def test_the_whole_run_s_table_says_of_how_many_examples(tmp_path: Path) -> None:
-    summary = of_run(accumulated_spectral=RunFigures(0.75, 0.72, 0.78, 12345))
-    page = write_report(write_run(tmp_path, summary=summary)).read_text(encoding="utf-8")
     assert '<td class="number">0.720 to 0.780</td><td class="number">12,345</td>' in page
+    without = write_report(write_run(tmp_path / "without")).read_text(encoding="utf-8")
+    assert "Leak gate: not set" in without
+    assert "Audit calls: not allowed" in without
+    assert "Earlier runs" not in without
+    assert "Findings of the leak gate" not in without
 
 
 @pytest.mark.parametrize("attack", [*get_args(BatchAttackName), *get_args(RunAttackName)])
@@ -754,21 +690,19 @@ HOSTILE_LINES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("summary", HOSTILE_SUMMARIES)
-def test_a_passive_party_s_figures_of_another_form_are_left_out(
-    tmp_path: Path, summary: dict[str, Any]
-) -> None:
+def test_a_passive_party_s_figures_of_another_form_are_left_out(tmp_path: Path) -> None:
     """Its files come from another company: the active party's own figures are still shown."""
     write_run(tmp_path, {"norm": 0.6})
     passive = tmp_path / "passive"
     write_party(passive, {"cut": {"norm": 0.6}})
     written = json.loads((passive / SUMMARY).read_text())
-    (passive / SUMMARY).write_text(json.dumps(written | summary))
     with (passive / METRICS).open("a") as metrics:
         for line in HOSTILE_LINES:
             metrics.write(json.dumps(line) + "\n")
         metrics.write(f"{DEEP}\n")
-    assert "</html>" in write_report(tmp_path).read_text(encoding="utf-8")
+    for summary in HOSTILE_SUMMARIES:
+        (passive / SUMMARY).write_text(json.dumps(written | summary))
+        assert "</html>" in write_report(tmp_path).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import yaml
 from safetensors.torch import save_file
 
 from splitveil.active_party.commands.program import main
-from splitveil.active_party.defenses.gaussian_dp import mu_of_leak_auc
+from splitveil.active_party.defenses.dp_bounds import mu_of_leak_auc
 from splitveil.active_party.defenses.projected.label_utility import label_utility
 from splitveil.active_party.report import read_run, write_comparison, write_report
 from splitveil.active_party.report.decision import Decision, decide
@@ -248,6 +248,12 @@ def test_the_command_takes_a_target_and_several_runs(
     assert run(a, b, "--target-leak-auc", "0.6") == 2
     assert run(a, b) == 0
     assert (tmp_path / "comparison.html").is_file()
+    assert run(a) == 0
+    assert (tmp_path / "a" / "active" / "report.html").is_file()
+    assert run("--compare", a, b, "--output", str(tmp_path / "two.html")) == 0
+    assert "2 runs side by side" in (tmp_path / "two.html").read_text(encoding="utf-8")
+    for wrong in ((), (str(tmp_path),), ("--compare", a), (a, "--compare", a, b)):
+        assert run(*wrong) == 2
 
 
 def test_a_comparison_has_paired_intervals_where_the_test_rows_are_shared(tmp_path: Path) -> None:

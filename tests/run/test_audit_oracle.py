@@ -41,7 +41,7 @@ def answer_if_in(group: np.ndarray, scores: torch.Tensor) -> float:
     return round(leak_auc(scores, labels), 2)
 
 
-def search(desk: AuditService, labels: torch.Tensor) -> tuple[list[int], int]:
+def search(service: AuditService, labels: torch.Tensor) -> tuple[list[int], int]:
     """Look for the one positive; return who may be it, and how many answers that took."""
     rows, asked = np.arange(ROWS), 0
     candidates = rows
@@ -51,19 +51,21 @@ def search(desk: AuditService, labels: torch.Tensor) -> tuple[list[int], int]:
         groups = [g for g in np.array_split(candidates, min(GROUPS, len(candidates))) if len(g)]
         scores = scores_for(groups).float()
         question = AuditQuestion("run", 0, attack, layer, positions_digest(rows), scores)
-        told = desk.answer(question, rows, lambda at: labels[torch.from_numpy(at)], lambda *_: None)
+        answer = service.answer(
+            question, rows, lambda at: labels[torch.from_numpy(at)], lambda *_: None
+        )
         asked += 1
-        fitting = [group for group in groups if abs(answer_if_in(group, scores) - told) < 0.001]
+        fitting = [group for group in groups if abs(answer_if_in(group, scores) - answer) < 0.001]
         candidates = np.concatenate(fitting)
     return candidates.tolist(), asked
 
 
 def test_one_positive_among_twenty_thousand_is_not_found_by_chosen_scores() -> None:
-    desk, labels = AuditService(is_open=True), torch.zeros(ROWS)
-    desk.open_epoch(0)
+    service, labels = AuditService(is_open=True), torch.zeros(ROWS)
+    service.open_epoch(0)
     labels[12_345] = 1
     with pytest.raises(AuditRefused, match="1000 of each of two classes"):
-        assert search(desk, labels) == ([], 0)
+        assert search(service, labels) == ([], 0)
 
 
 @pytest.mark.parametrize("rare", [1, 11, 999])
@@ -72,14 +74,14 @@ def test_no_audit_is_answered_with_fewer_than_a_thousand_of_a_class(rare: int) -
     question = AuditQuestion("run", 0, "norm", "cut", positions_digest(rows), torch.rand(ROWS))
     rare_positives = (torch.arange(ROWS) < rare).float()
     for labels in (rare_positives, 1 - rare_positives):
-        desk = AuditService(is_open=True)
-        desk.open_epoch(0)
+        service = AuditService(is_open=True)
+        service.open_epoch(0)
         with pytest.raises(AuditRefused):
-            desk.answer(question, rows, labels.__getitem__, lambda *_: None)
+            service.answer(question, rows, labels.__getitem__, lambda *_: None)
 
 
 @pytest.mark.parametrize("label", [0, 1])
-def test_one_answer_tells_the_last_label_to_a_peer_that_knows_the_others(label: int) -> None:
+def test_one_answer_reveals_the_last_label_to_a_peer_that_knows_the_others(label: int) -> None:
     """Audits are no protection of a single label, however many rows of each class there are."""
     rows, last = np.arange(4000), 3999
     if_0 = (torch.arange(4000) < 1500).float()
@@ -92,20 +94,20 @@ def test_one_answer_tells_the_last_label_to_a_peer_that_knows_the_others(label: 
         scores[last] = 1
         return scores
 
-    def told(scores: torch.Tensor, labels: torch.Tensor) -> float:
-        desk = AuditService(is_open=True)
-        desk.open_epoch(0)
+    def asked(scores: torch.Tensor, labels: torch.Tensor) -> float:
+        service = AuditService(is_open=True)
+        service.open_epoch(0)
         question = AuditQuestion("run", 0, "norm", "cut", positions_digest(rows), scores)
-        return desk.answer(question, rows, labels.__getitem__, lambda *_: None)
+        return service.answer(question, rows, labels.__getitem__, lambda *_: None)
 
     # Chosen before anything is asked, by what the answer would be for either label.
-    telling = next(
+    revealing = next(
         scores
         for scores in map(scores_with, range(2000))
         if round(leak_auc(scores, if_0), 2) != round(leak_auc(scores, if_1), 2)
     )
-    answer = told(telling, (if_0, if_1)[label])
-    assert (answer == round(leak_auc(telling, if_1), 2)) is bool(label)
+    answer = asked(revealing, (if_0, if_1)[label])
+    assert (answer == round(leak_auc(revealing, if_1), 2)) is bool(label)
 
 
 def test_only_attacks_on_received_gradients_are_measured() -> None:
@@ -172,16 +174,16 @@ def _flipped(asked: AuditQuestion) -> AuditQuestion:
     )
 
 
-def test_an_answer_tells_at_most_one_of_51_figures() -> None:
+def test_an_answer_is_one_of_51_figures() -> None:
     generator = torch.Generator().manual_seed(1)
     rows, labels = np.arange(4000), torch.arange(4000) % 2
     answers = set()
     for seed in range(60):
-        desk = AuditService(is_open=True)
-        desk.open_epoch(0)
+        service = AuditService(is_open=True)
+        service.open_epoch(0)
         scores = torch.rand(4000, generator=generator) + labels * (seed / 40 - 0.5)
         asked = AuditQuestion("run", 0, "norm", "cut", positions_digest(rows), scores.float())
-        answers.add(desk.answer(asked, rows, lambda _: labels.float(), lambda *_: None))
+        answers.add(service.answer(asked, rows, lambda _: labels.float(), lambda *_: None))
     assert len(answers) > 20
     assert answers <= {round(0.5 + n / 100, 2) for n in range(51)}
     assert math.log2(51) < 5.7

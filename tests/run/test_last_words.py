@@ -134,13 +134,17 @@ def test_a_run_that_the_active_party_has_lost_is_said_so(example: Path, tmp_path
 # ---- messages that come damaged ----
 
 
-def damaged_gradients(parties: Parties, times: int) -> Callable[[], int]:
-    """Let the active party answer for another step, some times; return how often it was asked."""
+def damaged_gradients(
+    parties: Parties, times: int, error: OutOfStep | None = None
+) -> Callable[[], int]:
+    """Let the active party err some times, and return how often it was asked."""
     exchange, asked = parties.session.exchange, 0
 
     def answer(activation: Activation, *_: object) -> Answer:
         nonlocal asked
         asked += 1
+        if error is not None:
+            raise error
         reply = exchange(activation)
         if asked > times:
             return reply
@@ -158,27 +162,15 @@ def test_a_damaged_answer_is_asked_for_again(example: Path, port: int) -> None:
     assert_same_weights(parties.weights(), whole.weights())
 
 
-def test_answers_that_stay_damaged_end_the_run(example: Path, port: int) -> None:
+@pytest.mark.parametrize("refuses", [False, True])
+def test_what_stays_wrong_is_asked_a_few_times_more_and_ends_the_run(
+    example: Path, port: int, *, refuses: bool
+) -> None:
     parties = build(example)
-    asked = damaged_gradients(parties, 100)
-    with pytest.raises(InvalidMessage):
+    asked = damaged_gradients(parties, 100, OutOfStep("not now") if refuses else None)
+    with pytest.raises(ProtocolError if refuses else InvalidMessage):
         run_over_grpc(parties, port)
     assert asked() == MAX_DAMAGED + 1
-
-
-def test_a_refused_message_is_sent_a_few_times_more(example: Path, port: int) -> None:
-    parties = build(example)
-    asked = 0
-
-    def refuse(*_: object) -> Answer:
-        nonlocal asked
-        asked += 1
-        raise OutOfStep("not now")
-
-    parties.session.exchange = refuse  # type: ignore[method-assign, assignment]
-    with pytest.raises(ProtocolError):
-        run_over_grpc(parties, port)
-    assert asked == MAX_DAMAGED + 1
 
 
 def test_half_a_checkpoint_of_a_killed_process_is_deleted(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ from tests.support.projected import resume as resume_projected
 from tests.support.runs import Parties, build_parties, run_in_process
 
 DEFENSES = [
-    "{name: iso, insecure_noise_seed: 7}",
     "{name: marvell, noise: persistent, insecure_noise_seed: 7}",
     "{name: noisy_label, insecure_noise_seed: 7}",
     "{name: gafm, composed_with: {name: marvell, statistics: running}, insecure_noise_seed: 7}",

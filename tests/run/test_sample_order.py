@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from splitveil.common.run.sample_order import (
+    SPLITS,
     SampleOrder,
     canonical_order,
     joint_seed,
@@ -128,7 +129,7 @@ def test_the_joint_seed_depends_on_every_nonce_and_on_their_borders() -> None:
     assert joint_seed(b"ab", b"c") == hashlib.sha256(packed).digest()
 
 
-def test_positions_digest_tells_rows_and_their_order_apart() -> None:
+def test_positions_digest_differs_by_rows_and_by_their_order() -> None:
     digests = {positions_digest(np.array(rows)) for rows in ([1, 2], [2, 1], [1], [1, 2, 0])}
     assert len(digests) == 4
     assert {len(digest) for digest in digests} == {16}
@@ -158,11 +159,11 @@ def test_both_parties_come_to_one_order_from_their_own() -> None:
     assert [bytes(row) for row in digests[order]] == sorted(bytes(row) for row in digests)
 
 
-def test_the_split_takes_the_fractions_it_was_told() -> None:
-    """Five standard errors of a binomial count; fractions 2 % off are told apart."""
+def test_the_split_takes_the_fractions_that_are_given() -> None:
+    """Five standard errors of a binomial count; fractions 2 % off are distinguished."""
     digests = keyed_id_digests([str(number) for number in range(100_000)], _SEED)
     split = split_rows(digests, 0.7, 0.1, 0.2)
-    for name, fraction in {"train": 0.7, "validation": 0.1, "test": 0.2}.items():
+    for name, fraction in zip(SPLITS, (0.7, 0.1, 0.2), strict=True):
         error = 5 * np.sqrt(fraction * (1 - fraction) / 100_000)
         assert abs(len(split[name]) / 100_000 - fraction) < error
         assert abs(len(split[name]) / 100_000 - (fraction + 0.02)) > error

@@ -150,12 +150,9 @@ def test_every_step_is_charged_once_for_all(three: Path) -> None:
     run_in_process(several)
     _, bounds = several.seen.ledger[-1]
     assert bounds.sum_kl.max == pytest.approx(2 * 0.25, rel=0.1)  # two epochs
-    received = [torch.cat(parts, dim=1) for parts in zip(*received_by_each(several), strict=True)]
+    each = [party.seen.received for party in several.passive.values()]
+    received = [torch.cat(parts, dim=1) for parts in zip(*each, strict=True)]
     assert all(torch.equal(*pair) for pair in zip(received, several.seen.sent, strict=True))
-
-
-def received_by_each(several: Several) -> list[list[Tensor]]:
-    return [party.seen.received for party in several.passive.values()]
 
 
 # ---- waiting for each other ----
@@ -486,15 +483,12 @@ def test_a_handshake_waits_for_all_and_the_newest_of_a_party_counts(three: Path)
     finish([later])
 
 
-def test_with_one_party_there_is_no_aggregation_to_agree_on() -> None:
-    one = Contract(run_name="r", cut_shape=(4, 3), batch_size=8, epochs=1, aggregation="concat")
+def test_parties_agree_on_names_and_on_the_aggregation_of_several() -> None:
+    values: dict[str, Any] = {"run_name": "r", "cut_shape": (4, 3), "batch_size": 8, "epochs": 1}
+    one = Contract(**values, aggregation="concat")
     assert "aggregation" not in one.canonical_json()
     assert one.aggregate_shape == (4, 3)
     assert one.fields_differing_from(one.canonical_json()) == []
-
-
-def test_several_parties_agree_on_names_and_aggregation() -> None:
-    values: dict[str, Any] = {"run_name": "r", "cut_shape": (4, 3), "batch_size": 8, "epochs": 1}
     two = Contract(**values, passive_parties=("ash", "birch"))
     concat = Contract(**values, passive_parties=("ash", "birch"), aggregation="concat")
     assert two.fields_differing_from(concat.canonical_json()) == ["aggregation"]

@@ -50,7 +50,7 @@ def accounts(session: ActiveSession) -> Accounts:
     return {name: value.clone() for name, value in state.items() if name != "runs"}
 
 
-def told(saved: Accounts) -> torch.Tensor:
+def charges(saved: Accounts) -> torch.Tensor:
     return saved["settled"] + saved["current"]
 
 
@@ -85,11 +85,11 @@ def test_a_peer_that_goes_back_and_leaves_takes_no_charge_with_it(
 ) -> None:
     parties = answered(example, tmp_path, defense)
     charged, bounds = accounts(parties.session), parties.session.leak_bounds()
-    assert told(charged).max() > 0
+    assert charges(charged).max() > 0
     go_back(parties.session)
     assert parties.session.leak_bounds() == bounds
     leave(parties.session)
-    assert torch.equal(told(accounts(parties.session)), told(charged))
+    assert torch.equal(charges(accounts(parties.session)), charges(charged))
     assert parties.session.leak_bounds() == bounds
 
 
@@ -101,7 +101,7 @@ def test_nor_does_one_whose_leaving_is_found_by_a_process_that_was_killed(
     charged = accounts(answered(example, tmp_path, MARVELL, messages=4).session)
     again = parties_in(example, tmp_path, MARVELL)
     assert again.session.reopen()
-    assert torch.equal(told(accounts(again.session)), told(charged))
+    assert torch.equal(charges(accounts(again.session)), charges(charged))
     if resumes:
         go_back(again.session)
         assert (
@@ -109,10 +109,10 @@ def test_nor_does_one_whose_leaving_is_found_by_a_process_that_was_killed(
             == 0
         )
     leave(again.session)
-    assert torch.equal(told(accounts(again.session)), told(charged))
+    assert torch.equal(charges(accounts(again.session)), charges(charged))
 
 
-def test_the_next_run_begins_with_what_was_told_and_its_budget_counts_it(
+def test_the_next_run_begins_with_what_was_answered_and_its_budget_counts_it(
     example: Path, tmp_path: Path
 ) -> None:
     """Each run goes back and leaves after an epoch of 1/16: two of them are in .13, a third not."""
@@ -173,7 +173,7 @@ def test_the_same_question_gets_no_other_answer_though_the_charge_is_the_same(
 ) -> None:
     """Every answer of this defense is charged 1/16; what gave the first one goes on."""
     parties = answered(example, tmp_path, UNSEEDED, messages=2)
-    charged = told(accounts(parties.session))
+    charged = charges(accounts(parties.session))
     again = parties_in(example, tmp_path, UNSEEDED)
     if killed:
         assert again.session.reopen()
@@ -186,11 +186,11 @@ def test_the_same_question_gets_no_other_answer_though_the_charge_is_the_same(
         with pytest.raises(OtherAnswer, match=r"epoch 1 step 1: .*another device"):
             run_in_process(again)
     assert again.active.sent == []
-    assert torch.equal(told(accounts(again.session)), charged)
+    assert torch.equal(charges(accounts(again.session)), charged)
     third = parties_in(example, tmp_path, UNSEEDED)
     assert third.session.reopen()
     run_in_process(third)
-    assert bool((told(accounts(third.session)) >= charged).all())
+    assert bool((charges(accounts(third.session)) >= charged).all())
 
 
 class Steps(InProcessPeer):
@@ -238,14 +238,14 @@ def test_whatever_is_killed_and_wherever_it_goes_back_no_account_ever_falls(
         Steps.left = draw.randrange(1, 4)
         with pytest.raises(Lost):
             run_in_process(parties, Steps)
-        found = told(accounts(parties.session))
+        found = charges(accounts(parties.session))
         assert len(before) in (0, len(found))
         assert len(before) == 0 or bool((found >= before).all())
         before = found
         again = parties_in(example, tmp_path, MARVELL)
         if draw.random() < 0.5:
             assert again.session.reopen()
-            assert torch.equal(told(accounts(again.session)), before)
+            assert torch.equal(charges(accounts(again.session)), before)
         else:
             again.session, again.active = parties.session, parties.active
         for state in states(tmp_path)[draw.randrange(1, 3) :]:
@@ -253,7 +253,7 @@ def test_whatever_is_killed_and_wherever_it_goes_back_no_account_ever_falls(
         parties = again
 
 
-def test_a_budget_that_was_lowered_holds_against_what_was_told_before(
+def test_a_budget_that_was_lowered_holds_against_what_was_answered_before(
     example: Path, tmp_path: Path
 ) -> None:
     """Two epochs were answered about, and each of them alone would fit."""
@@ -281,17 +281,17 @@ def test_the_answers_to_several_parties_are_charged_again_from_the_log(tmp_path:
     several = build_several(tmp_path, both, [MARVELL], runs=runs)
     run_several(several)
     charged = accounts(several.session)
-    assert told(charged).max() > 0
+    assert charges(charged).max() > 0
     newer = states(runs, "active")[1:]
     for state in newer:
         state.unlink()
     again = build_several(tmp_path, both, [MARVELL], runs=runs)
     assert again.session.reopen()
     assert newer
-    assert torch.equal(told(accounts(again.session)), told(charged))
+    assert torch.equal(charges(accounts(again.session)), charges(charged))
 
 
-def test_log_summary_and_report_say_what_was_told_and_not_where_the_run_went_back_to(
+def test_log_summary_and_report_say_what_was_answered_and_not_where_the_run_went_back_to(
     example: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     parties = answered(example, tmp_path / "runs", MARVELL)

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import yaml
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
@@ -67,8 +66,6 @@ needs_data = pytest.mark.skipif(
     "SPLITVEIL_DATA" not in os.environ, reason="the environment names no folder of data"
 )
 NAMES = (
-    "breast_cancer",
-    "breast_cancer_two_labs",
     "digits",
     pytest.param("vehicle", marks=needs_data),
     "wide_deep",
@@ -361,40 +358,3 @@ def test_a_table_that_lacks_a_column_of_the_model_is_refused(
     table.write_text("id,n1,word\na,1,w0\n")
     with pytest.raises(DataError, match="n2"):
         ServedModel.load(small.settings.passive["passive"], CPU, table)
-
-
-def test_new_rows_with_gaps_dates_and_lists_are_encoded_as_in_the_training(tmp_path: Path) -> None:
-    """Numbers without a value, parts of a date, lists of categories; other columns beside."""
-    folder = tmp_path / "example"
-    write_wide_deep(folder)
-    head, rows = rows_of(folder, "passive")
-    lines = {}
-    for number, (one, line) in enumerate(rows.items()):
-        n1 = "" if number % 7 == 0 else line.split(",")[1]
-        rest = line.split(",", 2)[2]
-        day = f"2026-0{1 + number % 9}-1{number % 10}"
-        lines[one] = f"{one},{n1},{rest},{day},{'a|b' if number % 2 else 'b'}"
-    (folder / "passive.csv").write_text("\n".join([f"{head},day,tags", *lines.values()]) + "\n")
-    settings = yaml.safe_load((folder / "passive.yaml").read_text())
-    settings["data"]["features"] |= {
-        "numeric": "n*",
-        "missing_numeric": "mean",
-        "missing_indicator": True,
-        "timestamps": "day",
-        "lists": "tags",
-    }
-    settings["bottom_model"] = {"kind": "mlp", "hidden": [8]}
-    settings["data"]["features"].pop("categorical")
-    (folder / "passive.yaml").write_text(yaml.safe_dump(settings))
-    run = train(folder, tmp_path / "runs")
-    asked = run.test_ids[:30]
-    table = tmp_path / "new.csv"
-    new = [f"more,{lines[one]}" for one in asked]
-    table.write_text("\n".join([f"note,{head},day,tags", *new]) + "\n")
-    with predicting(run) as predictor:
-        as_trained = predictor.predict(asked)
-    with predicting(run, tables={"passive": table}) as predictor:
-        as_new = predictor.predict(asked)
-    np.testing.assert_array_equal(as_new.probabilities, as_trained.probabilities)
-    np.testing.assert_array_equal(as_new.probabilities, expected(run)[:30])
-    assert as_new.found.all()

@@ -25,19 +25,16 @@ from splitveil.common.wire.inference_codec import (
 from splitveil.common.wire.tensor_codec import TensorLimits
 from splitveil.passive_party.predict.service import InferenceService
 from splitveil.protos import split_learning_pb2 as pb
-from tests.support.joint import Trained, predicting, train, write_wide_deep
+from tests.support.joint import Trained, predicting, train
 from tests.support.several import write_several
 
 GIVEN = ("answers.whole_table=true",)
 
 
-@pytest.fixture(scope="module", params=["one", "three"])
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    folder = tmp_path_factory.mktemp(str(request.param))
-    if request.param == "one":
-        write_wide_deep(folder)
-    else:
-        write_several(folder)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder = tmp_path_factory.mktemp("three")
+    write_several(folder)
     return train(folder, folder / "runs")
 
 
@@ -212,11 +209,6 @@ def test_multiplications_are_undone_by_the_inverse() -> None:
     assert group.multiply(group.multiply(POINTS, scalar), group.invert(scalar)) == POINTS
     with pytest.raises(ValueError, match="inverse"):
         group.invert(bytes(32))
-
-
-def test_tags_tell_nothing_about_keys_and_depend_on_the_point() -> None:
-    assert len({secret.tag for secret in SECRETS} | {s.key[:16] for s in SECRETS}) == 4
-    assert all(isinstance(secret, Secret) for secret in SECRETS)
 
 
 def test_a_reply_with_as_many_rows_as_allowed_fits_into_a_message() -> None:

@@ -130,6 +130,26 @@ def test_the_report_opens_with_all_its_charts_and_no_complaint(
     for style in ("negative", "positive"):
         assert opened.dom.count(f'class="area {style}"') == CLASS_CHARTS + 1
     assert opened.dom.count('class="line floor"') >= CUT_CHARTS + LAYER_CHARTS + 1
+    broken = tmp_path / "broken.html"  # which asks for something from elsewhere
+    text = report.read_text(encoding="utf-8")
+    broken.write_text(text.replace("</main>", '<img src="file:///missing.png"></main>'))
+    assert open_page(broken, tmp_path / "other").console
+
+
+@needs_browser
+@pytest.mark.parametrize(
+    ("page", "drawn", "number"),
+    [
+        (f"{DEFENDED}/passive/report.html", 'class="bar"', PASSIVE_COLUMNS),
+        ("breast_cancer-comparison.html", 'role="img"', COMPARED_CHARTS),
+    ],
+)
+def test_the_other_pages_of_the_launcher_open_with_no_complaint(
+    compared: LocalRun, tmp_path: Path, page: str, drawn: str, number: int
+) -> None:
+    opened = open_page(compared.runs_dir / page, tmp_path / "profile")
+    assert opened.console == []
+    assert opened.dom.count(drawn) == number
 
 
 @needs_browser
@@ -144,15 +164,6 @@ def test_no_text_of_a_chart_lies_over_another(report: Path, tmp_path: Path) -> N
     measuring.write_text(page)
     opened = open_page(measuring, tmp_path / "profile")
     assert re.findall(r'data-overlap="([^"]*)"', opened.dom) == ["one | two"]
-
-
-@needs_browser
-def test_the_browser_would_have_complained(report: Path, tmp_path: Path) -> None:
-    """A page that asks for something from elsewhere is noticed by the test above."""
-    page = report.read_text(encoding="utf-8")
-    broken = tmp_path / "broken.html"
-    broken.write_text(page.replace("</main>", '<img src="file:///missing.png"></main>'))
-    assert open_page(broken, tmp_path / "profile").console
 
 
 @needs_browser
@@ -181,21 +192,3 @@ def test_a_phone_shows_both_reports_without_scrolling_sideways(
         frame.write_text(f'<iframe src="{measured.name}" width="390" height="900"></iframe>{HEARD}')
         opened = open_page(frame, tmp_path / f"profile-{number}")
         assert re.findall(r'data-widths="([^"]*)"', opened.dom) == ["390 390"]
-
-
-@needs_browser
-def test_the_report_of_what_left_opens_with_no_complaint(
-    compared: LocalRun, tmp_path: Path
-) -> None:
-    page = compared.runs_dir / DEFENDED / "passive" / "report.html"
-    opened = open_page(page, tmp_path / "profile")
-    assert opened.console == []
-    assert opened.dom.count('class="bar"') == PASSIVE_COLUMNS
-
-
-@needs_browser
-def test_a_comparison_opens_with_no_complaint(compared: LocalRun, tmp_path: Path) -> None:
-    page = compared.runs_dir / "breast_cancer-comparison.html"  # the launcher wrote it
-    opened = open_page(page, tmp_path / "profile")
-    assert opened.console == []
-    assert opened.dom.count('role="img"') == COMPARED_CHARTS

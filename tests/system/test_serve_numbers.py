@@ -39,12 +39,12 @@ def test_answers_have_the_bits_of_predict_and_of_the_evaluation(trained: Trained
     with predicting(trained) as predictor:
         predicted = predictor.predict(ids).probabilities
     with asked(trained) as program:
-        told = program.ask([*ids, "nobody"])
-    *known, unknown = told.body["values"]
+        answer = program.ask([*ids, "nobody"])
+    *known, unknown = answer.body["values"]
     np.testing.assert_array_equal(np.array(known, np.float32), evaluated(trained)[:50])
     np.testing.assert_array_equal(np.array(known, np.float32), predicted)
     assert unknown is None
-    assert set(told.body) == FIELDS
+    assert set(answer.body) == FIELDS
 
 
 def test_the_page_of_the_api_describes_values(trained: Trained) -> None:

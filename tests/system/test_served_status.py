@@ -35,15 +35,15 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return train(folder, folder / "runs", active=("serving.fallback=true",))
 
 
-class Told(NamedTuple):
-    """What operators of both parties see after some requests, and what a program was told."""
+class Seen(NamedTuple):
+    """What operators of both parties see after some requests, and what a program was seen."""
 
     active: OnlineStatus
     passive: InferenceStatus
     probabilities: object
 
 
-def told_after_requests(trained: Trained) -> Told:
+def seen_after_requests(trained: Trained) -> Seen:
     port, ids = free_port(), trained.test_ids[:20]
     with (
         joint.serving(trained.passive("passive"), port) as service,
@@ -53,34 +53,24 @@ def told_after_requests(trained: Trained) -> Told:
         program.ask(ids[:3])
         program.ask(["nobody"])
         program.post(b"{")
-        return Told(program.status, service.status, probabilities)
+        return Seen(program.status, service.status, probabilities)
 
 
 @pytest.fixture(scope="module")
-def told(small: Trained) -> Told:
-    return told_after_requests(small)
+def seen(small: Trained) -> Seen:
+    return seen_after_requests(small)
 
 
-def outcomes(program: Program) -> dict[str, float]:
-    name = "splitveil_predict_requests_total"
-    found = {
-        dict(labels)["outcome"]: value
-        for (own, labels), value in series_of(program.status).items()
-        if own == name
-    }
-    return {outcome: number for outcome, number in found.items() if number}
-
-
-def ids_by_outcome(program: Program) -> dict[str, float]:
-    found = {
+def outcomes(program: Program, what: str = "requests") -> dict[str, float]:
+    """Return outcome -> number of requests or ids, of those that happened."""
+    return {
         dict(labels)["outcome"]: value
         for (name, labels), value in series_of(program.status).items()
-        if name == "splitveil_predict_ids_total"
+        if name == f"splitveil_predict_{what}_total" and value
     }
-    return {outcome: number for outcome, number in found.items() if number}
 
 
-# ---- what is told ----
+# ---- what is counted ----
 
 
 def test_requests_are_counted_by_outcome_and_ids_by_what_became_of_them(
@@ -95,7 +85,7 @@ def test_requests_are_counted_by_outcome_and_ids_by_what_became_of_them(
         program.ask([""])
         program.post(b"{")
         program.post(b'{"ids": ["' + 200_000 * b"x" + b'"]}')
-        found, ids = outcomes(program), ids_by_outcome(program)
+        found, ids = outcomes(program), outcomes(program, "ids")
     assert found == {"answered": 1, "not_found": 1, "too_large": 2, "unusable": 2}
     assert ids == {"joint": 4, "unknown": 2, "not_allowed": 1}
     assert value_of(program.status, "splitveil_predict_seconds_count") == 6
@@ -113,23 +103,24 @@ def test_programs_that_are_refused_are_counted(small: Trained, tmp_path: Path) -
         program.ask(small.test_ids[:1])
         program.headers = {"Authorization": f"Bearer {40 * 's'}"}
         program.ask(small.test_ids[:1])
-        program.ask(small.test_ids[:5])
-        found, ids = outcomes(program), ids_by_outcome(program)
+        refused = program.ask(small.test_ids[:5])
+        found, ids = outcomes(program), outcomes(program, "ids")
     assert found == {"answered": 1, "not_admitted": 1, "rate_limited": 1}
     assert ids == {"joint": 1, "rate_limited": 5}
+    assert int(refused.headers["retry-after"]) > 900
 
 
-def test_what_the_feature_owner_counts_is_what_was_asked(told: Told) -> None:
-    assert value_of(told.passive, "splitveil_embed_requests_total", call="Embed") == 3
-    assert value_of(told.passive, "splitveil_embed_requests_total", call="Describe") == 1
-    assert value_of(told.passive, "splitveil_embed_ids_total", outcome="known") == 23
-    assert value_of(told.passive, "splitveil_embed_ids_total", outcome="unknown") == 2
-    assert value_of(told.passive, "splitveil_embed_seconds_count") == 3
-    assert value_of(told.passive, "splitveil_served_rows") == 500
+def test_what_the_feature_owner_counts_is_what_was_asked(seen: Seen) -> None:
+    assert value_of(seen.passive, "splitveil_embed_requests_total", call="Embed") == 3
+    assert value_of(seen.passive, "splitveil_embed_requests_total", call="Describe") == 1
+    assert value_of(seen.passive, "splitveil_embed_ids_total", outcome="known") == 23
+    assert value_of(seen.passive, "splitveil_embed_ids_total", outcome="unknown") == 2
+    assert value_of(seen.passive, "splitveil_embed_seconds_count") == 3
+    assert value_of(seen.passive, "splitveil_served_rows") == 500
     for way, back in (("sent", "received"), ("received", "sent")):
         name = "splitveil_message_bytes_total"
-        there = value_of(told.passive, name, direction=way, call="Embed")
-        assert there == value_of(told.active, name, direction=back, call="Embed") > 0
+        there = value_of(seen.passive, name, direction=way, call="Embed")
+        assert there == value_of(seen.active, name, direction=back, call="Embed") > 0
 
 
 def test_refusals_of_the_feature_owner_are_counted_by_reason(small: Trained) -> None:
@@ -148,41 +139,41 @@ def test_refusals_of_the_feature_owner_are_counted_by_reason(small: Trained) -> 
 
 
 @pytest.fixture(scope="module")
-def told_of_swapped(tmp_path_factory: pytest.TempPathFactory) -> Told:
+def seen_of_swapped(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     folder = tmp_path_factory.mktemp("swapped")
     write_wide_deep(folder)
     header, *lines = (folder / "active.csv").read_text().splitlines()
     cells = [line.split(",") for line in lines]
     swapped = [",".join([own, str(1 - int(label)), *rest]) for own, label, *rest in cells]
     (folder / "active.csv").write_text("\n".join([header, *swapped]) + "\n")
-    return told_after_requests(train(folder, folder / "runs", active=("serving.fallback=true",)))
+    return seen_after_requests(train(folder, folder / "runs", active=("serving.fallback=true",)))
 
 
 @pytest.mark.parametrize("party", ["active", "passive"])
 def test_metrics_are_the_same_if_all_labels_are_swapped(
-    told: Told, told_of_swapped: Told, party: str
+    seen: Seen, seen_of_swapped: Seen, party: str
 ) -> None:
     """At the label owner, too: its metrics count predictions and never show one."""
-    here, there = getattr(told, party), getattr(told_of_swapped, party)
-    assert not np.array_equal(told.probabilities, told_of_swapped.probabilities, equal_nan=True)  # type: ignore[arg-type]
+    here, there = getattr(seen, party), getattr(seen_of_swapped, party)
+    assert not np.array_equal(seen.probabilities, seen_of_swapped.probabilities, equal_nan=True)  # type: ignore[arg-type]
     assert without_time(series_of(here)) == without_time(series_of(there))
     assert len(without_time(series_of(here))) > 20
 
 
-def test_the_feature_owner_has_no_metric_of_predictions_or_labels(told: Told) -> None:
+def test_the_feature_owner_has_no_metric_of_predictions_or_labels(seen: Seen) -> None:
     telltale = re.compile("predict|leak|auc|loss|ledger|label|probab|fallback|joint")
-    names = {one for one in names_in(series_of(told.passive)) if "connection_losses" not in one}
+    names = {one for one in names_in(series_of(seen.passive)) if "connection_losses" not in one}
     assert [name for name in names if telltale.search(name)] == []
-    assert [name for name in names_in(series_of(told.active)) if telltale.search(name)]
+    assert [name for name in names_in(series_of(seen.active)) if telltale.search(name)]
 
 
-def test_no_metric_is_about_one_example(told: Told, small: Trained) -> None:
+def test_no_metric_is_about_one_example(seen: Seen, small: Trained) -> None:
     """The series exist before the first request: none is added by who or what is asked for."""
     fresh = OnlineStatus(small.settings.active.contract)
-    for status in (told.active, told.passive):
+    for status in (seen.active, seen.passive):
         text = json.dumps([str(key) for key in series_of(status)])
         assert not [one for one in (*small.test_ids, "nobody") if one in text]
-    added = series_of(told.active).keys() - series_of(fresh).keys()
+    added = series_of(seen.active).keys() - series_of(fresh).keys()
     assert {name for name, _ in added} <= {
         "splitveil_run_info",
         "splitveil_messages_total",
@@ -203,8 +194,8 @@ def status() -> Iterator[tuple[OnlineStatus, str]]:
 
 def state_at(address: str) -> tuple[int, str, str]:
     code, text = asked_at(address, "/readyz")
-    told = json.loads(text)
-    return code, told["reason"], told["answering"]
+    seen = json.loads(text)
+    return code, seen["reason"], seen["answering"]
 
 
 def test_the_label_owner_is_ready_while_the_joint_model_answers(
@@ -247,7 +238,7 @@ def test_the_state_of_a_passive_party_and_of_the_fallback_is_seen(small: Trained
             program.ask(ids)
         assert value_of(own, "splitveil_reconnects_total", peer="passive") == 1
     assert outcomes(program) == {"answered": 2, "fallback": 1}
-    assert ids_by_outcome(program) == {"joint": 6, "fallback": 3}
+    assert outcomes(program, "ids") == {"joint": 6, "fallback": 3}
     assert service.status.stage == "closing"
     assert value_of(own, "splitveil_failed_calls_total", reason="PeerUnreachable") >= 1
 
@@ -256,7 +247,7 @@ def test_requests_that_nobody_can_answer_are_counted(small: Trained) -> None:
     with answering(small, ports={"passive": free_port()}) as program:
         program.ask(small.test_ids[:3])
     assert outcomes(program) == {"unavailable": 1}
-    assert ids_by_outcome(program) == {"unavailable": 3}
+    assert outcomes(program, "ids") == {"unavailable": 3}
     assert value_of(program.status, "splitveil_answering", model="none") == 1
 
 

@@ -25,17 +25,17 @@ seeds are fixed, and what regressions miss of the features comes on top."""
 
 
 def drawn(seed: int = 1) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return features, what they tell of the labels, and the labels: nine tenths are told."""
+    """Return features, what they explain of the labels, nine tenths, and the labels."""
     generator = np.random.default_rng(seed)
     features = generator.standard_normal((ROWS, 6))
-    told = features[:, 0] + np.abs(features[:, 1]) + 0.5 * features[:, 2]
-    told /= told.std()
-    return features.astype(np.float32), told, told + generator.standard_normal(ROWS) / 3
+    explained = features[:, 0] + np.abs(features[:, 1]) + 0.5 * features[:, 2]
+    explained /= explained.std()
+    return features.astype(np.float32), explained, explained + generator.standard_normal(ROWS) / 3
 
 
 def test_a_score_of_features_alone_explains_nothing_beyond_them() -> None:
-    features, told, labels = drawn()
-    scores = told + 0.2 * np.random.default_rng(2).standard_normal(ROWS)
+    features, explained, labels = drawn()
+    scores = explained + 0.2 * np.random.default_rng(2).standard_normal(ROWS)
     assert np.corrcoef(scores, labels)[0, 1] ** 2 > 0.8
     found = adjusted_r2(features, labels, scores)
     assert found.value < NEAR_NOTHING
@@ -44,16 +44,16 @@ def test_a_score_of_features_alone_explains_nothing_beyond_them() -> None:
 
 def test_a_score_that_knows_the_labels_explains_what_features_leave() -> None:
     """Score and label share half of the score's variance beyond features."""
-    features, told, labels = drawn()
+    features, explained, labels = drawn()
     noise = np.random.default_rng(2).standard_normal(ROWS) / 3
     found = adjusted_r2(features, labels, labels + noise)
     assert found.value == pytest.approx(0.5, abs=0.06)
     assert found.low < found.value < found.high
     assert adjusted_r2(features, labels, labels).value == pytest.approx(1)
     assert adjusted_r2(features, labels, -7 * labels).value == pytest.approx(1)
-    hidden = labels - told
-    assert np.corrcoef(told - 2 * hidden, labels)[0, 1] ** 2 < 0.75
-    assert adjusted_r2(features, labels, told - 2 * hidden).value > 0.9
+    hidden = labels - explained
+    assert np.corrcoef(explained - 2 * hidden, labels)[0, 1] ** 2 < 0.75
+    assert adjusted_r2(features, labels, explained - 2 * hidden).value > 0.9
 
 
 def test_the_interval_covers_the_true_share_as_often_as_it_says() -> None:
@@ -69,7 +69,7 @@ def test_the_interval_covers_the_true_share_as_often_as_it_says() -> None:
     assert covered >= 50
 
 
-def test_what_is_constant_or_told_in_full_has_no_figure() -> None:
+def test_what_is_constant_or_known_in_full_has_no_figure() -> None:
     features, _, labels = drawn()
     assert adjusted_r2(features, labels, np.ones(ROWS)).value == 0
     assert np.isnan(adjusted_r2(features, np.ones(ROWS), labels).value)

@@ -46,7 +46,7 @@ def trained(own: KnownRows, num_classes: int = 2) -> nn.Module:
 
 
 @pytest.mark.parametrize("num_classes", [2, 3])
-def test_it_learns_what_the_features_tell_of_rows_that_it_has_not_seen(num_classes: int) -> None:
+def test_it_learns_what_the_features_say_of_rows_that_it_has_not_seen(num_classes: int) -> None:
     own = rows(num_classes)
     held_out = torch.arange(1, len(own.labels), 2)
     logits, labels = own.logits(trained(own, num_classes), held_out), own.labels[held_out]
@@ -77,7 +77,7 @@ def test_labels_of_rows_outside_the_training_change_nothing() -> None:
 
 
 def same_features(labels: torch.Tensor, weights: LossWeights) -> KnownRows:
-    """Return rows whose features tell nothing, so that the best prediction is a weighted share."""
+    """Return rows whose features say nothing, so that the best prediction is a weighted share."""
     return KnownRows(labels, Features(torch.zeros(len(labels), 3)), weights=weights)
 
 
@@ -116,7 +116,7 @@ def test_weights_of_three_classes_move_the_shares_to_theirs() -> None:
 
 
 @pytest.mark.parametrize("num_classes", [2, 3])
-def test_probabilities_do_not_depend_on_company(num_classes: int) -> None:
+def test_probabilities_do_not_depend_on_other_rows(num_classes: int) -> None:
     own, model = rows(num_classes), build_alone(ENCODER, num_classes, seed=3)
     together = predictions_alone(model, features_of(own))
     assert together.shape == ((600,) if num_classes == 2 else (600, 3))

@@ -53,9 +53,7 @@ def late_test_auc(parties: Parties) -> float:
     ("options", "height", "sum_kl"),
     [
         ("", 0.7, (math.inf, math.inf)),
-        (", response: persistent", 0.7, (math.inf, math.inf)),
         (", terms: ce_only", 0.8, (math.inf, math.inf)),
-        (", composed_with: {name: max_norm}", 0.7, (math.inf, math.inf)),
         # At a power ratio of 4 the gap alone takes about 1/4 for each of 32 answers.
         (", composed_with: {name: marvell}", 0.7, (8.0, math.inf)),
         (", composed_with: {name: iso}", 0.7, (8.0, 100.0)),
@@ -114,17 +112,7 @@ def test_what_leaves_depends_on_noisy_labels_alone_where_it_is_composed_with_the
     assert not torch.equal(bare.active.sent[0], first.active.sent[0])
 
 
-def test_without_a_seed_two_runs_of_the_same_settings_differ(example: Path) -> None:
-    quick = [*BOTH, *GENERATOR, "contract.epochs=1"]
-    sent = []
-    for _ in range(2):
-        parties = build_parties(example, [*quick, "defense={name: gafm}"], [*BOTH, quick[-1]])
-        run_in_process(parties)
-        sent.append(parties.active.sent[0])
-    assert not torch.equal(*sent)
-
-
-def test_a_seed_makes_it_repeatable_and_warns(
+def test_only_a_seed_makes_it_repeatable_and_it_warns(
     example: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     sent = []
@@ -135,6 +123,13 @@ def test_a_seed_makes_it_repeatable_and_warns(
             sent.append(parties.active.sent)
     assert "INSECURE" in caplog.text
     assert all(torch.equal(*pair) for pair in zip(*sent, strict=True))
+    quick = [*BOTH, *GENERATOR, "contract.epochs=1"]
+    first = []
+    for _ in range(2):
+        parties = build_parties(example, [*quick, "defense={name: gafm}"], [*BOTH, quick[-1]])
+        run_in_process(parties)
+        first.append(parties.active.sent[0])
+    assert not torch.equal(*first)
 
 
 def test_own_features_and_a_wider_cut_are_the_generators_input_too(example: Path) -> None:

@@ -203,33 +203,27 @@ def test_a_rows_weight_is_part_of_what_a_label_moves(
     assert not torch.allclose(plain.raw, steps[0].raw, rtol=1e-2)
 
 
+def loaded(folder: Path, weight: str, cache: dict[str, str], **values: str) -> PartyData:
+    """Read two rows, the second with a weight."""
+    (folder / "x.csv").write_text(f"id,label,w\na,1,2\nb,0,{weight}\n")
+    given = {"source": {"kind": "csv", "path": "x.csv", **cache}, "id_column": "id", **values}
+    settings = validate(DataSettings, given | {"label_column": "label"}, "data")
+    return PartyData.load(settings, folder)
+
+
 @pytest.mark.parametrize("weight", ["0", "-1", "", "nan", "1000001", "secret"])
 @pytest.mark.parametrize("cache", [{}, {"cache_dir": "cache"}])
 def test_a_bad_weight_is_refused(tmp_path: Path, weight: str, cache: dict[str, str]) -> None:
-    (tmp_path / "x.csv").write_text(f"id,label,w\na,1,2\nb,0,{weight}\n")
-    values = {
-        "source": {"kind": "csv", "path": "x.csv", **cache},
-        "id_column": "id",
-        "label_column": "label",
-        "weight_column": "w",
-    }
     with pytest.raises(DataError, match=r"'w': expected a weight above 0.*row 2") as refused:
-        PartyData.load(validate(DataSettings, values, "data"), tmp_path)
+        loaded(tmp_path, weight, cache, weight_column="w")
     assert "secret" not in str(refused.value)
 
 
 def test_weights_belong_to_the_data_of_a_run(tmp_path: Path) -> None:
     digests = set()
     for weight in (1, 2):
-        (tmp_path / "x.csv").write_text(f"id,label,w\na,1,2\nb,0,{weight}\n")
-        values = {
-            "source": {"kind": "csv", "path": "x.csv"},
-            "id_column": "id",
-            "label_column": "label",
-        }
         for more in ({}, {"weight_column": "w"}):
-            data = PartyData.load(validate(DataSettings, values | more, "data"), tmp_path)
-            digests.add(data.digest(None))
+            digests.add(loaded(tmp_path, str(weight), {}, **more).digest(None))
     assert len(digests) == 3
 
 

@@ -34,17 +34,11 @@ from tests.support.several_classes import CLASSES, write_classes
 
 EVERY_2 = "contract.checkpoints.every_steps=2"
 DEFENSES = {
-    "none": "{name: none}",
-    "iso": "{name: iso, insecure_noise_seed: 7}",
-    "max_norm": "{name: max_norm, insecure_noise_seed: 7}",
     "persistent max_norm": "{name: max_norm, noise: persistent, insecure_noise_seed: 7}",
     "marvell": "{name: marvell, insecure_noise_seed: 7}",
-    "marvell to an AUC": "{name: marvell, strength: {leak_auc: 0.6}, insecure_noise_seed: 7}",
     "running marvell": "{name: marvell, statistics: running, insecure_noise_seed: 7}",
     "noisy_label": "{name: noisy_label, mechanism: {kind: randomized_response, epsilon: 2}, "
     "insecure_noise_seed: 7}",
-    "true top labels": "{name: noisy_label, top_labels: true, "
-    "mechanism: {kind: randomized_response, epsilon: 2}, insecure_noise_seed: 7}",
     "gaussian posterior": "{name: noisy_label, insecure_noise_seed: 7, "
     "mechanism: {kind: gaussian, noise_ratio: 1, posterior: model}}",
     "alibi": "{name: noisy_label, mechanism: {kind: alibi, epsilon: 2}, insecure_noise_seed: 7}",
@@ -145,29 +139,6 @@ def test_columns_on_disk_hold_the_same_labels(example: Path, tmp_path: Path) -> 
     settings = load_party_settings(ActiveSettings, example / "active.yaml", wrong)
     with pytest.raises(DataError, match="found 1 distinct value there"):
         PartyData.load(settings.data, example)
-
-
-def test_scikit_learn_s_digits_are_ten_classes() -> None:
-    values = {
-        "source": {"kind": "sklearn", "dataset": "digits", "shuffle_seed": 3},
-        "id_column": "id",
-        "label_column": "digit",
-        "classes": 10,
-        "features": {"numeric": "pixel_*"},
-    }
-    table = read_table(validate(DataSettings, values, "data"), Path())
-    assert len(table) == len(set(table.ids)) == 1797
-    assert table.labels is not None
-    assert np.bincount(table.labels.astype(int)).tolist() == [
-        *(178, 182, 177, 183, 181, 182, 181, 179, 174, 180)
-    ]
-    assert len(table.numeric) == 64
-    from sklearn.datasets import load_digits
-
-    bunch = load_digits()
-    row = list(table.ids).index("image-0042")
-    assert table.labels[row] == bunch.target[42]
-    assert table.numeric["pixel_3_5"][row] == bunch.images[42][3, 5]
 
 
 # ---- models ----

@@ -97,7 +97,7 @@ def meeting(wire: str, port: int) -> Callable[[Parties], None]:
 
 
 @pytest.mark.parametrize("wire", ["in process", "gRPC"])
-def test_an_audit_tells_the_monitor_s_figure_with_two_digits(
+def test_an_audit_gives_the_monitor_s_figure_with_two_digits(
     example: Path, tmp_path: Path, port: int, wire: str
 ) -> None:
     found = audited(example, tmp_path, meeting(wire, port), "allow_audits=true")
@@ -105,29 +105,28 @@ def test_an_audit_tells_the_monitor_s_figure_with_two_digits(
         line["epoch"]: line["cut/accumulated_spectral"]
         for line in found.of_kind("active", "epoch_leak")
     }
-    told = {
+    answered = {
         line["epoch"]: line["cut/accumulated_spectral"]
         for line in found.of_kind("passive", "audit")
         if "cut/accumulated_spectral" in line
     }
-    assert told == {epoch: round(value, 2) for epoch, value in measured.items()}
-    assert set(told) == {0, 1}
-    assert all(0.55 < value < 1 for value in told.values())
+    assert answered == {epoch: round(value, 2) for epoch, value in measured.items()}
+    assert set(answered) == {0, 1}
+    assert all(0.55 < value < 1 for value in answered.values())
     assert len(found.of_kind("passive", "audit")) == 2 * 5 * 2  # epochs, attacks, layers
     assert set(found.summary["audit"]) == {"cut", "first"}
     assert set(found.summary["audit"]["cut"]) == set(LABEL_FREE) & set(DEFAULT_ATTACKS)
-    assert found.summary["audit"]["cut"]["accumulated_spectral"] == told[1]
+    assert found.summary["audit"]["cut"]["accumulated_spectral"] == answered[1]
     assert found.summary["audit_left_out_batches"] == 0
     assert len(found.of_kind("active", "audit")) == 20
 
 
-@pytest.mark.parametrize("wire", ["in process", "gRPC"])
 def test_a_refused_audit_ends_no_run_and_is_asked_for_once(
-    example: Path, tmp_path: Path, port: int, caplog: pytest.LogCaptureFixture, wire: str
+    example: Path, tmp_path: Path, port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Allowed by the contract alone: off by default."""
+    """Allowed by the contract only: off by default."""
     with caplog.at_level(logging.WARNING):
-        found = audited(example, tmp_path, meeting(wire, port))
+        found = audited(example, tmp_path, meeting("gRPC", port))
     assert found.parties.session.stage is Stage.FINISHED
     assert found.of_kind("passive", "audit") == found.of_kind("active", "audit") == []
     assert found.summary["audit"] == {}
@@ -176,7 +175,7 @@ def true_labels(parties: Parties) -> torch.Tensor:
     return parties.session.lifecycle.phase.trainer.labels_of(parties.active.rows.splits["train"])
 
 
-def test_an_inverted_score_is_a_leak_and_two_digits_are_told(open_session: Parties) -> None:
+def test_an_inverted_score_is_a_leak_and_two_digits_are_given(open_session: Parties) -> None:
     noise = torch.rand(len(true_labels(open_session)), generator=torch.Generator().manual_seed(1))
     scores = noise - 0.4 * true_labels(open_session)
     exact = leak_auc(scores, true_labels(open_session))
@@ -358,11 +357,3 @@ def test_limits_hold_over_the_wire_and_harm_nothing(
     assert code_of(port, other.SerializeToString()) is grpc.StatusCode.FAILED_PRECONDITION
     assert len(open_session.active.audits) == 1
     assert open_session.session.lifecycle.error is None
-
-
-def test_audits_are_off_over_the_wire_by_default(example: Path, port: int) -> None:
-    parties = finished(example)
-    request = encode_question(question(parties)).SerializeToString()
-    with serving(parties, port) as service:
-        assert code_of(port, request) is grpc.StatusCode.PERMISSION_DENIED
-    assert service.refused == {"AuditRefused": 1}

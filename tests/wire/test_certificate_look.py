@@ -11,7 +11,6 @@ import pytest
 from cryptography import x509
 
 from splitveil.common.errors import PeerError, PeerUnreachable, PeerUntrusted, SettingsError
-from splitveil.common.party.credentials import dns_names
 from splitveil.common.run.contract import Contract
 from splitveil.common.wire import endpoint, http_proxy
 from splitveil.common.wire.endpoint import LOOK_TIMEOUT_S, judged_certificate, open_channel
@@ -183,15 +182,6 @@ def test_an_own_certificate_that_cannot_be_read_is_a_bad_setting(
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-@STRANGE
-def test_such_a_certificate_has_no_names(tmp_path: Path, build: Any) -> None:
-    folder = make(tmp_path / "certificates")
-    build(folder)
-    pem = PartyFolder(folder / "strange").certificate.read_bytes()
-    with pytest.raises(ValueError, match="extension"):
-        dns_names(x509.load_pem_x509_certificate(pem))
-
-
 def test_an_own_key_of_an_unknown_kind_is_a_bad_setting(tmp_path: Path) -> None:
     folder = make(tmp_path / "certificates")
     own = PartyFolder(folder / "passive")
@@ -264,7 +254,7 @@ def test_every_number_of_a_name_is_looked_at_until_one_is_the_active_party_s(
     [HttpProxy("a" * 64, 9), HttpProxy("127.0.0.1", 9, "user:\udcff")],
     ids=["name", "password"],
 )
-def test_a_proxy_that_cannot_be_named_or_told_is_no_fault(
+def test_a_proxy_that_cannot_be_named_or_asked_is_no_fault(
     monkeypatch: pytest.MonkeyPatch, proxy: HttpProxy
 ) -> None:
     if proxy.credentials:

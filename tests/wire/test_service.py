@@ -23,7 +23,7 @@ from splitveil.common.errors import (
     SettingsError,
 )
 from splitveil.common.party.party_settings import ReconnectSettings
-from splitveil.common.run.messages import Activation, Answer, LeaveReason, Offer, Opening
+from splitveil.common.run.messages import Activation, LeaveReason, Offer, Opening
 from splitveil.common.wire.connection import PeerConnection, Retrying
 from splitveil.common.wire.endpoint import SERVICE, channel_options, method_path
 from splitveil.common.wire.tensor_codec import TensorLimits, encode_activation
@@ -55,13 +55,6 @@ def test_a_run_over_grpc_is_bit_equal_to_one_in_process(example: Path, port: int
     )
 
 
-def test_the_comparison_would_notice_another_model(example: Path) -> None:
-    one, other = build_parties(example), build_parties(example, ["model_seed=9"])
-    run_in_process(one)
-    run_in_process(other)
-    assert not torch.equal(one.passive.received[-1], other.passive.received[-1])
-
-
 def test_chunked_tensors_change_nothing(example: Path, port: int) -> None:
     overrides = [
         "contract.cut_shape=[512, 16]",
@@ -73,28 +66,6 @@ def test_chunked_tensors_change_nothing(example: Path, port: int) -> None:
     run_over_grpc(there, port)
     run_in_process(here)
     assert_same_weights(there.weights(), here.weights())
-
-
-class BreakingPeer(GrpcPeer):
-    """Loses its streams every few steps."""
-
-    count = 0
-
-    def receive_gradient(self) -> Answer:
-        self.count += 1
-        if self.count % 3 == 0 and self._train.stream is not None:
-            self._train.stream._call.cancel()
-        if self.count % 4 == 0 and self._evaluate.stream is not None:
-            self._evaluate.stream._call.cancel()
-        return super().receive_gradient()
-
-
-def test_broken_streams_are_opened_again_and_change_no_bit(example: Path, port: int) -> None:
-    broken, whole = build_parties(example, ["defense.name=none"]), build_parties(example)
-    with serving(broken, port), peer_of(broken, port, kind=BreakingPeer) as peer:
-        broken.run.run(peer)
-    run_in_process(whole)
-    assert_same_weights(broken.weights(), whole.weights())
 
 
 def test_the_passive_party_waits_for_an_active_one_that_comes_later(
@@ -220,7 +191,7 @@ def test_the_standard_health_service_answers(example: Path, port: int) -> None:
 class AtFirstStep(GrpcPeer):
     """Stops at the first training step and keeps its message."""
 
-    kept: Activation
+    held_back: Activation
 
     def handshake(
         self, party: str, contract_json: str, commitment: bytes, offer: Offer | None = None
@@ -229,7 +200,7 @@ class AtFirstStep(GrpcPeer):
         return self.opening
 
     def send_activation(self, activation: Activation) -> None:
-        self.kept = activation
+        self.held_back = activation
         raise KeyboardInterrupt
 
     def leave(self, run_id: str, reason: LeaveReason) -> None:
@@ -250,7 +221,7 @@ def at_first_step(
     ):
         with pytest.raises(KeyboardInterrupt):
             parties.run.run(peer)
-        yield parties, service, peer.kept, channel
+        yield parties, service, peer.held_back, channel
 
 
 def call(channel: grpc.Channel, method: str, frames: list[bytes]) -> list[bytes]:
@@ -265,19 +236,10 @@ def changed(frame: bytes, **changes: object) -> bytes:
     return fields.SerializeToString()
 
 
+# One or two for each status: test_tensor_codec.py has all that a frame can be.
 BAD_FRAMES: list[tuple[Callable[[bytes], bytes], grpc.StatusCode]] = [
     (lambda frame: b"\xff" * 40, grpc.StatusCode.INVALID_ARGUMENT),
-    (lambda frame: changed(frame, dtype=2), grpc.StatusCode.INVALID_ARGUMENT),
-    (lambda frame: changed(frame, rows=3), grpc.StatusCode.INVALID_ARGUMENT),
-    (lambda frame: changed(frame, data=b""), grpc.StatusCode.INVALID_ARGUMENT),
-    (
-        lambda frame: changed(frame, data=b"\0\0\xc0\x7f" * (64 * 4)),
-        grpc.StatusCode.INVALID_ARGUMENT,
-    ),
-    (
-        lambda frame: changed(frame, data=b"\0\0\x80\x7f" * (64 * 4)),
-        grpc.StatusCode.INVALID_ARGUMENT,
-    ),
+    (lambda frame: changed(frame, data=b"\0\0\xc0\x7f" * 256), grpc.StatusCode.INVALID_ARGUMENT),
     (lambda frame: changed(frame, rows=10**6), grpc.StatusCode.RESOURCE_EXHAUSTED),
     (lambda frame: b"\0" * (2 * 1024 * 1024), grpc.StatusCode.RESOURCE_EXHAUSTED),
     (lambda frame: changed(frame, step=5), grpc.StatusCode.FAILED_PRECONDITION),
@@ -318,20 +280,6 @@ def service_port(channel: grpc.Channel) -> int:
     return int(target.rpartition(":")[2])
 
 
-def test_the_peer_reads_fixed_sentences_only(
-    at_first_step: tuple[Parties, ActiveService, Activation, grpc.Channel],
-) -> None:
-    parties, _, message, channel = at_first_step
-    (encoded,) = encode_activation(message, TensorLimits.of(parties.run.contract))
-    frame = encoded.data
-    sentences = set()
-    for step in (5, 6):
-        with pytest.raises(grpc.RpcError) as caught:
-            call(channel, "Train", [changed(frame, step=step)])
-        sentences.add(caught.value.details())
-    assert len(sentences) == 1
-
-
 def test_a_fault_of_this_party_is_not_described_to_the_peer(example: Path, port: int) -> None:
     parties = build_parties(example)
 
@@ -346,7 +294,7 @@ def test_a_fault_of_this_party_is_not_described_to_the_peer(example: Path, port:
 
 
 class DisagreeingEngine:
-    """Finds the common ids, and tells the peer of others."""
+    """Finds the common ids, and gives the peer another digest."""
 
     def __init__(self, engine: AlignmentEngine) -> None:
         self._engine = engine

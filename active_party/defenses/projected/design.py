@@ -182,18 +182,12 @@ class Design(NamedTuple):
     unit: float
     """A power of 2."""
 
-    effective_rows: float
-    """Share of the rows that carry the design, (sum_i |U_i|)^2 / (N sum_i |U_i|^2): 1 if all are
-    alike, near 0 if a few of them outweigh all others, as a peer can bring about."""
-
     @property
     def num_rows(self) -> int:
-        """N."""
         return len(self.steps)
 
     @property
     def rank(self) -> int:
-        """r, at most the rank that was asked for."""
         return self.steps.shape[1]
 
     @property
@@ -209,14 +203,9 @@ class Design(NamedTuple):
 class ReleasedStages(NamedTuple):
     """Weights and noise of the stages whose sums were released."""
 
-    designs: Sequence[Design]
-    """Of each stage; at least one."""
-
-    sigmas: Sequence[float]
-    """Standard deviation of the noise in each sum of each stage."""
-
-    gram: Tensor
-    """A^T A of all stages together, (R, R) float64."""
+    designs: Sequence[Design]  # of each stage; at least one
+    sigmas: Sequence[float]  # standard deviation of the noise in each sum of each stage
+    gram: Tensor  # A^T A of all stages together, (R, R) float64
 
     def weights(self, rows: slice) -> Tensor:
         """Return A of some rows, (rows, R) float32."""
@@ -266,18 +255,16 @@ def design(
         coefficients = coefficients @ basis
     least = math.sqrt(_SMALLEST_SHARE * basis.shape[1] / max(1.0, float(counted.sum())))
     bounded = BoundedWeights(num_rows, basis.shape[1], subjects)
-    norms = torch.empty(num_rows)
     start = 0
     for chunk in chunks():
         rows = columns.of(chunk).cpu() @ basis
         rows *= included[start : start + len(rows), None]
         if earlier is not None:
             rows -= earlier.weights(slice(start, start + len(rows))) @ coefficients
-        norm = torch.linalg.vector_norm(rows, dim=1)
-        norms[start : start + len(rows)] = norm
-        bounded.add(start, rows.div_(norm.clamp_min(least)[:, None]))
+        norms = torch.linalg.vector_norm(rows, dim=1)
+        bounded.add(start, rows.div_(norms.clamp_min(least)[:, None]))
         start += len(rows)
-    return Design(*bounded.finish(), _effective_rows(norms))
+    return Design(*bounded.finish())
 
 
 def stage_shares(num_stages: int) -> list[float]:
@@ -313,8 +300,3 @@ def _basis(gram: Tensor, rank: int) -> Tensor:
     kept[:-rank] = False
     basis: Tensor = vectors[:, kept] / values[kept].sqrt()
     return basis.flip(1).float()
-
-
-def _effective_rows(norms: Tensor) -> float:
-    total = float(norms.double().square().sum())
-    return float(norms.double().sum()) ** 2 / (len(norms) * total) if total > 0 else 0.0

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
+from splitveil.active_party.defenses.interface import RowChunk
 from splitveil.common.data.features import Features
 from splitveil.common.run.progress import State
 
@@ -43,25 +44,6 @@ _SCALED_ROWS = 16_384
 """Of them, rows that centre and scale are chosen from."""
 
 
-class RowChunk(NamedTuple):
-    """Facts about consecutive training rows that do not depend on any label."""
-
-    activations: Tensor
-    """(rows, cut_dim) float32."""
-
-    own: Tensor | None
-    """Dense own features of the active party, (rows, features)."""
-
-    hidden: Tensor | None
-    """Hidden units of the top model, (rows, units)."""
-
-    logits: Tensor
-    """(rows,), or (rows, classes)."""
-
-    slopes: Tensor
-    """d logit / d activation, (rows, cut_dim), or (rows, classes, cut_dim)."""
-
-
 Chunks = Callable[[], Iterator[RowChunk]]
 """Yields the training rows in the same order and with the same values at every call."""
 
@@ -69,17 +51,10 @@ Chunks = Callable[[], Iterator[RowChunk]]
 class Columns(NamedTuple):
     """The way from a chunk to its columns."""
 
-    mean_slope: Tensor
-    """(cut_dim,), or (classes, cut_dim), float32."""
-
-    centre: Tensor
-    """(raw columns,) float32."""
-
-    scale: Tensor
-    """Factor after centring, (raw columns,) float32; 0 for a column that is constant."""
-
-    num_multiplied: int
-    """The first so many raw columns are multiplied by s, the last one."""
+    mean_slope: Tensor  # (cut_dim,), or (classes, cut_dim), float32
+    centre: Tensor  # (raw columns,) float32
+    scale: Tensor  # factor after centring, (raw columns,) float32; 0 for a constant column
+    num_multiplied: int  # the first so many raw columns are multiplied by s, the last one
 
     def of(self, chunk: RowChunk) -> Tensor:
         """Return the columns of some rows, (rows, columns) float32, within -4 to 4."""
@@ -232,7 +207,7 @@ class LabelFreeFacts:
                 yield self._chunk(rows)
 
     def logits(self) -> Iterator[Tensor]:
-        """Yield the model's logits alone, (rows,) or (rows, classes)."""
+        """Yield the model's logits only, (rows,) or (rows, classes)."""
         with self._evaluating():
             for rows in torch.split(self._training, CHUNK_ROWS):
                 with torch.no_grad():
@@ -289,7 +264,7 @@ def _numbers_of_categories(features: Features | None) -> list[int]:
 
 
 def _steepest(logits: Tensor) -> Tensor:
-    """Return one number per row whose slope tells where the activation matters most."""
+    """Return one number per row whose slope shows where the activation matters most."""
     if logits.ndim == 1:
         return logits
     return logits.max(dim=1).values - logits.mean(dim=1)

@@ -1,4 +1,4 @@
-"""What projected labels leave of a table, said before a run: the rows that they are worth.
+"""The rows that a table is worth under projected labels, known before a run.
 
 In an orthonormal direction of the features, the coefficient of the label vector has a sampling
 variance of p (1 - p) even without any noise: another sample of N rows would give another one. The
@@ -7,7 +7,7 @@ sums of a run add to that
     v = D^2 r / (N mu^2)        r directions, D = 1 for two classes and sqrt 2 for several
 
 in each direction (a row's weights have length 1 where its share of an orthonormal basis has length
-sqrt(r/N); stages share mu^2, and together tell a direction as precisely as one stage with all of
+sqrt(r/N); stages share mu^2, and together reveal a direction as precisely as one stage with all of
 it). A coefficient from n rows with unprotected labels is as uncertain if
 p (1 - p)/n = (p (1 - p) + v)/N. So the run learns what n rows with unprotected labels would teach,
 or less where that lies outside the r directions:
@@ -18,7 +18,7 @@ Half of the rows' worth is left at N p (1 - p) = D^2 r/mu^2: for rare positives 
 positives, whatever the number of rows. For labels that are numbers, as shares of their range, their
 variance takes the place of p (1 - p) (`share_of_variance`).
 
-It is an upper limit, and tells a table that is too small from one that is not
+It is an upper limit, and separates a table that is too small from one that is not
 (`docs/results/guaranteed-tradeoff.md`). Where little is lost, more is lost than it says, since
 stages with different directions do not add up completely. A smaller rank does not help as much as
 the formula says, because it takes directions away.
@@ -31,14 +31,9 @@ from typing import NamedTuple
 class LabelUtility(NamedTuple):
     """What a run can learn from its labels at a bound."""
 
-    rows: float
-    """Number of rows with unprotected labels that would teach as much, at most."""
-
-    share: float
-    """The same as a share of the training rows, within 0 and 1."""
-
-    half_at_rows: int
-    """Number of rows, of the same share of positives, at which that share is one half."""
+    rows: float  # with unprotected labels, that would teach as much, at most
+    share: float  # the same as a share of the training rows, within 0 and 1
+    half_at_rows: int  # of the same share of positives, at which that share is one half
 
 
 def label_utility(
@@ -46,13 +41,8 @@ def label_utility(
 ) -> LabelUtility:
     """Forecast what a run can learn, from nothing but the settings and the size of the table.
 
-    Args:
-        num_rows: training rows, at least 1.
-        pos_fraction: share of positives, above 0 and below 1; with several classes that of a class;
-            for numbers, the share with which 0 and 1 would have the labels' variance.
-        mu: the bound for the whole run, above 0.
-        rank: number of sums in each stage, at least 1.
-        num_classes: number of classes.
+    The share of positives, with several classes that of a class, is above 0 and below 1; for
+    numbers it is the share with which 0 and 1 would have the labels' variance.
     """
     if num_rows < 1 or rank < 1 or not 0 < pos_fraction < 1 or not 0 < mu < math.inf:
         raise ValueError(
@@ -61,8 +51,8 @@ def label_utility(
         )
     sampling = pos_fraction * (1 - pos_fraction)
     moved = 1 if num_classes <= 2 else 2
-    told = moved * min(rank, num_rows) / mu**2
-    share = num_rows * sampling / (num_rows * sampling + told)
+    noise = moved * min(rank, num_rows) / mu**2
+    share = num_rows * sampling / (num_rows * sampling + noise)
     return LabelUtility(num_rows * share, share, math.ceil(moved * rank / mu**2 / sampling))
 
 

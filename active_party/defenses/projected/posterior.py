@@ -102,17 +102,15 @@ class Posterior:
         return _as_probabilities(targets)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return everything that targets depend on."""
         state = {"gram": self._gram.clone()}
         for number, (design, release) in enumerate(self._stages):
-            numbers = [design.unit, design.effective_rows, release.sigma]
+            numbers = [design.unit, release.sigma]
             state[f"steps.{number}"] = design.steps
             state[f"sums.{number}"] = release.sums
             state[f"numbers.{number}"] = torch.tensor(numbers, dtype=torch.float64)
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue exactly where ``state_dict`` was taken."""
         names = ("steps", "sums", "numbers")
         count = (len(state) - 1) // len(names)
         expected = {"gram", *(f"{name}.{number}" for name in names for number in range(count))}
@@ -120,8 +118,8 @@ class Posterior:
             raise ValueError(f"expected the state of a posterior, got {sorted(state)}")
         stages = []
         for number in range(count):
-            unit, effective_rows, sigma = state[f"numbers.{number}"].tolist()
-            design = Design(state[f"steps.{number}"], unit, effective_rows)
+            unit, sigma = state[f"numbers.{number}"].tolist()
+            design = Design(state[f"steps.{number}"], unit)
             stages.append(_Stage(design, Release(state[f"sums.{number}"], sigma)))
         rank = sum(stage.design.rank for stage in stages)
         if state["gram"].shape != (rank, rank):

@@ -1,4 +1,4 @@
-"""The release of a stage: noisy sums of labels, the only thing that is ever told of them.
+"""The release of a stage: noisy sums of labels, the only thing that is ever released of them.
 
     t = round(A^T y + sigma z)        z standard normal
 
@@ -31,7 +31,7 @@ from splitveil.active_party.defenses.projected.design import BLOCK_ROWS, Design
 
 
 class Release(NamedTuple):
-    """What one stage tells about the labels."""
+    """What one stage reveals about the labels."""
 
     sums: Tensor
     """Noisy A^T y, (r,) or (r, classes), float64, multiples of `release_grid`."""
@@ -44,8 +44,7 @@ def draw_release(design: Design, labels: Tensor, sigma: float, normals: NoiseSou
     """Add up the weighted labels and put noise on the sums.
 
     Labels are 0 and 1, or numbers within 0 and 1 on their grid, (N,), or one-hot rows, (N,
-    classes). Sigma is the noise's standard deviation, see `stage_sigma`. The normals are asked
-    once, for float64 on the CPU, and never to be asked twice for one stage.
+    classes). Sigma is that of `stage_sigma`. The normals are never to be asked twice for one stage.
     """
     if not 0 < sigma < math.inf:
         raise ValueError(f"expected a positive, finite sigma, got {sigma}")

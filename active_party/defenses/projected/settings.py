@@ -1,4 +1,4 @@
-"""Projected labels: noisy sums over all labels are told once per stage, and nothing else ever is.
+"""Projected labels: noisy sums over all labels are released once per stage, and nothing else is.
 
 What a model needs from the labels are their sums against a few dozen functions of the features.
 Flipping one label moves such a sum over N rows by 1 at most, so noise that covers that 1 costs the
@@ -12,18 +12,18 @@ entries. Both halves of the network train on y^ instead of y: gradients are (p -
 the next stage's design are functions of activations and of earlier sums. So everything that the
 peer ever sees is post-processing of the sums, and each label is mu-Gaussian-differentially private
 over the whole run: no score of any peer, whatever it sends and whatever it knows besides this one
-label, tells the label with an AUC above Phi(mu / sqrt 2).
+label, separates the labels with an AUC above Phi(mu / sqrt 2).
 
 Labels may also be numbers within bounds, as shares y of their range, within 0 and 1. The sums are
 linear in y, so that any two values of one label move them by |A_i| at most: D is 1, and the bound
 is that of telling any two values apart, the ends of the range included. Targets follow from the
-same formula, see `projection.posterior`, and the loss is a squared error, whose gradient is
+same formula, see `posterior`, and the loss is a squared error, whose gradient is
 2 (p - y^) J.
 
 This is the Gaussian mechanism on linear queries chosen without labels (Li et al., PODS 2010; Dong,
 Roth and Su, JRSS B 2022, corollary 3.3 for the composition), in the space of examples, which split
 learning allows because the active party sees every activation; LabelDP-Pro (Ghazi et al., ICLR
-2024) projects gradients in a similar way. The mathematics stands in the package `projection`.
+2024) projects gradients in a similar way. The mathematics stands in this package.
 """
 
 import math
@@ -31,12 +31,12 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, Tag
 
-from splitveil.active_party.defenses.forecast import Forecast, exactly
-from splitveil.active_party.defenses.gaussian_dp import (
+from splitveil.active_party.defenses.dp_bounds import (
     leak_auc_of_mu,
     mu_of_epsilon_delta,
     mu_of_leak_auc,
 )
+from splitveil.active_party.defenses.forecast import Forecast, exactly
 from splitveil.active_party.defenses.interface import (
     BuildInputs,
     Defense,
@@ -106,7 +106,7 @@ Strength = Annotated[
 
 
 class ProjectedLabelsDefense(SeededDefense):
-    """Tell noisy sums over all labels, and train both halves on what they say of each label.
+    """Release noisy sums over all labels, and train both halves on what they say of each label.
 
     The guarantee holds for each label against everybody, whatever the peer sends and knows. The
     price falls with the number of training rows.
@@ -118,13 +118,13 @@ class ProjectedLabelsDefense(SeededDefense):
     """The bound for the whole run: ``leak_auc``, ``mu``, or ``epsilon`` and ``delta``."""
 
     stages: int = Field(default=8, ge=1, le=10_000)
-    """Number of times that sums are told, at equal distances over the epochs; no more than there
-    are epochs. More stages follow the model more closely, and put more noise on each. The first
-    takes the largest part of the bound, the second half as much, the third a third."""
+    """Number of times that sums are released, at equal distances over the epochs; no more than
+    there are epochs. More stages follow the model more closely, and put more noise on each. The
+    first takes the largest part of the bound, the second half as much, the third a third."""
 
     rank: int = Field(default=96, ge=1, le=1024)
     """Number of sums in each stage: directions of the activations, the own features and the top
-    model in which labels are told."""
+    model in which labels are summed."""
 
     memory: int = Field(default=256, ge=1, le=1_000_000)
     """MiB for the weights of earlier stages, which are combined with the newest; the oldest are
@@ -144,7 +144,7 @@ class ProjectedLabelsDefense(SeededDefense):
     """Folders of earlier runs with this defense: the active party's ``checkpoint`` folder of each,
     written like ``initial_weights``. Rows whose id was in one of them keep the targets that they
     had at its end, and are charged nothing; only labels of new rows are summed. Whether a label has
-    changed since does not matter, because the choice of rows would tell it. Needs
+    changed since does not matter, because the choice of rows would reveal it. Needs
     ``data.id_column``."""
 
     @property
@@ -185,8 +185,8 @@ class ProjectedLabelsDefense(SeededDefense):
         if training_rows < 1 or not 0 < share < 1:
             return ""
         mu = self.strength.of_run
-        found = label_utility(training_rows, share, mu, self.rank, context.num_classes)
-        half = found.half_at_rows
+        utility = label_utility(training_rows, share, mu, self.rank, context.num_classes)
+        half = utility.half_at_rows
         if context.is_number:
             of_positives = ""
         else:
@@ -194,9 +194,9 @@ class ProjectedLabelsDefense(SeededDefense):
             of_positives = f" with {math.ceil(half * share):,} {named}"
         return (
             f"What is possible: at this bound {training_rows:,} training rows teach at most what "
-            f"{found.rows:,.0f} rows with unprotected labels would ({found.share:.0%}). Half of "
-            f"their worth is left at {half:,} rows{of_positives}; the price at other sizes: "
-            f"{PRICE}."
+            f"{utility.rows:,.0f} rows with unprotected labels would ({utility.share:.0%}). "
+            f"Half of their worth is left at {half:,} rows{of_positives}; the price at other "
+            f"sizes: {PRICE}."
         )
 
     def at_leak_auc(self, leak_auc: float, _context: DefenseContext, /) -> Self:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from splitveil.active_party.defenses.gaussian_dp import leak_auc_of_mu
+from splitveil.active_party.defenses.dp_bounds import leak_auc_of_mu
 from splitveil.active_party.defenses.interface import (
     BuildInputs,
     Defended,
@@ -41,12 +41,8 @@ from splitveil.common.privacy.adversary import Adversary
 class StagePlan(NamedTuple):
     """What the settings say about the stages of a run."""
 
-    mu: float
-    """Bound for the whole run."""
-
-    epochs: tuple[int, ...]
-    """The epochs at which stages begin, ascending."""
-
+    mu: float  # the bound for the whole run
+    epochs: tuple[int, ...]  # at which stages begin, ascending
     rank: int
     memory_bytes: int
 
@@ -94,7 +90,6 @@ class ProjectedLabels(StagedDefense):
         )
 
     def targets(self, batch: LabelledRows, /) -> Tensor:
-        """Return the present stage's targets of a batch, (batch,), or (batch, classes)."""
         if self._targets is None:
             raise ValueError("projected_labels has begun no stage: there are no targets")
         return self._targets[batch.rows]
@@ -109,12 +104,11 @@ class ProjectedLabels(StagedDefense):
         return self._report.charge
 
     def pending_release(self, epoch: int, facts: RowFacts, /) -> PendingRelease | None:
-        """Return the release of a stage that begins with this epoch, unless it has begun."""
         stage = self._next_stage
         if stage == len(self._epochs) or epoch < self._epochs[stage]:
             self._follow(epoch, facts)
             return None
-        predictions = self._predictions(facts)  # before anything is told of the labels
+        predictions = self._predictions(facts)  # before any label is summed
         rows = design(
             facts,
             len(self._rows),
@@ -128,7 +122,7 @@ class ProjectedLabels(StagedDefense):
     def _follow(self, epoch: int, facts: RowFacts) -> None:
         """Make an epoch's targets anew from the same sums, around what the model predicts now.
 
-        Measured, this is worth .001 to .006 of test AUC; it tells nothing, since it needs no label.
+        Measured, this is worth .001 to .006 of test AUC; it needs no label, and so reveals nothing.
         """
         if self._posterior.num_stages and epoch > self._followed:
             self._use_posterior(self._predictions(facts))

@@ -4,7 +4,7 @@ import random
 from pathlib import Path
 
 from tests.support.restarted import (
-    Settings,
+    SHORT,
     assert_same,
     outcome,
     restartable,
@@ -13,14 +13,8 @@ from tests.support.restarted import (
 )
 from tests.support.runs import write_example
 
-SETTINGS = Settings(
-    both=(
-        "contract.epochs=6",
-        "contract.batch_size=32",
-        "contract.checkpoints.every_steps=4",
-        "reconnect={max_s: 300, first_wait_s: 0.1, longest_wait_s: 0.5}",
-    ),
-    active=("defense={name: marvell, noise: persistent, insecure_noise_seed: 7}",),
+SETTINGS = SHORT._replace(
+    active=("defense={name: marvell, noise: persistent, insecure_noise_seed: 7}",)
 )
 
 

@@ -187,36 +187,28 @@ def test_without_a_defense_predictions_and_slopes_reveal_every_label(
 
 # ---- projected labels, on real tables ----
 
-QUICK = {"groups"}
-PEERS_OF_LARGE_TABLES = [
-    # The smaller table has them all in every run of the tests.
-    pytest.param(peer, marks=() if peer in QUICK else pytest.mark.slow)
-    for peer in EVERYBODY
-]
-PROJECTED = "defense={name: projected_labels, strength: {leak_auc: %s}, stages: %d}"
+PROJECTED = "defense={name: projected_labels, strength: {leak_auc: 0.6}, stages: %d}"
 
 
-def of_projected(
-    table: tuple[Path, list[str]], peer: PeerName, epochs: int, bound: float = 0.6
-) -> Attacked:
+def of_projected(table: tuple[Path, list[str]], peer: PeerName, epochs: int) -> Attacked:
     example, dealt = table
-    both = [f"contract.epochs={epochs}"]
-    active = [*both, *dealt, PROJECTED % (bound, epochs)]
-    return attack(
-        peer, example, [*active, "insecure_nonce_seed=1"], [*both, "insecure_nonce_seed=2"]
-    )
+    both = f"contract.epochs={epochs}"
+    active = [both, *dealt, PROJECTED % epochs, "insecure_nonce_seed=1"]
+    return attack(peer, example, active, [both, "insecure_nonce_seed=2"])
+
+
+def with_dealt_labels(name: str, paths: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    return EXAMPLES / name, deal_labels(EXAMPLES / name, paths.mktemp("dealt"), seed=1)
 
 
 @pytest.fixture(scope="module")
 def breast_cancer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    example = EXAMPLES / "breast_cancer"
-    return example, deal_labels(example, tmp_path_factory.mktemp("dealt"), seed=1)
+    return with_dealt_labels("breast_cancer", tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def default_credit(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    example = EXAMPLES / "default_credit"
-    return example, deal_labels(example, tmp_path_factory.mktemp("dealt"), seed=1)
+    return with_dealt_labels("default_credit", tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -246,28 +238,22 @@ def adult(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     return folder, []
 
 
-def hold_at_the_strength(found: Attacked) -> None:
+SMALL_TABLE = [("breast_cancer", 10, peer) for peer in EVERYBODY]
+LARGE_TABLES = [
+    # The small one has all peers in every run of the tests.
+    pytest.param(
+        *table, peer, marks=needs_data if peer == "groups" else (needs_data, pytest.mark.slow)
+    )
+    for table in (("default_credit", 3), ("adult", 2))
+    for peer in EVERYBODY
+]
+
+
+@pytest.mark.parametrize(("table", "epochs", "peer"), [*SMALL_TABLE, *LARGE_TABLES])
+def test_projected_labels_hold(
+    request: pytest.FixtureRequest, table: str, epochs: int, peer: PeerName
+) -> None:
+    found = of_projected(request.getfixturevalue(table), peer, epochs)
     assert found.beyond(0.6) == {}
     assert found.bound == pytest.approx(0.6, abs=1e-9)
     assert found.adversary is Adversary.ANYBODY
-
-
-@pytest.mark.parametrize("peer", EVERYBODY)
-def test_projected_labels_hold_on_breast_cancer(
-    breast_cancer: tuple[Path, list[str]], peer: PeerName
-) -> None:
-    hold_at_the_strength(of_projected(breast_cancer, peer, epochs=10))
-
-
-@needs_data
-@pytest.mark.parametrize("peer", PEERS_OF_LARGE_TABLES)
-def test_projected_labels_hold_on_default_credit(
-    default_credit: tuple[Path, list[str]], peer: PeerName
-) -> None:
-    hold_at_the_strength(of_projected(default_credit, peer, epochs=3))
-
-
-@needs_data
-@pytest.mark.parametrize("peer", PEERS_OF_LARGE_TABLES)
-def test_projected_labels_hold_on_adult(adult: tuple[Path, list[str]], peer: PeerName) -> None:
-    hold_at_the_strength(of_projected(adult, peer, epochs=2))

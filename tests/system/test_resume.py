@@ -12,8 +12,8 @@ from pathlib import Path
 from splitveil.active_party.ledger.account_book import LEDGER
 from tests.support.processes import Pair, side_by_side
 from tests.support.restarted import (
+    SHORT,
     Outcome,
-    Settings,
     assert_same,
     outcome,
     restartable,
@@ -21,16 +21,6 @@ from tests.support.restarted import (
     wait_for_line,
 )
 from tests.support.runs import write_example
-
-SETTINGS = Settings(
-    both=(
-        "contract.epochs=6",
-        "contract.batch_size=32",
-        "contract.checkpoints.every_steps=4",
-        "reconnect={max_s: 300, first_wait_s: 0.1, longest_wait_s: 0.5}",
-    ),
-)
-"""A run of some seconds, with a checkpoint every few steps."""
 
 
 def lines_of(whole: Outcome) -> int:
@@ -56,7 +46,7 @@ def interrupted_refused_and_finished(both: Pair, whole: Outcome) -> None:
     wait_for_line(both, lines_of(whole) // 3)
     for party in both:
         party.signal(signal.SIGSTOP)  # so that it is there for as long as the others need
-    with restartable(both.active.folder.parents[2], SETTINGS, log="second") as others:
+    with restartable(both.active.folder.parents[2], SHORT, log="second") as others:
         others.start()
         assert others.wait() == (2, 2), others.outputs
         assert all("another process" in other.said for other in others)
@@ -121,12 +111,12 @@ def started_over_by_option(both: Pair, whole: Outcome) -> None:
 
 
 def test_a_run_that_was_ended_early_can_be_resumed_or_started_over(tmp_path: Path) -> None:
-    whole = run_once(tmp_path / "whole", SETTINGS)
+    whole = run_once(tmp_path / "whole", SHORT)
 
     def check(story: Callable[[Pair, Outcome], None]) -> None:
         folder = tmp_path / story.__name__
         write_example(folder)
-        with restartable(folder, SETTINGS) as both:
+        with restartable(folder, SHORT) as both:
             story(both, whole)
             assert_same(outcome(folder / "runs"), whole, both.outputs)
 

@@ -18,20 +18,22 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 import pytest
 import torch
-import yaml
 
 from splitveil.active_party.defenses import RawBatch
 from splitveil.active_party.training import top_trainer
 from splitveil.common.privacy.adversary import Adversary
 from tests.support.attacked_run import deal_labels
 from tests.support.malicious import Attacked, PeerName, ReadingName, attack
-from tests.support.runs import write_example
+from tests.support.runs import ACTIVE, CONTRACT, PASSIVE, write_example, write_yaml
 from tests.system.conftest import needs_data
 
 ROWS = 3000
 POSITIVES = 0.2
 EVERYBODY: tuple[PeerName, ...] = get_args(PeerName)
 EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
+
+DATA: dict[str, Any] = ACTIVE["data"]  # type: ignore[assignment]
+WITHOUT_FEATURES = {**ACTIVE, "data": {name: DATA[name] for name in DATA if name != "features"}}
 
 SEED = "insecure_noise_seed: 7"
 DEFENSES = {
@@ -101,9 +103,7 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids = [line.split(",")[0] for line in table[1:]]
     dealt = np.random.default_rng(11).random(len(ids)) < POSITIVES
     write_labels(folder / "active.csv", ids, dealt)
-    settings = yaml.safe_load((folder / "active.yaml").read_text())
-    del settings["data"]["features"]
-    (folder / "active.yaml").write_text(yaml.safe_dump(settings))
+    write_yaml(folder, active=WITHOUT_FEATURES)
     return folder
 
 
@@ -222,23 +222,16 @@ def adult(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     labels = np.array([row["income"] == ">50K" for row in rows])
     dealt = np.random.default_rng(1).permutation(labels)
     write_labels(folder / "active.csv", [row["id"] for row in rows], dealt)
-    numeric = "[age, fnlwgt, education_num, capital_gain, capital_loss, hours_per_week]"
-    passive = yaml.safe_load((folder / "passive.yaml").read_text())
-    passive["data"] |= {
-        "source": {"kind": "csv", "path": str(source)},
-        "features": {"numeric": yaml.safe_load(numeric)},
-    }
-    (folder / "passive.yaml").write_text(yaml.safe_dump(passive))
-    active = yaml.safe_load((folder / "active.yaml").read_text())
-    del active["data"]["features"]
-    (folder / "active.yaml").write_text(yaml.safe_dump(active))
-    contract = yaml.safe_load((folder / "contract.yaml").read_text())
-    contract |= {"cut_shape": [32], "batch_size": 1024}
-    (folder / "contract.yaml").write_text(yaml.safe_dump(contract))
+    numeric = ["age", "fnlwgt", "education_num", "capital_gain", "capital_loss", "hours_per_week"]
+    own = {"id_column": "id", "features": {"numeric": numeric}}
+    passive = {**PASSIVE, "data": {"source": {"kind": "csv", "path": str(source)}, **own}}
+    contract = {**CONTRACT, "cut_shape": [32], "batch_size": 1024}
+    write_yaml(folder, contract=contract, active=WITHOUT_FEATURES, passive=passive)
     return folder, []
 
 
 SMALL_TABLE = [("breast_cancer", 10, peer) for peer in EVERYBODY]
+SLOW = pytest.mark.slow
 LARGE_TABLES = [
     # The small one has all peers in every run of the tests.
     pytest.param(

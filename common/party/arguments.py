@@ -7,15 +7,16 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NoReturn, TypeAlias
 
 from splitveil.common.errors import Interrupted, PeerError, SplitveilError, StorageError
 from splitveil.common.party.json_output import add_json
 from splitveil.common.text.imports import fault_of_own_code
-from splitveil.common.text.log_lines import log_fields
+from splitveil.common.text.log_lines import configure_logging, log_fields
 from splitveil.common.text.version import add_version
 
 SHELLS = ("bash", "zsh", "tcsh")
@@ -153,6 +154,17 @@ def _add_verify_transcript(commands: Commands) -> None:
 
 
 logger = logging.getLogger(__name__)
+
+
+def run_command(parsed: argparse.Namespace, party: str, actions: Mapping[str, str]) -> int:
+    """Do what parsed arguments say by one of the named functions, and return the exit code."""
+
+    def act() -> None:
+        action = resolve_name(actions[parsed.command])
+        resolve_name("splitveil.common.party.workers:act")(parsed, action)
+
+    configure_logging(party, parsed.verbose - parsed.quiet)
+    return exit_code_of(act)
 
 
 def exit_code_of(action: Callable[[], None]) -> int:

@@ -6,7 +6,6 @@ It imports neither torch nor gRPC, so that help and a mistyped option are answer
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import NoReturn
 
 from splitveil.common.party.arguments import (
@@ -14,11 +13,10 @@ from splitveil.common.party.arguments import (
     add_command,
     add_verbosity,
     end_program,
-    exit_code_of,
     party_parser,
+    run_command,
 )
 from splitveil.common.party.json_output import add_json
-from splitveil.common.text.log_lines import configure_logging
 
 _OWN = "splitveil.passive_party.commands"
 _ACTIONS = {
@@ -54,13 +52,7 @@ def _add_own_commands(commands: Commands) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    def act() -> None:
-        resolve_name("splitveil.common.party.workers:act")(
-            parsed, resolve_name(_ACTIONS[parsed.command])
-        )
-
-    configure_logging("passive", parsed.verbose - parsed.quiet)
-    return exit_code_of(act)
+    return run_command(parsed, "passive", _ACTIONS)
 
 
 def _add_serve(commands: Commands) -> None:

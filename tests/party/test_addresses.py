@@ -74,25 +74,17 @@ def test_what_is_an_address_is_taken_apart(address: str, parts: tuple[str, int])
     assert split_address(address) == HostAndPort(*parts)
 
 
-# ---- a name that leads elsewhere the second time ----
+def test_plain_text_goes_and_listens_where_the_name_led_when_it_was_judged(
+    parties: Parties, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python's resolver finds the name on loopback, and gRPC's own finds it nowhere."""
+    host, found = "rebound.invalid", socket.getaddrinfo
 
-
-@pytest.fixture
-def rebound(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return a name that Python's resolver finds on loopback, and gRPC's own finds nowhere."""
-    found = socket.getaddrinfo
-
-    def resolve(host: Any, port: Any, *rest: Any, **named: Any) -> Any:
-        return found("127.0.0.1" if host == "rebound.invalid" else host, port, *rest, **named)
+    def resolve(name: Any, *rest: Any, **named: Any) -> Any:
+        return found("127.0.0.1" if name == host else name, *rest, **named)
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    return "rebound.invalid"
-
-
-def test_plain_text_goes_and_listens_where_the_name_led_when_it_was_judged(
-    parties: Parties, port: int, rebound: str
-) -> None:
-    with serving(parties, port, host=rebound), peer_of(parties, port, host=rebound) as peer:
+    with serving(parties, port, host=host), peer_of(parties, port, host=host) as peer:
         assert peer.is_ready()
 
 

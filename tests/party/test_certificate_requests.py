@@ -69,32 +69,18 @@ def test_a_certificate_comes_back_for_the_key_that_stayed(
     assert read_out(capsys.readouterr().out, "SHA-256") == read_out(shown, "authority")
 
 
-def test_a_second_request_is_for_the_same_key(theirs: Path) -> None:
-    before = PartyFolder(theirs / "passive").private_key.read_bytes()
-    _, is_new_key = make_request(theirs, "passive", "passive.splitveil")
-    assert not is_new_key
-    assert PartyFolder(theirs / "passive").private_key.read_bytes() == before
-
-
-def test_another_key_than_the_one_read_out_is_not_signed(
+def test_another_key_than_the_one_read_out_and_another_name_are_not_signed(
     ours: Path, theirs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other, _ = make_request(tmp_path / "thief", "passive", "passive.splitveil")
     assert sign(ours, theirs / "passive" / REQUEST, "--fingerprint", other) == 2
     assert "is not the one that was read out" in capsys.readouterr().err
-    assert not (ours / "passive").exists()
-
-
-def test_a_request_for_another_name_is_not_signed(
-    ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make_request(tmp_path / "thief", "passive", "active.splitveil")
-    request = tmp_path / "thief" / "passive" / REQUEST
+    make_request(tmp_path / "other name", "passive", "active.splitveil")
+    request = tmp_path / "other name" / "passive" / REQUEST
     assert sign(ours, request) == 2
-    assert (
-        "expected a request for the one DNS name 'passive.splitveil', got active.splitveil"
-        in capsys.readouterr().err
-    )
+    expected = "expected a request for the one DNS name 'passive.splitveil', got active.splitveil"
+    assert expected in capsys.readouterr().err
+    assert not (ours / "passive").exists()
     assert sign(ours, request, "--name", "active.splitveil") == 0
 
 
@@ -153,15 +139,6 @@ def test_a_wrong_file_is_called_what_it_is(
     assert "private key" in capsys.readouterr().err
 
 
-def test_a_key_that_is_kept_elsewhere_cannot_be_renewed_here(
-    ours: Path, theirs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert sign(ours, theirs / "passive" / REQUEST) == 0
-    assert certs(["renew", str(ours), "--party", "passive"]) == 2
-    assert "have it send a request" in capsys.readouterr().err
-    assert sign(ours, theirs / "passive" / REQUEST, "--days", "9") == 0
-
-
 def test_another_party_s_folder_is_left_alone(
     ours: Path, theirs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -170,3 +147,17 @@ def test_another_party_s_folder_is_left_alone(
     assert "belongs to another key than the request" in capsys.readouterr().err
     assert sign(ours, theirs / "passive" / REQUEST, "--output", str(ours / "sent")) == 0
     assert certs(["authority", str(ours)]) == 2
+
+
+def test_a_key_that_stays_elsewhere_cannot_be_renewed_here(
+    ours: Path, theirs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = PartyFolder(theirs / "passive").private_key
+    before = key.read_bytes()
+    _, is_new_key = make_request(theirs, "passive", "passive.splitveil")
+    assert not is_new_key
+    assert key.read_bytes() == before
+    assert sign(ours, theirs / "passive" / REQUEST) == 0
+    assert certs(["renew", str(ours), "--party", "passive"]) == 2
+    assert "have it send a request" in capsys.readouterr().err
+    assert sign(ours, theirs / "passive" / REQUEST, "--days", "9") == 0

@@ -5,8 +5,8 @@ import math
 import re
 import signal
 import socket
-import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +32,7 @@ from splitveil.common.party.endpoint import (
     serving_status,
 )
 from splitveil.common.party.party_settings import load_party_settings
-from splitveil.common.party.party_status import STAGES, RunStatus
+from splitveil.common.party.party_status import RunStatus
 from splitveil.common.record.transcript import Crossing
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import Batch
@@ -42,7 +42,7 @@ from splitveil.passive_party.settings import PassiveSettings
 from tests.support.numbers import write_numbers
 from tests.support.runs import in_background, write_example
 from tests.support.simulation import free_address
-from tests.support.waiting import HANGS_AFTER_S, wait_until
+from tests.support.waiting import HANGS_AFTER_S
 from tests.support.watched import (
     Watched,
     asked,
@@ -62,13 +62,6 @@ WITH_LIMITS = (
 
 
 @pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("example")
-    write_example(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def watched(example: Path, tmp_path_factory: pytest.TempPathFactory) -> Watched:
     return watched_run(example, tmp_path_factory.mktemp("watched"), *WITH_LIMITS)
 
@@ -82,9 +75,6 @@ def status() -> RunStatus:
 def served(status: RunStatus) -> Iterator[str]:
     with StatusEndpoint(status, "127.0.0.1:0") as endpoint:
         yield endpoint.address
-
-
-# ---- what is shown ----
 
 
 @pytest.mark.parametrize("party", ["active", "passive"])
@@ -102,50 +92,20 @@ def test_a_run_is_counted_as_it_was(watched: Watched, party: str) -> None:
         for way in ("sent", "received")
     )
     assert sent == received == steps
-
-
-def test_what_one_party_sends_is_what_the_other_receives(watched: Watched) -> None:
-    for call in ("Handshake", "Align", "Train", "Evaluate"):
-        name = "splitveil_message_bytes_total"
-        there = value_of(watched.passive, name, direction="sent", call=call)
-        back = value_of(watched.active, name, direction="sent", call=call)
-        assert there == value_of(watched.active, name, direction="received", call=call) > 0
-        assert back == value_of(watched.passive, name, direction="received", call=call) > 0
-
-
-def test_the_seconds_of_a_run_are_in_its_phases(watched: Watched) -> None:
     name = "splitveil_phase_seconds_total"
-    of_both = {Phase.ALIGNMENT, Phase.FORWARD, Phase.BACKWARD, Phase.EVALUATION, Phase.RECORD}
-    of_both |= {Phase.CHECKPOINT, Phase.WAIT, Phase.OTHER}
-    for status, own in ((watched.active, {Phase.DEFENSE, Phase.ANSWER}), (watched.passive, set())):
-        used = {phase for phase in Phase if value_of(status, name, phase=phase) > 0}
-        assert used == of_both | own
+    used = {phase for phase in Phase if value_of(status, name, phase=phase) > 0}
+    own = {Phase.DEFENSE, Phase.ANSWER} if party == "active" else set()
+    assert used == own | {
+        *(Phase.ALIGNMENT, Phase.FORWARD, Phase.BACKWARD, Phase.EVALUATION, Phase.RECORD),
+        *(Phase.CHECKPOINT, Phase.WAIT, Phase.OTHER),
+    }
+    # No metric is about one example: few series, and no id among their labels.
+    series = series_of(status)
+    assert len(series) < 200
+    assert "person-" not in str(list(series))
 
 
-def test_the_label_owner_sees_leak_and_ledger(watched: Watched) -> None:
-    series = series_of(watched.active)
-    attacks = {dict(labels)["attack"] for name, labels in series if name == "splitveil_leak_auc"}
-    assert {"norm", "cosine"} <= attacks
-    bound = value_of(
-        watched.active,
-        "splitveil_ledger_leak_auc_bound",
-        adversary="knows class means only",
-        statistic="max",
-    )
-    assert 0.5 < bound < 1
-    for_anybody = value_of(
-        watched.active, "splitveil_ledger_leak_auc_bound", adversary="anybody", statistic="max"
-    )
-    assert for_anybody == 1
-    spent = value_of(watched.active, "splitveil_ledger_sum_kl", statistic="max")
-    assert value_of(watched.active, "splitveil_budget_left_ratio") == pytest.approx(
-        1 - spent / 1000
-    )
-    assert value_of(watched.active, "splitveil_ledger_epsilon") == math.inf
-    assert 0.5 < value_of(watched.active, "splitveil_evaluation_auc", split="test") <= 1
-
-
-def test_the_run_is_named(watched: Watched) -> None:
+def test_both_parties_name_the_run_and_count_the_same_bytes(watched: Watched) -> None:
     for status in (watched.active, watched.passive):
         (labels,) = [
             dict(labels) for name, labels in series_of(status) if name == "splitveil_run_info"
@@ -153,9 +113,27 @@ def test_the_run_is_named(watched: Watched) -> None:
         assert labels["run"] == "small"
         assert re.fullmatch("[0-9a-f]{16}", labels["run_id"])
     assert watched.active.run_id == watched.passive.run_id
+    for call in ("Handshake", "Align", "Train", "Evaluate"):
+        for one, other in ((watched.passive, watched.active), (watched.active, watched.passive)):
+            name = "splitveil_message_bytes_total"
+            sent = value_of(one, name, direction="sent", call=call)
+            assert sent == value_of(other, name, direction="received", call=call) > 0
 
 
-# ---- labels ----
+def test_the_label_owner_sees_leak_and_ledger(watched: Watched) -> None:
+    series = series_of(watched.active)
+    attacks = {dict(labels)["attack"] for name, labels in series if name == "splitveil_leak_auc"}
+    assert {"norm", "cosine"} <= attacks
+
+    def largest(name: str, **labels: str) -> float:
+        return value_of(watched.active, f"splitveil_ledger_{name}", statistic="max", **labels)
+
+    assert 0.5 < largest("leak_auc_bound", adversary="knows class means only") < 1
+    assert largest("leak_auc_bound", adversary="anybody") == 1
+    left = value_of(watched.active, "splitveil_budget_left_ratio")
+    assert left == pytest.approx(1 - largest("sum_kl") / 1000)
+    assert value_of(watched.active, "splitveil_ledger_epsilon") == math.inf
+    assert 0.5 < value_of(watched.active, "splitveil_evaluation_auc", split="test") <= 1
 
 
 def with_swapped_labels(example: Path, folder: Path) -> Path:
@@ -181,11 +159,14 @@ def test_the_feature_owner_s_metrics_are_the_same_if_all_labels_are_swapped(
     assert without_time(series_of(watched.active)) != without_time(series_of(swapped.active))
 
 
+def revealing(names: set[str]) -> list[str]:
+    about = re.compile("leak|auc|(?<!connection_)loss|ledger|budget|label|calib|evaluat|rmse|_r2$")
+    return [name for name in names if about.search(name)]
+
+
 def test_the_feature_owner_has_no_metric_of_loss_leak_or_ledger(watched: Watched) -> None:
-    telltale = re.compile("leak|auc|loss|ledger|budget|label|calibration|rmse|_r2$")
-    own = {name for name in names_in(series_of(watched.passive)) if "connection_losses" not in name}
-    assert [name for name in own if telltale.search(name)] == []
-    assert [name for name in names_in(series_of(watched.active)) if telltale.search(name)]
+    assert not revealing(names_in(series_of(watched.passive)))
+    assert revealing(names_in(series_of(watched.active)))
 
 
 def test_predictions_of_numbers_are_measured_at_the_label_owner_alone(tmp_path: Path) -> None:
@@ -198,22 +179,12 @@ def test_predictions_of_numbers_are_measured_at_the_label_owner_alone(tmp_path: 
     assert value_of(last, "splitveil_evaluation_r2", split="test") == test["r2"]
     names = names_in(series_of(last))
     assert not names & {"splitveil_evaluation_auc", "splitveil_calibration_error"}
-    telltale = re.compile("rmse|_r2$|leak|evaluation|train_loss|ledger|label")
-    assert [name for name in names_in(series_of(found.passive)) if telltale.search(name)] == []
+    assert not revealing(names_in(series_of(found.passive)))
 
 
-def test_no_metric_is_about_one_example(watched: Watched) -> None:
-    """Labels of series are names of attacks, phases and statuses: few, and no id among them."""
-    for status in (watched.active, watched.passive):
-        text = json.dumps([str(key) for key in series_of(status)])
-        assert "person-" not in text
-        assert len(series_of(status)) < 200
-
-
-# ---- health and readiness ----
-
-
-def test_the_endpoint_answers_what_is_asked(status: RunStatus, served: str) -> None:
+def test_the_endpoint_answers_what_is_asked(
+    status: RunStatus, served: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     code, text = asked(served, "/healthz")
     assert (code, json.loads(text)["status"]) == (200, "ok")
     assert json.loads(text)["stage"] == "starting"
@@ -222,33 +193,13 @@ def test_the_endpoint_answers_what_is_asked(status: RunStatus, served: str) -> N
     status.set_ready("serving")
     status.enter_stage("training")
     code, text = asked(served, "/readyz")
-    assert (code, json.loads(text)) == (
-        200,
-        {
-            "status": "ready",
-            "reason": "serving",
-            "party": "passive",
-            "run": "small",
-            "run_id": "",
-            "stage": "training",
-        },
-    )
+    ready = {"status": "ready", "reason": "serving", "stage": "training"}
+    whose = {"party": "passive", "run": "small", "run_id": ""}
+    assert (code, json.loads(text)) == (200, ready | whose)
     code, text = asked(served, "/metrics")
     assert code == 200
-    assert 'splitveil_stage{stage="training"} 1.0' in text
+    assert re.findall(r'splitveil_stage{stage="(\w+)"} 1.0', text) == ["training"]
     assert asked(served, "/")[0] == 404
-
-
-def test_exactly_one_stage_is_the_present_one(status: RunStatus) -> None:
-    for stage in STAGES:
-        status.enter_stage(stage)
-        found = {one: value_of(status, "splitveil_stage", stage=one) for one in STAGES}
-        assert [one for one, value in found.items() if value] == [stage]
-
-
-def test_odd_requests_are_answered_and_other_methods_than_get_and_head_refused(
-    served: str, capfd: pytest.CaptureFixture[str]
-) -> None:
     assert asked(served, "/metrics", method="POST")[0] == 501
     for path in ("/healthz", "/metrics", "/metrics/"):
         assert asked(served, path, method="HEAD") == (200, "")
@@ -256,19 +207,15 @@ def test_odd_requests_are_answered_and_other_methods_than_get_and_head_refused(
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_port_that_is_taken_is_named(served: str) -> None:
+def test_a_port_that_is_taken_is_named(
+    example: Path, served: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     for refused in (check_free, lambda address: StatusEndpoint(RunStatus("x", CONTRACT), address)):
         with pytest.raises(SettingsError, match=f"status: cannot serve at {served}: .*in use"):
             refused(served)
-
-
-def test_the_check_command_names_a_taken_port(
-    example: Path, served: str, capsys: pytest.CaptureFixture[str]
-) -> None:
     words = ["check", str(example / "active.yaml"), "--set", f"status={served}"]
-    listen = f"listen={free_address()}"
     with pytest.raises(SystemExit) as end:
-        active_main([*words, "--set", listen])
+        active_main([*words, "--set", f"listen={free_address()}"])
     assert end.value.code == 2
     assert f"status: cannot serve at {served}" in capsys.readouterr().err
 
@@ -301,47 +248,17 @@ def test_an_endpoint_may_be_at_ipv6_and_another_address_than_loopback_is_warned_
     assert "can be reached from other machines" in caplog.text
 
 
-def test_two_parties_in_one_process_do_not_share_figures() -> None:
-    one, other = RunStatus("a", CONTRACT), RunStatus("b", CONTRACT)
-    one.note(Crossing("sent", "Train request", b"12345"))
-    assert value_of(one, "splitveil_messages_total", direction="sent", call="Train") == 1
-    assert "splitveil_messages_total" not in names_in(series_of(other))
-
-
-# ---- the end ----
-
-
 def never() -> None:
     return None
 
 
-def test_a_run_that_is_over_is_shown_to_those_who_look_regularly(status: RunStatus) -> None:
-    ended = threading.Event()
-
-    def serve() -> None:
-        with serving_status(status, address, never):
-            up.set()
-            over.wait(HANGS_AFTER_S)
-        ended.set()
-
-    address, up, over = free_address(), threading.Event(), threading.Event()
-    server = in_background(serve)
-    assert up.wait(HANGS_AFTER_S)
-    for _ in range(2):
-        assert asked(address, "/metrics")[0] == 200
-    over.set()
-    wait_until(lambda: status.stage == "finished" or ended.is_set())
-    server.join(HANGS_AFTER_S)
-    assert ended.is_set()  # after the look, or after its patience
-
-
-def test_the_last_look_ends_the_wait(status: RunStatus) -> None:
+def test_a_run_that_is_over_is_shown_until_the_next_look_at_its_metrics(status: RunStatus) -> None:
     with StatusEndpoint(status, "127.0.0.1:0") as endpoint:
         for _ in range(2):
             asked(endpoint.address, "/metrics")
         waits = in_background(lambda: endpoint.wait_for_last_look(never, HANGS_AFTER_S))
         asked(endpoint.address, "/healthz")
-        assert waits.is_alive()  # health is not what says to Prometheus the stage
+        assert waits.is_alive()  # its health does not show Prometheus the stage
         asked(endpoint.address, "/metrics")
         waits.join(HANGS_AFTER_S)
         assert not waits.is_alive()
@@ -360,33 +277,32 @@ def test_nobody_is_waited_for_who_looks_once_and_nobody_after_a_signal(
 @pytest.mark.parametrize(
     ("error", "stage"),
     [
+        (None, "finished"),
         (BudgetExhausted("a"), "ended"),
         (PeerEndedForGood("b"), "ended"),
         (PeerLeft("c"), "training"),
     ],
 )
-def test_only_a_run_that_resumes_is_left_in_training(
-    status: RunStatus, error: SplitveilError, stage: str
+def test_only_a_run_that_resumes_is_left_in_training_and_not_shown_to_the_end(
+    status: RunStatus, monkeypatch: pytest.MonkeyPatch, error: SplitveilError | None, stage: str
 ) -> None:
     """So that the alert about a party that is gone does not fire for a run that is over."""
-
-    def run() -> None:
-        with serving_status(status, free_address(), never):
-            status.enter_stage("training")
+    waits: list[object] = []
+    monkeypatch.setattr(StatusEndpoint, "wait_for_last_look", lambda *_: waits.append(1))
+    with suppress(SplitveilError), serving_status(status, free_address(), never):
+        status.enter_stage("training")
+        if error is not None:
             raise error
-
-    with pytest.raises(type(error)):
-        run()
     assert status.stage == stage
-
-
-# ---- the peer ----
+    assert bool(waits) is (stage != "training")
 
 
 def test_a_peer_that_is_lost_and_comes_back_is_counted_once(status: RunStatus) -> None:
     note = noting_attempts(status)
     connected = {"name": "splitveil_peer_connected", "peer": "active"}
     assert value_of(status, **connected) == 0
+    note(PeerUnreachable("not yet"))  # who was never there is not lost
+    assert value_of(status, "splitveil_connection_losses_total", peer="active") == 0
     status.name_run("0123456789abcdef")
     note(None)
     assert value_of(status, **connected) == 1
@@ -398,24 +314,22 @@ def test_a_peer_that_is_lost_and_comes_back_is_counted_once(status: RunStatus) -
     note(None)
     assert value_of(status, "splitveil_connection_losses_total", peer="active") == 1
     assert value_of(status, "splitveil_reconnects_total", peer="active") == 1
-    assert value_of(status, "splitveil_failed_calls_total", reason="PeerUnreachable") == 3
+    assert value_of(status, "splitveil_failed_calls_total", reason="PeerUnreachable") == 4
     assert status.readiness.ready
-
-
-def test_refusals_are_counted_by_reason_and_a_peer_that_was_never_there_is_not_lost(
-    status: RunStatus,
-) -> None:
-    noting_attempts(status)(PeerUnreachable("not yet"))
-    assert value_of(status, "splitveil_connection_losses_total", peer="active") == 0
     status.note_refused(InvalidMessage("a"))
     status.note_refused(InvalidMessage("b"))
     assert value_of(status, "splitveil_refused_messages_total", reason="InvalidMessage") == 2
 
 
 def test_what_is_not_known_yet_is_no_figure(example: Path) -> None:
-    settings = load_active(example)
+    status = ActiveStatus(load_party_settings(ActiveSettings, example / "active.yaml"))
     for name in ("ledger_epsilon", "train_loss", "last_checkpoint_timestamp_seconds"):
-        assert math.isnan(value_of(ActiveStatus(settings), f"splitveil_{name}"))
+        assert math.isnan(value_of(status, f"splitveil_{name}"))
+
+
+def test_the_settings_that_may_change_within_a_run_exist() -> None:
+    fields = set(PassiveSettings.model_fields) | set(ActiveSettings.model_fields)
+    assert {"status", "log_format"} <= MAY_CHANGE <= fields
 
 
 def test_steps_are_timed_from_end_to_end() -> None:
@@ -426,15 +340,3 @@ def test_steps_are_timed_from_end_to_end() -> None:
     assert value_of(status, "splitveil_step_seconds_sum") == 2.5
     assert value_of(status, "splitveil_step_seconds_count") == 2
     assert value_of(status, "splitveil_rows_total") == 24
-
-
-def load_active(folder: Path) -> ActiveSettings:
-    return load_party_settings(ActiveSettings, folder / "active.yaml")
-
-
-def test_the_status_may_change_within_a_run(example: Path) -> None:
-    assert (
-        {"status", "log_format"}
-        <= MAY_CHANGE
-        <= set(PassiveSettings.model_fields) | set(ActiveSettings.model_fields)
-    )

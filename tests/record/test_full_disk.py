@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from splitveil.common.errors import PeerLeft, SplitveilError, StorageError
-from splitveil.common.record.transcript import FILE, Broken, Crossing, Transcript, verify
+from splitveil.common.record.transcript import FILE, Broken, Crossing, Transcript, Verified, verify
 from tests.support.lines import free_port, peer_of, serving
 from tests.support.runs import Parties, build_parties
 
@@ -35,45 +35,37 @@ class FullDisk:
         return getattr(self._file, name)
 
 
-class Noted:
-    """Both parties over localhost with transcripts, of which one may get on a full disk."""
+@contextmanager
+def transcript(folder: Path, room: int | None) -> Iterator[Transcript]:
+    folder.mkdir(parents=True)
+    noting = Transcript(folder, folder.name)
+    if room is not None:
+        noting._file = FullDisk(noting._file, room)  # type: ignore[assignment]
+    try:
+        yield noting
+    finally:
+        with suppress(StorageError):
+            noting.close()
 
-    def __init__(self, example: Path, folder: Path) -> None:
-        self.folder = folder
-        self.parties: Parties = build_parties(example)
-        for party in ("active", "passive"):
-            (folder / party).mkdir(parents=True)
 
-    def size(self, party: str) -> int:
-        return (self.folder / party / FILE).stat().st_size
-
-    @contextmanager
-    def transcript(self, party: str, room: int | None) -> Iterator[Transcript]:
-        transcript = Transcript(self.folder / party, party)
-        if room is not None:
-            transcript._file = FullDisk(transcript._file, room)  # type: ignore[assignment]
-        try:
-            yield transcript
-        finally:
-            with suppress(StorageError):
-                transcript.close()
-
-    def run(self, full: str | None = None, room: int = 0) -> None:
-        port = free_port()
-        with (
-            self.transcript("active", room if full == "active" else None) as one,
-            self.transcript("passive", room if full == "passive" else None) as other,
-            serving(self.parties, port, transcript=one),
-            peer_of(self.parties, port, transcript=other) as peer,
-        ):
-            self.parties.run.run(peer)
+def run_noted(parties: Parties, folder: Path, **room: int) -> None:
+    """Run over localhost with two transcripts, of which one may have little room."""
+    port = free_port()
+    with (
+        transcript(folder / "active", room.get("active")) as one,
+        transcript(folder / "passive", room.get("passive")) as other,
+        serving(parties, port, transcript=one),
+        peer_of(parties, port, transcript=other) as peer,
+    ):
+        parties.run.run(peer)
 
 
 @pytest.fixture(scope="module")
-def whole(example: Path, tmp_path_factory: pytest.TempPathFactory) -> Noted:
-    noted = Noted(example, tmp_path_factory.mktemp("whole"))
-    noted.run()
-    return noted
+def sizes(example: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    """Return the size of each party's whole transcript."""
+    folder = tmp_path_factory.mktemp("whole")
+    run_noted(build_parties(example), folder)
+    return {party: (folder / party / FILE).stat().st_size for party in ("active", "passive")}
 
 
 @pytest.mark.parametrize(
@@ -81,18 +73,17 @@ def whole(example: Path, tmp_path_factory: pytest.TempPathFactory) -> Noted:
 )
 def test_a_message_that_cannot_be_noted_ends_both_parties(
     example: Path,
-    whole: Noted,
+    sizes: dict[str, int],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     full: str,
     share: float,
 ) -> None:
     """In the alignment, in training, or in an evaluation: it is no lost connection to wait for."""
-    noted = Noted(example, tmp_path)
+    parties = build_parties(example)
     with pytest.raises(SplitveilError) as caught:
-        noted.run(full, int(share * whole.size(full)))
-    session = noted.parties.session
-    ended, others = (session.lifecycle.error, caught.value)
+        run_noted(parties, tmp_path, **{full: int(share * sizes[full])})
+    ended, others = parties.session.lifecycle.error, caught.value
     if full == "passive":
         ended, others = others, ended
     assert isinstance(ended, StorageError)
@@ -104,12 +95,12 @@ def test_a_message_that_cannot_be_noted_ends_both_parties(
 
 @pytest.mark.parametrize("full", ["active", "passive"])
 def test_a_goodbye_that_cannot_be_noted_is_said_all_the_same(
-    example: Path, whole: Noted, tmp_path: Path, full: str
+    example: Path, sizes: dict[str, int], tmp_path: Path, full: str
 ) -> None:
-    noted = Noted(example, tmp_path)
-    noted.run(full, whole.size(full) - 400)
-    assert noted.parties.session.wait_for_farewell(0)
-    assert noted.parties.session.lifecycle.error is None
+    parties = build_parties(example)
+    run_noted(parties, tmp_path, **{full: sizes[full] - 400})
+    assert parties.session.wait_for_farewell(0)
+    assert parties.session.lifecycle.error is None
 
 
 def test_a_transcript_on_a_full_disk_holds_whole_lines_and_resumes(tmp_path: Path) -> None:
@@ -122,9 +113,9 @@ def test_a_transcript_on_a_full_disk_holds_whole_lines_and_resumes(tmp_path: Pat
         transcript.close()
     transcript.close()
     before = verify(tmp_path / FILE)
-    assert not isinstance(before, Broken)
     with Transcript(tmp_path, "active") as again:
         again.note(Crossing("sent", "Train reply", b"gradient", 0, 8))
     after = verify(tmp_path / FILE)
-    assert not isinstance(after, Broken)
+    assert isinstance(before, Verified)
+    assert isinstance(after, Verified)
     assert (after.entries, after.starts) == (before.entries + 2, 2)

@@ -13,6 +13,7 @@ from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.record.model_files import EarlierModel, save_model
 from splitveil.common.settings import validate
+from tests.support.compared import assert_same_weights
 from tests.support.runs import Parties, build_parties, run_in_process, write_example
 
 STILL = "optimizer={kind: sgd, learning_rate: 1.0e-30}"  # below the last bit of every weight
@@ -23,14 +24,10 @@ def finished(folder: Path, *overrides: str) -> Parties:
     """Run once and save both models as the commands do."""
     parties = build_parties(folder, [*SHARED, *overrides], [*SHARED, *overrides])
     run_in_process(parties)
+    top, bottom = parties.session.lifecycle.phase.trainer, parties.run.trainer
     for name, settings, trainer, seen in (
-        (
-            "active",
-            parties.active_settings,
-            parties.session.lifecycle.phase.trainer,
-            parties.active,
-        ),
-        ("passive", parties.passive_settings, parties.run.trainer, parties.passive),
+        ("active", parties.active_settings, top, parties.active),
+        ("passive", parties.passive_settings, bottom, parties.passive),
     ):
         assert seen.rows is not None
         assert trainer is not None
@@ -74,8 +71,7 @@ def test_a_run_that_learns_nothing_has_the_test_auc_of_the_run_it_starts_from(
     )
     assert (after[0].auc, after[0].loss) == (before[-1].auc, before[-1].loss)
     assert before[0].auc != before[-1].auc
-    weights = first.weights()
-    assert all(torch.equal(weights[name], value) for name, value in second.weights().items())
+    assert_same_weights(first.weights(), second.weights())
 
 
 def test_features_are_encoded_as_they_were_in_the_earlier_run(
@@ -99,10 +95,8 @@ def test_features_are_encoded_as_they_were_in_the_earlier_run(
 def test_a_category_keeps_its_slot_and_a_new_one_is_unknown(tmp_path: Path) -> None:
     def data(text: str) -> PartyData:
         (tmp_path / "rows.csv").write_text(text)
-        values = {
-            "source": {"kind": "csv", "path": "rows.csv"},
-            "features": {"categorical": "city"},
-        }
+        source = {"kind": "csv", "path": "rows.csv"}
+        values = {"source": source, "features": {"categorical": "city"}}
         return PartyData.load(validate(DataSettings, values, ""), tmp_path)
 
     monday = data("city\nOslo\nRome\nBern\n")
@@ -153,10 +147,11 @@ def test_a_run_that_resumes_has_its_own_weights_and_not_the_earlier_ones(
     run_in_process(second)
     again = from_first(tmp_path, runs=runs)
     assert again.session.reopen()
-    assert again.session.lifecycle.phase.trainer is not None
-    assert second.session.lifecycle.phase.trainer is not None
-    now = again.session.lifecycle.phase.trainer.model.state_dict()
+    now, own = (
+        trainer.model.state_dict()
+        for each in (again, second)
+        if (trainer := each.session.lifecycle.phase.trainer) is not None
+    )
+    assert_same_weights(now, own)
     earlier = load_file(tmp_path / "first" / "active" / "checkpoint" / "model.safetensors")
-    for name, value in second.session.lifecycle.phase.trainer.model.state_dict().items():
-        assert torch.equal(now[name], value)
     assert any(not torch.equal(now[name], value) for name, value in earlier.items())

@@ -5,7 +5,7 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -32,15 +32,6 @@ from tests.support.runs import write_example
 
 Lines = Callable[[], list[dict[str, Any]]]
 logger = logging.getLogger("splitveil.active_party.run")
-
-
-@pytest.fixture(autouse=True)
-def _logging_as_before() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
 
 
 @pytest.fixture
@@ -76,16 +67,12 @@ def test_no_message_passes_for_another_line(capsys: pytest.CaptureFixture[str], 
     assert json.loads(text)["message"] == evil
 
 
-def test_a_field_replaces_none_that_every_line_has(lines: Lines) -> None:
+def test_a_field_replaces_none_that_every_line_has_and_is_plain_json(lines: Lines) -> None:
     logger.warning("a", extra=log_fields(message="b", level="DEBUG", party="passive"))
-    (line,) = lines()
-    assert (line["message"], line["level"], line["party"]) == ("a", "WARNING", "active")
-
-
-def test_a_number_that_json_does_not_know_is_a_word(lines: Lines) -> None:
     logger.warning("a", extra=log_fields(sum_kl=math.inf, loss=math.nan, path=Path("x")))
-    (line,) = lines()
-    assert (line["sum_kl"], line["loss"], line["path"]) == ("inf", "nan", "x")
+    line, other = lines()
+    assert (line["message"], line["level"], line["party"]) == ("a", "WARNING", "active")
+    assert (other["sum_kl"], other["loss"], other["path"]) == ("inf", "nan", "x")
 
 
 def test_a_traceback_is_a_field(lines: Lines) -> None:
@@ -118,43 +105,12 @@ def test_what_a_signal_says_is_a_line_like_the_others(lines: Lines) -> None:
     assert raw_line("stopping") == b"stopping\n"
 
 
-def test_problems_of_the_settings_are_objects_where_the_flag_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_example(tmp_path)
-    words = ["check", str(tmp_path / "active.yaml"), "--log-format", "json"]
-    with pytest.raises(SystemExit) as end:
-        active_main([*words, "--set", "lisen=127.0.0.1:1"])
-    assert end.value.code == 2
-    found = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
-    assert [(one["exit_code"], one["error"]) for one in found] == [(2, "SettingsError")]
-    assert "lisen" in found[0]["message"]
-
-
-def test_the_flag_is_stronger_than_the_setting(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_example(tmp_path)
-    words = ["check", str(tmp_path / "active.yaml"), "--set", "log_format=json"]
-    for options, is_json in (([], True), (["--log-format", "text"], False)):
-        with pytest.raises(SystemExit):
-            active_main([*words, *options, "--set", "listen=127.0.0.1:1", "--set", "device=cuda:9"])
-        assert writes_json() is is_json
-        assert capsys.readouterr().err.lstrip().startswith("{") is is_json
-
-
-class Terminal(io.StringIO):
-    """Says that it is a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_no_progress_bar_is_drawn_between_objects(
     form: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    screen = Terminal()
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("TERM", "xterm")
     configure_logging("active", form=form)
@@ -180,3 +136,26 @@ def test_the_summary_is_an_object_and_no_table(
     screen = io.StringIO()
     print_summary("active", summary_of({"steps": 3}), console=Console(file=screen, width=80))
     assert "steps" in screen.getvalue()
+
+
+def test_the_flag_is_stronger_than_the_setting_and_problems_of_the_settings_are_objects(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_example(tmp_path)
+    words = ["check", str(tmp_path / "active.yaml"), "--set", "log_format=json"]
+    listen = ["--set", "listen=127.0.0.1:1", "--set", "device=cuda:9"]
+    wrong = ["--set", "lisen=127.0.0.1:1", "--log-format"]
+    for options, is_json in (
+        (listen, True),
+        ([*listen, "--log-format", "text"], False),
+        ([*wrong, "json"], True),
+    ):
+        with pytest.raises(SystemExit) as end:
+            active_main([*words, *options])
+        assert writes_json() is is_json
+        shown = capsys.readouterr().err
+        assert shown.startswith("{") is is_json
+    assert end.value.code == 2
+    (found,) = map(json.loads, shown.splitlines())
+    assert (found["exit_code"], found["error"]) == (2, "SettingsError")
+    assert "lisen" in found["message"]

@@ -11,25 +11,8 @@ import pytest
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.record import lines
-from splitveil.common.record.figures import (
-    AdjustedFigures,
-    AdvantageFigures,
-    AttackFigure,
-    BatchCounts,
-    BatchFigures,
-    BeyondFigures,
-    ClassFigures,
-    EpsilonFigures,
-    LeakByClass,
-    LeakFigures,
-    LedgerFigures,
-    NumberBeyond,
-    NumberFigures,
-    NumberLeak,
-    RunFigures,
-    SpreadFigures,
-)
+from splitveil.common.record import figures, lines
+from splitveil.common.record import summary as summaries
 from splitveil.common.record.lines import HistogramLine
 from splitveil.common.record.run_record import (
     METRICS,
@@ -40,16 +23,6 @@ from splitveil.common.record.run_record import (
     read_summary,
     write_ledger_ahead,
     write_summary,
-)
-from splitveil.common.record.summary import (
-    ActiveFigures,
-    AdversaryBound,
-    AuditedFigures,
-    EarlierAnswers,
-    GateFigures,
-    ModelFigures,
-    RunCounts,
-    Summary,
 )
 from splitveil.common.record.transcript import TranscriptEnd
 from splitveil.common.record.values import from_form
@@ -62,15 +35,15 @@ SPREADS = {
     "honest_but_curious": (0.8125, 0.75, 0.71875),
     "knows_class_means_only": (0.75, 0.6875, 0.65625),
 }
-_spreads: Any = [SpreadFigures(*spread) for spread in SPREADS.values()]
-BOUNDS: LedgerFigures = partial(LedgerFigures, epsilon=1.5)(*_spreads)
+_spreads: Any = [figures.SpreadFigures(*spread) for spread in SPREADS.values()]
+BOUNDS: figures.LedgerFigures = partial(figures.LedgerFigures, epsilon=1.5)(*_spreads)
 LEDGER_FORM = {
     f"{name}_{part}": value
     for name, spread in SPREADS.items()
     for part, value in zip(("max", "q95", "mean"), spread, strict=True)
 } | {"epsilon": 1.5}
-NORM = AttackFigure("cut", "norm", 0.75)
-ELSEWHERE = AttackFigure("ads/bank: first", "spectral", None)
+NORM = figures.AttackFigure("cut", "norm", 0.75)
+ELSEWHERE = figures.AttackFigure("ads/bank: first", "spectral", None)
 
 
 def form(
@@ -84,10 +57,7 @@ COUNTED = {"edges": [-1.0, 0.0, 1.0], "counts": {"before/positive": [3, 4]}}
 
 LINES: Mapping[str, tuple[lines.Line, dict[str, Any]]] = {
     "alignment": (lines.AlignmentLine(569), form("alignment", None, None, aligned_rows=569)),
-    "training": (
-        lines.TrainingLine(1, 2, 0.5, 0.25),
-        form("train", 2, loss=0.5, noise_power=0.25),
-    ),
+    "training": (lines.TrainingLine(1, 2, 0.5, 0.25), form("train", 2, loss=0.5, noise_power=0.25)),
     "leak": (
         lines.LeakLine(1, 2, (NORM, ELSEWHERE), 0.5),
         form("leak", 2)
@@ -113,7 +83,7 @@ LINES: Mapping[str, tuple[lines.Line, dict[str, Any]]] = {
     ),
     "evaluation of numbers": (
         lines.EvaluationLine(
-            1, "test", 0.5, None, None, 0.25, number=NumberFigures(2.0, 1.5, 0.75, 4.0, 3.0)
+            1, "test", 0.5, None, None, 0.25, number=figures.NumberFigures(2.0, 1.5, 0.75, 4.0, 3.0)
         ),
         form("test", loss=0.5, train_loss=0.25, rmse=2.0, mae=1.5, r2=0.75)
         | {"constant_rmse": 4.0, "constant_mae": 3.0},
@@ -148,174 +118,139 @@ def test_a_line_has_its_form_in_the_file_and_is_read_back(tmp_path: Path, name: 
     assert found == (0.123457, line)
 
 
-CLASSES = ClassFigures(("van", "bus"), 0.75, 0.5, {"van": 0.75}, {"van": 0.5})
-LEAK = LeakFigures(
-    batches={"cut": {"norm": BatchFigures(0.75, 0.625, 0.5625, 0.5)}},
+CLASSES = figures.ClassFigures(("van", "bus"), 0.75, 0.5, {"van": 0.75}, {"van": 0.5})
+LEAK = figures.LeakFigures(
+    batches={"cut": {"norm": figures.BatchFigures(0.75, 0.625, 0.5625, 0.5)}},
     worst_epoch={"cut": {"norm": 0.6875}},
-    run_level={"cut": {"accumulated_cosine": RunFigures(0.75, 0.625, 0.875, 569, 0.25, 0.5, None)}},
-    beyond=BeyondFigures(
-        {"norm": AdjustedFigures(0.625, 0.5, 0.75)},
-        {"accumulated_cosine": AdvantageFigures(0.125, 0.0, 0.25, 0.625)},
-        EpsilonFigures(
+    run_level={
+        "cut": {"accumulated_cosine": figures.RunFigures(0.75, 0.625, 0.875, 569, 0.25, 0.5, None)}
+    },
+    beyond=figures.BeyondFigures(
+        {"norm": figures.AdjustedFigures(0.625, 0.5, 0.75)},
+        {"accumulated_cosine": figures.AdvantageFigures(0.125, 0.0, 0.25, 0.625)},
+        figures.EpsilonFigures(
             *(1.5, "norm", 40, 38, 100, 0.95, 1e-05, 0.125),
             stated=1.0,
             stated_for="anybody",
             p_value_of_stated=0.25,
         ),
     ),
-    counts=BatchCounts(42, 1, 2),
+    counts=figures.BatchCounts(42, 1, 2),
 )
-LEAK_FORM = {
-    "adjusted_leak": {"norm": {"value": 0.625, "low": 0.5, "high": 0.75}},
-    "leak_advantage": {
-        "accumulated_cosine": {"value": 0.125, "low": 0.0, "high": 0.25, "prior": 0.625}
-    },
-    "epsilon_lower_bound_details": {
-        "epsilon": 1.5,
-        "attack": "norm",
-        "guesses": 40,
-        "correct": 38,
-        "pairs": 100,
-        "confidence": 0.95,
-        "delta": 1e-05,
-        "p_value": 0.125,
-        "stated": 1.0,
-        "stated_for": "anybody",
-        "p_value_of_stated": 0.25,
-    },
-    "epsilon_lower_bound": 1.5,
-    "leak": {
-        "cut": {"norm": {"q95": 0.75, "mean": 0.625, "last_epoch": 0.5625, "random_q95": 0.5}}
-    },
-    "leak_worst_epoch": {"cut": {"norm": 0.6875}},
-    "leak_run_level": {
-        "cut": {
-            "accumulated_cosine": {
-                "auc": 0.75,
-                "low": 0.625,
-                "high": 0.875,
-                "examples": 569,
-                "tpr_at_per_mille": 0.25,
-                "tpr_at_percent": 0.5,
-                "precision_at_100": None,
-            }
-        }
-    },
-    "leak_batches": {"observed": 42, "skipped_one_class": 1, "left_out": 2},
-}
+LEAK_FORM: dict[str, Any] = json.loads(
+    """
+{"adjusted_leak": {"norm": {"value": 0.625, "low": 0.5, "high": 0.75}},
+ "leak_advantage": {"accumulated_cosine": {"value": 0.125, "low": 0.0, "high": 0.25,
+                                           "prior": 0.625}},
+ "epsilon_lower_bound_details": {"epsilon": 1.5, "attack": "norm", "guesses": 40, "correct": 38,
+                                 "pairs": 100, "confidence": 0.95, "delta": 1e-05,
+                                 "p_value": 0.125, "stated": 1.0, "stated_for": "anybody",
+                                 "p_value_of_stated": 0.25},
+ "epsilon_lower_bound": 1.5,
+ "leak": {"cut": {"norm": {"q95": 0.75, "mean": 0.625, "last_epoch": 0.5625, "random_q95": 0.5}}},
+ "leak_worst_epoch": {"cut": {"norm": 0.6875}},
+ "leak_run_level": {"cut": {"accumulated_cosine": {"auc": 0.75, "low": 0.625, "high": 0.875,
+                                                   "examples": 569, "tpr_at_per_mille": 0.25,
+                                                   "tpr_at_percent": 0.5,
+                                                   "precision_at_100": null}}},
+ "leak_batches": {"observed": 42, "skipped_one_class": 1, "left_out": 2}}
+"""
+)
+CLASSES_FORM: dict[str, Any] = json.loads(
+    """
+{"leak": {}, "leak_worst_epoch": {}, "leak_run_level": {},
+ "leak_classes": {"cut": {"norm": {"worst_pair": ["van", "bus"], "worst_pair_auc": 0.75,
+                                   "worst_pair_random": 0.5, "classes": {"van": 0.75},
+                                   "random": {"van": 0.5}}}},
+ "leak_run_level_classes": {"cut": {"norm": {"worst_pair": ["van", "bus"],
+                                             "classes": {"van": 0.75}}}},
+ "leak_batches": {"observed": null, "skipped_one_class": null, "left_out": null}}
+"""
+)
 COUNTS = {"aligned_rows": 569, "epochs": 2, "steps": 30, "steps_per_s": 12.5}
 MODEL = {"test_auc": 0.75, "test_loss": 0.5, "test_calibration_error": 0.125, "train_loss": 0.25}
 DEFENSE = {"name": "marvell", "noise": "fresh"}
-ENDS = {"transcript": {"entries": 7, "last_link": "ab"}}
+WITHOUT_STEPS: dict[str, Any] = {
+    "defense": DEFENSE,
+    "ledger": None,
+    "bounds": [],
+    "refused_messages": {},
+}
 
-SUMMARIES: Mapping[str, tuple[Summary, dict[str, Any]]] = {
+SUMMARIES: Mapping[str, tuple[summaries.Summary, dict[str, Any]]] = {
     "active": (
-        Summary(
-            counts=RunCounts(569, 2, 30, 12.5),
-            active=ActiveFigures(
-                model=ModelFigures(0.75, 0.5, 0.125, 0.25),
+        summaries.Summary(
+            counts=summaries.RunCounts(569, 2, 30, 12.5),
+            active=summaries.ActiveFigures(
+                model=summaries.ModelFigures(0.75, 0.5, 0.125, 0.25),
                 defense=DEFENSE,
                 ledger=BOUNDS,
                 bounds=(
-                    AdversaryBound(Adversary.ANYBODY, 1.0, None),
-                    AdversaryBound(Adversary.HONEST_BUT_CURIOUS, 0.8125, None),
-                    AdversaryBound(Adversary.CLASS_MEANS, 0.75, 0.5),
+                    summaries.AdversaryBound(Adversary.ANYBODY, 1.0, None),
+                    summaries.AdversaryBound(Adversary.HONEST_BUT_CURIOUS, 0.8125, None),
+                    summaries.AdversaryBound(Adversary.CLASS_MEANS, 0.75, 0.5),
                 ),
                 audits_answered=3,
                 refused_messages={"too-large": 1},
-                earlier_answers=EarlierAnswers(9, BOUNDS),
+                earlier_answers=summaries.EarlierAnswers(9, BOUNDS),
                 leak_alarms=1,
-                gate=GateFigures(2, closed=True),
+                gate=summaries.GateFigures(2, closed=True),
             ),
             leak=LEAK,
             transcript=TranscriptEnd(7, "ab"),
         ),
-        {
-            **COUNTS,
-            **MODEL,
-            "defense": DEFENSE,
-            "ledger": LEDGER_FORM,
+        COUNTS
+        | MODEL
+        | {"defense": DEFENSE, "ledger": LEDGER_FORM}
+        | {
             "bounds": [
                 {"adversary": "anybody", "leak_auc": 1.0, "mu": None},
                 {"adversary": "honest-but-curious", "leak_auc": 0.8125, "mu": None},
                 {"adversary": "knows class means only", "leak_auc": 0.75, "mu": 0.5},
-            ],
-            "audits_answered": 3,
-            "refused_messages": {"too-large": 1},
-            "earlier_answers": {"examples": 9, **LEDGER_FORM},
-            "leak_alarms": 1,
-            "leak_gate_findings": 2,
-            "leak_gate_closed": True,
-            **LEAK_FORM,
-            **ENDS,
-        },
+            ]
+        }
+        | {"audits_answered": 3, "refused_messages": {"too-large": 1}}
+        | {"earlier_answers": {"examples": 9, **LEDGER_FORM}}
+        | {"leak_alarms": 1, "leak_gate_findings": 2, "leak_gate_closed": True}
+        | LEAK_FORM
+        | {"transcript": {"entries": 7, "last_link": "ab"}},
     ),
-    "active without a ledger entry": (
-        Summary(
-            counts=RunCounts(569, 0, 0, None),
-            active=ActiveFigures(model=ModelFigures(), defense=DEFENSE),
+    "active without a step": (
+        summaries.Summary(
+            counts=summaries.RunCounts(569, 0, 0, None),
+            active=summaries.ActiveFigures(model=summaries.ModelFigures(), defense=DEFENSE),
         ),
-        {
-            "aligned_rows": 569,
-            "epochs": 0,
-            "steps": 0,
-            "steps_per_s": None,
-            **dict.fromkeys(MODEL),
-            "defense": DEFENSE,
-            "ledger": None,
-            "bounds": [],
-            "refused_messages": {},
-        },
+        {"aligned_rows": 569, "epochs": 0, "steps": 0, "steps_per_s": None}
+        | dict.fromkeys(MODEL)
+        | WITHOUT_STEPS,
     ),
     "active with several classes": (
-        Summary(
-            counts=RunCounts(569, 2, 30, 12.5),
-            active=ActiveFigures(
-                model=ModelFigures(0.75, 0.5, 0.125, 0.25, 0.875, {"van": 0.75}), defense=DEFENSE
+        summaries.Summary(
+            counts=summaries.RunCounts(569, 2, 30, 12.5),
+            active=summaries.ActiveFigures(
+                model=summaries.ModelFigures(0.75, 0.5, 0.125, 0.25, 0.875, {"van": 0.75}),
+                defense=DEFENSE,
             ),
-            leak=LeakFigures(
-                by_class=LeakByClass(
+            leak=figures.LeakFigures(
+                by_class=figures.LeakByClass(
                     {"cut": {"norm": CLASSES}},
-                    {"cut": {"norm": ClassFigures(("van", "bus"), classes={"van": 0.75})}},
+                    {"cut": {"norm": figures.ClassFigures(("van", "bus"), classes={"van": 0.75})}},
                 )
             ),
         ),
-        {
-            **COUNTS,
-            **MODEL,
-            "test_accuracy": 0.875,
-            "test_auc_by_class": {"van": 0.75},
-            "defense": DEFENSE,
-            "ledger": None,
-            "bounds": [],
-            "refused_messages": {},
-            "leak": {},
-            "leak_worst_epoch": {},
-            "leak_run_level": {},
-            "leak_classes": {
-                "cut": {
-                    "norm": {
-                        "worst_pair": ["van", "bus"],
-                        "worst_pair_auc": 0.75,
-                        "worst_pair_random": 0.5,
-                        "classes": {"van": 0.75},
-                        "random": {"van": 0.5},
-                    }
-                }
-            },
-            "leak_run_level_classes": {
-                "cut": {"norm": {"worst_pair": ["van", "bus"], "classes": {"van": 0.75}}}
-            },
-            "leak_batches": {"observed": None, "skipped_one_class": None, "left_out": None},
-        },
+        COUNTS
+        | MODEL
+        | {"test_accuracy": 0.875, "test_auc_by_class": {"van": 0.75}}
+        | WITHOUT_STEPS
+        | CLASSES_FORM,
     ),
     "passive": (
-        Summary(
-            counts=RunCounts(569, 2, 30, 12.5),
-            audited=AuditedFigures({"cut": {"norm": 0.75}}, 4),
+        summaries.Summary(
+            counts=summaries.RunCounts(569, 2, 30, 12.5),
+            audited=summaries.AuditedFigures({"cut": {"norm": 0.75}}, 4),
             leak=LEAK,
         ),
-        {**COUNTS, "audit": {"cut": {"norm": 0.75}}, "audit_left_out_batches": 4, **LEAK_FORM},
+        COUNTS | {"audit": {"cut": {"norm": 0.75}}, "audit_left_out_batches": 4} | LEAK_FORM,
     ),
 }
 
@@ -329,17 +264,11 @@ def test_a_summary_has_its_form_in_the_file_and_is_read_back(tmp_path: Path, nam
 
 
 def test_figures_that_are_not_finite_become_null_and_are_read_as_absent(tmp_path: Path) -> None:
-    model = ModelFigures(test_auc=math.nan, train_loss=math.inf)
-    write_summary(tmp_path, Summary(active=ActiveFigures(model=model)))
+    model = summaries.ModelFigures(test_auc=math.nan, train_loss=math.inf)
+    write_summary(tmp_path, summaries.Summary(active=summaries.ActiveFigures(model=model)))
     append_lines(tmp_path, lines.TrainingLine(0, 0, loss=math.nan, noise_power=-math.inf))
-    assert read_summary(tmp_path).of_active.model == ModelFigures()
+    assert read_summary(tmp_path).of_active.model == summaries.ModelFigures()
     assert read_metrics(tmp_path).of(lines.TrainingLine) == [lines.TrainingLine(0, 0, None, None)]
-
-
-def test_the_bounds_of_answers_ahead_are_read_back(tmp_path: Path) -> None:
-    assert find_ledger_ahead(tmp_path) is None
-    write_ledger_ahead(tmp_path, BOUNDS)
-    assert find_ledger_ahead(tmp_path) == BOUNDS
 
 
 def test_lines_that_are_cut_off_or_unknown_are_left_out(tmp_path: Path) -> None:
@@ -350,65 +279,61 @@ def test_lines_that_are_cut_off_or_unknown_are_left_out(tmp_path: Path) -> None:
     assert [line for _, line in read_metrics(tmp_path).timed] == [lines.AlignmentLine(7)]
 
 
-def test_a_line_that_is_no_text_is_refused_by_its_number(tmp_path: Path) -> None:
-    append_lines(tmp_path, lines.AlignmentLine(7))
-    with (tmp_path / METRICS).open("ab") as metrics:
-        metrics.write(b'{"kind": "\xff"}\n')
-    with pytest.raises(SettingsError, match=r"metrics\.jsonl: line 2 is damaged: it is not UTF-8$"):
-        read_metrics(tmp_path)
-
-
-def test_a_folder_without_a_record_is_empty_and_a_summary_that_must_be_there_is_missed(
-    tmp_path: Path,
-) -> None:
-    assert read_metrics(tmp_path).timed == []
-    assert find_summary(tmp_path) is None
-    with pytest.raises(SettingsError, match=r"summary\.json: expected the summary of a run"):
-        read_summary(tmp_path)
-
-
-@pytest.mark.parametrize("version", [2, 0, "1", None, [1]])
-def test_a_record_of_another_format_is_refused_in_one_line(tmp_path: Path, version: object) -> None:
-    (tmp_path / SUMMARY).write_text(json.dumps({"format": version, "steps": 3}))
-    (tmp_path / METRICS).write_text(json.dumps({"kind": "format", "format": version}) + "\n")
-    for read in (read_summary, read_metrics):
-        with pytest.raises(SettingsError, match="by another version of splitveil") as refused:
-            read(tmp_path)
-        assert len(str(refused.value).splitlines()) == 1
-
-
-def test_a_record_that_names_the_first_format_is_read(tmp_path: Path) -> None:
-    (tmp_path / SUMMARY).write_text(json.dumps({"format": 1, "steps": 3}))
-    (tmp_path / METRICS).write_text(json.dumps({"kind": "format", "format": 1}) + "\n")
-    append_lines(tmp_path, lines.AlignmentLine(7))
-    assert read_summary(tmp_path).counts.steps == 3
-    assert read_metrics(tmp_path).of(lines.AlignmentLine) == [lines.AlignmentLine(7)]
-
-
-def test_a_damaged_summary_is_refused_in_words(tmp_path: Path) -> None:
-    (tmp_path / SUMMARY).write_text('{"steps": 3')
-    with pytest.raises(SettingsError, match=r"summary\.json: not valid JSON"):
-        read_summary(tmp_path)
-
-
 def test_what_attacks_explain_of_numbers_beyond_features_is_read_as_it_was_written() -> None:
-    beyond = NumberBeyond(0.25, 0.0, 0.5)
-    leak = LeakFigures(
+    beyond = figures.NumberBeyond(0.25, 0.0, 0.5)
+    leak = figures.LeakFigures(
         of_numbers={
-            "informed": NumberLeak(0.75, 0.875, 0.5, 0.125, None, beyond),
-            "top_direction": NumberLeak(0.5),
+            "informed": figures.NumberLeak(0.75, 0.875, 0.5, 0.125, None, beyond),
+            "top_direction": figures.NumberLeak(0.5),
         }
     )
     (written,) = leak.form().values()
     assert written["informed"]["beyond"] == {"r2": 0.25, "low": 0.0, "high": 0.5}
     assert written["top_direction"]["beyond"] is None
-    assert from_form(LeakFigures, {"leak_of_numbers": written}) == leak
+    assert from_form(figures.LeakFigures, {"leak_of_numbers": written}) == leak
     del written["informed"]["beyond"]["low"]  # of a file that somebody has changed
-    found = from_form(LeakFigures, {"leak_of_numbers": written})
+    found = from_form(figures.LeakFigures, {"leak_of_numbers": written})
     assert found.of_numbers["informed"].beyond is None
 
 
 @pytest.mark.parametrize(("low", "is_clear"), [(0.04, True), (0.01, False), (0.0, False)])
 def test_an_r2_is_clear_above_three_standard_errors(low: float, is_clear: bool) -> None:
     """A correlation of .4 whose interval begins at .2, .1 or 0 is 3.9, 2.6 or 2 errors above 0."""
-    assert NumberBeyond(0.16, low, 0.5).is_clear is is_clear
+    assert figures.NumberBeyond(0.16, low, 0.5).is_clear is is_clear
+
+
+def test_a_folder_without_a_record_is_empty_and_its_ledger_can_be_written_ahead(
+    tmp_path: Path,
+) -> None:
+    assert read_metrics(tmp_path).timed == []
+    assert find_summary(tmp_path) is None
+    with pytest.raises(SettingsError, match=r"summary\.json: expected the summary of a run"):
+        read_summary(tmp_path)
+    assert find_ledger_ahead(tmp_path) is None
+    write_ledger_ahead(tmp_path, BOUNDS)
+    assert find_ledger_ahead(tmp_path) == BOUNDS
+
+
+def test_a_damaged_record_is_refused_by_its_line(tmp_path: Path) -> None:
+    (tmp_path / SUMMARY).write_text('{"steps": 3')
+    with pytest.raises(SettingsError, match=r"summary\.json: not valid JSON"):
+        read_summary(tmp_path)
+    (tmp_path / METRICS).write_bytes(b'{}\n{"kind": "\xff"}\n')
+    with pytest.raises(SettingsError, match=r"metrics\.jsonl: line 2 is damaged: it is not UTF-8$"):
+        read_metrics(tmp_path)
+
+
+@pytest.mark.parametrize("version", [1, 2, 0, "1", None, [1]])
+def test_a_record_of_another_format_than_the_first_is_refused(
+    tmp_path: Path, version: object
+) -> None:
+    (tmp_path / SUMMARY).write_text(json.dumps({"format": version, "steps": 3}))
+    (tmp_path / METRICS).write_text(json.dumps({"kind": "format", "format": version}) + "\n")
+    append_lines(tmp_path, lines.AlignmentLine(7))
+    if version == 1:
+        assert read_summary(tmp_path).counts.steps == 3
+        assert read_metrics(tmp_path).of(lines.AlignmentLine) == [lines.AlignmentLine(7)]
+    else:
+        for read in (read_summary, read_metrics):
+            with pytest.raises(SettingsError, match="by another version of splitveil"):
+                read(tmp_path)

@@ -2,29 +2,21 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpc
 import pytest
 import torch
+from grpc import StatusCode
 
-from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.active_party.run import audit_service
 from splitveil.active_party.run.audit_service import MAX_LAYERS
 from splitveil.active_party.run.preparation import OwnRows, OwnRules
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.common.errors import (
-    AuditRefused,
-    InvalidMessage,
-    OutOfStep,
-    ProtocolError,
-    SettingsError,
-    TooLarge,
-)
+from splitveil.common.errors import AuditRefused, OutOfStep, SettingsError, TooLarge
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.privacy.attacks import LABEL_FREE
 from splitveil.common.privacy.leakage import leak_auc
@@ -68,10 +60,6 @@ def small_tables_are_audited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audit_service, "MIN_EXAMPLES", FEWEST)
 
 
-def parties_with(example: Path, *active: str) -> Parties:
-    return build_parties(example, [ALLOWED, LARGE, *active], [ALLOWED, LARGE])
-
-
 class Audited(NamedTuple):
     parties: Parties
     active: list[dict[str, Any]]
@@ -82,25 +70,20 @@ class Audited(NamedTuple):
         return [line for line in getattr(self, party) if line["kind"] == kind]
 
 
-def audited(example: Path, folder: Path, meet: Callable[[Parties], None], *active: str) -> Audited:
+def audited(example: Path, folder: Path, port: int, *active: str) -> Audited:
     """Run both parties with their recorders; the passive party knows no label."""
     mine = [ALLOWED, LARGE, "adversary={audit: true, queue_batches: 512, max_cpu_share: null}"]
     parties = build_parties(example, [ALLOWED, LARGE, NOISY, *active], mine)
     with recorders(parties, folder) as both:
         parties.run.auditor = both.passive
-        meet(parties)
+        run_over_grpc(parties, port)
     return Audited(parties, *both.lines(), both.passive.summary().form())
 
 
-def meeting(wire: str, port: int) -> Callable[[Parties], None]:
-    return (lambda parties: run_over_grpc(parties, port)) if wire == "gRPC" else run_in_process
-
-
-@pytest.mark.parametrize("wire", ["in process", "gRPC"])
 def test_an_audit_gives_the_monitor_s_figure_with_two_digits(
-    example: Path, tmp_path: Path, port: int, wire: str
+    example: Path, tmp_path: Path, port: int
 ) -> None:
-    found = audited(example, tmp_path, meeting(wire, port), "allow_audits=true")
+    found = audited(example, tmp_path, port, "allow_audits=true")
     measured = {
         line["epoch"]: line["cut/accumulated_spectral"]
         for line in found.of_kind("active", "epoch_leak")
@@ -126,7 +109,7 @@ def test_a_refused_audit_ends_no_run_and_is_asked_for_once(
 ) -> None:
     """Allowed by the contract only: off by default."""
     with caplog.at_level(logging.WARNING):
-        found = audited(example, tmp_path, meeting("gRPC", port))
+        found = audited(example, tmp_path, port)
     assert found.parties.session.stage is Stage.FINISHED
     assert found.of_kind("passive", "audit") == found.of_kind("active", "audit") == []
     assert found.summary["audit"] == {}
@@ -134,31 +117,28 @@ def test_a_refused_audit_ends_no_run_and_is_asked_for_once(
 
 
 def test_attacks_that_fail_end_no_run(
-    example: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    example: Path,
+    tmp_path: Path,
+    port: int,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(audit: LabelFreeAudit, observation: Observation) -> None:
         raise ValueError("no attack today")
 
     monkeypatch.setattr(LabelFreeAudit, "observe", fail)
-    found = audited(example, tmp_path, run_in_process, "allow_audits=true")
+    found = audited(example, tmp_path, port, "allow_audits=true")
     assert found.parties.session.stage is Stage.FINISHED
     assert found.summary["audit"] == {}
     assert found.summary["audit_left_out_batches"] == found.summary["steps"]
     assert "no attack today" in caplog.text
 
 
-# ---- the limits, on a session whose last epoch can still be audited ----
-
-
-def finished(example: Path, *active: str) -> Parties:
-    parties = parties_with(example, *active)
-    run_in_process(parties)
-    return parties
-
-
 @pytest.fixture
 def open_session(example: Path) -> Parties:
-    return finished(example, "allow_audits=true")
+    parties = build_parties(example, [ALLOWED, LARGE, "allow_audits=true"], [ALLOWED, LARGE])
+    run_in_process(parties)
+    return parties
 
 
 def question(parties: Parties, **changes: Any) -> AuditQuestion:
@@ -175,52 +155,24 @@ def true_labels(parties: Parties) -> torch.Tensor:
     return parties.session.lifecycle.phase.trainer.labels_of(parties.active.rows.splits["train"])
 
 
-def test_an_inverted_score_is_a_leak_and_two_digits_are_given(open_session: Parties) -> None:
-    noise = torch.rand(len(true_labels(open_session)), generator=torch.Generator().manual_seed(1))
-    scores = noise - 0.4 * true_labels(open_session)
-    exact = leak_auc(scores, true_labels(open_session))
-    answer = open_session.session.audit(question(open_session, scores=scores))
-    assert answer == round(exact, 2)
-    assert answer != exact
-    assert answer > 0.7
-
-
-def test_other_scores_in_the_same_epoch_are_refused(open_session: Parties) -> None:
-    session, asked = open_session.session, question(open_session)
-    first = session.audit(asked)
-    with pytest.raises(OutOfStep, match="other bytes"):
-        session.audit(dataclasses.replace(asked, scores=asked.scores.flip(0)))
-    assert session.audit(asked) == first  # the peer may have lost the answer
-    session.audit(dataclasses.replace(asked, attack="spectral"))
-    session.audit(dataclasses.replace(asked, layer="first"))
-
-
-def spoilt(parties: Parties) -> list[tuple[type[ProtocolError], dict[str, Any]]]:
+def spoilt(parties: Parties) -> list[tuple[StatusCode, dict[str, Any]]]:
+    out_of_step, invalid = StatusCode.FAILED_PRECONDITION, StatusCode.INVALID_ARGUMENT
     scores = question(parties).scores
     with_nan, with_infinity = scores.clone(), scores.clone()
     with_nan[3], with_infinity[3] = torch.nan, torch.inf
     return [
-        (OutOfStep, {"run_id": "another"}),
-        (OutOfStep, {"epoch": 0}),
-        (OutOfStep, {"epoch": 2}),
-        (OutOfStep, {"positions_digest": b"0" * 16}),
-        (InvalidMessage, {"attack": "cosine"}),
-        (InvalidMessage, {"attack": "norm2"}),
-        (InvalidMessage, {"layer": ""}),
-        (InvalidMessage, {"layer": "x" * 65}),
-        (InvalidMessage, {"scores": scores[1:]}),
-        (InvalidMessage, {"scores": scores.double()}),
-        (InvalidMessage, {"scores": with_nan}),
-        (InvalidMessage, {"scores": with_infinity}),
+        (out_of_step, {"run_id": "another"}),
+        (out_of_step, {"epoch": 0}),
+        (out_of_step, {"epoch": 2}),
+        (out_of_step, {"positions_digest": b"0" * 16}),
+        (invalid, {"attack": "cosine"}),
+        (invalid, {"attack": "norm2"}),
+        (invalid, {"layer": ""}),
+        (invalid, {"layer": "x" * 65}),
+        (invalid, {"scores": scores[1:]}),
+        (invalid, {"scores": with_nan}),
+        (invalid, {"scores": with_infinity}),
     ]
-
-
-def test_whatever_breaks_a_limit_is_refused_and_takes_nothing_away(open_session: Parties) -> None:
-    for error, changes in spoilt(open_session):
-        with pytest.raises(error):
-            open_session.session.audit(question(open_session, **changes))
-    assert open_session.active.audits == []
-    open_session.session.audit(question(open_session))
 
 
 def test_made_up_layers_give_no_further_questions(open_session: Parties) -> None:
@@ -230,21 +182,33 @@ def test_made_up_layers_give_no_further_questions(open_session: Parties) -> None
         open_session.session.audit(question(open_session, layer="one-more"))
 
 
-@pytest.mark.parametrize("active", [[ALLOWED], [], ["allow_audits=true", ALLOWED]])
-def test_both_the_contract_and_the_label_owner_must_allow_audits(
-    example: Path, active: list[str]
+@pytest.mark.parametrize(
+    ("settings", "overrides"),
+    [
+        (ActiveSettings, ["allow_audits=true"]),
+        (PassiveSettings, ["adversary.audit=true"]),
+        (PassiveSettings, [ALLOWED, "adversary={audit: true, attacks: [cosine]}"]),
+    ],
+)
+def test_audits_that_cannot_be_meant_are_refused(
+    example: Path, settings: Any, overrides: list[str]
 ) -> None:
-    contract = [text for text in active if text.startswith("contract.")]
-    parties = build_parties(example, active, contract)
+    file = example / ("active.yaml" if settings is ActiveSettings else "passive.yaml")
+    with pytest.raises(SettingsError, match=r"audits_allowed|expected at least one of"):
+        load_party_settings(settings, file, overrides)
+
+
+@pytest.mark.parametrize("allowed", [[], [ALLOWED]])
+def test_both_the_contract_and_the_label_owner_must_allow_audits(
+    example: Path, allowed: list[str]
+) -> None:
+    parties = build_parties(example, allowed, allowed)
     run_in_process(parties)
-    if "allow_audits=true" in active:
+    with pytest.raises(AuditRefused, match="forbids"):
         parties.session.audit(question(parties))
-    else:
-        with pytest.raises(AuditRefused, match="forbids"):
-            parties.session.audit(question(parties))
 
 
-def test_the_desk_looks_at_the_contract_itself(example: Path) -> None:
+def test_the_service_looks_at_the_contract_itself(example: Path) -> None:
     """Even where settings that contradict it have come through."""
     parties = build_parties(example)
     session = ActiveSession(
@@ -261,17 +225,8 @@ def test_the_desk_looks_at_the_contract_itself(example: Path) -> None:
         session.audit(question(parties))
 
 
-def test_fewer_training_rows_of_a_class_are_not_measured(tmp_path: Path) -> None:
-    write_example(tmp_path, rows=450)
-    parties = finished(tmp_path, "allow_audits=true")
-    assert FEWEST / 2 < true_labels(parties).sum() < FEWEST < (1 - true_labels(parties)).sum()
-    with pytest.raises(AuditRefused, match=f"{FEWEST} of each of two classes"):
-        parties.session.audit(question(parties))
-    assert parties.session.lifecycle.phase.audits_answered == 0
-
-
 def test_before_an_epoch_is_over_there_is_nothing_to_audit(example: Path) -> None:
-    parties = parties_with(example, "allow_audits=true")
+    parties = build_parties(example, [ALLOWED, LARGE, "allow_audits=true"], [ALLOWED, LARGE])
     outcomes: list[str] = []
 
     def ask(epoch: int) -> None:
@@ -292,68 +247,42 @@ def test_before_an_epoch_is_over_there_is_nothing_to_audit(example: Path) -> Non
     ]
 
 
-@pytest.mark.parametrize(
-    ("settings", "file", "overrides"),
-    [
-        (ActiveSettings, "active.yaml", ["allow_audits=true"]),
-        (PassiveSettings, "passive.yaml", ["adversary.audit=true"]),
-        (PassiveSettings, "passive.yaml", [ALLOWED, "adversary={audit: true, attacks: [cosine]}"]),
-    ],
-)
-def test_audits_that_cannot_be_meant_are_refused(
-    example: Path, settings: Any, file: str, overrides: list[str]
-) -> None:
-    with pytest.raises(SettingsError, match=r"audits_allowed|expected at least one of"):
-        load_party_settings(settings, example / file, overrides)
-
-
-# ---- the same over the wire ----
-
-
-def ask(port: int, request: bytes) -> pb.AuditReply:
+def asked(port: int, request: pb.AuditRequest) -> pb.AuditReply | StatusCode:
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         stub: Any = channel.unary_unary(method_path("Audit"))
-        return pb.AuditReply.FromString(stub(request, timeout=60))
+        try:
+            return pb.AuditReply.FromString(stub(request.SerializeToString(), timeout=60))
+        except grpc.RpcError as error:
+            code: StatusCode = error.code()
+            return code
 
 
-def code_of(port: int, request: bytes) -> grpc.StatusCode:
-    with pytest.raises(grpc.RpcError) as caught:
-        ask(port, request)
-    status: grpc.StatusCode = caught.value.code()
-    return status
+def test_limits_hold_over_the_wire_and_harm_nothing(open_session: Parties, port: int) -> None:
+    labels = true_labels(open_session)
+    noise = torch.rand(len(labels), generator=torch.Generator().manual_seed(1))
+    scores = noise - 0.4 * labels  # an inverted score is a leak as well
+    whole = question(open_session, scores=scores)
 
+    def changed(**changes: Any) -> pb.AuditRequest:
+        return encode_question(dataclasses.replace(whole, **changes))
 
-CODES: dict[type[ProtocolError], grpc.StatusCode] = {
-    OutOfStep: grpc.StatusCode.FAILED_PRECONDITION,
-    InvalidMessage: grpc.StatusCode.INVALID_ARGUMENT,
-}
-
-
-@pytest.fixture
-def service(open_session: Parties, port: int) -> Iterator[ActiveService]:
-    with serving(open_session, port) as service:
-        yield service
-
-
-def test_limits_hold_over_the_wire_and_harm_nothing(
-    open_session: Parties, service: ActiveService, port: int
-) -> None:
-    whole = encode_question(question(open_session))
-    for error, changes in spoilt(open_session):
-        if changes.get("scores", whole) is whole or changes["scores"].dtype == torch.float32:
-            request = encode_question(question(open_session, **changes))
-            assert code_of(port, request.SerializeToString()) is CODES[error]
-    for wrong in (b"", whole.scores[:-1]):
-        request = encode_question(question(open_session))
-        request.scores = wrong
-        assert code_of(port, request.SerializeToString()) is grpc.StatusCode.INVALID_ARGUMENT
-    too_large = encode_question(question(open_session, scores=torch.zeros(500_000)))
-    assert code_of(port, too_large.SerializeToString()) is grpc.StatusCode.RESOURCE_EXHAUSTED
-    reply = ask(port, whole.SerializeToString())
-    scores = question(open_session).scores
-    assert reply.leak_auc_percent == round(100 * leak_auc(scores, true_labels(open_session)))
-    assert ask(port, whole.SerializeToString()) == reply
-    other = encode_question(question(open_session, scores=scores.flip(0)))
-    assert code_of(port, other.SerializeToString()) is grpc.StatusCode.FAILED_PRECONDITION
-    assert len(open_session.active.audits) == 1
+    with serving(open_session, port):
+        for code, changes in spoilt(open_session):
+            assert asked(port, changed(**changes)) is code
+        for wrong in (b"", changed().scores[:-1]):
+            request = changed()
+            request.scores = wrong
+            assert asked(port, request) is StatusCode.INVALID_ARGUMENT
+        too_large = changed(scores=torch.zeros(500_000))
+        assert asked(port, too_large) is StatusCode.RESOURCE_EXHAUSTED
+        assert open_session.active.audits == []
+        percent = round(100 * leak_auc(scores, labels))
+        assert percent > 70
+        for _ in range(2):  # the peer may have lost the answer
+            assert asked(port, changed()) == pb.AuditReply(leak_auc_percent=percent)
+        assert len(open_session.active.audits) == 1
+        other = scores.flip(0)
+        assert asked(port, changed(scores=other)) is StatusCode.FAILED_PRECONDITION
+        for fresh in ({"attack": "spectral"}, {"layer": "first"}):
+            assert isinstance(asked(port, changed(scores=other, **fresh)), pb.AuditReply)
     assert open_session.session.lifecycle.error is None

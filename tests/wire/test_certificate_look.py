@@ -17,8 +17,9 @@ from splitveil.common.wire.endpoint import LOOK_TIMEOUT_S, judged_certificate, o
 from splitveil.common.wire.http_proxy import HttpProxy
 from splitveil.deploy.authority import PartyFolder
 from tests.support.certificates import NAMES, add_unusual, certs, files, make
-from tests.support.runs import build_parties, in_background, write_example
+from tests.support.runs import CONTRACT, in_background
 
+OWN = Contract.model_validate(CONTRACT)
 SUBJECT_ALTERNATIVE_NAME = x509.ObjectIdentifier("2.5.29.17")
 UNKNOWN, UNKNOWN_TOO = (x509.ObjectIdentifier(f"1.3.6.1.4.1.99999.{last}") for last in (1, 2))
 UNKNOWN_DER, UNKNOWN_TOO_DER = (bytes.fromhex(f"2b06010401868d1f0{last}") for last in (1, 2))
@@ -27,13 +28,6 @@ UNKNOWN_DER, UNKNOWN_TOO_DER = (bytes.fromhex(f"2b06010401868d1f0{last}") for la
 @pytest.fixture(scope="module")
 def trusted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(tmp_path_factory.mktemp("trusted"))
-
-
-@pytest.fixture(scope="module")
-def contract(tmp_path_factory: pytest.TempPathFactory) -> Contract:
-    folder = tmp_path_factory.mktemp("example")
-    write_example(folder)
-    return build_parties(folder).run.contract
 
 
 @contextmanager
@@ -56,15 +50,8 @@ def answering(folder: Path, party: str) -> Iterator[int]:
         yield int(listener.getsockname()[1])
 
 
-# ---- time ----
-
-
 class Dripping:
-    """A connection on which a byte comes every second, of a record that has more of them.
-
-    Args:
-        data: what comes; without more to come, its last byte comes again.
-    """
+    """A connection on which a byte comes every second; the last byte of the data comes for ever."""
 
     def __init__(self, data: bytes) -> None:
         self.now = 0.0
@@ -74,8 +61,7 @@ class Dripping:
     def __enter__(self) -> "Dripping":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        pass
+    def __exit__(self, *_: object) -> None: ...
 
     def monotonic(self) -> float:
         return self.now
@@ -83,11 +69,9 @@ class Dripping:
     def settimeout(self, value: float) -> None:
         assert value > 0
 
-    def sendall(self, data: bytes) -> None:
-        pass
+    def sendall(self, data: bytes) -> None: ...
 
-    def close(self) -> None:
-        pass
+    def close(self) -> None: ...
 
     def recv(self, most: int) -> bytes:
         assert most > 0
@@ -119,9 +103,6 @@ def test_a_proxy_that_never_finishes_its_reply_is_left_in_time(
     assert connection.received <= LOOK_TIMEOUT_S
 
 
-# ---- what cannot be read ----
-
-
 def dns(name: str) -> bytes:
     return b"\x82" + bytes([len(name)]) + name.encode()
 
@@ -130,51 +111,34 @@ def sequence(content: bytes) -> bytes:
     return b"\x30" + bytes([len(content)]) + content
 
 
-def strange_names(folder: Path) -> None:
-    """Make a certificate with its own name, and one of an unsupported kind (ediPartyName)."""
-    party_name = b"\xa5\x05\xa1\x03\x0c\x01x"
-    value = sequence(dns(NAMES["active"]) + party_name)
-    extension = x509.UnrecognizedExtension(SUBJECT_ALTERNATIVE_NAME, value)
-    add_unusual(folder, "strange", [], extensions=[extension])
+# Its own name and one of an unsupported kind (ediPartyName), or one extension two times.
+OTHER_KIND = x509.UnrecognizedExtension(
+    SUBJECT_ALTERNATIVE_NAME, sequence(dns(NAMES["active"]) + b"\xa5\x05\xa1\x03\x0c\x01x")
+)
+TWO = [x509.UnrecognizedExtension(kind, b"\x05\x00") for kind in (UNKNOWN, UNKNOWN_TOO)]
+TWICE = {"extensions": TWO, "replaced": (UNKNOWN_TOO_DER, UNKNOWN_DER)}
 
 
-def twice(folder: Path) -> None:
-    """Make a certificate that has one extension two times."""
-    add_unusual(
-        folder,
-        "strange",
-        [x509.DNSName(NAMES["active"])],
-        extensions=[
-            x509.UnrecognizedExtension(kind, b"\x05\x00") for kind in (UNKNOWN, UNKNOWN_TOO)
-        ],
-        replaced=(UNKNOWN_TOO_DER, UNKNOWN_DER),
-    )
-
-
-STRANGE = pytest.mark.parametrize("build", [strange_names, twice])
-
-
-@STRANGE
+@pytest.mark.parametrize(
+    ("names", "strange"),
+    [([], {"extensions": [OTHER_KIND]}), ([x509.DNSName(NAMES["active"])], TWICE)],
+)
 def test_a_certificate_that_cannot_be_read_is_refused_and_no_fault(
-    tmp_path: Path, contract: Contract, build: Any
+    tmp_path: Path,
+    names: list[x509.GeneralName],
+    strange: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = make(tmp_path / "certificates")
-    build(folder)
+    add_unusual(folder, "strange", names, **strange)
     credentials = files(folder, "passive").current()
     with (
         answering(folder, "strange") as port,
         # OpenSSL itself may refuse it, with words of its own.
         pytest.raises(PeerUntrusted, match=r"cannot be (read|believed)"),
     ):
-        open_channel(f"127.0.0.1:{port}", contract, credentials)
-
-
-@STRANGE
-def test_an_own_certificate_that_cannot_be_read_is_a_bad_setting(
-    tmp_path: Path, build: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = make(tmp_path / "certificates")
-    build(folder)
+        open_channel(f"127.0.0.1:{port}", OWN, credentials)
+    # As a party's own, it is a bad setting.
     with pytest.raises(SettingsError, match=r"security\.certificate: .*cannot be read"):
         files(folder, "strange", NAMES["active"]).current()
     capsys.readouterr()
@@ -194,9 +158,6 @@ def test_an_own_key_of_an_unknown_kind_is_a_bad_setting(tmp_path: Path) -> None:
         files(folder, "passive").current()
 
 
-# ---- names and numbers ----
-
-
 @pytest.mark.parametrize("identity", ["a" * 64, "active..splitveil"])
 def test_an_identity_need_not_be_the_name_of_a_host(tmp_path: Path, identity: str) -> None:
     folder = make(tmp_path / "certificates")
@@ -207,12 +168,8 @@ def test_an_identity_need_not_be_the_name_of_a_host(tmp_path: Path, identity: st
         socket.create_connection(("127.0.0.1", port), timeout=60) as connection,
     ):
         pinned = judged_certificate(connection, authority, identity)
-    assert (
-        pinned
-        == ssl.DER_cert_to_PEM_cert(
-            ssl.PEM_cert_to_DER_cert(PartyFolder(folder / "active-too").certificate.read_text())
-        ).encode()
-    )
+    expected = PartyFolder(folder / "active-too").certificate.read_text()
+    assert ssl.PEM_cert_to_DER_cert(pinned.decode()) == ssl.PEM_cert_to_DER_cert(expected)
 
 
 def numbers(monkeypatch: pytest.MonkeyPatch, *ports: int) -> None:
@@ -228,7 +185,7 @@ def numbers(monkeypatch: pytest.MonkeyPatch, *ports: int) -> None:
 
 
 def test_every_number_of_a_name_is_looked_at_until_one_is_the_active_party_s(
-    monkeypatch: pytest.MonkeyPatch, trusted: Path, contract: Contract, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, trusted: Path, tmp_path: Path
 ) -> None:
     credentials = files(trusted, "passive").current()
     foreign = make(tmp_path / "foreign")
@@ -240,13 +197,13 @@ def test_every_number_of_a_name_is_looked_at_until_one_is_the_active_party_s(
         deaf.bind(("127.0.0.1", 0))  # held, so that nobody else listens there
         port = int(deaf.getsockname()[1])
         numbers(monkeypatch, port, other, genuine)  # nobody, somebody else, and the right one
-        open_channel("active.example:1", contract, credentials).close()
+        open_channel("active.example:1", OWN, credentials).close()
         numbers(monkeypatch, other, port)
         with pytest.raises(PeerUntrusted, match="not signed by any authority"):
-            open_channel("active.example:1", contract, credentials)
+            open_channel("active.example:1", OWN, credentials)
         numbers(monkeypatch, port, port)
         with pytest.raises(PeerUnreachable, match="no connection to the peer"):
-            open_channel("active.example:1", contract, credentials)
+            open_channel("active.example:1", OWN, credentials)
 
 
 @pytest.mark.parametrize(

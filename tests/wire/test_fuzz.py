@@ -1,6 +1,5 @@
 """Mutated messages to either party are refused, and the run of the honest parties continues."""
 
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,18 +13,15 @@ import torch
 from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.active_party.run.stages import Stage
 from splitveil.common.alignment import align, build_engine
-from splitveil.common.errors import (
-    AlignmentError,
-    ContractMismatch,
-    InvalidMessage,
-    PeerError,
-)
+from splitveil.common.errors import AlignmentError, ContractMismatch, InvalidMessage, PeerError
 from splitveil.common.party.party_settings import ReconnectSettings
 from splitveil.common.run.messages import Activation, AuditQuestion, Course, LeaveReason, Offer
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.tensor_codec import Frame, TensorAssembler, TensorLimits
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
+from tests.support.compared import assert_same_weights
+from tests.support.lines import free_port
 from tests.support.mutations import (
     METHODS,
     UNARY,
@@ -40,55 +36,15 @@ from tests.support.peers import InProcessPeer
 from tests.support.runs import Parties, build_parties, run_in_process
 from tests.support.waiting import HANGS_AFTER_S
 
-FAULT = "fault in a handler"
-NO_MUTANT_GETS = {"INTERNAL", "UNKNOWN", "ABORTED", "DEADLINE_EXCEEDED"}
-
 
 def assert_undisturbed(parties: Parties, example: Path) -> None:
     assert parties.session.stage is Stage.FINISHED
     assert parties.session.lifecycle.error is None
     undisturbed = build_parties(example)
     run_in_process(undisturbed)
-    expected, found = undisturbed.weights(), parties.weights()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert_same_weights(parties.weights(), undisturbed.weights())
     assert parties.active.losses == undisturbed.active.losses
     assert parties.active.evaluations == undisturbed.active.evaluations
-
-
-class Mutants:
-    """Mutants of the requests that a run has answered so far, and the statuses that they got."""
-
-    def __init__(self, parties: Parties, tape: Tape, port: int) -> None:
-        self.statuses: list[str] = []
-        self._run = parties.run
-        self._tape = tape
-        self._port = port
-        self._executor = ThreadPoolExecutor(1)
-        self._flood: Future[None] | None = None
-
-    def send_straight(self, service: ActiveService) -> None:
-        """Send some to the handlers, while the run waits."""
-        mutator = Mutator(self._tape.requests(), seed=1, run_id=self._run.run_id)
-        self._send(DirectSender(service, self._run.contract), mutator, 4000)
-
-    def begin_flood(self, _service: ActiveService) -> None:
-        """Begin to send some over the wire, while the run continues."""
-        mutator = Mutator(self._tape.requests(), seed=2, run_id=self._run.run_id)
-        self._flood = self._executor.submit(self._send_over_wire, mutator)
-
-    def finish_flood(self, _service: ActiveService) -> None:
-        """Wait for the last of those."""
-        assert self._flood is not None
-        self._flood.result(HANGS_AFTER_S)
-        self._executor.shutdown()
-
-    def _send_over_wire(self, mutator: Mutator) -> None:
-        sender = WireSender(self._port)
-        self._send(sender, mutator, 800)
-        sender.close()
-
-    def _send(self, sender: DirectSender | WireSender, mutator: Mutator, count: int) -> None:
-        self.statuses.extend(status for _, status in send_mutants(sender, mutator, count))
 
 
 def test_mutants_in_the_midst_of_a_run_change_no_bit_of_it(
@@ -100,20 +56,32 @@ def test_mutants_in_the_midst_of_a_run_change_no_bit_of_it(
     right header, is an activation that a peer may send.
     """
     parties, tape = build_parties(example), Tape()
-    mutants = Mutants(parties, tape, port)
-    acts = {
-        2: mutants.send_straight,
-        3: mutants.begin_flood,
-        5: mutants.send_straight,
-        8: mutants.finish_flood,
-    }
+    statuses, executor = set[str](), ThreadPoolExecutor(1)
+    floods: list[Future[None]] = []
+
+    def send(sender: DirectSender | WireSender, mutator: Mutator, count: int) -> None:
+        statuses.update(status for _, status in send_mutants(sender, mutator, count))
+
+    def mutants(seed: int) -> Mutator:
+        return Mutator(tape.requests(), seed, run_id=parties.run.run_id)
+
+    def send_straight(service: ActiveService) -> None:
+        send(DirectSender(service, parties.run.contract), mutants(1), 4000)
+
+    def begin_flood(_: ActiveService) -> None:
+        floods.append(executor.submit(send, sender, mutants(2), 800))
+
+    def finish_flood(_: ActiveService) -> None:
+        floods[0].result(HANGS_AFTER_S)
+        sender.close()
+
+    sender = WireSender(port)
+    acts = {2: send_straight, 3: begin_flood, 5: send_straight, 8: finish_flood}
     service = run_disturbed(parties, port, tape, acts)
-    assert FAULT not in caplog.text
-    assert not NO_MUTANT_GETS & set(mutants.statuses)
-    assert mutants.statuses.count("UNAVAILABLE") == 0  # streams that ended are no longer counted
-    assert {"INVALID_ARGUMENT", "FAILED_PRECONDITION", "RESOURCE_EXHAUSTED"} <= set(
-        mutants.statuses
-    )
+    assert "fault in a handler" not in caplog.text
+    assert not {"INTERNAL", "UNKNOWN", "ABORTED", "DEADLINE_EXCEEDED"} & statuses
+    assert "UNAVAILABLE" not in statuses  # streams that ended are no longer counted
+    assert {"INVALID_ARGUMENT", "FAILED_PRECONDITION", "RESOURCE_EXHAUSTED"} <= statuses
     assert service.refused["InvalidMessage"] > 100
     assert service.refused["OutOfStep"] > 100
     assert_undisturbed(parties, example)
@@ -137,9 +105,6 @@ def test_a_handshake_under_another_contract_ends_no_run_that_is_under_way(
     service = run_disturbed(parties, port, tape, {3: meet})
     assert service.refused == {"ContractMismatch": 3}
     assert_undisturbed(parties, example)
-
-
-# ---- towards the passive party ----
 
 
 class StopsEarly(InProcessPeer):
@@ -188,14 +153,8 @@ def answering(port: int) -> Iterator[Answers]:
 @pytest.fixture(scope="module")
 def recorded(example: Path) -> tuple[Parties, Tape]:
     parties, tape = build_parties(example), Tape()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = int(listener.getsockname()[1])
-    run_disturbed(parties, port, tape, {})
+    run_disturbed(parties, free_port(), tape, {})
     return parties, tape
-
-
-def question(run_id: str) -> AuditQuestion:
-    return AuditQuestion(run_id, 0, "norm", "cut", bytes(16), torch.ones(5))
 
 
 def activation(parties: Parties, frame: bytes) -> Activation:
@@ -231,7 +190,8 @@ def asks(parties: Parties, tape: Tape) -> dict[str, Callable[[GrpcPeer], object]
         assert peer.receive_course() in (Course.CONTINUE, Course.STOP)
 
     def audit(peer: GrpcPeer) -> None:
-        assert 0.5 <= peer.audit(question(train.batch.run_id)) <= 1
+        question = AuditQuestion(train.batch.run_id, 0, "norm", "cut", bytes(16), torch.ones(5))
+        assert 0.5 <= peer.audit(question) <= 1
 
     def ids(peer: GrpcPeer) -> None:
         names = [f"person-{n}" for n in range(30)]

@@ -2,15 +2,14 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import grpc
 import pytest
 from cryptography import x509
 
 from splitveil.active_party.run.stages import Stage
 from splitveil.common.errors import PeerError, PeerUntrusted
 from splitveil.common.party.credentials import in_lower_case
-from splitveil.deploy.authority import renew_certificate
 from tests.support.certificates import (
     CLIENT,
     NAMES,
@@ -22,46 +21,42 @@ from tests.support.certificates import (
     spoil_signature,
 )
 from tests.support.lines import free_port, peer_of, serving
-from tests.support.peers import AtSteps
 from tests.support.proxies import Relay
-from tests.support.runs import Parties, build_parties, run_in_process, write_example
+from tests.support.runs import Parties, build_parties, write_example
 
 WRONG_NAME = "does not carry the called party's name"
-
-
-def dns(*names: str) -> list[x509.GeneralName]:
-    return [x509.DNSName(name) for name in names]
 
 
 Make = Callable[[Path, str], None]
 """Makes the certificate ``unusual`` in a folder, for one who wants to pass for the identity."""
 
 
-def named(*patterns: str) -> Make:
+def named(*patterns: str, **others: Any) -> Make:
     """Make one with some DNS names, in which {} is the identity."""
-    return lambda folder, name: add_unusual(
-        folder, "unusual", dns(*(pattern.format(name) for pattern in patterns))
-    )
+
+    def add(folder: Path, name: str) -> None:
+        names = [x509.DNSName(pattern.format(name)) for pattern in patterns]
+        add_unusual(folder, "unusual", names, **others)
+
+    return add
 
 
 ACCEPTED: dict[str, Make] = {
     "exact": named("{}"),
     "upper case": lambda folder, name: named(name.upper())(folder, name),
     "one of several": named("other.example", "*.example", "{}"),
-    "no extended key usage": lambda folder, name: add_unusual(
-        folder, "unusual", dns(name), purposes=()
-    ),
+    "no extended key usage": named("{}", purposes=()),
 }
 
 
 def wrong_end(folder: Path, name: str) -> None:
     only = CLIENT if name == NAMES["active"] else SERVER
-    add_unusual(folder, "unusual", dns(name), purposes=[only])
+    named(name, purposes=[only])(folder, name)
 
 
 def other_authority(folder: Path, name: str) -> None:
     foreign = make(folder / "foreign")
-    add_unusual(foreign, "unusual", dns(name))
+    named(name)(foreign, name)
     (foreign / "unusual").rename(folder / "unusual")
     (folder / "unusual" / "authority.pem").write_bytes(
         (folder / "active" / "authority.pem").read_bytes()
@@ -69,7 +64,7 @@ def other_authority(folder: Path, name: str) -> None:
 
 
 def bad_signature(folder: Path, name: str) -> None:
-    add_unusual(folder, "unusual", dns(name))
+    named(name)(folder, name)
     spoil_signature(folder, "unusual")
 
 
@@ -90,10 +85,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
         ),
         WRONG_NAME,
     ),
-    "expired": (
-        lambda folder, name: add_unusual(folder, "unusual", dns(name), days=-1),
-        "has expired",
-    ),
+    "expired": (named("{}", days=-1), "has expired"),
     "for the other end only": (wrong_end, "is not for servers"),
     "other authority of the same name": (other_authority, "a signature in the peer's chain"),
     "bad signature": (bad_signature, "a signature in the peer's chain"),
@@ -161,15 +153,12 @@ def test_only_ascii_letters_have_another_case() -> None:
     assert in_lower_case("active.ban\N{KELVIN SIGN}") != "active.bank"
 
 
-# ---- what is looked at, and who is then spoken to ----
-
-
 def test_whoever_passes_the_look_on_and_then_answers_by_itself_is_spoken_to_by_nobody(
     parties: Parties, tmp_path: Path
 ) -> None:
     """Somebody on the way, with a wildcard certificate of the same authority."""
     folder = make(tmp_path / "certificates")
-    add_unusual(folder, "between", dns("*.splitveil"))
+    add_unusual(folder, "between", [x509.DNSName("*.splitveil")])
     genuine, between = free_port(), free_port()
     with (
         serving(parties, genuine, files(folder, "active")),
@@ -182,46 +171,3 @@ def test_whoever_passes_the_look_on_and_then_answers_by_itself_is_spoken_to_by_n
         with pytest.raises(PeerUntrusted, match=WRONG_NAME):
             peer.is_ready()
         assert switch.connections >= 3
-
-
-def test_a_renewed_certificate_of_the_active_party_is_looked_at_when_it_is_met(
-    tmp_path: Path,
-) -> None:
-    write_example(tmp_path)
-    parties, undisturbed = build_parties(tmp_path), build_parties(tmp_path)
-    folder = make(tmp_path / "certificates")
-    port = free_port()
-    with (
-        serving(parties, port, files(folder, "active")),
-        Relay(port, port) as switch,
-        peer_of(parties, switch.port, files(folder, "passive"), kind=AtSteps) as peer,
-    ):
-        peer.actions = {2: lambda: renew_certificate(folder, "active"), 5: switch.cut}
-        parties.run.run(peer)
-    run_in_process(undisturbed)
-    assert parties.session.stage is Stage.FINISHED
-    assert parties.active.losses == undisturbed.active.losses
-    assert switch.connections >= 4  # a look and a channel, before and after
-
-
-def test_a_pinned_certificate_is_all_that_grpc_believes(parties: Parties, tmp_path: Path) -> None:
-    """The look rests on this: an end certificate can be gRPC's only anchor."""
-    folder = make(tmp_path / "certificates", other=NAMES["active"])
-    own = Unchecked(folder, "passive").current()
-    options = [("grpc.ssl_target_name_override", NAMES["active"])]
-    answered, genuine, other = {}, free_port(), free_port()
-    with (
-        serving(parties, genuine, files(folder, "active")),
-        serving(parties, other, Unchecked(folder, "other")),
-    ):
-        for name, port in (("genuine", genuine), ("other", other)):
-            pinned = grpc.ssl_channel_credentials(
-                (folder / "active" / "certificate.pem").read_bytes(),
-                own.private_key,
-                own.certificate,
-            )
-            with grpc.secure_channel(f"127.0.0.1:{port}", pinned, options) as channel:
-                with pytest.raises(grpc.RpcError) as caught:
-                    channel.unary_unary("/", bytes, bytes)(b"", timeout=60)
-                answered[name] = caught.value.code() is not grpc.StatusCode.UNAVAILABLE
-    assert answered == {"genuine": True, "other": False}

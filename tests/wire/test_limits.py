@@ -1,13 +1,17 @@
 """Every field that a peer may fill has a bound, and the check for missing bounds works."""
 
-from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, get_args
 
 import pytest
 from google.protobuf.message import Message
 
 from splitveil.active_party.grpc_server.caller import StreamSlots
-from splitveil.common.errors import InvalidMessage, ProtocolError, TooLarge
+from splitveil.common.errors import InvalidMessage, OutOfStep, ProtocolError, TooLarge
+from splitveil.common.run.messages import Course, LeaveReason
+from splitveil.common.run.sample_order import SplitName
 from splitveil.common.wire import limits
+from splitveil.common.wire import small_messages as enums
 from splitveil.common.wire.limits import EXEMPT, FIELDS, Refused, believed, check_fields, reader
 from splitveil.protos import split_learning_pb2 as pb
 
@@ -16,7 +20,6 @@ ALL_FIELDS = {
     for name, message in pb.DESCRIPTOR.message_types_by_name.items()
     for field in message.fields
 }
-NUMBERS = {"uint32": 2**32 - 1, "uint64": 2**64 - 1}
 # The largest number of the field's own type is allowed: nothing can be beyond.
 WITHOUT_END = {"AlignHello.set_size"}
 
@@ -38,15 +41,11 @@ def filled(name: str, size: int) -> Message:
     kind, _, attribute = name.partition(".")
     message: Message = getattr(pb, kind)()
     field = ALL_FIELDS[name]
+    entry: Any = {field.TYPE_BYTES: b"x", field.TYPE_STRING: "x"}.get(field.type, 1)
     if field.is_repeated:
-        kinds = {field.TYPE_BYTES: b"x", field.TYPE_STRING: "x"}
-        entry = kinds.get(field.type, 1)
         getattr(message, attribute).extend([entry] * size)
-    elif field.cpp_type == field.CPPTYPE_STRING:
-        text = field.type == field.TYPE_STRING
-        setattr(message, attribute, "x" * size if text else b"x" * size)
     else:
-        setattr(message, attribute, size)
+        setattr(message, attribute, entry * size)
     return message
 
 
@@ -57,13 +56,10 @@ def test_what_a_bound_allows_comes_through_and_one_more_does_not(name: str) -> N
         check_fields(filled(name, FIELDS[name].most + 1))
 
 
-def test_a_field_inside_a_frame_is_looked_at_too() -> None:
-    frame = pb.AlignFrame(points=pb.MaskedPoints(points=bytes(limits.CHUNK_IDS * 32 + 1)))
+def test_a_field_inside_a_frame_and_a_number_without_a_name_are_looked_at_too() -> None:
+    points = pb.MaskedPoints(points=bytes(limits.CHUNK_IDS * 32 + 1))
     with pytest.raises(TooLarge):
-        check_fields(frame)
-
-
-def test_a_number_without_a_name_is_refused() -> None:
+        check_fields(pb.AlignFrame(points=points))
     with pytest.raises(InvalidMessage):
         check_fields(pb.LeaveRequest.FromString(b"\x10\x63"))
 
@@ -88,9 +84,6 @@ def test_what_cannot_be_read_is_kept_as_bytes_and_never_believed(
         believed(message)
 
 
-# ---- streams ----
-
-
 class Call:
     def __init__(self, *, active: bool = True) -> None:
         self.active = active
@@ -102,57 +95,54 @@ class Call:
         self.active = False
 
 
-@pytest.fixture
-def enter() -> Callable[[StreamSlots, Call], None]:
-    entered = []
-
-    def enter(places: StreamSlots, call: Call) -> None:
-        place = places.enter(call)
-        place.__enter__()
-        entered.append(place)
-
-    return enter
-
-
-Enter = Callable[[StreamSlots, Call], None]
-
-
-def test_streams_without_an_answer_push_each_other_out_and_not_the_answered_one(
-    enter: Enter,
-) -> None:
+def test_streams_without_an_answer_push_each_other_out_and_not_the_answered_one() -> None:
     places, honest, idle = StreamSlots(), Call(), [Call() for _ in range(1000)]
-    enter(places, honest)
-    places.answered(honest)
-    for call in idle:
-        enter(places, call)
-    assert honest.active
-    assert [call.active for call in idle] == [False] * 999 + [True]
+    with ExitStack() as stack:
+        stack.enter_context(places.enter(honest))
+        places.answered(honest)
+        for call in idle:
+            stack.enter_context(places.enter(call))
+        assert honest.active
+        assert [call.active for call in idle] == [False] * 999 + [True]
+        stack.enter_context(places.enter(Call(active=False)))  # given up in the queue
+        assert idle[-1].active
 
 
-def test_a_stream_that_is_answered_takes_the_place_of_the_one_before(enter: Enter) -> None:
+def test_a_stream_that_is_answered_takes_the_place_of_the_one_before() -> None:
     places, lost, again = StreamSlots(), Call(), Call()
-    enter(places, lost)
-    places.answered(lost)
-    enter(places, again)
-    assert lost.active
-    places.answered(again)
-    places.answered(again)
-    assert (lost.active, again.active) == (False, True)
-
-
-def test_a_stream_that_was_given_up_in_the_queue_does_not_push_others_out(enter: Enter) -> None:
-    places, newest = StreamSlots(), Call()
-    enter(places, newest)
-    enter(places, Call(active=False))
-    assert newest.active
+    with places.enter(lost):
+        places.answered(lost)
+        with places.enter(again):
+            assert lost.active
+            places.answered(again)
+            places.answered(again)
+            assert (lost.active, again.active) == (False, True)
 
 
 def test_streams_that_ended_are_forgotten() -> None:
-    places, one, other = StreamSlots(), Call(), Call()
-    with places.enter(one):
-        places.answered(one)
-    with places.enter(other):
-        pass
+    places, ended = StreamSlots(), Call()
+    with places.enter(ended):
+        places.answered(ended)
     places.clear()
-    assert one.active
-    assert other.active
+    assert ended.active
+
+
+def test_every_value_of_an_enumeration_travels_both_ways() -> None:
+    for split in get_args(SplitName):
+        assert enums.split_from_wire(enums.SPLIT_TO_WIRE[split]) == split
+    for course in Course:
+        assert enums.course_from_wire(enums.COURSE_TO_WIRE[course]) is course
+    for reason in LeaveReason:
+        assert enums.leave_reason_from_wire(enums.LEAVE_REASON_TO_WIRE[reason]) is reason
+    assert len(enums.SPLIT_TO_WIRE) == len(pb.Split.keys()) - 1
+    assert len(enums.COURSE_TO_WIRE) == len(pb.Course.keys()) - 1
+    assert len(enums.LEAVE_REASON_TO_WIRE) == len(pb.LeaveReason.keys()) - 1
+
+
+def test_an_unspecified_value_is_refused() -> None:
+    with pytest.raises(OutOfStep):
+        enums.split_from_wire(pb.SPLIT_UNSPECIFIED)
+    with pytest.raises(InvalidMessage):
+        enums.course_from_wire(pb.COURSE_UNSPECIFIED)
+    with pytest.raises(InvalidMessage):
+        enums.leave_reason_from_wire(pb.LEAVE_REASON_UNSPECIFIED)

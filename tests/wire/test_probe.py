@@ -3,8 +3,7 @@
 import logging
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,10 @@ import yaml
 
 from splitveil.active_party.grpc_server import probe_server
 from splitveil.active_party.grpc_server.probe_server import ProbeServer
-from splitveil.active_party.grpc_server.service import ActiveService
 from splitveil.active_party.run.stages import Stage
 from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.id_forms import form_of
-from splitveil.common.errors import (
-    PeerUnreachable,
-    SettingsError,
-    SplitveilError,
-)
-from splitveil.common.party.credentials import CredentialFiles
+from splitveil.common.errors import PeerUnreachable, SettingsError, SplitveilError
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.record.transcript import Transcript, Verified, verify
@@ -44,9 +37,9 @@ from splitveil.passive_party.probing import connection_checks
 from splitveil.passive_party.settings import PassiveSettings
 from splitveil.protos import split_learning_pb2 as pb
 from tests.support.certificates import files, make, use
-from tests.support.lines import serving as served
+from tests.support.lines import serving
 from tests.support.proxies import ConnectProxy
-from tests.support.runs import CONTRACT, Parties, build_parties, in_background, write_example
+from tests.support.runs import CONTRACT, build_parties, write_example
 
 TEXTS = IdForm("-0a", length=11)
 SAME_IDS = "ids: 11 letters and digits with small letters, the marks - at both parties"
@@ -71,17 +64,6 @@ def _briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe_server, "QUIET_S", 0.2)
 
 
-def serving(
-    parties: Parties,
-    port: int,
-    credentials: CredentialFiles | None = None,
-    transcript: Transcript | None = None,
-    id_form: IdForm | None = None,
-) -> AbstractContextManager[ActiveService]:
-    responder = ProbeResponder(parties.active_settings.contract, id_form)
-    return served(parties, port, credentials, transcript, responder)
-
-
 def found(
     settings: PassiveSettings, proxy: HttpProxy | None = None, wait_s: float = 0
 ) -> list[str]:
@@ -91,10 +73,6 @@ def found(
         shown = files(settings.base_dir / settings.security.certificate.parent.parent, "passive")
     link = PeerConnection(settings.connect, settings.contract, shown, proxy=proxy)
     return outcomes(connection_checks(settings, link, wait_s))
-
-
-def note(settings: PassiveSettings, into: list[str]) -> None:
-    into.extend(found(settings, wait_s=60))
 
 
 def outcomes(checks: Iterator[Callable[[], str]]) -> list[str]:
@@ -116,7 +94,8 @@ def test_a_passive_party_learns_all_that_a_run_depends_on(
     example: Path, protected: Path, trusted: Path, port: int
 ) -> None:
     parties = build_parties(example)
-    with serving(parties, port, files(trusted, "active"), id_form=TEXTS):
+    responder = ProbeResponder(parties.active_settings.contract, TEXTS)
+    with serving(parties, port, files(trusted, "active"), None, responder):
         findings = found(of_passive(protected, port))
     direct, certificate, clock, line, versions, contract, ids = findings
     assert direct == f"connection: 127.0.0.1:{port}, direct"
@@ -143,21 +122,15 @@ def test_a_probe_changes_nothing_at_the_active_party(
         Transcript(tmp_path, "active") as transcript,
         serving(parties, port, transcript=transcript) as service,
     ):
-        before = (
-            session.run_id,
-            session.lifecycle.run.nonce,
-            session.stage,
-            session.parties.named(None).stage,
-        )
-        heard = service._callers["passive"].heard_at
+
+        def state() -> tuple[object, ...]:
+            named, caller = session.parties.named(None), service._callers["passive"]
+            nonce = session.lifecycle.run.nonce
+            return session.run_id, nonce, session.stage, named.stage, caller.heard_at
+
+        before = state()
         found(of_passive(example, port))
-        assert before == (
-            session.run_id,
-            session.lifecycle.run.nonce,
-            session.stage,
-            session.parties.named(None).stage,
-        )
-        assert service._callers["passive"].heard_at == heard
+        assert state() == before
         assert not service.refused
     noted = verify(tmp_path / "transcript.jsonl")
     assert isinstance(noted, Verified)
@@ -231,6 +204,11 @@ def test_the_rule_that_makes_ids_equal_is_named(here: str, there: str, remedy: s
             assert form.of(both[0]) == form.of(both[1])
 
 
+def test_a_clock_that_is_wrong_is_a_problem() -> None:
+    with pytest.raises(SettingsError, match=r"3600\.00 s ahead of this machine's"):
+        clock_in_words(3600.0, 0.1)
+
+
 def test_the_proxy_is_named_whether_it_works_or_not(
     example: Path, protected: Path, trusted: Path, port: int
 ) -> None:
@@ -245,72 +223,57 @@ def test_the_proxy_is_named_whether_it_works_or_not(
         found(settings, HttpProxy("127.0.0.1", proxy.port))
 
 
-def test_a_clock_that_is_wrong_is_a_problem() -> None:
-    assert clock_in_words(-0.25, 0.1) == (
-        "clock: the other party's is 0.25 s behind this machine's (± 0.10 s)"
-    )
-    with pytest.raises(SettingsError, match=r"3600\.00 s ahead of this machine's"):
-        clock_in_words(3600.0, 0.1)
-
-
 def test_an_active_party_that_comes_late_is_waited_for(example: Path, port: int) -> None:
+    settings = of_passive(example, port)
     with pytest.raises(PeerUnreachable):
-        found(of_passive(example, port))
-    findings: list[str] = []
-    waiting = in_background(lambda: findings.extend(found(of_passive(example, port), wait_s=60)))
-    with serving(build_parties(example), port):
-        waiting.join()
-    assert any(line == "contract: the active party holds the same" for line in findings)
-
-
-# ---- the active party's own check ----
+        found(settings)
+    with ThreadPoolExecutor(1) as passive:
+        findings = passive.submit(found, settings, wait_s=60)
+        with serving(build_parties(example), port):
+            assert "contract: the active party holds the same" in findings.result()
 
 
 def test_both_parties_learn_of_each_other(protected: Path, trusted: Path, port: int) -> None:
     settings = of_passive(protected, port)
     server = ProbeServer(settings.contract, f"127.0.0.1:{port}", files(trusted, "active"), TEXTS)
-    theirs: list[str] = []
-    other = in_background(lambda: theirs.extend(found(settings, wait_s=60)))
-    server.wait(60, Interruption())
-    other.join()
+    with ThreadPoolExecutor(1) as passive:
+        theirs = passive.submit(found, settings, wait_s=60)
+        server.wait(60, Interruption())
     ours = outcomes(server.checks())
     assert ours[0].startswith("certificate of party passive: CN=passive.splitveil (passive.spl")
     assert ours[1].startswith("clock: ")
     assert ours[3:] == ["contract: party passive holds the same", SAME_IDS]
-    assert "contract: the active party holds the same" in theirs
+    assert "contract: the active party holds the same" in theirs.result()
 
 
 def test_every_passive_party_of_several_is_waited_for(example: Path, port: int) -> None:
-    several = "contract.passive_parties=[means, extremes]"
-    settings = [of_passive(example, port, several, f"party={p}") for p in ("means", "extremes")]
+    several, names = "contract.passive_parties=[means, extremes]", ("means", "extremes")
+    settings = [of_passive(example, port, several, f"party={name}") for name in names]
     server = ProbeServer(settings[0].contract, f"127.0.0.1:{port}", None, TEXTS)
-    told_to: list[list[str]] = [[], []]
-    both = zip(settings, told_to, strict=True)
-    probing_parties = [in_background(partial(note, own, into)) for own, into in both]
-    server.wait(60, Interruption())
-    for thread in probing_parties:
-        thread.join()
+    with ThreadPoolExecutor(2) as both:
+        theirs = [both.submit(found, own, wait_s=60) for own in settings]
+        server.wait(60, Interruption())
+    for of_one in theirs:
+        assert "contract: the active party holds the same" in of_one.result()
     findings = outcomes(server.checks())
-    for into in told_to:
-        assert "contract: the active party holds the same" in into
-    for name in ("means", "extremes"):
+    for name in names:
         assert f"contract: party {name} holds the same" in findings
 
 
 def test_a_server_of_probes_says_that_no_run_is_served(example: Path, port: int) -> None:
     settings = of_passive(example, port)
     server = ProbeServer(settings.contract, f"127.0.0.1:{port}", None, None)
-    asked: list[bool] = []
 
-    def ask() -> None:
+    def ask() -> bool:
         with GrpcPeer(PeerConnection(settings.connect, settings.contract), settings.reconnect) as p:
-            asked.append(p.is_ready())
+            is_ready: bool = p.is_ready()
         found(settings, wait_s=60)
+        return is_ready
 
-    waiting = in_background(ask)
-    server.wait(60, Interruption())
-    waiting.join()
-    assert asked == [False]
+    with ThreadPoolExecutor(1) as passive:
+        is_ready = passive.submit(ask)
+        server.wait(60, Interruption())
+    assert not is_ready.result()
 
 
 def test_a_party_that_does_not_come_is_named(example: Path, port: int) -> None:
@@ -318,9 +281,6 @@ def test_a_party_that_does_not_come_is_named(example: Path, port: int) -> None:
     server = ProbeServer(contract, f"127.0.0.1:{port}", None, None)
     with pytest.raises(PeerUnreachable, match="no probe came from passive within 0 s"):
         server.wait(0, Interruption())
-
-
-# ---- what a peer may send ----
 
 
 def answer(port: int, data: bytes) -> bytes | grpc.StatusCode:

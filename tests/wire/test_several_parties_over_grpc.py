@@ -37,10 +37,10 @@ from splitveil.protos import split_learning_pb2 as pb
 from tests.support.certificates import files
 from tests.support.compared import assert_same_weights
 from tests.support.mutations import Mutator, Tape, WireSender, send_mutants
+from tests.support.runs import in_background
 from tests.support.several import (
     NAMES,
     Several,
-    build_passive,
     build_several,
     finish,
     run_in_process,
@@ -90,33 +90,17 @@ def serving(
         server.stop(0).wait()
 
 
-class Lost(BaseException):
-    """Stands for kill -9: nothing of ours catches it."""
-
-
 class Peer(GrpcPeer):
-    """Does something before one of its questions."""
+    """Does something before its third question."""
 
-    def __init__(self, *settings: object, third: Callable[[], None], **others: object) -> None:
-        super().__init__(*settings, **others)  # type: ignore[arg-type]
-        self._third = third
-        self._calls = 0
-        self._is_lost = False
+    third: Callable[[], None]
+    calls = 0
 
     def receive_gradient(self) -> Answer:
-        self._calls += 1
-        if self._calls == 3:
-            try:
-                self._third()
-            except Lost:
-                self._is_lost = True
-                raise
+        self.calls += 1
+        if self.calls == 3:
+            self.third()
         return super().receive_gradient()
-
-    def leave(self, run_id: str, reason: LeaveReason) -> None:
-        """Say goodbye, unless it was killed."""
-        if not self._is_lost:
-            super().leave(run_id, reason)
 
 
 def start(
@@ -128,36 +112,18 @@ def start(
     credentials: CredentialFiles | None = None,
 ) -> threading.Thread:
     """Let one passive party run beside the test."""
-    several.errors.pop(name, None)
     party = several.passive[name]
 
     def run() -> None:
         try:
             connection = PeerConnection(address, party.run.contract, credentials)
-            reconnect = party.settings.reconnect
-            with Peer(connection, reconnect, third=third, party=name) as peer:
+            with Peer(connection, party.settings.reconnect, party=name) as peer:
+                peer.third = third
                 party.run.run(peer)
         except BaseException as error:
             several.errors[name] = error
 
-    thread = threading.Thread(target=run, daemon=True, name=name)
-    thread.start()
-    return thread
-
-
-def start_all(several: Several, address: str) -> Sequence[threading.Thread]:
-    return [start(several, name, address) for name in several.passive]
-
-
-def test_the_wire_changes_nothing(three: Path, undisturbed: Several, address: str) -> None:
-    several = build_several(three, EVERY_2, MARVELL)
-    with serving(several, address) as service:
-        finish(start_all(several, address))
-        assert several.session.wait_for_farewell(HANGS_AFTER_S)
-    assert several.errors == {}
-    assert several.session.stage is Stage.FINISHED
-    assert_same_weights(several.weights(), undisturbed.weights())
-    assert not service.refused
+    return in_background(run)
 
 
 def test_parties_whose_deadlines_pass_while_they_wait_ask_again(
@@ -195,36 +161,15 @@ def _wait(event: threading.Event) -> None:
     assert event.wait(HANGS_AFTER_S)
 
 
-def test_a_killed_party_comes_back_over_the_wire(
-    three: Path, undisturbed: Several, address: str, tmp_path: Path
-) -> None:
-    def die() -> None:
-        raise Lost
-
-    several = build_several(three, EVERY_2, MARVELL, runs=tmp_path)
-    with serving(several, address):
-        threads = [start(several, name, address) for name in ("ash", "cedar")]
-        finish([start(several, "birch", address, die)])
-        assert isinstance(several.errors["birch"], Lost)
-        several.passive["birch"] = build_passive(three, "birch", EVERY_2, runs=tmp_path)
-        finish([start(several, "birch", address), *threads])
-    assert several.errors == {}
-    assert_same_weights(several.weights(), undisturbed.weights())
-
-
-# ---- who is calling ----
-
-
 def test_a_handshake_for_another_party_than_the_call_s_is_refused(
     three: Path, address: str
 ) -> None:
     several = build_several(three)
     ash = several.passive["ash"]
+    connection = PeerConnection(address, ash.run.contract)
     with (
         serving(several, address),
-        GrpcPeer(
-            PeerConnection(address, ash.run.contract), ash.settings.reconnect, party="birch"
-        ) as peer,
+        GrpcPeer(connection, ash.settings.reconnect, party="birch") as peer,
         pytest.raises(ProtocolError),
     ):
         ash.run.run(peer)
@@ -236,15 +181,12 @@ def test_a_call_has_to_name_one_party_of_the_contract(
     three: Path, address: str, named: Sequence[str]
 ) -> None:
     several = build_several(three)
+    request = pb.LeaveRequest(run_id=several.session.run_id, reason=pb.LEAVE_REASON_FAILED)
+    metadata = [(PARTY_KEY, name) for name in named]
     with serving(several, address), grpc.insecure_channel(address) as channel:
         leave: Any = channel.unary_unary(method_path("Leave"))
-        request = pb.LeaveRequest(run_id=several.session.run_id, reason=pb.LEAVE_REASON_FAILED)
         with pytest.raises(grpc.RpcError) as caught:
-            leave(
-                request.SerializeToString(),
-                metadata=tuple((PARTY_KEY, name) for name in named),
-                timeout=60,
-            )
+            leave(request.SerializeToString(), metadata=metadata, timeout=60)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert several.session.lifecycle.error is None
 
@@ -255,34 +197,22 @@ def test_a_certificate_lets_its_own_party_in_and_no_other(
     make_certificates(tmp_path, {name: f"{name}.splitveil" for name in ("active", *NAMES)})
     several = build_several(three)
     ash = several.passive["ash"]
+    connection = PeerConnection(address, ash.run.contract, files(tmp_path, "ash"))
     with serving(several, address, files(tmp_path, "active")):
-        own = files(tmp_path, "ash")
-        for claimed in ("birch", "cedar"):
-            with (
-                GrpcPeer(
-                    PeerConnection(address, ash.run.contract, credentials=own),
-                    ash.settings.reconnect,
-                    party=claimed,
-                ) as peer,
-                pytest.raises(PeerUntrusted, match="does not accept"),
-            ):
-                peer.leave(several.session.run_id, LeaveReason.FAILED)
+        with (
+            GrpcPeer(connection, ash.settings.reconnect, party="birch") as peer,
+            pytest.raises(PeerUntrusted, match="does not accept"),
+        ):
+            peer.leave(several.session.run_id, LeaveReason.FAILED)
         assert several.session.lifecycle.error is None
-        finish(
-            [
-                start(several, name, address, credentials=files(tmp_path, name))
-                for name in several.passive
-            ]
-        )
+        for_all = {name: files(tmp_path, name) for name in several.passive}
+        finish([start(several, name, address, credentials=own) for name, own in for_all.items()])
     assert several.errors == {}
     assert several.session.stage is Stage.FINISHED
 
 
-# ---- under attack ----
-
-
 class Tapes:
-    """The messages that each passive party has sent and received."""
+    """The messages of each passive party."""
 
     def __init__(self) -> None:
         self.of = {name: Tape() for name in NAMES}
@@ -341,18 +271,15 @@ def test_mutants_under_any_party_s_name_change_no_bit_of_the_run(
     assert several.seen.losses == undisturbed.seen.losses
 
 
-# ---- the last frames of an alignment ----
-
-
 COMMITTED = [bytes([number]) * 32 for number in range(3)]
 
 
-def received(*frames: pb.AlignFrame, num_ids: int = 20) -> Share:
+def received(*frames: pb.AlignFrame) -> Share:
     there, back = channel_pair(deadline_s=60)
     for frame in frames:
         there.send(frame)
     commitments = [hashlib.sha256(nonce).digest() for nonce in COMMITTED]
-    return receive_share(back, num_ids, commitments, lambda: None)
+    return receive_share(back, 20, commitments, lambda: None)
 
 
 def share_frame(**changes: object) -> pb.AlignFrame:

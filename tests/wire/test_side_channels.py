@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from splitveil.common.record.transcript import FILE
 from tests.record.test_transcript import run_noted
@@ -25,46 +24,25 @@ def with_other_labels(folder: Path) -> None:
     (folder / "active.csv").write_text("\n".join([lines[0], *changed]) + "\n")
 
 
-@pytest.fixture(scope="module")
-def sent(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], ...]:
-    """Return the active party's messages in two runs that differ only in their labels."""
-    folder = tmp_path_factory.mktemp("two label sets")
-    found = []
-    for name in ("one", "other"):
-        write_example(folder / name)
-        if name == "other":
-            with_other_labels(folder / name)
-        run_noted(folder / name, folder / f"{name} run", MARVELL)
-        lines = (folder / f"{name} run" / "active" / FILE).read_text().splitlines()
-        entries = [json.loads(line) for line in lines]
-        found.append([entry for entry in entries if entry.get("direction") == "sent"])
-    return tuple(found)
+def sent(folder: Path) -> list[dict[str, Any]]:
+    """Run, and return the active party's messages as its transcript notes them."""
+    run_noted(folder, folder / "run", MARVELL)
+    lines = (folder / "run" / "active" / FILE).read_text().splitlines()
+    return [entry for entry in map(json.loads, lines) if entry.get("direction") == "sent"]
 
 
-def shape(entry: dict[str, Any]) -> tuple[Any, ...]:
-    return entry["kind"], entry["epoch"], entry["step"], entry["bytes"]
-
-
-def test_number_order_and_size_of_the_messages_do_not_depend_on_the_labels(
-    sent: tuple[list[dict[str, Any]], ...],
-) -> None:
-    one, other = sent
-    assert [shape(entry) for entry in one] == [shape(entry) for entry in other]
-    assert len(one) > 10
-
-
-def test_of_all_messages_about_rows_only_the_gradients_differ(
-    sent: tuple[list[dict[str, Any]], ...],
-) -> None:
+def test_only_the_gradients_depend_on_the_labels(tmp_path: Path) -> None:
     """Handshake and alignment come before any label is used, and hold random numbers."""
-    one, other = sent
-    pairs = [
-        (a, b)
-        for a, b in zip(one, other, strict=True)
-        if not a["kind"].startswith(("Handshake", "Align"))
-    ]
-    gradients = [(a, b) for a, b in pairs if a["kind"] == "Train reply"]
-    others = [(a, b) for a, b in pairs if a["kind"] != "Train reply"]
-    assert all(a["digest"] != b["digest"] for a, b in gradients)
-    assert {a["kind"] for a, _ in others} == {"Evaluate reply", "Leave reply"}
-    assert all(a["digest"] == b["digest"] for a, b in others)
+    for name in ("one", "other"):
+        write_example(tmp_path / name)
+    with_other_labels(tmp_path / "other")
+    one, other = sent(tmp_path / "one"), sent(tmp_path / "other")
+    assert len(one) > 10
+    for field in ("kind", "epoch", "step", "bytes"):
+        assert [entry[field] for entry in one] == [entry[field] for entry in other]
+    kinds = set()
+    for a, b in zip(one, other, strict=True):
+        if not a["kind"].startswith(("Handshake", "Align")):
+            assert (a["digest"] != b["digest"]) is (a["kind"] == "Train reply")
+            kinds.add(a["kind"])
+    assert kinds == {"Train reply", "Evaluate reply", "Leave reply"}

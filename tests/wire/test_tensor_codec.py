@@ -39,10 +39,8 @@ def encoded(sent: torch.Tensor, **changes: object) -> list[bytes]:
 
 
 def frame(**changes: object) -> bytes:
-    """One correct frame, with some fields changed."""
-    fields = pb.TensorFrame.FromString(
-        next(encode_activation(Activation(HEADER, values()), limits())).data
-    )
+    """Return a correct frame with some fields changed."""
+    fields = pb.TensorFrame.FromString(encoded(values())[0])
     for name, value in changes.items():
         if name == "shape":
             del fields.shape[:]
@@ -69,6 +67,7 @@ def test_a_tensor_comes_back_bit_for_bit(rows: int, dtype: str) -> None:
     assert received is not None
     assert received.batch == HEADER
     assert torch.equal(received.values, sent)
+    received.values.add_(1)  # it can be written to
 
 
 def test_the_frames_are_what_the_generated_class_reads_and_writes() -> None:
@@ -89,12 +88,6 @@ def test_a_peer_that_writes_the_payload_first_is_understood() -> None:
     received = assemble([payload + fields.SerializeToString()])
     assert received is not None
     assert torch.equal(received.values, values())
-
-
-def test_the_received_tensor_can_be_written_to() -> None:
-    received = assemble([frame()])
-    assert received is not None
-    received.values.add_(1)
 
 
 @pytest.mark.parametrize(
@@ -130,12 +123,8 @@ def test_a_wrong_frame_is_refused_and_the_next_right_one_is_not(
     assert torch.equal(after.values, values())
 
 
-def chunked() -> list[bytes]:
-    return encoded(values(64))
-
-
 def test_chunks_must_come_in_order_and_belong_together() -> None:
-    frames = chunked()
+    frames = encoded(values(64))
     other = pb.TensorFrame.FromString(frames[1])
     other.step += 1
     for wrong in ([frames[0], frames[2]], [frames[0], frames[0]], [frames[1]]):
@@ -148,12 +137,12 @@ def test_chunks_must_come_in_order_and_belong_together() -> None:
 def test_a_stream_of_first_chunks_holds_one_tensor_at_most() -> None:
     assembler = TensorAssembler.of_activations(limits())
     for _ in range(100):
-        assert assembler.add(Frame(chunked()[0])) is None
+        assert assembler.add(Frame(encoded(values(64))[0])) is None
         with pytest.raises(InvalidMessage):
-            assembler.add(Frame(chunked()[0]))
-    for part in chunked()[:-1]:
+            assembler.add(Frame(encoded(values(64))[0]))
+    for part in encoded(values(64))[:-1]:
         assert assembler.add(Frame(part)) is None
-    whole = assembler.add(Frame(chunked()[-1]))
+    whole = assembler.add(Frame(encoded(values(64))[-1]))
     assert whole is not None
     assert torch.equal(whole.values, values(64))
 
@@ -165,26 +154,6 @@ def test_random_bytes_are_refused_not_believed(data: bytes) -> None:
         TensorAssembler.of_activations(limits()).add(Frame(data))
 
 
-@settings(max_examples=400, deadline=None)
-@given(st.integers(0, 10**6), st.integers(0, 255), st.integers(0, 3))
-def test_a_mutated_frame_is_refused_or_still_a_legal_tensor(at: int, byte: int, how: int) -> None:
-    right = frame()
-    place = at % len(right)
-    mutated = (
-        right[:place] + bytes([byte]) + right[place + 1 :],
-        right[:place],
-        right + bytes([byte]),
-        right[:place] + bytes([byte]) + right[place:],
-    )[how]
-    try:
-        received = TensorAssembler.of_activations(limits()).add(Frame(mutated))
-    except ProtocolError:
-        return
-    assert received is None or (
-        received.values.shape[1:] == (3, 2) and bool(torch.isfinite(received.values).all())
-    )
-
-
 @pytest.mark.parametrize("rows", [5, 64])
 def test_a_frame_says_where_it_belongs_before_and_after_it_crossed(rows: int) -> None:
     sent = next(encode_activation(Activation(HEADER, values(rows)), limits()))
@@ -192,8 +161,4 @@ def test_a_frame_says_where_it_belongs_before_and_after_it_crossed(rows: int) ->
     assert sent.place() == received.place() == (HEADER.epoch, HEADER.step)
     (fields, payload), (fields_there, payload_there) = sent.parts(), received.parts()
     assert (fields, bytes(payload)) == (fields_there, bytes(payload_there))
-
-
-def test_bytes_that_are_no_frame_belong_nowhere() -> None:
-    assert Frame(frame()[:-1]).place() == (None, None)
-    assert Frame(b"").place() == (0, 0)
+    assert Frame(sent.data[:-1]).place() == (None, None)

@@ -25,13 +25,12 @@ from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import method_path, open_channel
 from splitveil.deploy.authority import PartyFolder, keep_certificates
 from splitveil.passive_party.grpc_peer import GrpcPeer
-from splitveil.protos import split_learning_pb2 as pb
 from tests.support.certificates import NAMES, Unchecked, add_expired, files, make
 from tests.support.lines import peer_of, serving
 from tests.support.peers import AtSteps
 from tests.support.programs import run_program
 from tests.support.proxies import Relay
-from tests.support.runs import build_parties, in_background, run_in_process
+from tests.support.runs import Parties, build_parties, in_background, run_in_process
 
 
 @pytest.fixture(scope="module")
@@ -42,22 +41,22 @@ def trusted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def parties(example: Path) -> Parties:
+    """Return parties that never meet: the active one waits throughout."""
+    return build_parties(example)
+
+
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [
-        record.getMessage()
-        for record in caplog.records
-        if record.levelno >= logging.WARNING and "nonce" not in record.getMessage()
-    ]
-
-
-# ---- peers that are not believed: which certificates are, test_identities.py knows ----
+    """Return the warnings, without the one about the example's nonce."""
+    messages = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    return [message for message in messages if "nonce" not in message]
 
 
 def test_a_server_without_tls_is_refused_at_once_and_with_the_reason(
-    example: Path, trusted: Path, port: int, caplog: pytest.LogCaptureFixture
+    parties: Parties, trusted: Path, port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No line of the log is worth more than the error."""
-    parties = build_parties(example)
     caplog.clear()
     with (
         serving(parties, port, None),
@@ -78,7 +77,7 @@ def test_a_server_without_tls_is_refused_at_once_and_with_the_reason(
     ],
 )
 def test_a_client_without_a_valid_certificate_gets_no_connection(
-    example: Path,
+    parties: Parties,
     trusted: Path,
     port: int,
     client: str | None,
@@ -86,7 +85,6 @@ def test_a_client_without_a_valid_certificate_gets_no_connection(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """The server's line is gRPC's; the client learns nothing and can only guess."""
-    parties = build_parties(example)
     shown = None if client is None else Unchecked(trusted, client)
     with serving(parties, port, files(trusted, "active")), peer_of(parties, port, shown) as peer:
         capfd.readouterr()
@@ -99,9 +97,8 @@ def test_a_client_without_a_valid_certificate_gets_no_connection(
 
 
 def test_a_genuine_certificate_with_another_name_reaches_no_handler(
-    example: Path, trusted: Path, port: int, caplog: pytest.LogCaptureFixture
+    parties: Parties, trusted: Path, port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    parties = build_parties(example)
     with (
         serving(parties, port, files(trusted, "active")) as service,
         peer_of(parties, port, Unchecked(trusted, "mallory")) as peer,
@@ -124,9 +121,8 @@ def test_a_genuine_certificate_with_another_name_reaches_no_handler(
 
 
 def test_no_kind_of_call_passes_without_the_right_name(
-    example: Path, trusted: Path, port: int
+    parties: Parties, trusted: Path, port: int
 ) -> None:
-    parties = build_parties(example)
     contract = parties.run.contract
     shown = Unchecked(trusted, "mallory").current()
     with (
@@ -153,9 +149,8 @@ def test_no_kind_of_call_passes_without_the_right_name(
 
 
 def test_a_party_cannot_open_a_run_in_another_party_s_name(
-    example: Path, trusted: Path, port: int, caplog: pytest.LogCaptureFixture
+    parties: Parties, trusted: Path, port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    parties = build_parties(example)
     with (
         serving(parties, port, files(trusted, "active")),
         peer_of(parties, port, files(trusted, "passive")) as peer,
@@ -168,13 +163,12 @@ def test_a_party_cannot_open_a_run_in_another_party_s_name(
 
 
 def test_a_certificate_cannot_write_lines_of_its_own_into_the_log(
-    example: Path, trusted: Path, port: int, caplog: pytest.LogCaptureFixture
+    parties: Parties, trusted: Path, port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "eve\n12:00 active INFO \x1b[2J")])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(x509, "Name", lambda _: name)
         keep_certificates(trusted, {"eve": "eve.splitveil"})
-    parties = build_parties(example)
     with (
         serving(parties, port, files(trusted, "active")),
         peer_of(parties, port, Unchecked(trusted, "eve")) as peer,
@@ -191,18 +185,13 @@ def test_the_identities_of_the_contract_decide_and_not_the_default_ones(
     example: Path, trusted: Path, port: int
 ) -> None:
     overrides = ["contract.identities={passive: mallory.splitveil}"]
-    parties = build_parties(example, overrides, overrides)
-    with serving(parties, port, files(trusted, "active")):
-        with (
-            peer_of(parties, port, files(trusted, "passive")) as peer,
-            pytest.raises(PeerUntrusted),
-        ):
+    renamed = build_parties(example, overrides, overrides)
+    with serving(renamed, port, files(trusted, "active")):
+        refused = peer_of(renamed, port, files(trusted, "passive"))
+        with refused as peer, pytest.raises(PeerUntrusted):
             peer.is_ready()
-        with peer_of(parties, port, Unchecked(trusted, "mallory")) as peer:
+        with peer_of(renamed, port, Unchecked(trusted, "mallory")) as peer:
             assert peer.is_ready()
-
-
-# ---- TLS 1.3, and plain text ----
 
 
 def python_context(trusted: Path, purpose: int, party: str) -> ssl.SSLContext:
@@ -216,12 +205,12 @@ def python_context(trusted: Path, purpose: int, party: str) -> ssl.SSLContext:
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
 def test_a_client_of_tls_1_2_gets_no_connection(
-    example: Path, trusted: Path, port: int, version: ssl.TLSVersion
+    parties: Parties, trusted: Path, port: int, version: ssl.TLSVersion
 ) -> None:
     context = python_context(trusted, ssl.PROTOCOL_TLS_CLIENT, "passive")
     context.maximum_version = version
     with (
-        serving(build_parties(example), port, files(trusted, "active")),
+        serving(parties, port, files(trusted, "active")),
         socket.create_connection(("127.0.0.1", port), timeout=60) as plain,
     ):
         if version is ssl.TLSVersion.TLSv1_3:
@@ -232,10 +221,9 @@ def test_a_client_of_tls_1_2_gets_no_connection(
                 context.wrap_socket(plain, server_hostname=NAMES["active"])
 
 
-def test_a_server_of_tls_1_2_is_refused_at_once(example: Path, trusted: Path) -> None:
+def test_a_server_of_tls_1_2_is_refused_at_once(parties: Parties, trusted: Path) -> None:
     context = python_context(trusted, ssl.PROTOCOL_TLS_SERVER, "active")
     context.maximum_version = ssl.TLSVersion.TLSv1_2
-    parties = build_parties(example)
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
@@ -285,22 +273,15 @@ def test_credentials_are_refused_where_grpc_may_agree_to_tls_1_2(
     assert all(expected in line for line in lines)
 
 
-@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0"])
-def test_plain_text_is_served_on_loopback_only(example: Path, address: str) -> None:
-    parties = build_parties(example)
+def test_plain_text_stays_on_loopback(parties: Parties) -> None:
+    contract, reconnect = parties.run.contract, parties.passive_settings.reconnect
     service = ActiveService(parties.session, parties.engine, deadline_s=300)
-    with pytest.raises(SettingsError, match="is not on loopback"):
-        start_server(service, parties.run.contract, address)
-
-
-@pytest.mark.parametrize("address", ["10.0.0.1:1", "192.168.1.1:1", "[fd00::1]:1", "8.8.8.8:1"])
-def test_plain_text_goes_to_loopback_only(example: Path, address: str) -> None:
-    parties = build_parties(example)
-    with pytest.raises(SettingsError, match="is not on loopback"):
-        GrpcPeer(PeerConnection(address, parties.run.contract), parties.passive_settings.reconnect)
-
-
-# ---- rotation ----
+    for address in ("0.0.0.0:0", "[::]:0"):
+        with pytest.raises(SettingsError, match="is not on loopback"):
+            start_server(service, contract, address)
+    for address in ("10.0.0.1:1", "192.168.1.1:1", "[fd00::1]:1", "8.8.8.8:1"):
+        with pytest.raises(SettingsError, match="is not on loopback"):
+            GrpcPeer(PeerConnection(address, contract), reconnect)
 
 
 def test_replaced_certificates_are_taken_up_without_a_restart_and_cut_no_connection(
@@ -334,8 +315,3 @@ def test_replaced_certificates_are_taken_up_without_a_restart_and_cut_no_connect
     assert parties.session.stage is Stage.FINISHED
     assert parties.active.losses == undisturbed.active.losses
     assert sum("new certificate in use" in r.getMessage() for r in caplog.records) == 2
-
-
-def test_the_handshake_s_name_of_the_party_is_checked_where_it_is_known() -> None:
-    """The interceptor reads this field: were it renamed, it would check nothing."""
-    assert "party" in pb.HandshakeRequest.DESCRIPTOR.fields_by_name

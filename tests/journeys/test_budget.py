@@ -82,25 +82,11 @@ def test_checkpoint_summary_and_ledger_are_left(
         assert written == {"adversary": peers, "leak_auc": bound.leak_auc.max, "mu": bound.mu}
 
 
-def test_the_next_run_has_no_budget_left_where_this_one_ended(
-    stopped: tuple[Path, Pair, tuple[int, int]],
-) -> None:
-    folder, first, _ = stopped
-    earlier = f"earlier_ledgers=[{first.active.results() / 'checkpoint'}]"
-    with started(folder, "contract.run_name=next", active=[*BUDGET, earlier]) as pair:
-        assert pair.wait() == (5, 5), pair.outputs
-    assert "earlier runs answered about" in pair.active.output
-    assert "run_budget: epoch 1 step 1 would take an example to sum_kl 0.2" in pair.active.output
-    summary = json.loads((pair.active.results("next") / "summary.json").read_text())
-    assert summary["steps"] == 0
-    assert summary["earlier_answers"]["examples"] > 100
-
-
 def test_the_peer_learns_that_the_run_has_ended_and_nothing_else(
     stopped: tuple[Path, Pair, tuple[int, int]],
 ) -> None:
     _, pair, _ = stopped
-    told = "the active party has ended this run for good; its own log says why"
-    assert told in pair.passive.output
+    message = "the active party has ended this run for good; its own log says why"
+    assert message in pair.passive.output
     for word in ("budget", "ledger", "sum_kl"):
         assert word not in pair.passive.output

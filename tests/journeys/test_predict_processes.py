@@ -64,108 +64,81 @@ def summary_of(active: Party) -> dict[str, object]:
     return found
 
 
-def undisturbed(folder: Path, output: str = "undisturbed.parquet") -> Path:
-    path = folder / output
-    if not path.exists():
-        address = free_address()
-        passive = served(folder, address)
-        try:
-            active = predicting(folder, address, output)
-            assert active.wait() == 0, active.output
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> NDArray[np.float32]:
+    """Return the probabilities of all ids, predicted twice."""
+    address = free_address()
+    names = ("undisturbed.parquet", "undisturbed.csv")
+    with served(folder, address):
+        for name in names:
+            with predicting(folder, address, name) as active:
+                assert active.wait() == 0, active.output
             summary = summary_of(active)
             assert summary["rows"] == 400
             assert summary["found"] == 360
             assert summary["missing_at"] == {"active": 20, "passive": 20}
-        finally:
-            passive.kill()
-    return path
+    found, as_csv = (probabilities(folder / name) for name in names)
+    np.testing.assert_array_equal(as_csv, found)
+    return found
 
 
-def test_a_csv_file_holds_the_same_numbers_as_a_parquet_file(folder: Path) -> None:
-    table = parquet.read_table(undisturbed(folder))
+def test_there_is_a_row_for_every_id(folder: Path, undisturbed: NDArray[np.float32]) -> None:
+    table = parquet.read_table(folder / "undisturbed.parquet")
     assert table.column_names == ["id", "probability", "found"]
-    ids = (folder / "ids.txt").read_text().splitlines()
-    assert table.column("id").to_pylist() == ids
-    as_csv = probabilities(undisturbed(folder, "undisturbed.csv"))
-    np.testing.assert_array_equal(as_csv, probabilities(undisturbed(folder)))
-    assert np.isnan(as_csv).sum() == 40
+    assert table.column("id").to_pylist() == (folder / "ids.txt").read_text().splitlines()
+    assert np.isnan(undisturbed).sum() == 40
 
 
-def test_a_prediction_survives_a_passive_party_that_is_killed_and_comes_back(folder: Path) -> None:
+def test_a_prediction_survives_a_passive_party_that_is_killed_and_comes_back(
+    folder: Path, undisturbed: NDArray[np.float32]
+) -> None:
     address = free_address()
-    first = served(folder, address, SLOW)
     transcript = folder / "runs" / "small" / "passive" / "serve" / "transcript.jsonl"
-    asked_before = transcript.read_bytes().count(b"Embed request")
-    active = predicting(folder, address, "survived.parquet")
-    try:
+    with (
+        served(folder, address, SLOW) as first,
+        predicting(folder, address, "survived.parquet") as active,
+    ):
+        before = transcript.read_bytes().count(b"Embed request")
         first.wait_until(
-            lambda: transcript.read_bytes().count(b"Embed request") > asked_before, "a question"
+            lambda: transcript.read_bytes().count(b"Embed request") > before, "a question"
         )
         first.kill()
         active.wait_until_says("trying for up to")
-        second = served(folder, address)
-        try:
+        with served(folder, address) as second:
             assert active.wait() == 0, active.output
             second.signal(signal.SIGTERM)
             assert second.wait() == 0, second.output
             assert "answered" in second.output
-        finally:
-            second.kill()
-    finally:
-        active.kill()
-        first.kill()
-    np.testing.assert_array_equal(
-        probabilities(folder / "survived.parquet"), probabilities(undisturbed(folder))
-    )
+    np.testing.assert_array_equal(probabilities(folder / "survived.parquet"), undisturbed)
     assert not (folder / "survived.parquet.parts").exists()
 
 
 def test_a_passive_party_that_stays_away_ends_the_prediction_with_a_clear_error(
     folder: Path,
 ) -> None:
-    active = predicting(folder, free_address(), "away.parquet", "reconnect.max_s=0.5")
-    try:
+    with predicting(folder, free_address(), "away.parquet", "reconnect.max_s=0.5") as active:
         assert active.wait() == 4, active.output
-    finally:
-        active.kill()
     assert "has not answered for 0.5 s (reconnect.max_s)" in active.output
     assert "the same command goes on with the parts in" in active.output
     assert not (folder / "away.parquet").exists()
 
 
-def test_a_stopped_prediction_leaves_no_output_and_ends_with_the_signal_s_code(
+def test_a_second_server_is_refused_and_a_stopped_prediction_leaves_no_output(
     folder: Path,
 ) -> None:
     address = free_address()
-    passive = served(folder, address, "answers.ids_per_second=1")
-    active = predicting(folder, address, "stopped.parquet")
-    try:
-        active.wait_until_says("predicting 400 ids")
-        active.signal(signal.SIGTERM)
-        assert active.wait() == 143, active.output
+    with served(folder, address, "answers.ids_per_second=1") as passive:
+        where = f"answers.listen={free_address()}"
+        with Party("passive", folder, where, command="serve", log="second") as second:
+            assert second.wait() == 2, second.output
+            assert "another process serves this run" in second.output
+        with predicting(folder, address, "stopped.parquet") as active:
+            active.wait_until_says("predicting 400 ids")
+            active.signal(signal.SIGTERM)
+            assert active.wait() == 143, active.output
         passive.signal(signal.SIGTERM)
         assert passive.wait() == 0, passive.output
-    finally:
-        active.kill()
-        passive.kill()
     assert not (folder / "stopped.parquet").exists()
-
-
-def test_a_second_server_of_the_same_run_is_refused(folder: Path) -> None:
-    passive = served(folder, free_address())
-    second = Party(
-        "passive",
-        folder,
-        f"answers.listen={free_address()}",
-        command="serve",
-        log="second",
-    )
-    try:
-        assert second.wait() == 2, second.output
-        assert "another process serves this run" in second.output
-    finally:
-        passive.kill()
-        second.kill()
 
 
 # ---- online ----
@@ -176,7 +149,7 @@ def serving(folder: Path, passive: str, address: str, *more: str) -> Party:
     return Party("active", folder, *where, *more, command="serve")
 
 
-def told(address: str, ids: list[str]) -> tuple[int, dict[str, Any]]:
+def predicted(address: str, ids: list[str]) -> tuple[int, dict[str, Any]]:
     body = json.dumps({"ids": ids}).encode()
     request = urllib.request.Request(
         f"http://{address}/predict", body, {"Content-Type": "application/json"}
@@ -190,37 +163,31 @@ def told(address: str, ids: list[str]) -> tuple[int, dict[str, Any]]:
 
 
 def test_a_killed_passive_party_costs_503_at_once_and_no_restart(folder: Path) -> None:
-    inner, outer = free_address(), free_address()
-    own, other = free_address(), free_address()
+    inner, outer, own, other = (free_address() for _ in range(4))
     ids = [f"person-{number:05d}" for number in range(100, 116)]
-    first = served(folder, inner, f"status={other}")
-    active = serving(folder, inner, outer, f"status={own}")
-    try:
+    with (
+        served(folder, inner, f"status={other}") as first,
+        serving(folder, inner, outer, f"status={own}") as active,
+    ):
         active.wait_until_says("answering at http://")
-        before = told(outer, ids)
+        before = predicted(outer, ids)
         assert asked(own, "/readyz")[0] == asked(other, "/readyz")[0] == 200
         assert 'embed_requests_total{call="Embed"} 1.0' in asked(other, "/metrics")[1]
         first.kill()
         began = time.monotonic()
-        away = told(outer, ids)
+        away = predicted(outer, ids)
         took_s = time.monotonic() - began
         assert asked(own, "/readyz")[0] == 503
         assert 'outcome="unavailable"} 1.0' in asked(own, "/metrics")[1]
-        second = served(folder, inner)
-        try:
-            wait_until(lambda: told(outer, ids)[0] == 200)
-            assert told(outer, ids) == before
+        with served(folder, inner):
+            wait_until(lambda: predicted(outer, ids)[0] == 200)
+            assert predicted(outer, ids) == before
             active.signal(signal.SIGTERM)
             assert active.wait() == 0, active.output
-        finally:
-            second.kill()
-    finally:
-        first.kill()
-        active.kill()
     assert before[0] == 200
     assert away[0] == 503
     assert away[1]["detail"]
-    # The issue's second, which only a refusal without an attempt to wait can keep.
+    # Only a refusal without an attempt to wait is that fast.
     assert took_s < 1
     assert "x 503" in active.output
     shown = [str(p)[:8] for p in before[1]["probabilities"] if p is not None]
@@ -231,9 +198,6 @@ def test_a_killed_passive_party_costs_503_at_once_and_no_restart(folder: Path) -
 def test_serving_ends_with_a_clear_error_if_an_address_is_taken(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        active = serving(folder, free_address(), address)
-        try:
+        with serving(folder, free_address(), address) as active:
             assert active.wait() == 2, active.output
-        finally:
-            active.kill()
     assert "serving.http: cannot serve at" in active.output

@@ -34,8 +34,6 @@ ASKING_TAKES_S = 60.0
 
 
 class Told(NamedTuple):
-    """An HTTP answer."""
-
     status: int
     body: dict[str, Any]
     headers: Mapping[str, str]
@@ -51,8 +49,6 @@ class Told(NamedTuple):
 
 @dataclass
 class Program:
-    """Another program of the active party."""
-
     http: int
     service: AnswerService
     status: OnlineStatus
@@ -101,15 +97,7 @@ def answering(
     transcript: Transcript | None = None,
     table: Path | None = None,
 ) -> Iterator[Program]:
-    """Answer programs at the active party; passive parties serve at these ports, or do not.
-
-    Args:
-        trained: the run.
-        overrides: of the active party's settings.
-        ports: of passive parties.
-        transcript: the active party's.
-        table: with its own features.
-    """
+    """Answer programs at the active party; passive parties serve at these ports, or do not."""
     settings = trained.active(
         *("serving.timeout_s=30", "serving.fallback=false"),
         f"serving.http='127.0.0.1:{free_port()}'",

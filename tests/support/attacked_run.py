@@ -43,7 +43,7 @@ from tests.support.runs import (
 )
 
 BATCH_ATTACKS: tuple[BatchAttackName, ...] = tuple(ATTACKS)
-TELL_SLOPES = "leak_monitor={attacks: [informed]}"
+STORE_SLOPES = "leak_monitor={attacks: [informed]}"
 """Override with which the active party's results hold the slopes of its predictions."""
 
 
@@ -88,20 +88,13 @@ def attacked_run(
 
     At the cut layer the oracle's positive is a clean gradient. The first layer does not have clean
     gradients; there it follows from the received gradient.
-
-    Args:
-        example: folder of the settings.
-        active: overrides of the active party's settings.
-        passive: overrides of the passive party's settings.
-        attacks: the attacks to run.
-        on_step: also called with every batch.
     """
-    sender = _Sender()
+    sender = Sender()
     red_team = _RedTeam(sender, attacks, on_step)
     # The monitor of a run in process is not observed; asking it makes results hold slopes.
-    told = [TELL_SLOPES] if {"informed", "accumulated_informed"} & set(attacks) else []
+    slopes = [STORE_SLOPES] if {"informed", "accumulated_informed"} & set(attacks) else []
     parties = build_parties(
-        example, [*active, *told], passive, active_seen=sender, passive_seen=red_team
+        example, [*active, *slopes], passive, active_seen=sender, passive_seen=red_team
     )
     run_in_process(parties)
     red_team.audit.run.close_epoch()
@@ -165,7 +158,7 @@ def _features_alone(parties: Parties) -> dict[RunAttackName, float]:
     return found
 
 
-class _Sender(ActiveRecording):
+class Sender(ActiveRecording):
     """Remembers the last step, of which the red team is about to see the defended gradient."""
 
     def __init__(self) -> None:
@@ -182,7 +175,7 @@ class _RedTeam(PassiveRecording):
     """Attacks the received gradients; labels and clean gradients come from the other party."""
 
     def __init__(
-        self, sender: _Sender, attacks: Sequence[AttackName], on_step: StepListener | None
+        self, sender: Sender, attacks: Sequence[AttackName], on_step: StepListener | None
     ) -> None:
         super().__init__()
         self.audit = LeakAudit(attacks)

@@ -99,15 +99,9 @@ def add_unusual(
 ) -> None:
     """Add a party with a certificate that ``splitveil certs`` would not issue.
 
-    Args:
-        folder: a folder made by ``make``, whose authority signs the certificate.
-        party: name of the party, which gets its own folder.
-        names: names in the subject alternative name; without any, the extension is left out.
-        common_name: common name of the subject.
-        purposes: purposes in the extended key usage; without any, the extension is left out.
-        days: days until it expires, which may be in the past.
-        extensions: further extensions.
-        replaced: bytes of the signed part, and bytes of the same length that are signed instead.
+    The authority of ``folder``, made by ``make``, signs it. Without names or purposes, their
+    extension is left out. ``replaced`` are bytes of the signed part, and bytes of the same length
+    that are signed in their place.
     """
     authority, own = PartyFolder(folder / "authority"), PartyFolder(folder / party)
     signer = serialization.load_pem_private_key(authority.private_key.read_bytes(), None)

@@ -32,13 +32,11 @@ class Deployed(NamedTuple):
 
     @property
     def compose_text(self) -> str:
-        """The Compose file."""
         path = ROOT / f"docker-compose.{self.party}{self.ending}.yml"
         return path.read_text(encoding="utf-8")
 
     @property
     def compose(self) -> dict[str, Any]:
-        """The one service of the Compose file."""
         services: dict[str, Any] = yaml.safe_load(self.compose_text)["services"]
         assert list(services) == [self.service]
         service: dict[str, Any] = services[self.service]
@@ -46,7 +44,6 @@ class Deployed(NamedTuple):
 
     @property
     def env_example(self) -> dict[str, str]:
-        """The example of the variables' values."""
         path = ROOT / "deploy" / "env" / f"{self.party}{self.ending}.env.example"
         lines = path.read_text(encoding="utf-8").splitlines()
         given = (line for line in lines if line and not line.startswith("#"))
@@ -54,12 +51,10 @@ class Deployed(NamedTuple):
 
     @property
     def unit_file(self) -> Path:
-        """The systemd unit."""
         return ROOT / "deploy" / "systemd" / f"splitveil-{self.party}{self.ending}@.service"
 
     @property
     def unit(self) -> dict[str, list[str]]:
-        """Every directive of the unit: name -> values."""
         found: dict[str, list[str]] = {}
         for line in self.unit_file.read_text(encoding="utf-8").splitlines():
             if "=" in line and not line.startswith("#"):
@@ -69,24 +64,20 @@ class Deployed(NamedTuple):
 
     @property
     def unit_environment(self) -> dict[str, str]:
-        """The variables that the unit itself sets."""
         return dict(one.split("=", 1) for one in self.unit["Environment"])
 
     @property
     def manifest_folder(self) -> Path:
-        """The folder that kustomize reads."""
         return KUBERNETES / f"{self.party}{self.ending}"
 
     @property
     def kustomization(self) -> dict[str, Any]:
-        """The list of manifests, and what is added to all of them."""
         text = (self.manifest_folder / "kustomization.yaml").read_text(encoding="utf-8")
         loaded: dict[str, Any] = yaml.safe_load(text)
         return loaded
 
     @property
     def manifests(self) -> dict[str, dict[str, Any]]:
-        """The manifests by kind."""
         loaded = [
             document
             for name in self.kustomization["resources"]
@@ -98,7 +89,6 @@ class Deployed(NamedTuple):
 
     @property
     def pod(self) -> dict[str, Any]:
-        """What the workload runs."""
         found: dict[str, Any] = self.manifests[self.workload]["spec"]["template"]["spec"]
         return found
 

@@ -13,13 +13,14 @@ import resource
 import signal
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 
-from tests.support import fast_clock, unit_sandbox
+from tests.support import unit_sandbox
 from tests.support.programs import ROOT
 
 _server = multiprocessing.get_context("forkserver")
@@ -34,14 +35,8 @@ _lock = threading.Lock()
 class Forked:
     """One process of a party.
 
-    Args:
-        module: whose ``main`` it runs, as in ``python -m <module>``.
-        words: of the command line.
-        log: gets what it prints, after what stands there.
-        has_fast_clock: whether SIGUSR1 lets its clock go a minute a second.
-        descriptors: files and connections that it may have open; None for as many as this process.
-        variables: further variables of its environment.
-        unit: directives of the systemd unit under whose filters it runs.
+    With a fast clock, SIGUSR1 lets its clock go a minute a second. With the directives of a systemd
+    unit, it runs under its filters.
     """
 
     def __init__(
@@ -66,7 +61,6 @@ class Forked:
 
     @property
     def pid(self) -> int:
-        """The number of the process."""
         found = self._process.pid
         assert found is not None
         return found
@@ -77,7 +71,6 @@ class Forked:
             return self._process.exitcode
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Wait for its end and return its exit code."""
         multiprocessing.connection.wait([self._process.sentinel], timeout_s)
         exit_code = self.poll()
         assert exit_code is not None, f"hangs: process {self.pid}"
@@ -115,7 +108,25 @@ def _become(
     program = import_module(f"{module}.__main__")
     sys.argv = [str(program.__file__), *words]
     if has_fast_clock:
-        fast_clock.listen()
+        _let_clock_hurry()
     if unit is not None:
         unit_sandbox.enter(unit)
     program.main()
+
+
+def _let_clock_hurry() -> None:
+    """Let this process's clock advance a minute per second after SIGUSR1.
+
+    So a test can give a party as much patience as the slowest machine needs to come to an event,
+    and then let the patience run out in seconds. Only Python's monotonic clock is fast, by which
+    the parties measure silence; gRPC has a clock of its own.
+    """
+    real = time.monotonic
+    turned_at: list[float] = []
+
+    def monotonic() -> float:
+        now = real()
+        return now + 59 * (now - turned_at[0]) if turned_at else now
+
+    signal.signal(signal.SIGUSR1, lambda _number, _frame: turned_at.append(real()))
+    time.monotonic = monotonic

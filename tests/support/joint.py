@@ -37,7 +37,7 @@ from splitveil.passive_party.predict.service import InferenceServer, InferenceSe
 from splitveil.passive_party.settings import PassiveSettings
 from tests.support import simulation
 from tests.support.runs import ACTIVE as ACTIVE_VALUES
-from tests.support.runs import CONTRACT, CPU, PASSIVE
+from tests.support.runs import CONTRACT, CPU, PASSIVE, write_table, write_yaml
 from tests.support.simulation import (
     ActiveParty,
     PassiveParty,
@@ -75,11 +75,9 @@ class Trained:
     run_id: str
 
     def active(self, *overrides: str) -> ActiveSettings:
-        """Return the active party's settings with changes."""
         return _changed(self.settings.active, overrides)
 
     def passive(self, name: str, *overrides: str) -> PassiveSettings:
-        """Return a passive party's settings with changes."""
         return _changed(self.settings.passive[name], overrides)
 
 
@@ -98,11 +96,7 @@ def _changed(settings: PartySettingsT, overrides: Sequence[str]) -> PartySetting
 def train(folder: Path, runs: Path, *overrides: str, active: Sequence[str] = ()) -> Trained:
     """Train the parties of a folder in this process, and save their halves of the model.
 
-    Args:
-        folder: with the settings of all parties; those of security are replaced.
-        runs: folder of the results.
-        overrides: for all parties.
-        active: for the active party alone.
+    Settings of security are replaced.
     """
     certificates = runs / "certificates"
     both = [*overrides, f"runs_dir={runs}", "device=cpu", "torch_threads=1"]
@@ -196,7 +190,6 @@ def _record(evaluated: Evaluated, patch: pytest.MonkeyPatch) -> None:
 
 
 def free_port() -> int:
-    """Return a free port on loopback."""
     return int(free_address().rpartition(":")[2])
 
 
@@ -236,14 +229,7 @@ def predicting(
 ) -> Iterator[Predictor]:
     """Serve every passive party, and open a predictor that has checked them.
 
-    Args:
-        trained: the run.
-        passive: overrides for every passive party.
-        active: overrides for the active party.
-        choice: which top model predicts.
-        tables: other tables than those of the training, by party.
-        transcript: the active party's.
-        whole_table: take the passive parties' whole tables.
+    ``tables`` are other ones than those of the training, by party.
     """
     other = tables or {}
     with ExitStack() as resources:
@@ -275,23 +261,12 @@ def write_wide_deep(folder: Path, rows: int = 500, seed: int = 5) -> None:
     words = generator.integers(0, 12, size=(rows, 2))
     score = x[:, 0] + x[:, 2] + (words[:, 0] % 3) - (words[:, 1] % 2)
     labels = (score + generator.normal(scale=0.5, size=rows) > 0.5).astype(int)
-    for name, columns, word, own_labels in (
-        (ACTIVE, x[:, :2], words[:, 0], labels),
-        ("passive", x[:, 2:], words[:, 1], None),
-    ):
-        head = "id,label,n1,n2,word" if own_labels is not None else "id,n1,n2,word"
-        lines = [
-            ",".join(
-                [
-                    f"row-{i:04d}",
-                    *([] if own_labels is None else [str(own_labels[i])]),
-                    *(repr(float(value)) for value in columns[i]),
-                    f"w{word[i]}",
-                ]
-            )
-            for i in generator.permutation(rows)
-        ]
-        (folder / f"{name}.csv").write_text("\n".join([head, *lines]) + "\n")
+    ids, texts = [f"row-{i:04d}" for i in range(rows)], np.char.add("w", words.astype(str)).T
+    order = generator.permutation(rows)
+    own = labels, *x.T[:2], texts[0]
+    write_table(folder / "active.csv", "id,label,n1,n2,word", order, ids, *own)
+    order = generator.permutation(rows)
+    write_table(folder / "passive.csv", "id,n1,n2,word", order, ids, *x.T[2:], texts[1])
     model = {"kind": "wide_deep", "hidden": [16, 8], "embedding_dim": 3}
     features = {"numeric": "n*", "categorical": "word", "signed_log1p": True}
     contract = {**CONTRACT, "cut_shape": [8]}
@@ -299,5 +274,4 @@ def write_wide_deep(folder: Path, rows: int = 500, seed: int = 5) -> None:
     active["data"] = {**ACTIVE_VALUES["data"], "features": features}  # type: ignore[dict-item]
     passive = {**PASSIVE, "bottom_model": model, "adversary": None}
     passive["data"] = {**PASSIVE["data"], "features": features}  # type: ignore[dict-item]
-    for name, values in (("contract", contract), (ACTIVE, active), ("passive", passive)):
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
+    write_yaml(folder, contract=contract, active=active, passive=passive)

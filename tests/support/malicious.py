@@ -5,7 +5,7 @@ it may compute from each answer; `attack` sends the ones, computes all of the ot
 holds them against the ledger's bound. A test of another defense needs one call.
 
 The readings know no label: their sign follows from the positives being the smaller class, or from
-the predictions. Two of them, `informed` and `targets`, are told the model's predictions and their
+the predictions. Two of them, `informed` and `targets`, are given the model's predictions and their
 slopes, which the bound for every peer grants to it.
 
 Why chosen activations break noise along a line: four long random vectors make the top model certain
@@ -26,7 +26,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.data.features import Features
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.informed import KnownPredictions, informed
@@ -36,14 +35,8 @@ from splitveil.common.privacy.scores import norm, spectral
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.run.sample_order import Positions
 from splitveil.passive_party.bottom_trainer import BottomTrainer
-from tests.support.attacked_run import TELL_SLOPES
-from tests.support.runs import (
-    ActiveRecording,
-    Parties,
-    PassiveRecording,
-    build_parties,
-    run_in_process,
-)
+from tests.support.attacked_run import STORE_SLOPES, Sender
+from tests.support.runs import Parties, PassiveRecording, build_parties, run_in_process
 
 NUM_GROUPS = 4
 LENGTH = 1e4
@@ -125,12 +118,7 @@ def _mixed(positions: Tensor) -> Tensor:
 
 
 class ChosenTrainer(BottomTrainer):
-    """A bottom model that learns nothing, and whose activations a peer chooses.
-
-    Args:
-        honest: the trainer whose place it takes.
-        choose: the peer's activations.
-    """
+    """A bottom model that learns nothing, and whose activations a peer chooses."""
 
     def __init__(self, honest: BottomTrainer, choose: Callable[[Choice], Tensor]) -> None:
         self.__dict__.update(honest.__dict__)
@@ -251,8 +239,6 @@ class Broken(NamedTuple):
 
 
 class Attacked(NamedTuple):
-    """What a peer read in a run."""
-
     readings: dict[ReadingName, Broken]
     bound: float
     """The ledger's for the whole run, of the example with the largest account and for the peers
@@ -278,19 +264,12 @@ class Attacked(NamedTuple):
 def attack(
     peer: PeerName, example: Path, active: Sequence[str], passive: Sequence[str] = ()
 ) -> Attacked:
-    """Let a peer go through a run, in this process.
-
-    Args:
-        peer: the activations that it sends.
-        example: folder of the settings.
-        active: overrides of the active party's settings.
-        passive: overrides of the passive party's settings.
-    """
-    owner = _Owner()
+    """Let a peer go through a run, in this process."""
+    owner = Sender()
     reader = _Reader(owner)
     parties = build_parties(
         example,
-        [*active, TELL_SLOPES],
+        [*active, STORE_SLOPES],
         [*passive, "adversary=null"],
         active_seen=owner,
         passive_seen=reader,
@@ -311,21 +290,10 @@ def _replace_trainer(parties: Parties, choose: Callable[[Choice], Tensor]) -> No
     parties.run._build_trainer = chosen
 
 
-class _Owner(ActiveRecording):
-    """Remembers the last step, whose answer the reader is about to see."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.latest: StepResult | None = None
-
-    def on_step(self, batch: Batch, result: StepResult) -> None:
-        self.latest = result
-
-
 class _Reader(PassiveRecording):
     """Scores every received gradient."""
 
-    def __init__(self, owner: _Owner) -> None:
+    def __init__(self, owner: Sender) -> None:
         super().__init__()
         self._owner = owner
         self._epochs: list[int] = []
@@ -371,10 +339,10 @@ class _Reader(PassiveRecording):
         epochs = np.repeat(self._epochs, [len(batch) for batch in scores])
         last = torch.from_numpy(epochs == epochs[-1])
 
-        def measured(kept: Tensor) -> float:
+        def measured(chosen: Tensor) -> float:
             sums = torch.zeros(len(trained), dtype=torch.float64)
-            sums.index_add_(0, numbers[kept], every[kept])
-            seen = torch.unique(numbers[kept])
+            sums.index_add_(0, numbers[chosen], every[chosen])
+            seen = torch.unique(numbers[chosen])
             return auc(sums[seen], labels[seen])
 
         of_first, of_last = torch.arange(len(scores[0])), len(every) - len(scores[-1])

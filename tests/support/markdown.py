@@ -17,8 +17,6 @@ _HEADING = re.compile(r"^#{1,6} (.*)$")
 
 
 class Block(NamedTuple):
-    """A fenced block."""
-
     language: str
     lines: tuple[str, ...]
 

@@ -72,12 +72,9 @@ class Mutant(NamedTuple):
 class Mutator:
     """Draws mutants of recorded messages; the same seed gives the same mutants.
 
-    Args:
-        messages: messages by method. Tensors must have been answered: an unanswered one with other
-            numbers under its valid header would be an activation that a peer may send.
-        seed: seed of all draws.
-        run_id: id of the run under attack; valid goodbyes to it, which a peer may send, are not
-            drawn.
+    Tensors must have been answered: an unanswered one with other numbers under its valid header
+    would be an activation that a peer may send. Nor are valid goodbyes to the run ``run_id`` drawn,
+    which a peer may send.
     """
 
     def __init__(
@@ -263,12 +260,7 @@ class _Context:
 
 
 class DirectSender:
-    """Calls the handlers of a service in this process, as the server does, but without a wire.
-
-    Args:
-        service: the service to call.
-        contract: the contract under which it serves.
-    """
+    """Calls the handlers of a service in this process, as the server does, but without a wire."""
 
     def __init__(self, service: ActiveService, contract: Contract) -> None:
         interceptor = ErrorInterceptor(service.on_error)
@@ -301,12 +293,7 @@ def _always(handler: Any) -> Callable[[Any], Any]:
 
 
 class WireSender:
-    """Calls a server over a separate connection.
-
-    Args:
-        port: port on localhost.
-        party: name of the calling party if there are several passive parties.
-    """
+    """Calls a server over a separate connection."""
 
     def __init__(self, port: int, party: str | None = None) -> None:
         self._metadata = () if party is None else ((PARTY_KEY, party),)
@@ -316,7 +303,6 @@ class WireSender:
         )
 
     def send(self, method: str, messages: Sequence[bytes]) -> grpc.StatusCode:
-        """Make one call with these messages and return its status."""
         try:
             if method in UNARY:
                 unary: Any = self._channel.unary_unary(method_path(method))

@@ -5,10 +5,10 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, Self, TypeVar
 
 from tests.support.deployed import Deployed
 from tests.support.forked import Forked
@@ -23,7 +23,10 @@ ResultT = TypeVar("ResultT")
 
 
 class Party:
-    """A party as a supervisor keeps it: a process that can be started again, and its results."""
+    """A party as a supervisor keeps it: a process that can be started again, and its results.
+
+    A ``with`` statement kills it in the end.
+    """
 
     def __init__(
         self,
@@ -40,17 +43,10 @@ class Party:
     ) -> None:
         """Start it.
 
-        Args:
-            party: which settings file of the folder; every one but ``active`` is a passive party's.
-            folder: as ``write_example`` leaves it; results go to its subfolder ``runs``.
-            overrides: of settings, as after ``--set``.
-            command: what the program is to do.
-            options: further words of the command line.
-            log: names the file of its output; by default the command does.
-            fast_clock: let ``hurry`` be there.
-            descriptors: files and connections that it may have open.
-            as_unit: run it under the filters of its systemd unit.
-            begin: whether to start it now.
+        ``party`` names its settings file in the folder; every one but ``active`` is a passive
+        party. Results go to the subfolder ``runs``, output to ``<party>.<log>.log``. With
+        ``fast_clock`` there is ``hurry``; ``as_unit`` puts it under the filters of its systemd
+        unit.
         """
         self.party = party
         self.runs = folder / "runs"
@@ -65,6 +61,13 @@ class Party:
         self._process: Forked
         if begin:
             self.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.starts:
+            self.kill()
 
     def start(self, *overrides: str, options: Sequence[str] = (), fast_clock: bool = False) -> None:
         """Start it, or start it again once its process before has ended."""
@@ -93,7 +96,6 @@ class Party:
         return "\n-- started again\n".join([*self._outputs, self.said])
 
     def results(self, run_name: str = "small") -> Path:
-        """Return the folder of its results."""
         return self.runs / run_name / self.party
 
     @property
@@ -116,7 +118,6 @@ class Party:
 
     @property
     def lines(self) -> int:
-        """The number of lines in its metrics."""
         try:
             return (self.folder / "metrics.jsonl").read_bytes().count(b"\n")
         except FileNotFoundError:
@@ -135,7 +136,6 @@ class Party:
         self._process.send_signal(number)
 
     def hurry(self) -> None:
-        """Let its clock go a minute a second from now on."""
         self.signal(signal.SIGUSR1)
 
     def limit_files(self, max_bytes: int) -> None:
@@ -147,7 +147,6 @@ class Party:
         self._process.kill()
 
     def wait_until_says(self, text: str) -> None:
-        """Wait for a text in its output."""
         self.wait_until(lambda: text in self.said, f"{text!r} in its output")
 
     def wait_until_training(self) -> None:
@@ -211,39 +210,16 @@ def started(
 ) -> Iterator[Pair]:
     """Start both parties on a free port; a party that still runs in the end is killed.
 
-    Args:
-        folder: as ``write_example`` leaves it.
-        both: overrides for both parties.
-        active: further overrides for the active party.
-        passive: further overrides for the passive party.
-        options: further words of both command lines.
-        in_turn: start the passive party when the active party waits for it.
-        fast_clock: let both have ``hurry``.
-        as_unit: run each under the filters of its systemd unit.
+    With ``in_turn``, the passive party starts once the active one waits for it.
     """
     address = free_address()
     start = partial(Party, options=options, fast_clock=fast_clock, as_unit=as_unit)
-    with ExitStack() as stack:
-        where = f"listen={address}"
-        active_party = start("active", folder, where, *both, *active)
-        stack.callback(active_party.kill)
+    with start("active", folder, f"listen={address}", *both, *active) as active_party:
         if in_turn:
             active_party.wait_until_says("waiting for the passive party")
-        where = f"connect={address}"
-        passive_party = start("passive", folder, where, *both, *passive)
-        stack.callback(passive_party.kill)
-        yield Pair(active_party, passive_party)
-
-
-@contextmanager
-def alone(party: PartyName, folder: Path, *overrides: str) -> Iterator[Party]:
-    """Start one party at a free port; kill it in the end."""
-    setting = "listen" if party == "active" else "connect"
-    process = Party(party, folder, f"{setting}={free_address()}", *overrides)
-    try:
-        yield process
-    finally:
-        process.kill()
+        own = f"connect={address}", *both, *passive
+        with start("passive", folder, *own) as passive_party:
+            yield Pair(active_party, passive_party)
 
 
 def side_by_side(*actions: Callable[[], ResultT]) -> list[ResultT]:

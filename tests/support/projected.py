@@ -51,7 +51,6 @@ def resume(parties: Parties) -> None:
 
 
 def trainer_of(parties: Parties) -> TopTrainer:
-    """Return the active party's trainer."""
     trainer = parties.session.lifecycle.phase.trainer
     assert trainer is not None
     return trainer
@@ -110,7 +109,6 @@ class Outcome(NamedTuple):
 
 
 def outcome(parties: Parties) -> Outcome:
-    """Return what a run that is over has left."""
     session = parties.session
     book = replace(session.lifecycle.phase.account_book(), runs=frozenset()).state_dict()
     tensors = {
@@ -173,7 +171,6 @@ class Strike:
     calls: int = field(default=0, init=False)
 
     def arm(self, monkeypatch: pytest.MonkeyPatch) -> Self:
-        """Put it in the method's place."""
         real: Callable[..., object] = getattr(self.owner, self.method)
 
         def struck(*arguments: object, **named: object) -> object:

@@ -20,7 +20,6 @@ class Recorders(NamedTuple):
     folders: tuple[Path, Path]
 
     def lines(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Return what each has written of the run."""
         active, passive = (
             [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
             for folder in self.folders

@@ -12,13 +12,11 @@ from splitveil.common.record.values import from_form
 
 
 def append_lines(folder: Path, *lines: Line, time_s: float = 0.1) -> None:
-    """Append lines to a party's metrics."""
     with (folder / METRICS).open("a", encoding="utf-8") as metrics:
         metrics.writelines(text_of(lines, time_s))
 
 
 def summary_of(form: dict[str, Any]) -> Summary:
-    """Return the summary that an object of a file holds."""
     return from_form(Summary, form)
 
 

@@ -1,9 +1,8 @@
 """Parties that are killed, stopped, and restarted with the same command, and their results."""
 
 import json
-import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +27,16 @@ class Settings(NamedTuple):
         return (*self.both, *own)
 
 
+SHORT = Settings(
+    both=(
+        "contract.epochs=6",
+        "contract.batch_size=32",
+        "contract.checkpoints.every_steps=4",
+        "reconnect={max_s: 300, first_wait_s: 0.1, longest_wait_s: 0.5}",
+    ),
+)
+"""A run of some seconds, with a checkpoint every few steps."""
+
 # ---- what a run leaves ----
 
 
@@ -40,7 +49,6 @@ class Outcome(NamedTuple):
 
 
 def outcome(runs: Path) -> Outcome:
-    """Read what both parties have written."""
     folders = {party: runs / "small" / party for party in ("active", "passive")}
     summary = json.loads((folders["active"] / "summary.json").read_text())
     return Outcome(
@@ -63,13 +71,13 @@ def metrics_of(folder: Path) -> list[str]:
     return sorted(json.dumps(line, sort_keys=True) for line in plain)
 
 
-def assert_same(found: Outcome, expected: Outcome, told: str = "") -> None:
+def assert_same(found: Outcome, expected: Outcome, context: str = "") -> None:
     """Compare two runs bit for bit."""
     for party in ("active", "passive"):
         one, other = Counter(found.metrics[party]), Counter(expected.metrics[party])
-        assert one == other, f"{told}\n{party}: {one - other} instead of {other - one}"
-        assert found.weights[party] == expected.weights[party], f"{told}\n{party}'s weights"
-    assert found.summary == expected.summary, told
+        assert one == other, f"{context}\n{party}: {one - other} instead of {other - one}"
+        assert found.weights[party] == expected.weights[party], f"{context}\n{party}'s weights"
+    assert found.summary == expected.summary, context
 
 
 # ---- processes ----
@@ -80,16 +88,12 @@ Between = Callable[[str], AbstractContextManager[Any]]
 
 
 @contextmanager
-def kept_up(
+def restartable(
     folder: Path, settings: Settings, log: str = "run", between: Between | None = None
 ) -> Iterator[Pair]:
     """Yield both parties at a free port, not started; one that still runs in the end is killed.
 
-    Args:
-        folder: as ``write_example`` leaves it.
-        settings: overrides.
-        log: what names the files of their output.
-        between: what stands between the two.
+    ``between`` gives what stands between the two.
     """
     there = address = free_address()
     with ExitStack() as stack:
@@ -97,16 +101,10 @@ def kept_up(
             there = stack.enter_context(between(address)).address
         where = f"listen={address}", f"connect={there}"
         own = settings.of("active"), settings.of("passive")
-        both = Pair(
-            Party("active", folder, where[0], *own[0], log=log, begin=False),
-            Party("passive", folder, where[1], *own[1], log=log, begin=False),
-        )
-        try:
-            yield both
-        finally:
-            for party in both:
-                if party.starts:
-                    party.kill()
+        active = Party("active", folder, where[0], *own[0], log=log, begin=False)
+        passive = Party("passive", folder, where[1], *own[1], log=log, begin=False)
+        with active, passive:
+            yield Pair(active, passive)
 
 
 def run_once(
@@ -115,18 +113,11 @@ def run_once(
     between: Between | None = None,
     trusted: Path | None = None,
 ) -> Outcome:
-    """Write an example, let both parties run to their end, and return what they leave.
-
-    Args:
-        folder: gets the example, and the results in ``runs``.
-        settings: overrides.
-        between: what stands between the two.
-        trusted: certificates of both; None for plain text.
-    """
+    """Write an example, let both parties run to their end, and return what they leave."""
     write_example(folder)
     if trusted is not None:
         certificates.use(trusted, folder)
-    with kept_up(folder, settings, between=between) as both:
+    with restartable(folder, settings, between=between) as both:
         both.active.start()
         both.wait_until(lambda: "waiting for the passive party" in both.active.said)
         both.passive.start()
@@ -138,26 +129,3 @@ def wait_for_line(both: Pair, line: int) -> None:
     """Wait until the active party has noted so much, and see to it that the run is not over."""
     both.wait_until(lambda: both.active.lines >= line)
     assert [party.exit_code for party in both] == [None, None], both.outputs
-
-
-def killed_and_resumed(
-    folder: Path, settings: Settings, whole: Outcome, struck: Sequence[Sequence[str]]
-) -> None:
-    """Kill parties of a run one after the other at random steps; compare it with the whole one."""
-    generator, lines = random.Random(len(whole.metrics["active"])), len(whole.metrics["active"])
-    share = 0.8 / len(struck)
-    with kept_up(folder, settings) as both:
-        both.start()
-        for part, names in enumerate(struck):
-            at = 0.1 + share * part + 0.7 * share * generator.random()
-            wait_for_line(both, int(lines * at))
-            victims = [party for party in both if party.party in names]
-            for party in victims:
-                party.kill()
-            for party in victims:
-                party.start()
-        assert both.wait() == (0, 0), both.outputs
-        for party in both:
-            assert ("resuming in epoch" in party.output) == (party.starts > 1), both.outputs
-        assert_same(outcome(folder / "runs"), whole, both.outputs)
-    assert not list((folder / "runs" / "small").glob("*.previous-*"))

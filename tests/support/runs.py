@@ -1,10 +1,11 @@
 """Small whole runs for tests: files, settings, and both parties in one process or over a wire."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,6 +43,8 @@ __all__ = [
     "run_over_grpc",
     "serving",
     "write_example",
+    "write_table",
+    "write_yaml",
 ]
 
 CPU = torch.device("cpu")
@@ -113,16 +116,19 @@ def write_example(folder: Path, rows: int = 400, seed: int = 3) -> None:
     ids = [f"person-{number:05d}" for number in range(rows)]
     cut = rows // 20
     active, passive = generator.permutation(rows - cut), cut + generator.permutation(rows - cut)
-    (folder / "active.csv").write_text(
-        "id,label,own1,own2\n"
-        + "".join(f"{ids[i]},{labels[i]},{own[i, 0]},{own[i, 1]}\n" for i in active)
-    )
-    (folder / "passive.csv").write_text(
-        "id,x1,x2,x3,x4,x5\n"
-        + "".join(f"{ids[i]},{','.join(str(v) for v in x[i])}\n" for i in passive)
-    )
-    for name, values in (("contract", CONTRACT), ("active", ACTIVE), ("passive", PASSIVE)):
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
+    write_table(folder / "active.csv", "id,label,own1,own2", active, ids, labels, *own.T)
+    write_table(folder / "passive.csv", "id,x1,x2,x3,x4,x5", passive, ids, *x.T)
+    write_yaml(folder, contract=CONTRACT, active=ACTIVE, passive=PASSIVE)
+
+
+def write_table(path: Path, head: str, order: Iterable[int], *columns: Any) -> None:
+    rows = (",".join(str(column[row]) for column in columns) for row in order)
+    path.write_text("\n".join([head, *rows, ""]))
+
+
+def write_yaml(folder: Path, **files: Mapping[str, object]) -> None:
+    for name, values in files.items():
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(dict(values)))
 
 
 @dataclass
@@ -146,13 +152,11 @@ class Parties:
     engine: AlignmentEngine
 
     def simulation(self) -> Simulation:
-        """Return the two parties in their present state as a simulation."""
         active = ActiveParty(self.active_settings, self.session, self.engine, self.active)
         passive = PassiveParty(self.passive_settings, self.run, self.passive)
         return Simulation(active, {self.passive_settings.party: passive})
 
     def weights(self) -> dict[str, Tensor]:
-        """Return both models' weights by name."""
         return self.simulation().weights()
 
 
@@ -168,14 +172,7 @@ def build_parties(
 ) -> Parties:
     """Build both parties with overrides of their settings; ``contract.`` ones may differ, too.
 
-    Args:
-        folder: folder of the settings.
-        active: overrides of the active party's settings.
-        passive: overrides of the passive party's settings.
-        runs: folder in which both keep checkpoints, one folder each; by default they do not.
-        device: device of both models.
-        active_seen: the active party's observer.
-        passive_seen: the passive party's.
+    With ``runs``, each keeps checkpoints in a folder there.
     """
     # Persistent noise keeps its key with the run: tests in other folders have other labels.
     own = [f"runs_dir={folder / 'runs'}", *active]
@@ -193,22 +190,18 @@ def run_in_process(
     parties: Parties,
     connect: Callable[[ActiveSession, AlignmentEngine], Peer] = InProcessPeer,
 ) -> None:
-    """Let the parties meet in this process."""
     parties.run.run(connect(parties.session, parties.engine))
 
 
 def serving(parties: Parties, port: int) -> AbstractContextManager[ActiveService]:
-    """Serve the active party at a port of localhost."""
     return simulation.serving(parties.simulation().active, f"127.0.0.1:{port}")
 
 
 def run_over_grpc(parties: Parties, port: int) -> None:
-    """Let the parties meet over localhost."""
     simulation.meet_over_grpc(parties.simulation(), f"127.0.0.1:{port}")
 
 
 def in_background(action: Callable[[], None]) -> threading.Thread:
-    """Run a function in a thread beside the test."""
     thread = threading.Thread(target=action, daemon=True)
     thread.start()
     return thread

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import yaml
 from torch import Tensor
 
 from splitveil.active_party.run.session import ActiveSession
@@ -15,7 +14,7 @@ from splitveil.common.alignment import AlignmentEngine
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.passive_party.settings import PassiveSettings
 from tests.support import simulation
-from tests.support.runs import ACTIVE, CONTRACT, PASSIVE, PassiveRecording
+from tests.support.runs import ACTIVE, CONTRACT, PASSIVE, PassiveRecording, write_table, write_yaml
 from tests.support.simulation import (
     ActiveParty,
     ActiveRecording,
@@ -40,19 +39,12 @@ def write_several(folder: Path, parties: int = 3, rows: int = 400, seed: int = 3
     names, cut = NAMES[:parties], rows // 20
     contract = {**CONTRACT, "passive_parties": list(names)}
     settings: dict[str, dict[str, object]] = {"contract": contract, "active": {**ACTIVE}}
-    (folder / "active.csv").write_text(
-        "id,label,own1,own2\n"
-        + "".join(
-            f"{ids[i]},{labels[i]},{own[i, 0]},{own[i, 1]}\n"
-            for i in generator.permutation(rows - cut)
-        )
-    )
+    order = generator.permutation(rows - cut)
+    write_table(folder / "active.csv", "id,label,own1,own2", order, ids, labels, *own.T)
     for place, name in enumerate(names):
-        columns = x[:, 2 * place : 2 * place + 2]
+        columns = x.T[2 * place : 2 * place + 2]
         present = [i for i in generator.permutation(rows) if (i + place * cut) % rows >= cut]
-        (folder / f"{name}.csv").write_text(
-            "id,x1,x2\n" + "".join(f"{ids[i]},{columns[i, 0]},{columns[i, 1]}\n" for i in present)
-        )
+        write_table(folder / f"{name}.csv", "id,x1,x2", present, ids, *columns)
         data = {"source": {"kind": "csv", "path": f"{name}.csv"}, "id_column": "id"}
         settings[name] = {
             **PASSIVE,
@@ -61,8 +53,7 @@ def write_several(folder: Path, parties: int = 3, rows: int = 400, seed: int = 3
             "insecure_nonce_seed": 10 + place,
             "model_seed": 20 + place,
         }
-    for name, values in settings.items():
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
+    write_yaml(folder, **settings)
 
 
 @dataclass
@@ -77,12 +68,10 @@ class Several:
     errors: dict[str, BaseException] = field(default_factory=dict)
 
     def simulation(self) -> Simulation:
-        """Return all parties in their present state as a simulation."""
         active = ActiveParty(self.settings, self.session, self.engine, self.seen)
         return Simulation(active, self.passive)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return all models' weights by name."""
         return self.simulation().weights()
 
 
@@ -95,11 +84,7 @@ def build_several(
 ) -> Several:
     """Build all parties with overrides.
 
-    Args:
-        folder: the folder that ``write_several`` has filled.
-        both: overrides for all parties.
-        active: overrides for the active party.
-        runs: folder in which all keep checkpoints; by default they do not.
+    With ``runs``, each keeps checkpoints in a folder there.
     """
     settings = load_party_settings(ActiveSettings, folder / "active.yaml", [*both, *active])
     one = build_active(settings, runs=runs)
@@ -113,7 +98,6 @@ def build_several(
 def build_passive(
     folder: Path, name: str, overrides: Sequence[str] = (), *, runs: Path | None = None
 ) -> PassiveParty:
-    """Build one passive party."""
     settings = load_party_settings(PassiveSettings, folder / f"{name}.yaml", overrides)
     return simulation.build_passive(settings, runs=runs, seen=PassiveRecording())
 
@@ -154,7 +138,6 @@ def finish(threads: Sequence[threading.Thread]) -> None:
 
 
 def run_in_process(several: Several, **connect: Connect) -> None:
-    """Let all parties meet in this process."""
     finish([start(several, name, connect.get(name, PartyPeer)) for name in several.passive])
     for error in several.errors.values():
         raise error

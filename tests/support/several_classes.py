@@ -3,9 +3,8 @@
 from pathlib import Path
 
 import numpy as np
-import yaml
 
-from tests.support.runs import ACTIVE, CONTRACT, PASSIVE
+from tests.support.runs import ACTIVE, CONTRACT, PASSIVE, write_table, write_yaml
 
 CLASSES = ("bus", "opel", "saab", "van")
 ATTACKS = ("norm", "cosine", "spectral", "accumulated_spectral", "accumulated_cosine")
@@ -21,27 +20,16 @@ def write_classes(folder: Path, rows: int = 600, seed: int = 3) -> None:
     ids = [f"car-{number:05d}" for number in range(rows)]
     cut = rows // 20
     active, passive = generator.permutation(rows - cut), cut + generator.permutation(rows - cut)
-    (folder / "active.csv").write_text(
-        "id,label,number,own1,own2\n"
-        + "".join(
-            f"{ids[i]},{CLASSES[places[i]]},{places[i]},{x[i, 5]},{x[i, 6]}\n" for i in active
-        )
-    )
-    (folder / "passive.csv").write_text(
-        "id,x1,x2,x3,x4,x5\n"
-        + "".join(f"{ids[i]},{','.join(str(v) for v in x[i, :5])}\n" for i in passive)
-    )
+    own = [CLASSES[place] for place in places], places, *x.T[5:]
+    write_table(folder / "active.csv", "id,label,number,own1,own2", active, ids, *own)
+    write_table(folder / "passive.csv", "id,x1,x2,x3,x4,x5", passive, ids, *x.T[:5])
     source = {"source": {"kind": "csv", "path": "active.csv"}, "id_column": "id"}
     labels = {**source, "label_column": "label", "classes": list(CLASSES)}
     monitor = {"attacks": list(ATTACKS), "queue_batches": 1024, "max_cpu_share": None}
-    settings = {
-        "contract": CONTRACT,
-        "active": {
-            **ACTIVE,
-            "data": {**labels, "features": {"numeric": "own*"}},
-            "leak_monitor": monitor,
-        },
-        "passive": {**PASSIVE, "adversary": {**monitor, "labels": labels}},
-    }
-    for name, values in settings.items():
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
+    data = {**labels, "features": {"numeric": "own*"}}
+    write_yaml(
+        folder,
+        contract=CONTRACT,
+        active={**ACTIVE, "data": data, "leak_monitor": monitor},
+        passive={**PASSIVE, "adversary": {**monitor, "labels": labels}},
+    )

@@ -110,7 +110,7 @@ class ActiveRecording(Recording):
     """The epoch, and the bounds on all answers up to its end."""
 
     audits: list[tuple[AuditQuestion, float]] = field(default_factory=list)
-    """Scores that a passive party had measured, and the leak AUC that it was told."""
+    """Scores that a passive party had measured, and the leak AUC that it received."""
 
     audits_answered: int = 0
     """The number of audits that were answered; never reduced."""
@@ -196,7 +196,6 @@ class Simulation:
     def start(
         self, name: str, connect: "Connect", on_error: Callable[[BaseException], None]
     ) -> threading.Thread:
-        """Let one passive party run in a thread of its own."""
         return start(name, self.passive[name].run, partial(connect, self), on_error)
 
     def weights(self) -> dict[str, Tensor]:
@@ -231,13 +230,8 @@ def build(
 ) -> Simulation:
     """Build all parties of a run.
 
-    Args:
-        settings: settings of all parties.
-        runs: folder in which each party keeps its checkpoints, in a subfolder of its name; by
-            default checkpoints are not kept.
-        device: device of all models; by default the device in each party's settings.
-        active_seen: the active party's observer; a new recording by default.
-        passive_seen: observers of passive parties, by name; new recordings by default.
+    With ``runs``, each keeps checkpoints in a folder there. Without a device, that of its settings
+    is used.
 
     Raises:
         SplitveilError: settings or data cannot be used.

@@ -17,7 +17,6 @@ def stored(state: Any) -> Any:
 
 
 def same(first: Any, second: Any) -> bool:
-    """Return whether two states are equal bit for bit."""
     if isinstance(first, dict) and isinstance(second, dict):
         return first.keys() == second.keys() and all(same(first[k], second[k]) for k in first)
     if isinstance(first, list) and isinstance(second, list):

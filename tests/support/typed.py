@@ -23,8 +23,6 @@ MAINS: Mapping[str, Callable[[Sequence[str]], int | None]] = {
 
 
 class Done(NamedTuple):
-    """The outcome of a command."""
-
     exit_code: int
     output: str
 

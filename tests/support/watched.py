@@ -45,10 +45,7 @@ class Watched(NamedTuple):
 def watched_run(folder: Path, into: Path, *active: str) -> Watched:
     """Let both parties meet over localhost, with the recorders that the programs have.
 
-    Args:
-        folder: as ``write_example`` leaves it.
-        into: gets a folder for each party's records.
-        active: overrides of the active party's settings.
+    ``into`` gets a folder for each party's records.
     """
     both = [text for text in active if text.startswith("contract.")]
     settings = read_settings(folder, active, both)
@@ -97,7 +94,7 @@ def watched_run(folder: Path, into: Path, *active: str) -> Watched:
 
 
 def series_of(status: PartyStatus) -> Series:
-    """Return everything that an endpoint would tell."""
+    """Return everything that an endpoint shows."""
     families = text_string_to_metric_families(generate_latest(status.metrics.registry).decode())
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
@@ -116,12 +113,10 @@ def without_time(series: Series) -> Series:
 
 
 def names_in(series: Series) -> set[str]:
-    """Return the names of the series."""
     return {name for name, _ in series}
 
 
 def value_of(status: PartyStatus, name: str, **labels: str) -> float:
-    """Return one value."""
     return series_of(status)[name, tuple(sorted(labels.items()))]
 
 

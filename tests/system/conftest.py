@@ -1,6 +1,7 @@
 """Runs of the real processes that several tests examine."""
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,11 @@ SAME_SPLIT = (
 )
 """Settings under which every run splits and orders the rows alike, so that no bound flickers, and
 sums in one order, however many cores there are."""
+
+
+needs_data = pytest.mark.skipif(
+    "SPLITVEIL_DATA" not in os.environ, reason="SPLITVEIL_DATA names no folder with data sets"
+)
 
 
 class LocalRun(NamedTuple):

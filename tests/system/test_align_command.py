@@ -2,8 +2,8 @@
 
 import csv
 import json
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,33 +22,34 @@ from splitveil.common.party.aligned_table import (
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.record.transcript import Broken, compare, verify
 from splitveil.common.run.sample_order import CommonOrder
+from splitveil.common.wire.limits import CHUNK_IDS, POINT_BYTES
 from splitveil.passive_party.settings import PassiveSettings
 from tests.support.processes import Pair, Party
 from tests.support.runs import write_example
 from tests.support.simulation import free_address
+from tests.support.waiting import wait_until
 from tests.system.test_written_differently import write_parties
 
 Row = dict[str, Any]
-AWAY = "reconnect={max_s: 0.3, first_wait_s: 0.05, longest_wait_s: 0.1, deadline_s: 60}"
 
 
 @contextmanager
 def aligning_both(
-    folder: Path, *both: str, outputs: tuple[str, str] = ("active_out.csv", "passive_out.csv")
+    folder: Path,
+    *both: str,
+    passive: Sequence[str] = (),
+    outputs: tuple[str, str] = ("active_out.csv", "passive_out.csv"),
 ) -> Iterator[Pair]:
     """Start ``align`` at both parties; one that still runs in the end is killed."""
     address = free_address()
-    with ExitStack() as stack:
-        options = [("--json", "--output", str(folder / name)) for name in outputs]
-        active = Party(
-            "active", folder, f"listen={address}", *both, command="align", options=options[0]
-        )
-        stack.callback(active.kill)
-        passive = Party(
-            "passive", folder, f"connect={address}", *both, command="align", options=options[1]
-        )
-        stack.callback(passive.kill)
-        yield Pair(active, passive)
+    options = [("--json", "--output", str(folder / output)) for output in outputs]
+    own = f"connect={address}", *both, *passive
+    where = f"listen={address}"
+    with (
+        Party("active", folder, where, *both, command="align", options=options[0]) as active_party,
+        Party("passive", folder, *own, command="align", options=options[1]) as passive_party,
+    ):
+        yield Pair(active_party, passive_party)
 
 
 def rows_of(path: Path) -> list[Row]:
@@ -137,6 +138,38 @@ def test_too_few_common_ids_end_both_and_leave_earlier_outputs_as_they_were(
 
     assert (tmp_path / "active_out.csv").read_text(encoding="utf-8") == "of last week"
     assert not (tmp_path / "passive_out.csv").exists()
+
+
+def stored_bytes(party: Party, peer: str, name: str) -> int:
+    """Return the size of one of the files of a party's exchange."""
+    exchanges = party.runs / "small" / "alignment" / f".{party.party}.exchanges"
+    path = exchanges / peer / name
+    return path.stat().st_size if path.exists() else 0
+
+
+def test_parties_that_are_killed_resume_the_exchange_and_find_exactly_the_common_ids(
+    tmp_path: Path,
+) -> None:
+    """The one that is killed first has a memory limit: its tags and its order are on disk."""
+    write_example(tmp_path, rows=21_000)  # five chunks of points at each party
+    both = "insecure_nonce_seed=null", "alignment_memory_limit=null"  # a new nonce per alignment
+    with aligning_both(tmp_path, *both, passive=("alignment_memory_limit=32MB",)) as pair:
+        for chunks, (victim, peer) in enumerate((pair[::-1], pair), 1):
+            least = chunks * CHUNK_IDS * POINT_BYTES
+            wait_until(lambda: stored_bytes(victim, peer.party, "peer.points") >= least)  # noqa: B023
+            assert (stored_bytes(victim, peer.party, "order") > 0) == (victim is pair.passive)
+            victim.kill()
+            victim.start()
+        assert pair.wait() == (0, 0), pair.outputs
+
+    assert all("resuming an exchange of ids" in party.said for party in pair), pair.outputs
+    assert not list((tmp_path / "runs").rglob("state")), "a secret is left"
+    ids = {
+        name: [row["id"] for row in rows_of(tmp_path / f"{name}.csv")]
+        for name in ("active", "passive", "active_out", "passive_out")
+    }
+    assert ids["active_out"] == ids["passive_out"]
+    assert sorted(ids["active_out"]) == sorted({*ids["active"]} & {*ids["passive"]})
 
 
 def passive_settings(folder: Path) -> PassiveSettings:

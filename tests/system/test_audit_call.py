@@ -24,14 +24,14 @@ def test_every_epoch_is_audited_the_last_one_included(tmp_path: Path) -> None:
         passive=["adversary={audit: true, queue_batches: 1024, max_cpu_share: null}"],
     ) as pair:
         assert pair.wait() == (0, 0), pair.outputs
-        told = lines(pair.passive, "audit")
+        audits = lines(pair.passive, "audit")
         summary = json.loads((pair.passive.results() / "summary.json").read_text())
         attacks = set(summary["audit"]["cut"])
         assert {"norm", "spectral", "accumulated_spectral", "residual_energy"} < attacks
         assert attacks < set(LABEL_FREE)
         epochs, layers = 2, 2
         expected = epochs * len(attacks) * layers
-        assert len(told) == len(lines(pair.active, "audit")) == expected
+        assert len(audits) == len(lines(pair.active, "audit")) == expected
         assert summary["audit"]["cut"]["accumulated_spectral"] > 0.9
         assert "leak" not in summary
         of_active = json.loads((pair.active.results() / "summary.json").read_text())

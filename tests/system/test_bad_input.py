@@ -1,31 +1,25 @@
 """Bad input of each kind: exit codes and messages of both parties' real processes."""
 
-import csv
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from tests.support.processes import Pair, Party, PartyName, alone, side_by_side, started
+from tests.support.processes import Pair, Party, PartyName, side_by_side, started
 from tests.support.runs import write_example
 from tests.support.simulation import free_address
 
 ENDLESS = "contract.epochs=100000"
 
-Rows = list[list[str]]
-
 
 class Ended(NamedTuple):
-    """The end of one process: exit code and output."""
+    """The end of one process."""
 
     exit_code: int
     output: str
-    folder: Path
 
 
 def example(folder: Path, rows: int = 400) -> Path:
@@ -33,120 +27,69 @@ def example(folder: Path, rows: int = 400) -> Path:
     return folder
 
 
-def rewrite(path: Path, change: Callable[[Rows], None]) -> None:
-    """Change the data rows of a CSV file."""
-    with path.open(newline="") as file:
-        header, *rows = csv.reader(file)
-    change(rows)
-    with path.open("w", newline="") as file:
-        csv.writer(file).writerows([header, *rows])
-
-
 # ---- a party's own data ----
 
-
-class Refusal(NamedTuple):
-    """A spoilt file, and what its owner reads of it."""
-
-    party: PartyName
-    spoil: Callable[[Path], None]
-    reads: Sequence[str]
-    never_reads: Sequence[str] = ("person-",)
-
-
-def spoil_ids(folder: Path) -> None:
-    def change(rows: Rows) -> None:
-        rows[2][0] = rows[0][0]
-        rows[3][0] = "  "
-        rows[5][0] = f" {rows[4][0]}\t"
-        rows[6][0], rows[7][0] = "Zo\u00eb", "Zoe\u0308"
-
-    rewrite(folder / "passive.csv", change)
-
-
-def spoil_labels(folder: Path) -> None:
-    def change(rows: Rows) -> None:
-        rows[1][1], rows[8][1] = "41.25", "41.25"
-
-    rewrite(folder / "active.csv", change)
-
-
-def spoil_features(folder: Path) -> None:
-    def change(rows: Rows) -> None:
-        rows[2][2], rows[3][2], rows[4][3], rows[5][4] = "NaN", "", "a lot", "-inf"
-
-    rewrite(folder / "passive.csv", change)
-
-
-REFUSALS = {
-    "ids that are no ids": Refusal(
+REFUSED: dict[str, tuple[PartyName, dict[tuple[int, int], str], list[str], list[str]]] = {
+    "ids that are no ids": (
         "passive",
-        spoil_ids,
+        {(2, 0): "{0}", (3, 0): "  ", (5, 0): " {4}\t", (6, 0): "Zo\u00eb", (7, 0): "Zoe\u0308"},
         [
             "passive.csv: column 'id': 1 missing or empty ids: data rows 4\n",
             "passive.csv: column 'id': 1 duplicate ids: data rows 3 (as 1)\n",
             "passive.csv: column 'id': 2 ids equal to another id once normalised: data rows",
             " 6 (as 5, differs in white space), 8 (as 7, differs in Unicode form)\n",
         ],
-        ["person-", "Zo"],
+        ["Zo"],
     ),
-    "labels that are no labels": Refusal(
+    "labels that are no labels": (
         "active",
-        spoil_labels,
+        {(1, 1): "41.25", (8, 1): "41.25"},
         ["active.csv: column 'label': expected 0 or 1", "in rows 2, 9 (2 in all)"],
-        ["person-", "41.25"],
+        ["41.25"],
     ),
-    "features that are no numbers": Refusal(
+    "features that are no numbers": (
         "passive",
-        spoil_features,
+        {(2, 2): "NaN", (3, 2): "", (4, 3): "a lot", (5, 4): "-inf"},
         [
             "passive.csv: column 'x2': no number (empty or NaN) in rows 3, 4 (2 in all)",
             "passive.csv: column 'x3': expected numbers, found text in row 5\n",
             "passive.csv: column 'x4': infinite or too large for float32 in row 6; ",
         ],
-        ["person-", "a lot"],
+        ["a lot"],
     ),
 }
+"""Whose table it is, its spoilt cells by row and column (``{0}`` is the first row's id), what the
+owner reads, and what nobody reads."""
 
 
-@pytest.fixture(scope="module")
-def refused(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Ended]:
-    """Let every spoilt file be read by its owner, each in a process of its own."""
-
-    def run(refusal: Refusal) -> Ended:
-        folder = example(tmp_path_factory.mktemp("refused"))
-        refusal.spoil(folder)
-        with socket.create_server(("127.0.0.1", 0)) as peer:
-            peer.setblocking(False)
-            address = f"127.0.0.1:{peer.getsockname()[1]}"
-            overrides = [f"connect={address}"] if refusal.party == "passive" else []
-            with alone(refusal.party, folder, *overrides) as party:
-                ended = Ended(party.wait(), party.output, folder)
-            with pytest.raises(BlockingIOError):
-                peer.accept()  # nobody has tried to connect
-        return ended
-
-    found = side_by_side(*(lambda refusal=refusal: run(refusal) for refusal in REFUSALS.values()))
-    return dict(zip(REFUSALS, found, strict=True))
-
-
-@pytest.mark.parametrize("what", REFUSALS)
+@pytest.mark.parametrize("what", REFUSED)
 def test_data_that_cannot_be_used_are_refused_before_anything_is_sent(
-    refused: Mapping[str, Ended], what: str
+    tmp_path: Path, what: str
 ) -> None:
     """With file, column, row numbers and count, and without any value of the file."""
-    ended = refused[what]
-    assert ended.exit_code == 3, ended.output
-    for text in REFUSALS[what].reads:
-        assert text in ended.output, ended.output
-    for text in REFUSALS[what].never_reads:
-        assert text not in ended.output, ended.output
-    assert "waiting for" not in ended.output
-    assert not (ended.folder / "runs").exists()
+    name, spoilt, reads, never_reads = REFUSED[what]
+    table = example(tmp_path) / f"{name}.csv"
+    header, *rows = (line.split(",") for line in table.read_text().splitlines())
+    ids = [row[0] for row in rows]
+    for (row, column), cell in spoilt.items():
+        rows[row][column] = cell.format(*ids)
+    table.write_text("\n".join(",".join(row) for row in [header, *rows]))
+    with socket.create_server(("127.0.0.1", 0)) as peer:
+        peer.setblocking(False)
+        address = f"127.0.0.1:{peer.getsockname()[1]}"
+        where = f"connect={address}" if name == "passive" else f"listen={free_address()}"
+        with Party(name, tmp_path, where) as party:
+            assert party.wait() == 3, party.output
+        with pytest.raises(BlockingIOError):
+            peer.accept()  # nobody has tried to connect
+    assert [text for text in reads if text not in party.output] == [], party.output
+    for text in ("person-", "waiting for", *never_reads):
+        assert text not in party.output, party.output
+    assert not (tmp_path / "runs").exists()
 
 
 def test_evaluation_labels_that_lack_ids_end_both(tmp_path: Path) -> None:
-    """The active party cannot know the passive party's file: it is told, and does not wait."""
+    """The active party cannot know the passive party's file: it hears of it, and does not wait."""
     folder = example(tmp_path)
     rows = (folder / "active.csv").read_text().splitlines()
     (folder / "labels.csv").write_text("\n".join(rows[:200]))
@@ -163,7 +106,7 @@ def test_evaluation_labels_that_lack_ids_end_both(tmp_path: Path) -> None:
 
 def test_settings_that_cannot_be_used_are_named_all_at_once(tmp_path: Path) -> None:
     typos = ("optimizer.learning_rat=1", "contract.batch_sise=9", "contract.epochs=0")
-    with alone("active", example(tmp_path), *typos) as party:
+    with Party("active", example(tmp_path), f"listen={free_address()}", *typos) as party:
         assert party.wait() == 2, party.output
     for text in (
         "active.yaml: optimizer.adam.learning_rat: unknown setting",
@@ -178,7 +121,7 @@ def test_settings_that_cannot_be_used_are_named_all_at_once(tmp_path: Path) -> N
 def test_check_prints_the_resolved_settings_and_every_problem(tmp_path: Path) -> None:
     def check(party: PartyName, *overrides: str) -> Ended:
         process = Party(party, example(tmp_path / party), *overrides, command="check")
-        return Ended(process.wait(), process.output, tmp_path)
+        return Ended(process.wait(), process.output)
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -211,7 +154,7 @@ def test_a_second_start_on_a_taken_port_leaves_the_first_run_s_results_alone(
     (results / "metrics.jsonl").write_text("{}\n")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with alone("active", folder, f"listen={address}") as party:
+        with Party("active", folder, f"listen={address}") as party:
             assert party.wait() == 2, party.output
     assert f"listen: cannot serve at {address}: " in party.output
     assert [path.name for path in results.parent.iterdir()] == ["active"]
@@ -224,19 +167,16 @@ def test_a_second_start_on_a_taken_port_leaves_the_first_run_s_results_alone(
 def test_contracts_that_differ_are_named_field_by_field_on_both_sides(tmp_path: Path) -> None:
     differing = ["contract.batch_size=32", "contract.split={train: 0.7, test: 0.3}"]
     folder, address = example(tmp_path), free_address()
-    with ExitStack() as stack:
-        active = Party("active", folder, f"listen={address}", *differing)
-        stack.callback(active.kill)
-        passive = Party("passive", folder, f"connect={address}")
-        stack.callback(passive.kill)
-        assert passive.wait() == 2, passive.output
+    with Party("active", folder, f"listen={address}", *differing) as active:
+        with Party("passive", folder, f"connect={address}") as passive:
+            assert passive.wait() == 2, passive.output
         others = "; also different: split.train, split.validation, split.test\n"
         assert f"contract.batch_size: 64 here, 32 at the active party{others}" in passive.output
         active.wait_until_says(f"contract.batch_size: 32 here, 64 at party passive{others}")
-        corrected = Party("passive", folder, f"connect={address}", *differing, log="corrected")
-        stack.callback(corrected.kill)
-        pair = Pair(active, corrected)
-        assert pair.wait() == (0, 0), pair.outputs
+        address = f"connect={address}"
+        with Party("passive", folder, address, *differing, log="corrected") as corrected:
+            pair = Pair(active, corrected)
+            assert pair.wait() == (0, 0), pair.outputs
 
 
 def test_an_intersection_that_is_too_small_ends_both_with_the_counts(tmp_path: Path) -> None:
@@ -254,8 +194,9 @@ def test_an_intersection_that_is_too_small_ends_both_with_the_counts(tmp_path: P
 
 def test_a_party_that_stays_alone_gives_up(tmp_path: Path) -> None:
     def wait_alone(party: PartyName, override: str) -> Ended:
-        with alone(party, example(tmp_path / party), override) as process:
-            return Ended(process.wait(), process.output, tmp_path)
+        where = f"{'listen' if party == 'active' else 'connect'}={free_address()}"
+        with Party(party, example(tmp_path / party), where, override) as process:
+            return Ended(process.wait(), process.output)
 
     active, passive = side_by_side(
         lambda: wait_alone("active", "first_contact_s=1"),
@@ -283,13 +224,15 @@ def test_a_signal_in_training_saves_both_models_and_the_peer_is_told(tmp_path: P
 
     found = side_by_side(*(lambda case=case: interrupt(*case) for case in cases))
     for (party, number), (exit_codes, pair) in zip(cases, found, strict=True):
-        stopped, told = pair if party == "active" else (pair.passive, pair.active)
+        stopped, left_behind = pair if party == "active" else (pair.passive, pair.active)
         expected = (128 + number, 4) if party == "active" else (4, 128 + number)
         assert exit_codes == expected, pair.outputs
         assert f"stopped by {number.name}\n" in stopped.output, pair.outputs
-        assert "the peer was stopped by a person or a supervisor\n" in told.output, pair.outputs
+        assert "the peer was stopped by a person or a supervisor\n" in left_behind.output, (
+            pair.outputs
+        )
         assert stopped.has_checkpoint
-        assert told.has_checkpoint
+        assert left_behind.has_checkpoint
 
 
 def test_a_signal_while_aligning_does_not_wait_for_the_last_id(tmp_path: Path) -> None:
@@ -304,14 +247,14 @@ def test_a_signal_while_aligning_does_not_wait_for_the_last_id(tmp_path: Path) -
             getattr(pair, party).signal(number)
             return pair.wait(), pair
 
-    (by_active, told), (by_passive, left) = side_by_side(
+    (by_active, left_behind), (by_passive, left) = side_by_side(
         lambda: interrupt("active", signal.SIGTERM), lambda: interrupt("passive", signal.SIGINT)
     )
-    assert by_active == (143, 4), told.outputs
-    assert "the peer was stopped by a person or a supervisor\n" in told.passive.output
+    assert by_active == (143, 4), left_behind.outputs
+    assert "the peer was stopped by a person or a supervisor\n" in left_behind.passive.output
     assert by_passive == (4, 130), left.outputs
     assert "the other party closed the exchange of ids" in left.active.output
-    assert not any(party.has_checkpoint for pair in (told, left) for party in pair)
+    assert not any(party.has_checkpoint for pair in (left_behind, left) for party in pair)
 
 
 def wait_until_quiet(party: Party) -> None:
@@ -329,39 +272,14 @@ def wait_until_quiet(party: Party) -> None:
 
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     """With a peer that is frozen: after one signal, a party gives it some seconds to answer."""
-
-    def interrupt_twice(party: PartyName) -> tuple[Party, int]:
-        with started(example(tmp_path / party), ENDLESS) as pair:
-            pair.wait_until_training()
-            stopped, frozen = pair if party == "active" else (pair.passive, pair.active)
-            frozen.signal(signal.SIGSTOP)
-            wait_until_quiet(stopped)  # an answer that is under way would let it go on and end
-            stopped.signal(signal.SIGINT)
-            stopped.wait_until_says("send the signal again to stop at once")
-            stopped.signal(signal.SIGINT)
-            return stopped, stopped.wait()
-
-    for party, exit_code in side_by_side(
-        lambda: interrupt_twice("active"), lambda: interrupt_twice("passive")
-    ):
-        assert exit_code == 130, party.output
-        assert "stopped at once; nothing more is saved\n" in party.output, party.output
-        assert not party.has_checkpoint
-
-
-# ---- a whole run ----
-
-
-def test_no_id_and_no_number_of_one_example_is_written_anywhere(tmp_path: Path) -> None:
-    with started(example(tmp_path)) as pair:
-        assert pair.wait() == (0, 0), pair.outputs
-    values: set[bytes] = set()
-    for name in ("active.csv", "passive.csv"):
-        for line in (tmp_path / name).read_text().splitlines()[1:]:
-            values |= {cell[:12].encode() for cell in line.split(",") if len(cell) > 1}
-    assert b"person-00100" in values
-    files = [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]
-    assert len(files) >= 2 * 6
-    for text in [path.read_bytes() for path in files] + [pair.outputs.encode()]:
-        assert b"person-" not in text
-        assert not [value for value in values if value in text]
+    with started(example(tmp_path), ENDLESS) as (frozen, stopped):
+        for party in (frozen, stopped):
+            party.wait_until_training()
+        frozen.signal(signal.SIGSTOP)
+        wait_until_quiet(stopped)  # an answer that is under way would let it go on and end
+        stopped.signal(signal.SIGINT)
+        stopped.wait_until_says("send the signal again to stop at once")
+        stopped.signal(signal.SIGINT)
+        assert stopped.wait() == 130, stopped.output
+        assert "stopped at once; nothing more is saved\n" in stopped.output, stopped.output
+        assert not stopped.has_checkpoint

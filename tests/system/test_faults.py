@@ -20,8 +20,8 @@ import pytest
 
 from tests.support import certificates
 from tests.support.processes import Pair, Party, side_by_side
-from tests.support.proxy import ByteHarm, Direction, Fault, Plan, TcpProxy
-from tests.support.restarted import Outcome, Settings, assert_same, kept_up, outcome, run_once
+from tests.support.proxies import ByteHarm, Direction, Fault, FaultyLine, Plan
+from tests.support.restarted import Outcome, Settings, assert_same, outcome, restartable, run_once
 from tests.support.runs import write_example
 
 ALL = os.environ.get("SPLITVEIL_FAULTS") == "all"
@@ -62,37 +62,9 @@ def faultless(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 # ---- the connection ----
 
 
-class Harmed(NamedTuple):
-    """Runs with faults between the parties."""
-
-    folder: Path
-    faultless: Outcome
-    trusted: Path | None
-
-    def check(self, harms: Sequence[str], drawn: Sequence[int]) -> None:
-        """Compare runs, each with four faults, with the one that has none."""
-        none = Plan([])
-        assert_same(self._run("none", none), self.faultless, "through a proxy that harms nothing")
-        struck: Counter[str] = Counter()
-        for seed in drawn:
-            generator = random.Random(seed)
-            plan = Plan([_draw(harms, generator, none.passed) for _ in range(4)])
-            told = f"FAULT_SEED={seed}: {plan.waiting}"
-            try:
-                found = self._run(str(seed), plan)
-            except BaseException as error:
-                raise AssertionError(told) from error
-            assert_same(found, self.faultless, told)
-            struck.update(fault.harm for fault in plan.struck)
-        print(f"\n{len(drawn)} runs, faults: {dict(sorted(struck.items()))}")
-        assert sum(struck.values()) >= 2 * len(drawn)
-
-    def _run(self, name: str, plan: Plan) -> Outcome:
-        between = partial(TcpProxy, plan=plan)
-        return run_once(self.folder / name, SETTINGS, between, self.trusted)
-
-
-def _draw(harms: Sequence[str], generator: random.Random, passed: dict[Direction, int]) -> Fault:
+def draw_fault(
+    harms: Sequence[str], generator: random.Random, passed: dict[Direction, int]
+) -> Fault:
     direction = generator.choice(get_args(Direction))
     harm, at = generator.choice(harms), generator.randrange(passed[direction])
     is_pause = harm in {"swallow", "delay"}
@@ -104,8 +76,26 @@ def _draw(harms: Sequence[str], generator: random.Random, passed: dict[Direction
 def test_faults_of_the_connection_change_no_bit(
     tmp_path: Path, faultless: Outcome, trusted: Path, harms: tuple[ByteHarm, ...]
 ) -> None:
-    harmed = Harmed(tmp_path, faultless, None if harms is UNPROTECTED else trusted)
-    harmed.check(harms, seeds(2, 20))
+    """Runs with four faults each are those without one."""
+
+    def check(name: str, plan: Plan) -> None:
+        own = None if harms is UNPROTECTED else trusted
+        try:
+            found = run_once(tmp_path / name, SETTINGS, partial(FaultyLine, plan=plan), own)
+        except BaseException as error:
+            raise AssertionError(f"FAULT_SEED={name}: {plan.struck}") from error
+        assert_same(found, faultless, f"FAULT_SEED={name}: {plan.struck}")
+
+    none, drawn = Plan([]), seeds(2, 20)
+    check("none", none)
+    struck: Counter[str] = Counter()
+    for seed in drawn:
+        generator = random.Random(seed)
+        plan = Plan([draw_fault(harms, generator, none.passed) for _ in range(4)])
+        check(str(seed), plan)
+        struck.update(fault.harm for fault in plan.struck)
+    print(f"\n{len(drawn)} runs, faults: {dict(sorted(struck.items()))}")
+    assert sum(struck.values()) >= 2 * len(drawn)
 
 
 # ---- the processes ----
@@ -197,8 +187,8 @@ def test_processes_that_are_killed_or_stopped_change_no_bit(
         blows = [draw_blow(generator) for _ in range(4)]
         folder = tmp_path / str(seed)
         write_example(folder)
-        with kept_up(folder, SETTINGS) as both:
-            told = f"FAULT_SEED={seed}: {blows}"
+        with restartable(folder, SETTINGS) as both:
+            context = f"FAULT_SEED={seed}: {blows}"
             both.start()
             for blow in blows:
                 lines = len(faultless.metrics["active" if blow.party == "both" else blow.party])
@@ -207,9 +197,9 @@ def test_processes_that_are_killed_or_stopped_change_no_bit(
                         struck[f"{'kill' if blow.kills else 'stop'} {blow.party}"] += 1
             codes = both.wait()
             assert codes == (0, 0) or all(party.is_done for party in both), (
-                f"{told}\n{codes}\n{both.outputs}"
+                f"{context}\n{codes}\n{both.outputs}"
             )
-            assert_same(outcome(folder / "runs"), faultless, f"{told}\n{both.outputs}")
+            assert_same(outcome(folder / "runs"), faultless, f"{context}\n{both.outputs}")
 
     drawn = seeds(3, 20)
     side_by_side(*(partial(run, seed) for seed in drawn))

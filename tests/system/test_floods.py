@@ -236,7 +236,7 @@ def compressed_zeros(flood: Flood) -> None:
 
 
 def small_things_by_the_megabyte(flood: Flood) -> None:
-    """Lists of numbers and nested contracts: what takes more room read than written."""
+    """Lists of numbers and nested contracts: what takes more memory read than written."""
     frame = pb.TensorFrame(shape=[300] * 250_000).SerializeToString()
     names = "{" + ",".join(f'"k{n}":0' for n in range(50_000)) + "}"
     contract = ('{"' + "x" * 500 + '":') * 900 + names + "}" * 900

@@ -7,16 +7,14 @@ labels open. Subsamples keep this short; the figures of the whole tables are in
 docs/results/guaranteed-tradeoff.md.
 """
 
-import os
 from pathlib import Path
 
 import pytest
 
 from benchmarks.first_settings import CUTS, boosted_auc, cut, refitted_auc, train
+from tests.system.conftest import needs_data
 
-pytestmark = pytest.mark.skipif(
-    "SPLITVEIL_DATA" not in os.environ, reason="needs the files that SPLITVEIL_DATA names"
-)
+pytestmark = needs_data
 
 ROWS = 6_000
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from splitveil.deploy.authority import PartyFolder
 from tests.support.certificates import make, use
-from tests.support.processes import Pair, Party, PartyName, side_by_side, started
+from tests.support.processes import Pair, Party, side_by_side, started
 from tests.support.runs import write_example
 from tests.support.simulation import free_address
-from tests.system.conftest import run_locally
+from tests.system.conftest import LocalRun
 
 
 def protected_example(folder: Path) -> Path:
@@ -29,15 +29,11 @@ def test_silent_strangers_take_no_descriptor_that_a_run_needs(tmp_path: Path) ->
             for _ in range(limit + 200):
                 stack.enter_context(socket.create_connection((host, int(port))))
 
-        def start(party: PartyName, where: str, descriptors: int | None = None) -> Party:
-            process = Party(party, folder, where, "contract.epochs=40", descriptors=descriptors)
-            stack.callback(process.kill)
-            return process
-
-        active = start("active", f"listen={address}", limit)
-        active.wait_until_says("waiting for the passive party")
+        epochs = "contract.epochs=40"
+        active = Party("active", folder, f"listen={address}", epochs, descriptors=limit)
+        stack.enter_context(active).wait_until_says("waiting for the passive party")
         connect_strangers()
-        passive = start("passive", f"connect={address}")
+        passive = stack.enter_context(Party("passive", folder, f"connect={address}", epochs))
         pair = Pair(active, passive)
         pair.wait_until_training()
         connect_strangers()
@@ -84,9 +80,9 @@ def test_each_refusal_is_at_once_and_one_line(tmp_path: Path) -> None:
     )
     (line,) = problems(name.passive)
     assert line.endswith("ERROR the peer does not accept this party's certificate")
-    told = [text for text in problems(name.active) if "refused" in text]
-    assert len(told) == 1
-    assert "with certificate CN=passive.splitveil: it does not carry the name of any" in told[0]
+    refusals = [text for text in problems(name.active) if "refused" in text]
+    assert len(refusals) == 1
+    assert "with certificate CN=passive.splitveil: it does not carry the name of any" in refusals[0]
     (line,) = problems(key.active)
     assert "private_key.pem has mode 0644, so that others may read it: chmod 600 " in line
     (line,) = problems(key.passive)
@@ -125,8 +121,10 @@ def test_check_shows_each_party_s_own_certificate(tmp_path: Path) -> None:
     assert "security: mtls as CN=passive.splitveil (passive.splitveil), 89 days" in passive
 
 
-def test_the_local_launcher_makes_certificates_where_an_example_has_none(tmp_path: Path) -> None:
-    run = run_locally(tmp_path, "breast_cancer", "--set", "contract.epochs=1")
-    assert run.exit_code == 0, run.output
-    assert run.output.count("INFO security: mtls as CN=") == 2
-    assert PartyFolder(tmp_path / ".trial-certificates" / "active").certificate.is_file()
+def test_the_local_launcher_makes_certificates_where_an_example_has_none(
+    compared: LocalRun,
+) -> None:
+    assert compared.exit_code == 0, compared.output
+    assert compared.output.count("security: mtls as CN=") == 2 * 2
+    authority = compared.runs_dir / ".trial-certificates"
+    assert PartyFolder(authority / "active").certificate.is_file()

@@ -35,19 +35,21 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(party_processes, "STOP_S", HANGS_AFTER_S)
 
 
-@pytest.mark.usefixtures("patience")
-def test_the_first_failure_gives_the_exit_code_and_the_other_has_time_to_notice() -> None:
-    failing = python("raise SystemExit(3)")
-    noticing = python("import time; time.sleep(0.7); raise SystemExit(4)")
-    assert run_parties({"active": noticing, "passive": failing}) == 3
+LATER = "import time; time.sleep(0.7); "
 
 
 @pytest.mark.usefixtures("patience")
-def test_the_party_that_knows_why_gives_the_exit_code_though_its_peer_ended_first() -> None:
-    noticing = python("raise SystemExit(4)")
-    knowing = python("import time; time.sleep(0.7); raise SystemExit(5)")
-    assert run_parties({"active": knowing, "passive": noticing}) == 5
-    assert run_parties({"active": python(""), "passive": noticing}) == 4
+@pytest.mark.parametrize(
+    ("active", "passive", "exit_code"),
+    [
+        (f"{LATER}raise SystemExit(4)", "raise SystemExit(3)", 3),  # the first failure
+        (f"{LATER}raise SystemExit(5)", "raise SystemExit(4)", 5),  # whoever knows why
+        ("", "raise SystemExit(4)", 4),
+        ("import os; os.kill(os.getpid(), 9)", "", 128 + signal.SIGKILL),  # as a shell has it
+    ],
+)
+def test_the_exit_code_is_that_of_the_cause(active: str, passive: str, exit_code: int) -> None:
+    assert run_parties({"active": python(active), "passive": python(passive)}) == exit_code
 
 
 def test_a_party_that_does_not_notice_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,11 +73,6 @@ while not pathlib.Path({str(is_deaf)!r}).exists():
 raise SystemExit(5)
 """
     assert run_parties({"active": python(failing), "passive": deaf}) == 5
-
-
-def test_a_party_killed_by_a_signal_gives_the_shell_s_exit_code() -> None:
-    killed = python("import os; os.kill(os.getpid(), 9)")
-    assert run_parties({"active": killed, "passive": python("")}) == 128 + signal.SIGKILL
 
 
 @pytest.mark.usefixtures("patience")

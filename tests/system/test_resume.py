@@ -1,132 +1,96 @@
-"""Parties that were killed or stopped and started again with the same commands: exact resume."""
+"""Parties that were stopped or killed and started again with the same commands: exact resume.
+
+Kills at random steps are in tests/journeys/test_killed.py and test_faults.py; tests/run has every
+defense killed at one step, and one defense killed at every step.
+"""
 
 import signal
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
-from typing import Literal, NamedTuple
-
-import pytest
 
 from splitveil.active_party.ledger.account_book import LEDGER
-from tests.support import certificates
-from tests.support.processes import Pair, PartyName, side_by_side
+from tests.support.processes import Pair, side_by_side
 from tests.support.restarted import (
+    SHORT,
     Outcome,
-    Settings,
     assert_same,
-    kept_up,
-    killed_and_resumed,
     outcome,
+    restartable,
     run_once,
     wait_for_line,
 )
 from tests.support.runs import write_example
 
-SHORT = Settings(
-    both=(
-        "contract.epochs=6",
-        "contract.batch_size=32",
-        "contract.checkpoints.every_steps=4",
-        "reconnect={max_s: 300, first_wait_s: 0.1, longest_wait_s: 0.5}",
-    ),
-)
-"""A run of some seconds, with a checkpoint every few steps."""
+
+def lines_of(whole: Outcome) -> int:
+    return len(whole.metrics["active"])
 
 
-class Case(NamedTuple):
-    """A run, and which of its parties are killed when."""
-
-    defense: str
-    more: tuple[str, ...]
-    struck: tuple[tuple[PartyName, ...], ...]
-    has_tls: bool = False
-
-    @property
-    def settings(self) -> Settings:
-        defense = f"defense={{name: {self.defense}}}"
-        return Settings((*SHORT.both, *self.more), active=(defense,))
+def refused(both: Pair, *overrides: str) -> tuple[str, ...]:
+    """Return what both say; nothing may have been moved."""
+    both.start(*overrides)
+    assert both.wait() == (2, 2), both.outputs
+    assert not list(both.active.folder.parent.glob("*.previous-*"))
+    return tuple(party.said for party in both)
 
 
-CASES = {
-    "none": Case("none", (), (("active", "passive"), ("passive",))),
-    "max_norm": Case(
-        "max_norm, insecure_noise_seed: 7", (), (("passive",), ("active",)), has_tls=True
-    ),
-    "marvell": Case("marvell, insecure_noise_seed: 7", (), (("active",), ("active", "passive"))),
-    "activations ahead": Case(
-        "marvell, insecure_noise_seed: 7",
-        ("contract.pipeline_depth=4",),
-        (("passive",), ("active",), ("passive",)),
-    ),
-}
-"""Persistent noise has its own in tests/journeys/test_killed.py, projected labels in
-test_projected_labels.py."""
+def interrupted_refused_and_finished(both: Pair, whole: Outcome) -> None:
+    """Ctrl-C at a terminal reaches both, and only the same commands resume the run.
 
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    """Return the results of each run undisturbed."""
-    runs = (
-        partial(run_once, tmp_path_factory.mktemp("whole"), case.settings)
-        for case in CASES.values()
-    )
-    return dict(zip(CASES, side_by_side(*runs), strict=True))
-
-
-def test_the_comparison_would_notice_another_run(whole: dict[str, Outcome]) -> None:
-    for name, other in pairwise(CASES):
-        with pytest.raises(AssertionError):
-            assert_same(whole[name], whole[other])
-
-
-def test_killed_at_random_steps_every_run_ends_as_if_nothing_had_happened(
-    tmp_path: Path, whole: dict[str, Outcome]
-) -> None:
-    trusted = certificates.make(tmp_path / "certificates")
-
-    def run(name: str, case: Case) -> None:
-        folder = tmp_path / name.replace(" ", "-")
-        write_example(folder)
-        if case.has_tls:
-            certificates.use(trusted, folder)
-        killed_and_resumed(folder, case.settings, whole[name], case.struck)
-
-    side_by_side(*(partial(run, name, case) for name, case in CASES.items()))
-
-
-def interrupted(both: Pair, whole: Outcome) -> None:
-    """Ctrl-C at a terminal reaches both.
-
-    A ledger lies there while nothing more is told: not while a run goes on, which may be killed.
+    A ledger lies there while nothing more is released: not while a run goes on, which may be
+    killed. Once it has finished, the same commands train nothing, as where a unit starts at boot.
     """
     both.start()
     ledger = both.active.folder / "checkpoint" / LEDGER
-    wait_for_line(both, len(whole.metrics["active"]) // 3)
+    wait_for_line(both, lines_of(whole) // 3)
+    for party in both:
+        party.signal(signal.SIGSTOP)  # so that it is there for as long as the others need
+    with restartable(both.active.folder.parents[2], SHORT, log="second") as others:
+        others.start()
+        assert others.wait() == (2, 2), others.outputs
+        assert all("another process" in other.said for other in others)
     for party in both:
         party.signal(signal.SIGINT)
+        party.signal(signal.SIGCONT)
     assert both.wait() == (130, 130), both.outputs
     assert ledger.is_file()
+    for said in refused(both, "contract.batch_size=16", "model_seed=3", "insecure_nonce_seed=99"):
+        assert "an unfinished run with other settings: contract.batch_size: 16 now, 32 then" in said
+        assert "model_seed: 3 now, 0 then" in said
+        assert "insecure_nonce_seed" in said
+        assert "99" not in said
+    files = [party.folder / "settings.yaml" for party in both]
+    contents = [path.read_bytes() for path in files]
+    for path in files:
+        path.write_text("contract: [")
+    assert all("settings.yaml: not valid YAML" in said for said in refused(both))
+    for path, content in zip(files, contents, strict=True):
+        path.write_bytes(content)
     both.start()
-    wait_for_line(both, len(whole.metrics["active"]) // 2)
+    wait_for_line(both, lines_of(whole) // 2)
     assert not ledger.exists()
     assert both.wait() == (0, 0), both.outputs
     assert ledger.is_file()
     assert all("resuming in epoch" in party.said for party in both)
+    for said in refused(both, "model_seed=3"):
+        assert "has a finished run with other settings: model_seed" in said
+    times = {path: path.stat().st_mtime_ns for path in both.active.folder.parent.rglob("*")}
+    both.start("torch_threads=2")
+    assert both.wait() == (0, 0), both.outputs
+    assert all("this run has finished, and nothing is trained" in party.said for party in both)
+    assert {path: path.stat().st_mtime_ns for path in times} == times
 
 
-def given_up(lost: Literal["active", "passive"], both: Pair, whole: Outcome) -> None:
+def given_up(both: Pair, whole: Outcome) -> None:
     """Past ``reconnect.max_s`` without its peer, a party saves where it is, and says so."""
-    both.start(fast_clock=True)
-    wait_for_line(both, len(whole.metrics["active"]) // 3)
-    gone, left = both
-    if lost == "passive":
-        gone, left = left, gone
-    gone.kill()
-    left.hurry()
-    assert left.wait() == 4, both.outputs
-    assert "for 300 s" in left.said
+    for lost, line in ((0, lines_of(whole) // 3), (1, lines_of(whole) // 2)):
+        both.start(fast_clock=True)
+        wait_for_line(both, line)
+        both[lost].kill()
+        both[1 - lost].hurry()
+        assert both[1 - lost].wait() == 4, both.outputs
+        assert "for 300 s" in both[1 - lost].said
     both.start()
     assert both.wait() == (0, 0), both.outputs
     assert all("resuming in epoch" in party.said for party in both)
@@ -134,99 +98,27 @@ def given_up(lost: Literal["active", "passive"], both: Pair, whole: Outcome) -> 
 
 def started_over_by_option(both: Pair, whole: Outcome) -> None:
     both.start()
-    wait_for_line(both, len(whole.metrics["active"]) // 3)
+    wait_for_line(both, lines_of(whole) // 3)
     for party in both:
         party.kill()
     both.start(options=["--fresh"])
     assert both.wait() == (0, 0), both.outputs
     for party in both:
         assert party.folder.with_name(f"{party.party}.previous-1").is_dir()
-        assert "going on" not in party.said
+        assert "resuming" not in party.said
     assert "these labels were released at a leak AUC of" in both.active.said
     assert (both.active.folder.with_name("active.previous-1") / "checkpoint" / LEDGER).is_file()
 
 
-def other_settings(both: Pair, whole: Outcome) -> None:
-    """They are refused, whether the run is unfinished or finished, and nothing is moved."""
+def test_a_run_that_was_ended_early_can_be_resumed_or_started_over(tmp_path: Path) -> None:
+    whole = run_once(tmp_path / "whole", SHORT)
 
-    def refused(*overrides: str) -> tuple[str, ...]:
-        both.start(*overrides)
-        assert both.wait() == (2, 2), both.outputs
-        assert not list(both.active.folder.parent.glob("*.previous-*"))
-        return tuple(party.said for party in both)
-
-    both.start()
-    wait_for_line(both, len(whole.metrics["active"]) // 3)
-    for party in both:
-        party.kill()
-    for said in refused("contract.batch_size=16", "model_seed=3", "insecure_nonce_seed=99"):
-        assert "an unfinished run with other settings: contract.batch_size: 16 now, 32 then" in said
-        assert "model_seed: 3 now, 0 then" in said
-        assert "insecure_nonce_seed" in said
-        assert "99" not in said
-    kept = [(party.folder / "settings.yaml").read_bytes() for party in both]
-    for party in both:
-        (party.folder / "settings.yaml").write_text("contract: [")
-    assert all("settings.yaml: not valid YAML" in said for said in refused())
-    for party, content in zip(both, kept, strict=True):
-        (party.folder / "settings.yaml").write_bytes(content)
-    both.start()
-    assert both.wait() == (0, 0), both.outputs
-    assert all("resuming in epoch" in party.said for party in both)
-    assert all(
-        "has a finished run with other settings: model_seed" in said
-        for said in refused("model_seed=3")
-    )
-
-
-def finished(both: Pair, whole: Outcome) -> None:
-    """The same commands train nothing once more, as where a unit starts at each boot."""
-    both.start()
-    assert both.wait() == (0, 0), both.outputs
-    files = {path: path.stat().st_mtime_ns for path in both.active.folder.parent.rglob("*")}
-    both.start("torch_threads=2")
-    assert both.wait() == (0, 0), both.outputs
-    assert all("this run has finished, and nothing is trained" in party.said for party in both)
-    assert {path: path.stat().st_mtime_ns for path in both.active.folder.parent.rglob("*")} == files
-
-
-def refused_twice(both: Pair, whole: Outcome) -> None:
-    """A second process of the same run goes without, and does the first one no harm."""
-    both.start()
-    wait_for_line(both, 5)
-    for party in both:
-        party.signal(signal.SIGSTOP)  # so that it is there for as long as the others need
-    folder = both.active.folder.parents[2]
-    with kept_up(folder, SHORT, log="second") as others:
-        others.start()
-        assert others.wait() == (2, 2), others.outputs
-        assert all("another process" in other.said for other in others)
-    for party in both:
-        party.signal(signal.SIGCONT)
-    assert both.wait() == (0, 0), both.outputs
-
-
-Story = Callable[[Pair, Outcome], None]
-
-
-def test_a_run_that_was_ended_early_can_be_resumed_or_started_over(
-    tmp_path: Path, whole: dict[str, Outcome]
-) -> None:
-    stories: dict[str, Story] = {
-        "interrupted": interrupted,
-        "active-lost": partial(given_up, "active"),
-        "passive-lost": partial(given_up, "passive"),
-        "fresh": started_over_by_option,
-        "changed": other_settings,
-        "finished": finished,
-        "twice": refused_twice,
-    }
-
-    def tell(name: str, story: Story) -> None:
-        folder = tmp_path / name
+    def check(story: Callable[[Pair, Outcome], None]) -> None:
+        folder = tmp_path / story.__name__
         write_example(folder)
-        with kept_up(folder, CASES["none"].settings) as both:
-            story(both, whole["none"])
-            assert_same(outcome(folder / "runs"), whole["none"], both.outputs)
+        with restartable(folder, SHORT) as both:
+            story(both, whole)
+            assert_same(outcome(folder / "runs"), whole, both.outputs)
 
-    side_by_side(*(partial(tell, name, story) for name, story in stories.items()))
+    stories = (interrupted_refused_and_finished, given_up, started_over_by_option)
+    side_by_side(*(partial(check, story) for story in stories))

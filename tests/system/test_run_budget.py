@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.processes import Pair, Party, side_by_side
 from tests.support.programs import run_program
-from tests.support.restarted import Settings, kept_up
+from tests.support.restarted import Settings, restartable
 from tests.support.runs import write_example
 
 
@@ -74,20 +74,13 @@ def finished_and_run_again(both: Pair) -> None:
     both.start(options=["--fresh"])
 
 
-def under_another_name(both: Pair) -> None:
-    both.start()
-    assert both.wait() == (0, 0), both.outputs
-    both.active.folder.parent.rename(both.active.folder.parent.with_name("other"))
-    both.start()
-
-
 def test_whatever_leads_to_a_second_release_its_ledger_states_what_both_tell_together(
     tmp_path: Path,
 ) -> None:
     def second(way: Callable[[Pair], None]) -> None:
         folder = tmp_path / way.__name__
         write_example(folder)
-        with kept_up(folder, RELEASED) as both:
+        with restartable(folder, RELEASED) as both:
             way(both)
             assert both.wait() == (0, 0), both.outputs
             assert bound(both.active.folder) == pytest.approx(of_releases(2), abs=1e-4)
@@ -101,7 +94,7 @@ def test_whatever_leads_to_a_second_release_its_ledger_states_what_both_tell_tog
             both.active.start(*third)
             assert both.wait() == (5, 5), both.outputs
 
-    ways = (killed_and_changed, finished_and_run_again, under_another_name)
+    ways = (killed_and_changed, finished_and_run_again)
     side_by_side(*(partial(second, way) for way in ways))
 
 
@@ -121,14 +114,6 @@ def test_plan_is_a_command_that_trains_nothing(tmp_path: Path) -> None:
     refused = command(tmp_path, *overrides, "--target-leak-auc", "1.5")
     assert refused.returncode == 2
     assert "--target-leak-auc" in refused.stderr
-
-
-def test_a_budget_without_a_defense_is_refused_before_anything_is_read(tmp_path: Path) -> None:
-    write_example(tmp_path)
-    (tmp_path / "active.csv").unlink()
-    done = command(tmp_path, "--set", budget_of(0.7))
-    assert done.returncode == 2
-    assert "run_budget" in done.stderr
 
 
 def supervised(both: Pair) -> None:
@@ -157,7 +142,7 @@ def test_a_supervisor_starts_a_run_that_its_budget_ended_once_more_and_a_raised_
 ) -> None:
     write_example(tmp_path)
     budget = ENDED_EARLY._replace(active=(*ENDED_EARLY.active, budget_of(0.7)))
-    with kept_up(tmp_path, budget) as both:
+    with restartable(tmp_path, budget) as both:
         supervised(both)
         assert [party.starts for party in both] == [2, 2], both.outputs
         assert "this run was ended for good by its run_budget" in both.active.said
@@ -169,7 +154,7 @@ def test_a_supervisor_starts_a_run_that_its_budget_ended_once_more_and_a_raised_
         assert len(answered) == 12
         assert not list(both.active.folder.parent.glob("*.previous-*"))
     again = ENDED_EARLY._replace(active=(*ENDED_EARLY.active, budget_of(0.75)))
-    with kept_up(tmp_path, again, log="again") as both:
+    with restartable(tmp_path, again, log="again") as both:
         both.start()
         assert both.wait() == (5, 5), both.outputs
         assert "which was ended under other limits" in both.active.said

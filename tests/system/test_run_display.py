@@ -116,7 +116,7 @@ def test_nothing_that_a_party_writes_controls_the_terminal(shown: str) -> None:
     assert "this is the end" in shown
 
 
-def test_without_a_launcher_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_launcher_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     assert progress_pipe() is None
     monkeypatch.setenv(VARIABLE, "nonsense")
@@ -124,10 +124,10 @@ def test_without_a_launcher_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_launcher_that_is_gone_does_not_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    told, telling = os.pipe()
-    os.close(told)
-    monkeypatch.setenv(VARIABLE, str(telling))
+    reader, writer = os.pipe()
+    os.close(reader)
+    monkeypatch.setenv(VARIABLE, str(writer))
     with TrainingProgress("active", 3) as bar:
         bar.advance(3, loss=1.0)
-    os.close(telling)
+    os.close(writer)
     assert bar.steps_done == 3

@@ -5,24 +5,14 @@ set with room around what was measured with these seeds.
 """
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
-from splitveil.active_party.report.run_files import read_run
-from splitveil.common.record.lines import EvaluationLine
-from tests.support.programs import ROOT
-from tests.support.runs import build_parties, run_in_process
-from tests.system.conftest import SAME_SPLIT, LocalRun, run_locally
+from tests.system.conftest import SAME_SPLIT, LocalRun, needs_data, run_locally
 
-VEHICLE = ROOT / "deploy" / "examples" / "vehicle"
 MARVELL = "{name: marvell, strength: {power_ratio: 16}, insecure_noise_seed: 7}"
 SIXTEEN = "vehicle-marvell-power_ratio-16-insecure_noise_seed-7"
-
-needs_data = pytest.mark.skipif(
-    "SPLITVEIL_DATA" not in os.environ, reason="SPLITVEIL_DATA names no folder with data sets"
-)
 
 
 @pytest.fixture(scope="module")
@@ -75,19 +65,3 @@ def test_both_runs_learn_and_say_of_which_classes_their_figures_are(vehicles: Lo
     table = vehicles.output[vehicles.output.rindex("┏") :]
     assert "test accuracy" in table
     assert (vehicles.runs_dir / "vehicle-comparison.html").is_file()
-
-
-@needs_data
-def test_one_process_finds_what_two_did(vehicles: LocalRun) -> None:
-    """The test figures of the last epoch, bit for bit: those of the same seeds in this process."""
-    overrides = ["contract.epochs=20", "security={mode: insecure}"]
-    active = [f"defense={MARVELL}", "insecure_nonce_seed=1", "device=cpu", *overrides]
-    parties = build_parties(VEHICLE, active, ["insecure_nonce_seed=2", "device=cpu", *overrides])
-    run_in_process(parties)
-    found = parties.active.evaluations[-1]
-    written = read_run(vehicles.runs_dir / SIXTEEN).active.metrics.of(EvaluationLine)[-1]
-    assert written.split == "test"
-    assert written.auc == found.auc
-    assert written.loss == found.loss
-    assert found.classes is not None
-    assert written.accuracy == found.classes.accuracy

@@ -8,7 +8,7 @@ import pytest
 from tests.support import joint
 from tests.support.asked import answering
 from tests.support.joint import Trained, free_port, train, write_wide_deep
-from tests.support.silent_line import SilentLine
+from tests.support.proxies import SilentLine
 from tests.support.waiting import wait_until
 from tests.support.watched import value_of
 from tests.system.test_predict import expected
@@ -45,11 +45,11 @@ def test_a_line_that_goes_dead_costs_503_or_the_fallback_and_no_restart(
             line.resume()
             wait_until(lambda: program.service.trouble is None)
             back = program.ask(ids)
-            for told in (*first, later):
-                assert told.status == (200 if fallback else 503)
+            for answer in (*first, later):
+                assert answer.status == (200 if fallback else 503)
                 if fallback:
-                    assert told.body["model"] == 3 * ["fallback"]
-                    assert told.body["why_fallback"]
+                    assert answer.body["model"] == 3 * ["fallback"]
+                    assert answer.body["why_fallback"]
             np.testing.assert_array_equal(back.probabilities, expected(small)[:3])
     assert value_of(program.status, "splitveil_predict_timeouts_total") >= 1
     assert value_of(program.status, "splitveil_reconnects_total", peer="passive") == 2

@@ -1,4 +1,4 @@
-"""The real processes and the count of tried ids: kept over restarts, deleted by a finished run."""
+"""The count of tried ids outlives the real processes, and a finished run deletes it."""
 
 import json
 from pathlib import Path

@@ -97,27 +97,14 @@ def test_and_predict(trained: tuple[Path, str], whole_table: bool) -> None:
     asked = [[number, surname] for surname, number in PEOPLE[50:70]]
     write_table(folder / "ask.csv", ["no", "surname"], *asked)
     address = free_address()
-    serving = Party(
-        "passive",
-        folder,
-        f"answers.listen={address}",
-        f"answers.whole_table={str(whole_table).lower()}",
-        command="serve",
-    )
-    try:
+    answers = f"answers.listen={address}", f"answers.whole_table={str(whole_table).lower()}"
+    options = ["--ids", str(folder / "ask.csv"), "--output", str(folder / "out.csv")]
+    options += ["--whole-table"] * whole_table
+    where = f"inference.connect.passive={address}"
+    with Party("passive", folder, *answers, command="serve") as serving:
         serving.wait_until_says("waiting for the active party")
-        options = ["--ids", str(folder / "ask.csv"), "--output", str(folder / "out.csv")]
-        options += ["--whole-table"] * whole_table
-        predicting = Party(
-            "active",
-            folder,
-            f"inference.connect.passive={address}",
-            command="predict",
-            options=tuple(options),
-        )
-        assert predicting.wait() == 0, predicting.output
-    finally:
-        serving.kill()
+        with Party("active", folder, where, command="predict", options=options) as predicting:
+            assert predicting.wait() == 0, predicting.output
     with (folder / "out.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["found"] for row in rows] == ["false"] * 10 + ["true"] * 10

@@ -10,7 +10,6 @@ from cryptography import x509
 from splitveil.active_party.run.stages import Stage
 from splitveil.common.errors import PeerError, PeerUntrusted
 from splitveil.common.party.credentials import in_lower_case
-from tests.support.between import Relay
 from tests.support.certificates import (
     CLIENT,
     NAMES,
@@ -22,6 +21,7 @@ from tests.support.certificates import (
     spoil_signature,
 )
 from tests.support.lines import free_port, peer_of, serving
+from tests.support.proxies import Relay
 from tests.support.runs import Parties, build_parties, write_example
 
 WRONG_NAME = "does not carry the called party's name"

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from splitveil.active_party import workers as active_workers
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.models.speed import Autocast, speed_up
-from splitveil.common.run.messages import Answer
 from splitveil.passive_party import assembly as passive_assembly
+from tests.support.compared import assert_same_weights
+from tests.support.peers import Lost, dying
 from tests.support.runs import build_parties, run_in_process, write_example
-from tests.support.simulation import InProcessPeer
 
 NEEDS_COMPILER = pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="there is no C++ compiler"
@@ -124,18 +124,6 @@ def test_a_compiled_model_trains_alike_and_evaluates_with_the_same_bits() -> Non
 # ---- whole runs ----
 
 
-class LostAfter(InProcessPeer):
-    """Loses the connection in the middle of the run."""
-
-    received = 0
-
-    def receive_gradient(self) -> Answer:
-        self.received += 1
-        if self.received > 5:
-            raise ConnectionError
-        return super().receive_gradient()
-
-
 @pytest.fixture
 def example(tmp_path: Path) -> Path:
     write_example(tmp_path)
@@ -161,8 +149,8 @@ def test_a_run_is_not_resumed_with_another_arithmetic(example: Path, tmp_path: P
     shared = ["contract.checkpoints={every_steps: 2, keep: 100}"]
     active, passive = [*shared, *SEEDED], [*shared, "insecure_nonce_seed=2"]
     runs = tmp_path / "runs"
-    with pytest.raises(ConnectionError):
-        run_in_process(build_parties(example, active, passive, runs=runs), LostAfter)
+    with pytest.raises(Lost):
+        run_in_process(build_parties(example, active, passive, runs=runs), dying(6, after=False))
     again = build_parties(example, active, [*passive, BFLOAT16], runs=runs)
     assert again.session.reopen()
     with pytest.raises(SplitveilError, match="other bytes"):
@@ -196,10 +184,9 @@ def test_a_run_resumes_with_the_same_bits(example: Path, tmp_path: Path, fast: s
     whole = build_parties(example, active, passive)
     run_in_process(whole)
     runs = tmp_path / "runs"
-    with pytest.raises(ConnectionError):
-        run_in_process(build_parties(example, active, passive, runs=runs), LostAfter)
+    with pytest.raises(Lost):
+        run_in_process(build_parties(example, active, passive, runs=runs), dying(6, after=False))
     again = build_parties(example, active, passive, runs=runs)
     assert again.session.reopen()
     run_in_process(again)
-    found, expected = again.weights(), whole.weights()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert_same_weights(again.weights(), whole.weights())

@@ -12,9 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from splitveil.active_party.defenses import AnswerKeys, NoiseSecrets
-from splitveil.active_party.defenses.interface import DefenseContext, RawBatch
-from splitveil.active_party.defenses.marvell import MarvellDefense
 from splitveil.common.data.features import Features, FeatureShapes
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.conv import ConvTop
@@ -132,30 +129,6 @@ def test_a_step_that_is_computed_again_has_the_same_bits() -> None:
             for _ in range(2)
         )
     assert all(map(torch.equal, first, again))
-
-
-def test_the_noise_of_an_answer_is_that_of_one_process() -> None:
-    """With the same answer key and the same gradients, whatever number of processes made them."""
-    model, rows = top(seed=1), 40
-    cut, own = torch.randn(rows, 6, 8, 8), own_features(rows)
-    labels = torch.arange(rows).remainder(3).eq(0).float()
-
-    def noise(compute: Any) -> Tensor:
-        given = cut.clone().requires_grad_()
-        loss = nn.functional.binary_cross_entropy_with_logits(compute(given, own), labels)
-        (raw,) = torch.autograd.grad(loss, given)
-        keys = AnswerKeys()
-        keys.begin(bytes(range(32)))
-        defense = MarvellDefense(name="marvell").build(
-            DefenseContext((6, 8, 8), 2), NoiseSecrets(None, keys)
-        )
-        return defense.defend(RawBatch(raw, labels)).gradient - raw
-
-    with workers(2, partial(top_replica, 1)) as line:
-        found, expected = noise(SpreadModel(model, line)), noise(model)
-    torch.testing.assert_close(found, expected, atol=1e-3 * float(expected.std()), rtol=1e-3)
-    halves = found[: rows // 2], found[rows // 2 :]
-    assert not torch.allclose(*halves, atol=0.1 * float(expected.std()))
 
 
 def bottom(seed: int) -> nn.Module:

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import os
 import threading
-import time
 from collections.abc import Iterator
 from functools import partial
 from typing import get_args
@@ -12,7 +11,6 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from pydantic import ValidationError
 from sklearn.metrics import roc_auc_score
 
 from splitveil.common.privacy.attacks import (
@@ -31,8 +29,6 @@ from splitveil.common.privacy.observation import (
     pick_hint_rows,
     pick_reference_row,
 )
-from splitveil.common.privacy.settings import AuditSettings
-from splitveil.common.settings import validate
 from splitveil.passive_party.label_free_audit import LabelFreeAudit
 from tests.support.stored import same, stored
 from tests.support.waiting import HANGS_AFTER_S
@@ -95,17 +91,14 @@ def test_a_batch_gets_scikit_learns_leak_aucs() -> None:
             assert measured.leak[layer][name] == pytest.approx(leak, abs=1e-12), name
 
 
-def test_cosine_is_measured_only_where_there_is_a_reference_and_another_positive() -> None:
-    observation = _observation(0, 0)
-    bare = Observation(0, 0, observation.gradients, observation.labels)
+def test_cosine_is_measured_only_where_there_is_another_positive() -> None:
+    gradients = _observation(0, 0).gradients
     labels = (torch.arange(64) == 7).float()
-    references = {layer: rows[7] for layer, rows in observation.gradients.items()}
-    single = Observation(0, 1, observation.gradients, labels, {1: Clues(references, 7)})
+    references = {layer: rows[7] for layer, rows in gradients.items()}
     audit = LeakAudit()
-    for item in (bare, single):
-        measured = audit.observe(item)
-        assert measured is not None
-        assert measured.leak["cut"].keys() == {"norm", "spectral"}
+    measured = audit.observe(Observation(0, 1, gradients, labels, {1: Clues(references, 7)}))
+    assert measured is not None
+    assert measured.leak["cut"].keys() == {"norm", "spectral"}
     assert "cosine" not in audit.summary()["cut"]
     audit.observe(_observation(0, 2))
     found = audit.summary()["cut"]["cosine"]
@@ -120,15 +113,6 @@ def test_a_batch_of_one_class_is_skipped_and_counted(labels: torch.Tensor) -> No
     assert audit.counts() == (0, 1, 0)
     assert audit.summary() == {}
     assert audit.latest() is None
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
-def test_label_shape_and_dtype_change_nothing(dtype: torch.dtype) -> None:
-    plain = _observation(0, 0)
-    labels = plain.labels.to(dtype)[:, None]
-    assert pick_reference_row(labels, _SEED, 0, 0) == plain.clues[1].reference_row
-    typed = Observation(0, 0, plain.gradients, labels, plain.clues)
-    assert LeakAudit().observe(typed) == LeakAudit().observe(plain)
 
 
 def test_the_summary_is_that_of_the_batches() -> None:
@@ -258,16 +242,6 @@ def test_class_oracles_find_nothing_in_noise_with_few_examples() -> None:
         assert figures["mean"] < 0.5 + chance + 0.02, attack
 
 
-def test_only_every_nth_step_is_audited() -> None:
-    audit = LeakAudit(["norm"], every_steps=2)
-    with AuditWorker(audit) as worker:
-        taken = [worker.submit(observation) for observation in _run(num_epochs=1)]
-    assert taken == [True, False, True, False, True]
-    assert audit.counts() == (3, 0, 0)
-    assert audit.observe(_observation(1, 1)) is None
-    assert audit.counts() == (3, 0, 0)
-
-
 def test_a_worker_that_keeps_up_equals_the_inline_audit() -> None:
     inline, audit = LeakAudit(), LeakAudit()
     expected = [inline.observe(observation) for observation in _run()]
@@ -293,7 +267,7 @@ def test_a_worker_that_is_behind_leaves_batches_out_and_never_blocks() -> None:
     assert audit.counts() == (3, 0, 47)
 
 
-def test_a_budget_is_a_share_of_the_time() -> None:
+def test_a_budget_is_a_share_of_the_time_of_which_no_more_than_a_second_is_saved() -> None:
     """Batches of 10 ms CPU every 20 ms, under a share of 4 %."""
     budget, taken = CpuBudget(0.04, now_s=100.0), []
     for number in range(10_000):
@@ -305,9 +279,6 @@ def test_a_budget_is_a_share_of_the_time() -> None:
     assert 1 < first_second < 1.2
     rest = 0.01 * len([now_s for now_s in taken if now_s >= 103]) / 197
     assert rest == pytest.approx(0.04, rel=0.01)
-
-
-def test_a_budget_without_a_limit_allows_everything_and_none_saves_more_than_a_second() -> None:
     endless = CpuBudget(None, now_s=0.0)
     for _ in range(1000):
         assert endless.allows(0.0)
@@ -318,19 +289,9 @@ def test_a_budget_without_a_limit_allows_everything_and_none_saves_more_than_a_s
     assert not hoarding.allows(1e6)
 
 
-class _SlowAudit(LeakAudit):
-    """Computes for a tenth of a second per batch."""
-
-    def observe(self, observation: Observation) -> AuditedBatch | None:
-        computed_until = time.thread_time() + 0.1
-        while time.thread_time() < computed_until:
-            pass
-        return super().observe(observation)
-
-
 def test_a_worker_leaves_out_what_is_beyond_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("splitveil.common.privacy.audit_worker._BURST_S", 0.05)
-    audit = _SlowAudit()
+    monkeypatch.setattr("splitveil.common.privacy.audit_worker._BURST_S", 1e-9)
+    audit = LeakAudit()
     with AuditWorker(audit, max_cpu_share=1e-6) as worker:
         assert worker.submit(_observation(0, 0))
         assert worker.wait_until_idle(HANGS_AFTER_S)
@@ -355,6 +316,7 @@ def test_an_observation_is_put_together_only_if_its_batch_is_taken() -> None:
     assert not worker.submit_later(2, observations[2].gradients, partial(build, 2))
     assert taken == [True, False, True]
     assert built == [0, 2]
+    assert audit.observe(_observation(1, 1)) is None
     assert audit.counts() == (2, 0, 1)
 
 
@@ -388,18 +350,6 @@ def test_an_error_in_the_worker_surfaces_at_close_and_costs_one_batch() -> None:
     assert audit.counts().left_out == 2
 
 
-def test_a_worker_that_cannot_start_as_it_should_keeps_nobody_waiting(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fail() -> None:
-        raise RuntimeError("no such limit")
-
-    monkeypatch.setattr("splitveil.common.privacy.audit_worker._give_way", fail)
-    worker = AuditWorker(LeakAudit())
-    with pytest.raises(RuntimeError, match="no such limit"):
-        worker.close()
-
-
 def test_the_worker_gives_way_and_leaves_the_other_threads_alone() -> None:
     before = torch.get_num_threads()
     counts: dict[str, int] = {}
@@ -425,26 +375,6 @@ def test_the_worker_gives_way_and_leaves_the_other_threads_alone() -> None:
     assert counts == {"worker": 1, "later": 3, "training": 3}
     own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     assert niceness == [min(own + 10, 19)]
-
-
-def test_settings_have_the_documented_defaults_and_bounds() -> None:
-    settings = validate(AuditSettings, {}, "audit")
-    batch = ("norm", "cosine", "spectral", "residual_energy")
-    gathered = ("accumulated_spectral", "accumulated_residual_energy", "accumulated_cosine")
-    assert settings.attacks == batch + gathered
-    assert (settings.queue_batches, settings.every_steps) == (8, 1)
-    wrongs: list[dict[str, object]] = [
-        {"attacks": ["norm", "norm"]},
-        {"attacks": []},
-        {"attacks": ["normal"]},
-        {"queue_batches": 0},
-        {"every_steps": 0},
-        {"max_cpu_share": 0},
-        {"max_cpu_share": 1.1},
-    ]
-    for wrong in wrongs:
-        with pytest.raises(ValidationError):
-            AuditSettings.model_validate(wrong)
 
 
 def _whole_run(cut: int | None) -> tuple[LeakAudit, list[object]]:

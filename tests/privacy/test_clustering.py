@@ -40,17 +40,12 @@ def one_of_each(rows: Tensor, labels: Tensor) -> list[Tensor]:
     return [rows[labels == one][:1] for one in range(int(labels.max()) + 1)]
 
 
-@pytest.mark.parametrize("share", [0.02, 0.3, 0.4])
+@pytest.mark.parametrize("share", [0.02, 0.3, 0.4, 0.8])
 def test_two_clusters_of_directions_are_the_labels_and_the_smaller_one_scores_higher(
     share: float,
 ) -> None:
     gradients, labels = softmax_gradients([1 - share, share], noise=0.005)
-    assert auc(kmeans(gradients), labels) > 0.99
-
-
-def test_where_positives_are_the_majority_the_score_is_turned() -> None:
-    gradients, labels = softmax_gradients([0.2, 0.8], noise=0.005)
-    assert auc(kmeans(gradients), labels) < 0.01
+    assert auc(kmeans(gradients), labels if share < 0.5 else 1 - labels) > 0.99
 
 
 def test_the_clusters_are_those_of_scikit_learn() -> None:
@@ -88,16 +83,12 @@ def test_one_example_of_each_class_names_the_clusters_of_several_classes() -> No
     assert min(leak_auc(spectral(gradients), labels == one) for one in range(4)) < 0.9
 
 
-def test_the_nearest_hint_is_a_difference_of_cosines() -> None:
+def test_the_nearest_hint_is_a_difference_of_cosines_or_of_activations_distances() -> None:
     gradients = torch.tensor([[2.0, 0.0], [0.0, 1.0], [3.0, 3.0], [0.0, 0.0]])
     own, others = torch.tensor([[5.0, 0.0]]), torch.tensor([[0.0, 1.0], [-1.0, 0.0]])
     expected = torch.tensor([1.0, -1.0, 0.0, 0.0]).double()
     assert torch.allclose(nearest_hint(gradients, own, others), expected)
-
-
-def test_of_activations_the_distances_count() -> None:
     activations = torch.tensor([[2.0, 0.0], [0.0, 4.0]])
-    own, others = torch.tensor([[5.0, 0.0]]), torch.tensor([[0.0, 1.0], [-1.0, 0.0]])
     expected = torch.tensor([5**0.5 - 3, 3 - 41**0.5]).double()
     assert torch.allclose(activation_nearest_hint(activations, own, others), expected)
 
@@ -114,8 +105,6 @@ def test_activations_are_clustered_around_their_mean() -> None:
 def test_attacks_with_one_example_of_each_class_ask_for_them() -> None:
     gradients = torch.eye(3)
     for attack in (ATTACKS["kmeans_hint"], ATTACKS["nearest_hint"]):
-        assert not attack.is_free
-        assert not attack.is_oracle
         assert attack.missing(Knowledge(hints=gradients)) is SideInformation.OTHER_HINTS
         with pytest.raises(ValueError, match="one example of each other class"):
             attack.score(gradients, Knowledge(hints=gradients))

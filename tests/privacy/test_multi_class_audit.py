@@ -13,10 +13,8 @@ import numpy as np
 import pytest
 import torch
 from sklearn.metrics import roc_auc_score
-from torch import Tensor
 
 from splitveil.active_party.report import write_comparison, write_report
-from splitveil.common.privacy.accumulation import standardised
 from splitveil.common.privacy.attacks import (
     ATTACKS,
     FINAL_ATTACKS,
@@ -143,70 +141,26 @@ def test_every_attack_is_measured_for_every_class_and_pair() -> None:
     assert audit.summary()["cut"]["lda"]["mean"] > audit.summary()["cut"]["norm"]["mean"]
 
 
-def test_oracles_take_each_class_for_the_positives_as_for_two_classes() -> None:
-    """The figures for class c alone equal those of an audit of two classes."""
+def test_each_class_is_taken_for_the_positives_as_for_two_classes() -> None:
+    """The figures for class c alone, of a batch and over the run, equal those of two classes."""
     oracles: tuple[BatchAttackName, ...] = ("mean", "median", "lda", "hint_inner_product_3")
-    audit = new_audit(oracles)
-    seen = observation(audit, 0, 1)
-    audit.observe(seen)
+    audit = new_audit((*oracles, "accumulated_cosine"))
+    everything = list(batches(audit))
+    for seen in everything:
+        audit.observe(seen)
+    of_run = audit.run.result().by_class
     for place, name in enumerate(NAMES):
-        binary = LeakAudit(oracles)
-        measured = binary.observe(
-            Observation(
-                0,
-                1,
-                seen.gradients,
-                (seen.labels == place).float(),
-                {1: seen.clues[place]},
-            )
-        )
-        assert measured is not None
+        binary = LeakAudit((*oracles, "accumulated_cosine"), num_examples=NUM_EXAMPLES)
+        for seen in everything:
+            labels, clues = (seen.labels == place).float(), {1: seen.clues[place]}
+            binary.observe(dataclasses.replace(seen, labels=labels, clues=clues, predictions=None))
         for layer in ("cut", "first"):
             for attack in oracles:
                 ours = audit.classes()[layer][attack]["classes"][name]
-                assert ours == pytest.approx(measured.leak[layer][attack], abs=1e-12)
-
-
-def test_sums_over_the_run_are_those_of_each_class() -> None:
-    audit = new_audit(("accumulated_cosine",))
-    sums, counts = np.zeros((3, NUM_EXAMPLES)), np.zeros((3, NUM_EXAMPLES))
-    directions: dict[int, Tensor] = {}
-    for seen in batches(audit):
-        audit.observe(seen)
-        rows = seen.gradients["cut"].double()
-        places = seen.positions
-        assert places is not None
-        for c in range(3):
-            row = seen.clues[c].reference_row
-            assert row is not None
-            direction = rows[row] / rows[row].norm()
-            cosines = rows @ direction / rows.norm(dim=1)
-            sign = 1.0
-            if c in directions:
-                sign = -1.0 if directions[c] @ direction < 0 else 1.0
-            else:
-                centred = cosines - cosines.mean()
-                sign = -1.0 if float((centred**3).sum()) < 0 else 1.0
-            directions[c] = 0.9 * directions.get(c, torch.zeros(8)) + sign * direction
-            chosen = np.arange(60) != row
-            sums[c, places.numpy()[chosen]] += standardised(sign * cosines[chosen]).numpy()
-            counts[c, places.numpy()[chosen]] += 1
-    labels = (np.arange(NUM_EXAMPLES) % 7).clip(max=3) - 1
-    labels = labels.clip(min=0)
-    pairs = {
-        (i, j): leak(labels[counts[i] > 0], sums[i][counts[i] > 0], i, j)
-        for i, j in permutations(range(3), 2)
-    }
-    worst, by_class = audit.run.result()
-    chosen = max(pairs, key=lambda pair: pairs[pair])
-    found = worst["cut"]["accumulated_cosine"]
-    assert found["auc"] == pytest.approx(pairs[chosen], abs=1e-9)
-    assert found["low"] <= found["auc"] <= found["high"]
-    assert found["examples"] == int(np.isin(labels, chosen).sum())
-    for c, name in enumerate(NAMES):
-        expected = leak(labels, sums[c], c, None)
-        classes = by_class["cut"]["accumulated_cosine"]["classes"]
-        assert classes[name] == pytest.approx(expected, abs=1e-9)
+                assert ours == pytest.approx(binary.summary()[layer][attack]["mean"], abs=1e-12)
+            ours = of_run[layer]["accumulated_cosine"]["classes"][name]
+            expected = binary.run.result().leak[layer]["accumulated_cosine"]["auc"]
+            assert ours == pytest.approx(expected, abs=1e-9)
 
 
 def test_random_scores_are_measured_in_the_same_way() -> None:

@@ -53,25 +53,11 @@ def test_a_training_pass_is_that_of_autocast_in_float32() -> None:
     assert found.dtype == torch.float32
     assert torch.equal(found, expected.float())
     assert not torch.equal(found, plain(rows()))
+    found.sum().backward()
+    assert {p.grad.dtype for p in fast.parameters() if p.grad is not None} == {torch.float32}
 
 
-def test_gradients_and_weights_are_float32() -> None:
-    fast, given = model(), rows().requires_grad_()
-    speed_up(fast, "bfloat16")
-    fast(given).sum().backward()
-    assert given.grad is not None
-    assert {given.grad.dtype, *(p.grad.dtype for p in fast.parameters() if p.grad is not None)} == {
-        torch.float32
-    }
-
-
-def test_an_evaluation_has_the_bits_of_the_model_without_it() -> None:
-    plain, fast = model().eval(), model().eval()
-    speed_up(fast, "bfloat16")
-    assert torch.equal(fast(rows()), plain(rows()))
-
-
-def test_names_of_weights_stay_and_a_copy_is_independent() -> None:
+def test_names_and_evaluations_stay_and_a_copy_is_independent() -> None:
     plain, fast = model(), model()
     speed_up(fast, "bfloat16")
     assert list(fast.state_dict()) == list(plain.state_dict())
@@ -130,19 +116,15 @@ def example(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_run_under_autocast_is_another_course_with_the_same_names(example: Path) -> None:
-    """Each party for itself: the other one need not have it, and what it receives is float32."""
-    plain = build_parties(example, SEEDED, ["insecure_nonce_seed=2"])
-    run_in_process(plain)
-    for active, passive in (([BFLOAT16], []), ([], [BFLOAT16]), ([BFLOAT16], [BFLOAT16])):
-        fast = build_parties(example, [*SEEDED, *active], ["insecure_nonce_seed=2", *passive])
-        run_in_process(fast)
-        found, expected = fast.weights(), plain.weights()
-        assert list(found) == list(expected)
-        assert {value.dtype for value in found.values()} == {
-            value.dtype for value in expected.values()
-        }
-        assert any(not torch.equal(found[name], expected[name]) for name in expected)
+def test_autocast_of_either_party_is_another_course(example: Path) -> None:
+    courses = []
+    for active, passive in (([], []), ([BFLOAT16], []), ([], [BFLOAT16])):
+        parties = build_parties(example, [*SEEDED, *active], ["insecure_nonce_seed=2", *passive])
+        run_in_process(parties)
+        courses.append(parties.weights())
+    plain, *others = courses
+    for found in others:
+        assert any(not torch.equal(found[name], plain[name]) for name in plain)
 
 
 def test_a_run_is_not_resumed_with_another_arithmetic(example: Path, tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from splitveil.common.models.spread_model import (
     RowForm,
     SpreadModel,
     check_spreadable,
-    shares_of,
 )
 from splitveil.common.models.worker import Replica, Worker
 from splitveil.common.models.worker_line import Order, Pending, WorkerLine
@@ -96,8 +95,7 @@ def own_features(rows: int) -> Features:
     return Features(torch.randn(rows, 3), torch.randint(0, 4, (rows, 2)))
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("rows", [1, 2, 7, 64])
+@pytest.mark.parametrize(("size", "rows"), [(2, 1), (2, 7), (3, 2), (3, 64)])
 def test_outputs_and_gradients_are_those_of_one_process(size: int, rows: int) -> None:
     """Also for batches that do not divide evenly, or have fewer rows than there are processes."""
     model = top(seed=1)
@@ -182,13 +180,8 @@ def test_weights_that_a_batch_does_not_use_have_no_gradient() -> None:
     assert model.frozen.grad is None
 
 
-def test_shares_are_consecutive_and_differ_by_one_row_at_most() -> None:
-    assert shares_of(7, 3) == [3, 2, 2]
-    assert shares_of(2, 3) == [1, 1, 0]
-
-
 @pytest.mark.parametrize(
-    ("layer", "told"),
+    ("layer", "message"),
     [
         (nn.BatchNorm1d(2), "looks at a whole batch"),
         (nn.Dropout(0.1), "set its dropout to 0"),
@@ -196,8 +189,8 @@ def test_shares_are_consecutive_and_differ_by_one_row_at_most() -> None:
         (nn.Linear(2, 2).double(), "float32"),
     ],
 )
-def test_models_whose_shares_do_not_add_up_are_refused(layer: nn.Module, told: str) -> None:
-    with pytest.raises(SettingsError, match=told):
+def test_models_whose_shares_do_not_add_up_are_refused(layer: nn.Module, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
         check_spreadable(nn.Sequential(layer), "bottom_model")
     check_spreadable(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)), "bottom_model")
 

@@ -37,7 +37,6 @@ Call = Callable[..., Done]
 
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Return a function that calls ``splitveil`` in this process."""
 
     def called(*words: object, main: Callable[[Sequence[str]], Any] = program.main) -> Done:
         with pytest.raises(SystemExit) as end:
@@ -50,7 +49,6 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with an example and two runs of it."""
     made = tmp_path_factory.mktemp("folder")
     write_example(made)
     short = {"contract.epochs": 1}

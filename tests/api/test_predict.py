@@ -56,7 +56,6 @@ def test_predictions_are_those_of_parties_that_serve_over_a_network(trained: Tra
 
 @pytest.fixture(scope="module")
 def seeds(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Run]:
-    """Return two runs of an example."""
     folder = tmp_path_factory.mktemp("seeds")
     write_example(folder)
     two = {"contract.epochs": 2}

@@ -35,14 +35,11 @@ needs_promtool = pytest.mark.skipif(
 
 
 class Selector(NamedTuple):
-    """A metric in an expression, and the labels that are compared there."""
-
     name: str
     labels: frozenset[str]
 
 
 def selectors(expression: str) -> Iterator[Selector]:
-    """Yield the metrics that a PromQL expression reads."""
     text = re.sub(r'"(?:[^"\\]|\\.)*"', '""', expression)
     text = re.sub(r"\[[^\]]*\]", "", text)
     text = re.sub(r"\b(by|without|on|ignoring|group_left|group_right)\s*\([^)]*\)", "", text)
@@ -153,9 +150,6 @@ def test_the_board_shows_every_metric_of_the_run(exported: dict[str, set[str]]) 
     asked = {one.name for target in targets() for one in selectors(target["expr"])}
     own = {name for name in exported if name.startswith("splitveil_")}
     assert own - asked - {"splitveil_run_info"} == set()
-
-
-# ---- promtool ----
 
 
 def promtool(*words: str) -> str:

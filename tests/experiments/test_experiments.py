@@ -84,7 +84,6 @@ def tiny(**changes: Any) -> Experiment:
 
 
 def write(folder: Path, **changes: Any) -> Path:
-    """Write the file of the tiny experiment."""
     path = folder / "tiny.yaml"
     path.write_text(yaml.safe_dump(TINY | changes, sort_keys=False))
     return path
@@ -92,9 +91,6 @@ def write(folder: Path, **changes: Any) -> Path:
 
 def cells_of(experiment: Experiment, choice: Choice | None = None) -> list[Cell]:
     return plan(experiment, Path(), choice or Choice())
-
-
-# ---- files and cells ----
 
 
 @pytest.mark.parametrize("name", experiment_names())
@@ -237,8 +233,6 @@ def test_an_experiment_that_runs_already_is_not_run_beside_it(
     assert main(command) == 3  # it runs now, and its launcher fails
 
 
-# ---- several passive parties ----
-
 CANCER = {"kind": "sklearn", "dataset": "breast_cancer"}
 LABS: dict[str, Any] = {
     "contract": {
@@ -294,9 +288,6 @@ def test_mistakes_in_one_passive_party_s_settings_are_named() -> None:
     assert found == "passives: expected settings for passive_b, got none"
     with pytest.raises(ValueError, match="means"):
         labs(passives={"means": {}})
-
-
-# ---- cells that begin with others' weights ----
 
 
 def chain(**changes: Any) -> Experiment:
@@ -358,11 +349,7 @@ def test_a_day_is_not_run_where_the_day_before_has_failed(
     )
 
 
-# ---- running ----
-
-
 def launcher(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    """Put a shell script in the place of the launcher."""
     path = folder / "launcher"
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
@@ -431,9 +418,6 @@ def test_ctrl_c_reaches_the_launchers_and_starts_no_more(
     assert [log.exists() for log in logs] == [True, False, False]
     assert "stopped" in logs[0].read_text()
     assert not any(is_finished(cell, tmp_path / "out") for cell in cells)
-
-
-# ---- figures ----
 
 
 def leave_behind(
@@ -716,9 +700,6 @@ def test_report_replaces_its_part_of_a_page(tmp_path: Path) -> None:
     page.write_text("# Another page\n")
     assert main(report) == 2
     assert page.read_text() == "# Another page\n"
-
-
-# ---- preparations and models ----
 
 
 def test_a_synthetic_table_has_features_of_both_parties(

@@ -39,7 +39,6 @@ def write(path: Path, columns: Mapping[str, Sequence[object]], delimiter: str = 
 
 
 def clients(folder: Path, **others: Sequence[object]) -> Path:
-    """Write a label owner's table."""
     made = draw()
     columns: dict[str, Sequence[object]] = {
         "client": [f"c{i:05d}" for i in made.permutation(ROWS)],
@@ -51,7 +50,6 @@ def clients(folder: Path, **others: Sequence[object]) -> Path:
 
 
 def usage(folder: Path, **others: Sequence[object]) -> Path:
-    """Write a feature owner's table."""
     made = draw()
     columns: dict[str, Sequence[object]] = {
         "id": [f"c{i:05d}" for i in made.permutation(ROWS)],
@@ -73,9 +71,6 @@ def passive(folder: Path, path: Path, wishes: Wishes | None = None) -> Written:
 
 def one(cells: Sequence[object], name: str = "x") -> Column:
     return describe(name, pa.chunked_array([pa.array(cells)]))
-
-
-# ---- one column ----
 
 
 def test_a_column_is_what_its_cells_are() -> None:
@@ -108,9 +103,6 @@ def test_codes_are_no_quantities() -> None:
     counts[made.random(4000) < 0.6] = 0
     assert not one([str(x) for x in counts]).looks_like_codes
     assert one([str(x) for x in ages], "device_id").reason == "named like a code"
-
-
-# ---- a table ----
 
 
 def test_what_is_written_can_be_used_as_it_is(tmp_path: Path) -> None:
@@ -301,9 +293,6 @@ def test_a_file_without_a_table_is_refused(tmp_path: Path, text: str, message: s
     (tmp_path / "t.csv").write_text(text)
     with pytest.raises(DataError, match=message):
         passive(tmp_path, tmp_path / "t.csv")
-
-
-# ---- the command ----
 
 
 def command(*words: object) -> int | str | None:

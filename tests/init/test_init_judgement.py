@@ -60,8 +60,6 @@ def edited(cells: Sequence[str], **others: str) -> list[str]:
     return found
 
 
-# ---- columns that are almost numbers or times ----
-
 TIMES = [f"2024-03-{1 + row % 28:02d} 10:00:00" for row in range(ROWS)]
 GERMAN = [f"{row},{row % 90 + 10}" for row in range(ROWS)]
 
@@ -169,9 +167,6 @@ def test_known_gaps_are_gaps_of_numbers_times_and_categories(tmp_path: Path) -> 
     assert (table.categorical["region"].codes[: len(gaps)] == -1).all()
 
 
-# ---- ids ----
-
-
 def in_binary(texts: Sequence[str]) -> pa.Array:
     return pa.array([text.encode() for text in texts])
 
@@ -241,9 +236,6 @@ def test_a_column_that_nearly_holds_ids_stops_a_guess(tmp_path: Path) -> None:
         propose(path)
 
 
-# ---- tables of pandas ----
-
-
 @pytest.mark.parametrize(
     ("index", "left_out"),
     [
@@ -279,9 +271,6 @@ def test_nothing_is_written_that_a_run_refuses(
     with pytest.raises(DataError, match=message):
         propose(path, Wishes(**wishes))
     assert not (tmp_path / "passive.yaml").exists()
-
-
-# ---- whatever is written, a check accepts ----
 
 
 class Made(NamedTuple):

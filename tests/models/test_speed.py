@@ -40,9 +40,6 @@ def rows(count: int = 5) -> Tensor:
     return torch.randn(count, 6, generator=torch.Generator().manual_seed(1))
 
 
-# ---- one model ----
-
-
 def test_a_training_pass_is_that_of_autocast_in_float32() -> None:
     plain, fast = model(), model()
     speed_up(fast, "bfloat16")
@@ -105,9 +102,6 @@ def test_a_compiled_model_trains_alike_and_evaluates_with_the_same_bits() -> Non
         found.sum().backward()
     assert list(fast.state_dict()) == list(plain.state_dict())
     assert torch.equal(fast.eval()(rows()), plain.eval()(rows()))
-
-
-# ---- whole runs ----
 
 
 @pytest.fixture

@@ -107,7 +107,6 @@ def started(
 def trained(
     build: Callable[[], nn.Module], settings: OptimizerSettings, depth: int
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Return weights and activations of the trainer."""
     model, optimizer, schedule = started(build, settings)
     trainer = BottomTrainer(
         model=model,

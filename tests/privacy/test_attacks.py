@@ -39,7 +39,6 @@ class Example(NamedTuple):
         }
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> "Example":
-        """Return the example with all its gradients and activations changed."""
         assert self.knowledge.classes is not None
         known: dict[str, Any] = {
             name: change(value)

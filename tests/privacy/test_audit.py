@@ -40,7 +40,6 @@ CELL = 2.6e-5
 
 
 def _observation(epoch: int, step: int, num_rows: int = 64) -> Observation:
-    """One batch of noisy logistic gradients at two layers."""
     generator = torch.Generator().manual_seed(1000 * epoch + step)
     labels = (torch.rand(num_rows, generator=generator) < 0.3).float()
     coefficients = (0.4 - labels)[:, None]
@@ -60,8 +59,6 @@ def _run(num_epochs: int = 2, num_steps: int = 5) -> Iterator[Observation]:
 
 
 class _GatedAudit(LeakAudit):
-    """Holds every observation up until the gate opens."""
-
     def __init__(self) -> None:
         super().__init__()
         self.gate, self.entered = threading.Event(), threading.Event()

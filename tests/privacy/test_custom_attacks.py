@@ -114,7 +114,6 @@ def settings_of(*attacks: object) -> AuditSettings:
 
 
 def observation(audit: LeakAudit, epoch: int, step: int, num_classes: int = 2) -> Observation:
-    """One batch of noisy gradients of two layers, with all that attacks may know."""
     generator = torch.Generator().manual_seed(100 * epoch + step)
     labels = torch.randint(num_classes, (48,), generator=generator)
     weights = torch.randn(num_classes, 6, generator=torch.Generator().manual_seed(1))

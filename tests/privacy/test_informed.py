@@ -167,9 +167,6 @@ def test_other_shapes_are_refused() -> None:
         ATTACKS["informed"].score(rows, Knowledge())
 
 
-# ---- in an audit and in a run ----
-
-
 def test_over_a_run_the_ratios_of_fresh_noise_add_up() -> None:
     """E epochs of noise k are worth one of noise k / sqrt E; a repeated answer adds nothing."""
     data = Answers(num_rows=2000)
@@ -201,8 +198,6 @@ def test_over_a_run_the_ratios_of_fresh_noise_add_up() -> None:
 
 
 class _Slopes(ActiveRecording):
-    """Compares each answer with what predictions, slopes and labels say."""
-
     def __init__(self) -> None:
         super().__init__()
         self.compared = 0

@@ -233,18 +233,12 @@ def test_another_audit_s_state_is_refused(other: LeakAudit, part: str) -> None:
         new_audit().load_state_dict(LeakAudit(ALL, num_examples=NUM_EXAMPLES).state_dict())
 
 
-# ---- what both parties write ----
-
-
 class Recorded(NamedTuple):
-    """The files that one party left behind."""
-
     lines: list[dict[str, Any]]
     summary: dict[str, Any]
 
 
 def record(folder: Path, runs: Path, *active: str) -> tuple[Recorded, Recorded]:
-    """Run both parties with their recorders and checkpoints, and summarise."""
     overrides = ["contract.epochs=3", "contract.checkpoints.every_steps=2"]
     parties = build_parties(folder, [*overrides, *active], overrides, runs=runs)
     with recorders(parties, runs) as both:

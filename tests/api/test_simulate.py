@@ -85,14 +85,11 @@ def test_frames_are_of_pandas_where_it_is_installed(
         assert {(row["defense"], row["seed"]) for row in swept.rows(of)} == expected
 
 
-def test_a_seed_decides_the_bits(swept: Runs) -> None:
+def test_a_seed_decides_the_bits_and_a_frame_of_defenses_holds_means(swept: Runs) -> None:
     one, other = swept.of("none")
     assert one.rows("epochs") != other.rows("epochs")
     (again,) = simulate(swept.folder.parent, defense="none", seeds=[1], settings=SHORT)
     assert again.rows("steps") == other.rows("steps")
-
-
-def test_a_frame_of_defenses_holds_means_over_seeds(swept: Runs) -> None:
     by_defense = {row["defense"]: row for row in swept.rows("defenses")}
     ones = [run.summary["test_auc"] for run in swept.of("none")]
     assert by_defense["none"]["seeds"] == 2
@@ -106,7 +103,6 @@ def test_the_figures_of_frames_are_those_of_the_files(swept: Runs) -> None:
     metrics = [json.loads(line) for line in lines]
     losses = [line["loss"] for line in metrics if line["kind"] == "train"]
     assert [row["loss"] for row in run.rows("steps")] == losses
-    assert len(losses) > 2
     test = [line["auc"] for line in metrics if line["kind"] == "test"]
     assert [row["test_auc"] for row in run.rows("epochs")] == test
     leaks = json.loads((run.path / "active" / "summary.json").read_text())["leak_run_level"]
@@ -337,7 +333,6 @@ def test_equal_row_labels_leave_row_n_the_same_example(
     ("others", "message"),
     [
         ({5: "12O"}, "passive: column 'x0': .* 299 of 300 cells .* row 6 are not"),
-        ({5: "12O", 7: "", 9: None}, "297 of 298 cells .* row 6 are not"),
         (dict.fromkeys(range(0, 300, 20), "NA"), "285 of 300 cells .* rows 1, 21, 41, 61, 81, ..."),
         ({5: ""}, None),
         ({row: f"red {row}" for row in range(0, 300, 2)}, None),
@@ -409,13 +404,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"active": {"label": [0, 1]}, "passive": {"x": [1.0, 2.0]}, "key": "id"},
         "active: expected a column 'id'",
     ),
-    "no such defense": ({"example": "breast_cancer", "defense": "marvel"}, "defense"),
     "twice": ({"example": "breast_cancer", "defense": ["none", "none"]}, "each defense once"),
     "no seeds": ({"example": "breast_cancer", "seeds": 0}, "expected at least one"),
-    "no such setting": (
-        {"example": "breast_cancer", "settings": {"contract.epoch": 1}},
-        "did you mean 'epochs'",
-    ),
     "no such party": (
         {"example": "breast_cancer", "settings": {"epochs": 1}},
         "expected active.NAME=VALUE",

@@ -70,16 +70,12 @@ GERMAN = [f"{row},{row % 90 + 10}" for row in range(ROWS)]
         (edited(NUMBERS, r6="12O"), "59 of 60 cells are numbers; row 6 is not: --missing-text"),
         (edited(NUMBERS, r6="x", r9="y"), "58 of 60 cells are numbers; rows 6, 9 (2 in all) are"),
         (["0"] * 50 + edited(NUMBERS, r1="n/k")[:10], "59 of 60 cells are numbers; row 51 is not"),
-        (edited(NUMBERS, r6="inf"), "59 of 60 cells are numbers; row 6 is not"),
         (edited(NUMBERS, r6="1e400"), "59 of 60 cells are numbers; row 6 is not"),
         (GERMAN, '60 of 60 cells are numbers with a decimal comma: data.source.decimal: ","'),
-        (edited(GERMAN, r2="1.234,5", r3="x"), "59 of 60 cells are numbers with a decimal comma;"),
         ([f"{row},300" for row in range(1, ROWS + 1)], "with marks between thousands: write"),
         (["1 234 567.5", *NUMBERS[1:]], "60 of 60 cells are numbers with marks between thousands"),
         ([f"{one}%" for one in NUMBERS], "60 of 60 cells are numbers with a percent sign: write"),
-        ([f"{one} %" for one in GERMAN], "60 of 60 cells are numbers with a percent sign"),
         (edited(TIMES, r7="2024-02-30"), "59 of 60 cells are dates or times; row 7 is not"),
-        (edited(TIMES, r7="soon"), "59 of 60 cells are dates or times; row 7 is not"),
     ],
 )
 def test_what_is_almost_of_one_kind_is_a_question(

@@ -114,14 +114,6 @@ def test_the_figures_of_frames_are_those_of_the_files(swept: Runs) -> None:
     assert found == {(x, name): one["auc"] for x, of in leaks.items() for name, one in of.items()}
 
 
-def test_the_report_of_several_runs_compares_them(swept: Runs, tmp_path: Path) -> None:
-    page = swept.report(tmp_path / "compared.html").read_text()
-    assert all(run.name in page for run in swept)
-    alone = swept[0].report()
-    assert alone == swept[0].path / "active" / "report.html"
-    assert swept[0].name in alone.read_text()
-
-
 def test_a_run_can_be_read_while_it_trains(swept: Runs, tmp_path: Path) -> None:
     shutil.copytree(swept[0].path, tmp_path / "running")
     (tmp_path / "running" / "active" / "summary.json").unlink()

@@ -50,20 +50,6 @@ def test_a_score_that_knows_labels_reveals_all_of_them() -> None:
     assert 0.98 < found.low < 1.0
 
 
-@pytest.mark.parametrize("shift", [0.0, 0.5, 1.0])
-def test_the_value_is_that_of_the_label_alone(shift: float) -> None:
-    """Label and feature add to the score, whose AUC given the feature is Phi(shift / sqrt 2).
-
-    The standard error is .005; the AUC of all rows together is farther away than three of them.
-    """
-    feature, positive, predictions = rows(40_000, seed=3)
-    scores = 3 * feature + shift * positive + noise(40_000, seed=3)
-    found = adjusted_leak_auc(scores, positive, predictions)
-    truth = norm.cdf(shift / math.sqrt(2))
-    assert found.value == pytest.approx(truth, abs=0.015)
-    assert abs(leak_auc(scores, positive) - truth) > 0.015
-
-
 def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
     """At least 180 of 200 intervals of 95 %; those of half the width do not."""
     truth = norm.cdf(0.5 / math.sqrt(2))

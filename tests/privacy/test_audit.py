@@ -26,6 +26,7 @@ from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.privacy.observation import (
     Clues,
     Observation,
+    pick_clues,
     pick_hint_rows,
     pick_reference_row,
 )
@@ -39,18 +40,26 @@ CELL = 2.6e-5
 """How far a quantile may be off: half a cell of the counts, and rounding."""
 
 
-def _observation(epoch: int, step: int, num_rows: int = 64) -> Observation:
+def _observation(epoch: int, step: int) -> Observation:
+    """Noisy logistic gradients of a batch of 64, with all that attacks may know."""
     generator = torch.Generator().manual_seed(1000 * epoch + step)
-    labels = (torch.rand(num_rows, generator=generator) < 0.3).float()
+    labels = (torch.rand(64, generator=generator) < 0.3).float()
     coefficients = (0.4 - labels)[:, None]
     layers = {}
     for layer, layer_dim in {"cut": 8, "first": 12}.items():
         weight = torch.randn(layer_dim, generator=generator)
-        noise = torch.randn(num_rows, layer_dim, generator=generator)
+        noise = torch.randn(64, layer_dim, generator=generator)
         layers[layer] = coefficients * weight + 0.5 * noise
-    row = pick_reference_row(labels, _SEED, epoch, step)
-    references = {} if row is None else {layer: layers[layer][row] for layer in layers}
-    return Observation(epoch, step, layers, labels, {1: Clues(references, row)})
+    seen = Observation(
+        epoch,
+        step,
+        layers,
+        labels,
+        positions=torch.arange(64) + 64 * step,
+        activations=layers["first"][:, :4] ** 2,
+        predictions=KnownPredictions(torch.full((64,), 0.3), layers["cut"]),
+    )
+    return dataclasses.replace(seen, clues={1: pick_clues(seen, layers, _SEED, 5)})
 
 
 def _run(num_epochs: int = 2, num_steps: int = 5) -> Iterator[Observation]:
@@ -160,26 +169,17 @@ def test_both_parties_pick_the_same_positive_and_not_always_the_same_place() -> 
     assert len(set(picked)) > 20
     assert picked != [pick_reference_row(labels, bytes(31) + b"1", e, 5) for e in range(50)]
     assert pick_reference_row(torch.zeros(5), _SEED, 0, 0) is None
-
-
-def _everything(observation: Observation) -> Observation:
-    rows = torch.arange(len(observation.labels)) + 64 * observation.step
-    labels, epoch, step = observation.labels, observation.epoch, observation.step
-    hints = pick_hint_rows(labels, _SEED, epoch, step, 5)
-    others = pick_hint_rows(labels, _SEED, epoch, step, 1, class_index=0)
-    clues = observation.clues[1]._replace(hint_rows=hints, other_hint_rows=others)
-    return dataclasses.replace(
-        observation,
-        positions=rows,
-        clues={1: clues},
-        activations=observation.gradients["first"][:, :4] ** 2,
-        predictions=KnownPredictions(torch.full((len(rows),), 0.3), observation.gradients["cut"]),
-    )
+    drawn = [pick_hint_rows(labels, _SEED, epoch, 5, 5) for epoch in range(20)]
+    assert drawn == [pick_hint_rows(labels.bool(), _SEED, epoch, 5, 5) for epoch in range(20)]
+    assert all(len(set(rows)) == 5 and bool((labels[list(rows)] == 1).all()) for rows in drawn)
+    assert len({rows[0] for rows in drawn}) > 10
+    assert pick_hint_rows(labels, _SEED, 0, 5, 3) == drawn[0][:3]
+    assert pick_hint_rows(torch.zeros(5), _SEED, 0, 0, 3) == ()
 
 
 def test_every_attack_can_be_audited_at_every_layer() -> None:
     audit = LeakAudit(get_args(AttackName), num_examples=5 * 64)
-    measured = [audit.observe(_everything(observation)) for observation in _run(num_epochs=2)]
+    measured = [audit.observe(observation) for observation in _run(num_epochs=2)]
     assert all(leak is not None for leak in measured)
     audit.run.close_epoch()
     for layer in ("cut", "first"):
@@ -199,7 +199,7 @@ def test_every_attack_can_be_audited_at_every_layer() -> None:
 
 
 def test_hints_are_left_out_of_their_own_attack_s_auc_alone() -> None:
-    observation = _everything(_observation(0, 0))
+    observation = _observation(0, 0)
     measured = LeakAudit(["hint_distance_3", "norm"]).observe(observation)
     assert measured is not None
     labels, known = observation.labels.numpy(), list(observation.clues[1].hint_rows[:3])
@@ -381,7 +381,7 @@ def _whole_run(cut: int | None) -> tuple[LeakAudit, list[object]]:
         if number == cut:
             state = audit.state_dict()
             copy = stored(state)
-            audit.observe(_everything(_observation(9, 0)))  # what comes later changes no copy
+            audit.observe(_observation(9, 0))  # what comes later changes no copy
             assert same(stored(state), copy)
             audit = LeakAudit(get_args(AttackName), num_examples=5 * 64)
             audit.load_state_dict(copy)
@@ -389,7 +389,7 @@ def _whole_run(cut: int | None) -> tuple[LeakAudit, list[object]]:
         if number % 7 == 3:
             audit.leave_out()
         labels = torch.zeros(64) if number % 6 == 2 else observation.labels
-        audit.observe(dataclasses.replace(_everything(observation), labels=labels))
+        audit.observe(dataclasses.replace(observation, labels=labels))
     audit.run.close_epoch()
     figures = [audit.summary(), audit.run.result().leak, audit.worst_epochs(), audit.counts()]
     figures += [audit.latest(), *map(audit.run.after_epoch, range(3))]
@@ -413,7 +413,7 @@ def test_label_free_scores_of_a_run_cut_at_any_batch_resume_bit_for_bit() -> Non
                 state = stored(audit.state_dict())
                 audit = LabelFreeAudit(LABEL_FREE, 1, 5 * 64)
                 audit.load_state_dict(state)
-            audit.observe(_everything(observation))
+            audit.observe(observation)
         return audit
 
     expected = gathered(None)

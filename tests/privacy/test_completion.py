@@ -1,5 +1,6 @@
 """Model completion and the other attacks on the activations of a trained bottom model."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -137,11 +138,8 @@ def test_a_run_s_last_activations_are_attacked_at_the_cut() -> None:
         for step, rows in enumerate(torch.split(order, 500)):
             seen = activations[rows] if epoch == 2 else torch.randn(len(rows), 20, generator=noise)
             gradients = {"cut": torch.randn(len(rows), 3), "first": torch.randn(len(rows), 3)}
-            audit.observe(
-                Observation(
-                    epoch, step, gradients, labels[rows], positions=rows, activations=seen.float()
-                )
-            )
+            batch = Observation(epoch, step, gradients, labels[rows], positions=rows)
+            audit.observe(dataclasses.replace(batch, activations=seen.float()))
     audit.run.close_epoch()
     found = audit.run.result().leak
     assert set(found) == {"cut"}

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from splitveil.active_party.commands import program as active_program
-from splitveil.active_party.monitor.leak_guards import LeakAlarm
 from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.active_party.report import write_report
 from splitveil.active_party.settings import LeakMonitorSettings
 from splitveil.common.errors import SettingsError
+from splitveil.common.privacy.attacks import ATTACKS, BatchAttackName
 from splitveil.common.privacy.audit import LeakAudit
 from splitveil.common.privacy.custom_attacks import load_custom_attacks, try_custom_attacks
 from splitveil.common.privacy.leakage import leak_auc
@@ -91,7 +91,7 @@ OWN = [
     own("hint_distance", name="own_hints", needs=["hints"], num_hints=3),
     own("mean", name="own_mean", needs=["classes"]),
 ]
-BUILT_IN = {
+BUILT_IN: dict[str, BatchAttackName] = {
     "energy": "norm",
     "own-cosine": "cosine",
     "own_hints": "hint_distance_3",
@@ -133,7 +133,10 @@ def new_audit(settings: AuditSettings, class_names: tuple[str, ...] = ()) -> Lea
 @pytest.mark.parametrize("class_names", [(), ("a", "b", "c")])
 def test_attacks_of_ones_own_get_what_they_declare(class_names: tuple[str, ...]) -> None:
     """Rewritten in the user's module, attacks of ours find the same, for every class."""
-    audit = new_audit(settings_of(*OWN, *BUILT_IN.values()), class_names)
+    settings = settings_of(*OWN, *BUILT_IN.values())
+    audit = new_audit(settings, class_names)
+    for mine, attack in load_custom_attacks(settings).items():  # an alarm passes over oracles
+        assert attack.is_oracle is ATTACKS[BUILT_IN[mine]].is_oracle
     for step in range(2):
         measured = audit.observe(observation(audit, 0, step, len(class_names) or 2))
         assert measured is not None
@@ -262,22 +265,6 @@ def test_the_monitor_looks_at_no_activations_and_the_gate_judges_by_name(tmp_pat
 def test_an_adversary_s_own_attack_alone_cannot_be_audited_by_the_peer() -> None:
     with pytest.raises(SettingsError, match="audit: expected at least one of"):
         validate(AdversarySettings, {"attacks": [own("energy")], "audit": True}, "adversary")
-
-
-def test_the_alarm_passes_over_those_that_know_classes(tmp_path: Path) -> None:
-    write_example(tmp_path)
-    knows = "{kind: custom, module: 'own_attacks:mean', name: own_mean, needs: [classes]}"
-    plain = "{kind: custom, module: 'own_attacks:energy', name: energy}"
-    parties = build_parties(tmp_path, [f"leak_monitor={{attacks: [{knows}, {plain}, lda]}}"])
-    with ActiveRecorder(parties.active_settings, tmp_path) as recorder:
-        audit = new_audit(parties.active_settings.leak_monitor or AuditSettings())
-        measured = audit.observe(observation(audit, 0, 0))
-        assert measured is not None
-        assert set(measured.leak["cut"]) == {"own_mean", "energy", "lda"}
-        alarm = recorder._watch._alarm._alarm
-        assert isinstance(alarm, LeakAlarm)
-        alarm.note_leak(measured)
-        assert {attack for attack, *_ in alarm.state_dict()["gains"]} == {"energy"}
 
 
 def test_check_names_them(tmp_path: Path, port: int, capsys: pytest.CaptureFixture[str]) -> None:

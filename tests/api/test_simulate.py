@@ -205,6 +205,9 @@ def test_functions_are_defenses_without_a_bound_and_attacks(tmp_path: Path) -> N
     assert by_attack["lambda"] == by_attack["norm"]  # a mirrored score leaks as much
 
 
+Columns = tuple[dict[str, Any], dict[str, Any]]
+"""Those of the active party, and those of the passive one."""
+
 TABLES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "pyarrow": pa.table,
     "pandas": lambda columns: pytest.importorskip("pandas").DataFrame(columns),
@@ -213,7 +216,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.fixture(scope="module")
-def columns() -> tuple[dict[str, Any], dict[str, Any]]:
+def columns() -> Columns:
     draw = np.random.default_rng(1)
     x = draw.normal(size=(300, 4))
     labels = (x[:, 0] + x[:, 3] > 0.5).astype(np.int64)
@@ -226,7 +229,7 @@ def columns() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def expected(columns: tuple[dict[str, Any], dict[str, Any]]) -> Run:
+def expected(columns: Columns) -> Run:
     """Return the run of the columns as they are, without attacks."""
     active, passive = columns
     return simulate(active=active, passive=passive, key="id", settings=SHORT, attacks=[])[0]
@@ -234,7 +237,7 @@ def expected(columns: tuple[dict[str, Any], dict[str, Any]]) -> Run:
 
 @pytest.mark.parametrize("kind", TABLES)
 def test_a_table_of_any_kind_gives_the_same_bits(
-    kind: str, columns: tuple[dict[str, Any], dict[str, Any]], expected: Run
+    kind: str, columns: Columns, expected: Run
 ) -> None:
     active, passive = map(TABLES[kind], columns)
     (run,) = simulate(active=active, passive=passive, key="id", settings=SHORT, attacks=[])
@@ -265,7 +268,7 @@ FRAMES: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.parametrize("given", FRAMES)
 def test_an_index_joins_data_frames_as_a_key_and_is_no_feature(
-    given: str, columns: tuple[dict[str, Any], dict[str, Any]], tmp_path: Path
+    given: str, columns: Columns, tmp_path: Path
 ) -> None:
     make_active, make_passive, key = FRAMES[given]
     active, passive = map(pytest.importorskip("pandas").DataFrame, columns)
@@ -298,9 +301,7 @@ APART: dict[str, tuple[Callable[[Any, Any], tuple[Any, Any]], str]] = {
 
 
 @pytest.mark.parametrize("given", APART)
-def test_data_frames_whose_rows_do_not_correspond_are_refused(
-    given: str, columns: tuple[dict[str, Any], dict[str, Any]]
-) -> None:
+def test_data_frames_whose_rows_do_not_correspond_are_refused(given: str, columns: Columns) -> None:
     pandas = pytest.importorskip("pandas")
     make, message = APART[given]
     active, passive = make(*map(pandas.DataFrame, columns))
@@ -309,7 +310,7 @@ def test_data_frames_whose_rows_do_not_correspond_are_refused(
 
 
 def test_equal_row_labels_leave_row_n_the_same_example(
-    columns: tuple[dict[str, Any], dict[str, Any]],
+    columns: Columns,
 ) -> None:
     pandas = pytest.importorskip("pandas")
     both = pandas.DataFrame(columns[0] | columns[1]).sample(frac=1, random_state=0)[:200]
@@ -333,7 +334,7 @@ def test_equal_row_labels_leave_row_n_the_same_example(
 def test_texts_that_are_nearly_all_numbers_become_no_categories_in_silence(
     others: dict[int, str | None],
     message: str | None,
-    columns: tuple[dict[str, Any], dict[str, Any]],
+    columns: Columns,
     caplog: pytest.LogCaptureFixture,
     tmp_path: Path,
 ) -> None:
@@ -348,7 +349,7 @@ def test_texts_that_are_nearly_all_numbers_become_no_categories_in_silence(
 
 
 def test_arrays_of_several_feature_owners_correspond_row_by_row(
-    columns: tuple[dict[str, Any], dict[str, Any]],
+    columns: Columns,
 ) -> None:
     features = np.column_stack([columns[1]["x0"], columns[1]["x1"]])
     two = {"a": features, "b": np.column_stack([columns[0]["own"]])}
@@ -359,9 +360,7 @@ def test_arrays_of_several_feature_owners_correspond_row_by_row(
     assert run.summary["test_accuracy"] is not None
 
 
-def test_tables_of_earlier_runs_stay_beside_them(
-    columns: tuple[dict[str, Any], dict[str, Any]], tmp_path: Path
-) -> None:
+def test_tables_of_earlier_runs_stay_beside_them(columns: Columns, tmp_path: Path) -> None:
     given: dict[str, Any] = {"key": "id", "settings": SHORT, "runs": tmp_path}
     (first,) = simulate(active=columns[0], passive=columns[1], **given)
     fewer = {name: values[:200] for name, values in columns[1].items()}

@@ -669,8 +669,6 @@ def test_report_replaces_its_part_of_a_page(tmp_path: Path) -> None:
     plot = "images/tiny/1-sweep-cancer.svg"
     assert f"![1-sweep-cancer]({plot})" in written
     assert (page.parent / plot).is_file()
-    assert main(report) == 0
-    assert page.read_text() == written
     page.write_text("# Another page\n")
     assert main(report) == 2
     assert page.read_text() == "# Another page\n"

@@ -20,7 +20,7 @@ from splitveil.common.party.party_settings import load_party_settings
 from splitveil.deploy.init.choices import Wishes
 from splitveil.deploy.init.columns import Column, describe
 from splitveil.deploy.init.initialise import Written, initialise
-from splitveil.deploy.init.proposal import Terms, recommended_sizes
+from splitveil.deploy.init.proposal import Terms
 from tests.support import simulation
 
 ROWS = 600
@@ -267,14 +267,6 @@ def test_any_name_of_a_file_is_written_as_it_is(tmp_path: Path, name: str) -> No
     active(tmp_path, clients(tmp_path).rename(tmp_path / name))
     settings = load_party_settings(ActiveSettings, tmp_path / "active.yaml")
     assert len(read_table(settings.data, tmp_path)) == ROWS
-
-
-def test_sizes_grow_with_the_table() -> None:
-    sizes = [recommended_sizes(rows) for rows in (100, 3_000, 30_000, 3_000_000)]
-    assert [size.batch_size for size in sizes] == sorted(size.batch_size for size in sizes)
-    assert [size.epochs for size in sizes] == sorted((s.epochs for s in sizes), reverse=True)
-    assert all(size.stages <= size.epochs for size in sizes)
-    assert sizes[0].min_aligned <= 100
 
 
 @pytest.mark.parametrize(

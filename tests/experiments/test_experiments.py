@@ -565,7 +565,7 @@ def test_a_trade_off_has_one_point_per_variant_with_both_spreads() -> None:
     assert floor(TradeOffPlot(kind="trade_off"), rows) is None
 
 
-def bounded_rows() -> list[FigureRow]:
+def test_a_sweep_has_a_curve_per_variant_and_standard_errors() -> None:
     """Two seeds of a model without defense, of one that is fitted again, and of noisy labels."""
     rows = [row("none", seed, "test_auc", auc) for seed, auc in enumerate((0.80, 0.90))]
     refits = {0.6: (0.79, 0.87), 0.55: (0.70, 0.80)}
@@ -575,12 +575,9 @@ def bounded_rows() -> list[FigureRow]:
             rows.append(row(name, seed, "test_auc_refit", auc, setting=bound))
             rows.append(row(name, seed, "test_auc", auc - 0.01, setting=bound))
     rows += [row("laplace 0.6", 0, "test_auc", 0.65, setting=0.6)]
-    return [*rows, row("untrained", 0, "test_auc", 0.6)]
-
-
-def test_a_sweep_has_a_curve_per_variant_and_standard_errors() -> None:
+    rows += [row("untrained", 0, "test_auc", 0.6)]
     plot = SweepPlot(kind="sweep", statistic="test_auc_refit", less="none", axis="bound")
-    curves = sweep(plot, bounded_rows())
+    curves = sweep(plot, rows)
     assert set(curves) == {"projected", "laplace", "untrained"}
     weak, strong = curves["projected"]
     assert (weak.x, strong.x) == (0.55, 0.6)
@@ -589,9 +586,7 @@ def test_a_sweep_has_a_curve_per_variant_and_standard_errors() -> None:
     assert laplace[:4] == pytest.approx((0.6, 0.0, -0.15, 0.0))
     assert math.isinf(curves["untrained"][0].x)
     figure = Figure(statistic="test_auc_refit", less="none", less_statistic="test_auc")
-    assert values_of(bounded_rows(), figure)["cancer", "projected 0.6"] == pytest.approx(
-        [-0.01, -0.03]
-    )
+    assert values_of(rows, figure)["cancer", "projected 0.6"] == pytest.approx([-0.01, -0.03])
 
 
 def test_the_course_of_a_leak_is_the_mean_over_seeds_at_each_step() -> None:

@@ -225,23 +225,6 @@ def test_a_model_that_changes_what_its_backward_pass_needs_is_refused_as_without
         torch.autograd.backward(activation.sum())
 
 
-def test_large_tables_and_the_first_layer_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    copied: list[tuple[int, ...]] = []
-    clone = Tensor.clone
-
-    def noting(tensor: Tensor) -> Tensor:
-        copied.append(tuple(tensor.shape))
-        return clone(tensor)
-
-    monkeypatch.setattr(Tensor, "clone", noting)
-    model = nn.Sequential(nn.Embedding(1000, 8), nn.Flatten(), nn.Linear(16, 6), nn.Linear(6, 4))
-    with stashing_weights(model):
-        model(torch.zeros(2, 2, dtype=torch.int64))
-    with stashing_weights(model[2:]):
-        model[2:](torch.zeros(2, 16))
-    assert sorted(map(sorted, copied)) == [[4, 6], [4, 6], [6, 16]]
-
-
 def test_a_tap_gets_the_gradient_of_each_batch_in_turn() -> None:
     model, optimizer, schedule = started(Dense, SgdOptimizer(kind="sgd", learning_rate=0.1))
     assert isinstance(model, Dense)

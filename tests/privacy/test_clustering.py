@@ -1,7 +1,5 @@
 """Attacks that cluster: what they find, its sign, and what an independent k-means finds."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -9,9 +7,7 @@ from sklearn.cluster import KMeans
 from torch import Tensor
 
 from splitveil.common.privacy.attacks import ATTACKS, Knowledge, SideInformation
-from splitveil.common.privacy.audit import LeakAudit
 from splitveil.common.privacy.leakage import auc, leak_auc
-from splitveil.common.privacy.observation import Observation
 from splitveil.common.privacy.scores import (
     activation_kmeans,
     activation_nearest_hint,
@@ -111,21 +107,3 @@ def test_attacks_with_one_example_of_each_class_ask_for_them() -> None:
         known = Knowledge(hints=gradients[:1], other_hints=gradients[1:])
         assert attack.missing(known) is None
         assert int(attack.score(gradients, known).argmax()) == 0
-
-
-def test_the_sums_of_a_run_reveal_more_than_its_batches() -> None:
-    """The hints vary from batch to batch."""
-    _, labels = softmax_gradients([0.8, 0.2], num_rows=1600)
-    audit = LeakAudit(["nearest_hint", "accumulated_nearest_hint"], num_examples=1600)
-    generator = torch.Generator().manual_seed(4)
-    weight = torch.randn(12, generator=generator)
-    for epoch in range(10):
-        order = torch.randperm(1600, generator=generator)
-        for step, rows in enumerate(torch.split(order, 200)):
-            clean = (0.2 - labels[rows].float())[:, None] * weight
-            noisy = clean + 3 * torch.randn(len(rows), 12, generator=generator)
-            seen = Observation(epoch, step, {"cut": noisy}, labels[rows], positions=rows)
-            clues = audit.clues(seen, bytes(32), {"cut": noisy})
-            audit.observe(dataclasses.replace(seen, clues=clues))
-    figures = audit.run.result().leak["cut"]["accumulated_nearest_hint"]
-    assert figures["low"] > audit.summary()["cut"]["nearest_hint"]["mean"] + 0.05

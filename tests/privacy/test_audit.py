@@ -347,6 +347,15 @@ def test_an_error_in_the_worker_surfaces_at_close_and_costs_one_batch() -> None:
     assert audit.counts().left_out == 2
 
 
+def test_a_worker_that_cannot_start_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("no such limit")
+
+    monkeypatch.setattr("splitveil.common.privacy.audit_worker._give_way", fail)
+    with pytest.raises(RuntimeError, match="no such limit"):
+        AuditWorker(LeakAudit()).close()
+
+
 def test_the_worker_gives_way_and_leaves_the_other_threads_alone() -> None:
     before = torch.get_num_threads()
     counts: dict[str, int] = {}

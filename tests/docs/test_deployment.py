@@ -64,9 +64,6 @@ def commands(found: Deployed) -> Iterator[tuple[str, Sequence[str]]]:
     yield program, args
 
 
-# ---- what all of them agree on ----
-
-
 @deployed
 def test_every_command_line_is_one_that_the_program_takes(found: Deployed) -> None:
     for program, words in commands(found):
@@ -145,9 +142,6 @@ def test_health_is_asked_at_the_status_port_which_stays_on_loopback(found: Deplo
         assert {port.rpartition(":")[2] for port in found.compose["ports"]} == {*ports.values()}
 
 
-# ---- compose ----
-
-
 def test_every_example_is_defended_and_compose_runs_one() -> None:
     for example in EXAMPLE.parent.glob("*/active.yaml"):
         assert load_party_settings(ActiveSettings, example, []).defense.name != "none"
@@ -211,9 +205,6 @@ def test_a_party_runs_without_the_packages_that_its_image_lacks(party: str) -> N
     assert "No module named" not in done.stderr
 
 
-# ---- systemd ----
-
-
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
 @deployed
 def test_systemd_finds_no_fault_with_a_unit(found: Deployed, tmp_path: Path) -> None:
@@ -225,9 +216,6 @@ def test_systemd_finds_no_fault_with_a_unit(found: Deployed, tmp_path: Path) -> 
         ["systemd-analyze", "verify", str(file)], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
-
-
-# ---- Kubernetes ----
 
 
 @deployed

@@ -23,12 +23,6 @@ def broken(document: Path) -> list[str]:
     return found
 
 
-def test_a_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("# A page\n\n[here](#a-page) [there](#b) [file](none.md) [code](page.md#x)\n")
-    assert broken(page) == ["#b", "none.md", "page.md#x"]
-
-
 def unmade(document: Path) -> set[str]:
     """Return the files and targets of make that are named and do not exist."""
     named = {path for line in prose(document) for path in NAMED_PATH.findall(line)}
@@ -58,7 +52,9 @@ def test_every_link_file_and_table_of_a_document_is_whole(document: Path) -> Non
     assert uneven(document) == []
 
 
-def test_a_table_that_is_split_or_uneven_is_found(tmp_path: Path) -> None:
+def test_dead_links_and_uneven_tables_are_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
+    page.write_text("# A page\n\n[here](#a-page) [there](#b) [file](none.md) [code](page.md#x)\n")
+    assert broken(page) == ["#b", "none.md", "page.md#x"]
     page.write_text("| a | b |\n|---|---|\n| `x|y` | \\| |\n| 1 |\n\n| 2 | 3 |\n| 4 | 5 |\n")
     assert uneven(page) == ["| 1 |", "| 2 | 3 |"]

@@ -60,8 +60,6 @@ def edited(cells: Sequence[str], **others: str) -> list[str]:
     return found
 
 
-# ---- columns that are almost numbers or times ----
-
 TIMES = [f"2024-03-{1 + row % 28:02d} 10:00:00" for row in range(ROWS)]
 GERMAN = [f"{row},{row % 90 + 10}" for row in range(ROWS)]
 
@@ -72,16 +70,12 @@ GERMAN = [f"{row},{row % 90 + 10}" for row in range(ROWS)]
         (edited(NUMBERS, r6="12O"), "59 of 60 cells are numbers; row 6 is not: --missing-text"),
         (edited(NUMBERS, r6="x", r9="y"), "58 of 60 cells are numbers; rows 6, 9 (2 in all) are"),
         (["0"] * 50 + edited(NUMBERS, r1="n/k")[:10], "59 of 60 cells are numbers; row 51 is not"),
-        (edited(NUMBERS, r6="inf"), "59 of 60 cells are numbers; row 6 is not"),
         (edited(NUMBERS, r6="1e400"), "59 of 60 cells are numbers; row 6 is not"),
         (GERMAN, '60 of 60 cells are numbers with a decimal comma: data.source.decimal: ","'),
-        (edited(GERMAN, r2="1.234,5", r3="x"), "59 of 60 cells are numbers with a decimal comma;"),
         ([f"{row},300" for row in range(1, ROWS + 1)], "with marks between thousands: write"),
         (["1 234 567.5", *NUMBERS[1:]], "60 of 60 cells are numbers with marks between thousands"),
         ([f"{one}%" for one in NUMBERS], "60 of 60 cells are numbers with a percent sign: write"),
-        ([f"{one} %" for one in GERMAN], "60 of 60 cells are numbers with a percent sign"),
         (edited(TIMES, r7="2024-02-30"), "59 of 60 cells are dates or times; row 7 is not"),
-        (edited(TIMES, r7="soon"), "59 of 60 cells are dates or times; row 7 is not"),
     ],
 )
 def test_what_is_almost_of_one_kind_is_a_question(
@@ -169,9 +163,6 @@ def test_known_gaps_are_gaps_of_numbers_times_and_categories(tmp_path: Path) -> 
     assert (table.categorical["region"].codes[: len(gaps)] == -1).all()
 
 
-# ---- ids ----
-
-
 def in_binary(texts: Sequence[str]) -> pa.Array:
     return pa.array([text.encode() for text in texts])
 
@@ -241,9 +232,6 @@ def test_a_column_that_nearly_holds_ids_stops_a_guess(tmp_path: Path) -> None:
         propose(path)
 
 
-# ---- tables of pandas ----
-
-
 @pytest.mark.parametrize(
     ("index", "left_out"),
     [
@@ -279,9 +267,6 @@ def test_nothing_is_written_that_a_run_refuses(
     with pytest.raises(DataError, match=message):
         propose(path, Wishes(**wishes))
     assert not (tmp_path / "passive.yaml").exists()
-
-
-# ---- whatever is written, a check accepts ----
 
 
 class Made(NamedTuple):

@@ -45,8 +45,6 @@ READ: dict[str, tuple[list[str], Sequence[str], dict[str, float], str]] = {
                   "('yes', 'YES'); WARNING: 2 other"),
     "minus one": (mixed("1.0", "-1.0"), (), {"1.0": 1, "-1.0": 0}, "81.7% of the labels are posi"),
     "ja": (mixed("ja", "nein"), (), {"ja": 1, "nein": 0}, "('ja'); 1 other text (110 rows)"),
-    "oui": (mixed("oui", "non"), (), {"oui": 1, "non": 0}, "('oui')"),
-    "si": (mixed("si", "no"), (), {"si": 1, "no": 0}, "('si')"),
     "true": (mixed("true", "false"), (), {"true": 1, "false": 0}, "('true')"),
     "rarer": (mixed("left", "right"), (), {"left": 0, "right": 1}, "guess: the rarer"),
     "one and two": (mixed("1", "2"), (), {"1": 0, "2": 1}, "guess: the rarer"),
@@ -118,7 +116,6 @@ def test_numbers_in_parquet_may_have_gaps(tmp_path: Path, value: float) -> None:
 
 REFUSED: dict[str, tuple[list[str], Sequence[str], str]] = {
     "case": (mixed("no", "yes", "YES"), (), "1: --positive-label yes --positive-label YES"),
-    "case of the others": (mixed("no", "yes", "No"), (), "which stand for 1: --positive-label yes"),
     "one spelling": (mixed("no", "yes", "YES"), YES, "--positive-label yes --positive-label YES"),
     "case of classes": (mixed("low", "high", "mid", "Mid"), (), "'Mid' differ in case alone"),
     "gaps": (mixed("no", "yes", ""), (), "churned has texts, 2 distinct; 55 gaps (empty); --unl"),

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from splitveil.active_party import workers as active_workers
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.models.speed import Autocast, speed_up
-from splitveil.common.run.messages import Answer
 from splitveil.passive_party import assembly as passive_assembly
+from tests.support.compared import assert_same_weights
+from tests.support.peers import Lost, dying
 from tests.support.runs import build_parties, run_in_process, write_example
-from tests.support.simulation import InProcessPeer
 
 NEEDS_COMPILER = pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="there is no C++ compiler"
@@ -40,9 +40,6 @@ def rows(count: int = 5) -> Tensor:
     return torch.randn(count, 6, generator=torch.Generator().manual_seed(1))
 
 
-# ---- one model ----
-
-
 def test_a_training_pass_is_that_of_autocast_in_float32() -> None:
     plain, fast = model(), model()
     speed_up(fast, "bfloat16")
@@ -53,25 +50,11 @@ def test_a_training_pass_is_that_of_autocast_in_float32() -> None:
     assert found.dtype == torch.float32
     assert torch.equal(found, expected.float())
     assert not torch.equal(found, plain(rows()))
+    found.sum().backward()
+    assert {p.grad.dtype for p in fast.parameters() if p.grad is not None} == {torch.float32}
 
 
-def test_gradients_and_weights_are_float32() -> None:
-    fast, given = model(), rows().requires_grad_()
-    speed_up(fast, "bfloat16")
-    fast(given).sum().backward()
-    assert given.grad is not None
-    assert {given.grad.dtype, *(p.grad.dtype for p in fast.parameters() if p.grad is not None)} == {
-        torch.float32
-    }
-
-
-def test_an_evaluation_has_the_bits_of_the_model_without_it() -> None:
-    plain, fast = model().eval(), model().eval()
-    speed_up(fast, "bfloat16")
-    assert torch.equal(fast(rows()), plain(rows()))
-
-
-def test_names_of_weights_stay_and_a_copy_is_independent() -> None:
+def test_names_and_evaluations_stay_and_a_copy_is_independent() -> None:
     plain, fast = model(), model()
     speed_up(fast, "bfloat16")
     assert list(fast.state_dict()) == list(plain.state_dict())
@@ -121,48 +104,29 @@ def test_a_compiled_model_trains_alike_and_evaluates_with_the_same_bits() -> Non
     assert torch.equal(fast.eval()(rows()), plain.eval()(rows()))
 
 
-# ---- whole runs ----
-
-
-class LostAfter(InProcessPeer):
-    """Loses the connection in the middle of the run."""
-
-    received = 0
-
-    def receive_gradient(self) -> Answer:
-        self.received += 1
-        if self.received > 5:
-            raise ConnectionError
-        return super().receive_gradient()
-
-
 @pytest.fixture
 def example(tmp_path: Path) -> Path:
     write_example(tmp_path)
     return tmp_path
 
 
-def test_a_run_under_autocast_is_another_course_with_the_same_names(example: Path) -> None:
-    """Each party for itself: the other one need not have it, and what it receives is float32."""
-    plain = build_parties(example, SEEDED, ["insecure_nonce_seed=2"])
-    run_in_process(plain)
-    for active, passive in (([BFLOAT16], []), ([], [BFLOAT16]), ([BFLOAT16], [BFLOAT16])):
-        fast = build_parties(example, [*SEEDED, *active], ["insecure_nonce_seed=2", *passive])
-        run_in_process(fast)
-        found, expected = fast.weights(), plain.weights()
-        assert list(found) == list(expected)
-        assert {value.dtype for value in found.values()} == {
-            value.dtype for value in expected.values()
-        }
-        assert any(not torch.equal(found[name], expected[name]) for name in expected)
+def test_autocast_of_either_party_is_another_course(example: Path) -> None:
+    courses = []
+    for active, passive in (([], []), ([BFLOAT16], []), ([], [BFLOAT16])):
+        parties = build_parties(example, [*SEEDED, *active], ["insecure_nonce_seed=2", *passive])
+        run_in_process(parties)
+        courses.append(parties.weights())
+    plain, *others = courses
+    for found in others:
+        assert any(not torch.equal(found[name], plain[name]) for name in plain)
 
 
 def test_a_run_is_not_resumed_with_another_arithmetic(example: Path, tmp_path: Path) -> None:
     shared = ["contract.checkpoints={every_steps: 2, keep: 100}"]
     active, passive = [*shared, *SEEDED], [*shared, "insecure_nonce_seed=2"]
     runs = tmp_path / "runs"
-    with pytest.raises(ConnectionError):
-        run_in_process(build_parties(example, active, passive, runs=runs), LostAfter)
+    with pytest.raises(Lost):
+        run_in_process(build_parties(example, active, passive, runs=runs), dying(6, after=False))
     again = build_parties(example, active, [*passive, BFLOAT16], runs=runs)
     assert again.session.reopen()
     with pytest.raises(SplitveilError, match="other bytes"):
@@ -196,10 +160,9 @@ def test_a_run_resumes_with_the_same_bits(example: Path, tmp_path: Path, fast: s
     whole = build_parties(example, active, passive)
     run_in_process(whole)
     runs = tmp_path / "runs"
-    with pytest.raises(ConnectionError):
-        run_in_process(build_parties(example, active, passive, runs=runs), LostAfter)
+    with pytest.raises(Lost):
+        run_in_process(build_parties(example, active, passive, runs=runs), dying(6, after=False))
     again = build_parties(example, active, passive, runs=runs)
     assert again.session.reopen()
     run_in_process(again)
-    found, expected = again.weights(), whole.weights()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert_same_weights(again.weights(), whole.weights())

@@ -12,15 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from splitveil.active_party.defenses import AnswerKeys, NoiseSecrets
-from splitveil.active_party.defenses.interface import DefenseContext, RawBatch
-from splitveil.active_party.defenses.marvell import MarvellDefense
 from splitveil.common.data.features import Features, FeatureShapes
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.conv import ConvTop
 from splitveil.common.models.dense import MlpBottom
 from splitveil.common.models.settings import ConvModel, MlpModel
-from splitveil.common.models.spread_model import RowForm, SpreadModel, check_spreadable, shares_of
+from splitveil.common.models.spread_model import RowForm, SpreadModel, check_spreadable
 from splitveil.common.models.worker import Replica, Worker
 from splitveil.common.models.worker_line import Order, Pending, WorkerLine
 from splitveil.passive_party.bottom_trainer import stashing_weights
@@ -94,8 +91,7 @@ def own_features(rows: int) -> Features:
     return Features(torch.randn(rows, 3), torch.randint(0, 4, (rows, 2)))
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("rows", [1, 2, 7, 64])
+@pytest.mark.parametrize(("size", "rows"), [(2, 1), (2, 7), (3, 2), (3, 64)])
 def test_outputs_and_gradients_are_those_of_one_process(size: int, rows: int) -> None:
     """Also for batches that do not divide evenly, or have fewer rows than there are processes."""
     model = top(seed=1)
@@ -127,30 +123,6 @@ def test_a_step_that_is_computed_again_has_the_same_bits() -> None:
             for _ in range(2)
         )
     assert all(map(torch.equal, first, again))
-
-
-def test_the_noise_of_an_answer_is_that_of_one_process() -> None:
-    """With the same answer key and the same gradients, whatever number of processes made them."""
-    model, rows = top(seed=1), 40
-    cut, own = torch.randn(rows, 6, 8, 8), own_features(rows)
-    labels = torch.arange(rows).remainder(3).eq(0).float()
-
-    def noise(compute: Any) -> Tensor:
-        given = cut.clone().requires_grad_()
-        loss = nn.functional.binary_cross_entropy_with_logits(compute(given, own), labels)
-        (raw,) = torch.autograd.grad(loss, given)
-        keys = AnswerKeys()
-        keys.begin(bytes(range(32)))
-        defense = MarvellDefense(name="marvell").build(
-            DefenseContext((6, 8, 8), 2), NoiseSecrets(None, keys)
-        )
-        return defense.defend(RawBatch(raw, labels)).gradient - raw
-
-    with workers(2, partial(top_replica, 1)) as line:
-        found, expected = noise(SpreadModel(model, line)), noise(model)
-    torch.testing.assert_close(found, expected, atol=1e-3 * float(expected.std()), rtol=1e-3)
-    halves = found[: rows // 2], found[rows // 2 :]
-    assert not torch.allclose(*halves, atol=0.1 * float(expected.std()))
 
 
 def bottom(seed: int) -> nn.Module:
@@ -204,13 +176,8 @@ def test_weights_that_a_batch_does_not_use_have_no_gradient() -> None:
     assert model.frozen.grad is None
 
 
-def test_shares_are_consecutive_and_differ_by_one_row_at_most() -> None:
-    assert shares_of(7, 3) == [3, 2, 2]
-    assert shares_of(2, 3) == [1, 1, 0]
-
-
 @pytest.mark.parametrize(
-    ("layer", "told"),
+    ("layer", "message"),
     [
         (nn.BatchNorm1d(2), "looks at a whole batch"),
         (nn.Dropout(0.1), "set its dropout to 0"),
@@ -218,8 +185,8 @@ def test_shares_are_consecutive_and_differ_by_one_row_at_most() -> None:
         (nn.Linear(2, 2).double(), "float32"),
     ],
 )
-def test_models_whose_shares_do_not_add_up_are_refused(layer: nn.Module, told: str) -> None:
-    with pytest.raises(SettingsError, match=told):
+def test_models_whose_shares_do_not_add_up_are_refused(layer: nn.Module, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
         check_spreadable(nn.Sequential(layer), "bottom_model")
     check_spreadable(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)), "bottom_model")
 

@@ -107,7 +107,6 @@ def started(
 def trained(
     build: Callable[[], nn.Module], settings: OptimizerSettings, depth: int
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Return weights and activations of the trainer."""
     model, optimizer, schedule = started(build, settings)
     trainer = BottomTrainer(
         model=model,
@@ -224,23 +223,6 @@ def test_a_model_that_changes_what_its_backward_pass_needs_is_refused_as_without
         activation = model(values)
     with pytest.raises(RuntimeError, match=r"in place .* of shape \(3, 4\)"):
         torch.autograd.backward(activation.sum())
-
-
-def test_large_tables_and_the_first_layer_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    copied: list[tuple[int, ...]] = []
-    clone = Tensor.clone
-
-    def noting(tensor: Tensor) -> Tensor:
-        copied.append(tuple(tensor.shape))
-        return clone(tensor)
-
-    monkeypatch.setattr(Tensor, "clone", noting)
-    model = nn.Sequential(nn.Embedding(1000, 8), nn.Flatten(), nn.Linear(16, 6), nn.Linear(6, 4))
-    with stashing_weights(model):
-        model(torch.zeros(2, 2, dtype=torch.int64))
-    with stashing_weights(model[2:]):
-        model[2:](torch.zeros(2, 16))
-    assert sorted(map(sorted, copied)) == [[4, 6], [4, 6], [6, 16]]
 
 
 def test_a_tap_gets_the_gradient_of_each_batch_in_turn() -> None:

@@ -14,15 +14,7 @@ from splitveil.common.models.settings import MlpModel
 from splitveil.common.party.command_line import prepare, torch_device
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_settings import load_party_settings
-from splitveil.common.party.workers import (
-    ONE_PROCESS,
-    ONLY,
-    Rank,
-    act,
-    check_model,
-    check_same_model,
-    joined,
-)
+from splitveil.common.party.workers import ONLY, Rank, act, check_model, check_same_model
 from tests.support.runs import ACTIVE, write_example
 
 TORCHRUN = {
@@ -38,15 +30,9 @@ TORCHRUN = {
 def test_torchrun_says_which_process_this_is() -> None:
     assert Rank.of_environment(TORCHRUN) == Rank(5, 8, 1, 4, 2)
     assert Rank.of_environment({}) == ONLY
-
-
-@pytest.mark.parametrize("missing", ["RANK", "MASTER_ADDR"])
-def test_a_variable_of_another_program_makes_no_group(missing: str) -> None:
-    variables = {name: text for name, text in TORCHRUN.items() if name != missing}
-    assert Rank.of_environment(variables) == ONLY
-
-
-def test_a_rank_that_is_no_number_is_refused() -> None:
+    for missing in ("RANK", "MASTER_ADDR"):  # a variable of another program makes no group
+        variables = {name: text for name, text in TORCHRUN.items() if name != missing}
+        assert Rank.of_environment(variables) == ONLY
     with pytest.raises(SettingsError, match="WORLD_SIZE: expected a whole number"):
         Rank.of_environment(TORCHRUN | {"WORLD_SIZE": "two"})
 
@@ -82,10 +68,10 @@ def test_an_objective_of_several_models_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_worker_with_other_settings_than_rank_0_is_refused() -> None:
-    told = MlpModel(kind="mlp", activation="leaky_relu").model_dump(mode="json")
-    check_same_model(told, MlpModel(kind="mlp", activation="leaky_relu"), "top_model")
+    of_rank_0 = MlpModel(kind="mlp", activation="leaky_relu").model_dump(mode="json")
+    check_same_model(of_rank_0, MlpModel(kind="mlp", activation="leaky_relu"), "top_model")
     with pytest.raises(SettingsError, match="top_model: differs from that of rank 0"):
-        check_same_model(told, MlpModel(kind="mlp"), "top_model")
+        check_same_model(of_rank_0, MlpModel(kind="mlp"), "top_model")
 
 
 def test_processes_share_the_cores_of_their_machine(tmp_path: Path) -> None:
@@ -109,11 +95,6 @@ def test_each_process_takes_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     assert torch_device("cuda:0", 1) == torch.device("cuda:0")
     with pytest.raises(SettingsError, match=r"one of the 2 CUDA device\(s\).* got cuda:2"):
         torch_device("cuda", 2)
-
-
-def test_a_single_process_waits_for_nobody() -> None:
-    with joined(ONLY, Interruption()) as workers:
-        assert workers == ONE_PROCESS
 
 
 def test_before_a_signal_stops_a_run_the_workers_are_asked() -> None:

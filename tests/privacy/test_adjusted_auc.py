@@ -50,20 +50,6 @@ def test_a_score_that_knows_labels_reveals_all_of_them() -> None:
     assert 0.98 < found.low < 1.0
 
 
-@pytest.mark.parametrize("shift", [0.0, 0.5, 1.0])
-def test_the_value_is_that_of_the_label_alone(shift: float) -> None:
-    """Label and feature add to the score, whose AUC given the feature is Phi(shift / sqrt 2).
-
-    The standard error is .005; the AUC of all rows together is farther away than three of them.
-    """
-    feature, positive, predictions = rows(40_000, seed=3)
-    scores = 3 * feature + shift * positive + noise(40_000, seed=3)
-    found = adjusted_leak_auc(scores, positive, predictions)
-    truth = norm.cdf(shift / math.sqrt(2))
-    assert found.value == pytest.approx(truth, abs=0.015)
-    assert abs(leak_auc(scores, positive) - truth) > 0.015
-
-
 def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
     """At least 180 of 200 intervals of 95 %; those of half the width do not."""
     truth = norm.cdf(0.5 / math.sqrt(2))
@@ -97,14 +83,6 @@ def test_a_negative_weighs_as_much_as_it_looks_like_a_positive() -> None:
     assert found == pytest.approx(max(expected, 1 - expected))
 
 
-def test_an_inverted_score_leaks_as_much() -> None:
-    feature, positive, predictions = rows(1_000, seed=6)
-    scores = feature + 0.5 * positive + noise(1_000, seed=6)
-    assert adjusted_leak_auc(-scores, positive, predictions) == pytest.approx(
-        adjusted_leak_auc(scores, positive, predictions)
-    )
-
-
 @pytest.mark.parametrize("offset", [-1.0, -6.0, 4.0])
 def test_few_rows_of_a_class_make_few_strata(offset: float) -> None:
     _, positive, predictions = rows(10_000, seed=7, offset=offset)
@@ -128,15 +106,6 @@ def test_predictions_without_information_make_one_stratum() -> None:
 def test_one_positive_has_no_adjusted_leak() -> None:
     with pytest.raises(OneClass, match="expected two rows of each class, got 1 of one"):
         adjusted_leak_auc(np.arange(9.0), np.arange(9) == 4, np.full(9, 0.5))
-
-
-def test_the_placements_of_both_classes_have_the_auc_as_their_mean() -> None:
-    generator = np.random.default_rng(9)
-    scores, positive = generator.integers(0, 9, 200).astype(float), generator.random(200) < 0.3
-    found = placements(scores, positive)
-    expected = pytest.approx(roc_auc_score(positive, scores))
-    assert found.auc == expected
-    assert found.negatives @ found.weights == expected
 
 
 @pytest.mark.parametrize("bad", [np.array([0.0, np.nan]), np.zeros(3)])

@@ -21,15 +21,12 @@ from splitveil.common.privacy.scores import (
     lda,
     mean,
     median,
-    norm,
     regress_out,
     spectral,
 )
 
 
 class Example(NamedTuple):
-    """A batch to score, and what an attacker may know."""
-
     gradients: Tensor
     labels: Tensor
     knowledge: Knowledge
@@ -42,7 +39,6 @@ class Example(NamedTuple):
         }
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> "Example":
-        """Return the example with all its gradients and activations changed."""
         assert self.knowledge.classes is not None
         known: dict[str, Any] = {
             name: change(value)
@@ -92,13 +88,6 @@ def _example(
         other_hints=known[known_labels == 0][:1],
     )
     return Example(gradients[:half], labels[:half], knowledge)
-
-
-def _logistic_gradients(
-    pos_fraction: float = 0.1, num_rows: int = 2000, noise_ratio: float = 0.0, seed: int = 1
-) -> tuple[Tensor, Tensor]:
-    gradients, labels, _ = _logistic_example(pos_fraction, num_rows, noise_ratio, seed)
-    return gradients, labels
 
 
 def test_undefended_logistic_gradients_leak_every_label() -> None:
@@ -215,17 +204,6 @@ def test_the_top_direction_is_the_singular_vector_however_little_it_stands_out(
         assert np.allclose(sign * projections.numpy(), left[:, 0], rtol=0, atol=1e-8)
 
 
-@pytest.mark.parametrize("pos_fraction", [0.02, 0.2, 0.4])
-def test_spectral_turns_the_minority_up(pos_fraction: float) -> None:
-    for seed in range(10):
-        gradients, labels = _logistic_gradients(pos_fraction, noise_ratio=0.5, seed=seed)
-        assert auc(spectral(gradients), labels) > 0.95
-        assert auc(spectral(-gradients), labels) > 0.95
-    gradients, labels = _logistic_gradients(1 - pos_fraction, noise_ratio=0.5)
-    assert auc(spectral(gradients), labels) < 0.05  # the assumption is wrong, the leak is not
-    assert leak_auc(spectral(gradients), labels) > 0.95
-
-
 @pytest.mark.parametrize("shape", [(300, 20), (20, 300), (50, 50), (40, 3, 4, 5)])
 def test_spectral_is_the_projection_of_the_svd(shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(7)
@@ -236,28 +214,6 @@ def test_spectral_is_the_projection_of_the_svd(shape: tuple[int, ...]) -> None:
     if ((expected - expected.mean()) ** 3).mean() < 0:
         expected = -expected
     assert np.allclose(spectral(gradients).numpy(), expected, rtol=0, atol=1e-9 * abs(rows).max())
-
-
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_the_top_direction_of_a_batch_of_low_rank(rank: int) -> None:
-    generator = torch.Generator().manual_seed(12)
-    parts = torch.randn(100, rank, generator=generator), torch.randn(rank, 90, generator=generator)
-    rows = (parts[0] @ parts[1]).double()
-    projections, direction = prepared(rows).top
-    longest = torch.linalg.matrix_norm(rows, 2)
-    assert torch.linalg.vector_norm(projections).item() == pytest.approx(longest.item(), rel=1e-12)
-    assert torch.allclose(rows @ direction, projections, rtol=0, atol=1e-12 * longest.item())
-
-
-def test_norm_and_cosine_equal_their_definitions() -> None:
-    generator = torch.Generator().manual_seed(8)
-    gradients = torch.randn(50, 3, 4, generator=generator)
-    reference = torch.randn(3, 4, generator=generator)
-    rows, ref = gradients.flatten(1).double().numpy(), reference.flatten().double().numpy()
-    lengths = np.sqrt((rows**2).sum(axis=1))
-    assert np.allclose(norm(gradients).numpy(), lengths, rtol=1e-12)
-    expected = rows @ ref / lengths / np.sqrt((ref**2).sum())
-    assert np.allclose(cosine(gradients, reference).numpy(), expected, rtol=0, atol=1e-12)
 
 
 _SCALES = (0.0, 1e-30, 1e-15, 1.0, 1e15, 1e30)
@@ -335,13 +291,8 @@ def test_attacks_leave_the_gradients_alone_and_outside_the_graph() -> None:
     assert torch.equal(example.gradients.detach(), before)
 
 
-def test_the_registry_knows_every_attack_and_what_it_needs() -> None:
+def test_an_attack_scores_only_with_what_it_needs() -> None:
     assert set(ATTACKS) == set(get_args(BatchAttackName))
-    needs = {name: set(attack.needs) for name, attack in ATTACKS.items()}
-    assert needs["norm"] == set()
-    assert needs["cosine"] == {SideInformation.POSITIVE_GRADIENT}
-    for name in ("spectral", "cosine_majority", "kmeans"):
-        assert needs[name] == {SideInformation.POSITIVES_ARE_FEWER}
     for name, attack in ATTACKS.items():
         if attack.needs - {SideInformation.POSITIVES_ARE_FEWER}:
             with pytest.raises(ValueError, match="needs"):
@@ -351,9 +302,7 @@ def test_the_registry_knows_every_attack_and_what_it_needs() -> None:
 
 
 def test_oracles_and_free_attacks_follow_from_what_they_need() -> None:
-    """The words that readers see say the same; attacks with hints are neither."""
-    for need in SideInformation:
-        assert not (need.is_oracle and need.is_free)
+    """Attacks with hints are neither."""
     oracles = {name for name, attack in ATTACKS.items() if attack.is_oracle}
     assert oracles == {"cosine", "informed", "mean", "median", "lda"}
     hinted = {name for name in ATTACKS if "hint" in name}

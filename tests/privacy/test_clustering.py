@@ -1,7 +1,5 @@
 """Attacks that cluster: what they find, its sign, and what an independent k-means finds."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -9,9 +7,7 @@ from sklearn.cluster import KMeans
 from torch import Tensor
 
 from splitveil.common.privacy.attacks import ATTACKS, Knowledge, SideInformation
-from splitveil.common.privacy.audit import LeakAudit
 from splitveil.common.privacy.leakage import auc, leak_auc
-from splitveil.common.privacy.observation import Observation
 from splitveil.common.privacy.scores import (
     activation_kmeans,
     activation_nearest_hint,
@@ -40,17 +36,12 @@ def one_of_each(rows: Tensor, labels: Tensor) -> list[Tensor]:
     return [rows[labels == one][:1] for one in range(int(labels.max()) + 1)]
 
 
-@pytest.mark.parametrize("share", [0.02, 0.3, 0.4])
+@pytest.mark.parametrize("share", [0.02, 0.3, 0.4, 0.8])
 def test_two_clusters_of_directions_are_the_labels_and_the_smaller_one_scores_higher(
     share: float,
 ) -> None:
     gradients, labels = softmax_gradients([1 - share, share], noise=0.005)
-    assert auc(kmeans(gradients), labels) > 0.99
-
-
-def test_where_positives_are_the_majority_the_score_is_turned() -> None:
-    gradients, labels = softmax_gradients([0.2, 0.8], noise=0.005)
-    assert auc(kmeans(gradients), labels) < 0.01
+    assert auc(kmeans(gradients), labels if share < 0.5 else 1 - labels) > 0.99
 
 
 def test_the_clusters_are_those_of_scikit_learn() -> None:
@@ -88,16 +79,12 @@ def test_one_example_of_each_class_names_the_clusters_of_several_classes() -> No
     assert min(leak_auc(spectral(gradients), labels == one) for one in range(4)) < 0.9
 
 
-def test_the_nearest_hint_is_a_difference_of_cosines() -> None:
+def test_the_nearest_hint_is_a_difference_of_cosines_or_of_activations_distances() -> None:
     gradients = torch.tensor([[2.0, 0.0], [0.0, 1.0], [3.0, 3.0], [0.0, 0.0]])
     own, others = torch.tensor([[5.0, 0.0]]), torch.tensor([[0.0, 1.0], [-1.0, 0.0]])
     expected = torch.tensor([1.0, -1.0, 0.0, 0.0]).double()
     assert torch.allclose(nearest_hint(gradients, own, others), expected)
-
-
-def test_of_activations_the_distances_count() -> None:
     activations = torch.tensor([[2.0, 0.0], [0.0, 4.0]])
-    own, others = torch.tensor([[5.0, 0.0]]), torch.tensor([[0.0, 1.0], [-1.0, 0.0]])
     expected = torch.tensor([5**0.5 - 3, 3 - 41**0.5]).double()
     assert torch.allclose(activation_nearest_hint(activations, own, others), expected)
 
@@ -114,29 +101,9 @@ def test_activations_are_clustered_around_their_mean() -> None:
 def test_attacks_with_one_example_of_each_class_ask_for_them() -> None:
     gradients = torch.eye(3)
     for attack in (ATTACKS["kmeans_hint"], ATTACKS["nearest_hint"]):
-        assert not attack.is_free
-        assert not attack.is_oracle
         assert attack.missing(Knowledge(hints=gradients)) is SideInformation.OTHER_HINTS
         with pytest.raises(ValueError, match="one example of each other class"):
             attack.score(gradients, Knowledge(hints=gradients))
         known = Knowledge(hints=gradients[:1], other_hints=gradients[1:])
         assert attack.missing(known) is None
         assert int(attack.score(gradients, known).argmax()) == 0
-
-
-def test_the_sums_of_a_run_reveal_more_than_its_batches() -> None:
-    """The hints vary from batch to batch."""
-    _, labels = softmax_gradients([0.8, 0.2], num_rows=1600)
-    audit = LeakAudit(["nearest_hint", "accumulated_nearest_hint"], num_examples=1600)
-    generator = torch.Generator().manual_seed(4)
-    weight = torch.randn(12, generator=generator)
-    for epoch in range(10):
-        order = torch.randperm(1600, generator=generator)
-        for step, rows in enumerate(torch.split(order, 200)):
-            clean = (0.2 - labels[rows].float())[:, None] * weight
-            noisy = clean + 3 * torch.randn(len(rows), 12, generator=generator)
-            seen = Observation(epoch, step, {"cut": noisy}, labels[rows], positions=rows)
-            clues = audit.clues(seen, bytes(32), {"cut": noisy})
-            audit.observe(dataclasses.replace(seen, clues=clues))
-    figures = audit.run.result().leak["cut"]["accumulated_nearest_hint"]
-    assert figures["low"] > audit.summary()["cut"]["nearest_hint"]["mean"] + 0.05

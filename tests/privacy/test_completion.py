@@ -1,5 +1,8 @@
 """Model completion and the other attacks on the activations of a trained bottom model."""
 
+import dataclasses
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +20,8 @@ from splitveil.common.privacy.final_attacks import (
 )
 from splitveil.common.privacy.leakage import auc, leak_auc
 from splitveil.common.privacy.observation import Observation
+from tests.support.recorded import recorders
+from tests.support.runs import build_parties, run_in_process, write_example
 
 NAMES = tuple(FINAL_ATTACKS)
 
@@ -124,27 +129,19 @@ def test_known_labels_are_equally_many_of_each_class() -> None:
     assert pick_labelled(labels[490:], 44, generator) is None
 
 
-def audited(activations: Tensor, labels: Tensor, names: tuple[str, ...] = ()) -> LeakAudit:
-    """Show three epochs to an audit; the last one has the activations."""
-    audit = LeakAudit(NAMES, num_examples=len(labels), class_names=names)
+def test_a_run_s_last_activations_are_attacked_at_the_cut() -> None:
+    activations, labels = trained_activations(gap=5.0)
+    audit = LeakAudit(NAMES, num_examples=len(labels))
     noise = torch.Generator().manual_seed(9)
     for epoch in range(3):
         order = torch.randperm(len(labels), generator=noise)
         for step, rows in enumerate(torch.split(order, 500)):
             seen = activations[rows] if epoch == 2 else torch.randn(len(rows), 20, generator=noise)
             gradients = {"cut": torch.randn(len(rows), 3), "first": torch.randn(len(rows), 3)}
-            audit.observe(
-                Observation(
-                    epoch, step, gradients, labels[rows], positions=rows, activations=seen.float()
-                )
-            )
+            batch = Observation(epoch, step, gradients, labels[rows], positions=rows)
+            audit.observe(dataclasses.replace(batch, activations=seen.float()))
     audit.run.close_epoch()
-    return audit
-
-
-def test_a_run_s_last_activations_are_attacked_at_the_cut() -> None:
-    activations, labels = trained_activations(gap=5.0)
-    found = audited(activations, labels).run.result().leak
+    found = audit.run.result().leak
     assert set(found) == {"cut"}
     figures = found["cut"]
     assert set(figures) == set(NAMES)
@@ -156,15 +153,6 @@ def test_a_run_s_last_activations_are_attacked_at_the_cut() -> None:
         "final_nearest_hint": len(labels) - 2,
         "completion_40": len(labels) - 40,
     }
-
-
-def test_every_class_has_its_figure() -> None:
-    activations, labels = trained_activations(num_classes=3, gap=5.0)
-    found = audited(activations, labels, ("a", "b", "c")).run.result()
-    assert found.leak["cut"]["completion_40"]["auc"] > 0.98
-    classes = found.by_class["cut"]["completion_40"]["classes"]
-    assert min(classes.values()) > 0.95
-    assert set(classes) == {"a", "b", "c"}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -193,3 +181,25 @@ def test_of_a_long_run_evenly_spaced_examples_are_kept() -> None:
     assert positions.tolist() == list(range(100, 200, 4))
     assert activations[:, 0].tolist() == positions.tolist()
     assert last.state_dict()["rows"].nbytes <= 2**26
+
+
+def test_both_parties_of_a_run_record_what_completion_finds(tmp_path: Path) -> None:
+    """Nearly as much as this party's features can: the other one's are as large a part."""
+    write_example(tmp_path, rows=900)
+    chosen = f"attacks: [norm, {', '.join(NAMES)}], queue_batches: 512, max_cpu_share: null"
+    labels = "labels: {source: {kind: csv, path: active.csv}, id_column: id, label_column: label}"
+    long = ["contract.epochs=12", "optimizer.learning_rate=0.01"]
+    parties = build_parties(
+        tmp_path,
+        [*long, "insecure_nonce_seed=1", f"leak_monitor={{{chosen}}}"],
+        [*long, "insecure_nonce_seed=2", f"adversary={{{chosen}, {labels}}}"],
+    )
+    with recorders(parties, tmp_path) as both:
+        run_in_process(parties)
+    active, passive = (
+        summary.form()["leak_run_level"]["cut"]
+        for summary in (both.active.summary({}), both.passive.summary())
+    )
+    assert active["completion_40"]["low"] > 0.8
+    assert active["completion_40"]["auc"] > active["final_nearest_hint"]["auc"]
+    assert active.keys() == passive.keys()

@@ -64,20 +64,6 @@ def test_what_features_explain_of_a_score_leaves_its_noise() -> None:
     assert (noise - models.explained(noise)).var() == pytest.approx(noise.var(), rel=0.03)
 
 
-def test_a_score_of_some_rows_is_explained_by_them_alone() -> None:
-    """As if there were no others: what those scored does not matter, and the figures are near."""
-    generator = np.random.default_rng(5)
-    features = generator.normal(size=(3_000, 3))
-    scores = features[:, 0] * features[:, 1] + generator.normal(size=3_000)
-    scored = np.flatnonzero(generator.random(3_000) < 0.9)
-    found = FeatureModels.of(features).explained(scores[scored], scored)
-    alone = FeatureModels.of(features[scored]).explained(scores[scored])
-    assert np.corrcoef(found, alone)[0, 1] > 0.95
-    left = (scores[scored] - found).var()
-    assert left == pytest.approx((scores[scored] - alone).var(), rel=0.03)
-    assert left < 1.3
-
-
 def test_no_model_sees_the_label_or_score_that_it_is_asked_about() -> None:
     """One row's label or score changed: its own prediction stays, but for the calibration."""
     generator = np.random.default_rng(6)

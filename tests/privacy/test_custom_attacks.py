@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from splitveil.active_party.commands import program as active_program
-from splitveil.active_party.monitor.leak_guards import LeakAlarm
 from splitveil.active_party.monitor.recorder import ActiveRecorder
 from splitveil.active_party.report import write_report
 from splitveil.active_party.settings import LeakMonitorSettings
 from splitveil.common.errors import SettingsError
+from splitveil.common.privacy.attacks import ATTACKS, BatchAttackName
 from splitveil.common.privacy.audit import LeakAudit
 from splitveil.common.privacy.custom_attacks import load_custom_attacks, try_custom_attacks
 from splitveil.common.privacy.leakage import leak_auc
 from splitveil.common.privacy.observation import Observation
-from splitveil.common.privacy.settings import BUILT_IN_NAMES, AuditSettings
+from splitveil.common.privacy.settings import AuditSettings
 from splitveil.common.record.run_folder import write_json_atomically
 from splitveil.common.settings import validate
 from splitveil.passive_party.settings import AdversarySettings
@@ -80,24 +80,18 @@ def draws(gradients):
 constant = 3
 """
 
+
+def own(function: str, **more: Any) -> dict[str, Any]:
+    return {"kind": "custom", "module": f"own_attacks:{function}", "name": "mine"} | more
+
+
 OWN = [
-    {"kind": "custom", "module": "own_attacks:energy", "name": "energy"},
-    {
-        "kind": "custom",
-        "module": "own_attacks:cosine",
-        "name": "own-cosine",
-        "needs": ["positive_gradient"],
-    },
-    {
-        "kind": "custom",
-        "module": "own_attacks:hint_distance",
-        "name": "own_hints",
-        "needs": ["hints"],
-        "num_hints": 3,
-    },
-    {"kind": "custom", "module": "own_attacks:mean", "name": "own_mean", "needs": ["classes"]},
+    own("energy", name="energy"),
+    own("cosine", name="own-cosine", needs=["positive_gradient"]),
+    own("hint_distance", name="own_hints", needs=["hints"], num_hints=3),
+    own("mean", name="own_mean", needs=["classes"]),
 ]
-BUILT_IN = {
+BUILT_IN: dict[str, BatchAttackName] = {
     "energy": "norm",
     "own-cosine": "cosine",
     "own_hints": "hint_distance_3",
@@ -119,12 +113,7 @@ def settings_of(*attacks: object) -> AuditSettings:
     return validate(AuditSettings, {"attacks": list(attacks)}, "audit")
 
 
-def own(function: str, **more: Any) -> dict[str, Any]:
-    return {"kind": "custom", "module": f"own_attacks:{function}", "name": "mine"} | more
-
-
 def observation(audit: LeakAudit, epoch: int, step: int, num_classes: int = 2) -> Observation:
-    """One batch of noisy gradients of two layers, with all that attacks may know."""
     generator = torch.Generator().manual_seed(100 * epoch + step)
     labels = torch.randint(num_classes, (48,), generator=generator)
     weights = torch.randn(num_classes, 6, generator=torch.Generator().manual_seed(1))
@@ -144,7 +133,10 @@ def new_audit(settings: AuditSettings, class_names: tuple[str, ...] = ()) -> Lea
 @pytest.mark.parametrize("class_names", [(), ("a", "b", "c")])
 def test_attacks_of_ones_own_get_what_they_declare(class_names: tuple[str, ...]) -> None:
     """Rewritten in the user's module, attacks of ours find the same, for every class."""
-    audit = new_audit(settings_of(*OWN, *BUILT_IN.values()), class_names)
+    settings = settings_of(*OWN, *BUILT_IN.values())
+    audit = new_audit(settings, class_names)
+    for mine, attack in load_custom_attacks(settings).items():  # an alarm passes over oracles
+        assert attack.is_oracle is ATTACKS[BUILT_IN[mine]].is_oracle
     for step in range(2):
         measured = audit.observe(observation(audit, 0, step, len(class_names) or 2))
         assert measured is not None
@@ -161,15 +153,11 @@ def test_activations_are_handed_over() -> None:
     chosen = own("length_of_activation", needs=["activations", "positives_are_fewer"])
     audit = new_audit(settings_of(chosen))
     seen = observation(audit, 0, 0)
-    with_them, without = (
-        audit.observe(one) for one in (seen, dataclasses.replace(seen, activations=None))
-    )
-    assert with_them is not None
-    assert without is not None
+    measured = audit.observe(seen)
+    assert measured is not None
     assert seen.activations is not None
     expected = leak_auc(seen.activations.double().norm(dim=1), seen.labels)
-    assert with_them.leak["cut"]["mine"] == pytest.approx(expected, abs=1e-12)
-    assert "mine" not in without.leak["cut"]
+    assert measured.leak["cut"]["mine"] == pytest.approx(expected, abs=1e-12)
 
 
 def test_their_figures_stand_in_metrics_summary_and_report_under_their_name(
@@ -247,19 +235,12 @@ def test_one_that_fails_later_says_so_at_the_end(tmp_path: Path) -> None:
     [
         ([own("energy", name="norm")], "attacks.0.custom.name: this name is taken"),
         ([own("energy", name="random")], "this name is taken"),
-        ([own("energy", name="two words")], "attacks.0.custom.name: String should match"),
-        ([own("energy", name="line\n")], "String should match"),
-        ([own("energy", name="")], "String should match"),
-        ([own("energy", name="a" * 65)], "String should match"),
+        ([own("energy", name="line\n")], "attacks.0.custom.name: String should match"),
         ([own("energy"), own("mean")], "each attack may be named once"),
         ([own("energy", modul="x:y")], "unknown setting; did you mean 'module'?"),
         ([own("energy", module="own attacks")], "attacks.0.custom.module: String should match"),
-        ([own("energy", needs=["label"])], "attacks.0.custom.needs.0: Input should be"),
-        ([own("energy", needs=["hints", "hints"])], "named once"),
         ([own("energy", needs=["hints", "classes"])], "classes cannot be combined"),
         ([own("energy", num_hints=2)], "name hints in needs"),
-        ([own("energy", needs=["hints"], num_hints=0)], "greater than or equal to 1"),
-        ([own("energy", kind="own")], "attacks.0.custom.kind: Input should be 'custom'"),
         (["cosin"], "attacks.0: there is no such attack; did you mean 'cosine'?"),
         ([3], "attacks.0: expected the name of an attack, or a section with kind: custom"),
     ],
@@ -268,13 +249,6 @@ def test_settings_that_cannot_be_meant_are_refused(attacks: list[Any], reason: s
     with pytest.raises(SettingsError) as refused:
         validate(AuditSettings, {"attacks": attacks}, "audit")
     assert reason in str(refused.value)
-
-
-def test_a_wrong_name_is_answered_with_all_names() -> None:
-    with pytest.raises(SettingsError) as refused:
-        settings_of("nothing like it")
-    for name in BUILT_IN_NAMES:
-        assert name in str(refused.value)
 
 
 def test_the_monitor_looks_at_no_activations_and_the_gate_judges_by_name(tmp_path: Path) -> None:
@@ -291,22 +265,6 @@ def test_the_monitor_looks_at_no_activations_and_the_gate_judges_by_name(tmp_pat
 def test_an_adversary_s_own_attack_alone_cannot_be_audited_by_the_peer() -> None:
     with pytest.raises(SettingsError, match="audit: expected at least one of"):
         validate(AdversarySettings, {"attacks": [own("energy")], "audit": True}, "adversary")
-
-
-def test_the_alarm_passes_over_those_that_know_classes(tmp_path: Path) -> None:
-    write_example(tmp_path)
-    knows = "{kind: custom, module: 'own_attacks:mean', name: own_mean, needs: [classes]}"
-    plain = "{kind: custom, module: 'own_attacks:energy', name: energy}"
-    parties = build_parties(tmp_path, [f"leak_monitor={{attacks: [{knows}, {plain}, lda]}}"])
-    with ActiveRecorder(parties.active_settings, tmp_path) as recorder:
-        audit = new_audit(parties.active_settings.leak_monitor or AuditSettings())
-        measured = audit.observe(observation(audit, 0, 0))
-        assert measured is not None
-        assert set(measured.leak["cut"]) == {"own_mean", "energy", "lda"}
-        alarm = recorder._watch._alarm._alarm
-        assert isinstance(alarm, LeakAlarm)
-        alarm.note_leak(measured)
-        assert {attack for attack, *_ in alarm.state_dict()["gains"]} == {"energy"}
 
 
 def test_check_names_them(tmp_path: Path, port: int, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """The attack that knows predictions and slopes, against the best that any attack can reach."""
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -167,9 +168,6 @@ def test_other_shapes_are_refused() -> None:
         ATTACKS["informed"].score(rows, Knowledge())
 
 
-# ---- in an audit and in a run ----
-
-
 def test_over_a_run_the_ratios_of_fresh_noise_add_up() -> None:
     """E epochs of noise k are worth one of noise k / sqrt E; a repeated answer adds nothing."""
     data = Answers(num_rows=2000)
@@ -179,20 +177,12 @@ def test_over_a_run_the_ratios_of_fresh_noise_add_up() -> None:
         for epoch in range(8):
             noise = persistent_noise if persistent else data.normal(2000)
             sent = data.answered(data.labels + 4 * noise)
-            for step, rows in enumerate(
-                torch.split(torch.randperm(2000, generator=data.generator), 250)
-            ):
+            order = torch.randperm(2000, generator=data.generator)
+            for step, rows in enumerate(torch.split(order, 250)):
                 known = KnownPredictions(*(part[rows] for part in data.known))
-                audit.observe(
-                    Observation(
-                        epoch,
-                        step,
-                        {"cut": sent[rows], "first": sent[rows]},
-                        data.labels[rows],
-                        positions=rows,
-                        predictions=known,
-                    )
-                )
+                layers = {"cut": sent[rows], "first": sent[rows]}
+                seen = Observation(epoch, step, layers, data.labels[rows], positions=rows)
+                audit.observe(dataclasses.replace(seen, predictions=known))
         audit.run.close_epoch()
         assert set(audit.summary()) == {"cut"}  # slopes are known there alone
         found = audit.run.result().leak["cut"]["accumulated_informed"]["auc"]
@@ -200,30 +190,8 @@ def test_over_a_run_the_ratios_of_fresh_noise_add_up() -> None:
         assert found == pytest.approx(normal.cdf(worth**0.5 / (4 * math.sqrt(2))), abs=0.05)
 
 
-class _Slopes(ActiveRecording):
-    """Compares each answer with what predictions, slopes and labels say."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.compared = 0
-
-    def on_step(self, batch: Batch, result: StepResult) -> None:
-        assert result.slopes is not None
-        residuals = (result.probabilities - result.labels)[:, None]
-        expected = residuals * result.slopes
-        assert torch.allclose(result.raw, expected, rtol=1e-4, atol=1e-9)
-        self.compared += 1
-
-
-def test_slopes_are_the_gradient_for_each_unit_of_residual(tmp_path: Path) -> None:
-    write_example(tmp_path)
-    seen = _Slopes()
-    parties = build_parties(tmp_path, ["leak_monitor.attacks=[informed]"], active_seen=seen)
-    run_in_process(parties)
-    assert seen.compared == 8
-
-
-def test_slopes_that_nobody_asked_for_are_not_computed_and_change_no_bit(tmp_path: Path) -> None:
+def test_slopes_are_the_gradient_for_each_residual_and_change_no_bit(tmp_path: Path) -> None:
+    """Slopes that nobody asked for are not computed."""
     write_example(tmp_path)
     results: list[StepResult] = []
 
@@ -239,6 +207,10 @@ def test_slopes_that_nobody_asked_for_are_not_computed_and_change_no_bit(tmp_pat
         run_in_process(parties)
         weights.append(parties.weights())
     assert [result.slopes is None for result in results] == [True] * 8 + [False] * 8
+    for result in results[8:]:
+        assert result.slopes is not None
+        expected = (result.probabilities - result.labels)[:, None] * result.slopes
+        assert torch.allclose(result.raw, expected, rtol=1e-4, atol=1e-9)
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 

@@ -7,16 +7,14 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import permutations
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 from sklearn.metrics import roc_auc_score
-from torch import Tensor
 
 from splitveil.active_party.report import write_comparison, write_report
-from splitveil.common.privacy.accumulation import standardised
 from splitveil.common.privacy.attacks import (
     ATTACKS,
     FINAL_ATTACKS,
@@ -28,9 +26,8 @@ from splitveil.common.privacy.audit import LeakAudit
 from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.record.run_record import write_summary
-from tests.support.peers import InProcessPeer
 from tests.support.recorded import recorders
-from tests.support.runs import build_parties
+from tests.support.runs import build_parties, run_in_process
 from tests.support.several_classes import CLASSES, write_classes
 from tests.support.stored import same, stored
 
@@ -143,70 +140,26 @@ def test_every_attack_is_measured_for_every_class_and_pair() -> None:
     assert audit.summary()["cut"]["lda"]["mean"] > audit.summary()["cut"]["norm"]["mean"]
 
 
-def test_oracles_take_each_class_for_the_positives_as_for_two_classes() -> None:
-    """The figures for class c alone equal those of an audit of two classes."""
+def test_each_class_is_taken_for_the_positives_as_for_two_classes() -> None:
+    """The figures for class c alone, of a batch and over the run, equal those of two classes."""
     oracles: tuple[BatchAttackName, ...] = ("mean", "median", "lda", "hint_inner_product_3")
-    audit = new_audit(oracles)
-    seen = observation(audit, 0, 1)
-    audit.observe(seen)
+    audit = new_audit((*oracles, "accumulated_cosine"))
+    everything = list(batches(audit))
+    for seen in everything:
+        audit.observe(seen)
+    of_run = audit.run.result().by_class
     for place, name in enumerate(NAMES):
-        binary = LeakAudit(oracles)
-        measured = binary.observe(
-            Observation(
-                0,
-                1,
-                seen.gradients,
-                (seen.labels == place).float(),
-                {1: seen.clues[place]},
-            )
-        )
-        assert measured is not None
+        binary = LeakAudit((*oracles, "accumulated_cosine"), num_examples=NUM_EXAMPLES)
+        for seen in everything:
+            labels, clues = (seen.labels == place).float(), {1: seen.clues[place]}
+            binary.observe(dataclasses.replace(seen, labels=labels, clues=clues, predictions=None))
         for layer in ("cut", "first"):
             for attack in oracles:
                 ours = audit.classes()[layer][attack]["classes"][name]
-                assert ours == pytest.approx(measured.leak[layer][attack], abs=1e-12)
-
-
-def test_sums_over_the_run_are_those_of_each_class() -> None:
-    audit = new_audit(("accumulated_cosine",))
-    sums, counts = np.zeros((3, NUM_EXAMPLES)), np.zeros((3, NUM_EXAMPLES))
-    directions: dict[int, Tensor] = {}
-    for seen in batches(audit):
-        audit.observe(seen)
-        rows = seen.gradients["cut"].double()
-        places = seen.positions
-        assert places is not None
-        for c in range(3):
-            row = seen.clues[c].reference_row
-            assert row is not None
-            direction = rows[row] / rows[row].norm()
-            cosines = rows @ direction / rows.norm(dim=1)
-            sign = 1.0
-            if c in directions:
-                sign = -1.0 if directions[c] @ direction < 0 else 1.0
-            else:
-                centred = cosines - cosines.mean()
-                sign = -1.0 if float((centred**3).sum()) < 0 else 1.0
-            directions[c] = 0.9 * directions.get(c, torch.zeros(8)) + sign * direction
-            chosen = np.arange(60) != row
-            sums[c, places.numpy()[chosen]] += standardised(sign * cosines[chosen]).numpy()
-            counts[c, places.numpy()[chosen]] += 1
-    labels = (np.arange(NUM_EXAMPLES) % 7).clip(max=3) - 1
-    labels = labels.clip(min=0)
-    pairs = {
-        (i, j): leak(labels[counts[i] > 0], sums[i][counts[i] > 0], i, j)
-        for i, j in permutations(range(3), 2)
-    }
-    worst, by_class = audit.run.result()
-    chosen = max(pairs, key=lambda pair: pairs[pair])
-    found = worst["cut"]["accumulated_cosine"]
-    assert found["auc"] == pytest.approx(pairs[chosen], abs=1e-9)
-    assert found["low"] <= found["auc"] <= found["high"]
-    assert found["examples"] == int(np.isin(labels, chosen).sum())
-    for c, name in enumerate(NAMES):
-        expected = leak(labels, sums[c], c, None)
-        classes = by_class["cut"]["accumulated_cosine"]["classes"]
-        assert classes[name] == pytest.approx(expected, abs=1e-9)
+                assert ours == pytest.approx(binary.summary()[layer][attack]["mean"], abs=1e-12)
+            ours = of_run[layer]["accumulated_cosine"]["classes"][name]
+            expected = binary.run.result().leak[layer]["accumulated_cosine"]["auc"]
+            assert ours == pytest.approx(expected, abs=1e-9)
 
 
 def test_random_scores_are_measured_in_the_same_way() -> None:
@@ -279,34 +232,18 @@ def test_another_audit_s_state_is_refused(other: LeakAudit, part: str) -> None:
         new_audit().load_state_dict(LeakAudit(ALL, num_examples=NUM_EXAMPLES).state_dict())
 
 
-# ---- what both parties write ----
-
-
-class Recorded(NamedTuple):
-    """The files that one party left behind."""
-
-    lines: list[dict[str, Any]]
-    summary: dict[str, Any]
-
-
-def record(folder: Path, runs: Path, *active: str) -> tuple[Recorded, Recorded]:
-    """Run both parties with their recorders and checkpoints, and summarise."""
-    overrides = ["contract.epochs=3", "contract.checkpoints.every_steps=2"]
-    parties = build_parties(folder, [*overrides, *active], overrides, runs=runs)
+def record(folder: Path, runs: Path, *active: str) -> list[dict[str, Any]]:
+    """Run both parties with their recorders, and return the summaries that they write."""
+    runs.mkdir()
+    parties = build_parties(folder, ["contract.epochs=3", *active], ["contract.epochs=3"])
     with recorders(parties, runs) as both:
-        parties.session.reopen()
-        parties.run.run(InProcessPeer(parties.session, parties.engine))
-    (runs / "active" / "settings.yaml").write_text(
-        json.dumps(parties.active_settings.model_dump(mode="json"))
-    )
-    found = []
+        run_in_process(parties)
+    settings = parties.active_settings.model_dump(mode="json")
+    (runs / "active" / "settings.yaml").write_text(json.dumps(settings))
     summaries = both.active.summary({}), both.passive.summary()
-    for party, lines, summary in zip(both.folders, both.lines(), summaries, strict=True):
+    for party, summary in zip(both.folders, summaries, strict=True):
         write_summary(party, summary)
-        written = json.loads((party / "summary.json").read_text())
-        found.append(Recorded(lines, written))
-    first, second = found
-    return first, second
+    return [json.loads((party / "summary.json").read_text()) for party in both.folders]
 
 
 @pytest.fixture(scope="module")
@@ -317,71 +254,61 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def recorded(
-    example: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, tuple[Recorded, Recorded]]:
-    runs = tmp_path_factory.mktemp("runs")
-    return runs, record(example, runs, "leak_monitor.reference=sent")
+def recorded(example: Path) -> list[dict[str, Any]]:
+    return record(example, example / "runs", "leak_monitor.reference=sent")
 
 
 def test_figures_are_by_name_and_of_the_worst_pair(
-    recorded: tuple[Path, tuple[Recorded, Recorded]],
+    example: Path, recorded: list[dict[str, Any]]
 ) -> None:
-    _, (active, passive) = recorded
-    summary = active.summary
-    assert 0 <= summary["test_accuracy"] <= 1
-    assert set(summary["test_auc_by_class"]) == set(CLASSES)
+    summary, _ = recorded
     mean = np.mean(list(summary["test_auc_by_class"].values()))
     assert summary["test_auc"] == pytest.approx(mean, abs=1e-12)
-    line = [line for line in active.lines if line["kind"] == "test"][-1]
-    assert line["auc/van"] == summary["test_auc_by_class"]["van"]
+    written = (example / "runs" / "active" / "metrics.jsonl").read_text().splitlines()
+    lines = [json.loads(line) for line in written]
+    line = [line for line in lines if line["kind"] == "test"][-1]
     assert line["accuracy"] == summary["test_accuracy"]
-    for found in (active, passive):
-        for attacks in found.summary["leak_classes"].values():
+    for name in CLASSES:
+        assert line[f"auc/{name}"] == summary["test_auc_by_class"][name]
+    for found in recorded:
+        for attacks in found["leak_classes"].values():
             for figures in attacks.values():
                 assert set(figures["classes"]) == set(CLASSES)
                 assert set(figures["worst_pair"]) < set(CLASSES)
     assert summary["leak"]["cut"]["cosine"]["mean"] > 0.95
-    assert not any(line["kind"] == "histogram" for line in active.lines)
+    assert not any(line["kind"] == "histogram" for line in lines)
 
 
-def test_both_parties_find_the_same_on_the_same_bytes(
-    recorded: tuple[Path, tuple[Recorded, Recorded]],
+def test_both_parties_find_the_same_on_the_same_bytes_and_the_peer_no_loss(
+    example: Path, recorded: list[dict[str, Any]]
 ) -> None:
-    _, (active, passive) = recorded
+    active, passive = recorded
     for section in ("leak", "leak_classes", "leak_run_level", "leak_run_level_classes"):
-        assert active.summary[section]["cut"] == passive.summary[section]["cut"]
-    assert active.summary["leak_batches"] == passive.summary["leak_batches"]
-    assert passive.summary["leak"]["first"] != passive.summary["leak"]["cut"]
-
-
-def test_nothing_of_the_peer_s_files_is_of_loss_or_accuracy(
-    recorded: tuple[Path, tuple[Recorded, Recorded]],
-) -> None:
-    runs, _ = recorded
-    text = "".join(
-        (runs / "passive" / name).read_text() for name in ("metrics.jsonl", "summary.json")
-    )
-    assert not any(word in text for word in ("loss", "accuracy", "test_auc"))
+        assert active[section]["cut"] == passive[section]["cut"]
+    assert active["leak_batches"] == passive["leak_batches"]
+    assert passive["leak"]["first"] != passive["leak"]["cut"]
+    for name in ("metrics.jsonl", "summary.json"):
+        text = (example / "runs" / "passive" / name).read_text()
+        assert not any(word in text for word in ("loss", "accuracy", "test_auc"))
 
 
 def test_the_report_says_what_its_figures_are_of(
-    example: Path, recorded: tuple[Path, tuple[Recorded, Recorded]], tmp_path: Path
+    example: Path, recorded: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    runs, (active, _) = recorded
-    page = write_report(runs, tmp_path / "report.html").read_text()
+    summary, _ = recorded
+    page = write_report(example / "runs", tmp_path / "report.html").read_text()
     assert "This run has 4 classes" in page
     assert "positives from negatives" not in page
     assert "With 4 classes, every leak AUC" in page
-    figures = active.summary["leak_classes"]["cut"]["cosine"]
+    figures = summary["leak_classes"]["cut"]["cosine"]
     assert " and ".join(figures["worst_pair"]) in page
     assert f"{figures['worst_pair_auc']:.3f}" in page
     for name in CLASSES:
         assert f"<td>{name}</td>" in page
-        assert f"{active.summary['test_auc_by_class'][name]:.3f}" in page
-    assert f"{active.summary['test_accuracy']:.4f}" in page
+        assert f"{summary['test_auc_by_class'][name]:.3f}" in page
+    assert f"{summary['test_accuracy']:.4f}" in page
     other = tmp_path / "other"
     record(example, other, "defense={name: marvell, insecure_noise_seed: 3}")
-    compared = write_comparison([runs, other], tmp_path / "comparison.html").read_text()
+    compared = write_comparison([example / "runs", other], tmp_path / "all.html").read_text()
     assert "test accuracy" in compared
     assert "those of the two classes that are easiest to tell apart" in compared

@@ -53,7 +53,6 @@ IN_GROUPS = ("four groups", "one-hot")
 
 
 def stage(number: int, choose: Choice) -> Design:
-    """Make the design of a stage from what the peer sends, and from a top model of its time."""
     generator = torch.Generator().manual_seed(number)
     activations = choose(torch.randn(ROWS, CUT_DIM, generator=generator))
     own, hidden = torch.randn(2, ROWS, 16, generator=generator)

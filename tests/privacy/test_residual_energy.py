@@ -88,8 +88,6 @@ def test_the_smaller_cluster_is_put_above_zero() -> None:
     assert rare_cluster_up(torch.empty(0)).tolist() == []
 
 
-# ---- over a run ----
-
 EXAMPLES, BATCH = 1200, 200
 
 

@@ -10,15 +10,6 @@ from splitveil.common.privacy.tally import REMEMBERED_EPOCHS, AttackTally
 HALF_CELL = 2.6e-5
 
 
-def values_of(epochs: int, per_epoch: int, seed: int = 3) -> list[tuple[int, float, float]]:
-    generator = np.random.default_rng(seed)
-    return [
-        (epoch, *generator.uniform(0.5, 1.0, 2))
-        for epoch in range(epochs)
-        for _ in range(per_epoch)
-    ]
-
-
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.5, 0.95, 1.0])
 @pytest.mark.parametrize("count", [1, 2, 7, 1000])
 def test_a_quantile_is_that_of_all_values_to_half_a_cell(share: float, count: int) -> None:
@@ -27,18 +18,6 @@ def test_a_quantile_is_that_of_all_values_to_half_a_cell(share: float, count: in
     for value in values:
         tally.add(0, value, 0.5)
     assert tally.quantile(share) == pytest.approx(np.quantile(values, share), abs=HALF_CELL)
-
-
-def test_means_and_worst_epoch_are_those_of_all_values() -> None:
-    tally, values = AttackTally(), values_of(5, 9)
-    for value in values:
-        tally.add(*value)
-    table = np.array(values)
-    means = [table[table[:, 0] == epoch, 1].mean() for epoch in range(5)]
-    assert [tally.epoch_mean(epoch) for epoch in range(5)] == pytest.approx(means, abs=1e-12)
-    assert tally.worst_epoch == pytest.approx(max(means), abs=1e-12)
-    assert tally.mean == pytest.approx(table[:, 1].mean(), abs=1e-12)
-    assert tally.random_quantile(0.9) == pytest.approx(np.quantile(table[:, 2], 0.9), abs=HALF_CELL)
 
 
 def test_the_worst_epoch_is_known_long_after_its_figures_are_forgotten() -> None:

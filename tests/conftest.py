@@ -19,7 +19,7 @@ import torch
 
 import splitveil.common  # noqa: F401 (before any test imports gRPC)
 from splitveil.common.alignment import ecdh
-from tests.support.joint import Trained, train, write_wide_deep
+from tests.support.inference import Trained, train, write_wide_deep
 from tests.support.runs import write_example
 
 for _name in (*("grpc_proxy", "https_proxy", "http_proxy"), "no_grpc_proxy", "no_proxy"):

@@ -21,7 +21,7 @@ from splitveil.common.errors import (
 )
 from splitveil.common.record.run_folder import open_run_folder
 from splitveil.common.run.messages import Offer, Opening
-from tests.support.lines import peer_of
+from tests.support.loopback import peer_of
 from tests.support.peers import InProcessPeer
 from tests.support.runs import build_parties, run_in_process, serving
 

@@ -17,7 +17,7 @@ from splitveil.common.errors import DataError, OtherModel, SettingsError
 from splitveil.common.party.command_line import save_resolved
 from splitveil.common.run.contract import ACTIVE
 from tests.api.test_simulate import columns_of
-from tests.support.joint import Trained, predicting, train
+from tests.support.inference import Trained, predicting, train
 from tests.support.runs import write_example
 from tests.support.several import write_several
 

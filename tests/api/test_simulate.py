@@ -24,7 +24,7 @@ from splitveil.deploy.demo import EXAMPLES
 from splitveil.library.loading import read_settings, source_of
 from splitveil.library.own_data import write_settings
 from splitveil.library.runs import Kind
-from tests.support.compared import assert_same_weights
+from tests.support.equality import assert_same_weights
 from tests.support.processes import started
 from tests.support.runs import write_example
 

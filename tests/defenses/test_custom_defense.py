@@ -10,8 +10,7 @@ from splitveil.active_party.defenses import CustomDefense, Defended, NoiseSecret
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
 from splitveil.active_party.defenses.interface import LabelledRows
 from splitveil.common.errors import SettingsError
-from tests.support.defended import context_of
-from tests.support.own_defenses import write_own_defenses
+from tests.support.defenses import context_of, write_own_defenses
 from tests.support.plans import printed_plan
 from tests.support.runs import Parties, build_parties, run_in_process
 

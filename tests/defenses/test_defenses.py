@@ -18,7 +18,7 @@ from splitveil.active_party.defenses.rows import all_finite
 from splitveil.active_party.defenses.strength import PowerRatio
 from splitveil.common.privacy.leakage import leak_auc
 from splitveil.common.privacy.scores import cosine, norm
-from tests.support.defended import build_defense
+from tests.support.defenses import build_defense
 
 ADAPTER: TypeAdapter[DefenseSettings] = TypeAdapter(DefenseSettings)
 NOISY = ["iso", "max_norm", "max_norm_positive", "marvell"]

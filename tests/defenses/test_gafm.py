@@ -37,7 +37,7 @@ from splitveil.common.models.dense import MlpTop
 from splitveil.common.models.settings import MlpModel
 from splitveil.common.privacy.leakage import leak_auc
 from splitveil.common.privacy.scores import norm
-from tests.support.defended import build_defense
+from tests.support.defenses import build_defense
 
 ENTROPY = hashlib.shake_256(b"test").digest(2496)
 RESPONSE = NoisyLabelDefense(mechanism=RandomizedResponse(kind="randomized_response", epsilon=1.0))

@@ -50,7 +50,7 @@ from splitveil.active_party.defenses.strength import (
 )
 from splitveil.active_party.defenses.sum_kl import estimated_auc
 from splitveil.common.privacy.leakage import pair_aucs
-from tests.support.defended import build_defense, context_of
+from tests.support.defenses import build_defense, context_of
 
 SHARES = (0.4, 0.3, 0.25, 0.05)
 

@@ -18,7 +18,7 @@ from splitveil.active_party.defenses.noise import (
     open_uniform,
     secure_normal,
 )
-from tests.support.defended import build_defense
+from tests.support.defenses import build_defense
 
 Numbers = npt.NDArray[np.float64]
 KEY = bytes(range(32))

@@ -34,7 +34,7 @@ from splitveil.active_party.defenses.label_mechanisms import (
 )
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.leakage import leak_auc
-from tests.support.defended import build_defense
+from tests.support.defenses import build_defense
 
 KEY = key_from_insecure_seed(1)
 IDS = [f"person-{number}" for number in range(100_000)]

@@ -24,7 +24,7 @@ from splitveil.active_party.defenses.persistent import moves_of, noisy_rows
 from splitveil.active_party.defenses.strength import PowerRatio, Strength, SumKl
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.common.privacy.leakage import leak_auc
-from tests.support.defended import build_defense, context_of
+from tests.support.defenses import build_defense, context_of
 
 KEY = key_from_insecure_seed(1)
 IDS = [f"person-{number:05d}" for number in range(4000)]

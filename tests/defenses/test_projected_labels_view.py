@@ -31,7 +31,7 @@ from tests.support.peers import InProcessPeer, Lost
 from tests.support.projected import DEFENSE, SMALL, SURVEY_BATCHES, build
 from tests.support.runs import run_in_process, write_example
 from tests.support.several import Several, build_several, write_several
-from tests.support.several_classes import CLASSES, write_classes
+from tests.support.tables import CLASSES, write_classes
 
 # ---- two label sets, one release ----
 

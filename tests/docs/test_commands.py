@@ -26,9 +26,9 @@ from splitveil.common.run.contract import Contract
 from splitveil.common.settings import validate
 from splitveil.deploy import overrides
 from splitveil.passive_party.settings import PassiveSettings
+from tests.support.commands import Done, begun, called, ended, write_tables
 from tests.support.markdown import GUIDE, ROOT, Block, blocks, name_of, prose
 from tests.support.simulation import free_address
-from tests.support.typed import Done, begun, called, ended, write_tables
 
 OWN_DATA = ROOT / "docs" / "guide" / "own-data.md"
 SETTINGS_PAGES = [*GUIDE, ROOT / "docs" / "defenses.md"]

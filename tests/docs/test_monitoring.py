@@ -14,10 +14,10 @@ import yaml
 from splitveil.active_party.http.status import OnlineStatus
 from splitveil.common.run.contract import Contract
 from splitveil.passive_party.predict.inference_status import InferenceStatus
+from tests.support.endpoints import Series, series_of, watched_run
 from tests.support.markdown import ROOT
-from tests.support.numbers import write_numbers
 from tests.support.runs import write_example
-from tests.support.watched import Series, series_of, watched_run
+from tests.support.tables import write_numbers
 
 DEPLOY = ROOT / "deploy"
 BOARD = DEPLOY / "grafana" / "splitveil.json"

@@ -3,14 +3,7 @@
 import random
 from pathlib import Path
 
-from tests.support.restarted import (
-    SHORT,
-    assert_same,
-    outcome,
-    restartable,
-    run_once,
-    wait_for_line,
-)
+from tests.support.restarts import SHORT, assert_same, outcome, restartable, run_once, wait_for_line
 from tests.support.runs import write_example
 
 SETTINGS = SHORT._replace(

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from pyarrow import csv, parquet
 
 from tests.support.certificates import make, use
+from tests.support.endpoints import asked
 from tests.support.processes import Party, started
 from tests.support.runs import write_example
 from tests.support.simulation import free_address
 from tests.support.waiting import wait_until
-from tests.support.watched import asked
 
 SLOW = "answers.ids_per_second=60"
 """With the 400 ids of the example, answers take seconds: time to be killed in the middle."""

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import pytest
 import yaml
 
+from tests.support.commands import Done, begun, called, ended, write_tables
 from tests.support.markdown import blocks
 from tests.support.programs import ROOT
 from tests.support.simulation import free_address
-from tests.support.typed import Done, begun, called, ended, write_tables
 
 PAGE = ROOT / "docs" / "guide" / "two-organisations.md"
 OWNERS = {"# at the label owner": "label-owner", "# at the feature owner": "feature-owner"}

@@ -15,7 +15,7 @@ from splitveil.active_party.ledger.account_book import AccountBook, persons_of
 from splitveil.active_party.ledger.ledger import LeakLedger
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.leakage import leak_auc
-from tests.support.defended import build_defense
+from tests.support.defenses import build_defense
 
 MONDAY, TUESDAY = ("ann", "bob", "eve"), ("eve", "dan", "ann")
 

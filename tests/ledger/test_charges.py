@@ -13,7 +13,7 @@ from splitveil.active_party.defenses import DefenseSettings, RawBatch
 from splitveil.active_party.defenses.strength import PowerRatio
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound, sum_kl_along_gap
 from splitveil.common.privacy.leakage import leak_auc
-from tests.support.defended import build_defense
+from tests.support.defenses import build_defense
 
 NOISY = ["iso", "max_norm", "max_norm_positive", "marvell"]
 GAP = torch.tensor([3.0, 0.0, 4.0, 0.0])

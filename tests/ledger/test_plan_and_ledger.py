@@ -15,7 +15,7 @@ import pytest
 from splitveil.common.privacy.adversary import Adversary
 from tests.support.plans import printed_plan
 from tests.support.runs import build_parties, run_in_process, write_example
-from tests.support.several_classes import write_classes
+from tests.support.tables import write_classes
 
 SEED = "insecure_noise_seed: 1"
 MEMORISED = [

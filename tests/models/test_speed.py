@@ -14,7 +14,7 @@ from splitveil.active_party import workers as active_workers
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.models.speed import Autocast, speed_up
 from splitveil.passive_party import assembly as passive_assembly
-from tests.support.compared import assert_same_weights
+from tests.support.equality import assert_same_weights
 from tests.support.peers import Lost, dying
 from tests.support.runs import build_parties, run_in_process, write_example
 

@@ -27,11 +27,11 @@ from splitveil.common.record.figures import (
 from splitveil.common.record.run_record import METRICS, write_summary
 from splitveil.common.record.summary import Summary
 from splitveil.common.record.summary_tables import print_summary
-from tests.support.own_defenses import write_own_defenses
-from tests.support.recorded import record, recorders
+from tests.support.defenses import write_own_defenses
+from tests.support.recorders import record, recorders
 from tests.support.records import summary_of
 from tests.support.runs import build_parties, run_in_process, write_example
-from tests.support.several_classes import write_classes
+from tests.support.tables import write_classes
 
 ALL = "attacks=[norm, spectral, lda, accumulated_spectral, accumulated_cosine, hint_combiner_50]"
 ROWS = 1_500

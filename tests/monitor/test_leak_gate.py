@@ -22,9 +22,9 @@ from splitveil.common.record.summary import GateFigures, Summary
 from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.run.messages import Answer
 from splitveil.common.wire.status import error_from, status_for
+from tests.support.equality import same, stored
 from tests.support.peers import InProcessPeer
 from tests.support.runs import Parties, build_parties, run_in_process
-from tests.support.stored import same, stored
 from tests.support.waiting import HANGS_AFTER_S
 
 STRONG = "defense={name: iso, noise_ratio: 32, insecure_noise_seed: 1}"

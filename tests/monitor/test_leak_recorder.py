@@ -27,9 +27,9 @@ from splitveil.common.record.metrics_log import MetricsLog
 from splitveil.common.record.summary import Summary
 from splitveil.common.run.course import Batch
 from splitveil.passive_party.recorder import PassiveRecorder
-from tests.support.recorded import record
+from tests.support.equality import same, stored
+from tests.support.recorders import record
 from tests.support.runs import build_parties, run_in_process
-from tests.support.stored import same, stored
 from tests.support.waiting import wait_until
 
 

@@ -21,7 +21,7 @@ from splitveil.common.privacy.beyond_features import Covariates
 from splitveil.common.privacy.gathered_scores import LatestScores
 from splitveil.common.privacy.scoring import AttackScores
 from splitveil.common.run.course import Batch
-from tests.support.stored import same, stored
+from tests.support.equality import same, stored
 
 ROWS = 200
 LABELS = torch.arange(ROWS) % 2

@@ -12,7 +12,7 @@ from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.text.addresses import HostAndPort, on_loopback, split_address
 from splitveil.common.wire.server import add_port
 from splitveil.passive_party.settings import PassiveSettings
-from tests.support.lines import peer_of, serving
+from tests.support.loopback import peer_of, serving
 from tests.support.runs import Parties, build_parties
 
 

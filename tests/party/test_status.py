@@ -39,11 +39,7 @@ from splitveil.common.run.course import Batch
 from splitveil.common.run.phases import Phase
 from splitveil.passive_party.recorder import noting_attempts
 from splitveil.passive_party.settings import PassiveSettings
-from tests.support.numbers import write_numbers
-from tests.support.runs import in_background, write_example
-from tests.support.simulation import free_address
-from tests.support.waiting import HANGS_AFTER_S
-from tests.support.watched import (
+from tests.support.endpoints import (
     Watched,
     asked,
     names_in,
@@ -52,6 +48,10 @@ from tests.support.watched import (
     watched_run,
     without_time,
 )
+from tests.support.runs import in_background, write_example
+from tests.support.simulation import free_address
+from tests.support.tables import write_numbers
+from tests.support.waiting import HANGS_AFTER_S
 
 CONTRACT = Contract(run_name="small", cut_shape=(4,), batch_size=8, epochs=3)
 WITH_LIMITS = (

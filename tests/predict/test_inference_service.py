@@ -21,7 +21,7 @@ from splitveil.passive_party.predict import service as service_module
 from splitveil.passive_party.predict.served_model import ServedModel
 from splitveil.passive_party.predict.service import InferenceServer, InferenceService, Throttle
 from splitveil.protos import split_learning_pb2 as pb
-from tests.support.joint import IN_TIME_S, Trained, free_port, serving
+from tests.support.inference import IN_TIME_S, Trained, free_port, serving_passive
 from tests.support.mutations import Mutator
 from tests.support.runs import CPU
 from tests.support.waiting import wait_until
@@ -76,7 +76,7 @@ def test_damaged_messages_are_refused_and_the_next_client_is_answered(small: Tra
         grpc.StatusCode.PERMISSION_DENIED,
     }
     own = small.passive("passive", "answers.whole_table=true")
-    with serving(own, port) as service, calling(small, port) as client:
+    with serving_passive(own, port) as service, calling(small, port) as client:
         client.check_model()
         channel = client.connection.channel()
         refused = 0
@@ -97,7 +97,7 @@ def test_one_call_too_many_is_turned_away_and_others_go_on(
     monkeypatch.setattr(service_module, "MAX_STREAMS", 2)
     port, ids = free_port(), small.test_ids[:2]
     with (
-        serving(small.passive("passive"), port),
+        serving_passive(small.passive("passive"), port),
         calling(small, port) as first,
         calling(small, port) as second,
         calling(small, port) as third,
@@ -129,7 +129,7 @@ def test_a_silent_server_is_given_up_after_the_deadline(
         return embed(self, ids)
 
     port, ids = free_port(), small.test_ids[:2]
-    with serving(small.passive("passive"), port), calling(small, port, 0.2) as client:
+    with serving_passive(small.passive("passive"), port), calling(small, port, 0.2) as client:
         client.check_model()
         monkeypatch.setattr(ServedModel, "embed", stuck)
         with pytest.raises(PeerUnreachable, match=r"not answered within 0\.2 s"):
@@ -141,13 +141,13 @@ def test_all_questions_under_way_fail_at_once_when_the_server_is_gone(small: Tra
     port, ids = free_port(), small.test_ids[:2]
     slow = Throttle(0.001)
     with calling(small, port) as client:
-        with serving(small.passive("passive"), port, throttle=slow):
+        with serving_passive(small.passive("passive"), port, throttle=slow):
             waiting: list[Future[Embedded]] = [client.submit(ids) for _ in range(5)]
             assert not any(answer.done() for answer in waiting)
         for answer in waiting:  # the server may have the time to say that it leaves, or not
             assert isinstance(answer.exception(IN_TIME_S), PeerUnreachable | PeerLeft)
         assert isinstance(client.submit(ids).exception(IN_TIME_S), PeerUnreachable)
-        with serving(small.passive("passive"), port):  # back, and used without a new client
+        with serving_passive(small.passive("passive"), port):  # back, and used without a new client
 
             def is_back() -> bool:
                 return client.submit(ids).exception(IN_TIME_S) is None
@@ -187,7 +187,7 @@ def test_a_server_that_stops_answers_what_it_has_begun(
 
 def test_health_is_served_beside_it(small: Trained) -> None:
     port = free_port()
-    with serving(small.passive("passive"), port), calling(small, port) as client:
+    with serving_passive(small.passive("passive"), port), calling(small, port) as client:
         client.check_model()
         stub = health_pb2_grpc.HealthStub(client.connection.channel())
         request = health_pb2.HealthCheckRequest(service=INFERENCE_SERVICE)
@@ -197,5 +197,5 @@ def test_health_is_served_beside_it(small: Trained) -> None:
 
 def test_a_taken_address_is_a_settings_error(small: Trained) -> None:
     port, own = free_port(), small.passive("passive")
-    with serving(own, port), pytest.raises(SettingsError, match="cannot serve at"):
-        serving(own, port).__enter__()
+    with serving_passive(own, port), pytest.raises(SettingsError, match="cannot serve at"):
+        serving_passive(own, port).__enter__()

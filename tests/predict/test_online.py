@@ -26,7 +26,7 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.record.transcript import Transcript, Verified, verify
 from splitveil.common.record.transcript_lines import LINE_BYTES, AnsweredRequest
-from tests.support.joint import free_port
+from tests.support.inference import free_port
 from tests.support.waiting import HANGS_AFTER_S, wait_until
 
 TOKEN = MIN_TOKEN_CHARACTERS * "t"

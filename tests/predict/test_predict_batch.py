@@ -25,7 +25,7 @@ from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_settings import ReconnectSettings
 from splitveil.common.record.table_output import check_output
 from splitveil.passive_party.predict.service import InferenceService
-from tests.support.joint import Trained, predicting
+from tests.support.inference import Trained, predicting
 
 IMPATIENT = ReconnectSettings(max_s=0.3, first_wait_s=0.05)
 PATIENT = ReconnectSettings(max_s=300, first_wait_s=0.01, longest_wait_s=0.01)

@@ -31,7 +31,7 @@ from splitveil.common.privacy.observation import (
     pick_reference_row,
 )
 from splitveil.passive_party.label_free_audit import LabelFreeAudit
-from tests.support.stored import same, stored
+from tests.support.equality import same, stored
 from tests.support.waiting import HANGS_AFTER_S
 
 _SEED = bytes(32)

@@ -20,7 +20,7 @@ from splitveil.common.privacy.final_attacks import (
 )
 from splitveil.common.privacy.leakage import auc, leak_auc
 from splitveil.common.privacy.observation import Observation
-from tests.support.recorded import recorders
+from tests.support.recorders import recorders
 from tests.support.runs import build_parties, run_in_process, write_example
 
 NAMES = tuple(FINAL_ATTACKS)

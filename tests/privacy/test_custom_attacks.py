@@ -23,7 +23,7 @@ from splitveil.common.privacy.settings import AuditSettings
 from splitveil.common.record.run_folder import write_json_atomically
 from splitveil.common.settings import validate
 from splitveil.passive_party.settings import AdversarySettings
-from tests.support.recorded import record
+from tests.support.recorders import record
 from tests.support.runs import build_parties, write_example
 
 SEED = bytes(32)

@@ -26,10 +26,10 @@ from splitveil.common.privacy.audit import LeakAudit
 from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.record.run_record import write_summary
-from tests.support.recorded import recorders
+from tests.support.equality import same, stored
+from tests.support.recorders import recorders
 from tests.support.runs import build_parties, run_in_process
-from tests.support.several_classes import CLASSES, write_classes
-from tests.support.stored import same, stored
+from tests.support.tables import CLASSES, write_classes
 
 SEED = bytes(32)
 NAMES = ("a", "b", "c")

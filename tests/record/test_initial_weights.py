@@ -13,7 +13,7 @@ from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.record.model_files import EarlierModel, save_model
 from splitveil.common.settings import validate
-from tests.support.compared import assert_same_weights
+from tests.support.equality import assert_same_weights
 from tests.support.runs import Parties, build_parties, run_in_process, write_example
 
 STILL = "optimizer={kind: sgd, learning_rate: 1.0e-30}"  # below the last bit of every weight

@@ -22,8 +22,8 @@ from splitveil.common.record.transcript import (
     verify,
 )
 from splitveil.common.record.transcript_lines import KINDS
-from tests.support.compared import assert_same_weights
-from tests.support.lines import free_port, peer_of, serving
+from tests.support.equality import assert_same_weights
+from tests.support.loopback import free_port, peer_of, serving
 from tests.support.programs import run_program
 from tests.support.runs import Parties, build_parties, run_in_process
 

@@ -16,7 +16,7 @@ from splitveil.common.run.course import evaluations_ahead
 from splitveil.common.run.messages import Activation, Answer, Course, LeaveReason
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
-from tests.support.compared import assert_same
+from tests.support.equality import assert_same
 from tests.support.peers import InProcessPeer, Lost
 from tests.support.runs import CONTRACT, Parties, build_parties, run_in_process, serving
 

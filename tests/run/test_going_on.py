@@ -27,7 +27,7 @@ from splitveil.common.record.run_folder import write_bytes_atomically
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.run.messages import Answer, Offer
 from splitveil.common.text.version import VERSION
-from tests.support.compared import assert_same
+from tests.support.equality import assert_same
 from tests.support.peers import InProcessPeer, Lost, dying
 from tests.support.runs import Parties, build_parties, run_in_process, write_example
 from tests.support.waiting import HANGS_AFTER_S, wait_until

@@ -20,7 +20,7 @@ from splitveil.common.errors import (
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.run.messages import Activation, Answer, BatchId, Course, LeaveReason
 from splitveil.common.wire.connection import MAX_DAMAGED
-from tests.support.compared import assert_same_weights
+from tests.support.equality import assert_same_weights
 from tests.support.peers import InProcessPeer
 from tests.support.runs import Parties, build_parties, run_in_process, run_over_grpc
 

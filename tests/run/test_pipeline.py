@@ -16,7 +16,7 @@ from splitveil.common.errors import Interrupted, OutOfStep
 from splitveil.common.run.messages import Activation, Answer, Course, LeaveReason
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from tests.support import several
-from tests.support.compared import assert_same, assert_same_weights
+from tests.support.equality import assert_same, assert_same_weights
 from tests.support.peers import FaultyPeer, InProcessPeer, Lost, dying
 from tests.support.projected import SMALL, assert_bounded, build, note_draws, projected
 from tests.support.projected import assert_same as assert_same_outcome

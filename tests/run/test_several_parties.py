@@ -38,8 +38,8 @@ from splitveil.common.run.messages import Answer, AuditQuestion, LeaveReason, Op
 from splitveil.common.run.sample_order import positions_digest
 from splitveil.common.wire.limits import ALIGN_FRAME_BYTES, check_fields
 from splitveil.passive_party.assembly import BottomBuilder
-from tests.support.compared import assert_same_weights
-from tests.support.defended import build_defense
+from tests.support.defenses import build_defense
+from tests.support.equality import assert_same_weights
 from tests.support.peers import DiesAt, Lost
 from tests.support.runs import CPU, ActiveRecording
 from tests.support.several import (

@@ -8,7 +8,7 @@ import torch
 from splitveil.common.errors import AlignmentError, SettingsError
 from splitveil.passive_party.opening import Peer
 from tests.support import simulation
-from tests.support.compared import assert_same_weights
+from tests.support.equality import assert_same_weights
 from tests.support.peers import Lost, dying
 from tests.support.several import NAMES, write_several
 from tests.support.simulation import PartiesSettings, Simulation

@@ -21,7 +21,7 @@ import pytest
 from tests.support import certificates
 from tests.support.processes import Pair, Party, side_by_side
 from tests.support.proxies import ByteHarm, Direction, Fault, FaultyLine, Plan
-from tests.support.restarted import Outcome, Settings, assert_same, outcome, restartable, run_once
+from tests.support.restarts import Outcome, Settings, assert_same, outcome, restartable, run_once
 from tests.support.runs import write_example
 
 ALL = os.environ.get("SPLITVEIL_FAULTS") == "all"

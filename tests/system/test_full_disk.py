@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.restarted import Outcome, Settings, assert_same, outcome, restartable, run_once
+from tests.support.restarts import Outcome, Settings, assert_same, outcome, restartable, run_once
 from tests.support.runs import write_example
 
 SETTINGS = Settings(

@@ -13,8 +13,7 @@ import yaml
 from splitveil.active_party.http.own_features import GivenFeatures
 from splitveil.active_party.http.programs import Unusable
 from splitveil.active_party.predict.predictor import JointModel
-from tests.support.asked import Program, asked
-from tests.support.joint import Trained, predicting, train, write_wide_deep
+from tests.support.inference import Program, Trained, asked, predicting, train, write_wide_deep
 from tests.support.runs import CPU
 
 WORDS = ("red", "green", "blue", "", "grey")

@@ -42,6 +42,6 @@ def test_what_init_writes_trains_and_comes_near_gradient_boosting(
 def test_columns_that_tell_the_label_are_left_out(tmp_path: Path) -> None:
     cut("talkingdata", tmp_path, ROWS)
     written = (tmp_path / "active.yaml").read_text()
-    assert "attributed_time: tells the label" in written
+    assert "attributed_time: gives the label away" in written
     assert "- channel" in written
     assert "- ip  # whole numbers" in (tmp_path / "passive.yaml").read_text()

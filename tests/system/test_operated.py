@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from tests.support import unit_sandbox
+from tests.support.endpoints import asked
 from tests.support.processes import Pair, started
 from tests.support.runs import write_example
 from tests.support.simulation import free_address
 from tests.support.waiting import wait_until
-from tests.support.watched import asked
 
 LONG = "contract.epochs=100000"
 JSON = "log_format=json"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from splitveil.common.text.imports import may_pass
-from tests.support.own_defenses import write_own_defenses
+from tests.support.defenses import write_own_defenses
 from tests.support.processes import Party, PartyName, started
 from tests.support.runs import write_example
 

@@ -35,13 +35,13 @@ from splitveil.common.run.messages import ModelIdentity
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.passive_party.predict.served_model import ServedModel
 from splitveil.passive_party.predict.service import InferenceServer, InferenceService, Throttle
-from tests.support.joint import (
+from tests.support.inference import (
     IN_TIME_S,
     Trained,
     connecting_to,
     free_port,
     predicting,
-    serving,
+    serving_passive,
     train,
 )
 from tests.support.runs import CPU
@@ -156,7 +156,7 @@ def test_a_half_of_another_run_is_refused_and_both_are_named(
     settings = other.active(connecting_to({"passive": port}))
     settings = settings.model_copy(update={"security": small.settings.active.security})
     with (
-        serving(small.passive("passive"), port),
+        serving_passive(small.passive("passive"), port),
         open_predictor(settings, CPU) as predictor,
     ):
         with pytest.raises(OtherModel, match=f"{other.run_id}.*{small.run_id}"):
@@ -178,7 +178,7 @@ def test_only_the_active_party_may_ask(small: Trained) -> None:
     port = free_port()
     shown = credential_files(small.passive("passive"), "passive")
     contract = small.settings.active.contract
-    with serving(small.passive("passive"), port):
+    with serving_passive(small.passive("passive"), port):
         connection = PeerConnection(f"127.0.0.1:{port}", contract, shown, party="passive")
         with (
             EmbedClient(connection, ModelIdentity(small.run_id, 1), IN_TIME_S) as client,
@@ -229,7 +229,7 @@ def test_transcripts_of_both_parties_agree(small: Trained, tmp_path: Path) -> No
     with (
         Transcript(folders[0], "active") as own,
         Transcript(folders[1], "passive") as others,
-        serving(small.passive("passive"), port, transcript=others),
+        serving_passive(small.passive("passive"), port, transcript=others),
         open_predictor(settings, CPU, notes=own) as predictor,
     ):
         predictor.check_models()

@@ -27,7 +27,7 @@ from splitveil.common.wire.inference_codec import (
 from splitveil.common.wire.tensor_codec import TensorLimits
 from splitveil.passive_party.predict.service import InferenceService
 from splitveil.protos import split_learning_pb2 as pb
-from tests.support.joint import Trained, predicting, train
+from tests.support.inference import Trained, predicting, train
 from tests.support.several import write_several
 
 GIVEN = ("answers.whole_table=true",)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.commands import called
 from tests.support.programs import ROOT
 from tests.support.simulation import free_address
-from tests.support.typed import called
 from tests.system.conftest import SAME_SPLIT, needs_data, run_locally
 
 pytestmark = needs_data

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from splitveil.active_party.ledger.account_book import LEDGER
 from tests.support.processes import Pair, side_by_side
-from tests.support.restarted import (
+from tests.support.restarts import (
     SHORT,
     Outcome,
     assert_same,

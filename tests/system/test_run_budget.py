@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.processes import Pair, Party, side_by_side
 from tests.support.programs import run_program
-from tests.support.restarted import Settings, restartable
+from tests.support.restarts import Settings, restartable
 from tests.support.runs import write_example
 
 

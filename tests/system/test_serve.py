@@ -29,9 +29,17 @@ from splitveil.common.privacy.leakage import auc
 from splitveil.common.record.transcript import Transcript, Verified, verify
 from splitveil.deploy.authority import PartyFolder, make_certificates
 from splitveil.passive_party.predict.service import InferenceService
-from tests.support import joint
-from tests.support.asked import ASKING_TAKES_S, Program, answering, asked
-from tests.support.joint import Trained, free_port, train, write_wide_deep
+from tests.support import inference
+from tests.support.inference import (
+    ASKING_TAKES_S,
+    Program,
+    Trained,
+    answering,
+    asked,
+    free_port,
+    train,
+    write_wide_deep,
+)
 from tests.support.several import write_several
 from tests.support.waiting import wait_until
 from tests.system.test_predict import expected
@@ -295,7 +303,10 @@ def test_a_party_with_another_model_is_named_and_never_asked(
     other = train(tmp_path / "other", tmp_path / "runs")
     port = free_port()
     settings = small.passive("passive", f"runs_dir={other.settings.passive['passive'].runs_dir}")
-    with joint.serving(settings, port), answering(small, ports={"passive": port}) as program:
+    with (
+        inference.serving_passive(settings, port),
+        answering(small, ports={"passive": port}) as program,
+    ):
         answer = program.ask(small.test_ids[:1])
     assert answer.status == 503
     assert other.run_id in answer.body["detail"]
@@ -307,11 +318,11 @@ def test_while_one_of_several_parties_is_away_requests_are_refused_at_once(three
     ports = {name: free_port() for name in names}
     with ExitStack() as resources:
         for name in names[:-1]:
-            resources.enter_context(joint.serving(trained.passive(name), ports[name]))
+            resources.enter_context(inference.serving_passive(trained.passive(name), ports[name]))
         program = resources.enter_context(answering(trained, ports=ports))
         away = program.ask(trained.test_ids[:2])
         ready, healthy = program.get("/readyz"), program.get("/healthz")
-        last = joint.serving(trained.passive(names[-1]), ports[names[-1]])
+        last = inference.serving_passive(trained.passive(names[-1]), ports[names[-1]])
         with last:
             wait_until(lambda: program.get("/readyz").status == 200)
             back = program.ask(trained.test_ids[:2])
@@ -330,7 +341,7 @@ def test_the_fallback_answers_for_a_passive_party_that_is_away_and_says_so(small
     port, ids = free_port(), small.test_ids
     fallback = ("serving.fallback=true",)
     with ExitStack() as resources:
-        with joint.serving(small.passive("passive"), port):
+        with inference.serving_passive(small.passive("passive"), port):
             program = resources.enter_context(answering(small, *fallback, ports={"passive": port}))
             joined = program.ask(ids[:3])
         wait_until(lambda: program.get("/readyz").body["model"] == "fallback")

@@ -11,10 +11,9 @@ import pytest
 from numpy.typing import NDArray
 
 from splitveil.active_party.predict.batch import PredictionPlan
-from tests.support import joint
-from tests.support.asked import answering, asked
-from tests.support.joint import Trained, free_port, predicting, train
-from tests.support.numbers import HIGH, LOW, number_tables, write_numbers
+from tests.support import inference
+from tests.support.inference import Trained, answering, asked, free_port, predicting, train
+from tests.support.tables import HIGH, LOW, number_tables, write_numbers
 from tests.support.waiting import wait_until
 
 FALLBACK = "serving.fallback=true"
@@ -59,7 +58,7 @@ def test_answers_have_the_bits_of_predict_and_of_the_evaluation(trained: Trained
 def test_the_fallback_answers_in_the_label_s_unit(trained: Trained) -> None:
     ids, port = trained.test_ids, free_port()
     with ExitStack() as resources:
-        with joint.serving(trained.passive("passive"), port):
+        with inference.serving_passive(trained.passive("passive"), port):
             program = resources.enter_context(answering(trained, FALLBACK, ports={"passive": port}))
             joined = program.ask(ids)
         wait_until(lambda: program.get("/readyz").body["model"] == "fallback")

@@ -17,13 +17,21 @@ from splitveil.common.party.endpoint import StatusEndpoint
 from splitveil.common.record.transcript import Crossing
 from splitveil.common.run.contract import Contract
 from splitveil.passive_party.predict.inference_status import InferenceStatus
-from tests.support import joint
-from tests.support.asked import Program, answering, asked
-from tests.support.joint import Trained, connecting_to, free_port, train, write_wide_deep
+from tests.support import inference
+from tests.support.endpoints import asked as asked_at
+from tests.support.endpoints import names_in, series_of, value_of, without_time
+from tests.support.inference import (
+    Program,
+    Trained,
+    answering,
+    asked,
+    connecting_to,
+    free_port,
+    train,
+    write_wide_deep,
+)
 from tests.support.runs import CPU
 from tests.support.waiting import wait_until
-from tests.support.watched import asked as asked_at
-from tests.support.watched import names_in, series_of, value_of, without_time
 
 FALLBACK = "serving.fallback=true"
 CONTRACT = Contract(run_name="small", cut_shape=(4,), batch_size=8, epochs=3)
@@ -40,7 +48,7 @@ class Seen(NamedTuple):
 def seen_after_requests(trained: Trained) -> Seen:
     port, ids = free_port(), trained.test_ids[:20]
     with (
-        joint.serving(trained.passive("passive"), port) as service,
+        inference.serving_passive(trained.passive("passive"), port) as service,
         answering(trained, FALLBACK, ports={"passive": port}) as program,
     ):
         probabilities = program.ask([*ids, "nobody"]).probabilities
@@ -127,7 +135,7 @@ def test_refusals_of_the_feature_owner_are_counted_by_reason(small: Trained) -> 
     port = free_port()
     settings = small.active(connecting_to({"passive": port}))
     with (
-        joint.serving(small.passive("passive"), port) as service,
+        inference.serving_passive(small.passive("passive"), port) as service,
         open_predictor(settings, CPU, whole_table=True) as predictor,
         pytest.raises(TableRefused),
     ):
@@ -212,7 +220,7 @@ def test_the_label_owner_is_ready_while_the_joint_model_answers() -> None:
 def test_the_state_of_a_passive_party_and_of_the_fallback_is_seen(small: Trained) -> None:
     port, ids = free_port(), small.test_ids[:3]
     with ExitStack() as resources:
-        with joint.serving(small.passive("passive"), port) as service:
+        with inference.serving_passive(small.passive("passive"), port) as service:
             program = resources.enter_context(answering(small, FALLBACK, ports={"passive": port}))
             own = program.status
             program.ask(ids)
@@ -223,7 +231,7 @@ def test_the_state_of_a_passive_party_and_of_the_fallback_is_seen(small: Trained
         program.ask(ids)
         assert value_of(own, "splitveil_peer_connected", peer="passive") == 0
         assert not own.readiness.ready
-        with joint.serving(small.passive("passive"), port):
+        with inference.serving_passive(small.passive("passive"), port):
             wait_until(lambda: own.readiness.ready)
             program.ask(ids)
         assert value_of(own, "splitveil_reconnects_total", peer="passive") == 1

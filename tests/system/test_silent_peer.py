@@ -5,12 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from tests.support import joint
-from tests.support.asked import answering
-from tests.support.joint import Trained, free_port, train, write_wide_deep
+from tests.support import inference
+from tests.support.endpoints import value_of
+from tests.support.inference import Trained, answering, free_port, train, write_wide_deep
 from tests.support.proxies import SilentLine
 from tests.support.waiting import wait_until
-from tests.support.watched import value_of
 from tests.system.test_predict import expected
 
 
@@ -29,7 +28,7 @@ def test_a_line_that_goes_dead_costs_503_or_the_fallback_and_no_restart(
     port, ids = free_port(), small.test_ids[:3]
     own = ("serving.timeout_s=1", f"serving.fallback={str(fallback).lower()}")
     with (
-        joint.serving(small.passive("passive"), port),
+        inference.serving_passive(small.passive("passive"), port),
         SilentLine(port) as line,
         answering(small, *own, ports={"passive": line.port}) as program,
         ThreadPoolExecutor(8) as pool,

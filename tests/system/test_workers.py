@@ -18,7 +18,7 @@ from tests.support import certificates
 from tests.support.forked import Forked
 from tests.support.processes import Party, PartyName
 from tests.support.programs import ROOT
-from tests.support.restarted import Settings, assert_same, outcome, run_once
+from tests.support.restarts import Settings, assert_same, outcome, run_once
 from tests.support.runs import write_example
 from tests.support.simulation import free_address
 from tests.support.waiting import HANGS_AFTER_S, wait_until

@@ -16,7 +16,7 @@ from splitveil.common.privacy.number_attacks import (
     measure_numbers_beyond_features,
 )
 from splitveil.common.run.course import Batch
-from tests.support.stored import same, stored
+from tests.support.equality import same, stored
 
 ROWS = 3_000
 NEAR_NOTHING = 0.01

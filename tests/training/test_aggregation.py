@@ -14,7 +14,7 @@ from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.active_party.training.aggregation import aggregate, parts_of
 from splitveil.common.privacy.leakage import leak_auc
 from splitveil.common.run.contract import Aggregation
-from tests.support.defended import build_defense
+from tests.support.defenses import build_defense
 
 PARTIES = 3
 SETTINGS = MarvellDefense(strength=PowerRatio(power_ratio=4.0), insecure_noise_seed=77)

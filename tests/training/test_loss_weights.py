@@ -26,7 +26,7 @@ from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy.leakage import auc
 from splitveil.common.settings import validate
 from tests.support import simulation
-from tests.support.compared import assert_same_weights
+from tests.support.equality import assert_same_weights
 from tests.support.runs import write_example
 from tests.support.simulation import ActiveRecording, Simulation
 

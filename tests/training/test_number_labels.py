@@ -18,9 +18,9 @@ from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.table import Table, read_table
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.settings import validate
-from tests.support.numbers import HIGH, LOW, number_tables, write_numbers
 from tests.support.runs import build_parties, run_in_process
 from tests.support.simulation import read_settings
+from tests.support.tables import HIGH, LOW, number_tables, write_numbers
 
 RANGE = {"low": 0, "high": 100}
 SEEDED = ["insecure_nonce_seed=1"]

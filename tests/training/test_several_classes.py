@@ -24,13 +24,13 @@ from splitveil.common.run.messages import AuditQuestion
 from splitveil.common.run.sample_order import positions_digest
 from splitveil.common.settings import validate
 from splitveil.common.text.upper_bounds import at_most
-from tests.support.compared import assert_same
+from tests.support.equality import assert_same
 from tests.support.peers import Lost, dying
 from tests.support.plans import printed_plan
 from tests.support.runs import build_parties, run_in_process, run_over_grpc
 from tests.support.several import build_several, write_several
 from tests.support.several import run_in_process as run_in_process_several
-from tests.support.several_classes import CLASSES, write_classes
+from tests.support.tables import CLASSES, write_classes
 
 EVERY_2 = "contract.checkpoints.every_steps=2"
 DEFENSES = {

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.text.upper_bounds import at_most
-from tests.support.compared import assert_same
+from tests.support.equality import assert_same
 from tests.support.peers import Lost, dying
 from tests.support.plans import printed_plan
 from tests.support.runs import Parties, build_parties, run_in_process, write_example

@@ -29,7 +29,7 @@ from splitveil.common.wire.small_messages import encode_question
 from splitveil.passive_party.label_free_audit import LabelFreeAudit
 from splitveil.passive_party.settings import PassiveSettings
 from splitveil.protos import split_learning_pb2 as pb
-from tests.support.recorded import recorders
+from tests.support.recorders import recorders
 from tests.support.runs import (
     Parties,
     build_parties,

@@ -20,8 +20,8 @@ from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.tensor_codec import Frame, TensorAssembler, TensorLimits
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
-from tests.support.compared import assert_same_weights
-from tests.support.lines import free_port
+from tests.support.equality import assert_same_weights
+from tests.support.loopback import free_port
 from tests.support.mutations import (
     METHODS,
     UNARY,

@@ -8,8 +8,8 @@ from splitveil.common.run.messages import Answer
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.run.test_pipeline import pipelined
 from tests.support import simulation
-from tests.support.compared import assert_same_weights
-from tests.support.lines import peer_of, serving
+from tests.support.equality import assert_same_weights
+from tests.support.loopback import peer_of, serving
 from tests.support.runs import build_parties, run_in_process
 from tests.support.several import build_several, write_several
 from tests.support.several import run_in_process as run_several

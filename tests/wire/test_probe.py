@@ -37,7 +37,7 @@ from splitveil.passive_party.probing import connection_checks
 from splitveil.passive_party.settings import PassiveSettings
 from splitveil.protos import split_learning_pb2 as pb
 from tests.support.certificates import files, make, use
-from tests.support.lines import serving
+from tests.support.loopback import serving
 from tests.support.proxies import ConnectProxy
 from tests.support.runs import CONTRACT, build_parties, write_example
 

@@ -15,7 +15,7 @@ from splitveil.common.wire.http_proxy import HttpProxy, proxy_of_environment
 from splitveil.passive_party.assembly import http_proxy
 from splitveil.passive_party.settings import PassiveSettings
 from tests.support.certificates import files, make, use
-from tests.support.lines import peer_of, serving
+from tests.support.loopback import peer_of, serving
 from tests.support.proxies import ConnectProxy
 from tests.support.runs import Parties, build_parties, write_example
 

@@ -16,8 +16,8 @@ from splitveil.common.run.messages import Activation
 from splitveil.common.wire.connection import PeerConnection, Retrying
 from splitveil.common.wire.endpoint import SERVICE
 from splitveil.passive_party.grpc_peer import GrpcPeer
-from tests.support.compared import assert_same_weights
-from tests.support.lines import peer_of
+from tests.support.equality import assert_same_weights
+from tests.support.loopback import peer_of
 from tests.support.runs import build_parties, run_in_process, run_over_grpc, serving
 from tests.support.waiting import HANGS_AFTER_S
 

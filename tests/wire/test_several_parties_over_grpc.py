@@ -35,7 +35,7 @@ from splitveil.deploy.authority import make_certificates
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
 from tests.support.certificates import files
-from tests.support.compared import assert_same_weights
+from tests.support.equality import assert_same_weights
 from tests.support.mutations import Mutator, Tape, WireSender, send_mutants
 from tests.support.runs import in_background
 from tests.support.several import (

@@ -26,7 +26,7 @@ from splitveil.common.wire.endpoint import method_path, open_channel
 from splitveil.deploy.authority import PartyFolder, keep_certificates
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.support.certificates import NAMES, Unchecked, add_expired, files, make
-from tests.support.lines import peer_of, serving
+from tests.support.loopback import peer_of, serving
 from tests.support.peers import AtSteps
 from tests.support.programs import run_program
 from tests.support.proxies import Relay

@@ -110,8 +110,8 @@ def run_parties(commands: Mapping[str, Sequence[str]], *, stderr: bool = False) 
     When one fails, the others have ``PEER_NOTICES_S`` to end by themselves. A SIGINT or SIGTERM
     received meanwhile is forwarded once to each. With ``stderr``, their output is shown there.
 
-    Returns 0, or the exit code of the first party that failed, where a party that knows the reason
-    takes precedence over one that only noticed that its peer was gone.
+    Returns 0, or the exit code of the first party that failed, one that knows the reason before one
+    that only noticed that its peer was gone.
     """
     console = Console(stderr=stderr)
     if not console.is_terminal:

@@ -122,9 +122,6 @@ class Aligner:
     ) -> Alignment:
         """Align with the active party, and through it with the other passive parties.
 
-        Args:
-            on_progress: called with the number of ids that have been processed, and of all ids.
-
         Returns the rows of this party's file that all parties have, and the nonces of all passive
         parties in the contract's order.
         """

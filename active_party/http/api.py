@@ -128,12 +128,8 @@ def build_app(
 ) -> FastAPI:
     """Return the application.
 
-    Args:
-        service: answers.
-        tokens: of the programs that may ask; None to go by certificates, or to ask for nothing.
-        classes: the names of the classes, if there are more than two.
-        hosts: by which programs may call this one; ``*`` for any.
-        numbers: whether the label is a number, so that answers have values and no probabilities.
+    Programs ask by ``tokens``; None goes by certificates, or asks for nothing. ``hosts`` are the
+    names by which they may call this one; ``*`` is any.
     """
     reply_model = NumberReply if numbers else PredictReply
     app = FastAPI(

@@ -54,14 +54,8 @@ def gradient_distributions(
     The counts are for the label owner's own files. They must not reach the peer: they would say
     how many examples of a batch are positive, and how to recognise them by their gradients.
 
-    Args:
-        raw: gradients before the defense, (batch, ...).
-        defended: the same examples' gradients after it, (batch, ...).
-        labels: 0 or 1, (batch,).
-
-    Returns:
-        ``log10_norm`` and ``cosine``; None where a batch is too small for ``MIN_PER_CLASS`` of both
-        classes, or all gradients are zero.
+    Both gradients are (batch, ...), labels 0 or 1, (batch,). Returns ``log10_norm`` and ``cosine``;
+    None where a class has fewer than ``MIN_PER_CLASS`` rows, or all gradients are zero.
     """
     if len(labels) < 2 * MIN_PER_CLASS:
         return None

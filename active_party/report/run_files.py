@@ -107,14 +107,7 @@ class ClassHistogram(NamedTuple):
 
 
 def read_run(run_dir: Path) -> RunFiles:
-    """Read a run.
-
-    Args:
-        run_dir: ``runs/<run name>``, or the active party's folder in it.
-
-    Raises:
-        SettingsError: there are no metrics of an active party, or a file cannot be read.
-    """
+    """Read a run: ``runs/<run name>``, or the active party's folder in it; or SettingsError."""
     folder = run_dir if (run_dir / _ACTIVE).is_dir() else run_dir.resolve().parent
     if run_dir != folder and run_dir.resolve().name != _ACTIVE:
         folder = run_dir

@@ -256,12 +256,8 @@ def round_axis(
 ) -> Axis:
     """Return an axis that covers values, with round numbers at its ends.
 
-    Args:
-        label: name of the axis, with its unit.
-        values: values to cover; values that are not finite are ignored.
-        from_zero: start at 0.
-        least_span: reach at least this far down from the largest value, so that meaningless
-            differences do not look large.
+    Values that are not finite are ignored. The axis reaches at least ``least_span`` down from the
+    largest value, so that meaningless differences do not look large.
     """
     finite = [value for value in values.tolist() if math.isfinite(value)] or [0.0, 1.0]
     high = max(finite)

@@ -24,10 +24,8 @@ def speed_up(model: nn.Module, autocast: Autocast, *, compiled: bool = False) ->
     """Let a model compute its training batches faster, in place; its weights keep their names.
 
     Autocast sets the dtype of matrix products and convolutions in training mode; None is that of
-    the weights. A compiled model is compiled at its first batch.
-
-    Raises:
-        SettingsError: there is no compiler.
+    the weights. A compiled model is compiled at its first batch. Raises SettingsError without a
+    compiler.
     """
     if autocast is not None:
         casting = _Casting()

@@ -76,12 +76,7 @@ def shares_of(rows: int, processes: int) -> list[int]:
 def check_spreadable(model: nn.Module, role: str) -> None:
     """Check that shares of a batch give what the whole batch would.
 
-    Args:
-        model: the model as it is trained.
-        role: its name in the settings.
-
-    Raises:
-        SettingsError: names what stands against it.
+    Raises SettingsError, which names what stands against it.
     """
     for name, part in model.named_modules():
         layer = f"{role}: several processes: {name or 'the model'} is a {type(part).__name__}"

@@ -83,16 +83,8 @@ class WorkerLine:
     ) -> "WorkerLine":
         """Wait for all processes, which find each other where the environment says, or in a file.
 
-        Args:
-            rank: of this process.
-            size: number of processes.
-            on_lost: as for the class.
-            attempt: counts the starts of all processes together. The place where they meet may
-                outlive them, and holds the addresses of those before.
-            file: by which processes of one machine find each other; nobody else may open it.
-
-        Raises:
-            WorkerLost: they do not find each other.
+        ``attempt`` counts the starts of all processes: the place where they meet may outlive them
+        and holds the addresses of those before. Nobody else may open ``file``. Raises WorkerLost.
         """
         try:
             if file is None:

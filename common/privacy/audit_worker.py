@@ -36,11 +36,8 @@ class CpuBudget:
     It counts whether or not a core is idle, because the audit's computations also cost the training
     cache space and time in which it waits for the interpreter's lock.
 
-    Args:
-        max_share: largest share of the clock's time; None for all of it.
-        now_s: the time on a clock that never goes back. An `AuditWorker` uses the CPU time of its
-            process: where other programs leave half a core to the training, the audit has half as
-            much time, too.
+    The clock of an `AuditWorker` is the CPU time of its process: where other programs leave half a
+    core to the training, the audit has half as much time, too. Without ``max_share`` it has all.
     """
 
     def __init__(self, max_share: float | None, now_s: float) -> None:

@@ -62,19 +62,11 @@ def auc(scores: Values, labels: Values) -> float:
 
 
 def areas(scores: Tensor, positive: Tensor, chosen: Tensor | None = None) -> Tensor:
-    """Return the AUC of several scores of the same examples at once, on the scores' device.
+    """Return the AUC of several scores, (scores, batch) float64, at once, on their device.
 
-    Which operations are done depends only on the scores.
-
-    Args:
-        scores: (scores, batch), float64; infinities are allowed.
-        chosen: which examples count for which score, (scores, batch); all by default.
-
-    Returns:
-        (scores,) in float64; NaN where the chosen examples are all of one class.
-
-    Raises:
-        ValueError: a score is NaN.
+    Only examples chosen for a score, (scores, batch), count. The result, (scores,) float64, is NaN
+    where they are all of one class. Which operations are done depends only on the scores. Raises
+    ValueError if a score is NaN.
     """
     _refuse_nan(scores)
     counted = None if chosen is None else chosen.to(scores.device)

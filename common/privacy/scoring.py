@@ -110,11 +110,8 @@ def cross_scores(attack: Attack, gradients: Tensor, positive: Tensor) -> Tensor 
     The AUC of uninformative scores then strays further from 1/2 than the AUC of random scores, by a
     factor of the square root of 2, because chance moves both halves in the same direction.
 
-    The attack needs known classes, and nothing else.
-
-    Returns:
-        Scores, standardised within the halves, which hold equally many examples of each class;
-        None if the target or the rest has fewer than two examples.
+    The scores are standardised within the halves, which hold equally many examples of each class;
+    None if the target or the rest has fewer than two examples.
     """
     positive = positive.to(gradients.device)
     if int(positive.sum()) < 2 or int((~positive).sum()) < 2:

@@ -113,12 +113,8 @@ class LeakRecorder:
     ) -> None:
         """Hand over the gradients of one batch without waiting.
 
-        Args:
-            gradients: layer -> gradients, (batch, ...), as on the wire or derived from it.
-            labels: (batch,).
-            clean: layer -> gradients before the defense, from which the oracle takes that of a
-                positive; without them it takes it from ``gradients``.
-            activations: of the cut layer, (batch, ...), for the attacks that use them.
+        Gradients, (batch, ...) by layer, are as on the wire or derived from it. The oracle takes a
+        positive's from ``clean``, those before the defense, if there are any.
         """
         if self._unwritten is not None:
             raise self._unwritten

@@ -135,12 +135,8 @@ class NoStore:
 class RunStore:
     """Keeps what one party needs in order to resume a run after its process has ended.
 
-    Only one store at a time may use a folder.
-
-    Args:
-        keep: number of checkpoints to keep, the newest ones.
-        in_background: whether ``save_soon`` writes in a thread of its own. Such a store has to be
-            closed.
+    Only one store at a time may use a folder. It keeps the newest ``keep`` checkpoints. With
+    ``in_background``, ``save_soon`` writes in a thread, and the store has to be closed.
     """
 
     keeps = True

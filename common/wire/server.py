@@ -39,11 +39,8 @@ def build_server(
 
     Its methods are added by the caller, who starts it.
 
-    Args:
-        credentials: this party's; without them it serves plain text, on loopback only.
-        notes: takes note of every message that crosses, if there is one.
-        callers: number of parties that call at the same time.
-        admitted: the parties that may call; by default every passive party.
+    Without credentials it serves plain text, on loopback only. ``callers`` parties call at the same
+    time; by default every passive party is ``admitted``.
     """
     # The outermost comes first. Errors become statuses outside of the transcript, because the
     # transcript itself may fail, on a full disk.

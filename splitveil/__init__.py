@@ -1,4 +1,4 @@
-"""Two-party split learning that tells the label owner what its gradients give away.
+"""Two-party split learning that measures what the label owner's gradients reveal, and bounds it.
 
     from splitveil import simulate
 

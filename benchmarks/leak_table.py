@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.environment import print_environment
-from splitveil.active_party.monitor.stated import ledger_figures
+from splitveil.active_party.monitor.stated_bounds import ledger_figures
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import ATTACKS, CUT, FINAL_ATTACKS, RUN_ATTACKS, RunAttackName
 from splitveil.common.privacy.run_level import RunLevelLeak

@@ -30,7 +30,7 @@ from splitveil.common.run.course import AlignedRows
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import log_security
 from splitveil.common.wire.http_proxy import HttpProxy, named_proxy, proxy_of_environment
-from splitveil.common.wire.noted_calls import AllNotes, Notes
+from splitveil.common.wire.recorded_calls import AllNotes, Notes
 from splitveil.passive_party.amplified_steps import amplify_steps
 from splitveil.passive_party.bottom_trainer import (
     BottomTrainer,

@@ -19,7 +19,7 @@ from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.text.addresses import on_loopback
 from splitveil.common.text.imports import extra_missing
-from splitveil.common.wire.noted_calls import AllNotes
+from splitveil.common.wire.recorded_calls import AllNotes
 
 try:
     from splitveil.active_party.http.api import build_app

@@ -13,9 +13,9 @@ from typing import Literal, Self
 import torch
 from pydantic import Field, model_validator
 
+from splitveil.active_party.defenses.class_gaps import gap_memory
 from splitveil.active_party.defenses.example_keys import key_name
 from splitveil.active_party.defenses.forecast import ChargeForecast, exactly
-from splitveil.active_party.defenses.gaps import gap_memory
 from splitveil.active_party.defenses.interface import (
     BuildInputs,
     Defended,

@@ -26,13 +26,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from splitveil.active_party.defenses.class_gaps import RowNoise, gap_memory
 from splitveil.active_party.defenses.forecast import (
     UNKNOWN,
     ChargeForecast,
     depends_on_gradients,
     exactly,
 )
-from splitveil.active_party.defenses.gaps import RowNoise, gap_memory
 from splitveil.active_party.defenses.interface import (
     BuildInputs,
     Defended,

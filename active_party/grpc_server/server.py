@@ -31,8 +31,8 @@ from splitveil.common.wire.limits import (
     believed,
     reader,
 )
-from splitveil.common.wire.noted_calls import AllNotes, Notes
 from splitveil.common.wire.probes import ProbeResponder
+from splitveil.common.wire.recorded_calls import AllNotes, Notes
 from splitveil.common.wire.server import build_server
 from splitveil.common.wire.tensor_codec import Frame
 from splitveil.protos import split_learning_pb2 as pb

@@ -9,7 +9,7 @@ from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.active_party.monitor.active_status import ActiveStatus
 from splitveil.active_party.monitor.distributions import gradient_distributions, spread_epochs
 from splitveil.active_party.monitor.leak_watch import LeakWatch
-from splitveil.active_party.monitor.stated import (
+from splitveil.active_party.monitor.stated_bounds import (
     hold_against,
     ledger_figures,
     log_beyond,

@@ -34,7 +34,7 @@ from splitveil.common.run.messages import Embedded, ModelIdentity
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import check_security
 from splitveil.common.wire.http_proxy import proxy_of_environment
-from splitveil.common.wire.noted_calls import Notes
+from splitveil.common.wire.recorded_calls import Notes
 
 logger = logging.getLogger(__name__)
 

@@ -10,16 +10,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from splitveil.active_party.defenses.projected.label_utility import share_of_variance
-from splitveil.active_party.report.bounds import beyond_of, bounds_of, contradictions, guarantee_of
-from splitveil.active_party.report.figures import WITHOUT_GRADIENTS, Finding, strongest
-from splitveil.active_party.report.paired import Estimate, estimate_of
-from splitveil.active_party.report.prices import (
+from splitveil.active_party.report.advice import (
     Price,
     Step,
     TableSize,
     price_list,
     steps_to_a_bound,
 )
+from splitveil.active_party.report.bounds import beyond_of, bounds_of, contradictions, guarantee_of
+from splitveil.active_party.report.figures import WITHOUT_GRADIENTS, Finding, strongest
+from splitveil.active_party.report.paired import Estimate, estimate_of
 from splitveil.active_party.report.run_files import RunFiles, num_classes
 from splitveil.active_party.report.verdict import RunLevel
 from splitveil.active_party.training.evaluation import StoredPredictions, read_predictions

@@ -28,7 +28,7 @@ from splitveil.common.run.contract import ACTIVE, Contract
 from splitveil.common.text.log_lines import log_fields
 from splitveil.common.wire.endpoint import open_channel
 from splitveil.common.wire.http_proxy import HttpProxy
-from splitveil.common.wire.noted_calls import Notes, NotingClient
+from splitveil.common.wire.recorded_calls import Notes, NotingClient
 from splitveil.common.wire.status import error_from
 
 

@@ -15,7 +15,7 @@ from splitveil.common.text.addresses import on_loopback
 from splitveil.common.wire.endpoint import channel_options
 from splitveil.common.wire.http_proxy import ChannelOptions
 from splitveil.common.wire.limits import CONCURRENT_RPCS, SERVER_THREADS, STREAMS_PER_CONNECTION
-from splitveil.common.wire.noted_calls import Notes, NotingServer
+from splitveil.common.wire.recorded_calls import Notes, NotingServer
 from splitveil.common.wire.status import ErrorInterceptor, ErrorListener
 from splitveil.common.wire.tls import PartyInterceptor, server_credentials
 

@@ -40,7 +40,7 @@ from splitveil.common.wire.limits import (
     believed,
     reader,
 )
-from splitveil.common.wire.noted_calls import Notes
+from splitveil.common.wire.recorded_calls import Notes
 from splitveil.common.wire.server import build_server
 from splitveil.common.wire.tensor_codec import TensorLimits
 from splitveil.passive_party.predict.inference_status import InferenceStatus

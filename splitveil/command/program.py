@@ -29,6 +29,8 @@ class SubCommand(NamedTuple):
     module: str
 
 
+_OWN = "splitveil.command.subcommands"
+
 SUB_COMMANDS = (
     SubCommand(
         "demo",
@@ -58,23 +60,25 @@ SUB_COMMANDS = (
     SubCommand(
         "align",
         "find the rows that all parties have, and write this party's, without training",
-        "splitveil.command.own",
+        _OWN,
     ),
     SubCommand("certs", "make and show certificates", "splitveil.deploy.certs"),
     SubCommand(
         "report",
         "write a page that shows what a run revealed about the labels",
-        "splitveil.command.own",
+        _OWN,
     ),
     SubCommand(
-        "compare", "print the final figures of several runs, side by side", "splitveil.command.own"
+        "compare",
+        "print the final figures of several runs, side by side",
+        _OWN,
     ),
     SubCommand(
         "audit",
         "attack gradients of any trainer, and print what they reveal about the labels",
-        "splitveil.command.own",
+        _OWN,
     ),
-    SubCommand("schema", "print the JSON Schema of a settings file", "splitveil.command.own"),
+    SubCommand("schema", "print the JSON Schema of a settings file", _OWN),
 )
 """In the order of the help."""
 

@@ -11,7 +11,7 @@ import pytest
 
 from splitveil.active_party.ledger.bounds import LeakBounds, PeerBound, Spread
 from splitveil.active_party.monitor.recorder import ActiveRecorder
-from splitveil.active_party.monitor.stated import hold_against, log_beyond, stated_epsilon
+from splitveil.active_party.monitor.stated_bounds import hold_against, log_beyond, stated_epsilon
 from splitveil.active_party.report import write_report
 from splitveil.active_party.report.run_files import read_run
 from splitveil.active_party.report.verdict import judge

@@ -14,7 +14,7 @@ import torch
 from splitveil.active_party.defenses import AnswerKeys
 from splitveil.active_party.ledger.account_book import LEDGER
 from splitveil.active_party.monitor.recorder import ActiveRecorder
-from splitveil.active_party.monitor.stated import ledger_figures
+from splitveil.active_party.monitor.stated_bounds import ledger_figures
 from splitveil.active_party.report.bounds import bounds_of
 from splitveil.active_party.report.run_files import read_run
 from splitveil.active_party.run.session import ActiveSession

@@ -41,7 +41,7 @@ from splitveil.common.record.model_files import identity_metadata, save_model
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.course import Batch
-from splitveil.common.wire.noted_calls import AllNotes
+from splitveil.common.wire.recorded_calls import AllNotes
 from splitveil.deploy.authority import PartyFolder, make_certificates
 from splitveil.passive_party.predict.inference_status import InferenceStatus
 from splitveil.passive_party.predict.served_model import ServedModel

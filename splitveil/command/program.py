@@ -63,16 +63,8 @@ SUB_COMMANDS = (
         _OWN,
     ),
     SubCommand("certs", "make and show certificates", "splitveil.deploy.certs"),
-    SubCommand(
-        "report",
-        "write a page that shows what a run revealed about the labels",
-        _OWN,
-    ),
-    SubCommand(
-        "compare",
-        "print the final figures of several runs, side by side",
-        _OWN,
-    ),
+    SubCommand("report", "write a page that shows what a run revealed about the labels", _OWN),
+    SubCommand("compare", "print the final figures of several runs, side by side", _OWN),
     SubCommand(
         "audit",
         "attack gradients of any trainer, and print what they reveal about the labels",

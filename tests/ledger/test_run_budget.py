@@ -302,7 +302,7 @@ def test_the_plan_admits_what_it_cannot_know(example: Path) -> None:
     assert "likely 0 .. 0.25" in iso  # 4 d/t with d = 4, t = 64
     assert "it may end the run in any epoch, not likely before epoch 2" in iso
     assert "no credit" in printed_plan(example, "defense={name: max_norm, noise: persistent}")
-    assert "tell the label outright" in printed_plan(example)
+    assert "reveal the label outright" in printed_plan(example)
 
 
 def test_the_plan_s_power_ratio_keeps_a_run_below_its_target(example: Path) -> None:

@@ -20,7 +20,7 @@ from splitveil.common.alignment.interface import (
 )
 from splitveil.common.alignment.store import ExchangeStore, ExchangeStores
 from splitveil.common.alignment.tried_ids import TriedIds, file_of_count
-from splitveil.common.errors import AlignmentError
+from splitveil.common.errors import AlignmentError, ProtocolError
 from splitveil.common.party.party_settings import PartySettings
 from splitveil.common.run.contract import AlignmentSettings
 from splitveil.protos.split_learning_pb2 import AlignFrame
@@ -114,8 +114,10 @@ def _transfer(
     replies.put(None)
     sender.join()
     if failures:
-        # Only the first: closing the channel makes the other thread fail as well.
-        raise failures[0]
+        # One makes the other thread fail as well: by the closed channel, or by the files of an
+        # exchange that is forgotten. What the peer did wrong is the reason wherever it did.
+        faults = (e for e in failures if isinstance(e, AlignmentError | ProtocolError))
+        raise next(faults, failures[0])
 
 
 def _send_all(

@@ -4,12 +4,13 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from splitveil.common.alignment import QueueChannel, StreamChannel, align, channel_pair
 from splitveil.common.alignment.ecdh import EcdhExchange
+from splitveil.common.alignment.exchange import _transfer
 from splitveil.common.alignment.workers import WorkerPool
 from splitveil.common.errors import (
     AlignmentError,
@@ -17,6 +18,7 @@ from splitveil.common.errors import (
     OutOfStep,
     PeerUnreachable,
     SplitveilError,
+    StorageError,
     TooLarge,
 )
 from splitveil.protos import split_learning_pb2 as pb
@@ -374,3 +376,28 @@ def test_closing_lets_sent_frames_through_and_ends_the_stream() -> None:
     assert [frame.done.count for frame in channel.outgoing] == [1, 2]
     with pytest.raises(PeerUnreachable):
         channel.send(done_frame(3))
+
+
+def test_a_peer_s_fault_is_the_reason_though_the_files_of_the_exchange_are_gone() -> None:
+    """Where the thread that sends finds them deleted before the other one has raised."""
+    failed = threading.Event()
+
+    class Forgotten:
+        is_complete = False
+
+        def own_frames(self) -> Iterator[pb.AlignFrame]:
+            raise StorageError("the tags are gone")
+
+        def receive(self, _frame: pb.AlignFrame) -> list[pb.AlignFrame]:
+            raise InvalidMessage("two ids have the same tag")
+
+    class Line:
+        def receive(self) -> pb.AlignFrame:
+            failed.wait()
+            return pb.AlignFrame()
+
+        def close(self) -> None:
+            failed.set()
+
+    with pytest.raises(InvalidMessage, match="same tag"):
+        _transfer(cast("Any", Forgotten()), cast("Any", Line()), lambda *_: None)

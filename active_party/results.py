@@ -134,7 +134,9 @@ def save_results(
     learned_from = RELEASED_LABELS if builder.is_label_free else TRUE_LABELS
     result_of = _identity(settings, session)
     saved = save_model(folder, trainer.model, builder.encoder, learned_from | result_of)
-    save_tensors(folder, LEDGER, session.lifecycle.phase.account_book().state_dict())
+    with session.lifecycle.stages:  # no handler that is still at work may charge meanwhile
+        accounts = session.lifecycle.phase.account_book().state_dict()
+    save_tensors(folder, LEDGER, accounts)
     logger.info("model saved in %s", saved)
     predictions = session.lifecycle.answering.test_predictions
     if predictions is not None:

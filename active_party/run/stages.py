@@ -87,10 +87,10 @@ class RunStages:
 
     def move_to(self, stage: Stage) -> None:
         """Change the stage, and wake every waiting call."""
-        if stage not in TRANSITIONS[self.current]:
-            raise RuntimeError(f"no run goes from {self.current.name} to {stage.name}")
-        self.current = stage
         with self:
+            if stage not in TRANSITIONS[self.current]:
+                raise RuntimeError(f"no run goes from {self.current.name} to {stage.name}")
+            self.current = stage
             self.note_progress()
 
     def wake(self) -> None:

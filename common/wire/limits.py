@@ -258,7 +258,7 @@ def check_fields(message: Message) -> None:
             _check_enumeration(name, field.enum_type, value)
         elif name in FIELDS:
             _check_size(name, value)
-        elif name not in EXEMPT and field.type != field.TYPE_BOOL:
+        elif name not in EXEMPT and (field.type != field.TYPE_BOOL or field.is_repeated):
             raise InvalidMessage(f"{name}: a field without a bound")
 
 

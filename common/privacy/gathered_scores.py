@@ -38,9 +38,12 @@ class GatheredLayer:
         # One history serves all numbers of hints, and all classes.
         self.history = ScoreHistory(num_examples if self.combining else 0)
         num_signs = {"spectral": 1, "kmeans": 1, "cosine": num_targets}
+        used = {source for name in attacks for source in RUN_ATTACKS[name].sources}
+        # Only these: once a batch had a positive, the sign of cosines enlarges a checkpoint.
         self._signs = {
             source: [ContinuousSign() for _ in range(number)]
             for source, number in num_signs.items()
+            if source in used
         }
 
     def add(self, epoch: int, positions: Tensor, layer: LayerScores) -> None:
@@ -53,6 +56,7 @@ class GatheredLayer:
                 ]
             )
             for source, directions in layer.directions.items()
+            if source in self._signs
         }
         for name, by_target in self.sums.items():
             (source,) = RUN_ATTACKS[name].sources

@@ -35,7 +35,7 @@ from splitveil.common.run.progress import State
 
 DIGEST_BYTES = 32
 
-_VERSION = 2
+_VERSION = 3
 
 
 class UnreadableError(Exception):

@@ -74,7 +74,7 @@ class ActiveStatus(RunStatus):
         gauge = self.metrics.gauge
         self._bound = gauge(
             "ledger_leak_auc_bound",
-            "AUC that no score of the peers in adversary exceeds, by statistic over the training "
+            "AUC that no score of the adversary class exceeds, by statistic over the training "
             "examples; 1 without a bound.",
             ["adversary", "statistic"],
         )

@@ -47,11 +47,9 @@ def build_bottom_model(
 
     A user-defined class is tried in training if there is a ``trial``.
 
-    Raises:
-        SettingsError: there are no features, or the model does not take these features, or its last
-            layer does not match the contract's cut layer; or a user-defined class cannot be loaded,
-            built or called, or returns another shape.
-        SplitveilError: the trial fails for lack of memory, or for another reason that may pass.
+    Raises SettingsError if there are no features, the model does not take these, its last layer is
+    not the cut layer's, or a user-defined class cannot be built or called, or returns another
+    shape; SplitveilError where the trial fails for a reason that may pass, such as lack of memory.
     """
     shapes = _shapes(encoder)
     if not _has_features(shapes):
@@ -89,10 +87,8 @@ def build_top_model(
     It is in training mode. For two classes, and for labels that are numbers (``ONE_NUMBER``), it
     returns one output per row, for more classes one logit per row and class.
 
-    Raises:
-        SettingsError: an output activation is set, or the model does not take these features or
-            this cut shape; or a user-defined class cannot be loaded, built or called, or returns
-            another shape.
+    Raises SettingsError if an output activation is set, the model does not take these features or
+    this cut shape, or a user-defined class cannot be built or called, or returns another shape.
     """
     num_logits = 1 if num_classes <= 2 else num_classes
     row_shape = () if num_logits == 1 else (num_classes,)

@@ -13,13 +13,9 @@ thread per process. Each round runs, one after the other:
 - ``..., depth N``: the same with ``pipeline_depth: N``;
 - ``shipped without ...``: the same with one part left out.
 
-A figure is that of whole epochs after the first: steps, the evaluation of the held-out rows, and
-whatever lies between two epochs. CPU time is that of both processes together, also until the first
-step and from the last evaluation to the end. Memory is the largest resident set (VmHWM) of each
-process over its whole life. Ratios are those of medians over the rounds.
-
-With ``--rtt`` and ``--rate`` the two parties talk through a process that delays their bytes as a
-line of so many milliseconds' round trip and Mbit/s would.
+A figure is that of whole epochs after the first, with whatever lies between two epochs. CPU time is
+that of both processes, also until the first step and from the last evaluation to the end. Memory is
+each process's largest resident set (VmHWM). Ratios are those of medians over the rounds.
 """
 
 import argparse

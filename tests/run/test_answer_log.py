@@ -67,6 +67,24 @@ def test_what_can_no_more_be_asked_again_stays_in_the_file(tmp_path: Path) -> No
         assert len(list(one.since(0))) == len(one) == 3
 
 
+def test_noise_is_keyed_by_the_secret_the_batch_and_every_question(tmp_path: Path) -> None:
+    """Otherwise two answers have the same noise, and their difference has none."""
+    log = AnswerLog.create(tmp_path / "answered.log", questions=2)
+
+    def key(secret: bytes, batch: int, *prints: bytes) -> bytes:
+        return AnsweredQuestions(secret, log).of_batch(batch, prints).answer_key
+
+    asked = (b"s" * 32, 4, b"f" * 16, b"g" * 16)
+    others = [
+        (b"t" * 32, *asked[1:]),
+        (asked[0], 5, *asked[2:]),
+        (*asked[:2], b"h" * 16, asked[3]),
+        (*asked[:3], b"h" * 16),
+    ]
+    assert key(*asked) == key(*asked)
+    assert len({key(*asked), *(key(*other) for other in others)}) == 5
+
+
 def test_a_question_has_one_answer_and_the_same_answer_one_charge(tmp_path: Path) -> None:
     log = AnswerLog.create(tmp_path / "answered.log", questions=2)
     questions = AnsweredQuestions(b"s" * 32, log)

@@ -9,7 +9,7 @@ import pytest
 from splitveil.common.run.sample_order import (
     SPLITS,
     SampleOrder,
-    canonical_order,
+    in_common_order,
     joint_seed,
     keyed_id_digests,
     positions_digest,
@@ -151,12 +151,13 @@ def test_id_digests_are_keyed_blake2b() -> None:
 
 def test_both_parties_come_to_one_order_from_their_own() -> None:
     ids = [f"id-{number}" for number in range(500)]
-    own = np.random.default_rng(1).permutation(500)
-    digests = keyed_id_digests(ids, _SEED)
-    others = keyed_id_digests([ids[row] for row in own], _SEED)
-    order, other_order = canonical_order(digests), canonical_order(others)
-    assert [ids[row] for row in order] == [ids[own[row]] for row in other_order]
-    assert [bytes(row) for row in digests[order]] == sorted(bytes(row) for row in digests)
+    theirs = [ids[row] for row in np.random.default_rng(1).permutation(500)]
+    own, digests = in_common_order(ids, np.arange(500), _SEED)
+    others, _ = in_common_order(theirs, np.arange(500), _SEED)
+    in_order = [ids[row] for row in own]
+    assert in_order == [theirs[row] for row in others]
+    assert np.array_equal(digests, keyed_id_digests(in_order, _SEED))
+    assert [bytes(row) for row in digests] == sorted(bytes(row) for row in digests)
 
 
 def test_the_split_takes_the_fractions_that_are_given() -> None:

@@ -199,7 +199,7 @@ PROGRAMS = [page for page in GUIDE if any(one.language == "python" for one in bl
 
 PRINTED = {
     "README.md": r"projected_labels",
-    "docs/guide/quickstart.md": (
+    "docs/guide/start.md": (
         r"test AUC 0\.\d+\nbound for anybody 1\.0\n(bound for .* [01]\.\d+\n){2}"
     ),
     "docs/guide/python-api.md": (
@@ -208,7 +208,7 @@ PRINTED = {
         r".*\n0\.7[0-4]\d+\n.*power ratio.*0\.6.*"
         r"\['active', 'contract', 'passive'\]"
     ),
-    "docs/guide/serving.md": "",  # defines functions; tests/journeys/test_predict_processes.py asks
+    "docs/guide/predicting.md": "",  # defines functions; tests/journeys/test_predict_processes.py asks
 }
 """Page -> what its programs print, run one after the other in one interpreter."""
 

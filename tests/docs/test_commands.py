@@ -208,7 +208,7 @@ PRINTED = {
         r".*\n0\.7[0-4]\d+\n.*power ratio.*0\.6.*"
         r"\['active', 'contract', 'passive'\]"
     ),
-    "docs/guide/predicting.md": "",  # defines functions; tests/journeys/test_predict_processes.py asks
+    "docs/guide/predicting.md": "",  # tests/journeys/test_predict_processes.py calls its function
 }
 """Page -> what its programs print, run one after the other in one interpreter."""
 

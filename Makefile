@@ -54,12 +54,15 @@ settings: $(INSTALLED)
 	$(BIN)/python docs/settings_reference.py > docs/settings.md
 
 # The documentation site, in build/site, from copies of the pages; a broken link or anchor is an error.
-site: $(INSTALLED)
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[docs]'
+site: $(BIN)/zensical
 	rm -rf build/pages
 	mkdir -p build/pages
 	cp -r *.md LICENSE docs build/pages
 	$(BIN)/zensical build --clean --strict
+
+$(BIN)/zensical: $(INSTALLED)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[docs]'
+	@touch $@
 
 bench: $(INSTALLED)
 	@set -e; for benchmark in $(BENCHMARKS); do \

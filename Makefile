@@ -1,9 +1,10 @@
 # Every target sets up .venv if necessary, from pyproject.toml and constraints.txt.
-# PYTHON=python3.12 make demo   uses another interpreter.
-# PIP_EXTRA_INDEX_URL=... make demo   adds a package index with another build of torch.
+# PYTHON=python3.13 make demo   uses another interpreter.
+# INSTALL="uv pip install -c constraints.txt --torch-backend=cpu" make demo   installs another build of torch.
 # TEST_OPTIONS="--lf -x" make test   passes options to pytest.
 
 PYTHON ?= python3
+INSTALL ?= .venv/bin/pip install --quiet -c constraints.txt
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 # Not the parts of whole_run, and not gpu, which needs one.
@@ -59,11 +60,10 @@ bench: $(INSTALLED)
 	done
 
 $(INSTALLED): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null || { \
-	  echo "splitveil needs Python 3.11 or 3.12, and $(PYTHON) is neither:" \
-	    "make $(MAKECMDGOALS) PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "splitveil needs Python 3.11 or newer, and $(PYTHON) is not:" \
+	    "make $(MAKECMDGOALS) PYTHON=/path/to/python3.13" >&2; exit 1; }
 	@echo "Setting up .venv: takes minutes the first time, mostly for torch"
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet -c constraints.txt torch
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	$(INSTALL) -e '.[dev]'
 	@touch $@

@@ -1,6 +1,6 @@
 # Every target sets up .venv if necessary, from pyproject.toml and constraints.txt.
 # PYTHON=python3.13 make demo   uses another interpreter.
-# INSTALL="uv pip install -c constraints.txt --torch-backend=cpu" make demo   installs another build of torch.
+# INSTALL="uv pip install -c constraints.txt --torch-backend=cpu" make demo   takes torch's CPU build.
 # TEST_OPTIONS="--lf -x" make test   passes options to pytest.
 
 PYTHON ?= python3
@@ -14,7 +14,7 @@ BENCHMARKS := $(filter-out __init__ environment bare_gloo slow_line gpu,$(basena
 # takes half a gigabyte; an idle one takes tests from others. TEST_OPTIONS="-n 8" asks for more.
 PYTEST := $(BIN)/pytest -n 4 --dist worksteal
 
-.PHONY: demo test test-system test-rest test-all check faults fuzz protos settings bench
+.PHONY: demo test test-system test-rest test-all check faults fuzz protos settings lock bench
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -53,6 +53,12 @@ protos: $(INSTALLED)
 
 settings: $(INSTALLED)
 	$(BIN)/python docs/settings_reference.py > docs/settings.md
+
+# What constraints.txt pins, with digests: the package and the extras for its users.
+lock:
+	uv pip compile --quiet --universal --python-version 3.11 --no-header -c constraints.txt \
+	  --extra board --extra ids --extra images --extra serve --extra sql \
+	  --format pylock.toml -o pylock.toml pyproject.toml
 
 bench: $(INSTALLED)
 	@set -e; for benchmark in $(BENCHMARKS); do \

@@ -150,32 +150,38 @@ _TYPE = re.compile(r".*\[.*\]|constrained-\w+|str|int|float|bool")
 
 
 def _problems(section: type[Section], error: ValidationError, source: str) -> Iterator[str]:
-    named = set[str]()
+    found = dict[str, list[ErrorDetails]]()
     for problem in error.errors():
         where = ".".join(str(one) for one in problem["loc"] if not _TYPE.fullmatch(str(one)))
-        if any(f"{one}.".startswith(f"{where}.") for one in named):
-            continue  # each type of a union has a problem of its own, and a list lacks wrong entries
-        named.add(where)
-        if problem["type"] == "extra_forbidden":
-            yield f"{source}: {where}: unknown setting{_hint(section, problem['loc'])}"
+        # A list of wrong entries only is too short as well.
+        if not any(one.startswith(f"{where}.") for one in found):
+            found.setdefault(where, []).append(problem)
+    for where, (first, *others) in found.items():  # each type of a union has its own
+        if first["type"] == "extra_forbidden":
+            yield f"{source}: {where}: unknown setting{_hint(section, first['loc'])}"
         else:
-            yield f"{source}: {where + ': ' if where else ''}{_in_words(problem)}"
+            message = " or ".join(map(_in_words, (first, *others))).replace(" or expected", ", or")
+            yield f"{source}: {where + ': ' if where else ''}{message}{_given(first)}"
 
 
 def _in_words(problem: ErrorDetails) -> str:
-    """Say what was expected, in words that need no knowledge of pydantic, and what came."""
-    kind, given, context = problem["type"], problem["input"], problem.get("ctx", {})
+    """Say what was expected, in words that need no knowledge of pydantic."""
+    kind, context = problem["type"], problem.get("ctx", {})
     if kind not in _EXPECTED:
         message = problem["msg"].removeprefix("Value error, ")
-        message = message.replace("Input should be", "expected")
-    else:
-        message = f"expected {_EXPECTED[kind].format_map(context)}"
+        return message.replace("Input should be", "expected")
+    message = f"expected {_EXPECTED[kind].format_map(context)}"
     if kind in {"literal_error", "union_tag_invalid"}:
-        given = context.get("tag", given)
-        message += suggest(str(given), re.findall(r"'([^']*)'", message))
+        given = str(context.get("tag", problem["input"]))
+        message += suggest(given, re.findall(r"'([^']*)'", message))
+    return message
+
+
+def _given(problem: ErrorDetails) -> str:
+    given = problem.get("ctx", {}).get("tag", problem["input"])
     # A problem with a whole section would repeat all of it.
-    whole = kind == "missing" or isinstance(given, dict)
-    return message if whole else f"{message} (got {_short(_as_yaml(given))})"
+    whole = problem["type"] == "missing" or isinstance(given, dict)
+    return "" if whole else f" (got {_short(_as_yaml(given))})"
 
 
 def _short(text: str) -> str:

@@ -374,6 +374,12 @@ def read_numbers(column: WrittenColumn) -> _Numbers:
     return _Numbers(values, is_unreadable)
 
 
+def is_numeric(kind: pa.DataType) -> bool:
+    """Say whether a type's cells are numbers."""
+    types = pa.types
+    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind))
+
+
 def is_text(kind: Any) -> bool:
     """Say whether a type's cells are texts, which Impala and others store as bytes."""
     if pa.types.is_fixed_size_binary(kind):

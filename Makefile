@@ -62,7 +62,7 @@ site: $(BIN)/zensical
 	$(BIN)/zensical build --clean --strict
 
 $(BIN)/zensical: $(INSTALLED)
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[docs]'
+	$(INSTALL) -e '.[docs]'
 	@touch $@
 
 # What constraints.txt pins, with digests: the package and the extras for its users.

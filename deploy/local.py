@@ -34,7 +34,6 @@ from splitveil.common.run.contract import ACTIVE
 from splitveil.common.settings import read_yaml
 from splitveil.common.text.version import add_version
 from splitveil.common.text.visible_text import cell, visible
-from splitveil.deploy.comparison import comparison_table, read_results
 from splitveil.deploy.overrides import (
     NamedDefense,
     Overrides,
@@ -132,7 +131,10 @@ def run_example(example_dir: Path, options: argparse.Namespace) -> int:
 
 
 def _show(name: str, ended: Mapping[str, EndedRun], page: Path | None) -> None:
-    results = {title: read_results(one.folder) for title, one in ended.items()}
+    # It imports torch, which help does not need.
+    from splitveil.deploy.comparison import comparison_table  # noqa: PLC0415
+
+    results = {title: read_summary(one.folder / ACTIVE) for title, one in ended.items()}
     Console().print(comparison_table(name, results))
     _link([*(one.report for one in ended.values()), *([] if page is None else [page])])
 

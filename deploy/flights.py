@@ -52,8 +52,20 @@ def write_tables(folder: Path) -> None:
     there = there.join(weather, ["origin", "time_hour"], join_type="inner")
     there = there.join(traffic, ["origin", "time_hour"])
     there = there.sort_by([("time_hour", "ascending"), ("id", "ascending")])
-    names = ("temp", "dewp", "humid", "wind_dir", "wind_speed", "wind_gust", "precip", "pressure", "visib")
-    table = there.select(["id", *names, "flight_count"]).rename_columns(["id", *names, "departures"])
+    names = (
+        "temp",
+        "dewp",
+        "humid",
+        "wind_dir",
+        "wind_speed",
+        "wind_gust",
+        "precip",
+        "pressure",
+        "visib",
+    )
+    table = there.select(["id", *names, "flight_count"]).rename_columns(
+        ["id", *names, "departures"]
+    )
     csv.write_csv(table, folder / AIRPORTS)
 
 

@@ -9,17 +9,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import IO, Self
 
 from rich.console import Console
+from rich.progress import TaskID
 from rich.table import Table
 from rich.text import Text
 
 from splitveil.common.errors import PeerError
 from splitveil.common.party.interruption import stop_signals_to
-from splitveil.common.record.progress import VARIABLE, TrainingProgress
+from splitveil.common.record.progress import VARIABLE, each_in_words, training_bars
 from splitveil.common.text.visible_text import visible
 
 PEER_NOTICES_S = 5.0
@@ -37,24 +38,25 @@ _LONGEST_LINE = 4096
 
 
 class RunDisplay:
-    """The output of some parties on one terminal: a table of log lines above the first one's bar.
+    """The output of some parties on one terminal: a table of log lines above a bar for each party.
 
     A line has the time, the party, and the message, wrapped beneath itself. Where there is no
-    terminal, the lines keep the party's name in front, as they come.
+    terminal, the lines keep the party's name in front, as they come, and there are no bars.
     """
 
     def __init__(self, parties: Sequence[str], console: Console) -> None:
         self._console = console
-        self._leader = parties[0]
         self._width = max(map(len, parties))
-        self._bar: TrainingProgress | None = None
+        self._bars = training_bars(console, transient=True)
+        self._bar_of: dict[str, TaskID] = {}
+        self._waiting = self._bars.add_task("starting, finding common rows", total=None, numbers=())
         self._last_time = ""
         self._lock = threading.Lock()
-        self._resources = ExitStack()
         self._progress, self.descriptor = os.pipe()
         self._reader = threading.Thread(target=self._read_progress, daemon=True)
 
     def __enter__(self) -> Self:
+        self._bars.start()
         self._reader.start()
         return self
 
@@ -64,7 +66,7 @@ class RunDisplay:
 
     def __exit__(self, *_: object) -> None:
         self._reader.join()
-        self._resources.close()
+        self._bars.stop()
 
     def show(self, party: str, line: str) -> None:
         parts = _LOG_LINE.fullmatch(line)
@@ -91,17 +93,16 @@ class RunDisplay:
                     numbers = {str(name): float(one) for name, one in read["numbers"].items()}
                 except (ValueError, KeyError, TypeError, AttributeError):
                     continue  # a program of the user's own may write there, too
-                if party == self._leader:
-                    self._advance(done, total, numbers)
+                self._advance(visible(party), done, total, numbers)
 
-    def _advance(self, done: int, total: int, numbers: dict[str, float]) -> None:
-        if self._bar is None:
-            bar = TrainingProgress("training", total, console=self._console)
-            with self._lock:  # a line that is being printed knows of no bar, and would end in it
-                self._bar = self._resources.enter_context(bar)
-        if done < self._bar.steps_done:
-            self._bar.resume_at(done)
-        self._bar.advance(done - self._bar.steps_done, **numbers)
+    def _advance(self, party: str, done: int, total: int, numbers: dict[str, float]) -> None:
+        bar = self._bar_of.get(party)
+        if bar is None:
+            self._bars.update(self._waiting, visible=False)
+            name = f"{party:<{self._width}}"
+            bar = self._bars.add_task(name, total=total, completed=done, numbers=())
+            self._bar_of[party] = bar
+        self._bars.update(bar, completed=done, numbers=each_in_words(numbers))
 
 
 def run_parties(commands: Mapping[str, Sequence[str]], *, stderr: bool = False) -> int:

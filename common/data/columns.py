@@ -15,9 +15,10 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from splitveil.common.data.settings import DataSettings, FeatureSettings, Gaps
-from splitveil.common.data.sources import ArrowColumn, RowSource, list_rows, suggest
+from splitveil.common.data.sources import ArrowColumn, RowSource, list_rows
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.run.sample_order import SPLITS
+from splitveil.common.text.wording import suggest
 
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 _MANTISSA_BITS = {16: 11, 32: 24, 64: 53}
@@ -371,6 +372,12 @@ def read_numbers(column: WrittenColumn) -> _Numbers:
         is_missing = pc.is_in(texts, value_set=pa.array(column.missing_texts, pa.string()))
         values = np.where(is_infinite & is_missing.to_numpy(), np.nan, values)
     return _Numbers(values, is_unreadable)
+
+
+def is_numeric(kind: pa.DataType) -> bool:
+    """Say whether a type's cells are numbers."""
+    types = pa.types
+    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind))
 
 
 def is_text(kind: Any) -> bool:

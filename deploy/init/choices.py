@@ -14,17 +14,16 @@ import pyarrow.compute as pc
 import torch
 from numpy.typing import NDArray
 
-from splitveil.common.data.columns import is_unnamed_index
-from splitveil.common.data.ids import Allowed
+from splitveil.common.data.columns import NEARLY_ALL, is_unnamed_index
 from splitveil.common.data.label_columns import places_of
 from splitveil.common.data.settings import MAX_CLASSES
-from splitveil.common.data.sources import suggest
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.privacy.leakage import auc
 from splitveil.common.run.sample_order import SPLITS
+from splitveil.common.text.wording import suggest
 from splitveil.deploy.init.columns import Column, as_text, without_gaps
 from splitveil.deploy.init.labels import Label, classes_of, is_of_numbers, label_of
-from splitveil.deploy.init.own_ids import likely_ids, objections_to
+from splitveil.deploy.init.own_ids import OwnIds, judge, likely_ids
 
 
 def _words(name: str) -> set[str]:
@@ -105,15 +104,16 @@ class Wishes(NamedTuple):
     exclude: tuple[str, ...] = ()
     missing_texts: tuple[str, ...] = ()
     """Texts that mean "no value", beside those that are known."""
-    allowed: Allowed = Allowed()
 
 
-def id_candidates(
-    columns: Sequence[Column], cells: Mapping[str, Any], wishes: Wishes
-) -> dict[str, list[str]]:
-    """Return the columns that may hold ids, the likeliest first, with what a run objects to."""
-    likely = likely_ids(columns, cells, wishes.allowed)
-    return dict(sorted(likely.items(), key=lambda x: (bool(x[1]), not _words(x[0]) & ID_WORDS)))
+def id_candidates(columns: Sequence[Column], cells: Mapping[str, Any]) -> dict[str, OwnIds]:
+    """Return the columns that may hold ids, the likeliest first."""
+    likely = likely_ids(columns, cells)
+    return dict(sorted(likely.items(), key=lambda x: (bool(x[1].doubt), not _is_id_word(x[0]))))
+
+
+def _is_id_word(name: str) -> bool:
+    return bool(_words(name) & ID_WORDS)
 
 
 def label_candidates(columns: Sequence[Column], *, with_gaps: bool = False) -> list[Column]:
@@ -127,36 +127,50 @@ def label_candidates(columns: Sequence[Column], *, with_gaps: bool = False) -> l
     return list(dict.fromkeys([*(named or numbers), *few]))
 
 
-def choose_id(columns: Sequence[Column], cells: Mapping[str, Any], wishes: Wishes) -> str | None:
-    """Return the column with the ids; None if the rows are numbered instead."""
+def choose_id(
+    columns: Sequence[Column], cells: Mapping[str, Any], wishes: Wishes
+) -> tuple[str | None, OwnIds]:
+    """Return the column with the ids, and how they are; None if the rows are numbered instead.
+
+    Rows without an id of their own are no obstacle if the column is named, or named like ids and
+    nearly all rows have one.
+    """
     if not wishes.has_id:
-        return None
+        return None, OwnIds(0)
     if wishes.id_column is not None:
         column = _named(columns, wishes.id_column, "--id-column")
         try:
-            objections, _ = objections_to(cells[column.name], wishes.allowed)
+            judged, why = judge(column, cells[column.name]), ""
         except DataError as error:
-            objections = [str(error)]
-        if objections:
+            judged, why = OwnIds(0), f"; {error}"
+        if judged.num_ids <= judged.num_rows // 2:
             raise SettingsError(
                 f"--id-column {column.name}: expected a text or whole number in every row, each "
-                f"once, found {column.in_words()} in {column.num_rows:,} rows; "
-                f"{'; '.join(objections)}"
+                f"once, found {column.in_words()} in {column.num_rows:,} rows{why}"
             )
-        return column.name
-    likely = id_candidates(columns, cells, wishes)
-    candidates = [name for name, objections in likely.items() if not objections]
-    named = [name for name in candidates if _words(name) & ID_WORDS]
+        return column.name, judged
+    likely = id_candidates(columns, cells)
+    sure = {name: one for name, one in likely.items() if not one.doubt}
+    named = {
+        name: one
+        for name, one in sure.items()
+        if _is_id_word(name) and one.num_ids >= NEARLY_ALL * one.num_rows
+    }
+    unnamed = {name: one for name, one in sure.items() if not one.losses}
     if len(named) == 1:
-        return named[0]
-    if len(candidates) == 1 and not any(_words(name) & ID_WORDS for name in likely):
-        return candidates[0]
-    found = ", ".join(named or candidates) or "none"
-    nearly = "; ".join(f"{name} ({', '.join(why)})" for name, why in likely.items() if why)
+        return next(iter(named.items()))
+    if len(unnamed) == 1 and not any(map(_is_id_word, likely)):
+        return next(iter(unnamed.items()))
+    found = ", ".join(named or unnamed) or "none"
+    nearly = "; ".join(
+        f"{name} ({', '.join(filter(None, [one.losses, one.doubt]))})"
+        for name, one in likely.items()
+        if one.losses or one.doubt
+    )
     raise SettingsError(
         f"--id-column: name the column by which both parties know an example (columns with a text "
         f"or whole number of its own in every row: {found}"
-        f"{nearly and f'; in nearly every row: {nearly}'}); or --no-id-column, if both files have "
+        f"{nearly and f'; in many rows: {nearly}'}); or --no-id-column, if both files have "
         f"the same examples in the same order"
     )
 

@@ -13,7 +13,6 @@ from rich.console import Console
 
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.id_forms import IdForms
-from splitveil.common.data.ids import Allowed
 from splitveil.common.data.kinds import with_advice
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.sources import ColumnsInMemory
@@ -50,6 +49,8 @@ class Written(NamedTuple):
             "files": [str(path) for path in self.files],
             "rows": p.num_rows,
             "id_column": p.choices.id_column,
+            "rows_without_id": p.ids.without_id,
+            "rows_with_earlier_id": p.ids.repeated,
             "id_doubts": self.id_doubts,
             "label_column": None if label is None else label.column,
             "label_column_is_guessed": label is not None and label.is_guessed,
@@ -115,7 +116,7 @@ def _asked(
 ) -> Wishes:
     """Ask for the columns that matter; the likeliest answer is the default."""
     if wishes.id_column is None and wishes.has_id:
-        likely = [*id_candidates(columns, table.columns, wishes), "-"]
+        likely = [*id_candidates(columns, table.columns), "-"]
         answer = ask("Column with the ids by which both parties know an example", likely)
         wishes = wishes._replace(has_id=answer != "-", id_column=None if answer == "-" else answer)
     if terms.role != ACTIVE:
@@ -170,7 +171,7 @@ def _read_as_a_run_does(table: RawTable, proposal: Proposal, text: str) -> None:
     """Refuse before anything is written what a run would refuse."""
     in_memory = {"source": {"kind": "csv", "path": "as read by init"}}
     settings = validate(DataSettings, yaml.safe_load(text)["data"] | in_memory, "data")
-    rules = [TextId(whole_numbers=proposal.whole_numbers)]
+    rules = [TextId(whole_numbers=proposal.ids.is_floating)]
     table_of(ColumnsInMemory(str(table.path), table.columns), settings, None, rules)
 
 
@@ -222,9 +223,6 @@ def _wishes(options: argparse.Namespace) -> Wishes:
         categorical=tuple(options.categorical),
         exclude=tuple(options.exclude),
         missing_texts=tuple(options.missing_text),
-        allowed=Allowed(
-            duplicates=options.duplicate_ids is not None, unusable=options.unusable_ids is not None
-        ),
     )
 
 
@@ -259,7 +257,7 @@ def _print(written: Written, role: str) -> None:
 
     say("rows", p.rows_in_words)
     say("ids", p.choices.id_column or "the rows' numbers")
-    for doubt in written.id_doubts:
+    for doubt in filter(None, [p.ids.losses, *written.id_doubts]):
         say("warning", doubt)
     if label is not None:
         say("labels", f"{label.column}: {p.balance}")

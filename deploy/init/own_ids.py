@@ -2,54 +2,83 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
 from splitveil.common.data.canonical_form import CanonicalForm
-from splitveil.common.data.columns import NEARLY_ALL, WrittenColumn, is_unnamed_index, read_ids
+from splitveil.common.data.columns import WrittenColumn, is_text, is_unnamed_index, read_ids
 from splitveil.common.data.id_forms import SHORTENED
-from splitveil.common.data.ids import Allowed, unusable_rows
+from splitveil.common.data.ids import unusable_rows
 from splitveil.common.errors import DataError
 from splitveil.deploy.init.columns import Column
 
+_POINTED = r"[+-]?\d+\.0*"
 
-def objections_to(cells: Any, allowed: Allowed) -> tuple[list[str], int]:
-    """Return why a run refuses ids, with the option for it, and how many rows have their own."""
+
+class OwnIds(NamedTuple):
+    """What a run makes of a column of ids."""
+
+    num_rows: int
+    without_id: int = 0
+    repeated: int = 0
+    """Rows with the id of an earlier row."""
+
+    doubt: str = ""
+    """Why the column is taken only if it is named."""
+
+    is_floating: bool = False
+    """Whether whole numbers have a decimal point, for which the contract needs a rule."""
+
+    @property
+    def num_ids(self) -> int:
+        return self.num_rows - self.without_id - self.repeated
+
+    @property
+    def losses(self) -> str:
+        """Say how many rows take no part; empty if all do."""
+        without = f"{self.without_id:,} without an id" if self.without_id else ""
+        repeated = f"{self.repeated:,} with the id of an earlier row" if self.repeated else ""
+        words = " and ".join(filter(None, [without, repeated]))
+        return words and f"{self.without_id + self.repeated:,} rows take no part: {words}"
+
+
+def judge(column: Column, cells: Any) -> OwnIds:
+    """Return what a run makes of a column; DataError if it cannot read it as ids."""
     raw = read_ids(WrittenColumn(cells, "ids"), may_be_floats=True)
     form = CanonicalForm()
     rows = unusable_rows(raw, form.of(raw), form)
-    unusable, repeated = len(rows.without_id), len(rows.repeated)
-    found = []
-    if unusable and not allowed.unusable:
-        found.append(f"{unusable:,} rows without an id: --unusable-ids leave_out")
-    if repeated and not allowed.duplicates:
-        found.append(f"{repeated:,} rows with the id of an earlier row: --duplicate-ids first")
-    return found, len(raw) - unusable - repeated
+    is_floating = column.kind == "number" and (
+        pa.types.is_floating(cells.type) or all(re.fullmatch(_POINTED, x) for x in column.values)
+    )
+    doubt = ""
+    if is_floating:
+        rule = "the contract says ids: {whole_numbers: true} if --id-column names it"
+        doubt = f"whole numbers with a decimal point: {rule}"
+    elif any(re.match(SHORTENED, value) for value in column.values):
+        doubt = "some are written like 1.2E+15, as spreadsheets shorten long numbers"
+    return OwnIds(len(raw), len(rows.without_id), len(rows.repeated), doubt, is_floating)
 
 
-def likely_ids(
-    columns: Sequence[Column], cells: Mapping[str, Any], allowed: Allowed
-) -> dict[str, list[str]]:
-    """Return the columns of which nearly all rows have an id of their own, and what is objected."""
+def likely_ids(columns: Sequence[Column], cells: Mapping[str, Any]) -> dict[str, OwnIds]:
+    """Return the columns of which more than half of the rows have an id of their own."""
     found = {}
     for column in columns:
-        is_float = pa.types.is_floating(cells[column.name].type)
+        own = cells[column.name]
+        if is_text(own.type) and column.kind == "other":
+            if len(own.unique()) == len(own):
+                why = "bytes that are no text: write them as text, such as hexadecimal digits"
+                found[column.name] = OwnIds(len(own), doubt=why)
+            continue
         is_index = is_unnamed_index(column.name) and column.kind == "whole"
-        is_shortened = any(re.match(SHORTENED, value) for value in column.values)
-        may_be = column.kind in {"whole", "text"}
-        may_be |= column.kind == "number" and (is_float or is_shortened)
-        if is_index or not may_be or column.distinct < 0.8 * column.num_rows:
+        may_be = column.kind in {"whole", "text", "number"} and not is_index
+        if not may_be or column.distinct <= column.num_rows // 2:
             continue
         try:
-            objections, num_ids = objections_to(cells[column.name], allowed)
+            judged = judge(column, own)
         except DataError:
             continue
-        if is_float:
-            rule = "the contract says ids: {whole_numbers: true} if --id-column names it"
-            objections.append(f"stored as floating-point numbers: {rule}")
-        elif is_shortened:
-            objections.append("some are written like 1.2E+15, as spreadsheets shorten long numbers")
-        if num_ids >= NEARLY_ALL * column.num_rows:
-            found[column.name] = objections
+        is_id = column.kind != "number" or judged.doubt
+        if is_id and judged.num_ids > column.num_rows // 2:
+            found[column.name] = judged
     return found

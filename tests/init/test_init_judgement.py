@@ -17,7 +17,6 @@ import yaml
 from pyarrow import parquet
 
 from splitveil.command.program import main as splitveil
-from splitveil.common.data.ids import Allowed
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_data import PartyData
@@ -171,64 +170,88 @@ WHOLE = [*range(55), *[None] * 5]
 UUIDS = [uuid.UUID(int=row) for row in range(ROWS)]
 
 
+LOST = (
+    "unusable_ids: leave_out  # {} rows without an id",
+    "duplicate_ids: first  # {} rows with the",
+)
+FLOATS = pa.array([*map(float, range(ROWS - 1)), None])
+BYTES = pa.array([uuid.UUID(int=2**127 + row).bytes for row in range(ROWS)], pa.binary(16))
+
+
 @pytest.mark.parametrize(
-    ("ids", "options", "message", "count", "first"),
+    ("ids", "options", "lost", "first"),
     [
-        (in_binary(IDS), {}, "", ROWS, "K100000"),
-        (pa.array(map(decimal.Decimal, range(ROWS)), pa.decimal128(18, 0)), {}, "", ROWS, "0"),
-        (pa.array([one.bytes for one in UUIDS], pa.uuid()), {}, "", ROWS, str(UUIDS[0])),
-        (["NA", *IDS[1:]], {}, "", ROWS, "NA"),
+        (in_binary(IDS), [], (0, 0), "K100000"),
+        (pa.array(map(decimal.Decimal, range(ROWS)), pa.decimal128(18, 0)), [], (0, 0), "0"),
+        (pa.array([one.bytes for one in UUIDS], pa.uuid()), [], (0, 0), str(UUIDS[0])),
+        (["NA", *IDS[1:]], [], (0, 0), "NA"),
+        (pa.array(WHOLE, pa.int64()), [], (5, 0), "0"),
+        ([*IDS[:57], *IDS[:3]], [], (0, 3), "K100000"),
+        (["", *IDS[1:57], *IDS[1:3], " "], [], (2, 2), "K100001"),
+        ([*IDS[:40], *IDS[:20]], ["rows take no part: 20 with the id"], (0, 20), "K100000"),
+        (FLOATS, ["1 without an id, whole numbers with a decimal point"], (1, 0), "0"),
+        ([f"{row}.0" for row in range(ROWS)], ["ids: {whole_numbers: true} if"], (0, 0), "0"),
         (
-            pa.array(WHOLE, pa.int64()),
-            {"unusable": True},
-            "customer (5 rows without an id: --unusable-ids leave_out)",
-            55,
-            "0",
-        ),
-        (
-            [*IDS[:57], *IDS[:3]],
-            {"duplicates": True},
-            "customer (3 rows with the id of an earlier row: --duplicate-ids first)",
-            57,
-            "K100000",
-        ),
-        (
-            pa.array([*map(float, range(ROWS - 1)), None]),
-            {"unusable": True},
-            "stored as floating-point numbers: the contract says ids: {whole_numbers: true} if",
-            59,
+            pa.array(map(decimal.Decimal, range(ROWS)), pa.decimal128(18, 2)),
+            ["ids: {whole_numbers: true} if"],
+            (0, 0),
             "0",
         ),
     ],
 )
 def test_ids_that_a_run_reads_are_accepted(
-    tmp_path: Path, ids: Any, options: dict[str, bool], message: str, count: int, first: str
+    tmp_path: Path,
+    ids: Any,
+    options: list[str],
+    lost: tuple[int, int],
+    first: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """Those with a doubt only if they are named."""
     path = write(tmp_path, {"id": SIDES, "customer": ids, "y": [0, 1] * 30}, "parquet")
-    for named in (None, "customer") if message else ():
-        with pytest.raises(
-            SettingsError, match=r"--id-column.* none|customer: expected"
-        ) as refused:
-            propose(path, Wishes(id_column=named, label_column="y"), "active")
-        assert message in str(refused.value) or named
-    named = "customer" if "floating" in message else None
-    wishes = Wishes(id_column=named, label_column="y", allowed=Allowed(**options))
-    assert propose(path, wishes, "active").choices.id_column == "customer"
+    for message in options:
+        with pytest.raises(SettingsError, match=re.escape(message)):
+            propose(path, Wishes(label_column="y"), "active")
+    words = ["init", "active", str(path), "--folder", str(tmp_path), "--label-column", "y"]
+    with pytest.raises(SystemExit) as end:
+        splitveil([*words, *["--id-column", "customer"] * len(options)])
+    assert end.value.code == 0
+    said, written = capsys.readouterr().out, (tmp_path / "active.yaml").read_text()
+    assert re.search(r"ids +customer\n", said)
+    assert (f"{sum(lost)} rows take no part: " in said) == (sum(lost) > 0)
+    for setting, count in zip(LOST, lost, strict=True):
+        assert (setting.format(count) in written) == (count > 0)
     contract = yaml.safe_load((tmp_path / "contract.yaml").read_text())
-    assert contract.get("ids") == ({"whole_numbers": True} if named else None)
+    is_floating = "decimal point" in written
+    assert contract.get("ids") == ({"whole_numbers": True} if is_floating else None)
     found = check(tmp_path, "active", [TextId(**contract.get("ids", {}))])
-    assert (len(found.ids), found.ids[0]) == (count, first)
+    assert (len(found.ids), found.ids[0]) == (ROWS - sum(lost), first)
+
+
+@pytest.mark.parametrize(
+    ("ids", "named", "message"),
+    [
+        ([f"K{row // 3}" for row in range(ROWS)], [], "in every row: none);"),
+        ([f"K{row // 3}" for row in range(ROWS)], ["id"], "each once, found texts, 20 distinct"),
+        (BYTES, [], "id (bytes that are no text: "),
+        (BYTES, ["id"], "found neither texts nor"),
+    ],
+)
+def test_other_columns_are_no_ids(tmp_path: Path, ids: Any, named: list[str], message: str) -> None:
+    path = write(tmp_path, {"id": ids, "side": SIDES}, "parquet")
+    with pytest.raises(SettingsError, match=re.escape(message)):
+        propose(path, Wishes(id_column=next(iter(named), None)))
 
 
 def test_ids_that_a_spreadsheet_has_shortened_are_named(tmp_path: Path) -> None:
     ids = [str(1_200_000_000_000_000 + row) for row in range(ROWS - 4)] + ["1.20E+15"] * 4
-    with pytest.raises(SettingsError, match=r"id \(3 rows .*, some are written like 1\.2E"):
+    with pytest.raises(SettingsError, match=r"id \(3 rows .*, some are written like 1\.2E\+15"):
         propose(write(tmp_path, {"id": ids}))
 
 
 def test_a_column_that_nearly_holds_ids_stops_a_guess(tmp_path: Path) -> None:
-    path = write(tmp_path, {"id": [*IDS[:58], *IDS[:2]], "note": [f"{one}!" for one in IDS]})
-    with pytest.raises(SettingsError, match=r"row: note; in nearly every row: id \(2 rows"):
+    path = write(tmp_path, {"id": [*IDS[:50], *IDS[:10]], "note": [f"{one}!" for one in IDS]})
+    with pytest.raises(SettingsError, match=r"row: note; in many rows: id \(10 rows"):
         propose(path)
 
 
@@ -325,15 +348,15 @@ def made_of_types(made: np.random.Generator) -> dict[str, Made]:
     return found
 
 
-def ids_of(made: np.random.Generator, ending: str) -> tuple[Any, Allowed]:
+def ids_of(made: np.random.Generator, ending: str) -> Any:
     """Make a column of ids, and what lets a run read it."""
     if made.random() < 0.3:
-        return [*IDS[:-4], "", *IDS[:3]], Allowed(duplicates=True, unusable=True)
+        return [*IDS[:-4], "", *IDS[:3]]
     numbers = made.permutation(ROWS)
     kinds = [pa.array(IDS), pa.array(numbers), pa.array([f"{x}.0" for x in numbers])]
     if ending == "parquet":
         kinds += [pa.array(numbers.astype(float)), in_binary(IDS), pa.array(UUIDS, pa.uuid())]
-    return kinds[made.integers(len(kinds))], Allowed()
+    return kinds[made.integers(len(kinds))]
 
 
 @pytest.mark.parametrize("ending", ["csv", "parquet"])
@@ -343,10 +366,10 @@ def test_a_check_accepts_what_is_written_for_any_table(tmp_path: Path, ending: s
     for _ in range(60):
         kinds = made_of_texts(made) | (made_of_types(made) if ending == "parquet" else {})
         names = made.permutation(list(kinds))[: made.integers(2, 9)].tolist()
-        ids, allowed = ids_of(made, ending)
+        ids = ids_of(made, ending)
         cells = {name: kinds[name].cells for name in names}
         path = write(tmp_path, {"id": ids, "sure": NUMBERS, **cells}, ending)
-        wishes = Wishes(id_column="id", allowed=allowed)
+        wishes = Wishes(id_column="id")
         if asked := [name for name in names if kinds[name].is_open]:
             with pytest.raises(SettingsError) as refused:
                 propose(path, wishes)
@@ -354,5 +377,5 @@ def test_a_check_accepts_what_is_written_for_any_table(tmp_path: Path, ending: s
             assert sorted(named) == sorted(asked)
             wishes = wishes._replace(exclude=tuple(asked))
         found = propose(path, wishes)
-        table = check(tmp_path, rules=[TextId(whole_numbers=found.whole_numbers)]).table
+        table = check(tmp_path, rules=[TextId(whole_numbers=found.ids.is_floating)]).table
         assert [*table.categorical] == [column.name for column in found.choices.categorical]

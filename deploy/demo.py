@@ -1,6 +1,6 @@
 """``splitveil demo``: the examples that come with the package.
 
-It runs an example as ``splitveil local`` does, from the copy inside the package, without a download.
+It runs an example as ``splitveil local`` does, from the copy inside the package.
 """
 
 import argparse

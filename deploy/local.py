@@ -110,7 +110,8 @@ def run_example(example_dir: Path, options: argparse.Namespace) -> int:
         console.print(cell(f"run {number} of {len(plan)}: {run.name}"), soft_wrap=True)
         with held_port() as port:
             commands = _commands(example_dir, run, options, port)
-            code = run_parties(commands, stderr=options.json)
+            quiet = not options.verbose
+            code = run_parties(commands, stderr=options.json, quiet=quiet)
         if code == SettingsError.exit_code:
             refuse_unknown_settings(options.overrides)
         if code in WITH_SUMMARY:
@@ -125,7 +126,7 @@ def run_example(example_dir: Path, options: argparse.Namespace) -> int:
     if options.json and ended:
         runs = [run.as_json(title) for title, run in ended.items()]
         print_json({"name": name, "runs": runs, "comparison": _existing(page)})
-    if not options.json and not code:
+    if not options.json and code in WITH_SUMMARY:
         _show(name, ended, page)
     return code
 

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import IO, Self
 
@@ -105,21 +105,32 @@ class RunDisplay:
         self._bars.update(bar, completed=done, numbers=each_in_words(numbers))
 
 
-def run_parties(commands: Mapping[str, Sequence[str]], *, stderr: bool = False) -> int:
+def run_parties(
+    commands: Mapping[str, Sequence[str]], *, stderr: bool = False, quiet: bool = False
+) -> int:
     """Run the parties' commands side by side until all have ended.
 
     When one fails, the others have ``PEER_NOTICES_S`` to end by themselves. A SIGINT or SIGTERM
-    received meanwhile is forwarded once to each. With ``stderr``, their output is shown there.
+    received meanwhile is forwarded once to each. With ``stderr``, their output is shown there; with
+    ``quiet``, only that of a run in which a party fails.
 
     Returns 0, or the exit code of the first party that failed, one that knows the reason before one
     that only noticed that its peer was gone.
     """
     console = Console(stderr=stderr)
-    if not console.is_terminal:
-        stream = sys.stderr if stderr else sys.stdout
-        return _run_side_by_side(commands, partial(_print_line, stream))
-    with RunDisplay(list(commands), console) as display:
-        return _run_side_by_side(commands, display.show, display)
+    display = RunDisplay(list(commands), console) if console.is_terminal else None
+    stream = sys.stderr if stderr else sys.stdout
+    show = partial(_print_line, stream) if display is None else display.show
+    held: list[tuple[str, str]] = []
+    with display or nullcontext():
+        code = _run_side_by_side(commands, _into(held) if quiet else show, display)
+    for name, line in held if code else ():
+        show(name, line)
+    return code
+
+
+def _into(held: list[tuple[str, str]]) -> Callable[[str, str], None]:
+    return lambda name, line: held.append((name, line))
 
 
 def _run_side_by_side(

@@ -5,6 +5,7 @@ guessed among several candidates.
 """
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,9 +22,9 @@ from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.privacy.leakage import auc
 from splitveil.common.run.sample_order import SPLITS
 from splitveil.common.text.wording import suggest
-from splitveil.deploy.init.columns import Column, as_text, without_gaps
+from splitveil.deploy.init.columns import NO_NAME, Column, as_text, without_gaps
 from splitveil.deploy.init.labels import Label, classes_of, is_of_numbers, label_of
-from splitveil.deploy.init.own_ids import OwnIds, judge, likely_ids
+from splitveil.deploy.init.own_ids import OwnIds, identifiers_in, judge, likely_ids
 
 
 def _words(name: str) -> set[str]:
@@ -67,6 +68,8 @@ class Choices(NamedTuple):
     left_out: tuple[LeftOut, ...]
     split_column: str | None
     """A column that says train, validation or test."""
+    time_format: str | None = None
+    """How texts of times are written; None for ISO 8601."""
 
     @property
     def gaps(self) -> tuple[str, ...]:
@@ -221,11 +224,13 @@ def choose_features(
         is_positive = _is_rarest(labels.drop_null(), label)
     own = {id_column, None if label is None else label.column}
     numeric, categorical, timestamps, left_out, split = [], [], [], [], None
+    time_format = _time_format([c for c in columns if c.name not in (*own, *wishes.exclude)])
     for column in columns:
         if column.name in own:
             continue
         is_index = column.name in index_columns or is_unnamed_index(column.name)
         why = _reason_to_leave_out(column, wishes, cells, is_positive, is_index=is_index)
+        why = why or _reason_in_its_form(column, wishes, time_format)
         if why:
             left_out.append(LeftOut(column.name, why))
             split = split or (column.name if why is _SPLIT else None)
@@ -233,7 +238,7 @@ def choose_features(
             numeric.append(column)
         elif column.name in wishes.categorical or column.looks_like_codes or column.kind == "text":
             categorical.append(column)
-        elif column.kind == "time":
+        elif column.kind in {"time", "other time"}:
             timestamps.append(column)
         else:
             numeric.append(column)
@@ -246,7 +251,17 @@ def choose_features(
         tuple(timestamps),
         tuple(left_out),
         split,
+        time_format if any(column.time_formats for column in timestamps) else None,
     )
+
+
+def _time_format(columns: Sequence[Column]) -> str | None:
+    """Return the form that most columns of times surely have; None if one is of ISO 8601."""
+    formats = [column.time_formats for column in columns if column.time_formats]
+    if any(None in found for found in formats):
+        return None
+    sure = Counter(found[0] for found in formats if len(found) == 1)
+    return max(sure, key=lambda form: sure[form], default=None)
 
 
 def _check_no_question_is_open(chosen: Sequence[Column], wishes: Wishes) -> None:
@@ -279,18 +294,25 @@ def _reason_to_leave_out(
     if column.name in (*wishes.numeric, *wishes.categorical):
         return ""
     if is_index:
-        return "the index of a pandas table, which numbers its rows"
+        return NO_NAME
     if is_positive is not None and _gives_label_away(cells[column.name], column, is_positive):
         return "gives the label away almost by itself: is it known before the label is?"
     return _reason_in_its_cells(column)
+
+
+def _reason_in_its_form(column: Column, wishes: Wishes, time_format: str | None) -> str:
+    """Return why texts of times cannot be read, or an empty text."""
+    is_named = column.name in (*wishes.numeric, *wishes.categorical)
+    if is_named or column.kind != "other time" or time_format in column.time_formats:
+        return ""
+    forms = " or ".join(map(str, column.time_formats)) or "several forms"
+    return f"dates or times written as {forms}: see timestamp_format in docs/settings.md"
 
 
 def _reason_in_its_cells(column: Column) -> str:
     """Return why no model can use a column's cells, or an empty text."""
     if column.kind in {"empty", "constant", "other"}:
         return column.in_words()
-    if column.kind == "other time":
-        return f"{column.in_words()}: see timestamps and timestamp_format in docs/settings.md"
     if column.kind == "text" and set(column.values) <= set(SPLITS):
         return _SPLIT
     if (
@@ -298,9 +320,10 @@ def _reason_in_its_cells(column: Column) -> str:
         and column.kind == "text"
         and column.distinct > _MOST_CATEGORIES_SHARE * column.present
     ):
-        return "texts of which most rows have their own: another id, or free text"
+        why = "texts of which most rows have their own: another id, or free text"
+        return identifiers_in(column) or why
     is_code = column.looks_like_codes and column.is_unique
-    return "a value of its own in every row: another id" if is_code else ""
+    return "a value of its own in every row: another id" if is_code else identifiers_in(column)
 
 
 def _gives_label_away(cells: Any, column: Column, is_positive: NDArray[np.bool_]) -> bool:

@@ -25,7 +25,7 @@ from splitveil.common.run.id_rules import TextId
 from splitveil.common.settings import validate
 from splitveil.common.text.visible_text import visible
 from splitveil.deploy.init.choices import Wishes, id_candidates, label_candidates
-from splitveil.deploy.init.columns import Column, as_text, describe
+from splitveil.deploy.init.columns import Column, as_text, codes_for_gaps, describe
 from splitveil.deploy.init.labels import classes_of, spellings
 from splitveil.deploy.init.proposal import Proposal, Terms, propose, texts_of, write_files
 from splitveil.deploy.init.tables import RawTable, read_raw
@@ -41,6 +41,8 @@ class Written(NamedTuple):
     files: Sequence[Path]
     id_doubts: Sequence[str]
     """A sentence for each form of ids that the other party probably does not write."""
+    codes: Sequence[str]
+    """Texts that are read as "no value" because columns of numbers hold them again and again."""
 
     def as_json(self) -> dict[str, Any]:
         p, label = self.proposal, self.proposal.choices.label
@@ -62,6 +64,7 @@ class Written(NamedTuple):
             "numeric": [column.name for column in p.choices.numeric],
             "categorical": [column.name for column in p.choices.categorical],
             "timestamps": [column.name for column in p.choices.timestamps],
+            "read_as_gaps": self.codes,
             "left_out": {column.name: column.why for column in p.choices.left_out},
             "columns": {
                 column.name: {
@@ -82,25 +85,33 @@ def initialise(
     *,
     delimiter: str | None = None,
     encoding: str | None = None,
+    decimal: str | None = None,
     force: bool = False,
     ask: Ask | None = None,
 ) -> Written:
     """Look at a table and write the settings that fit it; ``ask`` decides what it leaves open."""
     named = (wishes.id_column, wishes.label_column, *wishes.numeric, *wishes.categorical)
-    table = read_raw(path, delimiter, encoding, has_header=any(named))
-    columns = [describe(*column, wishes.missing_texts) for column in table.columns.items()]
+    table = read_raw(path, delimiter, encoding, decimal, has_header=any(named))
+    columns = _described(table, wishes)
+    codes = codes_for_gaps(columns)
+    wishes = wishes._replace(missing_texts=(*wishes.missing_texts, *codes))
+    columns = _described(table, wishes) if codes else columns
     if ask is not None:
         wishes = _asked(table, columns, wishes, terms, ask)
         wishes = _asked_about_columns(columns, wishes, ask)
-        if wishes.missing_texts:
-            columns = [describe(*column, wishes.missing_texts) for column in table.columns.items()]
+        columns = _described(table, wishes) if wishes.missing_texts else columns
     with with_advice(table.settings, Path()):
         proposal = propose(table, columns, wishes, terms)
     texts = texts_of(proposal, terms.role)
     _read_as_a_run_does(table, proposal, texts[f"{terms.role}.yaml"])
     files = write_files(terms.folder, texts, force=force)
     _check_loadable(terms)
-    return Written(proposal, columns, files, _id_doubts(table, proposal.choices.id_column))
+    doubts = _id_doubts(table, proposal.choices.id_column)
+    return Written(proposal, columns, files, doubts, codes)
+
+
+def _described(table: RawTable, wishes: Wishes) -> list[Column]:
+    return [describe(*column, wishes.missing_texts) for column in table.columns.items()]
 
 
 def _id_doubts(table: RawTable, id_column: str | None) -> Sequence[str]:
@@ -190,6 +201,7 @@ def perform(options: argparse.Namespace) -> int:
         _terms(options),
         delimiter=options.delimiter,
         encoding=options.encoding,
+        decimal=options.decimal,
         force=options.force,
         ask=_ask_terminal if sys.stdin.isatty() and not options.json else None,
     )
@@ -267,6 +279,9 @@ def _print(written: Written, role: str) -> None:
     say("categories", ", ".join(column.name for column in p.choices.categorical) or "none")
     if p.choices.timestamps:
         say("times", ", ".join(column.name for column in p.choices.timestamps))
+    if written.codes:
+        shown = ", ".join(map(repr, written.codes))
+        say("gaps", f"{shown}: no value, as columns of numbers show; see missing_texts")
     for column in p.choices.left_out:
         say("left out", f"{column.name}: {column.why}")
     if p.forecast:

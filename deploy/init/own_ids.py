@@ -7,13 +7,28 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from splitveil.common.data.canonical_form import CanonicalForm
-from splitveil.common.data.columns import WrittenColumn, is_text, is_unnamed_index, read_ids
+from splitveil.common.data.columns import (
+    NEARLY_ALL,
+    WrittenColumn,
+    is_text,
+    is_unnamed_index,
+    read_ids,
+)
 from splitveil.common.data.id_forms import SHORTENED
 from splitveil.common.data.ids import unusable_rows
 from splitveil.common.errors import DataError
-from splitveil.deploy.init.columns import Column
+from splitveil.deploy.init.columns import LEAST_REPEATS, Column
 
 _POINTED = r"[+-]?\d+\.0*"
+_IDENTIFIERS = {
+    "IBANs": r"[A-Z]{2}\d{2}( ?[A-Z0-9]{4}){2,7}( ?[A-Z0-9]{1,3})?",
+    "UUIDs": r"[0-9a-fA-F]{8}-([0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}",
+    "hashes": r"[0-9a-fA-F]{32,}",
+    "e-mail addresses": r"[^@\s]+@[^@\s]+\.\w+",
+    "telephone or account numbers": r"(\+|0)\d[\d ()/-]{6,20}",
+}
+_EPOCHS_S = (0.9e9, 2.2e9)
+"""Times since 1970 in seconds, or in smaller units, have as many digits as telephone numbers."""
 
 
 class OwnIds(NamedTuple):
@@ -41,6 +56,33 @@ class OwnIds(NamedTuple):
         repeated = f"{self.repeated:,} with the id of an earlier row" if self.repeated else ""
         words = " and ".join(filter(None, [without, repeated]))
         return words and f"{self.without_id + self.repeated:,} rows take no part: {words}"
+
+
+def identifiers_in(column: Column) -> str:
+    """Say that a column's cells identify persons or things; empty if they do not, or are codes."""
+    if column.present >= LEAST_REPEATS * column.distinct:
+        return ""
+    kinds = _IDENTIFIERS if column.kind in {"text", "whole"} else ()
+    found = next((x for x in kinds if _are_nearly_all(column.values, _IDENTIFIERS[x])), None)
+    if found is None and _is_long_number(column):
+        found = f"numbers of {len(str(int(column.low)))} digits, such as telephone or card numbers"
+    return f"{found}: they identify, and are neither quantities nor categories" if found else ""
+
+
+def _are_nearly_all(texts: Sequence[str], pattern: str) -> bool:
+    return sum(map(bool, (re.fullmatch(pattern, x) for x in texts))) >= NEARLY_ALL * len(texts)
+
+
+def _is_long_number(column: Column) -> bool:
+    if column.kind not in {"whole", "number"} or column.almost or column.low < 1:
+        return False
+    digits = len(str(int(column.low)))
+    unit = 10.0 ** (digits - 10)
+    is_time = digits in {10, 13, 16, 19} and (
+        _EPOCHS_S[0] <= column.low / unit and column.high / unit <= _EPOCHS_S[1]
+    )
+    is_whole = all(float(value).is_integer() for value in column.values)
+    return digits >= 9 and digits == len(str(int(column.high))) and is_whole and not is_time
 
 
 def judge(column: Column, cells: Any) -> OwnIds:

@@ -164,9 +164,13 @@ class Proposal(NamedTuple):
 
 def propose(table: RawTable, columns: Sequence[Column], wishes: Wishes, terms: Terms) -> Proposal:
     """Decide about every column of a table, and about the sizes of a run."""
-    id_column, ids = choose_id(columns, table.columns, wishes)
-    others = [column for column in columns if column.name != id_column]
-    label = choose_label(others, wishes) if terms.role == ACTIVE else None
+    try:
+        id_column, ids = choose_id(columns, table.columns, wishes)
+        others = [column for column in columns if column.name != id_column]
+        label = choose_label(others, wishes) if terms.role == ACTIVE else None
+    except SettingsError as error:
+        others_are = "".join(f"; {name}: {why}" for name, why in table.left_out.items())
+        raise SettingsError(f"{error}{others_are}") from error
     choices = choose_features(columns, table.columns, wishes, id_column, label, table.index_columns)
     unread = tuple(LeftOut(name, why) for name, why in table.left_out.items())
     choices = choices._replace(left_out=unread + choices.left_out)

@@ -104,7 +104,7 @@ def predict(
         given = asked if all(isinstance(one, Integral) for one in asked) else texts
         classes = parties.active.data.class_names
         rows = _rows(predictor, canonical, classes)
-        return frame({"id": one} | row for one, row in zip(given, rows, strict=True))
+        return frame({"id": one, **row} for one, row in zip(given, rows, strict=True))
 
 
 def _as_text(one: Any) -> str:

@@ -33,7 +33,9 @@ def fields_reachable_from(message_name: str, seen: set[str] | None = None) -> It
 
 def unstamped(path: Path) -> str:
     """Return generated code without the version of its generator."""
-    return re.sub(r"^(# Protobuf Python Version: .*|    \d+,)$", "", path.read_text(), flags=re.M)
+    return re.sub(
+        r"^(# Protobuf Python Version: .*|    \d+,)$", "", path.read_text(), flags=re.MULTILINE
+    )
 
 
 def test_generated_wire_code_is_what_protoc_makes_of_the_file(tmp_path: Path) -> None:

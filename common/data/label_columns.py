@@ -127,8 +127,17 @@ def read_number_labels(column: WrittenColumn, within: LabelRange) -> NDArray[np.
     return within.shares(values)
 
 
-def check_classes(settings: DataSettings, labels: NDArray[np.float32], source: str) -> None:
-    """Check that a whole file has rows of every class, or numbers that differ."""
+MOST_NAMED = 20
+
+
+def check_classes(
+    settings: DataSettings, labels: NDArray[np.float32], source: str, texts: Sequence[str]
+) -> None:
+    """Check that a whole file has rows of every class, or numbers that differ.
+
+    If there is a positive label, ``texts`` are the distinct labels, some of them if there are more
+    than ``MOST_NAMED``.
+    """
     where = f"{source}: column {settings.label_column!r}"
     if settings.unlabelled_rows != "error":
         labels = labels[~np.isnan(labels)]
@@ -146,6 +155,10 @@ def check_classes(settings: DataSettings, labels: NDArray[np.float32], source: s
         raise DataError(
             f"{where}: expected labels that differ, but all {len(labels)} are the same number"
         )
+    elif settings.positive_label and not labels.any():
+        wanted, found = (", ".join(map(repr, x)) for x in (settings.positive_labels, texts))
+        are = f"the labels are {found}" if len(texts) <= MOST_NAMED else "there are many others"
+        raise DataError(f"{where}: no row has the label {wanted} of data.positive_label: {are}")
     elif labels.min() == labels.max():
         raise DataError(
             f"{where}: all {len(labels)} labels are {labels[0]:.0f}: expected both classes"

@@ -51,11 +51,10 @@ class OwnIds(NamedTuple):
 
     @property
     def losses(self) -> str:
-        """Say how many rows take no part; empty if all do."""
-        without = f"{self.without_id:,} without an id" if self.without_id else ""
-        repeated = f"{self.repeated:,} with the id of an earlier row" if self.repeated else ""
-        words = " and ".join(filter(None, [without, repeated]))
-        return words and f"{self.without_id + self.repeated:,} rows take no part: {words}"
+        """Say how many rows are left out; empty if none is."""
+        lost = {"without an id": self.without_id, "with the id of an earlier row": self.repeated}
+        words = [f"{n:,} row{'s' * (n > 1)} {why}" for why, n in lost.items() if n]
+        return f"left out: {', '.join(words)}" if words else ""
 
 
 def identifiers_in(column: Column) -> str:

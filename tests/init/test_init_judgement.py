@@ -294,8 +294,8 @@ BYTES = pa.array([uuid.UUID(int=2**127 + row).bytes for row in range(ROWS)], pa.
         (pa.array(WHOLE, pa.int64()), [], (5, 0), "0"),
         ([*IDS[:57], *IDS[:3]], [], (0, 3), "K100000"),
         (["", *IDS[1:57], *IDS[1:3], " "], [], (2, 2), "K100001"),
-        ([*IDS[:40], *IDS[:20]], ["rows take no part: 20 with the id"], (0, 20), "K100000"),
-        (FLOATS, ["1 without an id, whole numbers with a decimal point"], (1, 0), "0"),
+        ([*IDS[:40], *IDS[:20]], ["left out: 20 rows with the id"], (0, 20), "K100000"),
+        (FLOATS, ["1 row without an id, whole numbers with a decimal point"], (1, 0), "0"),
         ([f"{row}.0" for row in range(ROWS)], ["ids: {whole_numbers: true} if"], (0, 0), "0"),
         (
             pa.array(map(decimal.Decimal, range(ROWS)), pa.decimal128(18, 2)),
@@ -324,7 +324,7 @@ def test_ids_that_a_run_reads_are_accepted(
     assert end.value.code == 0
     said, written = capsys.readouterr().out, (tmp_path / "active.yaml").read_text()
     assert re.search(r"ids +customer\n", said)
-    assert (f"{sum(lost)} rows take no part: " in said) == (sum(lost) > 0)
+    assert ("left out: " in said) == (sum(lost) > 0)
     for setting, count in zip(LOST, lost, strict=True):
         assert (setting.format(count) in written) == (count > 0)
     contract = yaml.safe_load((tmp_path / "contract.yaml").read_text())
@@ -380,13 +380,15 @@ def test_identifiers_are_left_out_with_the_reason(tmp_path: Path, what: str) -> 
 
 def test_ids_that_a_spreadsheet_has_shortened_are_named(tmp_path: Path) -> None:
     ids = [str(1_200_000_000_000_000 + row) for row in range(ROWS - 4)] + ["1.20E+15"] * 4
-    with pytest.raises(SettingsError, match=r"id \(3 rows .*, some are written like 1\.2E\+15"):
+    with pytest.raises(
+        SettingsError, match=r"id \(left out: 3 rows .*, some are written like 1\.2E\+15"
+    ):
         propose(write(tmp_path, {"id": ids}))
 
 
 def test_a_column_that_nearly_holds_ids_stops_a_guess(tmp_path: Path) -> None:
     path = write(tmp_path, {"id": [*IDS[:50], *IDS[:10]], "note": [f"{one}!" for one in IDS]})
-    with pytest.raises(SettingsError, match=r"row: note; in many rows: id \(10 rows"):
+    with pytest.raises(SettingsError, match=r"row: note; in many rows: id \(left out: 10 rows"):
         propose(path)
 
 

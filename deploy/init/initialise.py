@@ -22,7 +22,6 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_settings import Address, load_party_settings
 from splitveil.common.run.contract import ACTIVE, Name
-from splitveil.common.run.id_rules import TextId
 from splitveil.common.settings import validate
 from splitveil.common.text.visible_text import visible
 from splitveil.deploy.init.choices import Wishes, choose_label, id_candidates, label_candidates
@@ -188,8 +187,8 @@ def _read_as_a_run_does(table: RawTable, proposal: Proposal, text: str) -> None:
     """Refuse before anything is written what a run would refuse."""
     in_memory = {"source": {"kind": "csv", "path": "as read by init"}}
     settings = validate(DataSettings, yaml.safe_load(text)["data"] | in_memory, "data")
-    rules = [TextId(whole_numbers=proposal.ids.is_floating)]
-    table_of(ColumnsInMemory(str(table.path), table.columns), settings, None, rules)
+    source = ColumnsInMemory(str(table.path), table.columns)
+    table_of(source, settings, None, [proposal.ids.rule])
 
 
 def _check_loadable(terms: Terms) -> None:

@@ -328,10 +328,32 @@ def test_ids_that_a_run_reads_are_accepted(
     for setting, count in zip(LOST, lost, strict=True):
         assert (setting.format(count) in written) == (count > 0)
     contract = yaml.safe_load((tmp_path / "contract.yaml").read_text())
-    is_floating = "decimal point" in written
-    assert contract.get("ids") == ({"whole_numbers": True} if is_floating else None)
-    found = check(tmp_path, "active", [TextId(**contract.get("ids", {}))])
-    assert (len(found.ids), found.ids[0]) == (ROWS - sum(lost), first)
+    rules = contract.get("ids", {})
+    assert rules.get("whole_numbers", False) == ("decimal point" in written)
+    assert rules.get("fold_case", False) == (first[0] in "KN" or "-" in first)
+    found = check(tmp_path, "active", [TextId(**rules)])
+    expected = first.lower() if "fold_case" in rules else first
+    assert (len(found.ids), found.ids[0]) == (ROWS - sum(lost), expected)
+
+
+@pytest.mark.parametrize(
+    ("ids", "folds"),
+    [
+        (IDS, True),
+        ([one.lower() for one in IDS], True),
+        ([*IDS[:30], *(one.lower() for one in IDS[30:])], True),
+        ([*IDS[1:], IDS[1].lower()], False),
+        ([f"aZ{one}" for one in IDS], False),
+        (NUMBERS, False),
+    ],
+)
+def test_a_contract_folds_the_case_of_ids_that_have_one(
+    tmp_path: Path, ids: list[str], folds: bool
+) -> None:
+    path = write(tmp_path, {"id": ids, "y": [0, 1] * 30})
+    propose(path, Wishes(label_column="y", id_column="id"), "active")
+    contract = yaml.safe_load((tmp_path / "contract.yaml").read_text())
+    assert contract.get("ids") == ({"fold_case": True} if folds else None)
 
 
 @pytest.mark.parametrize(
@@ -374,8 +396,9 @@ def test_identifiers_are_left_out_with_the_reason(tmp_path: Path, what: str) -> 
     is_identifier = list(IDENTIFIERS).index(what) < list(IDENTIFIERS).index("")
     assert list(left_out) == ["x"] * is_identifier
     assert all(why.startswith(what) and ": they identify" in why for why in left_out.values())
-    kind = "numeric" if not is_identifier or "digits" in what else "categorical"
-    assert not propose(path, Wishes(**{kind: ("x",)})).choices.left_out
+    is_number = not is_identifier or "digits" in what
+    named = Wishes(numeric=("x",)) if is_number else Wishes(categorical=("x",))
+    assert not propose(path, named).choices.left_out
 
 
 def test_ids_that_a_spreadsheet_has_shortened_are_named(tmp_path: Path) -> None:
@@ -513,5 +536,5 @@ def test_a_check_accepts_what_is_written_for_any_table(tmp_path: Path, ending: s
             assert sorted(named) == sorted(asked)
             wishes = wishes._replace(exclude=tuple(asked))
         found = propose(path, wishes)
-        table = check(tmp_path, rules=[TextId(whole_numbers=found.ids.is_floating)]).table
+        table = check(tmp_path, rules=[found.ids.rule]).table
         assert [*table.categorical] == [column.name for column in found.choices.categorical]

@@ -46,7 +46,7 @@ class PlainTable:
     ) -> None:
         self._lead = lead or len(names) or 1
         self._table = Table(
-            title=cell(title),
+            title=cell(title) if title else None,
             title_justify="left",
             caption=cell(caption) if caption else None,
             caption_justify="left",

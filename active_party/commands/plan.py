@@ -44,7 +44,7 @@ def show(plan: Plan, console: Console | None = None, *, details: bool = True) ->
     def say(text: str) -> None:
         console.print(text, markup=False, soft_wrap=True)
 
-    say("What would a run reveal about the labels, and to whom? (.5 is guessing, 1 everything)")
+    say(f"What would a run with {plan.defense} reveal about the labels, and to whom?")
     console.print(_answer_table(plan))
     say(_verdict(plan))
     if details:
@@ -74,7 +74,7 @@ _IF = {
 
 
 def _answer_table(plan: Plan) -> PlainTable:
-    table = PlainTable("", ["to a passive party that"], ["leak AUC, bound"])
+    table = PlainTable("", ["to a passive party that"], ["bound on the leak AUC, .5 to 1"])
     for peers, meaning in _PEERS.items():
         table.add_row(meaning, bound_in_words(plan.of_run.charge, peers))
     return table

@@ -138,8 +138,10 @@ def add_align_arguments(align: argparse.ArgumentParser) -> None:
 
 
 def add_verbosity(command: argparse.ArgumentParser) -> None:
-    command.add_argument("-v", "--verbose", action="count", default=0)
-    command.add_argument("-q", "--quiet", action="count", default=0)
+    command.add_argument("-v", "--verbose", action="count", default=0, help="show all details")
+    command.add_argument(
+        "-q", "--quiet", action="count", default=0, help="show warnings and errors only"
+    )
 
 
 def _add_verify_transcript(commands: Commands) -> None:

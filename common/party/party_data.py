@@ -36,6 +36,7 @@ from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.id_rules import AS_WRITTEN, IdRule
 from splitveil.common.run.messages import IdForm
 from splitveil.common.run.sample_order import SPLITS, Positions
+from splitveil.common.text.log_lines import shows_bars
 from splitveil.common.text.output import printing_console
 
 _logger = logging.getLogger(__name__)
@@ -261,7 +262,7 @@ def _suggest_a_cache(source: CacheableSource, base_dir: Path) -> None:
 @contextmanager
 def _conversion_bar(source: CacheableSource) -> Iterator[Callable[[float], None]]:
     """Show the progress of a conversion; show nothing if the file has been converted before."""
-    console = printing_console(stderr=True)
+    console = printing_console(stderr=True, plain=not shows_bars())
     bar = Progress(
         TextColumn("converting"),
         BarColumn(),

@@ -224,7 +224,7 @@ def test_a_plan_answers_one_question_in_a_table_and_a_sentence(
 ) -> None:
     words = ("active", "plan", folder / "active.yaml", "--set", f"defense={defense}")
     question, *table, sentence = call(*words).out.splitlines()
-    assert question.startswith("What would a run reveal about the labels, and to whom?")
+    assert question.endswith(" reveal about the labels, and to whom?")
     rows = [line.split("│")[1:3] for line in table if "│" in line]
     assert [bound.split()[0] for _, bound in rows] == bounds
     assert verdict in sentence

@@ -42,7 +42,7 @@ def predict(parsed: argparse.Namespace) -> None:
     check_output(parsed.output)
     log_security(settings)
     device = command_line.prepare(settings)
-    ids = read_id_list(parsed.ids, settings.data, settings.contract.ids)
+    ids, written = read_id_list(parsed.ids, settings.data, settings.contract.ids)
     check_lengths(ids, str(parsed.ids))
     folder = inner_folder(settings.run_folder(ACTIVE), "predict")
     with ExitStack() as resources:
@@ -66,7 +66,7 @@ def predict(parsed: argparse.Namespace) -> None:
             predictor.model.kind,
             predictor.model.identity,
         )
-        parts = Parts(parsed.output, _plan(predictor, settings), ids)
+        parts = Parts(parsed.output, _plan(predictor, settings), ids, written)
         batch = BatchPrediction(predictor, settings.contract, settings.reconnect, interruption)
         with _progress(len(ids)) as advance:
             try:

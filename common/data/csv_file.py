@@ -16,7 +16,7 @@ from pyarrow import csv as arrow_csv
 
 from splitveil.common.data import sources
 from splitveil.common.data.canonical_form import is_unicode
-from splitveil.common.data.columns import COMMA_NUMBER, NUMBER, check_columns_exist
+from splitveil.common.data.columns import NUMBER, NUMBERS_BY_DECIMAL, check_columns_exist
 from splitveil.common.data.sources import ArrowColumn, Part, list_rows, unreadable_is_data_error
 from splitveil.common.data.table_paths import find_files, local_table_path
 from splitveil.common.errors import DataError
@@ -290,7 +290,7 @@ NO_HEADER = (
     "data.source.column_names"
 )
 
-_ANY_NUMBER = re.compile(rf"{NUMBER}|{COMMA_NUMBER}")
+_ANY_NUMBER = re.compile("|".join([NUMBER, *NUMBERS_BY_DECIMAL.values()]))
 
 
 def delimiter_of(beginning: str) -> str | None:

@@ -122,9 +122,10 @@ class CsvSource(FileSource):
     """The text's encoding, by a name that Python knows, such as ``cp1252`` (Windows, in Western
     Europe), ``gbk`` or ``utf-16``. A byte order mark at the beginning takes precedence."""
 
-    decimal: Literal[".", ","] = "."
+    decimal: Literal[".", ","] | None = None
     """The decimal mark of numbers: of numeric columns, weights and labels that are numbers. With
-    ``","``, the text ``1.234,5`` is 1234.5, and ``1.234`` is an error."""
+    ``","``, ``1.234,5`` and ``1 234,5`` are 1234.5; with ``"."``, ``1,234.5`` and ``1'234.5`` are.
+    By default, it is a point, and nothing may stand between thousands."""
 
     @field_validator("encoding")
     @classmethod

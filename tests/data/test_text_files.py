@@ -219,7 +219,7 @@ def test_a_party_s_own_command_gives_the_remedy(
 def test_a_list_of_ids_is_read_however_it_is_written(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text, encoding="utf-8", newline="")
     settings = data_settings({"path": "unused.csv"}, None)
-    assert read_id_list(tmp_path / name, settings) == ["a", "b"]
+    assert read_id_list(tmp_path / name, settings).ids == ["a", "b"]
 
 
 def test_another_table_is_read_with_its_own_delimiter(tmp_path: Path) -> None:

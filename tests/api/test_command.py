@@ -1,9 +1,11 @@
 """The command ``splitveil``: its sub-commands, their help, JSON and shell completion."""
 
+import argparse
 import json
+import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +17,7 @@ from splitveil.active_party.commands import program as active_party
 from splitveil.command import program
 from splitveil.command.program import SUB_COMMANDS
 from splitveil.common.record.transcript import Transcript
+from splitveil.experiments import __main__ as experiments
 from splitveil.passive_party.commands import program as passive_party
 from tests.support.programs import ROOT, run_program
 from tests.support.runs import write_example
@@ -64,7 +67,34 @@ def test_the_help_names_every_sub_command(call: Call) -> None:
     done = call("actve")
     assert done.exit_code == 2
     assert "invalid choice: 'actve'" in done.err
-    assert "'active'" in done.err
+    assert done.err.endswith("; did you mean 'active'?\n")
+
+
+def programs() -> Iterator[argparse.ArgumentParser]:
+    """Yield the parser of every program and of every sub-command."""
+    owners: list[argparse.ArgumentParser] = [
+        program._parser(),
+        active_party.parser(),
+        passive_party.parser(),
+        experiments._parser(),
+        *(program._module(one).parser(f"splitveil {one.name}") for one in SUB_COMMANDS),
+    ]
+    while owners:
+        yield (one := owners.pop())
+        for action in one._actions:
+            if isinstance(action, argparse._SubParsersAction) and one.prog != "splitveil":
+                owners += action.choices.values()
+
+
+@pytest.mark.parametrize("parser", list(programs()), ids=lambda one: one.prog)
+def test_the_help_of_every_command_ends_with_an_example_that_it_can_read(
+    parser: argparse.ArgumentParser,
+) -> None:
+    if parser.prog.endswith("experiments list"):
+        return  # it has nothing to add
+    example = parser.format_help().partition("\nexample:\n")[2].strip().splitlines()[0]
+    assert example.startswith(f"{parser.prog} ")
+    parser.parse_args(shlex.split(example.removeprefix(parser.prog)))
 
 
 @pytest.mark.parametrize(

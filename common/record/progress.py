@@ -24,7 +24,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from splitveil.common.text.log_lines import log_fields, writes_json
+from splitveil.common.text.log_lines import log_fields, shows_bars
 from splitveil.common.text.output import printing_console
 from splitveil.common.text.wording import in_short, label
 
@@ -78,7 +78,7 @@ class TrainingProgress:
         total_steps: int,
         *,
         console: Console | None = None,
-        log_every_s: float = 10.0,
+        log_every_s: float = 60.0,
     ) -> None:
         self.steps_done = 0
         self._steps_before = 0
@@ -86,7 +86,7 @@ class TrainingProgress:
         self._console = console or printing_console(stderr=True)
         self._has_bar = self._console.is_terminal  # asked at every step, and looks it up anew
         self._log_every_s = log_every_s
-        self._logged = time.monotonic()
+        self._logged = self._epoch_began = time.monotonic()
         self._end: float | None = None
         self._first_step: float | None = None
         self._party = party
@@ -96,7 +96,7 @@ class TrainingProgress:
         self._task = self._bar.add_task(party, total=total_steps, numbers=())
 
     def __enter__(self) -> Self:
-        self._logged = time.monotonic()
+        self._logged = self._epoch_began = time.monotonic()
         self._bar.start()
         return self
 
@@ -105,7 +105,18 @@ class TrainingProgress:
         self._bar.stop()
         self._write_to_pipe(is_last=True)
         if not self._has_bar:
-            self._log({})
+            self._log({}, logging.DEBUG)
+
+    @property
+    def is_shown_elsewhere(self) -> bool:
+        """Whether a launcher shows the progress of all parties."""
+        return self._pipe is not None
+
+    def end_epoch(self) -> float:
+        """Return the seconds that an epoch has taken; a line about it makes one of steps wait."""
+        now = time.monotonic()
+        taken_s, self._epoch_began, self._logged = now - self._epoch_began, now, now
+        return taken_s
 
     @property
     def steps_per_s(self) -> float:
@@ -137,8 +148,9 @@ class TrainingProgress:
             self._logged = now
             self._log(numbers)
 
-    def _log(self, numbers: Mapping[str, float | None]) -> None:
-        _logger.info(
+    def _log(self, numbers: Mapping[str, float | None], level: int = logging.INFO) -> None:
+        _logger.log(
+            level,
             "step %d/%d, %.1f steps/s%s",
             self.steps_done,
             self._total_steps,
@@ -217,7 +229,7 @@ class AlignmentProgress:
     def __init__(
         self, party: str, *, console: Console | None = None, log_every_s: float = 10.0
     ) -> None:
-        self._console = console or printing_console(stderr=True, plain=writes_json())
+        self._console = console or printing_console(stderr=True, plain=not shows_bars())
         self._log_every_s = log_every_s
         self._logged = time.monotonic()
         self._bar = Progress(

@@ -25,6 +25,7 @@ from splitveil.common.privacy.adjusted_auc import (
     Advantage,
     adjusted_leak_auc,
     advantage_over,
+    informed,
     placements,
 )
 from splitveil.common.privacy.attacks import ATTACKS, RUN_ATTACKS, RunAttackName
@@ -35,6 +36,7 @@ from splitveil.common.privacy.observational_audit import (
     EpsilonBound,
     ScoredRows,
     choosing_half,
+    normal_scores,
     observe_epsilon,
 )
 from splitveil.common.privacy.run_level import SEED
@@ -107,8 +109,11 @@ def measure_beyond_features(
     pairs = {pair.attack: pair for pair in _pairs(covariates, named, predictions, classes)}
     adjusted = {}
     for name, pair in pairs.items():
-        _, scores, positive, of_pair = pair.scored
-        adjusted[name] = adjusted_leak_auc(scores, positive, of_pair)
+        rows, scores, positive, of_pair = pair.scored
+        values = normal_scores(scores)
+        explained = models.explained(values, rows)
+        known = informed(of_pair, explained, positive)
+        adjusted[name] = adjusted_leak_auc(values - explained, positive, known)
     advantage = {
         str(name): figure
         for name in run_attacks

@@ -27,6 +27,7 @@ from splitveil.common.privacy.adjusted_auc import (
     advantage_over,
     informed,
     placements,
+    rest_of,
 )
 from splitveil.common.privacy.attacks import ATTACKS, RUN_ATTACKS, RunAttackName
 from splitveil.common.privacy.cross_fitting import FeatureModels, TooFewRows
@@ -113,7 +114,7 @@ def measure_beyond_features(
         values = normal_scores(scores)
         explained = models.explained(values, rows)
         known = informed(of_pair, explained, positive)
-        adjusted[name] = adjusted_leak_auc(values - explained, positive, known)
+        adjusted[name] = adjusted_leak_auc(rest_of(values, explained), positive, known)
     advantage = {
         str(name): figure
         for name in run_attacks

@@ -4,14 +4,14 @@
 
 Draws tables whose features decide labels with known probabilities, and scores whose AUC among rows
 of the same features is known: some are functions of features, of other rows' labels or of noise
-(1/2), others contain the row's own label. Prints Markdown: rows x features x score, with the share
-of the 95 % intervals that cover the truth, the mean figure and the mean width.
+(1/2), others contain the row's own label. Prints Markdown: for each score the share of the 95 %
+intervals that cover the truth, and the mean figure, which is above 1/2 for a score that knows
+nothing because an inverted one counts as well; and the intervals' mean width.
 """
 
 import argparse
 import functools
 import warnings
-from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -24,20 +24,30 @@ from sklearn.model_selection import cross_val_predict
 from sklearn.tree import DecisionTreeClassifier
 
 from benchmarks.environment import print_environment
-from splitveil.common.privacy.accumulation import RunScores
-from splitveil.common.privacy.beyond_features import Covariates, measure_beyond_features
+from splitveil.common.privacy.beyond_features import adjusted_leak
+from splitveil.common.privacy.cross_fitting import FeatureModels, TooFewRows
 from splitveil.common.privacy.leakage import Floats
+from splitveil.common.privacy.observational_audit import ScoredRows
 
 NUM_FEATURES = 8
 KINDS = ((0.65, 0.5), (0.95, 0.5), (0.99, 0.5), (0.65, 0.05), (0.95, 0.05), (0.99, 0.05))
 """AUC of the features, and share of positives."""
 
+SCORES = (
+    *("probability", "function", "overfitted", "epochs"),
+    *("label, .6", "label, .75", "label, 1"),
+    *("+ 2 log-odds, .6", "+ 2 feature, .6", "+ 2 log-odds, .75", "+ 2 feature, .75"),
+)
+"""The labels' true probability; a smooth function of features; a tree fitted to other rows' labels;
+a sum of predictions over five epochs; labels of which a share is right; labels with noise and twice
+the standardised log-odds, or a feature."""
+TRUTHS = (0.5, 0.5, 0.5, 0.5, 0.6, 0.75, 1.0, 0.6, 0.6, 0.75, 0.75)
+"""Their AUC among rows of the same features."""
+
 Mask = npt.NDArray[np.bool_]
 
 
 class Drawn(NamedTuple):
-    """A table with known probabilities."""
-
     features: Floats
     log_odds: Floats
     labels: Mask
@@ -50,44 +60,41 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", type=int, default=range(len(KINDS)))
     given = parser.parse_args()
     print_environment()
-    print("\n| rows | features' AUC | positives | score | truth | covered | mean | width |")
-    print("|---|---|---|---|---|---|---|---|")
+    header = ("rows", "features' AUC", "positives", *SCORES, "width")
+    print(f"\n| {' | '.join(header)} |\n|{'---|' * len(header)}")
     for rows in given.rows:
         for auc, share in (KINDS[kind] for kind in given.kinds):
-            found: dict[tuple[str, float], list[tuple[float, float, float]]] = defaultdict(list)
-            for seed in range(given.repetitions):
-                for name, truth, figure in measured(rows, auc, share, seed):
-                    found[name, truth].append(figure)
-            for (name, truth), figures in found.items():
-                values, lows, highs = np.array(figures).T
-                covered = ((lows <= truth + 1e-9) & (truth - 1e-9 <= highs)).mean()
-                cells = (f"{covered:.0%}", f"{values.mean():.3f}", f"{(highs - lows).mean():.3f}")
-                line = (str(rows), f"{auc:.2f}", f"{share:.0%}", name, f"{truth:.2f}", *cells)
-                print(f"| {' | '.join(line)} |", flush=True)
+            drawn_figures = [measured(rows, auc, share, seed) for seed in range(given.repetitions)]
+            figures = np.array([one for one in drawn_figures if one])  # repetition, score, figure
+            values, lows, highs, truths = np.moveaxis(figures, 2, 0)
+            covered = ((lows <= truths) & (truths <= highs)).mean(axis=0)
+            of_scores = zip(covered, values.mean(axis=0), strict=True)
+            cells = [f"{hits:.0%} ({value:.3f})" for hits, value in of_scores]
+            line = (
+                f"{rows:,}",
+                f"{auc:.2f}",
+                f"{share:.0%}",
+                *cells,
+                f"{(highs - lows).mean():.2f}",
+            )
+            print(f"| {' | '.join(line)} |", flush=True)
 
 
-def measured(
-    rows: int, auc: float, share: float, seed: int
-) -> Iterator[tuple[str, float, tuple[float, float, float]]]:
-    """Yield each score's name, its truth and its figure with the interval, not folded to 1/2."""
+def measured(rows: int, auc: float, share: float, seed: int) -> list[tuple[float, ...]]:
+    """Return each score's figure, its interval and the truth; nothing for a class of one row."""
     generator = np.random.default_rng([seed, rows])
     table = drawn(rows, *slope_and_offset(auc, share), generator)
-    positions, nothing = np.arange(rows), np.zeros((rows, 0), np.float32)
-    scores = {name: (truth, values) for name, truth, values in scores_of(table, generator)}
-    found = measure_beyond_features(
-        Covariates(
-            positions,
-            table.features.astype(np.float32),
-            nothing,
-            nothing,
-            table.labels.astype(np.int64),
-        ),
-        {name: [RunScores(positions, values)] for name, (_, values) in scores.items()},
-        {},
-    )
-    if found is not None:
-        for name, figure in found.adjusted.items():
-            yield name, scores[name][0], figure
+    labels = table.labels.astype(np.int64)
+    models = FeatureModels.of(table.features, labels)
+    try:
+        predictions = models.predictions(labels)[:, 1]
+    except TooFewRows:
+        return []
+    figures: list[tuple[float, ...]] = []
+    for truth, scores in zip(TRUTHS, scores_of(table, generator), strict=True):
+        scored = ScoredRows(np.arange(rows), scores, table.labels, predictions)
+        figures.append((*adjusted_leak(models, scored), truth))
+    return figures
 
 
 def drawn(rows: int, slope: float, offset: float, generator: np.random.Generator) -> Drawn:
@@ -96,24 +103,22 @@ def drawn(rows: int, slope: float, offset: float, generator: np.random.Generator
     return Drawn(features, log_odds, generator.random(rows) < expit(log_odds))
 
 
-def scores_of(table: Drawn, generator: np.random.Generator) -> Iterator[tuple[str, float, Floats]]:
-    """Yield scores with the AUC that they have among rows of the same features."""
+def scores_of(table: Drawn, generator: np.random.Generator) -> Iterator[Floats]:
+    """Yield the scores."""
     features, log_odds, labels = table
     rows, standard = len(labels), (log_odds - log_odds.mean()) / log_odds.std()
-    yield "probability", 0.5, expit(log_odds)
-    yield "function of features", 0.5, np.sin(features[:, 0]) + features[:, 1] * features[:, 5]
+    yield expit(log_odds)
+    yield np.sin(features[:, 0]) + features[:, 1] * features[:, 5]
     tree = DecisionTreeClassifier(min_samples_leaf=3, random_state=0)
-    overfitted = cross_val_predict(tree, features, labels, cv=4, method="predict_proba")[:, 1]
-    yield "overfitted model", 0.5, overfitted
+    yield cross_val_predict(tree, features, labels, cv=4, method="predict_proba")[:, 1]
     epochs = [expit(log_odds * part / 5 + generator.normal(size=rows) / 3) for part in range(1, 6)]
-    yield "sum over epochs", 0.5, np.sum(epochs, axis=0)
+    yield np.sum(epochs, axis=0)
     for truth in (0.6, 0.75, 1.0):
-        wrong = generator.random(rows) >= truth
-        yield f"label, {truth:.0%} right", truth, (labels ^ wrong).astype(np.float64)
+        yield (labels ^ (generator.random(rows) >= truth)).astype(np.float64)
     for truth in (0.6, 0.75):
         noise = generator.normal(size=rows) / (2**0.5 * norm.ppf(truth))
-        yield f"label + 2 log-odds + noise, {truth}", truth, labels + 2 * standard + noise
-        yield f"label + 2 feature + noise, {truth}", truth, labels + 2 * features[:, 5] + noise
+        yield labels + 2 * standard + noise
+        yield labels + 2 * features[:, 5] + noise
 
 
 @functools.cache
@@ -137,8 +142,8 @@ def slope_and_offset(auc: float, share: float) -> tuple[float, float]:
 
 def _shape(features: Floats) -> Floats:
     """Return what log-odds grow with: lines and bends, each of a single feature."""
-    lines = features[:, :3] @ np.array([0.8, 0.5, 0.3])
-    bends: Floats = 0.5 * np.abs(features[:, 3]) + 0.3 * np.tanh(2 * features[:, 4])
+    lines: Floats = features[:, :3] @ np.array([0.8, 0.5, 0.3])
+    bends = 0.5 * np.abs(features[:, 3]) + 0.3 * np.tanh(2 * features[:, 4])
     return lines + bends
 
 

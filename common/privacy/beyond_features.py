@@ -108,13 +108,7 @@ def measure_beyond_features(
         return None
     named = [*batch_attacks.items(), *run_attacks.items()]
     pairs = {pair.attack: pair for pair in _pairs(covariates, named, predictions, classes)}
-    adjusted = {}
-    for name, pair in pairs.items():
-        rows, scores, positive, of_pair = pair.scored
-        values = normal_scores(scores)
-        explained = models.explained(values, rows)
-        known = informed(of_pair, explained, positive)
-        adjusted[name] = adjusted_leak_auc(rest_of(values, explained), positive, known)
+    adjusted = {name: adjusted_leak(models, pair.scored) for name, pair in pairs.items()}
     advantage = {
         str(name): figure
         for name in run_attacks
@@ -127,6 +121,15 @@ def measure_beyond_features(
     strongest = pairs[max(adjusted, key=lambda name: adjusted[name].value)].scored
     feature_auc = max(0.5, placements(strongest.predictions, strongest.positive).auc)
     return BeyondFeatures(adjusted, advantage, epsilon, len(strongest.rows), feature_auc)
+
+
+def adjusted_leak(models: FeatureModels, scored: ScoredRows) -> AdjustedLeak:
+    """Return the feature-adjusted leak AUC of an attack's scores. Raises ``OneClass``."""
+    rows, scores, positive, predictions = scored
+    values = normal_scores(scores)
+    explained = models.explained(values, rows)
+    known = informed(predictions, explained, positive)
+    return adjusted_leak_auc(rest_of(values, explained), positive, known)
 
 
 def _pairs(

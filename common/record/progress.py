@@ -22,7 +22,6 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
-from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from splitveil.common.text.log_lines import log_fields, shows_bars
@@ -173,10 +172,11 @@ class TrainingProgress:
 
 def training_bars(console: Console, *, transient: bool = False) -> Progress:
     """Return bars whose tasks have ``numbers``, as ``each_in_words`` gives them."""
+    width = max(_LEAST_BAR, min(_LONGEST_BAR, console.width // 4))
     return Progress(
         TextColumn("{task.description}"),
-        _BarColumn(console),
-        _FiguresColumn(console),
+        BarColumn(width),
+        _FiguresColumn(console, width),
         console=console,
         refresh_per_second=4,
         disable=not console.is_terminal,
@@ -184,39 +184,25 @@ def training_bars(console: Console, *, transient: bool = False) -> Progress:
     )
 
 
-class _BarColumn(ProgressColumn):
-    """The bar: it takes the width that the figures leave, which is at least its own minimum."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        super().__init__()
-
-    def render(self, task: Task) -> ProgressBar:
-        figures = _figures_that_fit(task, self._console.width)
-        left = self._console.width - len(task.description) - len(figures) - 2
-        width = max(_LEAST_BAR, min(_LONGEST_BAR, left))
-        return ProgressBar(task.total, task.completed, width, pulse=not task.started)
-
-
 class _FiguresColumn(ProgressColumn):
-    def __init__(self, console: Console) -> None:
+    """The figures that fit beside the description and a bar of some width."""
+
+    def __init__(self, console: Console, bar_width: int) -> None:
         self._console = console
+        self._bar_width = bar_width
         super().__init__()
 
     def render(self, task: Task) -> Text:
-        return Text(_figures_that_fit(task, self._console.width), no_wrap=True)
-
-
-def _figures_that_fit(task: Task, width: int) -> str:
-    if task.total is None:
-        return ""
-    room = width - len(task.description) - _LEAST_BAR - 2  # a space on either side of the bar
-    shown = f"{task.completed:.0f}/{task.total:.0f}"
-    for figure in _figures(task):
-        if len(shown) + len(", ") + len(figure) > room:
-            break
-        shown += f", {figure}"
-    return shown
+        if task.total is None:
+            return Text()
+        # A space on either side of the bar.
+        room = self._console.width - len(task.description) - self._bar_width - 2
+        shown = f"{task.completed:.0f}/{task.total:.0f}"
+        for figure in _figures(task):
+            if len(shown) + len(", ") + len(figure) > room:
+                break
+            shown += f", {figure}"
+        return Text(shown, no_wrap=True)
 
 
 def _figures(task: Task) -> list[str]:

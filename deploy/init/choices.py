@@ -123,7 +123,7 @@ def label_candidates(columns: Sequence[Column], *, with_gaps: bool = False) -> l
     """Return the columns that may hold labels, those that are named like one first."""
     columns = [c for c in columns if with_gaps or not c.missing]
     few = [c for c in columns if c.kind in {"whole", "text", "number"}]
-    few = [c for c in few if len(classes_of(c, fold_case=True)) == 2]
+    few = [c for c in few if len(classes_of(c, fold=True)) == 2]
     named = [c for c in columns if _words(c.name) & LABEL_WORDS]
     named = [c for c in named if 2 <= len(classes_of(c)) <= MAX_CLASSES]
     numbers = [c for c in columns if _words(c.name) & NUMBER_LABEL_WORDS and is_of_numbers(c)]

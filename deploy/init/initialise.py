@@ -4,6 +4,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,10 +22,9 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_settings import Address, load_party_settings
 from splitveil.common.run.contract import ACTIVE, Name
-from splitveil.common.run.id_rules import TextId
 from splitveil.common.settings import validate
 from splitveil.common.text.visible_text import visible
-from splitveil.deploy.init.choices import Wishes, id_candidates, label_candidates
+from splitveil.deploy.init.choices import Wishes, choose_label, id_candidates, label_candidates
 from splitveil.deploy.init.columns import Column, as_text, codes_for_gaps, describe
 from splitveil.deploy.init.labels import classes_of, spellings
 from splitveil.deploy.init.proposal import Proposal, Terms, propose, texts_of, write_files
@@ -136,7 +136,12 @@ def _asked(
         others = [column for column in columns if column.name != wishes.id_column]
         candidates = label_candidates(others, with_gaps=True)
         names = [column.name for column in sorted(candidates, key=lambda c: bool(c.missing))]
-        wishes = wishes._replace(label_column=ask("Column with the labels", names))
+        default = ""
+        with suppress(SettingsError):
+            default = choose_label(others, wishes).column
+        names = [default, *(name for name in names if name != default)]
+        answer = ask("Column with the labels", names)
+        wishes = wishes._replace(label_column=answer or None)
     for column in columns:
         if column.name == wishes.label_column and wishes.label_range is None:
             wishes = _asked_about_labels(column, wishes, ask)
@@ -150,7 +155,7 @@ def _asked_about_labels(column: Column, wishes: Wishes, ask: Ask) -> Wishes:
     positive = spellings(column)
     if 0 < len(positive) < len(classes_of(column)) and not wishes.positive_label:
         shown = ", ".join(map(repr, positive))
-        question = f"Labels differ in case alone: do {shown} stand for 1, and all others for 0"
+        question = f"Labels seem to mean the same: do {shown} stand for 1, and all others for 0"
         if ask(question, ["no", "yes"]) == "yes":
             wishes = wishes._replace(positive_label=positive)
     return wishes
@@ -182,8 +187,8 @@ def _read_as_a_run_does(table: RawTable, proposal: Proposal, text: str) -> None:
     """Refuse before anything is written what a run would refuse."""
     in_memory = {"source": {"kind": "csv", "path": "as read by init"}}
     settings = validate(DataSettings, yaml.safe_load(text)["data"] | in_memory, "data")
-    rules = [TextId(whole_numbers=proposal.ids.is_floating)]
-    table_of(ColumnsInMemory(str(table.path), table.columns), settings, None, rules)
+    source = ColumnsInMemory(str(table.path), table.columns)
+    table_of(source, settings, None, [proposal.ids.rule])
 
 
 def _check_loadable(terms: Terms) -> None:
@@ -253,9 +258,10 @@ def _terms(options: argparse.Namespace) -> Terms:
 
 
 def _ask_terminal(question: str, suggestions: Sequence[str]) -> str:
-    shown = ", ".join(map(visible, suggestions[:8]))
+    shown = ", ".join(map(visible, filter(None, suggestions[:8])))
     default = suggestions[0] if suggestions else ""
-    sys.stderr.write(f"{question}{f' ({shown})' if shown else ''} [{visible(default)}]: ")
+    offered = f" [{visible(default)}]" if default else ""
+    sys.stderr.write(f"{question}{f' ({shown})' if shown else ''}{offered}: ")
     sys.stderr.flush()
     return sys.stdin.readline().strip() or default
 

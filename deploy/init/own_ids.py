@@ -17,6 +17,7 @@ from splitveil.common.data.columns import (
 from splitveil.common.data.id_forms import SHORTENED
 from splitveil.common.data.ids import unusable_rows
 from splitveil.common.errors import DataError
+from splitveil.common.run.id_rules import TextId
 from splitveil.deploy.init.columns import LEAST_REPEATS, Column
 
 _POINTED = r"[+-]?\d+\.0*"
@@ -42,8 +43,9 @@ class OwnIds(NamedTuple):
     doubt: str = ""
     """Why the column is taken only if it is named."""
 
-    is_floating: bool = False
-    """Whether whole numbers have a decimal point, for which the contract needs a rule."""
+    rule: TextId = TextId()
+    """What the contract should say of them: of whole numbers with a decimal point, and of letters
+    all of one case, which the other party may write in the other."""
 
     @property
     def num_ids(self) -> int:
@@ -51,11 +53,10 @@ class OwnIds(NamedTuple):
 
     @property
     def losses(self) -> str:
-        """Say how many rows take no part; empty if all do."""
-        without = f"{self.without_id:,} without an id" if self.without_id else ""
-        repeated = f"{self.repeated:,} with the id of an earlier row" if self.repeated else ""
-        words = " and ".join(filter(None, [without, repeated]))
-        return words and f"{self.without_id + self.repeated:,} rows take no part: {words}"
+        """Say how many rows are left out; empty if none is."""
+        lost = {"without an id": self.without_id, "with the id of an earlier row": self.repeated}
+        words = [f"{n:,} row{'s' * (n > 1)} {why}" for why, n in lost.items() if n]
+        return f"left out: {', '.join(words)}" if words else ""
 
 
 def identifiers_in(column: Column) -> str:
@@ -95,11 +96,20 @@ def judge(column: Column, cells: Any) -> OwnIds:
     )
     doubt = ""
     if is_floating:
-        rule = "the contract says ids: {whole_numbers: true} if --id-column names it"
-        doubt = f"whole numbers with a decimal point: {rule}"
+        then = "the contract says ids: {whole_numbers: true} if --id-column names it"
+        doubt = f"whole numbers with a decimal point: {then}"
     elif any(re.match(SHORTENED, value) for value in column.values):
         doubt = "some are written like 1.2E+15, as spreadsheets shorten long numbers"
-    return OwnIds(len(raw), len(rows.without_id), len(rows.repeated), doubt, is_floating)
+    folds = not is_floating and _may_fold(raw)
+    rule = TextId(fold_case=folds, whole_numbers=is_floating)
+    return OwnIds(len(raw), len(rows.without_id), len(rows.repeated), doubt, rule)
+
+
+def _may_fold(raw: Sequence[str]) -> bool:
+    """Say whether no id has letters of both cases, and no two differ in case alone."""
+    texts = {text for text in raw if text != text.upper() or text != text.lower()}
+    has_one_case = all(text in {text.upper(), text.lower()} for text in texts)
+    return bool(texts) and has_one_case and len({text.casefold() for text in texts}) == len(texts)
 
 
 def likely_ids(columns: Sequence[Column], cells: Mapping[str, Any]) -> dict[str, OwnIds]:

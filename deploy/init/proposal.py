@@ -175,7 +175,10 @@ def propose(table: RawTable, columns: Sequence[Column], wishes: Wishes, terms: T
     unread = tuple(LeftOut(name, why) for name, why in table.left_out.items())
     choices = choices._replace(left_out=unread + choices.left_out)
     if label is None and not choices.features:
-        raise SettingsError(f"{table.path}: no column is left for the model of a passive party")
+        one = "; --delimiter names the character between two cells" * (len(columns) == 1)
+        raise SettingsError(
+            f"{table.path}: no column is left for the model of a passive party{one}"
+        )
     forecast, rows = "", table.num_rows
     rows -= round(rows * (ids.num_rows - ids.num_ids) / max(ids.num_rows, 1))
     if label is not None:

@@ -19,6 +19,7 @@ from splitveil.common.data.columns import (
 from splitveil.common.data.csv_file import CODECS, NO_HEADER, delimiter_of, looks_like_data
 from splitveil.common.data.kinds import open_source, text_file, with_advice
 from splitveil.common.data.source_settings import CsvSource, Source, not_expanded
+from splitveil.common.data.sources import unreadable_is_data_error
 from splitveil.common.data.table_paths import find_files, local_table_path
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.settings import validate
@@ -150,10 +151,14 @@ def _kind_of(path: Path) -> str:
     endings = [ending.lower() for ending in first.suffixes if ending not in CODECS]
     if endings and endings[-1] in _TEXT:
         return "csv"
-    if path.is_dir() or (endings and endings[-1] in {".parquet", ".pq"}):
+    with unreadable_is_data_error(first), first.open("rb") as file:
+        is_parquet = file.read(4) == b"PAR1"
+    if is_parquet or (endings and endings[-1] in {".parquet", ".pq"}):
         return "parquet"
+    if not endings or path.is_dir():
+        return "csv"
     raise SettingsError(
         f"{path}: expected a file whose name ends in .csv, .tsv, .txt (also compressed) or "
-        f".parquet, or a folder of such files; write other sources into the settings by hand "
-        f"(docs/settings.md)"
+        f".parquet, or a folder of such files: save a spreadsheet as CSV, and write other sources "
+        f"into the settings by hand (docs/settings.md)"
     )

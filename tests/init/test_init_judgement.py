@@ -294,8 +294,8 @@ BYTES = pa.array([uuid.UUID(int=2**127 + row).bytes for row in range(ROWS)], pa.
         (pa.array(WHOLE, pa.int64()), [], (5, 0), "0"),
         ([*IDS[:57], *IDS[:3]], [], (0, 3), "K100000"),
         (["", *IDS[1:57], *IDS[1:3], " "], [], (2, 2), "K100001"),
-        ([*IDS[:40], *IDS[:20]], ["rows take no part: 20 with the id"], (0, 20), "K100000"),
-        (FLOATS, ["1 without an id, whole numbers with a decimal point"], (1, 0), "0"),
+        ([*IDS[:40], *IDS[:20]], ["left out: 20 rows with the id"], (0, 20), "K100000"),
+        (FLOATS, ["1 row without an id, whole numbers with a decimal point"], (1, 0), "0"),
         ([f"{row}.0" for row in range(ROWS)], ["ids: {whole_numbers: true} if"], (0, 0), "0"),
         (
             pa.array(map(decimal.Decimal, range(ROWS)), pa.decimal128(18, 2)),
@@ -324,14 +324,36 @@ def test_ids_that_a_run_reads_are_accepted(
     assert end.value.code == 0
     said, written = capsys.readouterr().out, (tmp_path / "active.yaml").read_text()
     assert re.search(r"ids +customer\n", said)
-    assert (f"{sum(lost)} rows take no part: " in said) == (sum(lost) > 0)
+    assert ("left out: " in said) == (sum(lost) > 0)
     for setting, count in zip(LOST, lost, strict=True):
         assert (setting.format(count) in written) == (count > 0)
     contract = yaml.safe_load((tmp_path / "contract.yaml").read_text())
-    is_floating = "decimal point" in written
-    assert contract.get("ids") == ({"whole_numbers": True} if is_floating else None)
-    found = check(tmp_path, "active", [TextId(**contract.get("ids", {}))])
-    assert (len(found.ids), found.ids[0]) == (ROWS - sum(lost), first)
+    rules = contract.get("ids", {})
+    assert rules.get("whole_numbers", False) == ("decimal point" in written)
+    assert rules.get("fold_case", False) == (first[0] in "KN" or "-" in first)
+    found = check(tmp_path, "active", [TextId(**rules)])
+    expected = first.lower() if "fold_case" in rules else first
+    assert (len(found.ids), found.ids[0]) == (ROWS - sum(lost), expected)
+
+
+@pytest.mark.parametrize(
+    ("ids", "folds"),
+    [
+        (IDS, True),
+        ([one.lower() for one in IDS], True),
+        ([*IDS[:30], *(one.lower() for one in IDS[30:])], True),
+        ([*IDS[1:], IDS[1].lower()], False),
+        ([f"aZ{one}" for one in IDS], False),
+        (NUMBERS, False),
+    ],
+)
+def test_a_contract_folds_the_case_of_ids_that_have_one(
+    tmp_path: Path, ids: list[str], folds: bool
+) -> None:
+    path = write(tmp_path, {"id": ids, "y": [0, 1] * 30})
+    propose(path, Wishes(label_column="y", id_column="id"), "active")
+    contract = yaml.safe_load((tmp_path / "contract.yaml").read_text())
+    assert contract.get("ids") == ({"fold_case": True} if folds else None)
 
 
 @pytest.mark.parametrize(
@@ -374,19 +396,22 @@ def test_identifiers_are_left_out_with_the_reason(tmp_path: Path, what: str) -> 
     is_identifier = list(IDENTIFIERS).index(what) < list(IDENTIFIERS).index("")
     assert list(left_out) == ["x"] * is_identifier
     assert all(why.startswith(what) and ": they identify" in why for why in left_out.values())
-    kind = "numeric" if not is_identifier or "digits" in what else "categorical"
-    assert not propose(path, Wishes(**{kind: ("x",)})).choices.left_out
+    is_number = not is_identifier or "digits" in what
+    named = Wishes(numeric=("x",)) if is_number else Wishes(categorical=("x",))
+    assert not propose(path, named).choices.left_out
 
 
 def test_ids_that_a_spreadsheet_has_shortened_are_named(tmp_path: Path) -> None:
     ids = [str(1_200_000_000_000_000 + row) for row in range(ROWS - 4)] + ["1.20E+15"] * 4
-    with pytest.raises(SettingsError, match=r"id \(3 rows .*, some are written like 1\.2E\+15"):
+    with pytest.raises(
+        SettingsError, match=r"id \(left out: 3 rows .*, some are written like 1\.2E\+15"
+    ):
         propose(write(tmp_path, {"id": ids}))
 
 
 def test_a_column_that_nearly_holds_ids_stops_a_guess(tmp_path: Path) -> None:
     path = write(tmp_path, {"id": [*IDS[:50], *IDS[:10]], "note": [f"{one}!" for one in IDS]})
-    with pytest.raises(SettingsError, match=r"row: note; in many rows: id \(10 rows"):
+    with pytest.raises(SettingsError, match=r"row: note; in many rows: id \(left out: 10 rows"):
         propose(path)
 
 
@@ -511,5 +536,5 @@ def test_a_check_accepts_what_is_written_for_any_table(tmp_path: Path, ending: s
             assert sorted(named) == sorted(asked)
             wishes = wishes._replace(exclude=tuple(asked))
         found = propose(path, wishes)
-        table = check(tmp_path, rules=[TextId(whole_numbers=found.ids.is_floating)]).table
+        table = check(tmp_path, rules=[found.ids.rule]).table
         assert [*table.categorical] == [column.name for column in found.choices.categorical]

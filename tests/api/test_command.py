@@ -244,9 +244,21 @@ def test_check_says_where_rows_fill_no_batch(
     ("defense", "bounds", "verdict"),
     [
         ("{name: none}", ["none"] * 3, "Nothing limits what a run with none reveals"),
-        ("{name: marvell, noise: persistent}", ["none", "0.717", "0.717"], "As long as the pass"),
-        ("{name: marvell}", ["none", "none", "likely"], "estimate, which only a run_budget makes"),
-        ("{name: projected_labels}", ["0.600"] * 3, "Whatever the passive party does, all 2"),
+        (
+            "{name: marvell, noise: persistent}",
+            ["none", "0.717", "0.717"],
+            "follows the protocol, all 2 epochs",
+        ),
+        (
+            "{name: marvell}",
+            ["none", "none", "likely"],
+            "no promise, and only a run_budg",
+        ),
+        (
+            "{name: projected_labels}",
+            ["0.600"] * 3,
+            "does whatever it likes, all 2 ep",
+        ),
     ],
 )
 def test_a_plan_answers_one_question_in_a_table_and_a_sentence(

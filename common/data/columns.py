@@ -15,9 +15,10 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from splitveil.common.data.settings import DataSettings, FeatureSettings, Gaps
-from splitveil.common.data.sources import ArrowColumn, RowSource, list_rows, suggest
+from splitveil.common.data.sources import ArrowColumn, RowSource, list_rows
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.run.sample_order import SPLITS
+from splitveil.common.text.wording import suggest
 
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 _MANTISSA_BITS = {16: 11, 32: 24, 64: 53}

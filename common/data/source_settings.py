@@ -12,7 +12,7 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 from splitveil.common.errors import SettingsError
 from splitveil.common.settings import Section
 from splitveil.common.text.addresses import may_hold_secret
-from splitveil.common.text.files import read_bytes
+from splitveil.common.text.files import read_bytes, why_unreadable
 
 ColumnName = Annotated[str, StringConstraints(min_length=1)]
 
@@ -60,7 +60,7 @@ def read_secret(path: Path, setting: str) -> str:
             )
         return read_bytes(path, _MAX_SECRET_BYTES).decode("utf-8").strip()
     except OSError as error:
-        raise SettingsError(f"{setting}: {path}: {error.strerror}") from error
+        raise SettingsError(f"{setting}: {path}: {why_unreadable(path, error)}") from error
     except UnicodeDecodeError:
         raise SettingsError(f"{setting}: {path}: the text is not UTF-8") from None
 

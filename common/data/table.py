@@ -35,9 +35,7 @@ from splitveil.common.data.ids import (
 from splitveil.common.data.image_folder import ImageFolder
 from splitveil.common.data.kinds import columns_in_parts, in_small_blocks, open_table_source
 from splitveil.common.data.label_columns import (
-    MOST_NAMED,
     check_classes,
-    label_texts,
     read_classes,
     read_labels,
     read_number_labels,
@@ -225,8 +223,7 @@ class TableReader:
         check_rules(settings, id_rules)
         self.selection = select_columns(settings, source, split_column)
         self.num_rows = 0
-        self._settings, self._source = settings, source.name
-        self._label_texts: set[str] = set()
+        self._settings, self._source, self._rows = settings, source.name, source
         self._split_column, self._id_rules = split_column, id_rules
         self._ids = IdReader(
             CanonicalForm(id_rules),
@@ -243,8 +240,6 @@ class TableReader:
         features = settings.features
         rows = _WrittenRows(settings, self._source, columns, first_row)
         labels, coded = rows.labels(), rows.coded(selection)
-        if settings.positive_label and len(self._label_texts) <= MOST_NAMED:
-            self._label_texts.update(rows.label_texts())
         numeric, weights = rows.numeric(selection), rows.weights()
         splits = rows.splits(self._split_column)
         if features is None or features.image is None:
@@ -277,7 +272,7 @@ class TableReader:
         if not self.num_rows:
             raise DataError(f"{self._source}: there are no rows")
         if labels is not None:
-            check_classes(self._settings, labels, self._source, sorted(self._label_texts))
+            check_classes(self._settings, labels, self._rows)
         if self._settings.id_column is None:
             return UsableIds(RowNumbers(self.num_rows), None, IdReport(self.num_rows), ())
         return self._ids.finish()
@@ -290,14 +285,6 @@ class _WrittenRows(NamedTuple):
     source: str
     columns: Mapping[str, Any]
     first_row: int
-
-    def label_texts(self) -> list[str]:
-        """Return the distinct labels as written."""
-        if self.settings.label_column is None:
-            return []
-        texts = label_texts(self._numbers_of(self.settings.label_column))
-        found: list[str] = texts.drop_null().unique().to_pylist()
-        return found
 
     def labels(self) -> NDArray[np.float32] | None:
         """Return the labels, possibly all of one class; None without a label column.

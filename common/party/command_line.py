@@ -25,6 +25,7 @@ from splitveil.common.record.run_store import RunStore
 from splitveil.common.record.transcript import Broken, Verified, compare, verify
 from splitveil.common.run.contract import in_short
 from splitveil.common.settings import validate
+from splitveil.common.text.files import why_unreadable
 from splitveil.common.text.log_lines import add_to_log_lines, use_log_format
 from splitveil.common.text.visible_text import visible
 from splitveil.common.text.yaml_text import RESOLVED, read_yaml_file
@@ -100,7 +101,7 @@ def _verified(path: Path) -> Verified:
     try:
         found = verify(path)
     except OSError as error:
-        raise SettingsError(f"{path}: cannot be read: {error.strerror}") from error
+        raise SettingsError(f"{path}: {why_unreadable(path, error)}") from error
     if isinstance(found, Broken):
         raise SplitveilError(f"{path}: line {found.line}: {found.reason}")
     return found

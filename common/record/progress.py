@@ -93,14 +93,7 @@ class TrainingProgress:
         self._party = party
         self._pipe = progress_pipe()
         self._numbers: Mapping[str, float | None] = {}
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            _BarColumn(self._console),
-            _FiguresColumn(self._console),
-            console=self._console,
-            refresh_per_second=4,
-            disable=not self._has_bar,
-        )
+        self._bar = training_bars(self._console)
         self._task = self._bar.add_task(party, total=total_steps, numbers=())
 
     def __enter__(self) -> Self:
@@ -140,7 +133,7 @@ class TrainingProgress:
         self._numbers = numbers
         self._write_to_pipe(is_last=False)
         if self._has_bar:
-            self._bar.update(self._task, advance=steps, numbers=_each_in_words(numbers))
+            self._bar.update(self._task, advance=steps, numbers=each_in_words(numbers))
         elif self._pipe is None and now - self._logged >= self._log_every_s:
             self._logged = now
             self._log(numbers)
@@ -151,7 +144,7 @@ class TrainingProgress:
             self.steps_done,
             self._total_steps,
             self.steps_per_s,
-            "".join(f", {number}" for number in _each_in_words(numbers)),
+            "".join(f", {number}" for number in each_in_words(numbers)),
             extra=log_fields(
                 steps_done=self.steps_done,
                 steps=self._total_steps,
@@ -164,6 +157,19 @@ class TrainingProgress:
         if self._pipe is not None:
             done, total = self.steps_done, self._total_steps
             self._pipe.write(self._party, done, total, self._numbers, is_last=is_last)
+
+
+def training_bars(console: Console, *, transient: bool = False) -> Progress:
+    """Return bars whose tasks have ``numbers``, as ``each_in_words`` gives them."""
+    return Progress(
+        TextColumn("{task.description}"),
+        _BarColumn(console),
+        _FiguresColumn(console),
+        console=console,
+        refresh_per_second=4,
+        disable=not console.is_terminal,
+        transient=transient,
+    )
 
 
 class _BarColumn(ProgressColumn):
@@ -190,6 +196,8 @@ class _FiguresColumn(ProgressColumn):
 
 
 def _figures_that_fit(task: Task, width: int) -> str:
+    if task.total is None:
+        return ""
     room = width - len(task.description) - _LEAST_BAR - 2  # a space on either side of the bar
     shown = f"{task.completed:.0f}/{task.total:.0f}"
     for figure in _figures(task):
@@ -211,7 +219,8 @@ def _figures(task: Task) -> list[str]:
     ]
 
 
-def _each_in_words(numbers: Mapping[str, float | None]) -> list[str]:
+def each_in_words(numbers: Mapping[str, float | None]) -> list[str]:
+    """Return ``loss 0.25`` for each number that there is."""
     shown = {name: number for name, number in numbers.items() if number is not None}
     return [f"{label(name)} {in_short(n)}" for name, n in shown.items()]
 

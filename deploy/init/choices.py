@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from splitveil.common.data.columns import NEARLY_ALL, is_unnamed_index
 from splitveil.common.data.label_columns import places_of
 from splitveil.common.data.settings import MAX_CLASSES
-from splitveil.common.data.sources import suggest
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.privacy.leakage import auc
 from splitveil.common.run.sample_order import SPLITS
+from splitveil.common.text.wording import suggest
 from splitveil.deploy.init.columns import NO_NAME, Column, as_text, without_gaps
 from splitveil.deploy.init.labels import Label, classes_of, is_of_numbers, label_of
 from splitveil.deploy.init.own_ids import OwnIds, identifiers_in, judge, likely_ids

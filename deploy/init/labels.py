@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from splitveil.active_party.defenses.projected.label_utility import share_of_variance
 from splitveil.common.data.settings import MAX_CLASSES, class_key
-from splitveil.common.data.sources import suggest
 from splitveil.common.errors import SettingsError
+from splitveil.common.text.wording import suggest
 from splitveil.deploy.init.columns import Column
 
 POSITIVE_WORDS = ("1", "yes", "true", "y", "t", "positive", "pos", "ja", "j", "oui", "si", "sí")

@@ -91,9 +91,10 @@ def _compare(parsed: argparse.Namespace) -> int:
     titles = [folder.resolve().name for folder in parsed.runs]
     if len(set(titles)) < len(titles):
         titles = list(map(str, parsed.runs))
-    comparison: Any = resolve_name("splitveil.deploy.comparison")
-    results = [comparison.read_results(folder) for folder in parsed.runs]
-    table = comparison.comparison_table("comparison", dict(zip(titles, results, strict=True)))
+    read_summary = resolve_name("splitveil.common.record.run_record:read_summary")
+    summaries = [read_summary(folder / "active") for folder in parsed.runs]
+    comparison_table = resolve_name("splitveil.deploy.comparison:comparison_table")
+    table = comparison_table("comparison", dict(zip(titles, summaries, strict=True)))
     Console().print(table)
     return 0
 

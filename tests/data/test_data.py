@@ -4,7 +4,7 @@ import csv
 import gzip
 import io
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -309,21 +309,6 @@ def test_a_bad_row_after_quoted_line_breaks_is_named_by_its_number(
     with pytest.raises(DataError, match=expected) as raised:
         read_csv(tmp_path, text, **NAMED, features={"numeric": "x0", "categorical": "city"})
     assert "secret" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("labels", "message"),
-    [
-        (["no", "yes", "no"], "no row has the label 'ja' of data.positive_label: the labels are"),
-        (map(str, range(30)), "no row has the label 'ja' of data.positive_label: there are many"),
-    ],
-)
-def test_a_positive_label_that_no_row_has_is_named_with_those_there_are(
-    tmp_path: Path, labels: Iterable[str], message: str
-) -> None:
-    text = bad_rows(*(f"{row},{label},1,a" for row, label in enumerate(labels)))
-    with pytest.raises(DataError, match=message):
-        read_csv(tmp_path, text, **NAMED, positive_label="ja")
 
 
 def test_every_bad_column_is_reported_at_once(tmp_path: Path) -> None:

@@ -19,9 +19,8 @@ from tests.support.markdown import blocks
 from tests.support.programs import ROOT
 from tests.support.simulation import free_address
 
-PAGE = ROOT / "docs" / "guide" / "two-organisations.md"
+PAGE = ROOT / "docs" / "guide" / "start.md"
 OWNERS = {"# at the label owner": "label-owner", "# at the feature owner": "feature-owner"}
-INSTALLS = "pip install splitveil"
 CONNECTED = tuple(
     f"splitveil {party} {command} "
     for party in ("active", "passive")
@@ -39,8 +38,8 @@ class Typed(NamedTuple):
 
 def commands() -> Iterator[Typed]:
     for block in blocks(PAGE):
-        if block.language == "sh" and block.lines != (INSTALLS,):
-            owner, *lines = block.lines
+        owner, *lines = block.lines
+        if owner in OWNERS:
             yield from (Typed(OWNERS[owner], line) for line in lines)
 
 

@@ -112,7 +112,7 @@ def test_settings_that_cannot_be_used_are_named_all_at_once(tmp_path: Path) -> N
         "active.yaml: optimizer.adam.learning_rat: unknown setting",
         "did you mean 'learning_rate'?",
         "contract.yaml: batch_sise: unknown setting; did you mean 'batch_size'?",
-        "contract.yaml: epochs: Input should be greater than or equal to 1 (got 0)",
+        "contract.yaml: epochs: expected at least 1 (got 0)",
     ):
         assert text in party.output
     assert not (tmp_path / "runs").exists()

@@ -299,15 +299,15 @@ def _reason_to_leave_out(
         return NO_NAME
     if is_positive is not None and _gives_label_away(cells[column.name], column, is_positive):
         return "gives the label away almost by itself: is it known before the label is?"
-    if column.kind == "other time" and time_format not in column.time_formats:
-        return f"{column.in_words()}: see timestamp_format in docs/settings.md"
-    return _reason_in_its_cells(column)
+    return _reason_in_its_cells(column, time_format)
 
 
-def _reason_in_its_cells(column: Column) -> str:
+def _reason_in_its_cells(column: Column, time_format: str | None) -> str:
     """Return why no model can use a column's cells, or an empty text."""
     if column.kind in {"empty", "constant", "other"}:
         return column.in_words()
+    if column.kind == "other time" and time_format not in column.time_formats:
+        return f"{column.in_words()}: see timestamp_format in docs/settings.md"
     if column.kind == "text" and set(column.values) <= set(SPLITS):
         return _SPLIT
     if found := identifiers_in(column):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from splitveil.common.errors import SettingsError
+from splitveil.common.party.arguments import Parser
 from splitveil.deploy import flights, local
 from splitveil.deploy.overrides import override
 
@@ -54,8 +55,9 @@ def names_of_examples() -> list[str]:
 
 
 def parser(program: str) -> argparse.ArgumentParser:
-    demo = argparse.ArgumentParser(
+    demo = Parser(
         prog=program,
+        example="breast_cancer",
         description="run both parties of an example on this machine, and compare defenses",
     )
     demo.add_argument(

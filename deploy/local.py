@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.text import Text
 
 from splitveil.common.errors import EndedForGood, SettingsError
-from splitveil.common.party.arguments import add_completion
+from splitveil.common.party.arguments import Parser, add_completion
 from splitveil.common.party.json_output import add_json, print_json
 from splitveil.common.record.run_folder import has_finished
 from splitveil.common.record.run_record import read_summary
@@ -237,8 +237,10 @@ def held_port() -> Iterator[int]:
 
 
 def parser(program: str) -> argparse.ArgumentParser:
-    local = argparse.ArgumentParser(
-        prog=program, description="Run all parties of an example as processes on this machine."
+    local = Parser(
+        prog=program,
+        description="Run all parties of an example as processes on this machine.",
+        example="deploy/examples/breast_cancer --defense none projected_labels",
     )
     local.add_argument(
         "example_dir",

@@ -108,8 +108,7 @@ def measure_exposure(
     for name, kind, values in _columns(features, encoder):
         found, earlier = _exposure(name, kind, values, activations, nearest, folds), best.get(name)
         # Of a list, the category that is guessed best.
-        is_better = earlier is None or (found and found.gain_fraction > earlier.gain_fraction)
-        best[name] = found if is_better else earlier
+        best[name] = max(filter(None, (found, earlier)), key=_merit, default=None)
     return FeatureExposure(
         count,
         dimensions,
@@ -118,6 +117,10 @@ def measure_exposure(
         tuple(name for name, column in best.items() if column is None),
         encoder.image is not None,
     )
+
+
+def _merit(column: ColumnExposure) -> tuple[bool, float]:
+    return column.is_above_chance, column.gain_fraction
 
 
 _EXPOSURE = TypeAdapter(FeatureExposure)
@@ -225,11 +228,10 @@ def _nearest_rows(activations: _Numbers, folds: _Rows) -> tuple[_Rows, _Numbers]
 
 
 def _by_vote(classes: _Rows, rows: _Rows, weights: _Numbers) -> _Rows:
-    from scipy.sparse import csr_array  # noqa: PLC0415
-
-    voters = np.repeat(np.arange(len(rows)), rows.shape[1])
-    votes = csr_array((weights.ravel(), (voters, classes[rows].ravel())))
-    return np.asarray(votes.argmax(axis=1))
+    voted = classes[rows]
+    votes = ((voted[:, :, None] == voted[:, None, :]) * weights[:, None, :]).sum(axis=2)
+    elected: _Rows = np.take_along_axis(voted, votes.argmax(axis=1)[:, None], axis=1)[:, 0]
+    return elected
 
 
 def _by_regression(
@@ -261,9 +263,8 @@ def _by_class_means(activations: _Numbers, classes: _Rows, folds: _Rows) -> _Row
             classes[known], return_inverse=True, return_counts=True
         )
         centred = activations - activations[known].mean(axis=0)
-        means = np.zeros((len(present), activations.shape[1]))
-        np.add.at(means, members, centred[known])
-        means /= counts[:, None]
+        sums = np.add.reduceat(centred[known][np.argsort(members)], np.cumsum(counts) - counts)
+        means = sums / counts[:, None]
         within = centred[known] - means[members]
         freedom = max(len(within) - len(means), 1)
         covariance = within.T @ within / freedom + _RIDGE * np.eye(within.shape[1])

@@ -58,6 +58,8 @@ _CONTENT: Mapping[str, str] = {
     "Embed reply": "activations of rows asked for by id",
     "EmbedTable reply": "encrypted activations of the whole table",
 }
+# What the page's own sentences name.
+_NAMED = ("activations of", "ids, blinded", "the contract", "how this party")
 
 
 class Left(NamedTuple):
@@ -121,6 +123,7 @@ def passive_page(files: PassiveFiles) -> str:
     contract = as_mapping(files.settings.get("contract"))
     exposure = files.exposure
     columns = () if exposure is None else exposure.columns
+    left = list(_left(files.traffic))
     return render(
         _PACKAGE,
         "passive.html.jinja",
@@ -135,7 +138,8 @@ def passive_page(files: PassiveFiles) -> str:
         cut_shape=contract.get("cut_shape"),
         unjudged=exposure.unjudged if exposure else (),
         sent=None if files.traffic is None else bytes_in_words(files.traffic.sent.size_bytes),
-        left=list(_left(files.traffic)),
+        left=left,
+        also_left=[one.content for one in left if not one.content.startswith(_NAMED)],
         agreed=list(_agreed(files.settings, contract)),
         circumstances=list(circumstances(files.summary, read_metrics(files.folder), files.traffic)),
         traffic_rows=traffic_rows(files.traffic, ACTIVE),
@@ -165,7 +169,7 @@ def _assessment(exposure: FeatureExposure | None) -> Assessment:
         "both runs. What has been sent cannot be called back."
     )
     next_step = (
-        "Take each column that the label owner may not know so well out of data.features in "
+        "Leave columns that the label owner must not know so well out of data.features in "
         "passive.yaml, and train again."
     )
     if not best.is_above_chance:

@@ -27,6 +27,7 @@ from splitveil.common.record.run_folder import claimed, inner_folder
 from splitveil.common.record.table_output import check_output
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.contract import ACTIVE
+from splitveil.common.text.log_lines import shows_bars
 from splitveil.common.text.output import printing_console
 
 logger = logging.getLogger(__name__)
@@ -114,7 +115,7 @@ def _report(parsed: argparse.Namespace, result: BatchResult, predictor: Predicto
 @contextmanager
 def _progress(total: int) -> Iterator[Advance]:
     """Show a bar on a terminal, occasional log lines elsewhere."""
-    console = printing_console(stderr=True)
+    console = printing_console(stderr=True, plain=not shows_bars())
     bar = Progress(
         TextColumn("predicting"),
         BarColumn(),

@@ -48,7 +48,7 @@ class PlainTable:
     ) -> None:
         self._lead = lead or len(names) or 1
         self._table = Table(
-            title=cell(title),
+            title=cell(title) if title else None,
             title_justify="left",
             caption=Text(visible_lines(caption)) if caption else None,
             caption_justify="left",

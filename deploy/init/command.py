@@ -11,13 +11,15 @@ import argparse
 from importlib import import_module
 from pathlib import Path
 
+from splitveil.common.party.arguments import Parser
 from splitveil.common.party.json_output import add_json
 
 
 def parser(program: str) -> argparse.ArgumentParser:
     """Return the sub-command's parser."""
-    init = argparse.ArgumentParser(
+    init = Parser(
         prog=program,
+        example="active clients.csv --label-column churned",
         description="look at a party's table, and write commented settings that fit it",
     )
     init.add_argument(

@@ -25,6 +25,7 @@ from splitveil.common.party.party_settings import PartySettings, load_party_sett
 from splitveil.common.run.contract import Contract
 from splitveil.common.settings import validate
 from splitveil.deploy import overrides
+from splitveil.deploy.demo import DEMO
 from splitveil.passive_party.settings import PassiveSettings
 from tests.support.commands import Done, begun, called, ended, write_tables
 from tests.support.markdown import GUIDE, ROOT, Block, blocks, name_of, prose
@@ -164,7 +165,7 @@ def read_by_sub_command(arguments: Sequence[str]) -> None:
     (module,) = (one.module for one in SUB_COMMANDS if one.name == arguments[0])
     options = import_module(module).parser(f"splitveil {arguments[0]}").parse_args(arguments[1:])
     if arguments[0] == "demo":
-        options.example_dir = EXAMPLES / options.example
+        options.example_dir = EXAMPLES / (options.example or DEMO)
     if arguments[0] in {"demo", "local"}:
         accept(options)
 

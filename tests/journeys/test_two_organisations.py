@@ -153,5 +153,19 @@ def test_the_run_trains_on_the_common_ids_and_leaves_what_the_page_names(
     assert report.is_file()
 
 
+@pytest.mark.parametrize("party", ["active", "passive"])
+def test_a_run_prints_a_line_for_each_epoch_and_few_others(machines: Machines, party: str) -> None:
+    output = output_of(machines, f"splitveil {party} run {party}.yaml")
+    lines = [line.partition(" INFO ")[2] for line in output.splitlines() if " INFO " in line]
+    epochs = [line for line in lines if line.startswith("epoch ")]
+    assert [line.partition(":")[0] for line in epochs] == ["epoch 1/2", "epoch 2/2"]
+    assert all(("loss" in line) is (party == "active") for line in epochs)
+    others = [line for line in lines if line not in epochs]
+    assert len(others) <= 10, others
+    assert "rows are aligned: " in "\n".join(others)
+    if party == "active":
+        assert any("projected_labels, bound on the leak AUC of the" in line for line in others)
+
+
 def test_the_plan_names_the_defense_that_init_has_chosen(machines: Machines) -> None:
     assert "projected_labels" in output_of(machines, "splitveil active plan active.yaml")

@@ -186,6 +186,7 @@ def write_run(folder: Path, *, leak: float = 0.9, security: str = "mtls") -> Pat
     with Transcript(own, "passive") as transcript:
         transcript.note(Crossing("sent", "Train request", b"a" * 3000, 0, 0))
         transcript.note(Crossing("sent", "Train request", b"a" * 3000, 0, 1))
+        transcript.note(Crossing("sent", "Audit request", b"", 0, 1))
         transcript.note(Crossing("received", "Train reply", b"b" * 500, 0, 0))
     found = exposed()
     assert found is not None
@@ -205,6 +206,7 @@ def test_the_page_says_what_left_to_whom_and_what_it_tells(tmp_path: Path) -> No
     assert "2 of 4 columns are guessed better than without" in first
     assert "knows which 1,234 of its ids we have too, and that we have 4,000." in first
     assert "5.86 KiB went to labels.example.org" in first
+    assert "<li>Scores of training rows, for audits.</li>" in first
     assert "out of data.features in passive.yaml" in first
     at = [first.index(f'scope="row">{name}<') for name in ("sent", "shown", "kept")]
     assert at == sorted(at)
@@ -251,7 +253,7 @@ def test_damaged_files_are_read_as_far_as_they_go(
         file.write(b'{"time": 3}\n[]\nnot json\n{"time": "x", "direction": "sent", "kind": 4}\n{')
     found = read_traffic(run / "passive")
     assert found is not None
-    assert (found.sent, found.received) == (Volume(2, 6000), Volume(1, 500))
+    assert (found.sent, found.received) == (Volume(3, 6000), Volume(1, 500))
     (run / "passive" / "exposure.json").write_text("{")
     with pytest.raises(SettingsError, match="not valid JSON"):
         write_passive_report(run)

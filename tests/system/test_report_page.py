@@ -176,3 +176,15 @@ def test_a_phone_shows_a_report_without_scrolling_sideways(
     frame.write_text(f'<iframe src="{page.name}" width="390" height="900"></iframe>{HEARD}')
     dom, _ = open_page(frame, tmp_path / "profile")
     assert re.findall(r'data-widths="([^"]*)"', dom) == ["390 390"]
+
+
+@needs_browser
+def test_closed_details_are_printed(compared: LocalRun, tmp_path: Path) -> None:
+    text = (compared.runs_dir / DEFENDED / "passive" / "report.html").read_text(encoding="utf-8")
+    pages = []
+    for number, beginning in enumerate(("<details>", "<details open>", "<details hidden>")):
+        page, printed = tmp_path / f"{number}.html", tmp_path / f"{number}.pdf"
+        page.write_text(text.replace("<details>", beginning))
+        browse(page, tmp_path / "profile", f"--print-to-pdf={printed}")
+        pages.append(len(re.findall(rb"/Type /Page\b", printed.read_bytes())))
+    assert pages[0] == pages[1] > pages[2] >= 1

@@ -14,7 +14,7 @@ BENCHMARKS := $(filter-out __init__ environment bare_gloo slow_line gpu,$(basena
 # takes half a gigabyte; an idle one takes tests from others. TEST_OPTIONS="-n 8" asks for more.
 PYTEST := $(BIN)/pytest -n 4 --dist worksteal
 
-.PHONY: demo test test-system test-rest test-all check faults fuzz protos settings lock bench
+.PHONY: demo test test-system test-rest test-all check faults fuzz protos settings site lock bench
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -53,6 +53,17 @@ protos: $(INSTALLED)
 
 settings: $(INSTALLED)
 	$(BIN)/python docs/settings_reference.py > docs/settings.md
+
+# The documentation site, in build/site, from copies of the pages; a broken link or anchor is an error.
+site: $(BIN)/zensical
+	rm -rf build/pages
+	mkdir -p build/pages
+	cp -r *.md LICENSE docs build/pages
+	$(BIN)/zensical build --clean --strict
+
+$(BIN)/zensical: $(INSTALLED)
+	$(INSTALL) -e '.[docs]'
+	@touch $@
 
 # What constraints.txt pins, with digests: the package and the extras for its users.
 lock:

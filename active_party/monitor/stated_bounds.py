@@ -10,13 +10,9 @@ from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.observational_audit import p_value
 from splitveil.common.record import summary
-from splitveil.common.record.figures import (
-    BeyondFigures,
-    LedgerFigures,
-    SpreadFigures,
-    passed_bounds,
-)
-from splitveil.common.text.upper_bounds import at_least, at_most, auc_at_most
+from splitveil.common.record.assessment import assess_figures
+from splitveil.common.record.figures import BeyondFigures, LedgerFigures, SpreadFigures
+from splitveil.common.text.upper_bounds import at_least, at_most
 
 logger = logging.getLogger(__name__)
 
@@ -81,17 +77,11 @@ def hold_against(beyond: BeyondFigures, bounds: LeakBounds | None) -> BeyondFigu
 
 def log_beyond(beyond: BeyondFigures, bounds: LeakBounds | None) -> None:
     """Log what attacks reveal beyond features, and an alarm for every statement that they pass."""
-    strongest, epsilon = beyond.strongest(), beyond.epsilon
-    if strongest is not None:
-        attack, found = strongest
-        logger.info(
-            "beyond the features: %s reaches a leak AUC of %.3f (95 %% interval %.3f to "
-            "%.3f) among rows that features predict alike",
-            attack,
-            *found,
-        )
+    epsilon = beyond.epsilon
+    assessment = assess_figures(beyond, None if bounds is None else ledger_figures(bounds))
+    logger.info("feature-adjusted leak AUC, strongest attack: %s", assessment.in_words)
     if epsilon is not None:
-        logger.info(
+        logger.debug(
             "epsilon of label differential privacy is at least %s (delta %g): %s guessed %d of "
             "%d labels right; the ledger states %s",
             at_least(epsilon.epsilon),
@@ -107,14 +97,10 @@ def log_beyond(beyond: BeyondFigures, bounds: LeakBounds | None) -> None:
                 at_most(epsilon.stated or 0.0),
                 epsilon.stated_for,
             )
-    if bounds is not None:
-        by_peers = {peers: bounds.against(peers).leak_auc.max for peers in Adversary}
-        for attack, found, peers in passed_bounds(beyond, by_peers):
-            logger.error(
-                "LEAK ALARM: %s reaches a leak AUC of %.3f beyond the features, above the "
-                "%s that the ledger states for %s",
-                attack,
-                found.value,
-                auc_at_most(by_peers[peers]),
-                peers,
-            )
+    for attack in assessment.above_bound:
+        logger.error(
+            "LEAK ALARM: %s, feature-adjusted leak AUC %s: %s",
+            attack.attack,
+            attack.figures,
+            attack.why,
+        )

@@ -18,6 +18,7 @@ from splitveil.active_party.report.figures import ABSENT, TableRow, figure
 from splitveil.active_party.report.run_files import RunFiles
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import CUT
+from splitveil.common.record.assessment import NO_BOUND, bounds_by_peers
 from splitveil.common.record.figures import (
     BeyondFigures,
     LedgerFigures,
@@ -28,8 +29,6 @@ from splitveil.common.record.figures import (
 from splitveil.common.record.lines import LedgerLine
 from splitveil.common.text.upper_bounds import at_least, at_most, auc_at_most
 
-NO_BOUND = 0.999
-"""Bound at and above which a ledger excludes nothing."""
 _KNOWS_NOTHING = 1e-3
 """Leak AUC over one half that rounding may leave of a prior without any label."""
 _SETTINGS: TypeAdapter[DefenseSettings] = TypeAdapter(DefenseSettings)
@@ -42,9 +41,7 @@ def guarantee_of(run: RunFiles) -> float:
 
 def bounds_of(run: RunFiles) -> dict[Adversary, float]:
     """Return the bound for each adversary class, of the most exposed example; empty without any."""
-    ledger = ledger_of(run)
-    found = {} if ledger is None else {peers: ledger.against(peers).max for peers in Adversary}
-    return {peers: bound for peers, bound in found.items() if bound is not None}
+    return bounds_by_peers(ledger_of(run))
 
 
 def ledger_of(run: RunFiles) -> LedgerFigures | None:

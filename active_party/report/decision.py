@@ -18,12 +18,13 @@ from splitveil.active_party.report.advice import (
     steps_to_a_bound,
 )
 from splitveil.active_party.report.bounds import beyond_of, bounds_of, contradictions, guarantee_of
-from splitveil.active_party.report.figures import WITHOUT_GRADIENTS, Finding, strongest
+from splitveil.active_party.report.figures import Finding, strongest
 from splitveil.active_party.report.paired import Estimate, estimate_of
 from splitveil.active_party.report.run_files import RunFiles, num_classes
 from splitveil.active_party.report.verdict import RunLevel
 from splitveil.active_party.training.evaluation import StoredPredictions, read_predictions
 from splitveil.common.data.label_range import ONE_NUMBER
+from splitveil.common.privacy.attacks import WITHOUT_GRADIENTS
 from splitveil.common.record.figures import is_clearly_above
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from splitveil.active_party.report.run_files import LeakSeries, Numbers
-from splitveil.common.privacy.attacks import ATTACKS, FINAL_ATTACKS
+from splitveil.common.privacy.attacks import WITHOUT_GRADIENTS
 
 MIN_WINDOW = 15
 """Smallest number of batches for the quantiles of a window."""
@@ -18,11 +18,6 @@ ABSENT = "–"
 STANDARD_ERRORS = 4.0
 """Number of standard errors by which a mean must exceed the mean of random scores, as for the leak
 alarm."""
-
-WITHOUT_GRADIENTS = frozenset(
-    str(name) for name, attack in ATTACKS.items() if not attack.reads_gradients
-) | frozenset(map(str, FINAL_ATTACKS))
-"""Attacks that look only at a party's own activations: a baseline, and not a gradient leak."""
 
 
 class TableRow(NamedTuple):

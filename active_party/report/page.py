@@ -30,7 +30,7 @@ from splitveil.active_party.report.verdict import RunLevel, Verdict
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party.report_parts import circumstances, read_traffic, render, traffic_rows
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.attacks import ATTACKS
+from splitveil.common.privacy.attacks import ATTACKS, WITHOUT_GRADIENTS
 from splitveil.common.record.figures import LedgerFigures, set_aside
 from splitveil.common.record.lines import AuditLine
 from splitveil.common.record.run_folder import write_text_atomically
@@ -96,7 +96,7 @@ def report_page(run: RunFiles) -> str:
     of_active = [found for found in findings if found.party == "active"]
     measured = [*of_active, *(figures.finding_of(one) for one in adversary)]
     accumulated = verdict.run_levels(run)
-    of_gradients = [found for found in findings if found.attack not in figures.WITHOUT_GRADIENTS]
+    of_gradients = [found for found in findings if found.attack not in WITHOUT_GRADIENTS]
     limits = bounds.bounds_of(run)
     widest = bounds.widest_bounded(limits)
     traffic, of_leak = read_traffic(run.active.folder), run.active.summary.of_leak
@@ -123,7 +123,7 @@ def report_page(run: RunFiles) -> str:
         of_gradients=of_gradients,
         silent=[f"{one.attack} at {one.layer}" for one in of_gradients if not one.beats_chance],
         whole_run=verdict.highest(
-            [one for one in accumulated if one.attack not in figures.WITHOUT_GRADIENTS]
+            [one for one in accumulated if one.attack not in WITHOUT_GRADIENTS]
         ),
         not_run=sorted(set(map(str, ATTACKS)) - {found.attack for found in findings}),
         looks_at_activations=len(of_gradients) < len(findings),

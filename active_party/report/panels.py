@@ -8,13 +8,7 @@ import numpy as np
 from markupsafe import Markup
 
 from splitveil.active_party.report.bounds import prior_of
-from splitveil.active_party.report.figures import (
-    WITHOUT_GRADIENTS,
-    epoch_means,
-    finding_of,
-    strongest,
-    windows,
-)
+from splitveil.active_party.report.figures import epoch_means, finding_of, strongest, windows
 from splitveil.active_party.report.run_files import (
     LeakSeries,
     Numbers,
@@ -27,6 +21,7 @@ from splitveil.active_party.report.run_files import (
 from splitveil.active_party.report.svg import Axis, Band, Chart, Dot, Line, Mark, Rule, round_axis
 from splitveil.active_party.report.verdict import RunLevel, is_oracle
 from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.attacks import WITHOUT_GRADIENTS
 from splitveil.common.record.figures import SpreadFigures
 from splitveil.common.record.lines import LedgerLine
 from splitveil.common.text.upper_bounds import at_most, auc_at_most

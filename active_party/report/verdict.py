@@ -19,10 +19,15 @@ from splitveil.active_party.report.bounds import (
     measured_of,
     reveals_something,
 )
-from splitveil.active_party.report.figures import WITHOUT_GRADIENTS, Finding, strongest
+from splitveil.active_party.report.figures import Finding, strongest
 from splitveil.active_party.report.run_files import RunFiles
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.attacks import ATTACKS, RUN_ATTACKS, SideInformation
+from splitveil.common.privacy.attacks import (
+    ATTACKS,
+    RUN_ATTACKS,
+    WITHOUT_GRADIENTS,
+    SideInformation,
+)
 from splitveil.common.record.figures import AdjustedFigures, BeyondFigures, is_clearly_above
 from splitveil.common.text.upper_bounds import auc_at_most
 

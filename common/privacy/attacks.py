@@ -294,6 +294,11 @@ RUN_ATTACKS: Mapping[RunAttackName, RunAttack] = MappingProxyType(
 
 FINAL_ATTACKS = tuple(name for name, attack in RUN_ATTACKS.items() if attack.is_final)
 
+WITHOUT_GRADIENTS = frozenset(
+    str(name) for name, attack in ATTACKS.items() if not attack.reads_gradients
+) | frozenset(map(str, FINAL_ATTACKS))
+"""Attacks that look only at a party's own activations: a baseline, and not a gradient leak."""
+
 LABEL_FREE: tuple[AttackName, ...] = (
     *(
         name

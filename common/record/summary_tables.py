@@ -2,10 +2,11 @@
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from rich.console import Console
 
+from splitveil.common.record.assessment import assess
 from splitveil.common.record.figures import (
     BatchFigures,
     BeyondFigures,
@@ -15,7 +16,6 @@ from splitveil.common.record.figures import (
     RunFigures,
     SpreadFigures,
 )
-from splitveil.common.record.progress import progress_pipe
 from splitveil.common.record.summary import Summary, plain_figures
 from splitveil.common.record.values import ByAttack
 from splitveil.common.text.log_lines import log_fields, writes_json
@@ -28,13 +28,59 @@ logger = logging.getLogger(__name__)
 
 
 def print_summary(party: str, summary: Summary, *, console: Console | None = None) -> None:
-    """Print a run's summary to standard output, or its numbers to a log of JSON objects."""
+    """Print a run's figures to standard output, or its numbers to a log of JSON objects.
+
+    Without a console it prints nothing to a quiet log, and all details to a verbose one.
+    """
     if console is None and writes_json():
         logger.info("summary", extra=log_fields(**plain_figures(summary)))
         return
-    if console is None and progress_pipe() is not None:
-        return  # a launcher shows one table of all parties
+    if console is None and not logger.isEnabledFor(logging.INFO):
+        return
+    details = console is not None or logger.isEnabledFor(logging.DEBUG)
     console = console or printing_console()
+    table = PlainTable(party, ("figure", "value"), lead=1, show_header=False)
+    for name, value in _main_figures(summary):
+        table.add_row(name, value)
+    console.print(table)
+    if details:
+        _print_details(party, summary, console)
+
+
+def _main_figures(summary: Summary) -> Iterator[tuple[str, str]]:
+    active, model = summary.of_active, summary.of_active.model
+    figures = {
+        **summary.counts._asdict(),
+        "test_auc": model.test_auc,
+        "test_accuracy": model.test_accuracy,
+        "test_auc_refit": model.test_auc_refit,
+        "test_auc_alone": model.test_auc_alone,
+        "test_RMSE": None if model.test_number is None else model.test_number.rmse,
+    }
+    for name, number in figures.items():
+        if number is not None:
+            yield label(name), in_words(number)
+    if summary.active is not None:
+        assessment = assess(summary)
+        if not summary.of_leak.of_numbers:
+            strongest = assessment.strongest
+            why = "" if strongest is None or not strongest.why else f"; {strongest.why}"
+            figure = assessment.figure_in_words(strongest)
+            yield "strongest attack, feature-adjusted leak AUC", f"{figure}{why}"
+        yield "bound for the whole run", assessment.bound_in_words
+    if summary.audited is not None:
+        audited = [
+            auc for attacks in summary.audited.leak_aucs.values() for auc in attacks.values()
+        ]
+        best = in_words(max(audited, default=None))
+        yield "strongest own attack, audited leak AUC, features included", best
+    if active.leak_alarms:
+        yield "leak alarms", str(active.leak_alarms)
+    if active.refused_messages:
+        yield "refused messages", in_words(active.refused_messages)
+
+
+def _print_details(party: str, summary: Summary, console: Console) -> None:
     table = PlainTable(f"{party}: summary", ("figure", "value"), lead=1, show_header=False)
     for name, value in plain_figures(summary).items():
         table.add_row(label(name), in_words(value))
@@ -46,16 +92,18 @@ def print_summary(party: str, summary: Summary, *, console: Console | None = Non
         title = f"{party}: feature-adjusted leak AUC"
         console.print(beyond_table(leak.beyond, title))
     pair = "" if leak.by_class is None else ", worst pair of classes"
+    if summary.active is not None and (leak.batches or leak.run_level):
+        console.print(assess(summary).raw_note, soft_wrap=True, markup=False)
     if leak.of_numbers:
         title = f"{party}: share of the labels' variance that gradients explain (R2)"
         console.print(number_table(leak.of_numbers, title))
     if leak.batches:
-        console.print(leak_table(leak.batches, f"{party}: leak AUC{pair}"))
+        console.print(leak_table(leak.batches, f"{party}: raw leak AUC{pair}"))
     if leak.by_class is not None:
-        title = f"{party}: leak AUC class by class, mean over batches (random scores)"
+        title = f"{party}: raw leak AUC class by class, mean over batches (random scores)"
         console.print(class_table(leak.by_class.batches, title))
     if leak.run_level:
-        title = f"{party}: leak AUC of the whole run{pair}"
+        title = f"{party}: raw leak AUC of the whole run{pair}"
         console.print(run_level_table(leak.run_level, title))
 
 

@@ -10,6 +10,8 @@ from typing import Any, Literal, TypeAlias, get_args, overload
 from splitveil.active_party.report import write_comparison, write_report
 from splitveil.active_party.report.run_files import RunFiles, read_run
 from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.attacks import CUT
+from splitveil.common.record.assessment import LeakAssessment, assess_figures
 from splitveil.common.record.figures import LedgerFigures
 from splitveil.common.record.lines import (
     EpochLeakLine,
@@ -24,7 +26,7 @@ from splitveil.library.frames import Row, as_html, frame
 
 Kind: TypeAlias = Literal["epochs", "attacks", "steps", "batches"]
 KindOfRuns: TypeAlias = Literal["runs", "defenses"] | Kind
-_MEASURED = ("test_auc", "strongest_leak_auc", *(peers.column for peers in Adversary))
+_MEASURED = ("test_auc", "leak_auc", *(peers.column for peers in Adversary))
 
 
 class Run:
@@ -87,10 +89,10 @@ class Run:
         return next((line.auc for line in reversed(evaluated) if line.split == "test"), None)
 
     @property
-    def strongest_leak_auc(self) -> float | None:
-        """The largest leak AUC that an attack measured: over the run, or the mean of batches."""
-        figures = (row["leak_auc"] for row in self._attacks())
-        return max((one for one in figures if isinstance(one, float)), default=None)
+    def leak(self) -> LeakAssessment:
+        """What the run's attacks show beside its bound, as its report and its log say it."""
+        figures = self._files().active.summary.of_leak
+        return assess_figures(figures.beyond, self._ledger_figures())
 
     @property
     def bounds(self) -> Mapping[str, float]:
@@ -118,7 +120,9 @@ class Run:
 
         Args:
             of: what a row is about. ``epochs``: evaluations, losses and bounds. ``attacks``: each
-                attack at each layer, over the run. ``steps``: each training step. ``batches``: each
+                attack at each layer; ``over`` says whether its leak AUC is feature-adjusted
+                (``features``), or raw, over ``batches`` or the ``run``: a raw one contains what
+                features reveal anyway. ``steps``: each training step. ``batches``: each
                 attack on each audited batch.
 
         Raises:
@@ -151,12 +155,15 @@ class Run:
 
     def overview(self) -> Row:
         """Return the run in one row: defense, quality, leak and bounds."""
-        bounds = self.bounds
+        bounds, leak = self.bounds, self.leak
+        strongest = leak.strongest
+        low_high = (None,) * 3 if strongest is None else strongest.leak
         return {
             "run": self.name,
             "defense": self.defense,
             "test_auc": self.test_auc,
-            "strongest_leak_auc": self.strongest_leak_auc,
+            "strongest_attack": leak.not_measured if strongest is None else strongest.attack,
+            **dict(zip(("leak_auc", "leak_auc_low", "leak_auc_high"), low_high, strict=True)),
             **{peers.column: bounds.get(str(peers)) for peers in Adversary},
         }
 
@@ -200,6 +207,19 @@ class Run:
         rows: list[Row] = []
         for party in self._files().parties:
             leak = party.summary.of_leak
+            adjusted = {} if leak.beyond is None else leak.beyond.adjusted
+            rows += [
+                {
+                    "party": party.name,
+                    "layer": CUT,
+                    "attack": attack,
+                    "over": "features",
+                    "leak_auc": measured.value,
+                    "low": measured.low,
+                    "high": measured.high,
+                }
+                for attack, measured in adjusted.items()
+            ]
             for layer, batches in leak.batches.items():
                 rows += [
                     {

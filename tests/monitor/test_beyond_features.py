@@ -25,7 +25,7 @@ from splitveil.common.record.figures import (
     set_aside,
 )
 from splitveil.common.record.run_record import METRICS, write_summary
-from splitveil.common.record.summary import Summary
+from splitveil.common.record.summary import ActiveFigures, Summary
 from splitveil.common.record.summary_tables import print_summary
 from tests.support.defenses import write_own_defenses
 from tests.support.recorders import record, recorders
@@ -50,6 +50,8 @@ def test_without_a_defense_attacks_pass_what_features_tell(tmp_path: Path) -> No
         assert adjusted[attack]["value"] > 0.95
     for found in adjusted.values():
         assert found["low"] <= found["value"] <= found["high"]
+    assert ROWS / 2 < active["adjusted_rows"] <= ROWS
+    assert 0.6 < active["feature_auc"] < 0.99
     # The prior knows as many labels as the attack.
     gains = active["leak_advantage"]
     assert set(gains) == {"accumulated_spectral", "hint_combiner_50"}
@@ -93,6 +95,8 @@ def test_several_classes_are_measured_by_the_pair_told_apart_best(tmp_path: Path
         assert found["adjusted_leak"][attack]["value"] > 0.9
     assert found["adjusted_leak"]["norm"]["value"] < found["adjusted_leak"]["cosine"]["value"]
     assert set(found["leak_advantage"]) == {"accumulated_spectral"}
+    assert 0 < found["adjusted_rows"] < 1_000  # those of the pair of classes
+    assert 0.5 <= found["feature_auc"] <= 1.0
     assert found["epsilon_lower_bound"] >= 0.0
 
 
@@ -134,7 +138,7 @@ def test_a_run_whose_attacks_pass_its_statements_says_so_everywhere(
         summary = both.active.summary({})
     logged = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
     assert any("exclude the epsilon of 0.1 that the ledger states for anybody" in m for m in logged)
-    assert any("spectral reaches a leak AUC of" in message for message in logged)
+    assert any("spectral, feature-adjusted leak AUC 1.0" in message for message in logged)
     write_summary(tmp_path / "active", summary)
     (tmp_path / "active" / "settings.yaml").write_text("{}")
     verdict = judge(read_run(tmp_path), [], [])
@@ -241,13 +245,13 @@ def test_an_adjusted_figure_above_a_bound_raises_an_alarm_or_is_set_aside(
 ) -> None:
     held = replace(BEYOND, epsilon=epsilon)
     log_beyond(held, bounds(bound))
-    assert ("norm reaches a leak AUC of 0.700 beyond the features" in caplog.text) is passed
-    assert "cosine reaches" not in caplog.text
+    assert ("LEAK ALARM: norm, feature-adjusted leak AUC 0.700" in caplog.text) is passed
+    assert "ALARM: cosine" not in caplog.text
     assert list(set_aside(held, bound)) == aside
     if epsilon is None:  # but a bound that is not for anybody is passed
         by_peers = (bounds(1.0).by_peers[0], *bounds(bound).by_peers[1:])
         log_beyond(held, bounds(bound)._replace(by_peers=by_peers))
-        assert "norm reaches a leak AUC of 0.700" in caplog.text
+        assert "LEAK ALARM: norm" in caplog.text
 
 
 # ---- verdict and report ----
@@ -302,7 +306,8 @@ def test_figures_of_another_form_are_left_out(form: dict[str, Any]) -> None:
 
 
 def test_the_end_of_a_run_prints_the_adjusted_figures(capsys: pytest.CaptureFixture[str]) -> None:
-    print_summary("active party", Summary(leak=LeakFigures(beyond=BEYOND)))
+    logging.getLogger("splitveil").setLevel(logging.INFO)
+    print_summary("active party", Summary(active=ActiveFigures(), leak=LeakFigures(beyond=BEYOND)))
     printed = capsys.readouterr().out
     assert "feature-adjusted leak AUC" in printed
-    assert "0.680 .. 0.720" in printed
+    assert "0.700 (0.680 to 0.720)" in printed

@@ -19,15 +19,15 @@ from rich.console import Console
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.record.figures import (
-    BatchFigures,
+    AdjustedFigures,
+    BeyondFigures,
     LeakFigures,
     LedgerFigures,
-    RunFigures,
     SpreadFigures,
 )
 from splitveil.common.record.summary import ActiveFigures, ModelFigures, RunCounts, Summary
 from splitveil.common.run.contract import Name
-from splitveil.deploy.comparison import RunResults, comparison_table
+from splitveil.deploy.comparison import comparison_table
 from splitveil.deploy.local import held_port
 from splitveil.deploy.overrides import Overrides, parse_defense
 from tests.support.programs import run_program
@@ -47,7 +47,7 @@ RUNS = ("breast_cancer-none", "breast_cancer-marvell-power_ratio-4")
 def test_two_defenses_are_run_and_set_side_by_side(compared: LocalRun) -> None:
     assert compared.exit_code == 0, compared.output
     table = compared.output[compared.output.rindex("┏") :]
-    words = ("none", "marvell", "cut: cosine leak AUC", "bound: anybody")
+    words = ("none", "marvell", "feature-adjusted")
     assert [word for word in words if word not in table] == []
     logged = {int(number) for number in re.findall(r"epoch (\d+)", compared.output)}
     assert logged == {1, 2, 3, 4, 5, 6}
@@ -205,31 +205,36 @@ def test_overrides_reach_the_party_they_name_and_the_contract_both() -> None:
     assert routed.of("passive") == ["party=p", "contract.epochs=2"]
 
 
-def test_the_table_has_a_dash_for_what_was_not_measured_and_rounds_bounds_up() -> None:
-    counts = RunCounts(aligned_rows=9, steps_per_s=2.0)
+def test_the_table_says_what_was_not_measured_and_rounds_bounds_up() -> None:
+    counts = RunCounts(aligned_rows=9)
     figures = ActiveFigures(model=ModelFigures(test_auc=0.9))
-    ledger = LedgerFigures(estimate=SpreadFigures(max=0.85), anybody=SpreadFigures(max=0.9101))
-    whole = RunFigures(0.81234, 0.8, 0.82, 400)
-    unmeasured = BatchFigures(q95=None, mean=None, last_epoch=None, random_q95=0.7)
-    results = {
-        "one": RunResults(
-            Summary(
-                counts=counts,
-                active=replace(figures, ledger=ledger),
-                leak=LeakFigures(run_level={"cut": {"accumulated_spectral": whole}}),
-            ),
-            {"": Summary(leak=LeakFigures(batches={"cut": {"norm": unmeasured}}))},
-        ),
-        "two": RunResults(Summary(counts=counts, active=figures), {}),
+    ledger = LedgerFigures(anybody=SpreadFigures(max=0.9101))
+    adjusted = {
+        "informed": AdjustedFigures(0.9, 0.86, 0.93),
+        "norm": AdjustedFigures(0.6, 0.3, 0.8),
     }
-    console = Console(width=100, file=io.StringIO(), record=True)
-    console.print(comparison_table("run", results))
+    summaries = {
+        "one": Summary(
+            counts=counts,
+            active=replace(figures, ledger=ledger),
+            leak=LeakFigures(beyond=BeyondFigures(adjusted, rows=9)),
+        ),
+        "two": Summary(counts=counts, active=figures),
+    }
+    console = Console(width=160, file=io.StringIO(), record=True)
+    console.print(comparison_table("run", summaries))
     rows = [line.split("│") for line in console.export_text().splitlines() if "│" in line]
-    cells = {row[1].strip(): [cell.strip() for cell in row[2:4]] for row in rows}
-    assert cells["cut: norm leak AUC"] == ["-  - (0.700)", "-"]
-    assert cells["cut: accumulated_spectral"] == ["0.812", "-"]
-    assert cells["ledger: estimate"] == ["0.850", "-"]
-    assert cells["bound: anybody"] == ["0.911", "-"]
+    cells = {row[1].strip(): [cell.strip() for cell in row[2:-1]] for row in rows}
+    assert cells == {
+        "one": [
+            "9",
+            "0.9000",
+            "informed",
+            "0.900 (0.860 to 0.930)",
+            "at most 0.911 for anybody",
+        ],
+        "two": ["9", "0.9000", "-", "not measured", "no bound"],
+    }
 
 
 def test_a_held_port_is_given_to_one_launcher_and_served_by_its_active_party() -> None:

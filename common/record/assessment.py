@@ -1,0 +1,171 @@
+"""What a run's figures say about the leak of its labels: one judgement for all pages and logs.
+
+The leading figure is the feature-adjusted leak AUC with its 95 % interval, beside the bound, on a
+scale from 1/2, which is guessing, to 1. A raw leak AUC contains what features reveal anyway.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.privacy.attacks import WITHOUT_GRADIENTS
+from splitveil.common.record.figures import (
+    AdjustedFigures,
+    BeyondFigures,
+    LedgerFigures,
+    is_clearly_above,
+    passed_bounds,
+    set_aside,
+)
+from splitveil.common.record.summary import Summary
+from splitveil.common.text.upper_bounds import auc_at_most
+
+NO_BOUND = 0.999
+"""Bound at and above which a ledger excludes nothing."""
+WIDEST = 0.2
+"""Width of an interval beyond which a figure that excludes nothing says nothing."""
+
+
+class Finding(StrEnum):
+    """What a feature-adjusted leak AUC shows."""
+
+    ABOVE_BOUND = "above the bound"
+    LEAKS = "leaks"
+    NO_LEAK_SHOWN = "no leak shown"
+    TOO_FEW_ROWS = "too few rows"
+
+
+class AssessedAttack(NamedTuple):
+    """One attack at the cut layer."""
+
+    attack: str
+    leak: AdjustedFigures
+    finding: Finding
+    why: str = ""
+    """Of a figure above a bound: what that means."""
+
+    @property
+    def figures(self) -> str:
+        """The leak AUC and its interval, on the scale from 1/2 to 1."""
+        low, high = (min(max(end, 0.5), 1.0) for end in (self.leak.low, self.leak.high))
+        return f"{self.leak.value:.3f} ({low:.3f} to {high:.3f})"
+
+
+@dataclass(frozen=True)
+class LeakAssessment:
+    """The leak of a whole run."""
+
+    adversary: Adversary | None
+    """The strongest adversary class for whom there is a bound; None without any bound."""
+    bound: float | None
+    """Leak AUC that no score of these peers exceeds, for the most exposed label."""
+    attacks: tuple[AssessedAttack, ...]
+    """The strongest first; those of too few rows last."""
+    rows: int | None
+    feature_auc: float | None
+    """AUC of what features reveal without any gradient, on the same rows."""
+    is_measured: bool
+    """Whether anything was measured beyond features, be it on too few rows."""
+
+    @property
+    def strongest(self) -> AssessedAttack | None:
+        """The strongest attack that says anything; None if rows are too few for all."""
+        return next((one for one in self.attacks if one.finding != Finding.TOO_FEW_ROWS), None)
+
+    @property
+    def above_bound(self) -> list[AssessedAttack]:
+        return [one for one in self.attacks if one.finding == Finding.ABOVE_BOUND]
+
+    @property
+    def bound_in_words(self) -> str:
+        """``at most .600 for anybody``, or ``no bound``."""
+        if self.bound is None or self.adversary is None:
+            return "no bound"
+        return f"at most {auc_at_most(self.bound)} for {self.adversary.in_words}"
+
+    @property
+    def not_measured(self) -> str:
+        """Why an attack has no figure."""
+        if not self.is_measured:
+            return "not measured"
+        return "cannot be measured" + ("" if self.rows is None else f" on {self.rows:,} rows")
+
+    def figure_in_words(self, attack: AssessedAttack | None) -> str:
+        """Return ``norm .512 (.500 to .541)``, or why there is no figure."""
+        return self.not_measured if attack is None else f"{attack.attack} {attack.figures}"
+
+    @property
+    def raw_note(self) -> str:
+        """What has to stand wherever a raw leak AUC is shown beside a bound."""
+        by_themselves = "" if self.feature_auc is None else f", AUC {self.feature_auc:.3f} here"
+        return (
+            f"A raw leak AUC contains what features reveal anyway{by_themselves}: it may lie above "
+            "the bound, which limits what the gradients add."
+        )
+
+    @property
+    def in_words(self) -> str:
+        """The whole assessment, as a log line or the first lines of a page say it."""
+        said = self.figure_in_words(self.strongest)
+        strongest = self.strongest
+        if strongest is not None and strongest.why:
+            said += f", {strongest.why}"
+        return f"{said}; bound: {self.bound_in_words}"
+
+
+def assess(summary: Summary) -> LeakAssessment:
+    """Judge an active party's run by its summary."""
+    return assess_figures(summary.of_leak.beyond, summary.of_active.ledger)
+
+
+def assess_figures(beyond: BeyondFigures | None, ledger: LedgerFigures | None) -> LeakAssessment:
+    """Judge what attacks reveal beyond features by what the ledger states."""
+    measured = beyond or BeyondFigures()
+    limits = bounds_by_peers(ledger)
+    adversary = next((peers for peers, bound in limits.items() if bound < NO_BOUND), None)
+    assessed = list(_assessed(measured, limits))
+    assessed.sort(key=lambda one: (one.finding == Finding.TOO_FEW_ROWS, -one.leak.value))
+    return LeakAssessment(
+        adversary,
+        None if adversary is None else limits[adversary],
+        tuple(assessed),
+        measured.rows,
+        measured.feature_auc,
+        beyond is not None,
+    )
+
+
+def bounds_by_peers(ledger: LedgerFigures | None) -> dict[Adversary, float]:
+    """Return the bound for each adversary class, of the most exposed example; empty without any."""
+    spreads = {} if ledger is None else ledger.by_peers()
+    return {peers: one.max for peers, one in spreads.items() if one.max is not None}
+
+
+def _assessed(beyond: BeyondFigures, limits: dict[Adversary, float]) -> Iterator[AssessedAttack]:
+    passed = {attack: peers for attack, _, peers in passed_bounds(beyond, limits)}
+    aside = set_aside(beyond, limits.get(Adversary.ANYBODY, 1.0))
+    for attack, leak in beyond.adjusted.items():
+        if attack in WITHOUT_GRADIENTS:
+            continue
+        if attack in passed:
+            limit, peers = auc_at_most(limits[passed[attack]]), passed[attack].in_words
+            why = f"more than the {limit} that the ledger states for {peers}"
+            yield AssessedAttack(attack, leak, Finding.ABOVE_BOUND, why)
+        elif attack in aside:
+            yield AssessedAttack(attack, leak, Finding.TOO_FEW_ROWS)
+        elif is_clearly_above(leak, 0.5):
+            yield AssessedAttack(attack, leak, Finding.LEAKS, _above_by_chance(leak, limits))
+        elif leak.high - leak.low > WIDEST:
+            yield AssessedAttack(attack, leak, Finding.TOO_FEW_ROWS)
+        else:
+            why = _above_by_chance(leak, limits)
+            yield AssessedAttack(attack, leak, Finding.NO_LEAK_SHOWN, why)
+
+
+def _above_by_chance(leak: AdjustedFigures, limits: dict[Adversary, float]) -> str:
+    bound = min((one for one in limits.values() if leak.value > one), default=None)
+    if bound is None:
+        return ""
+    return f"above the bound of {auc_at_most(bound)} by no more than chance explains"

@@ -22,7 +22,7 @@ def comparison_table(title: str, summaries: Mapping[str, Summary]) -> Group:
             for name, one in found.items()
             if one.strongest is not None and one.strongest.why
         ),
-        *([f"test AUC of the label owner's columns alone: {', '.join(alone)}"] if alone else []),
+        *([f"test AUC without the feature owner's columns: {', '.join(alone)}"] if alone else []),
     ]
     table = PlainTable(
         title,

@@ -25,6 +25,7 @@ from splitveil.common.privacy.adjusted_auc import (
     Advantage,
     adjusted_leak_auc,
     advantage_over,
+    placements,
 )
 from splitveil.common.privacy.attacks import ATTACKS, RUN_ATTACKS, RunAttackName
 from splitveil.common.privacy.cross_fitting import FeatureModels, TooFewRows
@@ -62,6 +63,11 @@ class BeyondFeatures(NamedTuple):
     """Only of attacks over the run that know a certain number of labels, perhaps none."""
     epsilon: EpsilonBound | None
     """None if too few rows were offered another label."""
+    rows: int = 0
+    """Rows on which the strongest attack was adjusted."""
+    feature_auc: float | None = None
+    """AUC of the predictions from features on these rows: what they reveal without any attack;
+    1/2 where it is below."""
 
 
 class _PairScores(NamedTuple):
@@ -109,7 +115,12 @@ def measure_beyond_features(
         if name in pairs and (figure := _advantage(name, pairs[name], covariates)) is not None
     }
     audited = {name: pair.scored for name, pair in pairs.items() if name not in know_classes}
-    return BeyondFeatures(adjusted, advantage, observe_epsilon(models, audited))
+    epsilon = observe_epsilon(models, audited)
+    if not adjusted:
+        return BeyondFeatures(adjusted, advantage, epsilon)
+    strongest = pairs[max(adjusted, key=lambda name: adjusted[name].value)].scored
+    feature_auc = max(0.5, placements(strongest.predictions, strongest.positive).auc)
+    return BeyondFeatures(adjusted, advantage, epsilon, len(strongest.rows), feature_auc)
 
 
 def _pairs(

@@ -165,9 +165,9 @@ class BeyondFigures(Form):
     epsilon: Annotated[Maybe[EpsilonFigures], Key(_DETAILS), IF_ANY] = None
     """None if too few rows were offered another label; the file then has a bound of 0."""
     rows: Annotated[Count, Key("adjusted_rows"), IF_ANY] = None
-    """Number of rows on which the figures were adjusted."""
+    """Rows on which the strongest attack was adjusted."""
     feature_auc: Annotated[Number, IF_ANY] = None
-    """AUC of what features reveal of these rows' labels without any gradient."""
+    """AUC of predictions from features on these rows: what they reveal without any attack."""
 
     def form(self) -> dict[str, Any]:
         bound = 0.0 if self.epsilon is None else self.epsilon.epsilon

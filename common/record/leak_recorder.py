@@ -269,4 +269,6 @@ def _beyond_figures(found: BeyondFeatures) -> BeyondFigures:
         {attack: AdjustedFigures(*one) for attack, one in found.adjusted.items()},
         {attack: AdvantageFigures(*one) for attack, one in found.advantage.items()},
         None if epsilon is None else EpsilonFigures(*epsilon, p_value=epsilon.p_value_of(0.0)),
+        found.rows,
+        found.feature_auc,
     )

@@ -50,6 +50,8 @@ def test_without_a_defense_attacks_pass_what_features_tell(tmp_path: Path) -> No
         assert adjusted[attack]["value"] > 0.95
     for found in adjusted.values():
         assert found["low"] <= found["value"] <= found["high"]
+    assert ROWS / 2 < active["adjusted_rows"] <= ROWS
+    assert 0.6 < active["feature_auc"] < 0.99
     # The prior knows as many labels as the attack.
     gains = active["leak_advantage"]
     assert set(gains) == {"accumulated_spectral", "hint_combiner_50"}
@@ -93,6 +95,8 @@ def test_several_classes_are_measured_by_the_pair_told_apart_best(tmp_path: Path
         assert found["adjusted_leak"][attack]["value"] > 0.9
     assert found["adjusted_leak"]["norm"]["value"] < found["adjusted_leak"]["cosine"]["value"]
     assert set(found["leak_advantage"]) == {"accumulated_spectral"}
+    assert 0 < found["adjusted_rows"] < 1_000  # those of the pair of classes
+    assert 0.5 <= found["feature_auc"] <= 1.0
     assert found["epsilon_lower_bound"] >= 0.0
 
 

@@ -134,6 +134,7 @@ LEAK = figures.LeakFigures(
             stated_for="anybody",
             p_value_of_stated=0.25,
         ),
+        *(569, 0.875),
     ),
     counts=figures.BatchCounts(42, 1, 2),
 )
@@ -146,7 +147,7 @@ LEAK_FORM: dict[str, Any] = json.loads(
                                  "pairs": 100, "confidence": 0.95, "delta": 1e-05,
                                  "p_value": 0.125, "stated": 1.0, "stated_for": "anybody",
                                  "p_value_of_stated": 0.25},
- "epsilon_lower_bound": 1.5,
+ "adjusted_rows": 569, "feature_auc": 0.875, "epsilon_lower_bound": 1.5,
  "leak": {"cut": {"norm": {"q95": 0.75, "mean": 0.625, "last_epoch": 0.5625, "random_q95": 0.5}}},
  "leak_worst_epoch": {"cut": {"norm": 0.6875}},
  "leak_run_level": {"cut": {"accumulated_cosine": {"auc": 0.75, "low": 0.625, "high": 0.875,

@@ -29,7 +29,7 @@ NOISY = {
 DEFENSES: dict[str, Any] = {"none": "none", "marvell": "marvell", "max_norm": "max_norm"}
 DEFENSES |= {"noisy_label": NOISY, "projected_labels": "projected_labels"}
 TABLES = ("breast_cancer", "predictable", "dealt", "rare")
-ATTACK = "|".join(sorted(map(str, {**ATTACKS, **RUN_ATTACKS}), key=len, reverse=True))
+ATTACK = "|".join(sorted(map(str, [*ATTACKS, *RUN_ATTACKS]), key=len, reverse=True))
 SHOWN = re.compile(rf"\b(?:{ATTACK}|[Ss]trongest attack)\b")
 CELL = r"<(?:tr|p|li|figure)\b.*?</(?:tr|p|li|figure)>"
 EXPLAINED = ("contains what features reveal anyway", "more than the ", "above the ")

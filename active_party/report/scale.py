@@ -7,7 +7,7 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 
 from markupsafe import Markup
 
-_WIDTH, _MARGIN, _ROW = 460.0, 12.0, 46.0
+_WIDTH, _MARGIN, _ROW = 460.0, 16.0, 46.0
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ def draw(scale: Scale, rows: Sequence[Row], description: str) -> Element:
         x = _x_of(scale, tick)
         _path(root, "axis", (x, axis), (x, axis + 5))
         _text(root, "middle", x, axis + 19, f"{tick:g}")
-    _text(root, "", _MARGIN - 4, axis + 38, scale.low_end)
-    _text(root, "end", _WIDTH - _MARGIN + 4, axis + 38, scale.high_end)
+    _text(root, "", _MARGIN - 8, axis + 38, scale.low_end)
+    _text(root, "end", _WIDTH - _MARGIN + 8, axis + 38, scale.high_end)
     for index, row in enumerate(rows):
         top = 10 + index * _ROW
         if not math.isnan(row.high):

@@ -1,9 +1,10 @@
 # Every target sets up .venv if necessary, from pyproject.toml and constraints.txt.
-# PYTHON=python3.12 make demo   uses another interpreter.
-# PIP_EXTRA_INDEX_URL=... make demo   adds a package index with another build of torch.
+# PYTHON=python3.13 make demo   uses another interpreter.
+# INSTALL="uv pip install -c constraints.txt --torch-backend=cpu" make demo   takes torch's CPU build.
 # TEST_OPTIONS="--lf -x" make test   passes options to pytest.
 
 PYTHON ?= python3
+INSTALL ?= .venv/bin/pip install --quiet -c constraints.txt
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 # Not the parts of whole_run, and not gpu, which needs one.
@@ -13,7 +14,7 @@ BENCHMARKS := $(filter-out __init__ environment bare_gloo slow_line gpu,$(basena
 # takes half a gigabyte; an idle one takes tests from others. TEST_OPTIONS="-n 8" asks for more.
 PYTEST := $(BIN)/pytest -n 4 --dist worksteal
 
-.PHONY: demo test test-system test-rest test-all check faults fuzz protos settings bench
+.PHONY: demo test test-system test-rest test-all check faults fuzz protos settings site lock bench
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -53,17 +54,33 @@ protos: $(INSTALLED)
 settings: $(INSTALLED)
 	$(BIN)/python docs/settings_reference.py > docs/settings.md
 
+# The documentation site, in build/site, from copies of the pages; a broken link or anchor is an error.
+site: $(BIN)/zensical
+	rm -rf build/pages
+	mkdir -p build/pages
+	cp -r *.md LICENSE docs build/pages
+	$(BIN)/zensical build --clean --strict
+
+$(BIN)/zensical: $(INSTALLED)
+	$(INSTALL) -e '.[docs]'
+	@touch $@
+
+# What constraints.txt pins, with digests: the package and the extras for its users.
+lock:
+	uv pip compile --quiet --universal --python-version 3.11 --no-header -c constraints.txt \
+	  --extra board --extra ids --extra images --extra serve --extra sql \
+	  --format pylock.toml -o pylock.toml pyproject.toml
+
 bench: $(INSTALLED)
 	@set -e; for benchmark in $(BENCHMARKS); do \
 	  echo "== $$benchmark"; $(BIN)/python -m benchmarks.$$benchmark; \
 	done
 
 $(INSTALLED): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null || { \
-	  echo "splitveil needs Python 3.11 or 3.12, and $(PYTHON) is neither:" \
-	    "make $(MAKECMDGOALS) PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "splitveil needs Python 3.11 or newer, and $(PYTHON) is not:" \
+	    "make $(MAKECMDGOALS) PYTHON=/path/to/python3.13" >&2; exit 1; }
 	@echo "Setting up .venv: takes minutes the first time, mostly for torch"
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet -c constraints.txt torch
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	$(INSTALL) -e '.[dev]'
 	@touch $@

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -113,6 +114,9 @@ class Target(NamedTuple):
     """Whether the ratios hold whatever the class means are, as with several classes."""
 
 
+_NO_BUDGET = "run_budget: none is set"
+
+
 class Plan(NamedTuple):
     """What a run will reveal, as far as it is known before."""
 
@@ -121,10 +125,28 @@ class Plan(NamedTuple):
     answers: tuple[PlannedAnswers, ...]
     """One answer and all answers of a run, for each kind of noise."""
     remarks: tuple[str, ...]
-    """Sentences about the reliability of the figures, other signals and the budget."""
+    """Sentences about the reliability of the figures, other signals and, last, the budget."""
     target: Target | None = None
     earlier: str = ""
     """What earlier runs have revealed, by themselves and with this run; empty if nothing."""
+
+    @property
+    def of_run(self) -> PlannedAnswers:
+        """All answers of a run, with the noise that is set."""
+        return next(one for one in self.answers[1::2] if one.is_configured)
+
+    @property
+    def budget(self) -> tuple[str, ...]:
+        """When the budget ends the run; empty without one."""
+        return () if self.remarks[-1] == _NO_BUDGET else self.remarks[-1:]
+
+    def bounds_in_short(self) -> str:
+        """Say in one line what bounds the leak AUC of the whole run, and for whom."""
+        bounds = {peers: bound_in_words(self.of_run.charge, peers) for peers in Adversary}
+        groups = groupby(Adversary, key=bounds.__getitem__)
+        each = [f"{bound} for {next(peers).in_words}" for bound, peers in groups]
+        shown = "none" if set(bounds.values()) == {"none"} else ", ".join(each)
+        return f"bound on the leak AUC of the whole run: {shown}"
 
     def to_json(self) -> dict[str, Any]:
         target = self.target
@@ -210,7 +232,7 @@ def _shares(labels: Tensor, data: PartyData) -> str:
         spread = within.width * float(labels.double().std(correction=0))
         return f"numbers from {within.in_words} with a standard deviation of {spread:.4g}"
     if not names:
-        return f"{float(labels.double().mean()):.2%} positive"
+        return f"2 classes, {float(labels.double().mean()):.2%} positive"
     counts = torch.bincount(labels.long(), minlength=len(names)).tolist()
     shares = (f"{name!r} {n / len(labels):.1%}" for name, n in zip(names, counts, strict=True))
     return f"{len(names)} classes: {', '.join(shares)}"
@@ -257,7 +279,7 @@ def _remarks(
     if together_in_words:
         remarks.append(together_in_words)
     if settings.run_budget is None:
-        return [*remarks, "run_budget: none is set"]
+        return [*remarks, _NO_BUDGET]
     limit, epochs = settings.run_budget.limit, settings.contract.epochs
     # Repeated noise exceeds the budget either with its first answer or never.
     epochs_charged = epochs if forecast.configured == "fresh" else 1
@@ -307,6 +329,28 @@ def _fresh_ratio(sum_kl: float, epochs: int, context: DefenseContext) -> float:
     if context.num_classes > 2:
         return worst_pair_factor(context.num_classes) * epochs / sum_kl
     return power_ratio_for(sum_kl, epochs, context.cut_dim, context.pos_fraction)
+
+
+def bound_in_words(charge: ChargeForecast, peers: Adversary) -> str:
+    """Write the bound on the leak AUC for some peers, rounded up; ``none`` without one."""
+    described = charge.high < math.inf or charge.certainty == "unknown"
+    if not (described and charge.adversary.includes(peers)):
+        return "none"
+    known = known_of_forecast(charge)
+    return forecast_in_words(charge, lambda sum_kl: auc_at_most(auc_bound(sum_kl, known)))
+
+
+def forecast_in_words(charge: ChargeForecast, figure: Callable[[float], str]) -> str:
+    """Write a figure of a charge's divergence, and how certain it is."""
+    match charge.certainty:
+        case "exact":
+            return figure(charge.high)
+        case "bound":
+            return f"at most {figure(charge.high)}"
+        case "estimate":
+            return f"likely {figure(charge.low)} .. {figure(charge.high)}"
+        case "unknown":
+            return "not known before"
 
 
 def known_of_forecast(charge: ChargeForecast) -> KnownBounds:

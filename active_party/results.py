@@ -52,6 +52,7 @@ from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.id_rules import rules_as_bytes
 from splitveil.common.run.messages import ModelIdentity
+from splitveil.common.text.log_lines import is_quiet
 from splitveil.common.text.version import VERSION
 
 logger = logging.getLogger("splitveil.active_party")
@@ -92,7 +93,8 @@ def leave_summary(
     if stopped is not None:
         limit = "run_budget" if isinstance(stopped, BudgetExhausted) else "leak_gate"
         mark_as_ended(folder, {"ended_by": limit, **_limits_of(settings)})
-    print_summary("active party", summary)
+    if not is_quiet():
+        print_summary("active party", summary)
     try_to_report(folder.parent)
     if stopped is not None:
         logger.warning("the run has ended for good: %s", _WHAT_NOW)
@@ -137,7 +139,7 @@ def save_results(
     with session.lifecycle.stages:  # no handler that is still at work may charge meanwhile
         accounts = session.lifecycle.phase.account_book().state_dict()
     save_tensors(folder, LEDGER, accounts)
-    logger.info("model saved in %s", saved)
+    logger.debug("model saved in %s", saved)
     predictions = session.lifecycle.answering.test_predictions
     if predictions is not None:
         save_predictions(folder, session.ids, session.lifecycle.answering.rows, predictions)

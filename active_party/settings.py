@@ -16,10 +16,11 @@ from splitveil.common.models.settings import ModelSettings
 from splitveil.common.party.party_settings import Address, PartySettings, ReportSettings
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import SideInformation
-from splitveil.common.privacy.settings import DEFAULT_ATTACKS, AuditSettings, suggested
+from splitveil.common.privacy.settings import DEFAULT_ATTACKS, AuditSettings
 from splitveil.common.run.contract import ACTIVE, Name
 from splitveil.common.run.id_rules import rules_as_bytes
 from splitveil.common.settings import Section, kind_by_key
+from splitveil.common.text.wording import suggest
 
 
 class ServingTls(Section):
@@ -488,6 +489,6 @@ class ActiveSettings(PartySettings):
         if self.leak_gate.attack is not None and self.leak_gate.attack not in judged:
             raise ValueError(
                 f"leak_gate.attack: {self.leak_gate.attack!r} is not in leak_monitor.attacks"
-                f"{suggested(self.leak_gate.attack, judged)} (single batches are measured by: "
+                f"{suggest(self.leak_gate.attack, judged)} (single batches are measured by: "
                 f"{', '.join(judged)})"
             )

@@ -6,7 +6,7 @@ Cuts each table into the columns of two parties, runs ``splitveil init`` on both
 with what it writes, once with the defense that it recommends and once without any. Beside them
 stands gradient boosting on all columns that either party uses, with unprotected labels and the same
 training and test rows. A seed decides split, batches and noise. Prints the table of
-docs/results/guaranteed-tradeoff.md.
+docs/results.md.
 """
 
 import argparse

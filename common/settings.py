@@ -1,16 +1,19 @@
 """Reads settings from YAML files and command-line overrides, and reports all problems at once."""
 
 import difflib
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Discriminator, ValidationError
+from pydantic_core import ErrorDetails
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.text.addresses import may_hold_secret
 from splitveil.common.text.visible_text import visible
+from splitveil.common.text.wording import suggest
 from splitveil.common.text.yaml_text import AS_WRITTEN, Extent, load_yaml, read_yaml_file
 
 _SHOWN_CHARACTERS = 200
@@ -114,17 +117,71 @@ def _put(values: dict[str, Any], path: list[str], value: Any, override: str) -> 
     values[path[-1]] = value
 
 
+_EXPECTED = {
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "dict_type": "a section with names and values",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "int_from_float": "a whole number",
+    "int_parsing": "a whole number",
+    "int_type": "a whole number",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
+    "literal_error": "{expected}",
+    "missing": "a value",
+    "model_attributes_type": "a section with names and values",
+    "model_type": "a section with names and values",
+    "string_pattern_mismatch": "a text of the form {pattern}",
+    "string_too_long": "at most {max_length} characters",
+    "string_too_short": "at least {min_length} characters",
+    "string_type": "a text, in quotes where YAML reads it as something else",
+    "too_long": "at most {max_length} entries",
+    "too_short": "at least {min_length} entries",
+    "tuple_type": "a list",
+    "union_tag_invalid": "a {discriminator} of {expected_tags}",
+    "union_tag_not_found": "a {discriminator}",
+}
+"""What was expected, by pydantic's type of error."""
+_TYPE = re.compile(r".*\[.*\]|constrained-\w+|str|int|float|bool")
+"""The part of a place that names a type of a union, and no setting."""
+
+
 def _problems(section: type[Section], error: ValidationError, source: str) -> Iterator[str]:
+    found = dict[str, list[ErrorDetails]]()
     for problem in error.errors():
-        where = ".".join(str(part) for part in problem["loc"])
-        if problem["type"] == "extra_forbidden":
-            yield f"{source}: {where}: unknown setting{_hint(section, problem['loc'])}"
+        where = ".".join(str(one) for one in problem["loc"] if not _TYPE.fullmatch(str(one)))
+        # A list of wrong entries only is too short as well.
+        if not any(one.startswith(f"{where}.") for one in found):
+            found.setdefault(where, []).append(problem)
+    for where, (first, *others) in found.items():  # each type of a union has its own
+        if first["type"] == "extra_forbidden":
+            yield f"{source}: {where}: unknown setting{_hint(section, first['loc'])}"
         else:
-            # A problem with a whole section would repeat all of it.
-            whole = problem["type"] == "missing" or isinstance(problem["input"], dict)
-            got = "" if whole else f" (got {_short(_as_yaml(problem['input']))})"
-            message = problem["msg"].removeprefix("Value error, ")
-            yield f"{source}: {where + ': ' if where else ''}{message}{got}"
+            message = " or ".join(map(_in_words, (first, *others))).replace(" or expected", ", or")
+            yield f"{source}: {where + ': ' if where else ''}{message}{_given(first)}"
+
+
+def _in_words(problem: ErrorDetails) -> str:
+    """Say what was expected, in words that need no knowledge of pydantic."""
+    kind, context = problem["type"], problem.get("ctx", {})
+    if kind not in _EXPECTED:
+        message = problem["msg"].removeprefix("Value error, ")
+        return message.replace("Input should be", "expected")
+    message = f"expected {_EXPECTED[kind].format_map(context)}"
+    if kind in {"literal_error", "union_tag_invalid"}:
+        given = str(context.get("tag", problem["input"]))
+        message += suggest(given, re.findall(r"'([^']*)'", message))
+    return message
+
+
+def _given(problem: ErrorDetails) -> str:
+    given = problem.get("ctx", {}).get("tag", problem["input"])
+    # A problem with a whole section would repeat all of it.
+    whole = problem["type"] == "missing" or isinstance(given, dict)
+    return "" if whole else f" (got {_short(_as_yaml(given))})"
 
 
 def _short(text: str) -> str:
@@ -142,6 +199,7 @@ def closest_setting(section: type[Section], where: Sequence[str | int]) -> str |
     """
     paths = sorted(_field_paths(section, (), ()), key=lambda path: (len(path), path))
     parent, wrong = _parent(where, paths), str(where[-1])
+    paths.sort(key=lambda path: path[: len(parent)] != parent)
     beside = [path for path in paths if path[:-1] == parent]
     same = [path for path in paths if path[-1] == wrong and path[:-1] != parent]
     for candidates, cutoff in ((same, 1.0), (beside, 0.6), (paths, 0.6)):

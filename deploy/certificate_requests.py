@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.credentials import MAX_FILE_BYTES, dns_names, in_lower_case
-from splitveil.common.text.files import read_bytes
+from splitveil.common.text.files import read_bytes, why_unreadable
 from splitveil.deploy.authority import (
     PartyFolder,
     PublicKey,
@@ -110,7 +110,7 @@ def kind_of_file(path: Path) -> str:
     try:
         data = read_bytes(path, MAX_FILE_BYTES)
     except OSError as error:
-        raise SettingsError(f"{path}: {error.strerror}") from error
+        raise SettingsError(f"{path}: {why_unreadable(path, error)}") from error
     found = re.search(rb"-----BEGIN ([A-Z ]{1,40})-----", data)
     label = found[1].decode() if found else ""
     if label.endswith("PRIVATE KEY"):

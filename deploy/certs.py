@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from pydantic import TypeAdapter, ValidationError
 
 from splitveil.common.errors import SettingsError
-from splitveil.common.party.arguments import add_completion
+from splitveil.common.party.arguments import Parser, add_completion
 from splitveil.common.party.credentials import SOON_DAYS, dns_names, subject_of
 from splitveil.common.party.json_output import add_json, print_json
 from splitveil.common.run.contract import ACTIVE, DnsName, Name
@@ -214,13 +214,17 @@ def _days(text: str) -> int:
 
 
 def parser(program: str) -> argparse.ArgumentParser:
-    certs = argparse.ArgumentParser(
-        prog=program, description="Make keys, requests and certificates, or show any certificate."
+    certs = Parser(
+        prog=program,
+        description="Make keys, requests and certificates, or show any certificate.",
+        example="init certificates",
     )
     add_version(certs)
     add_completion(certs)
     commands = certs.add_subparsers(dest="command", required=True)
-    init = commands.add_parser("init", help="make an authority and one certificate per party")
+    init = commands.add_parser(
+        "init", help="make an authority and one certificate per party", example="certificates"
+    )
     init.add_argument("folder", type=Path, metavar="DIR", help="parent of the parties' folders")
     init.add_argument(
         "--party", action="append", metavar="NAME", help="default: active and passive"
@@ -238,13 +242,21 @@ def parser(program: str) -> argparse.ArgumentParser:
         help=f"keep existing certificates; renew those that expire within {SOON_DAYS} days",
     )
     init.set_defaults(action=_init)
-    authority = commands.add_parser("authority", help="make only an authority")
+    authority = commands.add_parser(
+        "authority", help="make only an authority", example="certificates"
+    )
     authority.add_argument("folder", type=Path, metavar="DIR", help="parent of its folder")
     authority.set_defaults(action=_authority)
-    request = commands.add_parser("request", help="make a key, and a request for its certificate")
+    request = commands.add_parser(
+        "request",
+        help="make a key, and a request for its certificate",
+        example="certificates --party passive",
+    )
     request.add_argument("folder", type=Path, metavar="DIR", help="parent of the party's folder")
     request.set_defaults(action=_request)
-    sign = commands.add_parser("sign", help="sign a party's request")
+    sign = commands.add_parser(
+        "sign", help="sign a party's request", example="certificates request.pem --party passive"
+    )
     sign.add_argument("folder", type=Path, metavar="DIR", help="parent of the authority's folder")
     sign.add_argument("request", type=Path, metavar="REQUEST", help="the file that was sent")
     sign.add_argument("--output", type=Path, metavar="DIR", help="default: DIR/NAME")
@@ -259,7 +271,11 @@ def parser(program: str) -> argparse.ArgumentParser:
         command.add_argument(
             "--name", metavar="DNS_NAME", help="as in its identities (default: NAME.splitveil)"
         )
-    renew = commands.add_parser("renew", help="replace a party's certificate and key")
+    renew = commands.add_parser(
+        "renew",
+        help="replace a party's certificate and key",
+        example="certificates --party active",
+    )
     renew.add_argument("folder", type=Path, metavar="DIR", help="as given to init")
     renew.add_argument("--party", required=True, metavar="NAME")
     renew.set_defaults(action=_renew)
@@ -267,7 +283,9 @@ def parser(program: str) -> argparse.ArgumentParser:
         command.add_argument(
             "--days", type=_days, default=PARTY_DAYS, help=f"validity (default: {PARTY_DAYS})"
         )
-    show = commands.add_parser("show", help="print the content of a certificate or request")
+    show = commands.add_parser(
+        "show", help="print the content of a certificate or request", example="request.pem"
+    )
     show.add_argument("file", type=Path, metavar="FILE")
     show.set_defaults(action=_show)
     for command in (init, authority, request, sign, renew, show):

@@ -4,29 +4,39 @@ from collections.abc import Mapping
 
 from splitveil.common.record.assessment import assess
 from splitveil.common.record.summary import Summary
-from splitveil.common.text.visible_text import PlainTable
+from splitveil.common.text.visible_text import PlainTable, cell
+from splitveil.common.text.wording import label
 
 
 def comparison_table(title: str, summaries: Mapping[str, Summary]) -> PlainTable:
     """Return a table with one row per run, from the active party's summary."""
+    found = {name: assess(summary) for name, summary in summaries.items()}
+    models = [summary.of_active.model for summary in summaries.values()]
+    alone = sorted({f"{one.test_auc_alone:.4f}" for one in models if one.test_auc_alone})
+    notes = [
+        "feature-adjusted leak AUC of the strongest attack (95 % interval); .5 is guessing",
+        *(
+            f"{name}: {label(one.strongest.attack)} reaches {one.strongest.why}"
+            for name, one in found.items()
+            if one.strongest is not None and one.strongest.why
+        ),
+        *([f"test AUC of the label owner's columns alone: {', '.join(alone)}"] if alone else []),
+    ]
     table = PlainTable(
         title,
-        ("run", "rows"),
-        ("test AUC",),
-        caption="strongest attack: feature-adjusted leak AUC (95 % interval); .5 is guessing, 1 "
-        "every label",
+        ("run", "test AUC", "strongest attack", "bound of the whole run"),
+        caption="\n".join(notes),
         lead=1,
+        framed=False,
     )
-    for heading in ("strongest attack without labels", "strongest attack", "bound"):
-        table.add_column(heading)
     for name, summary in summaries.items():
-        model, found = summary.of_active.model, assess(summary)
+        auc, attack = summary.of_active.model.test_auc, found[name].strongest
         table.add_row(
-            name,
-            f"{summary.counts.aligned_rows or 0:,}",
-            "-" if model.test_auc is None else f"{model.test_auc:.4f}",
-            found.figure_in_words(found.strongest_label_free),
-            found.figure_in_words(found.strongest),
-            found.bound_in_words,
+            cell(name, f"{summary.counts.aligned_rows or 0:,} rows"),
+            "-" if auc is None else f"{auc:.4f}",
+            cell(found[name].not_measured)
+            if attack is None
+            else cell(label(attack.attack), attack.figures),
+            found[name].bound_in_words,
         )
     return table

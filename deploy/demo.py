@@ -1,25 +1,53 @@
 """``splitveil demo``: the examples that come with the package.
 
-It runs an example as ``splitveil local`` does, from the copy inside the package: it needs neither
-the repository nor a download.
+It runs an example as ``splitveil local`` does, from the copy inside the package.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
-from splitveil.deploy import local
+from splitveil.common.errors import SettingsError
+from splitveil.common.party.arguments import Parser
+from splitveil.deploy import flights, local
+from splitveil.deploy.overrides import override
 
 EXAMPLES = Path(__file__).parent / "examples"
 
-DEMO = "breast_cancer"
+DEMO, WITHOUT_PACKAGE = "flights", "breast_cancer"
 DEMO_DEFENSES = ("none", "marvell", "projected_labels")
 """Run one after the other and compared where the command line names no defense."""
 
+_INSTALL = f"pip install {flights.PACKAGE}, or this package as splitveil[demo]"
+
 
 def run(options: argparse.Namespace) -> int:
-    if options.example == DEMO:
+    example = options.example or DEMO
+    if example == DEMO and not flights.is_installed():
+        missing = f"the data of the example {DEMO} are not installed: {_INSTALL}"
+        if options.example is not None:
+            raise SettingsError(missing)
+        example = WITHOUT_PACKAGE
+        sys.stderr.write(
+            f"splitveil demo: {missing}\n"
+            f"This is {example} instead: its 569 rows are too few to judge a defense.\n"
+        )
+    if example in {DEMO, WITHOUT_PACKAGE}:
         options.defense = options.defense or list(DEMO_DEFENSES)
-    return local.run_example(EXAMPLES / options.example, options)
+    if example == DEMO:
+        tables = (options.runs / ".flights").resolve()
+        flights.write_tables(tables)
+        options.overrides = [*_sources(tables), *options.overrides]
+    return local.run_example(EXAMPLES / example, options)
+
+
+def _sources(folder: Path) -> list[str]:
+    paths = {
+        "active.data": flights.AIRLINE,
+        "passive.data": flights.AIRPORTS,
+        "passive.adversary.labels": flights.AIRLINE,
+    }
+    return [override(f"{one}.source.path", folder / name) for one, name in paths.items()]
 
 
 def names_of_examples() -> list[str]:
@@ -27,17 +55,17 @@ def names_of_examples() -> list[str]:
 
 
 def parser(program: str) -> argparse.ArgumentParser:
-    demo = argparse.ArgumentParser(
+    demo = Parser(
         prog=program,
+        example="breast_cancer",
         description="run both parties of an example on this machine, and compare defenses",
     )
     demo.add_argument(
         "example",
         nargs="?",
         choices=names_of_examples(),
-        default=DEMO,
-        help=f"an example (default: {DEMO}); breast_cancer, breast_cancer_two_labs and digits need "
-        "no download",
+        help=f"an example (default: {DEMO}, whose data are an extra: splitveil[demo]); "
+        "breast_cancer, breast_cancer_two_labs and digits need neither extra nor download",
     )
     local.add_run_arguments(demo)
     return demo

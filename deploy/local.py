@@ -15,25 +15,25 @@ import argparse
 import hashlib
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import NamedTuple
 
 from rich.console import Console
 from rich.text import Text
 
 from splitveil.common.errors import EndedForGood, SettingsError
-from splitveil.common.party.arguments import add_completion
+from splitveil.common.party.arguments import Parser, add_completion
 from splitveil.common.party.json_output import add_json, print_json
 from splitveil.common.record.run_folder import has_finished
 from splitveil.common.record.run_record import read_summary
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.settings import read_yaml
 from splitveil.common.text.version import add_version
-from splitveil.common.text.visible_text import cell, visible
+from splitveil.common.text.visible_text import cell, visible, visible_lines
 from splitveil.deploy.overrides import (
     NamedDefense,
     Overrides,
@@ -105,27 +105,28 @@ def run_example(example_dir: Path, options: argparse.Namespace) -> int:
         base = _sharing_batches(example_dir, kinds, name, base)
     console = Console(stderr=options.json)
     ended: dict[str, EndedRun] = {}
-    for title, run in _plan(name, base, defenses).items():
-        console.rule(cell(run.name))
+    plan = _plan(name, base, defenses)
+    for number, (title, run) in enumerate(plan.items(), start=1):
+        console.print(cell(f"run {number} of {len(plan)}: {run.name}"), soft_wrap=True)
         with held_port() as port:
             commands = _commands(example_dir, run, options, port)
-            code = run_parties(commands, stderr=options.json)
+            quiet = not options.verbose
+            code = run_parties(commands, stderr=options.json, quiet=quiet)
         if code == SettingsError.exit_code:
             refuse_unknown_settings(options.overrides)
         if code in WITH_SUMMARY:
             ended[title] = EndedRun(runs_dir / run.name, code)
-            _report(str(runs_dir / run.name), as_json=options.json)
+            _try_to_write("write_report", runs_dir / run.name)
         if code:
             break
     page = None
     if len(ended) > 1 and not code:
         page = runs_dir / f"{name}-comparison.html"
-        folders = [str(one.folder) for one in ended.values()]
-        _report("--output", str(page), "--compare", *folders, as_json=options.json)
+        _try_to_write("write_comparison", [one.folder for one in ended.values()], page)
     if options.json and ended:
         runs = [run.as_json(title) for title, run in ended.items()]
         print_json({"name": name, "runs": runs, "comparison": _existing(page)})
-    if not options.json and not code:
+    if not options.json and code in WITH_SUMMARY:
         _show(name, ended, page)
     return code
 
@@ -148,13 +149,13 @@ def _link(pages: Sequence[Path]) -> None:
             console.print(Text("report  ").append_text(shown))
 
 
-def _report(*arguments: str, as_json: bool) -> None:
-    """Write a page with the active party's command; if that fails, the results are still there."""
-    # On a terminal, the last lines of this command say where the pages are.
-    quiet = ["--quiet"] if as_json or Console().is_terminal else []
-    command = [*PYTHON, "-m", "splitveil.active_party", "report", *quiet, *arguments]
-    if subprocess.run(command, check=False).returncode:
-        sys.stderr.write("splitveil local: a report could not be written\n")
+def _try_to_write(function: str, *arguments: object) -> None:
+    """Write a page as the active party's command does; without it, the results are still there."""
+    try:
+        resolve_name(f"splitveil.active_party.report:{function}")(*arguments)  # it imports torch
+    except Exception as error:
+        reason = visible_lines(str(error))
+        sys.stderr.write(f"splitveil local: a report could not be written: {reason}\n")
 
 
 def _plan(name: str, base: Overrides, defenses: Sequence[NamedDefense]) -> dict[str, PlannedRun]:
@@ -203,6 +204,7 @@ def _commands(
             *(*PYTHON, "-m", f"splitveil.{kind.partition('_')[0]}_party", "run"),
             *(str(example_dir / f"{kind}.yaml"), "--runs", str(runs_dir)),
             *(["--fresh"] if fresh else []),
+            *(["-v"] * (options.verbose - 1) if options.verbose else ["-q"]),
             *(
                 argument
                 for text in [*own.of(kind), *certificates[kind]]
@@ -235,8 +237,10 @@ def held_port() -> Iterator[int]:
 
 
 def parser(program: str) -> argparse.ArgumentParser:
-    local = argparse.ArgumentParser(
-        prog=program, description="Run all parties of an example as processes on this machine."
+    local = Parser(
+        prog=program,
+        description="Run all parties of an example as processes on this machine.",
+        example="deploy/examples/breast_cancer --defense none projected_labels",
     )
     local.add_argument(
         "example_dir",
@@ -276,5 +280,12 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         "--fresh",
         action="store_true",
         help="start over where a run is unfinished; its results are moved aside",
+    )
+    parser.add_argument(
+        "-v",
+        "--verbose",
+        action="count",
+        default=0,
+        help="show what the parties log, and their own tables; twice for every detail",
     )
     add_json(parser)

@@ -9,17 +9,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import IO, Self
 
 from rich.console import Console
+from rich.progress import TaskID
 from rich.table import Table
 from rich.text import Text
 
 from splitveil.common.errors import PeerError
 from splitveil.common.party.interruption import stop_signals_to
-from splitveil.common.record.progress import VARIABLE, TrainingProgress
+from splitveil.common.record.progress import VARIABLE, each_in_words, training_bars
 from splitveil.common.text.visible_text import visible
 
 PEER_NOTICES_S = 5.0
@@ -37,24 +38,25 @@ _LONGEST_LINE = 4096
 
 
 class RunDisplay:
-    """The output of some parties on one terminal: a table of log lines above the first one's bar.
+    """The output of some parties on one terminal: a table of log lines above a bar for each party.
 
     A line has the time, the party, and the message, wrapped beneath itself. Where there is no
-    terminal, the lines keep the party's name in front, as they come.
+    terminal, the lines keep the party's name in front, as they come, and there are no bars.
     """
 
     def __init__(self, parties: Sequence[str], console: Console) -> None:
         self._console = console
-        self._leader = parties[0]
         self._width = max(map(len, parties))
-        self._bar: TrainingProgress | None = None
+        self._bars = training_bars(console, transient=True)
+        self._bar_of: dict[str, TaskID] = {}
+        self._waiting = self._bars.add_task("starting, finding common rows", total=None, numbers=())
         self._last_time = ""
         self._lock = threading.Lock()
-        self._resources = ExitStack()
         self._progress, self.descriptor = os.pipe()
         self._reader = threading.Thread(target=self._read_progress, daemon=True)
 
     def __enter__(self) -> Self:
+        self._bars.start()
         self._reader.start()
         return self
 
@@ -64,7 +66,7 @@ class RunDisplay:
 
     def __exit__(self, *_: object) -> None:
         self._reader.join()
-        self._resources.close()
+        self._bars.stop()
 
     def show(self, party: str, line: str) -> None:
         parts = _LOG_LINE.fullmatch(line)
@@ -91,34 +93,44 @@ class RunDisplay:
                     numbers = {str(name): float(one) for name, one in read["numbers"].items()}
                 except (ValueError, KeyError, TypeError, AttributeError):
                     continue  # a program of the user's own may write there, too
-                if party == self._leader:
-                    self._advance(done, total, numbers)
+                self._advance(visible(party), done, total, numbers)
 
-    def _advance(self, done: int, total: int, numbers: dict[str, float]) -> None:
-        if self._bar is None:
-            bar = TrainingProgress("training", total, console=self._console)
-            with self._lock:  # a line that is being printed knows of no bar, and would end in it
-                self._bar = self._resources.enter_context(bar)
-        if done < self._bar.steps_done:
-            self._bar.resume_at(done)
-        self._bar.advance(done - self._bar.steps_done, **numbers)
+    def _advance(self, party: str, done: int, total: int, numbers: dict[str, float]) -> None:
+        bar = self._bar_of.get(party)
+        if bar is None:
+            self._bars.update(self._waiting, visible=False)
+            name = f"{party:<{self._width}}"
+            bar = self._bars.add_task(name, total=total, completed=done, numbers=())
+            self._bar_of[party] = bar
+        self._bars.update(bar, completed=done, numbers=each_in_words(numbers))
 
 
-def run_parties(commands: Mapping[str, Sequence[str]], *, stderr: bool = False) -> int:
+def run_parties(
+    commands: Mapping[str, Sequence[str]], *, stderr: bool = False, quiet: bool = False
+) -> int:
     """Run the parties' commands side by side until all have ended.
 
     When one fails, the others have ``PEER_NOTICES_S`` to end by themselves. A SIGINT or SIGTERM
-    received meanwhile is forwarded once to each. With ``stderr``, their output is shown there.
+    received meanwhile is forwarded once to each. With ``stderr``, their output is shown there; with
+    ``quiet``, only that of a run in which a party fails.
 
     Returns 0, or the exit code of the first party that failed, one that knows the reason before one
     that only noticed that its peer was gone.
     """
     console = Console(stderr=stderr)
-    if not console.is_terminal:
-        stream = sys.stderr if stderr else sys.stdout
-        return _run_side_by_side(commands, partial(_print_line, stream))
-    with RunDisplay(list(commands), console) as display:
-        return _run_side_by_side(commands, display.show, display)
+    display = RunDisplay(list(commands), console) if console.is_terminal else None
+    stream = sys.stderr if stderr else sys.stdout
+    show = partial(_print_line, stream) if display is None else display.show
+    held: list[tuple[str, str]] = []
+    with display or nullcontext():
+        code = _run_side_by_side(commands, _into(held) if quiet else show, display)
+    for name, line in held if code else ():
+        show(name, line)
+    return code
+
+
+def _into(held: list[tuple[str, str]]) -> Callable[[str, str], None]:
+    return lambda name, line: held.append((name, line))
 
 
 def _run_side_by_side(

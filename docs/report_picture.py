@@ -1,6 +1,6 @@
 """Prints the picture of a report's first screen as an SVG that needs no page, for the README.
 
-    python docs/report_picture.py runs/NAME > docs/report.svg
+python docs/report_picture.py runs/NAME > docs/images/report.svg
 """
 
 import sys

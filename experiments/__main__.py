@@ -14,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from splitveil.common.errors import SettingsError, SplitveilError
+from splitveil.common.party.arguments import Parser
 from splitveil.common.record.run_folder import AS_USUAL, claimed, write_text_atomically
 from splitveil.common.text.version import add_version
 from splitveil.common.text.visible_text import visible_lines
@@ -188,13 +189,16 @@ def _say(text: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="experiments", description="Reproduce published tables and figures."
+    parser = Parser(
+        prog="python -m splitveil.experiments",
+        description="Reproduce published tables and figures.",
+        example="run guaranteed_tradeoff --quick",
     )
     add_version(parser)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="list the experiments").set_defaults(action=_list)
-    run = _add(commands.add_parser("run", help="run what has not run yet, then report"))
+    purpose, example = "run what has not run yet, then report", "guaranteed_tradeoff --quick"
+    run = _add(commands.add_parser("run", help=purpose, example=example))
     run.set_defaults(action=_run)
     run.add_argument(
         "--seeds", type=_positive, help="number of runs of each variant, with seeds 0, 1, ..."
@@ -228,7 +232,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--dry-run", action="store_true", help="print the cells that would run")
     report = _add(
-        commands.add_parser("report", help="rewrite table and plots from results.parquet")
+        commands.add_parser(
+            "report",
+            help="rewrite table and plots from results.parquet",
+            example="guaranteed_tradeoff --into docs/results.md",
+        )
     )
     report.set_defaults(action=_report)
     report.add_argument(

@@ -244,7 +244,7 @@ def _start(folder: Path, resources: Resources) -> _Process:
     threads, log = resources.threads, folder / "output.log"
     if resources.in_process:
         return _CellProcess(folder / "settings", folder / "runs" / RUN_NAME, log, threads)
-    command = [sys.executable, "-P", "-m", "splitveil", "local", str(folder / "settings")]
+    command = [sys.executable, "-P", "-m", "splitveil", "local", "-v", str(folder / "settings")]
     command += ["--runs", str(folder / "runs")]
     command += ["--set", *(f"{party}.torch_threads={threads}" for party in ("active", "passive"))]
     with log.open("ab") as output:

@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from splitveil.common.data.features import Features
-from splitveil.common.data.sources import suggest
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.conv import ConvBottom, ConvTop
@@ -31,6 +30,7 @@ from splitveil.common.models.training_state import in_training_mode, random_stat
 from splitveil.common.run.host_copies import to_device
 from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions
+from splitveil.common.text.wording import suggest
 
 
 class _Saved(NamedTuple):

@@ -1,23 +1,25 @@
-"""Measures what this party's activations reveal of its own features, without any label.
+"""Measures how well this party's columns can be guessed from its activations, without any label.
 
-Somebody who knows the features of some rows fits a linear map from activations to a column, and
-applies it to rows whose features they do not know. Here the map is ridge regression, cross-fitted:
-each row is predicted by a map that has not seen it. A numeric column's figure is R^2, the share of
-its variance that is reconstructed (0: no better than the mean). A category's figure is the accuracy
-of the category with the highest score, beside the share of the most frequent category, which needs
-no activation; of a column with very many categories, in the rows of the most frequent ones.
+Somebody who knows a column for some rows guesses it for others. Each row's guess is made from rows
+of the other folds: by the nearest class mean under one covariance, with the classes' shares (linear
+discriminant analysis), by a vote of the nearest rows, and for a number by ridge regression; the way
+that is right most often counts. A number's classes are its quarters, from lowest to highest; a
+category's are its levels, each by itself, and those that are too rare count as one. The figure is
+the share of rows that are guessed right, beside the share of the most frequent class, which needs
+no activation.
 
-It is a lower bound: a nonlinear map, or the bottom model itself, may reveal more, and so may
-several columns together.
+It is a lower bound: another method, or the bottom model itself, may reveal more, and so may several
+columns together.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from itertools import islice
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import NonNegativeInt, TypeAdapter, ValidationError
+from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
 
 from splitveil.common.data.features import FeatureEncoder, Features
 from splitveil.common.run.sample_order import Positions
@@ -25,30 +27,51 @@ from splitveil.passive_party.bottom_trainer import BottomTrainer
 
 FOLDS = 5
 LEAST_ROWS = 50  # fewer rows say nothing
-MOST_DIMENSIONS = 1024  # wider activations are projected onto as many random directions first
-MOST_CATEGORIES = 64
-"""The most frequent categories of a column; rows of the others are not asked about."""
+MOST_DIMENSIONS = 512  # wider activations are projected onto as many random directions first
+RARE_ROWS = 5  # levels in fewer of the rows are taken together
+MOST_LEVELS = 1000  # the most frequent; the others are taken together
 
-_RIDGE = 1e-3  # penalty per row, in units of the variance of a standardised activation
+_STANDARD_ERRORS = 3  # by which a gain is more than chance
+_NEIGHBOURS = 15
+_QUARTERS = np.arange(4)
+_LEAST_EXCESS = 1e-9
+_RIDGE = 1e-6  # added to the variance within classes of a standardised activation
 _SEED = 0
 _EMBEDDED_AT_ONCE = 1024
 
 _Numbers = npt.NDArray[np.float64]
-Kind = Literal["numeric", "categorical"]
+_Rows = npt.NDArray[np.int64]  # a class or the number of a row, for each row
+Kind = Literal["number", "gap", "category", "list"]
 
 
 @dataclass(frozen=True)
 class ColumnExposure:
     name: str
     kind: Kind
-    figure: float  # R^2, or accuracy; of rows that the map has not seen
-    without: float  # the same without activations: 0, or the share of the most frequent category
+    right: Annotated[float, Field(ge=0, le=1)]  # share of rows that are guessed right
+    without: Annotated[float, Field(ge=0, lt=1)]  # the same without activations
+    error: float  # standard error of the difference
+
+    @property
+    def gain(self) -> float:
+        return self.right - self.without
 
     @property
     def gain_fraction(self) -> float:
         """Share of what was unknown without activations that they reveal, within 0 and 1."""
-        unknown = 1 - self.without
-        return max(0.0, (self.figure - self.without) / unknown) if unknown > 0 else 0.0
+        return self.gain / (1 - self.without)
+
+    @property
+    def is_above_chance(self) -> bool:
+        return self.gain > _STANDARD_ERRORS * self.error
+
+    @property
+    def is_mostly_known(self) -> bool:
+        return self.is_above_chance and self.gain_fraction > 0.5
+
+    def of_100(self, share: float) -> str:
+        is_close = self.is_above_chance and (self.gain < 0.01 or 0.995 <= self.right < 1)
+        return f"{100 * share:.{int(is_close)}f}"
 
 
 @dataclass(frozen=True)
@@ -57,13 +80,14 @@ class FeatureExposure:
     dimensions: NonNegativeInt  # values per activation
     columns: tuple[ColumnExposure, ...]
     own_rows: NonNegativeInt  # rows of this party's file, whose blinded ids were offered
+    unjudged: tuple[str, ...]  # columns of one value, or whose levels are mostly too rare
     has_images: bool = False  # whether there are images, whose reconstruction is not measured
 
 
 def measure_exposure(
     trainer: BottomTrainer, encoder: FeatureEncoder, own_rows: int, most_rows: int
 ) -> FeatureExposure | None:
-    """Reconstruct the features of some aligned rows from activations; None if they are too few."""
+    """Guess the features of some aligned rows from activations; None if they are too few."""
     aligned_rows = trainer.num_rows
     count = min(aligned_rows, most_rows)
     if count < LEAST_ROWS:
@@ -75,9 +99,28 @@ def measure_exposure(
     if dimensions > MOST_DIMENSIONS:
         directions = generator.normal(size=(dimensions, MOST_DIMENSIONS))
         activations = activations @ directions / MOST_DIMENSIONS**0.5
+    spread = activations.std(axis=0)
+    # A unit that is silent on these rows says nothing.
+    activations = (activations - activations.mean(axis=0)) / np.where(spread > 0, spread, np.inf)
     folds = generator.permutation(count) % FOLDS
-    columns = tuple(_columns(activations, features, encoder, folds))
-    return FeatureExposure(count, dimensions, columns, own_rows, encoder.image is not None)
+    nearest = _nearest_rows(activations, folds)
+    best: dict[str, ColumnExposure | None] = {}
+    for name, kind, values in _columns(features, encoder):
+        found, earlier = _exposure(name, kind, values, activations, nearest, folds), best.get(name)
+        # Of a list, the category that is guessed best.
+        best[name] = max(filter(None, (found, earlier)), key=_merit, default=None)
+    return FeatureExposure(
+        count,
+        dimensions,
+        tuple(column for column in best.values() if column is not None),
+        own_rows,
+        tuple(name for name, column in best.items() if column is None),
+        encoder.image is not None,
+    )
+
+
+def _merit(column: ColumnExposure) -> tuple[bool, float]:
+    return column.is_above_chance, column.gain_fraction
 
 
 _EXPOSURE = TypeAdapter(FeatureExposure)
@@ -94,27 +137,6 @@ def exposure_from_json(document: object) -> FeatureExposure | None:
         return None
 
 
-def cross_fitted(inputs: _Numbers, targets: _Numbers, folds: npt.NDArray[np.int64]) -> _Numbers:
-    """Predict targets, (rows, targets), by ridge regression on the other folds' rows.
-
-    Inputs are (rows, dimensions), and folds the number of each row's fold.
-    """
-    predicted = np.empty_like(targets)
-    for fold in np.unique(folds):
-        known, asked = folds != fold, folds == fold
-        centre, spread = inputs[known].mean(axis=0), inputs[known].std(axis=0)
-        # A unit that is silent on the known rows says nothing.
-        spread = np.where(spread > 0, spread, np.inf)
-        fitted_on = (inputs[known] - centre) / spread
-        mean = targets[known].mean(axis=0)
-        penalty = _RIDGE * len(fitted_on) * np.eye(inputs.shape[1])
-        weights = np.linalg.solve(
-            fitted_on.T @ fitted_on + penalty, fitted_on.T @ (targets[known] - mean)
-        )
-        predicted[asked] = (inputs[asked] - centre) / spread @ weights + mean
-    return predicted
-
-
 def _embedded(trainer: BottomTrainer, positions: Positions) -> tuple[_Numbers, Features]:
     parts = np.array_split(positions, range(_EMBEDDED_AT_ONCE, len(positions), _EMBEDDED_AT_ONCE))
     activations = [trainer.embed(trainer.rows(part)).flatten(1).double().cpu() for part in parts]
@@ -125,40 +147,140 @@ def _embedded(trainer: BottomTrainer, positions: Positions) -> tuple[_Numbers, F
 
 
 def _columns(
-    activations: _Numbers, features: Features, encoder: FeatureEncoder, folds: npt.NDArray[np.int64]
-) -> Iterator[ColumnExposure]:
+    features: Features, encoder: FeatureEncoder
+) -> Iterator[tuple[str, Kind, npt.NDArray[Any]]]:
+    """Yield each column's values, (rows,); of a list, once for each of its categories."""
     if features.numeric is not None:
-        numbers = features.numeric.double().numpy()
-        predicted = cross_fitted(activations, numbers, folds)
-        errors = ((numbers - predicted) ** 2).sum(axis=0)
-        totals = ((numbers - numbers.mean(axis=0)) ** 2).sum(axis=0)
-        # The numbers of one list of categories are taken together.
-        names, widths = zip(*encoder.numeric_parts, strict=True)
-        starts = np.cumsum([0, *widths[:-1]])
-        sums = np.add.reduceat(errors, starts), np.add.reduceat(totals, starts)
-        for name, error, total in zip(names, *sums, strict=True):
-            if total > 0:
-                yield ColumnExposure(name, "numeric", float(1 - error / total), 0.0)
+        kinds: list[Kind] = ["number" for _ in encoder.numeric]
+        kinds += ["gap" for _ in encoder.indicators]
+        kinds += ["list" for _ in encoder.lists]
+        numbers = iter(features.numeric.numpy().T)
+        for kind, (name, width) in zip(kinds, encoder.numeric_parts, strict=True):
+            for values in islice(numbers, width):
+                yield name, kind, values
     if features.categorical is not None:
         for vocabulary, slots in zip(
             encoder.categorical, features.categorical.numpy().T, strict=True
         ):
-            found = _of_category(activations, slots, folds)
-            if found is not None:
-                yield ColumnExposure(vocabulary.name, "categorical", *found)
+            yield vocabulary.name, "category", slots
 
 
-def _of_category(
-    activations: _Numbers, slots: npt.NDArray[np.int64], folds: npt.NDArray[np.int64]
-) -> tuple[float, float] | None:
-    _, members, counts = np.unique(slots, return_inverse=True, return_counts=True)
-    if len(counts) < 2:
+def _exposure(
+    name: str,
+    kind: Kind,
+    values: npt.NDArray[Any],
+    activations: _Numbers,
+    nearest: tuple[_Rows, _Numbers],
+    folds: _Rows,
+) -> ColumnExposure | None:
+    classes, judged_as = _levels(values) if kind == "category" else (_quarters(values), _QUARTERS)
+    judged = judged_as[classes]
+    counts = np.bincount(judged)
+    if np.count_nonzero(counts) < 2 or (kind == "category" and counts[0] > len(judged) / 2):
         return None
-    rank = np.empty(len(counts), dtype=np.int64)
-    rank[np.argsort(-counts, kind="stable")] = np.arange(len(counts))
-    classes = rank[members]
-    asked = min(len(counts), MOST_CATEGORIES)
-    predicted = cross_fitted(activations, np.eye(len(counts), asked)[classes], folds)
-    is_asked = classes < asked
-    is_named = predicted.argmax(axis=1)[is_asked] == classes[is_asked]
-    return float(is_named.mean()), float(counts.max() / is_asked.sum())
+    is_most_frequent = judged == counts.argmax()
+    guesses = [_by_class_means(activations, classes, folds), _by_vote(classes, *nearest)]
+    if kind == "number":
+        guesses.append(_by_regression(activations, values, classes, folds))
+    is_right = max((judged_as[guess] == judged for guess in guesses), key=np.count_nonzero)
+    gains = is_right.astype(np.float64) - is_most_frequent
+    without = float(is_most_frequent.mean())
+    error = float(gains.std() / len(gains) ** 0.5)
+    return ColumnExposure(name, kind, max(float(is_right.mean()), without), without, error)
+
+
+def _quarters(values: npt.NDArray[Any]) -> _Rows:
+    from scipy.stats import rankdata  # noqa: PLC0415
+
+    # Equal numbers stay together, in the quarter of their middle.
+    quarters: _Rows = ((rankdata(values) - 0.5) * 4 / len(values)).astype(np.int64)
+    return quarters
+
+
+def _levels(values: npt.NDArray[Any]) -> tuple[_Rows, _Rows]:
+    """Return levels as numbers from 0, the most frequent, and what each is judged as.
+
+    The rare ones are all judged as 0, and the others from 1.
+    """
+    _, members, counts = np.unique(values, return_inverse=True, return_counts=True)
+    order = np.argsort(-counts, kind="stable")
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    single = min(int(np.sum(counts >= RARE_ROWS)), MOST_LEVELS)
+    judged_as = np.arange(1, len(counts) + 1)
+    judged_as[single:] = 0
+    return np.minimum(rank[members], MOST_LEVELS), judged_as
+
+
+def _nearest_rows(activations: _Numbers, folds: _Rows) -> tuple[_Rows, _Numbers]:
+    """Return the nearest rows of other folds, and their weights, (rows, neighbours) each."""
+    # Importing it takes time that only a run that is measured should pay.
+    from sklearn.neighbors import NearestNeighbors  # noqa: PLC0415
+
+    rows = np.empty((len(activations), _NEIGHBOURS), dtype=np.int64)
+    weights = np.empty(rows.shape)
+    for fold in range(FOLDS):
+        known, asked = np.flatnonzero(folds != fold), folds == fold
+        nearest = NearestNeighbors(n_neighbors=_NEIGHBOURS).fit(activations[known])
+        distances, places = nearest.kneighbors(activations[asked])
+        rows[asked], weights[asked] = known[places], 1 / (distances + 1e-6)
+    return rows, weights
+
+
+def _by_vote(classes: _Rows, rows: _Rows, weights: _Numbers) -> _Rows:
+    voted = classes[rows]
+    votes = ((voted[:, :, None] == voted[:, None, :]) * weights[:, None, :]).sum(axis=2)
+    elected: _Rows = np.take_along_axis(voted, votes.argmax(axis=1)[:, None], axis=1)[:, 0]
+    return elected
+
+
+def _by_regression(
+    activations: _Numbers, values: npt.NDArray[Any], classes: _Rows, folds: _Rows
+) -> _Rows:
+    """Return the class of the number that is nearest to the one that ridge regression predicts."""
+    order = np.argsort(values)
+    ordered = values[order].astype(np.float64)
+    between = (ordered[1:] + ordered[:-1]) / 2
+    guessed = np.empty_like(classes)
+    for fold in range(FOLDS):
+        known, asked = folds != fold, folds == fold
+        inputs, mean = activations[known], values[known].mean()
+        gram = inputs.T @ inputs + _RIDGE * len(inputs) * np.eye(inputs.shape[1])
+        weights = np.linalg.solve(gram, inputs.T @ (values[known] - mean))
+        predicted = activations[asked] @ weights + mean
+        guessed[asked] = classes[order[np.searchsorted(between, predicted)]]
+    return guessed
+
+
+def _by_class_means(activations: _Numbers, classes: _Rows, folds: _Rows) -> _Rows:
+    from scipy.linalg import cholesky, solve_triangular  # noqa: PLC0415
+    from scipy.spatial.distance import cdist  # noqa: PLC0415
+
+    guessed = np.empty_like(classes)
+    for fold in range(FOLDS):
+        known, asked = folds != fold, folds == fold
+        present, members, counts = np.unique(
+            classes[known], return_inverse=True, return_counts=True
+        )
+        centred = activations - activations[known].mean(axis=0)
+        sums = np.add.reduceat(centred[known][np.argsort(members)], np.cumsum(counts) - counts)
+        means = sums / counts[:, None]
+        within = centred[known] - means[members]
+        freedom = max(len(within) - len(means), 1)
+        covariance = within.T @ within / freedom + _RIDGE * np.eye(within.shape[1])
+        root = cholesky(covariance, lower=True)
+        means = solve_triangular(root, means.T, lower=True).T
+        # Each mean is drawn towards the common one as far as it is uncertain, by the variance
+        # between the classes (analysis of variance): else rare classes attract others' rows.
+        excess = counts @ (means**2).mean(axis=1) - len(means) + 1
+        between = max(excess, _LEAST_EXCESS) / (len(within) - (counts**2).sum() / len(within))
+        uncertainty = between / (1 + counts * between)
+        distances = cdist(
+            solve_triangular(root, centred[asked].T, lower=True).T,
+            means * (counts * uncertainty)[:, None],
+            "sqeuclidean",
+        )
+        spread = 1 + uncertainty
+        penalties = means.shape[1] * np.log(spread) - 2 * np.log(counts)
+        guessed[asked] = present[(distances / spread + penalties).argmin(axis=1)]
+    return guessed

@@ -115,6 +115,8 @@ class PassiveRecorder(RunRecorder):
         self._epochs = epoch + 1
         if self._leaks is not None:
             self._leaks.end_epoch(epoch)
+        if self._progress is None or not self._progress.is_shown_elsewhere:
+            self._log_epoch(epoch, self._settings.contract.epochs, [])
 
     def on_resumed(self, epoch: int | None) -> None:
         self._status.note_resumed(epoch)

@@ -25,8 +25,9 @@ from splitveil.common.run.contract import ACTIVE
 from splitveil.common.text.wording import bytes_in_words
 from splitveil.common.text.yaml_text import RESOLVED, load_yaml
 from splitveil.passive_party.feature_exposure import (
-    ColumnExposure,
+    LEAST_ROWS,
     FeatureExposure,
+    Kind,
     exposure_from_json,
     exposure_to_json,
 )
@@ -36,6 +37,14 @@ logger = logging.getLogger("splitveil.passive_party")
 EXPOSURE = "exposure.json"
 
 _PACKAGE = "splitveil.passive_party"
+_MOST_BARS = 10
+
+_GUESSED: Mapping[Kind, str] = {
+    "number": " (about how large)",
+    "gap": "",
+    "category": "",
+    "list": " (whether one of its categories is there)",
+}
 
 # What each kind of message that this party sends contains.
 _CONTENT: Mapping[str, str] = {
@@ -49,6 +58,8 @@ _CONTENT: Mapping[str, str] = {
     "Embed reply": "activations of rows asked for by id",
     "EmbedTable reply": "encrypted activations of the whole table",
 }
+# What the page's own sentences name.
+_NAMED = ("activations of", "ids, blinded", "the contract", "how this party")
 
 
 class Left(NamedTuple):
@@ -57,12 +68,12 @@ class Left(NamedTuple):
     size: str
 
 
-class ColumnRow(NamedTuple):
-    name: str
-    measure: str
-    figure: str
-    without: str
-    width: str  # of a bar, as a CSS percentage
+class Assessment(NamedTuple):
+    style: str
+    word: str
+    headline: str
+    next_step: str
+    price: str
 
 
 class PassiveFiles(NamedTuple):
@@ -110,20 +121,25 @@ def read_files(folder: Path) -> PassiveFiles:
 
 def passive_page(files: PassiveFiles) -> str:
     contract = as_mapping(files.settings.get("contract"))
-    peer = _peer(files.settings, contract)
     exposure = files.exposure
     columns = () if exposure is None else exposure.columns
+    left = list(_left(files.traffic))
     return render(
         _PACKAGE,
         "passive.html.jinja",
         title=f"{contract.get('run_name', files.folder.name)}",
         party=str(files.settings.get("party", "passive")),
-        peer=peer,
-        headline=_headline(files, peer),
-        revealed=list(_revealed(files, contract)),
-        left=list(_left(files.traffic)),
+        peer=_peer(files.settings, contract),
+        assessment=_assessment(exposure),
         exposure=exposure,
-        columns=[_row(one) for one in sorted(columns, key=lambda one: -one.gain_fraction)],
+        columns=sorted(columns, key=lambda one: -one.gain),
+        most_bars=_MOST_BARS,
+        aligned_rows=files.summary.counts.aligned_rows,
+        cut_shape=contract.get("cut_shape"),
+        unjudged=exposure.unjudged if exposure else (),
+        sent=None if files.traffic is None else bytes_in_words(files.traffic.sent.size_bytes),
+        left=left,
+        also_left=[one.content for one in left if not one.content.startswith(_NAMED)],
         agreed=list(_agreed(files.settings, contract)),
         circumstances=list(circumstances(files.summary, read_metrics(files.folder), files.traffic)),
         traffic_rows=traffic_rows(files.traffic, ACTIVE),
@@ -134,43 +150,47 @@ def _peer(settings: Mapping[str, Any], contract: Mapping[str, Any]) -> str:
     if as_mapping(settings.get("security")).get("mode") != "mtls":
         return "a process on this machine, in plain text (nobody was authenticated)"
     identity = as_mapping(contract.get("identities")).get(ACTIVE, f"{ACTIVE}.splitveil")
-    return f"{identity} (the name in the certificate that the peer showed, TLS 1.3)"
+    return f"{identity} (by its certificate, over TLS 1.3)"
 
 
-def _headline(files: PassiveFiles, peer: str) -> str:
-    rows = files.summary.counts.aligned_rows
-    about = "aligned rows" if rows is None else f"{rows:,} aligned rows"
-    if files.traffic is None:
-        return f"Activations of {about} left to {peer}; their size is not recorded."
-    size = bytes_in_words(files.traffic.sent.size_bytes)
-    return f"{size} left, about {about}, to {peer}."
-
-
-def _revealed(files: PassiveFiles, contract: Mapping[str, Any]) -> Iterator[str]:
-    rows, exposure = files.summary.counts.aligned_rows, files.exposure
-    if rows is not None and exposure is not None:
-        yield (
-            f"The peer has learned which {rows:,} of its ids this party has too, and that this "
-            f"party offered {exposure.own_rows:,} ids; of the others it received blinded ids only."
+def _assessment(exposure: FeatureExposure | None) -> Assessment:
+    if exposure is None or not exposure.columns:
+        return Assessment(
+            "unknown",
+            "Not measured",
+            "What was sent may reveal our columns: how well they can be guessed was not measured.",
+            f"Let a run end with at least {LEAST_ROWS} common records, and with report.probe_rows "
+            "above 0 in passive.yaml.",
+            "some seconds at the end of a run. No label is needed.",
         )
-    shape = contract.get("cut_shape")
-    if isinstance(shape, list) and all(isinstance(size, int) for size in shape):
-        yield (
-            f"Each activation has the shape {' x '.join(map(str, shape))} "
-            f"({contract.get('cut_dtype', 'float32')}). Nothing is added to it: no noise protects "
-            "the features behind it."
+    best = max(exposure.columns, key=lambda one: (one.is_above_chance, one.gain))
+    price = (
+        "another run, and what the column adds to the model: compare the label owner's test AUC of "
+        "both runs. What has been sent cannot be called back."
+    )
+    next_step = (
+        "Leave columns that the label owner must not know so well out of data.features in "
+        "passive.yaml, and train again."
+    )
+    if not best.is_above_chance:
+        return Assessment(
+            "unknown",
+            "No gain measured, none excluded",
+            "From what was sent, no column was guessed better than without it. "
+            "No bound says that nobody guesses better.",
+            next_step.replace("so well", "at all"),
+            price,
         )
-    if exposure is None:
-        yield "What activations reveal of features was not measured."
-        return
-    best = max(exposure.columns, key=lambda one: one.gain_fraction, default=None)
-    if best is not None:
-        found = _row(best)
-        yield (
-            f"Reconstructed best: {best.name}. Whoever knows it for some rows reconstructs it for "
-            f"others with {found.measure} {found.figure}, where no activation gives "
-            f"{found.without}."
-        )
+    is_mostly_known = any(one.is_mostly_known for one in exposure.columns)
+    return Assessment(
+        "recovered" if is_mostly_known else "leaking",
+        "Columns can be guessed" if is_mostly_known else "Columns can be guessed in part",
+        f"From what was sent, the label owner can guess “{best.name}”{_GUESSED[best.kind]} right "
+        f"for {best.of_100(best.right)} of 100 records; without it, for "
+        f"{best.of_100(best.without)}.",
+        next_step,
+        price,
+    )
 
 
 def _left(traffic: Traffic | None) -> Iterator[Left]:
@@ -183,12 +203,6 @@ def _left(traffic: Traffic | None) -> Iterator[Left]:
             totals[content] = totals.get(content, Volume()) + volume
     for content, volume in sorted(totals.items(), key=lambda item: -item[1].size_bytes):
         yield Left(content, f"{volume.messages:,}", bytes_in_words(volume.size_bytes))
-
-
-def _row(one: ColumnExposure) -> ColumnRow:
-    measure = "R²" if one.kind == "numeric" else "accuracy"
-    figure, without = f"{max(one.figure, 0.0):.2f}", f"{one.without:.2f}"
-    return ColumnRow(one.name, measure, figure, without, f"{100 * one.gain_fraction:.0f}%")
 
 
 def _agreed(settings: Mapping[str, Any], contract: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -77,8 +77,8 @@ class PassiveReportSettings(ReportSettings):
     """The contents of the passive party's report."""
 
     probe_rows: int = Field(default=4000, ge=0, le=100_000)
-    """Number of aligned rows from whose activations the report reconstructs this party's own
-    features, to say what the activations reveal of them; 0 leaves that out."""
+    """Number of aligned rows from whose activations the report guesses this party's own columns,
+    to say what the activations reveal of them; 0 leaves that out."""
 
 
 class AnswerSettings(Section):

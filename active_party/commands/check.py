@@ -2,7 +2,7 @@
 
 import argparse
 import socket
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 import numpy as np
@@ -16,6 +16,7 @@ from splitveil.active_party.assembly import (
 from splitveil.active_party.defenses.example_keys import used_labels_file
 from splitveil.active_party.earlier_runs import answers_before
 from splitveil.active_party.grpc_server.probe_server import probe_checks
+from splitveil.active_party.planned import plan_of
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.ids import numbered_subjects
 from splitveil.common.data.kinds import open_table_source
@@ -23,6 +24,7 @@ from splitveil.common.data.label_columns import count_others
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.factory import Trial, build_top_model, lone_row_in_words
 from splitveil.common.party import command_line
+from splitveil.common.party.command_line import Check
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.endpoint import check_free, status_checks
 from splitveil.common.party.party_data import PartyData
@@ -36,28 +38,31 @@ def check(parsed: argparse.Namespace) -> None:
     settings = command_line.load_settings(ActiveSettings, parsed, "active")
 
     monitor = settings.leak_monitor
-    checks: list[Callable[[], str]] = [
+    checks: list[Check] = [
         partial(_security, settings),
         partial(_free_address, settings),
-        *status_checks(settings.status),
         lambda: f"device: {command_line.torch_device(settings.device)}",
-        partial(_noise_key, settings),
         partial(_defense, settings),
+    ]
+    details: list[Check] = [
+        *status_checks(settings.status),
+        partial(_noise_key, settings),
         lambda: bounds_in_words(settings),
         lambda: f"earlier ledgers: {len(answers_before(settings))} examples",
     ]
     if settings.defense.traits.earlier_targets:
-        checks.append(partial(_earlier_targets, settings))
+        details.append(partial(_earlier_targets, settings))
     if monitor is not None and monitor.custom_attacks:
         shape = settings.contract.aggregate_shape
-        checks.append(
+        details.append(
             lambda: f"attacks: {', '.join(try_custom_attacks(monitor, shape))} can score gradients"
         )
+    parts: list[Iterable[Check]] = [checks, _data_and_bounds(settings)]
+    if parsed.connect:
+        parts.append(probe_checks(settings, parsed.wait))
+    then = "run" if parsed.connect else "plan"
     command_line.report_check(
-        settings,
-        [*checks, partial(_data_and_model, settings)],
-        partial(probe_checks, settings, parsed.wait) if parsed.connect else None,
-        as_json=parsed.json,
+        settings, parsed, parts, details, f"splitveil active {then} {parsed.settings}"
     )
 
 
@@ -85,8 +90,15 @@ def _earlier_targets(settings: ActiveSettings) -> str:
     return f"earlier targets: {0 if known is None else len(known.names)} examples"
 
 
-def _data_and_model(settings: ActiveSettings) -> str:
+def _data_and_bounds(settings: ActiveSettings) -> Iterator[Check]:
     data = PartyData.of(settings)
+    yield partial(_data_and_model, settings, data)
+    planned = plan_of(settings, data)
+    yield lambda: f"labels: {planned.data.shares}"
+    yield planned.bounds_in_short
+
+
+def _data_and_model(settings: ActiveSettings, data: PartyData) -> str:
     earlier = open_label_owners_model(settings)
     encoder = data.fit(np.arange(len(data.ids)), earlier)
     contract, device = settings.contract, command_line.torch_device(settings.device)
@@ -108,7 +120,7 @@ def _data_and_model(settings: ActiveSettings) -> str:
     )
     others = count_others(settings.data, open_table_source(settings.data, settings.base_dir))
     fits = f"the top model fits them{but}{others}"
-    return f"data: {data.summary()}{persons}; {fits}; {data.table.id_report.in_words()}"
+    return f"data: {data.summary(contract)}{persons}; {fits}; {data.table.id_report.in_words()}"
 
 
 def check_files_and_address(settings: ActiveSettings) -> None:

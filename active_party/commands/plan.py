@@ -1,7 +1,6 @@
 """``splitveil active plan``: what a run will reveal about the labels, before any training."""
 
 import argparse
-import math
 import sys
 from collections.abc import Callable
 
@@ -9,14 +8,21 @@ from rich.console import Console
 
 from splitveil.active_party.defenses.forecast import ChargeForecast
 from splitveil.active_party.earlier_runs import answers_before
-from splitveil.active_party.ledger.bounds import auc_bound, estimate_of
-from splitveil.active_party.planned import Plan, Target, known_of_forecast, plan_of
+from splitveil.active_party.ledger.bounds import estimate_of
+from splitveil.active_party.planned import (
+    Plan,
+    Target,
+    bound_in_words,
+    forecast_in_words,
+    known_of_forecast,
+    plan_of,
+)
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.party import command_line
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.text.upper_bounds import at_most, auc_at_most
+from splitveil.common.text.upper_bounds import at_most
 from splitveil.common.text.visible_text import PlainTable
 
 
@@ -28,26 +34,72 @@ def plan(parsed: argparse.Namespace) -> None:
     if parsed.json:
         print_json(planned.to_json())
     else:
-        show(planned)
+        show(planned, details=parsed.verbose > 0)
 
 
-def show(plan: Plan, console: Console | None = None) -> None:
+def show(plan: Plan, console: Console | None = None, *, details: bool = True) -> None:
     """Print a plan; by default on the standard output."""
     console = console or Console(file=sys.stdout, highlight=False)
-    rows = plan.data
-    console.print(
-        f"{rows.source}: {rows.rows} rows, {rows.shares}; if all of them "
-        f"are aligned, about {rows.training_rows} are trained on, in "
-        f"{rows.steps_per_epoch} steps of "
-        f"{rows.batch_size} per epoch, {rows.epochs} epochs",
-        markup=False,
-        soft_wrap=True,
-    )
-    console.print(_forecast_table(plan))
-    for line in plan.remarks:
-        console.print(line, markup=False, soft_wrap=True)
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, soft_wrap=True)
+
+    say(f"What would a run with {plan.defense} reveal about the labels, and to whom?")
+    console.print(_answer_table(plan))
+    say(_verdict(plan))
+    if details:
+        rows = plan.data
+        say(
+            f"{rows.source}: {rows.rows} rows, {rows.shares}; if all of them are aligned, about "
+            f"{rows.training_rows} are trained on, in {rows.steps_per_epoch} steps of "
+            f"{rows.batch_size} per epoch, {rows.epochs} epochs"
+        )
+        console.print(_forecast_table(plan))
+    for line in plan.remarks if details else [*filter(None, [plan.earlier]), *plan.budget]:
+        say(line)
     if plan.target is not None:
         console.print(_target_table(plan.target))
+
+
+_PEERS = {
+    Adversary.ANYBODY: "does whatever it likes (anybody)",
+    Adversary.HONEST_BUT_CURIOUS: "follows the protocol (honest-but-curious)",
+    Adversary.CLASS_MEANS: "only compares gradients with class means",
+}
+_IF = {
+    Adversary.ANYBODY: "Whatever the passive party does",
+    Adversary.HONEST_BUT_CURIOUS: "As long as the passive party follows the protocol",
+    Adversary.CLASS_MEANS: "As long as the passive party only compares gradients with class means",
+}
+
+
+def _answer_table(plan: Plan) -> PlainTable:
+    table = PlainTable("", ["to a passive party that"], ["bound on the leak AUC, .5 to 1"])
+    for peers, meaning in _PEERS.items():
+        table.add_row(meaning, bound_in_words(plan.of_run.charge, peers))
+    return table
+
+
+def _verdict(plan: Plan) -> str:
+    charge = plan.of_run.charge
+    bounds = {peers: bound_in_words(charge, peers) for peers in Adversary}
+    peers = next((one for one, bound in bounds.items() if bound != "none"), None)
+    if peers is None:
+        return (
+            f"Nothing limits what a run with {plan.defense} reveals to a peer of any kind; "
+            f"defense: {{name: projected_labels}} limits it for anybody."
+        )
+    if charge.certainty == "unknown":
+        return f"{_IF[peers]}, the ledger bounds what a run reveals, but not before the run."
+    if not charge.is_promise:
+        return (
+            f"{_IF[peers]}, its leak AUC is {bounds[peers]}: an estimate, which only a run_budget "
+            f"makes a limit."
+        )
+    return (
+        f"{_IF[peers]}, all {plan.data.epochs} epochs together reveal the labels with a leak AUC "
+        f"of at most {bounds[peers].removeprefix('at most ')}, beyond what features say anyway."
+    )
 
 
 def _forecast_table(plan: Plan) -> PlainTable:
@@ -88,23 +140,5 @@ def _figures(charge: ChargeForecast) -> list[str]:
         at_most,
         lambda sum_kl: f"{estimate_of(sum_kl, known):.3f}",
     ]
-    written = [_in_words(charge, figure) for figure in shown]
-    for peers in Adversary:
-        described = charge.high < math.inf or charge.certainty == "unknown"
-        if described and charge.adversary.includes(peers):
-            written.append(_in_words(charge, lambda sum_kl: auc_at_most(auc_bound(sum_kl, known))))
-        else:
-            written.append("none")
-    return written
-
-
-def _in_words(charge: ChargeForecast, figure: Callable[[float], str]) -> str:
-    match charge.certainty:
-        case "exact":
-            return figure(charge.high)
-        case "bound":
-            return f"at most {figure(charge.high)}"
-        case "estimate":
-            return f"likely {figure(charge.low)} .. {figure(charge.high)}"
-        case "unknown":
-            return "not known before"
+    written = [forecast_in_words(charge, figure) for figure in shown]
+    return [*written, *(bound_in_words(charge, peers) for peers in Adversary)]

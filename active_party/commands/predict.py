@@ -27,6 +27,7 @@ from splitveil.common.record.run_folder import claimed, inner_folder
 from splitveil.common.record.table_output import check_output
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.contract import ACTIVE
+from splitveil.common.text.log_lines import shows_bars
 from splitveil.common.text.output import printing_console
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ def predict(parsed: argparse.Namespace) -> None:
     check_output(parsed.output)
     log_security(settings)
     device = command_line.prepare(settings)
-    ids = read_id_list(parsed.ids, settings.data, settings.contract.ids)
+    ids, written = read_id_list(parsed.ids, settings.data, settings.contract.ids)
     check_lengths(ids, str(parsed.ids))
     folder = inner_folder(settings.run_folder(ACTIVE), "predict")
     with ExitStack() as resources:
@@ -65,7 +66,7 @@ def predict(parsed: argparse.Namespace) -> None:
             predictor.model.kind,
             predictor.model.identity,
         )
-        parts = Parts(parsed.output, _plan(predictor, settings), ids)
+        parts = Parts(parsed.output, _plan(predictor, settings), ids, written)
         batch = BatchPrediction(predictor, settings.contract, settings.reconnect, interruption)
         with _progress(len(ids)) as advance:
             try:
@@ -114,7 +115,7 @@ def _report(parsed: argparse.Namespace, result: BatchResult, predictor: Predicto
 @contextmanager
 def _progress(total: int) -> Iterator[Advance]:
     """Show a bar on a terminal, occasional log lines elsewhere."""
-    console = printing_console(stderr=True)
+    console = printing_console(stderr=True, plain=not shows_bars())
     bar = Progress(
         TextColumn("predicting"),
         BarColumn(),

@@ -30,6 +30,7 @@ _ACTIONS = {
     "verify-transcript": "splitveil.common.party.command_line:verify_transcript",
 }
 REPORT_PURPOSE = "write a page that shows what a run revealed about the labels"
+REPORT_EXAMPLE = "runs/breast_cancer"
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def parser(program: str = "active-party") -> argparse.ArgumentParser:
     """Return the command's parser; ``program`` is the words with which it is called."""
-    return party_parser(program, _add_own_commands)
+    return party_parser(program, "active", _add_own_commands)
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -50,13 +51,18 @@ def _add_own_commands(commands: Commands) -> None:
     _add_plan(commands)
     _add_predict(commands)
     _add_serve(commands)
-    report = commands.add_parser("report", help=REPORT_PURPOSE, description=REPORT_PURPOSE)
+    report = commands.add_parser(
+        "report", help=REPORT_PURPOSE, description=REPORT_PURPOSE, example=REPORT_EXAMPLE
+    )
     add_report_arguments(report)
 
 
 def _add_plan(commands: Commands) -> None:
     command = add_command(
-        commands, "plan", "print what a run would reveal about the labels, before any training"
+        commands,
+        "plan",
+        "print what a run would reveal about the labels, before any training",
+        "active.yaml --target-leak-auc 0.65",
     )
     command.add_argument(
         "--target-leak-auc",
@@ -69,7 +75,10 @@ def _add_plan(commands: Commands) -> None:
 
 def _add_predict(commands: Commands) -> None:
     command = add_command(
-        commands, "predict", "predict with the trained model and every passive party's serve"
+        commands,
+        "predict",
+        "predict with the trained model and every passive party's serve",
+        "active.yaml --ids new.csv --output predictions.csv",
     )
     command.add_argument(
         "--ids",
@@ -110,7 +119,10 @@ def _add_predict(commands: Commands) -> None:
 
 def _add_serve(commands: Commands) -> None:
     command = add_command(
-        commands, "serve", "answer other programs' requests for predictions, until stopped"
+        commands,
+        "serve",
+        "answer other programs' requests for predictions, until stopped",
+        "active.yaml",
     )
     command.add_argument(
         "--data",

@@ -56,7 +56,8 @@ def run(parsed: argparse.Namespace) -> None:
             device = command_line.prepare(settings, rank)
             settings.defense.require_usable(settings.defense_context())
             data = PartyData.of(settings)
-            logger.info("%d rows read from %s", len(data.ids), data.table.source)
+            read = "%d rows read from %s, device %s"
+            logger.info(read, len(data.ids), data.table.source, device)
             interruption.check()
             allowance_of(settings)  # refuses before the folder is opened
             for signal in signals_of(settings):
@@ -77,8 +78,10 @@ def _train(
     status: ActiveStatus,
 ) -> None:
     earlier = earlier_answers(settings, folder, leaves_books=True)
-    if len(earlier):
-        logger.info("%s", plan_of(settings, data, earlier=earlier).earlier)
+    planned = plan_of(settings, data, earlier=earlier)
+    logger.info("defense %s, %s", planned.defense, planned.bounds_in_short())
+    if planned.earlier:
+        logger.info("%s", planned.earlier)
     allowance = allowance_of(settings, earlier)
     with ExitStack() as resources:
         transcript = resources.enter_context(_transcript(settings, folder))

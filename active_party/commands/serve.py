@@ -108,7 +108,7 @@ def open_service(
     allowed = None
     if own.allowed_ids is not None:
         path = settings.base_dir / own.allowed_ids
-        allowed = frozenset(read_id_list(path, settings.data, settings.contract.ids))
+        allowed = frozenset(read_id_list(path, settings.data, settings.contract.ids).ids)
         logger.info("%d ids may be asked for", len(allowed))
     fallback = None
     if own.fallback:

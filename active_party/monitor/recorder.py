@@ -125,14 +125,10 @@ class ActiveRecorder(RunRecorder):
             self._watch.end_epoch(epoch)
             held_out = [self._evaluations.get(split) for split in ("validation", "test")]
             judged = next((one for one in held_out if one is not None and one.epoch == epoch), None)
-            logger.info(
-                "epoch %d/%d: loss %s%s%s",
-                epoch + 1,
-                self._settings.contract.epochs,
-                in_short(self._train_loss, 3),
-                "" if judged is None else f", {judged.split} {judged.in_short}",
-                self._ledger_in_short(),
-            )
+            figures = [f"loss {in_short(self._train_loss, 3)}"]
+            figures += [] if judged is None else [f"{judged.split} {judged.in_short}"]
+            figures += self._bound_in_short()
+            self._log_epoch(epoch, self._settings.contract.epochs, figures)
 
     def on_ledger(self, epoch: int, bounds: LeakBounds) -> None:
         self._bounds, total = bounds, bounds.or_more(self._ahead)
@@ -274,10 +270,10 @@ class ActiveRecorder(RunRecorder):
         for figure, edges, counts in found or ():
             self._metrics.write(HistogramLine(batch.epoch, batch.step, figure, edges, counts))
 
-    def _ledger_in_short(self) -> str:
-        """Return the ledger's bound for anybody in short; empty where it has none."""
+    def _bound_in_short(self) -> list[str]:
+        """Return the ledger's bound for anybody; empty where it has none."""
         bound = None if self._total is None else self._total.guarantee.max
-        return "" if bound is None or bound >= 1 else f", bound {auc_at_most(bound)}"
+        return [] if bound is None or bound >= 1 else [f"bound {auc_at_most(bound)}"]
 
     def _leak_figures(self, total: LeakBounds | None) -> LeakFigures | None:
         leak = self._watch.figures()

@@ -25,6 +25,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from splitveil.active_party.predict.predictor import Asked, Predictions, Predictor, asking_order
+from splitveil.common.data.sources import ArrowColumn
 from splitveil.common.errors import DataError, PeerUnreachable, StorageError
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_settings import ReconnectSettings
@@ -53,31 +54,39 @@ class PredictionPlan(NamedTuple):
     within: tuple[float, float] | None = None
     """The bounds of a label that is a number; None if labels are classes."""
 
-    def schema(self) -> pa.Schema:
+    def schema(self, kind_of_ids: pa.DataType) -> pa.Schema:
         if self.within is not None:
             names = ["value"]
         else:
             names = [f"probability_{name}" for name in self.classes] or ["probability"]
         columns = [pa.field(name, pa.float32()) for name in names]
-        ids, found = (
-            pa.field(name, kind, nullable=False)
-            for name, kind in (("id", pa.string()), ("found", pa.bool_()))
-        )
-        return pa.schema([ids, *columns, found])
+        kinds = {"id": kind_of_ids, "canonical_id": pa.string(), "found": pa.bool_()}
+        *ids, found = (pa.field(name, kind, nullable=False) for name, kind in kinds.items())
+        return pa.schema([*ids, *columns, found])
 
 
 class Parts:
     """The finished rows of one output."""
 
-    def __init__(self, output: Path, plan: PredictionPlan, ids: Sequence[str]) -> None:
-        """Read the parts of an interrupted command, or begin without any."""
+    def __init__(
+        self,
+        output: Path,
+        plan: PredictionPlan,
+        ids: Sequence[str],
+        written: ArrowColumn | None = None,
+    ) -> None:
+        """Read the parts of an interrupted command, or begin without any.
+
+        ``ids`` are canonical, and by default written so in the list as well.
+        """
         self.folder = output.with_name(f"{output.name}.parts")
         self.ids = ids
+        self._written = pa.array(ids, pa.string()) if written is None else written
         self._output = output
-        self._schema = plan.schema()
+        self._schema = plan.schema(self._written.type)
         self._plan_digest = _digest_of(plan, ids)
         self._order = asking_order(ids)
-        of_row = [("values", "<f4", (len(self._schema) - 2,)), ("found", "?")]
+        of_row = [("values", "<f4", (len(self._schema) - 3,)), ("found", "?")]
         self._rows = np.zeros(len(ids), np.dtype(of_row))
         with refusing_to_write(self.folder):
             self.folder.mkdir(0o700, exist_ok=True)
@@ -120,9 +129,9 @@ class Parts:
 
     def _table(self, lines: slice) -> pa.Table:
         rows = self._rows[lines]
-        arrays = [pa.array(self.ids[lines], pa.string())]
+        arrays = [self._written[lines], pa.array(self.ids[lines], pa.string())]
         arrays += [pa.array(c, pa.float32(), mask=~rows["found"]) for c in rows["values"].T]
-        return pa.Table.from_arrays([*arrays, pa.array(rows["found"])], schema=self._schema)
+        return pa.table([*arrays, pa.array(rows["found"])], schema=self._schema)
 
     def _restored(self, part: slice) -> bool:
         path = self._path(part)

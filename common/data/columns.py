@@ -15,9 +15,10 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from splitveil.common.data.settings import DataSettings, FeatureSettings, Gaps
-from splitveil.common.data.sources import ArrowColumn, RowSource, list_rows, suggest
+from splitveil.common.data.sources import ArrowColumn, RowSource, list_rows
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.run.sample_order import SPLITS
+from splitveil.common.text.wording import suggest
 
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 _MANTISSA_BITS = {16: 11, 32: 24, 64: 53}
@@ -25,10 +26,16 @@ _MANTISSA_BITS = {16: 11, 32: 24, 64: 53}
 MAX_WEIGHT = 1_000_000
 NEARLY_ALL = 0.9
 """Share of the cells, or of the distinct texts, from which the others are probably mistakes."""
-_UNNAMED_INDEX = r"__index_level_\d+__"
+_UNNAMED_INDEX = r"__index_level_\d+__|Unnamed: \d+(\.\d+)*"
 NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$|^[+-]?(?i:inf|infinity|nan)$"
-COMMA_NUMBER = r"^[+-]?(\d*|[1-9]\d{0,2}(\.\d{3})+),\d+([eE][+-]?\d+)?$"
-"""A number with a decimal comma, and perhaps with points between its thousands."""
+_MARKS = " '\u2019\u00a0\u202f"
+"""Marks between thousands that are never decimal ones."""
+NUMBERS_BY_DECIMAL = {
+    decimal: rf"^[+-]?((\d+|[1-9]\d{{0,2}}([{other}{_MARKS}]\d{{3}})+)([{decimal}]\d*)?"
+    rf"|[{decimal}]\d+)([eE][+-]?\d+)?$"
+    for decimal, other in (".,", ",.")
+}
+"""Numbers by their decimal mark, perhaps with marks between their thousands."""
 
 
 class WrittenColumn(NamedTuple):
@@ -40,8 +47,9 @@ class WrittenColumn(NamedTuple):
     """Cells that mean "no value"."""
 
     first_row: int = 1
-    decimal: str = "."
-    """The decimal mark of numbers that are written as text."""
+    decimal: str | None = None
+    """The decimal mark of numbers that are written as text, perhaps with marks between thousands;
+    without it, they have points and no marks."""
 
     def list_rows(self, is_wrong: NDArray[np.bool_]) -> str:
         """Name the rows for which a condition holds."""
@@ -255,11 +263,13 @@ def read_numeric(columns: Mapping[str, WrittenColumn], gaps: Gaps) -> dict[str, 
 
 
 def _advice_on_decimals(column: WrittenColumn, is_unreadable: NDArray[np.bool_]) -> str:
-    other, pattern = (".", NUMBER) if column.decimal == "," else (",", COMMA_NUMBER)
     text = clean_text(column).filter(pa.array(is_unreadable))
-    if not pc.all(pc.match_substring_regex(text, pattern)).as_py():
-        return ""
-    return f"; with data.source.decimal: '{other}', these are numbers"
+    fitting = [
+        f"'{decimal}'"
+        for decimal, pattern in NUMBERS_BY_DECIMAL.items()
+        if decimal != column.decimal and pc.all(pc.match_substring_regex(text, pattern)).as_py()
+    ]
+    return f"; with data.source.decimal: {' or '.join(fitting)}, these are numbers" * bool(fitting)
 
 
 def _is_float32(column: WrittenColumn) -> bool:
@@ -335,15 +345,13 @@ def clean_text(column: WrittenColumn) -> ArrowColumn:
     return pc.if_else(is_missing, pa.scalar(None, pa.string()), text)
 
 
-def with_points(text: ArrowColumn) -> ArrowColumn:
-    """Return numbers with a decimal comma as numbers with a decimal point.
-
-    Whether the point of ``1.234`` is a decimal one, nobody can say: this is then no number.
-    """
-    has_comma = pc.match_substring_regex(text, COMMA_NUMBER)
-    grouped = pc.replace_substring(text, ".", "")
-    text = pc.if_else(has_comma, grouped, pc.replace_substring(text, ".", ".."))
-    return pc.replace_substring(text, ",", ".")
+def with_points(text: ArrowColumn, decimal: str) -> ArrowColumn:
+    """Return numbers with a decimal point and nothing between thousands; others become none."""
+    is_right = pc.match_substring_regex(text, NUMBERS_BY_DECIMAL[decimal])
+    other = "." if decimal == "," else ","
+    plain = pc.replace_substring_regex(text, f"[{other}{_MARKS}]", "")
+    plain = pc.replace_substring(plain, ",", ".")
+    return pc.if_else(is_right, plain, pc.replace_substring(text, ".", ".."))
 
 
 def read_numbers(column: WrittenColumn) -> _Numbers:
@@ -354,7 +362,7 @@ def read_numbers(column: WrittenColumn) -> _Numbers:
         cells = pc.cast(cells, cells.type.value_type)
     if is_text(cells.type):
         cells = clean_text(column._replace(cells=cells))
-        cells = with_points(cells) if column.decimal == "," else cells
+        cells = with_points(cells, column.decimal) if column.decimal else cells
     try:
         numbers = pc.cast(cells, pa.float64(), safe=False)
     except pa.ArrowNotImplementedError as error:
@@ -371,6 +379,12 @@ def read_numbers(column: WrittenColumn) -> _Numbers:
         is_missing = pc.is_in(texts, value_set=pa.array(column.missing_texts, pa.string()))
         values = np.where(is_infinite & is_missing.to_numpy(), np.nan, values)
     return _Numbers(values, is_unreadable)
+
+
+def is_numeric(kind: pa.DataType) -> bool:
+    """Say whether a type's cells are numbers."""
+    types = pa.types
+    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind))
 
 
 def is_text(kind: Any) -> bool:

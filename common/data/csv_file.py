@@ -16,7 +16,7 @@ from pyarrow import csv as arrow_csv
 
 from splitveil.common.data import sources
 from splitveil.common.data.canonical_form import is_unicode
-from splitveil.common.data.columns import COMMA_NUMBER, NUMBER, check_columns_exist
+from splitveil.common.data.columns import NUMBER, NUMBERS_BY_DECIMAL, check_columns_exist
 from splitveil.common.data.sources import ArrowColumn, Part, list_rows, unreadable_is_data_error
 from splitveil.common.data.table_paths import find_files, local_table_path
 from splitveil.common.errors import DataError
@@ -33,6 +33,12 @@ _LOOKED_AT = 2**16
 _MARKS = {
     "utf-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
     "utf-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
+}
+_OTHER_FORMATS = {
+    b"PK\x03\x04": "a spreadsheet or zip archive: save it as CSV",
+    b"\xd0\xcf\x11\xe0": "an old spreadsheet: save it as CSV",
+    b"PAR1": "a Parquet file: let its name end in .parquet",
+    b"\x1f\x8b\x08": "compressed by gzip: let its name end in .gz",
 }
 _SEPARATOR = re.compile(rb'(?:\xef\xbb\xbf)?"?sep=([ -~\t])"?\r?\n')
 _SEPARATOR_BYTES = 12
@@ -98,7 +104,7 @@ class CsvFile:
     def _first_row(self, path: Path) -> list[str]:
         with self._text(path) as text:
             lines = self._first_lines(text.lines())
-            row = next(csv.reader(lines, delimiter=text.separator), [])
+            row = next(filter(None, csv.reader(lines, delimiter=text.separator)), [])
         if not is_unicode("".join(row)):
             raise self._undecodable(path)
         return row
@@ -244,6 +250,9 @@ class _Text:
         codec = CODECS.get(path.suffix)
         with pa.input_stream(str(path), compression=codec) as start:
             mark = start.read(4)
+        for magic, what in _OTHER_FORMATS.items():
+            if mark.startswith(magic):
+                raise DataError(f"{path}: this is no text but {what}")
         encoding = next(
             (name for name, marks in _MARKS.items() if mark.startswith(marks)), encoding
         )
@@ -290,7 +299,7 @@ NO_HEADER = (
     "data.source.column_names"
 )
 
-_ANY_NUMBER = re.compile(rf"{NUMBER}|{COMMA_NUMBER}")
+_ANY_NUMBER = re.compile("|".join([NUMBER, *NUMBERS_BY_DECIMAL.values()]))
 
 
 def delimiter_of(beginning: str) -> str | None:
@@ -316,7 +325,10 @@ def advice_on(beginning: str, end: str, delimiter: str, *, has_header: bool) -> 
     if found not in {None, delimiter}:
         return f"the cells look separated by {found!r}: set data.source.delimiter"
     rows = _rows(beginning, delimiter)
-    titles = next((i for i, row in enumerate(rows) if any(row[1:])), 0)
+    # One column without a name may be an index, or what a delimiter at the end makes.
+    least = max(Counter(map(len, rows)).most_common(1), default=(1, 0))[0] - 1
+    names = (i for i, row in enumerate(rows) if any(row[1:]) and sum(map(bool, row)) >= least)
+    titles = next(names, 0)
     if has_header and titles:
         lines = "the line" if titles == 1 else f"the {titles} lines"
         return f"the column names seem to come later: delete {lines} above them"

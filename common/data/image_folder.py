@@ -9,10 +9,11 @@ from numpy.typing import NDArray
 from splitveil.common.data import sources
 from splitveil.common.data.csv_file import CsvFile
 from splitveil.common.data.source_settings import ImagesSource, expand_path
-from splitveil.common.data.sources import ArrowColumn, Part, suggest
+from splitveil.common.data.sources import ArrowColumn, Part
 from splitveil.common.errors import DataError
 from splitveil.common.text.files import check_regular
 from splitveil.common.text.imports import extra_missing
+from splitveil.common.text.wording import suggest
 
 try:
     from PIL import Image

@@ -1,6 +1,7 @@
 """Reads labels: of two classes, of several classes, and numbers within bounds; NaN without a label.
 
-Row numbers in messages count from 1, without the header line; no value of a label is in a message.
+Row numbers in messages count from 1, without the header line. No message has the label of a row;
+one about a ``positive_label`` that no row has names the column's values.
 """
 
 import logging
@@ -16,6 +17,9 @@ from splitveil.common.data.label_range import LabelRange
 from splitveil.common.data.settings import DataSettings, class_key
 from splitveil.common.data.sources import ArrowColumn, RowSource
 from splitveil.common.errors import DataError
+from splitveil.common.text.wording import suggest
+
+_NAMED_VALUES = 10
 
 _logger = logging.getLogger(__name__)
 
@@ -46,13 +50,17 @@ def others_in_words(texts: int, rows: int) -> str:
 
 def count_others(settings: DataSettings, source: RowSource) -> str:
     """Say how many labels of a whole table ``positive_label`` makes 0; nothing without it."""
-    name = settings.label_column
-    if name is None or not settings.positive_label:
+    if not settings.positive_label:
         return ""
-    texts = label_texts(WrittenColumn(source.read([name])[name], name, settings.missing_texts))
+    texts = _written_labels(settings, source)
     others = texts.filter(pc.is_null(places_of(texts, settings.positive_labels))).drop_null()
     distinct = set(map(class_key, others.unique().to_pylist()))
     return f"; {others_in_words(len(distinct), len(others))}"
+
+
+def _written_labels(settings: DataSettings, source: RowSource) -> ArrowColumn:
+    name = str(settings.label_column)
+    return label_texts(WrittenColumn(source.read([name])[name], name, settings.missing_texts))
 
 
 def read_labels(column: WrittenColumn, positive: Sequence[str]) -> NDArray[np.float32]:
@@ -127,9 +135,9 @@ def read_number_labels(column: WrittenColumn, within: LabelRange) -> NDArray[np.
     return within.shares(values)
 
 
-def check_classes(settings: DataSettings, labels: NDArray[np.float32], source: str) -> None:
+def check_classes(settings: DataSettings, labels: NDArray[np.float32], source: RowSource) -> None:
     """Check that a whole file has rows of every class, or numbers that differ."""
-    where = f"{source}: column {settings.label_column!r}"
+    where = f"{source.name}: column {settings.label_column!r}"
     if settings.unlabelled_rows != "error":
         labels = labels[~np.isnan(labels)]
         if not len(labels):
@@ -145,6 +153,15 @@ def check_classes(settings: DataSettings, labels: NDArray[np.float32], source: s
     elif labels.min() == labels.max() and settings.label_range is not None:
         raise DataError(
             f"{where}: expected labels that differ, but all {len(labels)} are the same number"
+        )
+    elif settings.positive_label and not labels.any():
+        texts = sorted(_written_labels(settings, source).drop_null().unique().to_pylist())
+        few = ", ".join(map(repr, texts))
+        raise DataError(
+            f"{where}: no row has {' or '.join(map(repr, settings.positive_labels))} "
+            f"(data.positive_label), but "
+            f"{few if len(texts) <= _NAMED_VALUES else f'{len(texts):,} other values'}"
+            f"{suggest(settings.positive_labels[0], texts)}"
         )
     elif labels.min() == labels.max():
         raise DataError(

@@ -12,8 +12,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from splitveil.common.data import sources
-from splitveil.common.data.sources import ArrowColumn, Part, suggest, unreadable_is_data_error
+from splitveil.common.data.sources import ArrowColumn, Part, unreadable_is_data_error
 from splitveil.common.errors import DataError
+from splitveil.common.text.wording import suggest
 
 _NO_LITERAL = (ValueError, TypeError, LookupError, SyntaxError, tokenize.TokenError, RecursionError)
 """The errors of numpy for a header, a Python expression, that is no literal."""

@@ -98,8 +98,8 @@ class FeatureSettings(Section):
 
     A column is used in one way. A name takes precedence over a pattern, and a pattern over ``*``:
     with ``categorical: C*`` and ``numeric: "*"``, all columns except the ``C`` columns are numeric.
-    Id and label are never features, and the index that pandas calls ``__index_level_0__`` is one
-    only by its name.
+    Id and label are never features, and what pandas calls ``__index_level_0__`` or ``Unnamed: 0``
+    is one only by its name.
     """
 
     numeric: Columns = ()

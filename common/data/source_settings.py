@@ -12,7 +12,7 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 from splitveil.common.errors import SettingsError
 from splitveil.common.settings import Section
 from splitveil.common.text.addresses import may_hold_secret
-from splitveil.common.text.files import read_bytes
+from splitveil.common.text.files import read_bytes, why_unreadable
 
 ColumnName = Annotated[str, StringConstraints(min_length=1)]
 
@@ -60,7 +60,7 @@ def read_secret(path: Path, setting: str) -> str:
             )
         return read_bytes(path, _MAX_SECRET_BYTES).decode("utf-8").strip()
     except OSError as error:
-        raise SettingsError(f"{setting}: {path}: {error.strerror}") from error
+        raise SettingsError(f"{setting}: {path}: {why_unreadable(path, error)}") from error
     except UnicodeDecodeError:
         raise SettingsError(f"{setting}: {path}: the text is not UTF-8") from None
 
@@ -122,9 +122,10 @@ class CsvSource(FileSource):
     """The text's encoding, by a name that Python knows, such as ``cp1252`` (Windows, in Western
     Europe), ``gbk`` or ``utf-16``. A byte order mark at the beginning takes precedence."""
 
-    decimal: Literal[".", ","] = "."
+    decimal: Literal[".", ","] | None = None
     """The decimal mark of numbers: of numeric columns, weights and labels that are numbers. With
-    ``","``, the text ``1.234,5`` is 1234.5, and ``1.234`` is an error."""
+    ``","``, ``1.234,5`` and ``1 234,5`` are 1234.5; with ``"."``, ``1,234.5`` and ``1'234.5`` are.
+    By default, it is a point, and nothing may stand between thousands."""
 
     @field_validator("encoding")
     @classmethod

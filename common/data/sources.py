@@ -1,12 +1,11 @@
 """The interface of a source of rows, and the wording of messages about sources."""
 
 import csv
-import difflib
 import lzma
 import re
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from splitveil.common.errors import DataError
-from splitveil.common.text.files import check_regular
+from splitveil.common.text.files import check_regular, why_unreadable
 
 PART_BYTES = 8 * 1024 * 1024
 """Size of a block of text; pyarrow reads up to 32 such blocks ahead."""
@@ -90,13 +89,6 @@ class TableSource(RowSource, Protocol):
         ...
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
-    """Suggest the most similar known name, for messages; empty if none is similar."""
-    by_lower_case = {other.lower(): other for other in known}
-    close = difflib.get_close_matches(name.lower(), by_lower_case, n=1)
-    return f"; did you mean {by_lower_case[close[0]]!r}?" if close else ""
-
-
 def list_rows(rows: Sequence[int] | NDArray[np.int64], count: int | None = None) -> str:
     """List rows for messages: the first five numbers and the total count."""
     count = len(rows) if count is None else count
@@ -117,7 +109,8 @@ def unreadable_is_data_error(path: Path | str) -> Iterator[None]:
             check_regular(path)
         yield
     except FileNotFoundError as error:
-        reason = _store_reason(path, error) or "there is no such file"
+        of_store = _store_reason(path, error)
+        reason = of_store or why_unreadable(Path(path), FileNotFoundError())
         raise DataError(f"{path}: {reason}") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: the text is not UTF-8: save it as such") from error

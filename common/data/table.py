@@ -223,7 +223,7 @@ class TableReader:
         check_rules(settings, id_rules)
         self.selection = select_columns(settings, source, split_column)
         self.num_rows = 0
-        self._settings, self._source = settings, source.name
+        self._settings, self._source, self._rows = settings, source.name, source
         self._split_column, self._id_rules = split_column, id_rules
         self._ids = IdReader(
             CanonicalForm(id_rules),
@@ -272,7 +272,7 @@ class TableReader:
         if not self.num_rows:
             raise DataError(f"{self._source}: there are no rows")
         if labels is not None:
-            check_classes(self._settings, labels, self._source)
+            check_classes(self._settings, labels, self._rows)
         if self._settings.id_column is None:
             return UsableIds(RowNumbers(self.num_rows), None, IdReport(self.num_rows), ())
         return self._ids.finish()

@@ -1,12 +1,16 @@
 """Reads files that a command line names: tables for predictions, and lists of ids."""
 
+import logging
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow as pa
 
 from splitveil.common.data.canonical_form import CanonicalForm
-from splitveil.common.data.columns import check_columns_exist, part_name
+from splitveil.common.data.columns import check_columns_exist, is_numeric, part_name
 from splitveil.common.data.csv_file import CODECS, delimiter_of
 from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.data.ids import check_rules, part_ids
@@ -19,9 +23,11 @@ from splitveil.common.data.source_settings import (
     ParquetSource,
     Source,
 )
-from splitveil.common.data.sources import list_rows, unreadable_is_data_error
+from splitveil.common.data.sources import ArrowColumn, list_rows, unreadable_is_data_error
 from splitveil.common.errors import DataError
 from splitveil.common.run.id_rules import AS_WRITTEN, IdRule
+
+_logger = logging.getLogger(__name__)
 
 _KINDS: dict[str, Callable[[str], Source]] = {
     ".csv": lambda path: CsvSource(kind="csv", path=path),
@@ -85,14 +91,23 @@ def settings_for(
     )
 
 
+class IdList(NamedTuple):
+    """The ids that a file lists, in its order, possibly repeated."""
+
+    ids: list[str]
+    """In canonical form."""
+
+    written: ArrowColumn
+    """As they are in the file: numbers as such, everything else as text."""
+
+
 def read_id_list(
     path: Path, settings: DataSettings, id_rules: Sequence[IdRule] = AS_WRITTEN
-) -> list[str]:
-    """Read ids in canonical form, in the file's order, possibly repeated.
+) -> IdList:
+    """Read a text with one id per line, or a table with the columns of ids.
 
-    The file is a text with one id per line, or a table with the columns of ids. If rows are known
-    by their number, only a text can name them, and if several columns make up an id, only a table
-    can.
+    If rows are known by their number, only a text can name them, and if several columns make up an
+    id, only a table can.
     """
     check_rules(settings, id_rules)
     form, columns = CanonicalForm(id_rules), settings.id_columns
@@ -103,13 +118,10 @@ def read_id_list(
                 f"a line of text holds no id of several columns"
             )
         with unreadable_is_data_error(path):
-            lines = path.read_text(encoding="utf-8-sig").splitlines()
+            lines = path.read_text(encoding="utf-8-sig").rstrip().splitlines()
         if all(re.fullmatch(r'\s*"[^"]+"\s*', line) for line in lines if line.strip()):
             lines = [line.strip().strip('"') for line in lines]
-        ids = form.of(lines)
-        while ids and not ids[-1]:
-            ids.pop()
-        where = str(path)
+        written, ids, where = pa.array(lines, pa.string()), form.of(lines), str(path)
     else:
         if not columns:
             raise DataError(f"{path}: expected a text file with one row number per line")
@@ -118,13 +130,20 @@ def read_id_list(
         where = f"{source.name}: {settings.place_of_ids}"
         with with_advice(named, Path()):
             check_columns_exist(columns, source.column_names(), source.name)
-            ids = form.of(part_ids(settings, id_rules, source.read(columns), source.name))
-    if not ids:
+            cells = source.read(columns)
+            texts = part_ids(settings, id_rules, cells, source.name)
+        written, ids = cells[columns[0]], form.of(texts)
+        if len(columns) > 1 or not is_numeric(written.type):
+            written = pa.array(texts, pa.string())
+    missing = [row for row, text in enumerate(ids, start=1) if not text]
+    if len(missing) == len(ids):
         raise DataError(f"{where}: there are no ids")
-    if "" in ids:
-        missing = [row for row, text in enumerate(ids, start=1) if not text]
+    if missing and settings.unusable_ids == "error":
         raise DataError(f"{where}: no id in {list_rows(missing)}")
-    return ids
+    if missing:
+        _logger.warning("%s: %d rows without a usable id are left out", where, len(missing))
+        written = written.filter(pa.array([bool(text) for text in ids]))
+    return IdList([text for text in ids if text], written)
 
 
 def _ending(path: Path) -> str:

@@ -19,6 +19,22 @@ _ZONE = r"\d\d:\d\d\S*(Z|[+-]\d\d(:?\d\d)?)$"
 _FORM = r"^\d{4}-\d\d-\d\d([ T]\d\d(:\d\d(:\d\d(\.\d{1,9})?)?)?(Z|[+-]\d\d(:?\d\d)?)?)?$"
 _BEYOND_MICROSECONDS = r"(:\d\d\.\d{6})\d{1,3}"
 
+_DATES = (
+    *(
+        "%d.%m.%Y",
+        "%d.%m.%y",
+        "%d/%m/%Y",
+        "%m/%d/%Y",
+        "%d/%m/%y",
+        "%m/%d/%y",
+        "%d-%m-%Y",
+        "%m-%d-%Y",
+    ),
+    *("%Y-%m-%d", "%Y/%m/%d", "%Y.%m.%d", "%d-%b-%Y", "%d %b %Y", "%b %d, %Y"),
+)
+_CLOCKS = ("", " %H:%M", " %H:%M:%S")
+_TRIED_FIRST = 20
+
 _PARTS = {
     "year": pc.year,
     "month": pc.month,
@@ -73,7 +89,7 @@ def _without_zone(times: ArrowColumn) -> ArrowColumn:
 
 
 def _in_format(column: WrittenColumn, text: ArrowColumn, text_format: str) -> ArrowColumn:
-    times = pc.strptime(text, format=text_format, unit="us", error_is_null=True)
+    times = _strptime(text, text_format)
     is_wrong = pc.and_(pc.is_null(times), pc.is_valid(text)).to_numpy()
     if is_wrong.any():
         raise DataError(
@@ -103,6 +119,27 @@ def _parsed(text: ArrowColumn) -> ArrowColumn:
     plain = pc.cast(pc.if_else(has_zone, nothing, text), _NAIVE)
     zoned = _without_zone(pc.cast(pc.if_else(has_zone, text, nothing), _UTC))
     return pc.coalesce(plain, zoned)
+
+
+def time_formats(text: ArrowColumn) -> dict[str | None, NDArray[np.bool_]]:
+    """Return which texts are times, by ISO 8601 (None) and the forms of which some are."""
+    found: dict[str | None, NDArray[np.bool_]] = {None: are_times(text)}
+    for form in (date + clock for date in _DATES for clock in _CLOCKS):
+        if pc.any(pc.is_valid(_strptime(text[:_TRIED_FIRST], form))).as_py():
+            found[form] = pc.is_valid(_strptime(text, form)).to_numpy(zero_copy_only=False)
+    return found
+
+
+def _strptime(text: ArrowColumn, text_format: str) -> ArrowColumn:
+    times = pc.strptime(text, format=text_format, unit="us", error_is_null=True)
+    # The library takes 30 February for 1 March, and 24 for the year 24.
+    seconds = pc.cast(times, pa.timestamp("s"))
+    again, plain = (
+        pc.utf8_lower(pc.replace_substring_regex(one, r"\b0+(\d)", r"\1"))
+        for one in (pc.strftime(seconds, text_format), text)
+    )
+    is_right = pc.and_(pc.equal(again, plain), pc.greater(pc.year(times), 999))
+    return pc.if_else(is_right, times, pa.scalar(None, times.type))
 
 
 def are_times(text: ArrowColumn) -> NDArray[np.bool_]:

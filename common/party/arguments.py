@@ -6,6 +6,7 @@ It imports neither torch nor gRPC, so that help and a mistyped option are answer
 import argparse
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -18,6 +19,7 @@ from splitveil.common.party.json_output import add_json
 from splitveil.common.text.imports import fault_of_own_code
 from splitveil.common.text.log_lines import configure_logging, log_fields
 from splitveil.common.text.version import add_version
+from splitveil.common.text.wording import suggest
 
 SHELLS = ("bash", "zsh", "tcsh")
 
@@ -62,28 +64,55 @@ def _actions_of(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
                 yield from _actions_of(of_sub_command)
 
 
+class Parser(argparse.ArgumentParser):
+    """Ends its help with an example, and says which choice a mistyped one may mean.
+
+    Args:
+        example: the words after the program's name.
+    """
+
+    def __init__(self, *, example: str = "", epilog: str = "", **options: Any) -> None:
+        shown = [f"example:\n  %(prog)s {example}"] if example else []
+        super().__init__(
+            epilog="\n\n".join([*shown, *filter(None, [epilog])]),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            **options,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        wrong = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
+        hint = "" if wrong is None else suggest(wrong[1], re.findall(r"[\w.-]+", wrong[2]))
+        super().error(f"{message}{hint}")
+
+
 # The type that add_subparsers returns is private.
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # noqa: SLF001
+Commands: TypeAlias = "argparse._SubParsersAction[Any]"  # noqa: SLF001
 
 
 ALIGN_PURPOSE = "find the rows that all parties have, and write this party's, without training"
 
 
 def party_parser(
-    program: str, add_own_commands: Callable[[Commands], None] = lambda _: None
+    program: str, party: str, add_own_commands: Callable[[Commands], None]
 ) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=program)
+    settings = f"{party}.yaml"
+    parser = Parser(prog=program, example=f"run {settings}")
     add_version(parser)
     add_completion(parser)
     commands = parser.add_subparsers(dest="command", required=True)
-    run = add_command(commands, "run", "train with the other party, or resume an unfinished run")
+    run = add_command(
+        commands, "run", "train with the other party, or resume an unfinished run", settings
+    )
     run.add_argument(
         "--fresh",
         action="store_true",
         help="start over; earlier results are moved aside, and the ledger counts both runs",
     )
     check = add_command(
-        commands, "check", "check settings and data without training; print the resolved settings"
+        commands,
+        "check",
+        "check settings and data without training; with -v, print all settings",
+        f"{settings} --connect",
     )
     check.add_argument(
         "--connect",
@@ -98,14 +127,15 @@ def party_parser(
         help="with --connect: how long to wait for the other party (default: 60)",
     )
     add_json(check)
-    add_align_arguments(add_command(commands, "align", ALIGN_PURPOSE))
+    aligned = f"{settings} --output aligned.parquet"
+    add_align_arguments(add_command(commands, "align", ALIGN_PURPOSE, aligned))
     _add_verify_transcript(commands)
     add_own_commands(commands)
     return parser
 
 
-def add_command(commands: Commands, name: str, purpose: str) -> argparse.ArgumentParser:
-    command = commands.add_parser(name, help=purpose, description=purpose)
+def add_command(commands: Commands, name: str, purpose: str, example: str) -> Parser:
+    command: Parser = commands.add_parser(name, help=purpose, description=purpose, example=example)
     command.add_argument("settings", type=Path, help="this party's settings file")
     command.add_argument(
         "--set",
@@ -138,13 +168,20 @@ def add_align_arguments(align: argparse.ArgumentParser) -> None:
 
 
 def add_verbosity(command: argparse.ArgumentParser) -> None:
-    command.add_argument("-v", "--verbose", action="count", default=0)
-    command.add_argument("-q", "--quiet", action="count", default=0)
+    command.add_argument("-v", "--verbose", action="count", default=0, help="show all details")
+    command.add_argument(
+        "-q", "--quiet", action="count", default=0, help="show warnings and errors only"
+    )
 
 
 def _add_verify_transcript(commands: Commands) -> None:
     purpose = "check that a transcript is intact and matches the other party's transcript"
-    command = commands.add_parser("verify-transcript", help=purpose, description=purpose)
+    command = commands.add_parser(
+        "verify-transcript",
+        help=purpose,
+        description=purpose,
+        example="transcript.jsonl --against theirs.jsonl",
+    )
     command.add_argument("transcript", type=Path, help="a party's transcript.jsonl")
     command.add_argument(
         "--against", type=Path, metavar="FILE", help="the other party's transcript.jsonl"

@@ -7,10 +7,10 @@ import os
 import resource
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import yaml
@@ -25,6 +25,7 @@ from splitveil.common.record.run_store import RunStore
 from splitveil.common.record.transcript import Broken, Verified, compare, verify
 from splitveil.common.run.contract import in_short
 from splitveil.common.settings import validate
+from splitveil.common.text.files import why_unreadable
 from splitveil.common.text.log_lines import add_to_log_lines, use_log_format
 from splitveil.common.text.visible_text import visible
 from splitveil.common.text.yaml_text import RESOLVED, read_yaml_file
@@ -100,7 +101,7 @@ def _verified(path: Path) -> Verified:
     try:
         found = verify(path)
     except OSError as error:
-        raise SettingsError(f"{path}: cannot be read: {error.strerror}") from error
+        raise SettingsError(f"{path}: {why_unreadable(path, error)}") from error
     if isinstance(found, Broken):
         raise SplitveilError(f"{path}: line {found.line}: {found.reason}")
     return found
@@ -231,45 +232,56 @@ def save_resolved(settings: PartySettings, folder: Path) -> None:
     write_text_atomically(folder / _SETTINGS, resolved_yaml(settings))
 
 
+Check: TypeAlias = Callable[[], str]
+
+
 def report_check(
     settings: PartySettings,
-    checks: Sequence[Callable[[], str]],
-    probes: Callable[[], Iterator[Callable[[], str]]] | None = None,
-    *,
-    as_json: bool = False,
+    parsed: argparse.Namespace,
+    parts: Sequence[Iterable[Check]],
+    details: Sequence[Check],
+    then: str,
 ) -> None:
+    """Print the outcomes of checks; a part that raises an error itself ends with it.
+
+    Args:
+        details: checks that are named only if they fail, or if all are asked for.
+        then: the command that comes next.
+    """
     _find_own_modules(settings)
-    console = Console(file=sys.stdout, highlight=False, soft_wrap=True, quiet=as_json)
-    console.print(resolved_yaml(settings), markup=False)
+    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    console.quiet = parsed.json or parsed.quiet > 0
+    if parsed.verbose:
+        console.print(resolved_yaml(settings), markup=False)
     failures: list[SplitveilError] = []
     outcomes: list[dict[str, object]] = []
-
-    def fail(error: SplitveilError) -> None:
-        failures.append(error)
-        outcomes.append({"ok": False, "found": str(error)})
-
-    def take(check: Callable[[], str]) -> None:
-        try:
-            found = check()
-            console.print(f"ok: {visible(found)}", markup=False)
-            outcomes.append({"ok": True, "found": found})
-        except SplitveilError as error:
-            fail(error)
-
-    for check in checks:
-        take(check)
-    if probes is not None:
-        try:
-            for check in probes():
-                take(check)
-        except SplitveilError as error:
-            fail(error)
-    if as_json:
+    for part in (*parts, details):
+        for found in _outcomes(part):
+            outcomes.append({"ok": isinstance(found, str), "found": str(found)})
+            if isinstance(found, SplitveilError):
+                failures.append(found)
+            elif parsed.verbose or part is not details:
+                console.print(f"ok: {visible(found)}", markup=False)
+    if parsed.json:
         values = settings.model_dump(mode="json")
         print_json({"ok": not failures, "checks": outcomes, "settings": values})
     if failures:
         worst = min(failures, key=lambda failure: failure.exit_code)
         raise _AllFailures(failures, worst.exit_code)
+    if not parsed.verbose:
+        console.print(f"ok: further checks: {len(details)} (-v names them, and all settings)")
+    console.print(f"next: {visible(then)}", markup=False)
+
+
+def _outcomes(part: Iterable[Check]) -> Iterator[str | SplitveilError]:
+    checks = iter(part)
+    while True:
+        try:
+            yield next(checks)()
+        except StopIteration:
+            return
+        except SplitveilError as error:
+            yield error
 
 
 class _AllFailures(SplitveilError):

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_settings import Insecure, MutualTls, PartySettings
-from splitveil.common.text.files import read_bytes
+from splitveil.common.text.files import read_bytes, why_unreadable
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +193,7 @@ def _read(path: Path, setting: str, problems: list[str]) -> bytes:
             return b""
         return read_bytes(path, MAX_FILE_BYTES)
     except OSError as error:
-        problems.append(f"security.{setting}: {path}: {error.strerror}")
+        problems.append(f"security.{setting}: {path}: {why_unreadable(path, error)}")
         return b""
 
 

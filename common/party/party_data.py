@@ -28,14 +28,15 @@ from splitveil.common.data.source_settings import (
 )
 from splitveil.common.data.sources import list_rows
 from splitveil.common.data.table import Table, read_table, table_of_ids
-from splitveil.common.errors import DataError, SplitveilError
+from splitveil.common.errors import DataError, SettingsError, SplitveilError
 from splitveil.common.party.party_settings import PartySettings
 from splitveil.common.record.model_files import SETTING, EarlierModel
-from splitveil.common.run.contract import ColumnSplit, SplitSettings
+from splitveil.common.run.contract import ColumnSplit, Contract, SplitSettings
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.id_rules import AS_WRITTEN, IdRule
 from splitveil.common.run.messages import IdForm
 from splitveil.common.run.sample_order import SPLITS, Positions
+from splitveil.common.text.log_lines import shows_bars
 from splitveil.common.text.output import printing_console
 
 _logger = logging.getLogger(__name__)
@@ -134,14 +135,25 @@ class PartyData:
             return 0 if isinstance(split, ColumnSplit) else round(split.train * len(self.ids))
         return int(np.count_nonzero(self.table.splits == SPLITS.index("train")))
 
-    def summary(self) -> str:
-        """Describe the rows: how many there are, in which file, and in which splits."""
-        text = f"{len(self.ids)} rows in {self.table.source}"
-        if self.table.splits is None:
-            return text
-        counts = np.bincount(self.table.splits, minlength=len(SPLITS))
-        parts = (f"{count} {word}" for word, count in zip(SPLITS, counts, strict=True))
-        return f"{text} ({', '.join(parts)})"
+    def summary(self, contract: Contract) -> str:
+        """Describe the rows and columns; SettingsError if the training rows fill no batch."""
+        table, size, rows = self.table, contract.batch_size, self.training_rows(contract.split)
+        columns = len(table.numeric) + len(table.categorical) + len(table.lists)
+        text = f"{len(self.ids)} rows in {table.source}"
+        if table.splits is not None:
+            counts = np.bincount(table.splits, minlength=len(SPLITS))
+            parts = (f"{count} {word}" for word, count in zip(SPLITS, counts, strict=True))
+            text += f" ({', '.join(parts)})"
+        text += f", {columns} feature columns" + (
+            " and an image" if table.image is not None else ""
+        )
+        if size <= rows:
+            steps = rows // size if contract.drop_last else -(-rows // size)
+            return f"{text}, about {steps} steps of {size} rows per epoch"
+        excess = f"contract.batch_size: {size} is more than the {rows} rows to train on"
+        if contract.drop_last:
+            raise SettingsError(f"{excess}, and drop_last leaves out every smaller batch")
+        return f"{text}; WARNING: {excess}, so that an epoch is one step"
 
     def labels_at(self, file_rows: Positions) -> Tensor:
         """Return the labels of some rows of the file, (rows,), float32, or raise DataError."""
@@ -250,7 +262,7 @@ def _suggest_a_cache(source: CacheableSource, base_dir: Path) -> None:
 @contextmanager
 def _conversion_bar(source: CacheableSource) -> Iterator[Callable[[float], None]]:
     """Show the progress of a conversion; show nothing if the file has been converted before."""
-    console = printing_console(stderr=True)
+    console = printing_console(stderr=True, plain=not shows_bars())
     bar = Progress(
         TextColumn("converting"),
         BarColumn(),

@@ -1,10 +1,11 @@
 """Private settings common to both kinds of party."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, ByteSize, Field, StringConstraints, Tag
+from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, StringConstraints, Tag
 
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.errors import SettingsError
@@ -13,8 +14,22 @@ from splitveil.common.run.contract import Contract
 from splitveil.common.settings import Section, apply_overrides, kind_by_field, read_yaml, validate
 from splitveil.common.text.addresses import usable
 from splitveil.common.text.log_lines import LogFormat
+from splitveil.common.text.wording import suggest
 
 Address = Annotated[str, AfterValidator(usable)]
+
+
+_DEVICE = r"^(auto|cpu|cuda(:[0-9]{1,2})?)$"
+
+
+def _known_device(value: object) -> object:
+    if isinstance(value, str) and not re.match(_DEVICE, value):
+        meant = "cuda" if "gpu" in value.lower() else value
+        raise ValueError(f"expected auto, cpu, cuda or cuda:N{suggest(meant, ('cuda', 'cpu'))}")
+    return value
+
+
+Device = Annotated[str, StringConstraints(pattern=_DEVICE), BeforeValidator(_known_device)]
 
 
 ALIGNMENT_ATTEMPTS = 3
@@ -95,7 +110,7 @@ class PartySettings(Section):
     optimizer: OptimizerSettings
     """Optimizer of this party's half of the network."""
 
-    device: Annotated[str, StringConstraints(pattern=r"^(auto|cpu|cuda(:[0-9]{1,2})?)$")] = "auto"
+    device: Device = "auto"
     """``auto`` (the first GPU if there is one), ``cpu``, ``cuda`` or ``cuda:N``."""
 
     initial_weights: str | None = Field(default=None, min_length=1)

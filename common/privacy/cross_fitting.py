@@ -63,8 +63,8 @@ class FeatureModels:
         self, functions: _Values, kinds: npt.NDArray[np.int64], folds: npt.NDArray[np.int64]
     ) -> None:
         self._functions, self._kinds, self._folds = functions, kinds, folds
-        self._grams: dict[bytes, _Values] = {}
-        """Mask of rows -> products of all pairs of functions over each fold's rows."""
+        self._solvers: dict[bytes, list[list[_Values]]] = {}
+        """Rows -> fold -> Cholesky factors of the other folds' regressions, one per penalty."""
 
     @classmethod
     def of(cls, features: npt.NDArray[Any], strata: ClassIndices | None = None) -> Self:
@@ -124,28 +124,40 @@ class FeatureModels:
 
         ``scored`` are the indices of the rows that have a score, ascending; all by default.
         """
-        from scipy.linalg import solve  # noqa: PLC0415
+        from scipy.linalg import cho_solve  # noqa: PLC0415
 
         rows = np.arange(self.num_rows) if scored is None else scored
         values = np.column_stack([np.ones(len(rows), np.float32), self._functions[rows]])
         parts = [self._folds[rows] == fold for fold in range(FOLDS)]
-        if rows.tobytes() not in self._grams:
-            sums = [values[part].T @ values[part] for part in parts]
-            self._grams[rows.tobytes()] = np.stack(sums)
-        grams = self._grams[rows.tobytes()]
+        if rows.tobytes() not in self._solvers:
+            self._solvers[rows.tobytes()] = self._solvers_of([values[part] for part in parts])
+        solvers = self._solvers[rows.tobytes()]
         centre, spread = float(scores.mean()), float(scores.std()) or 1.0
         targets = ((scores - centre) / spread).astype(np.float32)
         moments = np.stack([values[part].T @ targets[part] for part in parts])
         predicted = np.empty((len(_RIDGES_OF_SCORES), len(targets)))
         for fold, part in enumerate(parts):
-            gram, moment = grams.sum(axis=0) - grams[fold], moments.sum(axis=0) - moments[fold]
-            for number, ridge in enumerate(_RIDGES_OF_SCORES):
-                penalty = np.diag(np.append(np.float32(1e-3), self._penalties(ridge)))
-                weights = solve(gram + penalty, moment, assume_a="pos", check_finite=False)
+            moment = moments.sum(axis=0) - moments[fold]
+            for number, factor in enumerate(solvers[fold]):
+                weights = cho_solve((factor, True), moment, check_finite=False)
                 predicted[number, part] = values[part] @ weights
         best = predicted[np.square(targets - predicted).sum(axis=1).argmin()]
         explained: Floats = centre + spread * best
         return explained
+
+    def _solvers_of(self, parts: list[_Values]) -> list[list[_Values]]:
+        from scipy.linalg import cholesky  # noqa: PLC0415
+
+        grams = np.stack([values.T @ values for values in parts])
+        penalties = [
+            np.diag(np.append(np.float32(1e-3), self._penalties(ridge)))
+            for ridge in _RIDGES_OF_SCORES
+        ]
+        others = [grams.sum(axis=0) - gram for gram in grams]
+        return [
+            [cholesky(gram + one, lower=True, check_finite=False) for one in penalties]
+            for gram in others
+        ]
 
     def _penalties(self, ridge: tuple[float, float, float]) -> _Values:
         penalties: _Values = np.array(ridge, np.float32)[self._kinds]

@@ -1,6 +1,5 @@
 """The settings of an audit: which attacks run, and how often."""
 
-import difflib
 from typing import Annotated, Literal, Self, get_args
 
 from pydantic import (
@@ -15,6 +14,7 @@ from pydantic import (
 
 from splitveil.common.privacy.attacks import ATTACKS, RUN_ATTACKS, AttackName, SideInformation
 from splitveil.common.settings import Section
+from splitveil.common.text.wording import suggest
 
 DEFAULT_ATTACKS: tuple[AttackName, ...] = (
     "norm",
@@ -95,17 +95,9 @@ def _kind_of_attack(value: object) -> str | None:
 
 def _known_name(value: object) -> object:
     if isinstance(value, str) and value not in BUILT_IN_NAMES:
-        raise ValueError(
-            f"there is no such attack{suggested(value, BUILT_IN_NAMES)} "
-            f"(there are: {', '.join(BUILT_IN_NAMES)}; or a section with kind: custom)"
-        )
+        others = f" (there are: {', '.join(BUILT_IN_NAMES)}; or a section with kind: custom)"
+        raise ValueError(f"there is no such attack{suggest(value, BUILT_IN_NAMES) or others}")
     return value
-
-
-def suggested(name: str, known: tuple[str, ...]) -> str:
-    """Return a hint to the most similar of some names, for messages; empty if none is similar."""
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 AttackChoice = Annotated[

@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.attacks import LABEL_FREE, WITHOUT_GRADIENTS
+from splitveil.common.privacy.attacks import WITHOUT_GRADIENTS
 from splitveil.common.record.figures import (
     AdjustedFigures,
     BeyondFigures,
@@ -73,18 +73,6 @@ class LeakAssessment:
     def strongest(self) -> AssessedAttack | None:
         """The strongest attack that says anything; None if rows are too few for all."""
         return next((one for one in self.attacks if one.finding != Finding.TOO_FEW_ROWS), None)
-
-    @property
-    def strongest_label_free(self) -> AssessedAttack | None:
-        """The strongest of those that need no label, prediction or clean gradient."""
-        return next(
-            (
-                one
-                for one in self.attacks
-                if one.finding != Finding.TOO_FEW_ROWS and one.attack in LABEL_FREE
-            ),
-            None,
-        )
 
     @property
     def above_bound(self) -> list[AssessedAttack]:

@@ -4,10 +4,11 @@ Numbers here are about batches, epochs and runs, never about one example.
 """
 
 import json
+import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -33,8 +34,11 @@ from splitveil.common.record.run_folder import (
 from splitveil.common.record.run_record import METRICS
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows
-from splitveil.common.text.log_lines import writes_json
+from splitveil.common.text.log_lines import log_fields, shows_bars
 from splitveil.common.text.output import printing_console
+from splitveil.common.text.wording import seconds_in_words
+
+_logger = logging.getLogger(__name__)
 
 _SOUGHT_BYTES = 2**16
 """Bytes at the end of a metrics file that are searched for the end of a line at a time."""
@@ -252,8 +256,16 @@ class RunRecorder:
         self.aligned_rows = len(rows)
         self._metrics.steps_per_epoch = rows.order.steps_per_epoch
         self._metrics.write(AlignmentLine(len(rows)))
+        splits = (f"{len(one)} {split}" for split, one in rows.splits.items() if len(one))
+        _logger.info("%d rows are aligned: %s", len(rows), ", ".join(splits))
+
+    def _log_epoch(self, epoch: int, epochs: int, figures: Sequence[str]) -> None:
+        taken_s = 0.0 if self._progress is None else self._progress.end_epoch()
+        shown = ", ".join([*figures, seconds_in_words(taken_s)])
+        fields = log_fields(epoch=epoch + 1, seconds=round(taken_s, 3))
+        _logger.info("epoch %d/%d: %s", epoch + 1, epochs, shown, extra=fields)
 
     def _show_progress(self, party: str, rows: AlignedRows, contract: Contract) -> None:
-        console = self.console or printing_console(stderr=True, plain=writes_json())
+        console = self.console or printing_console(stderr=True, plain=not shows_bars())
         bar = TrainingProgress(party, rows.total_steps(contract), console=console)
         self._progress = self._of_run.enter_context(bar)

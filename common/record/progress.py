@@ -22,10 +22,9 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
-from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from splitveil.common.text.log_lines import log_fields, writes_json
+from splitveil.common.text.log_lines import log_fields, shows_bars
 from splitveil.common.text.output import printing_console
 from splitveil.common.text.wording import in_short, label
 
@@ -79,7 +78,7 @@ class TrainingProgress:
         total_steps: int,
         *,
         console: Console | None = None,
-        log_every_s: float = 10.0,
+        log_every_s: float = 60.0,
     ) -> None:
         self.steps_done = 0
         self._steps_before = 0
@@ -87,24 +86,17 @@ class TrainingProgress:
         self._console = console or printing_console(stderr=True)
         self._has_bar = self._console.is_terminal  # asked at every step, and looks it up anew
         self._log_every_s = log_every_s
-        self._logged = time.monotonic()
+        self._logged = self._epoch_began = time.monotonic()
         self._end: float | None = None
         self._first_step: float | None = None
         self._party = party
         self._pipe = progress_pipe()
         self._numbers: Mapping[str, float | None] = {}
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            _BarColumn(self._console),
-            _FiguresColumn(self._console),
-            console=self._console,
-            refresh_per_second=4,
-            disable=not self._has_bar,
-        )
+        self._bar = training_bars(self._console)
         self._task = self._bar.add_task(party, total=total_steps, numbers=())
 
     def __enter__(self) -> Self:
-        self._logged = time.monotonic()
+        self._logged = self._epoch_began = time.monotonic()
         self._bar.start()
         return self
 
@@ -113,7 +105,18 @@ class TrainingProgress:
         self._bar.stop()
         self._write_to_pipe(is_last=True)
         if not self._has_bar:
-            self._log({})
+            self._log({}, logging.DEBUG)
+
+    @property
+    def is_shown_elsewhere(self) -> bool:
+        """Whether a launcher shows the progress of all parties."""
+        return self._pipe is not None
+
+    def end_epoch(self) -> float:
+        """Return the seconds that an epoch has taken; a line about it makes one of steps wait."""
+        now = time.monotonic()
+        taken_s, self._epoch_began, self._logged = now - self._epoch_began, now, now
+        return taken_s
 
     @property
     def steps_per_s(self) -> float:
@@ -140,18 +143,19 @@ class TrainingProgress:
         self._numbers = numbers
         self._write_to_pipe(is_last=False)
         if self._has_bar:
-            self._bar.update(self._task, advance=steps, numbers=_each_in_words(numbers))
+            self._bar.update(self._task, advance=steps, numbers=each_in_words(numbers))
         elif self._pipe is None and now - self._logged >= self._log_every_s:
             self._logged = now
             self._log(numbers)
 
-    def _log(self, numbers: Mapping[str, float | None]) -> None:
-        _logger.info(
+    def _log(self, numbers: Mapping[str, float | None], level: int = logging.INFO) -> None:
+        _logger.log(
+            level,
             "step %d/%d, %.1f steps/s%s",
             self.steps_done,
             self._total_steps,
             self.steps_per_s,
-            "".join(f", {number}" for number in _each_in_words(numbers)),
+            "".join(f", {number}" for number in each_in_words(numbers)),
             extra=log_fields(
                 steps_done=self.steps_done,
                 steps=self._total_steps,
@@ -166,37 +170,39 @@ class TrainingProgress:
             self._pipe.write(self._party, done, total, self._numbers, is_last=is_last)
 
 
-class _BarColumn(ProgressColumn):
-    """The bar: it takes the width that the figures leave, which is at least its own minimum."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        super().__init__()
-
-    def render(self, task: Task) -> ProgressBar:
-        figures = _figures_that_fit(task, self._console.width)
-        left = self._console.width - len(task.description) - len(figures) - 2
-        width = max(_LEAST_BAR, min(_LONGEST_BAR, left))
-        return ProgressBar(task.total, task.completed, width, pulse=not task.started)
+def training_bars(console: Console, *, transient: bool = False) -> Progress:
+    """Return bars whose tasks have ``numbers``, as ``each_in_words`` gives them."""
+    width = max(_LEAST_BAR, min(_LONGEST_BAR, console.width // 4))
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(width),
+        _FiguresColumn(console, width),
+        console=console,
+        refresh_per_second=4,
+        disable=not console.is_terminal,
+        transient=transient,
+    )
 
 
 class _FiguresColumn(ProgressColumn):
-    def __init__(self, console: Console) -> None:
+    """The figures that fit beside the description and a bar of some width."""
+
+    def __init__(self, console: Console, bar_width: int) -> None:
         self._console = console
+        self._bar_width = bar_width
         super().__init__()
 
     def render(self, task: Task) -> Text:
-        return Text(_figures_that_fit(task, self._console.width), no_wrap=True)
-
-
-def _figures_that_fit(task: Task, width: int) -> str:
-    room = width - len(task.description) - _LEAST_BAR - 2  # a space on either side of the bar
-    shown = f"{task.completed:.0f}/{task.total:.0f}"
-    for figure in _figures(task):
-        if len(shown) + len(", ") + len(figure) > room:
-            break
-        shown += f", {figure}"
-    return shown
+        if task.total is None:
+            return Text()
+        # A space on either side of the bar.
+        room = self._console.width - len(task.description) - self._bar_width - 2
+        shown = f"{task.completed:.0f}/{task.total:.0f}"
+        for figure in _figures(task):
+            if len(shown) + len(", ") + len(figure) > room:
+                break
+            shown += f", {figure}"
+        return Text(shown, no_wrap=True)
 
 
 def _figures(task: Task) -> list[str]:
@@ -211,7 +217,8 @@ def _figures(task: Task) -> list[str]:
     ]
 
 
-def _each_in_words(numbers: Mapping[str, float | None]) -> list[str]:
+def each_in_words(numbers: Mapping[str, float | None]) -> list[str]:
+    """Return ``loss 0.25`` for each number that there is."""
     shown = {name: number for name, number in numbers.items() if number is not None}
     return [f"{label(name)} {in_short(n)}" for name, n in shown.items()]
 
@@ -222,7 +229,7 @@ class AlignmentProgress:
     def __init__(
         self, party: str, *, console: Console | None = None, log_every_s: float = 10.0
     ) -> None:
-        self._console = console or printing_console(stderr=True, plain=writes_json())
+        self._console = console or printing_console(stderr=True, plain=not shows_bars())
         self._log_every_s = log_every_s
         self._logged = time.monotonic()
         self._bar = Progress(

@@ -16,7 +16,6 @@ from splitveil.common.record.figures import (
     RunFigures,
     SpreadFigures,
 )
-from splitveil.common.record.progress import progress_pipe
 from splitveil.common.record.summary import Summary, plain_figures
 from splitveil.common.record.values import ByAttack
 from splitveil.common.text.log_lines import log_fields, writes_json
@@ -36,8 +35,8 @@ def print_summary(party: str, summary: Summary, *, console: Console | None = Non
     if console is None and writes_json():
         logger.info("summary", extra=log_fields(**plain_figures(summary)))
         return
-    if console is None and (progress_pipe() is not None or not logger.isEnabledFor(logging.INFO)):
-        return  # a launcher shows one table of all parties
+    if console is None and not logger.isEnabledFor(logging.INFO):
+        return
     details = console is not None or logger.isEnabledFor(logging.DEBUG)
     console = console or printing_console()
     table = PlainTable(party, ("figure", "value"), lead=1, show_header=False)

@@ -148,7 +148,7 @@ class Transcript:
         self._close_file()
         if self._error is not None:
             raise self._storage_error(self._error)
-        logger.info("transcript: %d entries, the last link is %s", self._number, self._link)
+        logger.debug("transcript: %d entries, the last link is %s", self._number, self._link)
 
     def _put(self, when: float, what: Crossing | AnsweredRequest) -> None:
         self._waiting.append((when, what))

@@ -9,10 +9,14 @@ import fcntl
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 
+from splitveil.common.text.wording import suggest
+
 _PIECE_BYTES = 2**20
+_LISTED_NAMES = 1000
 
 
 def check_regular(path: Path) -> None:
@@ -32,6 +36,19 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
             if len(data) > max_bytes:
                 raise OSError(errno.EFBIG, f"expected at most {max_bytes:,} bytes", str(path))
     return bytes(data)
+
+
+def why_unreadable(path: Path, error: OSError) -> str:
+    """Say why a path cannot be read; if it is missing, where, and which name there is like it."""
+    if not isinstance(error, FileNotFoundError):
+        return f"cannot be read: {error.strerror or type(error).__name__}"
+    folder, name, kind = path.absolute().parent, path.name, "such file"
+    while not folder.is_dir() and folder != folder.parent:
+        folder, name, kind = folder.parent, folder.name, f"folder {folder.name!r}"
+    names = list[str]()
+    with suppress(OSError):
+        names = [one.name for one in islice(folder.iterdir(), _LISTED_NAMES)]
+    return f"there is no {kind} in {folder}{suggest(name, names)}"
 
 
 def sync(path: Path) -> None:

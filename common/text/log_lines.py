@@ -48,6 +48,16 @@ def writes_json() -> bool:
     return any(handler.form == "json" for handler in _own_handlers())
 
 
+def is_quiet() -> bool:
+    """Return whether only warnings and errors are wanted."""
+    return logging.getLogger(_OWN_PACKAGE).level == logging.WARNING
+
+
+def shows_bars() -> bool:
+    """Return whether a terminal may show bars between the lines of the log."""
+    return not (writes_json() or is_quiet())
+
+
 def raw_line(text: str) -> bytes:
     """Return a line as it belongs between log lines, for code that must not log."""
     for handler in _own_handlers():

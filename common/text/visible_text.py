@@ -8,6 +8,7 @@ stream can encode.
 from collections.abc import Sequence
 from typing import Literal
 
+from rich.box import HEAVY_HEAD, SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
@@ -26,9 +27,9 @@ def visible_lines(text: str) -> str:
     return "\n".join(map(visible, text.split("\n")))
 
 
-def cell(value: object) -> Text:
-    """Return a value for a rich table, which would take a plain ``[...]`` in text for markup."""
-    return Text(visible(str(value)))
+def cell(value: object, *below: object) -> Text:
+    """Return values, one below another, for a rich table, which would take ``[...]`` for markup."""
+    return Text("\n".join(visible(str(one)) for one in (value, *below)))
 
 
 class PlainTable:
@@ -43,14 +44,18 @@ class PlainTable:
         caption: str = "",
         lead: int | None = None,
         show_header: bool = True,
+        framed: bool = True,
     ) -> None:
         self._lead = lead or len(names) or 1
         self._table = Table(
-            title=cell(title),
+            title=cell(title) if title else None,
             title_justify="left",
-            caption=cell(caption) if caption else None,
+            caption=Text(visible_lines(caption)) if caption else None,
             caption_justify="left",
             show_header=show_header,
+            box=HEAVY_HEAD if framed else SIMPLE_HEAD,
+            show_edge=framed,
+            pad_edge=framed,
         )
         for heading in names:
             self.add_column(heading)
@@ -64,7 +69,7 @@ class PlainTable:
 
     def add_row(self, *values: object) -> None:
         """Add a row with one value for each column, from the first; others stay empty."""
-        self._table.add_row(*map(cell, values))
+        self._table.add_row(*(one if isinstance(one, Text) else cell(one) for one in values))
 
     def add_section(self) -> None:
         self._table.add_section()

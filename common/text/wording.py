@@ -1,7 +1,8 @@
 """Formats names and values of a run for people."""
 
+import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 
 def in_words(value: object) -> str:
@@ -84,3 +85,10 @@ def seconds_in_words(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60} s"
     return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """Return a hint to the most similar known name, for messages; empty if none is similar."""
+    by_lower_case = {other.lower(): other for other in known}
+    close = difflib.get_close_matches(name.lower(), by_lower_case, n=1)
+    return f"; did you mean {by_lower_case[close[0]]!r}?" if close else ""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from splitveil.common.errors import SettingsError
-from splitveil.common.text.files import read_bytes
+from splitveil.common.text.files import read_bytes, why_unreadable
 
 
 class Extent(NamedTuple):
@@ -57,7 +57,7 @@ def read_yaml_file(path: Path, extent: Extent = AS_WRITTEN) -> Any:
     try:
         text = read_bytes(path, extent.max_bytes).decode("utf-8")
     except OSError as error:
-        raise SettingsError(f"{path}: cannot be read: {error.strerror}") from error
+        raise SettingsError(f"{path}: {why_unreadable(path, error)}") from error
     except UnicodeDecodeError as error:
         raise SettingsError(f"{path}: cannot be read: the text is not UTF-8") from error
     return load_yaml(text, str(path), extent)

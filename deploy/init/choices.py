@@ -5,6 +5,7 @@ guessed among several candidates.
 """
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,17 +15,16 @@ import pyarrow.compute as pc
 import torch
 from numpy.typing import NDArray
 
-from splitveil.common.data.columns import is_unnamed_index
-from splitveil.common.data.ids import Allowed
+from splitveil.common.data.columns import NEARLY_ALL, is_unnamed_index
 from splitveil.common.data.label_columns import places_of
 from splitveil.common.data.settings import MAX_CLASSES
-from splitveil.common.data.sources import suggest
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.privacy.leakage import auc
 from splitveil.common.run.sample_order import SPLITS
-from splitveil.deploy.init.columns import Column, as_text, without_gaps
+from splitveil.common.text.wording import suggest
+from splitveil.deploy.init.columns import NO_NAME, Column, as_text, without_gaps
 from splitveil.deploy.init.labels import Label, classes_of, is_of_numbers, label_of
-from splitveil.deploy.init.own_ids import likely_ids, objections_to
+from splitveil.deploy.init.own_ids import OwnIds, identifiers_in, judge, likely_ids
 
 
 def _words(name: str) -> set[str]:
@@ -68,6 +68,8 @@ class Choices(NamedTuple):
     left_out: tuple[LeftOut, ...]
     split_column: str | None
     """A column that says train, validation or test."""
+    time_format: str | None = None
+    """How texts of times are written; None for ISO 8601."""
 
     @property
     def gaps(self) -> tuple[str, ...]:
@@ -105,58 +107,73 @@ class Wishes(NamedTuple):
     exclude: tuple[str, ...] = ()
     missing_texts: tuple[str, ...] = ()
     """Texts that mean "no value", beside those that are known."""
-    allowed: Allowed = Allowed()
 
 
-def id_candidates(
-    columns: Sequence[Column], cells: Mapping[str, Any], wishes: Wishes
-) -> dict[str, list[str]]:
-    """Return the columns that may hold ids, the likeliest first, with what a run objects to."""
-    likely = likely_ids(columns, cells, wishes.allowed)
-    return dict(sorted(likely.items(), key=lambda x: (bool(x[1]), not _words(x[0]) & ID_WORDS)))
+def id_candidates(columns: Sequence[Column], cells: Mapping[str, Any]) -> dict[str, OwnIds]:
+    """Return the columns that may hold ids, the likeliest first."""
+    likely = likely_ids(columns, cells)
+    return dict(sorted(likely.items(), key=lambda x: (bool(x[1].doubt), not _is_id_word(x[0]))))
+
+
+def _is_id_word(name: str) -> bool:
+    return bool(_words(name) & ID_WORDS)
 
 
 def label_candidates(columns: Sequence[Column], *, with_gaps: bool = False) -> list[Column]:
     """Return the columns that may hold labels, those that are named like one first."""
     columns = [c for c in columns if with_gaps or not c.missing]
     few = [c for c in columns if c.kind in {"whole", "text", "number"}]
-    few = [c for c in few if len(classes_of(c, fold_case=True)) == 2]
+    few = [c for c in few if len(classes_of(c, fold=True)) == 2]
     named = [c for c in columns if _words(c.name) & LABEL_WORDS]
     named = [c for c in named if 2 <= len(classes_of(c)) <= MAX_CLASSES]
     numbers = [c for c in columns if _words(c.name) & NUMBER_LABEL_WORDS and is_of_numbers(c)]
     return list(dict.fromkeys([*(named or numbers), *few]))
 
 
-def choose_id(columns: Sequence[Column], cells: Mapping[str, Any], wishes: Wishes) -> str | None:
-    """Return the column with the ids; None if the rows are numbered instead."""
+def choose_id(
+    columns: Sequence[Column], cells: Mapping[str, Any], wishes: Wishes
+) -> tuple[str | None, OwnIds]:
+    """Return the column with the ids, and how they are; None if the rows are numbered instead.
+
+    Rows without an id of their own are no obstacle if the column is named, or named like ids and
+    nearly all rows have one.
+    """
     if not wishes.has_id:
-        return None
+        return None, OwnIds(0)
     if wishes.id_column is not None:
         column = _named(columns, wishes.id_column, "--id-column")
         try:
-            objections, _ = objections_to(cells[column.name], wishes.allowed)
+            judged, why = judge(column, cells[column.name]), ""
         except DataError as error:
-            objections = [str(error)]
-        if objections:
+            judged, why = OwnIds(0), f"; {error}"
+        if judged.num_ids <= judged.num_rows // 2:
             raise SettingsError(
                 f"--id-column {column.name}: expected a text or whole number in every row, each "
-                f"once, found {column.in_words()} in {column.num_rows:,} rows; "
-                f"{'; '.join(objections)}"
+                f"once, found {column.in_words()} in {column.num_rows:,} rows{why}"
             )
-        return column.name
-    likely = id_candidates(columns, cells, wishes)
-    candidates = [name for name, objections in likely.items() if not objections]
-    named = [name for name in candidates if _words(name) & ID_WORDS]
+        return column.name, judged
+    likely = id_candidates(columns, cells)
+    sure = {name: one for name, one in likely.items() if not one.doubt}
+    named = {
+        name: one
+        for name, one in sure.items()
+        if _is_id_word(name) and one.num_ids >= NEARLY_ALL * one.num_rows
+    }
+    unnamed = {name: one for name, one in sure.items() if not one.losses}
     if len(named) == 1:
-        return named[0]
-    if len(candidates) == 1 and not any(_words(name) & ID_WORDS for name in likely):
-        return candidates[0]
-    found = ", ".join(named or candidates) or "none"
-    nearly = "; ".join(f"{name} ({', '.join(why)})" for name, why in likely.items() if why)
+        return next(iter(named.items()))
+    if len(unnamed) == 1 and not any(map(_is_id_word, likely)):
+        return next(iter(unnamed.items()))
+    found = ", ".join(named or unnamed) or "none"
+    nearly = "; ".join(
+        f"{name} ({', '.join(filter(None, [one.losses, one.doubt]))})"
+        for name, one in likely.items()
+        if one.losses or one.doubt
+    )
     raise SettingsError(
         f"--id-column: name the column by which both parties know an example (columns with a text "
         f"or whole number of its own in every row: {found}"
-        f"{nearly and f'; in nearly every row: {nearly}'}); or --no-id-column, if both files have "
+        f"{nearly and f'; in many rows: {nearly}'}); or --no-id-column, if both files have "
         f"the same examples in the same order"
     )
 
@@ -207,11 +224,13 @@ def choose_features(
         is_positive = _is_rarest(labels.drop_null(), label)
     own = {id_column, None if label is None else label.column}
     numeric, categorical, timestamps, left_out, split = [], [], [], [], None
+    time_format = _time_format([c for c in columns if c.name not in (*own, *wishes.exclude)])
     for column in columns:
         if column.name in own:
             continue
         is_index = column.name in index_columns or is_unnamed_index(column.name)
         why = _reason_to_leave_out(column, wishes, cells, is_positive, is_index=is_index)
+        why = why or _reason_in_its_form(column, wishes, time_format)
         if why:
             left_out.append(LeftOut(column.name, why))
             split = split or (column.name if why is _SPLIT else None)
@@ -219,7 +238,7 @@ def choose_features(
             numeric.append(column)
         elif column.name in wishes.categorical or column.looks_like_codes or column.kind == "text":
             categorical.append(column)
-        elif column.kind == "time":
+        elif column.kind in {"time", "other time"}:
             timestamps.append(column)
         else:
             numeric.append(column)
@@ -232,7 +251,17 @@ def choose_features(
         tuple(timestamps),
         tuple(left_out),
         split,
+        time_format if any(column.time_formats for column in timestamps) else None,
     )
+
+
+def _time_format(columns: Sequence[Column]) -> str | None:
+    """Return the form that most columns of times surely have; None if one is of ISO 8601."""
+    formats = [column.time_formats for column in columns if column.time_formats]
+    if any(None in found for found in formats):
+        return None
+    sure = Counter(found[0] for found in formats if len(found) == 1)
+    return max(sure, key=lambda form: sure[form], default=None)
 
 
 def _check_no_question_is_open(chosen: Sequence[Column], wishes: Wishes) -> None:
@@ -265,18 +294,25 @@ def _reason_to_leave_out(
     if column.name in (*wishes.numeric, *wishes.categorical):
         return ""
     if is_index:
-        return "the index of a pandas table, which numbers its rows"
+        return NO_NAME
     if is_positive is not None and _gives_label_away(cells[column.name], column, is_positive):
         return "gives the label away almost by itself: is it known before the label is?"
     return _reason_in_its_cells(column)
+
+
+def _reason_in_its_form(column: Column, wishes: Wishes, time_format: str | None) -> str:
+    """Return why texts of times cannot be read, or an empty text."""
+    is_named = column.name in (*wishes.numeric, *wishes.categorical)
+    if is_named or column.kind != "other time" or time_format in column.time_formats:
+        return ""
+    forms = " or ".join(map(str, column.time_formats)) or "several forms"
+    return f"dates or times written as {forms}: see timestamp_format in docs/settings.md"
 
 
 def _reason_in_its_cells(column: Column) -> str:
     """Return why no model can use a column's cells, or an empty text."""
     if column.kind in {"empty", "constant", "other"}:
         return column.in_words()
-    if column.kind == "other time":
-        return f"{column.in_words()}: see timestamps and timestamp_format in docs/settings.md"
     if column.kind == "text" and set(column.values) <= set(SPLITS):
         return _SPLIT
     if (
@@ -284,9 +320,10 @@ def _reason_in_its_cells(column: Column) -> str:
         and column.kind == "text"
         and column.distinct > _MOST_CATEGORIES_SHARE * column.present
     ):
-        return "texts of which most rows have their own: another id, or free text"
+        why = "texts of which most rows have their own: another id, or free text"
+        return identifiers_in(column) or why
     is_code = column.looks_like_codes and column.is_unique
-    return "a value of its own in every row: another id" if is_code else ""
+    return "a value of its own in every row: another id" if is_code else identifiers_in(column)
 
 
 def _gives_label_away(cells: Any, column: Column, is_positive: NDArray[np.bool_]) -> bool:

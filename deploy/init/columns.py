@@ -14,37 +14,38 @@ from numpy.typing import NDArray
 
 from splitveil.common.data.columns import (
     LARGEST_FLOAT32,
+    NUMBER,
+    NUMBERS_BY_DECIMAL,
     CategoricalColumn,
     WrittenColumn,
     are_numbers,
     clean_text,
+    is_text,
     read_categories,
     read_numbers,
 )
 from splitveil.common.data.sources import list_rows
-from splitveil.common.data.timestamps import are_times
+from splitveil.common.data.timestamps import time_formats
 from splitveil.common.errors import DataError
 
+_SIGN = "[%‰€$£¥]|EUR|USD|CHF|GBP"
 _FORMS = (
     (
-        "numbers with marks between thousands",
-        r"^[+-]?(\d*|[1-9]\d{0,2}([ ,'’\x{a0}\x{202f}]\d{3})+)(\.\d+)?$",
-        'write the column without them (decimal commas: data.source.decimal: ","), or',
+        "numbers with commas or marks between thousands",
+        "|".join(NUMBERS_BY_DECIMAL.values()),
+        "--decimal . if a comma stands between thousands, --decimal , if it is a decimal one;",
     ),
     (
-        "numbers with a decimal comma",
-        r"^[+-]?(\d*|[1-9]\d{0,2}(\.\d{3})+)(,\d+)?$",
-        'data.source.decimal: "," reads them;',
-    ),
-    (
-        "numbers with a percent sign",
-        r"^[+-]?\d*[.,]?\d+\s*%?$",
+        "numbers with a percent sign or a currency",
+        rf"^({_SIGN})?\s*[+-]?\d[\d.,' ]*\s*({_SIGN})?$",
         "write the column without it, or",
     ),
 )
 """Forms that no column of numbers has, each with what to do; of those that fit equally, the first.
 """
 _MOST_TEXTS = 20
+_CODE = r"(?i)(?![+-]?(inf|infinity|nan)$)\D+"
+NO_NAME = "has no name of its own, like the row numbers of a pandas table: name it to use it"
 
 
 class Almost(NamedTuple):
@@ -56,6 +57,9 @@ class Almost(NamedTuple):
     others: tuple[str, ...]
     """The texts that are not, if these may be gaps and are few."""
 
+    codes: tuple[str, ...]
+    """Those of them without a digit that several cells hold: nobody mistypes a number so."""
+
     remedy: str
 
 
@@ -63,21 +67,28 @@ def almost(
     column: CategoricalColumn, what: str, is_right: NDArray[np.bool_], remedy: str = ""
 ) -> Almost:
     """Describe a column of which nearly all cells are right, or all in another form."""
-    wrong = np.flatnonzero(column.rows_of(~is_right)) + 1
+    is_wrong = column.rows_of(~is_right)
+    wrong = np.flatnonzero(is_wrong) + 1
     num_cells = np.count_nonzero(column.codes >= 0)
     words = f"{num_cells - len(wrong):,} of {num_cells:,} cells are {what}"
     if len(wrong):
         words += f"; {list_rows(wrong)} {'is' if len(wrong) == 1 else 'are'} not"
     others = column.categories.filter(~is_right).to_pylist()
-    may_be_gaps = not remedy and len(others) <= _MOST_TEXTS
+    if remedy or len(others) > _MOST_TEXTS:
+        others = []
+    counts = np.bincount(column.codes[is_wrong], minlength=len(is_right))[~is_right]
+    codes = (x for x, n in zip(others, counts, strict=False) if n > 1 and re.fullmatch(_CODE, x))
     remedy = remedy or "--missing-text TEXT for a text that means no value,"
-    return Almost(words, tuple(others) if may_be_gaps else (), remedy)
+    return Almost(words, tuple(others), tuple(codes), remedy)
 
 
 def almost_numbers(column: CategoricalColumn, is_number: NDArray[np.bool_]) -> Almost | None:
     """Describe a column without gaps of which nearly all texts are numbers, in whatever form."""
     found = [("numbers", is_number, "")]
-    found += [(what, matches(column.categories, form), remedy) for what, form, remedy in _FORMS]
+    is_other = is_number | ~matches(column.categories, NUMBER)
+    found += [
+        (what, matches(column.categories, form) & is_other, remedy) for what, form, remedy in _FORMS
+    ]
     likely = [one for one in found if column.is_nearly_all(one[1])]
     best = max(likely, key=lambda one: column.rows_of(one[1]).sum(), default=None)
     return None if best is None else almost(column, *best)
@@ -92,9 +103,11 @@ Kind = Literal["empty", "constant", "whole", "number", "time", "other time", "te
 """What the cells of a column hold: nothing; one value; whole numbers; numbers; dates or times (of
 ISO 8601, or in another form); texts; or something that is none of these, such as a list."""
 
+_GAP_WORDS = ("na", "n/a", "n.a.", "nan", "null", "none", "nil", "<na>", "(null)", "[null]", "nat")
 GAPS = (
-    *("", "?", "NA", "N/A", "n/a", "NaN", "nan", "NULL", "null", "None", "none", "-", "."),
-    *(r"\N", "<NA>", "NaT", "0000-00-00", "0000-00-00 00:00:00"),
+    *("", "?", ".", "..", "-", "--", "---", r"\N", "0000-00-00", "0000-00-00 00:00:00"),
+    *(form for word in _GAP_WORDS for form in (word, word.upper(), word.capitalize())),
+    *("NaN", "NaT", "k.A.", "k. A.", "keine Angabe", "n.v.", "#NV", "#N/A N/A", "1.#IND"),
     *("#N/A", "#DIV/0!", "#VALUE!", "#REF!", "#NAME?", "#NUM!", "#NULL!"),
 )
 """Texts that mean "no value" where a column holds them beside other cells."""
@@ -110,9 +123,9 @@ CODE_WORDS = frozenset(
 """Words in the names of columns whose whole numbers are codes and not quantities."""
 
 _WHOLE = r"^[+-]?\d+$"
-_TIME = r"^\d{4}[-/.]\d{1,2}[-/.]\d{1,2}([ T]\d{1,2}:\d{2}.*)?$|^\d{1,2}[/.]\d{1,2}[/.]\d{4}( .*)?$"
+_COMPACT_DATE = r"^(19|20)\d\d(0[1-9]|1[0-2])(0[1-9]|[12]\d|3[01])$"
 _MOST_CODES = 1000
-_LEAST_REPEATS = 20
+LEAST_REPEATS = 20
 _SPARSE = 0.5
 
 
@@ -152,6 +165,9 @@ class Column(NamedTuple):
     almost: Almost | None = None
     """What nearly all of its cells are, if the others keep a run from reading it so."""
 
+    time_formats: tuple[str | None, ...] = ()
+    """The forms of strptime in which its texts are times, None for ISO 8601."""
+
     @property
     def present(self) -> int:
         return self.num_rows - self.missing
@@ -190,7 +206,7 @@ def describe(name: str, cells: Any, missing_texts: Sequence[str] = ()) -> Column
     present = set(pc.unique(text).to_pylist())
     gaps = tuple(gap for gap in dict.fromkeys((*GAPS, *missing_texts)) if gap in present)
     found = read_categories(WrittenColumn(text, name, gaps))
-    kind, nearly = _kind_of(name, cells.type, found)
+    kind, nearly, formats = _kind_of(name, cells.type, found)
     values, counts = found.categories, np.bincount(found.codes + 1)[1:]
     numbers = numbers_of(values) if kind in {"whole", "number"} else np.zeros(0)
     if np.isnan(numbers).any():  # other spellings of NaN
@@ -215,7 +231,15 @@ def describe(name: str, cells: Any, missing_texts: Sequence[str] = ()) -> Column
         high=float(numbers.max()) if len(numbers) else 0.0,
         variance=_variance(numbers, counts) if len(numbers) and nearly is None else 0.0,
         almost=nearly,
+        time_formats=formats,
     )
+
+
+def codes_for_gaps(columns: Sequence[Column]) -> tuple[str, ...]:
+    """Return texts that mean "no value" in columns of numbers or times, and nothing in others."""
+    codes = {code for column in columns if column.almost for code in column.almost.codes}
+    texts = [set(column.values) for column in columns if not column.almost]
+    return tuple(sorted(codes.difference(*texts)))
 
 
 def as_text(cells: Any) -> Any | None:
@@ -233,36 +257,39 @@ def without_gaps(text: Any, gaps: Sequence[str]) -> Any:
     return clean_text(WrittenColumn(text, "", gaps))
 
 
-def _kind_of(name: str, written_as: Any, column: CategoricalColumn) -> tuple[Kind, Almost | None]:
-    """Return what the cells are, and what nearly all of them are."""
+_Found = tuple[Kind, Almost | None, tuple[str | None, ...]]
+
+
+def _kind_of(name: str, written_as: Any, column: CategoricalColumn) -> _Found:
+    """Return what the cells are, what nearly all of them are, and in which form they are times."""
     texts = column.categories
     is_number = are_numbers(texts)
     is_typed = pa.types.is_floating(written_as) or pa.types.is_decimal(written_as)
     if is_typed and not is_number.all():
-        return "number", almost(column, "finite numbers of float32", is_number)
+        return "number", almost(column, "finite numbers of float32", is_number), ()
     if len(texts) <= 1:
-        return "constant" if len(texts) else "empty", None
+        return "constant" if len(texts) else "empty", None, ()
     if pa.types.is_temporal(written_as):  # times of day and durations only have a text
         is_time = pa.types.is_date(written_as) or pa.types.is_timestamp(written_as)
-        return "time" if is_time else "text", None
+        return "time" if is_time else "text", None, ()
+    if is_text(written_as) and matches(texts, _COMPACT_DATE).all():
+        return "other time", None, ("%Y%m%d",)
     if is_typed or is_number.all():
         is_whole = matches(texts, _WHOLE).all() and not pa.types.is_floating(written_as)
-        return "whole" if is_whole else "number", None
+        return "whole" if is_whole else "number", None, ()
     return _kind_of_texts(name, column, is_number)
 
 
-def _kind_of_texts(
-    name: str, column: CategoricalColumn, is_number: NDArray[np.bool_]
-) -> tuple[Kind, Almost | None]:
+def _kind_of_texts(name: str, column: CategoricalColumn, is_number: NDArray[np.bool_]) -> _Found:
     texts = column.categories
-    is_time = are_times(texts)
-    if is_time.all():
-        return "time", None
+    forms = time_formats(texts)
+    fitting = tuple(form for form, is_time in forms.items() if is_time.all())
+    if fitting or np.logical_or.reduce([*forms.values()]).all():
+        return "time" if None in fitting else "other time", None, fitting
+    is_time = max(forms.values(), key=lambda one: int(one.sum()))
     if column.is_nearly_all(is_time):
-        return "text", almost(column, "dates or times", is_time)
-    if matches(texts, _TIME).all():
-        return "other time", None
-    return "text", None if _is_code_word(name) else almost_numbers(column, is_number)
+        return "text", almost(column, "dates or times", is_time), ()
+    return "text", None if _is_code_word(name) else almost_numbers(column, is_number), ()
 
 
 def numbers_of(values: Any) -> NDArray[np.float64]:
@@ -305,7 +332,7 @@ def _reason_for_codes(
     unit = float(np.gcd.reduce(steps[steps < 2**53].astype(np.int64))) or 1.0
     width = (numbers.max() - numbers.min()) / unit + 1
     is_sparse = len(numbers) / width < _SPARSE
-    is_repeated = counts.sum() / len(numbers) >= _LEAST_REPEATS
+    is_repeated = counts.sum() / len(numbers) >= LEAST_REPEATS
     starts_highest = counts[np.argmin(numbers)] == counts.max()
     if 5 <= len(numbers) <= _MOST_CODES and is_sparse and is_repeated and not starts_highest:
         return "few of the numbers in their range are used, again and again"

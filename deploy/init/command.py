@@ -11,13 +11,15 @@ import argparse
 from importlib import import_module
 from pathlib import Path
 
+from splitveil.common.party.arguments import Parser
 from splitveil.common.party.json_output import add_json
 
 
 def parser(program: str) -> argparse.ArgumentParser:
     """Return the sub-command's parser."""
-    init = argparse.ArgumentParser(
+    init = Parser(
         prog=program,
+        example="active clients.csv --label-column churned",
         description="look at a party's table, and write commented settings that fit it",
     )
     init.add_argument(
@@ -60,12 +62,9 @@ def parser(program: str) -> argparse.ArgumentParser:
         init.add_argument(
             f"--{kind}", nargs="+", action="extend", default=[], metavar=metavar, help=what
         )
-    init.add_argument("--unusable-ids", choices=["leave_out"], help="leave out rows without an id")
-    init.add_argument(
-        "--duplicate-ids", choices=["first"], help="leave out rows whose id an earlier row has"
-    )
     init.add_argument("--delimiter", metavar="CHARACTER", help="character between two cells")
     init.add_argument("--encoding", metavar="NAME", help="of a text file, such as cp1252")
+    init.add_argument("--decimal", choices=[".", ","], help="decimal mark of a text file's numbers")
     init.add_argument("--party", default="passive", metavar="NAME", help="the passive party")
     init.add_argument("--run-name", metavar="NAME", help="default: the name of the file")
     init.add_argument("--address", default="127.0.0.1:50051", metavar="HOST:PORT")

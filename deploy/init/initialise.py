@@ -4,6 +4,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,6 @@ from rich.console import Console
 
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.id_forms import IdForms
-from splitveil.common.data.ids import Allowed
 from splitveil.common.data.kinds import with_advice
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.sources import ColumnsInMemory
@@ -22,11 +22,10 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_settings import Address, load_party_settings
 from splitveil.common.run.contract import ACTIVE, Name
-from splitveil.common.run.id_rules import TextId
 from splitveil.common.settings import validate
 from splitveil.common.text.visible_text import visible
-from splitveil.deploy.init.choices import Wishes, id_candidates, label_candidates
-from splitveil.deploy.init.columns import Column, as_text, describe
+from splitveil.deploy.init.choices import Wishes, choose_label, id_candidates, label_candidates
+from splitveil.deploy.init.columns import Column, as_text, codes_for_gaps, describe
 from splitveil.deploy.init.labels import classes_of, spellings
 from splitveil.deploy.init.proposal import Proposal, Terms, propose, texts_of, write_files
 from splitveil.deploy.init.tables import RawTable, read_raw
@@ -42,6 +41,8 @@ class Written(NamedTuple):
     files: Sequence[Path]
     id_doubts: Sequence[str]
     """A sentence for each form of ids that the other party probably does not write."""
+    codes: Sequence[str]
+    """Texts that are read as "no value" because columns of numbers hold them again and again."""
 
     def as_json(self) -> dict[str, Any]:
         p, label = self.proposal, self.proposal.choices.label
@@ -50,6 +51,8 @@ class Written(NamedTuple):
             "files": [str(path) for path in self.files],
             "rows": p.num_rows,
             "id_column": p.choices.id_column,
+            "rows_without_id": p.ids.without_id,
+            "rows_with_earlier_id": p.ids.repeated,
             "id_doubts": self.id_doubts,
             "label_column": None if label is None else label.column,
             "label_column_is_guessed": label is not None and label.is_guessed,
@@ -61,6 +64,7 @@ class Written(NamedTuple):
             "numeric": [column.name for column in p.choices.numeric],
             "categorical": [column.name for column in p.choices.categorical],
             "timestamps": [column.name for column in p.choices.timestamps],
+            "read_as_gaps": self.codes,
             "left_out": {column.name: column.why for column in p.choices.left_out},
             "columns": {
                 column.name: {
@@ -81,25 +85,33 @@ def initialise(
     *,
     delimiter: str | None = None,
     encoding: str | None = None,
+    decimal: str | None = None,
     force: bool = False,
     ask: Ask | None = None,
 ) -> Written:
     """Look at a table and write the settings that fit it; ``ask`` decides what it leaves open."""
     named = (wishes.id_column, wishes.label_column, *wishes.numeric, *wishes.categorical)
-    table = read_raw(path, delimiter, encoding, has_header=any(named))
-    columns = [describe(*column, wishes.missing_texts) for column in table.columns.items()]
+    table = read_raw(path, delimiter, encoding, decimal, has_header=any(named))
+    columns = _described(table, wishes)
+    codes = codes_for_gaps(columns)
+    wishes = wishes._replace(missing_texts=(*wishes.missing_texts, *codes))
+    columns = _described(table, wishes) if codes else columns
     if ask is not None:
         wishes = _asked(table, columns, wishes, terms, ask)
         wishes = _asked_about_columns(columns, wishes, ask)
-        if wishes.missing_texts:
-            columns = [describe(*column, wishes.missing_texts) for column in table.columns.items()]
+        columns = _described(table, wishes) if wishes.missing_texts else columns
     with with_advice(table.settings, Path()):
         proposal = propose(table, columns, wishes, terms)
     texts = texts_of(proposal, terms.role)
     _read_as_a_run_does(table, proposal, texts[f"{terms.role}.yaml"])
     files = write_files(terms.folder, texts, force=force)
     _check_loadable(terms)
-    return Written(proposal, columns, files, _id_doubts(table, proposal.choices.id_column))
+    doubts = _id_doubts(table, proposal.choices.id_column)
+    return Written(proposal, columns, files, doubts, codes)
+
+
+def _described(table: RawTable, wishes: Wishes) -> list[Column]:
+    return [describe(*column, wishes.missing_texts) for column in table.columns.items()]
 
 
 def _id_doubts(table: RawTable, id_column: str | None) -> Sequence[str]:
@@ -115,7 +127,7 @@ def _asked(
 ) -> Wishes:
     """Ask for the columns that matter; the likeliest answer is the default."""
     if wishes.id_column is None and wishes.has_id:
-        likely = [*id_candidates(columns, table.columns, wishes), "-"]
+        likely = [*id_candidates(columns, table.columns), "-"]
         answer = ask("Column with the ids by which both parties know an example", likely)
         wishes = wishes._replace(has_id=answer != "-", id_column=None if answer == "-" else answer)
     if terms.role != ACTIVE:
@@ -124,7 +136,12 @@ def _asked(
         others = [column for column in columns if column.name != wishes.id_column]
         candidates = label_candidates(others, with_gaps=True)
         names = [column.name for column in sorted(candidates, key=lambda c: bool(c.missing))]
-        wishes = wishes._replace(label_column=ask("Column with the labels", names))
+        default = ""
+        with suppress(SettingsError):
+            default = choose_label(others, wishes).column
+        names = [default, *(name for name in names if name != default)]
+        answer = ask("Column with the labels", names)
+        wishes = wishes._replace(label_column=answer or None)
     for column in columns:
         if column.name == wishes.label_column and wishes.label_range is None:
             wishes = _asked_about_labels(column, wishes, ask)
@@ -138,7 +155,7 @@ def _asked_about_labels(column: Column, wishes: Wishes, ask: Ask) -> Wishes:
     positive = spellings(column)
     if 0 < len(positive) < len(classes_of(column)) and not wishes.positive_label:
         shown = ", ".join(map(repr, positive))
-        question = f"Labels differ in case alone: do {shown} stand for 1, and all others for 0"
+        question = f"Labels seem to mean the same: do {shown} stand for 1, and all others for 0"
         if ask(question, ["no", "yes"]) == "yes":
             wishes = wishes._replace(positive_label=positive)
     return wishes
@@ -170,8 +187,8 @@ def _read_as_a_run_does(table: RawTable, proposal: Proposal, text: str) -> None:
     """Refuse before anything is written what a run would refuse."""
     in_memory = {"source": {"kind": "csv", "path": "as read by init"}}
     settings = validate(DataSettings, yaml.safe_load(text)["data"] | in_memory, "data")
-    rules = [TextId(whole_numbers=proposal.whole_numbers)]
-    table_of(ColumnsInMemory(str(table.path), table.columns), settings, None, rules)
+    source = ColumnsInMemory(str(table.path), table.columns)
+    table_of(source, settings, None, [proposal.ids.rule])
 
 
 def _check_loadable(terms: Terms) -> None:
@@ -189,6 +206,7 @@ def perform(options: argparse.Namespace) -> int:
         _terms(options),
         delimiter=options.delimiter,
         encoding=options.encoding,
+        decimal=options.decimal,
         force=options.force,
         ask=_ask_terminal if sys.stdin.isatty() and not options.json else None,
     )
@@ -222,9 +240,6 @@ def _wishes(options: argparse.Namespace) -> Wishes:
         categorical=tuple(options.categorical),
         exclude=tuple(options.exclude),
         missing_texts=tuple(options.missing_text),
-        allowed=Allowed(
-            duplicates=options.duplicate_ids is not None, unusable=options.unusable_ids is not None
-        ),
     )
 
 
@@ -243,9 +258,10 @@ def _terms(options: argparse.Namespace) -> Terms:
 
 
 def _ask_terminal(question: str, suggestions: Sequence[str]) -> str:
-    shown = ", ".join(map(visible, suggestions[:8]))
+    shown = ", ".join(map(visible, filter(None, suggestions[:8])))
     default = suggestions[0] if suggestions else ""
-    sys.stderr.write(f"{question}{f' ({shown})' if shown else ''} [{visible(default)}]: ")
+    offered = f" [{visible(default)}]" if default else ""
+    sys.stderr.write(f"{question}{f' ({shown})' if shown else ''}{offered}: ")
     sys.stderr.flush()
     return sys.stdin.readline().strip() or default
 
@@ -259,7 +275,7 @@ def _print(written: Written, role: str) -> None:
 
     say("rows", p.rows_in_words)
     say("ids", p.choices.id_column or "the rows' numbers")
-    for doubt in written.id_doubts:
+    for doubt in filter(None, [p.ids.losses, *written.id_doubts]):
         say("warning", doubt)
     if label is not None:
         say("labels", f"{label.column}: {p.balance}")
@@ -269,6 +285,9 @@ def _print(written: Written, role: str) -> None:
     say("categories", ", ".join(column.name for column in p.choices.categorical) or "none")
     if p.choices.timestamps:
         say("times", ", ".join(column.name for column in p.choices.timestamps))
+    if written.codes:
+        shown = ", ".join(map(repr, written.codes))
+        say("gaps", f"{shown}: no value, as columns of numbers show; see missing_texts")
     for column in p.choices.left_out:
         say("left out", f"{column.name}: {column.why}")
     if p.forecast:

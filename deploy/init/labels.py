@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 from splitveil.active_party.defenses.projected.label_utility import share_of_variance
 from splitveil.common.data.settings import MAX_CLASSES, class_key
-from splitveil.common.data.sources import suggest
 from splitveil.common.errors import SettingsError
+from splitveil.common.text.wording import suggest
 from splitveil.deploy.init.columns import Column
 
-POSITIVE_WORDS = ("1", "yes", "true", "y", "t", "positive", "pos", "ja", "oui", "si", "sí")
+POSITIVE_WORDS = ("1", "yes", "true", "y", "t", "positive", "pos", "ja", "j", "oui", "si", "sí")
+NEGATIVE_WORDS = ("0", "no", "false", "n", "f", "negative", "neg", "nein", "non")
 
 _MANTISSAS = (1, 2, 5, 10)
 
@@ -90,26 +91,35 @@ def is_of_numbers(column: Column) -> bool:
     return is_number and column.distinct > MAX_CLASSES
 
 
-def classes_of(column: Column, *, fold_case: bool = False) -> Counter[str]:
-    """Return the rows of each class, by its most frequent text; equal numbers are one class."""
-    names: dict[Decimal | str, str] = {}
+def classes_of(column: Column, *, fold: bool = False) -> Counter[str]:
+    """Return the rows of each class, by its most frequent text; equal numbers are one class.
+
+    With ``fold``, so are texts that differ in case alone, and words for yes, and those for no.
+    """
+    names: dict[object, str] = {}
     rows = Counter[str]()
     for text, count in zip(column.values, column.counts, strict=True):
-        rows[names.setdefault(class_key(text.casefold() if fold_case else text), text)] += count
+        rows[names.setdefault(_meaning(text) if fold else class_key(text), text)] += count
     return rows
 
 
-def spellings(column: Column, positive: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """Return the texts that ``positive`` has to name because labels differ in case alone.
+def _meaning(text: str) -> object:
+    key = class_key(text.casefold())
+    meant = [words for words in (POSITIVE_WORDS, NEGATIVE_WORDS) if key in map(class_key, words)]
+    return meant[0] if meant else key
 
-    They are all texts if it names none and the labels are more than two in other case.
+
+def spellings(column: Column, positive: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Return the texts that ``positive`` has to name because some mean the same.
+
+    They are all texts if it names none and the labels have more than two meanings.
     """
-    texts, folded = classes_of(column), classes_of(column, fold_case=True)
+    texts, folded = classes_of(column), classes_of(column, fold=True)
     if len(folded) in {1, len(texts)}:
         return ()
     likely = [_positive_of(folded)[0]] if len(folded) == 2 else texts
-    wanted = {text.casefold() for text in positive or likely}
-    return tuple(text for text in texts if text.casefold() in wanted)
+    wanted = set(map(_meaning, positive or likely))
+    return tuple(text for text in texts if _meaning(text) in wanted)
 
 
 def label_of(
@@ -149,8 +159,8 @@ def _of_classes(read: Label, column: Column, positive: tuple[str, ...]) -> Label
     if not set(alike) <= set(positive):
         options = " ".join(f"--positive-label {quote(text)}" for text in alike)
         raise SettingsError(
-            f"--label-column {column.name}: some of the labels {', '.join(map(repr, rows))} differ "
-            f"in case alone: write those that mean the same alike"
+            f"--label-column {column.name}: some of the labels {', '.join(map(repr, rows))} seem "
+            f"to mean the same: write these alike"
             + (f", or say which stand for 1: {options}" if len(alike) < len(rows) else "")
         )
     keys = {class_key(text): text for text in rows}
@@ -165,7 +175,8 @@ def _of_classes(read: Label, column: Column, positive: tuple[str, ...]) -> Label
     for text in named:
         if class_key(text) not in keys:
             raise SettingsError(
-                f"--positive-label: column {column.name!r} has no such label{suggest(text, rows)}"
+                f"--positive-label: column {column.name!r} has no label {text!r}"
+                f"{suggest(text, rows)}; it has {', '.join(map(repr, [*rows][:20]))}"
             )
     others = [rows[keys[key]] for key in keys.keys() - set(map(class_key, named))]
     share = sum(others) / rows.total()

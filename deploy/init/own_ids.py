@@ -2,54 +2,135 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
 from splitveil.common.data.canonical_form import CanonicalForm
-from splitveil.common.data.columns import NEARLY_ALL, WrittenColumn, is_unnamed_index, read_ids
+from splitveil.common.data.columns import (
+    NEARLY_ALL,
+    WrittenColumn,
+    is_text,
+    is_unnamed_index,
+    read_ids,
+)
 from splitveil.common.data.id_forms import SHORTENED
-from splitveil.common.data.ids import Allowed, unusable_rows
+from splitveil.common.data.ids import unusable_rows
 from splitveil.common.errors import DataError
-from splitveil.deploy.init.columns import Column
+from splitveil.common.run.id_rules import TextId
+from splitveil.deploy.init.columns import LEAST_REPEATS, Column
+
+_POINTED = r"[+-]?\d+\.0*"
+_IDENTIFIERS = {
+    "IBANs": r"[A-Z]{2}\d{2}( ?[A-Z0-9]{4}){2,7}( ?[A-Z0-9]{1,3})?",
+    "UUIDs": r"[0-9a-fA-F]{8}-([0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}",
+    "hashes": r"[0-9a-fA-F]{32,}",
+    "e-mail addresses": r"[^@\s]+@[^@\s]+\.\w+",
+    "telephone or account numbers": r"(\+|0)\d[\d ()/-]{6,20}",
+}
+_EPOCHS_S = (0.9e9, 2.2e9)
+"""Times since 1970 in seconds, or in smaller units, have as many digits as telephone numbers."""
 
 
-def objections_to(cells: Any, allowed: Allowed) -> tuple[list[str], int]:
-    """Return why a run refuses ids, with the option for it, and how many rows have their own."""
+class OwnIds(NamedTuple):
+    """What a run makes of a column of ids."""
+
+    num_rows: int
+    without_id: int = 0
+    repeated: int = 0
+    """Rows with the id of an earlier row."""
+
+    doubt: str = ""
+    """Why the column is taken only if it is named."""
+
+    rule: TextId = TextId()
+    """What the contract should say of them: of whole numbers with a decimal point, and of letters
+    all of one case, which the other party may write in the other."""
+
+    @property
+    def num_ids(self) -> int:
+        return self.num_rows - self.without_id - self.repeated
+
+    @property
+    def losses(self) -> str:
+        """Say how many rows are left out; empty if none is."""
+        lost = {"without an id": self.without_id, "with the id of an earlier row": self.repeated}
+        words = [f"{n:,} row{'s' * (n > 1)} {why}" for why, n in lost.items() if n]
+        return f"left out: {', '.join(words)}" if words else ""
+
+
+def identifiers_in(column: Column) -> str:
+    """Say that a column's cells identify persons or things; empty if they do not, or are codes."""
+    if column.present >= LEAST_REPEATS * column.distinct:
+        return ""
+    kinds = _IDENTIFIERS if column.kind in {"text", "whole"} else ()
+    found = next((x for x in kinds if _are_nearly_all(column.values, _IDENTIFIERS[x])), None)
+    if found is None and _is_long_number(column):
+        found = f"numbers of {len(str(int(column.low)))} digits, such as telephone or card numbers"
+    return f"{found}: they identify, and are neither quantities nor categories" if found else ""
+
+
+def _are_nearly_all(texts: Sequence[str], pattern: str) -> bool:
+    return sum(map(bool, (re.fullmatch(pattern, x) for x in texts))) >= NEARLY_ALL * len(texts)
+
+
+def _is_long_number(column: Column) -> bool:
+    if column.kind not in {"whole", "number"} or column.almost or column.low < 1:
+        return False
+    digits = len(str(int(column.low)))
+    unit = 10.0 ** (digits - 10)
+    is_time = digits in {10, 13, 16, 19} and (
+        _EPOCHS_S[0] <= column.low / unit and column.high / unit <= _EPOCHS_S[1]
+    )
+    is_whole = all(float(value).is_integer() for value in column.values)
+    return digits >= 9 and digits == len(str(int(column.high))) and is_whole and not is_time
+
+
+def judge(column: Column, cells: Any) -> OwnIds:
+    """Return what a run makes of a column; DataError if it cannot read it as ids."""
     raw = read_ids(WrittenColumn(cells, "ids"), may_be_floats=True)
     form = CanonicalForm()
     rows = unusable_rows(raw, form.of(raw), form)
-    unusable, repeated = len(rows.without_id), len(rows.repeated)
-    found = []
-    if unusable and not allowed.unusable:
-        found.append(f"{unusable:,} rows without an id: --unusable-ids leave_out")
-    if repeated and not allowed.duplicates:
-        found.append(f"{repeated:,} rows with the id of an earlier row: --duplicate-ids first")
-    return found, len(raw) - unusable - repeated
+    is_floating = column.kind == "number" and (
+        pa.types.is_floating(cells.type) or all(re.fullmatch(_POINTED, x) for x in column.values)
+    )
+    doubt = ""
+    if is_floating:
+        then = "the contract says ids: {whole_numbers: true} if --id-column names it"
+        doubt = f"whole numbers with a decimal point: {then}"
+    elif any(re.match(SHORTENED, value) for value in column.values):
+        doubt = "some are written like 1.2E+15, as spreadsheets shorten long numbers"
+    folds = not is_floating and _may_fold(raw)
+    rule = TextId(fold_case=folds, whole_numbers=is_floating)
+    return OwnIds(len(raw), len(rows.without_id), len(rows.repeated), doubt, rule)
 
 
-def likely_ids(
-    columns: Sequence[Column], cells: Mapping[str, Any], allowed: Allowed
-) -> dict[str, list[str]]:
-    """Return the columns of which nearly all rows have an id of their own, and what is objected."""
+def _may_fold(raw: Sequence[str]) -> bool:
+    """Say whether no id has letters of both cases, and no two differ in case alone."""
+    texts = {text for text in raw if text != text.upper() or text != text.lower()}
+    has_one_case = all(text in {text.upper(), text.lower()} for text in texts)
+    return bool(texts) and has_one_case and len({text.casefold() for text in texts}) == len(texts)
+
+
+def likely_ids(columns: Sequence[Column], cells: Mapping[str, Any]) -> dict[str, OwnIds]:
+    """Return the columns of which more than half of the rows have an id of their own."""
     found = {}
     for column in columns:
-        is_float = pa.types.is_floating(cells[column.name].type)
+        own = cells[column.name]
+        if is_text(own.type) and column.kind == "other":
+            if len(own.unique()) == len(own):
+                why = "bytes that are no text: write them as text, such as hexadecimal digits"
+                found[column.name] = OwnIds(len(own), doubt=why)
+            continue
         is_index = is_unnamed_index(column.name) and column.kind == "whole"
-        is_shortened = any(re.match(SHORTENED, value) for value in column.values)
-        may_be = column.kind in {"whole", "text"}
-        may_be |= column.kind == "number" and (is_float or is_shortened)
-        if is_index or not may_be or column.distinct < 0.8 * column.num_rows:
+        may_be = column.kind in {"whole", "text", "number"} and not is_index
+        if not may_be or column.distinct <= column.num_rows // 2:
             continue
         try:
-            objections, num_ids = objections_to(cells[column.name], allowed)
+            judged = judge(column, own)
         except DataError:
             continue
-        if is_float:
-            rule = "the contract says ids: {whole_numbers: true} if --id-column names it"
-            objections.append(f"stored as floating-point numbers: {rule}")
-        elif is_shortened:
-            objections.append("some are written like 1.2E+15, as spreadsheets shorten long numbers")
-        if num_ids >= NEARLY_ALL * column.num_rows:
-            found[column.name] = objections
+        is_id = column.kind != "number" or judged.doubt
+        if is_id and judged.num_ids > column.num_rows // 2:
+            found[column.name] = judged
     return found

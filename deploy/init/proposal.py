@@ -7,13 +7,11 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import pyarrow as pa
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from splitveil.active_party.defenses.dp_bounds import mu_of_leak_auc
 from splitveil.active_party.defenses.projected.label_utility import label_utility
-from splitveil.common.data.ids import Allowed
 from splitveil.common.data.label_columns import others_in_words
 from splitveil.common.data.source_settings import not_expanded
 from splitveil.common.errors import SettingsError, StorageError
@@ -31,6 +29,7 @@ from splitveil.deploy.init.choices import (
 )
 from splitveil.deploy.init.columns import Column
 from splitveil.deploy.init.labels import Label
+from splitveil.deploy.init.own_ids import OwnIds
 from splitveil.deploy.init.tables import RawTable
 
 LEAK_AUC = 0.6
@@ -120,9 +119,7 @@ class Proposal(NamedTuple):
     sizes: Sizes
     forecast: str
     """What the recommended defense leaves of the labels; empty without labels."""
-    allowed: Allowed = Allowed()
-    whole_numbers: bool = False
-    """Whether ids are stored as floating-point numbers, for which the contract needs a rule."""
+    ids: OwnIds
     leak_auc: float = LEAK_AUC
     learning_rate: float = 0.003
     train: float = TRAIN_SHARE
@@ -167,15 +164,23 @@ class Proposal(NamedTuple):
 
 def propose(table: RawTable, columns: Sequence[Column], wishes: Wishes, terms: Terms) -> Proposal:
     """Decide about every column of a table, and about the sizes of a run."""
-    id_column = choose_id(columns, table.columns, wishes)
-    others = [column for column in columns if column.name != id_column]
-    label = choose_label(others, wishes) if terms.role == ACTIVE else None
+    try:
+        id_column, ids = choose_id(columns, table.columns, wishes)
+        others = [column for column in columns if column.name != id_column]
+        label = choose_label(others, wishes) if terms.role == ACTIVE else None
+    except SettingsError as error:
+        others_are = "".join(f"; {name}: {why}" for name, why in table.left_out.items())
+        raise SettingsError(f"{error}{others_are}") from error
     choices = choose_features(columns, table.columns, wishes, id_column, label, table.index_columns)
     unread = tuple(LeftOut(name, why) for name, why in table.left_out.items())
     choices = choices._replace(left_out=unread + choices.left_out)
     if label is None and not choices.features:
-        raise SettingsError(f"{table.path}: no column is left for the model of a passive party")
+        one = "; --delimiter names the character between two cells" * (len(columns) == 1)
+        raise SettingsError(
+            f"{table.path}: no column is left for the model of a passive party{one}"
+        )
     forecast, rows = "", table.num_rows
+    rows -= round(rows * (ids.num_rows - ids.num_ids) / max(ids.num_rows, 1))
     if label is not None:
         if label.unlabelled:
             if id_column is None or (set(label.gaps) - {""} and not choices.features):
@@ -196,8 +201,7 @@ def propose(table: RawTable, columns: Sequence[Column], wishes: Wishes, terms: T
         choices=choices,
         sizes=recommended_sizes(rows),
         forecast=forecast,
-        allowed=Allowed() if id_column is None else wishes.allowed,
-        whole_numbers=id_column is not None and pa.types.is_floating(table.columns[id_column].type),
+        ids=ids,
     )
 
 

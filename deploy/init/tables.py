@@ -10,8 +10,8 @@ import pyarrow.compute as pc
 from pydantic import TypeAdapter
 
 from splitveil.common.data.columns import (
-    COMMA_NUMBER,
     NUMBER,
+    NUMBERS_BY_DECIMAL,
     WrittenColumn,
     clean_text,
     with_points,
@@ -19,19 +19,16 @@ from splitveil.common.data.columns import (
 from splitveil.common.data.csv_file import CODECS, NO_HEADER, delimiter_of, looks_like_data
 from splitveil.common.data.kinds import open_source, text_file, with_advice
 from splitveil.common.data.source_settings import CsvSource, Source, not_expanded
+from splitveil.common.data.sources import unreadable_is_data_error
 from splitveil.common.data.table_paths import find_files, local_table_path
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.settings import validate
-from splitveil.deploy.init.columns import GAPS, as_text
+from splitveil.deploy.init.columns import GAPS, NO_NAME, as_text, without_gaps
 
 MOST_ROWS = 1_000_000
 """Rows that are looked at; in a larger table, those at its beginning stand for the others."""
 
 _TEXT = {".csv", ".tsv", ".txt"}
-_INDEX = "Unnamed: 0"
-_SURE_NUMBER = r"^[+-]?\d[\d.]*(\.\d+,|,\d{1,2}$|,\d{4,}$)"
-"""A number whose comma is no thousands mark."""
-_NO_NAME = "has no name, like the row numbers that DataFrame.to_csv writes: name it to use it"
 
 
 class RawTable(NamedTuple):
@@ -57,19 +54,21 @@ def read_raw(
     path: Path,
     delimiter: str | None = None,
     encoding: str | None = None,
+    decimal: str | None = None,
     *,
     has_header: bool = False,
     most_rows: int = MOST_ROWS,
 ) -> RawTable:
     """Read a CSV, TSV or Parquet file, or a folder of them; rows beyond ``most_rows`` are not read.
 
-    The delimiter and the encoding of a text are found out by default. With ``has_header``, its
-    first line surely holds the column names.
+    The delimiter, the encoding and the decimal mark of a text are found out by default. With
+    ``has_header``, its first line surely holds the column names.
     """
     where = not_expanded(str(path.absolute()))
     source: dict[str, Any] = {"kind": _kind_of(path)}
     if source["kind"] == "csv":
         source |= {"encoding": encoding} if encoding else {}
+        source |= {"decimal": decimal} if decimal else {}
         text = validate(CsvSource, {**source, "path": where}, "--encoding")
         beginning = text_file(text, Path()).beginning()
         found = delimiter or delimiter_of(beginning) or text.separator()
@@ -83,11 +82,11 @@ def read_raw(
 
 def _read(path: Path, source: dict[str, Any], settings: Source, most_rows: int) -> RawTable:
     table = open_source(settings, Path())
-    names = [name for name in table.column_names() if name]
-    repeated = sorted(name for name, count in Counter(names).items() if count > 1)
-    if repeated:
-        shown = ", ".join(map(repr, repeated))
-        raise DataError(f"{path}: expected a name of its own for every column, got {shown} again")
+    found = Counter(table.column_names())
+    repeated = [name for name, count in found.items() if name and count > 1]
+    names = [name for name, count in found.items() if name and count == 1]
+    if not names:
+        raise DataError(f"{path}: expected a name of its own for every column")
     parts, rows, done = [], 0, 1.0
     for part in table.parts(names):
         parts.append(pa.table(dict(part.columns)))
@@ -101,36 +100,50 @@ def _read(path: Path, source: dict[str, Any], settings: Source, most_rows: int) 
     estimate = rows if is_whole else round(rows / max(done, 1e-6))
     columns = {name: whole[name] for name in names}
     left_out = {
-        f"column {n}": _NO_NAME for n, name in enumerate(table.column_names(), 1) if not name
+        f"column {n}": NO_NAME for n, name in enumerate(table.column_names(), 1) if not name
     }
-    if names[:1] == [_INDEX] and set(columns[_INDEX].to_pylist()) == set(map(str, range(rows))):
-        del columns[_INDEX]
-        left_out[_INDEX] = "the numbers of the rows, which DataFrame.to_csv writes"
-    may_have_commas = isinstance(settings, CsvSource) and settings.separator() != ","
-    if may_have_commas and (found := _with_points(columns)):
-        source["decimal"] = ","
-        columns |= found
+    left_out |= {name: f"{found[name]} columns have this name: rename them" for name in repeated}
+    if isinstance(settings, CsvSource):
+        decimal = settings.decimal or _decimal_of(columns)
+        source |= {"decimal": decimal} if decimal else {}
+        columns |= _with_points(columns, decimal) if decimal else {}
     index = getattr(table, "index_columns", ())
     return RawTable(path, source, settings, columns, estimate, is_whole, left_out, index)
 
 
-def _with_points(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of numbers with decimal commas, with decimal points instead.
+def _decimal_of(columns: Mapping[str, Any]) -> str | None:
+    """Return the decimal mark that all columns of numbers have; None where a point alone will do.
 
-    There are none if others have decimal points, or if all commas may be thousands marks.
+    It is unknown, and None as well, if each comma may be the one mark or the other.
     """
-    found, is_sure = {}, False
+    is_wanted = has_commas = False
+    possible = set(NUMBERS_BY_DECIMAL)
     for name, cells in columns.items():
         text = clean_text(WrittenColumn(cells, name, GAPS)).drop_null()
-        with_comma, sure, whole, others = (
-            pc.sum(pc.match_substring_regex(text, form)).as_py() or 0
-            for form in (COMMA_NUMBER, _SURE_NUMBER, r"^[+-]?\d+$", NUMBER)
-        )
-        if with_comma and with_comma + whole == len(text):
-            found[name], is_sure = with_points(as_text(cells)), is_sure or sure > 0
-        elif whole < others == len(text):
-            return {}
-    return found if is_sure else {}
+        fitting = {mark for mark, form in NUMBERS_BY_DECIMAL.items() if _are_all(text, form)}
+        is_plain = _are_all(text, NUMBER)
+        if is_plain or fitting:
+            possible &= fitting
+        if fitting and not is_plain:
+            is_wanted = True
+            has_commas |= pc.any(pc.match_substring(text, ",")).as_py()
+    if not has_commas:
+        possible.discard(",")
+    return possible.pop() if is_wanted and len(possible) == 1 else None
+
+
+def _with_points(columns: Mapping[str, Any], decimal: str) -> dict[str, Any]:
+    form = NUMBERS_BY_DECIMAL[decimal]
+    texts = {name: as_text(cells) for name, cells in columns.items()}
+    return {
+        name: with_points(text, decimal)
+        for name, text in texts.items()
+        if _are_all(without_gaps(text, GAPS), form)
+    }
+
+
+def _are_all(text: Any, form: str) -> bool:
+    return pc.all(pc.match_substring_regex(text, form)).as_py() is not False
 
 
 def _kind_of(path: Path) -> str:
@@ -138,10 +151,14 @@ def _kind_of(path: Path) -> str:
     endings = [ending.lower() for ending in first.suffixes if ending not in CODECS]
     if endings and endings[-1] in _TEXT:
         return "csv"
-    if path.is_dir() or (endings and endings[-1] in {".parquet", ".pq"}):
+    with unreadable_is_data_error(first), first.open("rb") as file:
+        is_parquet = file.read(4) == b"PAR1"
+    if is_parquet or (endings and endings[-1] in {".parquet", ".pq"}):
         return "parquet"
+    if not endings or path.is_dir():
+        return "csv"
     raise SettingsError(
         f"{path}: expected a file whose name ends in .csv, .tsv, .txt (also compressed) or "
-        f".parquet, or a folder of such files; write other sources into the settings by hand "
-        f"(docs/settings.md)"
+        f".parquet, or a folder of such files: save a spreadsheet as CSV, and write other sources "
+        f"into the settings by hand (docs/settings.md)"
     )

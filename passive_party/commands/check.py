@@ -1,7 +1,7 @@
 """``splitveil passive check``: checks settings, data, model and connection without training."""
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
@@ -9,6 +9,7 @@ import numpy as np
 from splitveil.common.errors import PeerUnreachable, SettingsError
 from splitveil.common.models.factory import Trial, build_bottom_model, lone_row_in_words
 from splitveil.common.party import command_line
+from splitveil.common.party.command_line import Check
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.endpoint import status_checks
 from splitveil.common.party.party_data import PartyData, open_earlier_model
@@ -47,15 +48,16 @@ def check(parsed: argparse.Namespace) -> None:
         if earlier is not None:
             earlier.put_into(model)
         fits = f"the bottom model fits them{but}"
-        return f"data: {data.summary()}; {fits}; {data.table.id_report.in_words()}"
+        return f"data: {data.summary(contract)}; {fits}; {data.table.id_report.in_words()}"
 
     def labels() -> str:
         found = evaluation_labels(settings)
         return f"evaluation labels: {'none' if found is None else found.table.source}"
 
-    def probes() -> Iterator[Callable[[], str]]:
-        link = connection_of(settings, credential_files(settings, settings.party))
-        return connection_checks(settings, link, parsed.wait)
+    def first() -> Iterator[Check]:
+        yield connection
+        yield lambda: f"device: {command_line.torch_device(settings.device)}"
+        yield data_and_model
 
     adversary = settings.adversary
 
@@ -63,19 +65,20 @@ def check(parsed: argparse.Namespace) -> None:
         names = try_custom_attacks(adversary, settings.contract.cut_shape)
         return f"attacks: {', '.join(names)} can score gradients"
 
+    details = [*status_checks(settings.status), labels]
+    if adversary is not None and adversary.custom_attacks:
+        details.append(own_attacks)
+    parts, then = [first()], "check {} --connect, while the active party does"
+    if parsed.connect:
+        parts, then = [*parts, _probes(settings, parsed.wait)], "run {}"
     command_line.report_check(
-        settings,
-        [
-            connection,
-            *status_checks(settings.status),
-            lambda: f"device: {command_line.torch_device(settings.device)}",
-            *([own_attacks] if adversary is not None and adversary.custom_attacks else []),
-            data_and_model,
-            labels,
-        ],
-        probes if parsed.connect else None,
-        as_json=parsed.json,
+        settings, parsed, parts, details, f"splitveil passive {then.format(parsed.settings)}"
     )
+
+
+def _probes(settings: PassiveSettings, wait_s: float) -> Iterator[Check]:
+    link = connection_of(settings, credential_files(settings, settings.party))
+    yield from connection_checks(settings, link, wait_s)
 
 
 def _peer_state(settings: PassiveSettings) -> str:

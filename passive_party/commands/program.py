@@ -34,13 +34,15 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def parser(program: str = "passive-party") -> argparse.ArgumentParser:
-    return party_parser(program, _add_own_commands)
+    return party_parser(program, "passive", _add_own_commands)
 
 
 def _add_own_commands(commands: Commands) -> None:
     _add_serve(commands)
     purpose = "write a page that shows what left and what it reveals of this party's features"
-    report = commands.add_parser("report", help=purpose, description=purpose)
+    report = commands.add_parser(
+        "report", help=purpose, description=purpose, example="runs/breast_cancer"
+    )
     report.add_argument(
         "run_dir", type=Path, help="the run's folder, runs/<run name>, or this party's folder in it"
     )
@@ -57,7 +59,10 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _add_serve(commands: Commands) -> None:
     command = add_command(
-        commands, "serve", "answer the active party's questions for predictions, until stopped"
+        commands,
+        "serve",
+        "answer the active party's questions for predictions, until stopped",
+        "passive.yaml",
     )
     command.add_argument(
         "--data",

@@ -75,7 +75,7 @@ def _train(
 ) -> None:
     device = command_line.prepare(settings, workers.rank)
     data = PartyData.of(settings)
-    logger.info("%d rows read from %s", len(data.ids), data.table.source)
+    logger.info("%d rows read from %s, device %s", len(data.ids), data.table.source, device)
     labels = evaluation_labels(settings)
     interruption.check()
     folder = open_run_folder(
@@ -126,7 +126,7 @@ def _train(
             if run.trainer is not None and end_of(folder) is None:
                 identity = identity_metadata(run.model_identity, settings.contract)
                 saved = save_model(folder, run.trainer.model, build_trainer.encoder, identity)
-                logger.info("model saved in %s", saved)
+                logger.debug("model saved in %s", saved)
     if end_of(folder) is not None:
         logger.warning(_ENDED)
         return

@@ -55,7 +55,7 @@ class ServedModel:
         allowed = settings.answers.allowed_ids
         if allowed is not None:
             path = expand_path("answers.allowed_ids", allowed, settings.base_dir)
-            rows.serve_only(read_id_list(path, settings.data, settings.contract.ids))
+            rows.serve_only(read_id_list(path, settings.data, settings.contract.ids).ids)
         model = build_bottom_model(
             settings.bottom_model, rows.encoder, contract.cut_shape, seed=settings.model_seed
         )

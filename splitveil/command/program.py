@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import NamedTuple, NoReturn, Protocol, cast
 
 from splitveil.common.errors import SplitveilError
-from splitveil.common.party.arguments import add_completion, end_program
+from splitveil.common.party.arguments import Commands, Parser, add_completion, end_program
 from splitveil.common.text.version import add_version
 from splitveil.common.text.visible_text import visible_lines
 
@@ -107,12 +107,14 @@ def _exit_code(words: Sequence[str]) -> int:
 
 
 def _parser(*, with_arguments: bool = False) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM, description="Two-party split learning with defended gradients."
+    parser = Parser(
+        prog=PROGRAM,
+        description="Two-party split learning with defended gradients.",
+        example="demo",
     )
     add_version(parser)
     add_completion(parser, partial(_parser, with_arguments=True))
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands: Commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for one in SUB_COMMANDS:
         own = [_module(one).parser(f"{PROGRAM} {one.name}")] if with_arguments else []
         commands.add_parser(

@@ -13,9 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from splitveil.active_party.commands.program import REPORT_PURPOSE, add_report_arguments
+from splitveil.active_party.commands.program import (
+    REPORT_EXAMPLE,
+    REPORT_PURPOSE,
+    add_report_arguments,
+)
 from splitveil.common.errors import DataError, SettingsError
-from splitveil.common.party.arguments import ALIGN_PURPOSE, add_align_arguments, add_command
+from splitveil.common.party.arguments import (
+    ALIGN_PURPOSE,
+    Commands,
+    Parser,
+    add_align_arguments,
+    add_command,
+)
 from splitveil.common.party.json_output import add_json, print_json
 from splitveil.common.text.upper_bounds import at_least
 from splitveil.common.text.visible_text import PlainTable
@@ -29,8 +39,9 @@ OPTIONAL = ("batches", "examples", "activations", "covariates", "predictions")
 
 def parser(program: str) -> argparse.ArgumentParser:
     """Return the parser of the sub-command that is the last word of ``program``."""
-    made = argparse.ArgumentParser(prog=program)
-    _PARSERS[program.rsplit(maxsplit=1)[-1]](made)
+    add, example = _PARSERS[program.rsplit(maxsplit=1)[-1]]
+    made = Parser(prog=program, example=example)
+    add(made)
     return made
 
 
@@ -42,9 +53,14 @@ def run(parsed: argparse.Namespace) -> int:
 def _add_align(align: argparse.ArgumentParser) -> None:
     purpose = f"{ALIGN_PURPOSE[0].upper()}{ALIGN_PURPOSE[1:]}"
     align.description = f"{purpose}. Every party runs it at once."
-    parties = align.add_subparsers(dest="party", required=True, metavar="PARTY")
-    add_align_arguments(add_command(parties, "active", "the label owner's part: it is called"))
-    add_align_arguments(add_command(parties, "passive", "a feature owner's part: it calls"))
+    parties: Commands = align.add_subparsers(dest="party", required=True, metavar="PARTY")
+    parts = {
+        "active": "the label owner's part: it is called",
+        "passive": "a feature owner's part: it calls",
+    }
+    for party, part in parts.items():
+        example = f"{party}.yaml --output aligned.parquet"
+        add_align_arguments(add_command(parties, party, part, example))
     align.set_defaults(command="align", action=_run_of_party)
 
 
@@ -104,8 +120,8 @@ def _add_audit(audit: argparse.ArgumentParser) -> None:
         "Attack gradients of any trainer, and print what they reveal about the labels."
     )
     audit.epilog = (
-        f"FILE is an npz archive with arrays {' and '.join(NEEDED)} and perhaps "
-        f"{', '.join(OPTIONAL)}, one entry per row."
+        f"{audit.epilog}\n\nFILE is an npz archive with arrays {' and '.join(NEEDED)} and perhaps "
+        f"\n{', '.join(OPTIONAL)}, one entry per row."
     )
     audit.add_argument("file", type=Path, metavar="FILE", help="an npz archive")
     audit.add_argument(
@@ -213,10 +229,10 @@ def _schema(parsed: argparse.Namespace) -> int:
     return 0
 
 
-_PARSERS: Mapping[str, Callable[[argparse.ArgumentParser], None]] = {
-    "align": _add_align,
-    "report": _add_report,
-    "compare": _add_compare,
-    "audit": _add_audit,
-    "schema": _add_schema,
+_PARSERS: Mapping[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
+    "align": (_add_align, "active active.yaml --output aligned.parquet"),
+    "report": (_add_report, REPORT_EXAMPLE),
+    "compare": (_add_compare, "runs/breast_cancer-none runs/breast_cancer-marvell"),
+    "audit": (_add_audit, "gradients.npz --batch-size 128"),
+    "schema": (_add_schema, "active"),
 }

@@ -21,9 +21,10 @@ from splitveil.common.privacy.observation import LabelClasses
 from splitveil.common.privacy.observational_audit import EpsilonBound
 from splitveil.common.privacy.run_level import RunLevelLeak
 from splitveil.common.privacy.scoring import BatchScorer
-from splitveil.common.privacy.settings import BUILT_IN_NAMES, suggested
+from splitveil.common.privacy.settings import BUILT_IN_NAMES
 from splitveil.common.text.upper_bounds import at_least
 from splitveil.common.text.visible_text import visible
+from splitveil.common.text.wording import suggest
 from splitveil.library.audited_rows import AuditedRows
 from splitveil.library.frames import Row, as_html, frame
 
@@ -223,7 +224,7 @@ def _check(chosen: Sequence[str], known: set[str]) -> None:
         if name in known:
             continue
         if name not in BUILT_IN_NAMES:
-            hint = suggested(name, BUILT_IN_NAMES)
+            hint = suggest(name, BUILT_IN_NAMES)
             raise SettingsError(f"attacks: there is no attack {name!r}{hint}")
         raise SettingsError(
             f"attacks: {name} needs more than it was given: examples for attacks over several "

@@ -1,7 +1,8 @@
 """Tables in memory as the data of simulated parties: arrays, data frames, tables of pyarrow.
 
 Each table is written as a Parquet file beside settings made for it, so that a simulation reads it
-as two processes would. Numbers become numeric features, and texts categories.
+as two processes would. Numbers become numeric features, dates and times timestamps, and texts
+categories.
 """
 
 import logging
@@ -18,6 +19,7 @@ from pyarrow import parquet
 from splitveil.common.data.columns import (
     WrittenColumn,
     almost_numbers,
+    is_numeric,
     is_unnamed_index,
     read_categories,
 )
@@ -192,11 +194,11 @@ def _data(
     path = folder / f"{name}.parquet"
     parquet.write_table(table, path)
     path.chmod(0o600)
-    features: dict[str, list[str]] = {"numeric": [], "categorical": []}
+    features: dict[str, list[str]] = {"numeric": [], "categorical": [], "timestamps": []}
     others = {*own, id_column, *_index_of(table)}
     for column in table.schema:
         if column.name not in others and not is_unnamed_index(column.name):
-            features["numeric" if _is_number(column.type) else "categorical"].append(column.name)
+            features[_way_of(column.type)].append(column.name)
     for text in features["categorical"]:
         where = f"{name}: column {text!r}"
         found = read_categories(WrittenColumn(table.column(text), where, ("",)))
@@ -217,6 +219,12 @@ def _data(
     }
 
 
+def _way_of(kind: pa.DataType) -> str:
+    if pa.types.is_date(kind) or pa.types.is_timestamp(kind):
+        return "timestamps"
+    return "numeric" if is_numeric(kind) or pa.types.is_boolean(kind) else "categorical"
+
+
 def _settings(data: dict[str, Any]) -> dict[str, Any]:
     return {
         "contract": "contract.yaml",
@@ -224,11 +232,6 @@ def _settings(data: dict[str, Any]) -> dict[str, Any]:
         "data": data,
         "optimizer": ADAM,
     }
-
-
-def _is_number(kind: pa.DataType) -> bool:
-    is_number: bool = pa.types.is_integer(kind) or pa.types.is_floating(kind)
-    return is_number or bool(pa.types.is_boolean(kind) or pa.types.is_decimal(kind))
 
 
 def _classes(labels: pa.ChunkedArray) -> int:

@@ -6,6 +6,7 @@ in this process, with the same bits.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from numbers import Integral
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from pyarrow import parquet
 from splitveil.active_party.predict.embed_client import EmbedClient
 from splitveil.active_party.predict.predictor import JointModel, ModelChoice, Predictions, Predictor
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.common.data.canonical_form import compose
+from splitveil.common.data.canonical_form import CanonicalForm, compose
 from splitveil.common.errors import OtherModel, SettingsError
 from splitveil.common.party.command_line import torch_device
 from splitveil.common.party.party_settings import PartySettingsT, load_party_settings
@@ -84,9 +85,9 @@ def predict(
             that of the settings.
 
     Returns:
-        A data frame (a ``pyarrow.Table`` without pandas): ``id``, whether every party has a row of
-        it (``found``), and ``probability``, or one column ``probability_<class>`` for each of
-        several classes.
+        A data frame (a ``pyarrow.Table`` without pandas): ``id`` as given, ``canonical_id``,
+        whether every party has a row of it (``found``), and ``probability``, or one column
+        ``probability_<class>`` for each of several classes.
 
     Raises:
         SplitveilError: a model, table or setting cannot be used, or the halves are not of one
@@ -96,8 +97,14 @@ def predict(
     parties = _Parties(opened, passive, tables or {}, base_dir)
     with parties.predictor(model) as predictor:
         predictor.check_models()
-        asked = parties.all_ids() if ids is None else list(map(_as_text, ids))
-        return frame(_rows(predictor, asked, parties.active.data.class_names))
+        asked = parties.all_ids() if ids is None else list(ids)
+        texts = list(map(_as_text, asked))
+        canonical = CanonicalForm(parties.active.contract.ids).of(texts)
+        # Whole numbers stay what they are: they join the list that they come from.
+        given = asked if all(isinstance(one, Integral) for one in asked) else texts
+        classes = parties.active.data.class_names
+        rows = _rows(predictor, canonical, classes)
+        return frame({"id": one, **row} for one, row in zip(given, rows, strict=True))
 
 
 def _as_text(one: Any) -> str:
@@ -185,7 +192,7 @@ def _rows(predictor: Predictor, ids: Sequence[str], classes: Sequence[str]) -> I
         some = ids[start : start + MAX_IDS]
         answer: Predictions = predictor.predict(some)
         for one, is_found, values in zip(some, answer.found, answer.probabilities, strict=True):
-            row: dict[str, object] = {"id": one, "found": bool(is_found)}
+            row: dict[str, object] = {"canonical_id": one, "found": bool(is_found)}
             names = [f"probability_{name}" for name in classes] or ["probability"]
             known = np.atleast_1d(values).tolist() if is_found else [None] * len(names)
             yield row | dict(zip(names, known, strict=True))

@@ -1,9 +1,11 @@
 """The command ``splitveil``: its sub-commands, their help, JSON and shell completion."""
 
+import argparse
 import json
+import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +17,7 @@ from splitveil.active_party.commands import program as active_party
 from splitveil.command import program
 from splitveil.command.program import SUB_COMMANDS
 from splitveil.common.record.transcript import Transcript
+from splitveil.experiments import __main__ as experiments
 from splitveil.passive_party.commands import program as passive_party
 from tests.support.programs import ROOT, run_program
 from tests.support.runs import write_example
@@ -64,7 +67,34 @@ def test_the_help_names_every_sub_command(call: Call) -> None:
     done = call("actve")
     assert done.exit_code == 2
     assert "invalid choice: 'actve'" in done.err
-    assert "'active'" in done.err
+    assert done.err.endswith("; did you mean 'active'?\n")
+
+
+def programs() -> Iterator[argparse.ArgumentParser]:
+    """Yield the parser of every program and of every sub-command."""
+    owners: list[argparse.ArgumentParser] = [
+        program._parser(),
+        active_party.parser(),
+        passive_party.parser(),
+        experiments._parser(),
+        *(program._module(one).parser(f"splitveil {one.name}") for one in SUB_COMMANDS),
+    ]
+    while owners:
+        yield (one := owners.pop())
+        for action in one._actions:
+            if isinstance(action, argparse._SubParsersAction) and one.prog != "splitveil":
+                owners += action.choices.values()
+
+
+@pytest.mark.parametrize("parser", list(programs()), ids=lambda one: one.prog)
+def test_the_help_of_every_command_ends_with_an_example_that_it_can_read(
+    parser: argparse.ArgumentParser,
+) -> None:
+    if parser.prog.endswith("experiments list"):
+        return  # it has nothing to add
+    example = parser.format_help().partition("\nexample:\n")[2].strip().splitlines()[0]
+    assert example.startswith(f"{parser.prog} ")
+    parser.parse_args(shlex.split(example.removeprefix(parser.prog)))
 
 
 @pytest.mark.parametrize(
@@ -157,6 +187,81 @@ def test_check_prints_settings_and_outcomes_as_json(folder: Path, call: Call) ->
     assert (done.exit_code, done.json()["ok"]) == (3, False)
     assert "nothing_of_that_name" in refused
     assert "nothing_of_that_name" in done.err
+
+
+@pytest.mark.parametrize(
+    ("party", "figures", "then"),
+    [
+        (
+            "active",
+            [
+                "data: 380 rows in",
+                ", 2 feature columns, about 4 steps of 64 rows per epoch; the top model fits",
+                "labels: 2 classes, 30.53% positive",
+                "device: cpu",
+                "defense: none",
+                "bound on the leak AUC of the whole run: none",
+            ],
+            "splitveil active plan",
+        ),
+        ("passive", ["data: 380 rows in", "device: cpu", "the bottom model fits"], "--connect, "),
+    ],
+)
+def test_check_takes_ten_lines_unless_details_are_asked_for(
+    party: str, figures: list[str], then: str, folder: Path, call: Call
+) -> None:
+    words = (party, "check", folder / f"{party}.yaml", "--set", "device=cpu")
+    lines = call(*words).out.splitlines()
+    assert len(lines) <= 10
+    assert [figure for figure in figures if not any(figure in line for line in lines)] == []
+    assert lines[-1].startswith("next: splitveil ")
+    assert then in lines[-1]
+    details = call(*words, "-v").out
+    assert "  learning_rate: " in details
+    assert set(details.splitlines()) > set(lines[:-2])
+    assert call(*words, "-q").out == ""
+
+
+@pytest.mark.parametrize(
+    ("batches", "code", "said"),
+    [
+        ("batch_size=999", 0, "WARNING: contract.batch_size: 999 is more than the 228 rows to tr"),
+        ("drop_last=true", 0, "about 3 steps of 64 rows"),
+        ("batch_size=999 drop_last=true", 2, "contract.batch_size: 999 is more than the 228 rows"),
+    ],
+)
+def test_check_says_where_rows_fill_no_batch(
+    batches: str, code: int, said: str, folder: Path, call: Call
+) -> None:
+    sets = [word for one in batches.split() for word in ("--set", f"contract.{one}")]
+    for party in ("active", "passive"):
+        done = call(party, "check", folder / f"{party}.yaml", *sets)
+        assert said in done.out + done.err
+        assert done.exit_code == code
+
+
+@pytest.mark.parametrize(
+    ("defense", "bounds", "verdict"),
+    [
+        ("{name: none}", ["none"] * 3, "Nothing limits what a run with none reveals"),
+        ("{name: marvell, noise: persistent}", ["none", "0.717", "0.717"], "As long as the pass"),
+        ("{name: marvell}", ["none", "none", "likely"], "estimate, which only a run_budget makes"),
+        ("{name: projected_labels}", ["0.600"] * 3, "Whatever the passive party does, all 2"),
+    ],
+)
+def test_a_plan_answers_one_question_in_a_table_and_a_sentence(
+    defense: str, bounds: list[str], verdict: str, folder: Path, call: Call
+) -> None:
+    words = ("active", "plan", folder / "active.yaml", "--set", f"defense={defense}")
+    question, *table, sentence = call(*words).out.splitlines()
+    assert question.endswith(" reveal about the labels, and to whom?")
+    rows = [line.split("│")[1:3] for line in table if "│" in line]
+    assert [bound.split()[0] for _, bound in rows] == bounds
+    assert verdict in sentence
+    details = call(*words, "-v").out
+    assert question in details
+    assert "sum_kl" in details
+    assert "sum_kl" not in "".join(table)
 
 
 def test_a_plan_is_printed_as_json(folder: Path, call: Call) -> None:

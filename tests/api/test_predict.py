@@ -49,7 +49,7 @@ def test_predictions_are_those_of_parties_that_serve_over_a_network(trained: Tra
         ]
     there = np.concatenate(parts)
     assert np.array(here["probability"], np.float32).tolist() == there.tolist()
-    assert here["id"] == trained.test_ids
+    assert here["id"] == here["canonical_id"] == trained.test_ids
     assert len(here["id"]) > 40
 
 

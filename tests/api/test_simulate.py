@@ -285,6 +285,19 @@ def test_an_index_joins_data_frames_as_a_key_and_is_no_feature(
     )
 
 
+@pytest.mark.parametrize(
+    "kind", [pa.timestamp("ns"), pa.timestamp("s", "Europe/Rome"), pa.date32()]
+)
+def test_dates_and_times_are_times(kind: pa.DataType, columns: Columns, tmp_path: Path) -> None:
+    days = pa.array(range(300), pa.int32()).cast(pa.date32())
+    passive = pa.table(columns[1]).append_column("since", days.cast(kind))
+    write_settings(tmp_path, columns[0], passive, label="label", key="id")
+    theirs = PartyData.of(read_settings(tmp_path).passive["passive"]).table
+    assert list(theirs.categorical) == ["colour"]
+    assert theirs.numeric["since.year"][[0, -1]].tolist() == [1970, 1970]
+    assert theirs.timestamps == ("since",)
+
+
 LABELS = "active and passive have different row labels .* name in key="
 
 APART: dict[str, tuple[Callable[[Any, Any], tuple[Any, Any]], str]] = {

@@ -19,6 +19,7 @@ from splitveil.common.data.stored_ids import ABSENT, IdIndex, RowNumbers, Stored
 from splitveil.common.data.table_files import read_id_list, source_of
 from splitveil.common.errors import DataError
 from splitveil.common.models.blocks import predict_in_blocks
+from splitveil.common.run.id_rules import TextId
 from splitveil.passive_party.predict.service import Throttle
 
 
@@ -73,9 +74,33 @@ def test_lists_of_ids_are_text_or_a_column_and_canonical(tmp_path: Path) -> None
     parquet.write_table(pa.table({"n": [1, 2, 3], "id": [" a", "b ", "\u00c5"]}), table)
     written = tmp_path / "ids.csv"
     written.write_text("x,id\n1,a\n2,b\n3,\u00c5\n")
-    assert read_id_list(text, by(None)) == ["a", "b", "\u00c5"]
-    assert read_id_list(table, by("id")) == ["a", "b", "\u00c5"]
-    assert read_id_list(written, by("id")) == ["a", "b", "\u00c5"]
+    assert read_id_list(text, by(None)).ids == ["a", "b", "\u00c5"]
+    assert read_id_list(table, by("id")).ids == ["a", "b", "\u00c5"]
+    assert read_id_list(written, by("id")).ids == ["a", "b", "\u00c5"]
+
+
+def test_a_list_of_ids_is_joined_by_the_ids_that_it_holds(tmp_path: Path) -> None:
+    path = tmp_path / "ids.parquet"
+    cells = {
+        "id": pa.array([17, 3, None, 3]),
+        "float": pa.array([7.0, None, 1.0, 2.0]),
+        "text": pa.array(["A ", None, "a", "B"]),
+        "bytes": pa.array([b"A", b" ", b"b", b"A"]),
+    }
+    parquet.write_table(pa.table(cells), path)
+    lower = (TextId(fold_case=True, whole_numbers=True),)
+    for name, canonical, written in (
+        ("id", ["17", "3", "3"], cells["id"].drop_null()),
+        ("float", ["7", "1", "2"], cells["float"].drop_null()),
+        ("text", ["a", "a", "b"], ["A ", "a", "B"]),
+        ("bytes", ["a", "b", "a"], ["A", "b", "A"]),
+    ):
+        leave_out = by(name).model_copy(update={"unusable_ids": "leave_out"})
+        found = read_id_list(path, leave_out, lower)
+        assert found.ids == canonical
+        assert pa.chunked_array(found.written).equals(pa.chunked_array([written]))
+        with pytest.raises(DataError, match=r"no id in row \d"):
+            read_id_list(path, by(name), lower)
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,8 @@ def lines(
     return "".join(delimiter.join(row) + end for row in [names, *rows])
 
 
-def numbered(name: str) -> str:
-    return lines([[str(i), *row] for i, row in enumerate(ROWS)], names=[name, *NAMES])
+def numbered(name: str, step: int = 1) -> str:
+    return lines([[str(i * step), *row] for i, row in enumerate(ROWS)], names=[name, *NAMES])
 
 
 PARTS = {
@@ -84,6 +84,19 @@ READ: dict[str, tuple[dict[str, bytes], str, dict[str, Any]]] = {
     ),
     "an unnamed index": ({ONE: numbered("").encode()}, ONE, {}),
     "a named index": ({ONE: numbered("Unnamed: 0").encode()}, ONE, {}),
+    "an index of some rows": ({ONE: numbered("Unnamed: 0.1", 7).encode()}, ONE, {}),
+    "two columns of one name": (
+        {ONE: lines([[*row, "1", "2"] for row in ROWS], names=[*NAMES, "x", "x"]).encode()},
+        ONE,
+        {},
+    ),
+    "an empty first line": ({ONE: b"\n" + lines().encode()}, ONE, {}),
+    "no ending": ({"act": lines().encode()}, "act", {}),
+    "parts without endings": (
+        {"act/part-0": lines(ROWS[:9]).encode(), "act/part-1": lines(ROWS[9:]).encode()},
+        "act",
+        {},
+    ),
     "a comma after every row": ({ONE: lines(end=",\n").encode()}, ONE, {}),
     "a folder": (PARTS, "act", {}),
     "a pattern": (PARTS, "act/part-*", {}),
@@ -101,7 +114,7 @@ def test_what_other_programs_write_is_read(tmp_path: Path, case: str) -> None:
     chosen = written.features
     assert chosen is not None
     assert (chosen.numeric, len(chosen.categorical)) == (("age", "fee"), 1)
-    features = {"numeric": "*", "categorical": "town*", "exclude": "Unnamed*"}
+    features = {"numeric": "*", "categorical": "town*", "exclude": "x"}
     by_hand = data_settings({"path": path, **source}, features)
     cached = data_settings({"path": path, **source, "cache_dir": "cache"}, features)
     thousand = "1" if case == "points between thousands" else ""
@@ -143,6 +156,13 @@ BY_ITS_TEXT = {
         f"# export\n# of March\n{lines()}".encode(),
         "the column names seem to come later: delete the 2 lines above them",
     ),
+    "a title with commas": (
+        f"Report, March,,,\n{lines()}".encode(),
+        "the column names seem to come later: delete the line above them",
+    ),
+    "a spreadsheet": (b"PK\x03\x04\0\0", "is no text but a spreadsheet or zip archive: save it"),
+    "Parquet": (b"PAR1\0", "is no text but a Parquet file: let its name end in .parquet"),
+    "gzip": (gzip.compress(b"a,b\n"), "is no text but compressed by gzip: let its name end in .gz"),
     "a title of one cell": (f"Export,,,,\n{lines()}".encode(), "delete the line above them"),
     "rows of nothing": (GHOSTS.encode(), "last 5 rows hold nothing but delimiters: delete what"),
     "no names": (HEADLESS.encode(), "looks like data: write a line of column names above it, or"),
@@ -219,7 +239,7 @@ def test_a_party_s_own_command_gives_the_remedy(
 def test_a_list_of_ids_is_read_however_it_is_written(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text, encoding="utf-8", newline="")
     settings = data_settings({"path": "unused.csv"}, None)
-    assert read_id_list(tmp_path / name, settings) == ["a", "b"]
+    assert read_id_list(tmp_path / name, settings).ids == ["a", "b"]
 
 
 def test_another_table_is_read_with_its_own_delimiter(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def best_r2(values: Sequence[float], shares: Sequence[float], mu: float) -> floa
 
 
 def stated(mu: float) -> float:
-    """Return the bound of docs/measures.md."""
+    """Return the bound of docs/guide/reading-the-report.md."""
     return math.expm1(mu**2) / 4
 
 

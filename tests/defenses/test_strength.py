@@ -220,10 +220,10 @@ def test_a_strength_is_chosen_by_its_key() -> None:
         ("defense.strength={power_ration: 4}", "exactly one of power_ratio, sum_kl"),
         ("defense.strength={}", "exactly one of power_ratio, sum_kl"),
         ("defense.strength=4", "exactly one of power_ratio, sum_kl"),
-        ("defense.strength={leak_auc: 0.5}", "greater than 0.5"),
+        ("defense.strength={leak_auc: 0.5}", "more than 0.5"),
         ("defense.strength={leak_auc: 1}", "less than 1"),
         ("defense.strength={detection_error: 0.5}", "less than 0.5"),
-        ("defense.strength={sum_kl: 0}", "greater than or equal to"),
+        ("defense.strength={sum_kl: 0}", "at least"),
         ("defense.strength={sum_kl: .inf}", "finite number"),
     ],
 )

@@ -110,6 +110,7 @@ def test_nobody_is_root_memory_is_limited_and_only_the_results_can_be_written(
 ) -> None:
     (writable,) = [one for one in found.compose["volumes"] if not one.endswith(":ro")]
     assert writable.endswith(":/runs")
+    assert found.compose["tmpfs"] == ["/tmp"]  # noqa: S108 - mounted without exec; the image has libsodium
     found.check_nobody_is_root()
     (container,) = found.pod["containers"]
     limits = (
@@ -180,6 +181,7 @@ def test_an_image_is_built_from_the_packages_of_one_party(found: Deployed) -> No
     kept = re.findall(r"! -name (\S+)", stages[f"{party}-packages"])
     assert kept == ["__init__.py", "protos", "common", f"{party}_party", f"{party}-party"]
     assert "USER splitveil" in own
+    assert "libsodium" in stages["dependencies"]
     assert found.compose["build"]["target"] == f"{party}-party"
 
 

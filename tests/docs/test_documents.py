@@ -1,6 +1,7 @@
 """The documents hold together: links lead somewhere, named files exist, tables are whole."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,15 @@ def test_every_link_file_and_table_of_a_document_is_whole(document: Path) -> Non
     assert broken(document) == []
     assert unmade(document) == set()
     assert uneven(document) == []
+
+
+def test_the_site_has_the_pages_that_the_readme_lists_and_no_page_is_missing() -> None:
+    (table,) = (rows for rows in tables(ROOT / "README.md") if rows[0] == "| for | pages |")
+    listed = [(row.split("|")[1].strip(), re.findall(r"\]\((.*?)\)", row)) for row in table[2:]]
+    site = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]
+    home, *groups = site["nav"]
+    assert [(name.lower(), pages) for one in groups for name, pages in one.items()] == listed
+    assert {home, *(page for _, pages in listed for page in pages)} == set(map(name_of, DOCUMENTS))
 
 
 def test_dead_links_and_uneven_tables_are_found(tmp_path: Path) -> None:

@@ -201,7 +201,10 @@ def test_answers_are_asked_for_where_somebody_can_answer(tmp_path: Path) -> None
     path = clients(tmp_path, y=[i % 2 for i in range(ROWS)])
     found = initialise(path, Wishes(), Terms("active", tmp_path), ask=ask)
     assert found.proposal.choices.id_column == "client"
-    assert [suggestions[0] for _, suggestions in asked] == ["client", "churned"]
+    assert [suggestions[0] for _, suggestions in asked] == ["client", ""]
+    assert asked[1][1] == ["", "churned", "y"]
+    initialise(clients(tmp_path), Wishes(), Terms("active", tmp_path), ask=ask, force=True)
+    assert asked[3][1] == ["churned"]
 
 
 def test_parquet_is_read_in_its_own_types(tmp_path: Path) -> None:
@@ -271,7 +274,11 @@ def test_any_name_of_a_file_is_written_as_it_is(tmp_path: Path, name: str) -> No
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("", "the file is empty"), ("a,a\n1,2\n", "a name of its own"), ("a,b\n", "no rows")],
+    [
+        ("", "the file is empty"),
+        ("a,a\n1,2\n", "a name of its own for every"),
+        ("a,b\n", "no rows"),
+    ],
 )
 def test_a_file_without_a_table_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "t.csv").write_text(text)

@@ -1,5 +1,6 @@
 """``splitveil init`` judges columns as a run reads them, and takes none for another in silence."""
 
+import datetime
 import decimal
 import json
 import logging
@@ -17,8 +18,8 @@ import yaml
 from pyarrow import parquet
 
 from splitveil.command.program import main as splitveil
-from splitveil.common.data.ids import Allowed
 from splitveil.common.data.settings import DataSettings
+from splitveil.common.data.table_files import source_of
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.run.id_rules import TextId
@@ -62,6 +63,8 @@ def edited(cells: Sequence[str], **others: str) -> list[str]:
 
 TIMES = [f"2024-03-{1 + row % 28:02d} 10:00:00" for row in range(ROWS)]
 GERMAN = [f"{row},{row % 90 + 10}" for row in range(ROWS)]
+POINTS = [f"{row}.5" for row in range(ROWS)]
+THREES = [f"{row},300" for row in range(1, ROWS + 1)]
 
 
 @pytest.mark.parametrize(
@@ -71,10 +74,9 @@ GERMAN = [f"{row},{row % 90 + 10}" for row in range(ROWS)]
         (edited(NUMBERS, r6="x", r9="y"), "58 of 60 cells are numbers; rows 6, 9 (2 in all) are"),
         (["0"] * 50 + edited(NUMBERS, r1="n/k")[:10], "59 of 60 cells are numbers; row 51 is not"),
         (edited(NUMBERS, r6="1e400"), "59 of 60 cells are numbers; row 6 is not"),
-        (GERMAN, '60 of 60 cells are numbers with a decimal comma: data.source.decimal: ","'),
-        ([f"{row},300" for row in range(1, ROWS + 1)], "with marks between thousands: write"),
-        (["1 234 567.5", *NUMBERS[1:]], "60 of 60 cells are numbers with marks between thousands"),
-        ([f"{one}%" for one in NUMBERS], "60 of 60 cells are numbers with a percent sign: write"),
+        (THREES, "60 of 60 cells are numbers with commas or marks between thousands: --decimal ."),
+        ([f"{one} %" for one in NUMBERS], "60 of 60 cells are numbers with a percent sign or a"),
+        ([f"€{one}.50" for one in NUMBERS], "60 of 60 cells are numbers with a percent sign or a"),
         (edited(TIMES, r7="2024-02-30"), "59 of 60 cells are dates or times; row 7 is not"),
     ],
 )
@@ -93,6 +95,109 @@ def test_what_is_almost_of_one_kind_is_a_question(
     check(tmp_path)
     assert message.partition(":")[0] in (tmp_path / "passive.yaml").read_text()
     assert not propose(path, Wishes(exclude=("calls",))).choices.numeric
+
+
+@pytest.mark.parametrize(
+    ("cells", "others", "options", "decimal", "first"),
+    [
+        (["0,5", *GERMAN[1:]], SIDES, [], ",", 0.5),
+        (["1.234,5", *GERMAN[1:]], SIDES, [], ",", 1234.5),
+        (["1.234", *NUMBERS[1:]], GERMAN, [], ",", 1234),
+        (["1 234 567", *NUMBERS[1:]], GERMAN, [], ",", 1234567),
+        (["1,234.5", *NUMBERS[1:]], SIDES, [], ".", 1234.5),
+        (["1,234,567", *NUMBERS[1:]], SIDES, [], ".", 1234567),
+        (["1'234", *NUMBERS[1:]], SIDES, [], ".", 1234),
+        (["1\u202f234", *NUMBERS[1:]], POINTS, [], ".", 1234),
+        (THREES, POINTS, [], ".", 1300),
+        (THREES, GERMAN, [], ",", 1.3),
+        (THREES, SIDES, ["--decimal", "."], ".", 1300),
+        (THREES, SIDES, ["--decimal", ","], ",", 1.3),
+        (["1.234", *POINTS[1:]], SIDES, [], None, 1.234),
+    ],
+)
+def test_numbers_are_read_as_their_country_writes_them(
+    tmp_path: Path,
+    cells: list[str],
+    others: list[str],
+    options: list[str],
+    decimal: str | None,
+    first: float,
+) -> None:
+    path = write(tmp_path, {"calls": cells, "x": others})
+    with pytest.raises(SystemExit) as end:
+        splitveil(["init", "passive", str(path), "--folder", str(tmp_path), *options])
+    assert end.value.code == 0
+    table = check(tmp_path).table
+    assert table.numeric["calls"][0] == first
+    assert ("x" in table.numeric) == (others is not SIDES)
+    written = yaml.safe_load((tmp_path / "passive.yaml").read_text())
+    assert written["data"]["source"].get("decimal") == decimal
+    data = validate(DataSettings, written["data"], "data")
+    again = data.model_copy(update={"source": source_of(path, data.source)})
+    assert PartyData.load(again, tmp_path).table.numeric["calls"][0] == first
+
+
+CODE = {"r6": "k/A", "r9": "k/A"}
+DAYS = [f"{1 + row % 28}.{1 + row % 12:02}.2024" for row in range(ROWS)]
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "gaps"),
+    [
+        ({"x": edited(NUMBERS, **CODE)}, [], ["x"]),
+        ({"x": edited(DAYS, **CODE)}, [], ["x.month"]),
+        ({"x": edited(NUMBERS, **CODE), "y": edited(POINTS, r9="k/A")}, [], ["x"]),
+        ({"x": edited(NUMBERS, r6="k/A")}, None, []),
+        ({"x": edited(NUMBERS, r6="1x", r9="1x")}, None, []),
+        ({"x": edited(NUMBERS, r6="inf", r9="inf")}, None, []),
+        ({"x": edited(NUMBERS, r6="n", r9="n"), "y": SIDES}, None, []),
+    ],
+)
+def test_what_stands_for_a_gap_again_and_again_is_one(
+    tmp_path: Path,
+    columns: dict[str, list[str]],
+    options: list[str] | None,
+    gaps: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = write(tmp_path, columns)
+    with pytest.raises(SystemExit) as end:
+        splitveil(["init", "passive", str(path), "--folder", str(tmp_path), *(options or [])])
+    assert end.value.code == (2 if options is None else 0)
+    assert ("gaps         'k/A': no value, " in capsys.readouterr().out) == (options is not None)
+    for name in gaps:
+        numbers = check(tmp_path).table.numeric[name]
+        assert np.flatnonzero(np.isnan(numbers)).tolist() == [5, 8]
+
+
+@pytest.mark.parametrize(
+    ("form", "others", "found"),
+    [
+        ("%d.%m.%Y", [], "%d.%m.%Y"),
+        ("%d.%m.%y %H:%M", [], "%d.%m.%y %H:%M"),
+        ("%m/%d/%Y", [], "%m/%d/%Y"),
+        ("%d-%b-%Y", [], "%d-%b-%Y"),
+        ("%Y%m%d", [], "%Y%m%d"),
+        ("%d/%m/%Y", ["1/2/2024"] * 30 + ["3/2/2024"] * 30, "%d/%m/%Y"),
+        ("%d.%m.%Y", TIMES, None),
+        ("%d.%m.%Y", [f"{1 + row % 28}/{1 + row % 12}/2024" for row in range(ROWS)], "%d.%m.%Y"),
+        ("%m/%m/2024", [], None),
+    ],
+)
+def test_dates_are_read_in_their_form(
+    tmp_path: Path, form: str, others: list[str], found: str | None
+) -> None:
+    start = datetime.date(2024, 1, 1)
+    days = [(start + datetime.timedelta(5 * row)).strftime(form) for row in range(ROWS)]
+    path = write(tmp_path, {"x": days, "y": NUMBERS} | ({"z": others} if others else {}))
+    choices = propose(path).choices
+    assert choices.time_format == found
+    left_out = dict(choices.left_out)
+    assert ("x" in left_out) == (found is None)
+    assert all("see timestamp_format" in why for why in left_out.values())
+    if found:
+        months = check(tmp_path).table.numeric["x.month"]
+        assert months[:8].tolist() == [1] * 7 + [2]
 
 
 def test_other_cells_are_gaps_where_an_option_says_so(tmp_path: Path) -> None:
@@ -171,64 +276,142 @@ WHOLE = [*range(55), *[None] * 5]
 UUIDS = [uuid.UUID(int=row) for row in range(ROWS)]
 
 
+LOST = (
+    "unusable_ids: leave_out  # {} rows without an id",
+    "duplicate_ids: first  # {} rows with the",
+)
+FLOATS = pa.array([*map(float, range(ROWS - 1)), None])
+BYTES = pa.array([uuid.UUID(int=2**127 + row).bytes for row in range(ROWS)], pa.binary(16))
+
+
 @pytest.mark.parametrize(
-    ("ids", "options", "message", "count", "first"),
+    ("ids", "options", "lost", "first"),
     [
-        (in_binary(IDS), {}, "", ROWS, "K100000"),
-        (pa.array(map(decimal.Decimal, range(ROWS)), pa.decimal128(18, 0)), {}, "", ROWS, "0"),
-        (pa.array([one.bytes for one in UUIDS], pa.uuid()), {}, "", ROWS, str(UUIDS[0])),
-        (["NA", *IDS[1:]], {}, "", ROWS, "NA"),
+        (in_binary(IDS), [], (0, 0), "K100000"),
+        (pa.array(map(decimal.Decimal, range(ROWS)), pa.decimal128(18, 0)), [], (0, 0), "0"),
+        (pa.array([one.bytes for one in UUIDS], pa.uuid()), [], (0, 0), str(UUIDS[0])),
+        (["NA", *IDS[1:]], [], (0, 0), "NA"),
+        (pa.array(WHOLE, pa.int64()), [], (5, 0), "0"),
+        ([*IDS[:57], *IDS[:3]], [], (0, 3), "K100000"),
+        (["", *IDS[1:57], *IDS[1:3], " "], [], (2, 2), "K100001"),
+        ([*IDS[:40], *IDS[:20]], ["left out: 20 rows with the id"], (0, 20), "K100000"),
+        (FLOATS, ["1 row without an id, whole numbers with a decimal point"], (1, 0), "0"),
+        ([f"{row}.0" for row in range(ROWS)], ["ids: {whole_numbers: true} if"], (0, 0), "0"),
         (
-            pa.array(WHOLE, pa.int64()),
-            {"unusable": True},
-            "customer (5 rows without an id: --unusable-ids leave_out)",
-            55,
-            "0",
-        ),
-        (
-            [*IDS[:57], *IDS[:3]],
-            {"duplicates": True},
-            "customer (3 rows with the id of an earlier row: --duplicate-ids first)",
-            57,
-            "K100000",
-        ),
-        (
-            pa.array([*map(float, range(ROWS - 1)), None]),
-            {"unusable": True},
-            "stored as floating-point numbers: the contract says ids: {whole_numbers: true} if",
-            59,
+            pa.array(map(decimal.Decimal, range(ROWS)), pa.decimal128(18, 2)),
+            ["ids: {whole_numbers: true} if"],
+            (0, 0),
             "0",
         ),
     ],
 )
 def test_ids_that_a_run_reads_are_accepted(
-    tmp_path: Path, ids: Any, options: dict[str, bool], message: str, count: int, first: str
+    tmp_path: Path,
+    ids: Any,
+    options: list[str],
+    lost: tuple[int, int],
+    first: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """Those with a doubt only if they are named."""
     path = write(tmp_path, {"id": SIDES, "customer": ids, "y": [0, 1] * 30}, "parquet")
-    for named in (None, "customer") if message else ():
-        with pytest.raises(
-            SettingsError, match=r"--id-column.* none|customer: expected"
-        ) as refused:
-            propose(path, Wishes(id_column=named, label_column="y"), "active")
-        assert message in str(refused.value) or named
-    named = "customer" if "floating" in message else None
-    wishes = Wishes(id_column=named, label_column="y", allowed=Allowed(**options))
-    assert propose(path, wishes, "active").choices.id_column == "customer"
+    for message in options:
+        with pytest.raises(SettingsError, match=re.escape(message)):
+            propose(path, Wishes(label_column="y"), "active")
+    words = ["init", "active", str(path), "--folder", str(tmp_path), "--label-column", "y"]
+    with pytest.raises(SystemExit) as end:
+        splitveil([*words, *["--id-column", "customer"] * len(options)])
+    assert end.value.code == 0
+    said, written = capsys.readouterr().out, (tmp_path / "active.yaml").read_text()
+    assert re.search(r"ids +customer\n", said)
+    assert ("left out: " in said) == (sum(lost) > 0)
+    for setting, count in zip(LOST, lost, strict=True):
+        assert (setting.format(count) in written) == (count > 0)
     contract = yaml.safe_load((tmp_path / "contract.yaml").read_text())
-    assert contract.get("ids") == ({"whole_numbers": True} if named else None)
-    found = check(tmp_path, "active", [TextId(**contract.get("ids", {}))])
-    assert (len(found.ids), found.ids[0]) == (count, first)
+    rules = contract.get("ids", {})
+    assert rules.get("whole_numbers", False) == ("decimal point" in written)
+    assert rules.get("fold_case", False) == (first[0] in "KN" or "-" in first)
+    found = check(tmp_path, "active", [TextId(**rules)])
+    expected = first.lower() if "fold_case" in rules else first
+    assert (len(found.ids), found.ids[0]) == (ROWS - sum(lost), expected)
+
+
+@pytest.mark.parametrize(
+    ("ids", "folds"),
+    [
+        (IDS, True),
+        ([one.lower() for one in IDS], True),
+        ([*IDS[:30], *(one.lower() for one in IDS[30:])], True),
+        ([*IDS[1:], IDS[1].lower()], False),
+        ([f"aZ{one}" for one in IDS], False),
+        (NUMBERS, False),
+    ],
+)
+def test_a_contract_folds_the_case_of_ids_that_have_one(
+    tmp_path: Path, ids: list[str], folds: bool
+) -> None:
+    path = write(tmp_path, {"id": ids, "y": [0, 1] * 30})
+    propose(path, Wishes(label_column="y", id_column="id"), "active")
+    contract = yaml.safe_load((tmp_path / "contract.yaml").read_text())
+    assert contract.get("ids") == ({"fold_case": True} if folds else None)
+
+
+@pytest.mark.parametrize(
+    ("ids", "named", "message"),
+    [
+        ([f"K{row // 3}" for row in range(ROWS)], [], "in every row: none);"),
+        ([f"K{row // 3}" for row in range(ROWS)], ["id"], "each once, found texts, 20 distinct"),
+        (BYTES, [], "id (bytes that are no text: "),
+        (BYTES, ["id"], "found neither texts nor"),
+    ],
+)
+def test_other_columns_are_no_ids(tmp_path: Path, ids: Any, named: list[str], message: str) -> None:
+    path = write(tmp_path, {"id": ids, "side": SIDES}, "parquet")
+    with pytest.raises(SettingsError, match=re.escape(message)):
+        propose(path, Wishes(id_column=next(iter(named), None)))
+
+
+IDENTIFIERS: dict[str, list[Any]] = {
+    "telephone or account": [f"+49 170 {1000 + row // 3}9" for row in range(ROWS)],
+    "telephone or account numbers": [f"0170{1000 + row // 3}9" for row in range(ROWS)],
+    "numbers of 12 digits": [491_700_000_000 + 37 * (row // 3) for row in range(ROWS)],
+    "numbers of 16 digits": [
+        float(4 * 10**15 + 7919 * row) if row % 9 else "" for row in range(ROWS)
+    ],
+    "IBANs": [f"DE{row // 3 + 10}37040044053201{1000 + row // 3}" for row in range(ROWS)],
+    "UUIDs": [str(uuid.UUID(int=7**30 + row // 3)) for row in range(ROWS)],
+    "hashes": [uuid.UUID(int=7**40 + row).hex for row in range(ROWS)],
+    "e-mail addresses": [f"a.{row}@b.example" for row in range(ROWS)],
+    "": [1_700_000_000 + 3600 * row for row in range(ROWS)],
+    "8 digits": [10_000_000 + 37 * row for row in range(ROWS)],
+    "a quantity": [10 ** (7 + row % 4) + row for row in range(ROWS)],
+}
+
+
+@pytest.mark.parametrize("what", IDENTIFIERS)
+def test_identifiers_are_left_out_with_the_reason(tmp_path: Path, what: str) -> None:
+    cells = [str(cell) for cell in IDENTIFIERS[what]]
+    path = write(tmp_path, {"x": cells, "side": SIDES})
+    left_out = dict(propose(path).choices.left_out)
+    is_identifier = list(IDENTIFIERS).index(what) < list(IDENTIFIERS).index("")
+    assert list(left_out) == ["x"] * is_identifier
+    assert all(why.startswith(what) and ": they identify" in why for why in left_out.values())
+    is_number = not is_identifier or "digits" in what
+    named = Wishes(numeric=("x",)) if is_number else Wishes(categorical=("x",))
+    assert not propose(path, named).choices.left_out
 
 
 def test_ids_that_a_spreadsheet_has_shortened_are_named(tmp_path: Path) -> None:
     ids = [str(1_200_000_000_000_000 + row) for row in range(ROWS - 4)] + ["1.20E+15"] * 4
-    with pytest.raises(SettingsError, match=r"id \(3 rows .*, some are written like 1\.2E"):
+    with pytest.raises(
+        SettingsError, match=r"id \(left out: 3 rows .*, some are written like 1\.2E\+15"
+    ):
         propose(write(tmp_path, {"id": ids}))
 
 
 def test_a_column_that_nearly_holds_ids_stops_a_guess(tmp_path: Path) -> None:
-    path = write(tmp_path, {"id": [*IDS[:58], *IDS[:2]], "note": [f"{one}!" for one in IDS]})
-    with pytest.raises(SettingsError, match=r"row: note; in nearly every row: id \(2 rows"):
+    path = write(tmp_path, {"id": [*IDS[:50], *IDS[:10]], "note": [f"{one}!" for one in IDS]})
+    with pytest.raises(SettingsError, match=r"row: note; in many rows: id \(left out: 10 rows"):
         propose(path)
 
 
@@ -294,8 +477,7 @@ def made_of_texts(made: np.random.Generator) -> dict[str, Made]:
     ]
     asked = [
         *(edited(numbers, **{row: wrong}), edited(whole, **{row: wrong})),
-        *([f"{x}%" for x in whole], [x.replace(".", ",") for x in numbers]),
-        *([f"{abs(int(x)) + 1},250" for x in whole], edited(day, **{row: "2024-02-30"})),
+        *([f"{x}%" for x in whole], edited(day, **{row: "2024-02-30"})),
         edited(iso, **{row: "2024-01-01T25:00"}),
     ]
     found = {f"sure {i}": Made(cells) for i, cells in enumerate(sure)}
@@ -325,15 +507,15 @@ def made_of_types(made: np.random.Generator) -> dict[str, Made]:
     return found
 
 
-def ids_of(made: np.random.Generator, ending: str) -> tuple[Any, Allowed]:
+def ids_of(made: np.random.Generator, ending: str) -> Any:
     """Make a column of ids, and what lets a run read it."""
     if made.random() < 0.3:
-        return [*IDS[:-4], "", *IDS[:3]], Allowed(duplicates=True, unusable=True)
+        return [*IDS[:-4], "", *IDS[:3]]
     numbers = made.permutation(ROWS)
     kinds = [pa.array(IDS), pa.array(numbers), pa.array([f"{x}.0" for x in numbers])]
     if ending == "parquet":
         kinds += [pa.array(numbers.astype(float)), in_binary(IDS), pa.array(UUIDS, pa.uuid())]
-    return kinds[made.integers(len(kinds))], Allowed()
+    return kinds[made.integers(len(kinds))]
 
 
 @pytest.mark.parametrize("ending", ["csv", "parquet"])
@@ -343,10 +525,10 @@ def test_a_check_accepts_what_is_written_for_any_table(tmp_path: Path, ending: s
     for _ in range(60):
         kinds = made_of_texts(made) | (made_of_types(made) if ending == "parquet" else {})
         names = made.permutation(list(kinds))[: made.integers(2, 9)].tolist()
-        ids, allowed = ids_of(made, ending)
+        ids = ids_of(made, ending)
         cells = {name: kinds[name].cells for name in names}
         path = write(tmp_path, {"id": ids, "sure": NUMBERS, **cells}, ending)
-        wishes = Wishes(id_column="id", allowed=allowed)
+        wishes = Wishes(id_column="id")
         if asked := [name for name in names if kinds[name].is_open]:
             with pytest.raises(SettingsError) as refused:
                 propose(path, wishes)
@@ -354,5 +536,5 @@ def test_a_check_accepts_what_is_written_for_any_table(tmp_path: Path, ending: s
             assert sorted(named) == sorted(asked)
             wishes = wishes._replace(exclude=tuple(asked))
         found = propose(path, wishes)
-        table = check(tmp_path, rules=[TextId(whole_numbers=found.whole_numbers)]).table
+        table = check(tmp_path, rules=[found.ids.rule]).table
         assert [*table.categorical] == [column.name for column in found.choices.categorical]

@@ -116,8 +116,10 @@ def test_numbers_in_parquet_may_have_gaps(tmp_path: Path, value: float) -> None:
 
 REFUSED: dict[str, tuple[list[str], Sequence[str], str]] = {
     "case": (mixed("no", "yes", "YES"), (), "1: --positive-label yes --positive-label YES"),
+    "two exports": (mixed("0", "1", "False", "True"), (), "'True' seem to mean the same"),
+    "no such label": (mixed("no", "yes"), ("--positive-label", "ja"), "no label 'ja'; it has 'no'"),
     "one spelling": (mixed("no", "yes", "YES"), YES, "--positive-label yes --positive-label YES"),
-    "case of classes": (mixed("low", "high", "mid", "Mid"), (), "'Mid' differ in case alone"),
+    "case of classes": (mixed("low", "high", "mid", "Mid"), (), "'Mid' seem to mean the same"),
     "gaps": (mixed("no", "yes", ""), (), "churned has texts, 2 distinct; 55 gaps (empty); --unl"),
     "gaps in a named column": (mixed("no", "yes", "N/A"), ("--label-column", "churned"),
                                "('N/A'); --unlabelled-rows leave_out leaves these rows out"),

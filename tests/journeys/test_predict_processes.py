@@ -84,7 +84,7 @@ def undisturbed(folder: Path) -> NDArray[np.float32]:
 
 def test_there_is_a_row_for_every_id(folder: Path, undisturbed: NDArray[np.float32]) -> None:
     table = parquet.read_table(folder / "undisturbed.parquet")
-    assert table.column_names == ["id", "probability", "found"]
+    assert table.column_names == ["id", "canonical_id", "probability", "found"]
     assert table.column("id").to_pylist() == (folder / "ids.txt").read_text().splitlines()
     assert np.isnan(undisturbed).sum() == 40
 

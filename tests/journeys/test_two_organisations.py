@@ -19,9 +19,8 @@ from tests.support.markdown import blocks
 from tests.support.programs import ROOT
 from tests.support.simulation import free_address
 
-PAGE = ROOT / "docs" / "guide" / "two-organisations.md"
+PAGE = ROOT / "docs" / "guide" / "start.md"
 OWNERS = {"# at the label owner": "label-owner", "# at the feature owner": "feature-owner"}
-INSTALLS = "pip install splitveil"
 CONNECTED = tuple(
     f"splitveil {party} {command} "
     for party in ("active", "passive")
@@ -39,8 +38,8 @@ class Typed(NamedTuple):
 
 def commands() -> Iterator[Typed]:
     for block in blocks(PAGE):
-        if block.language == "sh" and block.lines != (INSTALLS,):
-            owner, *lines = block.lines
+        owner, *lines = block.lines
+        if owner in OWNERS:
             yield from (Typed(OWNERS[owner], line) for line in lines)
 
 
@@ -152,6 +151,20 @@ def test_the_run_trains_on_the_common_ids_and_leaves_what_the_page_names(
         assert yaml.safe_load((results / "summary.json").read_text())["aligned_rows"] == 1200
     report = machines.folders["label-owner"] / "runs" / "churn-2026-03" / "active" / "report.html"
     assert report.is_file()
+
+
+@pytest.mark.parametrize("party", ["active", "passive"])
+def test_a_run_prints_a_line_for_each_epoch_and_few_others(machines: Machines, party: str) -> None:
+    output = output_of(machines, f"splitveil {party} run {party}.yaml")
+    lines = [line.partition(" INFO ")[2] for line in output.splitlines() if " INFO " in line]
+    epochs = [line for line in lines if line.startswith("epoch ")]
+    assert [line.partition(":")[0] for line in epochs] == ["epoch 1/2", "epoch 2/2"]
+    assert all(("loss" in line) is (party == "active") for line in epochs)
+    others = [line for line in lines if line not in epochs]
+    assert len(others) <= 10, others
+    assert "rows are aligned: " in "\n".join(others)
+    if party == "active":
+        assert any("projected_labels, bound on the leak AUC of the" in line for line in others)
 
 
 def test_the_plan_names_the_defense_that_init_has_chosen(machines: Machines) -> None:

@@ -340,7 +340,7 @@ def test_a_run_whose_charges_cannot_be_known_is_named_and_never_left_out(
     (folder / "settings.yaml").write_text(text[:100])
     refused("damaged")
     (folder / "settings.yaml").unlink()
-    refused("cannot be read")
+    refused("there is no such file")
     (folder / "settings.yaml").write_text(text)
     refused("by other rules", "contract.ids=[{kind: text, fold_case: true}]")
     (folder / "checkpoint" / "run.state").unlink()

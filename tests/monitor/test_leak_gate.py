@@ -169,7 +169,7 @@ def test_the_peer_is_told_nothing_of_the_gate() -> None:
         (["leak_gate={}", "leak_monitor=null"], "needs leak_monitor"),
         (["leak_gate={attack: lda}"], "not in leak_monitor.attacks"),
         (["leak_gate={}", "leak_monitor={attacks: [accumulated_spectral]}"], "single batches"),
-        (["leak_gate={max_leak_auc: 0.5}"], "greater than 0.5"),
+        (["leak_gate={max_leak_auc: 0.5}"], "more than 0.5"),
         (["leak_gate={quantile: 1}"], "less than 1"),
         (["leak_gate={action: end}"], "'stop' or 'warn'"),
     ],

@@ -1,9 +1,14 @@
 """Misspelt and misplaced settings are answered with the name, and the section, that was meant."""
 
+from pathlib import Path
+
 import pytest
+import yaml
 
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.common.errors import SettingsError
+from splitveil.common.errors import DataError, SettingsError
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.settings import closest_setting, validate
 from splitveil.deploy.overrides import refuse_unknown_settings
 
@@ -16,6 +21,7 @@ from splitveil.deploy.overrides import refuse_unknown_settings
         (["optimizer", "adam", "learning_rat"], "optimizer.learning_rate"),
         (["run_name"], "contract.run_name"),
         (["data", "learning_rate"], "optimizer.learning_rate"),
+        (["defense", "projected_labels", "leak_auc"], "defense.strength.leak_auc"),
         (["xyzzy"], None),
     ],
 )
@@ -41,3 +47,63 @@ def test_the_launcher_names_the_party_too() -> None:
     assert noise_seed.startswith("--set active.insecure_noise_seed: unknown setting; ")
     assert noise_seed.endswith("did you mean 'active.defense.insecure_noise_seed'?")
     assert connect.endswith("passive_a.conect: unknown setting; did you mean 'passive_a.connect'?")
+
+
+@pytest.fixture
+def label_owner(tmp_path: Path) -> Path:
+    """Return the settings file of a label owner whose table has the labels ``No`` and ``Yes``."""
+    contract = {"run_name": "r", "cut_shape": [2], "batch_size": 2, "epochs": 1}
+    (tmp_path / "contract.yaml").write_text(yaml.safe_dump(contract))
+    settings = {
+        "contract": "contract.yaml",
+        "listen": "127.0.0.1:1",
+        "security": {"mode": "insecure"},
+        "data": {
+            "source": {"kind": "csv", "path": "clients.csv"},
+            "id_column": "id",
+            "label_column": "y",
+            "positive_label": "Yes",
+        },
+        "top_model": {"kind": "mlp", "hidden": [4]},
+        "optimizer": {"kind": "adam", "learning_rate": 0.1},
+        "defense": {"name": "none"},
+    }
+    (tmp_path / "active.yaml").write_text(yaml.safe_dump(settings))
+    (tmp_path / "clients.csv").write_text("id,y\n1,Yes\n2,No\n3,No\n")
+    return tmp_path / "active.yaml"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("device=gpu", "device: expected auto, cpu, cuda or cuda:N; did you mean 'cuda'? (got"),
+        ("device=cpuu", "did you mean 'cpu'?"),
+        ("defense={name: marvel}", "'custom'; did you mean 'marvell'? (got 'marvel')"),
+        ("defense=marvell", "defense: expected a section with names and values (got 'marvell')"),
+        ("defense={}", "defense: expected a 'name'"),
+        ("optimizer.kind=adm", "optimizer: expected a 'kind' of 'adam', 'sgd'; did you mean 'ad"),
+        ("top_model.activation=rleu", "expected 'relu' or 'leaky_relu'; did you mean 'relu'?"),
+        ("top_model.hidden=16", "hidden: expected a list (got 16)"),
+        ("leak_monitor={attacks: [cosin]}", "no such attack; did you mean 'cosine'? (got 'cosi"),
+        ("leak_monitor={attacks: [xyz]}", "there is no such attack (there are: norm, "),
+        ("contract.epochs=many", "contract.yaml: epochs: expected a whole number (got 'many')"),
+        ("contract.batch_size=0", "contract.yaml: batch_size: expected at least 1 (got 0)"),
+        ("optimizer.learning_rate=-1", "learning_rate: expected more than 0.0 (got -1)"),
+        ("transcript=maybe", "transcript: expected true or false (got 'maybe')"),
+        ("data.positive_label=yes", "positive_label: expected a text, in quotes where YAML reads"),
+        ("data.positive_label='yes'", "'yes' (data.positive_label), but 'No', 'Yes'; did you m"),
+        ("data.source.path=client.csv", "client.csv: there is no such file in {}; did you mean 'c"),
+        ("data.source.path=dta/client.csv", "there is no folder 'dta' in {}; did you mean 'data'?"),
+        ("contract=contrct.yaml", "there is no such file in {}; did you mean 'contract.yaml'?"),
+    ],
+)
+def test_a_mistake_is_answered_with_what_is_expected_and_what_may_be_meant(
+    label_owner: Path, override: str, message: str
+) -> None:
+    folder = label_owner.parent
+    (folder / "data").mkdir()
+    with pytest.raises((SettingsError, DataError)) as refused:
+        PartyData.of(load_party_settings(ActiveSettings, label_owner, [override]))
+    (line,) = str(refused.value).splitlines()
+    assert message.format(folder) in line
+    assert "Input" not in line

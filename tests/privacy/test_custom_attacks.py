@@ -235,10 +235,10 @@ def test_one_that_fails_later_says_so_at_the_end(tmp_path: Path) -> None:
     [
         ([own("energy", name="norm")], "attacks.0.custom.name: this name is taken"),
         ([own("energy", name="random")], "this name is taken"),
-        ([own("energy", name="line\n")], "attacks.0.custom.name: String should match"),
+        ([own("energy", name="line\n")], "attacks.0.custom.name: expected a text of"),
         ([own("energy"), own("mean")], "each attack may be named once"),
         ([own("energy", modul="x:y")], "unknown setting; did you mean 'module'?"),
-        ([own("energy", module="own attacks")], "attacks.0.custom.module: String should match"),
+        ([own("energy", module="own attacks")], "attacks.0.custom.module: expected a text of"),
         ([own("energy", needs=["hints", "classes"])], "classes cannot be combined"),
         ([own("energy", num_hints=2)], "name hints in needs"),
         (["cosin"], "attacks.0: there is no such attack; did you mean 'cosine'?"),

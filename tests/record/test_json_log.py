@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from splitveil.active_party.commands.program import main as active_main
+from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.record.metrics_log import RunRecorder
 from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.run.contract import Contract
@@ -27,6 +28,8 @@ from splitveil.common.text.log_lines import (
     use_log_format,
     writes_json,
 )
+from splitveil.passive_party.commands.results import leave_results
+from splitveil.passive_party.settings import PassiveSettings
 from tests.support.records import summary_of
 from tests.support.runs import write_example
 
@@ -105,15 +108,15 @@ def test_what_a_signal_says_is_a_line_like_the_others(lines: Lines) -> None:
     assert raw_line("stopping") == b"stopping\n"
 
 
-@pytest.mark.parametrize("form", ["text", "json"])
-def test_no_progress_bar_is_drawn_between_objects(
-    form: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("form", "verbosity"), [("text", 0), ("json", 0), ("text", -1)])
+def test_no_progress_bar_is_drawn_between_objects_or_where_it_should_be_quiet(
+    form: Any, verbosity: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     screen = io.StringIO()
     monkeypatch.setattr(screen, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("TERM", "xterm")
-    configure_logging("active", form=form)
+    configure_logging("active", verbosity, form)
     contract = Contract(run_name="small", cut_shape=(4,), batch_size=8, epochs=1)
     ids = [f"person {number}" for number in range(300)]
     rows = AlignedRows.derive(contract, b"s" * 32, ids, np.arange(300))
@@ -123,7 +126,17 @@ def test_no_progress_bar_is_drawn_between_objects(
         assert recorder._progress is not None
         recorder._progress.advance(loss=0.5)
     drawn = "\x1b[" in screen.getvalue()
-    assert drawn is (form == "text")
+    assert drawn is (form == "text" and verbosity == 0)
+
+
+@pytest.mark.parametrize("verbosity", [-1, 0])
+def test_a_quiet_run_prints_no_table(
+    verbosity: int, example: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure_logging("passive", verbosity)
+    settings = load_party_settings(PassiveSettings, example / "passive.yaml")
+    leave_results(settings, tmp_path, summary_of({"steps": 3}), None, None)
+    assert bool(capsys.readouterr().out) is (verbosity == 0)
 
 
 def test_the_summary_is_an_object_and_no_table(

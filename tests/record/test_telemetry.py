@@ -157,7 +157,7 @@ def test_the_bar_and_the_essential_figures_stay_on_one_line_at_every_width(
 
 def test_progress_elsewhere_is_a_log_line_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
     screen = io.StringIO()
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     console = Console(file=screen, force_terminal=False)
     with TrainingProgress("active", 4, console=console, log_every_s=0) as progress:
         progress.advance(loss=0.25)

@@ -39,7 +39,7 @@ class LocalRun(NamedTuple):
 
 def run_locally(runs_dir: Path, example: str, *options: str) -> LocalRun:
     """Run an example as a user would, two processes and all."""
-    command = [sys.executable, "-m", "splitveil", "local", f"deploy/examples/{example}"]
+    command = [sys.executable, "-m", "splitveil", "local", "-v", f"deploy/examples/{example}"]
     done = run_program(*command, "--runs", str(runs_dir), *options)
     return LocalRun(done.returncode, done.stdout, runs_dir)
 

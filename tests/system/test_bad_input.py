@@ -112,7 +112,7 @@ def test_settings_that_cannot_be_used_are_named_all_at_once(tmp_path: Path) -> N
         "active.yaml: optimizer.adam.learning_rat: unknown setting",
         "did you mean 'learning_rate'?",
         "contract.yaml: batch_sise: unknown setting; did you mean 'batch_size'?",
-        "contract.yaml: epochs: Input should be greater than or equal to 1 (got 0)",
+        "contract.yaml: epochs: expected at least 1 (got 0)",
     ):
         assert text in party.output
     assert not (tmp_path / "runs").exists()
@@ -120,7 +120,8 @@ def test_settings_that_cannot_be_used_are_named_all_at_once(tmp_path: Path) -> N
 
 def test_check_prints_the_resolved_settings_and_every_problem(tmp_path: Path) -> None:
     def check(party: PartyName, *overrides: str) -> Ended:
-        process = Party(party, example(tmp_path / party), *overrides, command="check")
+        folder, options = example(tmp_path / party), ["-v"]
+        process = Party(party, folder, *overrides, command="check", options=options)
         return Ended(process.wait(), process.output)
 
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -103,8 +103,8 @@ def test_faults_of_the_connection_change_no_bit(
 Moment = Literal["time", "step", "checkpoint", "log"]
 
 SAID = {
-    "active": ("waiting for the passive party", "handshake done", "model saved"),
-    "passive": ("rows read from", "model saved"),
+    "active": ("waiting for the passive party", "handshake done", "report written"),
+    "passive": ("rows read from", "report written"),
 }
 """Log lines at which a process may be struck: while it starts, aligns, ends."""
 

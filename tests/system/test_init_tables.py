@@ -4,7 +4,7 @@ Each table is cut into the columns of two parties, as its README says who knows 
 model under the recommended defense, with the refitted top half that the label owner predicts with,
 is held against gradient boosting on both parties' columns together, with the same test rows and all
 labels open. Subsamples keep this short; the figures of the whole tables are in
-docs/results/guaranteed-tradeoff.md.
+docs/results.md.
 """
 
 from pathlib import Path

@@ -150,7 +150,7 @@ def test_every_command_prints_its_version(installed: Installed, command: str) ->
 def test_the_demo_needs_neither_repository_nor_network_and_minds_no_folder_of_another(
     installed: Installed,
 ) -> None:
-    printed = installed.run("splitveil", "demo", "--set", "contract.epochs=1")
+    printed = installed.run("splitveil", "demo", "breast_cancer", "--set", "contract.epochs=1")
     assert "marvell" in printed
     assert "projected_labels" in printed
     assert "wrong" not in printed

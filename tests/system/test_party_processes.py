@@ -28,6 +28,15 @@ def test_two_that_end_well_give_zero_and_their_lines_are_named(
     assert sorted(capfd.readouterr().out.splitlines()) == ["active  | top", "passive | bottom"]
 
 
+@pytest.mark.parametrize(("program", "shown"), [("", 0), ("raise SystemExit(3)", 2)])
+def test_quiet_parties_are_heard_only_if_one_fails(
+    program: str, shown: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    commands = {"active": python(f"print('top'); {program}"), "passive": python("print('bottom')")}
+    run_parties(commands, quiet=True)
+    assert len(capfd.readouterr().out.splitlines()) == shown
+
+
 @pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give a party as long to notice, and to stop, as the slowest machine takes."""

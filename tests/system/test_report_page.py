@@ -18,7 +18,7 @@ LEAK_CHARTS = 4  # one per attack, with a line for each of two layers
 STEPS_SHOWN = 3  # the first, the middle and the last
 COMPARED_CHARTS = 1 + 8 + 2 * 2 + 2  # trade-off, attacks at layers, sent, training
 CLASS_CHARTS = STEPS_SHOWN * 4  # norm and direction, before and after the defense
-PASSIVE_COLUMNS = 20
+PASSIVE_BARS = 10  # of 20 columns
 WIDTH, HEIGHT = 1280, 4200
 
 OVERLAPS = """<script>
@@ -124,7 +124,7 @@ def test_the_report_opens_with_all_its_charts_and_no_complaint(
 @pytest.mark.parametrize(
     ("page", "drawn", "number"),
     [
-        (f"{DEFENDED}/passive/report.html", 'class="bar"', PASSIVE_COLUMNS),
+        (f"{DEFENDED}/passive/report.html", 'class="bar"', PASSIVE_BARS),
         ("breast_cancer-comparison.html", 'role="img"', COMPARED_CHARTS),
     ],
 )
@@ -172,3 +172,15 @@ def test_a_phone_shows_a_report_without_scrolling_sideways(
     frame.write_text(f'<iframe src="{page.name}" width="390" height="900"></iframe>{HEARD}')
     dom, _ = open_page(frame, tmp_path / "profile")
     assert re.findall(r'data-widths="([^"]*)"', dom) == ["390 390"]
+
+
+@needs_browser
+def test_closed_details_are_printed(compared: LocalRun, tmp_path: Path) -> None:
+    text = (compared.runs_dir / DEFENDED / "passive" / "report.html").read_text(encoding="utf-8")
+    pages = []
+    for number, beginning in enumerate(("<details>", "<details open>", "<details hidden>")):
+        page, printed = tmp_path / f"{number}.html", tmp_path / f"{number}.pdf"
+        page.write_text(text.replace("<details>", beginning))
+        browse(page, tmp_path / "profile", f"--print-to-pdf={printed}")
+        pages.append(len(re.findall(rb"/Type /Page\b", printed.read_bytes())))
+    assert pages[0] == pages[1] > pages[2] >= 1

@@ -1,4 +1,4 @@
-"""What ``splitveil local`` shows on a terminal of 80 columns: one table of lines, and one bar."""
+"""What ``splitveil local -v`` shows on a terminal of 80 columns: a table of lines, and bars."""
 
 import fcntl
 import os
@@ -33,7 +33,7 @@ OTHER = """
 import sys
 from splitveil.common.record.progress import TrainingProgress
 with TrainingProgress("passive", 5) as bar:
-    bar.advance(5, secret_of_the_other=1.0)
+    bar.advance(5, norm_leak_auc=0.5)
 print("a plain line")
 """
 LAUNCHER = f"""
@@ -95,15 +95,19 @@ def test_nothing_of_a_path_or_a_digest_is_lost(shown: str) -> None:
     assert "0123456789abcdef" * 4 in together
 
 
-def test_there_is_one_bar_with_count_time_left_and_one_figure(shown: str) -> None:
-    bars = [line for line in rows(shown) if "━" in line]
-    assert bars
-    assert {line.split()[0] for line in bars} == {"training"}
-    last = bars[-1]
+def test_each_party_has_one_bar_with_count_time_left_and_one_figure(shown: str) -> None:
+    lines = [line.rstrip() for line in re.split(r"[\r\n]+", CONTROL.sub("", shown))]
+    bars = [line for line in lines if "━" in line]
+    assert {line.split()[0] for line in bars} == {"starting,", "active", "passive"}
+    last, other = (
+        next(line for line in reversed(bars) if line.startswith(party))
+        for party in ("active", "passive")
+    )
     assert "1234000/1234567" in last
     assert " left" in last
     assert "loss 0.25" in last
-    assert "secret of the other" not in shown
+    assert other.endswith("norm leak AUC 0.5")
+    assert shown.endswith("\x1b[2K")  # they go with the run
 
 
 def test_parties_do_not_repeat_their_steps_beside_the_bar(shown: str) -> None:

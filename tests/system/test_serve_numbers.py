@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from numpy.typing import NDArray
 
@@ -84,5 +85,5 @@ def test_predictions_of_two_passive_parties_are_those_of_the_evaluation(tmp_path
 
 
 def test_the_output_has_a_column_of_values() -> None:
-    schema = PredictionPlan("model", "", (), (LOW, HIGH)).schema()
-    assert schema.names == ["id", "value", "found"]
+    schema = PredictionPlan("model", "", (), (LOW, HIGH)).schema(pa.string())
+    assert schema.names == ["id", "canonical_id", "value", "found"]

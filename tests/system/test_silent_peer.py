@@ -24,7 +24,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 def test_a_line_that_goes_dead_costs_503_or_the_fallback_and_no_restart(
     small: Trained, fallback: bool
 ) -> None:
-    """How soon is measured by hand, on two hosts: docs/guide/serving.md has the figures."""
+    """How soon is measured by hand, on two hosts: docs/guide/predicting.md has the figures."""
     port, ids = free_port(), small.test_ids[:3]
     own = ("serving.timeout_s=1", f"serving.fallback={str(fallback).lower()}")
     with (

@@ -108,4 +108,4 @@ def test_and_predict(trained: tuple[Path, str], whole_table: bool) -> None:
     with (folder / "out.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["found"] for row in rows] == ["false"] * 10 + ["true"] * 10
-    assert rows[10]["id"] == "6:näme604:1060"
+    assert rows[10]["canonical_id"] == "6:näme604:1060"

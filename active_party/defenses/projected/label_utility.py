@@ -19,7 +19,7 @@ positives, whatever the number of rows. For labels that are numbers, as shares o
 variance takes the place of p (1 - p) (`share_of_variance`).
 
 It is an upper limit, and separates a table that is too small from one that is not
-(`docs/results/guaranteed-tradeoff.md`). Where little is lost, more is lost than it says, since
+(`docs/results.md`). Where little is lost, more is lost than it says, since
 stages with different directions do not add up completely. A smaller rank does not help as much as
 the formula says, because it takes directions away.
 """

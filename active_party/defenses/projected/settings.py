@@ -56,7 +56,7 @@ from splitveil.common.text.upper_bounds import at_most, auc_at_most
 
 MIB = 2**20
 
-PRICE = "docs/results/guaranteed-tradeoff.md"
+PRICE = "docs/results.md"
 
 
 class LeakAucStrength(Section):

@@ -272,8 +272,8 @@ def test_damaged_files_are_read_as_far_as_they_go(
 @pytest.mark.parametrize(
     ("figures", "badge", "style"),
     [
-        ((0.8, 0.59, 0.01), "Columns can be guessed", "recovered"),
-        ((0.62, 0.59, 0.005), "Columns can be guessed in part", "leaking"),
+        ((0.8, 0.59, 0.01), "Columns can be guessed", "fail"),
+        ((0.62, 0.59, 0.005), "Columns can be guessed in part", "open"),
         ((0.62, 0.59, 0.02), "No gain measured, none excluded", "unknown"),
     ],
 )

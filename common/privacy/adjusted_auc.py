@@ -159,13 +159,13 @@ def strata_of(predictions: Floats, positive: Mask, max_strata: int = MAX_STRATA)
 
 
 def rest_of(scores: Floats, explained: Floats) -> Floats:
-    """Return what an attack's scores, of variance 1, hold beyond what features explain of them.
+    """Return what an attack's scores hold beyond what features explain of them, (rows,).
 
     Where that is less than ``RESOLUTION``, noise fills it up: of a score that is nearly a function
     of features, what is left is that function's part which no regression has learned.
     """
     rest = scores - explained
-    missing = max(RESOLUTION**2 - float(rest.var()), 0.0) ** 0.5
+    missing = max(RESOLUTION**2 * float(scores.var()) - float(rest.var()), 0.0) ** 0.5
     filled: Floats = rest + missing * np.random.default_rng(0).normal(size=len(rest))
     return filled
 

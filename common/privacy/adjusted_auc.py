@@ -47,9 +47,9 @@ MIN_PER_STRATUM = 10
 _FEWEST = 2
 """Rows of each class in every stratum: neighbouring strata are merged until they have them."""
 
-_COST_OF_PREDICTIONS = 10.0
-"""Sum of q (1 - q) at which the error of q doubles the variance: intervals then cover the truth as
-often as they say (`benchmarks/null_coverage.py`)."""
+_COST_OF_PREDICTIONS, _COST_OF_FEW_ROWS = 0.25, 7.0
+"""What the errors of q and of what features explain add to the variance, with which intervals cover
+the truth as often as they say (`benchmarks/null_coverage.py`)."""
 
 TOP_ROWS = 100
 RESOLUTION = 0.2
@@ -159,13 +159,13 @@ def strata_of(predictions: Floats, positive: Mask, max_strata: int = MAX_STRATA)
 
 
 def rest_of(scores: Floats, explained: Floats) -> Floats:
-    """Return what an attack's scores, of variance 1, hold beyond what features explain of them.
+    """Return what an attack's scores hold beyond what features explain of them, (rows,).
 
     Where that is less than ``RESOLUTION``, noise fills it up: of a score that is nearly a function
     of features, what is left is that function's part which no regression has learned.
     """
     rest = scores - explained
-    missing = max(RESOLUTION**2 - float(rest.var()), 0.0) ** 0.5
+    missing = max(RESOLUTION**2 * float(scores.var()) - float(rest.var()), 0.0) ** 0.5
     filled: Floats = rest + missing * np.random.default_rng(0).normal(size=len(rest))
     return filled
 
@@ -256,7 +256,7 @@ def _interval(auc: float, variance: float, left_open: float) -> tuple[float, flo
     inside = min(max(auc, half), 1 - half)
     # That of a score without ties that knows nothing, where the AUC is 1/2: few rows may show less.
     variance = max(variance, inside * (1 - inside) / (3 * left_open))
-    variance *= 1 + _COST_OF_PREDICTIONS / left_open
+    variance *= 1 + _COST_OF_PREDICTIONS + _COST_OF_FEW_ROWS / left_open
     centre = np.log(inside / (1 - inside))
     reach = _NORMAL_975 * variance**0.5 / (inside * (1 - inside))
     low, high = 1 / (1 + np.exp(-(centre + np.array([-reach, reach]))))

@@ -110,10 +110,12 @@ class Audit:
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as plain values."""
-        epsilon = self.epsilon
+        epsilon, beyond = self.epsilon, self.beyond
         return {
             "rows": self.rows,
             "skipped_one_class": self.skipped_one_class,
+            "adjusted_rows": None if beyond is None else beyond.rows,
+            "feature_auc": None if beyond is None else beyond.feature_auc,
             **{part: self.table(part) for part in get_args(Part)},
             "epsilon_lower_bound": None if epsilon is None else epsilon._asdict(),
         }

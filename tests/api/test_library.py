@@ -75,6 +75,8 @@ def test_noise_without_labels_leaks_nothing_beyond_covariates() -> None:
     assert found.beyond is not None
     adjusted = found.beyond.adjusted["norm"]
     assert adjusted.low < 0.5 < adjusted.high
+    assert (found.beyond.rows, found.to_json()["adjusted_rows"]) == (ROWS, ROWS)
+    assert found.beyond.feature_auc == found.to_json()["feature_auc"] > 0.6  # what features reveal
     assert found.epsilon is None or found.epsilon.epsilon == 0
 
 

@@ -160,6 +160,7 @@ def test_few_rows_that_features_leave_open_make_a_wide_interval() -> None:
 
 def test_the_rest_of_a_function_of_features_is_not_magnified() -> None:
     scores = noise(2_000, seed=13)
+    assert (rest_of(np.ones(9), np.ones(9)) == 0).all()
     assert rest_of(scores, 0.99 * scores).std() == pytest.approx(RESOLUTION, rel=0.05)
     assert (rest_of(scores, 0.5 * scores) == 0.5 * scores).all()
 

@@ -25,7 +25,6 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from splitveil.active_party.predict.predictor import Asked, Predictions, Predictor, asking_order
-from splitveil.common.data.sources import ArrowColumn
 from splitveil.common.errors import DataError, PeerUnreachable, StorageError
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_settings import ReconnectSettings
@@ -54,15 +53,15 @@ class PredictionPlan(NamedTuple):
     within: tuple[float, float] | None = None
     """The bounds of a label that is a number; None if labels are classes."""
 
-    def schema(self, kind_of_ids: pa.DataType) -> pa.Schema:
+    def schema(self, ids: pa.Schema) -> pa.Schema:
         if self.within is not None:
             names = ["value"]
         else:
             names = [f"probability_{name}" for name in self.classes] or ["probability"]
         columns = [pa.field(name, pa.float32()) for name in names]
-        kinds = {"id": kind_of_ids, "canonical_id": pa.string(), "found": pa.bool_()}
-        *ids, found = (pa.field(name, kind, nullable=False) for name, kind in kinds.items())
-        return pa.schema([*ids, *columns, found])
+        kinds = {"canonical_id": pa.string(), "found": pa.bool_()}
+        canonical, found = (pa.field(name, kind, nullable=False) for name, kind in kinds.items())
+        return pa.schema([*ids, canonical, *columns, found])
 
 
 class Parts:
@@ -73,7 +72,7 @@ class Parts:
         output: Path,
         plan: PredictionPlan,
         ids: Sequence[str],
-        written: ArrowColumn | None = None,
+        written: pa.Table | None = None,
     ) -> None:
         """Read the parts of an interrupted command, or begin without any.
 
@@ -81,12 +80,13 @@ class Parts:
         """
         self.folder = output.with_name(f"{output.name}.parts")
         self.ids = ids
-        self._written = pa.array(ids, pa.string()) if written is None else written
+        self._written = written or pa.table({"id": pa.array(ids, pa.string())})
         self._output = output
-        self._schema = plan.schema(self._written.type)
+        self._schema = plan.schema(self._written.schema)
         self._plan_digest = _digest_of(plan, ids)
         self._order = asking_order(ids)
-        of_row = [("values", "<f4", (len(self._schema) - 3,)), ("found", "?")]
+        num_values = len(self._schema) - self._written.num_columns - 2
+        of_row = [("values", "<f4", (num_values,)), ("found", "?")]
         self._rows = np.zeros(len(ids), np.dtype(of_row))
         with refusing_to_write(self.folder):
             self.folder.mkdir(0o700, exist_ok=True)
@@ -129,7 +129,8 @@ class Parts:
 
     def _table(self, lines: slice) -> pa.Table:
         rows = self._rows[lines]
-        arrays = [self._written[lines], pa.array(self.ids[lines], pa.string())]
+        arrays = [column[lines] for column in self._written.columns]
+        arrays += [pa.array(self.ids[lines], pa.string())]
         arrays += [pa.array(c, pa.float32(), mask=~rows["found"]) for c in rows["values"].T]
         return pa.table([*arrays, pa.array(rows["found"])], schema=self._schema)
 

@@ -327,6 +327,5 @@ class EcdhExchange:
 
 
 def _tags_of(points: bytes) -> bytes:
-    """Return the first bytes of each encoded point."""
     rows = np.frombuffer(points, np.uint8).reshape(-1, ristretto.POINT_BYTES)
     return rows[:, :TAG_BYTES].tobytes()

@@ -117,7 +117,6 @@ def is_unicode(text: str) -> bool:
 
 
 def _steps_of(rule: IdRule) -> Iterator[_NamedRule]:
-    """Yield what is done to a column, in the order of the settings."""
     match rule:
         case TextId():
             yield from _steps_of_text(rule)

@@ -318,7 +318,6 @@ def _matches_any(pattern: str, names: Sequence[str]) -> bool:
 
 
 def _as_text(column: WrittenColumn) -> ArrowColumn:
-    """Return a column as text: whole numbers in decimal, bytes as UTF-8."""
     kind = column.cells.type
     if getattr(kind, "extension_name", None) == "arrow.uuid":
         texts = [None if one is None else str(one) for one in column.cells.to_pylist()]

@@ -123,7 +123,6 @@ def _key(
 
 
 def _stamps(source: CacheableSource, base_dir: Path) -> list[list[Any]]:
-    """Return name, size and modification time of every file that is read."""
     match source:
         case ParquetSource() | CsvSource():
             found = find_files(table_path_of(source, base_dir))

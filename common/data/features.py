@@ -268,7 +268,6 @@ class RowEncoder:
         )
 
     def _scaled(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return the scaled numbers and the indicators of gaps."""
         encoder, numbers_of = self._encoder, self._table.numbers_at(rows)
         width = len(encoder.numeric) + len(encoder.indicators)
         result = np.zeros((len(rows), width), dtype=np.float32)
@@ -306,7 +305,6 @@ class MappedFeatures(Features):
 
 
 def _slots_of(vocabulary: Vocabulary, categories: Any) -> NDArray[np.int64]:
-    """Return the slot of each of a table's distinct texts."""
     indices = pc.index_in(categories, value_set=pa.array(vocabulary.categories, pa.string()))
     slots = pc.fill_null(pc.add(indices, FIRST_CATEGORY_SLOT), UNKNOWN_SLOT).to_numpy()
     return np.asarray(slots, dtype=np.int64)

@@ -97,7 +97,6 @@ class Fitted:
         return values[~is_gap]
 
     def _medians(self, table: Table, rows: NDArray[np.int64]) -> dict[str, float]:
-        """Return the median of each column, a few columns at a time."""
         names = list(table.numeric)
         at_once = max(1, MEDIAN_NUMBERS // len(rows))
         found = {}

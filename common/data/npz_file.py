@@ -87,7 +87,6 @@ class NpzFile:
         return {name: name if name in shapes else name.rpartition(".")[0] for name in names}
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Read the shapes of the arrays without reading the arrays."""
         with unreadable_is_data_error(self._path), self._open() as archive, ExitStack() as streams:
             return {name: self._open_array(archive, name, streams).shape for name in archive.files}
 

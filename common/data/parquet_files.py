@@ -131,7 +131,6 @@ class ParquetFiles:
         return pa.field(name, kind)
 
     def _batches(self, file: _OneFile, schema: Any) -> Iterator[Any]:
-        """Yield tables of this schema."""
         stored = [name for name in schema.names if name not in file.from_folders]
         with (
             unreadable_is_data_error(file.found.location),

@@ -10,7 +10,13 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from splitveil.common.data.canonical_form import CanonicalForm
-from splitveil.common.data.columns import check_columns_exist, is_numeric, part_name
+from splitveil.common.data.columns import (
+    WrittenColumn,
+    check_columns_exist,
+    is_numeric,
+    part_name,
+    read_ids,
+)
 from splitveil.common.data.csv_file import CODECS, delimiter_of
 from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.data.ids import check_rules, part_ids
@@ -23,7 +29,7 @@ from splitveil.common.data.source_settings import (
     ParquetSource,
     Source,
 )
-from splitveil.common.data.sources import ArrowColumn, list_rows, unreadable_is_data_error
+from splitveil.common.data.sources import list_rows, unreadable_is_data_error
 from splitveil.common.errors import DataError
 from splitveil.common.run.id_rules import AS_WRITTEN, IdRule
 
@@ -97,8 +103,9 @@ class IdList(NamedTuple):
     ids: list[str]
     """In canonical form."""
 
-    written: ArrowColumn
-    """As they are in the file: numbers as such, everything else as text."""
+    written: pa.Table
+    """As they are in the file, numbers as such and everything else as text: a column ``id``, or the
+    columns that make up the id."""
 
 
 def read_id_list(
@@ -121,7 +128,8 @@ def read_id_list(
             lines = path.read_text(encoding="utf-8-sig").rstrip().splitlines()
         if all(re.fullmatch(r'\s*"[^"]+"\s*', line) for line in lines if line.strip()):
             lines = [line.strip().strip('"') for line in lines]
-        written, ids, where = pa.array(lines, pa.string()), form.of(lines), str(path)
+        written, where = {"id": pa.array(lines, pa.string())}, str(path)
+        ids = form.of(lines)
     else:
         if not columns:
             raise DataError(f"{path}: expected a text file with one row number per line")
@@ -131,10 +139,13 @@ def read_id_list(
         with with_advice(named, Path()):
             check_columns_exist(columns, source.column_names(), source.name)
             cells = source.read(columns)
-            texts = part_ids(settings, id_rules, cells, source.name)
-        written, ids = cells[columns[0]], form.of(texts)
-        if len(columns) > 1 or not is_numeric(written.type):
-            written = pa.array(texts, pa.string())
+            ids = form.of(part_ids(settings, id_rules, cells, source.name))
+        written = {
+            name if len(columns) > 1 else "id": own
+            if is_numeric(own.type)
+            else pa.array(read_ids(WrittenColumn(own, where)), pa.string())
+            for name, own in ((name, cells[name]) for name in columns)
+        }
     missing = [row for row, text in enumerate(ids, start=1) if not text]
     if len(missing) == len(ids):
         raise DataError(f"{where}: there are no ids")
@@ -142,8 +153,8 @@ def read_id_list(
         raise DataError(f"{where}: no id in {list_rows(missing)}")
     if missing:
         _logger.warning("%s: %d rows without a usable id are left out", where, len(missing))
-        written = written.filter(pa.array([bool(text) for text in ids]))
-    return IdList([text for text in ids if text], written)
+    is_id = pa.array([bool(text) for text in ids])
+    return IdList([text for text in ids if text], pa.table(written).filter(is_id))
 
 
 def _ending(path: Path) -> str:

@@ -89,7 +89,7 @@ def _without_zone(times: ArrowColumn) -> ArrowColumn:
 
 
 def _in_format(column: WrittenColumn, text: ArrowColumn, text_format: str) -> ArrowColumn:
-    times = _strptime(text, text_format)
+    times = pc.strptime(text, format=text_format, unit="us", error_is_null=True)
     is_wrong = pc.and_(pc.is_null(times), pc.is_valid(text)).to_numpy()
     if is_wrong.any():
         raise DataError(
@@ -125,21 +125,20 @@ def time_formats(text: ArrowColumn) -> dict[str | None, NDArray[np.bool_]]:
     """Return which texts are times, by ISO 8601 (None) and the forms of which some are."""
     found: dict[str | None, NDArray[np.bool_]] = {None: are_times(text)}
     for form in (date + clock for date in _DATES for clock in _CLOCKS):
-        if pc.any(pc.is_valid(_strptime(text[:_TRIED_FIRST], form))).as_py():
-            found[form] = pc.is_valid(_strptime(text, form)).to_numpy(zero_copy_only=False)
+        if _are_in_form(text[:_TRIED_FIRST], form).any():
+            found[form] = _are_in_form(text, form)
     return found
 
 
-def _strptime(text: ArrowColumn, text_format: str) -> ArrowColumn:
-    times = pc.strptime(text, format=text_format, unit="us", error_is_null=True)
-    # The library takes 30 February for 1 March, and 24 for the year 24.
-    seconds = pc.cast(times, pa.timestamp("s"))
+def _are_in_form(text: ArrowColumn, form: str) -> NDArray[np.bool_]:
+    times = pc.strptime(text, format=form, unit="s", error_is_null=True)
     again, plain = (
         pc.utf8_lower(pc.replace_substring_regex(one, r"\b0+(\d)", r"\1"))
-        for one in (pc.strftime(seconds, text_format), text)
+        for one in (pc.strftime(times, form), text)
     )
+    # The library takes 30 February for 1 March, and 24 for the year 24.
     is_right = pc.and_(pc.equal(again, plain), pc.greater(pc.year(times), 999))
-    return pc.if_else(is_right, times, pa.scalar(None, times.type))
+    return np.asarray(pc.fill_null(is_right, False).to_numpy(zero_copy_only=False), np.bool_)
 
 
 def are_times(text: ArrowColumn) -> NDArray[np.bool_]:

@@ -288,7 +288,6 @@ def _reason_to_leave_out(
     *,
     is_index: bool,
 ) -> str:
-    """Return why a column is not used, or an empty text."""
     if column.name in wishes.exclude:
         return "left out on request"
     if "\0" in column.name:
@@ -303,7 +302,6 @@ def _reason_to_leave_out(
 
 
 def _reason_in_its_cells(column: Column, time_format: str | None) -> str:
-    """Return why no model can use a column's cells, or an empty text."""
     if column.kind in {"empty", "constant", "other"}:
         return column.in_words()
     if column.kind == "other time" and time_format not in column.time_formats:
@@ -320,7 +318,6 @@ def _reason_in_its_cells(column: Column, time_format: str | None) -> str:
 
 
 def _gives_label_away(cells: Any, column: Column, is_positive: NDArray[np.bool_]) -> bool:
-    """Say whether a single column gives the label away, by its values or by its gaps."""
     text = as_text(cells)
     if text is None or column.kind in {"empty", "other"}:
         return False

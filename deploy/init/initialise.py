@@ -13,11 +13,10 @@ from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.common.data.id_forms import IdForms
 from splitveil.common.data.kinds import with_advice
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.sources import ColumnsInMemory
-from splitveil.common.data.table import table_of
+from splitveil.common.data.table import Table, table_of
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_settings import Address, load_party_settings
@@ -31,7 +30,7 @@ from splitveil.deploy.init.choices import (
     id_candidates,
     label_candidates,
 )
-from splitveil.deploy.init.columns import Column, as_text, codes_for_gaps, describe
+from splitveil.deploy.init.columns import Column, codes_for_gaps, describe
 from splitveil.deploy.init.labels import classes_of, spellings
 from splitveil.deploy.init.proposal import Proposal, Terms, propose, texts_of, write_files
 from splitveil.deploy.init.tables import RawTable, read_raw
@@ -109,23 +108,14 @@ def initialise(
     with with_advice(table.settings, Path()):
         proposal = propose(table, columns, wishes, terms)
     texts = texts_of(proposal, terms.role)
-    _read_as_a_run_does(table, proposal, texts[f"{terms.role}.yaml"])
+    read = _read_as_a_run_does(table, proposal, texts[f"{terms.role}.yaml"])
     files = write_files(terms.folder, texts, force=force)
     _check_loadable(terms)
-    doubts = _id_doubts(table, proposal.choices.id_column)
-    return Written(proposal, columns, files, doubts, codes)
+    return Written(proposal, columns, files, read.id_doubts, codes)
 
 
 def _described(table: RawTable, wishes: Wishes) -> list[Column]:
     return [describe(*column, wishes.missing_texts) for column in table.columns.items()]
-
-
-def _id_doubts(table: RawTable, id_column: str | None) -> Sequence[str]:
-    text = None if id_column is None else as_text(table.columns[id_column])
-    forms = IdForms()
-    for part in [] if text is None else text.drop_null().chunks:
-        forms.add(part)
-    return forms.doubts()
 
 
 def _asked(
@@ -175,7 +165,6 @@ def _asked_about_labels(column: Column, wishes: Wishes, ask: Ask) -> Wishes:
 
 
 def _asked_about_columns(columns: Sequence[Column], wishes: Wishes, ask: Ask) -> Wishes:
-    """Ask how columns are read of which nearly all cells are of one kind."""
     for column in columns:
         decided = (*wishes.categorical, *wishes.exclude, wishes.id_column, wishes.label_column)
         if column.almost is None or column.name in decided:
@@ -196,12 +185,12 @@ def _asked_about_columns(columns: Sequence[Column], wishes: Wishes, ask: Ask) ->
     return wishes
 
 
-def _read_as_a_run_does(table: RawTable, proposal: Proposal, text: str) -> None:
+def _read_as_a_run_does(table: RawTable, proposal: Proposal, text: str) -> Table:
     """Refuse before anything is written what a run would refuse."""
     in_memory = {"source": {"kind": "csv", "path": "as read by init"}}
     settings = validate(DataSettings, yaml.safe_load(text)["data"] | in_memory, "data")
     source = ColumnsInMemory(str(table.path), table.columns)
-    table_of(source, settings, None, [proposal.ids.rule])
+    return table_of(source, settings, None, [proposal.ids.rule])
 
 
 def _check_loadable(terms: Terms) -> None:

@@ -74,7 +74,6 @@ def _rounded_up(number: int) -> int:
 
 
 def _forecast(num_rows: int, label: Label) -> str:
-    """Say what `projected_labels` leaves of the labels at the recommended bound."""
     training = max(round(TRAIN_SHARE * num_rows), 1)
     # Of numbers (one class), the share is that of labels of 0 and 1 with the same variance.
     share = label.rarest_share if label.num_classes <= 2 else 1 / label.num_classes

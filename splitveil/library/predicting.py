@@ -102,8 +102,7 @@ def predict(
         canonical = CanonicalForm(parties.active.contract.ids).of(texts)
         # Whole numbers stay what they are: they join the list that they come from.
         given = asked if all(isinstance(one, Integral) for one in asked) else texts
-        classes = parties.active.data.class_names
-        rows = _rows(predictor, canonical, classes)
+        rows = _rows(predictor, canonical, parties.active.data.class_names)
         return frame({"id": one, **row} for one, row in zip(given, rows, strict=True))
 
 

@@ -246,7 +246,9 @@ def test_lists_of_ids_undergo_the_same_rules(tmp_path: Path) -> None:
     (tmp_path / "ids.csv").write_text("b,a\n007,X\n8,y\n")
     chosen = settings("x.csv", id_column=["a", "b"])
     rules = (TextId(fold_case=True), TextId(leading_zeros="drop"))
-    assert read_id_list(tmp_path / "ids.csv", chosen, rules).ids == ["1:x1:7", "1:y1:8"]
+    found = read_id_list(tmp_path / "ids.csv", chosen, rules)
+    assert found.ids == ["1:x1:7", "1:y1:8"]
+    assert found.written.to_pydict() == {"a": ["X", "y"], "b": ["007", "8"]}
     (tmp_path / "ids.txt").write_text("x\n")
     with pytest.raises(DataError, match=r"a table .* with the columns 'a', 'b'"):
         read_id_list(tmp_path / "ids.txt", chosen, rules)

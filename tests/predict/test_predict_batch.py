@@ -256,7 +256,7 @@ def test_nothing_is_asked_for_a_prediction_that_is_finished_but_for_its_output(
 
 def test_several_classes_have_a_column_each(tmp_path: Path) -> None:
     three = PredictionPlan("one", "", ("bus", "van", "car"))
-    parts = Parts(tmp_path / "all.csv", three, ["b", "a"], pa.array(["B", "A "]))
+    parts = Parts(tmp_path / "all.csv", three, ["b", "a"], pa.table({"id": ["B", "A "]}))
     values = np.array([[0.25, 0.25, 0.5], [np.nan] * 3], np.float32)
     parts.write(parts.missing[0], values, np.array([True, False]))
     parts.join()

@@ -85,5 +85,5 @@ def test_predictions_of_two_passive_parties_are_those_of_the_evaluation(tmp_path
 
 
 def test_the_output_has_a_column_of_values() -> None:
-    schema = PredictionPlan("model", "", (), (LOW, HIGH)).schema(pa.string())
+    schema = PredictionPlan("model", "", (), (LOW, HIGH)).schema(pa.schema({"id": pa.string()}))
     assert schema.names == ["id", "canonical_id", "value", "found"]

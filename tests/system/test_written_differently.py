@@ -109,3 +109,4 @@ def test_and_predict(trained: tuple[Path, str], whole_table: bool) -> None:
         rows = list(csv.DictReader(file))
     assert [row["found"] for row in rows] == ["false"] * 10 + ["true"] * 10
     assert rows[10]["canonical_id"] == "6:näme604:1060"
+    assert [[row["no"], row["surname"]] for row in rows] == [list(map(str, one)) for one in asked]

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -25,6 +26,10 @@ from tests.support.runs import write_example
 for _name in (*("grpc_proxy", "https_proxy", "http_proxy"), "no_grpc_proxy", "no_proxy"):
     os.environ.pop(_name, None)  # channels of the tests' own would obey it, on loopback, too
 torch.set_num_threads(1)
+hypothesis.settings.register_profile(
+    "any machine", deadline=None
+)  # a busy one is slow now and then
+hypothesis.settings.load_profile("any machine")
 
 
 @pytest.fixture(autouse=True)

@@ -50,7 +50,7 @@ def first_rows(people: Sequence[int]) -> dict[int, int]:
 TABLES = st.lists(st.integers(0, 40), min_size=1, max_size=40)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(
     tables=st.tuples(TABLES, TABLES),
     form=st.sampled_from((PLAIN, LOOSE)),
@@ -90,7 +90,7 @@ def tags_of(numbers: Sequence[int]) -> bytes:
 TAGS = st.lists(st.integers(1, 255), min_size=1, max_size=60, unique=True)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(TAGS, TAGS)
 def test_common_tags_are_those_of_both_sets_in_the_order_of_their_bytes(
     own: list[int], peer: list[int]
@@ -103,7 +103,7 @@ def test_common_tags_are_those_of_both_sets_in_the_order_of_their_bytes(
     assert positions.dtype == np.int64
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(TAGS, TAGS, st.randoms(use_true_random=False), st.booleans())
 def test_a_tag_that_is_twice_in_either_set_is_refused(
     own: list[int], peer: list[int], draw: random.Random, is_own: bool

@@ -93,7 +93,7 @@ def converted(file: CsvFile, names: list[str], folder: Path) -> Rows:
     return list(zip(*(categories(table, name) for name in names), strict=True))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     text=st.text('",;\tnr|aé\\ ', min_size=50, max_size=200),  # n, r: line breaks; |: ends a cell
     width=st.integers(1, 3),

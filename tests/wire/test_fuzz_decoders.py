@@ -41,7 +41,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=133, deadline=None)
+@settings(max_examples=133)
 @given(JSON)
 def test_any_json_is_compared_field_by_field_and_its_own_words_never_come_back(value: Any) -> None:
     own_names = set(OWN.fields_differing_from("{}")) | {"ids", "(other fields)"}
@@ -50,7 +50,7 @@ def test_any_json_is_compared_field_by_field_and_its_own_words_never_come_back(v
     assert set(found) <= own_names
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.sampled_from(sorted(json.loads(OWN.canonical_json()))), JSON)
 def test_one_changed_field_is_named(name: str, value: Any) -> None:
     values = json.loads(OWN.canonical_json())
@@ -87,7 +87,7 @@ def test_equal_values_in_another_form_are_another_contract() -> None:
         assert one.fields_differing_from(other) == ["(other fields)"]
 
 
-@settings(max_examples=166, deadline=None)
+@settings(max_examples=166)
 @given(st.sampled_from(sorted(pb.DESCRIPTOR.message_types_by_name)), st.binary(max_size=400))
 def test_random_bytes_are_a_bounded_message_or_refused(name: str, data: bytes) -> None:
     message = reader(getattr(pb, name), 300)(data)
@@ -169,7 +169,7 @@ def frames_of(engine: EcdhEngine) -> tuple[EcdhExchange, list[bytes]]:
     return session(engine, 1), [frame.SerializeToString() for frame in sent]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 2**32), st.integers(0, 3))
 def test_a_mutated_exchange_of_ids_ends_in_an_error_of_the_rules_or_in_a_result(
     engine: EcdhEngine, seed: int, at: int
@@ -187,7 +187,7 @@ def test_a_mutated_exchange_of_ids_ends_in_an_error_of_the_rules_or_in_a_result(
     assert not fresh.is_complete
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.binary(min_size=4000, max_size=4000))
 def test_any_scores_are_measured_or_refused(scores: bytes) -> None:
     """Everything else is right: what counts are the numbers, NaN among them."""
@@ -206,7 +206,7 @@ def test_any_scores_are_measured_or_refused(scores: bytes) -> None:
         assert 0.5 <= answer <= 1
 
 
-@settings(max_examples=133, deadline=None)
+@settings(max_examples=133)
 @given(
     st.builds(
         pb.TensorFrame,
@@ -238,7 +238,7 @@ def test_any_fields_make_a_right_tensor_or_none(frame: pb.TensorFrame) -> None:
 WORDS = ("contract-mismatch", "invalid-message", "stopped", "internal", "nonsense", "")
 
 
-@settings(max_examples=133, deadline=None)
+@settings(max_examples=133)
 @given(
     st.sampled_from(list(grpc.StatusCode)),
     st.none()

@@ -147,7 +147,7 @@ def test_a_stream_of_first_chunks_holds_one_tensor_at_most() -> None:
     assert torch.equal(whole.values, values(64))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.binary(max_size=300))
 def test_random_bytes_are_refused_not_believed(data: bytes) -> None:
     with pytest.raises(ProtocolError):

@@ -16,9 +16,9 @@ def comparison_table(title: str, summaries: Mapping[str, Summary]) -> Group:
     models = [summary.of_active.model for summary in summaries.values()]
     alone = sorted({f"{one.test_auc_alone:.4f}" for one in models if one.test_auc_alone})
     notes = [
-        "feature-adjusted leak AUC of the strongest attack (95 % interval); .5 is guessing",
+        "feature-adjusted leak AUC (95 % interval) of that attack; .5 is guessing",
         *(
-            f"{name}: {label(one.strongest.attack)} reaches {one.strongest.why}"
+            f"{name}, {label(one.strongest.attack)}: {one.strongest.why}"
             for name, one in found.items()
             if one.strongest is not None and one.strongest.why
         ),

@@ -231,7 +231,7 @@ def test_the_table_says_what_was_not_measured_and_rounds_bounds_up() -> None:
     ]
     peer = "an honest-but-curious peer"
     assert lines[8:] == [
-        [f"one: informed reaches more than the 0.911 that the ledger states for {peer}"],
+        [f"one, informed: more than the 0.911 that the ledger states for {peer}"],
         ["test AUC without the feature owner's columns: 0.7000"],
     ]
 

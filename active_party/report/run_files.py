@@ -26,6 +26,7 @@ from splitveil.common.record.run_record import (
     text_of,
 )
 from splitveil.common.record.summary import Summary
+from splitveil.common.text.files import why_unreadable
 from splitveil.common.text.yaml_text import RESOLVED, load_yaml
 
 Numbers = npt.NDArray[np.float64]
@@ -104,7 +105,9 @@ def read_run(run_dir: Path) -> RunFiles:
     if run_dir != folder and run_dir.resolve().name != _ACTIVE:
         folder = run_dir
     if not (folder / _ACTIVE / METRICS).is_file():
-        raise SettingsError(f"{run_dir}: expected a run's folder, with active/{METRICS} in it")
+        gone = "" if run_dir.exists() else f": {why_unreadable(run_dir, FileNotFoundError())}"
+        expected = f"expected a run's folder, with active/{METRICS} in it"
+        raise SettingsError(f"{run_dir}: {expected}{gone}")
     active = _read_party(folder / _ACTIVE)
     contract = _mapping(active.settings.get("contract"))
     passives = tuple(_read_passives(folder, contract, active))

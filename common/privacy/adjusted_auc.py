@@ -1,21 +1,28 @@
-"""The covariate-adjusted leak AUC: how well a score reveals labels that features do not reveal.
+"""The feature-adjusted leak AUC: how well a score reveals labels that features do not reveal.
 
-    strata                       rows with nearly the same prediction q of a model that has not seen
-                                 their labels
-    placement of a positive i    share of the negatives of its stratum that score lower, ties half;
-                                 a negative weighs q / (1 - q)
-    adjusted AUC                 mean placement of the positives
+    q            probability of a row's positive label, by a model that has not seen that label
+    rest         an attack's score less what features explain of it
+    strata       rows with nearly the same q
+    adjusted AUC share of the pairs of a positive and a negative of one stratum in which the rest
+                 of the positive is higher, ties half; a positive weighs 1 - q, a negative q
 
-That is the area under the covariate-adjusted ROC curve (Janes and Pepe, "Adjusting for covariate
-effects on classification accuracy using the covariate-adjusted ROC curve", Biometrika 96, 2009,
-sections 2 and 4). A score that only repeats what features reveal has an adjusted AUC of 1/2,
-however well it reveals the labels of all rows together; one that knows the labels has 1. The
-weights give the negatives of a stratum the positives' distribution of q: without them, the rest of
-its width counts as a leak, up to .01 for 100 strata and .06 for 20.
+It is the area under the covariate-adjusted ROC curve (Janes and Pepe, "Adjusting for covariate
+effects on classification accuracy using the covariate-adjusted ROC curve", Biometrika 96, 2009)
+with overlap weights (Li, Morgan and Zaslavsky, "Balancing covariates via propensity score
+weighting", JASA 113, 2018): a row counts as much as features leave its label open. With these
+weights either order of a pair of unequal q is equally likely where the rest knows nothing, so that
+the width of a stratum does not count as a leak. Whoever knows the features can subtract what they
+explain: a bound on the AUC of any score of one example bounds this one, too.
 
-The interval takes the variance of the placements within and between strata (DeLong, DeLong and
-Clarke-Pearson, Biometrics 44, 1988), on the logit scale, where an area close to 1 keeps its
-interval below 1.
+Neither q nor what features explain is known. What is left of an error in q is its product with an
+error in the rest (Chernozhukov et al., "Double/debiased machine learning for treatment and
+structural parameters", 2018; Shah and Peters, "The Hardness of Conditional Independence Testing and
+the Generalised Covariance Measure", 2020). So that a score that repeats features better than q does
+is no leak, q is fitted once more with what features explain of the score (`informed`), as targeted
+learning does (van der Laan and Rose 2011).
+
+The interval takes the variance of the placements within strata (DeLong, DeLong and Clarke-Pearson,
+Biometrics 44, 1988), on the logit scale, where an area close to 1 keeps its interval below 1.
 
 What an attack is worth to whoever runs it:
 
@@ -35,12 +42,20 @@ from splitveil.common.privacy.leakage import Floats, OneClass
 
 MAX_STRATA = 100
 MIN_PER_STRATUM = 10
-"""Rows of the rarer class per stratum, on average: fewer positives make fewer strata."""
+"""Sum of q (1 - q) per stratum: fewer rows whose labels features leave open make fewer strata."""
 
 _FEWEST = 2
 """Rows of each class in every stratum: neighbouring strata are merged until they have them."""
 
+_COST_OF_PREDICTIONS = 10.0
+"""Sum of q (1 - q) at which the error of q doubles the variance: intervals then cover the truth as
+often as they say (`benchmarks/null_coverage.py`)."""
+
 TOP_ROWS = 100
+RESOLUTION = 0.2
+"""Standard deviation of the rest of a score, of the score's own, below which it is no leak yet."""
+_SMALLEST = 1e-6
+"""Predictions stay this far from 0 and 1."""
 _NORMAL_975 = 1.959963984540054
 
 Mask = npt.NDArray[np.bool_]
@@ -84,24 +99,26 @@ class Placements(NamedTuple):
     positives: Floats
     """Share of the negatives, by weight, below each positive, ties half."""
     negatives: Floats
-    """Share of the positives above each negative, ties half."""
-    weights: Floats
-    """Of the negatives; their sum is 1."""
+    """Share of the positives, by weight, above each negative, ties half."""
+    weights: tuple[Floats, Floats]
+    """Of the positives and of the negatives; the sum of either is 1."""
 
     @property
     def auc(self) -> float:
-        """Their mean, the AUC."""
-        return float(self.positives.mean())
+        return float(self.weights[0] @ self.positives)
 
-    def variance_of_negatives(self) -> float:
-        """Return the part of the AUC's variance that the choice of the negatives brings."""
-        number = len(self.negatives)
-        moves = self.weights * (self.negatives - self.auc)
-        return float(moves @ moves) * number / (number - 1) if number > 1 else 1.0
+    @property
+    def variance(self) -> float:
+        """Of the AUC."""
+        total = 0.0
+        for placed, weights in zip(self[:2], self.weights, strict=True):
+            moves = weights * (placed - self.auc)
+            total += float(moves @ moves) * len(placed) / (len(placed) - 1)
+        return total
 
 
 def placements(scores: Floats, positive: Mask, weights: Floats | None = None) -> Placements:
-    """Return the placements of all rows; the weights of the negatives count, equal by default.
+    """Return the placements of all rows, which weigh the same by default.
 
     Raises:
         OneClass: there is no positive, or no negative.
@@ -112,33 +129,28 @@ def placements(scores: Floats, positive: Mask, weights: Floats | None = None) ->
     of_positives, of_negatives = scores[positive], scores[~positive]
     if not len(of_positives) or not len(of_negatives):
         raise OneClass(f"{len(scores)} labels of one class have no AUC")
-    counted = np.ones(len(of_negatives)) if weights is None else weights[~positive]
-    counted = counted / counted.sum()
-    even = np.full(len(of_positives), 1.0 / len(of_positives))
+    counted = np.ones(len(scores)) if weights is None else weights
+    above, below = (counted[rows] / counted[rows].sum() for rows in (positive, ~positive))
     return Placements(
-        _share_below(of_positives, of_negatives, counted),
-        1.0 - _share_below(of_negatives, of_positives, even),
-        counted,
+        _share_below(of_positives, of_negatives, below),
+        1.0 - _share_below(of_negatives, of_positives, above),
+        (above, below),
     )
 
 
 def strata_of(predictions: Floats, positive: Mask, max_strata: int = MAX_STRATA) -> Strata:
-    """Divide rows into strata of nearly equal predictions.
+    """Divide rows into strata of nearly equal predictions q, which leave equally much open.
 
-    Half the limits are quantiles of the positives' predictions, as the predictions themselves have
-    it, and half of the negatives', so that strata are narrow wherever either class has many rows.
-    There are at most ``max_strata``, and one for every ``MIN_PER_STRATUM`` rows of the rarer class;
-    neighbours are merged until each has two rows of both classes.
+    The sum of q (1 - q) is the same in each, ``MIN_PER_STRATUM`` or more; there are at most
+    ``max_strata``, and neighbours are merged until each has two rows of both classes.
 
     Returns:
         The number of each row's stratum from 0, ascending with the predictions, (rows,).
     """
-    rarer = min(int(positive.sum()), int((~positive).sum()))
-    number = max(1, min(max_strata, rarer // MIN_PER_STRATUM))
-    inner = np.arange(1, number // 2 + 1) / (number // 2 + 1)
+    left_open = predictions * (1 - predictions)
+    number = max(1, min(max_strata, int(left_open.sum() / MIN_PER_STRATUM)))
     # Not the labels' own quantiles: a limit that lies at a positive reveals labels by itself.
-    limits = [_quantiles(predictions, weights, inner) for weights in (predictions, 1 - predictions)]
-    edges = np.unique(np.concatenate(limits))
+    edges = np.unique(_quantiles(predictions, left_open, np.arange(1, number) / number))
     strata = np.searchsorted(edges, predictions, side="right")
     counts = np.stack(
         [np.bincount(strata[chosen], minlength=len(edges) + 1) for chosen in (positive, ~positive)]
@@ -146,12 +158,36 @@ def strata_of(predictions: Floats, positive: Mask, max_strata: int = MAX_STRATA)
     return _merged(counts)[strata]
 
 
+def rest_of(scores: Floats, explained: Floats) -> Floats:
+    """Return what an attack's scores, of variance 1, hold beyond what features explain of them.
+
+    Where that is less than ``RESOLUTION``, noise fills it up: of a score that is nearly a function
+    of features, what is left is that function's part which no regression has learned.
+    """
+    rest = scores - explained
+    missing = max(RESOLUTION**2 - float(rest.var()), 0.0) ** 0.5
+    filled: Floats = rest + missing * np.random.default_rng(0).normal(size=len(rest))
+    return filled
+
+
+def informed(predictions: Floats, explained: Floats, positive: Mask) -> Floats:
+    """Return predictions that also know what features explain of a score, (rows,)."""
+    # Importing it takes time that only a run that is measured should pay.
+    from sklearn.linear_model import LogisticRegression  # noqa: PLC0415
+
+    values = np.column_stack([np.log(predictions / (1 - predictions)), explained])
+    model = LogisticRegression(C=100.0, max_iter=200).fit(values, positive)
+    known: Floats = model.predict_proba(values)[:, 1].clip(_SMALLEST, 1 - _SMALLEST)
+    return known
+
+
 def adjusted_leak_auc(
-    scores: Floats, positive: Mask, predictions: Floats, max_strata: int = MAX_STRATA
+    rest: Floats, positive: Mask, predictions: Floats, max_strata: int = MAX_STRATA
 ) -> AdjustedLeak:
     """Return the leak AUC among rows with nearly the same prediction, with its 95 % interval.
 
     Args:
+        rest: an attack's score less what features explain of it, (rows,).
         predictions: of the positive class, by a model that has not seen the row's label, (rows,),
             above 0 and below 1.
 
@@ -164,15 +200,13 @@ def adjusted_leak_auc(
     strata = strata_of(predictions, positive, max_strata)
     order = np.argsort(strata, kind="stable")
     parts = np.split(order, np.flatnonzero(np.diff(strata[order])) + 1)
-    odds = predictions / (1.0 - predictions)
-    by_stratum = [placements(scores[part], positive[part], odds[part]) for part in parts]
-    of_positives = np.concatenate([stratum.positives for stratum in by_stratum])
-    auc = float(of_positives.mean())
-    variance = float(of_positives.var(ddof=1)) / len(of_positives)
-    for stratum in by_stratum:
-        share = len(stratum.positives) / len(of_positives)
-        variance += share**2 * stratum.variance_of_negatives()
-    low, high = _interval(auc, variance, rarer)
+    left_open = predictions * (1.0 - predictions)
+    overlap = np.where(positive, 1.0 - predictions, predictions)
+    by_stratum = [placements(rest[part], positive[part], overlap[part]) for part in parts]
+    shares = np.array([left_open[part].sum() for part in parts]) / left_open.sum()
+    auc = round(float(shares @ [stratum.auc for stratum in by_stratum]), 12)
+    variance = float(shares**2 @ [stratum.variance for stratum in by_stratum])
+    low, high = _interval(auc, variance, float(left_open.sum()))
     return AdjustedLeak(auc, low, high) if auc >= 0.5 else AdjustedLeak(1 - auc, 1 - high, 1 - low)
 
 
@@ -185,7 +219,7 @@ def advantage_over(prior: Floats, scores: Floats, positive: Mask) -> Advantage:
     attack, own = placements(scores, positive), placements(prior, positive)
     signs = [1.0 if of.auc >= 0.5 else -1.0 for of in (attack, own)]
     variance = 0.0
-    for of_attack, of_own in zip(attack, own, strict=True):
+    for of_attack, of_own in zip(attack[:2], own[:2], strict=True):
         difference = signs[0] * of_attack - signs[1] * of_own
         variance += float(difference.var(ddof=1)) / len(difference) if len(difference) > 1 else 1.0
     folded = [max(of.auc, 1 - of.auc) for of in (attack, own)]
@@ -216,14 +250,17 @@ def operating_points(scores: Floats, positive: Mask) -> OperatingPoints:
     )
 
 
-def _interval(auc: float, variance: float, rarer: int) -> tuple[float, float]:
-    # Half a pair of the rarer class in the wrong order: at an area of 1 the variance found is 0.
-    inside = min(max(auc, 0.5 / rarer), 1 - 0.5 / rarer)
-    variance = max(variance, inside * (1 - inside) / (3 * rarer))
+def _interval(auc: float, variance: float, left_open: float) -> tuple[float, float]:
+    # Half a pair in the wrong order: at an area of 1 the variance found is 0.
+    half = min(0.25 / left_open, 0.5)
+    inside = min(max(auc, half), 1 - half)
+    # That of a score without ties that knows nothing, where the AUC is 1/2: few rows may show less.
+    variance = max(variance, inside * (1 - inside) / (3 * left_open))
+    variance *= 1 + _COST_OF_PREDICTIONS / left_open
     centre = np.log(inside / (1 - inside))
     reach = _NORMAL_975 * variance**0.5 / (inside * (1 - inside))
     low, high = 1 / (1 + np.exp(-(centre + np.array([-reach, reach]))))
-    return min(float(low), auc), max(float(high), auc)
+    return (0.0 if auc <= half else float(low)), (1.0 if auc >= 1 - half else float(high))
 
 
 def _quantiles(values: Floats, weights: Floats, shares: Floats) -> Floats:

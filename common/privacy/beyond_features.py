@@ -25,7 +25,9 @@ from splitveil.common.privacy.adjusted_auc import (
     Advantage,
     adjusted_leak_auc,
     advantage_over,
+    informed,
     placements,
+    rest_of,
 )
 from splitveil.common.privacy.attacks import ATTACKS, RUN_ATTACKS, RunAttackName
 from splitveil.common.privacy.cross_fitting import FeatureModels, TooFewRows
@@ -35,6 +37,7 @@ from splitveil.common.privacy.observational_audit import (
     EpsilonBound,
     ScoredRows,
     choosing_half,
+    normal_scores,
     observe_epsilon,
 )
 from splitveil.common.privacy.run_level import SEED
@@ -105,10 +108,7 @@ def measure_beyond_features(
         return None
     named = [*batch_attacks.items(), *run_attacks.items()]
     pairs = {pair.attack: pair for pair in _pairs(covariates, named, predictions, classes)}
-    adjusted = {}
-    for name, pair in pairs.items():
-        _, scores, positive, of_pair = pair.scored
-        adjusted[name] = adjusted_leak_auc(scores, positive, of_pair)
+    adjusted = {name: adjusted_leak(models, pair.scored) for name, pair in pairs.items()}
     advantage = {
         str(name): figure
         for name in run_attacks
@@ -121,6 +121,15 @@ def measure_beyond_features(
     strongest = pairs[max(adjusted, key=lambda name: adjusted[name].value)].scored
     feature_auc = max(0.5, placements(strongest.predictions, strongest.positive).auc)
     return BeyondFeatures(adjusted, advantage, epsilon, len(strongest.rows), feature_auc)
+
+
+def adjusted_leak(models: FeatureModels, scored: ScoredRows) -> AdjustedLeak:
+    """Return the feature-adjusted leak AUC of an attack's scores. Raises ``OneClass``."""
+    rows, scores, positive, predictions = scored
+    values = normal_scores(scores)
+    explained = models.explained(values, rows)
+    known = informed(predictions, explained, positive)
+    return adjusted_leak_auc(rest_of(values, explained), positive, known)
 
 
 def _pairs(

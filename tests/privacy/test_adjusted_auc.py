@@ -4,18 +4,28 @@ import math
 
 import numpy as np
 import pytest
+from scipy.special import expit
 from scipy.stats import norm
 from sklearn.metrics import roc_auc_score, roc_curve
 
+from splitveil.common.privacy.accumulation import RunScores
 from splitveil.common.privacy.adjusted_auc import (
     MIN_PER_STRATUM,
+    RESOLUTION,
     adjusted_leak_auc,
     advantage_over,
     operating_points,
     placements,
+    rest_of,
     strata_of,
 )
-from splitveil.common.privacy.leakage import Floats, OneClass, leak_auc
+from splitveil.common.privacy.beyond_features import (
+    BeyondFeatures,
+    Covariates,
+    measure_beyond_features,
+)
+from splitveil.common.privacy.cross_fitting import FeatureModels
+from splitveil.common.privacy.leakage import ClassIndices, Floats, OneClass, leak_auc
 
 
 def rows(
@@ -28,12 +38,21 @@ def rows(
     return feature, generator.random(count) < predictions, predictions
 
 
+def beyond(features: Floats, labels: ClassIndices, scores: dict[str, Floats]) -> BeyondFeatures:
+    positions, nothing = np.arange(len(labels)), np.zeros((len(labels), 0), np.float32)
+    covariates = Covariates(positions, features.astype(np.float32), nothing, nothing, labels)
+    by_attack = {name: [RunScores(positions, one)] for name, one in scores.items()}
+    found = measure_beyond_features(covariates, by_attack, {})
+    assert found is not None
+    return found
+
+
 def noise(count: int, seed: int) -> Floats:
     return np.random.default_rng(seed + 1000).normal(size=count)
 
 
 def test_a_score_that_repeats_features_reveals_nothing_beyond_them() -> None:
-    """The raw leak AUC is .82, and one of its own stratum of 20 rows per limit is still .54."""
+    """The raw leak AUC is .82; with predictions rounded to tenths, an interval is above 1/2."""
     feature, positive, predictions = rows(20_000, seed=1)
     assert leak_auc(feature, positive) > 0.8
     found = adjusted_leak_auc(feature, positive, predictions)
@@ -64,36 +83,98 @@ def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
     assert narrow < 180
 
 
-def test_a_negative_weighs_as_much_as_it_looks_like_a_positive() -> None:
+def test_a_row_weighs_as_much_as_features_leave_its_label_open() -> None:
     """By an oracle that goes through all pairs of a stratum."""
     generator = np.random.default_rng(5)
-    scores, positive = generator.integers(0, 5, 60).astype(float), generator.random(60) < 0.4
-    predictions = generator.uniform(0.05, 0.95, 60)
-    strata = strata_of(predictions, positive)
-    placed = []
-    for i in np.flatnonzero(positive):
-        below = total = 0.0
-        for j in np.flatnonzero(~positive & (strata == strata[i])):
-            weight = predictions[j] / (1 - predictions[j])
-            below += weight * ((scores[j] < scores[i]) + 0.5 * (scores[j] == scores[i]))
-            total += weight
-        placed.append(below / total)
-    expected = np.mean(placed)
-    found = adjusted_leak_auc(scores, positive, predictions).value
-    assert found == pytest.approx(max(expected, 1 - expected))
+    scores, positive = generator.integers(0, 5, 150).astype(float), generator.random(150) < 0.4
+    predictions = generator.uniform(0.05, 0.95, 150)
+    strata = strata_of(predictions, positive, max_strata=2)
+    assert strata.max() == 1
+    expected = shares = 0.0
+    for stratum in (0, 1):
+        rows_of = strata == stratum
+        higher = total = 0.0
+        for i in np.flatnonzero(positive & rows_of):
+            for j in np.flatnonzero(~positive & rows_of):
+                weight = (1 - predictions[i]) * predictions[j]
+                higher += weight * ((scores[j] < scores[i]) + 0.5 * (scores[j] == scores[i]))
+                total += weight
+        share = (predictions * (1 - predictions))[rows_of].sum()
+        expected, shares = expected + share * higher / total, shares + share
+    found = adjusted_leak_auc(scores, positive, predictions, max_strata=2).value
+    assert found == pytest.approx(max(expected / shares, 1 - expected / shares))
+
+
+def test_predictions_that_are_fitted_leave_nothing_of_features_and_all_of_a_leak() -> None:
+    """Of 72 intervals of 95 %, fewer than 64 cover the truth with a probability of 1 %.
+
+    Strata of the same predictions, with the scores as they are, cover three quarters at most.
+    """
+    covered = by_strata = 0
+    leaks = []
+    for seed in range(12):
+        generator = np.random.default_rng(seed)
+        features = generator.normal(size=(800, 4))
+        log_odds = 2 * features[:, 0] + np.abs(features[:, 1])
+        truth = expit(log_odds)
+        labels = (generator.random(800) < truth).astype(np.int64)
+        noise = generator.normal(size=(3, 800))
+        hidden = labels + 2 * features[:, 2] + noise[0] / (math.sqrt(2) * norm.ppf(0.75))
+        epochs = sum(expit(log_odds * part / 3 + one) for part, one in enumerate(noise))
+        scores: dict[str, tuple[float, Floats]] = {
+            "probability": (0.5, truth),
+            "function": (0.5, np.sin(features[:, 3]) + features[:, 0] * features[:, 2]),
+            "epochs": (0.5, np.asarray(epochs)),
+            "three of five right": (0.6, (labels ^ (generator.random(800) > 0.6)).astype(float)),
+            "hidden": (0.75, hidden),
+            "label": (1.0, labels.astype(float)),
+        }
+        found = beyond(features, labels, {name: values for name, (_, values) in scores.items()})
+        assert found.rows == 800
+        assert found.feature_auc == pytest.approx(roc_auc_score(labels, truth), abs=0.05)
+        models = FeatureModels.of(features, labels)
+        predictions = models.predictions(labels)[:, 1]
+        for name, (expected, values) in scores.items():
+            _, low, high = found.adjusted[name]
+            covered += low <= expected <= high
+            by_strata_only = adjusted_leak_auc(values, labels == 1, predictions)
+            by_strata += by_strata_only.low <= expected <= by_strata_only.high
+        leaks.append([found.adjusted[name][:2] for name in ("three of five right", "hidden")])
+    assert covered >= 64
+    assert by_strata < 54
+    values = np.array(leaks)
+    assert values[:, :, 0].mean(axis=0) == pytest.approx([0.6, 0.75], abs=0.02)
+    assert (values[:, 0, 1] > 0.5).sum() >= 8  # power: the weak leak is seen
+    assert (values[:, 1, 1] > 0.6).all()
+
+
+def test_few_rows_that_features_leave_open_make_a_wide_interval() -> None:
+    """Where features decide nearly every label, 400 rows are no better than 20 open ones."""
+    feature, _, _ = rows(400, seed=12)
+    predictions = 1 / (1 + np.exp(-25 * feature))
+    positive = np.random.default_rng(12).random(400) < predictions
+    found = adjusted_leak_auc(noise(400, seed=12), positive, predictions)
+    assert found.high - found.low > 0.25
+    assert found.low < 0.5 < found.high
+
+
+def test_the_rest_of_a_function_of_features_is_not_magnified() -> None:
+    scores = noise(2_000, seed=13)
+    assert rest_of(scores, 0.99 * scores).std() == pytest.approx(RESOLUTION, rel=0.05)
+    assert (rest_of(scores, 0.5 * scores) == 0.5 * scores).all()
 
 
 @pytest.mark.parametrize("offset", [-1.0, -6.0, 4.0])
-def test_few_rows_of_a_class_make_few_strata(offset: float) -> None:
+def test_few_rows_whose_labels_are_open_make_few_strata(offset: float) -> None:
     _, positive, predictions = rows(10_000, seed=7, offset=offset)
     strata = strata_of(predictions, positive)
-    rarer = min(positive.sum(), (~positive).sum())
-    assert strata.max() + 1 <= max(1, min(100, rarer // MIN_PER_STRATUM) + 1)
-    assert strata.max() > 0
+    left_open = predictions * (1 - predictions)
+    assert 0 < strata.max() < min(100, left_open.sum() / MIN_PER_STRATUM)
     assert (np.diff(strata[np.argsort(predictions)]) >= 0).all()
     for number in range(strata.max() + 1):
         of_stratum = positive[strata == number]
         assert min(of_stratum.sum(), (~of_stratum).sum()) >= 2
+    assert np.bincount(strata, left_open).min() > 0.9 * MIN_PER_STRATUM
 
 
 def test_predictions_without_information_make_one_stratum() -> None:

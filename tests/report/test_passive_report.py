@@ -198,7 +198,7 @@ def test_the_page_says_what_left_to_whom_and_what_it_tells(tmp_path: Path) -> No
     page = write_passive_report(write_run(tmp_path / "run")).read_text(encoding="utf-8")
     first, details = page.split("<details>")
     answer = (
-        "the label owner can guess “sent” (about how large) right for 99 of 100 records; "
+        "the label owner can guess “sent” (about how large) right for 100 of 100 records; "
         "without it, for 25."
     )
     assert answer in first

@@ -31,7 +31,11 @@ _WHOSE: Mapping[Adversary, tuple[str, str]] = {
 
 
 def answer(assessment: LeakAssessment, num_classes: int, doubt: str) -> str:
-    """Say for whom there is a bound, and what it means; ``doubt`` says what contradicts it."""
+    """Say for whom there is a bound, and what it means.
+
+    Args:
+        doubt: a sentence about what contradicts the bound; empty if nothing does.
+    """
     tells = _tells(num_classes)
     if assessment.adversary is None or assessment.bound is None:
         return (
@@ -39,6 +43,9 @@ def answer(assessment: LeakAssessment, num_classes: int, doubt: str) -> str:
             "50 of 100 pairs."
         )
     pairs = f"{float(auc_at_most(assessment.bound)) * 100:g} of 100 pairs"
+    if assessment.above_bound:
+        reached = assessment.above_bound[0].leak.value * 100
+        return f"The bound of {pairs} does not hold: an attack that was run tells {reached:.0f}."
     if doubt:
         said = doubt[0].lower() + doubt[1:]
         return f"The bound of {pairs} does not hold for all that was measured: {said}"
@@ -57,10 +64,12 @@ def strongest_in_words(assessment: LeakAssessment) -> str:
         return f"What attacks reach beyond these data {was}{assessment.not_measured}."
     low, high = (min(max(end, 0.5), 1.0) for end in strongest.leak[1:])
     found = f"{strongest.leak.value * 100:.0f} of 100 ({low * 100:.0f} to {high * 100:.0f})"
-    is_chance = strongest.finding is Finding.NO_LEAK_SHOWN
+    chance = ", which is no more than chance explains"
+    by_chance = chance if strongest.finding is Finding.NO_LEAK_SHOWN else ""
+    unknown = [one for one in assessment.attacks if one.finding is Finding.TOO_FEW_ROWS]
+    others = f"{len(unknown)} more {assessment.not_measured}. " if unknown else ""
     return (
-        f"The strongest attack that was run reaches {found}"
-        f"{', which is no more than chance explains' if is_chance else ''}. "
+        f"The strongest attack that was run reaches {found}{by_chance}. {others}"
         "Another attack may do better."
     )
 

@@ -96,18 +96,18 @@ def beyond_rows(run: RunFiles, assessment: LeakAssessment) -> Iterator[TableRow]
     """Yield the table of attacks beyond features, the strongest first."""
     raw = raw_figures(run)
     advantage = (run.active.summary.of_leak.beyond or BeyondFigures()).advantage
-    for attack, leak, finding, why in assessment.attacks:
+    for one in assessment.attacks:
+        attack, _, finding, why = one
         is_measured = finding is not Finding.TOO_FEW_ROWS
-        adjusted = (f"{leak.value:.3f}", f"{leak.low:.3f} to {leak.high:.3f}")
-        gained = (ABSENT, ABSENT)
+        gained = ABSENT
         if (gain := advantage.get(attack)) is not None:
-            gained = (f"{gain.value:+.3f}", f"{gain.low:+.3f} to {gain.high:+.3f}")
+            gained = f"{gain.value:+.3f} ({gain.low:+.3f} to {gain.high:+.3f})"
         cells = (
             attack,
             needs_of(attack),
-            *(adjusted if is_measured else (ABSENT, ABSENT)),
+            one.figures if is_measured else ABSENT,
             why or (finding.value if is_measured else assessment.not_measured),
             figure(raw.get(attack)),
-            *gained,
+            gained,
         )
         yield TableRow(cells, finding in {Finding.ABOVE_BOUND, Finding.LEAKS})

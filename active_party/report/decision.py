@@ -167,6 +167,9 @@ def _measured_checks(run: RunFiles, target: float, assessment: LeakAssessment) -
     if is_clearly_above(strongest.leak, target):
         outcome: Outcome = "fail"
         why = f"{strongest.attack} is above it by more than three standard errors."
+    elif not assessment.is_complete:
+        outcome = "open"
+        why = f"{strongest.attack} is the strongest; others {assessment.not_measured}."
     elif all(leak.high <= target for leak in leaks):
         outcome, why = "pass", f"{strongest.attack} is the strongest; all 95 % intervals end below."
     else:
@@ -260,6 +263,13 @@ def _other_steps(
             "One more run, whose answers about the same labels add up with this one's in its "
             "ledger: use labels that are allowed to be known.",
         )
+    if outcomes.get(_MEASURED) == "open" and outcomes.get(_BOUND) == "pass":
+        yield Step(
+            "(more aligned rows, or accept the bound)",
+            "leaves rows that features predict alike, on which attacks can be measured; the bound "
+            "holds without them",
+            "None for the labels: the bound of the run stays the same.",
+        )
     if outcomes.get(_QUALITY) in {"fail", "open"}:
         yield better_model(run, prices)
     if outcomes.get(_ALONE) == "fail":
@@ -272,17 +282,11 @@ def _other_steps(
 
 def _overall(checks: Sequence[Check], assessment: LeakAssessment) -> Outcome:
     has_bound = ("pass", _BOUND) in {(check.outcome, check.name) for check in checks}
-    outcomes = [
-        # A bound speaks for an attack whose interval is too wide, and not where nothing could be
-        # measured at all.
-        "pass"
-        if has_bound
-        and check.name == _MEASURED
-        and assessment.strongest is not None
-        and check.outcome == "open"
-        else check.outcome
-        for check in checks
-    ]
+    # A bound speaks for an attack whose interval is wide, and not where nothing can be measured.
+    spoken_for = {_MEASURED} if has_bound and assessment.is_complete else set()
+    outcomes = {check.outcome for check in checks if check.name not in spoken_for} | {
+        check.outcome for check in checks if check.outcome == "fail"
+    }
     if "fail" in outcomes:
         return "fail"
     return "open" if "open" in outcomes or not outcomes else "pass"

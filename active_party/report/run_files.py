@@ -178,6 +178,15 @@ def num_classes(run: RunFiles) -> int:
     return len(declared) if isinstance(declared, list) else 2
 
 
+def undefended_beside(run: RunFiles) -> Iterator[Path]:
+    """Yield the active party's folder of each run beside this one that has no defense."""
+    for folder in sorted(run.folder.resolve().parent.glob("*/active")):
+        settings = _settings_of(folder)
+        is_undefended = _mapping(settings.get("defense")).get("name") == "none"
+        if is_undefended and folder != run.active.folder.resolve():
+            yield folder
+
+
 def steps_per_epoch_of(run: RunFiles) -> int:
     metrics = run.active.metrics
     steps = [line.step for line in metrics.of(TrainingLine)]
@@ -235,18 +244,21 @@ def _read_passives(
 
 
 def _read_party(folder: Path) -> PartyFiles:
-    path = folder / "settings.yaml"
-    settings = _mapping(load_yaml(text_of(path) or "{}", str(path), RESOLVED))
     summary = find_summary(folder)
     return PartyFiles(
         folder,
         folder.name,
-        settings,
+        _settings_of(folder),
         Summary() if summary is None else summary,
         summary is not None,
         read_metrics(folder),
         find_ledger_ahead(folder),
     )
+
+
+def _settings_of(folder: Path) -> Mapping[str, Any]:
+    path = folder / "settings.yaml"
+    return _mapping(load_yaml(text_of(path) or "{}", str(path), RESOLVED))
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

@@ -1,17 +1,28 @@
 """The rows of a report's tables."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
+
+import numpy as np
 
 from splitveil.active_party.report.bounds import bounds_of
 from splitveil.active_party.report.figures import ABSENT, Finding, TableRow, count, figure
 from splitveil.active_party.report.needs import needs_of
 from splitveil.active_party.report.paired import estimate_of
-from splitveil.active_party.report.run_files import PartyFiles, RunFiles, num_classes, test_lines
-from splitveil.active_party.training.evaluation import read_predictions
+from splitveil.active_party.report.run_files import (
+    PartyFiles,
+    RunFiles,
+    num_classes,
+    test_lines,
+    undefended_beside,
+)
+from splitveil.active_party.training.evaluation import StoredPredictions, read_predictions
+from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.record.figures import AttackFigure, ClassFigures, LeakByClass, RunFigures
 from splitveil.common.record.lines import AlarmLine, AuditLine, GateLine
+from splitveil.common.record.run_record import find_summary
 from splitveil.common.text.upper_bounds import auc_at_most
 from splitveil.common.text.wording import setting_in_words
 
@@ -69,11 +80,27 @@ def test_rows(run: RunFiles) -> Iterator[tuple[str, str]]:
         return
     last = [line.auc for line in test_lines(run)[-1:]]
     auc = model.test_auc if model.test_auc is not None else next(iter(last), None)
-    found = None if auc is None else estimate_of(auc, read_predictions(run.active.folder))
+    predictions = read_predictions(run.active.folder)
+    found = None if auc is None else estimate_of(auc, predictions)
     in_words = figure(auc) if found is None else found.in_words(3)
     yield "test AUC, both companies' data", in_words
+    undefended = None if predictions is None else _undefended_auc(run, predictions)
+    if undefended is not None:
+        yield "both, without a defense", figure(undefended)
     alone = model.test_auc_alone
     yield "our own data only", _NOT_ALONE if alone is None else figure(alone)
+
+
+def _undefended_auc(run: RunFiles, own: StoredPredictions) -> float | None:
+    """Return the test AUC of a run beside this one on the same rows, without a defense."""
+    with suppress(SettingsError):  # a damaged run beside this one
+        for folder in undefended_beside(run):
+            summary, other = find_summary(folder), read_predictions(folder)
+            if summary is None or other is None or other.training_rows != own.training_rows:
+                continue
+            if np.array_equal(other.ids, own.ids):
+                return summary.of_active.model.test_auc
+    return None
 
 
 def pair_rows(run: RunFiles) -> Iterator[TableRow]:

@@ -70,6 +70,12 @@ class LeakAssessment:
     """Whether anything was measured beyond features, be it on too few rows."""
 
     @property
+    def is_complete(self) -> bool:
+        """Whether something was measured, and no attack is without a figure."""
+        unknown = (one for one in self.attacks if one.finding == Finding.TOO_FEW_ROWS)
+        return bool(self.attacks) and next(unknown, None) is None
+
+    @property
     def strongest(self) -> AssessedAttack | None:
         """The strongest attack that says anything; None if rows are too few for all."""
         return next((one for one in self.attacks if one.finding != Finding.TOO_FEW_ROWS), None)

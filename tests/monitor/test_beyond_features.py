@@ -142,7 +142,7 @@ def test_a_run_whose_attacks_pass_its_statements_says_so_everywhere(
     page = unescape(write_report(tmp_path).read_text(encoding="utf-8"))
     assert "Labels recovered" in page
     assert "excludes every epsilon below" in page
-    assert "does not hold for all that was measured" in page
+    assert "does not hold" in page
 
 
 def test_a_resumed_run_measures_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,9 +259,9 @@ def test_the_report_shows_every_figure_beyond_features(tmp_path: Path) -> None:
     (active / METRICS).write_text("")
     (active / "settings.yaml").write_text("{}")
     page = unescape(write_report(tmp_path).read_text(encoding="utf-8"))
-    assert '0.700</td><td class="number">0.680 to 0.720</td>' in page
+    assert "0.700 (0.680 to 0.720)</td>" in page
     assert "an epsilon below 1.500 is excluded (delta 1e-05, 95% confidence)" in page
-    assert '+0.100</td><td class="number">+0.050 to +0.150</td>' in page
+    assert "+0.100 (+0.050 to +0.150)</td>" in page
     assert page.index('id="beyond"') < page.index('id="watch"')
 
 

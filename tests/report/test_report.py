@@ -182,10 +182,10 @@ CLASS_MEANS = "A company that does no more than compare gradients with the avera
 PERSISTENT = {"defense": {"name": "marvell", "noise": "persistent"}}
 
 
-def adjusted(value: float | None, *, rows: int = 443, guessed: bool = True) -> Summary:
-    """Return a summary with one attack's adjusted leak AUC; of guesses, if there were enough."""
-    found = {} if value is None else {"norm": AdjustedFigures(value, value - 0.03, value + 0.02)}
-    beyond = BeyondFigures(found, {}, GUESSED if guessed else None, rows, 0.81)
+def adjusted(value: float, *, guessed: bool = True, **others: AdjustedFigures) -> Summary:
+    """Return a summary with adjusted leak AUCs; of guesses, if there were enough rows."""
+    found = {"norm": AdjustedFigures(value, value - 0.03, value + 0.02), **others}
+    beyond = BeyondFigures(found, {}, GUESSED if guessed else None, 443, 0.81)
     return Summary(leak=LeakFigures(beyond=beyond))
 
 
@@ -217,15 +217,19 @@ def adjusted(value: float | None, *, rows: int = 443, guessed: bool = True) -> S
         ),
         (
             NOISY_LABELS | TARGET,
+            0.7,
+            adjusted(0.52, cosine=AdjustedFigures(0.6, 0.4, 0.8)),
+            "open",
+            "Not shown",
+            "1 more cannot be measured on 443 rows. Another attack may do better.",
+        ),
+        (
+            NOISY_LABELS | TARGET,
             0.6,
             adjusted(0.9),
             "fail",
             "Misses the target",
-            (
-                "The bound of 60 of 100 pairs does not hold for all that was measured: norm "
-                "reaches 0.900 (0.870 to 0.920), more than the 0.600 that the ledger states for "
-                "anybody"
-            ),
+            "The bound of 60 of 100 pairs does not hold: an attack that was run tells 90.",
         ),
         (NOISY_LABELS, 0.7, adjusted(0.52), "unknown", "No target set", "No target is set"),
         (NOISY_LABELS, 0.6, adjusted(0.8), "fail", "Bound in doubt", "does not hold"),

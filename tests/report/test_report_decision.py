@@ -278,6 +278,20 @@ def test_a_comparison_has_paired_intervals_where_the_test_rows_are_shared(tmp_pa
     assert "not comparable" in page
 
 
+def test_the_page_names_the_test_auc_of_an_undefended_run_on_the_same_rows(tmp_path: Path) -> None:
+    undefended = {"defense": {"name": "none"}}
+    run = write_run(tmp_path / "run")
+    write_run(tmp_path / "other", settings=undefended, first_id=500)  # other test rows
+    assert "both, without a defense" not in write_report(run).read_text(encoding="utf-8")
+    model = ModelFigures(test_auc=0.8123)
+    beside = write_run(tmp_path / "undefended", settings=undefended, model=model, noise_seed=2)
+    said = ">both, without a defense</th><td>0.812</td>"
+    assert said in write_report(run).read_text(encoding="utf-8")
+    assert said not in write_report(beside).read_text(encoding="utf-8")
+    (tmp_path / "other" / "active" / "settings.yaml").write_text("a: [")  # damaged
+    assert "without a defense" not in write_report(run).read_text(encoding="utf-8")
+
+
 def test_damaged_predictions_are_refused_in_one_line(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     path = run / "active" / "checkpoint" / "test_predictions.safetensors"

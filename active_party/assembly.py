@@ -24,7 +24,6 @@ from splitveil.common.data.ids import read_subjects
 from splitveil.common.data.source_settings import expand_path
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_data import PartyData, open_earlier_model
-from splitveil.common.privacy.adversary import narrowest
 from splitveil.common.record.model_files import SETTING as WEIGHTS_SETTING
 from splitveil.common.record.model_files import EarlierModel, is_label_free
 from splitveil.common.record.run_store import RunStore
@@ -55,14 +54,6 @@ def allowance_of(settings: ActiveSettings, earlier: AccountBook | None = None) -
     if earlier is None:
         earlier = AccountBook.empty(rules_as_bytes(settings.contract.ids))
     return Allowance(limit, earlier, widest_adversary(signals), settings.stops_by_validation)
-
-
-def bounds_in_words(settings: ActiveSettings) -> str:
-    """Describe for whom a run can have bounds, and what else the peer learns of labels."""
-    peers = allowance_of(settings).peers
-    covered = narrowest(peers, settings.defense.traits.coverage.adversary)
-    reasons = (signal.why for signal in signals_of(settings))
-    return " ".join([f"bounds: the ledger can state some for {covered.in_words}.", *reasons])
 
 
 def build_session(

@@ -8,7 +8,7 @@ not need this command: the settings accept certificates from anywhere.
 import argparse
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from pydantic import TypeAdapter, ValidationError
 
 from splitveil.common.errors import SettingsError
-from splitveil.common.party.arguments import Parser, add_completion
+from splitveil.common.party.arguments import Commands, Parser, add_completion
 from splitveil.common.party.credentials import SOON_DAYS, dns_names, subject_of
 from splitveil.common.party.json_output import add_json, print_json
 from splitveil.common.run.contract import ACTIVE, DnsName, Name
@@ -221,10 +221,15 @@ def parser(program: str) -> argparse.ArgumentParser:
     )
     add_version(certs)
     add_completion(certs)
-    commands = certs.add_subparsers(dest="command", required=True)
-    init = commands.add_parser(
-        "init", help="make an authority and one certificate per party", example="certificates"
-    )
+    commands: Commands = certs.add_subparsers(dest="command", required=True)
+
+    def add(name: str, action: Callable[..., None], what: str, example: str) -> Parser:
+        command: Parser = commands.add_parser(name, help=what, example=example)
+        command.set_defaults(action=action)
+        add_json(command)
+        return command
+
+    init = add("init", _init, "make an authority and one certificate per party", "certificates")
     init.add_argument("folder", type=Path, metavar="DIR", help="parent of the parties' folders")
     init.add_argument(
         "--party", action="append", metavar="NAME", help="default: active and passive"
@@ -241,22 +246,13 @@ def parser(program: str) -> argparse.ArgumentParser:
         action="store_true",
         help=f"keep existing certificates; renew those that expire within {SOON_DAYS} days",
     )
-    init.set_defaults(action=_init)
-    authority = commands.add_parser(
-        "authority", help="make only an authority", example="certificates"
-    )
+    authority = add("authority", _authority, "make only an authority", "certificates")
     authority.add_argument("folder", type=Path, metavar="DIR", help="parent of its folder")
-    authority.set_defaults(action=_authority)
-    request = commands.add_parser(
-        "request",
-        help="make a key, and a request for its certificate",
-        example="certificates --party passive",
-    )
+    what, example = "make a key, and a request for its certificate", "certificates --party passive"
+    request = add("request", _request, what, example)
     request.add_argument("folder", type=Path, metavar="DIR", help="parent of the party's folder")
-    request.set_defaults(action=_request)
-    sign = commands.add_parser(
-        "sign", help="sign a party's request", example="certificates request.pem --party passive"
-    )
+    example = "certificates request.pem --party passive"
+    sign = add("sign", _sign, "sign a party's request", example)
     sign.add_argument("folder", type=Path, metavar="DIR", help="parent of the authority's folder")
     sign.add_argument("request", type=Path, metavar="REQUEST", help="the file that was sent")
     sign.add_argument("--output", type=Path, metavar="DIR", help="default: DIR/NAME")
@@ -265,29 +261,19 @@ def parser(program: str) -> argparse.ArgumentParser:
         metavar="SHA256",
         help="the public key's SHA-256 as the other side reads it out: sign no other key",
     )
-    sign.set_defaults(action=_sign)
     for command in (request, sign):
         command.add_argument("--party", required=True, metavar="NAME", help="as in the contract")
         command.add_argument(
             "--name", metavar="DNS_NAME", help="as in its identities (default: NAME.splitveil)"
         )
-    renew = commands.add_parser(
-        "renew",
-        help="replace a party's certificate and key",
-        example="certificates --party active",
-    )
+    what, example = "replace a party's certificate and key", "certificates --party active"
+    renew = add("renew", _renew, what, example)
     renew.add_argument("folder", type=Path, metavar="DIR", help="as given to init")
     renew.add_argument("--party", required=True, metavar="NAME")
-    renew.set_defaults(action=_renew)
     for command in (init, sign, renew):
         command.add_argument(
             "--days", type=_days, default=PARTY_DAYS, help=f"validity (default: {PARTY_DAYS})"
         )
-    show = commands.add_parser(
-        "show", help="print the content of a certificate or request", example="request.pem"
-    )
+    show = add("show", _show, "print the content of a certificate or request", "request.pem")
     show.add_argument("file", type=Path, metavar="FILE")
-    show.set_defaults(action=_show)
-    for command in (init, authority, request, sign, renew, show):
-        add_json(command)
     return certs

@@ -2,14 +2,16 @@
 
 from collections.abc import Mapping
 
+from rich.console import Group
+
 from splitveil.common.record.assessment import assess
 from splitveil.common.record.summary import Summary
 from splitveil.common.text.visible_text import PlainTable, cell
 from splitveil.common.text.wording import label
 
 
-def comparison_table(title: str, summaries: Mapping[str, Summary]) -> PlainTable:
-    """Return a table with one row per run, from the active party's summary."""
+def comparison_table(title: str, summaries: Mapping[str, Summary]) -> Group:
+    """Return a table with a row for each run's active party, and lines that explain it."""
     found = {name: assess(summary) for name, summary in summaries.items()}
     models = [summary.of_active.model for summary in summaries.values()]
     alone = sorted({f"{one.test_auc_alone:.4f}" for one in models if one.test_auc_alone})
@@ -20,12 +22,11 @@ def comparison_table(title: str, summaries: Mapping[str, Summary]) -> PlainTable
             for name, one in found.items()
             if one.strongest is not None and one.strongest.why
         ),
-        *([f"test AUC of the label owner's columns alone: {', '.join(alone)}"] if alone else []),
+        *([f"test AUC without the feature owner's columns: {', '.join(alone)}"] if alone else []),
     ]
     table = PlainTable(
         title,
         ("run", "test AUC", "strongest attack", "bound of the whole run"),
-        caption="\n".join(notes),
         lead=1,
         framed=False,
     )
@@ -39,4 +40,4 @@ def comparison_table(title: str, summaries: Mapping[str, Summary]) -> PlainTable
             else cell(label(attack.attack), attack.figures),
             found[name].bound_in_words,
         )
-    return table
+    return Group(table, *map(cell, notes))

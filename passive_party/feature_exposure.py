@@ -12,6 +12,7 @@ It is a lower bound: another method, or the bottom model itself, may reveal more
 columns together.
 """
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -34,8 +35,7 @@ MOST_LEVELS = 1000  # the most frequent; the others are taken together
 _STANDARD_ERRORS = 3  # by which a gain is more than chance
 _NEIGHBOURS = 15
 _QUARTERS = np.arange(4)
-_LEAST_EXCESS = 1e-9
-_RIDGE = 1e-6  # added to the variance within classes of a standardised activation
+_RIDGE = 1e-6
 _SEED = 0
 _EMBEDDED_AT_ONCE = 1024
 
@@ -238,49 +238,32 @@ def _by_regression(
     activations: _Numbers, values: npt.NDArray[Any], classes: _Rows, folds: _Rows
 ) -> _Rows:
     """Return the class of the number that is nearest to the one that ridge regression predicts."""
+    from sklearn.linear_model import Ridge  # noqa: PLC0415
+
     order = np.argsort(values)
     ordered = values[order].astype(np.float64)
-    between = (ordered[1:] + ordered[:-1]) / 2
-    guessed = np.empty_like(classes)
-    for fold in range(FOLDS):
-        known, asked = folds != fold, folds == fold
-        inputs, mean = activations[known], values[known].mean()
-        gram = inputs.T @ inputs + _RIDGE * len(inputs) * np.eye(inputs.shape[1])
-        weights = np.linalg.solve(gram, inputs.T @ (values[known] - mean))
-        predicted = activations[asked] @ weights + mean
-        guessed[asked] = classes[order[np.searchsorted(between, predicted)]]
+    predicted = _predicted(Ridge(_RIDGE), activations, values, folds)
+    nearest = np.searchsorted((ordered[1:] + ordered[:-1]) / 2, predicted)
+    guessed: _Rows = classes[order[nearest]]
     return guessed
 
 
 def _by_class_means(activations: _Numbers, classes: _Rows, folds: _Rows) -> _Rows:
-    from scipy.linalg import cholesky, solve_triangular  # noqa: PLC0415
-    from scipy.spatial.distance import cdist  # noqa: PLC0415
+    from sklearn.discriminant_analysis import LinearDiscriminantAnalysis  # noqa: PLC0415
 
-    guessed = np.empty_like(classes)
-    for fold in range(FOLDS):
-        known, asked = folds != fold, folds == fold
-        present, members, counts = np.unique(
-            classes[known], return_inverse=True, return_counts=True
-        )
-        centred = activations - activations[known].mean(axis=0)
-        sums = np.add.reduceat(centred[known][np.argsort(members)], np.cumsum(counts) - counts)
-        means = sums / counts[:, None]
-        within = centred[known] - means[members]
-        freedom = max(len(within) - len(means), 1)
-        covariance = within.T @ within / freedom + _RIDGE * np.eye(within.shape[1])
-        root = cholesky(covariance, lower=True)
-        means = solve_triangular(root, means.T, lower=True).T
-        # Each mean is drawn towards the common one as far as it is uncertain, by the variance
-        # between the classes (analysis of variance): else rare classes attract others' rows.
-        excess = counts @ (means**2).mean(axis=1) - len(means) + 1
-        between = max(excess, _LEAST_EXCESS) / (len(within) - (counts**2).sum() / len(within))
-        uncertainty = between / (1 + counts * between)
-        distances = cdist(
-            solve_triangular(root, centred[asked].T, lower=True).T,
-            means * (counts * uncertainty)[:, None],
-            "sqeuclidean",
-        )
-        spread = 1 + uncertainty
-        penalties = means.shape[1] * np.log(spread) - 2 * np.log(counts)
-        guessed[asked] = present[(distances / spread + penalties).argmin(axis=1)]
+    model = LinearDiscriminantAnalysis(solver="lsqr", shrinkage=_RIDGE)
+    guessed: _Rows = _predicted(model, activations, classes, folds)
     return guessed
+
+
+def _predicted(
+    model: Any, activations: _Numbers, values: npt.NDArray[Any], folds: _Rows
+) -> npt.NDArray[Any]:
+    from sklearn.model_selection import PredefinedSplit, cross_val_predict  # noqa: PLC0415
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a class with one row in the other folds
+        predicted: npt.NDArray[Any] = cross_val_predict(
+            model, activations, values, cv=PredefinedSplit(folds)
+        )
+    return predicted

@@ -183,7 +183,7 @@ def _assessment(exposure: FeatureExposure | None) -> Assessment:
         )
     is_mostly_known = any(one.is_mostly_known for one in exposure.columns)
     return Assessment(
-        "recovered" if is_mostly_known else "leaking",
+        "fail" if is_mostly_known else "open",
         "Columns can be guessed" if is_mostly_known else "Columns can be guessed in part",
         f"From what was sent, the label owner can guess “{best.name}”{_GUESSED[best.kind]} right "
         f"for {best.of_100(best.right)} of 100 records; without it, for "

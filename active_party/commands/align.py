@@ -23,7 +23,7 @@ from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.party.endpoint import check_free, serving_status
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.record.progress import AlignmentProgress
+from splitveil.common.record.progress import CountProgress
 from splitveil.common.record.run_folder import open_run_folder
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.contract import ACTIVE
@@ -43,7 +43,7 @@ def align(parsed: argparse.Namespace) -> None:
     own = read_own_ids(settings)
     logger.info("%d ids read from %s", len(own.data.ids), own.data.table.source)
     interruption.check()
-    with AlignmentProgress(ACTIVE) as progress:
+    with CountProgress(f"{ACTIVE}: aligning") as progress:
         status = _ShownStatus(settings, progress)
         with serving_status(status, settings.status, interruption):
             order = _find_common_order(settings, own.data, credentials, status, interruption)
@@ -75,7 +75,7 @@ def _find_common_order(
 class _ShownStatus(ActiveStatus):
     """The state of an alignment for its operators, shown as a bar as well."""
 
-    def __init__(self, settings: ActiveSettings, progress: AlignmentProgress) -> None:
+    def __init__(self, settings: ActiveSettings, progress: CountProgress) -> None:
         super().__init__(settings)
         # With several passive parties at a time, a single bar would jump between them.
         self._progress = progress if len(settings.contract.passive_parties) == 1 else None

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from splitveil.active_party.assembly import (
-    bounds_in_words,
+    allowance_of,
     earlier_targets_of,
     open_label_owners_model,
     subjects_of,
@@ -47,7 +47,6 @@ def check(parsed: argparse.Namespace) -> None:
     details: list[Check] = [
         *status_checks(settings.status),
         partial(_noise_key, settings),
-        lambda: bounds_in_words(settings),
         lambda: f"earlier ledgers: {len(answers_before(settings))} examples",
     ]
     if settings.defense.traits.earlier_targets:
@@ -81,6 +80,7 @@ def _noise_key(settings: ActiveSettings) -> str:
 
 
 def _defense(settings: ActiveSettings) -> str:
+    allowance_of(settings)
     settings.defense.require_usable(settings.defense_context())
     return f"defense: {settings.defense.name}"
 

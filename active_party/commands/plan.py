@@ -66,11 +66,6 @@ _PEERS = {
     Adversary.HONEST_BUT_CURIOUS: "follows the protocol (honest-but-curious)",
     Adversary.CLASS_MEANS: "only compares gradients with class means",
 }
-_IF = {
-    Adversary.ANYBODY: "Whatever the passive party does",
-    Adversary.HONEST_BUT_CURIOUS: "As long as the passive party follows the protocol",
-    Adversary.CLASS_MEANS: "As long as the passive party only compares gradients with class means",
-}
 
 
 def _answer_table(plan: Plan) -> PlainTable:
@@ -89,16 +84,13 @@ def _verdict(plan: Plan) -> str:
             f"Nothing limits what a run with {plan.defense} reveals to a peer of any kind; "
             f"defense: {{name: projected_labels}} limits it for anybody."
         )
-    if charge.certainty == "unknown":
-        return f"{_IF[peers]}, the ledger bounds what a run reveals, but not before the run."
+    to = f"To a passive party that {_PEERS[peers].partition(' (')[0]}"
+    bound, epochs = bounds[peers].removeprefix("at most "), plan.data.epochs
     if not charge.is_promise:
-        return (
-            f"{_IF[peers]}, its leak AUC is {bounds[peers]}: an estimate, which only a run_budget "
-            f"makes a limit."
-        )
+        return f"{to}, the leak AUC is {bound}: no promise, and only a run_budget sets a limit."
     return (
-        f"{_IF[peers]}, all {plan.data.epochs} epochs together reveal the labels with a leak AUC "
-        f"of at most {bounds[peers].removeprefix('at most ')}, beyond what features say anyway."
+        f"{to}, all {epochs} epochs together reveal the labels with a leak AUC of at most {bound}, "
+        f"beyond what features say anyway."
     )
 
 

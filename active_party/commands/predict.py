@@ -2,14 +2,10 @@
 
 import argparse
 import logging
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from contextlib import ExitStack
+from functools import partial
 
 from splitveil.active_party.predict.batch import (
-    Advance,
     BatchPrediction,
     BatchResult,
     Parts,
@@ -23,16 +19,13 @@ from splitveil.common.errors import Interrupted, PeerError
 from splitveil.common.party import command_line
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.json_output import print_json
+from splitveil.common.record.progress import CountProgress
 from splitveil.common.record.run_folder import claimed, inner_folder
 from splitveil.common.record.table_output import check_output
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.contract import ACTIVE
-from splitveil.common.text.log_lines import shows_bars
-from splitveil.common.text.output import printing_console
 
 logger = logging.getLogger(__name__)
-
-_LOG_EVERY_S = 10.0
 
 
 def predict(parsed: argparse.Namespace) -> None:
@@ -68,9 +61,9 @@ def predict(parsed: argparse.Namespace) -> None:
         )
         parts = Parts(parsed.output, _plan(predictor, settings), ids, written)
         batch = BatchPrediction(predictor, settings.contract, settings.reconnect, interruption)
-        with _progress(len(ids)) as advance:
+        with CountProgress("predicting") as progress:
             try:
-                result = batch.run(parts, advance)
+                result = batch.run(parts, partial(progress.advance, len(ids)))
             except (Interrupted, PeerError):
                 logger.info("the same command goes on with the parts in %s", parts.folder)
                 raise
@@ -110,30 +103,3 @@ def _report(parsed: argparse.Namespace, result: BatchResult, predictor: Predicto
                 },
             }
         )
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Advance]:
-    """Show a bar on a terminal, occasional log lines elsewhere."""
-    console = printing_console(stderr=True, plain=not shows_bars())
-    bar = Progress(
-        TextColumn("predicting"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(elapsed_when_finished=True),
-        console=console,
-        disable=not console.is_terminal,
-    )
-    task = bar.add_task("predicting", total=total)
-    done, logged = 0, time.monotonic()
-
-    def advance(rows: int) -> None:
-        nonlocal done, logged
-        done += rows
-        bar.update(task, completed=done)
-        if not console.is_terminal and time.monotonic() - logged > _LOG_EVERY_S:
-            logged = time.monotonic()
-            logger.info("%d of %d ids", done, total)
-
-    with bar:
-        yield advance

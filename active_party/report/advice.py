@@ -5,7 +5,7 @@ table is worth at a bound (``defenses.projected.label_utility``), beside the tes
 measured.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import yaml
@@ -70,6 +70,25 @@ def steps_to_a_bound(run: RunFiles, target: float, size: TableSize | None) -> It
     )
     price = teaches or "The price is not known before a run."
     yield Step(_as_yaml({"defense": _named_first(changed)}), why, f"{price}{_beside(run)}")
+
+
+def better_model(run: RunFiles, prices: Sequence[Price]) -> Step:
+    """Return the step from a test AUC that is too low; more test rows would only measure it."""
+    now = next((one for one in prices if one.is_target), None)
+    weaker = next((one for one in prices if now and one.leak_auc > now.leak_auc), None)
+    if now is None or weaker is None or run.active.setting("defense", "name") == "none":
+        return Step(
+            "(more aligned rows, more columns, or more epochs)",
+            "teach the model more; where the contract leaves rows out of training, give it those",
+            "More answers about the same labels, where there are more epochs: see the ledger.",
+        )
+    return Step(
+        f"report:\n  target_leak_auc: {weaker.leak_auc:g}",
+        f"accepts a weaker bound, at which the training rows are worth {weaker.rows:,.0f} rows "
+        f"with unprotected labels instead of {now.rows:,.0f}; the defense's strength has to follow",
+        f"The other company may tell {weaker.leak_auc * 100:g} of 100 pairs instead of "
+        f"{now.leak_auc * 100:g}. More aligned rows help without that price.",
+    )
 
 
 def defense_at(run: RunFiles, target: float) -> DefenseSettings | None:

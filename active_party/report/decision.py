@@ -1,8 +1,8 @@
 """Decides whether a run may be used: pass or fail against a target, check by check.
 
 The target is ``report.target_leak_auc``, or else the ``leak_auc`` of the run's budget. A bound for
-anybody at or below it passes by itself. Measured attacks can only show that a target is missed: an
-attack that has not been run may do better.
+anybody at or below it passes where attacks were measured and none passes it. Measured attacks by
+themselves only show that a target is missed: an attack that has not been run may do better.
 """
 
 import math
@@ -14,24 +14,33 @@ from splitveil.active_party.report.advice import (
     Price,
     Step,
     TableSize,
+    better_model,
     price_list,
     steps_to_a_bound,
 )
-from splitveil.active_party.report.bounds import beyond_of, bounds_of, contradictions, guarantee_of
-from splitveil.active_party.report.figures import Finding, strongest
+from splitveil.active_party.report.bounds import guarantee_of
+from splitveil.active_party.report.numbers import strongest_beyond
 from splitveil.active_party.report.paired import Estimate, estimate_of
 from splitveil.active_party.report.run_files import RunFiles, num_classes
-from splitveil.active_party.report.verdict import RunLevel
 from splitveil.active_party.training.evaluation import StoredPredictions, read_predictions
 from splitveil.common.data.label_range import ONE_NUMBER
-from splitveil.common.privacy.attacks import WITHOUT_GRADIENTS
+from splitveil.common.record.assessment import LeakAssessment
 from splitveil.common.record.figures import is_clearly_above
-from splitveil.common.text.upper_bounds import at_most, auc_at_most
+from splitveil.common.text.upper_bounds import at_least, at_most, auc_at_most
 
-Outcome = Literal["pass", "fail", "open"]
+Outcome = Literal["pass", "fail", "open", "unknown"]
+"""Of a check or a run: ``open`` where it was not shown, ``unknown`` where no target is set."""
 
-WORDS: Mapping[Outcome, str] = {"pass": "pass", "fail": "fail", "open": "not shown"}
+_WORDS: Mapping[Outcome, str] = {"pass": "pass", "fail": "fail", "open": "not shown"}
+_BADGES: Mapping[Outcome, str] = {
+    "pass": "Meets the target",
+    "fail": "Misses the target",
+    "open": "Not shown",
+    "unknown": "No target set",
+}
 
+RECOVERED = 0.9
+"""Feature-adjusted leak AUC, or share of variance, from which labels count as recovered."""
 _ROUNDING = 1e-9
 
 
@@ -46,51 +55,63 @@ class Check(NamedTuple):
 
     @property
     def word(self) -> str:
-        return WORDS[self.outcome]
+        return _WORDS[self.outcome]
 
 
 class Decision(NamedTuple):
     """Whether a run meets its target, why, and what to change if not."""
 
     outcome: Outcome
+    badge: str
     headline: str
     checks: tuple[Check, ...]
     steps: tuple[Step, ...]
     prices: tuple[Price, ...]
     """What the table is worth at several bounds."""
-    has_target: bool
-
-    @property
-    def word(self) -> str:
-        return WORDS[self.outcome] if self.has_target else "no target"
+    doubt: str
+    """The first finding that contradicts the ledger; empty without any."""
 
 
-def decide(run: RunFiles, findings: Sequence[Finding], accumulated: Sequence[RunLevel]) -> Decision:
+def decide(run: RunFiles, assessment: LeakAssessment) -> Decision:
     """Hold a run against its target."""
     target, where = target_of(run)
     predictions = read_predictions(run.active.folder)
     size = _table_size(run, predictions)
-    checks = [*_quality_checks(run, predictions)]
+    prices = price_list(run, target, size)
+    doubts = list(_doubts(run, assessment))
+    checks = [*_ledger_checks(run, assessment, doubts), *_quality_checks(run, predictions)]
+    if not run.active.has_ended:
+        checks.append(Check(_ENDED, "open", "no", "yes", "It was stopped, or is still running."))
     steps: list[Step] = []
     if target is not None:
         bound = _bound_check(run, target)
-        measured = _measured_check(run, target, findings, accumulated)
-        # Attacks on numbers reach no AUC that could be held against the target.
-        of_attacks = [] if num_classes(run) == ONE_NUMBER else [measured]
-        checks = [bound, *of_attacks, *_ledger_checks(run), *checks]
+        checks = [bound, *_measured_checks(run, target, assessment), *checks]
         if bound.outcome != "pass":
             steps += steps_to_a_bound(run, target, size)
-    else:
-        checks = [*_ledger_checks(run), *checks]
-    steps += _other_steps(checks, target, has_guarantee=guarantee_of(run) < 1)
-    outcome = _overall(checks, has_bound=bool(checks) and _passes_by_bound(checks))
+    steps += _other_steps(run, checks, target, prices)
+    outcome = _overall(checks, assessment)
+    recovered = _is_recovered(run, assessment)
+    shown, badge = outcome, _BADGES[outcome]
+    if target is None:
+        shown = "fail" if recovered or doubts else "unknown"
+        badge = "Bound in doubt" if doubts else _BADGES[shown]
+        badge = "Labels recovered" if recovered else badge
     return Decision(
-        outcome,
+        shown,
+        badge,
         _headline(outcome, checks, target, where),
         tuple(checks),
         tuple(steps),
-        tuple(price_list(run, target, size)),
-        target is not None,
+        tuple(prices),
+        next(iter(doubts), ""),
+    )
+
+
+def _is_recovered(run: RunFiles, assessment: LeakAssessment) -> bool:
+    beyond = strongest_beyond(run.active.summary.of_leak.of_numbers)
+    strongest = assessment.strongest
+    return (strongest is not None and strongest.leak.value >= RECOVERED) or (
+        beyond is not None and beyond[1].r2 >= RECOVERED
     )
 
 
@@ -111,11 +132,11 @@ _DOUBTS = "attacks below the stated bounds"
 _QUALITY = "test AUC"
 _ALONE = "better than the active party alone"
 _BUDGET = "run budget"
+_ENDED = "the run has ended"
 _WORTH = (
     "A model of the active party's own features alone, on the same test rows: what is not better "
     "than that is worth no leak."
 )
-_OF_LEAK = {_BOUND, _MEASURED, _DOUBTS, _BUDGET}
 
 
 def _bound_check(run: RunFiles, target: float) -> Check:
@@ -131,56 +152,53 @@ def _bound_check(run: RunFiles, target: float) -> Check:
     return Check(_BOUND, "fail", f"≤ {auc_at_most(bound)}", accepted, why)
 
 
-def _measured_check(
-    run: RunFiles, target: float, findings: Sequence[Finding], accumulated: Sequence[RunLevel]
-) -> Check:
-    accepted = f"≤ {target:g}"
-    adjusted = beyond_of(run).adjusted
-    if adjusted:
-        above = [name for name, found in adjusted.items() if is_clearly_above(found, target)]
-        name = max(above or adjusted, key=lambda one: adjusted[one].value)
-        found = adjusted[name]
-        figure = f"{found.value:.3f} ({found.low:.3f} to {found.high:.3f})"
-        if above:
-            why = f"{name} is above it by more than three standard errors, beyond features."
-            return Check(_MEASURED, "fail", figure, accepted, why)
-        if all(one.high <= target for one in adjusted.values()):
-            why = f"Beyond features, {name} is the strongest; all 95 % intervals end below."
-            return Check(_MEASURED, "pass", figure, accepted, why)
-        why = f"Beyond features, {name} is the strongest; an interval reaches above the target."
-        return Check(_MEASURED, "open", figure, accepted, why)
-    return _raw_check(accepted, target, findings, accumulated)
-
-
-def _raw_check(
-    accepted: str, target: float, findings: Sequence[Finding], accumulated: Sequence[RunLevel]
-) -> Check:
-    whole = [one for one in accumulated if one.attack not in WITHOUT_GRADIENTS]
-    top = max(whole, key=lambda one: one.leak_auc, default=None)
-    best = strongest(findings)
-    if top is not None and (best is None or top.leak_auc >= best.mean):
-        value, by = top.leak_auc, f"{top.attack}, over the whole run"
-    elif best is not None:
-        value, by = best.mean, f"{best.attack}, on single batches"
+def _measured_checks(run: RunFiles, target: float, assessment: LeakAssessment) -> Iterator[Check]:
+    """Yield the strongest attack; attacks on numbers reach no AUC to hold against the target."""
+    accepted, strongest = f"≤ {target:g}", assessment.strongest
+    if num_classes(run) == ONE_NUMBER:
+        if strongest_beyond(run.active.summary.of_leak.of_numbers) is None:
+            yield Check(_MEASURED, "open", "–", accepted, "Nothing was measured beyond features.")
+        return
+    if strongest is None:
+        why = f"Beyond features: {assessment.not_measured}."
+        yield Check(_MEASURED, "open", "–", accepted, why)
+        return
+    leaks = [one.leak for one in assessment.attacks]
+    if is_clearly_above(strongest.leak, target):
+        outcome: Outcome = "fail"
+        why = f"{strongest.attack} is above it by more than three standard errors."
+    elif all(leak.high <= target for leak in leaks):
+        outcome, why = "pass", f"{strongest.attack} is the strongest; all 95 % intervals end below."
     else:
-        return Check(_MEASURED, "open", "–", accepted, "No attack was run.")
-    if value <= target:
-        return Check(_MEASURED, "pass", f"{value:.3f}", accepted, f"The strongest is {by}.")
-    why = (
-        f"The strongest is {by}. The figure contains what features say, which was not measured "
-        "apart."
-    )
-    return Check(_MEASURED, "open", f"{value:.3f}", accepted, why)
+        outcome, why = "open", f"{strongest.attack} is the strongest; an interval reaches above."
+    why += f" {strongest.why[:1].upper()}{strongest.why[1:]}."
+    yield Check(_MEASURED, outcome, strongest.figures, accepted, why.removesuffix(" ."))
 
 
-def _ledger_checks(run: RunFiles) -> Iterator[Check]:
-    doubts = list(contradictions(run, bounds_of(run)))
-    alarms = run.active.summary.of_active.leak_alarms or 0
-    if alarms:
-        doubts.append("The leak alarm went off: an attack passed the charge of one answer.")
+def _doubts(run: RunFiles, assessment: LeakAssessment) -> Iterator[str]:
+    """Yield the evidence against the ledger's figures, in sentences."""
+    for one in assessment.above_bound:
+        yield f"{one.attack} reaches {one.figures}, {one.why}."
+    beyond = run.active.summary.of_leak.beyond
+    epsilon = None if beyond is None else beyond.epsilon
+    if epsilon is not None and epsilon.stated is not None and epsilon.passes_stated:
+        yield (
+            f"{epsilon.attack} excludes every epsilon below {at_least(epsilon.epsilon)}, more than "
+            f"the {at_most(epsilon.stated)} that the ledger states for {epsilon.stated_for}."
+        )
+    if alarms := run.active.summary.of_active.leak_alarms:
+        yield (
+            f"The leak alarm went off {alarms} time{'s' * (alarms > 1)}: an attack measured more "
+            "than the ledger states for one answer."
+        )
+
+
+def _ledger_checks(
+    run: RunFiles, assessment: LeakAssessment, doubts: Sequence[str]
+) -> Iterator[Check]:
     if doubts:
-        yield Check(_DOUBTS, "fail", str(len(doubts)), "0", doubts[0])
-    elif bounds_of(run):
+        yield Check(_DOUBTS, "fail", str(len(doubts)), "0", " ".join(doubts))
+    elif assessment.adversary is not None and assessment.strongest is not None:
         yield Check(_DOUBTS, "pass", "0", "0", "No attack that was run passed a stated bound.")
     limit, spent = run.active.setting("run_budget", "sum_kl"), run.active.summary.of_active.ledger
     if isinstance(limit, int | float) and spent is not None and spent.sum_kl.max is not None:
@@ -198,6 +216,8 @@ def _quality_checks(run: RunFiles, predictions: StoredPredictions | None) -> Ite
         outcome: Outcome = "pass" if rmse < alone else "fail"
         yield Check(_ALONE, outcome, f"RMSE {rmse:.4g}", f"< {alone:.4g}", _WORTH)
     if model.test_auc is None:
+        if isinstance(least, int | float):
+            yield Check(_QUALITY, "open", "–", f"≥ {least:g}", "It was not measured.")
         return
     found = estimate_of(model.test_auc, predictions)
     figure = f"{model.test_auc:.4f}" if found is None else found.in_words()
@@ -221,38 +241,28 @@ def _quality_check(auc: float, found: Estimate | None, figure: str, least: float
 
 
 def _other_steps(
-    checks: Sequence[Check], target: float | None, *, has_guarantee: bool
+    run: RunFiles, checks: Sequence[Check], target: float | None, prices: Sequence[Price]
 ) -> Iterator[Step]:
-    failed = {check.name for check in checks if check.outcome == "fail"}
+    outcomes = {check.name: check.outcome for check in checks}
     if target is None:
         yield Step(
             "report:\n  target_leak_auc: 0.6",
             "says which leak AUC is accepted, so that this page can pass or fail the run",
-            "None: it changes the report alone. The command report --target-leak-auc 0.6 does the "
+            "None: it changes the report only. The command report --target-leak-auc 0.6 does the "
             "same for a run that is over.",
         )
     # A bound that was never meant for this attack needs no other run, but another defense.
-    if _DOUBTS in failed and has_guarantee:
+    if outcomes.get(_DOUBTS) == "fail" and guarantee_of(run) < 1:
         yield Step(
             "model_seed: 1",
-            "repeats the run to tell chance from a wrong bound: use no bound of this run before "
-            "that is known",
+            "repeats the run to separate chance from a wrong bound: use no bound of this run "
+            "before that is known",
             "One more run, whose answers about the same labels add up with this one's in its "
             "ledger: use labels that are allowed to be known.",
         )
-    if _QUALITY in failed:
-        yield Step(
-            "report:\n  target_leak_auc: …",
-            "accepts a larger leak for a better model; or align more rows",
-            "The list of prices below says what the same table is worth at other bounds.",
-        )
-    if (_QUALITY, "open") in {(check.name, check.outcome) for check in checks}:
-        yield Step(
-            "split: {kind: hash, train: 0.6, test: 0.4}",
-            "in the contract: twice as many test rows make the interval narrower by 30 %",
-            "A quarter of the training rows, or none if more rows are aligned instead.",
-        )
-    if _ALONE in failed:
+    if outcomes.get(_QUALITY) in {"fail", "open"}:
+        yield better_model(run, prices)
+    if outcomes.get(_ALONE) == "fail":
         yield Step(
             "(no joint run)",
             "the passive party's features did not help; use the active party's own model",
@@ -260,15 +270,16 @@ def _other_steps(
         )
 
 
-def _passes_by_bound(checks: Sequence[Check]) -> bool:
-    return any(check.name == _BOUND and check.outcome == "pass" for check in checks)
-
-
-def _overall(checks: Sequence[Check], *, has_bound: bool) -> Outcome:
+def _overall(checks: Sequence[Check], assessment: LeakAssessment) -> Outcome:
+    has_bound = ("pass", _BOUND) in {(check.outcome, check.name) for check in checks}
     outcomes = [
-        # A bound speaks for all attacks, those included whose interval is too wide to tell.
+        # A bound speaks for an attack whose interval is too wide, and not where nothing could be
+        # measured at all.
         "pass"
-        if has_bound and check.name == _MEASURED and check.outcome == "open"
+        if has_bound
+        and check.name == _MEASURED
+        and assessment.strongest is not None
+        and check.outcome == "open"
         else check.outcome
         for check in checks
     ]
@@ -279,20 +290,13 @@ def _overall(checks: Sequence[Check], *, has_bound: bool) -> Outcome:
 
 def _headline(outcome: Outcome, checks: Sequence[Check], target: float | None, where: str) -> str:
     if target is None:
-        return (
-            "No target is set, so this page cannot say whether the run is good enough: set "
-            "report.target_leak_auc to the largest leak AUC that you accept."
-        )
-    goal = f"the target of leak AUC {target:g} ({where})"
-    missed = [check.name for check in checks if check.outcome == outcome]
+        return "No target is set, so that this page cannot say whether the run is good enough."
+    goal = f"at most {target * 100:g} of 100 pairs ({where})"
+    missed = ", ".join(check.name for check in checks if check.outcome == outcome)
     if outcome == "pass":
-        return f"The run meets {goal}, and its bound holds for anybody."
-    verb = "fails" if outcome == "fail" else "is not shown"
-    if not any(name in _OF_LEAK for name in missed):
-        return f"The run meets {goal}, but another check {verb}: {', '.join(missed)}."
-    if outcome == "open":
-        return f"It is not shown that the run meets {goal}: {', '.join(missed)}."
-    return f"The run does not meet {goal}: {', '.join(missed)}."
+        return f"The run meets its target, {goal}."
+    said = "It is not shown that the run meets" if outcome == "open" else "The run does not meet"
+    return f"{said} all that is asked: {missed}. The target is {goal}."
 
 
 def _table_size(run: RunFiles, predictions: StoredPredictions | None) -> TableSize | None:

@@ -34,9 +34,10 @@ class StepRow(NamedTuple):
 
 
 def step_rows(histograms: Sequence[ClassHistogram]) -> list[StepRow]:
-    """Return one row of panels per batch, norms and cosines on the same axes in all rows."""
+    """Return rows of panels of the first, the middle and the last batch, all on the same axes."""
     axes = _axes(histograms)
-    steps = dict.fromkeys((one.epoch, one.step) for one in histograms)
+    counted = list(dict.fromkeys((one.epoch, one.step) for one in histograms))
+    steps = dict.fromkeys(counted[at] for at in (0, len(counted) // 2, -1) if counted)
     return [
         StepRow(
             _title(epoch, step, histograms),
@@ -76,8 +77,17 @@ def random_q95(num_negatives: float, num_positives: float) -> float:
 
 
 def _panels(histogram: ClassHistogram, axes: Mapping[str, Axis]) -> Iterator[Panel]:
-    for side in SIDES:
+    """Yield what was before the defense only if the defense changed it."""
+    for side in SIDES if _is_changed(histogram) else SIDES[1:]:
         yield _panel(histogram, side, axes)
+
+
+def _is_changed(histogram: ClassHistogram) -> bool:
+    """Return whether the defense changes gradients, and not only labels before there are any."""
+    before, after = (
+        [histogram.counts[f"{side}/{c}"] for c in ("negative", "positive")] for side in SIDES
+    )
+    return not all(map(np.array_equal, before, after))
 
 
 def _panel(histogram: ClassHistogram, side: str, axes: Mapping[str, Axis]) -> Panel:

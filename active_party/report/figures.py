@@ -1,13 +1,11 @@
 """Figures that a report computes from a run's series: windows, epochs, and comparison to chance."""
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from splitveil.active_party.report.run_files import LeakSeries, Numbers
-from splitveil.common.privacy.attacks import WITHOUT_GRADIENTS
 
 MIN_WINDOW = 15
 """Smallest number of batches for the quantiles of a window."""
@@ -91,12 +89,6 @@ def finding_of(series: LeakSeries) -> Finding:
         float(np.quantile(series.random, 0.95)),
         beats_chance=float(gains.mean()) > STANDARD_ERRORS * error,
     )
-
-
-def strongest(findings: Sequence[Finding]) -> Finding | None:
-    """Return the attack on gradients with the highest mean; None if none was measured."""
-    of_gradients = [found for found in findings if found.attack not in WITHOUT_GRADIENTS]
-    return max(of_gradients, key=lambda found: found.mean, default=None)
 
 
 def figure(value: float | None, digits: int = 3) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from splitveil.active_party.report import (
+    answer,
     bounds,
     decision,
     distributions,
@@ -22,16 +23,17 @@ from splitveil.active_party.report import (
     run_files,
     svg,
     tables,
-    verdict,
 )
+from splitveil.active_party.report.decision import Decision
 from splitveil.active_party.report.figures import Finding
+from splitveil.active_party.report.needs import needs_of
 from splitveil.active_party.report.run_files import RunFiles, read_run
-from splitveil.active_party.report.verdict import RunLevel, Verdict
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party.report_parts import circumstances, read_traffic, render, traffic_rows
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.privacy.attacks import ATTACKS, WITHOUT_GRADIENTS
-from splitveil.common.record.figures import LedgerFigures, set_aside
+from splitveil.common.privacy.attacks import ATTACKS
+from splitveil.common.record.assessment import LeakAssessment
+from splitveil.common.record.figures import LedgerFigures
 from splitveil.common.record.lines import AuditLine
 from splitveil.common.record.run_folder import write_text_atomically
 from splitveil.common.text.upper_bounds import at_least, at_most, auc_at_most
@@ -44,6 +46,10 @@ _NAME_LENGTH = 36
 _EXPECTED_TO_DIFFER = {"contract.run_name", "listen", "runs_dir"}
 
 
+_BITS_PER_AUDIT = math.log2(51)
+"""The reply to an audit is one of .50, .51, ..., 1.00."""
+
+
 class _Compared(NamedTuple):
     title: str
     style: str
@@ -53,7 +59,10 @@ class _Compared(NamedTuple):
     """(layer, attack) -> its figures on single batches."""
     whole_run: dict[tuple[str, str], float]
     """(layer, attack) -> its leak AUC of all epochs together."""
-    verdict: Verdict
+    leak: LeakAssessment
+    strongest: str
+    """The strongest attack and its figure, or why there is none."""
+    decision: Decision
     ledger: LedgerFigures | None
     bounds: dict[Adversary, str]
 
@@ -92,14 +101,10 @@ def report_page(run: RunFiles) -> str:
     """Return the report of one run as HTML; the same files give the same bytes."""
     series = run_files.leak_series(run)
     findings = [figures.finding_of(one) for one in series]
-    adversary = run_files.adversary_series(run)
-    of_active = [found for found in findings if found.party == "active"]
-    measured = [*of_active, *(figures.finding_of(one) for one in adversary)]
-    accumulated = verdict.run_levels(run)
-    of_gradients = [found for found in findings if found.attack not in WITHOUT_GRADIENTS]
-    limits = bounds.bounds_of(run)
-    widest = bounds.widest_bounded(limits)
     traffic, of_leak = read_traffic(run.active.folder), run.active.summary.of_leak
+    leak = bounds.assessment_of(run)
+    decided = decision.decide(run, leak)
+    classes = run_files.num_classes(run)
     return render(
         _PACKAGE,
         "report.html.jinja",
@@ -109,31 +114,23 @@ def report_page(run: RunFiles) -> str:
         summary=run.active.summary,
         of_active=run.active.summary.of_active,
         batches=of_leak.counts,
-        verdict=_judge(run, findings, accumulated),
-        decision=decision.decide(run, findings, accumulated),
-        beyond=bounds.beyond_of(run),
-        number_beyond=numbers.strongest_beyond(of_leak.of_numbers),
-        number_strongest=numbers.strongest_attack(of_leak.of_numbers),
-        best=figures.strongest(findings),
-        limits=limits,
-        widest=widest,
-        why_not_anybody="" if widest is None else bounds.why_not_anybody(run, widest),
-        raw=bounds.raw_figures(run),
-        aside=set_aside(bounds.measured_of(run), bounds.guarantee_of(run)),
-        of_gradients=of_gradients,
-        silent=[f"{one.attack} at {one.layer}" for one in of_gradients if not one.beats_chance],
-        whole_run=verdict.highest(
-            [one for one in accumulated if one.attack not in WITHOUT_GRADIENTS]
-        ),
+        leak=leak,
+        decision=decided,
+        question=answer.QUESTION,
+        answer=answer.answer(leak, classes, decided.doubt),
+        strongest=answer.number_in_words(of_leak.of_numbers)
+        if numbers.is_of_numbers(run)
+        else answer.strongest_in_words(leak),
+        pictures=list(answer.pictures(leak, of_leak.of_numbers)),
+        epsilon=of_leak.beyond and of_leak.beyond.epsilon,
+        why_not_anybody=""
+        if leak.adversary is None
+        else bounds.why_not_anybody(run, leak.adversary),
+        test_aucs=list(tables.test_rows(run)),
         not_run=sorted(set(map(str, ATTACKS)) - {found.attack for found in findings}),
-        looks_at_activations=len(of_gradients) < len(findings),
         has_passives=bool(run.passives),
-        standard_errors=figures.STANDARD_ERRORS,
-        bits_per_audit=verdict.BITS_PER_AUDIT,
-        top=verdict.highest(accumulated),
+        bits_per_audit=_BITS_PER_AUDIT,
         ledger=bounds.ledger_of(run),
-        bounds=tables.bound_cells(run),
-        last_test=run_files.test_lines(run)[-1:],
         gate=run.active.setting("leak_gate"),
         allows_audits=run.active.setting("allow_audits"),
         # The summary also counts audits after the checkpoint resumed from, whose lines are gone.
@@ -144,21 +141,19 @@ def report_page(run: RunFiles) -> str:
         training=[*panels.training_panels(run), *numbers.number_panels(run)],
         number_rows=list(numbers.number_rows(run)),
         of_numbers=numbers.is_of_numbers(run),
-        cut_panels=[panels.leak_panel(run, one) for one in series if one.party == "active"],
-        layer_panels=panels.layer_panels(run, adversary),
-        layers=list(dict.fromkeys(one.layer for one in adversary)),
+        leak_panels=panels.leak_panels(run, series, leak.feature_auc),
+        layers=list(dict.fromkeys(one.layer for one in series)),
         step_rows=distributions.step_rows(run_files.class_histograms(run)),
-        num_classes=run_files.num_classes(run),
+        num_classes=classes,
         class_rows=list(tables.class_rows(run)),
         pair_rows=list(tables.pair_rows(run)),
-        beyond_rows=list(bounds.beyond_rows(run, verdict.needs_of)),
-        leak_rows=list(tables.leak_rows(measured)),
+        beyond_rows=list(bounds.beyond_rows(run, leak)),
+        leak_rows=list(tables.leak_rows(findings)),
         alarm_rows=list(tables.alarm_rows(run)),
         gate_rows=list(tables.gate_rows(run)),
         audit_rows=list(tables.audit_rows(run)),
-        run_level_rows=list(tables.run_level_rows(run, accumulated)),
-        prior=bounds.prior_of(run),
-        ledger_panels=panels.ledger_panels(run, series, accumulated),
+        run_level_rows=list(tables.run_level_rows(run)),
+        ledger_panels=panels.ledger_panels(run, leak),
         circumstances=list(circumstances(run.active.summary, run.active.metrics, traffic)),
         traffic_rows=traffic_rows(traffic, _only_peer(run)),
         settings=tables.settings_tables(run.active.settings),
@@ -168,9 +163,7 @@ def report_page(run: RunFiles) -> str:
         at_most=at_most,
         auc_at_most=auc_at_most,
         nan=math.nan,
-        needs_of=verdict.needs_of,
-        listed=verdict.listed,
-        interval=numbers.interval,
+        needs_of=needs_of,
     )
 
 
@@ -189,10 +182,12 @@ def comparison_page(runs: Sequence[RunFiles]) -> str:
         title=", ".join(one.title for one in compared),
         runs=[(one, _defense(one.run)) for one in compared],
         multi_class=any(run_files.num_classes(run) > 2 for run in runs),
-        trade_off=panels.trade_off(*_dots(compared)),
+        trade_off=panels.trade_off(_dots(compared)),
         models=[run.active.summary.of_active.model for run in runs],
         tests=tests,
         keys=keys,
+        adjusted=list(dict.fromkeys(each.attack for one in compared for each in one.leak.attacks)),
+        raw_notes=list(dict.fromkeys(one.leak.raw_note for one in compared)),
         whole_run_keys=list(dict.fromkeys(key for one in compared for key in one.whole_run)),
         peers_of_bounds=list(Adversary),
         figure=figures.figure,
@@ -210,14 +205,6 @@ def comparison_page(runs: Sequence[RunFiles]) -> str:
     )
 
 
-def _judge(run: RunFiles, findings: Sequence[Finding], accumulated: Sequence[RunLevel]) -> Verdict:
-    return (
-        numbers.judge_numbers(run)
-        if numbers.is_of_numbers(run)
-        else verdict.judge(run, findings, accumulated)
-    )
-
-
 def _only_peer(run: RunFiles) -> str:
     names = run.active.setting("contract", "passive_parties")
     return str(names[0]) if isinstance(names, list) and names else "passive"
@@ -228,17 +215,20 @@ def _defense(run: RunFiles) -> str:
 
 
 def _compared(title: str, style: str, run: RunFiles) -> _Compared:
-    series, accumulated = run_files.leak_series(run), verdict.run_levels(run)
+    series, leak = run_files.leak_series(run), bounds.assessment_of(run)
     findings = [figures.finding_of(one) for one in series]
-    judged = _judge(run, findings, accumulated)
     return _Compared(
         title,
         style,
         run,
         series,
         {(one.layer, one.attack): one for one in findings},
-        {(one.layer, one.attack): one.leak_auc for one in accumulated},
-        judged,
+        {key: one.auc for key, one in tables.run_levels(run).items()},
+        leak,
+        answer.number_in_words(run.active.summary.of_leak.of_numbers)
+        if numbers.is_of_numbers(run)
+        else leak.figure_in_words(leak.strongest),
+        decision.decide(run, leak),
         bounds.ledger_of(run),
         tables.bound_cells(run),
     )
@@ -257,21 +247,14 @@ def _titles(runs: Sequence[RunFiles]) -> list[str]:
     ]
 
 
-def _dots(compared: Sequence[_Compared]) -> tuple[list[svg.Dot], str]:
-    """Return a point per run: test AUC and leak AUC, of the whole run if all runs measured it."""
-    of_run = all(one.whole_run for one in compared)
+def _dots(compared: Sequence[_Compared]) -> list[svg.Dot]:
+    """Return a point per run: test AUC and the leak AUC of the strongest attack."""
     dots = []
     for one in compared:
-        model, best = (
-            one.run.active.summary.of_active.model,
-            figures.strongest(list(one.findings.values())),
-        )
-        leaks = list(one.whole_run.values()) if of_run else []
-        leaks += [best.mean] if best is not None and not of_run else []
-        if model.test_auc is not None and leaks:
-            dots.append(svg.Dot(max(leaks), model.test_auc, one.style, _short(one.title)))
-    kind = "whole run" if of_run else "mean over single batches"
-    return dots, f"strongest attack, {kind}"
+        auc, strongest = one.run.active.summary.of_active.model.test_auc, one.leak.strongest
+        if auc is not None and strongest is not None:
+            dots.append(svg.Dot(strongest.leak.value, auc, one.style, _short(one.title)))
+    return dots
 
 
 def _differences(compared: Sequence[_Compared]) -> list[tuple[str, list[str]]]:

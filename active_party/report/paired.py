@@ -34,10 +34,10 @@ class Estimate(NamedTuple):
     low: float
     high: float
 
-    def in_words(self, *, signed: bool = False) -> str:
+    def in_words(self, digits: int = 4, *, signed: bool = False) -> str:
         """Write the figure and its interval."""
-        sign = "+" if signed else ""
-        return f"{self.value:{sign}.4f} ({self.low:{sign}.4f} to {self.high:{sign}.4f})"
+        form = f"{'+' if signed else ''}.{digits}f"
+        return f"{self.value:{form}} ({self.low:{form}} to {self.high:{form}})"
 
 
 class PairedComparison(NamedTuple):

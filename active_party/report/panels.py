@@ -7,21 +7,20 @@ from typing import NamedTuple
 import numpy as np
 from markupsafe import Markup
 
-from splitveil.active_party.report.bounds import prior_of
-from splitveil.active_party.report.figures import epoch_means, finding_of, strongest, windows
+from splitveil.active_party.report.figures import windows
+from splitveil.active_party.report.needs import is_oracle
 from splitveil.active_party.report.run_files import (
     LeakSeries,
     Numbers,
     RunFiles,
-    accumulated_series,
     column,
     steps_per_epoch_of,
     test_lines,
 )
 from splitveil.active_party.report.svg import Axis, Band, Chart, Dot, Line, Mark, Rule, round_axis
-from splitveil.active_party.report.verdict import RunLevel, is_oracle
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import WITHOUT_GRADIENTS
+from splitveil.common.record.assessment import LeakAssessment
 from splitveil.common.record.figures import SpreadFigures
 from splitveil.common.record.lines import LedgerLine
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
@@ -94,23 +93,29 @@ def figure_panel(title: str, lines: Sequence[Line], unit: str | None = None) -> 
     return Panel(f"{title} by epoch", Chart(f"{described} over epochs", x, y, lines).svg())
 
 
-def leak_panel(run: RunFiles, series: LeakSeries) -> Panel:
-    """Return one attack's leak AUC over steps, with the leak AUC of random scores."""
-    described = f"leak AUC of {series.attack} at layer {series.layer} over training steps"
-    marks = [*_chance(series), *_yardsticks(run, series)]
-    return _leak_panel(described, marks, [("measured", "", series)], _steps_of(run))
-
-
-def layer_panels(run: RunFiles, series: Sequence[LeakSeries]) -> list[Panel]:
-    """Return one panel per attack, with a line for each layer."""
+def leak_panels(
+    run: RunFiles, series: Sequence[LeakSeries], feature_auc: float | None
+) -> list[Panel]:
+    """Return one panel per attack, with a line for each layer, and those of random scores."""
     panels = []
     layers = list(dict.fromkeys(one.layer for one in series))
     for attack in dict.fromkeys(one.attack for one in series):
         chosen = [one for one in series if one.attack == attack]
-        described = f"leak AUC of {attack} over training steps, layer by layer"
-        marks = [*_chance(chosen[0]), *_yardsticks(run, chosen[0])]
-        styled = [(f"s{layers.index(o.layer) % NUM_STYLES}", o.layer, o) for o in chosen]
-        panels.append(_leak_panel(described, marks, styled, _steps_of(run)))
+        random = windows(chosen[0].steps, chosen[0].random)
+        marks: list[Mark] = [
+            Band(random.steps, random.low, random.high, "chance"),
+            Line(random.steps, random.median, "chance dashed"),
+        ]
+        if feature_auc is not None:
+            marks.append(Rule(feature_auc, "baseline"))
+        names = [one.layer if len(layers) > 1 else "" for one in chosen]
+        styled = [
+            (f"s{layers.index(one.layer) % NUM_STYLES}", name, one)
+            for name, one in zip(names, chosen, strict=True)
+        ]
+        described = f"raw leak AUC of {attack} over training steps"
+        step_label = f"training step ({steps_per_epoch_of(run)} per epoch)"
+        panels.append(_leak_panel(described, marks, styled, step_label))
     return panels
 
 
@@ -147,33 +152,28 @@ def _leak_panel(
     return Panel(attack, chart.svg(), _remark(attack))
 
 
-def ledger_panels(
-    run: RunFiles, series: Sequence[LeakSeries], accumulated: Sequence[RunLevel]
-) -> list[Panel]:
-    """Return the ledger over epochs against the measured leak, and the divergence charged."""
+def ledger_panels(run: RunFiles, assessment: LeakAssessment) -> list[Panel]:
+    """Return the ledger over epochs beside the strongest attack, and the divergence charged.
+
+    Empty where the ledger bounds nothing.
+    """
     lines = run.active.metrics.of(LedgerLine)
-    if not lines:
+    if not lines or assessment.adversary is None:
         return []
     epochs = column(line.epoch for line in lines) + 1
+    estimates = [line.bounds.estimate for line in lines]
     marks = [
         *_peer_marks(epochs, [line.bounds.by_peers() for line in lines]),
-        *_bound_marks(
-            epochs, "estimate", [line.bounds.estimate for line in lines], "{:.3f}".format
-        ),
+        *_bound_marks(epochs, "estimate", estimates, "{:.3f}".format),
     ]
-    chart = Chart(
-        "leak AUC that the ledger allows for over epochs, and what was measured",
-        _epoch_axis([epochs]),
-        _LEAK_AXIS,
-        [
-            *marks,
-            *_measured(run, series, accumulated),
-            *_baseline(run),
-            *_limit(run.active.setting("run_budget", "leak_auc")),
-        ],
-        *_WIDE,
-    )
-    panels = [Panel("Leak AUC of all answers so far, against what attacks measured", chart.svg())]
+    if (best := assessment.strongest) is not None:
+        label = f"strongest attack ({best.leak.value:.3f})"
+        marks.append(Rule(best.leak.value, "measured dashed", label))
+    marks += _limit(run.active.setting("run_budget", "leak_auc"))
+    described = "leak AUC that the ledger allows for over epochs, and the strongest attack"
+    chart = Chart(described, _epoch_axis([epochs]), _LEAK_AXIS, marks, *_WIDE)
+    title = "Leak AUC beyond features of all answers so far, and the strongest attack"
+    panels = [Panel(title, chart.svg())]
     largest = column(line.bounds.sum_kl.max for line in lines)
     if np.isfinite(largest).any():
         mean = column(line.bounds.sum_kl.mean for line in lines)
@@ -189,7 +189,7 @@ def shared_ledger_panel(runs: Sequence[Coloured]) -> Panel | None:
     for style, run, _ in runs:
         lines = run.active.metrics.of(LedgerLine)
         values = column(line.bounds.anybody.max for line in lines)
-        if np.isfinite(values).any():
+        if (values < 1).any():
             epochs = column(line.epoch for line in lines) + 1
             marks.append(Line(epochs, values, style, auc_at_most(values[-1]), True, auc_at_most))
     if not marks:
@@ -199,12 +199,12 @@ def shared_ledger_panel(runs: Sequence[Coloured]) -> Panel | None:
     return Panel("Bound for anybody by epoch", chart.svg())
 
 
-def trade_off(dots: Sequence[Dot], measured: str) -> Markup | None:
-    """Return test AUC against leak AUC, one point per run."""
+def trade_off(dots: Sequence[Dot]) -> Markup | None:
+    """Return test AUC against the leak AUC of the strongest attack, one point per run."""
     if not dots:
         return None
     y = round_axis("test AUC", np.array([dot.y for dot in dots]), least_span=_LEAST_AUC_SPAN)
-    x = Axis(f"leak AUC, {measured}", 0.5, 1.0, _AUC_TICKS)
+    x = Axis("strongest attack, feature-adjusted leak AUC", 0.5, 1.0, _AUC_TICKS)
     return Chart("test AUC against leak AUC, one point per run", x, y, dots, *_WIDE).svg()
 
 
@@ -252,57 +252,9 @@ def _sum_kl_panel(epochs: Numbers, largest: Numbers, mean: Numbers, budget: obje
     return Panel("Divergence charged to one example (sum_kl)", chart.svg())
 
 
-def _measured(
-    run: RunFiles, series: Sequence[LeakSeries], accumulated: Sequence[RunLevel]
-) -> Iterator[Mark]:
-    """Yield the strongest attack on one batch, and the strongest on all epochs so far."""
-    best = strongest([finding_of(one) for one in series])
-    for one in series:
-        if best is not None and (one.layer, one.attack) == (best.layer, best.attack):
-            epochs, means = epoch_means(one)
-            label = f"{one.attack}, one batch ({means[-1]:.3f})"
-            yield Line(epochs + 1, means, "measured dashed", label, markers=True)
-    top = max(accumulated, key=lambda one: one.leak_auc, default=None)
-    by_epoch = accumulated_series(run)
-    if by_epoch:
-        (_, attack), (epochs, leak) = max(by_epoch.items(), key=lambda item: _last(item[1][1]))
-        yield Line(epochs + 1, leak, "measured", f"{attack} ({_last(leak):.3f})", markers=True)
-    if top is not None and (top.layer, top.attack) not in by_epoch:
-        yield Rule(top.leak_auc, "measured dashed", f"{top.attack} ({top.leak_auc:.3f})")
-
-
-def _last(values: Numbers) -> float:
-    finite = values[np.isfinite(values)]
-    return float(finite[-1]) if len(finite) else 0.0
-
-
-def _baseline(run: RunFiles) -> Iterator[Rule]:
-    prior = prior_of(run)
-    if prior is not None:
-        yield Rule(prior.leak_auc, "baseline", f"attacker's features ({prior.leak_auc:.3f})")
-
-
 def _limit(budget: object) -> Iterator[Rule]:
     if isinstance(budget, int | float):
         yield Rule(float(budget), "limit", f"budget ({budget:g})")
-
-
-def _chance(series: LeakSeries) -> Iterator[Mark]:
-    random = windows(series.steps, series.random)
-    yield Band(random.steps, random.low, random.high, "chance")
-    yield Line(random.steps, random.median, "chance dashed")
-
-
-def _yardsticks(run: RunFiles, series: LeakSeries) -> Iterator[Rule]:
-    """Yield the level of random scores on most batches, and of the attacker's own features."""
-    yield Rule(float(np.quantile(series.random, 0.95)), "floor")
-    prior = prior_of(run)
-    if prior is not None:
-        yield Rule(prior.leak_auc, "baseline")
-
-
-def _steps_of(run: RunFiles) -> str:
-    return f"training step ({steps_per_epoch_of(run)} per epoch)"
 
 
 def _remark(attack: str) -> str:

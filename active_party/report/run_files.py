@@ -15,13 +15,7 @@ import numpy.typing as npt
 from splitveil.common.data.label_range import ONE_NUMBER
 from splitveil.common.errors import SettingsError
 from splitveil.common.record.figures import LedgerFigures
-from splitveil.common.record.lines import (
-    EpochLeakLine,
-    EvaluationLine,
-    HistogramLine,
-    LeakLine,
-    TrainingLine,
-)
+from splitveil.common.record.lines import EvaluationLine, HistogramLine, LeakLine, TrainingLine
 from splitveil.common.record.run_record import (
     METRICS,
     Metrics,
@@ -32,13 +26,12 @@ from splitveil.common.record.run_record import (
     text_of,
 )
 from splitveil.common.record.summary import Summary
+from splitveil.common.text.files import why_unreadable
 from splitveil.common.text.yaml_text import RESOLVED, load_yaml
 
 Numbers = npt.NDArray[np.float64]
 
 _ACTIVE, _ALONE = "active", "passive"
-
-_ACCUMULATED = "accumulated_"
 
 
 class PartyFiles(NamedTuple):
@@ -112,7 +105,9 @@ def read_run(run_dir: Path) -> RunFiles:
     if run_dir != folder and run_dir.resolve().name != _ACTIVE:
         folder = run_dir
     if not (folder / _ACTIVE / METRICS).is_file():
-        raise SettingsError(f"{run_dir}: expected a run's folder, with active/{METRICS} in it")
+        gone = "" if run_dir.exists() else f": {why_unreadable(run_dir, FileNotFoundError())}"
+        expected = f"expected a run's folder, with active/{METRICS} in it"
+        raise SettingsError(f"{run_dir}: {expected}{gone}")
     active = _read_party(folder / _ACTIVE)
     contract = _mapping(active.settings.get("contract"))
     passives = tuple(_read_passives(folder, contract, active))
@@ -165,18 +160,6 @@ def class_histograms(run: RunFiles) -> list[ClassHistogram]:
     return sorted(by_step.values(), key=lambda one: one.step)
 
 
-def accumulated_series(run: RunFiles) -> dict[tuple[str, str], tuple[Numbers, Numbers]]:
-    """Return (layer, attack) -> epochs, leak AUC of all gradients up to the end of each."""
-    found: dict[tuple[str, str], tuple[Numbers, Numbers]] = {}
-    for party in run.parties:
-        lines = party.metrics.of(EpochLeakLine)
-        epochs = column(line.epoch for line in lines)
-        for (layer, attack), leak in _by_attack(lines).items():
-            if attack.startswith(_ACCUMULATED):
-                found.setdefault((party.layer(layer), attack), (epochs, leak))
-    return found
-
-
 def test_lines(run: RunFiles) -> list[EvaluationLine]:
     """Return the evaluations of the test rows, one per epoch."""
     return [line for line in run.active.metrics.of(EvaluationLine) if line.split == "test"]
@@ -225,7 +208,7 @@ def _series_of(party: PartyFiles, steps_per_epoch: int) -> Iterator[LeakSeries]:
             )
 
 
-def _by_attack(lines: Sequence[LeakLine | EpochLeakLine]) -> dict[tuple[str, str], Numbers]:
+def _by_attack(lines: Sequence[LeakLine]) -> dict[tuple[str, str], Numbers]:
     """Return (layer, attack) -> leak AUC in every line; NaN if a line lacks it."""
     found: dict[tuple[str, str], Numbers] = {}
     for row, line in enumerate(lines):

@@ -5,14 +5,17 @@ from typing import Any
 
 from splitveil.active_party.report.bounds import bounds_of
 from splitveil.active_party.report.figures import ABSENT, Finding, TableRow, count, figure
-from splitveil.active_party.report.run_files import PartyFiles, RunFiles, num_classes
-from splitveil.active_party.report.verdict import RunLevel, needs_of
+from splitveil.active_party.report.needs import needs_of
+from splitveil.active_party.report.paired import estimate_of
+from splitveil.active_party.report.run_files import PartyFiles, RunFiles, num_classes, test_lines
+from splitveil.active_party.training.evaluation import read_predictions
 from splitveil.common.privacy.adversary import Adversary
-from splitveil.common.record.figures import AttackFigure, ClassFigures, LeakByClass
+from splitveil.common.record.figures import AttackFigure, ClassFigures, LeakByClass, RunFigures
 from splitveil.common.record.lines import AlarmLine, AuditLine, GateLine
 from splitveil.common.text.upper_bounds import auc_at_most
 from splitveil.common.text.wording import setting_in_words
 
+_NOT_ALONE = "not measured (serving.fallback)"
 _SECRETS = ("insecure_nonce_seed", "insecure_noise_seed")
 """Settings from which a reader could derive the noise or the batches."""
 
@@ -26,7 +29,17 @@ def leak_rows(findings: Sequence[Finding]) -> Iterator[TableRow]:
         yield TableRow((*where, *figures), found.beats_chance)
 
 
-def run_level_rows(run: RunFiles, accumulated: Sequence[RunLevel]) -> Iterator[TableRow]:
+def run_levels(run: RunFiles) -> dict[tuple[str, str], RunFigures]:
+    """Return (layer, attack) -> figures of the attacks on the gradients of all epochs together."""
+    found: dict[tuple[str, str], RunFigures] = {}
+    for party in run.parties:
+        for name, attacks in party.summary.of_leak.run_level.items():
+            for attack, figures in attacks.items():
+                found.setdefault((party.layer(name), attack), figures)
+    return found
+
+
+def run_level_rows(run: RunFiles) -> Iterator[TableRow]:
     """Yield the table of attacks on the whole run; with more than two classes, with the worst pair.
 
     The last three figures are the true positive rates at false positive rates of 0.1 % and 1 %, and
@@ -37,12 +50,30 @@ def run_level_rows(run: RunFiles, accumulated: Sequence[RunLevel]) -> Iterator[T
         for name, attacks in _by_class(party).run_level.items():
             for attack, found in attacks.items():
                 pairs.setdefault((party.layer(name), attack), " and ".join(found.worst_pair))
-    for one in accumulated:
-        pair = [pairs.get((one.layer, one.attack), "")] if num_classes(run) > 2 else []
+    for (layer, attack), one in run_levels(run).items():
+        pair = [pairs.get((layer, attack), "")] if num_classes(run) > 2 else []
         interval = f"{figure(one.low)} to {figure(one.high)}"
         points = map(figure, (one.tpr_at_per_mille, one.tpr_at_percent, one.precision_at_100))
-        of_attack = (one.layer, one.attack, needs_of(one.attack), *pair, figure(one.leak_auc))
+        of_attack = (layer, attack, needs_of(attack), *pair, figure(one.auc))
         yield TableRow((*of_attack, interval, count(one.examples), *points))
+
+
+def test_rows(run: RunFiles) -> Iterator[tuple[str, str]]:
+    """Yield what the model is worth on test rows, and what it has to beat."""
+    model = run.active.summary.of_active.model
+    if (number := model.test_number) is not None:
+        yield "test RMSE, both companies' data", f"{number.rmse:.4g}"
+        alone = model.test_rmse_alone
+        yield "our own data only", _NOT_ALONE if alone is None else f"{alone:.4g}"
+        yield "the mean of all labels", f"{number.constant_rmse:.4g}"
+        return
+    last = [line.auc for line in test_lines(run)[-1:]]
+    auc = model.test_auc if model.test_auc is not None else next(iter(last), None)
+    found = None if auc is None else estimate_of(auc, read_predictions(run.active.folder))
+    in_words = figure(auc) if found is None else found.in_words(3)
+    yield "test AUC, both companies' data", in_words
+    alone = model.test_auc_alone
+    yield "our own data only", _NOT_ALONE if alone is None else figure(alone)
 
 
 def pair_rows(run: RunFiles) -> Iterator[TableRow]:

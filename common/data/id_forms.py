@@ -5,6 +5,7 @@ a party cannot know how the other one writes the same id; so it is said, before 
 Since an id identifies a person, the sentences contain counts and never an id.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -15,13 +16,24 @@ from splitveil.common.run.messages import ID_CHARACTERS, IdForm
 
 _DECIMAL = r"^([+-]?\d+)\.0*$"
 _PADDED = r"^0\d+$"
-_FRACTION = r"^[+-]?\d*\.\d*[1-9]\d*$"
 _DIGITS = r"^\d+$"
 _HEXADECIMAL = r"^[0-9a-fA-F]{16,}$"
-_PROTECTED = r"^(=\".*\"|'.*)$"
 
 SHORTENED = r"^[+-]?\d+(\.\d+[eE][+-]?|[eE][+-])\d+$"
 """Numbers such as 1.2E+15; 12e5 may be hexadecimal."""
+_DOUBTFUL = {
+    _DECIMAL: "are whole numbers written with a decimal point, such as 7.0: they equal no id that "
+    "the other party writes as 7, unless contract.ids says whole_numbers: true",
+    SHORTENED: "are written like 1.2e+15, as spreadsheets shorten long numbers: they equal no id "
+    "in full",
+    r"^(=\".*\"|'.*)$": 'are written like ="007" or \'007, as spreadsheets protect zeros: they '
+    "equal no id that the other party writes as 007, unless contract.ids says drop_characters: "
+    '"=\\"\'"',
+    r"^(?i:null|none|nan|nat|nil|n/?a|n\.a\.|<na>|\(null\)|\\n|k\.a\.|-+|\?|\.)$": "are texts such "
+    "as NULL, which mean that there is none: rows of several persons may seem to be of one",
+}
+"""Forms of some ids, each with what it means."""
+_FRACTION = r"^[+-]?\d*\.\d*[1-9]\d*$"
 LOOKED_AT = 20_000
 """Ids that decide about the form of all, at equal distances over the table."""
 _LEAST_ROW_NUMBERS = 20
@@ -35,12 +47,8 @@ class IdForms:
 
     def __init__(self, *, may_count_rows: bool = True) -> None:
         self._may_count_rows = may_count_rows
-        self._num_fractions = 0
-        self._num_decimals = 0
-        self._num_exponents = 0
-        self._num_padded = 0
+        self._counts = Counter[str]()
         self._num_ids = 0
-        self._num_protected = 0
         self._first_number: int | None = None
         self._lengths: set[int] = set()
 
@@ -48,43 +56,23 @@ class IdForms:
         text = pa.array(ids, pa.string())
         self._count_rows(text)
         self._num_ids += len(text)
-        self._num_decimals += _count(text, _DECIMAL)
-        self._num_exponents += _count(text, SHORTENED)
-        self._num_fractions += _count(text, _FRACTION)
-        self._num_protected += _count(text, _PROTECTED)
-        digits = text.filter(pc.match_substring_regex(text, _DIGITS))
-        lengths = pc.utf8_length(digits)
+        for form in (*_DOUBTFUL, _FRACTION, _PADDED):
+            self._counts[form] += _count(text, form)
+        lengths = pc.utf8_length(text.filter(pc.match_substring_regex(text, _DIGITS)))
         self._lengths |= set(np.unique(lengths.to_numpy()).tolist())
-        self._num_padded += _count(digits, _PADDED)
 
     def doubts(self) -> Sequence[str]:
         """Return a sentence for each doubtful form."""
-        found = []
-        if self._num_decimals:
-            found.append(
-                f"{self._num_decimals:,} ids are whole numbers written with a decimal point, such "
-                f"as 7.0: they equal no id that the other party writes as 7, unless contract.ids "
-                f"says whole_numbers: true"
-            )
-        if self._num_ids and self._num_fractions == self._num_ids:
+        counts = self._counts
+        found = [f"{counts[form]:,} ids {why}" for form, why in _DOUBTFUL.items() if counts[form]]
+        if self._num_ids and counts[_FRACTION] == self._num_ids:
             found.append(
                 "all ids are numbers with a fraction, such as 7.35: that is how measurements look, "
                 "and rarely ids"
             )
-        if self._num_exponents:
+        if counts[_PADDED] and len(self._lengths) > 1:
             found.append(
-                f"{self._num_exponents:,} ids are written like 1.2e+15, as spreadsheets shorten "
-                f"long numbers: they equal no id in full"
-            )
-        if self._num_protected:
-            found.append(
-                f'{self._num_protected:,} ids are written like ="007" or \'007, as spreadsheets '
-                f"protect zeros: they equal no id that the other party writes as 007, unless "
-                f'contract.ids says drop_characters: "=\\"\'"'
-            )
-        if self._num_padded and len(self._lengths) > 1:
-            found.append(
-                f"{self._num_padded:,} ids of digits begin with 0, but they have "
+                f"{counts[_PADDED]:,} ids of digits begin with 0, but they have "
                 f"{min(self._lengths)} to {max(self._lengths)} digits and so no common width: 007 "
                 f"and 7 are two ids, unless contract.ids says leading_zeros: drop"
             )

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from splitveil.common.data.columns import almost_numbers
@@ -31,13 +30,12 @@ from splitveil.common.data.table import Table, read_table, table_of_ids
 from splitveil.common.errors import DataError, SettingsError, SplitveilError
 from splitveil.common.party.party_settings import PartySettings
 from splitveil.common.record.model_files import SETTING, EarlierModel
+from splitveil.common.record.progress import CountProgress
 from splitveil.common.run.contract import ColumnSplit, Contract, SplitSettings
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.id_rules import AS_WRITTEN, IdRule
 from splitveil.common.run.messages import IdForm
 from splitveil.common.run.sample_order import SPLITS, Positions
-from splitveil.common.text.log_lines import shows_bars
-from splitveil.common.text.output import printing_console
 
 _logger = logging.getLogger(__name__)
 
@@ -262,16 +260,6 @@ def _suggest_a_cache(source: CacheableSource, base_dir: Path) -> None:
 @contextmanager
 def _conversion_bar(source: CacheableSource) -> Iterator[Callable[[float], None]]:
     """Show the progress of a conversion; show nothing if the file has been converted before."""
-    console = printing_console(stderr=True, plain=not shows_bars())
-    bar = Progress(
-        TextColumn("converting"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(elapsed_when_finished=True),
-        console=console,
-        disable=not console.is_terminal,
-    )
-    task = bar.add_task("converting", total=1.0)
     name = source.path if isinstance(source, FileSource) else "the query's result"
     has_started = False
 
@@ -280,11 +268,7 @@ def _conversion_bar(source: CacheableSource) -> Iterator[Callable[[float], None]
         if not has_started:
             has_started = True
             _logger.info("converting %s to columns on disk, which later runs will reuse", name)
-            bar.start()
-        bar.update(task, completed=done_fraction)
+        progress.note(round(100 * done_fraction), 100)
 
-    try:
+    with CountProgress("converting", "%") as progress:
         yield show
-    finally:
-        if has_started:
-            bar.stop()

@@ -93,8 +93,10 @@ class LeakAssessment:
         return "cannot be measured" + ("" if self.rows is None else f" on {self.rows:,} rows")
 
     def figure_in_words(self, attack: AssessedAttack | None) -> str:
-        """Return ``norm .512 (.500 to .541)``, or why there is no figure."""
-        return self.not_measured if attack is None else f"{attack.attack} {attack.figures}"
+        """Return ``norm .512 (.500 to .541)``, and what it means above a bound."""
+        if attack is None:
+            return self.not_measured
+        return f"{attack.attack} {attack.figures}{', ' * bool(attack.why)}{attack.why}"
 
     @property
     def raw_note(self) -> str:
@@ -108,11 +110,7 @@ class LeakAssessment:
     @property
     def in_words(self) -> str:
         """The whole assessment, as a log line or the first lines of a page say it."""
-        said = self.figure_in_words(self.strongest)
-        strongest = self.strongest
-        if strongest is not None and strongest.why:
-            said += f", {strongest.why}"
-        return f"{said}; bound: {self.bound_in_words}"
+        return f"{self.figure_in_words(self.strongest)}; bound: {self.bound_in_words}"
 
 
 def assess(summary: Summary) -> LeakAssessment:

@@ -223,25 +223,31 @@ def each_in_words(numbers: Mapping[str, float | None]) -> list[str]:
     return [f"{label(name)} {in_short(n)}" for name, n in shown.items()]
 
 
-class AlignmentProgress:
+class CountProgress:
     """A bar with rate and time left on a terminal, occasional log lines elsewhere."""
 
     def __init__(
-        self, party: str, *, console: Console | None = None, log_every_s: float = 10.0
+        self,
+        what: str,
+        unit: str = "ids",
+        *,
+        console: Console | None = None,
+        log_every_s: float = 10.0,
     ) -> None:
         self._console = console or printing_console(stderr=True, plain=not shows_bars())
+        self._what, self._unit = what, unit
         self._log_every_s = log_every_s
-        self._logged = time.monotonic()
+        self._logged, self._done = time.monotonic(), 0
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[rate]}"),
-            TimeRemainingColumn(),
+            TimeRemainingColumn(elapsed_when_finished=True),
             console=self._console,
             disable=not self._console.is_terminal,
         )
-        self._task = self._bar.add_task(f"{party}: aligning", total=None, visible=False, rate="")
+        self._task = self._bar.add_task(what, total=None, visible=False, rate="")
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -250,14 +256,17 @@ class AlignmentProgress:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def note(self, done_ids: int, total_ids: int) -> None:
+    def advance(self, total: int, more: int) -> None:
+        self.note(self._done + more, total)
+
+    def note(self, done: int, total: int) -> None:
+        self._done = done
         if self._console.is_terminal:
             speed = self._bar.tasks[0].speed
-            rate = "" if speed is None else f"{speed:,.0f} ids/s"
-            self._bar.update(
-                self._task, completed=done_ids, total=total_ids, rate=rate, visible=True
-            )
+            rate = "" if speed is None else f"{speed:,.0f} {self._unit}/s"
+            self._bar.update(self._task, completed=done, total=total, rate=rate, visible=True)
         elif time.monotonic() - self._logged >= self._log_every_s:
             self._logged = time.monotonic()
-            fields = log_fields(ids_done=done_ids, ids=total_ids)
-            _logger.info("aligned %d of %d ids", done_ids, total_ids, extra=fields)
+            fields = log_fields(ids_done=done, ids=total) if self._unit == "ids" else {}
+            message = f"{self._what}: {done} of {total} {self._unit}"
+            _logger.info("%s", message, extra=fields)

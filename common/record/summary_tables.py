@@ -63,10 +63,8 @@ def _main_figures(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.active is not None:
         assessment = assess(summary)
         if not summary.of_leak.of_numbers:
-            strongest = assessment.strongest
-            why = "" if strongest is None or not strongest.why else f"; {strongest.why}"
-            figure = assessment.figure_in_words(strongest)
-            yield "strongest attack, feature-adjusted leak AUC", f"{figure}{why}"
+            figure = assessment.figure_in_words(assessment.strongest)
+            yield "strongest attack, feature-adjusted leak AUC", figure
         yield "bound for the whole run", assessment.bound_in_words
     if summary.audited is not None:
         audited = [

@@ -50,7 +50,7 @@ class PlainTable:
         self._table = Table(
             title=cell(title) if title else None,
             title_justify="left",
-            caption=Text(visible_lines(caption)) if caption else None,
+            caption=cell(caption) if caption else None,
             caption_justify="left",
             show_header=show_header,
             box=HEAVY_HEAD if framed else SIMPLE_HEAD,

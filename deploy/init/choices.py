@@ -229,8 +229,9 @@ def choose_features(
         if column.name in own:
             continue
         is_index = column.name in index_columns or is_unnamed_index(column.name)
-        why = _reason_to_leave_out(column, wishes, cells, is_positive, is_index=is_index)
-        why = why or _reason_in_its_form(column, wishes, time_format)
+        why = _reason_to_leave_out(
+            column, wishes, cells, is_positive, time_format, is_index=is_index
+        )
         if why:
             left_out.append(LeftOut(column.name, why))
             split = split or (column.name if why is _SPLIT else None)
@@ -283,6 +284,7 @@ def _reason_to_leave_out(
     wishes: Wishes,
     cells: Mapping[str, Any],
     is_positive: NDArray[np.bool_] | None,
+    time_format: str | None,
     *,
     is_index: bool,
 ) -> str:
@@ -297,33 +299,24 @@ def _reason_to_leave_out(
         return NO_NAME
     if is_positive is not None and _gives_label_away(cells[column.name], column, is_positive):
         return "gives the label away almost by itself: is it known before the label is?"
-    return _reason_in_its_cells(column)
+    return _reason_in_its_cells(column, time_format)
 
 
-def _reason_in_its_form(column: Column, wishes: Wishes, time_format: str | None) -> str:
-    """Return why texts of times cannot be read, or an empty text."""
-    is_named = column.name in (*wishes.numeric, *wishes.categorical)
-    if is_named or column.kind != "other time" or time_format in column.time_formats:
-        return ""
-    forms = " or ".join(map(str, column.time_formats)) or "several forms"
-    return f"dates or times written as {forms}: see timestamp_format in docs/settings.md"
-
-
-def _reason_in_its_cells(column: Column) -> str:
+def _reason_in_its_cells(column: Column, time_format: str | None) -> str:
     """Return why no model can use a column's cells, or an empty text."""
     if column.kind in {"empty", "constant", "other"}:
         return column.in_words()
+    if column.kind == "other time" and time_format not in column.time_formats:
+        return f"{column.in_words()}: see timestamp_format in docs/settings.md"
     if column.kind == "text" and set(column.values) <= set(SPLITS):
         return _SPLIT
-    if (
-        column.almost is None
-        and column.kind == "text"
-        and column.distinct > _MOST_CATEGORIES_SHARE * column.present
-    ):
-        why = "texts of which most rows have their own: another id, or free text"
-        return identifiers_in(column) or why
+    if found := identifiers_in(column):
+        return found
+    is_text = column.kind == "text" and column.almost is None
+    if is_text and column.distinct > _MOST_CATEGORIES_SHARE * column.present:
+        return "texts of which most rows have their own: another id, or free text"
     is_code = column.looks_like_codes and column.is_unique
-    return "a value of its own in every row: another id" if is_code else identifiers_in(column)
+    return "a value of its own in every row: another id" if is_code else ""
 
 
 def _gives_label_away(cells: Any, column: Column, is_positive: NDArray[np.bool_]) -> bool:

@@ -178,13 +178,14 @@ class Column(NamedTuple):
 
     def in_words(self) -> str:
         """Describe the column, without any of its values."""
+        forms = " or ".join(map(str, self.time_formats)) or "several forms"
         what = {
             "empty": "no values",
             "constant": "the same value in every row",
             "whole": f"whole numbers, {self.distinct:,} distinct",
             "number": f"numbers, {self.distinct:,} distinct",
             "time": "dates or times",
-            "other time": "dates or times, but not as ISO 8601 writes them",
+            "other time": f"dates or times written as {forms}",
             "text": f"texts, {self.distinct:,} distinct",
             "other": "neither texts nor numbers",
         }[self.kind]

@@ -24,7 +24,13 @@ from splitveil.common.party.party_settings import Address, load_party_settings
 from splitveil.common.run.contract import ACTIVE, Name
 from splitveil.common.settings import validate
 from splitveil.common.text.visible_text import visible
-from splitveil.deploy.init.choices import Wishes, choose_label, id_candidates, label_candidates
+from splitveil.deploy.init.choices import (
+    Wishes,
+    choose_id,
+    choose_label,
+    id_candidates,
+    label_candidates,
+)
 from splitveil.deploy.init.columns import Column, as_text, codes_for_gaps, describe
 from splitveil.deploy.init.labels import classes_of, spellings
 from splitveil.deploy.init.proposal import Proposal, Terms, propose, texts_of, write_files
@@ -127,25 +133,32 @@ def _asked(
 ) -> Wishes:
     """Ask for the columns that matter; the likeliest answer is the default."""
     if wishes.id_column is None and wishes.has_id:
-        likely = [*id_candidates(columns, table.columns), "-"]
-        answer = ask("Column with the ids by which both parties know an example", likely)
-        wishes = wishes._replace(has_id=answer != "-", id_column=None if answer == "-" else answer)
+        names = [*id_candidates(columns, table.columns), "-"]
+        names = _without_doubt(lambda: choose_id(columns, table.columns, wishes)[0], names)
+        answer = ask("Column with the ids by which both parties know an example", names)
+        id_column = None if answer in {"", "-"} else answer
+        wishes = wishes._replace(has_id=answer != "-", id_column=id_column)
     if terms.role != ACTIVE:
         return wishes
     if wishes.label_column is None:
         others = [column for column in columns if column.name != wishes.id_column]
         candidates = label_candidates(others, with_gaps=True)
         names = [column.name for column in sorted(candidates, key=lambda c: bool(c.missing))]
-        default = ""
-        with suppress(SettingsError):
-            default = choose_label(others, wishes).column
-        names = [default, *(name for name in names if name != default)]
+        names = _without_doubt(lambda: choose_label(others, wishes).column, names)
         answer = ask("Column with the labels", names)
         wishes = wishes._replace(label_column=answer or None)
     for column in columns:
         if column.name == wishes.label_column and wishes.label_range is None:
             wishes = _asked_about_labels(column, wishes, ask)
     return wishes
+
+
+def _without_doubt(choose: Callable[[], str | None], names: Sequence[str]) -> list[str]:
+    """Put what would be chosen unasked first, or else nothing: that is no default then."""
+    default = None
+    with suppress(SettingsError):
+        default = choose()
+    return [default or "", *(name for name in names if name != default)]
 
 
 def _asked_about_labels(column: Column, wishes: Wishes, ask: Ask) -> Wishes:

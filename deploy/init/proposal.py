@@ -81,7 +81,7 @@ def _forecast(num_rows: int, label: Label) -> str:
     left = label_utility(training, share, mu_of_leak_auc(LEAK_AUC), RANK, label.num_classes)
     return (
         f"If all rows are common, the training rows keep at most {left.share:.0%} of their "
-        f"worth (half at {left.half_at_rows:,} training rows); see splitveil active plan."
+        f"worth (half at {left.half_at_rows:,} training rows); see splitveil active plan -v."
     )
 
 

@@ -18,7 +18,7 @@ from splitveil.common.party.endpoint import serving_status
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_status import RunStatus
-from splitveil.common.record.progress import AlignmentProgress
+from splitveil.common.record.progress import CountProgress
 from splitveil.common.record.run_folder import open_run_folder
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.sample_order import CommonOrder
@@ -40,7 +40,7 @@ def align(parsed: argparse.Namespace) -> None:
     interruption.check()
     status = RunStatus(settings.party, settings.contract)
     with (
-        AlignmentProgress(settings.party) as progress,
+        CountProgress(f"{settings.party}: aligning") as progress,
         serving_status(status, settings.status, interruption),
     ):
         order = _find_common_order(settings, own.data, credentials, status, progress, interruption)
@@ -52,7 +52,7 @@ def _find_common_order(
     data: PartyData,
     credentials: CredentialFiles | None,
     status: RunStatus,
-    progress: AlignmentProgress,
+    progress: CountProgress,
     interruption: Interruption,
 ) -> CommonOrder:
     contract = settings.contract

@@ -103,7 +103,11 @@ def as_table(given: Any, name: str) -> pa.Table:
         if hasattr(given, "__arrow_c_stream__"):  # pyarrow, polars and others
             return pa.table(given)
         rows = np.asarray(given)
-    except (ValueError, TypeError) as error:  # the last argument is pyarrow's name of the column
+    except (
+        ValueError,
+        TypeError,
+        NotImplementedError,
+    ) as error:  # the last argument is pyarrow's name of the column
         raise SettingsError(f"{name}: cannot be read as a table: {error.args[-1]}") from error
     if rows.ndim != 2 or rows.dtype.kind not in "biuf":
         raise SettingsError(
@@ -198,7 +202,7 @@ def _data(
     others = {*own, id_column, *_index_of(table)}
     for column in table.schema:
         if column.name not in others and not is_unnamed_index(column.name):
-            features[_way_of(column.type)].append(column.name)
+            features[_way_of(column, name)].append(column.name)
     for text in features["categorical"]:
         where = f"{name}: column {text!r}"
         found = read_categories(WrittenColumn(table.column(text), where, ("",)))
@@ -219,10 +223,17 @@ def _data(
     }
 
 
-def _way_of(kind: pa.DataType) -> str:
-    if pa.types.is_date(kind) or pa.types.is_timestamp(kind):
+def _way_of(column: pa.Field, table: str) -> str:
+    kind, types = column.type, pa.types
+    if types.is_date(kind) or types.is_timestamp(kind):
         return "timestamps"
-    return "numeric" if is_numeric(kind) or pa.types.is_boolean(kind) else "categorical"
+    is_other = isinstance(kind, pa.BaseExtensionType) and kind.extension_name != "arrow.uuid"
+    if types.is_duration(kind) or types.is_time(kind) or types.is_nested(kind) or is_other:
+        raise SettingsError(
+            f"{table}: column {column.name!r}: expected numbers, dates, times or texts, not "
+            f"{kind}: convert the column or leave it out"
+        )
+    return "numeric" if is_numeric(kind) or types.is_boolean(kind) else "categorical"
 
 
 def _settings(data: dict[str, Any]) -> dict[str, Any]:

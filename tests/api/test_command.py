@@ -244,9 +244,21 @@ def test_check_says_where_rows_fill_no_batch(
     ("defense", "bounds", "verdict"),
     [
         ("{name: none}", ["none"] * 3, "Nothing limits what a run with none reveals"),
-        ("{name: marvell, noise: persistent}", ["none", "0.717", "0.717"], "As long as the pass"),
-        ("{name: marvell}", ["none", "none", "likely"], "estimate, which only a run_budget makes"),
-        ("{name: projected_labels}", ["0.600"] * 3, "Whatever the passive party does, all 2"),
+        (
+            "{name: marvell, noise: persistent}",
+            ["none", "0.717", "0.717"],
+            "follows the protocol, all 2 epochs",
+        ),
+        (
+            "{name: marvell}",
+            ["none", "none", "likely"],
+            "no promise, and only a run_budg",
+        ),
+        (
+            "{name: projected_labels}",
+            ["0.600"] * 3,
+            "does whatever it likes, all 2 ep",
+        ),
     ],
 )
 def test_a_plan_answers_one_question_in_a_table_and_a_sentence(
@@ -271,6 +283,14 @@ def test_a_plan_is_printed_as_json(folder: Path, call: Call) -> None:
     assert [one["bound_anybody"] for one in found["answers"]] == pytest.approx([0.6, 0.6])
     assert found["target"]["leak_auc"] == 0.65
     assert "0.600" in call(*words).out
+
+
+def test_a_run_that_is_not_there_is_answered_with_one_that_may_be_meant(
+    folder: Path, call: Call
+) -> None:
+    done = call("report", folder / "runs" / "small-non-seed-0")
+    assert done.exit_code == 2
+    assert f"in {folder / 'runs'}; did you mean 'small-none-seed-0'?" in done.err
 
 
 @pytest.mark.parametrize("words", [("report",), ("active", "report")], ids=" ".join)

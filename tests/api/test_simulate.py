@@ -298,6 +298,15 @@ def test_dates_and_times_are_times(kind: pa.DataType, columns: Columns, tmp_path
     assert theirs.timestamps == ("since",)
 
 
+@pytest.mark.parametrize("kind", [pa.duration("s"), pa.time32("s"), pa.list_(pa.int32())])
+def test_cells_of_other_kinds_are_refused(
+    kind: pa.DataType, columns: Columns, tmp_path: Path
+) -> None:
+    passive = pa.table(columns[1]).append_column("x", pa.nulls(300, kind))
+    with pytest.raises(SettingsError, match="passive: column 'x': expected numbers, dates, times"):
+        write_settings(tmp_path, columns[0], passive, label="label", key="id")
+
+
 LABELS = "active and passive have different row labels .* name in key="
 
 APART: dict[str, tuple[Callable[[Any, Any], tuple[Any, Any]], str]] = {

@@ -20,6 +20,7 @@ FORMS = {
     "decimals": (["93.0", "84170.", "5.5", "x"], ["2 ids are whole numbers"]),
     "shortened": (["1.2E+15", "8417e+5", "12e5", "x"], ["2 ids are written like 1.2e+15"]),
     "protected": (['="0093"', "'0084", "x'"], ['2 ids are written like ="007" or \'007']),
+    "no ids": (["None", "k.A.", "nullify", "c1"], ["2 ids are texts such as NULL, which mean"]),
     "padded and not": (["0093", "93", "120001"], ["1 ids of digits begin with 0", "2 to 6 digits"]),
 }
 

@@ -198,13 +198,12 @@ def test_answers_are_asked_for_where_somebody_can_answer(tmp_path: Path) -> None
         asked.append((question, list(suggestions)))
         return {"C": "client"}.get(question[:1], "") if "ids" in question else "churned"
 
-    path = clients(tmp_path, y=[i % 2 for i in range(ROWS)])
+    path = clients(tmp_path, y=[i % 2 for i in range(ROWS)], card_id=range(ROWS))
     found = initialise(path, Wishes(), Terms("active", tmp_path), ask=ask)
     assert found.proposal.choices.id_column == "client"
-    assert [suggestions[0] for _, suggestions in asked] == ["client", ""]
-    assert asked[1][1] == ["", "churned", "y"]
+    assert [one for _, one in asked] == [["", "client", "card_id", "-"], ["", "churned", "y"]]
     initialise(clients(tmp_path), Wishes(), Terms("active", tmp_path), ask=ask, force=True)
-    assert asked[3][1] == ["churned"]
+    assert [one for _, one in asked[2:]] == [["client", "-"], ["churned"]]
 
 
 def test_parquet_is_read_in_its_own_types(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from tests.support.commands import begun, called, ended
 from tests.support.simulation import free_address
 
 REPEATS, GAPS = 7, 3
+SHORT = "--set contract.epochs=2"
 Columns = Mapping[str, Sequence[float]]
 
 
@@ -90,9 +91,9 @@ def test_two_files_become_two_reports(tmp_path: Path, tables: Callable[[], Table
             assert "times        kunde_seit" in done.output
             assert "categories   none" in done.output
             assert "left out     " not in done.output
-    short = ["--set", "contract.epochs=2"] if tables is made else []
+    short = f" {SHORT}" * (tables is made)
     parties = [
-        begun(tmp_path, f"splitveil {party} run {party}.yaml", *short)
+        begun(tmp_path, f"splitveil {party} run {party}.yaml{short}")
         for party in ("active", "passive")
     ]
     for done in map(ended, parties):
@@ -103,3 +104,32 @@ def test_two_files_become_two_reports(tmp_path: Path, tables: Callable[[], Table
         summary = yaml.safe_load((results / "summary.json").read_text())
         # Each party lacks three of the ids, and no id is lacking at both.
         assert len(labels) - summary["aligned_rows"] == 2 * GAPS
+    if tables is made:
+        assert_predictions_join(tmp_path, labels, free_address())
+
+
+def assert_predictions_join(folder: Path, labels: Sequence[int], address: str) -> None:
+    """Predict for the file as it is, and join the predictions to its labels by its own ids."""
+    serve = f"splitveil passive serve passive.yaml {SHORT} --set answers.listen={address}"
+    server = begun(folder, serve)
+    try:
+        done = called(
+            folder,
+            "splitveil active predict active.yaml --ids bank.csv --data bank.csv --output p.csv "
+            f"{SHORT} --set inference.connect.passive={address}",
+        )
+    finally:
+        server.terminate()
+        ended(server)
+    assert done.exit_code == 0, done.output
+    assert f"{GAPS} rows without a usable id are left out" in done.output
+    with (folder / "bank.csv").open(encoding="utf-8-sig", newline="") as file:
+        asked = [row["kunde_id"] for row in csv.DictReader(file, delimiter=";") if row["kunde_id"]]
+    with (folder / "p.csv").open(newline="") as file:
+        predicted = list(csv.DictReader(file))
+    assert [row["id"] for row in predicted] == asked
+    assert all(row["canonical_id"] == row["id"].lower() for row in predicted)
+    found = [row for row in predicted if row["found"] == "true"]
+    assert len(predicted) - len(found) == GAPS
+    positive = [float(row["probability"]) for row in found if labels[int(row["id"][3:]) - 100_000]]
+    assert np.mean(positive) > np.mean([float(row["probability"]) for row in found])

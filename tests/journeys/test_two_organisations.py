@@ -168,4 +168,5 @@ def test_a_run_prints_a_line_for_each_epoch_and_few_others(machines: Machines, p
 
 
 def test_the_plan_names_the_defense_that_init_has_chosen(machines: Machines) -> None:
-    assert "projected_labels" in output_of(machines, "splitveil active plan active.yaml")
+    output = output_of(machines, "splitveil active plan active.yaml")
+    assert output.strip() in PAGE.read_text(encoding="utf-8")

@@ -15,10 +15,8 @@ from splitveil.active_party.commands.program import main
 from splitveil.active_party.defenses.dp_bounds import mu_of_leak_auc
 from splitveil.active_party.defenses.projected.label_utility import label_utility
 from splitveil.active_party.report import read_run, write_comparison, write_report
+from splitveil.active_party.report.bounds import assessment_of
 from splitveil.active_party.report.decision import Decision, decide
-from splitveil.active_party.report.figures import finding_of
-from splitveil.active_party.report.run_files import leak_series
-from splitveil.active_party.report.verdict import run_levels
 from splitveil.active_party.training.evaluation import read_predictions
 from splitveil.common.errors import SettingsError
 from splitveil.common.record.figures import (
@@ -41,6 +39,7 @@ from splitveil.common.record.summary import (
 from tests.support.records import append_lines
 
 ALIGNED = 10_000
+LITTLE = {"norm": AdjustedFigures(0.52, 0.5, 0.54)}
 TEST_ROWS = 2_000
 
 
@@ -54,7 +53,7 @@ def write_run(
     folder: Path,
     *,
     bound: float | None = 0.6,
-    leak: Mapping[str, AdjustedFigures] | None = None,
+    leak: Mapping[str, AdjustedFigures] | None = LITTLE,
     settings: Mapping[str, Any] | None = None,
     model: ModelFigures | None = None,
     first_id: int = 0,
@@ -112,7 +111,7 @@ def decision_of(folder: Path, target: float | None = None) -> Decision:
     run = read_run(folder)
     if target is not None:
         run = run.with_target(target)
-    return decide(run, [finding_of(one) for one in leak_series(run)], run_levels(run))
+    return decide(run, assessment_of(run))
 
 
 def outcomes(decision: Decision) -> dict[str, str]:
@@ -122,9 +121,10 @@ def outcomes(decision: Decision) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("bound", "interval", "target", "check", "expected"),
     [
-        (0.6, None, 0.6, "bound for anybody", "pass"),
-        (0.6, None, 0.61, "bound for anybody", "pass"),
-        (0.6, None, 0.599, "bound for anybody", "fail"),
+        (0.6, (0.52, 0.5, 0.54), 0.6, "bound for anybody", "pass"),
+        (0.6, (0.52, 0.5, 0.54), 0.61, "bound for anybody", "pass"),
+        (0.6, (0.52, 0.5, 0.54), 0.599, "bound for anybody", "fail"),
+        (0.6, None, 0.6, "measured attacks", "open"),  # nothing passes that was not measured
         (1.0, (0.51, 0.49, 0.53), 0.6, "bound for anybody", "fail"),  # however little was measured
         (0.6, (0.7, 0.68, 0.72), 0.6, "measured attacks", "fail"),
         # A bound speaks for an attack whose interval is too wide; it cannot for one that passes it.
@@ -145,7 +145,8 @@ def test_bounds_and_measured_attacks_are_held_against_the_target(
     leak = None if interval is None else {"norm": AdjustedFigures(*interval)}
     decision = decision_of(write_run(tmp_path / "run", bound=bound, leak=leak), target)
     assert outcomes(decision)[check] == expected
-    assert decision.outcome == ("fail" if expected == "fail" else "pass")
+    not_measured = "open" if interval is None else "pass"
+    assert decision.outcome == ("fail" if expected == "fail" else not_measured)
     is_bound_disproved = interval is not None and interval[1] > bound
     assert ("use no bound of this run" in str(decision.steps)) is is_bound_disproved
 
@@ -178,6 +179,34 @@ def test_what_leaves_no_bound_has_to_go_first(tmp_path: Path) -> None:
 BUDGET = {"run_budget": {"leak_auc": 0.62}}
 
 
+@pytest.mark.parametrize("defense", ["projected_labels", "none"])
+def test_too_low_a_test_auc_asks_for_a_weaker_bound_or_more_rows_to_learn_from(
+    tmp_path: Path, defense: str
+) -> None:
+    settings = {
+        "report": {"target_leak_auc": 0.6, "min_test_auc": 0.76},
+        "defense": {"name": defense},
+    }
+    step = decision_of(write_run(tmp_path / "run", settings=settings)).steps[-1]
+    if defense == "none":
+        assert "more aligned rows" in step.setting
+    else:
+        assert yaml.safe_load(step.setting) == {"report": {"target_leak_auc": 0.65}}
+        assert "65 of 100 pairs instead of 60" in step.price
+    assert "test rows" not in f"{step.why} {step.price}"
+
+
+def test_what_was_not_measured_or_has_not_ended_passes_nothing(tmp_path: Path) -> None:
+    settings = {"report": {"target_leak_auc": 0.6, "min_test_auc": 0.7}}
+    run = write_run(tmp_path / "run", settings=settings, model=ModelFigures())
+    decision = decision_of(run)
+    assert (decision.outcome, outcomes(decision)["test AUC"]) == ("open", "open")
+    (run / "active" / "summary.json").unlink()
+    append_lines(run / "active", LedgerLine(0, bounded(0.6)))
+    decision = decision_of(run)
+    assert outcomes(decision)["the run has ended"] == decision.outcome == "open"
+
+
 @pytest.mark.parametrize(
     ("settings", "model", "expected"),
     [
@@ -202,13 +231,13 @@ def test_settings_say_what_a_run_has_to_reach(
         assert outcomes(decision)["test AUC"] == expected
     if model is not None:
         page = write_report(run).read_text(encoding="utf-8")
-        assert f"the active party alone: {model.test_auc_alone:.3f}" in page
+        assert f">our own data only</th><td>{model.test_auc_alone:.3f}</td>" in page
 
 
 def test_without_a_target_no_run_passes(tmp_path: Path) -> None:
     decision = decision_of(write_run(tmp_path / "a"))
-    assert (decision.word, decision.has_target) == ("no target", False)
-    assert "report.target_leak_auc" in decision.headline
+    assert (decision.outcome, decision.badge) == ("unknown", "No target set")
+    assert "target_leak_auc" in decision.steps[0].setting
 
 
 def test_the_command_takes_a_target_and_several_runs(
@@ -224,7 +253,7 @@ def test_the_command_takes_a_target_and_several_runs(
 
     assert run(a, "--target-leak-auc", "0.55", "--json") == 0
     page = Path(json.loads(capsys.readouterr().out)["report"]).read_text(encoding="utf-8")
-    assert "does not meet the target of leak AUC 0.55" in page
+    assert "does not meet all that is asked: bound for anybody" in page
     assert run(a, "--target-leak-auc", "1.5") == 2
     assert run(a, b, "--target-leak-auc", "0.6") == 2
     assert run(a, b) == 0

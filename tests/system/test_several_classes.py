@@ -62,6 +62,5 @@ def test_both_runs_learn_and_say_of_which_classes_their_figures_are(vehicles: Lo
         assert set(alarming_attacks(vehicles.runs_dir / name)) <= {"cut/residual_energy"}
         page = (vehicles.runs_dir / name / "active" / "report.html").read_text()
         assert "This run has 4 classes" in page
-    table = vehicles.output[vehicles.output.rindex("┏") :]
-    assert "test accuracy" in table
+    assert "test accuracy" in vehicles.output
     assert (vehicles.runs_dir / "vehicle-comparison.html").is_file()

@@ -1,0 +1,120 @@
+"""The answer to the report's question, for a reader who is no statistician: words and a picture."""
+
+from collections.abc import Iterator, Mapping
+
+from markupsafe import Markup
+
+from splitveil.active_party.report.numbers import interval, strongest_beyond
+from splitveil.active_party.report.scale import Row, Scale, scale_picture
+from splitveil.common.data.label_range import ONE_NUMBER
+from splitveil.common.privacy.adversary import Adversary
+from splitveil.common.record.assessment import Finding, LeakAssessment
+from splitveil.common.record.figures import NumberLeak
+from splitveil.common.text.upper_bounds import auc_at_most
+
+QUESTION = (
+    "How well can the other company tell our labels, beyond what its own data already tell it?"
+)
+_AUC = Scale(0.5, 1.0, (0.5, 0.6, 0.7, 0.8, 0.9, 1.0), "guessing", "every label, as undefended")
+_SHARE = Scale(0.0, 1.0, (0.0, 0.2, 0.4, 0.6, 0.8, 1.0), "nothing", "all that features leave")
+_WHOSE: Mapping[Adversary, tuple[str, str]] = {
+    Adversary.ANYBODY: ("Whatever the other company does, it", ""),
+    Adversary.HONEST_BUT_CURIOUS: (
+        "A company that sends what its model computes",
+        " Nothing limits one that sends anything else.",
+    ),
+    Adversary.CLASS_MEANS: (
+        "A company that does no more than compare gradients with the averages of the classes",
+        " Nothing limits one that does more.",
+    ),
+}
+
+
+def answer(assessment: LeakAssessment, num_classes: int, doubt: str) -> str:
+    """Say for whom there is a bound, and what it means; ``doubt`` says what contradicts it."""
+    tells = _tells(num_classes)
+    if assessment.adversary is None or assessment.bound is None:
+        return (
+            f"Nothing in this run limits how well the other company {tells}. Guessing is right in "
+            "50 of 100 pairs."
+        )
+    pairs = f"{float(auc_at_most(assessment.bound)) * 100:g} of 100 pairs"
+    if doubt:
+        said = doubt[0].lower() + doubt[1:]
+        return f"The bound of {pairs} does not hold for all that was measured: {said}"
+    who, others = _WHOSE[assessment.adversary]
+    return (
+        f"{who} {tells} in at most {pairs}, beyond what its own data already tell it. Guessing: "
+        f"50.{others}"
+    )
+
+
+def strongest_in_words(assessment: LeakAssessment) -> str:
+    """Say what the strongest attack reaches, in pairs."""
+    strongest = assessment.strongest
+    if strongest is None:
+        was = "" if assessment.is_measured else "was "
+        return f"What attacks reach beyond these data {was}{assessment.not_measured}."
+    low, high = (min(max(end, 0.5), 1.0) for end in strongest.leak[1:])
+    found = f"{strongest.leak.value * 100:.0f} of 100 ({low * 100:.0f} to {high * 100:.0f})"
+    is_chance = strongest.finding is Finding.NO_LEAK_SHOWN
+    return (
+        f"The strongest attack that was run reaches {found}"
+        f"{', which is no more than chance explains' if is_chance else ''}. "
+        "Another attack may do better."
+    )
+
+
+def number_in_words(measured: Mapping[str, NumberLeak]) -> str:
+    """Say what the strongest attack explains of labels that are numbers."""
+    found = strongest_beyond(measured)
+    if found is None:
+        return "What attacks explain beyond these data was not measured."
+    return (
+        f"The strongest attack that was run explains {found[1].r2:.0%} ({interval(found[1])}) of "
+        "the variance that features leave. Another attack may do better."
+    )
+
+
+def pictures(assessment: LeakAssessment, measured: Mapping[str, NumberLeak]) -> Iterator[Markup]:
+    """Yield the bound, the strongest attack and what features reveal on one scale.
+
+    Of labels that are numbers, the strongest attack has a scale of its own.
+    """
+    bound, adversary = assessment.bound, assessment.adversary
+    if bound is None or adversary is None:
+        rows = [Row("No bound: everything is possible", "muted", 0.5, 1.0)]
+    else:
+        words = f"Bound {auc_at_most(bound)}: {adversary}"
+        rows = [Row(words, "guarantee", 0.5, bound, is_limit=True)]
+    if measured:
+        yield scale_picture(_AUC, rows, f"On a scale from 0.5 to 1. {rows[0].words}.")
+        found = strongest_beyond(measured)
+        if found is not None:
+            share = found[1]
+            words = f"Strongest attack {share.r2:.3f} ({interval(share)})"
+            row = Row(words, "measured", share.low, share.high, share.r2)
+            yield scale_picture(_SHARE, [row], f"On a scale from 0 to 1. {words}.")
+        return
+    strongest = assessment.strongest
+    figures = assessment.not_measured if strongest is None else strongest.figures
+    words = f"Strongest attack {figures}"
+    rows.append(
+        Row(words, "measured")
+        if strongest is None
+        else Row(words, "measured", strongest.leak.low, strongest.leak.high, strongest.leak.value)
+    )
+    auc = assessment.feature_auc
+    if auc is not None:
+        words = f"Features by themselves, not a leak: {auc:.3f}"
+        rows.append(Row(words, "baseline", auc, auc, auc))
+    said = ". ".join(row.words for row in rows)
+    yield scale_picture(_AUC, rows, f"On a scale from 0.5 to 1. {said}.")
+
+
+def _tells(num_classes: int) -> str:
+    if num_classes == ONE_NUMBER:
+        return "tells a label at one end of the range from one at the other"
+    if num_classes > 2:
+        return "tells rows of two classes apart, even of those that are separated best,"
+    return "tells a positive from a negative row"

@@ -16,8 +16,6 @@ from splitveil.common.record.figures import (
     BeyondFigures,
     LedgerFigures,
     is_clearly_above,
-    passed_bounds,
-    set_aside,
 )
 from splitveil.common.record.summary import Summary
 from splitveil.common.text.upper_bounds import auc_at_most
@@ -148,23 +146,20 @@ def bounds_by_peers(ledger: LedgerFigures | None) -> dict[Adversary, float]:
 
 
 def _assessed(beyond: BeyondFigures, limits: dict[Adversary, float]) -> Iterator[AssessedAttack]:
-    passed = {attack: peers for attack, _, peers in passed_bounds(beyond, limits)}
-    aside = set_aside(beyond, limits.get(Adversary.ANYBODY, 1.0))
     for attack, leak in beyond.adjusted.items():
+        passed = next((one for one in limits if is_clearly_above(leak, limits[one])), None)
+        why = _above_by_chance(leak, limits)
         if attack in WITHOUT_GRADIENTS:
             continue
-        if attack in passed:
-            limit, peers = auc_at_most(limits[passed[attack]]), passed[attack].in_words
+        if passed is not None:
+            limit, peers = auc_at_most(limits[passed]), passed.in_words
             why = f"more than the {limit} that the ledger states for {peers}"
             yield AssessedAttack(attack, leak, Finding.ABOVE_BOUND, why)
-        elif attack in aside:
-            yield AssessedAttack(attack, leak, Finding.TOO_FEW_ROWS)
         elif is_clearly_above(leak, 0.5):
-            yield AssessedAttack(attack, leak, Finding.LEAKS, _above_by_chance(leak, limits))
+            yield AssessedAttack(attack, leak, Finding.LEAKS, why)
         elif leak.high - leak.low > WIDEST:
             yield AssessedAttack(attack, leak, Finding.TOO_FEW_ROWS)
         else:
-            why = _above_by_chance(leak, limits)
             yield AssessedAttack(attack, leak, Finding.NO_LEAK_SHOWN, why)
 
 

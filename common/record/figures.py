@@ -6,7 +6,6 @@ attack, all of the cut layer; ``epsilon_lower_bound`` is a number, and
 """
 
 import math
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Annotated, Any, NamedTuple
@@ -101,10 +100,6 @@ class LedgerFigures(Form):
 
 _DETAILS = "epsilon_lower_bound_details"
 _CLEARLY = 3.0 / 1.96
-_UNLIKELY_P = 0.05
-"""A p-value below which guesses speak against a stated epsilon, beside a figure that does."""
-_FEW_PAIRS = 1_000
-"""Pairs of labels below which an adjusted figure rests on few rows that features do not decide."""
 _CLEARLY_P = 0.001
 """A p-value below which guesses contradict a stated epsilon. Labels that are randomised with
 epsilon, and read exactly, come as close to it as guesses can: at 0.05, one such run in twenty would
@@ -184,62 +179,6 @@ def is_clearly_above(found: AdjustedFigures, auc: float) -> bool:
     standard errors is too narrow.
     """
     return found.value - _CLEARLY * (found.value - found.low) > auc
-
-
-def passed_bounds(
-    beyond: BeyondFigures, bounds: Mapping[Adversary, float]
-) -> Iterator[tuple[str, AdjustedFigures, Adversary]]:
-    """Yield each attack that reveals more beyond features than a bound says, with the widest peers.
-
-    None is yielded where guesses are no better than chance, and a bound that holds for anybody
-    counts as passed only where guesses are better than it permits, or there are many pairs, but not
-    where there are too few rows for guesses: see `set_aside`.
-
-    Args:
-        bounds: AUC that no score of some peers exceeds, the strongest adversary class first.
-    """
-    if _guesses_by_chance(beyond):
-        return
-    for attack, found in beyond.adjusted.items():
-        passed = [peers for peers, bound in bounds.items() if is_clearly_above(found, bound)]
-        if passed and not (passed[0] is Adversary.ANYBODY and _guesses_as_permitted(beyond)):
-            yield attack, found, passed[0]
-
-
-def set_aside(beyond: BeyondFigures, bound: float) -> dict[str, AdjustedFigures]:
-    """Return the adjusted figures that say nothing of gradients, by attack.
-
-    Where features all but give the labels of a few hundred rows, an adjusted figure shows what the
-    model of the features has not learned. The guesses of the epsilon's audit, from which the part
-    of every score that features explain was taken out, are then no better than chance, or, of fewer
-    than 1,000 pairs of labels, no better than the epsilon permits that the ledger states for
-    anybody, or there were too few pairs to guess at all; and the figure may lie above a bound that
-    is proved for anybody.
-
-    Args:
-        bound: AUC that no score of anybody exceeds; 1 or NaN where there is none.
-    """
-    if not (_guesses_by_chance(beyond) or _guesses_as_permitted(beyond)):
-        return {}
-    return {name: found for name, found in beyond.adjusted.items() if found.value > bound}
-
-
-def _guesses_by_chance(beyond: BeyondFigures) -> bool:
-    return beyond.epsilon is not None and beyond.epsilon.p_value > _CLEARLY_P
-
-
-def _guesses_as_permitted(beyond: BeyondFigures) -> bool:
-    measured = beyond.epsilon
-    if measured is None:  # the rows that features do not decide are too few for any guess
-        return True
-    if measured.p_value_of_stated is None:
-        return False
-    says_nothing_against = measured.p_value_of_stated > _UNLIKELY_P
-    return (
-        measured.pairs < _FEW_PAIRS
-        and measured.stated_for == Adversary.ANYBODY
-        and says_nothing_against
-    )
 
 
 _OF_NUMBERS = "leak_of_numbers"

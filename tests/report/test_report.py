@@ -32,7 +32,6 @@ from splitveil.common.record.figures import (
     AdjustedFigures,
     AttackFigure,
     BeyondFigures,
-    EpsilonFigures,
     LeakFigures,
     LedgerFigures,
     RunFigures,
@@ -176,16 +175,15 @@ def test_windows_are_quantiles_of_consecutive_batches() -> None:
     assert (found.low[0], found.high[0]) == tuple(np.quantile(first, (0.1, 0.9)))
 
 
-GUESSED = EpsilonFigures(1.5, "norm", 400, 350, 1000, 0.95, 1e-5, 0.0)
 TARGET = {"report": {"target_leak_auc": 0.7}}
 CLASS_MEANS = "A company that does no more than compare gradients with the averages of the classes"
 PERSISTENT = {"defense": {"name": "marvell", "noise": "persistent"}}
 
 
-def adjusted(value: float, *, guessed: bool = True, **others: AdjustedFigures) -> Summary:
-    """Return a summary with adjusted leak AUCs; of guesses, if there were enough rows."""
+def adjusted(value: float, **others: AdjustedFigures) -> Summary:
+    """Return a summary with adjusted leak AUCs."""
     found = {"norm": AdjustedFigures(value, value - 0.03, value + 0.02), **others}
-    beyond = BeyondFigures(found, {}, GUESSED if guessed else None, 443, 0.81)
+    beyond = BeyondFigures(found, rows=443, feature_auc=0.81)
     return Summary(leak=LeakFigures(beyond=beyond))
 
 
@@ -210,7 +208,7 @@ def adjusted(value: float, *, guessed: bool = True, **others: AdjustedFigures) -
         (
             NOISY_LABELS | TARGET,
             0.7,
-            adjusted(0.97, guessed=False),
+            adjusted(0.5, norm=AdjustedFigures(0.7, 0.4, 0.9)),
             "open",
             "Not shown",
             "cannot be measured on 443 rows",

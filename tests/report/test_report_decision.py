@@ -22,7 +22,6 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.record.figures import (
     AdjustedFigures,
     BeyondFigures,
-    EpsilonFigures,
     LeakFigures,
     LedgerFigures,
     SpreadFigures,
@@ -78,8 +77,7 @@ def write_run(
         model=model or ModelFigures(test_auc=auc),
         ledger=None if bound is None else bounded(bound),
     )
-    guessed = EpsilonFigures(1.5, "norm", 400, 350, 1000, 0.95, 1e-5, 0.0) if leak else None
-    beyond = BeyondFigures(adjusted=dict(leak or {}), epsilon=guessed)
+    beyond = BeyondFigures(adjusted=dict(leak or {}))
     summary = Summary(
         counts=RunCounts(ALIGNED, 5, 50),
         active=figures,

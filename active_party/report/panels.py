@@ -108,10 +108,10 @@ def leak_panels(
         ]
         if feature_auc is not None:
             marks.append(Rule(feature_auc, "baseline"))
-        names = [one.layer if len(layers) > 1 else "" for one in chosen]
+        # More names than two would leave no room for the lines; the legend has them all.
         styled = [
-            (f"s{layers.index(one.layer) % NUM_STYLES}", name, one)
-            for name, one in zip(names, chosen, strict=True)
+            (f"s{layers.index(one.layer) % NUM_STYLES}", one.layer * (len(layers) == 2), one)
+            for one in chosen
         ]
         described = f"raw leak AUC of {attack} over training steps"
         step_label = f"training step ({steps_per_epoch_of(run)} per epoch)"

@@ -123,14 +123,11 @@ def run_parties(
     show = partial(_print_line, stream) if display is None else display.show
     held: list[tuple[str, str]] = []
     with display or nullcontext():
-        code = _run_side_by_side(commands, _into(held) if quiet else show, display)
+        hold = lambda *said: held.append(said)  # noqa: E731
+        code = _run_side_by_side(commands, hold if quiet else show, display)
     for name, line in held if code else ():
         show(name, line)
     return code
-
-
-def _into(held: list[tuple[str, str]]) -> Callable[[str, str], None]:
-    return lambda name, line: held.append((name, line))
 
 
 def _run_side_by_side(

@@ -34,10 +34,12 @@ _MARKS = {
     "utf-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
     "utf-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
 }
+PARQUET = b"PAR1\x15"
+"""How a Parquet file begins; a name of a column may begin with PAR1."""
 _OTHER_FORMATS = {
     b"PK\x03\x04": "a spreadsheet or zip archive: save it as CSV",
     b"\xd0\xcf\x11\xe0": "an old spreadsheet: save it as CSV",
-    b"PAR1": "a Parquet file: let its name end in .parquet",
+    PARQUET: "a Parquet file: let its name end in .parquet",
     b"\x1f\x8b\x08": "compressed by gzip: let its name end in .gz",
 }
 _SEPARATOR = re.compile(rb'(?:\xef\xbb\xbf)?"?sep=([ -~\t])"?\r?\n')
@@ -249,7 +251,7 @@ class _Text:
         self._num_bytes = max(1, path.stat().st_size)
         codec = CODECS.get(path.suffix)
         with pa.input_stream(str(path), compression=codec) as start:
-            mark = start.read(4)
+            mark = start.read(len(PARQUET))
         for magic, what in _OTHER_FORMATS.items():
             if mark.startswith(magic):
                 raise DataError(f"{path}: this is no text but {what}")

@@ -155,13 +155,14 @@ def check_classes(settings: DataSettings, labels: NDArray[np.float32], source: R
             f"{where}: expected labels that differ, but all {len(labels)} are the same number"
         )
     elif settings.positive_label and not labels.any():
-        texts = sorted(_written_labels(settings, source).drop_null().unique().to_pylist())
-        few = ", ".join(map(repr, texts))
+        texts = _written_labels(settings, source).drop_null().unique()
+        found = f"{len(texts):,} other values"
+        if len(texts) <= _NAMED_VALUES:  # more are no labels, and none of them is quoted
+            names = sorted(texts.to_pylist())
+            found = ", ".join(map(repr, names)) + suggest(settings.positive_labels[0], names)
         raise DataError(
             f"{where}: no row has {' or '.join(map(repr, settings.positive_labels))} "
-            f"(data.positive_label), but "
-            f"{few if len(texts) <= _NAMED_VALUES else f'{len(texts):,} other values'}"
-            f"{suggest(settings.positive_labels[0], texts)}"
+            f"(data.positive_label), but {found}"
         )
     elif labels.min() == labels.max():
         raise DataError(

@@ -4,7 +4,6 @@ Where the table leaves a question open, the answer comes from the caller; nothin
 guessed among several candidates.
 """
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -22,29 +21,18 @@ from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.privacy.leakage import auc
 from splitveil.common.run.sample_order import SPLITS
 from splitveil.common.text.wording import suggest
-from splitveil.deploy.init.columns import NO_NAME, Column, as_text, without_gaps
+from splitveil.deploy.init.columns import NO_NAME, Column, as_text, without_gaps, words_of
 from splitveil.deploy.init.labels import Label, classes_of, is_of_numbers, label_of
 from splitveil.deploy.init.own_ids import OwnIds, identifiers_in, judge, likely_ids
 
-
-def _words(name: str) -> set[str]:
-    spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
-    return set(re.split(r"[^a-z0-9]+", spaced.lower()))
-
-
-LABEL_WORDS = _words(
+LABEL_WORDS = words_of(
     "y label target class outcome churn churned default defaulted fraud click clicked converted "
     "conversion income response survived"
 )
 NUMBER_LABEL_WORDS = frozenset(["y", "label", "target"])
 """Words in the names of columns whose numbers are labels; others are often features."""
 
-ID_WORDS = frozenset(
-    [
-        *("id", "ids", "key", "uuid", "guid", "identifier", "customer", "client", "patient"),
-        *("person", "user"),
-    ]
-)
+ID_WORDS = words_of("id ids key uuid guid identifier customer client patient person user")
 TELLTALE_AUC = 0.995
 """AUC of a single column, from which it counts as another form of the label."""
 _MOST_CATEGORIES_SHARE = 0.5
@@ -116,7 +104,7 @@ def id_candidates(columns: Sequence[Column], cells: Mapping[str, Any]) -> dict[s
 
 
 def _is_id_word(name: str) -> bool:
-    return bool(_words(name) & ID_WORDS)
+    return bool(words_of(name) & ID_WORDS)
 
 
 def label_candidates(columns: Sequence[Column], *, with_gaps: bool = False) -> list[Column]:
@@ -124,9 +112,9 @@ def label_candidates(columns: Sequence[Column], *, with_gaps: bool = False) -> l
     columns = [c for c in columns if with_gaps or not c.missing]
     few = [c for c in columns if c.kind in {"whole", "text", "number"}]
     few = [c for c in few if len(classes_of(c, fold=True)) == 2]
-    named = [c for c in columns if _words(c.name) & LABEL_WORDS]
+    named = [c for c in columns if words_of(c.name) & LABEL_WORDS]
     named = [c for c in named if 2 <= len(classes_of(c)) <= MAX_CLASSES]
-    numbers = [c for c in columns if _words(c.name) & NUMBER_LABEL_WORDS and is_of_numbers(c)]
+    numbers = [c for c in columns if words_of(c.name) & NUMBER_LABEL_WORDS and is_of_numbers(c)]
     return list(dict.fromkeys([*(named or numbers), *few]))
 
 
@@ -183,14 +171,14 @@ def choose_label(columns: Sequence[Column], wishes: Wishes) -> Label:
     if wishes.label_column is not None:
         return _read(_named(columns, wishes.label_column, "--label-column"), wishes)
     candidates = label_candidates(columns, with_gaps=wishes.leave_out_unlabelled)
-    named = [column for column in candidates if _words(column.name) & LABEL_WORDS]
+    named = [column for column in candidates if words_of(column.name) & LABEL_WORDS]
     if len(named) == 1:
         return _read(named[0], wishes)
     if len(candidates) == 1:
         return _read(candidates[0], wishes)._replace(is_guessed=True)
     found = ", ".join(column.name for column in named or candidates) or "none"
     if not candidates:
-        near = [c for c in columns if _words(c.name) & LABEL_WORDS]
+        near = [c for c in columns if words_of(c.name) & LABEL_WORDS]
         near = list(dict.fromkeys([*near, *label_candidates(columns, with_gaps=True)]))
         found += "".join(f"; {column.name} has {column.in_words()}" for column in near[:8])
         if any(column.missing for column in near):

@@ -112,13 +112,16 @@ GAPS = (
 )
 """Texts that mean "no value" where a column holds them beside other cells."""
 
-CODE_WORDS = frozenset(
-    [
-        *("agent", "app", "area", "branch", "brand", "category", "channel", "city", "class"),
-        *("code", "country", "county", "device", "district", "id", "ids", "ip", "kind"),
-        *("merchant", "model", "os", "plz", "postcode", "product", "region", "sector", "shop"),
-        *("sku", "state", "store", "terminal", "type", "vendor", "zip", "zipcode"),
-    ]
+
+def words_of(name: str) -> set[str]:
+    spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
+    return set(re.split(r"[^a-z0-9]+", spaced.lower()))
+
+
+CODE_WORDS = words_of(
+    "agent app area branch brand category channel city class code country county device district "
+    "id ids ip kind merchant model os plz postcode product region sector shop sku state store "
+    "terminal type vendor zip zipcode"
 )
 """Words in the names of columns whose whole numbers are codes and not quantities."""
 
@@ -149,11 +152,8 @@ class Column(NamedTuple):
     skewness: float
     """Third standardised moment of the numbers; 0 for other cells."""
 
-    looks_like_codes: bool
-    """Whether the whole numbers are codes, with an embedding each, and not quantities."""
-
     reason: str
-    """Why they look like codes, in words; empty if they do not."""
+    """Why the whole numbers look like codes and not quantities; empty if they do not."""
 
     low: float = 0.0
     """The least of the numbers; 0 for other cells."""
@@ -167,6 +167,10 @@ class Column(NamedTuple):
 
     time_formats: tuple[str | None, ...] = ()
     """The forms of strptime in which its texts are times, None for ISO 8601."""
+
+    @property
+    def looks_like_codes(self) -> bool:
+        return bool(self.reason)
 
     @property
     def present(self) -> int:
@@ -203,7 +207,7 @@ MOST_VALUES = 200
 def describe(name: str, cells: Any, missing_texts: Sequence[str] = ()) -> Column:
     text = as_text(cells)
     if text is None:
-        return Column(name, "other", len(cells), cells.null_count, (), 0, (), (), 0.0, False, "")
+        return Column(name, "other", len(cells), cells.null_count, (), 0, (), (), 0.0, "")
     present = set(pc.unique(text).to_pylist())
     gaps = tuple(gap for gap in dict.fromkeys((*GAPS, *missing_texts)) if gap in present)
     found = read_categories(WrittenColumn(text, name, gaps))
@@ -215,7 +219,6 @@ def describe(name: str, cells: Any, missing_texts: Sequence[str] = ()) -> Column
         values, numbers = values.filter(pa.array(is_value)), numbers[is_value]
         counts = counts[is_value]
     order = np.argsort(-counts, kind="stable")[:MOST_VALUES]
-    reason = _reason_for_codes(name, kind, numbers, counts)
     return Column(
         name=name,
         kind=kind,
@@ -226,8 +229,7 @@ def describe(name: str, cells: Any, missing_texts: Sequence[str] = ()) -> Column
         values=tuple(values.take(pa.array(order)).to_pylist()),
         counts=tuple(counts[order].tolist()),
         skewness=_skewness(numbers, counts),
-        looks_like_codes=bool(reason),
-        reason=reason,
+        reason=_reason_for_codes(name, kind, numbers, counts),
         low=float(numbers.min()) if len(numbers) else 0.0,
         high=float(numbers.max()) if len(numbers) else 0.0,
         variance=_variance(numbers, counts) if len(numbers) and nearly is None else 0.0,
@@ -290,16 +292,12 @@ def _kind_of_texts(name: str, column: CategoricalColumn, is_number: NDArray[np.b
     is_time = max(forms.values(), key=lambda one: int(one.sum()))
     if column.is_nearly_all(is_time):
         return "text", almost(column, "dates or times", is_time), ()
-    return "text", None if _is_code_word(name) else almost_numbers(column, is_number), ()
+    return "text", None if words_of(name) & CODE_WORDS else almost_numbers(column, is_number), ()
 
 
 def numbers_of(values: Any) -> NDArray[np.float64]:
     """Return texts that are numbers as such."""
     return read_numbers(WrittenColumn(pa.chunked_array([values]), "")).values
-
-
-def _is_code_word(name: str) -> bool:
-    return bool(CODE_WORDS & set(re.split(r"[^a-z]+", name.lower())))
 
 
 def _variance(numbers: NDArray[np.float64], counts: NDArray[np.int64]) -> float:
@@ -327,7 +325,7 @@ def _reason_for_codes(
     """
     if kind != "whole" or len(numbers) < 3 or numbers.min() < 0:
         return ""
-    if _is_code_word(name):
+    if words_of(name) & CODE_WORDS:
         return "named like a code"
     steps = np.diff(np.unique(numbers))
     unit = float(np.gcd.reduce(steps[steps < 2**53].astype(np.int64))) or 1.0

@@ -9,14 +9,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import TypeAdapter
 
-from splitveil.common.data.columns import (
-    NUMBER,
-    NUMBERS_BY_DECIMAL,
-    WrittenColumn,
-    clean_text,
-    with_points,
-)
-from splitveil.common.data.csv_file import CODECS, NO_HEADER, delimiter_of, looks_like_data
+from splitveil.common.data.columns import NUMBER, NUMBERS_BY_DECIMAL, with_points
+from splitveil.common.data.csv_file import CODECS, NO_HEADER, PARQUET, delimiter_of, looks_like_data
 from splitveil.common.data.kinds import open_source, text_file, with_advice
 from splitveil.common.data.source_settings import CsvSource, Source, not_expanded
 from splitveil.common.data.sources import unreadable_is_data_error
@@ -104,42 +98,33 @@ def _read(path: Path, source: dict[str, Any], settings: Source, most_rows: int) 
     }
     left_out |= {name: f"{found[name]} columns have this name: rename them" for name in repeated}
     if isinstance(settings, CsvSource):
-        decimal = settings.decimal or _decimal_of(columns)
+        texts = {name: without_gaps(cells, GAPS) for name, cells in columns.items()}
+        forms = {name: _decimals_of(text) for name, text in texts.items()}
+        decimal = settings.decimal or _decimal_of(texts, forms)
         source |= {"decimal": decimal} if decimal else {}
-        columns |= _with_points(columns, decimal) if decimal else {}
+        for name in (name for name in columns if decimal in forms[name]):
+            columns[name] = with_points(as_text(columns[name]), str(decimal))
     index = getattr(table, "index_columns", ())
     return RawTable(path, source, settings, columns, estimate, is_whole, left_out, index)
 
 
-def _decimal_of(columns: Mapping[str, Any]) -> str | None:
+def _decimals_of(text: Any) -> set[str]:
+    return {mark for mark, form in NUMBERS_BY_DECIMAL.items() if _are_all(text, form)}
+
+
+def _decimal_of(texts: Mapping[str, Any], forms: Mapping[str, set[str]]) -> str | None:
     """Return the decimal mark that all columns of numbers have; None where a point alone will do.
 
     It is unknown, and None as well, if each comma may be the one mark or the other.
     """
-    is_wanted = has_commas = False
-    possible = set(NUMBERS_BY_DECIMAL)
-    for name, cells in columns.items():
-        text = clean_text(WrittenColumn(cells, name, GAPS)).drop_null()
-        fitting = {mark for mark, form in NUMBERS_BY_DECIMAL.items() if _are_all(text, form)}
-        is_plain = _are_all(text, NUMBER)
-        if is_plain or fitting:
-            possible &= fitting
-        if fitting and not is_plain:
-            is_wanted = True
-            has_commas |= pc.any(pc.match_substring(text, ",")).as_py()
-    if not has_commas:
+    plain = {name for name, text in texts.items() if _are_all(text, NUMBER)}
+    others = [texts[name] for name, marks in forms.items() if marks and name not in plain]
+    possible = set(NUMBERS_BY_DECIMAL).intersection(
+        *(marks for name, marks in forms.items() if marks or name in plain)
+    )
+    if not any(pc.any(pc.match_substring(text, ",")).as_py() for text in others):
         possible.discard(",")
-    return possible.pop() if is_wanted and len(possible) == 1 else None
-
-
-def _with_points(columns: Mapping[str, Any], decimal: str) -> dict[str, Any]:
-    form = NUMBERS_BY_DECIMAL[decimal]
-    texts = {name: as_text(cells) for name, cells in columns.items()}
-    return {
-        name: with_points(text, decimal)
-        for name, text in texts.items()
-        if _are_all(without_gaps(text, GAPS), form)
-    }
+    return possible.pop() if others and len(possible) == 1 else None
 
 
 def _are_all(text: Any, form: str) -> bool:
@@ -152,7 +137,7 @@ def _kind_of(path: Path) -> str:
     if endings and endings[-1] in _TEXT:
         return "csv"
     with unreadable_is_data_error(first), first.open("rb") as file:
-        is_parquet = file.read(4) == b"PAR1"
+        is_parquet = file.read(len(PARQUET)) == PARQUET
     if is_parquet or (endings and endings[-1] in {".parquet", ".pq"}):
         return "parquet"
     if not endings or path.is_dir():

@@ -166,10 +166,8 @@ def _arrays(path: Path) -> dict[str, Any]:
 
 def _print_audit(audit: "Audit") -> None:
     console = Console(file=sys.stdout, highlight=False)
-    batches = PlainTable("single batches: mean leak AUC")
-    batches.add_column("attack")
-    for heading in ("leak AUC", "95 % interval", "random", "batches"):
-        batches.add_column(heading, justify="right")
+    figures_of = ("leak AUC", "95 % interval", "random", "batches")
+    batches = PlainTable("single batches: mean leak AUC", ("attack",), figures_of)
     batches.add_column("needs to know")
     for one in audit.batches:
         interval = _interval(one.low, one.high)
@@ -200,10 +198,7 @@ def _print_audit(audit: "Audit") -> None:
 
 
 def _intervals(title: str, figures: Mapping[str, tuple[float, float, float]]) -> PlainTable:
-    table = PlainTable(title)
-    table.add_column("attack")
-    for heading in ("leak AUC", "95 % interval"):
-        table.add_column(heading, justify="right")
+    table = PlainTable(title, ("attack",), ("leak AUC", "95 % interval"))
     for attack, (auc, low, high) in figures.items():
         table.add_row(attack, f"{auc:.3f}", _interval(low, high))
     return table

@@ -103,11 +103,8 @@ def as_table(given: Any, name: str) -> pa.Table:
         if hasattr(given, "__arrow_c_stream__"):  # pyarrow, polars and others
             return pa.table(given)
         rows = np.asarray(given)
-    except (
-        ValueError,
-        TypeError,
-        NotImplementedError,
-    ) as error:  # the last argument is pyarrow's name of the column
+    except (ValueError, TypeError, NotImplementedError) as error:
+        # The last argument is pyarrow's name of the column.
         raise SettingsError(f"{name}: cannot be read as a table: {error.args[-1]}") from error
     if rows.ndim != 2 or rows.dtype.kind not in "biuf":
         raise SettingsError(

@@ -12,7 +12,7 @@ from splitveil.active_party.report.run_files import RunFiles, read_run
 from splitveil.common.privacy.adversary import Adversary
 from splitveil.common.privacy.attacks import CUT
 from splitveil.common.record.assessment import LeakAssessment, assess_figures
-from splitveil.common.record.figures import LedgerFigures
+from splitveil.common.record.figures import LeakFigures, LedgerFigures
 from splitveil.common.record.lines import (
     EpochLeakLine,
     EvaluationLine,
@@ -27,6 +27,12 @@ from splitveil.library.frames import Row, as_html, frame
 Kind: TypeAlias = Literal["epochs", "attacks", "steps", "batches"]
 KindOfRuns: TypeAlias = Literal["runs", "defenses"] | Kind
 _MEASURED = ("test_auc", "leak_auc", *(peers.column for peers in Adversary))
+_FIGURES = {
+    "features": {"leak_auc": "value", "low": "low", "high": "high"},
+    "batches": {"leak_auc": "mean", "q95": "q95", "random_q95": "random_q95"},
+    "run": {"leak_auc": "auc", "low": "low", "high": "high", "examples": "examples"},
+}
+"""What leak AUCs are over -> a column of a frame -> the name of the figure."""
 
 
 class Run:
@@ -204,50 +210,14 @@ class Run:
         return [by_epoch[epoch] for epoch in sorted(by_epoch)]
 
     def _attacks(self) -> list[Row]:
-        rows: list[Row] = []
-        for party in self._files().parties:
-            leak = party.summary.of_leak
-            adjusted = {} if leak.beyond is None else leak.beyond.adjusted
-            rows += [
-                {
-                    "party": party.name,
-                    "layer": CUT,
-                    "attack": attack,
-                    "over": "features",
-                    "leak_auc": measured.value,
-                    "low": measured.low,
-                    "high": measured.high,
-                }
-                for attack, measured in adjusted.items()
-            ]
-            for layer, batches in leak.batches.items():
-                rows += [
-                    {
-                        "party": party.name,
-                        "layer": layer,
-                        "attack": attack,
-                        "over": "batches",
-                        "leak_auc": measured.mean,
-                        "q95": measured.q95,
-                        "random_q95": measured.random_q95,
-                    }
-                    for attack, measured in batches.items()
-                ]
-            for layer, whole in leak.run_level.items():
-                rows += [
-                    {
-                        "party": party.name,
-                        "layer": layer,
-                        "attack": attack,
-                        "over": "run",
-                        "leak_auc": measured.auc,
-                        "low": measured.low,
-                        "high": measured.high,
-                        "examples": measured.examples,
-                    }
-                    for attack, measured in whole.items()
-                ]
-        return rows
+        return [
+            {"party": party.name, "layer": layer, "attack": attack, "over": over}
+            | {column: getattr(found, name) for column, name in _FIGURES[over].items()}
+            for party in self._files().parties
+            for over, layers in _measured(party.summary.of_leak).items()
+            for layer, attacks in layers.items()
+            for attack, found in attacks.items()
+        ]
 
     def _batches(self) -> list[Row]:
         return [
@@ -264,6 +234,11 @@ class Run:
             for line in party.metrics.of(LeakLine)
             for one in line.figures
         ]
+
+
+def _measured(leak: LeakFigures) -> dict[str, Mapping[str, Mapping[str, Any]]]:
+    adjusted = {} if leak.beyond is None else leak.beyond.adjusted
+    return {"features": {CUT: adjusted}, "batches": leak.batches, "run": leak.run_level}
 
 
 class Runs(Sequence[Run]):

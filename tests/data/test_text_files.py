@@ -97,6 +97,15 @@ READ: dict[str, tuple[dict[str, bytes], str, dict[str, Any]]] = {
         "act",
         {},
     ),
+    "PAR1 as in Parquet": (
+        {
+            ONE: lines(
+                [row[-1:] + row[:-1] for row in ROWS], names=["PAR1town", *NAMES[:4]]
+            ).encode()
+        },
+        ONE,
+        {},
+    ),
     "a comma after every row": ({ONE: lines(end=",\n").encode()}, ONE, {}),
     "a folder": (PARTS, "act", {}),
     "a pattern": (PARTS, "act/part-*", {}),
@@ -114,7 +123,7 @@ def test_what_other_programs_write_is_read(tmp_path: Path, case: str) -> None:
     chosen = written.features
     assert chosen is not None
     assert (chosen.numeric, len(chosen.categorical)) == (("age", "fee"), 1)
-    features = {"numeric": "*", "categorical": "town*", "exclude": "x"}
+    features = {"numeric": "*", "categorical": "*town*", "exclude": "x"}
     by_hand = data_settings({"path": path, **source}, features)
     cached = data_settings({"path": path, **source, "cache_dir": "cache"}, features)
     thousand = "1" if case == "points between thousands" else ""
@@ -161,7 +170,7 @@ BY_ITS_TEXT = {
         "the column names seem to come later: delete the line above them",
     ),
     "a spreadsheet": (b"PK\x03\x04\0\0", "is no text but a spreadsheet or zip archive: save it"),
-    "Parquet": (b"PAR1\0", "is no text but a Parquet file: let its name end in .parquet"),
+    "Parquet": (b"PAR1\x15\x04", "is no text but a Parquet file: let its name end in .parquet"),
     "gzip": (gzip.compress(b"a,b\n"), "is no text but compressed by gzip: let its name end in .gz"),
     "a title of one cell": (f"Export,,,,\n{lines()}".encode(), "delete the line above them"),
     "rows of nothing": (GHOSTS.encode(), "last 5 rows hold nothing but delimiters: delete what"),

@@ -12,6 +12,7 @@ from pyarrow import parquet
 from splitveil.active_party.commands import program as active_program
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.settings import DataSettings
+from splitveil.common.errors import DataError
 from splitveil.common.party.aligned_table import read_own_ids
 from splitveil.common.party.party_data import PartyData, read_ids_alone
 from splitveil.common.party.party_settings import load_party_settings
@@ -168,3 +169,11 @@ def test_a_row_without_a_label_repeats_no_id(tmp_path: Path) -> None:
             assert found.table.id_report.in_words().endswith(
                 "3 of 5 rows left out: 3 without a label"
             )
+
+
+def test_cells_of_a_column_that_holds_no_labels_are_not_quoted(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("id,y\n" + "".join(f"{i},Jane {i}\n" for i in range(40)))
+    data = {"source": {"kind": "csv", "path": "t.csv"}, "id_column": "id", "label_column": "y"}
+    chosen = DataSettings.model_validate(data | {"positive_label": "Jane"})
+    with pytest.raises(DataError, match=r"no row has 'Jane' .*, but 40 other values$"):
+        PartyData.load(chosen, tmp_path)
